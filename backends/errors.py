@@ -1,0 +1,20 @@
+"""What can go wrong in a backend.
+
+BackendError
+├── LoadError        the model can't be opened as asked: bad file, missing device, unsupported option
+└── ExecutionError   one execution failed: the runtime raised, or the model's outputs don't fit its spec
+"""
+
+__all__ = ["BackendError", "ExecutionError", "LoadError"]
+
+
+class BackendError(Exception):
+    """Base of everything that a backend raises on purpose; the message is for the user."""
+
+
+class LoadError(BackendError):
+    """The model can't be opened as asked. Raised before the model serves anything."""
+
+
+class ExecutionError(BackendError):
+    """One execution failed; the instance is still usable."""

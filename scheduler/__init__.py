@@ -1,0 +1,5 @@
+"""The dynamic batcher: stdlib only, no numpy, no gRPC.
+
+`policy` says what is allowed, `batch_queue` decides (pure), `batcher` and `runner` act on the decisions (asyncio,
+threads).
+"""

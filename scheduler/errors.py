@@ -1,0 +1,49 @@
+"""Why a request left the batcher without an answer of the model.
+
+SchedulerError
+├── RequestTooLarge    more rows than one batch may have; refused at push
+├── QueueFull          the queue's bound is reached; refused at push
+├── QueueTimeout       its deadline passed while it waited
+├── BatcherClosed      the batcher stops; refused, or dropped at the end of the grace period
+└── ExecutionFailed    the instance raised; `__cause__` is what it raised
+"""
+
+from __future__ import annotations
+
+__all__ = ["BatcherClosed", "ExecutionFailed", "QueueFull", "QueueTimeout", "RequestTooLarge", "SchedulerError"]
+
+
+class SchedulerError(Exception):
+    """Base of everything that the batcher answers instead of a result."""
+
+
+class RequestTooLarge(SchedulerError):
+    """The request alone has more rows than `max_batch_rows`."""
+
+    def __init__(self, rows: int, limit_rows: int) -> None:
+        super().__init__(f"request has {rows} rows, the limit is {limit_rows}")
+
+
+class QueueFull(SchedulerError):
+    """The queue holds as many requests as its policy allows."""
+
+    def __init__(self, limit: int) -> None:
+        super().__init__(f"Exceeds maximum queue size of {limit} requests")
+
+
+class QueueTimeout(SchedulerError):
+    """The request's deadline passed before it was executed."""
+
+    def __init__(self, waited_ns: int) -> None:
+        super().__init__(f"Request timeout expired after {waited_ns // 1_000} us in the queue")
+
+
+class BatcherClosed(SchedulerError):
+    """The batcher takes no more requests, or gave up on this one when it closed."""
+
+    def __init__(self) -> None:
+        super().__init__("the model is being unloaded or the server is stopping")
+
+
+class ExecutionFailed(SchedulerError):
+    """The batch that carried this request failed in the instance."""

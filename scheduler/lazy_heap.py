@@ -1,0 +1,58 @@
+"""A heap whose items may die inside it.
+
+Removing from the middle of a binary heap is linear, so the dead stay until they surface or outnumber the living.
+The rule: every push has a token of its own, and once `alive(item, token)` is false it stays false.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from heapq import heapify, heappop, heappush
+from typing import Generic, TypeVar
+
+__all__ = ["LazyHeap"]
+
+T = TypeVar("T")
+_SLACK = 64
+
+
+class LazyHeap(Generic[T]):
+    """Items by ascending `(rank, token)`.
+
+    push and pop are O(log n) amortised; the sweep at doubled size keeps the dead from outnumbering the living.
+    """
+
+    __slots__ = ("_alive", "_items", "_limit")
+
+    def __init__(self, alive: Callable[[T, int], bool]) -> None:
+        self._alive = alive
+        self._items: list[tuple[int, int, T]] = []
+        self._limit = _SLACK
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def push(self, rank: int, token: int, item: T) -> None:
+        items = self._items
+        heappush(items, (rank, token, item))
+        if len(items) > self._limit:
+            self._sweep()
+
+    def first_rank(self) -> int | None:
+        """The lowest rank of a living item; None when there is none."""
+        items = self._items
+        while items:
+            rank, token, item = items[0]
+            if self._alive(item, token):
+                return rank
+            heappop(items)
+        return None
+
+    def pop(self) -> T:
+        """The item whose rank `first_rank` has just returned."""
+        return heappop(self._items)[2]
+
+    def _sweep(self) -> None:
+        self._items = [entry for entry in self._items if self._alive(entry[2], entry[1])]
+        heapify(self._items)
+        self._limit = 2 * len(self._items) + _SLACK

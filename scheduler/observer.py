@@ -1,0 +1,50 @@
+"""What the batcher tells the outside about its work, for metrics and logs.
+
+Called on the event loop, on the hot path: implementations add to counters and return.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, Protocol
+
+__all__ = ["BatchReport", "Drop", "NullObserver", "Observer"]
+
+
+class Drop(Enum):
+    """Why a request left, or never entered, the queue without being executed."""
+
+    REFUSED = "refused"
+    EXPIRED = "expired"
+    CANCELLED = "cancelled"
+
+
+@dataclass(frozen=True, slots=True)
+class BatchReport:
+    """One execution. `waits_ns` holds each request's time in the queue; `execution` is what the instance returned,
+    None if it raised."""
+
+    rows: int
+    waits_ns: Sequence[int]
+    started_ns: int
+    finished_ns: int
+    execution: Any
+    error: BaseException | None
+
+
+class Observer(Protocol):
+    def on_drop(self, drop: Drop) -> None: ...
+
+    def on_batch(self, report: BatchReport) -> None: ...
+
+
+class NullObserver:
+    """Looks away."""
+
+    def on_drop(self, drop: Drop) -> None:
+        pass
+
+    def on_batch(self, report: BatchReport) -> None:
+        pass

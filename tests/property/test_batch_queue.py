@@ -1,0 +1,178 @@
+"""The queue against a model that recomputes everything from a plain list, step by step, with a hand-cranked clock."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from scheduler.batch_queue import BatchQueue, Entry
+from scheduler.errors import QueueFull, RequestTooLarge
+from scheduler.policy import NEVER, BatchPolicy, QueuePolicy
+
+
+@dataclass
+class Waiting:
+    number: int
+    key: str
+    rows: int
+    enqueued_ns: int
+    deadline_ns: int
+
+
+@dataclass
+class NaiveQueue:
+    """Triton's dynamic batching per key, oldest ready head first; quadratic and obvious."""
+
+    policy: BatchPolicy
+    flushing: bool = False
+    waiting: list[Waiting] = field(default_factory=list)
+
+    def poll(self, now_ns: int, idle: int) -> tuple[list[list[int]], list[int]]:
+        expired = [one for one in self.waiting if one.deadline_ns <= now_ns]
+        self.waiting = [one for one in self.waiting if one.deadline_ns > now_ns]
+        batches = []
+        while len(batches) < idle and (candidates := [b for key in self.lane_keys() if (b := self.batch(key, now_ns))]):
+            batch = min(candidates, key=lambda b: b[0].number)
+            self.waiting = [one for one in self.waiting if one not in batch]
+            batches.append([one.number for one in batch])
+        return batches, [one.number for one in expired]
+
+    def lane_keys(self) -> set[str]:
+        return {one.key for one in self.waiting}
+
+    def batch(self, key: str, now_ns: int) -> list[Waiting]:
+        """What may leave this lane now; empty if it has to wait."""
+        lane = [one for one in self.waiting if one.key == key]
+        delay_ns = 0 if self.flushing else self.policy.max_queue_delay_ns
+        if delay_ns and lane[0].enqueued_ns + delay_ns <= now_ns:
+            return self.fitting(lane, self.policy.max_batch_rows)
+        largest = max(self.policy.preferred)
+        reach = self.fitting(lane, largest)
+        sums = [sum(one.rows for one in reach[: n + 1]) for n in range(len(reach))]
+        hits = [n + 1 for n, rows in enumerate(sums) if rows in self.policy.preferred]
+        overshoots = len(reach) < len(lane) or sums[-1] > largest
+        if len(reach) == self.policy.max_batch_requests or (overshoots and not hits):
+            return reach
+        return lane[: hits[-1]] if hits else ([] if delay_ns else reach)
+
+    def fitting(self, lane: list[Waiting], limit_rows: int) -> list[Waiting]:
+        taken = lane[:1]
+        for one in lane[1 : self.policy.max_batch_requests or None]:
+            if sum(each.rows for each in taken) + one.rows > limit_rows:
+                break
+            taken.append(one)
+        return taken
+
+
+@st.composite
+def policies(draw: st.DrawFn) -> BatchPolicy:
+    max_rows = draw(st.sampled_from([1, 4, 8, 8, 12]))
+    preferred = draw(st.lists(st.integers(1, min(6, max_rows)), max_size=3, unique=True))
+    return BatchPolicy(
+        max_batch_rows=max_rows,
+        preferred_batch_rows=tuple(preferred),
+        max_queue_delay_ns=draw(st.sampled_from([0, 20, 20])),
+        max_batch_requests=draw(st.sampled_from([0, 0, 0, 1, 2, 3])),
+        queue=QueuePolicy(max_queue_size=draw(st.sampled_from([0, 0, 4]))),
+    )
+
+
+class QueueAgainstNaive(RuleBasedStateMachine):
+    @initialize(policy=policies())
+    def begin(self, policy: BatchPolicy) -> None:
+        self.policy = policy
+        self.queue: BatchQueue[int] = BatchQueue(policy)
+        self.naive = NaiveQueue(policy)
+        self.entries: dict[int, Entry[int]] = {}
+        self.now_ns = 1_000
+        self.pushed = self.left = 0
+        self.wake_ns: int | None = None
+
+    @rule(
+        rows=st.sampled_from([1, 1, 1, 2, 3, 5, 9]),
+        key=st.sampled_from("aaab"),
+        patience_ns=st.sampled_from([NEVER, NEVER, NEVER, 0, 7, 40]),
+    )
+    def push(self, rows: int, key: str, patience_ns: int) -> None:
+        deadline_ns = NEVER if patience_ns == NEVER else self.now_ns + patience_ns
+        number = self.pushed + 1
+        full = self.policy.queue.max_queue_size and len(self.naive.waiting) >= self.policy.queue.max_queue_size
+        try:
+            entry = self.queue.push(number, rows, key, self.now_ns, deadline_ns)
+        except RequestTooLarge:
+            assert rows > self.policy.max_batch_rows
+        except QueueFull:
+            assert full
+        else:
+            assert not full
+            self.pushed = number
+            self.entries[number] = entry
+            self.naive.waiting.append(Waiting(number, key, rows, self.now_ns, deadline_ns))
+
+    @precondition(lambda self: self.pushed)
+    @rule(data=st.data())
+    def cancel(self, data: st.DataObject) -> None:
+        number = data.draw(st.integers(1, self.pushed))
+        was_waiting = any(one.number == number for one in self.naive.waiting)
+        assert self.queue.cancel(self.entries[number]) == was_waiting
+        self.naive.waiting = [one for one in self.naive.waiting if one.number != number]
+        self.left += was_waiting
+
+    @rule(idle=st.sampled_from([0, 1, 1, 3]))
+    def poll(self, idle: int) -> None:
+        deadlines = {one.number: one.deadline_ns for one in self.naive.waiting}
+        step = self.queue.poll(self.now_ns, idle)
+        batches, expired = self.naive.poll(self.now_ns, idle)
+        assert [[entry.payload for entry in batch.entries] for batch in step.batches] == batches
+        assert sorted(entry.payload for entry in step.expired) == sorted(expired)
+        for batch in step.batches:
+            assert 0 < batch.rows == sum(entry.rows for entry in batch.entries) <= self.policy.max_batch_rows
+            assert all(deadlines[entry.payload] > self.now_ns for entry in batch.entries)
+        self.left += len(expired) + sum(map(len, batches))
+        self.check_wake(step.wake_ns, may_start=len(batches) < idle)
+
+    def check_wake(self, wake_ns: int | None, *, may_start: bool) -> None:
+        """The wake-up is the first moment at which the naive model would decide something new, and lies ahead."""
+        moments = [one.deadline_ns for one in self.naive.waiting if one.deadline_ns != NEVER]
+        if may_start:
+            moments += [one.enqueued_ns + self.policy.max_queue_delay_ns for one in self.heads()]
+        assert wake_ns == (min(moments) if moments else None)
+        assert wake_ns is None or wake_ns > self.now_ns
+
+    def heads(self) -> list[Waiting]:
+        return [next(one for one in self.naive.waiting if one.key == key) for key in self.naive.lane_keys()]
+
+    @rule(by_ns=st.sampled_from([1, 7, 20, 40]))
+    def advance(self, by_ns: int) -> None:
+        self.now_ns += by_ns
+
+    @precondition(lambda self: self.pushed > 20)
+    @rule()
+    def flush(self) -> None:
+        self.queue.flush()
+        self.naive.flushing = True
+
+    @invariant()
+    def counters_equal_sums(self) -> None:
+        if not hasattr(self, "queue"):
+            return
+        assert self.queue.requests == len(self.naive.waiting) == self.pushed - self.left
+        assert self.queue.rows == sum(one.rows for one in self.naive.waiting)
+        assert self.queue.lanes == len(self.naive.lane_keys())
+
+    def teardown(self) -> None:
+        """Every request leaves: what is still there goes in batches once instances abound."""
+        if not hasattr(self, "queue"):
+            return
+        self.flush()
+        self.poll(idle=10_000)
+        assert self.queue.requests == self.queue.rows == self.queue.lanes == 0
+
+
+QueueAgainstNaive.TestCase.settings = settings(
+    max_examples=300, stateful_step_count=60, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
+TestQueueAgainstNaive = QueueAgainstNaive.TestCase

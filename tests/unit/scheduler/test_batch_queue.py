@@ -1,0 +1,228 @@
+"""Batch formation as Triton's own test suite states it, row by row, and the ways to leave without executing."""
+
+from __future__ import annotations
+
+import pytest
+
+from scheduler.batch_queue import BatchQueue, Step
+from scheduler.errors import QueueFull, RequestTooLarge
+from scheduler.policy import NEVER, BatchPolicy, PolicyError, QueuePolicy
+
+SECOND = 1_000_000_000
+TRITON_QA = BatchPolicy(max_batch_rows=8, preferred_batch_rows=(2, 6), max_queue_delay_ns=10 * SECOND)
+PREFERRED_ONLY = BatchPolicy(max_batch_rows=8, preferred_batch_rows=(4, 6))
+
+
+def rows_of(step: Step[str]) -> list[int]:
+    return [batch.rows for batch in step.batches]
+
+
+def poll_all(queue: BatchQueue[str], now_ns: int) -> list[int]:
+    return rows_of(queue.poll(now_ns, idle=100))
+
+
+def filled(policy: BatchPolicy, *rows: int, key: str = "k") -> BatchQueue[str]:
+    queue: BatchQueue[str] = BatchQueue(policy)
+    for count in rows:
+        queue.push("request", count, key, now_ns=0)
+    return queue
+
+
+@pytest.mark.parametrize(
+    ("rows", "at_once", "after_delay"),
+    [
+        pytest.param([2], [2], [], id="static-preferred-2"),
+        pytest.param([6], [6], [], id="static-preferred-6"),
+        pytest.param([1], [], [1], id="below-any-preferred"),
+        pytest.param([3], [], [3], id="not-preferred"),
+        pytest.param([7], [7], [], id="above-largest-preferred"),
+        pytest.param([1, 3], [], [4], id="two-not-preferred"),
+        pytest.param([3, 7], [3, 7], [], id="sum-above-maximum"),
+        pytest.param([3, 4], [3], [4], id="sum-above-largest-preferred"),
+        pytest.param([1] * 6, [6], [], id="biggest-preferred"),
+        pytest.param([1] * 3, [2], [1], id="best-preferred"),
+    ],
+)
+def test_poll_with_preferred_sizes_and_delay_batches_as_triton(
+    rows: list[int], at_once: list[int], after_delay: list[int]
+) -> None:
+    queue = filled(TRITON_QA, *rows)
+    assert poll_all(queue, 0) == at_once
+    assert poll_all(queue, 10 * SECOND - 1) == []
+    assert poll_all(queue, 10 * SECOND) == after_delay
+    assert queue.requests == 0
+
+
+def test_poll_when_delay_exceeded_takes_up_to_maximum_past_preferred_sizes() -> None:
+    queue = filled(TRITON_QA, 3, 4)
+    queue.push("late", 1, "k", now_ns=11 * SECOND)
+    assert poll_all(queue, 11 * SECOND) == [8]
+
+
+@pytest.mark.parametrize(("rows", "batches"), [([1] * 4, [4]), ([1] * 5, [4, 1]), ([1] * 7, [6, 1]), ([1] * 3, [3])])
+def test_poll_with_preferred_sizes_and_no_delay_never_waits(rows: list[int], batches: list[int]) -> None:
+    assert poll_all(filled(PREFERRED_ONLY, *rows), 0) == batches
+
+
+def test_poll_with_two_shapes_batches_each_in_its_lane() -> None:
+    queue: BatchQueue[str] = BatchQueue(TRITON_QA)
+    for rows, key in ((1, "16"), (1, "8"), (3, "16"), (5, "8")):
+        queue.push(key, rows, key, now_ns=0)
+    step = queue.poll(0, idle=2)
+    assert [(batch.key, batch.rows) for batch in step.batches] == [("8", 6)]
+    assert rows_of(queue.poll(10 * SECOND, idle=2)) == [4]
+
+
+def test_poll_with_several_ready_lanes_serves_the_oldest_head_first() -> None:
+    queue: BatchQueue[int] = BatchQueue(BatchPolicy(max_batch_rows=4))
+    for number, key in enumerate("abcab"):
+        queue.push(number, 1, key, now_ns=number)
+    order = [queue.poll(9, idle=1).batches[0].key for _ in range(3)]
+    assert order == ["a", "b", "c"]
+
+
+def test_poll_with_a_flood_of_one_shape_does_not_starve_the_rare_one() -> None:
+    queue: BatchQueue[str] = BatchQueue(BatchPolicy(max_batch_rows=2))
+    for now_ns in range(3):
+        queue.push("common", 2, "common", now_ns)
+    queue.push("rare", 1, "rare", 3)
+    served = []
+    for now_ns in range(4, 10):
+        queue.push("common", 2, "common", now_ns)
+        served.append(queue.poll(now_ns, idle=1).batches[0].key)
+    assert served.index("rare") == 3
+
+
+def test_poll_with_merging_off_gives_each_request_its_own_batch() -> None:
+    policy = BatchPolicy(max_batch_rows=8, max_batch_requests=1, max_queue_delay_ns=SECOND)
+    assert poll_all(filled(policy, 3, 1, 2), 0) == [3, 1, 2]
+
+
+def test_poll_without_idle_instance_starts_nothing_and_wakes_for_deadlines_only() -> None:
+    queue = filled(TRITON_QA, 2)
+    assert queue.poll(0, idle=0).wake_ns is None
+    queue.push("patient", 1, "k", 0, deadline_ns=5)
+    assert queue.poll(0, idle=0) == Step((), (), 5)
+
+
+def test_poll_with_waiting_lane_wakes_when_its_head_has_waited_the_delay() -> None:
+    queue = filled(TRITON_QA, 1)
+    assert queue.poll(7, idle=1).wake_ns == 10 * SECOND
+
+
+def test_poll_at_the_deadline_expires_instead_of_starting() -> None:
+    queue: BatchQueue[str] = BatchQueue(BatchPolicy(max_batch_rows=8))
+    entry = queue.push("late", 1, "k", 0, deadline_ns=100)
+    queue.push("kept", 1, "k", 0)
+    step = queue.poll(100, idle=1)
+    assert step.expired == (entry,)
+    assert [entry.payload for entry in step.batches[0].entries] == ["kept"]
+
+
+def test_cancel_of_a_request_that_completed_a_preferred_size_takes_the_readiness_back() -> None:
+    queue = filled(TRITON_QA, 1)
+    second = queue.push("second", 1, "k", 0)
+    assert queue.cancel(second)
+    assert poll_all(queue, 0) == []
+    queue.push("third", 1, "k", 1)
+    assert poll_all(queue, 1) == [2]
+
+
+def test_cancel_twice_changes_nothing() -> None:
+    queue: BatchQueue[str] = BatchQueue(TRITON_QA)
+    entry = queue.push("x", 1, "k", 0)
+    assert queue.cancel(entry)
+    assert not queue.cancel(entry)
+    assert (queue.requests, queue.rows, queue.lanes) == (0, 0, 0)
+
+
+def test_cancel_after_leaving_in_a_batch_is_refused() -> None:
+    queue: BatchQueue[str] = BatchQueue(BatchPolicy(max_batch_rows=8))
+    entry = queue.push("x", 1, "k", 0)
+    queue.poll(0, idle=1)
+    assert not queue.cancel(entry)
+
+
+def test_push_to_a_full_queue_is_refused_exactly_at_the_limit() -> None:
+    queue: BatchQueue[str] = BatchQueue(BatchPolicy(max_batch_rows=8, queue=QueuePolicy(max_queue_size=2)))
+    queue.push("a", 1, "k", 0)
+    entry = queue.push("b", 1, "other", 0)
+    with pytest.raises(QueueFull, match="Exceeds maximum queue size"):
+        queue.push("c", 1, "k", 0)
+    assert (queue.requests, queue.rows) == (2, 2)
+    queue.cancel(entry)
+    queue.push("c", 1, "k", 0)
+
+
+@pytest.mark.parametrize("rows", [0, -1, 9])
+def test_push_of_a_size_no_batch_can_have_is_refused(rows: int) -> None:
+    queue: BatchQueue[str] = BatchQueue(BatchPolicy(max_batch_rows=8))
+    with pytest.raises(RequestTooLarge):
+        queue.push("x", rows, "k", 0)
+    assert queue.requests == queue.lanes == 0
+
+
+def test_memory_of_cancelled_requests_with_far_deadlines_is_given_back() -> None:
+    queue: BatchQueue[int] = BatchQueue(TRITON_QA)
+    for number in range(10_000):
+        queue.cancel(queue.push(number, 1, number, 0, deadline_ns=SECOND))
+    assert sum(len(heap) for heap in (queue._deadlines, queue._due, queue._ready)) < 400
+
+
+def test_flush_releases_what_waits_for_company() -> None:
+    queue = filled(TRITON_QA, 1)
+    queue.flush()
+    assert poll_all(queue, 0) == [1]
+
+
+def test_poll_of_the_same_history_twice_gives_the_same_decisions() -> None:
+    def history() -> list[tuple[object, ...]]:
+        queue: BatchQueue[int] = BatchQueue(TRITON_QA)
+        seen: list[tuple[object, ...]] = []
+        for number in range(200):
+            queue.push(number, number % 3 + 1, number % 5, number * 10, number * 10 + number % 7 * 100 or NEVER)
+            step = queue.poll(number * 10, idle=number % 3)
+            seen.append(tuple(tuple(e.payload for e in b.entries) for b in step.batches))
+        return seen
+
+    assert history() == history()
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"max_batch_rows": 0},
+        {"max_queue_delay_ns": -1},
+        {"max_batch_requests": -1},
+        {"max_batch_rows": 4, "preferred_batch_rows": (5,)},
+        {"max_batch_rows": 4, "preferred_batch_rows": (0,)},
+    ],
+)
+def test_policy_that_contradicts_itself_is_refused_by_name(fields: dict[str, object]) -> None:
+    with pytest.raises(PolicyError, match=list(fields)[-1]):
+        BatchPolicy(**fields)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("fields", [{"max_queue_size": -1}, {"default_timeout_ns": -1}])
+def test_queue_policy_with_negative_bound_is_refused_by_name(fields: dict[str, int]) -> None:
+    with pytest.raises(PolicyError, match=next(iter(fields))):
+        QueuePolicy(**fields)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("policy", "timeout_ns", "rpc_deadline_ns", "expected"),
+    [
+        (QueuePolicy(), 0, NEVER, NEVER),
+        (QueuePolicy(), 5, NEVER, NEVER),
+        (QueuePolicy(allow_timeout_override=True), 5, NEVER, 1_005),
+        (QueuePolicy(default_timeout_ns=50), 5, NEVER, 1_050),
+        (QueuePolicy(default_timeout_ns=50, allow_timeout_override=True), 5, NEVER, 1_005),
+        (QueuePolicy(default_timeout_ns=50, allow_timeout_override=True), 500, NEVER, 1_050),
+        (QueuePolicy(default_timeout_ns=50), 0, 1_020, 1_020),
+        (QueuePolicy(), 0, 1_020, 1_020),
+    ],
+)
+def test_deadline_is_the_earliest_of_policy_override_and_rpc(
+    policy: QueuePolicy, timeout_ns: int, rpc_deadline_ns: int, expected: int
+) -> None:
+    assert policy.deadline_ns(1_000, timeout_ns, rpc_deadline_ns) == expected

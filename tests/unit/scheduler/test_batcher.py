@@ -1,0 +1,250 @@
+"""The shell around the queue, with instances that finish when told and time that moves when told."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import pytest
+
+from scheduler.batcher import Batcher
+from scheduler.errors import BatcherClosed, ExecutionFailed, QueueFull, QueueTimeout, RequestTooLarge
+from scheduler.observer import Drop
+from scheduler.policy import BatchPolicy, QueuePolicy
+from scheduler.testing import ManualClock, RecordingObserver, StepRunner
+
+MS = 1_000_000
+
+
+class Bench:
+    """A batcher with one instance on a manual clock."""
+
+    def __init__(self, policy: BatchPolicy, instances: int = 1) -> None:
+        self.clock = ManualClock(now_ns=1)
+        self.runners: list[StepRunner[str, str]] = [StepRunner(self.clock) for _ in range(instances)]
+        self.seen = RecordingObserver()
+        self.batcher: Batcher[str, str] = Batcher(policy, self.runners, clock=self.clock, observer=self.seen)
+        self.batcher.start()
+
+    @property
+    def runner(self) -> StepRunner[str, str]:
+        return self.runners[0]
+
+    def submit(self, *payloads: str, key: str = "k", timeout_ns: int = 0) -> list[asyncio.Future[str]]:
+        return [self.batcher.submit(payload, 1, key, timeout_ns=timeout_ns) for payload in payloads]
+
+
+async def one_turn() -> None:
+    """Let what is scheduled on the loop run, and what that schedules."""
+    for _ in range(3):
+        await asyncio.sleep(0)
+
+
+@pytest.fixture
+async def bench() -> AsyncIterator[Bench]:
+    bench = Bench(BatchPolicy(max_batch_rows=4))
+    yield bench
+    bench.batcher.close()
+
+
+async def test_submit_of_several_in_one_turn_makes_one_batch_and_answers_each(bench: Bench) -> None:
+    futures = bench.submit("a", "b", "c")
+    await one_turn()
+    bench.runner.finish(str.upper)
+    assert await asyncio.gather(*futures) == ["A", "B", "C"]
+    assert bench.runner.batches == [["a", "b", "c"]]
+    assert bench.seen.rows == [3]
+
+
+async def test_submit_while_busy_queues_and_batches_when_the_instance_is_free(bench: Bench) -> None:
+    first = bench.submit("a")
+    await one_turn()
+    later = bench.submit("b", "c")
+    await one_turn()
+    assert bench.batcher.waiting_requests == 2
+    bench.runner.finish(str.upper)
+    bench.runner.finish(str.upper)
+    assert await asyncio.gather(*first, *later) == ["A", "B", "C"]
+    assert bench.runner.batches == [["a"], ["b", "c"]]
+
+
+async def test_submit_with_two_instances_keeps_both_busy() -> None:
+    bench = Bench(BatchPolicy(max_batch_rows=1), instances=2)
+    futures = bench.submit("a", "b", "c")
+    await one_turn()
+    assert [runner.busy for runner in bench.runners] == [True, True]
+    assert bench.batcher.waiting_requests == 1
+    for runner in (*bench.runners, bench.runners[0]):
+        runner.finish(str.upper)
+    assert await asyncio.gather(*futures) == ["A", "B", "C"]
+    bench.batcher.close()
+
+
+async def test_delay_with_idle_instance_is_waited_for_and_ends_with_the_alarm() -> None:
+    bench = Bench(BatchPolicy(max_batch_rows=4, max_queue_delay_ns=5 * MS))
+    futures = bench.submit("a")
+    await one_turn()
+    bench.clock.advance(5 * MS - 1)
+    assert not bench.runner.busy
+    bench.clock.advance(1)
+    bench.runner.finish(str.upper)
+    assert await futures[0] == "A"
+    assert bench.seen.reports[0].waits_ns == [5 * MS]
+    bench.batcher.close()
+
+
+@pytest.mark.parametrize("victim", [0, 1, 2, 3])
+async def test_cancel_in_the_queue_leaves_at_once_and_the_neighbours_are_answered(bench: Bench, victim: int) -> None:
+    blocker = bench.submit("blocker")
+    await one_turn()
+    futures = bench.submit("a", "b", "c", "d")
+    futures[victim].cancel()
+    assert bench.batcher.waiting_requests == 3
+    bench.runner.finish(str.upper)
+    bench.runner.finish(str.upper)
+    others = [future for number, future in enumerate(futures) if number != victim]
+    assert await asyncio.gather(*blocker, *others) == ["BLOCKER", *(c for n, c in enumerate("ABCD") if n != victim)]
+    assert bench.seen.count(Drop.CANCELLED) == 1
+
+
+@pytest.mark.parametrize("victim", [0, 1, 2, 3])
+async def test_cancel_in_flight_discards_one_answer_and_the_neighbours_get_theirs(bench: Bench, victim: int) -> None:
+    futures = bench.submit("a", "b", "c", "d")
+    await one_turn()
+    futures[victim].cancel()
+    bench.runner.finish(str.upper)
+    answers = await asyncio.gather(*futures, return_exceptions=True)
+    assert isinstance(answers.pop(victim), asyncio.CancelledError)
+    assert answers == [c for n, c in enumerate("ABCD") if n != victim]
+    assert not bench.seen.drops
+
+
+async def test_cancel_of_the_awaiting_task_takes_the_request_out(bench: Bench) -> None:
+    bench.submit("blocker")
+    await one_turn()
+
+    async def call() -> str:
+        return await bench.batcher.submit("a", 1, "k")
+
+    task = asyncio.create_task(call())
+    await one_turn()
+    assert bench.batcher.waiting_requests == 1
+    task.cancel()
+    await one_turn()
+    assert bench.batcher.waiting_requests == 0
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
+async def test_failure_of_the_instance_reaches_each_request_as_an_exception_of_its_own(bench: Bench) -> None:
+    futures = bench.submit("a", "b")
+    await one_turn()
+    bench.runner.fail(RuntimeError("bad weights"))
+    errors = await asyncio.gather(*futures, return_exceptions=True)
+    assert all(isinstance(error, ExecutionFailed) and str(error) == "bad weights" for error in errors)
+    assert errors[0] is not errors[1]
+    assert isinstance(bench.seen.reports[0].error, RuntimeError)
+    again = bench.submit("c")
+    await one_turn()
+    bench.runner.finish(str.upper)
+    assert await again[0] == "C"
+
+
+async def test_timeout_in_the_queue_answers_at_its_moment_though_no_instance_is_free() -> None:
+    policy = BatchPolicy(max_batch_rows=4, queue=QueuePolicy(default_timeout_ns=50 * MS, allow_timeout_override=True))
+    bench = Bench(policy)
+    bench.submit("blocker")
+    await one_turn()
+    hasty, patient = bench.submit("a", timeout_ns=10 * MS), bench.submit("b")
+    await one_turn()
+    bench.clock.advance(10 * MS)
+    with pytest.raises(QueueTimeout, match="Request timeout expired after 10000 us"):
+        await hasty[0]
+    assert not patient[0].done()
+    bench.runner.finish(str.upper)
+    bench.runner.finish(str.upper)
+    assert await patient[0] == "B"
+    assert bench.seen.count(Drop.EXPIRED) == 1
+    bench.batcher.close()
+
+
+async def test_rpc_deadline_bounds_the_wait(bench: Bench) -> None:
+    bench.submit("blocker")
+    await one_turn()
+    future = bench.batcher.submit("a", 1, "k", rpc_deadline_ns=bench.clock.now_ns() + MS)
+    await one_turn()
+    bench.clock.advance(MS)
+    with pytest.raises(QueueTimeout):
+        await future
+
+
+async def test_submit_beyond_the_queue_bound_is_refused_and_counted() -> None:
+    bench = Bench(BatchPolicy(max_batch_rows=1, queue=QueuePolicy(max_queue_size=1)))
+    bench.submit("runs")
+    await one_turn()
+    bench.submit("waits")
+    with pytest.raises(QueueFull):
+        bench.submit("too many")
+    assert bench.seen.count(Drop.REFUSED) == 1
+    assert bench.batcher.waiting_requests == 1
+    bench.batcher.close()
+
+
+async def test_submit_of_too_many_rows_is_refused(bench: Bench) -> None:
+    with pytest.raises(RequestTooLarge):
+        bench.batcher.submit("a", 5, "k")
+
+
+async def test_drain_executes_what_is_queued_without_further_delay_and_refuses_the_rest() -> None:
+    bench = Bench(BatchPolicy(max_batch_rows=4, max_queue_delay_ns=10**12))
+    futures = bench.submit("a", "b")
+    await one_turn()
+    assert not bench.runner.busy
+    drained = asyncio.create_task(bench.batcher.drain())
+    await one_turn()
+    with pytest.raises(BatcherClosed):
+        bench.submit("late")
+    assert not drained.done()
+    bench.runner.finish(str.upper)
+    await drained
+    assert await asyncio.gather(*futures) == ["A", "B"]
+    bench.batcher.close()
+
+
+async def test_drain_with_nothing_to_do_returns_at_once(bench: Bench) -> None:
+    await bench.batcher.drain()
+
+
+async def test_close_answers_everybody_that_still_waits_and_ignores_late_results(bench: Bench) -> None:
+    running, queued = bench.submit("a"), []
+    await one_turn()
+    queued = bench.submit("b", key="1") + bench.submit("c", key="2")
+    bench.batcher.close()
+    errors = await asyncio.gather(*running, *queued, return_exceptions=True)
+    assert all(isinstance(error, BatcherClosed) for error in errors)
+    bench.runner.finish(str.upper)
+    assert bench.runner.stopped
+    bench.batcher.close()
+
+
+async def test_answered_requests_leave_no_reference_cycle_behind(bench: Bench) -> None:
+    import gc
+    import weakref
+
+    class Payload(str):
+        pass
+
+    gc.collect()
+    gc.disable()
+    try:
+        payload = Payload("a")
+        gone = weakref.ref(payload)
+        future = bench.batcher.submit(payload, 1, "k")
+        await one_turn()
+        bench.runner.finish(lambda _: "A")
+        assert await future == "A"
+        bench.runner.batches.clear()
+        del payload, future
+        assert gone() is None
+    finally:
+        gc.enable()

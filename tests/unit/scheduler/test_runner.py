@@ -1,0 +1,64 @@
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Sequence
+
+import pytest
+
+from scheduler.runner import Outcome, ThreadRunner
+from scheduler.testing import Results
+
+
+async def run_on(runner: ThreadRunner[str, str], payloads: Sequence[str]) -> Outcome[str]:
+    done: asyncio.Future[Outcome[str]] = asyncio.get_running_loop().create_future()
+    runner.run(payloads, done.set_result)
+    return await asyncio.wait_for(done, 10)
+
+
+async def test_run_executes_on_its_own_thread_and_answers_on_the_loop() -> None:
+    threads: list[str] = []
+
+    def execute(payloads: Sequence[str]) -> Results[str]:
+        threads.append(threading.current_thread().name)
+        return Results([payload.upper() for payload in payloads])
+
+    runner: ThreadRunner[str, str] = ThreadRunner("instance-0", execute)
+    runner.start()
+    outcome = await run_on(runner, ["a", "b"])
+    runner.stop()
+    assert outcome.executed is not None
+    assert outcome.executed.results == ["A", "B"]
+    assert outcome.started_ns <= outcome.finished_ns
+    assert threads == ["instance-0"]
+
+
+@pytest.mark.parametrize("error", [ValueError("broken"), KeyboardInterrupt(), SystemExit(3), MemoryError()])
+async def test_run_that_raises_anything_reports_it_and_the_thread_lives(error: BaseException) -> None:
+    def execute(payloads: Sequence[str]) -> Results[str]:
+        if payloads == ["bad"]:
+            raise error
+        return Results(payloads)
+
+    runner: ThreadRunner[str, str] = ThreadRunner("instance-0", execute)
+    runner.start()
+    assert (await run_on(runner, ["bad"])).error is error
+    assert (await run_on(runner, ["good"])).error is None
+    runner.stop()
+
+
+async def test_run_with_wrong_number_of_results_is_an_error_for_all() -> None:
+    runner: ThreadRunner[str, str] = ThreadRunner("instance-0", lambda payloads: Results(["only one"]))
+    runner.start()
+    outcome = await run_on(runner, ["a", "b"])
+    runner.stop()
+    assert "1 results for 2 requests" in str(outcome.error)
+
+
+async def test_stop_ends_the_thread() -> None:
+    runner: ThreadRunner[str, str] = ThreadRunner("stopping", lambda payloads: Results(payloads))
+    runner.start()
+    thread = next(thread for thread in threading.enumerate() if thread.name == "stopping")
+    runner.stop()
+    await asyncio.to_thread(thread.join, 10)
+    assert not thread.is_alive()
