@@ -118,6 +118,11 @@ class Batcher(Generic[P, R]):
         self._request_turn()
         return pending
 
+    def flush(self) -> None:
+        """From now on let nothing wait for company: execute what is queued, and what still comes, at once."""
+        self._queue.flush()
+        self._request_turn()
+
     async def drain(self) -> None:
         """Take no more requests, execute what is queued without further delay, return when all is answered."""
         self._accepts = False

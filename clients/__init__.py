@@ -1,0 +1,53 @@
+"""Client library and command line. Imports protos alone.
+
+    from clients import InferenceClient
+
+    with InferenceClient("127.0.0.1:8001") as client:
+        result = client.infer("scorer", {"x": np.zeros((1, 4), np.float32)})
+        print(result["y"])
+
+`AsyncInferenceClient` is the same with `async with` and `await`.
+"""
+
+from clients.aio import InferenceClient as AsyncInferenceClient
+from clients.errors import (
+    Cancelled,
+    ClientClosed,
+    ClientError,
+    DeadlineExceeded,
+    InferenceError,
+    Internal,
+    InvalidArgument,
+    NotFound,
+    PermissionDenied,
+    ResourceExhausted,
+    ResponseError,
+    Unauthenticated,
+    Unavailable,
+    Unimplemented,
+)
+from clients.messages import InferResult, ModelMetadata, ServerMetadata, TensorMetadata
+from clients.sync import InferenceClient
+
+__all__ = [
+    "AsyncInferenceClient",
+    "Cancelled",
+    "ClientClosed",
+    "ClientError",
+    "DeadlineExceeded",
+    "InferResult",
+    "InferenceClient",
+    "InferenceError",
+    "Internal",
+    "InvalidArgument",
+    "ModelMetadata",
+    "NotFound",
+    "PermissionDenied",
+    "ResourceExhausted",
+    "ResponseError",
+    "ServerMetadata",
+    "TensorMetadata",
+    "Unauthenticated",
+    "Unavailable",
+    "Unimplemented",
+]

@@ -1,0 +1,136 @@
+"""The asyncio client: one client serves many tasks of one event loop over one connection.
+
+Lives here: awaiting calls of grpc.aio, and what cancellation means. What is sent and read is in calls.py and
+messages.py, the blocking twin in sync.py; the two have the same methods with the same arguments.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from types import ModuleType, TracebackType
+from typing import ClassVar, Self, TypeVar
+
+import grpc
+import grpc.aio
+
+from clients import calls
+from clients.base import BaseClient, Metadata, ReadyWait, Timeout
+from clients.calls import Call
+from clients.errors import Cancelled, DeadlineExceeded, Unavailable, rpc_failure
+from clients.messages import InferResult, Inputs, ModelMetadata, Parameters, ServerMetadata, infer_request
+
+__all__ = ["InferenceClient"]
+
+T = TypeVar("T")
+
+
+class InferenceClient(BaseClient):
+    """Calls a server of the Open Inference Protocol (KServe v2) over gRPC, without blocking the event loop.
+
+    Methods, arguments and errors are those of `clients.sync.InferenceClient`, awaited. The client belongs to the loop
+    in which it is first used. Cancelling the task that awaits a method cancels the call on the server too.
+    """
+
+    _transport: ClassVar[ModuleType] = grpc.aio
+
+    async def __aenter__(self) -> Self:
+        self._open()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def infer(
+        self,
+        model: str,
+        inputs: Inputs,
+        *,
+        version: str = "",
+        outputs: Sequence[str] = (),
+        request_id: str = "",
+        parameters: Parameters | None = None,
+        timeout_s: Timeout = ...,
+        metadata: Metadata = (),
+        datatypes: Mapping[str, str] | None = None,
+    ) -> InferResult:
+        """Runs the model and returns its outputs; arguments and refusals as in the blocking client.
+
+        Tensors are copied in the event loop, on their way out and in.
+        """
+        request = infer_request(
+            model,
+            inputs,
+            version=version,
+            outputs=outputs,
+            request_id=request_id,
+            parameters=parameters,
+            datatypes=datatypes,
+        )
+        return await self._call(calls.infer(request), timeout_s, metadata)
+
+    async def server_live(self, *, timeout_s: Timeout = ..., metadata: Metadata = ()) -> bool:
+        """Whether the server says it is alive."""
+        return await self._call(calls.server_live(), timeout_s, metadata)
+
+    async def server_ready(self, *, timeout_s: Timeout = ..., metadata: Metadata = ()) -> bool:
+        """Whether the server says it can take requests for its models."""
+        return await self._call(calls.server_ready(), timeout_s, metadata)
+
+    async def model_ready(
+        self, model: str, version: str = "", *, timeout_s: Timeout = ..., metadata: Metadata = ()
+    ) -> bool:
+        """Whether the model can take requests. Servers differ for unknown models: False, or NotFound."""
+        return await self._call(calls.model_ready(model, version), timeout_s, metadata)
+
+    async def server_metadata(self, *, timeout_s: Timeout = ..., metadata: Metadata = ()) -> ServerMetadata:
+        """The server's name, version and protocol extensions."""
+        return await self._call(calls.server_metadata(), timeout_s, metadata)
+
+    async def model_metadata(
+        self, model: str, version: str = "", *, timeout_s: Timeout = ..., metadata: Metadata = ()
+    ) -> ModelMetadata:
+        """The model's versions, platform, inputs and outputs."""
+        return await self._call(calls.model_metadata(model, version), timeout_s, metadata)
+
+    async def health(self, service: str = "", *, timeout_s: Timeout = ..., metadata: Metadata = ()) -> str:
+        """The status name of grpc.health.v1, such as SERVING. NotFound for a service the server doesn't know."""
+        return await self._call(calls.health(service), timeout_s, metadata)
+
+    async def wait_ready(self, timeout_s: float) -> None:
+        """Returns once the server is reachable and says it is ready; DeadlineExceeded after `timeout_s` seconds."""
+        now_s = asyncio.get_running_loop().time
+        wait = ReadyWait(self._target, timeout_s, now_s())
+        while not await self._ready_within(wait.left_s(now_s())):
+            await asyncio.sleep(wait.pause_s(now_s()))
+
+    async def close(self) -> None:
+        """Ends the connection; calls still under way raise Cancelled. Closing twice does nothing."""
+        channel = self._detach()
+        if channel is not None:
+            await channel.close()
+
+    async def _ready_within(self, timeout_s: float) -> bool:
+        try:
+            return await self._call(calls.server_ready_once_connected(), timeout_s, ())
+        except (DeadlineExceeded, Unavailable):
+            return False
+
+    async def _call(self, call: Call[T], timeout_s: Timeout, metadata: Metadata) -> T:
+        try:
+            response = await self._start(call, timeout_s, metadata)
+        except grpc.RpcError as error:
+            raise rpc_failure(error) from error
+        except asyncio.CancelledError as error:
+            # grpc.aio reports a channel closed underneath a call as if the awaiting task had been cancelled.
+            if self._closed and not _being_cancelled():
+                raise Cancelled(grpc.StatusCode.CANCELLED, f"{self!r} was closed during the call") from error
+            raise
+        return call.read(response)
+
+
+def _being_cancelled() -> bool:
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0

@@ -1,0 +1,137 @@
+"""What the blocking and the asyncio client share besides the calls: settings, opening, and the arithmetic of waiting.
+
+Lives here: the constructor, channel options, the one channel and its end, per-call arguments, the pauses of
+wait_ready. Must not live here: anything that waits, or reads a clock; callers pass `now_s`.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from types import EllipsisType, ModuleType
+from typing import Any, ClassVar, Final
+
+import grpc
+
+from clients.calls import Call, Method, stubs
+from clients.errors import ClientClosed, DeadlineExceeded
+
+__all__ = ["DEFAULT_TIMEOUT_S", "BaseClient", "Metadata", "ReadyWait", "Timeout"]
+
+Metadata = Sequence[tuple[str, str | bytes]]
+"""Pairs of lower-case key and value; values of keys ending in `-bin` are bytes."""
+
+Timeout = float | None | EllipsisType
+"""Seconds; None is no bound; `...`, the default, takes the client's own."""
+
+DEFAULT_TIMEOUT_S: Final = 60.0
+
+_CHANNEL_OPTIONS: Final[Mapping[str, Any]] = {
+    # Tensors outgrow gRPC's 4 MiB; the server's own limit is the one that counts.
+    "grpc.max_send_message_length": -1,
+    "grpc.max_receive_message_length": -1,
+    # gRPC's own back-off grows to two minutes, in which a restarted server would look dead.
+    "grpc.initial_reconnect_backoff_ms": 100,
+    "grpc.max_reconnect_backoff_ms": 1000,
+}
+
+_FIRST_PAUSE_S: Final = 0.05
+_LONGEST_PAUSE_S: Final = 1.0
+
+
+class BaseClient:
+    """What both clients are told when made, and their one channel.
+
+    `target` is a gRPC name such as `127.0.0.1:8001`, `dns:///host:8001` or `unix:/path`. `timeout_s` bounds each call
+    that names no timeout of its own, in seconds; None is no bound. `credentials` makes the connection TLS. `options`
+    are gRPC channel options and override ours: message sizes are unlimited, and reconnecting is tried at least once a
+    second. `metadata` goes with every call, before the call's own.
+
+    Making a client opens nothing; the first call does, or entering it as a context manager. No failed call is
+    repeated: it raises at once, and whether to try again is the caller's decision.
+    """
+
+    _transport: ClassVar[ModuleType]
+    """The module that makes the channel: grpc or grpc.aio."""
+
+    def __init__(
+        self,
+        target: str,
+        *,
+        timeout_s: float | None = DEFAULT_TIMEOUT_S,
+        credentials: grpc.ChannelCredentials | None = None,
+        options: Sequence[tuple[str, Any]] = (),
+        metadata: Metadata = (),
+    ) -> None:
+        self._target = target
+        self._timeout_s = timeout_s
+        self._credentials = credentials
+        self._options = options
+        self._metadata = metadata
+        self._lock = threading.Lock()
+        self._closed = False
+        self._channel: Any = None
+        self._stubs: Mapping[Method, Callable[..., Any]] = {}
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self._target!r})"
+
+    def _open(self) -> Mapping[Method, Callable[..., Any]]:
+        """The callables of the channel, which is made at the first use. Raises ClientClosed."""
+        with self._lock:
+            if self._closed:
+                raise ClientClosed(f"{self!r} is closed; make a new one")
+            if self._channel is None:
+                self._channel = self._new_channel()
+                self._stubs = stubs(self._channel)
+            return self._stubs
+
+    def _new_channel(self) -> Any:
+        options = list({**_CHANNEL_OPTIONS, **dict(self._options)}.items())
+        if self._credentials is None:
+            return self._transport.insecure_channel(self._target, options=options)
+        return self._transport.secure_channel(self._target, self._credentials, options=options)
+
+    def _detach(self) -> Any:
+        """Marks the client as closed; returns the channel to be closed, None where there is none (any more)."""
+        with self._lock:
+            self._closed = True
+            channel, self._channel = self._channel, None
+            return channel
+
+    def _start(self, call: Call[Any], timeout_s: Timeout, metadata: Metadata) -> Any:
+        """Starts the call: returns its response with grpc, what is to be awaited for it with grpc.aio."""
+        return self._open()[call.method](
+            call.request,
+            timeout=self._timeout_s if isinstance(timeout_s, EllipsisType) else timeout_s,
+            metadata=(*self._metadata, *metadata),
+            wait_for_ready=call.wait_for_ready,
+        )
+
+
+class ReadyWait:
+    """When to ask again whether the server is ready, and when to give up.
+
+    Pauses double from 50 ms to 1 s. Times are seconds of one monotonic clock, read by the caller.
+    """
+
+    def __init__(self, target: str, timeout_s: float, now_s: float) -> None:
+        self._target = target
+        self._timeout_s = timeout_s
+        self._until_s = now_s + timeout_s
+        self._pause_s = _FIRST_PAUSE_S
+
+    def left_s(self, now_s: float) -> float:
+        """Seconds left, at least 0."""
+        return max(self._until_s - now_s, 0.0)
+
+    def pause_s(self, now_s: float) -> float:
+        """How long to pause before the next attempt. Raises DeadlineExceeded when no time is left."""
+        left_s = self.left_s(now_s)
+        if not left_s:
+            raise DeadlineExceeded(
+                grpc.StatusCode.DEADLINE_EXCEEDED, f"{self._target} was not ready within {self._timeout_s:g} s"
+            )
+        pause_s = min(self._pause_s, left_s)
+        self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)
+        return pause_s

@@ -1,0 +1,139 @@
+"""From what callers hold (arrays, nested lists, scalars) to an array in the form that a v2 datatype travels in.
+
+Lives here: the choice of dtype for Python values, and conversion between datatypes. Must not live here: messages and
+names of tensors; callers put the name in front of what is raised. Rule: a conversion keeps the values or raises
+ValueError. One loss is part of the meaning and allowed: rounding a float to a narrower float.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from protos.datatypes import Datatype, UnknownDatatypeError, by_dtype, by_name
+from protos.tensors import bf16_from_float32
+
+__all__ = ["Array", "cast", "datatype_of", "to_array"]
+
+Array = npt.NDArray[Any]
+
+# From here on a float64 may stand for another integer than the one that was written.
+_EXACT_IN_FLOAT64: Final = 2.0**53
+_BF16_MAGNITUDE: Final = 0x7FFF
+_BF16_INFINITY: Final = 0x7F80
+
+
+def to_array(value: npt.ArrayLike) -> Array:
+    """The value as an array: an array as it is, anything else by numpy's rules, with two differences.
+
+    Text and bytes become object arrays (numpy's own kinds cut trailing NULs off). Integers that numpy would take for
+    floats, because only uint64 holds them, become uint64. Raises ValueError for ragged nesting and for integers that
+    no 64 bits hold.
+    """
+    if isinstance(value, np.ndarray):
+        return value
+    array = np.asarray(value)
+    if array.dtype.kind in "SU":
+        return np.asarray(value, dtype=object)
+    if array.dtype == np.float64 and np.max(np.abs(array), initial=0) >= _EXACT_IN_FLOAT64:
+        return _large_integers(np.asarray(value, dtype=object), array)
+    return array
+
+
+def _large_integers(written: Array, as_floats: Array) -> Array:
+    if not all(isinstance(item, int) for item in written.flat):
+        return as_floats
+    try:
+        return written.astype(np.uint64)
+    except OverflowError as error:
+        raise ValueError("the integers don't fit into 64 bits together") from error
+
+
+def datatype_of(array: Array) -> Datatype:
+    """The datatype an array travels as unless told otherwise. Raises TypeError where there is none."""
+    try:
+        return by_dtype(array.dtype)
+    except UnknownDatatypeError as error:
+        raise TypeError(f"no v2 datatype for an array of {array.dtype}") from error
+
+
+def cast(array: Array, datatype: Datatype) -> Array:
+    """The array in a dtype that `datatype` travels in; the same array where nothing changes.
+
+    BF16 comes out as its bits: uint16 is taken for such bits, ml_dtypes' bfloat16 as it is, and every other number is
+    rounded to the nearest BF16. Raises TypeError where no conversion makes sense (text to number and back), ValueError
+    where a value would be lost: out of range, a fraction to an integer, an integer that the float can't hold.
+    """
+    if datatype.name == "BYTES":
+        return _to_bytes(array)
+    if datatype.name == "BF16":
+        return _to_bf16(array)
+    if array.dtype == datatype.dtype:
+        return array
+    return _to_number(array, datatype)
+
+
+def _to_bytes(array: Array) -> Array:
+    if array.dtype.kind not in "OSU":
+        raise TypeError(f"BYTES takes bytes or str, got {array.dtype}")
+    for item in array.flat if array.dtype.kind == "O" else ():
+        if not isinstance(item, bytes | str):
+            raise TypeError(f"BYTES takes bytes or str, got {type(item).__name__}")
+    return array
+
+
+def _to_bf16(array: Array) -> Array:
+    if array.dtype.name == "bfloat16" or (array.dtype.kind, array.dtype.itemsize) == ("u", 2):
+        return array
+    singles = cast(array, by_name("FP32"))
+    bits = bf16_from_float32(singles)
+    _refuse_overflow(singles, (bits & _BF16_MAGNITUDE) != _BF16_INFINITY, "BF16")
+    return bits
+
+
+def _to_number(array: Array, datatype: Datatype) -> Array:
+    if array.dtype.name == "bfloat16":
+        array = array.astype(np.float32)
+    if array.dtype.kind not in "biuf":
+        raise TypeError(f"{datatype.name} takes numbers, got {array.dtype}")
+    if datatype.dtype.kind == "f":
+        return _to_float(array, datatype)
+    if array.dtype.kind == "f" and not np.all(np.isfinite(array) & (np.trunc(array) == array)):
+        raise ValueError(f"{datatype.name} takes whole numbers, got {array.dtype} with others among them")
+    _refuse_out_of_range(array, datatype)
+    return array.astype(datatype.dtype)
+
+
+def _refuse_out_of_range(array: Array, datatype: Datatype) -> None:
+    # Python's integers: numpy compares int64 with uint64 as floats.
+    low, high = (0, 1) if datatype.dtype.kind == "b" else _limits(datatype.dtype)
+    if array.size and not (low <= int(array.min()) and int(array.max()) <= high):
+        raise ValueError(f"{datatype.name} takes {low} to {high}, got {array.min()} to {array.max()}")
+
+
+def _limits(dtype: np.dtype[Any]) -> tuple[int, int]:
+    return int(np.iinfo(dtype).min), int(np.iinfo(dtype).max)
+
+
+def _to_float(array: Array, datatype: Datatype) -> Array:
+    with np.errstate(over="ignore", invalid="ignore"):
+        floats: Array = array.astype(datatype.dtype)
+    _refuse_overflow(array, np.isfinite(floats), datatype.name)
+    if array.dtype.kind in "iu":
+        _refuse_rounded(array, floats, datatype)
+    return floats
+
+
+def _refuse_overflow(array: Array, stays_finite: Array, name: str) -> None:
+    if np.any(np.isfinite(array) & ~stays_finite):
+        raise ValueError(f"{name} can't hold {array.min()} to {array.max()}: out of range")
+
+
+def _refuse_rounded(array: Array, floats: Array, datatype: Datatype) -> None:
+    exact = 2.0 ** (np.finfo(datatype.dtype).nmant + 1)
+    large = np.abs(floats) >= exact
+    for integer, as_float in zip(array[large].tolist(), floats[large].tolist(), strict=True):
+        if integer != as_float:
+            raise ValueError(f"{datatype.name} can't hold {integer}: too many digits")

@@ -1,0 +1,166 @@
+"""The command `infer`: one request, or many, to any server of the protocol. `paceline` mounts it.
+
+Lives here: options and exit codes. Must not live here: reading inputs (inputs.py), printing (report.py), calling
+(sync.py). Exit code 1 when the server or the connection fails, 2 when what the user gave can't be used; either way
+one line on stderr.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+
+import click
+
+from clients.base import DEFAULT_TIMEOUT_S
+from clients.errors import ClientError
+from clients.inputs import InputError, RandomInputs, parse_shape, prepare, read_inputs
+from clients.messages import InferResult, ParameterValue
+from clients.repeat import Outcome, repeated
+from clients.report import outcome_json, outcome_text, result_json, result_text, save_npz
+from clients.sync import InferenceClient
+
+__all__ = ["infer"]
+
+
+class _Unusable(click.ClickException):
+    """What the user gave can't be used."""
+
+    exit_code = 2
+
+
+@click.command()
+@click.argument("model")
+@click.option("--server", default="127.0.0.1:8001", show_default=True, metavar="HOST:PORT", help="Where the server is.")
+@click.option("--version", default="", help="Version of the model; the server chooses if left out.")
+@click.option(
+    "--input",
+    "inputs",
+    multiple=True,
+    metavar="INPUT",
+    help="NAME=FILE.npy, NAME=FILE.json, NAME=JSON (nested lists), FILE.npz, or FILE.json "
+    "({name: nested lists} or the v2 REST form). Repeatable.",
+)
+@click.option("--random", "make_up", is_flag=True, help="Make up the inputs that aren't given.")
+@click.option("--rows", type=click.IntRange(min=1), help="With --random: size of a free first dimension.  [default: 1]")
+@click.option(
+    "--shape", "shapes", multiple=True, metavar="NAME=1,2,3", help="With --random: the whole shape. Repeatable."
+)
+@click.option("--seed", type=click.IntRange(min=0), help="With --random: the same seed gives the same inputs.")
+@click.option("--output", "outputs", multiple=True, metavar="NAME", help="Ask for this output only. Repeatable.")
+@click.option(
+    "--timeout",
+    "timeout_s",
+    type=click.FloatRange(min=0, min_open=True),
+    default=DEFAULT_TIMEOUT_S,
+    show_default=True,
+    metavar="SECONDS",
+    help="Longest wait for each answer.",
+)
+@click.option("--parameter", "parameters", multiple=True, metavar="KEY=VALUE", help="Request parameter. Repeatable.")
+@click.option(
+    "--repeat", type=click.IntRange(min=1), default=1, help="Send the request so many times; print a summary."
+)
+@click.option("--concurrency", type=click.IntRange(min=1), default=1, help="With --repeat: so many at once.")
+@click.option(
+    "--format", "form", type=click.Choice(["table", "json"]), default="table", show_default=True, help="How to print."
+)
+@click.option("--save", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE.npz", help="Keep the outputs.")
+def infer(
+    model: str,
+    server: str,
+    version: str,
+    inputs: tuple[str, ...],
+    make_up: bool,
+    rows: int | None,
+    shapes: tuple[str, ...],
+    seed: int | None,
+    outputs: tuple[str, ...],
+    timeout_s: float,
+    parameters: tuple[str, ...],
+    repeat: int,
+    concurrency: int,
+    form: str,
+    save: Path | None,
+) -> None:
+    """Run MODEL on a server and print what it answers.
+
+    Numbers are converted to the datatypes that the model asks for, as long as no value is lost.
+    """
+    with _one_line_errors(), InferenceClient(server, timeout_s=timeout_s) as client:
+        _refuse_contradictions(repeat, concurrency, save)
+        random = _random_inputs(make_up, rows, shapes, seed)
+        given = read_inputs(inputs)
+        options = dict(_parameter(text) for text in parameters)
+        if not given and random is None:
+            raise InputError("no input: give --input or --random")
+        ready = prepare(client.model_metadata(model, version), given, random)
+        call = partial(
+            client.infer,
+            model,
+            ready.arrays,
+            version=version,
+            outputs=outputs,
+            parameters=options,
+            datatypes=ready.datatypes,
+        )
+        if repeat > 1:
+            _print_outcome(repeated(call, repeat=repeat, concurrency=concurrency), form)
+        else:
+            _print_result(call(), form, save)
+
+
+@contextmanager
+def _one_line_errors() -> Iterator[None]:
+    try:
+        yield
+    except ClientError as error:
+        raise click.ClickException(_one_line(error)) from error
+    except (ValueError, OSError) as error:
+        raise _Unusable(_one_line(error)) from error
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())
+
+
+def _refuse_contradictions(repeat: int, concurrency: int, save: Path | None) -> None:
+    if repeat > 1 and save is not None:
+        raise InputError("--save keeps one answer, --repeat gets many")
+    if repeat == 1 and concurrency > 1:
+        raise InputError("--concurrency needs --repeat")
+
+
+def _random_inputs(make_up: bool, rows: int | None, shapes: Sequence[str], seed: int | None) -> RandomInputs | None:
+    if make_up:
+        return RandomInputs(rows, dict(parse_shape(text) for text in shapes), seed)
+    if rows is not None or shapes or seed is not None:
+        raise InputError("--rows, --shape and --seed need --random")
+    return None
+
+
+def _parameter(text: str) -> tuple[str, ParameterValue]:
+    """KEY=VALUE, where true, false and numbers are what they look like and all else is text."""
+    key, separator, value = text.partition("=")
+    if not separator or not key:
+        raise InputError(f"--parameter {text!r}: expected KEY=VALUE")
+    try:
+        parsed = json.loads(value)
+    except json.JSONDecodeError:
+        return key, value
+    return key, parsed if isinstance(parsed, bool | int | float | str) else value
+
+
+def _print_result(result: InferResult, form: str, save: Path | None) -> None:
+    click.echo(result_json(result) if form == "json" else result_text(result))
+    if save is not None:
+        save_npz(save, result.outputs)
+
+
+def _print_outcome(outcome: Outcome, form: str) -> None:
+    click.echo(outcome_json(outcome) if form == "json" else outcome_text(outcome))
+    if outcome.errors:
+        raise click.exceptions.Exit(click.ClickException.exit_code)

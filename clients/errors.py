@@ -1,0 +1,141 @@
+"""What calling a server can raise, and the one table from gRPC status to exception.
+
+    Exception
+    └── ClientError                 everything this package raises, except ValueError and TypeError for local misuse
+        ├── ClientClosed            used after close()
+        ├── ResponseError           the server answered OK with something that contradicts the protocol
+        └── InferenceError          the call ended with a status other than OK; also every status not named below
+            ├── Cancelled           CANCELLED
+            ├── InvalidArgument     INVALID_ARGUMENT: fault in the request, don't repeat it
+            ├── DeadlineExceeded    DEADLINE_EXCEEDED: no answer in time, here or in the server's queue
+            ├── NotFound            NOT_FOUND: no such model or version
+            ├── ResourceExhausted   RESOURCE_EXHAUSTED: the server is full, back off
+            ├── Unimplemented       UNIMPLEMENTED: this server lacks the feature
+            ├── Internal            INTERNAL: the model failed
+            ├── Unavailable         UNAVAILABLE: no connection, not ready, or draining
+            ├── Unauthenticated     UNAUTHENTICATED
+            └── PermissionDenied    PERMISSION_DENIED
+
+Nothing here sends anything, and no other module of this package names a status to choose an exception by.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import grpc
+
+__all__ = [
+    "Cancelled",
+    "ClientClosed",
+    "ClientError",
+    "DeadlineExceeded",
+    "InferenceError",
+    "Internal",
+    "InvalidArgument",
+    "NotFound",
+    "PermissionDenied",
+    "ResourceExhausted",
+    "ResponseError",
+    "Unauthenticated",
+    "Unavailable",
+    "Unimplemented",
+    "inference_error",
+    "rpc_failure",
+]
+
+TrailingMetadata = tuple[tuple[str, str | bytes], ...]
+
+
+class ClientError(Exception):
+    """What this package raises on its own account; ValueError and TypeError are kept for local misuse."""
+
+
+class ClientClosed(ClientError):
+    """The client was used after close()."""
+
+
+class ResponseError(ClientError):
+    """The server answered OK, and the answer can't be read: byte counts, datatypes or names don't fit together."""
+
+
+class InferenceError(ClientError):
+    """The call ended with a status other than OK.
+
+    `status` is the gRPC status, `message` the server's (or gRPC's own) text, `trailing_metadata` the pairs the
+    server sent with the status, values of keys ending in `-bin` as bytes.
+    """
+
+    def __init__(self, status: grpc.StatusCode, message: str, trailing_metadata: TrailingMetadata = ()) -> None:
+        super().__init__(status, message, trailing_metadata)
+        self.status = status
+        self.message = message
+        self.trailing_metadata = trailing_metadata
+
+    def __str__(self) -> str:
+        return f"{self.status.name}: {self.message}"
+
+
+class Cancelled(InferenceError):
+    """CANCELLED: the server gave the call up, or the client was closed underneath it."""
+
+
+class InvalidArgument(InferenceError):
+    """INVALID_ARGUMENT: the request itself is at fault; the same request fails again."""
+
+
+class DeadlineExceeded(InferenceError):
+    """DEADLINE_EXCEEDED: no answer within the time allowed. The server may or may not have run the request."""
+
+
+class NotFound(InferenceError):
+    """NOT_FOUND: the server doesn't know the model or the version."""
+
+
+class ResourceExhausted(InferenceError):
+    """RESOURCE_EXHAUSTED: the server's queue or memory budget is full; repeating at once makes it worse."""
+
+
+class Unimplemented(InferenceError):
+    """UNIMPLEMENTED: the server lacks the call or has it switched off."""
+
+
+class Internal(InferenceError):
+    """INTERNAL: the model failed on this request, or the server is broken."""
+
+
+class Unavailable(InferenceError):
+    """UNAVAILABLE: no connection, or the server or model is not ready, or it is draining."""
+
+
+class Unauthenticated(InferenceError):
+    """UNAUTHENTICATED: credentials missing or not accepted."""
+
+
+class PermissionDenied(InferenceError):
+    """PERMISSION_DENIED: known, and not allowed to make this call."""
+
+
+_BY_STATUS: dict[grpc.StatusCode, type[InferenceError]] = {
+    grpc.StatusCode.CANCELLED: Cancelled,
+    grpc.StatusCode.INVALID_ARGUMENT: InvalidArgument,
+    grpc.StatusCode.DEADLINE_EXCEEDED: DeadlineExceeded,
+    grpc.StatusCode.NOT_FOUND: NotFound,
+    grpc.StatusCode.RESOURCE_EXHAUSTED: ResourceExhausted,
+    grpc.StatusCode.UNIMPLEMENTED: Unimplemented,
+    grpc.StatusCode.INTERNAL: Internal,
+    grpc.StatusCode.UNAVAILABLE: Unavailable,
+    grpc.StatusCode.UNAUTHENTICATED: Unauthenticated,
+    grpc.StatusCode.PERMISSION_DENIED: PermissionDenied,
+}
+
+
+def inference_error(status: grpc.StatusCode, message: str, trailing_metadata: TrailingMetadata = ()) -> InferenceError:
+    """The exception for a status, by the table above; `InferenceError` itself for a status without a class."""
+    return _BY_STATUS.get(status, InferenceError)(status, message, trailing_metadata)
+
+
+def rpc_failure(error: grpc.RpcError) -> InferenceError:
+    """The exception for what grpc or grpc.aio raised. Raise it `from` the original."""
+    pairs: Any = error.trailing_metadata() or ()
+    return inference_error(error.code(), error.details() or "", tuple((key, value) for key, value in pairs))

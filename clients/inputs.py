@@ -1,0 +1,249 @@
+"""Input tensors from the command line: files, JSON, or random numbers, in the datatypes that the model asks for.
+
+Lives here: what an --input may look like, and the arrays that come of it. Must not live here: options of the command
+line, servers, printing. Rule: whatever is wrong with what the user gave is an InputError that says what to give.
+
+An input is one of
+
+    NAME=FILE.npy    one array                      FILE.npz     one array per name
+    NAME=FILE.json   one array as nested lists      FILE.json    {"name": nested lists, ...}, or the v2 REST form
+    NAME=JSON        one array as nested lists                   {"inputs": [{"name", "datatype", "shape", "data"}]}
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+from zipfile import BadZipFile
+
+import numpy as np
+
+from clients.casting import Array, cast, datatype_of, to_array
+from clients.messages import ModelMetadata, TensorMetadata
+from protos.datatypes import by_name
+
+__all__ = ["GivenTensor", "InputError", "RandomInputs", "TypedInputs", "parse_shape", "prepare", "read_inputs"]
+
+T = TypeVar("T")
+
+_RANDOM_INTEGERS_BELOW = 10
+_RANDOM_TEXT_BYTES = 8
+
+
+class InputError(ValueError):
+    """The user gave an input that can't be used; the message is one line, for the user."""
+
+
+@dataclass(frozen=True, slots=True)
+class GivenTensor:
+    """What the user wrote: the array as written, and the datatype where the user named one."""
+
+    array: Array
+    datatype: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RandomInputs:
+    """How to make up the inputs that aren't given.
+
+    `rows` is the size of the first dimension where the model leaves it free, 1 if None. `shapes` are whole shapes by
+    the name of the input. The same `seed` gives the same tensors.
+    """
+
+    rows: int | None
+    shapes: Mapping[str, tuple[int, ...]]
+    seed: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class TypedInputs:
+    """Ready for `infer`: arrays, and the datatype for each, by the name of the input."""
+
+    arrays: dict[str, Array]
+    datatypes: dict[str, str]
+
+
+def read_inputs(arguments: Iterable[str]) -> dict[str, GivenTensor]:
+    """Reads every --input. Raises InputError, also for a name given twice."""
+    given: dict[str, GivenTensor] = {}
+    for argument in arguments:
+        for name, tensor in _read_input(argument).items():
+            if name in given:
+                raise InputError(f"input {name!r} is given twice")
+            given[name] = tensor
+    return given
+
+
+def _read_input(argument: str) -> dict[str, GivenTensor]:
+    name, separator, value = argument.partition("=")
+    if separator and not Path(argument).is_file():
+        return {name: _read_value(name, value)}
+    suffix = Path(argument).suffix
+    if suffix == ".npz":
+        return {key: GivenTensor(array) for key, array in _load(argument, _numpy_archive).items()}
+    if suffix == ".json":
+        return _tensors_in(argument, _load(argument, _json_file))
+    raise InputError(f"--input {argument!r}: expected NAME=FILE.npy, NAME=JSON, FILE.npz or FILE.json")
+
+
+def _read_value(name: str, value: str) -> GivenTensor:
+    if value.endswith(".npy"):
+        return GivenTensor(_load(value, _numpy_array))
+    if value.endswith(".json"):
+        return GivenTensor(_array_of(name, _load(value, _json_file)))
+    try:
+        return GivenTensor(_array_of(name, json.loads(value)))
+    except json.JSONDecodeError as error:
+        raise InputError(
+            f"input {name!r}: neither FILE.npy nor JSON ({error}); text is quoted, as in '{name}=\"text\"'"
+        ) from error
+
+
+def _load(path: str, load: Callable[[Path], T]) -> T:
+    try:
+        return load(Path(path))
+    except OSError as error:
+        raise InputError(f"{path}: {error.strerror or error}") from error
+    except (ValueError, EOFError, BadZipFile) as error:
+        raise InputError(f"{path}: {error}") from error
+
+
+def _numpy_array(path: Path) -> Array:
+    with path.open("rb") as file:
+        loaded = np.load(file, allow_pickle=False)
+        if not isinstance(loaded, np.ndarray):
+            raise ValueError("expected one array; give archives without NAME=")
+        return loaded
+
+
+def _numpy_archive(path: Path) -> dict[str, Array]:
+    # numpy leaves a file open that it opens itself and finds to be no archive.
+    with path.open("rb") as file:
+        loaded = np.load(file, allow_pickle=False)
+        if isinstance(loaded, np.ndarray):
+            raise ValueError("expected an archive of named arrays; give a single array as NAME=FILE.npy")
+        return dict(loaded.items())
+
+
+def _json_file(path: Path) -> Any:
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def _array_of(name: str, value: Any) -> Array:
+    try:
+        return to_array(value)
+    except ValueError as error:
+        raise InputError(f"input {name!r}: {error}") from error
+
+
+def _tensors_in(path: str, document: Any) -> dict[str, GivenTensor]:
+    if not isinstance(document, dict):
+        raise InputError(f"{path}: expected an object of names and values, got {type(document).__name__}")
+    listed = document.get("inputs")
+    if isinstance(listed, list) and listed and all(isinstance(entry, dict) for entry in listed):
+        return _rest_tensors(path, document, listed)
+    return {name: GivenTensor(_array_of(name, value)) for name, value in document.items()}
+
+
+def _rest_tensors(path: str, document: dict[str, Any], listed: Sequence[dict[str, Any]]) -> dict[str, GivenTensor]:
+    others = sorted(document.keys() - {"inputs"})
+    if others:
+        raise InputError(f"{path}: only inputs are read, got also {', '.join(others)}; use --output and --parameter")
+    tensors: dict[str, GivenTensor] = {}
+    for entry in listed:
+        missing = [key for key in ("name", "datatype", "shape", "data") if key not in entry]
+        if missing:
+            raise InputError(f"{path}: an input lacks {', '.join(missing)}")
+        if entry["name"] in tensors:
+            raise InputError(f"{path}: input {entry['name']!r} is there twice")
+        tensors[entry["name"]] = _rest_tensor(entry)
+    return tensors
+
+
+def _rest_tensor(entry: Mapping[str, Any]) -> GivenTensor:
+    # The data may be flat or nested, whatever the shape.
+    array = _array_of(entry["name"], entry["data"])
+    try:
+        return GivenTensor(array.reshape(entry["shape"]), entry["datatype"])
+    except (TypeError, ValueError) as error:
+        raise InputError(f"input {entry['name']!r}: {array.size} values for shape {entry['shape']}") from error
+
+
+def parse_shape(text: str) -> tuple[str, tuple[int, ...]]:
+    """`NAME=1,2,3` as name and dimensions; `NAME=` is a scalar. Raises InputError."""
+    name, separator, dims = text.partition("=")
+    try:
+        shape = tuple(int(dim) for dim in dims.split(",")) if dims else ()
+    except ValueError:
+        separator = ""
+    if not separator or not name or any(dim < 0 for dim in shape):
+        raise InputError(f"--shape {text!r}: expected NAME=1,2,3")
+    return name, shape
+
+
+def prepare(model: ModelMetadata, given: Mapping[str, GivenTensor], random: RandomInputs | None) -> TypedInputs:
+    """The inputs in the datatypes that the model, or the user, asks for; those not given made up if `random` is set.
+
+    Raises InputError for a name the model hasn't got, values the datatype can't hold, and shapes left open.
+    """
+    expected = {tensor.name: tensor for tensor in model.inputs}
+    # A server may name no inputs at all; then it alone knows whether these are right.
+    unknown = [name for name in given if expected and name not in expected]
+    if unknown:
+        raise InputError(f"model {model.name!r} has no input {unknown[0]!r}; it takes {', '.join(expected)}")
+    prepared = TypedInputs({}, {})
+    for name, tensor in given.items():
+        wanted = tensor.datatype or (expected[name].datatype if name in expected else None)
+        _add(prepared, name, tensor.array, wanted)
+    if random is not None:
+        _add_random(prepared, model, random)
+    return prepared
+
+
+def _add(prepared: TypedInputs, name: str, array: Array, wanted: str | None) -> None:
+    try:
+        datatype = datatype_of(array) if wanted is None else by_name(wanted)
+        prepared.arrays[name] = cast(array, datatype)
+    except (TypeError, ValueError) as error:
+        raise InputError(f"input {name!r}: {error}") from error
+    prepared.datatypes[name] = datatype.name
+
+
+def _add_random(prepared: TypedInputs, model: ModelMetadata, random: RandomInputs) -> None:
+    if not model.inputs:
+        raise InputError(f"the server names no inputs of model {model.name!r} to make up")
+    open_inputs = [tensor for tensor in model.inputs if tensor.name not in prepared.arrays]
+    useless = random.shapes.keys() - {tensor.name for tensor in open_inputs}
+    if useless:
+        raise InputError(f"--shape {min(useless)}: model {model.name!r} has no such input left to make up")
+    generator = np.random.default_rng(random.seed)
+    for tensor in open_inputs:
+        shape = random.shapes[tensor.name] if tensor.name in random.shapes else _shape(tensor, random.rows)
+        _add(prepared, tensor.name, _random_array(tensor.datatype, shape, generator), tensor.datatype)
+
+
+def _shape(tensor: TensorMetadata, rows: int | None) -> tuple[int, ...]:
+    if not tensor.shape:
+        return ()
+    first, *rest = tensor.shape
+    if rows is not None and first not in (-1, rows):
+        raise InputError(f"input {tensor.name!r} always has {first} rows, --rows says {rows}")
+    shape = (first if first >= 0 else rows or 1, *rest)
+    if min(shape) < 0:
+        example = ",".join("N" if dim < 0 else str(dim) for dim in shape)
+        raise InputError(f"input {tensor.name!r} has more free dimensions: give --shape {tensor.name}={example}")
+    return shape
+
+
+def _random_array(datatype: str, shape: tuple[int, ...], generator: np.random.Generator) -> Array:
+    """Floats from 0 up to 1, integers from 0 to 9 (so that they can be indices), booleans, eight lower-case letters."""
+    kind = by_name(datatype).dtype.kind
+    if datatype == "BYTES":
+        letters = generator.integers(ord("a"), ord("z") + 1, (*shape, _RANDOM_TEXT_BYTES), np.uint8)
+        return letters.view(f"S{_RANDOM_TEXT_BYTES}").reshape(shape)
+    if datatype == "BF16" or kind == "f":
+        return generator.random(shape, np.float32)
+    return generator.integers(0, 2 if kind == "b" else _RANDOM_INTEGERS_BELOW, shape)

@@ -1,0 +1,241 @@
+"""Protocol messages from and to what callers work with: numpy arrays, Python values, frozen dataclasses.
+
+Lives here: everything both clients send and read, as pure functions. Must not live here: channels, grpc, anything
+that waits. Rule: local misuse raises ValueError or TypeError naming the tensor before anything is sent; an answer that
+contradicts the protocol raises ResponseError.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from clients.casting import Array, cast, datatype_of, to_array
+from clients.errors import ResponseError
+from protos import tensors
+from protos.datatypes import Datatype, UnknownDatatypeError, by_name
+from protos.inference_pb2 import (
+    InferParameter,
+    ModelInferRequest,
+    ModelInferResponse,
+    ModelMetadataResponse,
+    ServerMetadataResponse,
+)
+
+__all__ = [
+    "InferResult",
+    "Inputs",
+    "ModelMetadata",
+    "ParameterValue",
+    "Parameters",
+    "ServerMetadata",
+    "TensorMetadata",
+    "infer_request",
+    "infer_result",
+    "model_metadata_of",
+    "server_metadata_of",
+]
+
+Inputs = Mapping[str, npt.ArrayLike]
+ParameterValue = bool | int | float | str
+Parameters = Mapping[str, ParameterValue]
+
+_INT64_MAX: Final = 2**63 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class ServerMetadata:
+    """What the server says of itself; `extensions` are the protocol extensions it supports."""
+
+    name: str
+    version: str
+    extensions: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TensorMetadata:
+    """An input or output of a model: `datatype` is a v2 name such as FP32; -1 in `shape` is a free dimension."""
+
+    name: str
+    datatype: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelMetadata:
+    """What the server says of a model; `platform` names framework and format, such as `onnxruntime_onnx`."""
+
+    name: str
+    versions: tuple[str, ...]
+    platform: str
+    inputs: tuple[TensorMetadata, ...]
+    outputs: tuple[TensorMetadata, ...]
+    properties: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class InferResult:
+    """What a model answered. `result["name"]` is the output of that name.
+
+    `outputs` keeps the server's order. BYTES outputs are object arrays of bytes, BF16 outputs float32 (exact), all
+    others the numpy dtype of their datatype. Outputs that came in the raw form are read-only views of the bytes
+    received: copy what you want to write to. `datatypes` are the v2 names they came as. `parameters` are the server's
+    remarks as bool, int, float or str.
+    """
+
+    model_name: str
+    model_version: str
+    id: str
+    parameters: Parameters
+    outputs: Mapping[str, Array] = field(repr=False)
+    datatypes: Mapping[str, str]
+
+    def __getitem__(self, name: str) -> Array:
+        try:
+            return self.outputs[name]
+        except KeyError:
+            raise KeyError(f"no output {name!r}; the model answered with {', '.join(self.outputs) or 'none'}") from None
+
+
+def infer_request(
+    model: str,
+    inputs: Inputs,
+    *,
+    version: str = "",
+    request_id: str = "",
+    outputs: Sequence[str] = (),
+    parameters: Parameters | None = None,
+    datatypes: Mapping[str, str] | None = None,
+) -> ModelInferRequest:
+    """The request for one inference, its tensors in the raw form, in the order of `inputs`.
+
+    `inputs` maps the input's name to an array of any shape (zero-dimensional and empty ones included), byte order and
+    memory layout, or to anything numpy makes one of: note that a list of Python floats is FP64 and one of ints INT64
+    unless `datatypes` says otherwise. Text and bytes go as BYTES, text as UTF-8. `datatypes` maps an input's name to
+    the v2 datatype it is to travel as: values are converted as `clients.casting.cast` says, so that float32 can go as
+    BF16, and uint16 as the bits of BF16. Integer parameters go as int64, those beyond it as uint64.
+
+    Raises ValueError or TypeError, naming the tensor or parameter, for what can't be sent.
+    """
+    if not model:
+        raise ValueError("the name of the model is empty")
+    wanted = datatypes or {}
+    unknown = [name for name in wanted if name not in inputs]
+    if unknown:
+        raise ValueError(f"datatypes names {', '.join(map(repr, unknown))}, not among the inputs")
+    request = ModelInferRequest(model_name=model, model_version=version, id=request_id)
+    for name, value in inputs.items():
+        _add_input(request, name, value, wanted.get(name))
+    for name in _output_names(outputs):
+        request.outputs.add(name=name)
+    for name, parameter in (parameters or {}).items():
+        request.parameters[name].CopyFrom(_parameter(name, parameter))
+    return request
+
+
+def _add_input(request: ModelInferRequest, name: str, value: npt.ArrayLike, wanted: str | None) -> None:
+    try:
+        array, datatype = _wire_array(to_array(value), wanted)
+        request.raw_input_contents.append(tensors.encode_raw(array, datatype))
+    except (TypeError, ValueError) as error:
+        kind = TypeError if isinstance(error, TypeError) else ValueError
+        raise kind(f"input {name!r}: {error}") from error
+    request.inputs.add(name=name, datatype=datatype.name, shape=array.shape)
+
+
+def _wire_array(array: Array, wanted: str | None) -> tuple[Array, Datatype]:
+    if wanted is None:
+        return array, datatype_of(array)
+    datatype = by_name(wanted)
+    return cast(array, datatype), datatype
+
+
+def _output_names(outputs: Sequence[str]) -> Sequence[str]:
+    if isinstance(outputs, str):
+        raise TypeError(f"outputs takes a sequence of names, got the string {outputs!r}")
+    return outputs
+
+
+def _parameter(name: str, value: ParameterValue | np.generic) -> InferParameter:
+    plain = value.item() if isinstance(value, np.generic) else value
+    if isinstance(plain, bool):
+        return InferParameter(bool_param=plain)
+    if isinstance(plain, str):
+        return InferParameter(string_param=plain)
+    if isinstance(plain, float):
+        return InferParameter(double_param=plain)
+    if isinstance(plain, int):
+        return _integer_parameter(name, plain)
+    raise TypeError(f"parameter {name!r}: expected bool, int, float or str, got {type(value).__name__}")
+
+
+def _integer_parameter(name: str, value: int) -> InferParameter:
+    try:
+        return InferParameter(int64_param=value) if value <= _INT64_MAX else InferParameter(uint64_param=value)
+    except ValueError as error:
+        raise ValueError(f"parameter {name!r}: {value} does not fit into 64 bits") from error
+
+
+def infer_result(response: ModelInferResponse) -> InferResult:
+    """Reads an answer whose outputs are raw or typed. Raises ResponseError, naming model and output."""
+    raw = response.raw_output_contents
+    if raw and len(raw) != len(response.outputs):
+        raise ResponseError(
+            f"model {response.model_name!r} answered with {len(response.outputs)} outputs and data for {len(raw)}"
+        )
+    outputs: dict[str, Array] = {}
+    for index, output in enumerate(response.outputs):
+        if output.name in outputs:
+            raise ResponseError(f"model {response.model_name!r} answered twice with output {output.name!r}")
+        outputs[output.name] = _output_array(response.model_name, output, raw[index] if raw else None)
+    return InferResult(
+        model_name=response.model_name,
+        model_version=response.model_version,
+        id=response.id,
+        parameters={name: _plain(value) for name, value in response.parameters.items()},
+        outputs=outputs,
+        datatypes={output.name: output.datatype for output in response.outputs},
+    )
+
+
+def _output_array(model: str, output: ModelInferResponse.InferOutputTensor, raw: bytes | None) -> Array:
+    try:
+        datatype = by_name(output.datatype)
+        array = (
+            tensors.decode_contents(output.contents, datatype, output.shape)
+            if raw is None
+            else tensors.decode_raw(raw, datatype, output.shape)
+        )
+    except (tensors.TensorError, UnknownDatatypeError) as error:
+        raise ResponseError(f"model {model!r}, output {output.name!r}: {error}") from error
+    return tensors.float32_from_bf16(array) if datatype.name == "BF16" else array
+
+
+def _plain(parameter: InferParameter) -> Any:
+    chosen = parameter.WhichOneof("parameter_choice")
+    return None if chosen is None else getattr(parameter, chosen)
+
+
+def server_metadata_of(response: ServerMetadataResponse) -> ServerMetadata:
+    """Reads what the server says of itself."""
+    return ServerMetadata(response.name, response.version, tuple(response.extensions))
+
+
+def model_metadata_of(response: ModelMetadataResponse) -> ModelMetadata:
+    """Reads what the server says of a model."""
+    return ModelMetadata(
+        name=response.name,
+        versions=tuple(response.versions),
+        platform=response.platform,
+        inputs=_tensors_of(response.inputs),
+        outputs=_tensors_of(response.outputs),
+        properties=dict(response.properties),
+    )
+
+
+def _tensors_of(messages: Sequence[ModelMetadataResponse.TensorMetadata]) -> tuple[TensorMetadata, ...]:
+    return tuple(TensorMetadata(each.name, each.datatype, tuple(each.shape)) for each in messages)

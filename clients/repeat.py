@@ -1,0 +1,64 @@
+"""The same call many times over a few threads, and what came of it.
+
+Lives here: a quick look at a server from the command line. Must not live here: a benchmark's care (arrival processes,
+warm-up, percentiles over windows), which is the load generator's work.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import numpy as np
+
+from clients.errors import InferenceError
+
+__all__ = ["Outcome", "repeated"]
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """Latencies of the calls that went well, in nanoseconds; failures counted by the name of their status."""
+
+    latencies_ns: tuple[int, ...]
+    errors: Mapping[str, int]
+    elapsed_ns: int
+
+    @property
+    def ok(self) -> int:
+        return len(self.latencies_ns)
+
+    def per_second(self) -> float:
+        """Calls that went well per second."""
+        return self.ok / (self.elapsed_ns / 1e9)
+
+    def percentile_ms(self, percent: float) -> float:
+        """The latency that so many percent of the good calls stayed within, in milliseconds; there must be one."""
+        return float(np.percentile(self.latencies_ns, percent)) / 1e6
+
+
+def repeated(call: Callable[[], object], *, repeat: int, concurrency: int) -> Outcome:
+    """Makes the call `repeat` times, at most `concurrency` at once: as one ends the next begins.
+
+    InferenceError is counted, anything else raised.
+    """
+
+    def timed(_: int) -> int | str:
+        started_ns = time.perf_counter_ns()
+        try:
+            call()
+        except InferenceError as error:
+            return error.status.name
+        return time.perf_counter_ns() - started_ns
+
+    started_ns = time.perf_counter_ns()
+    with ThreadPoolExecutor(min(concurrency, repeat)) as pool:
+        outcomes = list(pool.map(timed, range(repeat)))
+    return Outcome(
+        latencies_ns=tuple(outcome for outcome in outcomes if isinstance(outcome, int)),
+        errors=Counter(outcome for outcome in outcomes if isinstance(outcome, str)),
+        elapsed_ns=time.perf_counter_ns() - started_ns,
+    )

@@ -1,0 +1,128 @@
+"""The blocking client. Thread-safe: one client serves many threads over one connection.
+
+Lives here: opening a channel of grpc, calling, closing. What is sent and read is in calls.py and messages.py, the
+asyncio twin in aio.py; the two have the same methods with the same arguments.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from types import ModuleType, TracebackType
+from typing import ClassVar, Self, TypeVar
+
+import grpc
+
+from clients import calls
+from clients.base import BaseClient, Metadata, ReadyWait, Timeout
+from clients.calls import Call
+from clients.errors import DeadlineExceeded, Unavailable, rpc_failure
+from clients.messages import InferResult, Inputs, ModelMetadata, Parameters, ServerMetadata, infer_request
+
+__all__ = ["InferenceClient"]
+
+T = TypeVar("T")
+
+
+class InferenceClient(BaseClient):
+    """Calls a server of the Open Inference Protocol (KServe v2) over gRPC and waits for the answer.
+
+    Arguments as in `BaseClient`. Every method raises a subclass of `clients.errors.InferenceError` when the call
+    ends with a status other than OK, ResponseError when the answer can't be read, ClientClosed after close(). On every
+    method `timeout_s` is in seconds, None for no bound, left out for the client's own; `metadata` is added to the
+    client's own.
+    """
+
+    _transport: ClassVar[ModuleType] = grpc
+
+    def __enter__(self) -> Self:
+        self._open()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def infer(
+        self,
+        model: str,
+        inputs: Inputs,
+        *,
+        version: str = "",
+        outputs: Sequence[str] = (),
+        request_id: str = "",
+        parameters: Parameters | None = None,
+        timeout_s: Timeout = ...,
+        metadata: Metadata = (),
+        datatypes: Mapping[str, str] | None = None,
+    ) -> InferResult:
+        """Runs the model and returns its outputs.
+
+        Inputs, datatypes and parameters as in `clients.messages.infer_request`, which also says what is refused with
+        ValueError or TypeError before anything is sent. Empty `version`: the server chooses. Empty `outputs`: all.
+        """
+        request = infer_request(
+            model,
+            inputs,
+            version=version,
+            outputs=outputs,
+            request_id=request_id,
+            parameters=parameters,
+            datatypes=datatypes,
+        )
+        return self._call(calls.infer(request), timeout_s, metadata)
+
+    def server_live(self, *, timeout_s: Timeout = ..., metadata: Metadata = ()) -> bool:
+        """Whether the server says it is alive."""
+        return self._call(calls.server_live(), timeout_s, metadata)
+
+    def server_ready(self, *, timeout_s: Timeout = ..., metadata: Metadata = ()) -> bool:
+        """Whether the server says it can take requests for its models."""
+        return self._call(calls.server_ready(), timeout_s, metadata)
+
+    def model_ready(self, model: str, version: str = "", *, timeout_s: Timeout = ..., metadata: Metadata = ()) -> bool:
+        """Whether the model can take requests. Servers differ for unknown models: False, or NotFound."""
+        return self._call(calls.model_ready(model, version), timeout_s, metadata)
+
+    def server_metadata(self, *, timeout_s: Timeout = ..., metadata: Metadata = ()) -> ServerMetadata:
+        """The server's name, version and protocol extensions."""
+        return self._call(calls.server_metadata(), timeout_s, metadata)
+
+    def model_metadata(
+        self, model: str, version: str = "", *, timeout_s: Timeout = ..., metadata: Metadata = ()
+    ) -> ModelMetadata:
+        """The model's versions, platform, inputs and outputs."""
+        return self._call(calls.model_metadata(model, version), timeout_s, metadata)
+
+    def health(self, service: str = "", *, timeout_s: Timeout = ..., metadata: Metadata = ()) -> str:
+        """The status name of grpc.health.v1, such as SERVING. NotFound for a service the server doesn't know."""
+        return self._call(calls.health(service), timeout_s, metadata)
+
+    def wait_ready(self, timeout_s: float) -> None:
+        """Returns once the server is reachable and says it is ready; DeadlineExceeded after `timeout_s` seconds.
+
+        Asks again after UNAVAILABLE and after "not ready", in pauses of 50 ms to 1 s; other errors are raised.
+        """
+        wait = ReadyWait(self._target, timeout_s, time.monotonic())
+        while not self._ready_within(wait.left_s(time.monotonic())):
+            time.sleep(wait.pause_s(time.monotonic()))
+
+    def close(self) -> None:
+        """Ends the connection; calls still under way raise Cancelled. Closing twice does nothing."""
+        channel = self._detach()
+        if channel is not None:
+            channel.close()
+
+    def _ready_within(self, timeout_s: float) -> bool:
+        try:
+            return self._call(calls.server_ready_once_connected(), timeout_s, ())
+        except (DeadlineExceeded, Unavailable):
+            return False
+
+    def _call(self, call: Call[T], timeout_s: Timeout, metadata: Metadata) -> T:
+        try:
+            response = self._start(call, timeout_s, metadata)
+        except grpc.RpcError as error:
+            raise rpc_failure(error) from error
+        return call.read(response)

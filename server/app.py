@@ -1,0 +1,148 @@
+"""The composition root: builds the parts, starts them in order, stops them in order.
+
+The order is the promise: the gRPC port opens when every model is loaded or has failed; at the end health says
+NOT_SERVING first, accepted requests are answered, and only then anything is taken down.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError, version
+
+import grpc
+from grpc_health.v1 import health_pb2_grpc
+
+from backends import registry
+from backends.base import Backend
+from protos.inference_pb2_grpc import add_GRPCInferenceServiceServicer_to_server
+from server.config import Settings
+from server.errors import StartError
+from server.health import HealthService
+from server.layout import find_models
+from server.metrics import Metrics, MetricsEndpoint
+from server.reflection import INFERENCE_SERVICE, Reflection
+from server.repository import Repository
+from server.service import InferenceService
+
+__all__ = ["Server", "product_version"]
+
+_log = logging.getLogger("paceline.server")
+
+_MAX_MESSAGE_BYTES = 2**31 - 1
+_OPTIONS = (
+    ("grpc.max_receive_message_length", _MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", _MAX_MESSAGE_BYTES),
+    # A second server on the same port is a mistake, not a wish for load sharing.
+    ("grpc.so_reuseport", 0),
+)
+
+
+def product_version() -> str:
+    """The installed version of paceline."""
+    try:
+        return version("paceline")
+    except PackageNotFoundError:
+        return "0+unknown"
+
+
+class Server:
+    """One server: models, gRPC port, metrics port. `start` and `stop` must run on the same event loop."""
+
+    def __init__(self, settings: Settings, backend_of: Callable[[str], Backend] = registry.backend) -> None:
+        self._settings = settings
+        self._metrics = Metrics()
+        self.repository = Repository(self._metrics, backend_of, settings.model_load_thread_count)
+        self._service = InferenceService(self.repository, settings.server_id, product_version())
+        self._endpoint: MetricsEndpoint | None = None
+        self._grpc: grpc.aio.Server | None = None
+        self._health: HealthService
+        self._reflection: Reflection
+        self.grpc_port = 0
+
+    @property
+    def metrics_port(self) -> int | None:
+        """The port that metrics are on; None if they are off."""
+        return self._endpoint.port if self._endpoint else None
+
+    async def start(self) -> None:
+        """Load the models and take requests. Raises StartError; then nothing is left running."""
+        try:
+            self._open_metrics()
+            await self._load()
+            self._grpc = self._build_grpc()
+            await self._grpc.start()
+        except BaseException:
+            await self._take_down()
+            raise
+        self._service.serving = True
+        self._health.set_serving(self.repository.ready)
+        _log.info("ready: gRPC on %s:%d%s", self._settings.grpc_address, self.grpc_port, self._say_metrics())
+
+    async def stop(self, grace_s: float | None = None) -> None:
+        """Tell everybody, answer what was accepted within `grace_s` (by default the configured time), take down."""
+        grace_s = self._settings.exit_timeout_secs if grace_s is None else grace_s
+        began = time.monotonic()
+        self._service.serving = False
+        if self._grpc is not None:
+            self._health.close()
+            self._reflection.close()
+            for model in self.repository.models:
+                model.batcher.flush()
+            await self._grpc.stop(grace_s)
+        try:
+            await asyncio.wait_for(self.repository.stop(), max(0.0, grace_s - (time.monotonic() - began)))
+        except TimeoutError:
+            _log.warning("gave up on executions that ran longer than the %.0f s of grace", grace_s)
+        await self._take_down()
+        _log.info("stopped after %.1f s", time.monotonic() - began)
+
+    async def wait_for_termination(self) -> None:
+        """Return once the gRPC server has ended."""
+        if self._grpc is not None:
+            await self._grpc.wait_for_termination()
+
+    def _open_metrics(self) -> None:
+        settings = self._settings
+        if settings.metrics_port is None:
+            return
+        address = settings.metrics_address or settings.grpc_address
+        try:
+            self._endpoint = MetricsEndpoint(self._metrics, address, settings.metrics_port)
+        except OSError as error:
+            raise StartError(f"metrics can't listen on {address}:{settings.metrics_port}: {error.strerror}") from None
+
+    async def _load(self) -> None:
+        await self.repository.load(find_models(list(self._settings.paths)))
+        failures = self.repository.failures
+        if failures and (self._settings.exit_on_error or not self.repository.models):
+            reasons = "; ".join(f"model '{name}': {reason}" for name, reason in failures.items())
+            raise StartError(f"models failed to load: {reasons}")
+
+    def _build_grpc(self) -> grpc.aio.Server:
+        settings = self._settings
+        server = grpc.aio.server(options=_OPTIONS)
+        add_GRPCInferenceServiceServicer_to_server(self._service, server)  # type: ignore[no-untyped-call]
+        self._health = HealthService([INFERENCE_SERVICE])
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
+        self._reflection = Reflection()
+        self._reflection.add_to(server)
+        where = f"{settings.grpc_address}:{settings.grpc_port}"
+        try:
+            self.grpc_port = server.add_insecure_port(where)
+        except RuntimeError:
+            raise StartError(f"gRPC can't listen on {where}: the port is in use, or the address isn't ours") from None
+        return server
+
+    async def _take_down(self) -> None:
+        self.repository.abandon()
+        if self._grpc is not None:
+            await self._grpc.stop(None)
+        if self._endpoint is not None:
+            await asyncio.to_thread(self._endpoint.close)
+            self._endpoint = None
+
+    def _say_metrics(self) -> str:
+        return f", metrics on port {self.metrics_port}" if self._endpoint else ""

@@ -1,0 +1,139 @@
+"""The command `paceline`: flags and environment to settings, signals to an orderly end."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+
+from clients.cli import infer
+from server import log
+from server.config import Settings
+from server.errors import StartError
+
+__all__ = ["main"]
+
+Decorator = Callable[[Any], Any]
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="paceline", prog_name="paceline")
+def main() -> None:
+    """A gRPC inference server that batches."""
+
+
+def _flag(name: str, default: object, what: str, **more: Any) -> Decorator:
+    return click.option(f"--{name}", default=default, show_default=True, show_envvar=True, help=what, **more)
+
+
+@main.command(context_settings={"auto_envvar_prefix": "PACELINE"})
+@click.argument("paths", nargs=-1, type=click.Path(path_type=Path))
+@click.option(
+    "--model-repository",
+    "--model-store",
+    multiple=True,
+    type=click.Path(path_type=Path),
+    show_envvar=True,
+    help="Another PATH, as Triton names it.",
+)
+@_flag("grpc-address", "0.0.0.0", "Address to listen on for gRPC.")
+@_flag("grpc-port", 8001, "Port for gRPC; 0 takes a free one.", type=click.IntRange(0, 65535))
+@_flag("allow-metrics", True, "Whether to serve metrics.", type=bool)
+@_flag("metrics-address", None, "Address to listen on for metrics; by default that of gRPC.")
+@_flag("metrics-port", 8002, "Port for GET /metrics; 0 takes a free one.", type=click.IntRange(0, 65535))
+@_flag("exit-timeout-secs", 30.0, "Grace for accepted requests at the end.", type=click.FloatRange(0))
+@_flag("exit-on-error", False, "End if any model fails to load, instead of serving the others.", type=bool)
+@_flag("model-load-thread-count", 4, "Models to load at the same time.", type=click.IntRange(1))
+@_flag("id", "paceline", "Name of this server in its metadata.")
+@_flag("log-level", "info", "Least important lines to log.", type=click.Choice(["debug", "info", "warning", "error"]))
+@_flag("log-format", "text", "How to log.", type=click.Choice(["text", "json"]))
+def serve(
+    paths: tuple[Path, ...],
+    model_repository: tuple[Path, ...],
+    grpc_address: str,
+    grpc_port: int,
+    allow_metrics: bool,
+    metrics_address: str | None,
+    metrics_port: int,
+    exit_timeout_secs: float,
+    exit_on_error: bool,
+    model_load_thread_count: int,
+    id: str,
+    log_level: str,
+    log_format: str,
+) -> None:
+    """Serve models over gRPC until SIGTERM or SIGINT.
+
+    PATH is a model repository in Triton's layout, one model's folder, or a bare .onnx file; several may be given.
+    """
+    if not paths and not model_repository:
+        raise click.UsageError("expected at least one PATH: a model repository, a model's folder or a .onnx file")
+    log.configure(log_level, log_format)
+    # The gRPC core logs to stderr on its own what reaches us as exceptions and callers as statuses.
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+    settings = Settings(
+        paths=(*paths, *model_repository),
+        grpc_address=grpc_address,
+        grpc_port=grpc_port,
+        metrics_address=metrics_address,
+        metrics_port=metrics_port if allow_metrics else None,
+        exit_timeout_secs=exit_timeout_secs,
+        exit_on_error=exit_on_error,
+        model_load_thread_count=model_load_thread_count,
+        server_id=id,
+    )
+    try:
+        with asyncio.Runner(loop_factory=_new_loop) as runner:
+            runner.run(_serve(settings))
+    except StartError as error:
+        raise click.ClickException(str(error)) from None
+
+
+main.add_command(infer)
+
+
+def _new_loop() -> asyncio.AbstractEventLoop:
+    try:
+        import uvloop
+    except ImportError:  # not made for every platform
+        return asyncio.new_event_loop()
+    return uvloop.new_event_loop()
+
+
+async def _serve(settings: Settings) -> None:
+    from server.app import Server  # heavy: `paceline --help` and `paceline infer` do without
+
+    stopping = asyncio.Event()
+    _on_signals(stopping)
+    server = Server(settings)
+    starting = asyncio.create_task(server.start())
+    stop_asked = asyncio.create_task(stopping.wait())
+    await asyncio.wait((starting, stop_asked), return_when=asyncio.FIRST_COMPLETED)
+    if not starting.done():
+        starting.cancel()
+        await asyncio.wait((starting,))
+        return
+    try:
+        starting.result()
+        await stopping.wait()
+        await server.stop()
+    finally:
+        stop_asked.cancel()
+
+
+def _on_signals(stopping: asyncio.Event) -> None:
+    """The first SIGTERM or SIGINT asks for an orderly end, the second one ends at once."""
+
+    def on_signal(number: int) -> None:
+        if stopping.is_set():
+            os._exit(128 + number)
+        stopping.set()
+
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, on_signal, number)

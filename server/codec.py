@@ -1,0 +1,198 @@
+"""Between messages of the wire and the arrays that models take.
+
+Lives here: every check of a request against its model, so that nothing faulty is ever queued; and the way back. Must
+not: anything that waits, or knows of batches. The rule: what leaves `decode` can be stacked with any other request of
+equal key and rows that add up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+
+from backends.base import Array, ModelSpec, Tensors, TensorSpec
+from protos.datatypes import Datatype, by_name
+from protos.inference_pb2 import ModelInferRequest, ModelInferResponse
+from protos.tensors import TensorError, decode_contents, decode_raw, element_count, encode_contents, encode_raw
+from server.errors import InvalidRequest, NotSupported
+from server.parameters import NO_PARAMETERS, parse_parameters
+
+__all__ = ["DecodedRequest", "ModelCodec"]
+
+InputTensor = ModelInferRequest.InferInputTensor
+
+
+@dataclass(frozen=True, slots=True)
+class DecodedRequest:
+    """A request that fits its model.
+
+    `inputs` are in the spec's order, views of the message where the datatype allows. Requests of equal `key` may share
+    a batch. `outputs` are the indices of the wanted outputs, in the order asked for.
+    """
+
+    inputs: tuple[Array, ...]
+    rows: int
+    key: Hashable
+    outputs: tuple[int, ...]
+    timeout_ns: int
+    typed_outputs: bool
+
+
+class ModelCodec:
+    """Decodes requests for, and encodes responses of, one version of a model.
+
+    `max_batch_rows` is the most rows a request may carry, 0 if the model has no batch axis.
+    """
+
+    def __init__(self, model: str, version: str, spec: ModelSpec, max_batch_rows: int) -> None:
+        self._model = model
+        self._version = version
+        self._spec = spec
+        self._max_batch_rows = max_batch_rows
+        self._inputs = {tensor.name: index for index, tensor in enumerate(spec.inputs)}
+        self._outputs = {tensor.name: index for index, tensor in enumerate(spec.outputs)}
+        self._input_types: list[Datatype] = [by_name(tensor.datatype) for tensor in spec.inputs]
+        self._output_types: list[Datatype] = [by_name(tensor.datatype) for tensor in spec.outputs]
+        self._all_outputs = tuple(range(len(spec.outputs)))
+        # Inputs whose sizes the configuration leaves open: these alone can keep two requests apart.
+        self._free = [index for index, tensor in enumerate(spec.inputs) if -1 in tensor.dims]
+
+    # hot path: see bench/
+    def decode(self, request: ModelInferRequest) -> DecodedRequest:
+        """Check `request` against the model and read its tensors.
+
+        Raises InvalidRequest, or NotSupported for extensions this build lacks; both name the model and the tensor.
+        """
+        parameters = parse_parameters(request.parameters) if request.parameters else NO_PARAMETERS
+        outputs = self._wanted_outputs(request)
+        order = self._input_order(request)
+        shapes = [tuple(tensor.shape) for tensor in request.inputs]
+        rows = self._rows(request, shapes)
+        for tensor, shape, index in zip(request.inputs, shapes, order, strict=True):
+            self._check_tensor(tensor, shape, self._spec.inputs[index])
+        inputs = self._arrays(request, shapes, order)
+        free = tuple(inputs[index].shape[1:] for index in self._free) if self._max_batch_rows else ()
+        return DecodedRequest(inputs, rows, free, outputs, parameters.timeout_ns, parameters.typed_outputs)
+
+    def encode(self, request: ModelInferRequest, decoded: DecodedRequest, results: Tensors) -> ModelInferResponse:
+        """The response with the wanted outputs: raw, or in typed contents if the request asked for them."""
+        response = ModelInferResponse(model_name=self._model, model_version=self._version, id=request.id)
+        for index in decoded.outputs:
+            tensor, array = self._spec.outputs[index], results[index]
+            output = response.outputs.add(name=tensor.name, datatype=tensor.datatype, shape=array.shape)
+            if decoded.typed_outputs:
+                output.contents.CopyFrom(encode_contents(array, self._output_types[index]))
+            else:
+                response.raw_output_contents.append(encode_raw(array, self._output_types[index]))
+        return response
+
+    def _input_order(self, request: ModelInferRequest) -> list[int]:
+        """For each input of the message, its place in the spec; names are all there, once, and no others."""
+        order: list[int] = []
+        for tensor in request.inputs:
+            index = self._inputs.get(tensor.name)
+            if index is None:
+                raise self._invalid(f"unexpected input '{tensor.name}', expected {list(self._inputs)}")
+            order.append(index)
+        if len(set(order)) != len(order):
+            twice = next(tensor.name for tensor in request.inputs if order.count(self._inputs[tensor.name]) > 1)
+            raise self._invalid(f"input '{twice}' is given more than once")
+        if len(order) != len(self._inputs):
+            missing = [name for name, index in self._inputs.items() if index not in order]
+            got = [tensor.name for tensor in request.inputs]
+            raise self._invalid(f"missing inputs {missing}: expected {list(self._inputs)}, got {got}")
+        return order
+
+    def _wanted_outputs(self, request: ModelInferRequest) -> tuple[int, ...]:
+        if not request.outputs:
+            return self._all_outputs
+        wanted: dict[int, None] = {}
+        for output in request.outputs:
+            index = self._outputs.get(output.name)
+            if index is None:
+                raise self._invalid(f"unexpected output '{output.name}', expected some of {list(self._outputs)}")
+            if index in wanted:
+                raise self._invalid(f"output '{output.name}' is asked for more than once")
+            for extension in ("classification", "shared_memory_region"):
+                if extension in output.parameters:
+                    raise self._unsupported("output", output.name, extension)
+            wanted[index] = None
+        return tuple(wanted)
+
+    def _rows(self, request: ModelInferRequest, shapes: Sequence[tuple[int, ...]]) -> int:
+        """The size of the batch axis, agreed on by all inputs; 1 if the model has none."""
+        limit = self._max_batch_rows
+        if not limit:
+            return 1
+        for tensor, shape in zip(request.inputs, shapes, strict=True):
+            if not shape:
+                raise self._invalid(f"input '{tensor.name}': expected a batch dimension in front, got shape []")
+            if not 0 < shape[0] <= limit:
+                raise self._invalid(
+                    f"input '{tensor.name}': expected a batch of 1 to {limit} rows, "
+                    f"got {shape[0]} in shape {list(shape)}"
+                )
+            if shape[0] != shapes[0][0]:
+                raise self._invalid(
+                    f"input '{tensor.name}': expected {shapes[0][0]} rows as in input '{request.inputs[0].name}', "
+                    f"got {shape[0]} in shape {list(shape)}"
+                )
+        return shapes[0][0]
+
+    def _check_tensor(self, tensor: InputTensor, shape: tuple[int, ...], spec: TensorSpec) -> None:
+        if tensor.datatype != spec.datatype:
+            raise self._invalid(f"input '{spec.name}': expected datatype {spec.datatype}, got '{tensor.datatype}'")
+        if "shared_memory_region" in tensor.parameters:
+            raise self._unsupported("input", spec.name, "shared_memory_region")
+        dims = shape[1:] if self._max_batch_rows else shape
+        if dims != spec.dims and not _fits(dims, spec.dims):
+            expected = [-1, *spec.dims] if self._max_batch_rows else list(spec.dims)
+            raise self._invalid(f"input '{spec.name}': expected shape {expected}, got {list(shape)}")
+
+    def _arrays(
+        self, request: ModelInferRequest, shapes: Sequence[tuple[int, ...]], order: Sequence[int]
+    ) -> tuple[Array, ...]:
+        raw = request.raw_input_contents
+        if raw and len(raw) != len(order):
+            raise self._invalid(f"expected {len(order)} entries in raw_input_contents, one per input, got {len(raw)}")
+        arrays: list[Array | None] = [None] * len(order)
+        for number, (tensor, shape, index) in enumerate(zip(request.inputs, shapes, order, strict=True)):
+            datatype = self._input_types[index]
+            try:
+                if not raw:
+                    array = self._from_contents(tensor, shape, datatype)
+                elif tensor.HasField("contents"):
+                    raise TensorError("expected no contents beside raw_input_contents, got both")
+                else:
+                    array = decode_raw(raw[number], datatype, shape)
+                if self._spec.inputs[index].utf8:
+                    _check_utf8(array)
+            except TensorError as error:
+                raise self._invalid(f"input '{tensor.name}': {error}") from None
+            arrays[index] = array
+        return tuple(array for array in arrays if array is not None)
+
+    def _from_contents(self, tensor: InputTensor, shape: tuple[int, ...], datatype: Datatype) -> Array:
+        if not tensor.HasField("contents") and element_count(shape):
+            raise TensorError("expected data in contents or raw_input_contents, got neither")
+        return decode_contents(tensor.contents, datatype, shape)
+
+    def _invalid(self, what: str) -> InvalidRequest:
+        return InvalidRequest(f"model '{self._model}': {what}")
+
+    def _unsupported(self, kind: str, name: str, extension: str) -> NotSupported:
+        return NotSupported(f"model '{self._model}': {kind} '{name}': this build doesn't support '{extension}'")
+
+
+def _fits(shape: tuple[int, ...], dims: tuple[int, ...]) -> bool:
+    return len(shape) == len(dims) and all(
+        got == want or (want == -1 and got >= 0) for got, want in zip(shape, dims, strict=True)
+    )
+
+
+def _check_utf8(array: Array) -> None:
+    for number, element in enumerate(array.flat):
+        try:
+            element.decode()
+        except UnicodeDecodeError as error:
+            raise TensorError(f"expected UTF-8 text in each element, got {error.reason} in element {number}") from None

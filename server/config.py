@@ -1,0 +1,24 @@
+"""The server's settings, in the user's units, as the command line and the environment give them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+__all__ = ["Settings"]
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """How to serve. `paths` are model repositories, single models' folders or `.onnx` files. Ports: 0 takes a free one;
+    `metrics_port` None switches metrics off. Names follow Triton's flags."""
+
+    paths: tuple[Path, ...]
+    grpc_address: str = "0.0.0.0"
+    grpc_port: int = 8001
+    metrics_address: str | None = None
+    metrics_port: int | None = 8002
+    exit_timeout_secs: float = 30.0
+    exit_on_error: bool = False
+    model_load_thread_count: int = 4
+    server_id: str = "paceline"

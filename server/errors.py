@@ -1,0 +1,90 @@
+"""Every failure a caller can meet, and the one table that turns it into a gRPC status.
+
+ServerError
+├── InvalidRequest   the request is at fault; nothing was queued
+├── ModelNotFound    no such model, or no such version of it
+├── ModelNotReady    known, but not serving: loading, failed to load, or the server stops
+├── NotSupported     this build can't, or it is switched off
+└── ConfigError      a model's configuration asks for the impossible; fails its load
+StartError           the server can't start; one line for the console
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+import grpc
+
+from backends.errors import BackendError, ExecutionError, LoadError
+from protos.tensors import TensorError
+from scheduler.errors import BatcherClosed, ExecutionFailed, QueueFull, QueueTimeout, RequestTooLarge, SchedulerError
+
+__all__ = [
+    "STATUS_OF",
+    "ConfigError",
+    "InvalidRequest",
+    "ModelNotFound",
+    "ModelNotReady",
+    "NotSupported",
+    "ServerError",
+    "StartError",
+    "status_of",
+]
+
+
+class ServerError(Exception):
+    """Base of what this package raises towards callers; the message is for them."""
+
+
+class InvalidRequest(ServerError):
+    """Names, datatypes, shapes, byte counts or parameters don't fit; says which, what was expected and what came."""
+
+
+class ModelNotFound(ServerError):
+    """No model or version of that name."""
+
+
+class ModelNotReady(ServerError):
+    """The model is known but can't be used now."""
+
+
+class NotSupported(ServerError):
+    """Not in this build, or switched off; says what to switch on."""
+
+
+class ConfigError(ServerError):
+    """The model's configuration can't be served as it is."""
+
+
+class StartError(Exception):
+    """The server can't start; the message is the whole story, in one line."""
+
+
+STATUS_OF: dict[type[BaseException], grpc.StatusCode] = {
+    InvalidRequest: grpc.StatusCode.INVALID_ARGUMENT,
+    TensorError: grpc.StatusCode.INVALID_ARGUMENT,
+    RequestTooLarge: grpc.StatusCode.INVALID_ARGUMENT,
+    ModelNotFound: grpc.StatusCode.NOT_FOUND,
+    ModelNotReady: grpc.StatusCode.UNAVAILABLE,
+    BatcherClosed: grpc.StatusCode.UNAVAILABLE,
+    QueueFull: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    QueueTimeout: grpc.StatusCode.DEADLINE_EXCEEDED,
+    asyncio.CancelledError: grpc.StatusCode.CANCELLED,
+    NotSupported: grpc.StatusCode.UNIMPLEMENTED,
+    ExecutionFailed: grpc.StatusCode.INTERNAL,
+    ExecutionError: grpc.StatusCode.INTERNAL,
+    LoadError: grpc.StatusCode.INTERNAL,
+    ConfigError: grpc.StatusCode.INVALID_ARGUMENT,
+    # The bases, for classes yet to come.
+    SchedulerError: grpc.StatusCode.INTERNAL,
+    BackendError: grpc.StatusCode.INTERNAL,
+    ServerError: grpc.StatusCode.INTERNAL,
+}
+
+
+def status_of(error: BaseException) -> grpc.StatusCode | None:
+    """The status that the caller gets for `error`; None if it is none of ours, which is a bug."""
+    for kind in type(error).__mro__:
+        if kind in STATUS_OF:
+            return STATUS_OF[kind]
+    return None

@@ -1,0 +1,68 @@
+"""The standard health service, `grpc.health.v1`: Check and Watch, for the server as a whole and per service.
+
+The messages are grpcio-health-checking's. Its servicer isn't used: it forgets every watcher of a service as soon as one
+of them goes, and its Watch streams never end, which would hold up each shutdown for the whole grace period.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable
+from typing import Any
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+__all__ = ["HealthService"]
+
+_Response = health_pb2.HealthCheckResponse
+
+
+class HealthService(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
+    """Every one of `services`, and "" for the server, has the same status: SERVING once `set_serving(True)` was
+    called."""
+
+    def __init__(self, services: Iterable[str]) -> None:
+        self._services = frozenset(("", *services))
+        self._serving = False
+        self._closed = False
+        self._changed = asyncio.Event()
+
+    def set_serving(self, serving: bool) -> None:
+        """Change the status and tell the watchers."""
+        self._serving = serving
+        self._tell()
+
+    def close(self) -> None:
+        """NOT_SERVING for good; Watch streams say so and end."""
+        self._serving = False
+        self._closed = True
+        self._tell()
+
+    async def Check(self, request: health_pb2.HealthCheckRequest, context: Any) -> health_pb2.HealthCheckResponse:
+        if request.service not in self._services:
+            await context.abort(grpc.StatusCode.NOT_FOUND, f"unknown service '{request.service}'")
+        return _Response(status=self._status(request.service))
+
+    async def Watch(self, request: health_pb2.HealthCheckRequest, context: Any) -> None:
+        """Send the status now and at each change. An unknown service is SERVICE_UNKNOWN, and stays so."""
+        last: int | None = None
+        while True:
+            changed = self._changed
+            status = self._status(request.service)
+            if status != last:
+                await context.write(_Response(status=status))
+                last = status
+            if self._closed:
+                return
+            await changed.wait()
+
+    def _status(self, service: str) -> int:
+        if service not in self._services:
+            return int(_Response.SERVICE_UNKNOWN)
+        status: int = _Response.SERVING if self._serving else _Response.NOT_SERVING
+        return status
+
+    def _tell(self) -> None:
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()

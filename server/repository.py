@@ -1,0 +1,176 @@
+"""The models being served, by name and version.
+
+Lives here: states and look-ups, and what joins a loaded model with its batcher. Must not: know RPCs, or read files (the
+loader does). Everything runs on the event loop but the loads themselves.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from enum import Enum
+
+from backends.base import Backend, Tensors
+from backends.errors import BackendError
+from scheduler.batcher import Batcher
+from scheduler.runner import ThreadRunner
+from server.codec import ModelCodec
+from server.errors import InvalidRequest, ModelNotFound, ModelNotReady, ServerError
+from server.layout import ModelFolder
+from server.loader import LoadedVersion, load_model
+from server.metrics import Metrics
+
+__all__ = ["ModelState", "Repository", "ServedModel"]
+
+_log = logging.getLogger("paceline.server.repository")
+
+
+class ModelState(Enum):
+    LOADING = "LOADING"
+    READY = "READY"
+    UNAVAILABLE = "UNAVAILABLE"
+
+
+class ServedModel:
+    """One version of a model with its codec, batcher and instance threads."""
+
+    def __init__(self, loaded: LoadedVersion, metrics: Metrics) -> None:
+        self.name = loaded.name
+        self.version = str(loaded.version)
+        self.spec = loaded.plan.spec
+        self.platform = loaded.opened.platform
+        self.codec = ModelCodec(self.name, self.version, self.spec, loaded.plan.max_batch_rows)
+        observer = metrics.model(self.name, self.version)
+        self._loaded = loaded
+        self.batcher: Batcher[Tensors, Tensors] = Batcher(
+            loaded.plan.policy,
+            [
+                ThreadRunner(f"{self.name}_{self.version}_{number}", instance.execute)
+                for number, instance in enumerate(loaded.instances)
+            ],
+            observer=observer,
+        )
+        batcher = self.batcher
+        observer.watch(lambda: batcher.waiting_requests, lambda: batcher.lanes)
+
+    def start(self) -> None:
+        """Take requests, on the running event loop."""
+        self.batcher.start()
+
+    async def stop(self) -> None:
+        """Execute what is queued, then give the instances back. Cancelled while waiting: use `abandon`."""
+        await self.batcher.drain()
+        self.batcher.close()
+        self._loaded.close()
+
+    def abandon(self) -> None:
+        """Answer whoever waits with BatcherClosed. Instances that execute keep their memory until the process ends."""
+        self.batcher.close()
+
+
+@dataclass(slots=True)
+class _Entry:
+    state: ModelState = ModelState.LOADING
+    reason: str = ""
+    versions: dict[str, ServedModel] = field(default_factory=dict)
+
+
+class Repository:
+    """Loads models and finds them. `backend_of` gives the backend for a name; LoadError if there is none."""
+
+    def __init__(self, metrics: Metrics, backend_of: Callable[[str], Backend], load_threads: int = 4) -> None:
+        self._metrics = metrics
+        self._backend_of = backend_of
+        self._load_threads = load_threads
+        self._entries: dict[str, _Entry] = {}
+        # What a request names, to what serves it; the version "" is the latest.
+        self._served: dict[tuple[str, str], ServedModel] = {}
+
+    @property
+    def ready(self) -> bool:
+        """Whether every known model is loaded and warm."""
+        return all(entry.state is ModelState.READY for entry in self._entries.values())
+
+    @property
+    def failures(self) -> dict[str, str]:
+        """Why models are unavailable, by name."""
+        return {name: entry.reason for name, entry in self._entries.items() if entry.state is ModelState.UNAVAILABLE}
+
+    @property
+    def models(self) -> list[ServedModel]:
+        """All versions being served."""
+        return [model for entry in self._entries.values() for model in entry.versions.values()]
+
+    async def load(self, folders: Sequence[ModelFolder]) -> None:
+        """Load models, several at a time. One that fails becomes unavailable, with the reason; the others serve."""
+        for folder in folders:
+            self._entries[folder.name] = _Entry()
+        with ThreadPoolExecutor(self._load_threads, thread_name_prefix="load") as pool:
+            await asyncio.gather(*(self._load_one(folder, pool) for folder in folders))
+
+    async def _load_one(self, folder: ModelFolder, pool: ThreadPoolExecutor) -> None:
+        entry = self._entries[folder.name]
+        loop = asyncio.get_running_loop()
+        try:
+            loaded = await loop.run_in_executor(pool, load_model, folder, self._backend_of)
+        except (BackendError, ServerError) as error:
+            _log.error("model '%s' failed to load: %s", folder.name, error)
+            entry.state, entry.reason = ModelState.UNAVAILABLE, str(error)
+            return
+        for one in loaded:
+            model = ServedModel(one, self._metrics)
+            model.start()
+            entry.versions[model.version] = self._served[model.name, model.version] = model
+            # Versions come in ascending order: the last one stays.
+            self._served[model.name, ""] = self._served[model.name, "-1"] = model
+        entry.state = ModelState.READY
+
+    # hot path
+    def get(self, name: str, version: str) -> ServedModel:
+        """What serves `version` of model `name`; the latest for "" or "-1".
+
+        Raises ModelNotFound, ModelNotReady, or InvalidRequest for a version that is no number.
+        """
+        model = self._served.get((name, version))
+        if model is None:
+            raise self._why_not(name, version)
+        return model
+
+    def is_ready(self, name: str, version: str) -> bool:
+        """Whether `get` would find it. Raises ModelNotFound or InvalidRequest."""
+        try:
+            self.get(name, version)
+        except ModelNotReady:
+            return False
+        return True
+
+    def versions(self, name: str) -> list[str]:
+        """The versions of a model being served, oldest first."""
+        return list(self._entries[name].versions)
+
+    async def stop(self) -> None:
+        """Stop every model, each once its queue is executed."""
+        await asyncio.gather(*(model.stop() for model in self.models))
+
+    def abandon(self) -> None:
+        """Stop every model now."""
+        for model in self.models:
+            model.abandon()
+
+    def _why_not(self, name: str, version: str) -> ServerError:
+        entry = self._entries.get(name)
+        if entry is None:
+            known = sorted(self._entries)
+            return ModelNotFound(f"unknown model '{name}' is not found; this server has {_some(known)}")
+        if entry.state is not ModelState.READY:
+            return ModelNotReady(f"model '{name}' is not ready: {entry.reason or entry.state.value}")
+        if not version.isdecimal():
+            return InvalidRequest(f"model '{name}': expected a version number, got '{version}'")
+        return ModelNotFound(f"model '{name}' version {version} is not found; versions served: {list(entry.versions)}")
+
+
+def _some(names: list[str]) -> str:
+    return str(names) if len(names) <= 5 else f"{names[:5]} and {len(names) - 5} more"

@@ -1,0 +1,123 @@
+"""Executions before a model is ready, so that the first caller doesn't pay for what is done once.
+
+Lives here: `model_warmup` of the configuration, and the modest default: one batch of one row of zeros where all
+dimensions are known. Must not: count as inference; warm-up calls instances directly, past batcher and metrics.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from backends.base import Array, ModelInstance, ModelSpec, Tensors, TensorSpec
+from backends.errors import BackendError
+from protos import model_config_pb2 as pb
+from protos.datatypes import CONFIG_DATATYPES, by_name
+from protos.tensors import TensorError, decode_raw, element_count
+from server.errors import ConfigError
+from server.model_config import ServingPlan
+
+__all__ = ["warm_up"]
+
+_log = logging.getLogger("paceline.server.warmup")
+
+
+def warm_up(config: pb.ModelConfig, plan: ServingPlan, folder: Path, instances: Sequence[ModelInstance]) -> None:
+    """Run the configured samples on every instance, or the default one if there are none.
+
+    Blocks. Raises ConfigError if a configured sample doesn't fit or fails: a model that can't do what its author says
+    it does isn't ready. A failing default sample is only logged, since nobody promised that zeros are good input.
+    """
+    if not config.model_warmup:
+        _warm_up_by_default(config.name, plan, instances)
+        return
+    for sample in config.model_warmup:
+        requests = list(_requests(sample, plan, folder))
+        for instance in instances:
+            for _ in range(max(1, sample.count)):
+                try:
+                    if requests:
+                        instance.execute(requests)
+                except BackendError as error:
+                    raise ConfigError(f"failed to run warmup sample '{sample.name}': {error}") from error
+
+
+def _warm_up_by_default(name: str, plan: ServingPlan, instances: Sequence[ModelInstance]) -> None:
+    if any(dim < 0 for tensor in plan.spec.inputs for dim in tensor.dims):
+        return
+    lead = (1,) if plan.spec.batched else ()
+    zeros = [_zeros(tensor, (*lead, *tensor.dims)) for tensor in plan.spec.inputs]
+    for instance in instances:
+        try:
+            instance.execute([zeros])
+        except BackendError as error:
+            _log.warning("model '%s' stays cold, as it doesn't take zeros for a warm-up: %s", name, error)
+
+
+def _requests(sample: pb.ModelWarmup, plan: ServingPlan, folder: Path) -> Iterator[Tensors]:
+    """Triton's reading: a batch size of N is N requests of one row each, run together; 0 runs nothing."""
+    if sample.batch_size > max(1, plan.max_batch_rows):
+        raise ConfigError(
+            f"warmup sample '{sample.name}': expected a batch_size up to {max(1, plan.max_batch_rows)}, "
+            f"got {sample.batch_size}"
+        )
+    for _ in range(sample.batch_size):
+        yield [_input(sample, tensor, plan.spec, folder) for tensor in plan.spec.inputs]
+
+
+def _input(sample: pb.ModelWarmup, tensor: TensorSpec, spec: ModelSpec, folder: Path) -> Array:
+    where = f"warmup sample '{sample.name}': input '{tensor.name}'"
+    if tensor.name not in sample.inputs:
+        raise ConfigError(
+            f"{where}: missing; expected {[one.name for one in spec.inputs]}, got {sorted(sample.inputs)}"
+        )
+    given = sample.inputs[tensor.name]
+    datatype = CONFIG_DATATYPES.get(given.data_type, "TYPE_INVALID")
+    if datatype != tensor.datatype:
+        raise ConfigError(f"{where}: expected data_type {tensor.datatype}, got {datatype}")
+    dims = tuple(given.dims)
+    if len(dims) != len(tensor.dims) or any(want not in (-1, got) for got, want in zip(dims, tensor.dims, strict=True)):
+        raise ConfigError(f"{where}: expected dims {list(tensor.dims)}, got {list(dims)}")
+    shape = (1, *dims) if spec.batched else dims
+    try:
+        element_count(shape)
+        if given.WhichOneof("input_data_type") == "input_data_file":
+            return decode_raw(_data(folder, given.input_data_file, where), by_name(datatype), shape)
+    except TensorError as error:
+        raise ConfigError(f"{where}: {error}") from None
+    return _random(tensor, shape) if given.random_data else _zeros(tensor, shape)
+
+
+def _data(folder: Path, file: str, where: str) -> bytes:
+    home = (folder / "warmup").resolve()
+    path = (home / file).resolve()
+    if not path.is_relative_to(home):
+        raise ConfigError(f"{where}: expected a file inside the model's folder 'warmup', got '{file}'")
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"{where}: {path}: {error.strerror}") from None
+
+
+def _zeros(tensor: TensorSpec, shape: tuple[int, ...]) -> Array:
+    dtype = by_name(tensor.datatype).dtype
+    return np.full(shape, b"", dtype) if dtype.hasobject else np.zeros(shape, dtype)
+
+
+def _random(tensor: TensorSpec, shape: tuple[int, ...]) -> Array:
+    """Random bits for integers, [0, 1) for floats, zeros for text, as Triton. BF16: the bits of floats in [0, 1)."""
+    dtype = by_name(tensor.datatype).dtype
+    generator = np.random.default_rng(0)
+    if dtype.hasobject:
+        return _zeros(tensor, shape)
+    if dtype.kind == "b":
+        return generator.integers(0, 2, shape).astype(dtype)
+    if tensor.datatype == "BF16":
+        return (generator.random(shape, np.float32).view("<u4") >> 16).astype(dtype)
+    if dtype.kind == "f":
+        return generator.random(shape).astype(dtype)
+    limits = np.iinfo(dtype)
+    return generator.integers(limits.min, limits.max, shape, dtype, endpoint=True)

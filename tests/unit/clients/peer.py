@@ -1,0 +1,130 @@
+"""A server to talk to: real gRPC on a port of its own, each answer scripted by the test."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from protos import inference_pb2 as pb
+from protos import inference_pb2_grpc
+
+Answer = Callable[[pb.ModelInferRequest, grpc.ServicerContext], pb.ModelInferResponse]
+
+
+class Peer(inference_pb2_grpc.GRPCInferenceServiceServicer, health_pb2_grpc.HealthServicer):
+    """Echoes inference requests until `answer` is set. `readiness` is used up from the front, the last one stays."""
+
+    def __init__(self) -> None:
+        self.target = ""
+        self.answer: Answer = echo
+        self.readiness: list[bool | grpc.StatusCode] = [True]
+        self.model = pb.ModelMetadataResponse(name="m")
+        self.health = health_pb2.HealthCheckResponse(status=health_pb2.HealthCheckResponse.SERVING)
+        self.requests: list[Any] = []
+        self.metadata: list[dict[str, str | bytes]] = []
+        self.time_left_s: list[float | None] = []
+
+    def _note(self, request: Any, context: grpc.ServicerContext) -> None:
+        self.requests.append(request)
+        self.metadata.append(dict(context.invocation_metadata()))
+        self.time_left_s.append(context.time_remaining())
+
+    def ModelInfer(self, request: pb.ModelInferRequest, context: grpc.ServicerContext) -> pb.ModelInferResponse:
+        self._note(request, context)
+        return self.answer(request, context)
+
+    def ServerLive(self, request: pb.ServerLiveRequest, context: grpc.ServicerContext) -> pb.ServerLiveResponse:
+        self._note(request, context)
+        return pb.ServerLiveResponse(live=True)
+
+    def ServerReady(self, request: pb.ServerReadyRequest, context: grpc.ServicerContext) -> pb.ServerReadyResponse:
+        self._note(request, context)
+        ready = self.readiness.pop(0) if len(self.readiness) > 1 else self.readiness[0]
+        if isinstance(ready, grpc.StatusCode):
+            context.abort(ready, "scripted")
+        return pb.ServerReadyResponse(ready=bool(ready))
+
+    def ModelReady(self, request: pb.ModelReadyRequest, context: grpc.ServicerContext) -> pb.ModelReadyResponse:
+        self._note(request, context)
+        return pb.ModelReadyResponse(ready=request.name == "m")
+
+    def ServerMetadata(
+        self, request: pb.ServerMetadataRequest, context: grpc.ServicerContext
+    ) -> pb.ServerMetadataResponse:
+        self._note(request, context)
+        return pb.ServerMetadataResponse(name="peer", version="7", extensions=["statistics"])
+
+    def ModelMetadata(
+        self, request: pb.ModelMetadataRequest, context: grpc.ServicerContext
+    ) -> pb.ModelMetadataResponse:
+        self._note(request, context)
+        return self.model
+
+    def Check(
+        self, request: health_pb2.HealthCheckRequest, context: grpc.ServicerContext
+    ) -> health_pb2.HealthCheckResponse:
+        self._note(request, context)
+        if request.service == "unknown":
+            context.abort(grpc.StatusCode.NOT_FOUND, "no such service")
+        return self.health
+
+    def takes(self, **inputs: tuple[str, list[int]]) -> None:
+        """Scripts the model's metadata: datatype and shape by the name of the input."""
+        del self.model.inputs[:]
+        for name, (datatype, shape) in inputs.items():
+            self.model.inputs.add(name=name, datatype=datatype, shape=shape)
+
+
+def echo(request: pb.ModelInferRequest, context: grpc.ServicerContext) -> pb.ModelInferResponse:
+    """Every input as an output of the same name, in the raw form."""
+    response = pb.ModelInferResponse(model_name=request.model_name, model_version="3", id=request.id)
+    for tensor in request.inputs:
+        response.outputs.add(name=tensor.name, datatype=tensor.datatype, shape=tensor.shape)
+    response.raw_output_contents.extend(request.raw_input_contents)
+    return response
+
+
+def refuse(
+    status: grpc.StatusCode, message: str = "scripted", trailing: tuple[tuple[str, str | bytes], ...] = ()
+) -> Answer:
+    """Ends every inference with `status`."""
+
+    def answer(request: pb.ModelInferRequest, context: grpc.ServicerContext) -> pb.ModelInferResponse:
+        context.set_trailing_metadata(trailing)
+        context.abort(status, message)
+
+    return answer
+
+
+class Stall:
+    """An answer that never comes; `started` and `ended` say what the server has seen of the call."""
+
+    def __init__(self) -> None:
+        self.started = threading.Event()
+        self.ended = threading.Event()
+
+    def __call__(self, request: pb.ModelInferRequest, context: grpc.ServicerContext) -> pb.ModelInferResponse:
+        context.add_callback(self.ended.set)
+        self.started.set()
+        self.ended.wait(60)
+        return pb.ModelInferResponse()
+
+
+@contextmanager
+def serving(peer: Peer, address: str = "127.0.0.1:0") -> Iterator[Peer]:
+    """Serves until the block ends; `peer.target` is the address."""
+    server = grpc.server(ThreadPoolExecutor(8), options=[("grpc.max_receive_message_length", -1)])
+    inference_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(peer, server)
+    health_pb2_grpc.add_HealthServicer_to_server(peer, server)
+    peer.target = f"127.0.0.1:{server.add_insecure_port(address)}"
+    server.start()
+    try:
+        yield peer
+    finally:
+        server.stop(None).wait()

@@ -1,0 +1,357 @@
+"""Both clients against a scripted peer: the same calls, answers and errors."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import socket
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+from grpc_health.v1 import health_pb2
+
+from clients import (
+    AsyncInferenceClient,
+    Cancelled,
+    ClientClosed,
+    DeadlineExceeded,
+    InferenceClient,
+    InferenceError,
+    Internal,
+    ModelMetadata,
+    NotFound,
+    ResponseError,
+    ServerMetadata,
+    TensorMetadata,
+    Unavailable,
+)
+from clients.errors import inference_error
+from protos import inference_pb2 as pb
+from tests.unit.clients.conftest import Twin
+from tests.unit.clients.peer import Peer, Stall, echo, refuse, serving
+
+MakeTwin = Callable[..., Twin]
+X = {"x": np.zeros((1, 2), np.float32)}
+
+SAMPLES: dict[str, Any] = {
+    "BOOL": np.array([[True], [False]]),
+    "UINT8": np.array([0, 255], np.uint8),
+    "UINT16": np.array([0, 65535], np.uint16),
+    "UINT32": np.array([0, 2**32 - 1], np.uint32),
+    "UINT64": np.array([0, 2**64 - 1], np.uint64),
+    "INT8": np.array([-128, 127], np.int8),
+    "INT16": np.array([-(2**15), 2**15 - 1], np.int16),
+    "INT32": np.array([-(2**31), 2**31 - 1], np.int32),
+    "INT64": np.array([-(2**63), 2**63 - 1], np.int64),
+    "FP16": np.array([[0.5, -2.0], [65504.0, np.inf]], np.float16),
+    "FP32": np.array([[1.5, -0.0, np.nan]], np.float32),
+    "FP64": np.array(1e300),
+    "BYTES": np.array([[b"", b"a\0"], [b"\xff", "\u00e9".encode()]], object),
+}
+
+
+@pytest.mark.parametrize("datatype", SAMPLES)
+async def test_infer_each_datatype_comes_back_unchanged(twin: Twin, peer: Peer, datatype: str) -> None:
+    sent = SAMPLES[datatype]
+    result = await twin.infer("m", {"x": sent})
+    assert result.datatypes == {"x": datatype}
+    assert result["x"].dtype == sent.dtype
+    np.testing.assert_array_equal(result["x"], sent)
+    assert peer.requests[0].inputs[0].datatype == datatype
+
+
+@pytest.mark.parametrize("array", [np.float32(3).reshape(()), np.zeros((0, 4), np.int64), np.zeros((2, 0), object)])
+async def test_infer_scalar_or_empty_comes_back_in_shape(twin: Twin, array: np.ndarray[Any, Any]) -> None:
+    result = await twin.infer("m", {"x": array})
+    assert result["x"].shape == array.shape
+    assert result["x"].dtype == array.dtype
+
+
+async def test_infer_bf16_from_float32_comes_back_rounded(twin: Twin, peer: Peer) -> None:
+    result = await twin.infer("m", {"x": np.array([1.0, 1.001, -3.14159], np.float32)}, datatypes={"x": "BF16"})
+    assert peer.requests[0].inputs[0].datatype == "BF16"
+    assert result["x"].dtype == np.float32
+    np.testing.assert_array_equal(result["x"], np.array([1.0, 1.0, -3.140625], np.float32))
+
+
+async def test_infer_bf16_from_uint16_sends_the_bits(twin: Twin, peer: Peer) -> None:
+    result = await twin.infer("m", {"x": np.array([0x3F80, 0xC000], np.uint16)}, datatypes={"x": "BF16"})
+    assert peer.requests[0].raw_input_contents[0] == bytes.fromhex("803f00c0")
+    np.testing.assert_array_equal(result["x"], np.array([1.0, -2.0], np.float32))
+
+
+async def test_infer_all_options_reach_the_server(twin: Twin, peer: Peer) -> None:
+    await twin.infer(
+        "m",
+        {"a": [1, 2], "b": ["text"]},
+        version="2",
+        outputs=("b",),
+        request_id="r1",
+        parameters={"priority": 1, "flag": True, "scale": 0.5, "tag": "t"},
+        datatypes={"a": "INT32"},
+        metadata=(("x-one", "1"), ("x-two-bin", b"\0")),
+    )
+    request = peer.requests[0]
+    assert (request.model_name, request.model_version, request.id) == ("m", "2", "r1")
+    assert [output.name for output in request.outputs] == ["b"]
+    assert [(each.name, each.datatype, list(each.shape)) for each in request.inputs] == [
+        ("a", "INT32", [2]),
+        ("b", "BYTES", [1]),
+    ]
+    assert request.parameters["priority"].int64_param == 1
+    assert request.parameters["flag"].bool_param is True
+    assert request.parameters["scale"].double_param == 0.5
+    assert request.parameters["tag"].string_param == "t"
+    assert peer.metadata[0]["x-one"] == "1"
+    assert peer.metadata[0]["x-two-bin"] == b"\0"
+
+
+async def test_infer_typed_answer_is_read(twin: Twin, peer: Peer) -> None:
+    def typed(request: pb.ModelInferRequest, context: grpc.ServicerContext) -> pb.ModelInferResponse:
+        response = pb.ModelInferResponse(model_name="m")
+        response.parameters["rows"].int64_param = 4
+        response.outputs.add(name="f", datatype="FP32", shape=[1, 2]).contents.fp32_contents.extend([1.5, 2.5])
+        response.outputs.add(name="i", datatype="INT8", shape=[2]).contents.int_contents.extend([-1, 7])
+        response.outputs.add(name="s", datatype="BYTES", shape=[1]).contents.bytes_contents.append(b"ok")
+        return response
+
+    peer.answer = typed
+    result = await twin.infer("m", X)
+    np.testing.assert_array_equal(result["f"], np.array([[1.5, 2.5]], np.float32))
+    np.testing.assert_array_equal(result["i"], np.array([-1, 7], np.int8))
+    assert result["s"].tolist() == [b"ok"]
+    assert list(result.outputs) == ["f", "i", "s"]
+    assert result.parameters == {"rows": 4}
+
+
+async def test_infer_tensor_above_grpcs_own_limit_goes_and_comes_back(twin: Twin) -> None:
+    large = np.zeros(5 * 2**20, np.uint8)
+    assert (await twin.infer("m", {"x": large}))["x"].size == large.size
+
+
+async def test_infer_contradictory_answer_raises_response_error(twin: Twin, peer: Peer) -> None:
+    def short(request: pb.ModelInferRequest, context: grpc.ServicerContext) -> pb.ModelInferResponse:
+        response = echo(request, context)
+        response.raw_output_contents[0] = b"\0"
+        return response
+
+    peer.answer = short
+    with pytest.raises(ResponseError, match=r"model 'm', output 'x'.*8 bytes"):
+        await twin.infer("m", X)
+
+
+async def test_infer_unusable_input_raises_before_sending(twin: Twin, peer: Peer) -> None:
+    with pytest.raises(TypeError, match="input 'x'"):
+        await twin.infer("m", {"x": np.array([1j])})
+    assert peer.requests == []
+
+
+@pytest.mark.parametrize("status", [status for status in grpc.StatusCode if status is not grpc.StatusCode.OK])
+async def test_infer_each_status_raises_its_class(twin: Twin, peer: Peer, status: grpc.StatusCode) -> None:
+    peer.answer = refuse(status, "why\nnot", (("retry-after", "3"), ("detail-bin", b"\1")))
+    with pytest.raises(InferenceError) as caught:
+        await twin.infer("m", X)
+    error = caught.value
+    assert type(error) is type(inference_error(status, ""))
+    assert (error.status, error.message) == (status, "why\nnot")
+    assert dict(error.trailing_metadata) == {"retry-after": "3", "detail-bin": b"\1"}
+    assert isinstance(error.__cause__, grpc.RpcError)
+
+
+async def test_infer_handler_failure_then_next_call_succeeds(twin: Twin, peer: Peer) -> None:
+    peer.answer = refuse(grpc.StatusCode.INTERNAL)
+    with pytest.raises(Internal):
+        await twin.infer("m", X)
+    peer.answer = echo
+    assert (await twin.infer("m", X))["x"].shape == (1, 2)
+
+
+async def test_infer_own_timeout_passes_raises_deadline_exceeded(twin: Twin, peer: Peer) -> None:
+    peer.answer = Stall()
+    with pytest.raises(DeadlineExceeded):
+        await twin.infer("m", X, timeout_s=0.05)
+    assert await asyncio.to_thread(peer.answer.ended.wait, 10)
+
+
+async def test_infer_clients_timeout_passes_raises_deadline_exceeded(make_twin: MakeTwin, peer: Peer) -> None:
+    peer.answer = Stall()
+    with pytest.raises(DeadlineExceeded):
+        await make_twin(peer.target, timeout_s=0.05).infer("m", X)
+
+
+async def test_timeout_left_out_or_given_or_none_reaches_the_server(make_twin: MakeTwin, peer: Peer) -> None:
+    twin = make_twin(peer.target, timeout_s=500.0)
+    await twin.server_live()
+    await twin.server_live(timeout_s=50.0)
+    await twin.server_live(timeout_s=None)
+    # No deadline is None or centuries; gRPC rounds up what it sends.
+    default_s, own_s, none_s = (left_s or 1e9 for left_s in peer.time_left_s)
+    assert 100 < default_s < 1000
+    assert 10 < own_s < 100
+    assert none_s > 1e6
+
+
+async def test_metadata_of_client_and_call_both_reach_the_server(make_twin: MakeTwin, peer: Peer) -> None:
+    twin = make_twin(peer.target, metadata=(("authorization", "token"),))
+    await twin.server_live(metadata=[("x-call", "1")])
+    assert peer.metadata[0]["authorization"] == "token"
+    assert peer.metadata[0]["x-call"] == "1"
+
+
+async def test_options_given_override_ours(make_twin: MakeTwin, peer: Peer) -> None:
+    twin = make_twin(peer.target, options=[("grpc.max_receive_message_length", 10)])
+    with pytest.raises(InferenceError) as caught:
+        await twin.infer("m", X)
+    assert caught.value.status is grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+async def test_server_live_and_ready_answer_the_servers_word(twin: Twin, peer: Peer) -> None:
+    peer.readiness = [False, True]
+    assert await twin.server_live() is True
+    assert await twin.server_ready() is False
+    assert await twin.server_ready() is True
+
+
+async def test_model_ready_names_model_and_version(twin: Twin, peer: Peer) -> None:
+    assert await twin.model_ready("m", "4") is True
+    assert await twin.model_ready("other") is False
+    assert [(each.name, each.version) for each in peer.requests] == [("m", "4"), ("other", "")]
+
+
+async def test_server_metadata_is_read(twin: Twin) -> None:
+    assert await twin.server_metadata() == ServerMetadata("peer", "7", ("statistics",))
+
+
+async def test_model_metadata_is_read(twin: Twin, peer: Peer) -> None:
+    peer.model = pb.ModelMetadataResponse(name="m", versions=["1", "2"], platform="p", properties={"k": "v"})
+    peer.model.inputs.add(name="x", datatype="FP32", shape=[-1, 4])
+    peer.model.outputs.add(name="y", datatype="BYTES", shape=[])
+    assert await twin.model_metadata("m") == ModelMetadata(
+        name="m",
+        versions=("1", "2"),
+        platform="p",
+        inputs=(TensorMetadata("x", "FP32", (-1, 4)),),
+        outputs=(TensorMetadata("y", "BYTES", ()),),
+        properties={"k": "v"},
+    )
+
+
+async def test_health_known_and_unknown_service(twin: Twin, peer: Peer) -> None:
+    assert await twin.health() == "SERVING"
+    peer.health.status = health_pb2.HealthCheckResponse.NOT_SERVING
+    assert await twin.health("inference.GRPCInferenceService") == "NOT_SERVING"
+    with pytest.raises(NotFound):
+        await twin.health("unknown")
+
+
+async def test_health_unknown_status_raises_response_error(twin: Twin, peer: Peer) -> None:
+    peer.health = health_pb2.HealthCheckResponse(status=99)
+    with pytest.raises(ResponseError, match="99"):
+        await twin.health()
+
+
+async def test_wait_ready_asks_until_the_server_is_ready(twin: Twin, peer: Peer) -> None:
+    peer.readiness = [False, grpc.StatusCode.UNAVAILABLE, True]
+    await twin.wait_ready(30.0)
+    assert len(peer.requests) == 3
+
+
+async def test_wait_ready_server_comes_later_returns(make_twin: MakeTwin) -> None:
+    address = _free_address()
+    waiting = asyncio.ensure_future(make_twin(address).wait_ready(30.0))
+    with serving(Peer(), address) as peer:
+        await waiting
+    assert len(peer.requests) == 1
+
+
+async def test_wait_ready_never_ready_raises_deadline_exceeded(twin: Twin, peer: Peer) -> None:
+    peer.readiness = [False]
+    with pytest.raises(DeadlineExceeded, match=r"was not ready within 0\.1 s"):
+        await twin.wait_ready(0.1)
+
+
+async def test_wait_ready_nobody_there_raises_deadline_exceeded(make_twin: MakeTwin) -> None:
+    with pytest.raises(DeadlineExceeded, match="was not ready"):
+        await make_twin(_free_address()).wait_ready(0.1)
+
+
+async def test_wait_ready_other_error_is_raised(twin: Twin, peer: Peer) -> None:
+    peer.readiness = [grpc.StatusCode.PERMISSION_DENIED]
+    with pytest.raises(InferenceError) as caught:
+        await twin.wait_ready(30.0)
+    assert caught.value.status is grpc.StatusCode.PERMISSION_DENIED
+
+
+async def test_call_nobody_there_raises_unavailable_at_once(make_twin: MakeTwin) -> None:
+    with pytest.raises(Unavailable):
+        await make_twin(_free_address()).server_live(timeout_s=30.0)
+
+
+async def test_close_during_a_call_raises_cancelled(twin: Twin, peer: Peer) -> None:
+    peer.answer = Stall()
+    call = asyncio.ensure_future(twin.infer("m", X))
+    assert await asyncio.to_thread(peer.answer.started.wait, 10)
+    await twin.close()
+    with pytest.raises(Cancelled):
+        await call
+
+
+async def test_closed_client_refuses_calls(twin: Twin, peer: Peer) -> None:
+    await twin.server_live()
+    await twin.close()
+    await twin.close()
+    with pytest.raises(ClientClosed, match=r"InferenceClient\('127\.0\.0\.1:\d+'\)"):
+        await twin.server_live()
+
+
+async def test_credentials_make_the_connection_secure(make_twin: MakeTwin, peer: Peer) -> None:
+    # The peer speaks plain text: that the handshake fails shows that there is one.
+    twin = make_twin(peer.target, credentials=grpc.ssl_channel_credentials())
+    with pytest.raises(Unavailable):
+        await twin.server_live(timeout_s=30.0)
+
+
+async def test_context_manager_closes_at_the_end(peer: Peer) -> None:
+    async with AsyncInferenceClient(peer.target) as asynchronous:
+        assert await asynchronous.server_live()
+    with pytest.raises(ClientClosed):
+        await asynchronous.server_live()
+    with InferenceClient(peer.target) as blocking:
+        assert blocking.server_live()
+    with pytest.raises(ClientClosed):
+        blocking.server_live()
+
+
+def test_surfaces_have_the_same_methods_and_arguments() -> None:
+    def surface(client: type) -> dict[str, inspect.Signature]:
+        members = inspect.getmembers(client, inspect.isfunction)
+        return {name: inspect.signature(member) for name, member in members if not name.startswith("_")}
+
+    assert surface(InferenceClient) == surface(AsyncInferenceClient)
+    assert inspect.signature(InferenceClient) == inspect.signature(AsyncInferenceClient)
+
+
+def test_first_use_from_many_threads_opens_one_channel(peer: Peer) -> None:
+    together = threading.Barrier(4)
+    with InferenceClient(peer.target) as client:
+
+        def use() -> None:
+            together.wait()
+            client.server_live()
+
+        threads = [threading.Thread(target=use) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert len(peer.requests) == 4
+
+
+def _free_address() -> str:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return f"127.0.0.1:{probe.getsockname()[1]}"
