@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
+import socket
 import time
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
@@ -48,6 +50,21 @@ def product_version() -> str:
         return "0+unknown"
 
 
+def _refuse_port_in_use(address: str, port: int) -> None:
+    """Find out before minutes go into loading, and with the system's own reason, which gRPC keeps to itself."""
+    host = address.removeprefix("[").removesuffix("]")
+    try:
+        family, *_, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        socket.create_server(where[:2], family=family).close()
+    except OSError as error:
+        reason = os.strerror(error.errno) if error.errno and error.errno > 0 else error.strerror
+        raise StartError(f"gRPC can't listen on {address}:{port}: {reason}") from None
+
+
+def _named(model: str, reason: str) -> str:
+    return reason if reason.startswith(f"model '{model}'") else f"model '{model}': {reason}"
+
+
 class Server:
     """One server: models, gRPC port, metrics port. `start` and `stop` must run on the same event loop."""
 
@@ -70,6 +87,7 @@ class Server:
     async def start(self) -> None:
         """Load the models and take requests. Raises StartError; then nothing is left running."""
         try:
+            _refuse_port_in_use(self._settings.grpc_address, self._settings.grpc_port)
             self._open_metrics()
             await self._load()
             self._grpc = self._build_grpc()
@@ -116,10 +134,11 @@ class Server:
 
     async def _load(self) -> None:
         await self.repository.load(find_models(list(self._settings.paths)))
-        failures = self.repository.failures
+        failures = [_named(name, reason) for name, reason in self.repository.failures.items()]
         if failures and (self._settings.exit_on_error or not self.repository.models):
-            reasons = "; ".join(f"model '{name}': {reason}" for name, reason in failures.items())
-            raise StartError(f"models failed to load: {reasons}")
+            raise StartError(f"failed to load {'; '.join(failures)}")
+        for failure in failures:
+            _log.error("failed to load %s; the other models are served, the server isn't ready", failure)
 
     def _build_grpc(self) -> grpc.aio.Server:
         settings = self._settings
@@ -133,7 +152,7 @@ class Server:
         try:
             self.grpc_port = server.add_insecure_port(where)
         except RuntimeError:
-            raise StartError(f"gRPC can't listen on {where}: the port is in use, or the address isn't ours") from None
+            raise StartError(f"gRPC can't listen on {where}") from None
         return server
 
     async def _take_down(self) -> None:

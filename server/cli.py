@@ -74,8 +74,6 @@ def serve(
     if not paths and not model_repository:
         raise click.UsageError("expected at least one PATH: a model repository, a model's folder or a .onnx file")
     log.configure(log_level, log_format)
-    # The gRPC core logs to stderr on its own what reaches us as exceptions and callers as statuses.
-    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     settings = Settings(
         paths=(*paths, *model_repository),
         grpc_address=grpc_address,

@@ -7,7 +7,6 @@ loader does). Everything runs on the event loop but the loads themselves.
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -24,8 +23,6 @@ from server.loader import LoadedVersion, load_model
 from server.metrics import Metrics
 
 __all__ = ["ModelState", "Repository", "ServedModel"]
-
-_log = logging.getLogger("paceline.server.repository")
 
 
 class ModelState(Enum):
@@ -117,7 +114,6 @@ class Repository:
         try:
             loaded = await loop.run_in_executor(pool, load_model, folder, self._backend_of)
         except (BackendError, ServerError) as error:
-            _log.error("model '%s' failed to load: %s", folder.name, error)
             entry.state, entry.reason = ModelState.UNAVAILABLE, str(error)
             return
         for one in loaded:

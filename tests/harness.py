@@ -1,0 +1,135 @@
+"""Real servers for tests: a process with its ports read from its log, ended with the test whatever happens.
+
+Lives here: starting, waiting for readiness by reading the log, ending. Must not: assertions about behaviour.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import urllib.request
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+__all__ = ["REPO", "ServerProcess", "write_identity"]
+
+REPO = Path(__file__).resolve().parents[1]
+_PR_SET_PDEATHSIG = 1
+_READY = re.compile(r"ready: gRPC on .*:(\d+)(?:, metrics on port (\d+))?$")
+
+
+class ServerProcess:
+    """`paceline serve PATHS` on free loopback ports. Entering returns once it is ready; leaving ends it.
+
+    `log` holds its log records so far, each a dict of time, level, logger and message.
+    """
+
+    def __init__(self, *paths: Path | str, args: Sequence[str] = (), env: dict[str, str] | None = None) -> None:
+        flags = ["--grpc-address", "127.0.0.1", "--grpc-port", "0", "--metrics-port", "0", "--log-format", "json"]
+        self._command = [sys.executable, "-m", "server", "serve", *map(str, paths), *flags, *args]
+        self._env = {**os.environ, **(env or {})}
+        self._ready = threading.Event()
+        self._process: subprocess.Popen[str]
+        self._reader: threading.Thread
+        self.log: list[dict[str, Any]] = []
+        self.stderr: list[str] = []
+        self.grpc_port = self.metrics_port = 0
+
+    def __enter__(self) -> ServerProcess:
+        self.start()
+        self.wait_ready()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.terminate()
+        self.kill()
+
+    @property
+    def target(self) -> str:
+        return f"127.0.0.1:{self.grpc_port}"
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def returncode(self) -> int | None:
+        return self._process.poll()
+
+    def start(self) -> None:
+        """Start the process, and don't wait."""
+        self._process = subprocess.Popen(
+            self._command, cwd=REPO, env=self._env, stderr=subprocess.PIPE, text=True, preexec_fn=_die_with_parent
+        )
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def wait_ready(self, timeout_s: float = 60) -> None:
+        if not self._ready.wait(timeout_s) or not self.grpc_port:
+            self.kill()
+            raise AssertionError("the server did not become ready:\n" + "".join(self.stderr))
+
+    def signal(self, number: int) -> None:
+        self._process.send_signal(number)
+
+    def wait(self, timeout_s: float = 60) -> int:
+        """The exit status, once it has ended and everything it said is in `stderr`."""
+        status = self._process.wait(timeout_s)
+        self._reader.join(timeout_s)
+        return status
+
+    def terminate(self, timeout_s: float = 60) -> int:
+        """End it the orderly way; its exit status."""
+        if self._process.poll() is None:
+            self._process.send_signal(signal.SIGTERM)
+        return self.wait(timeout_s)
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.wait()
+        self._reader.join()
+        if self._process.stderr:
+            self._process.stderr.close()
+
+    def metrics(self) -> dict[str, float]:
+        """All samples by `name{labels}`."""
+        with urllib.request.urlopen(f"http://127.0.0.1:{self.metrics_port}/metrics", timeout=10) as response:
+            lines = response.read().decode().splitlines()
+        return {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines if line[:1] != "#")}
+
+    def _read(self) -> None:
+        assert self._process.stderr is not None
+        for line in self._process.stderr:
+            self.stderr.append(line)
+            if line.startswith("{"):
+                self.log.append(json.loads(line))
+                if found := _READY.match(self.log[-1]["message"]):
+                    self.grpc_port, self.metrics_port = int(found[1]), int(found[2] or 0)
+                    self._ready.set()
+        self._ready.set()
+
+
+def write_identity(repository: Path, name: str = "echo", *, extra: str = "", dims: str = "[ 16 ]", rows: int = 8) ->
+Path:
+    """A model that returns its FP32 input INPUT0 as OUTPUT0, batched dynamically; `extra` is more configuration."""
+    folder = repository / name
+    (folder / "1").mkdir(parents=True)
+    (folder / "config.pbtxt").write_text(f"""
+        backend: "identity"
+        max_batch_size: {rows}
+        input {{ name: "INPUT0" data_type: TYPE_FP32 dims: {dims} }}
+        output {{ name: "OUTPUT0" data_type: TYPE_FP32 dims: {dims} }}
+        {extra or "dynamic_batching { }"}
+    """)
+    return folder
+
+
+def _die_with_parent() -> None:
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
