@@ -116,8 +116,9 @@ class ServerProcess:
         self._ready.set()
 
 
-def write_identity(repository: Path, name: str = "echo", *, extra: str = "", dims: str = "[ 16 ]", rows: int = 8) ->
-Path:
+def write_identity(
+    repository: Path, name: str = "echo", *, extra: str = "", dims: str = "[ 16 ]", rows: int = 8
+) -> Path:
     """A model that returns its FP32 input INPUT0 as OUTPUT0, batched dynamically; `extra` is more configuration."""
     folder = repository / name
     (folder / "1").mkdir(parents=True)
