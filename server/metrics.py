@@ -7,6 +7,7 @@ meaning is the same; what Triton lacks begins with `paceline_`.
 from __future__ import annotations
 
 import re
+import socket
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from threading import Thread
@@ -141,7 +142,7 @@ class MetricsEndpoint:
 
         self._server = ThreadingHTTPServer((address, port), Handler)
         self._server.daemon_threads = True
-        self._thread = Thread(target=self._server.serve_forever, name="metrics", daemon=True)
+        self._thread = Thread(target=self._server.serve_forever, args=(None,), name="metrics", daemon=True)
         self._thread.start()
 
     @property
@@ -149,6 +150,11 @@ class MetricsEndpoint:
         return self._server.server_port
 
     def close(self) -> None:
-        self._server.shutdown()
-        self._server.server_close()
+        """Stop listening. The thread sleeps until somebody connects, so that an idle server wakes for nothing."""
+        stopper = Thread(target=self._server.shutdown)
+        stopper.start()
+        while stopper.is_alive():
+            socket.create_connection(self._server.server_address[:2], timeout=1).close()
+            stopper.join(0.05)
         self._thread.join()
+        self._server.server_close()
