@@ -140,6 +140,7 @@ class MetricsEndpoint:
             def log_message(self, format: str, *args: object) -> None:
                 pass  # a scrape every few seconds is no news
 
+        self._address = address
         self._server = ThreadingHTTPServer((address, port), Handler)
         self._server.daemon_threads = True
         self._thread = Thread(target=self._server.serve_forever, args=(None,), name="metrics", daemon=True)
@@ -154,7 +155,7 @@ class MetricsEndpoint:
         stopper = Thread(target=self._server.shutdown)
         stopper.start()
         while stopper.is_alive():
-            socket.create_connection(self._server.server_address[:2], timeout=1).close()
+            socket.create_connection((self._address, self.port), timeout=1).close()
             stopper.join(0.05)
         self._thread.join()
         self._server.server_close()

@@ -1,0 +1,99 @@
+"""Many requests in, one execution, many results out.
+
+Lives here: pure numpy over the value types of `base`. Must not: a runtime, a lock, a log. The rule: a row is copied at
+most once, when several requests are stacked; what leaves are views of what the model wrote.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+from time import monotonic_ns
+
+import numpy as np
+
+from backends.base import Array, Execution, ModelSpec, Tensors, TensorSpec
+from backends.errors import ExecutionError
+from protos.datatypes import by_name
+
+__all__ = ["check_outputs", "rows_of", "run_batch", "split", "stack"]
+
+Run = Callable[[list[Array]], Tensors]
+
+
+def rows_of(requests: Sequence[Tensors]) -> list[int]:
+    """The rows that each request of a batched spec carries: the first dimension of its first input."""
+    return [request[0].shape[0] for request in requests]
+
+
+def stack(requests: Sequence[Tensors]) -> list[Array]:
+    """One C-contiguous array per input: the requests' arrays joined along axis 0, in order.
+
+    One copy of every row; none for a batch of one, whose own arrays come back (copied only if they aren't contiguous).
+    All requests must agree, input by input, in datatype and trailing dimensions; ExecutionError if dimensions differ.
+    """
+    # hot path: 0.2 us per array, and from 4 KiB a row at most 1.15 x the bare memcpy (64 requests of 1 row)
+    if len(requests) == 1:
+        return [array if array.flags.c_contiguous else array.copy(order="C") for array in requests[0]]
+    try:
+        # np.concatenate keeps Fortran order if every array has it; ascontiguousarray is free for everybody else.
+        return [np.ascontiguousarray(np.concatenate(column)) for column in zip(*requests, strict=True)]
+    except ValueError as error:
+        raise ExecutionError(f"requests of one batch don't fit together: {error}") from error
+
+
+def split(outputs: Tensors, rows: Sequence[int], spec: ModelSpec) -> list[tuple[Array, ...]]:
+    """One result per entry of `rows`: views of `outputs`, as many rows each as `rows` says, in order.
+
+    Raises ExecutionError, naming the output, what was expected and what came, if `outputs` aren't what `spec` promises
+    for `sum(rows)` rows.
+    """
+    check_outputs(outputs, spec, sum(rows))
+    if len(rows) == 1 or not outputs:
+        return [tuple(outputs)] * len(rows)
+    # hot path: 0.15 us per view; column by column and zip is half the price of a generator per request.
+    ends = list(accumulate(rows))
+    bounds = list(zip([0, *ends], ends, strict=False))
+    return list(zip(*[[output[start:end] for start, end in bounds] for output in outputs], strict=True))
+
+
+def check_outputs(outputs: Tensors, spec: ModelSpec, rows: int) -> None:
+    """Raise ExecutionError unless `outputs` fit `spec`; `rows` counts only if the spec is batched."""
+    if len(outputs) != len(spec.outputs):
+        raise ExecutionError(f"expected {len(spec.outputs)} outputs, got {len(outputs)}")
+    lead = (rows,) if spec.batched else ()
+    for output, tensor in zip(outputs, spec.outputs, strict=True):
+        expected = (*lead, *tensor.dims)
+        if output.shape != expected and not _fits(output.shape, expected):
+            raise _misshapen(output.shape, expected, tensor, spec.batched)
+        if output.dtype != by_name(tensor.datatype).dtype:
+            raise ExecutionError(f"output '{tensor.name}': expected {tensor.datatype}, got numpy's {output.dtype}")
+
+
+def _fits(shape: tuple[int, ...], expected: tuple[int, ...]) -> bool:
+    return len(shape) == len(expected) and all(want in (-1, got) for got, want in zip(shape, expected, strict=True))
+
+
+def _misshapen(shape: tuple[int, ...], expected: tuple[int, ...], tensor: TensorSpec, batched: bool) -> ExecutionError:
+    what = f"output '{tensor.name}': expected shape {list(expected)}, got {list(shape)}"
+    if not batched or (len(shape) == len(expected) and shape[0] == expected[0]):
+        return ExecutionError(what)
+    return ExecutionError(f"{what}; the first dimension of every output must be the {expected[0]} rows of the batch")
+
+
+def run_batch(spec: ModelSpec, requests: Sequence[Tensors], run: Run) -> Execution:
+    """Stack `requests`, call `run` once with one array per input, split what it returns; with the time each step took.
+
+    What `run` raises passes through. A spec that isn't batched takes exactly one request; ValueError otherwise, and for
+    no request at all: those are the caller's mistakes, no model's.
+    """
+    if len(requests) != 1 and (not requests or not spec.batched):
+        raise ValueError(f"expected {'one or more requests' if spec.batched else 'one request'}, got {len(requests)}")
+    began_ns = monotonic_ns()
+    rows = rows_of(requests) if spec.batched else [1]
+    inputs = stack(requests)
+    stacked_ns = monotonic_ns()
+    outputs = run(inputs)
+    ran_ns = monotonic_ns()
+    results = split(outputs, rows, spec)
+    return Execution(results, stacked_ns - began_ns, ran_ns - stacked_ns, monotonic_ns() - ran_ns)

@@ -1,0 +1,202 @@
+"""Models that are Python functions on arrays: for tests, benchmarks and trying a deployment under load.
+
+Lives here: `MemoryModel`, whose behaviour a test writes down and changes while it serves, and the backend `identity`,
+whose behaviour a `config.pbtxt` writes down. Must not: a runtime, or a wait without a limit.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+
+from backends.base import Device, Execution, GroupKind, InstanceGroup, ModelSource, ModelSpec, Tensors
+from backends.batching import rows_of, run_batch
+from backends.errors import ExecutionError, LoadError
+from backends.faults import Faults, Gate
+from backends.placement import on_cpu
+
+__all__ = ["IdentityBackend", "MemoryBackend", "MemoryInstance", "MemoryModel", "linear_latency"]
+
+Compute = Callable[[Tensors], Tensors]
+Latency = Callable[[int], float]
+
+
+def _identity(inputs: Tensors) -> Tensors:
+    return inputs
+
+
+def linear_latency(base_s: float, per_row_s: float) -> Latency:
+    """Seconds that `rows` rows take: `base_s + per_row_s * rows`, the usual shape of an accelerator's cost."""
+    return lambda rows: base_s + per_row_s * rows
+
+
+class MemoryModel:
+    """`OpenModel` that computes with `compute`, by default output i = input i.
+
+    `compute` gets one stacked array per input and returns one per output; it must not write to what it gets. Each
+    execution takes `latency(rows)` seconds longer, spent in `wait`, which blocks the calling thread and releases the
+    interpreter lock. `gate` and `faults` may be used from any thread while instances run.
+    """
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        compute: Compute = _identity,
+        *,
+        latency: Latency | None = None,
+        wait: Callable[[float], None] = time.sleep,
+        platform: str = "memory",
+    ) -> None:
+        self.latency = latency
+        self.gate = Gate()
+        self.faults = Faults()
+        self._spec = spec
+        self._compute = compute
+        self._wait = wait
+        self._platform = platform
+        self._batches: deque[tuple[int, ...]] = deque(maxlen=10_000)  # of days under load the end is enough
+        self._instances: list[MemoryInstance] = []
+        self._closed = False
+
+    @property
+    def spec(self) -> ModelSpec:
+        return self._spec
+
+    @property
+    def platform(self) -> str:
+        return self._platform
+
+    @property
+    def batches(self) -> list[tuple[int, ...]]:
+        """A copy of the record: each request's rows, per execution, failed ones too, in order; the last 10,000."""
+        return list(self._batches)
+
+    @property
+    def open_instances(self) -> int:
+        """Instances made and not yet closed."""
+        return sum(not instance.closed for instance in self._instances)
+
+    @property
+    def closed(self) -> bool:
+        return self._closed
+
+    def instance(self, spec: ModelSpec, device: Device) -> MemoryInstance:
+        instance = MemoryInstance(self, spec, device)
+        self._instances.append(instance)
+        return instance
+
+    def close(self) -> None:
+        self._closed = True
+
+    def record(self, rows: Sequence[int]) -> None:
+        """Note that a batch began (an instance's business)."""
+        self._batches.append(tuple(rows))  # append is atomic: instances share the record without a lock
+
+    def run(self, inputs: Tensors, rows: int) -> Tensors:
+        """Compute one batch (an instance's business): wait at the gate, fail if told to, take the time, compute."""
+        self.gate.enter()
+        self.faults.before(inputs)
+        if self.latency is not None:
+            self._wait(self.latency(rows))
+        return self.faults.after(self._compute(inputs))
+
+
+class MemoryInstance:
+    """`ModelInstance` of a `MemoryModel`. Instances of one model may run at the same time."""
+
+    def __init__(self, model: MemoryModel, spec: ModelSpec, device: Device) -> None:
+        self._model = model
+        self._spec = spec
+        self._device = device
+        self._closed = False
+
+    @property
+    def device(self) -> Device:
+        return self._device
+
+    @property
+    def closed(self) -> bool:
+        return self._closed
+
+    def execute(self, requests: Sequence[Tensors]) -> Execution:
+        if self._closed:
+            raise ExecutionError("the instance is closed")
+        rows = rows_of(requests) if self._spec.batched else [1] * len(requests)
+        self._model.record(rows)
+        return run_batch(self._spec, requests, lambda inputs: self._model.run(inputs, sum(rows)))
+
+    def close(self) -> None:
+        self._closed = True
+
+
+class MemoryBackend:
+    """`Backend` that hands out the models it was given, by name; CPU only."""
+
+    def __init__(self, models: Mapping[str, MemoryModel]) -> None:
+        self._models = models
+
+    def devices(self, groups: Sequence[InstanceGroup]) -> tuple[Device, ...]:
+        return _cpu_only("memory", groups)
+
+    def open(self, source: ModelSource, device: Device) -> MemoryModel:
+        if source.name not in self._models:
+            raise LoadError(f"model '{source.name}': no such model in memory, only {sorted(self._models)}")
+        return self._models[source.name]
+
+
+class IdentityBackend:
+    """`Backend` of models that return their inputs: `backend: "identity"` in a `config.pbtxt`, and no model file.
+
+    The configuration must spell out inputs and outputs, pairwise of the same datatype and dims. Its parameters
+    `execute_delay_ms` (as of Triton's backend of that name) and `paceline.execute_delay_per_row_us` say how long a
+    batch takes; both are 0 if absent.
+    """
+
+    def devices(self, groups: Sequence[InstanceGroup]) -> tuple[Device, ...]:
+        return _cpu_only("identity", groups)
+
+    def open(self, source: ModelSource, device: Device) -> MemoryModel:
+        base_s = _delay(source, "execute_delay_ms") / 1e3
+        per_row_s = _delay(source, "paceline.execute_delay_per_row_us") / 1e6
+        latency = linear_latency(base_s, per_row_s) if base_s or per_row_s else None
+        return MemoryModel(_paired_spec(source), latency=latency, platform="identity")
+
+
+def _cpu_only(backend: str, groups: Sequence[InstanceGroup]) -> tuple[Device, ...]:
+    for group in groups:
+        if group.kind is GroupKind.GPU:
+            raise LoadError(
+                f"instance_group: expected a kind other than KIND_GPU: backend '{backend}' has no use for a GPU"
+            )
+    return tuple(device for group in groups or (InstanceGroup(),) for device in on_cpu(group))
+
+
+def _paired_spec(source: ModelSource) -> ModelSpec:
+    spec = source.declared
+    if spec is None or not spec.inputs:
+        raise LoadError(f"model '{source.name}': backend 'identity' needs the inputs and outputs in the configuration")
+    if len(spec.inputs) != len(spec.outputs):
+        raise LoadError(
+            f"model '{source.name}': backend 'identity' expected {len(spec.inputs)} outputs, one per input, "
+            f"got {len(spec.outputs)}"
+        )
+    for given, taken in zip(spec.inputs, spec.outputs, strict=True):
+        if (given.datatype, given.dims) != (taken.datatype, taken.dims):
+            raise LoadError(
+                f"model '{source.name}': output '{taken.name}': expected {given.datatype} {list(given.dims)} "
+                f"like input '{given.name}', got {taken.datatype} {list(taken.dims)}"
+            )
+    return spec
+
+
+def _delay(source: ModelSource, key: str) -> float:
+    text = source.parameters.get(key, "0")
+    try:
+        delay = float(text)
+    except ValueError:
+        delay = math.nan
+    if not 0 <= delay < math.inf:
+        raise LoadError(f"model '{source.name}': parameter '{key}': expected a number not below 0, got '{text}'")
+    return delay

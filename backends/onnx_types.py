@@ -1,0 +1,83 @@
+"""ONNX Runtime's description of a model and ours.
+
+Lives here: what its types are in the v2 protocol, and whether a model can serve what a configuration says. Must not:
+onnxruntime; what it describes comes as an object with three attributes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from backends.base import ModelSpec, TensorSpec
+from backends.errors import LoadError
+
+__all__ = ["NodeArg", "check_served", "tensor_spec"]
+
+_DATATYPES = {
+    "tensor(bool)": "BOOL",
+    "tensor(uint8)": "UINT8",
+    "tensor(uint16)": "UINT16",
+    "tensor(uint32)": "UINT32",
+    "tensor(uint64)": "UINT64",
+    "tensor(int8)": "INT8",
+    "tensor(int16)": "INT16",
+    "tensor(int32)": "INT32",
+    "tensor(int64)": "INT64",
+    "tensor(float16)": "FP16",
+    "tensor(float)": "FP32",
+    "tensor(double)": "FP64",
+    "tensor(bfloat16)": "BF16",
+    "tensor(string)": "BYTES",
+}
+
+
+class NodeArg(Protocol):
+    """An input or output of a session. Free dimensions are names or None."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def type(self) -> str: ...
+    @property
+    def shape(self) -> Sequence[int | str | None]: ...
+
+
+def tensor_spec(model: str, what: str, node: NodeArg) -> TensorSpec:
+    """`node` as a TensorSpec, dims whole; LoadError if the protocol can't carry it: no tensor, or of other elements."""
+    datatype = _DATATYPES.get(node.type)
+    if datatype is None:
+        raise LoadError(f"model '{model}': {what} '{node.name}': {node.type} has no datatype in the v2 protocol")
+    dims = tuple(dim if isinstance(dim, int) and dim >= 0 else -1 for dim in node.shape)
+    return TensorSpec(node.name, datatype, dims, utf8=datatype == "BYTES")
+
+
+def check_served(model: str, served: ModelSpec, own: ModelSpec) -> None:
+    """Raise LoadError unless a model of spec `own` can serve `served`: names, datatypes, no input missing."""
+    _check_known(model, "input", served.inputs, own.inputs)
+    _check_known(model, "output", served.outputs, own.outputs)
+    missing = {tensor.name for tensor in own.inputs} - {tensor.name for tensor in served.inputs}
+    if missing:
+        raise LoadError(f"model '{model}': the model's input '{min(missing)}' isn't among those served")
+    if served.batched and not served.inputs:
+        raise LoadError(
+            f"model '{model}': expected an input, whose first dimension tells the rows of a batch, got none"
+        )
+    inputs = {tensor.datatype for tensor in served.inputs}
+    if "BYTES" in inputs and "BF16" in inputs | {tensor.datatype for tensor in served.outputs}:
+        # BF16 needs OrtValues and IO binding, and these take no strings.
+        raise LoadError(f"model '{model}': BYTES inputs in a model with BF16 are not supported by this build")
+
+
+def _check_known(model: str, what: str, served: Sequence[TensorSpec], own: Sequence[TensorSpec]) -> None:
+    datatypes = {tensor.name: tensor.datatype for tensor in own}
+    for tensor in served:
+        if tensor.name not in datatypes:
+            raise LoadError(
+                f"model '{model}': expected one of the model's {what}s {list(datatypes)}, got '{tensor.name}'"
+            )
+        if tensor.datatype != datatypes[tensor.name]:
+            raise LoadError(
+                f"model '{model}': {what} '{tensor.name}': expected the model's datatype "
+                f"{datatypes[tensor.name]}, got {tensor.datatype}"
+            )

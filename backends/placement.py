@@ -1,0 +1,28 @@
+"""From instance groups to devices.
+
+Lives here: the counting. Must not: looking for devices; the backends know what there is.
+"""
+
+from __future__ import annotations
+
+from backends.base import Device, DeviceKind, InstanceGroup
+from backends.errors import LoadError
+
+__all__ = ["on_cpu", "on_gpus"]
+
+
+def on_cpu(group: InstanceGroup) -> list[Device]:
+    """The CPU once per instance; one instance if the group doesn't say."""
+    return [Device(DeviceKind.CPU)] * max(group.count, 1)
+
+
+def on_gpus(group: InstanceGroup, gpus: int) -> list[Device]:
+    """Each GPU of the group (of all `gpus` if it names none) once per instance, one if the group doesn't say.
+
+    LoadError for a GPU that isn't among the `gpus` there are.
+    """
+    for index in group.gpus:
+        if not 0 <= index < gpus:
+            raise LoadError(f"instance_group: expected GPUs below {gpus}, the number there are, got GPU {index}")
+    indices = group.gpus or range(gpus)
+    return [Device(DeviceKind.GPU, index) for index in indices for _ in range(max(group.count, 1))]

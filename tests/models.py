@@ -1,0 +1,205 @@
+"""Small ONNX models, made on the spot: what tests serve and what they check answers against.
+
+Lives here: one function per model, each naming its tensors INPUT0, INPUT1, …, OUTPUT0, … as Triton's own test models
+do, with a free batch axis in front unless it says otherwise. Must not: anything of the server. `write` puts one on
+disk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import onnx
+from onnx import TensorProto, helper, numpy_helper
+
+ELEMENT_TYPES = {
+    "BOOL": TensorProto.BOOL,
+    "UINT8": TensorProto.UINT8,
+    "UINT16": TensorProto.UINT16,
+    "UINT32": TensorProto.UINT32,
+    "UINT64": TensorProto.UINT64,
+    "INT8": TensorProto.INT8,
+    "INT16": TensorProto.INT16,
+    "INT32": TensorProto.INT32,
+    "INT64": TensorProto.INT64,
+    "FP16": TensorProto.FLOAT16,
+    "FP32": TensorProto.FLOAT,
+    "FP64": TensorProto.DOUBLE,
+    "BF16": TensorProto.BFLOAT16,
+    "BYTES": TensorProto.STRING,
+}
+"""ONNX's number for each v2 datatype."""
+
+Dims = Sequence[int | str | None]
+
+
+def write(model: onnx.ModelProto, path: Path) -> Path:
+    """Write `model` to `path`, making its folders; the path again, for chaining."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(model.SerializeToString())
+    return path
+
+
+def tensor(name: str, datatype: str, dims: Dims) -> onnx.ValueInfoProto:
+    """An input or output; a free dimension is a name or None."""
+    return helper.make_tensor_value_info(name, ELEMENT_TYPES[datatype], dims)
+
+
+def model(
+    nodes: Sequence[onnx.NodeProto],
+    inputs: Sequence[onnx.ValueInfoProto],
+    outputs: Sequence[onnx.ValueInfoProto],
+    constants: Sequence[onnx.TensorProto] = (),
+    opset: int = 18,
+) -> onnx.ModelProto:
+    """A model of these parts, in a format old enough for every ONNX Runtime that the product allows."""
+    graph = helper.make_graph(nodes, "test", inputs, outputs, initializer=constants)
+    opsets = [helper.make_opsetid("", opset), helper.make_opsetid("ai.onnx.ml", 3)]
+    return helper.make_model(graph, opset_imports=opsets, ir_version=9)
+
+
+def add_sub(datatype: str = "INT32", size: int = 16, batched: bool = True) -> onnx.ModelProto:
+    """OUTPUT0 = INPUT0 + INPUT1, OUTPUT1 = INPUT0 - INPUT1, each [size]: Triton's 'simple' for INT32."""
+    dims: Dims = ["batch", size] if batched else [size]
+    return model(
+        [
+            helper.make_node("Add", ["INPUT0", "INPUT1"], ["OUTPUT0"]),
+            helper.make_node("Sub", ["INPUT0", "INPUT1"], ["OUTPUT1"]),
+        ],
+        [tensor("INPUT0", datatype, dims), tensor("INPUT1", datatype, dims)],
+        [tensor("OUTPUT0", datatype, dims), tensor("OUTPUT1", datatype, dims)],
+    )
+
+
+def identity(datatype: str = "FP32", dims: Dims = ("batch", None), count: int = 1) -> onnx.ModelProto:
+    """OUTPUTi = INPUTi for i below `count`. `dims` are whole: () is rank 0, ("batch", None, None) has two free ones."""
+    return model(
+        [helper.make_node("Identity", [f"INPUT{i}"], [f"OUTPUT{i}"]) for i in range(count)],
+        [tensor(f"INPUT{i}", datatype, dims) for i in range(count)],
+        [tensor(f"OUTPUT{i}", datatype, dims) for i in range(count)],
+    )
+
+
+def cast(source: str, target: str, dims: Dims = ("batch", None)) -> onnx.ModelProto:
+    """OUTPUT0 = INPUT0 as another datatype."""
+    return model(
+        [helper.make_node("Cast", ["INPUT0"], ["OUTPUT0"], to=ELEMENT_TYPES[target])],
+        [tensor("INPUT0", source, dims)],
+        [tensor("OUTPUT0", target, dims)],
+    )
+
+
+def mlp(sizes: Sequence[int] = (16, 32, 4), seed: int = 0) -> onnx.ModelProto:
+    """A perceptron: FP32 [sizes[0]] -> FP32 [sizes[-1]], ReLU between layers, fixed pseudo-random weights."""
+    random = np.random.default_rng(seed)
+    nodes, constants, x = [], [], "INPUT0"
+    last = len(sizes) - 2
+    for i, (fan_in, fan_out) in enumerate(pairwise(sizes)):
+        weights = (random.standard_normal((fan_in, fan_out)) / np.sqrt(fan_in)).astype(np.float32)
+        bias = random.standard_normal(fan_out).astype(np.float32)
+        constants += [numpy_helper.from_array(weights, f"w{i}"), numpy_helper.from_array(bias, f"b{i}")]
+        y = "OUTPUT0" if i == last else f"h{i}"
+        nodes.append(helper.make_node("Gemm", [x, f"w{i}", f"b{i}"], [y]))
+        x = y
+        if i != last:
+            x = f"r{i}"
+            nodes.append(helper.make_node("Relu", [y], [x]))
+    inputs, outputs = [tensor("INPUT0", "FP32", ["batch", sizes[0]])], [tensor("OUTPUT0", "FP32", ["batch", sizes[-1]])]
+    return model(nodes, inputs, outputs, constants)
+
+
+def batch_sum(size: int = 4) -> onnx.ModelProto:
+    """An output without a batch axis: FP32 [1, size], the sum of all rows."""
+    return model(
+        [helper.make_node("ReduceSum", ["INPUT0", "axes"], ["OUTPUT0"], keepdims=1)],
+        [tensor("INPUT0", "FP32", ["batch", size])],
+        [tensor("OUTPUT0", "FP32", [1, size])],
+        [numpy_helper.from_array(np.array([0], np.int64), "axes")],
+    )
+
+
+def positive_rows(size: int = 4) -> onnx.ModelProto:
+    """An output that only looks like it carries the batch axis: the rows of INPUT0 whose first element is above 0."""
+    return model(
+        [
+            helper.make_node("Gather", ["INPUT0", "first"], ["firsts"], axis=1),
+            helper.make_node("Greater", ["firsts", "zero"], ["keep"]),
+            helper.make_node("Compress", ["INPUT0", "keep"], ["OUTPUT0"], axis=0),
+        ],
+        [tensor("INPUT0", "FP32", ["batch", size])],
+        [tensor("OUTPUT0", "FP32", ["rows", size])],
+        [
+            numpy_helper.from_array(np.array(0, np.int64), "first"),
+            numpy_helper.from_array(np.array(0, np.float32), "zero"),
+        ],
+    )
+
+
+def gather(table: Sequence[float] = (0.0, 10.0, 20.0, 30.0), size: int = 1) -> onnx.ModelProto:
+    """OUTPUT0 = table[INPUT0], FP32 [size] from INT64 [size]: an index outside of the table fails the batch (CPU)."""
+    return model(
+        [helper.make_node("Gather", ["table", "INPUT0"], ["OUTPUT0"])],
+        [tensor("INPUT0", "INT64", ["batch", size])],
+        [tensor("OUTPUT0", "FP32", ["batch", size])],
+        [numpy_helper.from_array(np.array(table, np.float32), "table")],
+    )
+
+
+def fixed_batch(rows: int = 4, size: int = 3) -> onnx.ModelProto:
+    """OUTPUT0 = -INPUT0, FP32, for exactly `rows` rows."""
+    return model(
+        [helper.make_node("Neg", ["INPUT0"], ["OUTPUT0"])],
+        [tensor("INPUT0", "FP32", [rows, size])],
+        [tensor("OUTPUT0", "FP32", [rows, size])],
+    )
+
+
+def matrix_product() -> onnx.ModelProto:
+    """OUTPUT0 = INPUT0 x INPUT1 per row, FP32: dims [-1, -1] each, whose sizes must agree where matrices multiply."""
+    return model(
+        [helper.make_node("MatMul", ["INPUT0", "INPUT1"], ["OUTPUT0"])],
+        [tensor("INPUT0", "FP32", ["batch", "n", "k"]), tensor("INPUT1", "FP32", ["batch", "k", "m"])],
+        [tensor("OUTPUT0", "FP32", ["batch", "n", "m"])],
+    )
+
+
+def scalar() -> onnx.ModelProto:
+    """OUTPUT0 = INPUT0 + INPUT0, FP32 of rank 0: nothing that a batch axis could be."""
+    return model(
+        [helper.make_node("Add", ["INPUT0", "INPUT0"], ["OUTPUT0"])],
+        [tensor("INPUT0", "FP32", [])],
+        [tensor("OUTPUT0", "FP32", [])],
+    )
+
+
+def sequence_output() -> onnx.ModelProto:
+    """An output that is a sequence of tensors, which the protocol can't carry."""
+    element = helper.make_tensor_type_proto(TensorProto.FLOAT, ["batch", 2])
+    return model(
+        [helper.make_node("SequenceConstruct", ["INPUT0"], ["OUTPUT0"])],
+        [tensor("INPUT0", "FP32", ["batch", 2])],
+        [helper.make_value_info("OUTPUT0", helper.make_sequence_type_proto(element))],
+    )
+
+
+def map_output() -> onnx.ModelProto:
+    """An output that is a sequence of maps, as classifiers of classic machine learning have it."""
+    element = helper.make_map_type_proto(TensorProto.INT64, helper.make_tensor_type_proto(TensorProto.FLOAT, None))
+    return model(
+        [helper.make_node("ZipMap", ["INPUT0"], ["OUTPUT0"], domain="ai.onnx.ml", classlabels_int64s=[0, 1])],
+        [tensor("INPUT0", "FP32", ["batch", 2])],
+        [helper.make_value_info("OUTPUT0", helper.make_sequence_type_proto(element))],
+    )
+
+
+def float8_output() -> onnx.ModelProto:
+    """An output of an element type that the protocol has no datatype for."""
+    return model(
+        [helper.make_node("Cast", ["INPUT0"], ["OUTPUT0"], to=TensorProto.FLOAT8E4M3FN)],
+        [tensor("INPUT0", "FP32", ["batch", 2])],
+        [helper.make_tensor_value_info("OUTPUT0", TensorProto.FLOAT8E4M3FN, ["batch", 2])],
+        opset=19,
+    )

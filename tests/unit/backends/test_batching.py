@@ -1,0 +1,204 @@
+"""Stacking and splitting at their edges; `tests/property/test_batching.py` holds them against plain numpy."""
+
+from __future__ import annotations
+
+import re
+from time import monotonic_ns
+
+import numpy as np
+import pytest
+
+from backends.base import ModelSpec, Tensors, TensorSpec
+from backends.batching import rows_of, run_batch, split, stack
+from backends.errors import ExecutionError
+
+
+def _spec(*outputs: TensorSpec, batched: bool = True) -> ModelSpec:
+    return ModelSpec(inputs=(TensorSpec("INPUT0", "FP32", (2,)),), outputs=outputs, batched=batched)
+
+
+def _floats(*shape: int) -> np.ndarray:
+    return np.arange(np.prod(shape), dtype=np.float32).reshape(shape)
+
+
+PAIR = TensorSpec("OUTPUT0", "FP32", (2,))
+
+
+def test_stack_one_request_returns_its_very_arrays() -> None:
+    array = _floats(3, 2)
+
+    assert stack([(array,)])[0] is array
+
+
+def test_stack_one_request_of_rank_0_keeps_the_rank() -> None:
+    array = np.array(7, np.int64)
+
+    assert stack([(array,)])[0] is array
+
+
+def test_stack_one_strided_request_returns_a_contiguous_copy() -> None:
+    array = _floats(3, 4)[:, ::2]
+
+    (stacked,) = stack([(array,)])
+
+    assert stacked.flags.c_contiguous
+    np.testing.assert_array_equal(stacked, array)
+
+
+def test_stack_fortran_ordered_requests_returns_c_order() -> None:
+    first, second = np.asfortranarray(_floats(2, 3)), np.asfortranarray(_floats(4, 3))
+
+    (stacked,) = stack([(first,), (second,)])
+
+    assert stacked.flags.c_contiguous
+    np.testing.assert_array_equal(stacked, np.concatenate([first, second]))
+
+
+def test_stack_several_inputs_joins_each_with_its_own() -> None:
+    requests = [(_floats(1, 2), np.array([[b"a"]], object)), (_floats(2, 2) + 10, np.array([[b"b"], [b"c"]], object))]
+
+    numbers, texts = stack(requests)
+
+    assert numbers.tolist() == [[0, 1], [10, 11], [12, 13]]
+    assert texts.tolist() == [[b"a"], [b"b"], [b"c"]]
+
+
+def test_stack_differing_trailing_dimensions_is_an_execution_error() -> None:
+    with pytest.raises(ExecutionError, match="don't fit together"):
+        stack([(_floats(1, 2),), (_floats(1, 3),)])
+
+
+def test_stack_differing_numbers_of_inputs_is_an_execution_error() -> None:
+    with pytest.raises(ExecutionError, match="don't fit together"):
+        stack([(_floats(1, 2),), (_floats(1, 2), _floats(1, 2))])
+
+
+def test_rows_of_requests_counts_their_first_dimension() -> None:
+    assert rows_of([(_floats(3, 2),), (_floats(1, 2), _floats(1, 9))]) == [3, 1]
+
+
+def test_split_several_requests_returns_views_in_order() -> None:
+    output = _floats(6, 2)
+
+    results = split([output], [1, 3, 2], _spec(PAIR))
+
+    assert [result[0].tolist() for result in results] == [
+        output[:1].tolist(),
+        output[1:4].tolist(),
+        output[4:].tolist(),
+    ]
+    assert all(np.shares_memory(result[0], output) for result in results)
+
+
+def test_split_one_request_returns_the_outputs_themselves() -> None:
+    output = _floats(3, 2)
+
+    assert split([output], [3], _spec(PAIR))[0][0] is output
+
+
+def test_split_no_outputs_returns_an_empty_result_per_request() -> None:
+    assert split([], [1, 2], _spec()) == [(), ()]
+
+
+@pytest.mark.parametrize(
+    ("outputs", "message"),
+    [
+        pytest.param([], "expected 1 outputs, got 0", id="too-few"),
+        pytest.param([_floats(3, 2), _floats(3, 2)], "expected 1 outputs, got 2", id="too-many"),
+        pytest.param(
+            [_floats(1, 2)],
+            "output 'OUTPUT0': expected shape [3, 2], got [1, 2]; "
+            "the first dimension of every output must be the 3 rows of the batch",
+            id="rows-missing",
+        ),
+        pytest.param(
+            [_floats(2)],
+            "output 'OUTPUT0': expected shape [3, 2], got [2]; "
+            "the first dimension of every output must be the 3 rows of the batch",
+            id="no-batch-axis",
+        ),
+        pytest.param([_floats(3, 5)], "output 'OUTPUT0': expected shape [3, 2], got [3, 5]", id="fixed-dimension"),
+        pytest.param([np.ones((3, 2))], "output 'OUTPUT0': expected FP32, got numpy's float64", id="datatype"),
+    ],
+)
+def test_split_misfit_says_which_output_expected_and_got(outputs: Tensors, message: str) -> None:
+    with pytest.raises(ExecutionError, match=f"^{re.escape(message)}$"):
+        split(outputs, [1, 2], _spec(PAIR))
+
+
+def test_split_second_output_misfit_names_the_second() -> None:
+    spec = _spec(PAIR, TensorSpec("OUTPUT1", "FP32", (2,)))
+
+    with pytest.raises(ExecutionError, match="output 'OUTPUT1'"):
+        split([_floats(3, 2), _floats(2, 2)], [1, 2], spec)
+
+
+def test_split_free_dimensions_take_any_size() -> None:
+    spec = _spec(TensorSpec("OUTPUT0", "FP32", (-1, 2)))
+
+    assert split([_floats(3, 7, 2)], [1, 2], spec)[1][0].shape == (2, 7, 2)
+
+
+def test_split_free_dimensions_still_fix_the_rank() -> None:
+    with pytest.raises(ExecutionError, match=re.escape("expected shape [3, -1], got [3, 7, 2]")):
+        split([_floats(3, 7, 2)], [1, 2], _spec(TensorSpec("OUTPUT0", "FP32", (-1,))))
+
+
+def test_split_unbatched_checks_dims_whole() -> None:
+    spec = _spec(TensorSpec("OUTPUT0", "FP32", (3, 2)), batched=False)
+
+    assert len(split([_floats(3, 2)], [1], spec)) == 1
+    with pytest.raises(ExecutionError, match=re.escape("output 'OUTPUT0': expected shape [3, 2], got [2, 2]") + "$"):
+        split([_floats(2, 2)], [1], spec)
+
+
+def test_run_batch_several_requests_runs_once_over_all_rows() -> None:
+    seen: list[tuple[int, ...]] = []
+
+    def run(inputs: Tensors) -> Tensors:
+        seen.append(inputs[0].shape)
+        return [inputs[0] * 2]
+
+    execution = run_batch(_spec(PAIR), [(_floats(1, 2),), (_floats(2, 2),)], run)
+
+    assert seen == [(3, 2)]
+    assert [result[0].tolist() for result in execution.results] == [[[0, 2]], [[0, 2], [4, 6]]]
+
+
+def test_run_batch_times_nest_between_the_callers_and_the_models() -> None:
+    inside_ns: list[int] = []
+
+    def run(inputs: Tensors) -> Tensors:
+        inside_ns.append(monotonic_ns())
+        outputs = [np.sqrt(inputs[0])]
+        inside_ns.append(monotonic_ns())
+        return outputs
+
+    began_ns = monotonic_ns()
+    execution = run_batch(_spec(PAIR), [(_floats(1, 2),)], run)
+    ended_ns = monotonic_ns()
+
+    assert execution.infer_ns >= inside_ns[1] - inside_ns[0]
+    assert min(execution.input_ns, execution.output_ns) >= 0
+    assert execution.input_ns + execution.infer_ns + execution.output_ns <= ended_ns - began_ns
+
+
+def test_run_batch_what_run_raises_passes_through() -> None:
+    def run(inputs: Tensors) -> Tensors:
+        raise ExecutionError("the model's own words")
+
+    with pytest.raises(ExecutionError, match="the model's own words"):
+        run_batch(_spec(PAIR), [(_floats(1, 2),)], run)
+
+
+def test_run_batch_no_request_is_the_callers_mistake() -> None:
+    with pytest.raises(ValueError, match="expected one or more requests, got 0"):
+        run_batch(_spec(PAIR), [], lambda inputs: inputs)
+
+
+def test_run_batch_unbatched_spec_takes_one_request_only() -> None:
+    spec = _spec(TensorSpec("OUTPUT0", "FP32", (2,)), batched=False)
+
+    assert len(run_batch(spec, [(_floats(2),)], lambda inputs: inputs).results) == 1
+    with pytest.raises(ValueError, match="expected one request, got 2"):
+        run_batch(spec, [(_floats(2),), (_floats(2),)], lambda inputs: inputs)

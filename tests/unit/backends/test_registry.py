@@ -1,0 +1,43 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from backends.errors import LoadError
+from backends.memory import IdentityBackend
+from backends.onnx import OnnxBackend
+from backends.registry import BACKENDS, backend
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.mark.parametrize("name", ["onnxruntime", "onnxruntime_onnx"])
+def test_backend_by_backend_or_platform_name_is_onnx_runtime(name: str) -> None:
+    assert isinstance(backend(name), OnnxBackend)
+
+
+def test_backend_identity_is_the_one_in_memory() -> None:
+    assert isinstance(backend("identity"), IdentityBackend)
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_backend_each_listed_name_makes_one(name: str) -> None:
+    assert backend(name) is not None
+
+
+@pytest.mark.parametrize("name", ["tensorrt", "tensorrt_plan", "pytorch", "python", "", "ONNXRUNTIME"])
+def test_backend_unknown_name_lists_the_known(name: str) -> None:
+    with pytest.raises(LoadError, match=f"expected one of identity, onnxruntime, got '{name}'"):
+        backend(name)
+
+
+@pytest.mark.parametrize(
+    "module", ["backends.memory", "backends.batching", "backends.registry", "backends.onnx_options"]
+)
+def test_import_of_anything_but_onnx_leaves_onnxruntime_alone(module: str) -> None:
+    code = f"import sys, {module}; sys.exit('onnxruntime' in sys.modules)"
+
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False, timeout=60).returncode == 0
