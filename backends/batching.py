@@ -32,7 +32,7 @@ def stack(requests: Sequence[Tensors]) -> list[Array]:
     One copy of every row; none for a batch of one, whose own arrays come back (copied only if they aren't contiguous).
     All requests must agree, input by input, in datatype and trailing dimensions; ExecutionError if dimensions differ.
     """
-    # hot path: 0.2 us per array, and from 4 KiB a row at most 1.15 x the bare memcpy (64 requests of 1 row)
+    # hot path: 0.2 us per array above the copy itself; what page faults of fresh memory add, see bench/README.md
     if len(requests) == 1:
         return [array if array.flags.c_contiguous else array.copy(order="C") for array in requests[0]]
     try:

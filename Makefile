@@ -1,0 +1,59 @@
+# Every target sets itself up in .venv, with nothing but python3 (3.11 or newer) and make there before.
+
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+READY  := $(VENV)/ready
+# Where `make demo` looks for files to classify; empty: in the virtual environment itself.
+FOLDER ?=
+# What is passed on to pytest and to the benchmark: make test ARGS='-k batcher'
+ARGS   ?=
+
+.DEFAULT_GOAL := help
+.PHONY: help demo serve test check protos bench lock witness clean
+
+help: ## list the targets
+	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
+
+demo: $(READY) ## serve a real model, classify files with many concurrent clients, check every answer
+	$(BIN)/python -m examples.magika.demo $(FOLDER)
+
+serve: $(READY) ## serve the demo's model repository on port 8001 until stopped
+	$(BIN)/python -m examples.magika.build models
+	$(BIN)/paceline serve models
+
+test: $(READY) ## run all tests
+	$(BIN)/python -m pytest $(ARGS)
+
+check: $(READY) ## lint, types, imports, generated code, lock file, wheel
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/python -m protos.generate --check
+	$(BIN)/python -m pytest -q tests/unit/test_imports.py tests/unit/test_packaging.py
+
+protos: $(READY) ## generate the Python code of protos/*.proto anew
+	$(BIN)/python -m protos.generate
+
+bench: $(READY) ## measure against a bare gRPC server and bare ONNX Runtime
+	$(BIN)/python -m bench $(ARGS)
+
+lock: ## resolve requirements.lock anew from pyproject.toml
+	$(PYTHON) -m venv .venv-lock
+	.venv-lock/bin/python -m pip install --quiet uv
+	.venv-lock/bin/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-emit-index-url \
+	    --no-annotate --no-header --override requirements.overrides --extra dev --extra demo pyproject.toml -o requirements.lock
+	rm -rf .venv-lock
+
+witness: ## install buf, a client that knows only reflection, for the tests that use it; needs npm
+	npm install --no-audit --no-fund --prefix .witness @bufbuild/buf@1
+
+clean: ## remove what the other targets made
+	rm -rf $(VENV) .venv-lock .witness models dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+
+$(READY): requirements.lock pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("paceline needs Python 3.11 or newer, this is " + sys.version)'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --require-hashes --no-deps -r requirements.lock
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
+	@touch $@

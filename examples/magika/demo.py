@@ -1,0 +1,145 @@
+"""Serve magika's model, classify the files of a folder with many concurrent clients, check every answer.
+
+    python -m examples.magika.demo [FOLDER]
+
+Each file is one request of one row, as if each came from another user; the server makes batches of them. What the model
+says over gRPC is compared, file by file, with what the package magika says of the same file.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import subprocess
+import sys
+import sysconfig
+import urllib.request
+from collections import Counter
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from magika import Magika
+from prometheus_client.parser import text_string_to_metric_families
+
+from clients import AsyncInferenceClient
+from examples.magika.build import build
+from examples.magika.features import features
+
+REPOSITORY = Path("models")
+CLIENTS = 64
+MAX_FILES = 512
+FILES_PER_KIND = 24
+TOLERANCE = 1e-4
+"""Of scores: batches of other sizes round differently in the last bits."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    path: Path
+    label: str
+    score: float
+
+
+def pick_files(folder: Path) -> list[Path]:
+    """A mixture: some files of each suffix, in a stable order."""
+    kinds: Counter[str] = Counter()
+    picked: list[Path] = []
+    for path in sorted(folder.rglob("*")):
+        if path.is_file() and not path.is_symlink() and kinds[path.suffix] < FILES_PER_KIND:
+            kinds[path.suffix] += 1
+            picked.append(path)
+    return picked[:MAX_FILES]
+
+
+@contextlib.contextmanager
+def serving(repository: Path) -> Iterator[tuple[int, int]]:
+    """A server process on free ports of this machine; (gRPC, metrics)."""
+    grpc_port, metrics_port = free_port(), free_port()
+    command = [sys.executable, "-m", "server", "serve", str(repository), "--grpc-address", "127.0.0.1"]
+    process = subprocess.Popen([*command, "--grpc-port", str(grpc_port), "--metrics-port", str(metrics_port)])
+    try:
+        yield grpc_port, metrics_port
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return int(listener.getsockname()[1])
+
+
+async def classify(grpc_port: int, paths: list[Path], labels: list[str]) -> list[Verdict]:
+    """One request per file, from `CLIENTS` clients at once."""
+    waiting = iter(paths)
+    verdicts: list[Verdict] = []
+
+    async def one_client(client: AsyncInferenceClient) -> None:
+        for path in waiting:
+            row = features(path)
+            if row is None:
+                continue
+            result = await client.infer("magika", {"bytes": row})
+            scores = result["target_label"][0]
+            verdicts.append(Verdict(path, labels[int(scores.argmax())], float(scores.max())))
+
+    async with clients(grpc_port) as many:
+        await asyncio.gather(*(one_client(client) for client in many))
+    return sorted(verdicts, key=lambda verdict: verdict.path)
+
+
+@contextlib.asynccontextmanager
+async def clients(grpc_port: int) -> AsyncIterator[list[AsyncInferenceClient]]:
+    async with contextlib.AsyncExitStack() as stack:
+        many = [await stack.enter_async_context(AsyncInferenceClient(f"127.0.0.1:{grpc_port}")) for _ in range(CLIENTS)]
+        await many[0].wait_ready(60)
+        yield many
+
+
+def batch_sizes(metrics_port: int) -> tuple[list[tuple[str, int]], float]:
+    """How many batches had up to so many rows, from the server's own metrics, and the rows of a mean batch."""
+    with urllib.request.urlopen(f"http://127.0.0.1:{metrics_port}/metrics", timeout=10) as response:
+        families = {family.name: family for family in text_string_to_metric_families(response.read().decode())}
+    samples = families["paceline_batch_rows"].samples
+    below = [(sample.labels["le"], int(sample.value)) for sample in samples if sample.name.endswith("_bucket")]
+    counts = [(edge, count - before) for (edge, count), (_, before) in zip(below, [("", 0), *below], strict=False)]
+    values = {sample.name.rpartition("_")[2]: sample.value for sample in samples}
+    return [(edge, count) for edge, count in counts if count], values["sum"] / values["count"]
+
+
+def disagreements(verdicts: list[Verdict]) -> list[str]:
+    """Where the served model and the package differ."""
+    results = Magika().identify_paths([verdict.path for verdict in verdicts])
+    lines = []
+    for verdict, result in zip(verdicts, results, strict=True):
+        own, own_score = str(result.prediction.dl.label), float(result.prediction.score)
+        if own != verdict.label or abs(own_score - verdict.score) > TOLERANCE:
+            lines.append(f"{verdict.path}: served {verdict.label} {verdict.score:.6f}, magika {own} {own_score:.6f}")
+    return lines
+
+
+def main() -> None:
+    folder = Path(sys.argv[1] if len(sys.argv) > 1 else sysconfig.get_paths()["platlib"])
+    labels = (build(REPOSITORY) / "labels.txt").read_text().splitlines()
+    paths = pick_files(folder)
+    with serving(REPOSITORY) as (grpc_port, metrics_port):
+        verdicts = asyncio.run(classify(grpc_port, paths, labels))
+        sizes, mean = batch_sizes(metrics_port)
+    for verdict in verdicts:
+        print(f"{verdict.label:>16}  {verdict.score:.4f}  {verdict.path.relative_to(folder)}")
+    print(f"\n{len(verdicts)} files by {CLIENTS} concurrent clients, one file a request")
+    print(f"batches that formed, {mean:.1f} rows in the mean:")
+    for edge, count in sizes:
+        print(f"  up to {edge:>6} rows: {count:4d}  {'#' * min(count, 60)}")
+    wrong = disagreements(verdicts)
+    for line in wrong:
+        print("DIFFERS:", line)
+    if wrong or not verdicts:
+        sys.exit(f"{len(wrong)} of {len(verdicts)} answers differ from the package magika's own")
+    print(f"all {len(verdicts)} labels and scores are those of the package magika itself")
+
+
+if __name__ == "__main__":
+    main()
