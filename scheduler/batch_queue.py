@@ -161,10 +161,8 @@ class BatchQueue(Generic[T]):
         if self._stale:
             self._settle()
         batches: list[Batch[T]] = []
-        if idle:
-            self._promote(now_ns)
-            while len(batches) < idle and self._ready.first_rank() is not None:
-                batches.append(self._take(self._ready.pop(), now_ns))
+        while len(batches) < idle and self._has_ready(now_ns):
+            batches.append(self._take(self._ready.pop(), now_ns))
         return Step(tuple(batches), expired, self._wake_ns(may_start=len(batches) < idle))
 
     def flush(self) -> None:
@@ -247,13 +245,14 @@ class BatchQueue(Generic[T]):
             lane.ready_token = self._tokens = self._tokens + 1
             self._ready.push(lane.head.seq, lane.ready_token, lane)
 
-    def _promote(self, now_ns: int) -> None:
-        """Lanes whose heads have waited long enough become ready."""
+    def _has_ready(self, now_ns: int) -> bool:
+        """Whether some lane is ready; those whose heads have waited long enough become so."""
         due = self._due
         while (first := due.first_rank()) is not None and first <= now_ns:
             lane = due.pop()
             lane.due_token = 0
             self._make_ready(lane)
+        return self._ready.first_rank() is not None
 
     def _take(self, lane: Lane[T], now_ns: int) -> Batch[T]:
         """Let the lane's next batch leave: all that fits once the head is overdue, else the preferred prefix, else
