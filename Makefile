@@ -46,7 +46,7 @@ lock: ## resolve requirements.lock anew from pyproject.toml
 	rm -rf .venv-lock
 
 witness: ## install buf, a client that knows only reflection, for the tests that use it; needs npm
-	npm install --no-audit --no-fund --prefix .witness @bufbuild/buf@1
+	npm install --no-audit --no-fund --prefix .witness @bufbuild/buf@1.75.0
 
 clean: ## remove what the other targets made
 	rm -rf $(VENV) .venv-lock .witness models dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

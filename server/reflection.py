@@ -32,7 +32,7 @@ class Reflection:
     """Answers reflection streams until `close`, which ends those that are open."""
 
     def __init__(self) -> None:
-        self._servicer = reflection.aio.ReflectionServicer(SERVICES, pool=_pool())  # type: ignore[attr-defined]
+        self._servicer = reflection.aio.ReflectionServicer(SERVICES, pool=_Pool(_pool()))  # type: ignore[attr-defined]
         self._closed = asyncio.Event()
 
     def add_to(self, server: grpc.aio.Server) -> None:
@@ -68,6 +68,23 @@ async def _until(closed: asyncio.Event, items: AsyncIterator[T]) -> AsyncIterato
             yield item
     finally:
         closing.cancel()
+
+
+class _Pool:
+    """A descriptor pool that finds the file of a method as well. Clients ask for one to describe it, and protobuf's own
+    pool (seen in 6.33) knows every kind of symbol but that."""
+
+    def __init__(self, pool: descriptor_pool.DescriptorPool) -> None:
+        self._pool = pool
+
+    def FindFileContainingSymbol(self, symbol: str) -> Any:
+        try:
+            return self._pool.FindFileContainingSymbol(symbol)
+        except KeyError:
+            return self._pool.FindMethodByName(symbol).containing_service.file
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._pool, name)
 
 
 def _pool() -> descriptor_pool.DescriptorPool:

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import threading
 import urllib.request
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -65,9 +66,12 @@ class ServerProcess:
 
     def start(self) -> None:
         """Start the process, and don't wait."""
-        self._process = subprocess.Popen(
-            self._command, cwd=REPO, env=self._env, stderr=subprocess.PIPE, text=True, preexec_fn=_die_with_parent
-        )
+        with warnings.catch_warnings():
+            # Python 3.12 warns of preexec_fn in a process with threads; ours makes one system call and no allocation.
+            warnings.simplefilter("ignore", DeprecationWarning)
+            self._process = subprocess.Popen(
+                self._command, cwd=REPO, env=self._env, stderr=subprocess.PIPE, text=True, preexec_fn=_die_with_parent
+            )
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
 
@@ -132,5 +136,9 @@ def write_identity(
     return folder
 
 
+_LIBC = ctypes.CDLL(None)
+
+
 def _die_with_parent() -> None:
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    """Bound to the thread that starts the process: start servers on one that lives as long as they should."""
+    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

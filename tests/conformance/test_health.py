@@ -1,0 +1,105 @@
+"""`grpc.health.v1`, asked by the standard's own stubs: what load balancers and Kubernetes probes see."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+import tritonclient.grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from tests.conformance.triton import Callbacks, assert_same_bits, outputs_of, tensors, wait_for_queued
+from tests.harness import ServerProcess, write_identity
+
+INFERENCE = "inference.GRPCInferenceService"
+SERVING = health_pb2.HealthCheckResponse.SERVING
+NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
+SERVICE_UNKNOWN = health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
+
+# Waits for company that never comes, until the server stops; then takes its time.
+SLOW = """
+dynamic_batching { preferred_batch_size: 8 max_queue_delay_microseconds: 600000000 }
+parameters { key: "execute_delay_ms" value { string_value: "1500" } }
+"""
+
+
+@pytest.fixture
+def own_server(tmp_path: Path) -> Iterator[ServerProcess]:
+    """A server that the test may end. Its grace is longer than any test waits."""
+    write_identity(tmp_path, "slow", extra=SLOW)
+    with ServerProcess(tmp_path, args=["--exit-timeout-secs", "600"]) as started:
+        yield started
+
+
+def health_of(channel: grpc.Channel) -> Any:
+    return health_pb2_grpc.HealthStub(channel)
+
+
+def check(health: Any, service: str = "") -> int:
+    status: int = health.Check(health_pb2.HealthCheckRequest(service=service), timeout=20).status
+    return status
+
+
+def watch(health: Any, service: str = "") -> Any:
+    return health.Watch(health_pb2.HealthCheckRequest(service=service), timeout=60)
+
+
+@pytest.mark.parametrize("service", ["", INFERENCE])
+def test_check_server_started_is_serving(server: ServerProcess, service: str) -> None:
+    with grpc.insecure_channel(server.target) as channel:
+        assert check(health_of(channel), service) == SERVING
+
+
+@pytest.mark.parametrize("service", ["nosuch", "inference", "simple"])
+def test_check_unknown_service_is_not_found(server: ServerProcess, service: str) -> None:
+    with grpc.insecure_channel(server.target) as channel:
+        with pytest.raises(grpc.RpcError, match=f"'{service}'") as raised:
+            check(health_of(channel), service)
+        assert raised.value.code() is grpc.StatusCode.NOT_FOUND  # type: ignore[attr-defined]
+
+
+def test_watch_unknown_service_is_service_unknown_and_stays_open(server: ServerProcess) -> None:
+    with grpc.insecure_channel(server.target) as channel:
+        watching = watch(health_of(channel), "nosuch")
+        assert next(watching).status == SERVICE_UNKNOWN
+        assert check(health_of(channel)) == SERVING
+        assert watching.is_active()
+        watching.cancel()
+
+
+def test_watch_sigterm_while_a_request_executes_says_not_serving_and_ends_first(own_server: ServerProcess) -> None:
+    sent = {"INPUT0": np.ones((1, 16), np.float32)}
+    called = Callbacks()
+    with (
+        grpc.insecure_channel(own_server.target) as channel,
+        tritonclient.grpc.InferenceServerClient(own_server.target) as client,
+    ):
+        watching = [watch(health_of(channel), service) for service in ("", INFERENCE)]
+        assert [next(stream).status for stream in watching] == [SERVING, SERVING]
+        client.async_infer("slow", tensors(sent), called)
+        wait_for_queued(own_server, "slow", 1)
+        own_server.signal(signal.SIGTERM)
+        # Each stream goes on to its end, which the server sets.
+        assert [[answer.status for answer in stream] for stream in watching] == [[NOT_SERVING], [NOT_SERVING]]
+        assert called.none_yet
+        result, error = called.next()
+        assert error is None
+        assert_same_bits(outputs_of(result), {"OUTPUT0": sent["INPUT0"]})
+        assert own_server.wait(30) == 0
+
+
+def test_watch_two_at_once_one_leaves_the_other_still_learns_of_the_end(own_server: ServerProcess) -> None:
+    with grpc.insecure_channel(own_server.target) as channel:
+        leaver, stayer = (watch(health_of(channel)) for _ in range(2))
+        assert [next(leaver).status, next(stayer).status] == [SERVING, SERVING]
+        leaver.cancel()
+        # The cancellation travels ahead of this on the same connection.
+        assert check(health_of(channel)) == SERVING
+        own_server.signal(signal.SIGTERM)
+        assert [answer.status for answer in stayer] == [NOT_SERVING]
+        assert own_server.wait(30) == 0
