@@ -19,7 +19,6 @@ from grpc_health.v1 import health_pb2_grpc
 
 from backends import registry
 from backends.base import Backend
-from protos.inference_pb2_grpc import add_GRPCInferenceServiceServicer_to_server
 from server.config import Settings
 from server.errors import StartError
 from server.health import HealthService
@@ -32,6 +31,9 @@ from server.service import InferenceService
 __all__ = ["Server", "product_version"]
 
 _log = logging.getLogger("paceline.server")
+
+_LAST_WORDS_S = 1.0
+"""For answers that are on their way out when the grace is over."""
 
 _MAX_MESSAGE_BYTES = 2**31 - 1
 _OPTIONS = (
@@ -87,35 +89,43 @@ class Server:
     async def start(self) -> None:
         """Load the models and take requests. Raises StartError; then nothing is left running."""
         try:
-            _refuse_port_in_use(self._settings.grpc_address, self._settings.grpc_port)
             self._open_metrics()
+            _refuse_port_in_use(self._settings.grpc_address, self._settings.grpc_port)
             await self._load()
             self._grpc = self._build_grpc()
             await self._grpc.start()
         except BaseException:
+            await self.repository.stop()
             await self._take_down()
             raise
         self._service.serving = True
         self._health.set_serving(self.repository.ready)
         _log.info("ready: gRPC on %s:%d%s", self._settings.grpc_address, self.grpc_port, self._say_metrics())
 
-    async def stop(self, grace_s: float | None = None) -> None:
-        """Tell everybody, answer what was accepted within `grace_s` (by default the configured time), take down."""
+    async def stop(self, grace_s: float | None = None) -> bool:
+        """Tell everybody, answer what was accepted within `grace_s` (by default the configured time), take down.
+
+        False if executions ran longer than that; their threads go on until the process ends.
+        """
         grace_s = self._settings.exit_timeout_secs if grace_s is None else grace_s
         began = time.monotonic()
+        _log.info("stopping: accepted requests have %g s to end", grace_s)
         self._service.serving = False
         if self._grpc is not None:
             self._health.close()
             self._reflection.close()
-            for model in self.repository.models:
-                model.batcher.flush()
-            await self._grpc.stop(grace_s)
+        in_time = True
         try:
-            await asyncio.wait_for(self.repository.stop(), max(0.0, grace_s - (time.monotonic() - began)))
+            # Even without grace the loop needs a turn to see that nothing runs.
+            await asyncio.wait_for(self.repository.stop(), max(grace_s, 0.01))
         except TimeoutError:
-            _log.warning("gave up on executions that ran longer than the %.0f s of grace", grace_s)
-        await self._take_down()
+            in_time = False
+            _log.warning("gave up on executions that ran longer than the %g s of grace", grace_s)
+        else:
+            await self._service.refuse_until_quiet()
+        await self._take_down(max(_LAST_WORDS_S, grace_s - (time.monotonic() - began)))
         _log.info("stopped after %.1f s", time.monotonic() - began)
+        return in_time
 
     async def wait_for_termination(self) -> None:
         """Return once the gRPC server has ended."""
@@ -133,7 +143,9 @@ class Server:
             raise StartError(f"metrics can't listen on {address}:{settings.metrics_port}: {error.strerror}") from None
 
     async def _load(self) -> None:
-        await self.repository.load(find_models(list(self._settings.paths)))
+        folders = find_models(list(self._settings.paths))
+        _log.info("loading %d model%s", len(folders), "s"[: len(folders) != 1])
+        await self.repository.load(folders)
         failures = [_named(name, reason) for name, reason in self.repository.failures.items()]
         if failures and (self._settings.exit_on_error or not self.repository.models):
             raise StartError(f"failed to load {'; '.join(failures)}")
@@ -143,7 +155,7 @@ class Server:
     def _build_grpc(self) -> grpc.aio.Server:
         settings = self._settings
         server = grpc.aio.server(options=_OPTIONS)
-        add_GRPCInferenceServiceServicer_to_server(self._service, server)  # type: ignore[no-untyped-call]
+        self._service.add_to(server)
         self._health = HealthService([INFERENCE_SERVICE])
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         self._reflection = Reflection()
@@ -155,10 +167,10 @@ class Server:
             raise StartError(f"gRPC can't listen on {where}") from None
         return server
 
-    async def _take_down(self) -> None:
+    async def _take_down(self, grace_s: float = _LAST_WORDS_S) -> None:
         self.repository.abandon()
         if self._grpc is not None:
-            await self._grpc.stop(None)
+            await self._grpc.stop(grace_s)
         if self._endpoint is not None:
             await asyncio.to_thread(self._endpoint.close)
             self._endpoint = None

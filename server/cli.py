@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import signal
 from collections.abc import Callable
@@ -17,6 +18,8 @@ from server.config import Settings
 from server.errors import StartError
 
 __all__ = ["main"]
+
+_log = logging.getLogger("paceline.server")
 
 Decorator = Callable[[Any], Any]
 
@@ -115,11 +118,13 @@ async def _serve(settings: Settings) -> None:
     if not starting.done():
         starting.cancel()
         await asyncio.wait((starting,))
-        return
+        _log.info("stopped while loading")
+        os._exit(0)  # a model that is being loaded can't be interrupted, and Python would wait for its thread
     try:
         starting.result()
         await stopping.wait()
-        await server.stop()
+        if not await server.stop():
+            os._exit(0)  # while a thread executes native code, taking Python down isn't safe
     finally:
         stop_asked.cancel()
 

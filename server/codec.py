@@ -15,7 +15,7 @@ from protos.datatypes import Datatype, by_name
 from protos.inference_pb2 import ModelInferRequest, ModelInferResponse
 from protos.tensors import TensorError, decode_contents, decode_raw, element_count, encode_contents, encode_raw
 from server.errors import InvalidRequest, NotSupported
-from server.parameters import NO_PARAMETERS, parse_parameters
+from server.parameters import NO_PARAMETERS, RequestParameters, parse_parameters
 
 __all__ = ["DecodedRequest", "ModelCodec"]
 
@@ -63,8 +63,10 @@ class ModelCodec:
 
         Raises InvalidRequest, or NotSupported for extensions this build lacks; both name the model and the tensor.
         """
-        parameters = parse_parameters(request.parameters) if request.parameters else NO_PARAMETERS
+        parameters = self._parameters(request) if request.parameters else NO_PARAMETERS
         outputs = self._wanted_outputs(request)
+        if parameters.typed_outputs:
+            self._check_typed(outputs)
         order = self._input_order(request)
         shapes = [tuple(tensor.shape) for tensor in request.inputs]
         rows = self._rows(request, shapes)
@@ -85,6 +87,12 @@ class ModelCodec:
             else:
                 response.raw_output_contents.append(encode_raw(array, self._output_types[index]))
         return response
+
+    def _parameters(self, request: ModelInferRequest) -> RequestParameters:
+        try:
+            return parse_parameters(request.parameters)
+        except InvalidRequest as error:
+            raise self._invalid(str(error)) from None
 
     def _input_order(self, request: ModelInferRequest) -> list[int]:
         """For each input of the message, its place in the spec; names are all there, once, and no others."""
@@ -118,6 +126,14 @@ class ModelCodec:
                     raise self._unsupported("output", output.name, extension)
             wanted[index] = None
         return tuple(wanted)
+
+    def _check_typed(self, outputs: Sequence[int]) -> None:
+        for index in outputs:
+            if self._output_types[index].contents_field is None:
+                raise self._invalid(
+                    f"output '{self._spec.outputs[index].name}': expected no binary_data_output of false: "
+                    f"typed contents can't carry {self._output_types[index].name}"
+                )
 
     def _rows(self, request: ModelInferRequest, shapes: Sequence[tuple[int, ...]]) -> int:
         """The size of the batch axis, agreed on by all inputs; 1 if the model has none."""

@@ -16,6 +16,7 @@ import asyncio
 import grpc
 
 from backends.errors import BackendError, ExecutionError, LoadError
+from protos.datatypes import UnknownDatatypeError
 from protos.tensors import TensorError
 from scheduler.errors import BatcherClosed, ExecutionFailed, QueueFull, QueueTimeout, RequestTooLarge, SchedulerError
 
@@ -63,6 +64,7 @@ class StartError(Exception):
 STATUS_OF: dict[type[BaseException], grpc.StatusCode] = {
     InvalidRequest: grpc.StatusCode.INVALID_ARGUMENT,
     TensorError: grpc.StatusCode.INVALID_ARGUMENT,
+    UnknownDatatypeError: grpc.StatusCode.INVALID_ARGUMENT,
     RequestTooLarge: grpc.StatusCode.INVALID_ARGUMENT,
     ModelNotFound: grpc.StatusCode.NOT_FOUND,
     ModelNotReady: grpc.StatusCode.UNAVAILABLE,

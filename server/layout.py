@@ -7,6 +7,7 @@ Triton's: `<repository>/<model>/config.pbtxt`, `<repository>/<model>/<version>/m
 from __future__ import annotations
 
 import logging
+import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,12 +26,14 @@ _log = logging.getLogger("paceline.server.layout")
 @dataclass(frozen=True, slots=True)
 class ModelFolder:
     """One model on disk. `versions` maps version numbers to the folders that hold their files; a bare file or a folder
-    with the model file right inside is version 1. `file` is set for a bare file only."""
+    with the model file right inside is version 1. `file` is set for a bare file only. `problem` says why a folder can't
+    be read: its load fails with that, and the other models go on."""
 
     name: str
     path: Path
     versions: dict[int, Path]
     file: Path | None = None
+    problem: str = ""
 
     @property
     def config(self) -> Path | None:
@@ -58,11 +61,13 @@ def _models_at(path: Path) -> list[ModelFolder]:
         if path.is_file():
             return [_bare_file(path)]
         entries = sorted(path.iterdir())
+        if _is_model(path, entries):
+            # Absolute, for "." has no name; links not followed, for the user named this one.
+            return [_model(Path(os.path.abspath(path)))]
+        folders = [entry for entry in entries if not entry.name.startswith(".") and _is_folder(entry)]
     except OSError as error:
-        raise StartError(f"{path}: {error.strerror or error}") from None
-    if _is_model(path, entries):
-        return [_model(path.resolve())]
-    models = [_model(entry) for entry in entries if entry.is_dir() and not entry.name.startswith(".")]
+        raise StartError(_problem(path, error)) from None
+    models = [_model(folder) for folder in folders]
     if not models:
         raise StartError(
             f"{path}: no models here; expected a model repository (<model>/<version>/{DEFAULT_MODEL_FILE}), "
@@ -87,19 +92,29 @@ def _is_model(path: Path, entries: list[Path]) -> bool:
     )
 
 
+def _is_folder(entry: Path) -> bool:
+    """A link to nowhere counts as one, so that its absence is told and not overlooked."""
+    return entry.is_dir() or (entry.is_symlink() and not entry.exists())
+
+
 def _model(path: Path) -> ModelFolder:
-    """An unreadable folder is a model without versions: its load fails and says why, the others go on."""
     try:
-        entries = list(path.iterdir())
+        return ModelFolder(path.name, path, _versions(path))
     except OSError as error:
-        _log.error("%s: %s", path, error.strerror or error)
-        entries = []
+        return ModelFolder(path.name, path, {}, problem=_problem(path, error))
+
+
+def _versions(path: Path) -> dict[int, Path]:
     versions = {}
-    for entry in entries:
+    for entry in path.iterdir():
         if _VERSION.fullmatch(entry.name) and entry.is_dir():
             versions[int(entry.name)] = entry
         elif entry.name.isdigit():
             _log.warning("%s is no version folder: expected a number without leading zeros", entry)
     if not versions and (path / DEFAULT_MODEL_FILE).exists():
         versions[1] = path
-    return ModelFolder(path.name, path, versions)
+    return versions
+
+
+def _problem(path: Path, error: OSError) -> str:
+    return f"{path}: {error.strerror or error}"

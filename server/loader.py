@@ -54,6 +54,8 @@ def load_model(folder: ModelFolder, backend_of: Callable[[str], Backend]) -> lis
 
     Blocks. Raises ConfigError or LoadError.
     """
+    if folder.problem:
+        raise ConfigError(folder.problem)
     config = parse_config(folder.config) if folder.config else pb.ModelConfig()
     if config.name not in ("", folder.name):
         raise ConfigError(f"name: expected '{folder.name}', the name of its folder, got '{config.name}'")
@@ -73,18 +75,19 @@ def load_model(folder: ModelFolder, backend_of: Callable[[str], Backend]) -> lis
 def wanted_versions(config: pb.ModelConfig, folder: ModelFolder) -> list[int]:
     """The versions that `version_policy` picks from those on disk; by default the latest one."""
     policy, present = config.version_policy, sorted(folder.versions)
+    if not present:
+        raise ConfigError(f"no version to load: expected folders named by version numbers in {folder.path}, found none")
     if policy.HasField("all"):
-        wanted = present
-    elif policy.HasField("specific"):
-        wanted = sorted(set(policy.specific.versions) & set(present))
-        for version in sorted(set(policy.specific.versions) - set(present)):
-            _log.warning("model '%s': version %d of its version_policy is not in %s", folder.name, version, folder.path)
-    else:
-        wanted = present[-max(1, policy.latest.num_versions) :]
+        return present
+    if not policy.HasField("specific"):
+        return present[-max(1, policy.latest.num_versions) :]
+    asked = sorted(set(policy.specific.versions))
+    wanted = [version for version in asked if version in folder.versions]
     if not wanted:
-        raise ConfigError(
-            f"no version to load: expected folders named by version numbers in {folder.path}, found {present}"
-        )
+        raise ConfigError(f"no version to load: version_policy asks for {asked}, found {present} in {folder.path}")
+    for version in asked:
+        if version not in folder.versions:
+            _log.warning("model '%s': version %d of its version_policy is not in %s", folder.name, version, folder.path)
     return wanted
 
 

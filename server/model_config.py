@@ -16,7 +16,7 @@ from google.protobuf import text_format
 from backends.base import GroupKind, InstanceGroup, ModelSource, ModelSpec, TensorSpec
 from protos import model_config_pb2 as pb
 from protos.datatypes import CONFIG_DATATYPES
-from scheduler.policy import BatchPolicy, PolicyError, QueuePolicy
+from scheduler.policy import BatchPolicy, QueuePolicy
 from server.errors import ConfigError
 
 __all__ = [
@@ -57,7 +57,7 @@ def parse_config(path: Path) -> pb.ModelConfig:
         return text_format.Parse(path.read_text(encoding="utf-8"), pb.ModelConfig())
     except text_format.ParseError as error:
         raise ConfigError(f"{path.name}:{error}") from None
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:  # no UTF-8; an enum's number beyond 64 bits
         raise ConfigError(f"{path.name} can't be read: {error}") from None
 
 
@@ -67,7 +67,12 @@ def backend_name(config: pb.ModelConfig) -> str:
 
 
 def instance_groups(config: pb.ModelConfig) -> tuple[InstanceGroup, ...]:
-    """`instance_group`, in our terms."""
+    """`instance_group`, in our terms. Raises ConfigError for a kind or count that means nothing."""
+    for group in config.instance_group:
+        if group.kind not in _GROUP_KINDS:
+            raise ConfigError(f"instance_group: expected a kind, got {group.kind}")
+        if group.count < 0:
+            raise ConfigError(f"instance_group: expected count >= 0, got {group.count}")
     return tuple(
         InstanceGroup(_GROUP_KINDS[group.kind], group.count, tuple(group.gpus)) for group in config.instance_group
     )
@@ -101,11 +106,7 @@ def plan(config: pb.ModelConfig, own: ModelSpec) -> ServingPlan:
     missing = {tensor.name for tensor in own.inputs} - {tensor.name for tensor in inputs}
     if missing:
         raise ConfigError(f"input: the model needs {sorted(missing)} too, got only {[one.name for one in inputs]}")
-    try:
-        policy = _batch_policy(config, max_rows)
-    except PolicyError as error:
-        raise ConfigError(f"dynamic_batching: {error}") from None
-    return ServingPlan(ModelSpec(inputs, outputs, batched=max_rows > 0), max_rows, policy)
+    return ServingPlan(ModelSpec(inputs, outputs, batched=max_rows > 0), max_rows, _batch_policy(config, max_rows))
 
 
 def check_supported(config: pb.ModelConfig) -> None:
@@ -125,7 +126,8 @@ def _unsupported(config: pb.ModelConfig) -> Iterable[tuple[bool, str]]:
     yield batching.preserve_ordering, "dynamic_batching.preserve_ordering"
     yield batching.priority_levels > 0, "dynamic_batching.priority_levels"
     yield bool(batching.priority_queue_policy), "dynamic_batching.priority_queue_policy"
-    yield queue.timeout_action == pb.ModelQueuePolicy.DELAY, "default_queue_policy.timeout_action DELAY"
+    rejects = queue.timeout_action == pb.ModelQueuePolicy.REJECT
+    yield not rejects, "default_queue_policy.timeout_action other than REJECT"
     yield config.response_cache.enable, "response_cache"
     yield bool(config.model_repository_agents.agents), "model_repository_agents"
     yield bool(config.model_operations.op_library_filename), "model_operations.op_library_filename"
@@ -177,7 +179,8 @@ def _is_complete(config: pb.ModelConfig) -> bool:
 
 
 def _can_batch(own: ModelSpec) -> bool:
-    return all(tensor.dims[:1] == (-1,) for tensor in (*own.inputs, *own.outputs))
+    """Every tensor needs a free first dimension, and there must be an input to read the number of rows off."""
+    return bool(own.inputs) and all(tensor.dims[:1] == (-1,) for tensor in (*own.inputs, *own.outputs))
 
 
 def _joined(
@@ -235,6 +238,11 @@ def _batch_policy(config: pb.ModelConfig, max_rows: int) -> BatchPolicy:
                 f"(max_batch_size 0), got {list(batching.preferred_batch_size)}"
             )
         return BatchPolicy(queue=queue)
+    for size in batching.preferred_batch_size:
+        if not 0 < size <= max_rows:
+            raise ConfigError(
+                f"dynamic_batching.preferred_batch_size: expected 1 to max_batch_size, {max_rows}, got {size}"
+            )
     merges = config.HasField("dynamic_batching") or not _is_complete(config)
     return BatchPolicy(
         max_batch_rows=max_rows,

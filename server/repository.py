@@ -7,6 +7,7 @@ loader does). Everything runs on the event loop but the loads themselves.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -23,6 +24,8 @@ from server.loader import LoadedVersion, load_model
 from server.metrics import Metrics
 
 __all__ = ["ModelState", "Repository", "ServedModel"]
+
+_log = logging.getLogger("paceline.server.repository")
 
 
 class ModelState(Enum):
@@ -105,8 +108,12 @@ class Repository:
         """Load models, several at a time. One that fails becomes unavailable, with the reason; the others serve."""
         for folder in folders:
             self._entries[folder.name] = _Entry()
-        with ThreadPoolExecutor(self._load_threads, thread_name_prefix="load") as pool:
+        pool = ThreadPoolExecutor(self._load_threads, thread_name_prefix="load")
+        try:
             await asyncio.gather(*(self._load_one(folder, pool) for folder in folders))
+        finally:
+            # Waiting would hold up the event loop when the load is cancelled.
+            pool.shutdown(wait=False, cancel_futures=True)
 
     async def _load_one(self, folder: ModelFolder, pool: ThreadPoolExecutor) -> None:
         entry = self._entries[folder.name]
@@ -115,6 +122,10 @@ class Repository:
             loaded = await loop.run_in_executor(pool, load_model, folder, self._backend_of)
         except (BackendError, ServerError) as error:
             entry.state, entry.reason = ModelState.UNAVAILABLE, str(error)
+            return
+        except Exception as error:  # noqa: BLE001 - whatever it is, it is this model's and not the others'
+            _log.exception("model '%s' failed to load on something unforeseen", folder.name)
+            entry.state, entry.reason = ModelState.UNAVAILABLE, f"{type(error).__name__}: {error}"
             return
         for one in loaded:
             model = ServedModel(one, self._metrics)

@@ -14,17 +14,27 @@ from functools import wraps
 from typing import Any, TypeVar
 
 import grpc
+from google.protobuf.descriptor import MethodDescriptor
+from google.protobuf.message import DecodeError, Message
+from google.protobuf.message_factory import GetMessageClass
 
 from protos import inference_pb2 as pb
 from protos.inference_pb2_grpc import GRPCInferenceServiceServicer
 from scheduler.errors import SchedulerError
 from scheduler.policy import NEVER
-from server.errors import NotSupported, status_of
+from server.errors import InvalidRequest, ModelNotReady, NotSupported, status_of
 from server.repository import Repository, ServedModel
 
 __all__ = ["InferenceService"]
 
 _log = logging.getLogger("paceline.server.service")
+
+_MAX_TEXT_BYTES = 2_000
+"""Of a status's message. It travels in a header, each byte written as up to three, and a client that gets more than
+8 KiB of headers drops the answer and reports RESOURCE_EXHAUSTED instead."""
+
+_QUIET_S = 0.05
+_QUIET_TRIES = 20
 
 RequestT = TypeVar("RequestT")
 ResponseT = TypeVar("ResponseT")
@@ -38,6 +48,8 @@ def _answering(method: Method[RequestT, ResponseT]) -> Method[RequestT, Response
     @wraps(method)
     async def answer(self: Any, request: RequestT, context: Context) -> ResponseT:
         try:
+            if isinstance(request, DecodeError):
+                raise InvalidRequest(str(request))
             return await method(self, request, context)
         except asyncio.CancelledError:
             raise
@@ -48,7 +60,7 @@ def _answering(method: Method[RequestT, ResponseT]) -> Method[RequestT, Response
                 code, text = grpc.StatusCode.INTERNAL, f"internal error: {type(error).__name__}: {error}"
             else:
                 text = _text(request, error)
-        await context.abort(code, text)
+        await context.abort(code, _sendable(text))
         raise AssertionError("abort returned")
 
     return answer
@@ -61,6 +73,15 @@ def _text(request: object, error: Exception) -> str:
     return str(error)
 
 
+def _sendable(text: str) -> str:
+    """`text`, its middle left out if it is too long to arrive, and without what UTF-8 can't say."""
+    data = text.encode(errors="backslashreplace")
+    if len(data) > _MAX_TEXT_BYTES:
+        half = _MAX_TEXT_BYTES // 2
+        data = data[:half] + b" [...] " + data[-half:]
+    return data.decode(errors="ignore")
+
+
 class InferenceService(GRPCInferenceServiceServicer):
     """The RPCs of the Open Inference Protocol over a repository of models."""
 
@@ -69,10 +90,32 @@ class InferenceService(GRPCInferenceServiceServicer):
         self._server_id = server_id
         self._version = version
         self.serving = False
+        self._refused = 0
+
+    def add_to(self, server: grpc.aio.Server) -> None:
+        """Register the service with `server`, like the generated function, but for bytes that are no message: gRPC
+        would answer those with UNKNOWN and a traceback in the log, this service does with INVALID_ARGUMENT."""
+        service = pb.DESCRIPTOR.services_by_name["GRPCInferenceService"]
+        handlers = {method.name: _handler(method, getattr(self, method.name)) for method in service.methods}
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service.full_name, handlers),))
+
+    async def refuse_until_quiet(self) -> None:
+        """Refuse requests until none has come for a moment, or for a second. gRPC takes up one call at a time; those
+        that have arrived and wait for their turn when its server stops would be told CANCELLED, for no doing of their
+        own, and their clients wouldn't try elsewhere."""
+        self.serving = False
+        for _ in range(_QUIET_TRIES):
+            seen = self._refused
+            await asyncio.sleep(_QUIET_S)
+            if self._refused == seen:
+                return
 
     # hot path: see bench/
     @_answering
     async def ModelInfer(self, request: pb.ModelInferRequest, context: Context) -> pb.ModelInferResponse:
+        if not self.serving:
+            self._refused += 1
+            raise ModelNotReady("the server is stopping")
         model = self._repository.get(request.model_name, request.model_version)
         decoded = model.codec.decode(request)
         results = await model.batcher.submit(
@@ -94,7 +137,8 @@ class InferenceService(GRPCInferenceServiceServicer):
 
     @_answering
     async def ModelReady(self, request: pb.ModelReadyRequest, context: Context) -> pb.ModelReadyResponse:
-        return pb.ModelReadyResponse(ready=self._repository.is_ready(request.name, request.version))
+        ready = self._repository.is_ready(request.name, request.version)
+        return pb.ModelReadyResponse(ready=ready and self.serving)
 
     @_answering
     async def ServerMetadata(self, request: pb.ServerMetadataRequest, context: Context) -> pb.ServerMetadataResponse:
@@ -103,8 +147,25 @@ class InferenceService(GRPCInferenceServiceServicer):
     @_answering
     async def ModelMetadata(self, request: pb.ModelMetadataRequest, context: Context) -> pb.ModelMetadataResponse:
         model = self._repository.get(request.name, request.version)
-        versions = [request.version] if request.version else self._repository.versions(model.name)
+        versions = [model.version] if request.version else self._repository.versions(model.name)
         return _metadata(model, versions)
+
+
+def _handler(method: MethodDescriptor, behaviour: Callable[..., Any]) -> Any:
+    streams = method.client_streaming and method.server_streaming
+    make = grpc.stream_stream_rpc_method_handler if streams else grpc.unary_unary_rpc_method_handler
+    request, response = GetMessageClass(method.input_type), GetMessageClass(method.output_type)
+    return make(behaviour, _tolerant(request.FromString), response.SerializeToString)
+
+
+def _tolerant(parse: Callable[[bytes], Message]) -> Callable[[bytes], Message | DecodeError]:
+    def read(data: bytes) -> Message | DecodeError:
+        try:
+            return parse(data)
+        except DecodeError as error:
+            return error
+
+    return read
 
 
 def _metadata(model: ServedModel, versions: list[str]) -> pb.ModelMetadataResponse:

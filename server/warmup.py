@@ -64,6 +64,9 @@ def _requests(sample: pb.ModelWarmup, plan: ServingPlan, folder: Path) -> Iterat
             f"warmup sample '{sample.name}': expected a batch_size up to {max(1, plan.max_batch_rows)}, "
             f"got {sample.batch_size}"
         )
+    names = [tensor.name for tensor in plan.spec.inputs]
+    if unexpected := sorted(set(sample.inputs) - set(names)):
+        raise ConfigError(f"warmup sample '{sample.name}': unexpected inputs {unexpected}, expected {names}")
     for _ in range(sample.batch_size):
         yield [_input(sample, tensor, plan.spec, folder) for tensor in plan.spec.inputs]
 
@@ -82,9 +85,12 @@ def _input(sample: pb.ModelWarmup, tensor: TensorSpec, spec: ModelSpec, folder: 
     if len(dims) != len(tensor.dims) or any(want not in (-1, got) for got, want in zip(dims, tensor.dims, strict=True)):
         raise ConfigError(f"{where}: expected dims {list(tensor.dims)}, got {list(dims)}")
     shape = (1, *dims) if spec.batched else dims
+    kind = given.WhichOneof("input_data_type")
+    if kind is None:
+        raise ConfigError(f"{where}: expected zero_data, random_data or input_data_file, got none")
     try:
         element_count(shape)
-        if given.WhichOneof("input_data_type") == "input_data_file":
+        if kind == "input_data_file":
             return decode_raw(_data(folder, given.input_data_file, where), by_name(datatype), shape)
     except TensorError as error:
         raise ConfigError(f"{where}: {error}") from None

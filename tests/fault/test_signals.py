@@ -1,0 +1,180 @@
+"""SIGTERM and SIGINT: whatever the server is doing, it ends in order, in time, and owes nobody an answer."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from protos.inference_pb2_grpc import GRPCInferenceServiceStub
+from tests.fault.traffic import connected, pending, request, total
+from tests.harness import ServerProcess, write_identity
+from tests.polling import eventually, eventually_async
+
+OK, UNAVAILABLE = grpc.StatusCode.OK, grpc.StatusCode.UNAVAILABLE
+HANGS = 'parameters { key: "execute_delay_ms" value { string_value: "100000" } }'
+FREE = "[ -1 ]"
+"""Dims that are not known keep the server from warming up, which takes as long as an execution."""
+
+
+def delay_ms(ms: int) -> str:
+    return f'parameters {{ key: "execute_delay_ms" value {{ string_value: "{ms}" }} }}'
+
+
+def says(server: ServerProcess, beginning: str) -> bool:
+    return any(record["message"].startswith(beginning) for record in server.log)
+
+
+def ends(server: ServerProcess, within_s: float) -> int:
+    """The exit status; the server must end `within_s` seconds from now."""
+    status = server.wait(within_s)
+    assert not [line for line in server.stderr if not line.startswith("{")]
+    return status
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_signal_while_idle_ends_at_once_with_status_0(tmp_path: Path, number: int) -> None:
+    write_identity(tmp_path)
+    with ServerProcess(tmp_path) as server, connected(server) as client:
+        assert client.code(request()) is OK
+        server.signal(number)
+        assert ends(server, 5) == 0
+        assert says(server, "stopped after 0.")
+
+
+def test_sigterm_without_grace_while_idle_gives_up_on_nothing(tmp_path: Path) -> None:
+    write_identity(tmp_path)
+    with ServerProcess(tmp_path, args=("--exit-timeout-secs", "0")) as server:
+        server.signal(signal.SIGTERM)
+        assert ends(server, 5) == 0
+        assert not says(server, "gave up")
+
+
+def test_sigterm_with_open_health_streams_tells_them_and_ends_at_once(tmp_path: Path) -> None:
+    write_identity(tmp_path)
+    with ServerProcess(tmp_path) as server, connected(server) as client:
+        health = health_pb2_grpc.HealthStub(client.channel)
+        streams = [health.Watch(health_pb2.HealthCheckRequest(service=name)) for name in ("", "no.such")]
+        first = [next(stream).status for stream in streams]
+        server.signal(signal.SIGTERM)
+        last = [[response.status for response in stream] for stream in streams]
+        assert ends(server, 5) == 0
+    status = health_pb2.HealthCheckResponse
+    assert first == [status.SERVING, status.SERVICE_UNKNOWN]
+    assert last == [[status.NOT_SERVING], []]
+
+
+def test_sigterm_under_load_answers_what_was_accepted_and_refuses_the_rest(tmp_path: Path) -> None:
+    # Requests run one by one, so that those accepted are those done, the one that runs, and those pending.
+    write_identity(tmp_path, dims=FREE, extra=delay_ms(150))
+    with ServerProcess(tmp_path) as server, connected(server) as client:
+        accepted = [client.send(request(first=number)) for number in range(16)]
+        eventually(
+            lambda: pending(server) + total(server, "nv_inference_request_success") >= 15, "all requests accepted"
+        )
+        server.signal(signal.SIGTERM)
+        late: list[Any] = []
+
+        def one_more_is_refused() -> bool:
+            late.append(client.send(request()))
+            return any(call.done() and call.code() is UNAVAILABLE for call in late)
+
+        eventually(one_more_is_refused, "a new request refused")
+        assert not all(call.done() for call in accepted)
+        for number, call in enumerate(accepted):
+            assert call.result().raw_output_contents[0] == request(first=number).raw_input_contents[0]
+        assert ends(server, 30) == 0
+        assert {call.code() for call in late} <= {OK, UNAVAILABLE}
+
+
+async def test_sigterm_amid_traffic_from_many_clients_refuses_with_unavailable_alone(tmp_path: Path) -> None:
+    write_identity(tmp_path)
+    codes: Counter[grpc.StatusCode] = Counter()
+
+    async def send_until_refused(target: str) -> None:
+        async with grpc.aio.insecure_channel(target, options=[("grpc.use_local_subchannel_pool", 1)]) as channel:
+            stub: Any = GRPCInferenceServiceStub(channel)  # type: ignore[no-untyped-call]
+            code = OK
+            while code is OK:
+                code = await stub.ModelInfer(request(), timeout=20).code()
+                codes[code] += 1
+
+    with ServerProcess(tmp_path) as server:
+        clients = [asyncio.create_task(send_until_refused(server.target)) for _ in range(32)]
+        await eventually_async(lambda: codes[OK] > 100, "traffic flowing")
+        server.signal(signal.SIGTERM)
+        await asyncio.gather(*clients)
+        assert ends(server, 5) == 0
+    assert codes == {OK: codes[OK], UNAVAILABLE: 32}
+
+
+def test_sigterm_during_a_long_queue_delay_executes_at_once(tmp_path: Path) -> None:
+    write_identity(tmp_path, extra="dynamic_batching { max_queue_delay_microseconds: 100000000 }")
+    with ServerProcess(tmp_path) as server, connected(server) as client:
+        calls = [client.send(request(first=number)) for number in range(3)]
+        eventually(lambda: pending(server) == 3, "three requests waiting for company")
+        server.signal(signal.SIGTERM)
+        assert ends(server, 5) == 0
+        assert [call.code() for call in calls] == [OK] * 3
+
+
+def test_sigterm_during_an_execution_that_hangs_ends_with_the_grace(tmp_path: Path) -> None:
+    write_identity(tmp_path, dims=FREE, extra=HANGS)
+    with ServerProcess(tmp_path, args=("--exit-timeout-secs", "1.5")) as server, connected(server) as client:
+        running, waiting = client.send(request()), client.send(request())
+        eventually(lambda: pending(server) == 1, "one request running, one waiting")
+        began = time.monotonic()
+        server.signal(signal.SIGTERM)
+        assert ends(server, 6) == 0
+        assert time.monotonic() - began > 1.4
+        for call in (running, waiting):
+            assert call.code() is UNAVAILABLE
+            assert call.details() == "model 'echo': the model is being unloaded or the server is stopping"
+        assert says(server, "gave up on executions that ran longer than the 1.5 s of grace")
+
+
+def test_sigterm_twice_ends_at_once_with_the_signals_status(tmp_path: Path) -> None:
+    write_identity(tmp_path, dims=FREE, extra=HANGS)
+    with ServerProcess(tmp_path, args=("--exit-timeout-secs", "100")) as server, connected(server) as client:
+        call, other = client.send(request()), client.send(request())
+        eventually(lambda: pending(server) == 1, "one request running, one waiting")
+        server.signal(signal.SIGTERM)
+        eventually(lambda: says(server, "stopping"), "the first signal noticed")
+        server.signal(signal.SIGTERM)
+        assert ends(server, 5) == 128 + signal.SIGTERM
+        assert call.code() is UNAVAILABLE
+        assert other.code() is UNAVAILABLE
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_signal_while_models_load_ends_at_once_with_status_0(tmp_path: Path, number: int) -> None:
+    write_identity(tmp_path, extra=HANGS)  # its warm-up hangs
+    server = ServerProcess(tmp_path)
+    server.start()
+    try:
+        eventually(lambda: says(server, "loading"), "models being loaded")
+        server.signal(number)
+        assert ends(server, 5) == 0
+        assert says(server, "stopped while loading")
+    finally:
+        server.kill()
+
+
+def test_sigterm_after_the_client_is_gone_still_ends_at_once(tmp_path: Path) -> None:
+    write_identity(tmp_path, extra="dynamic_batching { max_queue_delay_microseconds: 100000000 }")
+    with ServerProcess(tmp_path) as server:
+        with connected(server) as client:
+            call = client.send(request())
+            eventually(lambda: pending(server) == 1, "a request in the queue")
+            call.cancel()
+        eventually(lambda: pending(server) == 0, "the request gone from the queue")
+        assert total(server, "nv_inference_count") == 0
+        server.signal(signal.SIGTERM)
+        assert ends(server, 5) == 0

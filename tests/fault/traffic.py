@@ -1,0 +1,83 @@
+"""Clients for tests that hurt: calls in flight, health streams, and a client process to be killed.
+
+Lives here: sending and waiting. Must not: assertions about the server.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import grpc
+
+from protos import inference_pb2 as pb
+from protos.inference_pb2_grpc import GRPCInferenceServiceStub
+from tests.harness import REPO, ServerProcess
+from tests.polling import eventually
+from tests.wire import infer, rows_of_floats
+
+__all__ = ["Client", "client_process", "connected", "pending", "request", "total"]
+
+_LABELS = '{model="echo",version="1"}'
+
+
+def request(rows: int = 1, columns: int = 16, first: float = 0) -> pb.ModelInferRequest:
+    """What the model `echo` of the harness takes."""
+    return infer("echo", {"INPUT0": rows_of_floats(rows, columns, first)})
+
+
+def total(server: ServerProcess, name: str) -> int:
+    """One of the server's counters or gauges for the model `echo`."""
+    return int(server.metrics()[f"{name}{_LABELS}"])
+
+
+def pending(server: ServerProcess) -> int:
+    """Requests that wait in the queue."""
+    return total(server, "nv_inference_pending_request_count")
+
+
+class Client:
+    """Stubs on one channel; calls are futures, so that many can be in flight."""
+
+    def __init__(self, channel: grpc.Channel) -> None:
+        self.channel = channel
+        self._stub: Any = GRPCInferenceServiceStub(channel)  # type: ignore[no-untyped-call]
+
+    def send(self, message: pb.ModelInferRequest, timeout_s: float = 60) -> Any:
+        """A call in flight."""
+        return self._stub.ModelInfer.future(message, timeout=timeout_s)
+
+    def code(self, message: pb.ModelInferRequest) -> grpc.StatusCode:
+        """The status that a call ends with."""
+        return self.send(message).code()  # type: ignore[no-any-return]
+
+
+@contextmanager
+def connected(server: ServerProcess) -> Iterator[Client]:
+    """A client of `server`."""
+    with grpc.insecure_channel(server.target) as channel:
+        yield Client(channel)
+
+
+_SEND = """
+import sys, grpc
+from tests.fault.traffic import Client, request
+with grpc.insecure_channel(sys.argv[1]) as channel:
+    Client(channel).send(request(int(sys.argv[2]))).result()
+"""
+
+
+@contextmanager
+def client_process(server: ServerProcess, rows: int) -> Iterator[subprocess.Popen[bytes]]:
+    """A process that has one request of `rows` rows waiting in the server's queue."""
+    before = pending(server)
+    process = subprocess.Popen([sys.executable, "-c", _SEND, server.target, str(rows)], cwd=REPO)
+    try:
+        eventually(lambda: pending(server) == before + 1, "the other process's request in the queue")
+        yield process
+    finally:
+        process.kill()
+        process.wait()

@@ -1,0 +1,129 @@
+"""A server inside of the test's process, over real gRPC, with models that the test holds in its hands.
+
+Lives here: `serving`, which writes a repository, starts and stops a `Server`; raw stubs and channels. Must not:
+assertions about behaviour.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import urllib.request
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import grpc
+
+from backends.base import Backend, ModelSpec, TensorSpec
+from backends.memory import MemoryBackend, MemoryModel
+from backends.registry import backend as registered
+from protos import inference_pb2 as pb
+from protos.inference_pb2_grpc import GRPCInferenceServiceStub
+from server.app import Server
+from server.config import Settings
+
+__all__ = ["Served", "echo_model", "failure_of", "serving", "write_model"]
+
+_UNLIMITED = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]
+
+
+def echo_model(datatype: str = "FP32", *dims: int, utf8: bool = False) -> MemoryModel:
+    """A model with a gate and switches for faults that returns its input `a` as `x`, batch axis in front. One free
+    dimension, its default, keeps it from being warmed up, which would count among its batches."""
+    whole = (-1, *(dims or (-1,)))
+    return MemoryModel(
+        ModelSpec((TensorSpec("a", datatype, whole, utf8),), (TensorSpec("x", datatype, whole, utf8),)),
+    )
+
+
+def write_model(repository: Path, name: str, config: str = "") -> Path:
+    """A folder with version 1 and `config`, which by default only says that the model is in memory."""
+    folder = repository / name
+    (folder / "1").mkdir(parents=True)
+    (folder / "config.pbtxt").write_text(f'backend: "memory" {config}')
+    return folder
+
+
+@dataclass
+class Served:
+    """A running server and a channel to it."""
+
+    server: Server
+    channel: grpc.aio.Channel
+    stub: Any
+
+    @property
+    def target(self) -> str:
+        return f"127.0.0.1:{self.server.grpc_port}"
+
+    async def infer(self, request: pb.ModelInferRequest, timeout_s: float | None = 20) -> pb.ModelInferResponse:
+        response: pb.ModelInferResponse = await self.stub.ModelInfer(request, timeout=timeout_s)
+        return response
+
+    async def raw_call(self, method: str, data: bytes) -> bytes:
+        """Call `method` of the inference service with bytes that need not be a message."""
+        call: Any = self.channel.unary_unary(f"/inference.GRPCInferenceService/{method}")
+        answer: bytes = await call(data, timeout=20)
+        return answer
+
+    def waiting(self, model: str, version: str = "") -> int:
+        """Requests in the queue of a model."""
+        return self.server.repository.get(model, version).batcher.waiting_requests
+
+    async def metrics(self) -> dict[str, float]:
+        """All samples by `name{labels}`, as a scraper gets them."""
+        url = f"http://127.0.0.1:{self.server.metrics_port}/metrics"
+        text = await asyncio.to_thread(_get, url)
+        lines = (line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
+        return {name: float(value) for name, value in lines}
+
+    async def metric(self, name: str, labels: str = 'model="m",version="1"') -> float:
+        """One sample."""
+        return (await self.metrics())[f"{name}{{{labels}}}"]
+
+
+def _get(url: str) -> str:
+    with urllib.request.urlopen(url, timeout=10) as response:
+        text: str = response.read().decode()
+    return text
+
+
+@asynccontextmanager
+async def serving(
+    repository: Path,
+    models: Mapping[str, MemoryModel] | None = None,
+    *,
+    config: str = "",
+    settings: Settings | None = None,
+) -> AsyncIterator[Served]:
+    """Serve `repository`, in which a folder is written for each of `models` that has none, with `config`."""
+    models = models or {}
+    for name in models:
+        if not (repository / name).exists():
+            write_model(repository, name, config)
+
+    def backend_of(name: str) -> Backend:
+        return MemoryBackend(models) if name == "memory" else registered(name)
+
+    given = settings or Settings(paths=(repository,))
+    local = replace(given, grpc_address="127.0.0.1", grpc_port=0, metrics_port=0)
+    server = Server(local, backend_of)
+    await server.start()
+    try:
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{server.grpc_port}", options=_UNLIMITED) as channel:
+            yield Served(server, channel, GRPCInferenceServiceStub(channel))
+    finally:
+        for model in models.values():
+            model.gate.open()
+        await server.stop(5)
+
+
+async def failure_of(call: Any) -> tuple[grpc.StatusCode, str]:
+    """Status and message of a call that must fail."""
+    try:
+        answer = await call
+    except grpc.aio.AioRpcError as error:
+        return error.code(), error.details() or ""
+    raise AssertionError(f"expected a failure, got {answer}")

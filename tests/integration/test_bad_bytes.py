@@ -1,0 +1,107 @@
+"""Bytes that are no message, and calls that nobody serves: a clean status, and the server goes on."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from protos import inference_pb2 as pb
+from protos.inference_pb2_grpc import GRPCInferenceServiceServicer
+from tests.integration.serving import Served, echo_model, failure_of, serving
+from tests.wire import infer, rows_of_floats
+
+Code = grpc.StatusCode
+
+GOOD = infer("m", {"a": rows_of_floats(1)})
+SERVED = {"ServerLive", "ServerReady", "ModelReady", "ServerMetadata", "ModelMetadata", "ModelInfer"}
+ALL = {name for name in vars(GRPCInferenceServiceServicer) if not name.startswith("_")}
+
+
+@pytest.fixture
+async def served(tmp_path: Path) -> AsyncIterator[Served]:
+    async with serving(tmp_path, {"m": echo_model()}) as served:
+        yield served
+        assert list((await served.infer(GOOD)).outputs[0].shape) == [1, 2]
+        assert await served.metric("nv_inference_pending_request_count") == 0
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"\xff",
+        b"\x0a\xff\xff\xff\xff\x0f",  # a name of 4 GiB
+        b"\x0a\x02\xff\xfe",  # a name that is no UTF-8
+        b"\x0b" * 10_000,  # groups within groups
+        GOOD.SerializeToString()[:-1],
+        GOOD.SerializeToString()[:7],
+    ],
+    ids=["stray byte", "huge length", "no text", "nested groups", "last byte missing", "cut in the middle"],
+)
+async def test_infer_of_bytes_that_are_no_message_is_refused(served: Served, data: bytes) -> None:
+    assert await failure_of(served.raw_call("ModelInfer", data)) == (
+        Code.INVALID_ARGUMENT,
+        "Error parsing message with type 'inference.ModelInferRequest'",
+    )
+
+
+@pytest.mark.parametrize("method", sorted(SERVED | {"ModelConfig"}))
+async def test_call_of_any_method_with_bytes_that_are_no_message_is_refused(served: Served, method: str) -> None:
+    code, text = await failure_of(served.raw_call(method, b"\xff"))
+    assert (code, text) == (Code.INVALID_ARGUMENT, f"Error parsing message with type 'inference.{method}Request'")
+
+
+async def test_infer_of_bytes_with_unknown_fields_ignores_them(served: Served) -> None:
+    unknown = b"\xfa\x7f\x03abc"  # field 2047
+    answer = pb.ModelInferResponse.FromString(
+        await served.raw_call("ModelInfer", unknown + GOOD.SerializeToString() + unknown)
+    )
+    assert answer.raw_output_contents[0] == rows_of_floats(1).tobytes()
+
+
+async def test_infer_of_no_bytes_at_all_is_a_request_for_no_model(served: Served) -> None:
+    code, text = await failure_of(served.raw_call("ModelInfer", b""))
+    assert (code, text) == (Code.NOT_FOUND, "unknown model '' is not found; this server has ['m']")
+
+
+async def test_infer_of_damaged_messages_always_ends_with_an_answer_or_a_refusal(served: Served) -> None:
+    dice = random.Random(7)
+    clean = GOOD.SerializeToString()
+    seen = set()
+    for _ in range(300):
+        damaged = bytearray(clean)
+        for _ in range(dice.randint(1, 3)):
+            damaged[dice.randrange(len(damaged))] = dice.randrange(256)
+        try:
+            await served.raw_call("ModelInfer", bytes(damaged))
+            seen.add(Code.OK)
+        except grpc.aio.AioRpcError as error:
+            seen.add(error.code())
+    assert seen == {Code.OK, Code.INVALID_ARGUMENT, Code.NOT_FOUND}
+
+
+@pytest.mark.parametrize("method", sorted(ALL - SERVED))
+async def test_call_of_an_rpc_that_this_build_lacks_is_unimplemented_and_says_so(served: Served, method: str) -> None:
+    path = f"/inference.GRPCInferenceService/{method}"
+    if method == "ModelStreamInfer":
+        stream: Any = served.channel.stream_stream(path)
+        outcome = await failure_of(anext(aiter(stream(iter([b""]), timeout=20))))
+    else:
+        outcome = await failure_of(served.raw_call(method, b""))
+    assert outcome == (Code.UNIMPLEMENTED, f"{method} is not supported by this build")
+
+
+@pytest.mark.parametrize("path", ["/inference.GRPCInferenceService/Nope", "/other.Service/ModelInfer"])
+async def test_call_of_a_method_that_does_not_exist_is_unimplemented(served: Served, path: str) -> None:
+    call: Any = served.channel.unary_unary(path)
+    code, _ = await failure_of(call(b"", timeout=20))
+    assert code is Code.UNIMPLEMENTED
+
+
+def test_served_and_unserved_rpcs_are_all_there_are() -> None:
+    methods = {method.name for method in pb.DESCRIPTOR.services_by_name["GRPCInferenceService"].methods}
+    assert methods == ALL

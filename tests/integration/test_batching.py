@@ -1,0 +1,220 @@
+"""Requests of many callers ride together, over the wire; how they group is read off the model's own record."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from backends.base import ModelSpec, TensorSpec
+from backends.memory import MemoryModel
+from protos import inference_pb2 as pb
+from tests.harness import write_identity
+from tests.integration.serving import Served, echo_model, serving
+from tests.polling import eventually_async
+from tests.wire import infer, rows_of_floats
+
+MERGE = "max_batch_size: 8 dynamic_batching { }"
+
+
+def send(served: Served, *requests: pb.ModelInferRequest) -> list[asyncio.Task[Any]]:
+    """Calls in flight."""
+    return [asyncio.create_task(served.infer(request)) for request in requests]
+
+
+async def busy(served: Served, model: MemoryModel) -> list[asyncio.Task[Any]]:
+    """One request that occupies the model until its gate is opened."""
+    model.gate.close()
+    before = model.gate.entered
+    blocker = send(served, infer("m", {"a": rows_of_floats(1)}))
+    await asyncio.to_thread(model.gate.wait_entered, before + 1)
+    return blocker
+
+
+def echoes(requests: Sequence[pb.ModelInferRequest], responses: Sequence[pb.ModelInferResponse]) -> bool:
+    return [list(one.raw_input_contents) for one in requests] == [list(one.raw_output_contents) for one in responses]
+
+
+async def test_batch_of_64_clients_averages_above_8_rows(tmp_path: Path) -> None:
+    delay = 'parameters { key: "execute_delay_ms" value { string_value: "10" } }'
+    write_identity(tmp_path, "m", rows=64, extra=f"dynamic_batching {{ }} {delay}")
+    async with serving(tmp_path) as served:
+
+        async def client(number: int) -> bool:
+            requests = [infer("m", {"INPUT0": rows_of_floats(1, 16, first=number * 100 + i)}) for i in range(5)]
+            return echoes(requests, [await served.infer(request) for request in requests])
+
+        assert all(await asyncio.gather(*(client(number) for number in range(64))))
+        rows, executions = await served.metric("nv_inference_count"), await served.metric("nv_inference_exec_count")
+        assert rows == 64 * 5
+        assert rows / executions > 8
+        assert await served.metric("nv_inference_request_success") == 64 * 5
+        assert await served.metric("paceline_batch_rows_count") == executions
+
+
+async def test_batch_forms_behind_a_busy_model_up_to_its_limit(tmp_path: Path) -> None:
+    model = echo_model()
+    async with serving(tmp_path, {"m": model}, config=MERGE) as served:
+        blocker = await busy(served, model)
+        requests = [infer("m", {"a": rows_of_floats(1 + i % 2, first=i * 10)}) for i in range(10)]  # 15 rows
+        calls = send(served, *requests)
+        await eventually_async(lambda: served.waiting("m") == 10, "ten requests waiting")
+        model.gate.open()
+        assert echoes(requests, await asyncio.gather(*calls))
+        await asyncio.gather(*blocker)
+    sizes = [sum(batch) for batch in model.batches]
+    assert sizes[0] == 1
+    assert sizes[1:] in ([8, 7], [7, 8])
+
+
+async def test_batch_of_requests_without_dynamic_batching_is_always_one_request(tmp_path: Path) -> None:
+    model = echo_model()
+    tensor = 'name: "{}" data_type: TYPE_FP32 dims: [ -1 ]'
+    config = f"max_batch_size: 8 input {{ {tensor.format('a')} }} output {{ {tensor.format('x')} }}"
+    async with serving(tmp_path, {"m": model}, config=config) as served:
+        requests = [infer("m", {"a": rows_of_floats(rows)}) for rows in (1, 2, 3, 8)]
+        assert echoes(requests, await asyncio.gather(*send(served, *requests)))
+    assert sorted(model.batches) == [(1,), (2,), (3,), (8,)]
+
+
+async def test_batch_of_a_model_without_batch_axis_is_always_one_request(tmp_path: Path) -> None:
+    spec = ModelSpec((TensorSpec("a", "FP32", (-1, 3)),), (TensorSpec("x", "FP32", (-1, 3)),))
+    model = MemoryModel(spec)
+    tensor = 'name: "{}" data_type: TYPE_FP32 dims: [ -1, 3 ]'
+    config = f"input {{ {tensor.format('a')} }} output {{ {tensor.format('x')} }} dynamic_batching {{ }}"
+    async with serving(tmp_path, {"m": model}, config=config) as served:
+        requests = [infer("m", {"a": rows_of_floats(rows, 3)}) for rows in (1, 2, 5)]
+        assert echoes(requests, await asyncio.gather(*send(served, *requests)))
+    assert model.batches == [(1,)] * 3
+
+
+async def test_batch_of_mixed_shapes_groups_equal_ones_and_starves_none(tmp_path: Path) -> None:
+    model = echo_model("FP32", -1)
+    async with serving(tmp_path, {"m": model}, config=MERGE) as served:
+        model.gate.close()
+        blocker = send(served, infer("m", {"a": rows_of_floats(1, 9)}))
+        await asyncio.to_thread(model.gate.wait_entered, 1)
+        requests = [infer("m", {"a": rows_of_floats(1, 2 + i % 3, first=i * 10)}) for i in range(12)]
+        calls = send(served, *requests)
+        await eventually_async(lambda: served.waiting("m") == 12, "twelve requests waiting")
+        assert await served.metric("paceline_lanes") == 3
+        model.gate.open()
+        assert echoes(requests, await asyncio.gather(*calls))
+        await asyncio.gather(*blocker)
+    assert model.batches == [(1,), (1,) * 4, (1,) * 4, (1,) * 4]
+
+
+async def test_batch_mates_each_get_the_outputs_they_asked_for(tmp_path: Path) -> None:
+    two = tuple(TensorSpec(name, "FP32", (-1, -1)) for name in ("x", "y"))
+    model = MemoryModel(ModelSpec((TensorSpec("a", "FP32", (-1, -1)),), two), lambda inputs: [inputs[0], -inputs[0]])
+    async with serving(tmp_path, {"m": model}, config=MERGE) as served:
+        blocker = await busy(served, model)
+        wanted = (["y"], ["x"], ["y", "x"], [])
+        calls = send(served, *(infer("m", {"a": rows_of_floats(1)}, outputs=names) for names in wanted))
+        await eventually_async(lambda: served.waiting("m") == 4, "four requests waiting")
+        model.gate.open()
+        responses = await asyncio.gather(*calls)
+        await asyncio.gather(*blocker)
+    assert model.batches[1] == (1,) * 4
+    x, y = rows_of_floats(1).tobytes(), (-rows_of_floats(1)).tobytes()
+    assert [list(one.raw_output_contents) for one in responses] == [[y], [x], [y, x], [x, y]]
+    assert [[output.name for output in one.outputs] for one in responses] == [["y"], ["x"], ["y", "x"], ["x", "y"]]
+
+
+PREFERRED = """
+    max_batch_size: 8
+    dynamic_batching {{ preferred_batch_size: [ 2, 6 ] max_queue_delay_microseconds: {us} }}
+"""
+LONG_US = 100_000_000
+
+
+@pytest.mark.parametrize(
+    ("rows", "batches"),
+    [
+        ([2], [(2,)]),
+        ([6], [(6,)]),
+        ([7], [(7,)]),
+        ([8], [(8,)]),
+        ([1, 1], [(1, 1)]),
+        ([3, 7], [(3,), (7,)]),
+        ([1, 1, 1, 1, 1, 1], [(1, 1), (1, 1), (1, 1)]),
+    ],
+)
+async def test_preferred_sizes_leave_without_waiting_for_the_delay(
+    tmp_path: Path, rows: list[int], batches: list[tuple[int, ...]]
+) -> None:
+    """One after the other, as if each had just arrived; the delay is far beyond the test's patience."""
+    model = echo_model()
+    async with serving(tmp_path, {"m": model}, config=PREFERRED.format(us=LONG_US)) as served:
+        calls: list[asyncio.Task[Any]] = []
+        for count in rows:
+            seen = len(calls)
+            calls += send(served, infer("m", {"a": rows_of_floats(count)}))
+            await eventually_async(lambda seen=seen: _known(served, model) == seen + 1, "the request received")
+        await asyncio.gather(*calls)
+    assert model.batches == batches
+
+
+def _known(served: Served, model: MemoryModel) -> int:
+    """Requests that have arrived: waiting, or in a batch."""
+    return served.waiting("m") + sum(len(batch) for batch in model.batches)
+
+
+async def test_other_sizes_wait_for_the_delay_and_no_longer(tmp_path: Path) -> None:
+    model = echo_model()
+    async with serving(tmp_path, {"m": model}, config=PREFERRED.format(us=150_000)) as served:
+        began = time.monotonic()
+        await asyncio.gather(*send(served, infer("m", {"a": rows_of_floats(3)})))
+        assert time.monotonic() - began >= 0.15
+        waited_us = await served.metric("nv_inference_queue_duration_us")
+    assert model.batches == [(3,)]
+    assert 150_000 <= waited_us < 10_000_000
+
+
+async def test_preferred_size_completed_by_a_second_request_leaves_at_once(tmp_path: Path) -> None:
+    model = echo_model()
+    async with serving(tmp_path, {"m": model}, config=PREFERRED.format(us=LONG_US)) as served:
+        calls = send(served, infer("m", {"a": rows_of_floats(1)}))
+        await eventually_async(lambda: served.waiting("m") == 1, "the first request waiting")
+        calls += send(served, infer("m", {"a": rows_of_floats(1)}))
+        await asyncio.gather(*calls)
+    assert model.batches == [(1, 1)]
+
+
+async def test_delay_of_the_largest_number_there_is_can_be_configured(tmp_path: Path) -> None:
+    model = echo_model()
+    async with serving(tmp_path, {"m": model}, config=PREFERRED.format(us=2**64 - 1)) as served:
+        calls = send(served, infer("m", {"a": rows_of_floats(1)}))
+        await eventually_async(lambda: served.waiting("m") == 1, "the first request waiting")
+        calls += send(served, infer("m", {"a": rows_of_floats(1)}))
+        await asyncio.gather(*calls)
+
+
+async def test_two_instances_execute_at_the_same_time(tmp_path: Path) -> None:
+    model = echo_model()
+    async with serving(tmp_path, {"m": model}, config=f"{MERGE} instance_group {{ count: 2 }}") as served:
+        first = await busy(served, model)
+        second = send(served, infer("m", {"a": rows_of_floats(1)}))
+        await asyncio.to_thread(model.gate.wait_entered, 2)
+        third = send(served, infer("m", {"a": rows_of_floats(1)}))
+        await eventually_async(lambda: served.waiting("m") == 1, "the third waiting")
+        model.gate.open()
+        await asyncio.gather(*first, *second, *third)
+    assert model.batches == [(1,)] * 3
+
+
+async def test_versions_of_a_model_have_queues_of_their_own(tmp_path: Path) -> None:
+    write_identity(tmp_path, "m", extra="dynamic_batching { } version_policy { all { } }")
+    (tmp_path / "m" / "2").mkdir()
+    async with serving(tmp_path) as served:
+        request = infer("m", {"INPUT0": rows_of_floats(1, 16)})
+        for version, times in (("1", 2), ("2", 3)):
+            request.model_version = version
+            for _ in range(times):
+                assert (await served.infer(request)).model_version == version
+        assert await served.metric("nv_inference_count", 'model="m",version="1"') == 2
+        assert await served.metric("nv_inference_count", 'model="m",version="2"') == 3

@@ -1,0 +1,133 @@
+"""A repository with a bad model in it: the others serve, and everybody who asks is told what is wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from backends.base import Device, ModelSpec
+from backends.errors import LoadError
+from backends.memory import MemoryInstance, MemoryModel
+from protos import inference_pb2 as pb
+from server.config import Settings
+from server.errors import StartError
+from tests import models
+from tests.integration.serving import Served, echo_model, failure_of, serving, write_model
+from tests.wire import infer, rows_of_floats
+
+Code = grpc.StatusCode
+GOOD = infer("good", {"a": rows_of_floats(1)})
+
+
+def corrupt(repository: Path) -> str:
+    (repository / "bad" / "1").mkdir(parents=True)
+    (repository / "bad" / "1" / "model.onnx").write_bytes(models.mlp().SerializeToString()[:100])
+    return "onnx runtime error 7: "
+
+
+def ensemble(repository: Path) -> str:
+    write_model(repository, "bad", "ensemble_scheduling { step { model_name: 'good' } }")
+    return "ensemble_scheduling is not supported by this build"
+
+
+def misspelt(repository: Path) -> str:
+    write_model(repository, "bad", "\ndynamic_batchin { }")
+    return 'config.pbtxt:2:1 : Message type "inference.ModelConfig" has no field named "dynamic_batchin".'
+
+
+def misnamed(repository: Path) -> str:
+    write_model(repository, "bad", 'name: "worse"')
+    return "name: expected 'bad', the name of its folder, got 'worse'"
+
+
+def empty(repository: Path) -> str:
+    (repository / "bad").mkdir()
+    return f"no version to load: expected folders named by version numbers in {repository}/bad, found none"
+
+
+async def check(served: Served, reason: str) -> None:
+    assert (await served.infer(GOOD)).raw_output_contents[0] == GOOD.raw_input_contents[0]
+    assert not (await served.stub.ServerReady(pb.ServerReadyRequest())).ready
+    assert (await served.stub.ServerLive(pb.ServerLiveRequest())).live
+    assert (await served.stub.ModelReady(pb.ModelReadyRequest(name="good"))).ready
+    assert not (await served.stub.ModelReady(pb.ModelReadyRequest(name="bad"))).ready
+    health = health_pb2_grpc.HealthStub(served.channel)
+    answer = await health.Check(health_pb2.HealthCheckRequest())
+    assert answer.status == health_pb2.HealthCheckResponse.NOT_SERVING
+    for call in (
+        served.infer(infer("bad", {"a": rows_of_floats(1)})),
+        served.infer(infer("bad", {"a": rows_of_floats(1)}, version="1")),
+        served.stub.ModelMetadata(pb.ModelMetadataRequest(name="bad")),
+    ):
+        code, text = await failure_of(call)
+        assert code is Code.UNAVAILABLE
+        assert text.startswith("model 'bad' is not ready: ")
+        assert reason in text
+
+
+@pytest.mark.parametrize("spoil", [corrupt, ensemble, misspelt, misnamed, empty])
+async def test_bad_model_is_unavailable_with_the_reason_while_others_serve(
+    tmp_path: Path, spoil: Callable[[Path], str]
+) -> None:
+    reason = spoil(tmp_path)
+    async with serving(tmp_path, {"good": echo_model()}) as served:
+        await check(served, reason)
+
+
+class FailingModel(MemoryModel):
+    """A model whose second instance can't be made."""
+
+    def __init__(self, spec: ModelSpec, error: Exception) -> None:
+        super().__init__(spec)
+        self._error = error
+
+    def instance(self, spec: ModelSpec, device: Device) -> MemoryInstance:
+        if self.open_instances:
+            raise self._error
+        return super().instance(spec, device)
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [(LoadError("no more memory"), "no more memory"), (RuntimeError("never seen"), "RuntimeError: never seen")],
+)
+async def test_bad_model_that_raises_anything_at_all_is_unavailable_and_leaves_nothing_open(
+    tmp_path: Path, error: Exception, reason: str
+) -> None:
+    bad = FailingModel(echo_model().spec, error)
+    write_model(tmp_path, "bad", "instance_group { count: 2 }")
+    async with serving(tmp_path, {"good": echo_model(), "bad": bad}) as served:
+        await check(served, reason)
+    assert bad.closed
+    assert bad.open_instances == 0
+
+
+async def test_start_with_exit_on_error_closes_what_was_loaded_and_says_why(tmp_path: Path) -> None:
+    good, reason = echo_model(), ensemble(tmp_path)
+    settings = Settings(paths=(tmp_path,), exit_on_error=True)
+    with pytest.raises(StartError) as caught:
+        async with serving(tmp_path, {"good": good}, settings=settings):
+            pass
+    assert str(caught.value) == f"failed to load model 'bad': {reason}"
+    assert good.closed
+    assert good.open_instances == 0
+
+
+async def test_start_with_bad_models_alone_fails_even_without_exit_on_error(tmp_path: Path) -> None:
+    ensemble(tmp_path)
+    with pytest.raises(StartError, match="failed to load model 'bad': ensemble_scheduling"):
+        async with serving(tmp_path):
+            pass
+
+
+async def test_stop_closes_every_model(tmp_path: Path) -> None:
+    models_in_memory = {name: echo_model() for name in ("a", "b", "c")}
+    async with serving(tmp_path, models_in_memory, config="instance_group { count: 2 }") as served:
+        assert [model.open_instances for model in models_in_memory.values()] == [2, 2, 2]
+        assert (await served.stub.ServerReady(pb.ServerReadyRequest())).ready
+    assert [model.open_instances for model in models_in_memory.values()] == [0, 0, 0]
+    assert all(model.closed for model in models_in_memory.values())

@@ -1,0 +1,30 @@
+"""Waiting for what happens elsewhere: by asking again until it is so, never by a sleep that hopes.
+
+Lives here: the one bounded loop that tests may wait in.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+
+__all__ = ["eventually", "eventually_async"]
+
+_PAUSE_S = 0.005
+
+
+def eventually(holds: Callable[[], object], what: str, timeout_s: float = 20) -> None:
+    """Return as soon as `holds()` is true; AssertionError naming `what` if it isn't within `timeout_s`."""
+    until_s = time.monotonic() + timeout_s
+    while not holds():
+        assert time.monotonic() < until_s, f"within {timeout_s} s expected: {what}"
+        time.sleep(_PAUSE_S)
+
+
+async def eventually_async(holds: Callable[[], object], what: str, timeout_s: float = 20) -> None:
+    """The same for tests on an event loop, which goes on meanwhile."""
+    until_s = time.monotonic() + timeout_s
+    while not holds():
+        assert time.monotonic() < until_s, f"within {timeout_s} s expected: {what}"
+        await asyncio.sleep(_PAUSE_S)

@@ -1,0 +1,124 @@
+"""The one table from exception to status: complete, and what the design promises."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import inspect
+import pkgutil
+
+import grpc
+import pytest
+
+import backends
+import protos
+import scheduler
+import server
+from backends.errors import BackendError, ExecutionError, LoadError
+from protos.datatypes import UnknownDatatypeError
+from protos.generate import GenerateError
+from protos.tensors import TensorError
+from scheduler.errors import BatcherClosed, ExecutionFailed, QueueFull, QueueTimeout, RequestTooLarge, SchedulerError
+from scheduler.policy import PolicyError
+from server.errors import (
+    STATUS_OF,
+    ConfigError,
+    InvalidRequest,
+    ModelNotFound,
+    ModelNotReady,
+    NotSupported,
+    ServerError,
+    StartError,
+    status_of,
+)
+
+Code = grpc.StatusCode
+
+NEVER_REACH_A_CALLER = {
+    StartError,  # ends the process before there is anyone to call
+    GenerateError,  # of the generator of `protos`, a tool for developers
+    PolicyError,  # a mistake in code: configurations are checked before they become policies
+}
+
+
+def exception_classes() -> set[type[BaseException]]:
+    """Every exception class that one of the packages on the way of a request defines."""
+    found: set[type[BaseException]] = set()
+    for package in (scheduler, backends, protos, server):
+        for module in pkgutil.iter_modules(package.__path__, f"{package.__name__}."):
+            if module.name == "server.__main__":
+                continue
+            members = vars(importlib.import_module(module.name)).values()
+            found |= {
+                each
+                for each in members
+                if inspect.isclass(each) and issubclass(each, BaseException) and each.__module__ == module.name
+            }
+    return found
+
+
+def test_table_has_an_entry_for_every_exception_class_that_can_reach_a_caller() -> None:
+    classes = exception_classes()
+    assert {InvalidRequest, QueueFull, LoadError, TensorError} <= classes
+    assert classes - NEVER_REACH_A_CALLER - set(STATUS_OF) == set()
+
+
+def test_table_leaves_out_what_never_reaches_a_caller() -> None:
+    assert not NEVER_REACH_A_CALLER & set(STATUS_OF)
+    assert exception_classes() >= NEVER_REACH_A_CALLER
+
+
+def test_table_names_nothing_that_is_gone() -> None:
+    assert set(STATUS_OF) <= exception_classes() | {asyncio.CancelledError}
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (ModelNotFound("x"), Code.NOT_FOUND),
+        (ModelNotReady("x"), Code.UNAVAILABLE),
+        (BatcherClosed(), Code.UNAVAILABLE),
+        (InvalidRequest("x"), Code.INVALID_ARGUMENT),
+        (TensorError("x"), Code.INVALID_ARGUMENT),
+        (UnknownDatatypeError("x"), Code.INVALID_ARGUMENT),
+        (RequestTooLarge(9, 8), Code.INVALID_ARGUMENT),
+        (ConfigError("x"), Code.INVALID_ARGUMENT),
+        (QueueFull(4), Code.RESOURCE_EXHAUSTED),
+        (QueueTimeout(1), Code.DEADLINE_EXCEEDED),
+        (asyncio.CancelledError(), Code.CANCELLED),
+        (ExecutionFailed("x"), Code.INTERNAL),
+        (ExecutionError("x"), Code.INTERNAL),
+        (LoadError("x"), Code.INTERNAL),
+        (NotSupported("x"), Code.UNIMPLEMENTED),
+        (SchedulerError("x"), Code.INTERNAL),
+        (BackendError("x"), Code.INTERNAL),
+        (ServerError("x"), Code.INTERNAL),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, BaseException) else "",
+)
+def test_status_of_each_error_is_the_promised_one(error: BaseException, code: Code) -> None:
+    assert status_of(error) is code
+
+
+def test_status_of_a_subclass_without_entry_is_that_of_its_nearest_base() -> None:
+    class Busier(QueueFull):
+        pass
+
+    class Novel(SchedulerError):
+        pass
+
+    assert status_of(Busier(1)) is Code.RESOURCE_EXHAUSTED
+    assert status_of(Novel()) is Code.INTERNAL
+
+
+@pytest.mark.parametrize("error", [ValueError("x"), KeyError("x"), MemoryError(), KeyboardInterrupt()])
+def test_status_of_what_is_none_of_ours_is_none(error: BaseException) -> None:
+    assert status_of(error) is None
+
+
+@pytest.mark.parametrize(
+    ("error", "phrase"),
+    [(QueueFull(4), "Exceeds maximum queue size"), (QueueTimeout(1_000), "Request timeout expired")],
+)
+def test_texts_that_clients_of_triton_match_on_are_there(error: Exception, phrase: str) -> None:
+    assert phrase in str(error)

@@ -1,0 +1,212 @@
+"""What counts as a model on disk, under which name, with which versions."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from server.errors import StartError
+from server.layout import ModelFolder, find_models
+from tests.unit.server.privileges import open_folder, unprivileged
+
+
+def touch(path: Path) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.touch()
+    return path
+
+
+def found(*paths: Path) -> dict[str, ModelFolder]:
+    return {model.name: model for model in find_models(list(paths))}
+
+
+def refusal(*paths: Path) -> str:
+    with pytest.raises(StartError) as caught:
+        find_models(list(paths))
+    return str(caught.value)
+
+
+def test_repository_gives_each_folder_as_a_model_by_name(tmp_path: Path) -> None:
+    touch(tmp_path / "b" / "1" / "model.onnx")
+    touch(tmp_path / "a" / "config.pbtxt")
+    (tmp_path / "a" / "2").mkdir()
+    assert find_models([tmp_path]) == [
+        ModelFolder("a", tmp_path / "a", {2: tmp_path / "a" / "2"}),
+        ModelFolder("b", tmp_path / "b", {1: tmp_path / "b" / "1"}),
+    ]
+
+
+def test_repository_files_and_hidden_folders_are_no_models(tmp_path: Path) -> None:
+    touch(tmp_path / "README.md")
+    touch(tmp_path / ".git" / "1" / "model.onnx")
+    touch(tmp_path / "..data" / "m" / "1" / "model.onnx")
+    touch(tmp_path / "m" / "1" / "model.onnx")
+    assert found(tmp_path).keys() == {"m"}
+
+
+def test_repository_folder_without_anything_in_it_is_a_model_without_versions(tmp_path: Path) -> None:
+    (tmp_path / "m").mkdir()
+    model = found(tmp_path)["m"]
+    assert (model.versions, model.config, model.problem) == ({}, None, "")
+
+
+def test_repository_models_may_be_links(tmp_path: Path) -> None:
+    touch(tmp_path / "elsewhere" / "v7" / "1" / "model.onnx")
+    (tmp_path / "repository").mkdir()
+    (tmp_path / "repository" / "m").symlink_to(tmp_path / "elsewhere" / "v7")
+    assert found(tmp_path / "repository")["m"].versions.keys() == {1}
+
+
+def test_repository_link_to_nowhere_is_a_model_with_a_problem(tmp_path: Path) -> None:
+    (tmp_path / "m").symlink_to(tmp_path / "gone")
+    assert found(tmp_path)["m"].problem == f"{tmp_path}/m: No such file or directory"
+
+
+@pytest.mark.parametrize("marker", ["config.pbtxt", "model.onnx", "1/model.onnx", "0/model.onnx", "12/model.onnx"])
+def test_model_folder_is_told_from_a_repository_by_what_is_in_it(tmp_path: Path, marker: str) -> None:
+    touch(tmp_path / "m" / marker)
+    assert found(tmp_path / "m").keys() == {"m"}
+
+
+def test_model_folder_with_external_weights_has_a_folder_for_a_file(tmp_path: Path) -> None:
+    touch(tmp_path / "m" / "1" / "model.onnx" / "model.onnx")
+    assert found(tmp_path / "m")["m"].versions.keys() == {1}
+
+
+def test_model_folder_with_the_file_right_inside_is_version_1(tmp_path: Path) -> None:
+    touch(tmp_path / "m" / "model.onnx")
+    model = found(tmp_path / "m")["m"]
+    assert (model.versions, model.file) == ({1: tmp_path / "m"}, None)
+
+
+def test_model_folder_with_versions_prefers_them_to_the_file_right_inside(tmp_path: Path) -> None:
+    touch(tmp_path / "m" / "model.onnx")
+    touch(tmp_path / "m" / "4" / "model.onnx")
+    assert found(tmp_path / "m")["m"].versions.keys() == {4}
+
+
+def test_model_folder_given_as_a_link_is_named_like_the_link(tmp_path: Path) -> None:
+    touch(tmp_path / "releases" / "2024-05" / "1" / "model.onnx")
+    (tmp_path / "m").symlink_to(tmp_path / "releases" / "2024-05")
+    assert found(tmp_path / "m").keys() == {"m"}
+
+
+@pytest.mark.parametrize("path", [".", "../m", "./", "../m/."])
+def test_model_folder_given_relatively_is_named_like_the_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    touch(tmp_path / "m" / "1" / "model.onnx")
+    monkeypatch.chdir(tmp_path / "m")
+    assert found(Path(path)).keys() == {"m"}
+
+
+def test_versions_are_plain_numbers_and_others_are_ignored(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for name in ("0", "1", "10", "02", "00", "v3", "1.5", "-1", "\u0663", "4 "):
+        (tmp_path / "m" / name).mkdir(parents=True)
+    touch(tmp_path / "m" / "7")  # a file
+    with caplog.at_level(logging.WARNING, "paceline.server.layout"):
+        assert found(tmp_path)["m"].versions.keys() == {0, 1, 10}
+    warned = {record.getMessage().partition(" is no version")[0].rpartition("/")[2] for record in caplog.records}
+    assert warned >= {"00", "02"}
+    assert not warned & {"0", "1", "10", "v3", "1.5", "-1"}
+
+
+def test_versions_may_be_links(tmp_path: Path) -> None:
+    touch(tmp_path / "weights" / "model.onnx")
+    (tmp_path / "repository" / "m").mkdir(parents=True)
+    (tmp_path / "repository" / "m" / "3").symlink_to(tmp_path / "weights")
+    assert found(tmp_path / "repository")["m"].versions.keys() == {3}
+
+
+def test_bare_file_is_version_1_of_a_model_named_like_it(tmp_path: Path) -> None:
+    file = touch(tmp_path / "res.net.onnx")
+    touch(tmp_path / "config.pbtxt")
+    model = found(file)["res.net"]
+    assert (model.file, model.versions) == (file, {1: tmp_path})
+    assert model.config is None
+
+
+def test_bare_file_may_be_a_link(tmp_path: Path) -> None:
+    touch(tmp_path / "blob")
+    (tmp_path / "m.onnx").symlink_to(tmp_path / "blob")
+    assert found(tmp_path / "m.onnx").keys() == {"m"}
+
+
+def test_config_is_that_of_the_folder_if_it_is_a_file(tmp_path: Path) -> None:
+    config = touch(tmp_path / "a" / "config.pbtxt")
+    (tmp_path / "b" / "config.pbtxt").mkdir(parents=True)
+    models = found(tmp_path)
+    assert models["a"].config == config
+    assert models["b"].config is None
+
+
+def test_several_paths_of_every_kind_are_joined_in_order_of_names(tmp_path: Path) -> None:
+    touch(tmp_path / "repository" / "c" / "1" / "model.onnx")
+    touch(tmp_path / "b" / "model.onnx")
+    touch(tmp_path / "a.onnx")
+    models = find_models([tmp_path / "repository", tmp_path / "b", tmp_path / "a.onnx"])
+    assert [model.name for model in models] == ["a", "b", "c"]
+
+
+def test_refused_two_models_of_one_name_are_both_named(tmp_path: Path) -> None:
+    touch(tmp_path / "one" / "m" / "1" / "model.onnx")
+    touch(tmp_path / "m.onnx")
+    assert refusal(tmp_path / "one", tmp_path / "m.onnx") == f"model 'm' is in {tmp_path}/one/m and in {tmp_path}"
+
+
+def test_refused_path_that_does_not_exist(tmp_path: Path) -> None:
+    assert refusal(tmp_path / "gone") == f"{tmp_path}/gone: No such file or directory"
+
+
+def test_refused_path_too_long_for_the_system(tmp_path: Path) -> None:
+    assert refusal(tmp_path / ("x" * 300)).endswith(": File name too long")
+
+
+def test_refused_file_of_another_kind(tmp_path: Path) -> None:
+    file = touch(tmp_path / "model.pt")
+    assert refusal(file) == f"{file}: expected a .onnx file or a folder"
+
+
+def test_refused_pipe_is_neither_file_nor_folder(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "m.onnx")
+    assert refusal(tmp_path / "m.onnx") == f"{tmp_path}/m.onnx: Not a directory"
+
+
+@pytest.mark.parametrize("content", [[], ["README.md"], [".hidden/1/model.onnx"]])
+def test_refused_folder_without_models_says_what_was_expected(tmp_path: Path, content: list[str]) -> None:
+    for name in content:
+        touch(tmp_path / name)
+    assert refusal(tmp_path) == (
+        f"{tmp_path}: no models here; expected a model repository (<model>/<version>/model.onnx), one model's folder "
+        "or a .onnx file"
+    )
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    with open_folder() as folder:
+        yield folder
+
+
+@pytest.mark.parametrize("mode", [0o000, 0o444, 0o111], ids=["nothing", "list only", "enter only"])
+def test_refused_path_that_may_not_be_read(folder: Path, mode: int) -> None:
+    touch(folder / "locked" / "1" / "model.onnx")
+    (folder / "locked").chmod(mode)
+    with unprivileged():
+        assert refusal(folder / "locked") == f"{folder}/locked: Permission denied"
+
+
+@pytest.mark.parametrize("mode", [0o000, 0o444, 0o111], ids=["nothing", "list only", "enter only"])
+def test_repository_model_that_may_not_be_read_has_a_problem_and_the_others_do_not(folder: Path, mode: int) -> None:
+    touch(folder / "locked" / "1" / "model.onnx")
+    touch(folder / "open" / "1" / "model.onnx")
+    (folder / "locked").chmod(mode)
+    with unprivileged():
+        models = found(folder)
+    assert models["locked"].problem == f"{folder}/locked: Permission denied"
+    assert not models["locked"].versions
+    assert (models["open"].problem, models["open"].versions.keys()) == ("", {1})

@@ -1,0 +1,208 @@
+"""Reading `config.pbtxt`, and refusing by name what this build can't do."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from google.protobuf import text_format
+
+from backends.base import GroupKind, InstanceGroup, ModelSpec, TensorSpec
+from protos import model_config_pb2 as pb
+from server.errors import ConfigError
+from server.model_config import backend_name, check_supported, instance_groups, model_source, parse_config
+
+
+def config(text: str) -> pb.ModelConfig:
+    return text_format.Parse(text, pb.ModelConfig())
+
+
+def parsed(tmp_path: Path, content: str | bytes) -> pb.ModelConfig:
+    path = tmp_path / "config.pbtxt"
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    return parse_config(path)
+
+
+def test_parse_reads_what_is_written(tmp_path: Path) -> None:
+    read = parsed(tmp_path, '# as Triton writes it\nname: "m"\nmax_batch_size: 8\ndynamic_batching { }\n')
+    assert (read.name, read.max_batch_size, read.HasField("dynamic_batching")) == ("m", 8, True)
+
+
+def test_parse_empty_file_is_an_empty_configuration(tmp_path: Path) -> None:
+    assert parsed(tmp_path, "") == pb.ModelConfig()
+
+
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [
+        ("max_batch_size: 4\nmax_batchsize: 8", 'config.pbtxt:2:1 : Message type "inference.ModelConfig" has no field'),
+        ("\n\ninput {\n  dim: 1 }", 'config.pbtxt:4:3 : Message type "inference.ModelInput" has no field named "dim".'),
+        ("max_batch_size: 1\nmax_batch_size: 2", "config.pbtxt:2:17 : "),
+        ('max_batch_size: "8"', "config.pbtxt:1:17 : "),
+        ("input { name: 'a'", 'config.pbtxt:1:15 : Expected "}".'),
+        ("instance_group { kind: KIND_TPU }", "config.pbtxt:1:24 : "),
+    ],
+)
+def test_parse_fault_is_told_with_file_line_and_column(tmp_path: Path, content: str, text: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parsed(tmp_path, content)
+    assert str(caught.value).startswith(text)
+
+
+@pytest.mark.parametrize("content", [b"name: '\xff'", "instance_group { kind: 99999999999999999999 }"])
+def test_parse_what_is_no_text_or_no_number_is_a_config_error(tmp_path: Path, content: str | bytes) -> None:
+    with pytest.raises(ConfigError, match=r"^config\.pbtxt can't be read: "):
+        parsed(tmp_path, content)
+
+
+def test_parse_file_that_is_gone_is_a_config_error(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"^config\.pbtxt can't be read: .*No such file"):
+        parse_config(tmp_path / "config.pbtxt")
+
+
+@pytest.mark.parametrize(
+    ("text", "feature"),
+    [
+        ("ensemble_scheduling { }", "ensemble_scheduling"),
+        ('platform: "ensemble"', "ensemble_scheduling"),
+        ("sequence_batching { }", "sequence_batching"),
+        ("model_transaction_policy { decoupled: true }", "model_transaction_policy.decoupled"),
+        ("batch_input { }", "batch_input"),
+        ("batch_output { }", "batch_output"),
+        ("dynamic_batching { preserve_ordering: true }", "dynamic_batching.preserve_ordering"),
+        ("dynamic_batching { priority_levels: 2 }", "dynamic_batching.priority_levels"),
+        (
+            "dynamic_batching { priority_queue_policy { key: 1 value { } } }",
+            "dynamic_batching.priority_queue_policy",
+        ),
+        (
+            "dynamic_batching { default_queue_policy { timeout_action: DELAY } }",
+            "default_queue_policy.timeout_action other than REJECT",
+        ),
+        (
+            "dynamic_batching { default_queue_policy { timeout_action: 7 } }",
+            "default_queue_policy.timeout_action other than REJECT",
+        ),
+        ("response_cache { enable: true }", "response_cache"),
+        ('model_repository_agents { agents { name: "x" } }', "model_repository_agents"),
+        ('model_operations { op_library_filename: "x.so" }', "model_operations.op_library_filename"),
+        ('input { name: "a" reshape { shape: [ 1 ] } }', "input 'a': reshape"),
+        ('input { name: "a" reshape { } }', "input 'a': reshape"),
+        ('input { name: "a" optional: true }', "input 'a': optional"),
+        ('input { name: "a" allow_ragged_batch: true }', "input 'a': allow_ragged_batch"),
+        ('input { name: "a" is_shape_tensor: true }', "input 'a': is_shape_tensor"),
+        ('input { name: "a" is_non_linear_format_io: true }', "input 'a': is_non_linear_format_io"),
+        ('input { name: "a" } input { name: "b" optional: true }', "input 'b': optional"),
+        ('output { name: "x" reshape { } }', "output 'x': reshape"),
+        ('output { name: "x" is_shape_tensor: true }', "output 'x': is_shape_tensor"),
+        ('output { name: "x" is_non_linear_format_io: true }', "output 'x': is_non_linear_format_io"),
+        ("instance_group { passive: true }", "instance_group.passive"),
+        ("instance_group { secondary_devices { } }", "instance_group.secondary_devices"),
+    ],
+)
+def test_check_supported_what_is_not_is_refused_by_name(text: str, feature: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        check_supported(config(text))
+    assert str(caught.value) == f"{feature} is not supported by this build"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        'input { name: "a" dims: [ 1 ] format: FORMAT_NCHW } output { name: "b" label_filename: "labels.txt" }',
+        "response_cache { enable: false } model_transaction_policy { decoupled: false }",
+        "optimization { eager_batching: true }",
+        "optimization { input_pinned_memory { enable: true } cuda { graphs: true } priority: PRIORITY_MAX }",
+        'instance_group { name: "g" rate_limiter { priority: 1 } host_policy: "h" profile: "0" }',
+        'cc_model_filenames { key: "7.5" value: "x.onnx" }',
+        'metric_tags { key: "a" value: "b" }',
+    ],
+)
+def test_check_supported_what_is_harmless_passes(text: str) -> None:
+    check_supported(config(text))
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        ("", "onnxruntime"),
+        ('platform: "onnxruntime_onnx"', "onnxruntime_onnx"),
+        ('backend: "identity"', "identity"),
+        ('backend: "identity" platform: "onnxruntime_onnx"', "identity"),
+    ],
+)
+def test_backend_name_is_that_of_backend_then_platform_then_onnx_runtime(text: str, name: str) -> None:
+    assert backend_name(config(text)) == name
+
+
+def test_instance_groups_each_becomes_one_of_ours() -> None:
+    text = (
+        "instance_group [ { count: 2 kind: KIND_CPU }, { kind: KIND_GPU gpus: [ 0, 2 ] }, { kind: KIND_MODEL }, { } ]"
+    )
+    assert instance_groups(config(text)) == (
+        InstanceGroup(GroupKind.CPU, 2),
+        InstanceGroup(GroupKind.GPU, 0, (0, 2)),
+        InstanceGroup(GroupKind.MODEL),
+        InstanceGroup(GroupKind.AUTO),
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "fault"),
+    [
+        ("kind: 99", "instance_group: expected a kind, got 99"),
+        ("count: -3", "instance_group: expected count >= 0, got -3"),
+    ],
+)
+def test_instance_groups_nonsense_is_refused(text: str, fault: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        instance_groups(config(f"instance_group {{ {text} }}"))
+    assert str(caught.value) == fault
+
+
+def test_model_source_carries_parameters_level_and_accelerators_in_order() -> None:
+    text = """
+        parameters { key: "intra_op_thread_count" value { string_value: "2" } }
+        optimization {
+          graph { level: -1 }
+          execution_accelerators {
+            cpu_execution_accelerator { name: "openvino" }
+            gpu_execution_accelerator { name: "cuda" parameters { key: "k" value: "v" } }
+          }
+        }
+    """
+    source = model_source(config(text), "m", Path("x.onnx"))
+    assert (source.name, source.path, source.graph_level) == ("m", Path("x.onnx"), -1)
+    assert source.parameters == {"intra_op_thread_count": "2"}
+    assert source.accelerators == (("cuda", {"k": "v"}), ("openvino", {}))
+
+
+def test_model_source_of_an_empty_configuration_says_nothing() -> None:
+    source = model_source(config(""), "m", Path("x.onnx"))
+    assert (source.declared, source.parameters, source.graph_level, source.accelerators) == (None, {}, None, ())
+
+
+TENSORS = (
+    'input { name: "a" data_type: TYPE_FP32 dims: [ 2 ] } output { name: "b" data_type: TYPE_STRING dims: [ -1 ] }'
+)
+
+
+@pytest.mark.parametrize(("rows", "lead"), [(0, ()), (4, (-1,))])
+def test_model_source_declares_tensors_with_their_batch_axis(rows: int, lead: tuple[int, ...]) -> None:
+    source = model_source(config(f"max_batch_size: {rows} {TENSORS}"), "m", Path("x"))
+    assert source.declared == ModelSpec(
+        (TensorSpec("a", "FP32", (*lead, 2)),), (TensorSpec("b", "BYTES", (*lead, -1)),)
+    )
+
+
+@pytest.mark.parametrize("tensors", [TENSORS.partition("output")[0], "output" + TENSORS.partition("output")[2]])
+def test_model_source_declares_nothing_unless_inputs_and_outputs_are_given(tensors: str) -> None:
+    assert model_source(config(tensors), "m", Path("x")).declared is None
+
+
+@pytest.mark.parametrize("data_type", ["", "data_type: TYPE_INVALID", "data_type: 77"])
+def test_model_source_tensor_without_a_datatype_is_refused(data_type: str) -> None:
+    text = f'input {{ name: "a" {data_type} dims: [ 1 ] }} output {{ name: "b" data_type: TYPE_FP32 dims: [ 1 ] }}'
+    with pytest.raises(ConfigError, match=r"^input 'a': expected a data_type, got TYPE_INVALID or none$"):
+        model_source(config(text), "m", Path("x"))

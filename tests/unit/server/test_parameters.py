@@ -1,0 +1,111 @@
+"""The parameters of a request: which mean something, of which type they must be, and which are nobody's business."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from protos.inference_pb2 import InferParameter
+from server.errors import InvalidRequest
+from server.parameters import NO_PARAMETERS, RequestParameters, parse_parameters
+from tests.wire import parameter
+
+U64_MAX = 2**64 - 1
+
+
+def uint(value: int) -> InferParameter:
+    return InferParameter(uint64_param=value)
+
+
+def parse(**values: object) -> RequestParameters:
+    return parse_parameters({key: parameter(value) for key, value in values.items()})
+
+
+def refusal(key: str, value: object) -> str:
+    with pytest.raises(InvalidRequest) as caught:
+        parse_parameters({key: parameter(value)})
+    return str(caught.value)
+
+
+def test_parse_none_says_nothing() -> None:
+    assert parse() == NO_PARAMETERS == RequestParameters(timeout_ns=0, typed_outputs=False)
+
+
+@pytest.mark.parametrize(("timeout", "ns"), [(0, 0), (1, 1_000), (uint(7), 7_000), (2**63 - 1, (2**63 - 1) * 1_000)])
+def test_parse_timeout_is_in_microseconds(timeout: object, ns: int) -> None:
+    assert parse(timeout=timeout).timeout_ns == ns
+
+
+@pytest.mark.parametrize(("binary", "typed"), [(True, False), (False, True)])
+def test_parse_binary_data_output_false_asks_for_typed_outputs(binary: bool, typed: bool) -> None:
+    assert parse(binary_data_output=binary).typed_outputs is typed
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("priority", 0),
+        ("priority", uint(U64_MAX)),
+        ("sequence_id", 7),
+        ("sequence_id", uint(7)),
+        ("sequence_id", "seven"),
+        ("sequence_start", True),
+        ("sequence_end", False),
+        ("triton_enable_empty_final_response", True),
+        ("headers", "x"),
+        ("my-own", "text"),
+        ("my-own", 1.5),
+        ("my-own", True),
+        ("my-own", -1),
+        ("Triton_upper", 1),
+        ("", ""),
+        ("\u00e4\u00f6\u00fc", "\U0001f600"),
+    ],
+)
+def test_parse_keys_that_change_nothing_here_are_accepted(key: str, value: object) -> None:
+    assert parse_parameters({key: parameter(value)}) == NO_PARAMETERS
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "expected", "got"),
+    [
+        ("timeout", "1", "int64_param or uint64_param", "string_param"),
+        ("timeout", 1.0, "int64_param or uint64_param", "double_param"),
+        ("timeout", True, "int64_param or uint64_param", "bool_param"),
+        ("timeout", -1, ">= 0", "-1"),
+        ("priority", "high", "int64_param or uint64_param", "string_param"),
+        ("priority", -(2**63), ">= 0", str(-(2**63))),
+        ("sequence_id", True, "int64_param or uint64_param or string_param", "bool_param"),
+        ("sequence_start", 1, "bool_param", "int64_param"),
+        ("sequence_end", "true", "bool_param", "string_param"),
+        ("binary_data_output", 0, "bool_param", "int64_param"),
+        ("triton_enable_empty_final_response", 1, "bool_param", "int64_param"),
+        ("my-own", math.nan, "a finite number", "nan"),
+        ("my-own", math.inf, "a finite number", "inf"),
+        ("my-own", -math.inf, "a finite number", "-inf"),
+        ("my-own", InferParameter(), "a value", "none"),
+        ("timeout", InferParameter(), "a value", "none"),
+    ],
+)
+def test_parse_wrong_value_is_refused_naming_key_expected_and_got(
+    key: str, value: object, expected: str, got: str
+) -> None:
+    assert refusal(key, value) == f"parameter '{key}': expected {expected}, got {got}"
+
+
+@pytest.mark.parametrize(
+    ("key", "prefix", "known"),
+    [
+        ("triton_x", "triton_", "['triton_enable_empty_final_response']"),
+        ("triton_", "triton_", "['triton_enable_empty_final_response']"),
+        ("paceline_x", "paceline_", "[]"),
+    ],
+)
+def test_parse_reserved_key_is_refused_naming_those_that_exist(key: str, prefix: str, known: str) -> None:
+    assert refusal(key, 1) == f"parameter '{key}': keys starting with '{prefix}' are reserved; known: {known}"
+
+
+def test_parse_one_bad_key_among_good_ones_is_found() -> None:
+    with pytest.raises(InvalidRequest, match="'sequence_start'"):
+        parse(timeout=1, sequence_start="yes", custom="x")

@@ -1,0 +1,142 @@
+"""Who may import whom: the table of docs/architecture.md, held against every import statement there is."""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+REPO = Path(__file__).resolve().parents[2]
+PACKAGES = ("protos", "scheduler", "backends", "clients", "server")
+
+# What each package may import besides the standard library and itself: a top-level name, or a module and what it holds.
+ALLOWED = {
+    "scheduler": set(),
+    "protos": {"google.protobuf", "numpy"},
+    "backends": {"protos.datatypes", "numpy"},
+    "clients": {"protos", "grpc", "numpy", "click", "google.protobuf", "grpc_health"},
+    "server": {
+        "protos", "scheduler", "backends",
+        "grpc", "numpy", "click", "google.protobuf", "grpc_health", "grpc_reflection", "prometheus_client", "uvloop",
+    },
+}  # fmt: skip
+
+# Single modules that may import more.
+EXCEPTIONS = {
+    "protos.inference_pb2_grpc": {"grpc"},
+    "protos.generate": {"grpc_tools"},
+    "backends.onnx": {"onnxruntime"},
+    "server.cli": {"clients"},
+}
+
+
+@cache
+def modules() -> dict[str, Path]:
+    """Every module of the five packages, by name."""
+    found = {}
+    for package in PACKAGES:
+        for path in (REPO / package).rglob("*.py"):
+            parts = path.relative_to(REPO).with_suffix("").parts
+            found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+@cache
+def imports(module: str) -> frozenset[str]:
+    """The modules that `module` imports anywhere in its text; for `from a import b` that is `a.b` if it is a module."""
+    return frozenset(_imports(ast.parse(modules()[module].read_text())))
+
+
+def _imports(tree: ast.AST) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "relative imports hide who imports whom"
+            assert node.module is not None
+            for alias in node.names:
+                whole = f"{node.module}.{alias.name}"
+                yield whole if whole in modules() else node.module
+
+
+def covers(allowed: str, imported: str) -> bool:
+    return imported == allowed or imported.startswith(f"{allowed}.")
+
+
+def test_modules_are_found_at_all() -> None:
+    assert {"server.app", "scheduler.batch_queue", "backends.onnx", "clients", "protos.tensors"} <= modules().keys()
+    assert "server.app" in imports("server.cli")
+    assert "scheduler.policy" in imports("scheduler.batcher")
+
+
+@pytest.mark.parametrize("module", sorted(modules()))
+def test_import_of_each_module_is_allowed_to_its_package(module: str) -> None:
+    package = module.partition(".")[0]
+    allowed = ALLOWED[package] | EXCEPTIONS.get(module, set()) | {package}
+    strangers = {
+        imported
+        for imported in imports(module)
+        if imported.partition(".")[0] not in sys.stdlib_module_names
+        and not any(covers(name, imported) for name in allowed)
+    }
+    assert not strangers
+
+
+@pytest.mark.parametrize("module", sorted(EXCEPTIONS))
+def test_import_exceptions_are_still_needed(module: str) -> None:
+    assert all(any(covers(name, imported) for imported in imports(module)) for name in EXCEPTIONS[module])
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_import_of_server_tests_and_bench_happens_nowhere_else(package: str) -> None:
+    importers = {
+        module: name
+        for module in modules()
+        for name in imports(module)
+        if module.partition(".")[0] == package and name.partition(".")[0] in {"server", "tests", "bench"} - {package}
+    }
+    assert not importers
+
+
+def test_import_cycles_do_not_exist() -> None:
+    graph = {module: {name for name in imports(module) if name in modules()} for module in modules()}
+    done: set[str] = set()
+
+    def visit(module: str, path: tuple[str, ...]) -> None:
+        assert module not in path, " -> ".join((*path[path.index(module) :], module))
+        if module not in done:
+            for imported in sorted(graph[module]):
+                visit(imported, (*path, module))
+            done.add(module)
+
+    for module in sorted(graph):
+        visit(module, ())
+
+
+def names(module: str, attribute: str) -> bool:
+    """Whether the text of `module` says `grpc.<attribute>`, or imports that name."""
+    tree = ast.parse(modules()[module].read_text())
+    return any(
+        (isinstance(node, ast.Attribute) and node.attr == attribute and ast.unparse(node.value) == "grpc")
+        or (isinstance(node, ast.ImportFrom) and node.module == "grpc" and attribute in {a.name for a in node.names})
+        for node in ast.walk(tree)
+    )
+
+
+def test_grpc_status_codes_are_named_at_the_edges_alone() -> None:
+    generated = {"protos.inference_pb2_grpc"}  # its stubs answer UNIMPLEMENTED
+    users = {module for module in modules() if names(module, "StatusCode")} - generated
+    assert {user.partition(".")[0] for user in users} == {"server", "clients"}
+
+
+def test_signals_are_handled_in_the_command_line_alone() -> None:
+    assert {module for module in modules() if "signal" in imports(module)} == {"server.cli"}
+
+
+def test_modules_share_no_name_with_the_standard_library() -> None:
+    own = {path.stem for path in modules().values()} - {"__init__", "__main__"}
+    assert not own & sys.stdlib_module_names
