@@ -1,0 +1,52 @@
+"""What the numbers were taken on: without it they mean nothing.
+
+Lives here: facts about the machine and the versions. Must not: measure.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+from importlib.metadata import PackageNotFoundError, distributions, version
+from pathlib import Path
+from typing import Any
+
+from google.protobuf.internal import api_implementation
+
+__all__ = ["facts"]
+
+_PACKAGES = ("paceline", "grpcio", "protobuf", "numpy", "uvloop")
+
+
+def facts() -> dict[str, Any]:
+    """Cores, processor, system, versions, and how busy the machine was before the first measurement."""
+    return {
+        "processor": _processor(),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
+        "load_before": round(os.getloadavg()[0], 2),
+        "python": platform.python_version(),
+        "versions": {name: _version(name) for name in _PACKAGES} | _onnxruntime(),
+        "protobuf_implementation": api_implementation.Type(),
+    }
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown")
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "unknown"
+
+
+def _onnxruntime() -> dict[str, str]:
+    """Whichever of its packages is installed."""
+    found = {one.metadata["Name"]: one.version for one in distributions()}
+    return {name: number for name, number in sorted(found.items()) if name.startswith("onnxruntime")}

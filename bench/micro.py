@@ -1,0 +1,133 @@
+"""The parts without any process around them: the queue per request, stacking and splitting against one memcpy.
+
+Lives here: loops over `scheduler.batch_queue` and `backends.batching`; prints one line of JSON. Must not: threads,
+event loops, gRPC. Garbage collection stays on, as it is in the product.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable, Iterator, Sequence
+from itertools import count, product
+from typing import Any
+
+import numpy as np
+
+from backends.base import ModelSpec, TensorSpec
+from backends.batching import split, stack
+from bench.stats import spread
+from scheduler.batch_queue import BatchQueue
+from scheduler.policy import NEVER, BatchPolicy
+
+__all__ = ["batching_costs", "queue_costs"]
+
+DEPTHS = (10, 100_000)
+LANES = (1, 1_000)
+_BATCH_ROWS = 32
+_FAR_NS = 10**15
+_STRETCH = 2_000
+_REQUESTS = 64
+_ROW_FLOATS = (16, 1_024, 65_536)
+
+
+def queue_costs(seconds: float) -> list[dict[str, Any]]:
+    """Microseconds per request for each combination of depth, lanes and deadlines."""
+    return [
+        {
+            "depth": depth,
+            "lanes": lanes,
+            "deadlines": deadlines,
+            "push_poll_leave_us": _us_per_request(_passing(depth, lanes, deadlines), seconds),
+            "push_cancel_us": _us_per_request(_cancelling(depth, lanes, deadlines), seconds),
+        }
+        for depth, lanes, deadlines in product(DEPTHS, LANES, (False, True))
+    ]
+
+
+def _us_per_request(requests: Iterator[None], seconds: float) -> float:
+    """The median over stretches of many requests, for at least `seconds`."""
+    next(requests)  # fills the queue
+    until_s = time.perf_counter() + seconds
+    costs: list[float] = []
+    while not costs or time.perf_counter() < until_s:
+        began_ns = time.perf_counter_ns()
+        for _ in range(_STRETCH):
+            next(requests)
+        costs.append((time.perf_counter_ns() - began_ns) / _STRETCH / 1_000)
+    return spread(costs).median
+
+
+def _filled(depth: int, lanes: int, deadlines: bool) -> tuple[BatchQueue[None], Iterator[int]]:
+    """A queue with `depth` requests waiting in `lanes` lanes, and the moments that follow."""
+    queue: BatchQueue[None] = BatchQueue(BatchPolicy(max_batch_rows=_BATCH_ROWS))
+    moments = count()
+    for now_ns in moments:
+        queue.push(None, 1, now_ns % lanes, now_ns, _deadline_ns(now_ns, deadlines))
+        if queue.requests == depth:
+            break
+    queue.poll(next(moments), 0)
+    return queue, moments
+
+
+def _deadline_ns(now_ns: int, deadlines: bool) -> int:
+    return now_ns + _FAR_NS if deadlines else NEVER
+
+
+def _passing(depth: int, lanes: int, deadlines: bool) -> Iterator[None]:
+    """Each step lets one request come and polls; a batch leaves whenever one too many wait."""
+    queue, moments = _filled(depth, lanes, deadlines)
+    for now_ns in moments:
+        queue.push(None, 1, now_ns % lanes, now_ns, _deadline_ns(now_ns, deadlines))
+        queue.poll(now_ns, int(queue.requests > depth + _BATCH_ROWS))
+        yield
+
+
+def _cancelling(depth: int, lanes: int, deadlines: bool) -> Iterator[None]:
+    """Each step lets one request come and changes its mind."""
+    queue, moments = _filled(depth, lanes, deadlines)
+    for now_ns in moments:
+        queue.cancel(queue.push(None, 1, now_ns % lanes, now_ns, _deadline_ns(now_ns, deadlines)))
+        queue.poll(now_ns, 0)
+        yield
+
+
+def batching_costs(seconds: float) -> list[dict[str, Any]]:
+    """Microseconds to stack 64 rows, to split them, and to copy their bytes once, by the size of a row."""
+    return [_batching_cost(floats, seconds) for floats in _ROW_FLOATS]
+
+
+def _batching_cost(floats: int, seconds: float) -> dict[str, Any]:
+    requests = [[np.random.default_rng(seed).random((1, floats), np.float32)] for seed in range(_REQUESTS)]
+    tensor = TensorSpec("x", "FP32", (floats,))
+    spec = ModelSpec((tensor,), (tensor,), batched=True)
+    whole = stack(requests)
+    target, rows = np.empty_like(whole[0]), [1] * _REQUESTS
+    stack_us, split_us, memcpy_us = _interleaved_us(
+        [lambda: stack(requests), lambda: split(whole, rows, spec), lambda: np.copyto(target, whole[0])], seconds
+    )
+    return {"row_bytes": 4 * floats, "stack_us": stack_us, "split_us": split_us, "memcpy_us": memcpy_us}
+
+
+def _interleaved_us(steps: Sequence[Callable[[], Any]], seconds: float) -> list[float]:
+    """The median time of each step; the steps take turns."""
+    until_s = time.perf_counter() + seconds
+    costs: list[list[float]] = [[] for _ in steps]
+    while not costs[0] or time.perf_counter() < until_s:
+        for step, mine in zip(steps, costs, strict=True):
+            began_ns = time.perf_counter_ns()
+            step()
+            mine.append((time.perf_counter_ns() - began_ns) / 1_000)
+    return [spread(mine).median for mine in costs]
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m bench.micro", description="Queue and stacking alone, as JSON.")
+    parser.add_argument("--seconds", type=float, default=0.5, help="for each number (default: %(default)s)")
+    got = parser.parse_args(arguments)
+    print(json.dumps({"queue": queue_costs(got.seconds), "batching": batching_costs(got.seconds)}), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,52 @@
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+import pytest
+
+from bench.load import METHOD, Plan, Tally, drive, summary
+
+
+@pytest.fixture
+async def target() -> AsyncIterator[str]:
+    """A server that answers with the request, and refuses b"no"."""
+
+    async def answer(request: bytes, context: Any) -> bytes:
+        if request == b"no":
+            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED)
+        return request
+
+    service, method = METHOD.strip("/").split("/")
+    server = grpc.aio.server()
+    server.add_generic_rpc_handlers(
+        [grpc.method_handlers_generic_handler(service, {method: grpc.unary_unary_rpc_method_handler(answer)})]
+    )
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    yield f"127.0.0.1:{port}"
+    await server.stop(None)
+
+
+async def test_drive_counts_answers_and_ends(target: str) -> None:
+    found = await drive(Plan(target, (b"one", b"two"), clients=4, channels=2, seconds=0.2, warmup_s=0.05))
+    assert found["ok"] > 0
+    assert found["errors"] == {}
+    assert found["answers_in_all"] > found["ok"]
+    assert found["p50_ms"] <= found["p90_ms"] <= found["p99_ms"]
+
+
+async def test_drive_counts_errors_by_status_and_empty_answers(target: str) -> None:
+    found = await drive(Plan(target, (b"no", b""), clients=2, seconds=0.2, warmup_s=0.0))
+    assert found["ok"] == 0
+    assert set(found["errors"]) == {"RESOURCE_EXHAUSTED", "EMPTY"}
+    assert found["p50_ms"] is None
+
+
+def test_summary_of_answers_is_rate_and_percentiles() -> None:
+    tally = Tally([3_000_000, 1_000_000, 2_000_000], Counter(UNAVAILABLE=2))
+    found = summary(tally, elapsed_s=2.0)
+    assert (found["ok"], found["errors"], found["requests_per_s"]) == (3, {"UNAVAILABLE": 2}, 1.5)
+    assert (found["p50_ms"], found["p99_ms"]) == (2.0, 3.0)
