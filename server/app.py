@@ -19,6 +19,7 @@ from grpc_health.v1 import health_pb2_grpc
 
 from backends import registry
 from backends.base import Backend
+from server.addresses import host_and_port, resolve
 from server.config import Settings
 from server.errors import StartError
 from server.health import HealthService
@@ -32,8 +33,9 @@ __all__ = ["Server", "product_version"]
 
 _log = logging.getLogger("paceline.server")
 
-_LAST_WORDS_S = 1.0
-"""For answers that are on their way out when the grace is over."""
+_LAST_WORDS_S, _LONGEST_WORDS_S = 1.0, 3.0
+"""For answers that are on their way out when all is answered or the grace over. gRPC's own end waits for whoever keeps
+a connection open and reacts to nothing, so it doesn't get the rest of the grace, however long that is."""
 
 _MAX_MESSAGE_BYTES = 2**31 - 1
 _OPTIONS = (
@@ -54,13 +56,12 @@ def product_version() -> str:
 
 def _refuse_port_in_use(address: str, port: int) -> None:
     """Find out before minutes go into loading, and with the system's own reason, which gRPC keeps to itself."""
-    host = address.removeprefix("[").removesuffix("]")
     try:
-        family, *_, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-        socket.create_server(where[:2], family=family).close()
+        family, where = resolve(address, port)
+        socket.create_server(where, family=family).close()
     except OSError as error:
         reason = os.strerror(error.errno) if error.errno and error.errno > 0 else error.strerror
-        raise StartError(f"gRPC can't listen on {address}:{port}: {reason}") from None
+        raise StartError(f"gRPC can't listen on {host_and_port(address, port)}: {reason}") from None
 
 
 def _named(model: str, reason: str) -> str:
@@ -100,7 +101,8 @@ class Server:
             raise
         self._service.serving = True
         self._health.set_serving(self.repository.ready)
-        _log.info("ready: gRPC on %s:%d%s", self._settings.grpc_address, self.grpc_port, self._say_metrics())
+        where = host_and_port(self._settings.grpc_address, self.grpc_port)
+        _log.info("ready: gRPC on %s%s", where, self._say_metrics())
 
     async def stop(self, grace_s: float | None = None) -> bool:
         """Tell everybody, answer what was accepted within `grace_s` (by default the configured time), take down.
@@ -123,7 +125,8 @@ class Server:
             _log.warning("gave up on executions that ran longer than the %g s of grace", grace_s)
         else:
             await self._service.refuse_until_quiet()
-        await self._take_down(max(_LAST_WORDS_S, grace_s - (time.monotonic() - began)))
+        left_s = grace_s - (time.monotonic() - began)
+        await self._take_down(min(max(_LAST_WORDS_S, left_s), _LONGEST_WORDS_S))
         _log.info("stopped after %.1f s", time.monotonic() - began)
         return in_time
 
@@ -140,7 +143,8 @@ class Server:
         try:
             self._endpoint = MetricsEndpoint(self._metrics, address, settings.metrics_port)
         except OSError as error:
-            raise StartError(f"metrics can't listen on {address}:{settings.metrics_port}: {error.strerror}") from None
+            where = host_and_port(address, settings.metrics_port)
+            raise StartError(f"metrics can't listen on {where}: {error.strerror}") from None
 
     async def _load(self) -> None:
         folders = find_models(list(self._settings.paths))
@@ -160,7 +164,7 @@ class Server:
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         self._reflection = Reflection()
         self._reflection.add_to(server)
-        where = f"{settings.grpc_address}:{settings.grpc_port}"
+        where = host_and_port(settings.grpc_address, settings.grpc_port)
         try:
             self.grpc_port = server.add_insecure_port(where)
         except RuntimeError:

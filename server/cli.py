@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import os
 import signal
 from collections.abc import Callable
@@ -21,6 +22,9 @@ __all__ = ["main"]
 
 _log = logging.getLogger("paceline.server")
 
+# The event loop's timers end somewhere.
+_SECONDS = click.FloatRange(0, 1_000_000)
+
 Decorator = Callable[[Any], Any]
 
 
@@ -28,6 +32,13 @@ Decorator = Callable[[Any], Any]
 @click.version_option(package_name="paceline", prog_name="paceline")
 def main() -> None:
     """A gRPC inference server that batches."""
+
+
+def _number(context: click.Context, parameter: click.Parameter, value: float) -> float:
+    """NaN is within every range."""
+    if math.isnan(value):
+        raise click.BadParameter("expected a number, got nan")
+    return value
 
 
 def _flag(name: str, default: object, what: str, **more: Any) -> Decorator:
@@ -49,7 +60,7 @@ def _flag(name: str, default: object, what: str, **more: Any) -> Decorator:
 @_flag("allow-metrics", True, "Whether to serve metrics.", type=bool)
 @_flag("metrics-address", None, "Address to listen on for metrics; by default that of gRPC.")
 @_flag("metrics-port", 8002, "Port for GET /metrics; 0 takes a free one.", type=click.IntRange(0, 65535))
-@_flag("exit-timeout-secs", 30.0, "Grace for accepted requests at the end.", type=click.FloatRange(0))
+@_flag("exit-timeout-secs", 30.0, "Grace for accepted requests at the end.", type=_SECONDS, callback=_number)
 @_flag("exit-on-error", False, "End if any model fails to load, instead of serving the others.", type=bool)
 @_flag("model-load-thread-count", 4, "Models to load at the same time.", type=click.IntRange(1))
 @_flag("id", "paceline", "Name of this server in its metadata.")

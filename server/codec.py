@@ -11,6 +11,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 from backends.base import Array, ModelSpec, Tensors, TensorSpec
+from backends.errors import ExecutionError
 from protos.datatypes import Datatype, by_name
 from protos.inference_pb2 import ModelInferRequest, ModelInferResponse
 from protos.tensors import TensorError, decode_contents, decode_raw, element_count, encode_contents, encode_raw
@@ -77,15 +78,21 @@ class ModelCodec:
         return DecodedRequest(inputs, rows, free, outputs, parameters.timeout_ns, parameters.typed_outputs)
 
     def encode(self, request: ModelInferRequest, decoded: DecodedRequest, results: Tensors) -> ModelInferResponse:
-        """The response with the wanted outputs: raw, or in typed contents if the request asked for them."""
+        """The response with the wanted outputs: raw, or in typed contents if the request asked for them.
+
+        Raises ExecutionError for elements that no message can carry; what else could be wrong the backend has checked.
+        """
         response = ModelInferResponse(model_name=self._model, model_version=self._version, id=request.id)
         for index in decoded.outputs:
             tensor, array = self._spec.outputs[index], results[index]
             output = response.outputs.add(name=tensor.name, datatype=tensor.datatype, shape=array.shape)
-            if decoded.typed_outputs:
-                output.contents.CopyFrom(encode_contents(array, self._output_types[index]))
-            else:
-                response.raw_output_contents.append(encode_raw(array, self._output_types[index]))
+            try:
+                if decoded.typed_outputs:
+                    output.contents.CopyFrom(encode_contents(array, self._output_types[index]))
+                else:
+                    response.raw_output_contents.append(encode_raw(array, self._output_types[index]))
+            except TensorError as error:
+                raise ExecutionError(f"model '{self._model}': output '{tensor.name}': {error}") from None
         return response
 
     def _parameters(self, request: ModelInferRequest) -> RequestParameters:

@@ -29,8 +29,8 @@ class HealthService(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
         self._changed = asyncio.Event()
 
     def set_serving(self, serving: bool) -> None:
-        """Change the status and tell the watchers."""
-        self._serving = serving
+        """Change the status and tell the watchers; after `close` nothing changes any more."""
+        self._serving = serving and not self._closed
         self._tell()
 
     def close(self) -> None:
@@ -48,12 +48,13 @@ class HealthService(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
         """Send the status now and at each change. An unknown service is SERVICE_UNKNOWN, and stays so."""
         last: int | None = None
         while True:
-            changed = self._changed
+            # What is read here goes together: anything may change while a response is being written.
+            changed, closed = self._changed, self._closed
             status = self._status(request.service)
             if status != last:
                 await context.write(_Response(status=status))
                 last = status
-            if self._closed:
+            if closed:
                 return
             await changed.wait()
 

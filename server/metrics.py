@@ -6,23 +6,30 @@ meaning is the same; what Triton lacks begins with `paceline_`.
 
 from __future__ import annotations
 
+import logging
 import re
 import socket
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from socketserver import TCPServer
 from threading import Thread
 
 from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4, CollectorRegistry, Gauge, Histogram, generate_latest
 
 from backends.base import Execution
 from scheduler.observer import BatchReport, Drop
+from server.addresses import resolve
 
 __all__ = ["Metrics", "MetricsEndpoint", "ModelMetrics"]
+
+_log = logging.getLogger("paceline.server.metrics")
 
 _LABELS = ("model", "version")
 _REASONS = {Drop.REFUSED: "REJECTED", Drop.EXPIRED: "REJECTED", Drop.CANCELLED: "CANCELED"}
 _ALL_REASONS = ("REJECTED", "CANCELED", "BACKEND", "OTHER")
 _ROW_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
+_SILENCE_S = 10
+"""How long a connection may keep a thread waiting for its request."""
 _WAIT_BUCKETS_US = (100, 250, 500, 1_000, 2_500, 5_000, 10_000, 25_000, 50_000, 100_000, 250_000, 1_000_000, 10_000_000)
 
 
@@ -121,11 +128,30 @@ class ModelMetrics:
             self._output_us.inc(requests * report.execution.output_ns // 1_000)
 
 
+class _HttpServer(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def __init__(self, address: str, port: int, handler: type[BaseHTTPRequestHandler]) -> None:
+        self.address_family, where = resolve(address, port)
+        super().__init__(where, handler)
+
+    def server_bind(self) -> None:
+        """Without the base class's look-up of a name for the address, which waits for a name service out of reach."""
+        TCPServer.server_bind(self)
+        self.server_name, self.server_port = str(self.server_address[0]), self.server_address[1]
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        """A scraper that broke off is no news; the base class would print a traceback."""
+        _log.debug("the answer to %s failed", client_address, exc_info=True)
+
+
 class MetricsEndpoint:
     """`GET /metrics` for scrapers, on a thread of its own. Port 0 takes a free one. Raises OSError."""
 
     def __init__(self, metrics: Metrics, address: str, port: int) -> None:
         class Handler(BaseHTTPRequestHandler):
+            timeout = _SILENCE_S
+
             def do_GET(self) -> None:
                 if self.path.partition("?")[0] != "/metrics":
                     self.send_error(404)
@@ -140,9 +166,7 @@ class MetricsEndpoint:
             def log_message(self, format: str, *args: object) -> None:
                 pass  # a scrape every few seconds is no news
 
-        self._address = address
-        self._server = ThreadingHTTPServer((address, port), Handler)
-        self._server.daemon_threads = True
+        self._server = _HttpServer(address, port, Handler)
         self._thread = Thread(target=self._server.serve_forever, args=(None,), name="metrics", daemon=True)
         self._thread.start()
 
@@ -155,7 +179,7 @@ class MetricsEndpoint:
         stopper = Thread(target=self._server.shutdown)
         stopper.start()
         while stopper.is_alive():
-            socket.create_connection((self._address, self.port), timeout=1).close()
+            socket.create_connection((self._server.server_name, self.port), timeout=1).close()
             stopper.join(0.05)
         self._thread.join()
         self._server.server_close()

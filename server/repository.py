@@ -174,7 +174,7 @@ class Repository:
             return ModelNotFound(f"unknown model '{name}' is not found; this server has {_some(known)}")
         if entry.state is not ModelState.READY:
             return ModelNotReady(f"model '{name}' is not ready: {entry.reason or entry.state.value}")
-        if not version.isdecimal():
+        if not (version.isascii() and version.isdecimal()):
             return InvalidRequest(f"model '{name}': expected a version number, got '{version}'")
         return ModelNotFound(f"model '{name}' version {version} is not found; versions served: {list(entry.versions)}")
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -105,3 +107,66 @@ async def test_call_of_a_method_that_does_not_exist_is_unimplemented(served: Ser
 def test_served_and_unserved_rpcs_are_all_there_are() -> None:
     methods = {method.name for method in pb.DESCRIPTOR.services_by_name["GRPCInferenceService"].methods}
     assert methods == ALL
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"\x00" * 4096,
+        b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n",
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",  # a TLS client saying hello
+        b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\xff" * 64,
+        b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\x00\x00\x00\x04\x00\x00\x00\x00\x00" + b"\x00\x00\x08\x01\x25\x00\x00",
+    ],
+    ids=["nothing", "zeros", "HTTP/1", "TLS", "bad frame", "cut headers"],
+)
+async def test_connection_that_speaks_no_grpc_harms_nobody(served: Served, data: bytes) -> None:
+    _, writer = await asyncio.open_connection("127.0.0.1", served.server.grpc_port)
+    writer.write(data)
+    await writer.drain()
+    assert list((await served.infer(GOOD)).outputs[0].shape) == [1, 2]
+    writer.close()
+
+
+async def test_connection_that_says_nothing_does_not_hold_up_the_end(tmp_path: Path) -> None:
+    async with serving(tmp_path, {"m": echo_model()}) as served:
+        _, writer = await asyncio.open_connection("127.0.0.1", served.server.grpc_port)
+        began = time.monotonic()
+        assert await served.server.stop(30)
+        assert time.monotonic() - began < 10
+        writer.close()
+
+
+@pytest.mark.parametrize(("timeout", "answered"), [("99999999H", True), ("1S", True), ("0n", False), ("1x", False)])
+async def test_infer_with_any_timeout_header_is_answered_or_refused(
+    served: Served, timeout: str, answered: bool
+) -> None:
+    """Written by hand, since clients write only what makes sense."""
+    headers = {
+        ":method": "POST",
+        ":scheme": "http",
+        ":path": "/inference.GRPCInferenceService/ModelInfer",
+        ":authority": "x",
+        "te": "trailers",
+        "content-type": "application/grpc",
+        "grpc-timeout": timeout,
+    }
+    names = b"".join(b"\x00" + _text(name) + _text(value) for name, value in headers.items())
+    message = GOOD.SerializeToString()
+    reader, writer = await asyncio.open_connection("127.0.0.1", served.server.grpc_port)
+    writer.write(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + _frame(4, 0, 0, b""))
+    writer.write(_frame(1, 4, 1, names) + _frame(0, 1, 1, b"\x00" + len(message).to_bytes(4, "big") + message))
+    received = b""
+    while not any(said in received for said in (b"grpc-status", b"\x00\x00\x04\x03")):  # trailers, or a reset
+        received += await asyncio.wait_for(reader.read(4096), 10)
+    assert (GOOD.raw_input_contents[0] in received) is answered
+    writer.close()
+
+
+def _frame(kind: int, flags: int, stream: int, payload: bytes) -> bytes:
+    return len(payload).to_bytes(3, "big") + bytes([kind, flags]) + stream.to_bytes(4, "big") + payload
+
+
+def _text(value: str) -> bytes:
+    return bytes([len(value)]) + value.encode()

@@ -40,7 +40,7 @@ def echoes(requests: Sequence[pb.ModelInferRequest], responses: Sequence[pb.Mode
 
 
 async def test_batch_of_64_clients_averages_above_8_rows(tmp_path: Path) -> None:
-    delay = 'parameters { key: "execute_delay_ms" value { string_value: "10" } }'
+    delay = 'parameters { key: "execute_delay_ms" value { string_value: "40" } }'
     write_identity(tmp_path, "m", rows=64, extra=f"dynamic_batching {{ }} {delay}")
     async with serving(tmp_path) as served:
 

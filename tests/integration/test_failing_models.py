@@ -7,9 +7,10 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import grpc
+import numpy as np
 import pytest
 
-from backends.base import Tensors
+from backends.base import ModelSpec, Tensors, TensorSpec
 from backends.errors import ExecutionError
 from backends.faults import change_datatype, lose_output, lose_row
 from backends.memory import MemoryModel
@@ -108,6 +109,18 @@ async def test_outputs_that_break_the_models_promise_are_internal(
 ) -> None:
     model.faults.distort_next(distortion)
     assert await failure_of(served.infer(ONE)) == (INTERNAL, f"model 'm': {text}")
+
+
+@pytest.mark.parametrize("typed", [False, True], ids=["raw", "typed"])
+async def test_outputs_that_no_message_can_carry_are_internal(tmp_path: Path, typed: bool) -> None:
+    spec = ModelSpec((TensorSpec("a", "FP32", (-1, -1)),), (TensorSpec("x", "BYTES", (-1,)),))
+    model = MemoryModel(spec, lambda inputs: [np.array([7] * len(inputs[0]), object)])
+    request = infer("m", {"a": rows_of_floats(1)}, parameters={"binary_data_output": not typed})
+    async with serving(tmp_path, {"m": model}) as served:
+        assert await failure_of(served.infer(request)) == (
+            INTERNAL,
+            "model 'm': output 'x': expected bytes or str in element 0 of BYTES, got int",
+        )
 
 
 async def test_failure_of_onnx_runtime_carries_its_message_and_the_session_lives_on(tmp_path: Path) -> None:

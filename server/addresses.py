@@ -1,0 +1,25 @@
+"""Where to listen: names and addresses as users write them, IPv6 with brackets or without."""
+
+from __future__ import annotations
+
+import socket
+
+__all__ = ["host_and_port", "resolve"]
+
+
+def host_and_port(address: str, port: int) -> str:
+    """`address:port`, the address in brackets if it is one of IPv6."""
+    host = _bare(address)
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def resolve(address: str, port: int) -> tuple[socket.AddressFamily, tuple[str, int]]:
+    """Family and address to bind a TCP socket to. May ask the name service, if `address` is a name. Raises OSError."""
+    family, _, _, _, where = socket.getaddrinfo(_bare(address), port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[
+        0
+    ]
+    return family, (str(where[0]), port)
+
+
+def _bare(address: str) -> str:
+    return address[1:-1] if address.startswith("[") and address.endswith("]") else address

@@ -1,0 +1,47 @@
+"""Settings of the command that show from outside, given as flags and as environment variables."""
+
+from __future__ import annotations
+
+import urllib.error
+from pathlib import Path
+
+import pytest
+
+from clients import InferenceClient
+from tests.harness import ServerProcess, write_identity
+
+
+@pytest.mark.parametrize("by_flag", [True, False], ids=["flags", "environment"])
+def test_settings_reach_the_server(tmp_path: Path, by_flag: bool) -> None:
+    write_identity(tmp_path)
+    args = ("--id", "edge-7", "--allow-metrics", "false", "--log-level", "debug") if by_flag else ()
+    env = {} if by_flag else {"PACELINE_ID": "edge-7", "PACELINE_ALLOW_METRICS": "false"}
+    with ServerProcess(tmp_path, args=args, env=env) as server:
+        with InferenceClient(server.target) as client:
+            assert client.server_metadata().name == "edge-7"
+            assert client.server_ready()
+        assert server.metrics_port == 0
+        with pytest.raises(urllib.error.URLError):
+            server.metrics()
+    assert server.returncode == 0
+
+
+def test_paths_given_in_every_way_are_served_together(tmp_path: Path) -> None:
+    write_identity(tmp_path / "one", "a")
+    alone = write_identity(tmp_path / "two", "b")
+    write_identity(tmp_path / "three", "c")
+    with (
+        ServerProcess(tmp_path / "one", alone, args=("--model-repository", str(tmp_path / "three"))) as server,
+        InferenceClient(server.target) as client,
+    ):
+        assert all(client.model_ready(name) for name in ("a", "b", "c"))
+
+
+def test_log_of_a_whole_life_is_one_json_object_a_line(tmp_path: Path) -> None:
+    write_identity(tmp_path)
+    with ServerProcess(tmp_path) as server:
+        pass
+    assert len(server.log) == len(server.stderr)
+    said = [record["message"].split()[0] for record in server.log]
+    assert said == ["loading", "model", "ready:", "stopping:", "stopped"]
+    assert {record["level"] for record in server.log} == {"INFO"}

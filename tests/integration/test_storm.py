@@ -1,0 +1,85 @@
+"""Good, bad, cancelled and expiring requests of several shapes all at once, while the model fails now and then."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from pathlib import Path
+
+import grpc
+import pytest
+
+from backends.base import Tensors
+from backends.errors import ExecutionError
+from backends.memory import linear_latency
+from tests.integration.serving import Served, echo_model, serving
+from tests.polling import eventually_async
+from tests.wire import infer, rows_of_floats
+
+Code = grpc.StatusCode
+CONFIG = """
+    max_batch_size: 8
+    dynamic_batching { max_queue_delay_microseconds: 500 default_queue_policy { max_queue_size: 60 } }
+    instance_group { count: 2 }
+"""
+POISON = 1e6
+
+
+def poisoned(inputs: Tensors) -> bool:
+    return bool((inputs[0] == POISON).any())
+
+
+async def one(served: Served, kind: str, number: int) -> str:
+    """Send one request of `kind`; how it ended, "wrong" if that can't be."""
+    columns = 1 + number % 3
+    first = POISON if kind == "poisoned" else float(number)
+    request = infer("m", {"a": rows_of_floats(1 + number % 4, columns, first=first)})
+    if kind == "bad":
+        request.inputs[0].datatype = "INT32"
+    call = asyncio.create_task(served.infer(request, timeout_s=0.002 if kind == "hasty" else 20))
+    if kind == "cancelled":
+        await asyncio.sleep(0.001 * (number % 5))
+        call.cancel()
+    try:
+        response = await call
+    except asyncio.CancelledError:
+        return "cancelled"
+    except grpc.aio.AioRpcError as error:
+        return error.code().name
+    return "OK" if response.raw_output_contents[0] == request.raw_input_contents[0] else "wrong"
+
+
+POSSIBLE = {
+    "good": {"OK", "INTERNAL", "RESOURCE_EXHAUSTED"},  # INTERNAL beside a poisoned one
+    "bad": {"INVALID_ARGUMENT"},
+    "cancelled": {"cancelled", "OK", "INTERNAL", "RESOURCE_EXHAUSTED"},
+    "hasty": {"DEADLINE_EXCEEDED", "OK", "INTERNAL", "RESOURCE_EXHAUSTED"},
+    "poisoned": {"INTERNAL", "RESOURCE_EXHAUSTED"},
+}
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+async def test_storm_leaves_each_request_with_a_possible_end_and_the_server_as_new(tmp_path: Path, seed: int) -> None:
+    dice = random.Random(seed)
+    model = echo_model()
+    model.latency = linear_latency(0.002, 0.0001)
+    model.faults.raise_when(poisoned, ExecutionError("poisoned"))
+    async with serving(tmp_path, {"m": model}, config=CONFIG) as served:
+        kinds = dice.choices(list(POSSIBLE), weights=[10, 2, 3, 3, 1], k=400)
+        ends = await asyncio.gather(*(one(served, kind, number) for number, kind in enumerate(kinds)))
+        for kind, end in zip(kinds, ends, strict=True):
+            assert end in POSSIBLE[kind], (kind, end)
+        assert ends.count("OK") > 20
+        await eventually_async(lambda: served.waiting("m") == 0, "an empty queue")
+        request = infer("m", {"a": rows_of_floats(8)})
+        assert (await served.infer(request)).raw_output_contents[0] == request.raw_input_contents[0]
+        metrics = await served.metrics()
+        assert metrics['nv_inference_pending_request_count{model="m",version="1"}'] == 0
+        assert metrics['paceline_lanes{model="m",version="1"}'] == 0
+        # Whatever was executed was counted: rows of batches that went well, requests of those that didn't.
+        executed = sum(map(len, model.batches))
+        counted = (
+            metrics['nv_inference_request_success{model="m",version="1"}']
+            + metrics['nv_inference_request_failure{model="m",reason="BACKEND",version="1"}']
+        )
+        assert counted == executed

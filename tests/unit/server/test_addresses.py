@@ -1,0 +1,44 @@
+"""Addresses to listen on, as users write them."""
+
+from __future__ import annotations
+
+import socket
+
+import pytest
+
+from server.addresses import host_and_port, resolve
+
+
+@pytest.mark.parametrize(
+    ("address", "text"),
+    [
+        ("0.0.0.0", "0.0.0.0:81"),
+        ("localhost", "localhost:81"),
+        ("::1", "[::1]:81"),
+        ("[::1]", "[::1]:81"),
+        ("::", "[::]:81"),
+        ("fe80::1%eth0", "[fe80::1%eth0]:81"),
+    ],
+)
+def test_host_and_port_puts_brackets_around_ipv6_alone(address: str, text: str) -> None:
+    assert host_and_port(address, 81) == text
+
+
+@pytest.mark.parametrize(
+    ("address", "family", "host"),
+    [
+        ("127.0.0.1", socket.AF_INET, "127.0.0.1"),
+        ("0.0.0.0", socket.AF_INET, "0.0.0.0"),
+        ("::1", socket.AF_INET6, "::1"),
+        ("[::1]", socket.AF_INET6, "::1"),
+        ("[::]", socket.AF_INET6, "::"),
+    ],
+)
+def test_resolve_gives_family_host_and_port(address: str, family: int, host: str) -> None:
+    assert resolve(address, 81) == (family, (host, 81))
+
+
+@pytest.mark.parametrize("address", ["256.1.1.1", "[::1", "1.2.3.4.5.", ":::"])
+def test_resolve_what_is_no_address_is_an_oserror(address: str) -> None:
+    with pytest.raises(OSError, match=r"."):
+        resolve(address, 81)

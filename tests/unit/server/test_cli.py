@@ -1,0 +1,165 @@
+"""The command's flags and their environment variables, and what it says to those who get them wrong."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+from click.testing import CliRunner, Result
+
+from server.cli import main, serve
+from tests.harness import REPO
+
+DEFAULTS = {
+    "model_repository": (),
+    "grpc_address": "0.0.0.0",
+    "grpc_port": 8001,
+    "allow_metrics": True,
+    "metrics_address": None,
+    "metrics_port": 8002,
+    "exit_timeout_secs": 30.0,
+    "exit_on_error": False,
+    "model_load_thread_count": 4,
+    "id": "paceline",
+    "log_level": "info",
+    "log_format": "text",
+}
+
+GIVEN: list[tuple[str, str, object]] = [
+    ("grpc-address", "::1", "::1"),
+    ("grpc-port", "0", 0),
+    ("grpc-port", "65535", 65535),
+    ("allow-metrics", "false", False),
+    ("allow-metrics", "1", True),
+    ("metrics-address", "127.0.0.1", "127.0.0.1"),
+    ("metrics-port", "9", 9),
+    ("exit-timeout-secs", "0", 0.0),
+    ("exit-timeout-secs", "2.5", 2.5),
+    ("exit-on-error", "true", True),
+    ("model-load-thread-count", "1", 1),
+    ("id", "edge 7", "edge 7"),
+    ("log-level", "debug", "debug"),
+    ("log-format", "json", "json"),
+]
+
+
+def parsed(*arguments: str, **environment: str) -> dict[str, Any]:
+    """What `serve` would get."""
+    runner = CliRunner(env={"PACELINE_" + key: value for key, value in environment.items()})
+    with runner.isolation(env=runner.env):
+        context: click.Context = serve.make_context("serve", list(arguments), auto_envvar_prefix="PACELINE")
+    return context.params
+
+
+def run(*arguments: str, **environment: str) -> Result:
+    return CliRunner().invoke(main, ["serve", *arguments], env={f"PACELINE_{k}": v for k, v in environment.items()})
+
+
+def variable(flag: str) -> str:
+    return flag.upper().replace("-", "_")
+
+
+def test_flags_have_tritons_defaults_where_triton_has_the_flag() -> None:
+    assert parsed("models") == {**DEFAULTS, "paths": (Path("models"),)}
+
+
+@pytest.mark.parametrize(("flag", "text", "value"), GIVEN)
+def test_flag_is_read_from_the_command_line_with_and_without_equals_sign(flag: str, text: str, value: object) -> None:
+    name = flag.replace("-", "_")
+    assert parsed(f"--{flag}", text)[name] == parsed(f"--{flag}={text}")[name] == value
+
+
+@pytest.mark.parametrize(("flag", "text", "value"), GIVEN)
+def test_flag_is_read_from_the_environment(flag: str, text: str, value: object) -> None:
+    assert parsed(**{variable(flag): text})[flag.replace("-", "_")] == value
+
+
+@pytest.mark.parametrize("flag", sorted({name.replace("_", "-") for name in DEFAULTS} - {"model-repository"}))
+def test_flag_empty_in_the_environment_counts_as_not_given(flag: str) -> None:
+    name = flag.replace("-", "_")
+    assert parsed(**{variable(flag): ""})[name] == DEFAULTS[name]
+
+
+def test_flag_on_the_command_line_overrules_the_environment() -> None:
+    assert parsed("--grpc-port", "1", GRPC_PORT="2")["grpc_port"] == 1
+
+
+@pytest.mark.parametrize("flag", ["--model-repository", "--model-store"])
+def test_model_repository_may_be_repeated_and_stands_beside_paths(flag: str) -> None:
+    found = parsed("c", flag, "a", f"{flag}=b")
+    assert (found["paths"], found["model_repository"]) == ((Path("c"),), (Path("a"), Path("b")))
+
+
+def test_model_repository_in_the_environment_may_be_several() -> None:
+    found = parsed(MODEL_REPOSITORY=os.pathsep.join(["a", "b"]))
+    assert found["model_repository"] == (Path("a"), Path("b"))
+
+
+def test_every_flag_has_a_variable_and_help_says_which() -> None:
+    text = CliRunner().invoke(main, ["serve", "--help"]).output
+    for name in DEFAULTS:
+        assert f"--{name.replace('_', '-')}" in text
+        assert f"PACELINE_{name.upper()}" in "".join(text.split())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ((), "expected at least one PATH: a model repository, a model's folder or a .onnx file"),
+        (("m", "--grpc-port", "65536"), "Invalid value for '--grpc-port'"),
+        (("m", "--grpc-port", "-1"), "Invalid value for '--grpc-port'"),
+        (("m", "--metrics-port", "http"), "Invalid value for '--metrics-port'"),
+        (("m", "--allow-metrics", "perhaps"), "Invalid value for '--allow-metrics'"),
+        (("m", "--exit-on-error"), "Option '--exit-on-error' requires an argument"),
+        (("m", "--exit-timeout-secs", "-1"), "Invalid value for '--exit-timeout-secs'"),
+        (("m", "--exit-timeout-secs", "nan"), "Invalid value for '--exit-timeout-secs'"),
+        (("m", "--exit-timeout-secs", "inf"), "Invalid value for '--exit-timeout-secs'"),
+        (("m", "--model-load-thread-count", "0"), "Invalid value for '--model-load-thread-count'"),
+        (("m", "--log-level", "chatty"), "Invalid value for '--log-level'"),
+        (("m", "--log-format", "xml"), "Invalid value for '--log-format'"),
+        (("m", "--http-port", "8000"), "No such option"),
+    ],
+)
+def test_usage_error_is_told_with_status_2(arguments: tuple[str, ...], text: str) -> None:
+    result = run(*arguments)
+    assert result.exit_code == 2
+    assert f"Error: {text}" in result.stderr
+    assert not result.stdout
+
+
+def test_usage_error_in_the_environment_names_the_flag() -> None:
+    result = run("m", GRPC_PORT="many")
+    assert result.exit_code == 2
+    assert "Invalid value for '--grpc-port'" in result.stderr
+
+
+def test_start_error_is_one_line_with_status_1(tmp_path: Path) -> None:
+    result = run(str(tmp_path / "gone"), "--grpc-port", "0", "--metrics-port", "0", "--log-level", "error")
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert result.stderr == f"Error: {tmp_path}/gone: No such file or directory\n"
+
+
+def test_version_and_help_are_said() -> None:
+    assert CliRunner().invoke(main, ["--version"]).output.startswith("paceline, version ")
+    for flag in ("-h", "--help"):
+        result = CliRunner().invoke(main, [flag])
+        assert result.exit_code == 0
+        assert {"serve", "infer"} <= set(result.output.split())
+
+
+def test_command_line_loads_no_runtime_before_it_serves() -> None:
+    code = "import sys, server.cli; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=REPO, capture_output=True, text=True, check=True)
+    assert not {"onnxruntime", "prometheus_client", "server.app"} & set(done.stdout.split())
+
+
+def test_module_server_is_the_command_too() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "server", "--help"], cwd=REPO, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.startswith("Usage: paceline ")

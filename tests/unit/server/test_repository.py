@@ -1,0 +1,230 @@
+"""Which model answers to which name and version, and what is said of those that don't."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from backends.base import Backend, ModelSpec, TensorSpec
+from backends.errors import LoadError
+from backends.memory import MemoryBackend, MemoryModel
+from scheduler.errors import BatcherClosed
+from server.errors import InvalidRequest, ModelNotFound, ModelNotReady
+from server.layout import find_models
+from server.metrics import Metrics
+from server.repository import Repository
+
+SPEC = ModelSpec((TensorSpec("a", "FP32", (-1, -1)),), (TensorSpec("x", "FP32", (-1, -1)),))
+
+
+class Bench:
+    """A repository over folders written by `add`, each a model in memory."""
+
+    def __init__(self, root: Path, load_threads: int = 4) -> None:
+        self.root = root
+        self.models: dict[str, MemoryModel] = {}
+        self.backends: dict[str, Backend] = {"memory": MemoryBackend(self.models)}
+        self.repository = Repository(Metrics(), self._backend_of, load_threads)
+
+    def _backend_of(self, name: str) -> Backend:
+        if name not in self.backends:
+            raise LoadError(f"no backend '{name}'")
+        return self.backends[name]
+
+    def add(self, name: str, *versions: int, config: str = "") -> MemoryModel:
+        for version in versions or (1,):
+            (self.root / name / str(version)).mkdir(parents=True)
+        (self.root / name / "config.pbtxt").write_text(f'backend: "memory" version_policy {{ all {{ }} }} {config}')
+        self.models[name] = MemoryModel(SPEC)
+        return self.models[name]
+
+    async def load(self) -> Repository:
+        await self.repository.load(find_models([self.root]))
+        return self.repository
+
+
+@pytest.fixture
+async def bench(tmp_path: Path) -> AsyncIterator[Bench]:
+    bench = Bench(tmp_path)
+    yield bench
+    for model in bench.models.values():
+        model.gate.open()
+    await bench.repository.stop()
+
+
+async def test_get_by_name_and_version_finds_that_version(bench: Bench) -> None:
+    bench.add("m", 2, 10)
+    repository = await bench.load()
+    assert [repository.get("m", version).version for version in ("2", "10")] == ["2", "10"]
+    assert repository.versions("m") == ["2", "10"]
+
+
+@pytest.mark.parametrize("version", ["", "-1"])
+async def test_get_without_version_finds_the_latest_by_number(bench: Bench, version: str) -> None:
+    bench.add("m", 9, 10, 2)
+    assert (await bench.load()).get("m", version).version == "10"
+
+
+@pytest.mark.parametrize(
+    ("name", "version", "error", "text"),
+    [
+        ("n", "", ModelNotFound, "unknown model 'n' is not found; this server has ['m']"),
+        ("n", "1", ModelNotFound, "unknown model 'n' is not found; this server has ['m']"),
+        ("M", "", ModelNotFound, "unknown model 'M' is not found; this server has ['m']"),
+        ("m", "2", ModelNotFound, "model 'm' version 2 is not found; versions served: ['1', '3']"),
+        ("m", "03", ModelNotFound, "model 'm' version 03 is not found; versions served: ['1', '3']"),
+        ("m", "latest", InvalidRequest, "model 'm': expected a version number, got 'latest'"),
+        ("m", "-3", InvalidRequest, "model 'm': expected a version number, got '-3'"),
+        ("m", " 1", InvalidRequest, "model 'm': expected a version number, got ' 1'"),
+        ("m", "\u0661", InvalidRequest, "model 'm': expected a version number, got '\u0661'"),
+    ],
+)
+async def test_get_what_is_not_there_says_what_is(
+    bench: Bench, name: str, version: str, error: type[Exception], text: str
+) -> None:
+    bench.add("m", 1, 3)
+    repository = await bench.load()
+    with pytest.raises(error) as caught:
+        repository.get(name, version)
+    assert str(caught.value) == text
+
+
+async def test_get_among_many_names_a_few(bench: Bench) -> None:
+    for number in range(8):
+        bench.add(f"m{number}")
+    repository = await bench.load()
+    with pytest.raises(ModelNotFound) as caught:
+        repository.get("n", "")
+    assert str(caught.value).endswith("this server has ['m0', 'm1', 'm2', 'm3', 'm4'] and 3 more")
+
+
+async def test_one_model_that_fails_is_not_ready_and_the_others_are(bench: Bench) -> None:
+    bench.add("good")
+    bench.add("bad", config="sequence_batching { }")
+    repository = await bench.load()
+    assert repository.get("good", "").name == "good"
+    assert not repository.ready
+    assert repository.failures == {"bad": "sequence_batching is not supported by this build"}
+    assert [model.name for model in repository.models] == ["good"]
+    for version in ("", "-1", "1", "7"):
+        with pytest.raises(ModelNotReady) as caught:
+            repository.get("bad", version)
+        assert str(caught.value) == "model 'bad' is not ready: sequence_batching is not supported by this build"
+    assert repository.versions("bad") == []
+
+
+async def test_is_ready_tells_ready_from_failed_and_raises_for_unknown(bench: Bench) -> None:
+    bench.add("good", 1)
+    bench.add("bad", config="sequence_batching { }")
+    repository = await bench.load()
+    assert repository.is_ready("good", "")
+    assert repository.is_ready("good", "1")
+    assert not repository.is_ready("bad", "")
+    with pytest.raises(ModelNotFound):
+        repository.is_ready("good", "2")
+    with pytest.raises(ModelNotFound):
+        repository.is_ready("other", "")
+    with pytest.raises(InvalidRequest):
+        repository.is_ready("good", "one")
+
+
+async def test_ready_once_everything_is_loaded(bench: Bench) -> None:
+    bench.add("a")
+    bench.add("b", 1, 2)
+    repository = await bench.load()
+    assert repository.ready
+    assert not repository.failures
+    assert [(model.name, model.version) for model in repository.models] == [("a", "1"), ("b", "1"), ("b", "2")]
+
+
+async def test_while_loading_a_model_is_known_and_not_ready(bench: Bench) -> None:
+    slow = bench.add("slow", config='input { name: "a" data_type: TYPE_FP32 dims: 1 }')  # known dims: it is warmed up
+    slow.gate.close()
+    loading = asyncio.create_task(bench.load())
+    await asyncio.to_thread(slow.gate.wait_entered, 1)
+    assert not bench.repository.ready
+    with pytest.raises(ModelNotReady, match=r"^model 'slow' is not ready: LOADING$"):
+        bench.repository.get("slow", "")
+    slow.gate.open()
+    assert (await loading).ready
+
+
+async def test_load_of_several_models_goes_on_at_the_same_time(bench: Bench) -> None:
+    together = threading.Barrier(3)
+    for name in ("a", "b", "c"):
+        model = bench.add(name, config='input { name: "a" data_type: TYPE_FP32 dims: 1 }')
+        model.faults.raise_when(lambda inputs: together.wait(10) < 0, LoadError("never"))
+    assert (await bench.load()).ready
+
+
+async def test_load_with_one_thread_goes_one_by_one(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, load_threads=1)
+    models = [bench.add(name, config='input { name: "a" data_type: TYPE_FP32 dims: 1 }') for name in ("a", "b")]
+    models[0].gate.close()
+    loading = asyncio.create_task(bench.load())
+    await asyncio.to_thread(models[0].gate.wait_entered, 1)
+    assert models[1].gate.entered == 0
+    models[0].gate.open()
+    await (await loading).stop()
+
+
+async def test_load_that_is_cancelled_returns_although_a_thread_still_loads(bench: Bench) -> None:
+    stuck = bench.add("stuck", config='input { name: "a" data_type: TYPE_FP32 dims: 1 }')
+    stuck.gate.close()
+    loading = asyncio.create_task(bench.load())
+    await asyncio.to_thread(stuck.gate.wait_entered, 1)
+    loading.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await asyncio.wait_for(loading, 5)
+
+
+async def test_model_executes_through_its_batcher(bench: Bench) -> None:
+    bench.add("m", config="instance_group { count: 2 }")
+    model = (await bench.load()).get("m", "")
+    array = np.ones((2, 3), np.float32)
+    (result,) = await model.batcher.submit((array,), 2, (3,))
+    assert result.tolist() == array.tolist()
+    assert (model.platform, model.spec.batched) == ("memory", True)
+
+
+async def test_stop_executes_what_is_queued_and_closes_everything(bench: Bench) -> None:
+    opened = bench.add("m")
+    repository = await bench.load()
+    batcher = repository.get("m", "").batcher
+    opened.gate.close()
+    futures = [batcher.submit((np.ones((1, 1), np.float32),), 1, number) for number in range(3)]
+    stopping = asyncio.create_task(repository.stop())
+    await asyncio.to_thread(opened.gate.wait_entered, 1)
+    with pytest.raises(BatcherClosed):
+        batcher.submit((np.ones((1, 1), np.float32),), 1, 0)
+    assert not stopping.done()
+    opened.gate.open()
+    await stopping
+    assert all(future.done() and future.exception() is None for future in futures)
+    assert opened.closed
+    assert opened.open_instances == 0
+
+
+async def test_stop_twice_and_abandon_afterwards_do_nothing_more(bench: Bench) -> None:
+    bench.add("m")
+    repository = await bench.load()
+    await repository.stop()
+    await repository.stop()
+    repository.abandon()
+
+
+async def test_abandon_answers_who_waits_and_leaves_what_executes(bench: Bench) -> None:
+    opened = bench.add("m")
+    repository = await bench.load()
+    batcher = repository.get("m", "").batcher
+    opened.gate.close()
+    futures = [batcher.submit((np.ones((1, 1), np.float32),), 1, number) for number in range(2)]
+    await asyncio.to_thread(opened.gate.wait_entered, 1)
+    repository.abandon()
+    for answer in await asyncio.gather(*futures, return_exceptions=True):
+        assert isinstance(answer, BatcherClosed)
