@@ -1,93 +1,53 @@
 """The batcher's brain: which waiting requests leave together, and when.
 
-Lives here: every decision. Must not: a clock, lock, await, log or callback; time comes in as `now_ns`, decisions go
-out as a `Step`. The rule that keeps it so: this module imports nothing but data structures and the policy.
+Lives here: every decision. Must not: a clock, lock, await, log or callback; time comes in as `now_ns`, decisions go out
+as a `Step`. The rule that keeps it so: this module imports nothing but data structures and the policy.
 
-Requests wait in *lanes*, one per shape key, in order of arrival. A lane is *ready* when its head may leave with an idle
-instance: a preferred prefix has formed, or the head has waited long enough. Ready lanes compete by the age of their
-heads. Every lane that isn't ready has an item in `_due`, the heap of moments when waiting alone makes it ready.
+Requests wait in lanes, one per shape key. A lane is *ready* when its head may leave with an idle instance: a preferred
+prefix has formed, or somebody in it has waited long enough. Ready lanes compete by the order of their heads: priority,
+then age. Every lane that isn't ready has an item in `_due`, the heap of moments when waiting alone makes it ready.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Hashable
-from dataclasses import dataclass
-from typing import Generic, TypeVar
+from collections.abc import Hashable, Sequence
+from typing import Generic, NamedTuple, TypeVar
 
-from scheduler.errors import QueueFull, RequestTooLarge
+from scheduler.errors import DeadlineUnreachable, QueueFull, RequestTooLarge
+from scheduler.lane import DELAYED, LEVEL, Entry, Lane, Watch
+from scheduler.latency import LatencyModel
 from scheduler.lazy_heap import LazyHeap
-from scheduler.policy import NEVER, BatchPolicy
+from scheduler.policy import NEVER, BatchPolicy, TimeoutAction
+from scheduler.sizing import Cut, Sizing, Unreachable
 
-__all__ = ["Batch", "BatchQueue", "Entry", "Step"]
+__all__ = ["Batch", "BatchQueue", "Entry", "Step", "Unreachable"]
 
 T = TypeVar("T")
 
 
-class Entry(Generic[T]):
-    """One waiting request. `lane` is None once it has left; `seq` counts arrivals."""
+class Batch(NamedTuple, Generic[T]):
+    """Requests that execute together; all of one `key`, in the order of service. `padded_rows` is what the model sees:
+    `rows`, or more where only some sizes are allowed. `number` counts the batches of the queue, from 1."""
 
-    __slots__ = ("deadline_ns", "enqueued_ns", "lane", "payload", "rows", "seq")
-
-    def __init__(self, payload: T, rows: int, seq: int, enqueued_ns: int, deadline_ns: int, lane: Lane[T]) -> None:
-        self.payload = payload
-        self.rows = rows
-        self.seq = seq
-        self.enqueued_ns = enqueued_ns
-        self.deadline_ns = deadline_ns
-        self.lane: Lane[T] | None = lane
-
-
-class Lane(Generic[T]):
-    """The waiting requests of one shape key, oldest first, and how far the search for a preferred prefix has come.
-
-    The walk adds entries while their rows stay within the largest preferred size. `prefix` counts the entries that may
-    leave at once (0: none yet); `closed` says that further arrivals can't change that. A token other than 0 names the
-    lane's living item in the heap of ready lanes or of due ones.
-    """
-
-    __slots__ = (
-        "closed", "due_token", "entries", "key", "prefix", "ready_token", "walked", "walked_rows", "walked_seq",
-    )  # fmt: skip
-
-    def __init__(self, key: Hashable) -> None:
-        self.key = key
-        self.entries: OrderedDict[int, Entry[T]] = OrderedDict()
-        self.restart()
-
-    def restart(self) -> None:
-        """Forget what was found out about the entries: the first ones have changed."""
-        self.ready_token = self.due_token = 0
-        self.walked = self.walked_rows = self.prefix = 0
-        self.walked_seq = -1
-        self.closed = False
-
-    @property
-    def head(self) -> Entry[T]:
-        return next(iter(self.entries.values()))
-
-
-@dataclass(frozen=True, slots=True)
-class Batch(Generic[T]):
-    """Requests that execute together; all of one `key`, in order of arrival."""
-
+    number: int
     key: Hashable
     rows: int
+    padded_rows: int
     entries: tuple[Entry[T], ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Step(Generic[T]):
-    """What `poll` decided: batches to execute now, requests whose deadline passed, and when to poll again at the latest
-    if nothing else happens (None: nothing is due by time alone)."""
+class Step(NamedTuple, Generic[T]):
+    """What `poll` decided: batches to execute now, requests that have waited too long, requests that could only be
+    answered too late, and when to poll again at the latest if nothing else happens (None: nothing is due by time)."""
 
-    batches: tuple[Batch[T], ...]
-    expired: tuple[Entry[T], ...]
-    wake_ns: int | None
+    batches: tuple[Batch[T], ...] = ()
+    expired: tuple[Entry[T], ...] = ()
+    unreachable: tuple[Unreachable[T], ...] = ()
+    wake_ns: int | None = None
 
 
-def _is_queued(entry: Entry[T], token: int) -> bool:
-    return entry.lane is not None
+def _is_watched(watch: Watch[T], token: int) -> bool:
+    return watch.entry is not None
 
 
 def _is_ready(lane: Lane[T], token: int) -> bool:
@@ -99,53 +59,84 @@ def _is_due(lane: Lane[T], token: int) -> bool:
 
 
 class BatchQueue(Generic[T]):
-    """Requests wait here until they leave exactly once: in a batch, cancelled or expired.
+    """Requests wait here until they leave exactly once: in a batch, cancelled, expired or given up.
 
     Not thread-safe. `now_ns` must not decrease from call to call. push, cancel and poll are O(log n), amortised, in
     the number of waiting requests and lanes; a poll adds what it takes to build its batches.
     """
 
-    def __init__(self, policy: BatchPolicy) -> None:
+    def __init__(self, policy: BatchPolicy, instances: int = 1) -> None:
         self.policy = policy
-        self.requests = 0
-        self.rows = 0
+        self.requests = self.rows = self.size_bytes = 0
+        self.latency = LatencyModel(policy.max_batch_rows)
+        self._sizing = Sizing(policy, self.latency)
+        self._instances = instances
+        self._max_rows = policy.max_batch_rows
+        self._has_levels = policy.priority_levels > 0
+        self._is_bounded = bool(policy.limits.max_rows or policy.limits.max_bytes)
         self._preferred = policy.preferred
         self._max_preferred = max(policy.preferred)
         self._delay_ns = policy.max_queue_delay_ns
-        self._seq = 0
-        self._tokens = 0
+        self._seq = self._tokens = self._batches = 0
         self._lanes: dict[Hashable, Lane[T]] = {}
         self._stale: dict[Lane[T], None] = {}
         self._ready: LazyHeap[Lane[T]] = LazyHeap(_is_ready)
         self._due: LazyHeap[Lane[T]] = LazyHeap(_is_due)
-        self._deadlines: LazyHeap[Entry[T]] = LazyHeap(_is_queued)
+        self._deadlines: LazyHeap[Watch[T]] = LazyHeap(_is_watched)
+        self._level_requests: dict[int, int] = {}
+        self._level_rows: dict[int, int] = {}
+        self._running: dict[int, int] = {}
 
     @property
     def lanes(self) -> int:
         """How many shape keys have requests waiting."""
         return len(self._lanes)
 
+    def requests_of_level(self, level: int) -> int:
+        """How many requests of a priority level wait; of level 0 where there are no levels."""
+        return self._level_requests.get(level, 0) if level else self.requests
+
     # hot path: push, poll and the finish of one request together stay within 5 us, see bench/micro.py
-    def push(self, payload: T, rows: int, key: Hashable, now_ns: int, deadline_ns: int = NEVER) -> Entry[T]:
-        """Let a request of `rows` rows wait. Raises RequestTooLarge or QueueFull, and then nothing has changed."""
-        if not 0 < rows <= self.policy.max_batch_rows:
-            raise RequestTooLarge(rows, self.policy.max_batch_rows)
-        limit = self.policy.queue.max_queue_size
-        if limit and self.requests >= limit:
-            raise QueueFull(limit)
+    def push(
+        self,
+        payload: T,
+        rows: int,
+        key: Hashable,
+        now_ns: int,
+        *,
+        size_bytes: int = 0,
+        priority: int = 0,
+        timeout_ns: int = 0,
+        rpc_deadline_ns: int = NEVER,
+    ) -> Entry[T]:
+        """Let a request of `rows` rows and `size_bytes` bytes wait.
+
+        `timeout_ns` is its own queue timeout (0: none). Raises RequestTooLarge, QueueFull or DeadlineUnreachable, and
+        then nothing has changed.
+        """
+        level, queue = 0, self.policy.queue
+        if self._has_levels:
+            level = self.policy.level_of(priority)
+            queue = self.policy.queue_policy(level)
+        if not 0 < rows <= self._max_rows:
+            raise RequestTooLarge(rows, self._max_rows)
+        if queue.max_queue_size or self._is_bounded:
+            self._refuse_if_full(rows, size_bytes, level, queue.max_queue_size)
+        deadline_ns = rpc_deadline_ns
+        if deadline_ns - now_ns < (self.requests + 2) * self.latency.longest_ns and self.policy.deadline_aware:
+            self._refuse_unreachable(rows, key, level, now_ns, deadline_ns)
+        if timeout_ns or queue.default_timeout_ns:
+            deadline_ns = min(deadline_ns, queue.timeout_at_ns(now_ns, timeout_ns))
         lane = self._lanes.get(key)
         if lane is None:
             lane = self._lanes[key] = Lane(key)
-        seq = self._seq = self._seq + 1
-        entry = Entry(payload, rows, seq, now_ns, deadline_ns, lane)
-        lane.entries[seq] = entry
-        self.requests += 1
-        self.rows += rows
+        self._seq += 1
+        order = level * LEVEL + self._seq
+        entry = Entry(payload, rows, size_bytes, level, order, now_ns, deadline_ns, rpc_deadline_ns, lane)
+        self._count(entry, 1)
         if deadline_ns != NEVER:
-            self._deadlines.push(deadline_ns, seq, entry)
-        if not lane.closed and lane not in self._stale:
-            self._walk_over(lane, entry)
-            self._file(lane)
+            self._watch_deadline(entry)
+        self._add(lane, entry)
         return entry
 
     def cancel(self, entry: Entry[T]) -> bool:
@@ -157,45 +148,150 @@ class BatchQueue(Generic[T]):
 
     def poll(self, now_ns: int, idle: int) -> Step[T]:
         """Decide for this moment, with `idle` instances free: at most that many batches leave."""
-        expired = self._expire(now_ns)
+        expired = self._expire(now_ns) if self._deadlines.items else ()
         if self._stale:
             self._settle()
         batches: list[Batch[T]] = []
+        unreachable: list[Unreachable[T]] = []
         while len(batches) < idle and self._has_ready(now_ns):
-            batches.append(self._take(self._ready.pop(), now_ns))
-        return Step(tuple(batches), expired, self._wake_ns(may_start=len(batches) < idle))
+            batch = self._take(self._ready.pop(), now_ns, unreachable)
+            if batch is not None:
+                batches.append(batch)
+        wake_ns = self._wake_ns(may_start=len(batches) < idle)
+        return Step(tuple(batches), expired, tuple(unreachable), wake_ns)
+
+    def done(self, batch: Batch[T], now_ns: int, duration_ns: int | None) -> None:
+        """Learn that a batch has ended, having executed for `duration_ns`; None if it failed."""
+        self._running.pop(batch.number, None)
+        if duration_ns is not None:
+            self.latency.observe(batch.key, batch.padded_rows, duration_ns, now_ns)
+
+    def again(self, key: Hashable, entries: Sequence[Entry[T]], now_ns: int) -> Batch[T]:
+        """A batch of entries that have left in an earlier one, which failed; it starts now."""
+        rows = sum(entry.rows for entry in entries)
+        return self._start(key, Cut(entries, rows, self._sizing.padded(rows)), now_ns)
 
     def flush(self) -> None:
         """From now on nothing waits for company: whatever is queued leaves as soon as an instance is idle."""
         self._delay_ns = 0
+        self._stale.clear()
         for lane in self._lanes.values():
-            self._file(lane)
+            self._file_anew(lane)
+
+    def _refuse_if_full(self, rows: int, size_bytes: int, level: int, max_queue_size: int) -> None:
+        if max_queue_size and self.requests_of_level(level) >= max_queue_size:
+            raise QueueFull(max_queue_size)
+        limits = self.policy.limits
+        if limits.max_rows and self.rows + rows > limits.max_rows:
+            raise QueueFull(limits.max_rows, "rows")
+        if limits.max_bytes and self.size_bytes + size_bytes > limits.max_bytes:
+            raise QueueFull(limits.max_bytes, "bytes")
+
+    def _refuse_unreachable(self, rows: int, key: Hashable, level: int, now_ns: int, rpc_deadline_ns: int) -> None:
+        """Refuse what is certain to be late: even if only full batches are ahead of it and it executes alone."""
+        alone_ns = self.latency.proven_ns(key, self._sizing.padded(rows), now_ns)
+        if not alone_ns:
+            return
+        needed_ns = self._wait_ns(key, level, now_ns) + alone_ns
+        if now_ns + needed_ns > rpc_deadline_ns:
+            raise DeadlineUnreachable(rpc_deadline_ns - now_ns, needed_ns)
+
+    def _wait_ns(self, key: Hashable, level: int, now_ns: int) -> int:
+        """How long a request of `level` that arrives now will wait at least, going by measured executions."""
+        busy = len(self._running) >= self._instances
+        if not busy and not self.requests:
+            return 0
+        ahead = self.rows if not level else sum(rows for other, rows in self._level_rows.items() if other <= level)
+        full = self.policy.max_batch_rows
+        wait_ns = ahead // full * self.latency.proven_ns(key, full, now_ns) // self._instances
+        if busy:
+            wait_ns += max(0, min(self._running.values()) - now_ns)
+        return wait_ns
+
+    def _count(self, entry: Entry[T], sign: int) -> None:
+        self.requests += sign
+        self.rows += sign * entry.rows
+        self.size_bytes += sign * entry.size_bytes
+        if self._has_levels:
+            level, requests = entry.level, self._level_requests
+            requests[level] = requests.get(level, 0) + sign
+            self._level_rows[level] = self._level_rows.get(level, 0) + sign * entry.rows
+            if not requests[level]:
+                del requests[level], self._level_rows[level]
+
+    def _watch_deadline(self, entry: Entry[T]) -> None:
+        self._tokens += 1
+        entry.watch = Watch(entry)
+        self._deadlines.push(entry.deadline_ns, self._tokens, entry.watch)
+
+    def _add(self, lane: Lane[T], entry: Entry[T]) -> None:
+        lane.add(entry)
+        if not self._delay_ns:
+            if not lane.ready_token or entry.order < lane.filed_order:
+                self._file_anew(lane)
+        elif entry.order < lane.walked_order:
+            lane.restart()
+            self._stale[lane] = None
+        elif not lane.closed and lane not in self._stale:
+            lane.walk_over(entry, self._preferred, self._max_preferred, self.policy.max_batch_requests)
+            if lane.prefix:
+                self._make_ready(lane)
+            else:
+                self._make_due(lane)
 
     def _expire(self, now_ns: int) -> tuple[Entry[T], ...]:
         expired: list[Entry[T]] = []
         deadlines = self._deadlines
         while (first := deadlines.first_rank()) is not None and first <= now_ns:
-            entry = deadlines.pop()
-            self._remove(entry)
-            expired.append(entry)
+            entry = deadlines.pop().entry
+            assert entry is not None
+            if self._may_be_delayed(entry, now_ns):
+                self._delay(entry)
+            else:
+                self._remove(entry)
+                expired.append(entry)
         return tuple(expired)
 
-    def _remove(self, entry: Entry[T]) -> None:
-        """Take one entry out of its lane, wherever it stands; the walk over it is redone at the next poll."""
+    def _may_be_delayed(self, entry: Entry[T], now_ns: int) -> bool:
+        action = self.policy.queue_policy(entry.level).timeout_action
+        return action is TimeoutAction.DELAY and entry.rpc_deadline_ns > now_ns
+
+    def _delay(self, entry: Entry[T]) -> None:
+        """Let the entry wait on behind all others of its level, bound by its RPC's deadline alone."""
         lane = entry.lane
         assert lane is not None
-        del lane.entries[entry.seq]
+        self._take_out(lane, entry)
+        self._seq += 1
+        entry.order = entry.level * LEVEL + DELAYED + self._seq
+        entry.deadline_ns = entry.rpc_deadline_ns
+        entry.unwatch()
+        if entry.deadline_ns != NEVER:
+            self._watch_deadline(entry)
+        self._add(lane, entry)
+
+    def _remove(self, entry: Entry[T]) -> None:
+        """Take one entry out for good, wherever it stands."""
+        lane = entry.lane
+        assert lane is not None
+        self._take_out(lane, entry)
         self._leave(entry)
-        if not lane.entries:
+        if not lane.requests:
             self._drop(lane)
-        elif entry.seq <= lane.walked_seq:
+
+    def _take_out(self, lane: Lane[T], entry: Entry[T]) -> None:
+        """Out of the lane; if the walk had passed it, it is walked anew at the next poll."""
+        lane.remove(entry)
+        if not self._delay_ns:
+            if entry.order == lane.filed_order:
+                self._file_anew(lane)
+        elif entry.order <= lane.walked_order:
             lane.restart()
             self._stale[lane] = None
 
     def _leave(self, entry: Entry[T]) -> None:
         entry.lane = None
-        self.requests -= 1
-        self.rows -= entry.rows
+        entry.unwatch()
+        self._count(entry, -1)
 
     def _drop(self, lane: Lane[T]) -> None:
         lane.restart()
@@ -208,81 +304,90 @@ class BatchQueue(Generic[T]):
         self._stale.clear()
 
     def _walk(self, lane: Lane[T]) -> None:
-        lane.restart()
-        for entry in lane.entries.values():
-            self._walk_over(lane, entry)
-            if lane.closed:
-                break
-        self._file(lane)
-
-    def _walk_over(self, lane: Lane[T], entry: Entry[T]) -> None:
-        """Extend the walk by one entry. Triton's rule: the largest preferred prefix within reach is taken; if the next
-        request would overshoot the largest preferred size before any was met, what precedes it goes without it."""
-        rows = lane.walked_rows + entry.rows
-        lane.walked_seq = entry.seq
-        if lane.walked and rows > self._max_preferred:
-            lane.closed = True
-            lane.prefix = lane.prefix or lane.walked
-            return
-        lane.walked += 1
-        lane.walked_rows = rows
-        if rows in self._preferred:
-            lane.prefix = lane.walked
-        if rows >= self._max_preferred or lane.walked == self.policy.max_batch_requests:
-            lane.closed = True
-            lane.prefix = lane.walked
-
-    def _file(self, lane: Lane[T]) -> None:
-        """Put the lane where polls will find it, unless it is there already."""
-        if lane.prefix or not self._delay_ns:
+        lane.walk(self._preferred, self._max_preferred, self.policy.max_batch_requests)
+        if lane.prefix:
             self._make_ready(lane)
-        elif not lane.due_token:
+        else:
+            self._make_due(lane)
+
+    def _file_anew(self, lane: Lane[T]) -> None:
+        """Where nobody waits for company every lane is ready, and no walk is needed until it is its turn."""
+        lane.restart()
+        if lane.requests:
+            self._make_ready(lane)
+
+    def _make_due(self, lane: Lane[T]) -> None:
+        if not lane.due_token:
             lane.due_token = self._tokens = self._tokens + 1
-            self._due.push(lane.head.enqueued_ns + self._delay_ns, lane.due_token, lane)
+            self._due.push(lane.oldest_ns + self._delay_ns, lane.due_token, lane)
 
     def _make_ready(self, lane: Lane[T]) -> None:
         if not lane.ready_token:
             lane.ready_token = self._tokens = self._tokens + 1
-            self._ready.push(lane.head.seq, lane.ready_token, lane)
+            lane.filed_order = lane.head.order
+            self._ready.push(lane.filed_order, lane.ready_token, lane)
 
     def _has_ready(self, now_ns: int) -> bool:
-        """Whether some lane is ready; those whose heads have waited long enough become so."""
+        """Whether some lane is ready; those in which somebody has waited long enough become so."""
         due = self._due
-        while (first := due.first_rank()) is not None and first <= now_ns:
+        while due.items and (first := due.first_rank()) is not None and first <= now_ns:
             lane = due.pop()
             lane.due_token = 0
             self._make_ready(lane)
         return self._ready.first_rank() is not None
 
-    def _take(self, lane: Lane[T], now_ns: int) -> Batch[T]:
-        """Let the lane's next batch leave: all that fits once the head is overdue, else the preferred prefix, else
-        all."""
-        overdue = self._delay_ns and lane.head.enqueued_ns + self._delay_ns <= now_ns
-        limit = lane.prefix if lane.prefix and not overdue else len(lane.entries)
-        entries, rows = self._pop_while_fits(lane, min(limit, self.policy.max_batch_requests or limit))
-        if lane.entries:
+    def _take(self, lane: Lane[T], now_ns: int, unreachable: list[Unreachable[T]]) -> Batch[T] | None:
+        """Let the lane's next batch leave: all that fits once somebody is overdue, else the preferred prefix, else all.
+
+        None if requests had to be given up instead, which changes what is ready.
+        """
+        limit = lane.requests
+        if not self._delay_ns:
+            limit = self._preferred_prefix(lane) or limit
+        elif lane.prefix and lane.oldest_ns + self._delay_ns > now_ns:
+            limit = lane.prefix
+        cut = self._sizing.cut(lane.key, lane, min(limit, self.policy.max_batch_requests or limit))
+        late: list[Unreachable[T]] = []
+        if self._may_be_late(now_ns):
+            cut, late = self._sizing.most_in_time(lane.key, cut, now_ns)
+        for entry in [one.entry for one in late] or cut.entries:
+            lane.remove(entry)
+            self._leave(entry)
+        if not lane.requests:
+            self._drop(lane)
+        elif self._delay_ns:
             self._walk(lane)
         else:
-            self._drop(lane)
-        return Batch(lane.key, rows, entries)
+            self._file_anew(lane)
+        if late:
+            unreachable += late
+            return None
+        return self._start(lane.key, cut, now_ns)
 
-    def _pop_while_fits(self, lane: Lane[T], limit: int) -> tuple[tuple[Entry[T], ...], int]:
-        taken: list[Entry[T]] = []
-        rows = 0
-        waiting = lane.entries
-        while waiting and len(taken) < limit:
-            entry = next(iter(waiting.values()))
-            if rows + entry.rows > self.policy.max_batch_rows:
-                break
-            del waiting[entry.seq]
-            self._leave(entry)
-            rows += entry.rows
-            taken.append(entry)
-        return tuple(taken), rows
+    def _preferred_prefix(self, lane: Lane[T]) -> int:
+        """How many requests make up the preferred prefix of a lane that wasn't walked so far. Where the largest batch
+        is preferred that is whatever fits into it."""
+        if not self.policy.preferred_batch_rows:
+            return 0
+        lane.walk(self._preferred, self._max_preferred, self.policy.max_batch_requests)
+        return lane.prefix
+
+    def _may_be_late(self, now_ns: int) -> bool:
+        """Whether some deadline is so near that an execution could miss it; a cheap look before the exact one."""
+        if not self._deadlines.items:
+            return False
+        first = self._deadlines.first_rank()
+        return first is not None and first < now_ns + self.latency.longest_ns and self.policy.deadline_aware
+
+    def _start(self, key: Hashable, cut: Cut[T], now_ns: int) -> Batch[T]:
+        self._batches += 1
+        batch = Batch(self._batches, key, cut.rows, cut.padded_rows, tuple(cut.entries))
+        self._running[batch.number] = now_ns + self.latency.expected_ns(key, cut.padded_rows)
+        return batch
 
     def _wake_ns(self, *, may_start: bool) -> int | None:
-        deadline = self._deadlines.first_rank()
-        due = self._due.first_rank() if may_start else None
+        deadline = self._deadlines.first_rank() if self._deadlines.items else None
+        due = self._due.first_rank() if may_start and self._due.items else None
         if deadline is None or due is None:
             return due if deadline is None else deadline
         return min(deadline, due)

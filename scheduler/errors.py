@@ -2,15 +2,26 @@
 
 SchedulerError
 ├── RequestTooLarge    more rows than one batch may have; refused at push
-├── QueueFull          the queue's bound is reached; refused at push
-├── QueueTimeout       its deadline passed while it waited
+├── QueueFull          a bound of the queue is reached; refused at push
+├── DeadlineExceeded
+│   ├── QueueTimeout         its queue timeout or its RPC's deadline passed while it waited
+│   └── DeadlineUnreachable  it could not be answered before its RPC's deadline, so it was not executed
 ├── BatcherClosed      the batcher stops; refused, or dropped at the end of the grace period
 └── ExecutionFailed    the instance raised; `__cause__` is what it raised
 """
 
 from __future__ import annotations
 
-__all__ = ["BatcherClosed", "ExecutionFailed", "QueueFull", "QueueTimeout", "RequestTooLarge", "SchedulerError"]
+__all__ = [
+    "BatcherClosed",
+    "DeadlineExceeded",
+    "DeadlineUnreachable",
+    "ExecutionFailed",
+    "QueueFull",
+    "QueueTimeout",
+    "RequestTooLarge",
+    "SchedulerError",
+]
 
 
 class SchedulerError(Exception):
@@ -25,17 +36,30 @@ class RequestTooLarge(SchedulerError):
 
 
 class QueueFull(SchedulerError):
-    """The queue holds as many requests as its policy allows."""
+    """The queue holds as many requests, rows or bytes as its policy allows."""
 
-    def __init__(self, limit: int) -> None:
-        super().__init__(f"Exceeds maximum queue size of {limit} requests")
+    def __init__(self, limit: int, what: str = "requests") -> None:
+        super().__init__(f"Exceeds maximum queue size of {limit} {what}")
 
 
-class QueueTimeout(SchedulerError):
-    """The request's deadline passed before it was executed."""
+class DeadlineExceeded(SchedulerError):
+    """The request is too late, and was not executed."""
+
+
+class QueueTimeout(DeadlineExceeded):
+    """The time that the request was allowed to wait passed."""
 
     def __init__(self, waited_ns: int) -> None:
         super().__init__(f"Request timeout expired after {waited_ns // 1_000} us in the queue")
+
+
+class DeadlineUnreachable(DeadlineExceeded):
+    """The caller would have given up before the answer came, going by how long executions take."""
+
+    def __init__(self, left_ns: int, needed_ns: int) -> None:
+        super().__init__(
+            f"the deadline can't be met: {left_ns // 1_000} us are left, an answer takes about {needed_ns // 1_000} us"
+        )
 
 
 class BatcherClosed(SchedulerError):

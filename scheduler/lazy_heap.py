@@ -19,28 +19,29 @@ _SLACK = 64
 class LazyHeap(Generic[T]):
     """Items by ascending `(rank, token)`.
 
-    push and pop are O(log n) amortised; the sweep at doubled size keeps the dead from outnumbering the living.
+    push and pop are O(log n) amortised; the sweep at doubled size keeps the dead from outnumbering the living. `items`
+    is for others to see whether there are any at all, dead ones included.
     """
 
-    __slots__ = ("_alive", "_items", "_limit")
+    __slots__ = ("_alive", "_limit", "items")
 
     def __init__(self, alive: Callable[[T, int], bool]) -> None:
         self._alive = alive
-        self._items: list[tuple[int, int, T]] = []
+        self.items: list[tuple[int, int, T]] = []
         self._limit = _SLACK
 
     def __len__(self) -> int:
-        return len(self._items)
+        return len(self.items)
 
     def push(self, rank: int, token: int, item: T) -> None:
-        items = self._items
+        items = self.items
         heappush(items, (rank, token, item))
         if len(items) > self._limit:
             self._sweep()
 
     def first_rank(self) -> int | None:
         """The lowest rank of a living item; None when there is none."""
-        items = self._items
+        items = self.items
         while items:
             rank, token, item = items[0]
             if self._alive(item, token):
@@ -50,9 +51,9 @@ class LazyHeap(Generic[T]):
 
     def pop(self) -> T:
         """The item whose rank `first_rank` has just returned."""
-        return heappop(self._items)[2]
+        return heappop(self.items)[2]
 
     def _sweep(self) -> None:
-        self._items = [entry for entry in self._items if self._alive(entry[2], entry[1])]
-        heapify(self._items)
-        self._limit = 2 * len(self._items) + _SLACK
+        self.items = [entry for entry in self.items if self._alive(entry[2], entry[1])]
+        heapify(self.items)
+        self._limit = 2 * len(self.items) + _SLACK

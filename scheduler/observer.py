@@ -18,20 +18,26 @@ class Drop(Enum):
 
     REFUSED = "refused"
     EXPIRED = "expired"
+    UNREACHABLE = "unreachable"
     CANCELLED = "cancelled"
 
 
 @dataclass(frozen=True, slots=True)
 class BatchReport:
-    """One execution. `waits_ns` holds each request's time in the queue; `execution` is what the instance returned,
-    None if it raised."""
+    """One execution of `rows` rows, padded to `padded_rows`.
+
+    `waits_ns` holds each request's time in the queue; `execution` is what the instance returned, None if it raised.
+    `failed` counts the requests that were answered with its error; those that will be run again aren't among them.
+    """
 
     rows: int
+    padded_rows: int
     waits_ns: Sequence[int]
     started_ns: int
     finished_ns: int
     execution: Any
     error: BaseException | None
+    failed: int
 
 
 class Observer(Protocol):

@@ -7,9 +7,11 @@ which `server/model_config.py` translates. Vocabulary and defaults are Triton's 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from enum import Enum
 
-__all__ = ["NEVER", "BatchPolicy", "PolicyError", "QueuePolicy"]
+__all__ = ["NEVER", "BatchPolicy", "PolicyError", "QueueLimits", "QueuePolicy", "TimeoutAction"]
 
 NEVER = (1 << 63) - 1
 """A point in time, in monotonic nanoseconds, that is never reached."""
@@ -19,32 +21,49 @@ class PolicyError(ValueError):
     """A policy contradicts itself; the message names the field, what was expected and what was given."""
 
 
+class TimeoutAction(Enum):
+    """What happens to a request whose queue timeout passes: refused, or served after all others of its level."""
+
+    REJECT = "REJECT"
+    DELAY = "DELAY"
+
+
 @dataclass(frozen=True, slots=True)
 class QueuePolicy:
-    """How long a request may wait, and how many may.
+    """How long a request of one priority level may wait, and how many may.
 
-    `max_queue_size` bounds the requests that wait (0: no bound); those that execute don't count. `default_timeout_ns`
-    is the longest wait (0: no limit). A request may shorten it, or set it where there is none, if
+    `max_queue_size` bounds the requests of the level that wait (0: no bound); those that execute don't count.
+    `default_timeout_ns` is the longest wait (0: no limit). A request may shorten it, or set it where there is none, if
     `allow_timeout_override`.
     """
 
     max_queue_size: int = 0
     default_timeout_ns: int = 0
     allow_timeout_override: bool = False
+    timeout_action: TimeoutAction = TimeoutAction.REJECT
 
     def __post_init__(self) -> None:
         _require(self.max_queue_size >= 0, "max_queue_size", ">= 0", self.max_queue_size)
         _require(self.default_timeout_ns >= 0, "default_timeout_ns", ">= 0", self.default_timeout_ns)
 
-    def deadline_ns(self, now_ns: int, timeout_ns: int = 0, rpc_deadline_ns: int = NEVER) -> int:
-        """When a request that arrives now must have left the queue: the earliest of the policy's timeout, the
-        request's own `timeout_ns` (0: none; ignored unless overriding is allowed) and the deadline of its RPC."""
-        deadline_ns = rpc_deadline_ns
-        if self.default_timeout_ns:
-            deadline_ns = min(deadline_ns, now_ns + self.default_timeout_ns)
+    def timeout_at_ns(self, now_ns: int, timeout_ns: int = 0) -> int:
+        """When the queue timeout of a request that arrives now passes; `timeout_ns` is its own wish (0: none)."""
+        at_ns = now_ns + self.default_timeout_ns if self.default_timeout_ns else NEVER
         if timeout_ns and self.allow_timeout_override:
-            deadline_ns = min(deadline_ns, now_ns + timeout_ns)
-        return deadline_ns
+            at_ns = min(at_ns, now_ns + timeout_ns)
+        return at_ns
+
+
+@dataclass(frozen=True, slots=True)
+class QueueLimits:
+    """Bounds on all that waits for one model, whatever its priority; 0: no bound."""
+
+    max_rows: int = 0
+    max_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        _require(self.max_rows >= 0, "max_rows", ">= 0", self.max_rows)
+        _require(self.max_bytes >= 0, "max_bytes", ">= 0", self.max_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,13 +73,29 @@ class BatchPolicy:
     A batch has at most `max_batch_rows` rows and, unless 0, at most `max_batch_requests` requests (1 switches merging
     off). A prefix of the queue whose rows are one of `preferred_batch_rows` leaves as soon as an instance is idle;
     anything else once its oldest request has waited `max_queue_delay_ns`. None preferred means: `max_batch_rows` is.
+
+    Priorities are levels from 1, served first, to `priority_levels`; 0 levels: all requests are equal. Each level has
+    the queue policy of that number, or else `queue`. `preserve_ordering`: answers leave in order of arrival.
+
+    `batch_sizes`: the only numbers of rows that the model may see (empty: any); batches are padded up to one or cut
+    down to one, whichever costs less. `isolate_failures`: a failed batch is run again in halves, so that only the
+    requests at fault fail. `deadline_aware`: a request that can't be answered before its RPC's deadline, going by
+    measured execution times, is not executed.
     """
 
     max_batch_rows: int = 1
     preferred_batch_rows: tuple[int, ...] = ()
     max_queue_delay_ns: int = 0
     max_batch_requests: int = 0
+    priority_levels: int = 0
+    default_priority_level: int = 0
     queue: QueuePolicy = field(default_factory=QueuePolicy)
+    priority_queue: Mapping[int, QueuePolicy] = field(default_factory=dict)
+    limits: QueueLimits = field(default_factory=QueueLimits)
+    preserve_ordering: bool = False
+    batch_sizes: tuple[int, ...] = ()
+    isolate_failures: bool = True
+    deadline_aware: bool = True
 
     def __post_init__(self) -> None:
         _require(self.max_batch_rows >= 1, "max_batch_rows", ">= 1", self.max_batch_rows)
@@ -68,13 +103,39 @@ class BatchPolicy:
         _require(self.max_batch_requests >= 0, "max_batch_requests", ">= 0", self.max_batch_requests)
         for rows in self.preferred_batch_rows:
             _require(0 < rows <= self.max_batch_rows, "preferred_batch_rows", f"1 to {self.max_batch_rows}", rows)
+        self._check_priorities()
+        if self.batch_sizes:
+            sizes = list(self.batch_sizes)
+            holds = sizes == sorted(set(sizes)) and sizes[0] > 0 and sizes[-1] == self.max_batch_rows
+            expected = f"ascending sizes from 1 up, the last {self.max_batch_rows}, the largest batch"
+            _require(holds, "batch_sizes", expected, sizes)
 
     @property
     def preferred(self) -> frozenset[int]:
         """The preferred sizes in force."""
         return frozenset(self.preferred_batch_rows) or frozenset((self.max_batch_rows,))
 
+    def level_of(self, priority: int) -> int:
+        """The level of a request that asks for `priority`: that, or the default where there is no such level."""
+        return priority if 0 < priority <= self.priority_levels else self.default_priority_level
 
-def _require(holds: bool, name: str, expected: str, got: int) -> None:
+    def queue_policy(self, level: int) -> QueuePolicy:
+        """The queue policy of a level."""
+        return self.priority_queue.get(level, self.queue)
+
+    def _check_priorities(self) -> None:
+        levels, default = self.priority_levels, self.default_priority_level
+        _require(levels >= 0, "priority_levels", ">= 0", levels)
+        expected = f"1 to {levels}, the number of priority levels" if levels else "0, as there are no priority levels"
+        _require(min(levels, 1) <= default <= levels, "default_priority_level", expected, default)
+        for level in self.priority_queue:
+            _require(1 <= level <= levels, "priority_queue_policy", expected, level)
+        if self.preserve_ordering:
+            _require(levels <= 1, "preserve_ordering", "at most one priority level with it", levels)
+            delays = [q for q in (self.queue, *self.priority_queue.values()) if q.timeout_action is TimeoutAction.DELAY]
+            _require(not delays, "preserve_ordering", "no timeout_action DELAY with it", "DELAY")
+
+
+def _require(holds: bool, name: str, expected: str, got: object) -> None:
     if not holds:
         raise PolicyError(f"{name}: expected {expected}, got {got}")

@@ -48,20 +48,20 @@ class Runner(Protocol[P_contra, R]):
     def start(self) -> None:
         """Get ready, on the running event loop."""
 
-    def run(self, payloads: Sequence[P_contra], done: Done[R]) -> None:
-        """Execute `payloads` as one batch; `done` is called later on the loop. Never before the previous one's
-        `done`."""
+    def run(self, payloads: Sequence[P_contra], padded_rows: int, done: Done[R]) -> None:
+        """Execute `payloads` as one batch of `padded_rows` rows; `done` is called later on the loop. Never before the
+        previous one's `done`."""
 
     def stop(self) -> None:
         """Finish what runs and end. Doesn't wait."""
 
 
 class ThreadRunner(Generic[P, R]):
-    """Runs `execute`, which may block, on a thread of its own."""
+    """Runs `execute(payloads, padded_rows)`, which may block, on a thread of its own."""
 
-    def __init__(self, name: str, execute: Callable[[Sequence[P]], Executed[R]]) -> None:
+    def __init__(self, name: str, execute: Callable[[Sequence[P], int], Executed[R]]) -> None:
         self._execute = execute
-        self._work: SimpleQueue[tuple[Sequence[P], Done[R]] | None] = SimpleQueue()
+        self._work: SimpleQueue[tuple[Sequence[P], int, Done[R]] | None] = SimpleQueue()
         # A daemon: an instance that hangs must not keep the process from ending.
         self._thread = threading.Thread(target=self._loop_forever, name=name, daemon=True)
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -70,16 +70,16 @@ class ThreadRunner(Generic[P, R]):
         self._loop = asyncio.get_running_loop()
         self._thread.start()
 
-    def run(self, payloads: Sequence[P], done: Done[R]) -> None:
-        self._work.put((payloads, done))
+    def run(self, payloads: Sequence[P], padded_rows: int, done: Done[R]) -> None:
+        self._work.put((payloads, padded_rows, done))
 
     def stop(self) -> None:
         self._work.put(None)
 
     def _loop_forever(self) -> None:
         while (item := self._work.get()) is not None:
-            payloads, done = item
-            outcome = self._run_one(payloads)
+            payloads, padded_rows, done = item
+            outcome = self._run_one(payloads, padded_rows)
             assert self._loop is not None
             if self._loop.is_closed():
                 return
@@ -87,10 +87,10 @@ class ThreadRunner(Generic[P, R]):
             # The next batch may be long in coming; its predecessor's tensors must not wait here for it.
             del item, payloads, done, outcome
 
-    def _run_one(self, payloads: Sequence[P]) -> Outcome[R]:
+    def _run_one(self, payloads: Sequence[P], padded_rows: int) -> Outcome[R]:
         started_ns = time.monotonic_ns()
         try:
-            executed = self._execute(payloads)
+            executed = self._execute(payloads, padded_rows)
             if len(executed.results) != len(payloads):
                 raise RuntimeError(f"instance returned {len(executed.results)} results for {len(payloads)} requests")
         except BaseException as error:  # noqa: BLE001 - whatever it is, the waiting requests are owed an answer

@@ -68,12 +68,14 @@ class Results(Generic[R]):
 
 
 class StepRunner(Generic[P, R]):
-    """An instance without a thread: holds each batch until the test finishes it. `batches` records all it was given."""
+    """An instance without a thread: holds each batch until the test finishes it. `batches` records all it was given,
+    `padded_rows` the rows of each as the model would see them."""
 
     def __init__(self, clock: ManualClock) -> None:
         self._clock = clock
         self._current: tuple[Sequence[P], Done[R], int] | None = None
         self.batches: list[Sequence[P]] = []
+        self.padded_rows: list[int] = []
         self.started = self.stopped = False
 
     @property
@@ -86,10 +88,11 @@ class StepRunner(Generic[P, R]):
     def stop(self) -> None:
         self.stopped = True
 
-    def run(self, payloads: Sequence[P], done: Done[R]) -> None:
+    def run(self, payloads: Sequence[P], padded_rows: int, done: Done[R]) -> None:
         if self._current is not None:
             raise AssertionError("a batch was handed over while another one runs")
         self.batches.append(payloads)
+        self.padded_rows.append(padded_rows)
         self._current = (payloads, done, self._clock.now_ns())
 
     def finish(self, answer: Callable[[P], R]) -> None:

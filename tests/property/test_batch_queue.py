@@ -10,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from scheduler.batch_queue import BatchQueue, Entry
 from scheduler.errors import QueueFull, RequestTooLarge
-from scheduler.policy import NEVER, BatchPolicy, QueuePolicy
+from scheduler.policy import NEVER, BatchPolicy, QueueLimits, QueuePolicy, TimeoutAction
 
 
 @dataclass
@@ -18,27 +18,54 @@ class Waiting:
     number: int
     key: str
     rows: int
+    size_bytes: int
     enqueued_ns: int
-    deadline_ns: int
+    timeout_at_ns: int
+    rpc_deadline_ns: int
+    level: int
+    delayed: int = 0
+
+    @property
+    def order(self) -> tuple[int, int, int]:
+        """Priority level, then the undelayed, then arrival; the delayed in the order in which they were."""
+        return (self.level, self.delayed, self.number)
+
+    @property
+    def deadline_ns(self) -> int:
+        return self.rpc_deadline_ns if self.delayed else min(self.timeout_at_ns, self.rpc_deadline_ns)
 
 
 @dataclass
 class NaiveQueue:
-    """Triton's dynamic batching per key, oldest ready head first; quadratic and obvious."""
+    """Triton's dynamic batching per key, the first ready head first; quadratic and obvious."""
 
     policy: BatchPolicy
     flushing: bool = False
+    delays: int = 0
     waiting: list[Waiting] = field(default_factory=list)
 
     def poll(self, now_ns: int, idle: int) -> tuple[list[list[int]], list[int]]:
-        expired = [one for one in self.waiting if one.deadline_ns <= now_ns]
-        self.waiting = [one for one in self.waiting if one.deadline_ns > now_ns]
+        expired = self.expire(now_ns)
         batches = []
         while len(batches) < idle and (candidates := [b for key in self.lane_keys() if (b := self.batch(key, now_ns))]):
-            batch = min(candidates, key=lambda b: b[0].number)
+            batch = min(candidates, key=lambda b: b[0].order)
             self.waiting = [one for one in self.waiting if one not in batch]
             batches.append([one.number for one in batch])
         return batches, [one.number for one in expired]
+
+    def expire(self, now_ns: int) -> list[Waiting]:
+        """Refuse those whose time is up; one after the other by deadline, let those that may wait on behind."""
+        gone = []
+        due = sorted((one for one in self.waiting if one.deadline_ns <= now_ns), key=lambda one: one.deadline_ns)
+        for one in due:
+            action = self.policy.queue_policy(one.level).timeout_action
+            if action is TimeoutAction.DELAY and one.rpc_deadline_ns > now_ns:
+                self.delays += 1
+                one.delayed = self.delays
+            else:
+                gone.append(one)
+        self.waiting = sorted((one for one in self.waiting if one not in gone), key=lambda one: one.order)
+        return gone
 
     def lane_keys(self) -> set[str]:
         return {one.key for one in self.waiting}
@@ -47,10 +74,10 @@ class NaiveQueue:
         """What may leave this lane now; empty if it has to wait."""
         lane = [one for one in self.waiting if one.key == key]
         delay_ns = 0 if self.flushing else self.policy.max_queue_delay_ns
-        if delay_ns and lane[0].enqueued_ns + delay_ns <= now_ns:
-            return self.fitting(lane, self.policy.max_batch_rows)
         largest = max(self.policy.preferred)
         reach = self.fitting(lane, largest)
+        if delay_ns and min(one.enqueued_ns for one in reach) + delay_ns <= now_ns:
+            return self.fitting(lane, self.policy.max_batch_rows)
         sums = [sum(one.rows for one in reach[: n + 1]) for n in range(len(reach))]
         hits = [n + 1 for n, rows in enumerate(sums) if rows in self.policy.preferred]
         overshoots = len(reach) < len(lane) or sums[-1] > largest
@@ -66,17 +93,40 @@ class NaiveQueue:
             taken.append(one)
         return taken
 
+    def is_full(self, level: int, rows: int, size_bytes: int) -> bool:
+        limits, bound = self.policy.limits, self.policy.queue_policy(level).max_queue_size
+        return bool(
+            (bound and sum(one.level == level for one in self.waiting) >= bound)
+            or (limits.max_rows and sum(one.rows for one in self.waiting) + rows > limits.max_rows)
+            or (limits.max_bytes and sum(one.size_bytes for one in self.waiting) + size_bytes > limits.max_bytes)
+        )
+
+
+@st.composite
+def queue_policies(draw: st.DrawFn) -> QueuePolicy:
+    return QueuePolicy(
+        max_queue_size=draw(st.sampled_from([0, 0, 3])),
+        default_timeout_ns=draw(st.sampled_from([0, 30])),
+        allow_timeout_override=draw(st.booleans()),
+        timeout_action=draw(st.sampled_from(TimeoutAction)),
+    )
+
 
 @st.composite
 def policies(draw: st.DrawFn) -> BatchPolicy:
     max_rows = draw(st.sampled_from([1, 4, 8, 8, 12]))
     preferred = draw(st.lists(st.integers(1, min(6, max_rows)), max_size=3, unique=True))
+    levels = draw(st.sampled_from([0, 0, 1, 3]))
     return BatchPolicy(
         max_batch_rows=max_rows,
         preferred_batch_rows=tuple(preferred),
         max_queue_delay_ns=draw(st.sampled_from([0, 20, 20])),
         max_batch_requests=draw(st.sampled_from([0, 0, 0, 1, 2, 3])),
-        queue=QueuePolicy(max_queue_size=draw(st.sampled_from([0, 0, 4]))),
+        priority_levels=levels,
+        default_priority_level=min(2, levels),
+        queue=draw(queue_policies()),
+        priority_queue=draw(st.dictionaries(st.integers(1, levels), queue_policies())) if levels else {},
+        limits=QueueLimits(max_rows=draw(st.sampled_from([0, 0, 20])), max_bytes=draw(st.sampled_from([0, 0, 70]))),
     )
 
 
@@ -89,28 +139,43 @@ class QueueAgainstNaive(RuleBasedStateMachine):
         self.entries: dict[int, Entry[int]] = {}
         self.now_ns = 1_000
         self.pushed = self.left = 0
-        self.wake_ns: int | None = None
 
     @rule(
         rows=st.sampled_from([1, 1, 1, 2, 3, 5, 9]),
         key=st.sampled_from("aaab"),
         patience_ns=st.sampled_from([NEVER, NEVER, NEVER, 0, 7, 40]),
+        timeout_ns=st.sampled_from([0, 0, 9]),
+        priority=st.sampled_from([0, 1, 2, 3, 9]),
+        size_bytes=st.sampled_from([0, 8, 30]),
     )
-    def push(self, rows: int, key: str, patience_ns: int) -> None:
-        deadline_ns = NEVER if patience_ns == NEVER else self.now_ns + patience_ns
+    def push(self, rows: int, key: str, patience_ns: int, timeout_ns: int, priority: int, size_bytes: int) -> None:
+        rpc_deadline_ns = NEVER if patience_ns == NEVER else self.now_ns + patience_ns
+        level = self.policy.level_of(priority)
+        full = self.naive.is_full(level, rows, size_bytes)
         number = self.pushed + 1
-        full = self.policy.queue.max_queue_size and len(self.naive.waiting) >= self.policy.queue.max_queue_size
         try:
-            entry = self.queue.push(number, rows, key, self.now_ns, deadline_ns)
+            entry = self.queue.push(
+                number,
+                rows,
+                key,
+                self.now_ns,
+                size_bytes=size_bytes,
+                priority=priority,
+                timeout_ns=timeout_ns,
+                rpc_deadline_ns=rpc_deadline_ns,
+            )
         except RequestTooLarge:
             assert rows > self.policy.max_batch_rows
+            return
         except QueueFull:
             assert full
-        else:
-            assert not full
-            self.pushed = number
-            self.entries[number] = entry
-            self.naive.waiting.append(Waiting(number, key, rows, self.now_ns, deadline_ns))
+            return
+        assert not full
+        self.pushed = number
+        self.entries[number] = entry
+        timeout_at_ns = self.policy.queue_policy(level).timeout_at_ns(self.now_ns, timeout_ns)
+        waiting = Waiting(number, key, rows, size_bytes, self.now_ns, timeout_at_ns, rpc_deadline_ns, level)
+        self.naive.waiting = sorted([*self.naive.waiting, waiting], key=lambda one: one.order)
 
     @precondition(lambda self: self.pushed)
     @rule(data=st.data())
@@ -123,14 +188,16 @@ class QueueAgainstNaive(RuleBasedStateMachine):
 
     @rule(idle=st.sampled_from([0, 1, 1, 3]))
     def poll(self, idle: int) -> None:
-        deadlines = {one.number: one.deadline_ns for one in self.naive.waiting}
+        deadlines = {one.number: one.rpc_deadline_ns for one in self.naive.waiting}
         step = self.queue.poll(self.now_ns, idle)
         batches, expired = self.naive.poll(self.now_ns, idle)
         assert [[entry.payload for entry in batch.entries] for batch in step.batches] == batches
         assert sorted(entry.payload for entry in step.expired) == sorted(expired)
+        assert not step.unreachable
         for batch in step.batches:
             assert 0 < batch.rows == sum(entry.rows for entry in batch.entries) <= self.policy.max_batch_rows
             assert all(deadlines[entry.payload] > self.now_ns for entry in batch.entries)
+            self.queue.done(batch, self.now_ns, None)
         self.left += len(expired) + sum(map(len, batches))
         self.check_wake(step.wake_ns, may_start=len(batches) < idle)
 
@@ -138,12 +205,12 @@ class QueueAgainstNaive(RuleBasedStateMachine):
         """The wake-up is the first moment at which the naive model would decide something new, and lies ahead."""
         moments = [one.deadline_ns for one in self.naive.waiting if one.deadline_ns != NEVER]
         if may_start:
-            moments += [one.enqueued_ns + self.policy.max_queue_delay_ns for one in self.heads()]
+            moments += [self.oldest_ns(key) + self.policy.max_queue_delay_ns for key in self.naive.lane_keys()]
         assert wake_ns == (min(moments) if moments else None)
         assert wake_ns is None or wake_ns > self.now_ns
 
-    def heads(self) -> list[Waiting]:
-        return [next(one for one in self.naive.waiting if one.key == key) for key in self.naive.lane_keys()]
+    def oldest_ns(self, key: str) -> int:
+        return min(one.enqueued_ns for one in self.naive.waiting if one.key == key)
 
     @rule(by_ns=st.sampled_from([1, 7, 20, 40]))
     def advance(self, by_ns: int) -> None:
@@ -159,9 +226,13 @@ class QueueAgainstNaive(RuleBasedStateMachine):
     def counters_equal_sums(self) -> None:
         if not hasattr(self, "queue"):
             return
-        assert self.queue.requests == len(self.naive.waiting) == self.pushed - self.left
-        assert self.queue.rows == sum(one.rows for one in self.naive.waiting)
+        waiting = self.naive.waiting
+        assert self.queue.requests == len(waiting) == self.pushed - self.left
+        assert self.queue.rows == sum(one.rows for one in waiting)
+        assert self.queue.size_bytes == sum(one.size_bytes for one in waiting)
         assert self.queue.lanes == len(self.naive.lane_keys())
+        for level in range(1, 4) if self.policy.priority_levels else [0]:
+            assert self.queue.requests_of_level(level) == sum(one.level == level for one in waiting)
 
     def teardown(self) -> None:
         """Every request leaves: what is still there goes in batches once instances abound."""
@@ -169,7 +240,7 @@ class QueueAgainstNaive(RuleBasedStateMachine):
             return
         self.flush()
         self.poll(idle=10_000)
-        assert self.queue.requests == self.queue.rows == self.queue.lanes == 0
+        assert self.queue.requests == self.queue.rows == self.queue.size_bytes == self.queue.lanes == 0
 
 
 QueueAgainstNaive.TestCase.settings = settings(

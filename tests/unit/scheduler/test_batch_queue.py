@@ -101,8 +101,8 @@ def test_poll_with_merging_off_gives_each_request_its_own_batch() -> None:
 def test_poll_without_idle_instance_starts_nothing_and_wakes_for_deadlines_only() -> None:
     queue = filled(TRITON_QA, 2)
     assert queue.poll(0, idle=0).wake_ns is None
-    queue.push("patient", 1, "k", 0, deadline_ns=5)
-    assert queue.poll(0, idle=0) == Step((), (), 5)
+    queue.push("patient", 1, "k", 0, rpc_deadline_ns=5)
+    assert queue.poll(0, idle=0) == Step(wake_ns=5)
 
 
 def test_poll_with_waiting_lane_wakes_when_its_head_has_waited_the_delay() -> None:
@@ -112,7 +112,7 @@ def test_poll_with_waiting_lane_wakes_when_its_head_has_waited_the_delay() -> No
 
 def test_poll_at_the_deadline_expires_instead_of_starting() -> None:
     queue: BatchQueue[str] = BatchQueue(BatchPolicy(max_batch_rows=8))
-    entry = queue.push("late", 1, "k", 0, deadline_ns=100)
+    entry = queue.push("late", 1, "k", 0, rpc_deadline_ns=100)
     queue.push("kept", 1, "k", 0)
     step = queue.poll(100, idle=1)
     assert step.expired == (entry,)
@@ -165,7 +165,7 @@ def test_push_of_a_size_no_batch_can_have_is_refused(rows: int) -> None:
 def test_memory_of_cancelled_requests_with_far_deadlines_is_given_back() -> None:
     queue: BatchQueue[int] = BatchQueue(TRITON_QA)
     for number in range(10_000):
-        queue.cancel(queue.push(number, 1, number, 0, deadline_ns=SECOND))
+        queue.cancel(queue.push(number, 1, number, 0, rpc_deadline_ns=SECOND))
     assert sum(len(heap) for heap in (queue._deadlines, queue._due, queue._ready)) < 400
 
 
@@ -180,7 +180,8 @@ def test_poll_of_the_same_history_twice_gives_the_same_decisions() -> None:
         queue: BatchQueue[int] = BatchQueue(TRITON_QA)
         seen: list[tuple[object, ...]] = []
         for number in range(200):
-            queue.push(number, number % 3 + 1, number % 5, number * 10, number * 10 + number % 7 * 100 or NEVER)
+            deadline_ns = number * 10 + number % 7 * 100 or NEVER
+            queue.push(number, number % 3 + 1, number % 5, number * 10, rpc_deadline_ns=deadline_ns)
             step = queue.poll(number * 10, idle=number % 3)
             seen.append(tuple(tuple(e.payload for e in b.entries) for b in step.batches))
         return seen
@@ -210,19 +211,17 @@ def test_queue_policy_with_negative_bound_is_refused_by_name(fields: dict[str, i
 
 
 @pytest.mark.parametrize(
-    ("policy", "timeout_ns", "rpc_deadline_ns", "expected"),
+    ("policy", "timeout_ns", "expected"),
     [
-        (QueuePolicy(), 0, NEVER, NEVER),
-        (QueuePolicy(), 5, NEVER, NEVER),
-        (QueuePolicy(allow_timeout_override=True), 5, NEVER, 1_005),
-        (QueuePolicy(default_timeout_ns=50), 5, NEVER, 1_050),
-        (QueuePolicy(default_timeout_ns=50, allow_timeout_override=True), 5, NEVER, 1_005),
-        (QueuePolicy(default_timeout_ns=50, allow_timeout_override=True), 500, NEVER, 1_050),
-        (QueuePolicy(default_timeout_ns=50), 0, 1_020, 1_020),
-        (QueuePolicy(), 0, 1_020, 1_020),
+        (QueuePolicy(), 0, NEVER),
+        (QueuePolicy(), 5, NEVER),
+        (QueuePolicy(allow_timeout_override=True), 5, 1_005),
+        (QueuePolicy(default_timeout_ns=50), 5, 1_050),
+        (QueuePolicy(default_timeout_ns=50, allow_timeout_override=True), 5, 1_005),
+        (QueuePolicy(default_timeout_ns=50, allow_timeout_override=True), 500, 1_050),
     ],
 )
-def test_deadline_is_the_earliest_of_policy_override_and_rpc(
-    policy: QueuePolicy, timeout_ns: int, rpc_deadline_ns: int, expected: int
+def test_queue_timeout_is_the_shorter_of_policy_and_allowed_override(
+    policy: QueuePolicy, timeout_ns: int, expected: int
 ) -> None:
-    assert policy.deadline_ns(1_000, timeout_ns, rpc_deadline_ns) == expected
+    assert policy.timeout_at_ns(1_000, timeout_ns) == expected

@@ -12,14 +12,14 @@ from scheduler.testing import Results
 
 async def run_on(runner: ThreadRunner[str, str], payloads: Sequence[str]) -> Outcome[str]:
     done: asyncio.Future[Outcome[str]] = asyncio.get_running_loop().create_future()
-    runner.run(payloads, done.set_result)
+    runner.run(payloads, len(payloads), done.set_result)
     return await asyncio.wait_for(done, 10)
 
 
 async def test_run_executes_on_its_own_thread_and_answers_on_the_loop() -> None:
     threads: list[str] = []
 
-    def execute(payloads: Sequence[str]) -> Results[str]:
+    def execute(payloads: Sequence[str], padded_rows: int) -> Results[str]:
         threads.append(threading.current_thread().name)
         return Results([payload.upper() for payload in payloads])
 
@@ -35,7 +35,7 @@ async def test_run_executes_on_its_own_thread_and_answers_on_the_loop() -> None:
 
 @pytest.mark.parametrize("error", [ValueError("broken"), KeyboardInterrupt(), SystemExit(3), MemoryError()])
 async def test_run_that_raises_anything_reports_it_and_the_thread_lives(error: BaseException) -> None:
-    def execute(payloads: Sequence[str]) -> Results[str]:
+    def execute(payloads: Sequence[str], padded_rows: int) -> Results[str]:
         if payloads == ["bad"]:
             raise error
         return Results(payloads)
@@ -48,7 +48,7 @@ async def test_run_that_raises_anything_reports_it_and_the_thread_lives(error: B
 
 
 async def test_run_with_wrong_number_of_results_is_an_error_for_all() -> None:
-    runner: ThreadRunner[str, str] = ThreadRunner("instance-0", lambda payloads: Results(["only one"]))
+    runner: ThreadRunner[str, str] = ThreadRunner("instance-0", lambda payloads, rows: Results(["only one"]))
     runner.start()
     outcome = await run_on(runner, ["a", "b"])
     runner.stop()
@@ -56,7 +56,7 @@ async def test_run_with_wrong_number_of_results_is_an_error_for_all() -> None:
 
 
 async def test_stop_ends_the_thread() -> None:
-    runner: ThreadRunner[str, str] = ThreadRunner("stopping", lambda payloads: Results(payloads))
+    runner: ThreadRunner[str, str] = ThreadRunner("stopping", lambda payloads, rows: Results(payloads))
     runner.start()
     thread = next(thread for thread in threading.enumerate() if thread.name == "stopping")
     runner.stop()

@@ -1,0 +1,188 @@
+"""The waiting requests of one shape key, in the order in which they are to be served.
+
+Lives here: the order, and the walk that looks for a batch worth releasing. Must not: deadlines, limits, other lanes.
+
+The order is one number, `Entry.order`: priority level first, then whether its queue timeout has passed, then arrival.
+So "before" means the same within a lane and between the heads of two.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections import OrderedDict
+from collections.abc import Hashable, Iterator
+from typing import Generic, TypeVar
+
+__all__ = ["DELAYED", "LEVEL", "Entry", "Lane", "Watch"]
+
+T = TypeVar("T")
+
+_SECTION_BITS = 64
+DELAYED = 1 << _SECTION_BITS
+"""Added to the order of a request that is served after the others of its level."""
+LEVEL = DELAYED << 1
+"""What one priority level weighs in the order."""
+
+
+class Watch(Generic[T]):
+    """Stands for an entry in the heap of deadlines, so that what stays behind there when the entry has left is small:
+    the entry holds on to a request's tensors."""
+
+    __slots__ = ("entry",)
+
+    def __init__(self, entry: Entry[T]) -> None:
+        self.entry: Entry[T] | None = entry
+
+
+class Entry(Generic[T]):
+    """One waiting request. `lane` is None once it has left.
+
+    `deadline_ns` is when the queue has to do something about it, `rpc_deadline_ns` when its caller gives up.
+    """
+
+    __slots__ = (
+        "deadline_ns",
+        "enqueued_ns",
+        "lane",
+        "level",
+        "order",
+        "payload",
+        "rows",
+        "rpc_deadline_ns",
+        "size_bytes",
+        "watch",
+    )
+
+    def __init__(
+        self,
+        payload: T,
+        rows: int,
+        size_bytes: int,
+        level: int,
+        order: int,
+        enqueued_ns: int,
+        deadline_ns: int,
+        rpc_deadline_ns: int,
+        lane: Lane[T],
+    ) -> None:
+        self.payload = payload
+        self.rows = rows
+        self.size_bytes = size_bytes
+        self.level = level
+        self.order = order
+        self.enqueued_ns = enqueued_ns
+        self.deadline_ns = deadline_ns
+        self.rpc_deadline_ns = rpc_deadline_ns
+        self.watch: Watch[T] | None = None
+        self.lane: Lane[T] | None = lane
+
+    def unwatch(self) -> None:
+        """Nothing is to be done about it any more when its deadline comes."""
+        if self.watch is not None:
+            self.watch.entry = None
+            self.watch = None
+
+    @property
+    def delayed(self) -> bool:
+        """Whether its queue timeout has passed and it waits behind the others of its level."""
+        return bool(self.order & DELAYED)
+
+
+class Lane(Generic[T]):
+    """Entries of one shape key by ascending order.
+
+    They lie in sections of equal level and delay; within one, new entries go to the end. add and remove are O(1) plus
+    the bisection for a section's first entry.
+
+    The walk adds entries from the front while their rows stay within the largest preferred size. `prefix` counts the
+    entries that may leave at once (0: none yet); `closed` says that further entries at the end can't change that.
+    A token other than 0 names the lane's living item in the heap of ready lanes or of due ones; in the former it is
+    filed by `filed_order`, the order of its head.
+    """
+
+    __slots__ = (
+        "closed",
+        "due_token",
+        "filed_order",
+        "key",
+        "oldest_ns",
+        "prefix",
+        "ready_token",
+        "requests",
+        "rows",
+        "sections",
+        "sections_order",
+        "walked",
+        "walked_order",
+        "walked_rows",
+    )
+
+    def __init__(self, key: Hashable) -> None:
+        self.key = key
+        self.rows = self.requests = 0
+        self.sections: dict[int, OrderedDict[int, Entry[T]]] = {}
+        self.sections_order: list[int] = []
+        self.restart()
+
+    def __iter__(self) -> Iterator[Entry[T]]:
+        for section in self.sections_order:
+            yield from self.sections[section].values()
+
+    @property
+    def head(self) -> Entry[T]:
+        """The entry to be served first."""
+        return next(iter(self.sections[self.sections_order[0]].values()))
+
+    def add(self, entry: Entry[T]) -> None:
+        section = entry.order >> _SECTION_BITS
+        entries = self.sections.get(section)
+        if entries is None:
+            entries = self.sections[section] = OrderedDict()
+            insort(self.sections_order, section)
+        entries[entry.order] = entry
+        self.requests += 1
+        self.rows += entry.rows
+
+    def remove(self, entry: Entry[T]) -> None:
+        section = entry.order >> _SECTION_BITS
+        entries = self.sections[section]
+        del entries[entry.order]
+        if not entries:
+            del self.sections[section]
+            self.sections_order.remove(section)
+        self.requests -= 1
+        self.rows -= entry.rows
+
+    def restart(self) -> None:
+        """Forget what the walk found: the first entries have changed."""
+        self.ready_token = self.due_token = self.filed_order = 0
+        self.walked = self.walked_rows = self.prefix = self.oldest_ns = 0
+        self.walked_order = -1
+        self.closed = False
+
+    def walk(self, preferred: frozenset[int], max_preferred: int, max_requests: int) -> None:
+        """Walk from the front until it is closed or the entries end."""
+        self.restart()
+        for entry in self:
+            self.walk_over(entry, preferred, max_preferred, max_requests)
+            if self.closed:
+                break
+
+    def walk_over(self, entry: Entry[T], preferred: frozenset[int], max_preferred: int, max_requests: int) -> None:
+        """Extend the walk by one entry. Triton's rule: the largest preferred prefix within reach is taken; if the next
+        request would overshoot the largest preferred size before any was met, what precedes it goes without it."""
+        rows = self.walked_rows + entry.rows
+        self.walked_order = entry.order
+        if self.walked and rows > max_preferred:
+            self.closed = True
+            self.prefix = self.prefix or self.walked
+            return
+        if not self.walked or entry.enqueued_ns < self.oldest_ns:
+            self.oldest_ns = entry.enqueued_ns
+        self.walked += 1
+        self.walked_rows = rows
+        if rows in preferred:
+            self.prefix = self.walked
+        if rows >= max_preferred or self.walked == max_requests:
+            self.closed = True
+            self.prefix = self.walked

@@ -1,0 +1,100 @@
+"""How long an execution takes, learned from those that were.
+
+Lives here: the measurements and two estimates. `expected_ns` is the best guess, to compare costs. `proven_ns` is for
+refusing requests, which must not feed on itself: what refuses everybody is never measured again. So it is 0 unless
+several measurements say so and the last one is fresh, and it falls faster than it rises.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Hashable
+
+__all__ = ["LatencyModel"]
+
+_RISE = 0.1
+_KEEP = 1 - _RISE
+_FALL = 0.5
+_OUTLIER = 4
+"""A measurement counts as at most this many times the mean: one storm of page faults must not refuse requests."""
+_PROOFS = 3
+_FRESH_NS = 1_000_000_000
+_FRESH_TIMES = 10
+"""A measurement is fresh for a second, or for ten times what it measured."""
+_MAX_KEYS = 1024
+
+
+class _Curve:
+    """Time over rows for one shape key: the mean at each size seen, and a line through them all for the others."""
+
+    __slots__ = ("count", "counts", "duration", "last_ns", "means", "rows", "rows_duration", "rows_squared", "weight")
+
+    def __init__(self) -> None:
+        self.means: dict[int, float] = {}
+        self.counts: dict[int, int] = {}
+        self.count = self.last_ns = 0
+        self.weight = self.rows = self.duration = self.rows_squared = self.rows_duration = 0.0
+
+    def observe(self, rows: int, duration_ns: int, now_ns: int) -> None:
+        mean = self.means.get(rows, duration_ns)
+        taken = min(float(duration_ns), _OUTLIER * mean)
+        self.means[rows] = mean + (_RISE if taken > mean else _FALL) * (taken - mean)
+        self.counts[rows] = self.counts.get(rows, 0) + 1
+        self.count += 1
+        self.last_ns = now_ns
+        self.weight = _KEEP * self.weight + 1
+        self.rows = _KEEP * self.rows + rows
+        self.duration = _KEEP * self.duration + taken
+        self.rows_squared = _KEEP * self.rows_squared + rows * rows
+        self.rows_duration = _KEEP * self.rows_duration + rows * taken
+
+    def expected_ns(self, rows: int) -> int:
+        mean = self.means.get(rows)
+        if mean is not None:
+            return int(mean)
+        mean_rows, mean_duration = self.rows / self.weight, self.duration / self.weight
+        variance = self.rows_squared / self.weight - mean_rows * mean_rows
+        slope = 0.0
+        if variance > 1e-6:
+            slope = max(0.0, (self.rows_duration / self.weight - mean_rows * mean_duration) / variance)
+        return int(max(0.0, mean_duration + slope * (rows - mean_rows)))
+
+    def proven_ns(self, rows: int, now_ns: int) -> int:
+        if self.counts.get(rows, self.count) < _PROOFS:
+            return 0
+        expected_ns = self.expected_ns(rows)
+        fresh = now_ns - self.last_ns <= max(_FRESH_NS, _FRESH_TIMES * expected_ns)
+        return expected_ns if fresh else 0
+
+
+class LatencyModel:
+    """Execution times by shape key and rows, up to `max_rows`. Everything is O(1); the keys first seen longest ago are
+    forgotten.
+
+    `longest_ns` is no less than any estimate, for a cheap look before an exact one.
+    """
+
+    def __init__(self, max_rows: int) -> None:
+        self._max_rows = max_rows
+        self._curves: OrderedDict[Hashable, _Curve] = OrderedDict()
+        self.longest_ns = 0
+
+    def observe(self, key: Hashable, rows: int, duration_ns: int, now_ns: int) -> None:
+        """Learn that a batch of `rows` rows took `duration_ns`."""
+        curve = self._curves.get(key)
+        if curve is None:
+            curve = self._curves[key] = _Curve()
+            if len(self._curves) > _MAX_KEYS:
+                self._curves.popitem(last=False)
+        curve.observe(rows, duration_ns, now_ns)
+        self.longest_ns = max(self.longest_ns, duration_ns, curve.expected_ns(self._max_rows))
+
+    def expected_ns(self, key: Hashable, rows: int) -> int:
+        """What a batch of `rows` rows is expected to take; 0 as long as nothing is known about the key."""
+        curve = self._curves.get(key)
+        return curve.expected_ns(rows) if curve is not None else 0
+
+    def proven_ns(self, key: Hashable, rows: int, now_ns: int) -> int:
+        """The same where it is well enough known to refuse a request for it; else 0."""
+        curve = self._curves.get(key)
+        return curve.proven_ns(rows, now_ns) if curve is not None else 0

@@ -1,0 +1,100 @@
+"""Measured execution times against callers' deadlines: nobody is given up who could be answered in time, and what was
+measured is doubted once it keeps everybody from being executed."""
+
+from __future__ import annotations
+
+import pytest
+
+from scheduler.batch_queue import BatchQueue, Step
+from scheduler.errors import DeadlineUnreachable
+from scheduler.policy import BatchPolicy
+
+MS = 1_000_000
+
+
+def measured(policy: BatchPolicy, millis: dict[int, int]) -> BatchQueue[str]:
+    """A queue that has seen batches of these rows take so long."""
+    queue: BatchQueue[str] = BatchQueue(policy)
+    for rows, duration_ms in millis.items():
+        for _ in range(3):
+            queue.latency.observe("k", rows, duration_ms * MS, 0)
+    return queue
+
+
+def names(step: Step[str]) -> list[list[str]]:
+    return [[entry.payload for entry in batch.entries] for batch in step.batches]
+
+
+@pytest.mark.parametrize("sizes", [(), (4, 8, 16, 32)])
+def test_batch_too_large_for_every_deadline_in_it_is_cut_down_until_they_are_met(sizes: tuple[int, ...]) -> None:
+    queue = measured(BatchPolicy(max_batch_rows=32, batch_sizes=sizes), {1: 2, 4: 5, 8: 9, 16: 17, 32: 33})
+    for number in range(32):
+        queue.push(f"p{number}", 1, "k", 0, rpc_deadline_ns=20 * MS)
+    step = queue.poll(0, idle=1)
+    assert names(step) == [[f"p{number}" for number in range(16)]]
+    assert not step.unreachable
+    assert queue.requests == 16
+
+
+def test_batch_cut_down_for_a_deadline_leaves_the_patient_waiting_for_the_next() -> None:
+    queue = measured(BatchPolicy(max_batch_rows=4), {1: 2, 2: 3, 4: 10})
+    for name in "abcd":
+        queue.push(name, 1, "k", 0, **({"rpc_deadline_ns": 5 * MS} if name == "b" else {}))
+    assert names(queue.poll(0, idle=2)) == [["a", "b"], ["c", "d"]]
+
+
+def test_batch_cut_down_keeps_a_large_request_whole() -> None:
+    queue = measured(BatchPolicy(max_batch_rows=8), {1: 2, 6: 7, 8: 30})
+    queue.push("large", 6, "k", 0, rpc_deadline_ns=20 * MS)
+    for name in "ab":
+        queue.push(name, 1, "k", 0)
+    assert names(queue.poll(0, idle=1)) == [["large"]]
+    assert names(queue.poll(0, idle=1)) == [["a", "b"]]
+
+
+def test_hopeless_request_is_given_up_and_the_rest_is_not_cut_down_for_it() -> None:
+    queue = measured(BatchPolicy(max_batch_rows=4), {1: 10, 3: 12, 4: 13})
+    queue.push("hopeless", 1, "k", 0, rpc_deadline_ns=11 * MS)
+    for name in "abc":
+        queue.push(name, 1, "k", 0)
+    step = queue.poll(2 * MS, idle=1)
+    assert names(step) == [["a", "b", "c"]]
+    assert [(late.entry.payload, late.needed_ns) for late in step.unreachable] == [("hopeless", 13 * MS)]
+
+
+def test_refusals_for_a_measurement_that_nobody_can_renew_come_to_an_end() -> None:
+    """First executions may be slow as none after them. If no caller has that much time, only executing one anyhow can
+    tell."""
+    queue = measured(BatchPolicy(max_batch_rows=4), {1: 2_000})
+    stale_ns = 20_000 * MS
+    for now_ns in (0, stale_ns):
+        with pytest.raises(DeadlineUnreachable):
+            queue.push("refused", 1, "k", now_ns, rpc_deadline_ns=now_ns + 500 * MS)
+    now_ns = stale_ns + 1
+    for _ in range(5):
+        queue.push("probe", 1, "k", now_ns, rpc_deadline_ns=now_ns + 500 * MS)
+        (batch,) = queue.poll(now_ns, idle=1).batches
+        queue.done(batch, now_ns, MS)
+        now_ns += stale_ns
+    queue.push("next", 1, "k", now_ns, rpc_deadline_ns=now_ns + 500 * MS)
+    assert names(queue.poll(now_ns, idle=1)) == [["next"]]
+
+
+def test_batch_too_late_for_all_gives_up_only_those_that_could_not_be_met_alone() -> None:
+    queue = measured(BatchPolicy(max_batch_rows=4), {1: 10, 2: 12, 4: 20})
+    queue.push("hopeless", 1, "k", 0, rpc_deadline_ns=12 * MS)
+    for name in "abc":
+        queue.push(name, 1, "k", 0, rpc_deadline_ns=19 * MS)
+    step = queue.poll(5 * MS, idle=2)
+    assert [late.entry.payload for late in step.unreachable] == ["hopeless"]
+    assert names(step) == [["a"], ["b", "c"]]
+
+
+def test_batch_gives_up_one_rather_than_being_cut_down_for_its_sake() -> None:
+    queue = measured(BatchPolicy(max_batch_rows=8), {1: 10, 2: 11, 4: 12, 8: 14})
+    queue.push("hasty", 1, "k", 0, rpc_deadline_ns=13 * MS)
+    for name in "abcdefg":
+        queue.push(name, 1, "k", 0)
+    step = queue.poll(0, idle=1)
+    assert [late.entry.payload for late in step.unreachable] == ["hasty"]
+    assert names(step) == [list("abcdefg")]

@@ -1,0 +1,88 @@
+from __future__ import annotations
+
+import pytest
+
+from scheduler.latency import LatencyModel
+
+SECOND = 1_000_000_000
+
+
+def learned(*durations_ns: int, rows: int = 1) -> LatencyModel:
+    model = LatencyModel(64)
+    for duration_ns in durations_ns:
+        model.observe("k", rows, duration_ns, now_ns=0)
+    return model
+
+
+def test_expected_of_an_unknown_key_is_zero() -> None:
+    assert LatencyModel(64).expected_ns("k", 8) == LatencyModel(64).proven_ns("k", 8, 0) == 0
+
+
+def test_expected_of_a_size_seen_is_near_its_own_mean() -> None:
+    model = LatencyModel(64)
+    for rows, duration_ns in ((1, 100), (8, 900), (1, 100), (8, 900)):
+        model.observe("k", rows, duration_ns, 0)
+    assert (model.expected_ns("k", 1), model.expected_ns("k", 8)) == (100, 900)
+
+
+def test_expected_of_other_sizes_lies_on_a_line_through_those_seen() -> None:
+    model = LatencyModel(64)
+    for _ in range(50):
+        for rows in (1, 2, 8):
+            model.observe("k", rows, 1_000 + 100 * rows, 0)
+    assert model.expected_ns("k", 5) == pytest.approx(1_500, rel=0.01)
+    assert model.expected_ns("k", 20) == pytest.approx(3_000, rel=0.01)
+
+
+def test_expected_with_one_size_seen_is_flat_and_never_negative() -> None:
+    model = learned(1_000, rows=8)
+    assert model.expected_ns("k", 1) == model.expected_ns("k", 64) == 1_000
+
+
+def test_observe_outlier_moves_the_mean_a_bounded_way() -> None:
+    assert learned(1_000, SECOND).expected_ns("k", 1) <= 1_300
+
+
+@pytest.mark.parametrize(("first", "then"), [(1_000, 3_000), (3_000, 1_000)])
+def test_observe_follows_a_lasting_change(first: int, then: int) -> None:
+    assert learned(*[first] * 20, *[then] * 40).expected_ns("k", 1) == pytest.approx(then, rel=0.05)
+
+
+def test_proven_needs_several_measurements_of_that_size() -> None:
+    model = learned(1_000, 1_000)
+    assert model.proven_ns("k", 1, 0) == 0
+    model.observe("k", 1, 1_000, 0)
+    assert model.proven_ns("k", 1, 0) == 1_000
+    model.observe("k", 2, 5_000, 0)
+    assert model.proven_ns("k", 2, 0) == 0
+    assert model.proven_ns("k", 64, 0) > 0
+
+
+def test_proven_after_a_cold_start_falls_within_a_few_measurements() -> None:
+    model = learned(600_000_000, *[2_000_000] * 5)
+    assert model.proven_ns("k", 1, 0) < 30_000_000
+
+
+@pytest.mark.parametrize(("duration_ns", "fresh_ns"), [(1_000, SECOND), (SECOND, 10 * SECOND)])
+def test_proven_goes_stale_so_that_refusals_cannot_last_for_ever(duration_ns: int, fresh_ns: int) -> None:
+    model = learned(*[duration_ns] * 3)
+    assert model.proven_ns("k", 1, fresh_ns) == duration_ns
+    assert model.proven_ns("k", 1, fresh_ns + 1) == 0
+    assert model.expected_ns("k", 1) == duration_ns
+
+
+def test_observe_of_endless_keys_stays_bounded() -> None:
+    model = LatencyModel(64)
+    for key in range(5_000):
+        model.observe(key, 1, 1_000, 0)
+    assert len(model._curves) == 1024
+    assert model.expected_ns(4_999, 1) == 1_000
+    assert model.expected_ns(0, 1) == 0
+
+
+def test_longest_bounds_every_estimate_also_beyond_what_was_seen() -> None:
+    model = LatencyModel(64)
+    for rows in (1, 2, 4):
+        for _ in range(5):
+            model.observe("k", rows, rows * rows * 1_000, 0)
+            assert all(model.expected_ns("k", size) <= model.longest_ns for size in range(1, 65))

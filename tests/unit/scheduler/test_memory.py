@@ -1,0 +1,63 @@
+"""What a waiting request costs besides its tensors."""
+
+from __future__ import annotations
+
+import gc
+import tracemalloc
+import weakref
+
+import pytest
+
+from scheduler.batch_queue import BatchQueue
+from scheduler.batcher import Batcher
+from scheduler.policy import BatchPolicy
+from scheduler.testing import ManualClock, StepRunner
+
+REQUESTS = 5_000
+LIMIT_BYTES = 1024
+
+
+async def test_queued_request_with_deadline_and_priority_costs_less_than_1_kib_and_gives_it_back() -> None:
+    clock = ManualClock(now_ns=1)
+    policy = BatchPolicy(max_batch_rows=8, max_queue_delay_ns=10**12, priority_levels=4, default_priority_level=1)
+    batcher: Batcher[None, None] = Batcher(policy, [StepRunner(clock)], clock=clock)
+    batcher.start()
+    runs = batcher.submit(None, 8, "runs")
+    gc.collect()
+    tracemalloc.start()
+    try:
+        before_bytes = tracemalloc.get_traced_memory()[0]
+        pending = [
+            batcher.submit(None, 1, number % 100, priority=number % 5, rpc_deadline_ns=10**15 + number)
+            for number in range(REQUESTS)
+        ]
+        held_bytes = tracemalloc.get_traced_memory()[0] - before_bytes
+        assert held_bytes / REQUESTS < LIMIT_BYTES
+        for one in pending:
+            one.cancel()
+        pending.clear()
+        del one
+        assert tracemalloc.get_traced_memory()[0] - before_bytes < held_bytes / 3
+    finally:
+        tracemalloc.stop()
+        batcher.close()
+        assert runs.exception()
+
+
+@pytest.mark.parametrize("leaves_by", ["executing", "cancelling"])
+def test_request_that_has_left_is_not_kept_by_its_deadline(leaves_by: str) -> None:
+    class Tensors:
+        pass
+
+    queue: BatchQueue[Tensors] = BatchQueue(BatchPolicy(max_batch_rows=8))
+    payload = Tensors()
+    gone = weakref.ref(payload)
+    entry = queue.push(payload, 1, "k", 0, rpc_deadline_ns=10**12)
+    if leaves_by == "executing":
+        (batch,) = queue.poll(0, idle=1).batches
+        queue.done(batch, 0, None)
+        del batch
+    else:
+        queue.cancel(entry)
+    del payload, entry
+    assert gone() is None

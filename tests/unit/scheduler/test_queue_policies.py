@@ -1,0 +1,218 @@
+"""Priorities, delayed timeouts, bounds, allowed sizes, deadlines that can't be met: what the queue decides for each."""
+
+from __future__ import annotations
+
+import pytest
+
+from scheduler.batch_queue import Batch, BatchQueue, Step
+from scheduler.errors import DeadlineUnreachable, QueueFull
+from scheduler.policy import BatchPolicy, PolicyError, QueueLimits, QueuePolicy, TimeoutAction
+
+MS = 1_000_000
+LEVELS = BatchPolicy(max_batch_rows=8, priority_levels=3, default_priority_level=2)
+
+
+def names(step: Step[str]) -> list[list[str]]:
+    return [[entry.payload for entry in batch.entries] for batch in step.batches]
+
+
+def measured(queue: BatchQueue[str], durations_ns: dict[int, int], key: str = "k") -> None:
+    """Teach the queue what batches of so many rows take."""
+    for rows, duration_ns in durations_ns.items():
+        for _ in range(3):
+            queue.done(Batch(0, key, rows, rows, ()), 0, duration_ns)
+
+
+def test_poll_with_priorities_serves_lower_numbers_first_and_mixes_levels_in_one_batch() -> None:
+    queue: BatchQueue[str] = BatchQueue(LEVELS)
+    for name, priority in (("last", 3), ("default", 0), ("second", 2), ("unknown", 9), ("first", 1)):
+        queue.push(name, 1, "k", 0, priority=priority)
+    assert names(queue.poll(0, idle=1)) == [["first", "default", "second", "unknown", "last"]]
+
+
+def test_poll_with_priorities_between_lanes_serves_the_higher_one_though_younger() -> None:
+    queue: BatchQueue[str] = BatchQueue(LEVELS)
+    queue.push("old", 1, "a", 0, priority=2)
+    queue.push("urgent", 1, "b", 1, priority=1)
+    assert names(queue.poll(2, idle=1)) == [["urgent"]]
+
+
+def test_push_of_higher_priority_completes_a_preferred_prefix_of_what_waits() -> None:
+    """Triton's own priority test: 2 and 1 rows at the default level, then 2 rows before them: 2 + 2 make 4."""
+    policy = BatchPolicy(
+        max_batch_rows=8,
+        preferred_batch_rows=(4,),
+        max_queue_delay_ns=10**10,
+        priority_levels=2,
+        default_priority_level=2,
+    )
+    queue: BatchQueue[str] = BatchQueue(policy)
+    queue.push("two", 2, "k", 0)
+    queue.push("one", 1, "k", 0)
+    assert names(queue.poll(0, idle=1)) == []
+    queue.push("urgent", 2, "k", 0, priority=1)
+    assert names(queue.poll(0, idle=1)) == [["urgent", "two"]]
+
+
+def test_levels_of_64_bit_numbers_cost_nothing_until_used() -> None:
+    queue: BatchQueue[str] = BatchQueue(
+        BatchPolicy(max_batch_rows=8, priority_levels=2**64 - 1, default_priority_level=2**63)
+    )
+    queue.push("last", 1, "k", 0, priority=2**64 - 1)
+    queue.push("default", 1, "k", 0)
+    queue.push("first", 1, "k", 0, priority=1)
+    assert queue.requests_of_level(2**63) == 1
+    assert names(queue.poll(0, idle=1)) == [["first", "default", "last"]]
+    assert not queue._level_requests
+    assert not queue._level_rows
+
+
+def test_queue_timeout_with_delay_lets_the_request_wait_on_behind_its_level_only() -> None:
+    policy = BatchPolicy(
+        max_batch_rows=1,
+        priority_levels=2,
+        default_priority_level=1,
+        queue=QueuePolicy(timeout_action=TimeoutAction.DELAY, default_timeout_ns=10),
+    )
+    queue: BatchQueue[str] = BatchQueue(policy)
+    queue.push("delayed", 1, "k", 0)
+    queue.push("low", 1, "k", 0, priority=2)
+    assert queue.poll(10, idle=0).expired == ()
+    queue.push("fresh", 1, "k", 11)
+    order = [names(queue.poll(12, idle=1))[0][0] for _ in range(3)]
+    assert order == ["fresh", "delayed", "low"]
+
+
+def test_queue_timeout_with_delay_still_ends_with_the_rpc() -> None:
+    queue: BatchQueue[str] = BatchQueue(
+        BatchPolicy(queue=QueuePolicy(timeout_action=TimeoutAction.DELAY, default_timeout_ns=10))
+    )
+    entry = queue.push("x", 1, "k", 0, rpc_deadline_ns=50)
+    assert queue.poll(10, idle=0).wake_ns == 50
+    assert queue.poll(50, idle=1) == Step(expired=(entry,))
+
+
+def test_queue_bound_counts_each_level_for_itself() -> None:
+    policy = BatchPolicy(priority_levels=2, default_priority_level=1, priority_queue={2: QueuePolicy(max_queue_size=1)})
+    queue: BatchQueue[str] = BatchQueue(policy)
+    queue.push("a", 1, "k", 0, priority=2)
+    with pytest.raises(QueueFull):
+        queue.push("b", 1, "k", 0, priority=2)
+    for _ in range(5):
+        queue.push("c", 1, "k", 0, priority=1)
+
+
+@pytest.mark.parametrize(
+    ("limits", "what"), [(QueueLimits(max_rows=5), "5 rows"), (QueueLimits(max_bytes=100), "100 bytes")]
+)
+def test_queue_bound_of_rows_and_bytes_is_exact_and_freed_again(limits: QueueLimits, what: str) -> None:
+    queue: BatchQueue[str] = BatchQueue(BatchPolicy(max_batch_rows=8, limits=limits))
+    queue.push("a", 3, "k", 0, size_bytes=60)
+    entry = queue.push("b", 2, "k", 0, size_bytes=40)
+    with pytest.raises(QueueFull, match=what):
+        queue.push("c", 1, "k", 0, size_bytes=1)
+    queue.cancel(entry)
+    queue.push("c", 2, "k", 0, size_bytes=40)
+
+
+@pytest.mark.parametrize(
+    ("rows", "padded"), [([1], [(1, 1)]), ([1, 1, 1], [(3, 4)]), ([5], [(5, 8)]), ([8, 1], [(8, 8), (1, 1)])]
+)
+def test_batch_sizes_without_measurements_pad_up(rows: list[int], padded: list[tuple[int, int]]) -> None:
+    queue: BatchQueue[str] = BatchQueue(BatchPolicy(max_batch_rows=8, batch_sizes=(1, 2, 4, 8)))
+    for count in rows:
+        queue.push("x", count, "k", 0)
+    assert [(batch.rows, batch.padded_rows) for batch in queue.poll(0, idle=9).batches] == padded
+
+
+@pytest.mark.parametrize(
+    ("cost_of_8", "batches"),
+    [
+        pytest.param(50, [(5, 8)], id="padding 3 rows is cheap"),
+        pytest.param(90, [(4, 4), (1, 1)], id="cutting 1 row off is cheaper a row"),
+    ],
+)
+def test_batch_sizes_with_measurements_pad_up_or_cut_down_by_cost_a_row(
+    cost_of_8: int, batches: list[tuple[int, int]]
+) -> None:
+    queue: BatchQueue[str] = BatchQueue(BatchPolicy(max_batch_rows=8, batch_sizes=(1, 2, 4, 8)))
+    measured(queue, {1: 20, 4: 45, 8: cost_of_8})
+    for _ in range(5):
+        queue.push("x", 1, "k", 0)
+    assert [(batch.rows, batch.padded_rows) for batch in queue.poll(0, idle=9).batches] == batches
+
+
+def test_batch_sizes_never_cut_a_request_in_two() -> None:
+    queue: BatchQueue[str] = BatchQueue(BatchPolicy(max_batch_rows=8, batch_sizes=(4, 8)))
+    measured(queue, {4: 1, 8: 1_000})
+    queue.push("x", 5, "k", 0)
+    assert [(batch.rows, batch.padded_rows) for batch in queue.poll(0, idle=1).batches] == [(5, 8)]
+
+
+def test_push_whose_execution_alone_outlasts_its_deadline_is_refused_at_once() -> None:
+    queue: BatchQueue[str] = BatchQueue(BatchPolicy(max_batch_rows=8))
+    measured(queue, {1: 10 * MS})
+    with pytest.raises(DeadlineUnreachable, match="9000 us are left, an answer takes about 10000 us"):
+        queue.push("x", 1, "k", 0, rpc_deadline_ns=9 * MS)
+    assert queue.requests == queue.lanes == 0
+    queue.push("x", 1, "k", 0, rpc_deadline_ns=11 * MS)
+
+
+def test_push_behind_a_backlog_that_outlasts_its_deadline_is_refused_at_once() -> None:
+    queue: BatchQueue[str] = BatchQueue(BatchPolicy(max_batch_rows=2))
+    measured(queue, {1: 10 * MS, 2: 10 * MS})
+    queue.push("runs", 2, "k", 0)
+    queue.poll(0, idle=1)
+    for _ in range(4):
+        queue.push("ahead", 1, "k", 0)
+    with pytest.raises(DeadlineUnreachable):
+        queue.push("late", 1, "k", 0, rpc_deadline_ns=39 * MS)
+    queue.push("in time", 1, "k", 0, rpc_deadline_ns=41 * MS)
+
+
+def test_push_of_higher_priority_is_not_refused_for_a_backlog_behind_it() -> None:
+    queue: BatchQueue[str] = BatchQueue(BatchPolicy(max_batch_rows=1, priority_levels=2, default_priority_level=2))
+    measured(queue, {1: 10 * MS})
+    for _ in range(9):
+        queue.push("behind", 1, "k", 0)
+    with pytest.raises(DeadlineUnreachable):
+        queue.push("late", 1, "k", 0, rpc_deadline_ns=20 * MS)
+    queue.push("urgent", 1, "k", 0, priority=1, rpc_deadline_ns=20 * MS)
+
+
+def test_poll_gives_up_what_its_batch_would_answer_too_late_and_executes_the_rest() -> None:
+    queue: BatchQueue[str] = BatchQueue(BatchPolicy(max_batch_rows=8))
+    queue.push("late", 1, "k", 0, rpc_deadline_ns=9 * MS)
+    queue.push("kept", 1, "k", 0)
+    queue.push("patient", 1, "k", 0, rpc_deadline_ns=99 * MS)
+    measured(queue, {1: 10 * MS, 2: 10 * MS, 3: 10 * MS})
+    step = queue.poll(0, idle=1)
+    assert [(late.entry.payload, late.needed_ns) for late in step.unreachable] == [("late", 10 * MS)]
+    assert names(step) == [["kept", "patient"]]
+
+
+def test_deadlines_where_not_aware_of_them_bound_the_wait_alone() -> None:
+    queue: BatchQueue[str] = BatchQueue(BatchPolicy(max_batch_rows=8, deadline_aware=False))
+    measured(queue, {1: 10 * MS})
+    queue.push("x", 1, "k", 0, rpc_deadline_ns=MS)
+    assert names(queue.poll(0, idle=1)) == [["x"]]
+
+
+@pytest.mark.parametrize(
+    ("fields", "name"),
+    [
+        ({"priority_levels": -1}, "priority_levels"),
+        ({"default_priority_level": 1}, "default_priority_level"),
+        ({"priority_levels": 2}, "default_priority_level"),
+        ({"priority_levels": 2, "default_priority_level": 3}, "default_priority_level"),
+        ({"priority_levels": 1, "default_priority_level": 1, "priority_queue": {2: QueuePolicy()}}, "priority_queue"),
+        ({"priority_levels": 2, "default_priority_level": 1, "preserve_ordering": True}, "preserve_ordering"),
+        ({"queue": QueuePolicy(timeout_action=TimeoutAction.DELAY), "preserve_ordering": True}, "preserve_ordering"),
+        ({"max_batch_rows": 8, "batch_sizes": (4, 2, 8)}, "batch_sizes"),
+        ({"max_batch_rows": 8, "batch_sizes": (0, 8)}, "batch_sizes"),
+        ({"max_batch_rows": 8, "batch_sizes": (2, 4)}, "batch_sizes"),
+    ],
+)
+def test_policy_that_contradicts_itself_is_refused_by_name(fields: dict[str, object], name: str) -> None:
+    with pytest.raises(PolicyError, match=name):
+        BatchPolicy(**fields)  # type: ignore[arg-type]
