@@ -1,8 +1,10 @@
 """The contract between the server and whatever runs a model.
 
 Lives here: the value types that cross it and the three protocols. Must not: anything about one runtime.
-A *request* on this side is a sequence of arrays, one per input of the served spec and in its order;
-a *result* is the same for outputs. BYTES tensors are object arrays of `bytes`, BF16 rides as `uint16` bit patterns.
+A *request* on this side is a sequence of arrays, one per input of the served spec and in its order, in the shapes that
+the model sees (`TensorSpec.model_dims`); a *result* is the same for outputs. What an optional tensor leaves out is
+`MISSING` in its place, for all requests of a batch or for none. BYTES tensors are object arrays of `bytes`, BF16 rides
+as `uint16` bit patterns.
 """
 
 from __future__ import annotations
@@ -11,13 +13,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
+import numpy as np
 from numpy.typing import NDArray
 
 __all__ = [
+    "MISSING",
     "Array",
     "Backend",
+    "BatchInput",
+    "BatchInputKind",
+    "BatchOutput",
     "Device",
     "DeviceKind",
     "Execution",
@@ -34,28 +41,89 @@ __all__ = [
 Array = NDArray[Any]
 Tensors = Sequence[Array]
 
+MISSING: Final[Array] = np.empty(0, np.bool_)
+"""Stands where an optional tensor was left out. Known by identity (`is`), never by what it holds."""
+
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
     """One input or output.
 
-    `datatype` is the v2 name (`FP32`, `BYTES`, …). `dims` are the sizes of the axes, -1 where any size goes; in the
-    spec of a batched model the batch axis is not among them. `utf8` says that BYTES elements must be valid UTF-8.
+    `datatype` is the v2 name (`FP32`, `BYTES`, …). `dims` are the sizes of the axes as clients see them, -1 where any
+    size goes; in the spec of a batched model the batch axis is not among them. `utf8` says that BYTES elements must be
+    valid UTF-8. `reshape`: the dims that the model sees instead, of as many elements.
+
+    `optional`: requests (of an output: results) may do without it. `ragged`: requests of any dims share a batch, and
+    the model sees all their elements one after the other, as a vector. `shape_tensor`: has no batch axis even if the
+    model is batched; the requests of a batch all have the same one, which the model sees once.
     """
 
     name: str
     datatype: str
     dims: tuple[int, ...]
     utf8: bool = False
+    reshape: tuple[int, ...] | None = None
+    optional: bool = False
+    ragged: bool = False
+    shape_tensor: bool = False
+
+    @property
+    def model_dims(self) -> tuple[int, ...]:
+        """`dims` as the model sees them."""
+        return self.dims if self.reshape is None else self.reshape
+
+
+class BatchInputKind(Enum):
+    """What an input made per batch tells of an input of the requests (`BatchInput.Kind`)."""
+
+    ELEMENT_COUNT = "BATCH_ELEMENT_COUNT"
+    ACCUMULATED_ELEMENT_COUNT = "BATCH_ACCUMULATED_ELEMENT_COUNT"
+    ACCUMULATED_ELEMENT_COUNT_WITH_ZERO = "BATCH_ACCUMULATED_ELEMENT_COUNT_WITH_ZERO"
+    MAX_ELEMENT_COUNT_AS_SHAPE = "BATCH_MAX_ELEMENT_COUNT_AS_SHAPE"
+    ITEM_SHAPE = "BATCH_ITEM_SHAPE"
+    ITEM_SHAPE_FLATTEN = "BATCH_ITEM_SHAPE_FLATTEN"
+
+
+@dataclass(frozen=True, slots=True)
+class BatchInput:
+    """Inputs of the model, `targets`, that no request brings: made of the shapes that input `source` has in a batch."""
+
+    kind: BatchInputKind
+    targets: tuple[str, ...]
+    datatype: str
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
+class BatchOutput:
+    """Outputs, `targets`, cut not by rows but by the shapes of input `source`: a free dim of theirs (the batch axis is
+    one) has the size that the same axis of a request's `source` has."""
+
+    targets: tuple[str, ...]
+    source: str
 
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """Inputs and outputs, in the model's own order. `batched`: every tensor has a batch axis in front of its `dims`."""
+    """Inputs and outputs, in the model's own order. `batched`: every tensor has a batch axis in front of its `dims`,
+    but for shape tensors. `batch_inputs` are not among `inputs`: clients neither see nor send them."""
 
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
     batched: bool = False
+    batch_inputs: tuple[BatchInput, ...] = ()
+    batch_outputs: tuple[BatchOutput, ...] = ()
+
+    @property
+    def by_rows(self) -> bool:
+        """Whether rows are all there is to it: each tensor of a batch is stacked and cut along its first axis."""
+        special = (tensor.optional or tensor.shape_tensor for tensor in (*self.inputs, *self.outputs))
+        return self.paddable and not any(special)
+
+    @property
+    def paddable(self) -> bool:
+        """Whether a batch may be filled up with rows: not where something else than rows joins or cuts tensors."""
+        return not (self.batch_inputs or self.batch_outputs or any(tensor.ragged for tensor in self.inputs))
 
 
 class GroupKind(Enum):
@@ -123,10 +191,14 @@ class ModelInstance(Protocol):
     @property
     def device(self) -> Device: ...
 
-    def execute(self, requests: Sequence[Tensors]) -> Execution:
+    def execute(self, requests: Sequence[Tensors], padded_rows: int = 0) -> Execution:
         """Run `requests` as one batch. Blocks. Arrays are only read; results may be views of one shared output.
 
-        Raises ExecutionError when the model fails or its outputs don't fit.
+        `padded_rows` is how many rows the model is to see; what is missing to that is filled up, and cut off the
+        outputs again. Less than the requests' own rows, or a spec that isn't `paddable`: nothing is filled up.
+
+        Raises ExecutionError when the model fails or its outputs don't fit, SessionError when the instance as a whole
+        is at fault, whatever the requests.
         """
 
     def close(self) -> None:
@@ -138,7 +210,8 @@ class OpenModel(Protocol):
 
     @property
     def spec(self) -> ModelSpec:
-        """What the model says of itself: dims whole, a batch axis included, `batched` false."""
+        """What the model says of itself: dims whole, a batch axis included, `batched` false. It does without the
+        inputs that are `optional` here; a configuration has to name them for clients to see them."""
 
     @property
     def platform(self) -> str:

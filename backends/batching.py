@@ -16,7 +16,7 @@ from backends.base import Array, Execution, ModelSpec, Tensors, TensorSpec
 from backends.errors import ExecutionError
 from protos.datatypes import by_name
 
-__all__ = ["check_outputs", "rows_of", "run_batch", "split", "stack"]
+__all__ = ["Run", "check_outputs", "rows_of", "run_batch", "split", "stack", "wrong_count"]
 
 Run = Callable[[list[Array]], Tensors]
 
@@ -26,13 +26,16 @@ def rows_of(requests: Sequence[Tensors]) -> list[int]:
     return [request[0].shape[0] for request in requests]
 
 
-def stack(requests: Sequence[Tensors]) -> list[Array]:
+def stack(requests: Sequence[Tensors], padding_rows: int = 0) -> list[Array]:
     """One C-contiguous array per input: the requests' arrays joined along axis 0, in order.
 
     One copy of every row; none for a batch of one, whose own arrays come back (copied only if they aren't contiguous).
     All requests must agree, input by input, in datatype and trailing dimensions; ExecutionError if dimensions differ.
+    `padding_rows` copies of the last row follow: the model has to cope with that one anyhow.
     """
     # hot path: 0.2 us per array above the copy itself; what page faults of fresh memory add, see bench/README.md
+    if padding_rows:
+        requests = [*requests, _copies_of_last_row(requests[-1], padding_rows)]
     if len(requests) == 1:
         return [array if array.flags.c_contiguous else array.copy(order="C") for array in requests[0]]
     try:
@@ -40,6 +43,10 @@ def stack(requests: Sequence[Tensors]) -> list[Array]:
         return [np.ascontiguousarray(np.concatenate(column)) for column in zip(*requests, strict=True)]
     except ValueError as error:
         raise ExecutionError(f"requests of one batch don't fit together: {error}") from error
+
+
+def _copies_of_last_row(request: Tensors, rows: int) -> Tensors:
+    return [np.broadcast_to(array[-1:], (rows, *array.shape[1:])) for array in request]
 
 
 def split(outputs: Tensors, rows: Sequence[int], spec: ModelSpec) -> list[tuple[Array, ...]]:
@@ -81,19 +88,25 @@ def _misshapen(shape: tuple[int, ...], expected: tuple[int, ...], tensor: Tensor
     return ExecutionError(f"{what}; the first dimension of every output must be the {expected[0]} rows of the batch")
 
 
-def run_batch(spec: ModelSpec, requests: Sequence[Tensors], run: Run) -> Execution:
+def wrong_count(spec: ModelSpec, requests: int) -> ValueError:
+    """What to say of a batch of so many requests: a model without batch axis takes one, others one or more."""
+    return ValueError(f"expected {'one or more requests' if spec.batched else 'one request'}, got {requests}")
+
+
+def run_batch(spec: ModelSpec, requests: Sequence[Tensors], run: Run, padded_rows: int = 0) -> Execution:
     """Stack `requests`, call `run` once with one array per input, split what it returns; with the time each step took.
 
     What `run` raises passes through. A spec that isn't batched takes exactly one request; ValueError otherwise, and for
     no request at all: those are the caller's mistakes, no model's.
     """
     if len(requests) != 1 and (not requests or not spec.batched):
-        raise ValueError(f"expected {'one or more requests' if spec.batched else 'one request'}, got {len(requests)}")
+        raise wrong_count(spec, len(requests))
     began_ns = monotonic_ns()
     rows = rows_of(requests) if spec.batched else [1]
-    inputs = stack(requests)
+    padding = max(0, padded_rows - sum(rows)) if spec.batched else 0
+    inputs = stack(requests, padding)
     stacked_ns = monotonic_ns()
     outputs = run(inputs)
     ran_ns = monotonic_ns()
-    results = split(outputs, rows, spec)
+    results = split(outputs, [*rows, padding] if padding else rows, spec)[: len(rows)]
     return Execution(results, stacked_ns - began_ns, ran_ns - stacked_ns, monotonic_ns() - ran_ns)

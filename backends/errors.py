@@ -1,11 +1,12 @@
 """What can go wrong in a backend.
 
 BackendError
-├── LoadError        the model can't be opened as asked: bad file, missing device, unsupported option
-└── ExecutionError   one execution failed: the runtime raised, or the model's outputs don't fit its spec
+├── LoadError          the model can't be opened as asked: bad file, missing device, unsupported option
+└── ExecutionError     one execution failed: the runtime raised, or the model's outputs don't fit its spec
+    └── SessionError   it failed whatever the requests: out of memory, device lost
 """
 
-__all__ = ["BackendError", "ExecutionError", "LoadError"]
+__all__ = ["BackendError", "ExecutionError", "LoadError", "SessionError"]
 
 
 class BackendError(Exception):
@@ -18,3 +19,7 @@ class LoadError(BackendError):
 
 class ExecutionError(BackendError):
     """One execution failed; the instance is still usable."""
+
+
+class SessionError(ExecutionError):
+    """The instance failed as a whole; running the requests apart from each other won't help."""

@@ -10,12 +10,13 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 from backends.base import Device, Execution, GroupKind, InstanceGroup, ModelSource, ModelSpec, Tensors
-from backends.batching import rows_of, run_batch
 from backends.errors import ExecutionError, LoadError
 from backends.faults import Faults, Gate
 from backends.placement import on_cpu
+from backends.ragged import batch_runner, row_counter
 
 __all__ = ["IdentityBackend", "MemoryBackend", "MemoryInstance", "MemoryModel", "linear_latency"]
 
@@ -35,9 +36,10 @@ def linear_latency(base_s: float, per_row_s: float) -> Latency:
 class MemoryModel:
     """`OpenModel` that computes with `compute`, by default output i = input i.
 
-    `compute` gets one stacked array per input and returns one per output; it must not write to what it gets. Each
-    execution takes `latency(rows)` seconds longer, spent in `wait`, which blocks the calling thread and releases the
-    interpreter lock. `gate` and `faults` may be used from any thread while instances run.
+    `compute` gets one stacked array per input and batch input and returns one per output; it must not write to what it
+    gets, and must know MISSING where inputs are optional. Each execution takes `latency(rows)` seconds longer, spent in
+    `wait`, which blocks the calling thread and releases the interpreter lock. `gate` and `faults` may be used from any
+    thread while instances run.
     """
 
     def __init__(
@@ -108,7 +110,8 @@ class MemoryInstance:
 
     def __init__(self, model: MemoryModel, spec: ModelSpec, device: Device) -> None:
         self._model = model
-        self._spec = spec
+        self._rows_of = row_counter(spec)
+        self._run_batch = batch_runner(spec)
         self._device = device
         self._closed = False
 
@@ -120,12 +123,13 @@ class MemoryInstance:
     def closed(self) -> bool:
         return self._closed
 
-    def execute(self, requests: Sequence[Tensors]) -> Execution:
+    def execute(self, requests: Sequence[Tensors], padded_rows: int = 0) -> Execution:
         if self._closed:
             raise ExecutionError("the instance is closed")
-        rows = rows_of(requests) if self._spec.batched else [1] * len(requests)
+        rows = self._rows_of(requests)
         self._model.record(rows)
-        return run_batch(self._spec, requests, lambda inputs: self._model.run(inputs, sum(rows)))
+        total = max(sum(rows), padded_rows)
+        return self._run_batch(requests, lambda inputs: self._model.run(inputs, total), padded_rows)
 
     def close(self) -> None:
         self._closed = True
@@ -149,9 +153,9 @@ class MemoryBackend:
 class IdentityBackend:
     """`Backend` of models that return their inputs: `backend: "identity"` in a `config.pbtxt`, and no model file.
 
-    The configuration must spell out inputs and outputs, pairwise of the same datatype and dims. Its parameters
-    `execute_delay_ms` (as of Triton's backend of that name) and `paceline.execute_delay_per_row_us` say how long a
-    batch takes; both are 0 if absent.
+    The configuration must spell out inputs and outputs, pairwise of the same datatype and dims. An optional input that
+    is left out leaves out its output. Its parameters `execute_delay_ms` (as of Triton's backend of that name) and
+    `paceline.execute_delay_per_row_us` say how long a batch takes; both are 0 if absent.
     """
 
     def devices(self, groups: Sequence[InstanceGroup]) -> tuple[Device, ...]:
@@ -188,7 +192,8 @@ def _paired_spec(source: ModelSource) -> ModelSpec:
                 f"model '{source.name}': output '{taken.name}': expected {given.datatype} {list(given.dims)} "
                 f"like input '{given.name}', got {taken.datatype} {list(taken.dims)}"
             )
-    return spec
+    outputs = (replace(taken, optional=given.optional) for given, taken in zip(spec.inputs, spec.outputs, strict=True))
+    return replace(spec, outputs=tuple(outputs))
 
 
 def _delay(source: ModelSource, key: str) -> float:

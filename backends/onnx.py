@@ -14,6 +14,7 @@ import io
 import logging
 import re
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ import numpy as np
 import onnxruntime as ort  # type: ignore[import-untyped,unused-ignore]
 
 from backends.base import (
+    MISSING,
     Array,
     Device,
     DeviceKind,
@@ -32,12 +34,12 @@ from backends.base import (
     Tensors,
     TensorSpec,
 )
-from backends.batching import run_batch
 from backends.cuda_driver import count_gpus
-from backends.errors import ExecutionError, LoadError
+from backends.errors import ExecutionError, LoadError, SessionError
 from backends.onnx_options import OnnxOptions, parse_options
-from backends.onnx_types import check_served, tensor_spec
+from backends.onnx_types import check_served, is_known, tensor_spec
 from backends.placement import on_cpu, on_gpus
+from backends.ragged import batch_input_tensors, batch_runner
 from backends.texts import decode_texts, encode_texts
 
 __all__ = ["PROBE_MODEL", "OnnxBackend", "OnnxInstance", "OnnxModel", "session_options"]
@@ -171,58 +173,65 @@ class OnnxInstance:
         self._session: ort.InferenceSession | None = session
         self._spec = spec
         self._device = device
-        self._input_names = [tensor.name for tensor in spec.inputs]
+        self._inputs = [*spec.inputs, *batch_input_tensors(spec)]
+        self._input_names = [tensor.name for tensor in self._inputs]
         self._output_names = [tensor.name for tensor in spec.outputs]
         self._run_options = _run_options(options, device)
+        self._run_batch = batch_runner(spec)
         self._run = self._runner()
 
     @property
     def device(self) -> Device:
         return self._device
 
-    def execute(self, requests: Sequence[Tensors]) -> Execution:
-        return run_batch(self._spec, requests, self._run)
+    def execute(self, requests: Sequence[Tensors], padded_rows: int = 0) -> Execution:
+        return self._run_batch(requests, self._run, padded_rows)
 
     def close(self) -> None:
         # The session goes when its last instance and the model let go; `_run` is bound to self and so must not hold it.
         self._session = None
 
-    def _runner(self) -> Callable[[list[Array]], Tensors]:
-        datatypes = {tensor.datatype for tensor in (*self._spec.inputs, *self._spec.outputs)}
+    def _runner(self) -> Callable[[Sequence[Array]], Tensors]:
+        datatypes = {tensor.datatype for tensor in (*self._inputs, *self._spec.outputs)}
+        run = self._run_strings if "BYTES" in datatypes else self._run_arrays
         if "BF16" in datatypes:
-            return self._run_bound
-        return self._run_strings if "BYTES" in datatypes else self._run_arrays
+            run = self._run_bound
+        if not any(tensor.optional for tensor in self._inputs):
+            return run
+        return lambda inputs: run([None if array is MISSING else array for array in inputs])
 
-    def _run_arrays(self, inputs: Sequence[Array]) -> list[Array]:
+    def _run_arrays(self, inputs: Sequence[Array | None]) -> list[Array]:
         """Outputs in memory of their own: ONNX Runtime hands over the buffers it allocated for this very run."""
         # hot path: on a CPU and 64x256 floats 4.1 us a call, with IO binding 7.0, with run_with_ort_values 32
         # (Identity, onnxruntime 1.31). IO binding pays where outputs stay on the device, and ours always leave it.
+        # An input of None isn't fed: the model takes its default.
         session = self._opened()
         try:
             outputs: list[Array] = session.run(
                 self._output_names, dict(zip(self._input_names, inputs, strict=True)), self._run_options
             )
         except Exception as error:  # its exceptions share no base class below this one
-            raise ExecutionError(_reason(error)) from error
+            raise _failure(error) from error
         return outputs
 
-    def _run_strings(self, inputs: Sequence[Array]) -> list[Array]:
+    def _run_strings(self, inputs: Sequence[Array | None]) -> list[Array]:
         outputs = self._run_arrays(self._texts(inputs))
         return self._elements(outputs)
 
-    def _run_bound(self, inputs: Sequence[Array]) -> list[Array]:
+    def _run_bound(self, inputs: Sequence[Array | None]) -> list[Array]:
         """Through OrtValues, which know BF16; numpy doesn't."""
         session = self._opened()
         binding = session.io_binding()
         try:
-            for tensor, array in zip(self._spec.inputs, inputs, strict=True):
-                binding.bind_ortvalue_input(tensor.name, _to_ortvalue(tensor, array))
+            for tensor, array in zip(self._inputs, inputs, strict=True):
+                if array is not None:
+                    binding.bind_ortvalue_input(tensor.name, _to_ortvalue(tensor, array))
             for name in self._output_names:
                 binding.bind_output(name)
             session.run_with_iobinding(binding, self._run_options)
             outputs = [_from_ortvalue(value) for value in binding.get_outputs()]
         except Exception as error:  # its exceptions share no base class below this one
-            raise ExecutionError(_reason(error)) from error
+            raise _failure(error) from error
         return self._elements(outputs)
 
     def _opened(self) -> ort.InferenceSession:
@@ -230,11 +239,11 @@ class OnnxInstance:
             raise ExecutionError("the instance is closed")
         return self._session
 
-    def _texts(self, inputs: Sequence[Array]) -> list[Array]:
+    def _texts(self, inputs: Sequence[Array | None]) -> list[Array | None]:
         """ONNX Runtime wants `str`: of `bytes` it would take the repr."""
         return [
-            decode_texts(array, tensor.name) if tensor.datatype == "BYTES" else array
-            for array, tensor in zip(inputs, self._spec.inputs, strict=True)
+            decode_texts(array, tensor.name) if array is not None and tensor.datatype == "BYTES" else array
+            for array, tensor in zip(inputs, self._inputs, strict=True)
         ]
 
     def _elements(self, outputs: Sequence[Array]) -> list[Array]:
@@ -268,8 +277,15 @@ def _model_file(source: ModelSource) -> Path:
 
 
 def _spec_of(name: str, session: ort.InferenceSession) -> ModelSpec:
+    """Inputs that have an initializer are optional; those among them that the protocol can't carry stay unknown."""
+    required = [tensor_spec(name, "input", node) for node in session.get_inputs()]
+    optional = [
+        replace(tensor_spec(name, "input", node), optional=True)
+        for node in session.get_overridable_initializers()
+        if is_known(node)
+    ]
     return ModelSpec(
-        inputs=tuple(tensor_spec(name, "input", node) for node in session.get_inputs()),
+        inputs=(*required, *optional),
         outputs=tuple(tensor_spec(name, "output", node) for node in session.get_outputs()),
     )
 
@@ -348,6 +364,17 @@ def _run_options(options: OnnxOptions, device: Device) -> ort.RunOptions | None:
     made.log_severity_level = _FATAL
     made.add_run_config_entry("memory.enable_memory_arena_shrinkage", ";".join(arenas))
     return made
+
+
+# What ONNX Runtime says when the session is at fault, not the tensors; it has no code of its own for that.
+_SESSION_FAULT = re.compile(r"bad.?alloc|[Ff]ailed to allocate|out of memory|(CUDA|CUDNN|CUBLAS) failure|device lost")
+
+
+def _failure(error: Exception) -> ExecutionError:
+    reason = _reason(error)
+    if isinstance(error, MemoryError) or _SESSION_FAULT.search(reason):
+        return SessionError(reason)
+    return ExecutionError(reason)
 
 
 def _reason(error: Exception) -> str:

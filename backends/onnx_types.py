@@ -12,7 +12,7 @@ from typing import Protocol
 from backends.base import ModelSpec, TensorSpec
 from backends.errors import LoadError
 
-__all__ = ["NodeArg", "check_served", "tensor_spec"]
+__all__ = ["NodeArg", "check_served", "is_known", "tensor_spec"]
 
 _DATATYPES = {
     "tensor(bool)": "BOOL",
@@ -43,6 +43,11 @@ class NodeArg(Protocol):
     def shape(self) -> Sequence[int | str | None]: ...
 
 
+def is_known(node: NodeArg) -> bool:
+    """Whether the protocol has a datatype for `node`."""
+    return node.type in _DATATYPES
+
+
 def tensor_spec(model: str, what: str, node: NodeArg) -> TensorSpec:
     """`node` as a TensorSpec, dims whole; LoadError if the protocol can't carry it: no tensor, or of other elements."""
     datatype = _DATATYPES.get(node.type)
@@ -56,9 +61,13 @@ def check_served(model: str, served: ModelSpec, own: ModelSpec) -> None:
     """Raise LoadError unless a model of spec `own` can serve `served`: names, datatypes, no input missing."""
     _check_known(model, "input", served.inputs, own.inputs)
     _check_known(model, "output", served.outputs, own.outputs)
-    missing = {tensor.name for tensor in own.inputs} - {tensor.name for tensor in served.inputs}
+    _check_batch_inputs(model, served, own)
+    made = {name for one in served.batch_inputs for name in one.targets}
+    needed = {tensor.name for tensor in own.inputs if not tensor.optional}
+    missing = needed - made - {tensor.name for tensor in served.inputs}
     if missing:
         raise LoadError(f"model '{model}': the model's input '{min(missing)}' isn't among those served")
+    _check_optional(model, served, needed)
     if served.batched and not served.inputs:
         raise LoadError(
             f"model '{model}': expected an input, whose first dimension tells the rows of a batch, got none"
@@ -67,6 +76,27 @@ def check_served(model: str, served: ModelSpec, own: ModelSpec) -> None:
     if "BYTES" in inputs and "BF16" in inputs | {tensor.datatype for tensor in served.outputs}:
         # BF16 needs OrtValues and IO binding, and these take no strings.
         raise LoadError(f"model '{model}': BYTES inputs in a model with BF16 are not supported by this build")
+
+
+def _check_optional(model: str, served: ModelSpec, needed: set[str]) -> None:
+    for tensor in served.inputs:
+        if not tensor.optional:
+            continue
+        if served.batched:
+            raise LoadError(
+                f"model '{model}': input '{tensor.name}': expected no optional inputs in a model with a batch axis, "
+                "got optional: true; ONNX models have them with max_batch_size 0 only"
+            )
+        if tensor.name in needed:
+            raise LoadError(
+                f"model '{model}': input '{tensor.name}': expected an input that the graph has an initializer for, "
+                "to be its default where it is left out, got optional: true for one without"
+            )
+
+
+def _check_batch_inputs(model: str, served: ModelSpec, own: ModelSpec) -> None:
+    for one in served.batch_inputs:
+        _check_known(model, "input", [TensorSpec(name, one.datatype, ()) for name in one.targets], own.inputs)
 
 
 def _check_known(model: str, what: str, served: Sequence[TensorSpec], own: Sequence[TensorSpec]) -> None:

@@ -166,6 +166,76 @@ def matrix_product() -> onnx.ModelProto:
     )
 
 
+def ragged(step: float = 1.0) -> onnx.ModelProto:
+    """OUTPUT0 = INPUT0 + a step, FP32, of all elements of a batch one after the other: no batch axis."""
+    return model(
+        [helper.make_node("Add", ["INPUT0", "step"], ["OUTPUT0"])],
+        [tensor("INPUT0", "FP32", ["elements"])],
+        [tensor("OUTPUT0", "FP32", ["elements"])],
+        [numpy_helper.from_array(np.array(step, np.float32), "step")],
+    )
+
+
+def batch_input_echo(datatype: str = "INT32", rank: int = 1) -> onnx.ModelProto:
+    """For each row of ROWS, FP32 [1], all that is in MADE, of `datatype`, as OUTPUT0, FP32: whole if MADE is a vector,
+    the row's own row if it is a matrix. RAGGED, FP32, is only there to be measured."""
+    return model(
+        [
+            helper.make_node("Cast", ["MADE"], ["made"], to=TensorProto.FLOAT),
+            helper.make_node("ReduceSum", ["RAGGED"], ["sum"], keepdims=0),
+            helper.make_node("Mul", ["sum", "zero"], ["nothing"]),
+            helper.make_node("Mul", ["ROWS", "zero"], ["nothings"]),
+            helper.make_node("Add", ["made", "nothing"], ["there"]),
+            helper.make_node("Add", ["nothings", "there"], ["OUTPUT0"]),
+        ],
+        [
+            tensor("RAGGED", "FP32", ["elements"]),
+            tensor("ROWS", "FP32", ["batch", 1]),
+            tensor("MADE", datatype, [f"made{axis}" for axis in range(rank)]),
+        ],
+        [tensor("OUTPUT0", "FP32", ["batch", None])],
+        [numpy_helper.from_array(np.array(0, np.float32), "zero")],
+    )
+
+
+def transpose() -> onnx.ModelProto:
+    """OUTPUT0 = INPUT0 transposed per row, FP32 [2, n] -> [n, 2]."""
+    return model(
+        [helper.make_node("Transpose", ["INPUT0"], ["OUTPUT0"], perm=[0, 2, 1])],
+        [tensor("INPUT0", "FP32", ["batch", 2, "n"])],
+        [tensor("OUTPUT0", "FP32", ["batch", "n", 2])],
+    )
+
+
+def with_default(
+    datatype: str = "FP32", default: Sequence[float | str] = (10.0,), batched: bool = False
+) -> onnx.ModelProto:
+    """OUTPUT0 = INPUT0, OUTPUT1 = BIAS, which is `default` where it isn't given; both [-1] unless `batched`."""
+    dims: Dims = ["batch", None] if batched else [None]
+    value = helper.make_tensor(
+        "BIAS", ELEMENT_TYPES[datatype], [1, len(default)] if batched else [len(default)], default
+    )
+    return model(
+        [
+            helper.make_node("Identity", ["INPUT0"], ["OUTPUT0"]),
+            helper.make_node("Identity", ["BIAS"], ["OUTPUT1"]),
+        ],
+        [tensor("INPUT0", datatype, dims), tensor("BIAS", datatype, dims)],
+        [tensor("OUTPUT0", datatype, dims), tensor("OUTPUT1", datatype, dims)],
+        [value],
+    )
+
+
+def reshape() -> onnx.ModelProto:
+    """OUTPUT0 = INPUT0, FP32 [6], in the shape that SHAPE, INT64 [3], says, the batch axis being its first number (0 or
+    -1: as it is)."""
+    return model(
+        [helper.make_node("Reshape", ["INPUT0", "SHAPE"], ["OUTPUT0"])],
+        [tensor("INPUT0", "FP32", ["batch", 6]), tensor("SHAPE", "INT64", [3])],
+        [tensor("OUTPUT0", "FP32", ["batch", None, None])],
+    )
+
+
 def scalar() -> onnx.ModelProto:
     """OUTPUT0 = INPUT0 + INPUT0, FP32 of rank 0: nothing that a batch axis could be."""
     return model(

@@ -202,3 +202,20 @@ def test_run_batch_unbatched_spec_takes_one_request_only() -> None:
     assert len(run_batch(spec, [(_floats(2),)], lambda inputs: inputs).results) == 1
     with pytest.raises(ValueError, match="expected one request, got 2"):
         run_batch(spec, [(_floats(2),), (_floats(2),)], lambda inputs: inputs)
+
+
+@pytest.mark.parametrize("rows", [[1], [2, 1]])
+def test_run_batch_padded_shows_the_model_more_rows_and_returns_only_the_requests_own(rows: list[int]) -> None:
+    requests = [(np.arange(2 * count, dtype=np.float32).reshape(count, 2),) for count in rows]
+    seen: list[np.ndarray] = []
+
+    def run(inputs: list[np.ndarray]) -> list[np.ndarray]:
+        seen.append(inputs[0])
+        return [inputs[0] + 1]
+
+    spec = ModelSpec((TensorSpec("x", "FP32", (2,)),), (TensorSpec("y", "FP32", (2,)),), batched=True)
+    execution = run_batch(spec, requests, run, padded_rows=8)
+    assert seen[0].shape == (8, 2)
+    assert (seen[0][sum(rows) :] == requests[-1][0][-1]).all()
+    for (given,), (answer,) in zip(requests, execution.results, strict=True):
+        np.testing.assert_array_equal(answer, given + 1)
