@@ -29,7 +29,7 @@ from server.reflection import INFERENCE_SERVICE, Reflection
 from server.repository import Repository
 from server.service import InferenceService
 
-__all__ = ["Server", "product_version"]
+__all__ = ["GRPC_OPTIONS", "Server", "product_version"]
 
 _log = logging.getLogger("paceline.server")
 
@@ -38,7 +38,7 @@ _LAST_WORDS_S, _LONGEST_WORDS_S = 1.0, 3.0
 a connection open and reacts to nothing, so it doesn't get the rest of the grace, however long that is."""
 
 _MAX_MESSAGE_BYTES = 2**31 - 1
-_OPTIONS = (
+GRPC_OPTIONS = (
     ("grpc.max_receive_message_length", _MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", _MAX_MESSAGE_BYTES),
     # A second server on the same port is a mistake, not a wish for load sharing.
@@ -74,7 +74,7 @@ class Server:
     def __init__(self, settings: Settings, backend_of: Callable[[str], Backend] = registry.backend) -> None:
         self._settings = settings
         self._metrics = Metrics()
-        self.repository = Repository(self._metrics, backend_of, settings.model_load_thread_count)
+        self.repository = Repository(self._metrics, backend_of, settings.model_load_thread_count, settings.batching)
         self._service = InferenceService(self.repository, settings.server_id, product_version())
         self._endpoint: MetricsEndpoint | None = None
         self._grpc: grpc.aio.Server | None = None
@@ -158,7 +158,7 @@ class Server:
 
     def _build_grpc(self) -> grpc.aio.Server:
         settings = self._settings
-        server = grpc.aio.server(options=_OPTIONS)
+        server = grpc.aio.server(options=GRPC_OPTIONS)
         self._service.add_to(server)
         self._health = HealthService([INFERENCE_SERVICE])
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)

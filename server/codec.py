@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
-from backends.base import Array, ModelSpec, Tensors, TensorSpec
+from backends.base import MISSING, Array, ModelSpec, Tensors
 from backends.errors import ExecutionError
 from protos.datatypes import Datatype, by_name
 from protos.inference_pb2 import ModelInferRequest, ModelInferResponse
@@ -18,7 +18,7 @@ from protos.tensors import TensorError, decode_contents, decode_raw, element_cou
 from server.errors import InvalidRequest, NotSupported
 from server.parameters import NO_PARAMETERS, RequestParameters, parse_parameters
 
-__all__ = ["DecodedRequest", "ModelCodec"]
+__all__ = ["DecodedRequest", "ModelCodec", "tensor_bytes"]
 
 InputTensor = ModelInferRequest.InferInputTensor
 
@@ -35,8 +35,7 @@ class DecodedRequest:
     rows: int
     key: Hashable
     outputs: tuple[int, ...]
-    timeout_ns: int
-    typed_outputs: bool
+    parameters: RequestParameters
 
 
 class ModelCodec:
@@ -55,8 +54,15 @@ class ModelCodec:
         self._input_types: list[Datatype] = [by_name(tensor.datatype) for tensor in spec.inputs]
         self._output_types: list[Datatype] = [by_name(tensor.datatype) for tensor in spec.outputs]
         self._all_outputs = tuple(range(len(spec.outputs)))
-        # Inputs whose sizes the configuration leaves open: these alone can keep two requests apart.
-        self._free = [index for index, tensor in enumerate(spec.inputs) if -1 in tensor.dims]
+        # How many axes of each input come before its dims.
+        self._lead = [0 if tensor.shape_tensor or not max_batch_rows else 1 for tensor in spec.inputs]
+        # Inputs whose sizes the configuration leaves open, and that are stacked: sizes of others keep no two requests
+        # apart.
+        self._free = [
+            index
+            for index, tensor in enumerate(spec.inputs)
+            if -1 in tensor.dims and not (tensor.ragged or tensor.shape_tensor)
+        ]
 
     # hot path: see bench/
     def decode(self, request: ModelInferRequest) -> DecodedRequest:
@@ -70,12 +76,12 @@ class ModelCodec:
             self._check_typed(outputs)
         order = self._input_order(request)
         shapes = [tuple(tensor.shape) for tensor in request.inputs]
-        rows = self._rows(request, shapes)
+        rows = self._rows(request.inputs, shapes)
         for tensor, shape, index in zip(request.inputs, shapes, order, strict=True):
-            self._check_tensor(tensor, shape, self._spec.inputs[index])
+            self._check_tensor(tensor, shape, index)
         inputs = self._arrays(request, shapes, order)
         free = tuple(inputs[index].shape[1:] for index in self._free) if self._max_batch_rows else ()
-        return DecodedRequest(inputs, rows, free, outputs, parameters.timeout_ns, parameters.typed_outputs)
+        return DecodedRequest(inputs, rows, free, outputs, parameters)
 
     def encode(self, request: ModelInferRequest, decoded: DecodedRequest, results: Tensors) -> ModelInferResponse:
         """The response with the wanted outputs: raw, or in typed contents if the request asked for them.
@@ -87,7 +93,7 @@ class ModelCodec:
             tensor, array = self._spec.outputs[index], results[index]
             output = response.outputs.add(name=tensor.name, datatype=tensor.datatype, shape=array.shape)
             try:
-                if decoded.typed_outputs:
+                if decoded.parameters.typed_outputs:
                     output.contents.CopyFrom(encode_contents(array, self._output_types[index]))
                 else:
                     response.raw_output_contents.append(encode_raw(array, self._output_types[index]))
@@ -102,7 +108,8 @@ class ModelCodec:
             raise self._invalid(str(error)) from None
 
     def _input_order(self, request: ModelInferRequest) -> list[int]:
-        """For each input of the message, its place in the spec; names are all there, once, and no others."""
+        """For each input of the message, its place in the spec; names are there once, none that must be is missing, and
+        there are no others."""
         order: list[int] = []
         for tensor in request.inputs:
             index = self._inputs.get(tensor.name)
@@ -113,9 +120,11 @@ class ModelCodec:
             twice = next(tensor.name for tensor in request.inputs if order.count(self._inputs[tensor.name]) > 1)
             raise self._invalid(f"input '{twice}' is given more than once")
         if len(order) != len(self._inputs):
-            missing = [name for name, index in self._inputs.items() if index not in order]
+            needed = [tensor.name for tensor in self._spec.inputs if not tensor.optional]
+            missing = [name for name in needed if self._inputs[name] not in order]
             got = [tensor.name for tensor in request.inputs]
-            raise self._invalid(f"missing inputs {missing}: expected {list(self._inputs)}, got {got}")
+            if missing:
+                raise self._invalid(f"missing inputs {missing}: expected {needed}, got {got}")
         return order
 
     def _wanted_outputs(self, request: ModelInferRequest) -> tuple[int, ...]:
@@ -142,12 +151,12 @@ class ModelCodec:
                     f"typed contents can't carry {self._output_types[index].name}"
                 )
 
-    def _rows(self, request: ModelInferRequest, shapes: Sequence[tuple[int, ...]]) -> int:
+    def _rows(self, tensors: Sequence[InputTensor], shapes: Sequence[tuple[int, ...]]) -> int:
         """The size of the batch axis, agreed on by all inputs; 1 if the model has none."""
         limit = self._max_batch_rows
         if not limit:
             return 1
-        for tensor, shape in zip(request.inputs, shapes, strict=True):
+        for tensor, shape in zip(tensors, shapes, strict=True):
             if not shape:
                 raise self._invalid(f"input '{tensor.name}': expected a batch dimension in front, got shape []")
             if not 0 < shape[0] <= limit:
@@ -157,19 +166,20 @@ class ModelCodec:
                 )
             if shape[0] != shapes[0][0]:
                 raise self._invalid(
-                    f"input '{tensor.name}': expected {shapes[0][0]} rows as in input '{request.inputs[0].name}', "
+                    f"input '{tensor.name}': expected {shapes[0][0]} rows as in input '{tensors[0].name}', "
                     f"got {shape[0]} in shape {list(shape)}"
                 )
         return shapes[0][0]
 
-    def _check_tensor(self, tensor: InputTensor, shape: tuple[int, ...], spec: TensorSpec) -> None:
+    def _check_tensor(self, tensor: InputTensor, shape: tuple[int, ...], index: int) -> None:
+        spec, lead = self._spec.inputs[index], self._lead[index]
         if tensor.datatype != spec.datatype:
             raise self._invalid(f"input '{spec.name}': expected datatype {spec.datatype}, got '{tensor.datatype}'")
         if "shared_memory_region" in tensor.parameters:
             raise self._unsupported("input", spec.name, "shared_memory_region")
-        dims = shape[1:] if self._max_batch_rows else shape
+        dims = shape[1:] if lead else shape
         if dims != spec.dims and not _fits(dims, spec.dims):
-            expected = [-1, *spec.dims] if self._max_batch_rows else list(spec.dims)
+            expected = [-1, *spec.dims] if lead else list(spec.dims)
             raise self._invalid(f"input '{spec.name}': expected shape {expected}, got {list(shape)}")
 
     def _arrays(
@@ -178,7 +188,7 @@ class ModelCodec:
         raw = request.raw_input_contents
         if raw and len(raw) != len(order):
             raise self._invalid(f"expected {len(order)} entries in raw_input_contents, one per input, got {len(raw)}")
-        arrays: list[Array | None] = [None] * len(order)
+        arrays = [MISSING] * len(self._inputs)
         for number, (tensor, shape, index) in enumerate(zip(request.inputs, shapes, order, strict=True)):
             datatype = self._input_types[index]
             try:
@@ -193,7 +203,7 @@ class ModelCodec:
             except TensorError as error:
                 raise self._invalid(f"input '{tensor.name}': {error}") from None
             arrays[index] = array
-        return tuple(array for array in arrays if array is not None)
+        return tuple(arrays)
 
     def _from_contents(self, tensor: InputTensor, shape: tuple[int, ...], datatype: Datatype) -> Array:
         if not tensor.HasField("contents") and element_count(shape):
@@ -205,6 +215,11 @@ class ModelCodec:
 
     def _unsupported(self, kind: str, name: str, extension: str) -> NotSupported:
         return NotSupported(f"model '{self._model}': {kind} '{name}': this build doesn't support '{extension}'")
+
+
+def tensor_bytes(array: Array) -> int:
+    """The bytes that an input keeps in memory, to count against a queue's bound."""
+    return sum(map(len, array.flat)) if array.dtype.hasobject else array.nbytes
 
 
 def _fits(shape: tuple[int, ...], dims: tuple[int, ...]) -> bool:

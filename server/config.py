@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+
+from server.batch_policy import BatchDefaults
 
 __all__ = ["Settings"]
 
@@ -11,7 +13,8 @@ __all__ = ["Settings"]
 @dataclass(frozen=True, slots=True)
 class Settings:
     """How to serve. `paths` are model repositories, single models' folders or `.onnx` files. Ports: 0 takes a free one;
-    `metrics_port` None switches metrics off. Names follow Triton's flags."""
+    `metrics_port` None switches metrics off. `batching` is for models without configuration. Names follow Triton's
+    flags."""
 
     paths: tuple[Path, ...]
     grpc_address: str = "0.0.0.0"
@@ -22,3 +25,4 @@ class Settings:
     exit_on_error: bool = False
     model_load_thread_count: int = 4
     server_id: str = "paceline"
+    batching: BatchDefaults = field(default_factory=BatchDefaults)

@@ -15,10 +15,19 @@ import asyncio
 
 import grpc
 
-from backends.errors import BackendError, ExecutionError, LoadError
+from backends.errors import BackendError, ExecutionError, LoadError, SessionError
 from protos.datatypes import UnknownDatatypeError
 from protos.tensors import TensorError
-from scheduler.errors import BatcherClosed, ExecutionFailed, QueueFull, QueueTimeout, RequestTooLarge, SchedulerError
+from scheduler.errors import (
+    BatcherClosed,
+    DeadlineExceeded,
+    DeadlineUnreachable,
+    ExecutionFailed,
+    QueueFull,
+    QueueTimeout,
+    RequestTooLarge,
+    SchedulerError,
+)
 
 __all__ = [
     "STATUS_OF",
@@ -70,11 +79,14 @@ STATUS_OF: dict[type[BaseException], grpc.StatusCode] = {
     ModelNotReady: grpc.StatusCode.UNAVAILABLE,
     BatcherClosed: grpc.StatusCode.UNAVAILABLE,
     QueueFull: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    DeadlineExceeded: grpc.StatusCode.DEADLINE_EXCEEDED,
     QueueTimeout: grpc.StatusCode.DEADLINE_EXCEEDED,
+    DeadlineUnreachable: grpc.StatusCode.DEADLINE_EXCEEDED,
     asyncio.CancelledError: grpc.StatusCode.CANCELLED,
     NotSupported: grpc.StatusCode.UNIMPLEMENTED,
     ExecutionFailed: grpc.StatusCode.INTERNAL,
     ExecutionError: grpc.StatusCode.INTERNAL,
+    SessionError: grpc.StatusCode.INTERNAL,
     LoadError: grpc.StatusCode.INTERNAL,
     ConfigError: grpc.StatusCode.INVALID_ARGUMENT,
     # The bases, for classes yet to come.

@@ -64,7 +64,7 @@ def _models_at(path: Path) -> list[ModelFolder]:
         if _is_model(path, entries):
             # Absolute, for "." has no name; links not followed, for the user named this one.
             return [_model(Path(os.path.abspath(path)))]
-        folders = [entry for entry in entries if not entry.name.startswith(".") and _is_folder(entry)]
+        folders = [entry for entry in entries if not _is_not_ours(entry.name) and _is_folder(entry)]
     except OSError as error:
         raise StartError(_problem(path, error)) from None
     models = [_model(folder) for folder in folders]
@@ -118,3 +118,8 @@ def _versions(path: Path) -> dict[int, Path]:
 
 def _problem(path: Path, error: OSError) -> str:
     return f"{path}: {error.strerror or error}"
+
+
+def _is_not_ours(name: str) -> bool:
+    """Folders that file systems and tools put next to models."""
+    return name.startswith(".") or name == "lost+found"

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from backends.base import Backend, ModelInstance, OpenModel
 from protos import model_config_pb2 as pb
+from server.batch_policy import BatchDefaults
 from server.errors import ConfigError
 from server.layout import DEFAULT_MODEL_FILE, ModelFolder
 from server.model_config import (
@@ -49,8 +50,12 @@ class LoadedVersion:
         self.opened.close()
 
 
-def load_model(folder: ModelFolder, backend_of: Callable[[str], Backend]) -> list[LoadedVersion]:
+def load_model(
+    folder: ModelFolder, backend_of: Callable[[str], Backend], defaults: BatchDefaults | None = None
+) -> list[LoadedVersion]:
     """Load the versions of a model that its policy asks for: all of them, or an error and none.
+
+    `defaults` say how it batches if it has no configuration.
 
     Blocks. Raises ConfigError or LoadError.
     """
@@ -65,7 +70,7 @@ def load_model(folder: ModelFolder, backend_of: Callable[[str], Backend]) -> lis
     loaded: list[LoadedVersion] = []
     with ExitStack() as undo:
         for version in wanted_versions(config, folder):
-            one = _load_version(folder, version, config, backend)
+            one = _load_version(folder, version, config, backend, defaults)
             undo.callback(one.close)
             loaded.append(one)
         undo.pop_all()
@@ -91,14 +96,16 @@ def wanted_versions(config: pb.ModelConfig, folder: ModelFolder) -> list[int]:
     return wanted
 
 
-def _load_version(folder: ModelFolder, version: int, config: pb.ModelConfig, backend: Backend) -> LoadedVersion:
+def _load_version(
+    folder: ModelFolder, version: int, config: pb.ModelConfig, backend: Backend, defaults: BatchDefaults | None
+) -> LoadedVersion:
     began = time.monotonic()
     devices = backend.devices(instance_groups(config))
     instances: list[ModelInstance] = []
     with ExitStack() as undo:
         opened = backend.open(model_source(config, folder.name, _model_file(folder, version, config)), devices[0])
         undo.callback(opened.close)
-        served = plan(config, opened.spec)
+        served = plan(config, opened.spec, None if folder.config else defaults)
         for device in devices:
             instance = opened.instance(served.spec, device)
             undo.callback(instance.close)

@@ -25,7 +25,12 @@ __all__ = ["Metrics", "MetricsEndpoint", "ModelMetrics"]
 _log = logging.getLogger("paceline.server.metrics")
 
 _LABELS = ("model", "version")
-_REASONS = {Drop.REFUSED: "REJECTED", Drop.EXPIRED: "REJECTED", Drop.CANCELLED: "CANCELED"}
+_REASONS = {
+    Drop.REFUSED: "REJECTED",
+    Drop.EXPIRED: "REJECTED",
+    Drop.UNREACHABLE: "REJECTED",
+    Drop.CANCELLED: "CANCELED",
+}
 _ALL_REASONS = ("REJECTED", "CANCELED", "BACKEND", "OTHER")
 _ROW_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 _SILENCE_S = 10
@@ -55,6 +60,8 @@ class Metrics:
         self.input_us = counter("nv_inference_compute_input_duration_us", "Time stacking inputs, per request")
         self.infer_us = counter("nv_inference_compute_infer_duration_us", "Time in the model, per request")
         self.output_us = counter("nv_inference_compute_output_duration_us", "Time splitting outputs, per request")
+        self.dropped = counter("paceline_dropped_requests", "Requests that were not executed, by reason", "reason")
+        self.padding = counter("paceline_padding_rows", "Rows executed to fill batches up to an allowed size")
         self.pending = Gauge(
             "nv_inference_pending_request_count", "Requests waiting to execute", _LABELS, registry=self.registry
         )
@@ -95,6 +102,8 @@ class ModelMetrics:
         self._input_us = metrics.input_us.labels(**labels)
         self._infer_us = metrics.infer_us.labels(**labels)
         self._output_us = metrics.output_us.labels(**labels)
+        self._dropped = {drop: metrics.dropped.labels(**labels, reason=drop.value) for drop in Drop}
+        self._padding = metrics.padding.labels(**labels)
         self._pending = metrics.pending.labels(**labels)
         self._lanes = metrics.lanes.labels(**labels)
         self._batch_rows = metrics.batch_rows.labels(**labels)
@@ -107,16 +116,18 @@ class ModelMetrics:
 
     def on_drop(self, drop: Drop) -> None:
         self._failure[_REASONS[drop]].inc()
+        self._dropped[drop].inc()
 
     def on_batch(self, report: BatchReport) -> None:
         requests = len(report.waits_ns)
         if report.error is not None:
-            self._failure["BACKEND"].inc(requests)
+            self._failure["BACKEND"].inc(report.failed)
             return
         waited_ns = sum(report.waits_ns)
         self._success.inc(requests)
         self._rows.inc(report.rows)
         self._executions.inc()
+        self._padding.inc(report.padded_rows - report.rows)
         self._queue_us.inc(waited_ns // 1_000)
         self._request_us.inc((waited_ns + requests * (report.finished_ns - report.started_ns)) // 1_000)
         self._batch_rows.observe(report.rows)

@@ -24,6 +24,7 @@ _TYPES: dict[str, tuple[str, ...]] = {
     "sequence_start": ("bool_param",),
     "sequence_end": ("bool_param",),
     "binary_data_output": ("bool_param",),
+    "paceline_batch_info": ("bool_param",),
     "triton_enable_empty_final_response": ("bool_param",),
 }
 _RESERVED_PREFIXES = ("triton_", "paceline_")
@@ -31,11 +32,13 @@ _RESERVED_PREFIXES = ("triton_", "paceline_")
 
 @dataclass(frozen=True, slots=True)
 class RequestParameters:
-    """What a request's parameters say: its queue timeout (0: none) and whether outputs are wanted in typed
-    `contents`."""
+    """What a request's parameters say: its queue timeout (0: none), its priority (0: the default), whether outputs are
+    wanted in typed `contents`, and whether it wants to know about its batch."""
 
     timeout_ns: int = 0
+    priority: int = 0
     typed_outputs: bool = False
+    batch_info: bool = False
 
 
 NO_PARAMETERS = RequestParameters()
@@ -44,10 +47,14 @@ NO_PARAMETERS = RequestParameters()
 def parse_parameters(parameters: Mapping[str, InferParameter]) -> RequestParameters:
     """Check and read; raises InvalidRequest naming the key, what was expected and what came."""
     values = {key: _checked(key, parameter) for key, parameter in parameters.items()}
-    timeout_us = values.get("timeout", 0)
+    timeout_us, priority = values.get("timeout", 0), values.get("priority", 0)
     assert isinstance(timeout_us, int)
+    assert isinstance(priority, int)
     return RequestParameters(
-        timeout_ns=timeout_us * 1_000, typed_outputs=values.get("binary_data_output", True) is False
+        timeout_ns=timeout_us * 1_000,
+        priority=priority,
+        typed_outputs=values.get("binary_data_output", True) is False,
+        batch_info=values.get("paceline_batch_info", False) is True,
     )
 
 

@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from enum import Enum
 
 from backends.base import Backend, Tensors
-from backends.errors import BackendError
+from backends.errors import BackendError, SessionError
 from scheduler.batcher import Batcher
 from scheduler.runner import ThreadRunner
-from server.codec import ModelCodec
+from server.adapting_codec import codec_for
+from server.batch_policy import BatchDefaults
 from server.errors import InvalidRequest, ModelNotFound, ModelNotReady, ServerError
 from server.layout import ModelFolder
 from server.loader import LoadedVersion, load_model
@@ -26,6 +28,9 @@ from server.metrics import Metrics
 __all__ = ["ModelState", "Repository", "ServedModel"]
 
 _log = logging.getLogger("paceline.server.repository")
+
+
+_MAX_SPLIT_ROWS = 2**31 - 1
 
 
 class ModelState(Enum):
@@ -42,7 +47,12 @@ class ServedModel:
         self.version = str(loaded.version)
         self.spec = loaded.plan.spec
         self.platform = loaded.opened.platform
-        self.codec = ModelCodec(self.name, self.version, self.spec, loaded.plan.max_batch_rows)
+        self.max_batch_rows = loaded.plan.max_batch_rows
+        self.counts_bytes = loaded.plan.policy.limits.max_bytes > 0
+        # Apart from its number, which begins anew with every load, what a caller gets to see as the id of a batch.
+        self.batch_id_prefix = secrets.token_hex(4)
+        limit = _MAX_SPLIT_ROWS if loaded.plan.splits else self.max_batch_rows
+        self.codec = codec_for(self.name, self.version, self.spec, limit)
         observer = metrics.model(self.name, self.version)
         self._loaded = loaded
         self.batcher: Batcher[Tensors, Tensors] = Batcher(
@@ -52,6 +62,7 @@ class ServedModel:
                 for number, instance in enumerate(loaded.instances)
             ],
             observer=observer,
+            isolates=_may_be_a_requests_fault,
         )
         batcher = self.batcher
         observer.watch(lambda: batcher.waiting_requests, lambda: batcher.lanes)
@@ -71,6 +82,10 @@ class ServedModel:
         self.batcher.close()
 
 
+def _may_be_a_requests_fault(error: BaseException) -> bool:
+    return isinstance(error, Exception) and not isinstance(error, (SessionError, MemoryError))
+
+
 @dataclass(slots=True)
 class _Entry:
     state: ModelState = ModelState.LOADING
@@ -79,12 +94,20 @@ class _Entry:
 
 
 class Repository:
-    """Loads models and finds them. `backend_of` gives the backend for a name; LoadError if there is none."""
+    """Loads models and finds them. `backend_of` gives the backend for a name; LoadError if there is none. `defaults`
+    say how models without configuration batch."""
 
-    def __init__(self, metrics: Metrics, backend_of: Callable[[str], Backend], load_threads: int = 4) -> None:
+    def __init__(
+        self,
+        metrics: Metrics,
+        backend_of: Callable[[str], Backend],
+        load_threads: int = 4,
+        defaults: BatchDefaults | None = None,
+    ) -> None:
         self._metrics = metrics
         self._backend_of = backend_of
         self._load_threads = load_threads
+        self._defaults = defaults
         self._entries: dict[str, _Entry] = {}
         # What a request names, to what serves it; the version "" is the latest.
         self._served: dict[tuple[str, str], ServedModel] = {}
@@ -119,7 +142,7 @@ class Repository:
         entry = self._entries[folder.name]
         loop = asyncio.get_running_loop()
         try:
-            loaded = await loop.run_in_executor(pool, load_model, folder, self._backend_of)
+            loaded = await loop.run_in_executor(pool, load_model, folder, self._backend_of, self._defaults)
         except (BackendError, ServerError) as error:
             entry.state, entry.reason = ModelState.UNAVAILABLE, str(error)
             return

@@ -18,12 +18,16 @@ from google.protobuf.descriptor import MethodDescriptor
 from google.protobuf.message import DecodeError, Message
 from google.protobuf.message_factory import GetMessageClass
 
+from backends.base import Tensors, TensorSpec
 from protos import inference_pb2 as pb
 from protos.inference_pb2_grpc import GRPCInferenceServiceServicer
+from scheduler.batcher import BatchFacts, Pending
 from scheduler.errors import SchedulerError
 from scheduler.policy import NEVER
+from server.codec import DecodedRequest, tensor_bytes
 from server.errors import InvalidRequest, ModelNotReady, NotSupported, status_of
 from server.repository import Repository, ServedModel
+from server.splitting import submit_parts
 
 __all__ = ["InferenceService"]
 
@@ -118,14 +122,11 @@ class InferenceService(GRPCInferenceServiceServicer):
             raise ModelNotReady("the server is stopping")
         model = self._repository.get(request.model_name, request.model_version)
         decoded = model.codec.decode(request)
-        results = await model.batcher.submit(
-            decoded.inputs,
-            decoded.rows,
-            decoded.key,
-            timeout_ns=decoded.timeout_ns,
-            rpc_deadline_ns=_deadline_ns(context),
-        )
-        return model.codec.encode(request, decoded, results)
+        results, pending = await _execute(model, decoded, _deadline_ns(context))
+        response = model.codec.encode(request, decoded, results)
+        if decoded.parameters.batch_info and pending.facts is not None:
+            _tell_facts(response, model.batch_id_prefix, pending.facts)
+        return response
 
     @_answering
     async def ServerLive(self, request: pb.ServerLiveRequest, context: Context) -> pb.ServerLiveResponse:
@@ -168,15 +169,58 @@ def _tolerant(parse: Callable[[bytes], Message]) -> Callable[[bytes], Message | 
     return read
 
 
+async def _execute(
+    model: ServedModel, decoded: DecodedRequest, rpc_deadline_ns: int
+) -> tuple[Tensors, Pending[Tensors, Tensors]]:
+    """Have the batcher run the request; the results, and what was waited for (of a split request, the last part)."""
+    parameters = decoded.parameters
+    size_bytes = sum(map(tensor_bytes, decoded.inputs)) if model.counts_bytes else 0
+    if model.max_batch_rows and decoded.rows > model.max_batch_rows:
+        return await submit_parts(
+            model.batcher,
+            decoded.inputs,
+            decoded.rows,
+            decoded.key,
+            size_bytes=size_bytes,
+            priority=parameters.priority,
+            timeout_ns=parameters.timeout_ns,
+            rpc_deadline_ns=rpc_deadline_ns,
+        )
+    pending = model.batcher.submit(
+        decoded.inputs,
+        decoded.rows,
+        decoded.key,
+        size_bytes=size_bytes,
+        priority=parameters.priority,
+        timeout_ns=parameters.timeout_ns,
+        rpc_deadline_ns=rpc_deadline_ns,
+    )
+    return await pending, pending
+
+
+def _tell_facts(response: pb.ModelInferResponse, batch_id_prefix: str, facts: BatchFacts) -> None:
+    told = response.parameters
+    told["paceline_batch_id"].string_param = f"{batch_id_prefix}-{facts.number}"
+    told["paceline_batch_rows"].int64_param = facts.rows
+    told["paceline_batch_padded_rows"].int64_param = facts.padded_rows
+    told["paceline_queue_us"].int64_param = facts.queue_ns // 1_000
+    told["paceline_compute_us"].int64_param = facts.compute_ns // 1_000
+
+
 def _metadata(model: ServedModel, versions: list[str]) -> pb.ModelMetadataResponse:
-    lead = [-1] if model.spec.batched else []
-    tensor = pb.ModelMetadataResponse.TensorMetadata
     return pb.ModelMetadataResponse(
         name=model.name,
         versions=versions,
         platform=model.platform,
-        inputs=[tensor(name=one.name, datatype=one.datatype, shape=[*lead, *one.dims]) for one in model.spec.inputs],
-        outputs=[tensor(name=one.name, datatype=one.datatype, shape=[*lead, *one.dims]) for one in model.spec.outputs],
+        inputs=[_tensor_metadata(one, model.spec.batched) for one in model.spec.inputs],
+        outputs=[_tensor_metadata(one, model.spec.batched) for one in model.spec.outputs],
+    )
+
+
+def _tensor_metadata(tensor: TensorSpec, batched: bool) -> pb.ModelMetadataResponse.TensorMetadata:
+    lead = [-1] if batched and not tensor.shape_tensor else []
+    return pb.ModelMetadataResponse.TensorMetadata(
+        name=tensor.name, datatype=tensor.datatype, shape=[*lead, *tensor.dims]
     )
 
 

@@ -12,13 +12,14 @@ from pathlib import Path
 
 import numpy as np
 
-from backends.base import Array, ModelInstance, ModelSpec, Tensors, TensorSpec
+from backends.base import MISSING, Array, ModelInstance, ModelSpec, Tensors, TensorSpec
 from backends.errors import BackendError
 from protos import model_config_pb2 as pb
 from protos.datatypes import CONFIG_DATATYPES, by_name
 from protos.tensors import TensorError, decode_raw, element_count
 from server.errors import ConfigError
 from server.model_config import ServingPlan
+from server.reshaping import to_model
 
 __all__ = ["warm_up"]
 
@@ -46,10 +47,13 @@ def warm_up(config: pb.ModelConfig, plan: ServingPlan, folder: Path, instances: 
 
 
 def _warm_up_by_default(name: str, plan: ServingPlan, instances: Sequence[ModelInstance]) -> None:
-    if any(dim < 0 for tensor in plan.spec.inputs for dim in tensor.dims):
+    needed = [tensor for tensor in plan.spec.inputs if not tensor.optional]
+    if any(tensor.shape_tensor or min(tensor.dims, default=0) < 0 for tensor in needed):
+        return
+    if plan.spec.batched and not needed:
         return
     lead = (1,) if plan.spec.batched else ()
-    zeros = [_zeros(tensor, (*lead, *tensor.dims)) for tensor in plan.spec.inputs]
+    zeros = [MISSING if tensor.optional else _zeros(tensor, (*lead, *tensor.model_dims)) for tensor in plan.spec.inputs]
     for instance in instances:
         try:
             instance.execute([zeros])
@@ -67,12 +71,18 @@ def _requests(sample: pb.ModelWarmup, plan: ServingPlan, folder: Path) -> Iterat
     names = [tensor.name for tensor in plan.spec.inputs]
     if unexpected := sorted(set(sample.inputs) - set(names)):
         raise ConfigError(f"warmup sample '{sample.name}': unexpected inputs {unexpected}, expected {names}")
+    rows = [tensor.name for tensor in plan.spec.inputs if not tensor.shape_tensor]
     for _ in range(sample.batch_size):
-        yield [_input(sample, tensor, plan.spec, folder) for tensor in plan.spec.inputs]
+        request = [_input(sample, tensor, plan.spec, folder) for tensor in plan.spec.inputs]
+        if plan.spec.batched and not sample.inputs.keys() & rows:
+            raise ConfigError(f"warmup sample '{sample.name}': expected some of the inputs {rows}, got none")
+        yield request
 
 
 def _input(sample: pb.ModelWarmup, tensor: TensorSpec, spec: ModelSpec, folder: Path) -> Array:
     where = f"warmup sample '{sample.name}': input '{tensor.name}'"
+    if tensor.name not in sample.inputs and tensor.optional:
+        return MISSING
     if tensor.name not in sample.inputs:
         raise ConfigError(
             f"{where}: missing; expected {[one.name for one in spec.inputs]}, got {sorted(sample.inputs)}"
@@ -84,7 +94,8 @@ def _input(sample: pb.ModelWarmup, tensor: TensorSpec, spec: ModelSpec, folder: 
     dims = tuple(given.dims)
     if len(dims) != len(tensor.dims) or any(want not in (-1, got) for got, want in zip(dims, tensor.dims, strict=True)):
         raise ConfigError(f"{where}: expected dims {list(tensor.dims)}, got {list(dims)}")
-    shape = (1, *dims) if spec.batched else dims
+    lead = 1 if spec.batched and not tensor.shape_tensor else 0
+    shape = to_model(tensor, (1, *dims) if lead else dims, lead)
     kind = given.WhichOneof("input_data_type")
     if kind is None:
         raise ConfigError(f"{where}: expected zero_data, random_data or input_data_file, got none")

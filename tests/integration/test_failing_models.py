@@ -30,7 +30,8 @@ def model() -> MemoryModel:
 
 @pytest.fixture
 async def served(tmp_path: Path, model: MemoryModel) -> AsyncIterator[Served]:
-    config = "max_batch_size: 4 dynamic_batching { }"
+    whole = 'parameters { key: "paceline.isolate_failures" value { string_value: "false" } }'
+    config = f"max_batch_size: 4 dynamic_batching {{ }} {whole}"
     async with serving(tmp_path, {"m": model, "other": echo_model()}, config=config) as served:
         yield served
         model.faults.clear()

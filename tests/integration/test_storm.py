@@ -12,6 +12,7 @@ import pytest
 from backends.base import Tensors
 from backends.errors import ExecutionError
 from backends.memory import linear_latency
+from tests.integration.scripted import own, totals
 from tests.integration.serving import Served, echo_model, serving
 from tests.polling import eventually_async
 from tests.wire import infer, rows_of_floats
@@ -59,12 +60,15 @@ POSSIBLE = {
 
 
 @pytest.mark.parametrize("seed", [1, 2, 3])
-async def test_storm_leaves_each_request_with_a_possible_end_and_the_server_as_new(tmp_path: Path, seed: int) -> None:
+@pytest.mark.parametrize("isolates", [True, False], ids=["isolating", "failing whole"])
+async def test_storm_leaves_each_request_with_a_possible_end_and_the_server_as_new(
+    tmp_path: Path, seed: int, isolates: bool
+) -> None:
     dice = random.Random(seed)
     model = echo_model()
     model.latency = linear_latency(0.002, 0.0001)
     model.faults.raise_when(poisoned, ExecutionError("poisoned"))
-    async with serving(tmp_path, {"m": model}, config=CONFIG) as served:
+    async with serving(tmp_path, {"m": model}, config=CONFIG + own(isolate_failures=isolates)) as served:
         kinds = dice.choices(list(POSSIBLE), weights=[10, 2, 3, 3, 1], k=400)
         ends = await asyncio.gather(*(one(served, kind, number) for number, kind in enumerate(kinds)))
         for kind, end in zip(kinds, ends, strict=True):
@@ -76,10 +80,12 @@ async def test_storm_leaves_each_request_with_a_possible_end_and_the_server_as_n
         metrics = await served.metrics()
         assert metrics['nv_inference_pending_request_count{model="m",version="1"}'] == 0
         assert metrics['paceline_lanes{model="m",version="1"}'] == 0
-        # Whatever was executed was counted: rows of batches that went well, requests of those that didn't.
+        # Whatever was executed was counted once, however often it was executed.
         executed = sum(map(len, model.batches))
-        counted = (
-            metrics['nv_inference_request_success{model="m",version="1"}']
-            + metrics['nv_inference_request_failure{model="m",reason="BACKEND",version="1"}']
-        )
-        assert counted == executed
+        counted = totals(metrics)
+        if isolates:
+            assert counted["success"] + counted["BACKEND"] <= executed
+        else:
+            assert counted["success"] + counted["BACKEND"] == executed
+        assert ends.count("OK") + 1 <= counted["success"]
+        assert ends.count("OK") + ends.count("INTERNAL") < sum(counted.values()) <= len(ends) + 1

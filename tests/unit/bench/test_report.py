@@ -25,7 +25,7 @@ FACTS = {
     "versions": {"grpcio": "1"},
     "protobuf_implementation": "upb",
 }
-COST = {"depth": 10, "lanes": 1, "deadlines": True, "push_poll_leave_us": 2.0, "push_cancel_us": 1.0}
+COST = {"depth": 10, "lanes": 1, "deadlines": True, "levels": 3, "push_poll_leave_us": 2.0, "push_cancel_us": 1.0}
 MICRO = {"queue": [COST], "batching": [{"row_bytes": 4096, "stack_us": 12.0, "split_us": 3.0, "memcpy_us": 10.0}]}
 
 

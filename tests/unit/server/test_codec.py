@@ -174,7 +174,7 @@ def test_decode_outputs_named_keeps_the_order_asked_for() -> None:
 def test_decode_parameters_reach_the_decoded_request() -> None:
     request = infer("m", {"t": VALUES["FP32"]}, parameters={"timeout": 250, "binary_data_output": False, "custom": "x"})
     decoded = one_tensor("FP32").decode(request)
-    assert (decoded.timeout_ns, decoded.typed_outputs) == (250_000, True)
+    assert (decoded.parameters.timeout_ns, decoded.parameters.typed_outputs) == (250_000, True)
 
 
 def test_decode_output_parameters_that_mean_nothing_here_are_accepted() -> None:

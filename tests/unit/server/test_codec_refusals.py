@@ -262,7 +262,7 @@ def test_decode_typed_outputs_that_contents_can_carry_pass_beside_others_not_ask
     request = good()
     request.parameters["binary_data_output"].bool_param = False
     request.outputs.add(name="x")
-    assert ModelCodec("m", "1", SPEC, 8).decode(request).typed_outputs
+    assert ModelCodec("m", "1", SPEC, 8).decode(request).parameters.typed_outputs
 
 
 @pytest.mark.parametrize("extension", ["classification", "shared_memory_region"])

@@ -14,11 +14,19 @@ import backends
 import protos
 import scheduler
 import server
-from backends.errors import BackendError, ExecutionError, LoadError
+from backends.errors import BackendError, ExecutionError, LoadError, SessionError
 from protos.datatypes import UnknownDatatypeError
 from protos.generate import GenerateError
 from protos.tensors import TensorError
-from scheduler.errors import BatcherClosed, ExecutionFailed, QueueFull, QueueTimeout, RequestTooLarge, SchedulerError
+from scheduler.errors import (
+    BatcherClosed,
+    DeadlineUnreachable,
+    ExecutionFailed,
+    QueueFull,
+    QueueTimeout,
+    RequestTooLarge,
+    SchedulerError,
+)
 from scheduler.policy import PolicyError
 from server.errors import (
     STATUS_OF,
@@ -85,9 +93,11 @@ def test_table_names_nothing_that_is_gone() -> None:
         (ConfigError("x"), Code.INVALID_ARGUMENT),
         (QueueFull(4), Code.RESOURCE_EXHAUSTED),
         (QueueTimeout(1), Code.DEADLINE_EXCEEDED),
+        (DeadlineUnreachable(1, 2), Code.DEADLINE_EXCEEDED),
         (asyncio.CancelledError(), Code.CANCELLED),
         (ExecutionFailed("x"), Code.INTERNAL),
         (ExecutionError("x"), Code.INTERNAL),
+        (SessionError("x"), Code.INTERNAL),
         (LoadError("x"), Code.INTERNAL),
         (NotSupported("x"), Code.UNIMPLEMENTED),
         (SchedulerError("x"), Code.INTERNAL),

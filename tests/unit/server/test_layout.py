@@ -210,3 +210,9 @@ def test_repository_model_that_may_not_be_read_has_a_problem_and_the_others_do_n
     assert models["locked"].problem == f"{folder}/locked: Permission denied"
     assert not models["locked"].versions
     assert (models["open"].problem, models["open"].versions.keys()) == ("", {1})
+
+
+def test_find_models_passes_over_what_a_file_system_puts_at_the_root_of_a_volume(tmp_path: Path) -> None:
+    (tmp_path / "lost+found").mkdir()
+    (tmp_path / "m" / "1").mkdir(parents=True)
+    assert [model.name for model in find_models([tmp_path])] == ["m"]

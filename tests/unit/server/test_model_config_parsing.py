@@ -67,34 +67,14 @@ def test_parse_file_that_is_gone_is_a_config_error(tmp_path: Path) -> None:
         ('platform: "ensemble"', "ensemble_scheduling"),
         ("sequence_batching { }", "sequence_batching"),
         ("model_transaction_policy { decoupled: true }", "model_transaction_policy.decoupled"),
-        ("batch_input { }", "batch_input"),
-        ("batch_output { }", "batch_output"),
-        ("dynamic_batching { preserve_ordering: true }", "dynamic_batching.preserve_ordering"),
-        ("dynamic_batching { priority_levels: 2 }", "dynamic_batching.priority_levels"),
-        (
-            "dynamic_batching { priority_queue_policy { key: 1 value { } } }",
-            "dynamic_batching.priority_queue_policy",
-        ),
-        (
-            "dynamic_batching { default_queue_policy { timeout_action: DELAY } }",
-            "default_queue_policy.timeout_action other than REJECT",
-        ),
-        (
-            "dynamic_batching { default_queue_policy { timeout_action: 7 } }",
-            "default_queue_policy.timeout_action other than REJECT",
-        ),
         ("response_cache { enable: true }", "response_cache"),
         ('model_repository_agents { agents { name: "x" } }', "model_repository_agents"),
         ('model_operations { op_library_filename: "x.so" }', "model_operations.op_library_filename"),
-        ('input { name: "a" reshape { shape: [ 1 ] } }', "input 'a': reshape"),
-        ('input { name: "a" reshape { } }', "input 'a': reshape"),
-        ('input { name: "a" optional: true }', "input 'a': optional"),
-        ('input { name: "a" allow_ragged_batch: true }', "input 'a': allow_ragged_batch"),
-        ('input { name: "a" is_shape_tensor: true }', "input 'a': is_shape_tensor"),
         ('input { name: "a" is_non_linear_format_io: true }', "input 'a': is_non_linear_format_io"),
-        ('input { name: "a" } input { name: "b" optional: true }', "input 'b': optional"),
-        ('output { name: "x" reshape { } }', "output 'x': reshape"),
-        ('output { name: "x" is_shape_tensor: true }', "output 'x': is_shape_tensor"),
+        (
+            'input { name: "a" } input { name: "b" is_non_linear_format_io: true }',
+            "input 'b': is_non_linear_format_io",
+        ),
         ('output { name: "x" is_non_linear_format_io: true }', "output 'x': is_non_linear_format_io"),
         ("instance_group { passive: true }", "instance_group.passive"),
         ("instance_group { secondary_devices { } }", "instance_group.secondary_devices"),
@@ -110,7 +90,11 @@ def test_check_supported_what_is_not_is_refused_by_name(text: str, feature: str)
     "text",
     [
         "",
+        'input { name: "a" reshape { } optional: true allow_ragged_batch: true is_shape_tensor: true }',
+        'output { name: "x" reshape { shape: [ 1 ] } is_shape_tensor: true } batch_input { } batch_output { }',
         'input { name: "a" dims: [ 1 ] format: FORMAT_NCHW } output { name: "b" label_filename: "labels.txt" }',
+        "dynamic_batching { preserve_ordering: true default_queue_policy { timeout_action: DELAY } }",
+        "dynamic_batching { priority_levels: 2 priority_queue_policy { key: 1 value { } } }",
         "response_cache { enable: false } model_transaction_policy { decoupled: false }",
         "optimization { eager_batching: true }",
         "optimization { input_pinned_memory { enable: true } cuda { graphs: true } priority: PRIORITY_MAX }",
@@ -193,6 +177,28 @@ def test_model_source_declares_tensors_with_their_batch_axis(rows: int, lead: tu
     source = model_source(config(f"max_batch_size: {rows} {TENSORS}"), "m", Path("x"))
     assert source.declared == ModelSpec(
         (TensorSpec("a", "FP32", (*lead, 2)),), (TensorSpec("b", "BYTES", (*lead, -1)),)
+    )
+
+
+def test_model_source_declares_tensors_as_the_model_has_them() -> None:
+    text = """
+        max_batch_size: 4
+        input { name: "a" data_type: TYPE_FP32 dims: [ 4 ] reshape { shape: [ 2, 2 ] } }
+        input { name: "b" data_type: TYPE_FP32 dims: [ 3, -1 ] allow_ragged_batch: true }
+        input { name: "c" data_type: TYPE_INT64 dims: [ 2 ] is_shape_tensor: true }
+        input { name: "d" data_type: TYPE_FP32 dims: [ 1 ] reshape { } optional: true }
+        output { name: "a" data_type: TYPE_FP32 dims: [ -1 ] }
+        output { name: "b" data_type: TYPE_FP32 dims: [ 2 ] }
+        batch_output { target_name: "a" kind: BATCH_SCATTER_WITH_INPUT_SHAPE source_input: "b" }
+    """
+    assert model_source(config(text), "m", Path("x")).declared == ModelSpec(
+        (
+            TensorSpec("a", "FP32", (-1, 2, 2)),
+            TensorSpec("b", "FP32", (-1,)),
+            TensorSpec("c", "INT64", (2,)),
+            TensorSpec("d", "FP32", (-1,), optional=True),
+        ),
+        (TensorSpec("a", "FP32", (-1,)), TensorSpec("b", "FP32", (-1, 2))),
     )
 
 

@@ -8,8 +8,9 @@ from google.protobuf import text_format
 from backends.base import ModelSpec, TensorSpec
 from protos import model_config_pb2 as pb
 from protos.datatypes import CONFIG_DATATYPES
+from server.batch_policy import BatchDefaults
 from server.errors import ConfigError
-from server.model_config import DEFAULT_MAX_BATCH_ROWS, ServingPlan, plan
+from server.model_config import ServingPlan, plan
 
 MERGES, ALONE = 0, 1
 
@@ -38,7 +39,7 @@ def refusal(text: str, own: ModelSpec = BATCHABLE) -> str:
 
 def test_plan_without_configuration_is_filled_in_from_the_model_and_batches() -> None:
     served = planned("")
-    assert served.max_batch_rows == served.policy.max_batch_rows == DEFAULT_MAX_BATCH_ROWS
+    assert served.max_batch_rows == served.policy.max_batch_rows == BatchDefaults().max_batch_rows
     assert served.policy.max_batch_requests == MERGES
     assert served.policy.max_queue_delay_ns == 0
     assert served.spec == ModelSpec(
@@ -74,9 +75,9 @@ def test_plan_models_without_a_free_first_dimension_everywhere_have_no_batch_axi
     [
         ("max_batch_size: 8", 8, MERGES),
         ("max_batch_size: 1", 1, MERGES),
-        ("dynamic_batching { }", DEFAULT_MAX_BATCH_ROWS, MERGES),
-        (f"{INPUT_A} {INPUT_B}", DEFAULT_MAX_BATCH_ROWS, MERGES),
-        (f"{OUTPUT_X}", DEFAULT_MAX_BATCH_ROWS, MERGES),
+        ("dynamic_batching { }", BatchDefaults().max_batch_rows, MERGES),
+        (f"{INPUT_A} {INPUT_B}", BatchDefaults().max_batch_rows, MERGES),
+        (f"{OUTPUT_X}", BatchDefaults().max_batch_rows, MERGES),
         (f"max_batch_size: 4 {OUTPUT_X}", 4, MERGES),
         (f"max_batch_size: 4 {TENSORS}", 4, ALONE),
         (f"max_batch_size: 4 dynamic_batching {{ }} {TENSORS}", 4, MERGES),

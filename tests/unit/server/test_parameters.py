@@ -37,6 +37,18 @@ def test_parse_timeout_is_in_microseconds(timeout: object, ns: int) -> None:
     assert parse(timeout=timeout).timeout_ns == ns
 
 
+@pytest.mark.parametrize(
+    ("priority", "level"), [(0, 0), (1, 1), (uint(3), 3), (2**63 - 1, 2**63 - 1), (uint(U64_MAX), U64_MAX)]
+)
+def test_parse_priority_is_any_number_of_64_bits(priority: object, level: int) -> None:
+    assert parse(priority=priority).priority == level
+
+
+def test_parse_batch_info_asks_for_facts_about_the_batch() -> None:
+    assert parse(paceline_batch_info=True).batch_info
+    assert not parse().batch_info
+
+
 @pytest.mark.parametrize(("binary", "typed"), [(True, False), (False, True)])
 def test_parse_binary_data_output_false_asks_for_typed_outputs(binary: bool, typed: bool) -> None:
     assert parse(binary_data_output=binary).typed_outputs is typed
@@ -46,7 +58,7 @@ def test_parse_binary_data_output_false_asks_for_typed_outputs(binary: bool, typ
     ("key", "value"),
     [
         ("priority", 0),
-        ("priority", uint(U64_MAX)),
+        ("paceline_batch_info", False),
         ("sequence_id", 7),
         ("sequence_id", uint(7)),
         ("sequence_id", "seven"),
@@ -80,6 +92,8 @@ def test_parse_keys_that_change_nothing_here_are_accepted(key: str, value: objec
         ("sequence_start", 1, "bool_param", "int64_param"),
         ("sequence_end", "true", "bool_param", "string_param"),
         ("binary_data_output", 0, "bool_param", "int64_param"),
+        ("paceline_batch_info", 1, "bool_param", "int64_param"),
+        ("paceline_batch_info", "true", "bool_param", "string_param"),
         ("triton_enable_empty_final_response", 1, "bool_param", "int64_param"),
         ("my-own", math.nan, "a finite number", "nan"),
         ("my-own", math.inf, "a finite number", "inf"),
@@ -99,7 +113,8 @@ def test_parse_wrong_value_is_refused_naming_key_expected_and_got(
     [
         ("triton_x", "triton_", "['triton_enable_empty_final_response']"),
         ("triton_", "triton_", "['triton_enable_empty_final_response']"),
-        ("paceline_x", "paceline_", "[]"),
+        ("paceline_x", "paceline_", "['paceline_batch_info']"),
+        ("paceline_batch_id", "paceline_", "['paceline_batch_info']"),
     ],
 )
 def test_parse_reserved_key_is_refused_naming_those_that_exist(key: str, prefix: str, known: str) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from google.protobuf import text_format
 
-from backends.base import Array, Device, ModelInstance, ModelSpec, Tensors, TensorSpec
+from backends.base import MISSING, Array, Device, ModelInstance, ModelSpec, Tensors, TensorSpec
 from backends.errors import ExecutionError
 from backends.memory import MemoryModel
 from protos import model_config_pb2 as pb
@@ -244,3 +244,77 @@ def test_sample_that_fails_fails_the_load_with_the_models_words() -> None:
     bench = Bench()
     bench.model.faults.raise_next(ExecutionError("bad luck"))
     assert bench.refusal(sample()) == "failed to run warmup sample 's': bad luck"
+
+
+FEATURES = """
+    name: "m" max_batch_size: 4
+    input { name: "r" data_type: TYPE_FP32 dims: [ 4 ] reshape { shape: [ 2, 2 ] } }
+    input { name: "o" data_type: TYPE_FP32 dims: [ -1 ] optional: true }
+    output { name: "x" data_type: TYPE_FP32 dims: [ 4 ] reshape { shape: [ 2, 2 ] } }
+    dynamic_batching { }
+"""
+
+
+def warm_features(text: str, *, shape_tensor: bool = False) -> list[list[Array]]:
+    """What a model with a reshaped, an optional and perhaps a shape tensor is shown."""
+    seen: list[list[Array]] = []
+
+    def compute(inputs: Tensors) -> Tensors:
+        seen.append(list(inputs))
+        return inputs[:1]
+
+    given = [TensorSpec("r", "FP32", (-1, 2, 2)), TensorSpec("o", "FP32", (-1, -1))]
+    if shape_tensor:
+        given.append(TensorSpec("s", "INT64", (2,)))
+        text += ' input { name: "s" data_type: TYPE_INT64 dims: [ 2 ] is_shape_tensor: true }'
+    own = ModelSpec(tuple(given), (TensorSpec("x", "FP32", (-1, 2, 2)),))
+    config = text_format.Parse(FEATURES + text, pb.ModelConfig())
+    served = plan(config, own)
+    warm_up(config, served, Path(), [MemoryModel(own, compute).instance(served.spec, Device())])
+    return seen
+
+
+def feature_sample(**inputs: str) -> str:
+    given = "".join(f'inputs {{ key: "{name}" value {{ zero_data: true {text} }} }}' for name, text in inputs.items())
+    return f'model_warmup {{ name: "s" batch_size: 2 {given} }}'
+
+
+def test_default_is_in_the_models_shape_and_without_optional_inputs() -> None:
+    ((reshaped, optional),) = warm_features("")
+    assert reshaped.shape == (1, 2, 2)
+    assert optional is MISSING
+
+
+def test_default_of_a_shape_that_nobody_told_is_nothing() -> None:
+    assert not warm_features("", shape_tensor=True)
+
+
+def test_sample_is_in_the_models_shape_with_the_optional_inputs_it_names() -> None:
+    reshaped = "data_type: TYPE_FP32 dims: [ 4 ]"
+    ((r, o),) = warm_features(feature_sample(r=reshaped, o="data_type: TYPE_FP32 dims: [ 3 ]"))
+    assert (r.shape, o.shape) == ((2, 2, 2), (2, 3))
+    ((r, o),) = warm_features(feature_sample(r=reshaped))
+    assert (r.shape, o is MISSING) == ((2, 2, 2), True)
+
+
+def test_sample_shape_tensor_has_no_batch_axis() -> None:
+    text = feature_sample(r="data_type: TYPE_FP32 dims: [ 4 ]", s="data_type: TYPE_INT64 dims: [ 2 ]")
+    ((r, _, s),) = warm_features(text, shape_tensor=True)
+    assert (r.shape, s.shape) == ((2, 2, 2), (2,))
+
+
+def test_optional_inputs_alone_in_a_batched_model_are_not_warmed_up_by_default_and_need_one_in_a_sample() -> None:
+    own = ModelSpec((TensorSpec("o", "FP32", (-1, 2)),), (TensorSpec("x", "FP32", (-1, 2)),))
+    text = """max_batch_size: 4 input { name: "o" data_type: TYPE_FP32 dims: [ 2 ] optional: true }
+        output { name: "x" data_type: TYPE_FP32 dims: [ 2 ] }"""
+    model = MemoryModel(own)
+
+    def warm(more: str) -> None:
+        config = text_format.Parse(text + more, pb.ModelConfig())
+        served = plan(config, own)
+        warm_up(config, served, Path(), [model.instance(served.spec, Device())])
+
+    warm("")
+    assert not model.batches
+    with pytest.raises(ConfigError, match=r"^warmup sample 's': expected some of the inputs \['o'\], got none$"):
+        warm(feature_sample())

@@ -1,0 +1,80 @@
+"""The codec of models that see other tensors than their clients do: reshaped, optional, ragged, shape tensors.
+
+Lives here: what such models need on top of `ModelCodec`, and `codec_for`, which chooses when a model is loaded, so that
+other models don't pay for it. Must not: checks that any model needs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import replace
+
+from backends.base import MISSING, Array, ModelSpec, Tensors
+from protos.inference_pb2 import ModelInferRequest, ModelInferResponse
+from server.codec import DecodedRequest, InputTensor, ModelCodec
+from server.reshaping import to_client, to_model
+
+__all__ = ["AdaptingCodec", "codec_for"]
+
+
+def codec_for(model: str, version: str, spec: ModelSpec, max_batch_rows: int) -> ModelCodec:
+    """The codec of one version of a model, which does no more than `spec` asks for."""
+    adapts = any(
+        tensor.reshape is not None or tensor.optional or tensor.shape_tensor for tensor in (*spec.inputs, *spec.outputs)
+    )
+    return (AdaptingCodec if adapts else ModelCodec)(model, version, spec, max_batch_rows)
+
+
+class AdaptingCodec(ModelCodec):
+    """Inputs leave `decode` in the model's shapes, MISSING standing for those left out; results of `encode` come in the
+    model's shapes, and what is MISSING in them is left out of the response.
+
+    The key also says which inputs were given, and what is in the shape tensors, to the last byte.
+    """
+
+    def __init__(self, model: str, version: str, spec: ModelSpec, max_batch_rows: int) -> None:
+        super().__init__(model, version, spec, max_batch_rows)
+        self._shape_tensors = [index for index, tensor in enumerate(spec.inputs) if tensor.shape_tensor]
+        self._optional = [index for index, tensor in enumerate(spec.inputs) if tensor.optional]
+        self._reshaped = [index for index, tensor in enumerate(spec.inputs) if tensor.reshape is not None]
+        self._reshaped_outputs = [index for index, tensor in enumerate(spec.outputs) if tensor.reshape is not None]
+
+    def decode(self, request: ModelInferRequest) -> DecodedRequest:
+        decoded = super().decode(request)
+        inputs = list(decoded.inputs)
+        key = (
+            decoded.key,
+            tuple(inputs[index] is MISSING for index in self._optional),
+            tuple(_content(inputs[index]) for index in self._shape_tensors),
+        )
+        for index in self._reshaped:
+            array = inputs[index]
+            if array is not MISSING:
+                inputs[index] = array.reshape(to_model(self._spec.inputs[index], array.shape, self._lead[index]))
+        return replace(decoded, inputs=tuple(inputs), key=key)
+
+    def encode(self, request: ModelInferRequest, decoded: DecodedRequest, results: Tensors) -> ModelInferResponse:
+        shown = list(results)
+        for index in self._reshaped_outputs:
+            tensor, array = self._spec.outputs[index], results[index]
+            if array is not MISSING:
+                lead = 1 if self._max_batch_rows and not tensor.shape_tensor else 0
+                shown[index] = array.reshape(to_client(tensor, array.shape, lead))
+        there = tuple(index for index in decoded.outputs if shown[index] is not MISSING)
+        return super().encode(request, replace(decoded, outputs=there), shown)
+
+    def _rows(self, tensors: Sequence[InputTensor], shapes: Sequence[tuple[int, ...]]) -> int:
+        if not self._max_batch_rows:
+            return 1
+        stacked = [
+            (tensor, shape)
+            for tensor, shape in zip(tensors, shapes, strict=True)
+            if not self._spec.inputs[self._inputs[tensor.name]].shape_tensor
+        ]
+        if not stacked:
+            raise self._invalid("expected at least one input with a batch dimension in front, got none")
+        return super()._rows([tensor for tensor, _ in stacked], [shape for _, shape in stacked])
+
+
+def _content(array: Array) -> Hashable:
+    return array.shape, tuple(array.ravel().tolist()) if array.dtype.hasobject else array.tobytes()

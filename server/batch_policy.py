@@ -1,0 +1,165 @@
+"""From a model's configuration to the batcher's policy.
+
+Lives here: the names and units of Triton's `ModelDynamicBatching` and `ModelQueuePolicy`, of our own settings among the
+`parameters` (prefix `paceline.`), and the defaults of a model without configuration. Must not: tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from protos import model_config_pb2 as pb
+from scheduler.policy import BatchPolicy, PolicyError, QueueLimits, QueuePolicy, TimeoutAction
+from server.errors import ConfigError
+
+__all__ = ["BatchDefaults", "OwnSettings", "batch_policy", "own_settings"]
+
+_PREFIX = "paceline."
+_ACTIONS = {
+    pb.ModelQueuePolicy.REJECT: TimeoutAction.REJECT,
+    pb.ModelQueuePolicy.DELAY: TimeoutAction.DELAY,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class BatchDefaults:
+    """How a model without any configuration batches, if it can: rows of a batch (Triton's default is 4), longest wait
+    for company, longest wait at all (0: no limit)."""
+
+    max_batch_rows: int = 32
+    max_queue_delay_ns: int = 0
+    queue_timeout_ns: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class OwnSettings:
+    """What `parameters` say under our prefix; the defaults where they don't."""
+
+    batch_sizes: tuple[int, ...] = ()
+    max_queue_rows: int = 0
+    max_queue_bytes: int = 0
+    isolate_failures: bool = True
+    deadline_aware: bool = True
+    split_oversized: bool = False
+
+
+def own_settings(config: pb.ModelConfig) -> OwnSettings:
+    """Read our settings. Raises ConfigError for a malformed value, and for a key we don't know: it is a slip."""
+    given = {
+        key.removeprefix(_PREFIX): parameter.string_value
+        for key, parameter in config.parameters.items()
+        if key.startswith(_PREFIX)
+    }
+    unknown = set(given) - set(_READERS) - _OF_BACKENDS
+    if unknown:
+        known = sorted(_PREFIX + name for name in (*_READERS, *_OF_BACKENDS))
+        raise ConfigError(f"parameters: expected one of {known}, got '{_PREFIX}{min(unknown)}'")
+    values = {name: _read(name, text) for name, text in given.items() if name in _READERS}
+    return OwnSettings(**values)  # type: ignore[arg-type]
+
+
+def batch_policy(config: pb.ModelConfig, max_rows: int, *, merges: bool, defaults: BatchDefaults | None) -> BatchPolicy:
+    """The policy for a model whose requests may have `max_rows` rows (0: it has no batch axis).
+
+    `merges` says whether requests share batches; `defaults` are given if there is no configuration at all. Raises
+    ConfigError naming the field, what was expected and what was given.
+    """
+    batching, own = config.dynamic_batching, own_settings(config)
+    if not max_rows:
+        _check_without_rows(batching, own)
+    for size in batching.preferred_batch_size:
+        if not 0 < size <= max_rows:
+            raise ConfigError(
+                f"dynamic_batching.preferred_batch_size: expected 1 to max_batch_size, {max_rows}, got {size}"
+            )
+    delay_ns = batching.max_queue_delay_microseconds * 1_000
+    timeout_ns = 0
+    if defaults is not None:
+        delay_ns, timeout_ns = defaults.max_queue_delay_ns, defaults.queue_timeout_ns
+    try:
+        return BatchPolicy(
+            max_batch_rows=max(1, max_rows),
+            preferred_batch_rows=tuple(batching.preferred_batch_size),
+            max_queue_delay_ns=delay_ns if max_rows else 0,
+            max_batch_requests=0 if merges else 1,
+            priority_levels=batching.priority_levels,
+            default_priority_level=batching.default_priority_level,
+            queue=_queue_policy("default_queue_policy", batching.default_queue_policy, timeout_ns),
+            priority_queue={
+                level: _queue_policy(f"priority_queue_policy[{level}]", one)
+                for level, one in batching.priority_queue_policy.items()
+            },
+            limits=QueueLimits(own.max_queue_rows, own.max_queue_bytes),
+            preserve_ordering=batching.preserve_ordering,
+            batch_sizes=own.batch_sizes,
+            isolate_failures=own.isolate_failures,
+            deadline_aware=own.deadline_aware,
+        )
+    except PolicyError as error:
+        prefix = _PREFIX if str(error).startswith("batch_sizes:") else "dynamic_batching."
+        raise ConfigError(f"{prefix}{error}") from None
+
+
+def _check_without_rows(batching: pb.ModelDynamicBatching, own: OwnSettings) -> None:
+    """Refuse what only means something where there is a batch axis."""
+    settings = (
+        ("dynamic_batching.preferred_batch_size", "none", list(batching.preferred_batch_size)),
+        ("paceline.batch_sizes", "none", list(own.batch_sizes)),
+        ("paceline.split_oversized", "false", "true" if own.split_oversized else ""),
+    )
+    for what, expected, got in settings:
+        if got:
+            raise ConfigError(
+                f"{what}: expected {expected}, as the model has no batch axis (max_batch_size 0), got {got}"
+            )
+
+
+def _queue_policy(name: str, policy: pb.ModelQueuePolicy, timeout_ns: int = 0) -> QueuePolicy:
+    if policy.timeout_action not in _ACTIONS:
+        raise ConfigError(
+            f"dynamic_batching.{name}.timeout_action: expected REJECT or DELAY, got {policy.timeout_action}"
+        )
+    return QueuePolicy(
+        max_queue_size=policy.max_queue_size,
+        default_timeout_ns=policy.default_timeout_microseconds * 1_000 or timeout_ns,
+        allow_timeout_override=policy.allow_timeout_override,
+        timeout_action=_ACTIONS[policy.timeout_action],
+    )
+
+
+def _read(name: str, text: str) -> object:
+    read, expected = _READERS[name]
+    try:
+        return read(text)
+    except ValueError:
+        raise ConfigError(f"{_PREFIX}{name}: expected {expected}, got '{text}'") from None
+
+
+def _boolean(text: str) -> bool:
+    known = {"true": True, "1": True, "false": False, "0": False}
+    if text.strip().lower() not in known:
+        raise ValueError
+    return known[text.strip().lower()]
+
+
+def _count(text: str) -> int:
+    value = int(text)
+    if value < 0:
+        raise ValueError
+    return value
+
+
+def _sizes(text: str) -> tuple[int, ...]:
+    return tuple(int(size) for size in text.split(","))
+
+
+_READERS: Mapping[str, tuple[Callable[[str], object], str]] = {
+    "batch_sizes": (_sizes, "numbers of rows with commas between them"),
+    "max_queue_rows": (_count, "a whole number >= 0"),
+    "max_queue_bytes": (_count, "a whole number >= 0"),
+    "isolate_failures": (_boolean, "true or false"),
+    "deadline_aware": (_boolean, "true or false"),
+    "split_oversized": (_boolean, "true or false"),
+}
+_OF_BACKENDS = {"execute_delay_per_row_us"}

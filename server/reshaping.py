@@ -1,0 +1,28 @@
+"""`reshape` of a configuration: shapes as clients see them to shapes as the model sees them, and back.
+
+Lives here: the arithmetic on one shape. Must not: arrays, messages. The rule: free dims pair up in order; loading has
+checked that they can.
+"""
+
+from __future__ import annotations
+
+from backends.base import TensorSpec
+
+__all__ = ["to_client", "to_model"]
+
+Shape = tuple[int, ...]
+
+
+def to_model(tensor: TensorSpec, shape: Shape, lead: int) -> Shape:
+    """The model's shape for a client's; the first `lead` axes stay as they are."""
+    return _converted(shape, lead, tensor.dims, tensor.model_dims)
+
+
+def to_client(tensor: TensorSpec, shape: Shape, lead: int) -> Shape:
+    """The client's shape for a model's; the first `lead` axes stay as they are."""
+    return _converted(shape, lead, tensor.model_dims, tensor.dims)
+
+
+def _converted(shape: Shape, lead: int, source: Shape, target: Shape) -> Shape:
+    free = iter([size for size, dim in zip(shape[lead:], source, strict=True) if dim == -1])
+    return (*shape[:lead], *(next(free) if dim == -1 else dim for dim in target))

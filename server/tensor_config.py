@@ -1,0 +1,265 @@
+"""The tensors of a `config.pbtxt`, joined with those that the model has.
+
+Lives here: `input`, `output`, `batch_input` and `batch_output` to `ModelSpec`, and every check of them. Must not:
+policies, instances, files. The rule: a contradiction is a ConfigError with tensor, expected and got, and none is left
+for the first request to find.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import replace
+
+from backends.base import BatchInput, BatchInputKind, BatchOutput, ModelSpec, TensorSpec
+from protos import model_config_pb2 as pb
+from protos.datatypes import CONFIG_DATATYPES
+from server.errors import ConfigError
+
+__all__ = ["can_batch", "declared_spec", "served_spec"]
+
+_BATCH_INPUT_TYPES = ("INT32", "FP32")
+_FLAT = (-1,)
+_MANY = 20
+
+Declared = pb.ModelInput | pb.ModelOutput
+
+
+def declared_spec(config: pb.ModelConfig) -> ModelSpec | None:
+    """The tensors as `config` says the model has them, batch axis included; None unless it spells out inputs and
+    outputs. Raises ConfigError for a tensor without a datatype."""
+    if not (config.input and config.output):
+        return None
+    lead = (-1,) if config.max_batch_size else ()
+    scattered = _scattered(config)
+    inputs = (
+        replace(_whole("input", one, lead, flat=one.allow_ragged_batch), optional=one.optional) for one in config.input
+    )
+    outputs = (_whole("output", one, lead, flat=one.name in scattered) for one in config.output)
+    return ModelSpec(tuple(inputs), tuple(outputs))
+
+
+def _whole(kind: str, one: Declared, lead: tuple[int, ...], *, flat: bool) -> TensorSpec:
+    dims = tuple(one.reshape.shape if one.HasField("reshape") else one.dims)
+    return TensorSpec(
+        one.name, _datatype(kind, one), _FLAT if flat else dims if one.is_shape_tensor else (*lead, *dims)
+    )
+
+
+def can_batch(config: pb.ModelConfig, own: ModelSpec) -> bool:
+    """Whether the model of spec `own` may have a batch axis: every tensor needs a free first dimension, but for those
+    that `config` has joined or cut in other ways; and there must be an input to read the number of rows off."""
+    made = _made(config)
+    joined = {one.name: not (one.allow_ragged_batch or one.is_shape_tensor) for one in config.input}
+    cut = {one.name: not one.is_shape_tensor for one in config.output} | dict.fromkeys(_scattered(config), False)
+    stacked = [one for one in own.inputs if one.name not in made and joined.get(one.name, not one.optional)]
+    stacked += [one for one in own.outputs if cut.get(one.name, True)]
+    return bool(own.inputs) and all(tensor.dims[:1] == (-1,) for tensor in stacked)
+
+
+def served_spec(config: pb.ModelConfig, own: ModelSpec, *, batched: bool) -> ModelSpec:
+    """What clients see of a model that says `own` of itself: the tensors declared, checked against the model's, or else
+    all of the model's. Raises ConfigError."""
+    made, named = _made(config), {one.name for one in config.input}
+    theirs = [one for one in own.inputs if one.name in named or one.name not in made]
+    inputs = _joined("input", config.input, theirs, batched, ())
+    outputs = _joined("output", config.output, own.outputs, batched, _scattered(config))
+    batch_inputs = tuple(_batch_inputs(config, own, inputs, batched))
+    given = {tensor.name for tensor in inputs}
+    missing = {tensor.name for tensor in theirs if not tensor.optional} - given
+    if missing:
+        raise ConfigError(f"input: the model needs {sorted(missing)} too, got only {[one.name for one in inputs]}")
+    if batched and all(tensor.shape_tensor for tensor in inputs):
+        raise ConfigError(f"input: expected one with a batch axis, got only shape tensors: {sorted(given)}")
+    batch_outputs = tuple(_batch_outputs(config, inputs, outputs, batched))
+    return ModelSpec(inputs, outputs, batched=batched, batch_inputs=batch_inputs, batch_outputs=batch_outputs)
+
+
+def _some(names: Collection[str]) -> str:
+    """Graphs may list all their weights among their inputs."""
+    return str(list(names)) if len(names) <= _MANY else f"{list(names)[:_MANY]} and {len(names) - _MANY} more"
+
+
+def _made(config: pb.ModelConfig) -> set[str]:
+    return {name for one in config.batch_input for name in one.target_name}
+
+
+def _scattered(config: pb.ModelConfig) -> set[str]:
+    return {name for one in config.batch_output for name in one.target_name}
+
+
+def _joined(
+    kind: str, declared: Sequence[Declared], own: Sequence[TensorSpec], batched: bool, scattered: Collection[str]
+) -> tuple[TensorSpec, ...]:
+    mine = {one.name: one for one in own}
+    if not declared:
+        return tuple(_filled_in(one, batched) for one in own if kind == "output" or not one.optional)
+    joined: dict[str, TensorSpec] = {}
+    for one in declared:
+        if one.name not in mine:
+            raise ConfigError(f"{kind} '{one.name}': the model has none of that name, only {_some(mine)}")
+        if one.name in joined:
+            raise ConfigError(f"{kind} '{one.name}' is declared twice")
+        joined[one.name] = _join(kind, one, mine[one.name], batched, one.name in scattered)
+    return tuple(joined.values())
+
+
+def _filled_in(own: TensorSpec, batched: bool) -> TensorSpec:
+    """A tensor that the configuration leaves to the model. One that has nothing but a batch axis looks to clients as if
+    each row were a vector of one, as Triton's auto-complete has it."""
+    if not batched:
+        return own
+    return replace(own, dims=(1,), reshape=()) if own.dims == (-1,) else replace(own, dims=own.dims[1:])
+
+
+def _join(kind: str, declared: Declared, own: TensorSpec, batched: bool, scattered: bool) -> TensorSpec:
+    where = f"{kind} '{own.name}'"
+    datatype = _datatype(kind, declared)
+    if datatype != own.datatype:
+        raise ConfigError(f"{where}: expected data_type of the model, {own.datatype}, got {datatype}")
+    dims = tuple(declared.dims)
+    reshape = tuple(declared.reshape.shape) if declared.HasField("reshape") else None
+    ragged = isinstance(declared, pb.ModelInput) and declared.allow_ragged_batch
+    if reshape is not None:
+        _check_reshape(where, dims, reshape)
+    if ragged:
+        _check_ragged(where, declared, own, batched)
+    if not (ragged or scattered):
+        mine = own.dims[1:] if batched and not declared.is_shape_tensor else own.dims
+        _check_dims(where, dims if reshape is None else reshape, mine, "dims" if reshape is None else "reshape.shape")
+    elif min((*dims, *(reshape or ())), default=0) < -1:
+        raise ConfigError(f"{where}: expected dims and reshape.shape >= -1, got {[*dims, *(reshape or ())]}")
+    return replace(
+        own,
+        dims=dims,
+        reshape=reshape,
+        optional=declared.optional if isinstance(declared, pb.ModelInput) else own.optional,
+        ragged=ragged,
+        shape_tensor=declared.is_shape_tensor,
+    )
+
+
+def _check_dims(where: str, dims: tuple[int, ...], mine: tuple[int, ...], field: str) -> None:
+    fits = len(dims) == len(mine) and all(want in (-1, got) for got, want in zip(dims, mine, strict=True))
+    if not fits or min(dims, default=0) < -1:
+        raise ConfigError(f"{where}: expected {field} of the model, {list(mine)}, got {list(dims)}")
+
+
+def _check_reshape(where: str, dims: tuple[int, ...], reshape: tuple[int, ...]) -> None:
+    """Free dims pair up in order, so between them there must be as many elements on both sides."""
+    if _runs(dims) != _runs(reshape):
+        raise ConfigError(
+            f"{where}: expected a reshape.shape with as many elements as dims {list(dims)}, before, between and after "
+            f"dims of -1, got {list(reshape)}"
+        )
+
+
+def _runs(dims: Iterable[int]) -> list[int]:
+    """The products of the dims between those of -1."""
+    runs: list[list[int]] = [[]]
+    for dim in dims:
+        if dim == -1:
+            runs.append([])
+        else:
+            runs[-1].append(dim)
+    return [math.prod(run) for run in runs]
+
+
+def _check_ragged(where: str, declared: Declared, own: TensorSpec, batched: bool) -> None:
+    if not batched:
+        raise ConfigError(f"{where}: allow_ragged_batch: expected a max_batch_size above 0, got 0")
+    if declared.is_shape_tensor:
+        raise ConfigError(f"{where}: expected one of allow_ragged_batch and is_shape_tensor, got both")
+    if own.dims != _FLAT:
+        raise ConfigError(
+            f"{where}: allow_ragged_batch: expected a model whose input has shape [-1], to take the elements of all "
+            f"requests one after the other, got {list(own.dims)}"
+        )
+
+
+def _datatype(kind: str, declared: Declared) -> str:
+    if declared.data_type not in CONFIG_DATATYPES:
+        raise ConfigError(f"{kind} '{declared.name}': expected a data_type, got TYPE_INVALID or none")
+    return CONFIG_DATATYPES[declared.data_type]
+
+
+def _batch_inputs(
+    config: pb.ModelConfig, own: ModelSpec, inputs: Sequence[TensorSpec], batched: bool
+) -> Iterable[BatchInput]:
+    mine = {one.name: one for one in own.inputs}
+    seen = {one.name for one in config.input}
+    for one in config.batch_input:
+        source = _source("batch_input", one, inputs, batched)
+        kind = _batch_input_kind(one)
+        datatype = CONFIG_DATATYPES.get(one.data_type, "TYPE_INVALID")
+        if datatype not in _BATCH_INPUT_TYPES:
+            raise ConfigError(f"batch_input {kind.value}: expected data_type TYPE_INT32 or TYPE_FP32, got {datatype}")
+        for name in one.target_name:
+            where = f"batch_input {kind.value}: target_name '{name}'"
+            if name in seen:
+                raise ConfigError(f"{where}: expected an input that nothing else fills, got one that is named twice")
+            if name not in mine:
+                raise ConfigError(f"{where}: the model has no input of that name, only {_some(mine)}")
+            if datatype != mine[name].datatype:
+                raise ConfigError(f"{where}: expected data_type of the model, {mine[name].datatype}, got {datatype}")
+            made = (-1, len(source.model_dims)) if kind is BatchInputKind.ITEM_SHAPE else _FLAT
+            _check_target(where, mine[name].dims, made)
+            seen.add(name)
+        yield BatchInput(kind, tuple(one.target_name), datatype, source.name)
+
+
+def _check_target(where: str, dims: tuple[int, ...], made: tuple[int, ...]) -> None:
+    if len(dims) != len(made) or any(mine not in (-1, size) for mine, size in zip(dims, made, strict=True)):
+        raise ConfigError(f"{where}: expected a model whose input takes shape {list(made)}, got {list(dims)}")
+
+
+def _batch_input_kind(one: pb.BatchInput) -> BatchInputKind:
+    if one.kind not in pb.BatchInput.Kind.values():
+        raise ConfigError(f"batch_input: expected a kind, got {one.kind}")
+    return BatchInputKind(pb.BatchInput.Kind.Name(one.kind))
+
+
+def _batch_outputs(
+    config: pb.ModelConfig, inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec], batched: bool
+) -> Iterable[BatchOutput]:
+    declared = {tensor.name: tensor for tensor in outputs if tensor.name in {one.name for one in config.output}}
+    seen: set[str] = set()
+    for one in config.batch_output:
+        if one.kind != pb.BatchOutput.BATCH_SCATTER_WITH_INPUT_SHAPE:
+            raise ConfigError(f"batch_output: expected kind BATCH_SCATTER_WITH_INPUT_SHAPE, got {one.kind}")
+        source = _source("batch_output", one, inputs, batched)
+        for name in one.target_name:
+            where = f"batch_output: target_name '{name}'"
+            if name not in declared:
+                raise ConfigError(f"{where}: expected one of the outputs in the configuration, {list(declared)}")
+            if name in seen:
+                raise ConfigError(f"{where}: expected each output once, got it twice")
+            _check_scattered(where, declared[name], source)
+            seen.add(name)
+        yield BatchOutput(tuple(one.target_name), source.name)
+
+
+def _check_scattered(where: str, target: TensorSpec, source: TensorSpec) -> None:
+    """A free dim takes its size from the same axis of the source, which must have one."""
+    beyond = [axis for axis, dim in enumerate(target.model_dims) if dim == -1 and axis >= len(source.model_dims)]
+    if target.shape_tensor or beyond:
+        raise ConfigError(
+            f"{where}: expected an output with a batch axis, its dims of -1 being among the first "
+            f"{len(source.model_dims)} as in source_input '{source.name}', got {list(target.model_dims)}"
+        )
+
+
+def _source(field: str, one: pb.BatchInput | pb.BatchOutput, inputs: Sequence[TensorSpec], batched: bool) -> TensorSpec:
+    if not batched:
+        raise ConfigError(f"{field}: expected a max_batch_size above 0, got 0")
+    if not one.target_name:
+        raise ConfigError(f"{field}: expected a target_name, got none")
+    if len(one.source_input) != 1:
+        raise ConfigError(f"{field}: expected 1 source_input, got {len(one.source_input)}: {list(one.source_input)}")
+    known = {tensor.name: tensor for tensor in inputs if not (tensor.optional or tensor.shape_tensor)}
+    if one.source_input[0] not in known:
+        raise ConfigError(
+            f"{field}: expected a source_input among the inputs that each request brings with a batch axis, "
+            f"{list(known)}, got '{one.source_input[0]}'"
+        )
+    return known[one.source_input[0]]

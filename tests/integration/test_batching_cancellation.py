@@ -1,0 +1,106 @@
+"""Callers that go away: from a batch in flight or from the queue, from its front, its middle or its end."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from tests.integration.scripted import Call, Script, busy, mark_of, queued, request, totals
+from tests.integration.serving import Served, serving
+from tests.polling import eventually_async
+
+MERGE = "max_batch_size: 4 dynamic_batching { }"
+VICTIMS = pytest.mark.parametrize("victims", [{0}, {1}, {3}, {0, 3}, {1, 2}, {0, 1, 2, 3}], ids=str)
+
+
+async def cancel(served: Served, calls: list[Call], victims: set[int]) -> list[Call]:
+    """Cancel some, once the server has heard of it; the others."""
+    for victim in victims:
+        calls[victim].cancel()
+    await asyncio.gather(*(calls[victim] for victim in victims), return_exceptions=True)
+    return [call for number, call in enumerate(calls) if number not in victims]
+
+
+@VICTIMS
+@pytest.mark.parametrize("instances", [1, 2])
+async def test_cancel_in_a_batch_in_flight_leaves_its_neighbours_their_answers(
+    tmp_path: Path, victims: set[int], instances: int
+) -> None:
+    script = Script()
+    gate = script.hold(0)
+    text = f"{MERGE} instance_group {{ count: {instances} }}"
+    async with serving(tmp_path, {"m": script.model}, config=text) as served:
+        async with busy(served, script, instances):
+            calls = await queued(served, (request(mark) for mark in range(4)))
+        await asyncio.to_thread(gate.wait_entered, 1)
+        others = await cancel(served, calls, victims)
+        gate.open()
+        assert [mark_of(answer) for answer in await asyncio.gather(*others)] == sorted(set(range(4)) - victims)
+        assert mark_of(await served.infer(request(9))) == 9
+        assert await served.metric("nv_inference_pending_request_count") == 0
+    assert script.served == [[0, 1, 2, 3], [9]]
+
+
+@VICTIMS
+async def test_cancel_in_the_queue_is_never_executed_and_leaves_the_others_in_order(
+    tmp_path: Path, victims: set[int]
+) -> None:
+    script = Script()
+    async with serving(tmp_path, {"m": script.model}, config=MERGE) as served:
+        async with busy(served, script):
+            calls = await queued(served, (request(mark) for mark in range(4)))
+            others = await cancel(served, calls, victims)
+            left = 4 - len(victims)
+            await eventually_async(lambda: served.waiting("m") == left, "the cancelled ones gone")
+        assert [mark_of(answer) for answer in await asyncio.gather(*others)] == sorted(set(range(4)) - victims)
+        counted = totals(await served.metrics())
+        assert (counted["success"], counted["CANCELED"]) == (1 + len(others), len(victims))
+    assert script.served == ([sorted(set(range(4)) - victims)] if others else [])
+
+
+async def test_cancel_of_the_only_one_of_its_shape_frees_its_lane(tmp_path: Path) -> None:
+    script = Script()
+    async with serving(tmp_path, {"m": script.model}, config=MERGE) as served:
+        async with busy(served, script):
+            calls = await queued(served, [request(1), request(2, columns=7), request(3)])
+            assert await served.metric("paceline_lanes") == 2
+            calls[1].cancel()
+            await eventually_async(lambda: served.waiting("m") == 2, "the cancelled one gone")
+            assert await served.metric("paceline_lanes") == 1
+        await asyncio.gather(calls[0], calls[2])
+    assert script.served == [[1, 3]]
+
+
+async def test_cancel_of_the_last_one_short_of_a_preferred_size_does_not_release_the_rest(tmp_path: Path) -> None:
+    script = Script()
+    text = "max_batch_size: 4 dynamic_batching { preferred_batch_size: [ 3 ] max_queue_delay_microseconds: 100000000 }"
+    async with serving(tmp_path, {"m": script.model}, config=text) as served:
+        calls = await queued(served, [request(1), request(2)])
+        calls[0].cancel()
+        await eventually_async(lambda: served.waiting("m") == 1, "the cancelled one gone")
+        calls += await queued(served, [request(3)])
+        assert script.seen == []
+        (last,) = [asyncio.create_task(served.infer(request(4)))]
+        assert [mark_of(one) for one in await asyncio.gather(calls[1], calls[2], last)] == [2, 3, 4]
+    assert script.seen == [[2, 3, 4]]
+
+
+async def test_cancel_of_a_crowd_while_batches_come_and_go_loses_no_answer(tmp_path: Path) -> None:
+    script = Script()
+    script.model.latency = lambda rows: 0.002
+    async with serving(tmp_path, {"m": script.model}, config=f"{MERGE} instance_group {{ count: 2 }}") as served:
+        calls = [asyncio.create_task(served.infer(request(mark))) for mark in range(200)]
+        for number, call in enumerate(calls):
+            if number % 3 == 0:
+                await eventually_async(lambda: len(script.seen) > 0, "the first batch")
+                call.cancel()
+        outcomes = await asyncio.gather(*calls, return_exceptions=True)
+        for number, outcome in enumerate(outcomes):
+            assert isinstance(outcome, asyncio.CancelledError) or mark_of(outcome) == number
+            assert number % 3 == 0 or not isinstance(outcome, asyncio.CancelledError)
+        await eventually_async(lambda: served.waiting("m") == 0, "an empty queue")
+        assert mark_of(await served.infer(request(999))) == 999
+        marks = [mark for batch in script.seen for mark in batch]
+        assert len(marks) == len(set(marks))

@@ -1,0 +1,142 @@
+"""The caller's own deadline: what can't be answered in time is not executed, and is told so at once."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from pathlib import Path
+
+import grpc
+import pytest
+
+from tests.integration.scripted import BUSY, Script, busy, mark_of, own, queued, request, send, totals
+from tests.integration.serving import Served, failure_of, serving
+from tests.polling import eventually_async
+
+Code = grpc.StatusCode
+MERGE = "max_batch_size: 8 dynamic_batching { }"
+SLOW_S = 0.4
+
+
+async def learn(served: Served, script: Script, duration_s: float, rows: int = 1, times: int = 3) -> None:
+    """Have batches measured that take so long; three are proof enough to refuse somebody."""
+    script.model.latency = lambda rows: duration_s
+    for _ in range(times):
+        await served.infer(request(BUSY, rows))
+
+
+async def dropped(served: Served, reason: str) -> float:
+    return await served.metric("paceline_dropped_requests", f'model="m",reason="{reason}",version="1"')
+
+
+async def test_deadline_passed_in_the_queue_is_never_executed(tmp_path: Path) -> None:
+    script = Script()
+    async with serving(tmp_path, {"m": script.model}, config=MERGE) as served:
+        async with busy(served, script):
+            (patient,) = await queued(served, [request(1)])
+            (hasty,) = await queued(served, [request(2)], timeout_s=0.5)
+            assert (await failure_of(hasty))[0] is Code.DEADLINE_EXCEEDED
+            await eventually_async(lambda: served.waiting("m") == 1, "the late one gone")
+        assert mark_of(await patient) == 1
+        counted = totals(await served.metrics())
+        assert (counted["success"], counted["REJECTED"] + counted["CANCELED"]) == (2, 1)
+    assert script.served == [[1]]
+
+
+async def test_deadline_shorter_than_a_measured_execution_is_refused_long_before_it_passes(tmp_path: Path) -> None:
+    script = Script()
+    async with serving(tmp_path, {"m": script.model}, config=MERGE) as served:
+        await learn(served, script, SLOW_S)
+        began_s = time.monotonic()
+        code, text = await failure_of(served.infer(request(1), timeout_s=SLOW_S - 0.1))
+        assert code is Code.DEADLINE_EXCEEDED
+        assert text.startswith("model 'm': the deadline can't be met: ")
+        assert time.monotonic() - began_s < SLOW_S - 0.1
+        assert await dropped(served, "unreachable") == 1
+        assert await served.metric("nv_inference_pending_request_count") == 0
+    assert script.served == []
+
+
+async def test_deadline_shorter_than_a_measured_execution_is_tried_if_awareness_is_off(tmp_path: Path) -> None:
+    script = Script()
+    async with serving(tmp_path, {"m": script.model}, config=MERGE + own(deadline_aware=False)) as served:
+        await learn(served, script, SLOW_S)
+        script.model.latency = None
+        assert mark_of(await served.infer(request(1), timeout_s=SLOW_S - 0.1)) == 1
+        assert await dropped(served, "unreachable") == 0
+
+
+async def test_deadline_of_the_first_request_of_a_model_is_tried_as_nothing_is_known(tmp_path: Path) -> None:
+    script = Script()
+    async with serving(tmp_path, {"m": script.model}, config=MERGE) as served:
+        assert mark_of(await served.infer(request(1), timeout_s=5)) == 1
+
+
+async def test_deadline_longer_than_a_measured_execution_is_met(tmp_path: Path) -> None:
+    script = Script()
+    async with serving(tmp_path, {"m": script.model}, config=MERGE) as served:
+        await learn(served, script, 0.05)
+        assert mark_of(await served.infer(request(1), timeout_s=10)) == 1
+    assert script.served == [[1]]
+
+
+async def test_deadline_behind_a_backlog_that_lasts_longer_is_refused_at_once(tmp_path: Path) -> None:
+    script = Script()
+    text = f"max_batch_size: 1 dynamic_batching {{ }} {own(deadline_aware=True)}"
+    async with serving(tmp_path, {"m": script.model}, config=text) as served:
+        await learn(served, script, 0.3)
+        script.model.latency = None
+        async with busy(served, script):
+            calls = await queued(served, (request(mark) for mark in range(5)))
+            code, text = await failure_of(served.infer(request(9), timeout_s=1.4))
+            assert code is Code.DEADLINE_EXCEEDED
+            assert "can't be met" in text
+            assert served.waiting("m") == 5
+        await asyncio.gather(*calls)
+        assert await dropped(served, "unreachable") == 1
+    assert [9] not in script.served
+
+
+async def test_deadline_that_became_unreachable_in_the_queue_is_given_up_and_not_executed(tmp_path: Path) -> None:
+    """It would have been met if the execution ahead had taken the time that was measured."""
+    script = Script()
+    async with serving(tmp_path, {"m": script.model}, config=MERGE) as served:
+        await learn(served, script, SLOW_S)
+        async with busy(served, script) as gate:
+            began_s = time.monotonic()
+            (doomed,) = await queued(served, [request(1)], timeout_s=1.5)
+            calls = await queued(served, [request(2)])
+            await eventually_async(lambda: time.monotonic() - began_s > 1.2, "too little time left")
+            gate.open()
+            assert (await failure_of(doomed))[0] is Code.DEADLINE_EXCEEDED
+        assert mark_of(await calls[0]) == 2
+        assert await dropped(served, "unreachable") + await dropped(served, "expired") == 1
+    assert script.served == [[2]]
+
+
+async def test_deadline_shorter_than_one_slow_execution_is_tried_as_one_proves_nothing(tmp_path: Path) -> None:
+    """A first execution may be slow as none after it; if nobody were let through, nobody would ever know."""
+    script = Script()
+    async with serving(tmp_path, {"m": script.model}, config=MERGE) as served:
+        await learn(served, script, 1.0, times=1)
+        script.model.latency = None
+        assert mark_of(await served.infer(request(1), timeout_s=0.9)) == 1
+        assert await dropped(served, "unreachable") == 0
+
+
+@pytest.mark.parametrize("instances", [1, 2])
+async def test_deadlines_of_a_crowd_are_answered_or_refused_and_never_both(tmp_path: Path, instances: int) -> None:
+    script = Script()
+    text = f"{MERGE} instance_group {{ count: {instances} }}"
+    async with serving(tmp_path, {"m": script.model}, config=text) as served:
+        await learn(served, script, 0.02, rows=8)
+        calls = [call for mark in range(60) for call in send(served, request(mark), timeout_s=0.01 + (mark % 6) * 0.03)]
+        outcomes = await asyncio.gather(*calls, return_exceptions=True)
+        codes = [one.code() if isinstance(one, grpc.aio.AioRpcError) else Code.OK for one in outcomes]
+        assert set(codes) <= {Code.OK, Code.DEADLINE_EXCEEDED}
+        assert [mark_of(one) for one, code in zip(outcomes, codes, strict=True) if code is Code.OK] == [
+            mark for mark, code in enumerate(codes) if code is Code.OK
+        ]
+        await eventually_async(lambda: served.waiting("m") == 0, "nothing left in the queue")
+        served_marks = [mark for batch in script.served for mark in batch]
+        assert len(served_marks) == len(set(served_marks)) >= codes.count(Code.OK)

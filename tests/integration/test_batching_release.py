@@ -1,0 +1,196 @@
+"""When batches leave, of what, on which instance, and in which order their answers do."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import grpc
+import pytest
+
+from backends.errors import ExecutionError
+from protos import inference_pb2 as pb
+from tests.integration.scripted import Call, Script, busy, mark_of, queued, request, send
+from tests.integration.serving import Served, failure_of, serving
+from tests.polling import eventually_async
+
+MERGE = "max_batch_size: 8 dynamic_batching { }"
+LONG_US = 100_000_000
+
+
+async def test_lone_request_without_a_delay_does_not_wait_for_company(tmp_path: Path) -> None:
+    script = Script()
+    text = "max_batch_size: 8 dynamic_batching { preferred_batch_size: [ 4, 8 ] }"
+    async with serving(tmp_path, {"m": script.model}, config=text) as served:
+        for mark in range(3):
+            assert mark_of(await served.infer(request(mark), timeout_s=10)) == mark
+        assert await served.metric("nv_inference_queue_duration_us") < 3 * 1_000_000
+    assert script.seen == [[0], [1], [2]]
+
+
+@pytest.mark.parametrize("instances", [1, 3])
+async def test_delay_is_kept_even_though_instances_are_idle(tmp_path: Path, instances: int) -> None:
+    script = Script()
+    text = "max_batch_size: 8 dynamic_batching { max_queue_delay_microseconds: 120000 } "
+    text += f"instance_group {{ count: {instances} }}"
+    async with serving(tmp_path, {"m": script.model}, config=text) as served:
+        calls = send(served, request(1), request(2))
+        await asyncio.gather(*calls)
+        assert await served.metric("nv_inference_queue_duration_us") >= 120_000
+    assert [sorted(batch) for batch in script.seen] == [[1, 2]]
+
+
+async def test_delay_ends_at_once_when_the_batch_is_full(tmp_path: Path) -> None:
+    script = Script()
+    text = f"max_batch_size: 3 dynamic_batching {{ max_queue_delay_microseconds: {LONG_US} }}"
+    async with serving(tmp_path, {"m": script.model}, config=text) as served:
+        calls = await queued(served, [request(1), request(2)])
+        assert script.seen == []
+        await asyncio.gather(*calls, *send(served, request(3)))
+    assert script.seen == [[1, 2, 3]]
+
+
+async def test_delay_ends_when_the_server_stops_and_everybody_is_answered(tmp_path: Path) -> None:
+    script = Script()
+    text = f"max_batch_size: 8 dynamic_batching {{ max_queue_delay_microseconds: {LONG_US} }}"
+    async with serving(tmp_path, {"m": script.model}, config=text) as served:
+        calls = await queued(served, [request(1), request(2)])
+        stopping = asyncio.create_task(served.server.stop(20))
+        assert [mark_of(answer) for answer in await asyncio.gather(*calls)] == [1, 2]
+        await stopping
+    assert script.seen == [[1, 2]]
+
+
+async def test_batch_counts_rows_and_not_requests(tmp_path: Path) -> None:
+    script = Script()
+    async with serving(tmp_path, {"m": script.model}, config=MERGE) as served:
+        async with busy(served, script):
+            calls = await queued(served, (request(mark, rows) for mark, rows in enumerate([4, 4, 4, 3, 1, 1])))
+        await asyncio.gather(*calls)
+    assert script.served == [[0] * 4 + [1] * 4, [2] * 4 + [3] * 3 + [4], [5]]
+
+
+async def test_shapes_that_differ_never_share_a_batch_even_of_equally_many_elements(tmp_path: Path) -> None:
+    script = Script()
+    shapes = [(2, 3), (1, 5), (1, 6), (3, 2), (6, 1), (1, 3)]
+    async with serving(tmp_path, {"m": script.model}, config=MERGE) as served:
+        async with busy(served, script):
+            calls = await queued(served, (request(mark, *shape) for mark, shape in enumerate(shapes)))
+        answers = await asyncio.gather(*calls)
+    assert [mark_of(answer) for answer in answers] == list(range(6))
+    assert [tuple(answer.outputs[0].shape) for answer in answers] == shapes
+    assert script.served == [[0, 0, 5], [1], [2], [3] * 3, [4] * 6]
+
+
+async def test_shapes_that_are_rare_are_served_in_the_order_of_their_age(tmp_path: Path) -> None:
+    """The common shape has more than enough for full batches; the rare one, which came second, goes second."""
+    script = Script()
+    async with serving(tmp_path, {"m": script.model}, config=MERGE) as served:
+        async with busy(served, script):
+            common = [request(mark) for mark in range(40)]
+            calls = await queued(served, [*common[:9], request(99, columns=7), *common[9:]])
+        await asyncio.gather(*calls)
+    assert [batch[0] for batch in script.served] == [0, 8, 99, 16, 24, 32]
+
+
+@pytest.mark.parametrize("instances", [2, 3])
+async def test_instances_all_execute_while_there_is_work(tmp_path: Path, instances: int) -> None:
+    script = Script()
+    gates = [script.hold(mark) for mark in range(instances)]
+    text = f"max_batch_size: 1 dynamic_batching {{ }} instance_group {{ count: {instances} }}"
+    async with serving(tmp_path, {"m": script.model}, config=text) as served:
+        calls = send(served, *(request(mark) for mark in range(instances)))
+        for gate in gates:
+            await asyncio.to_thread(gate.wait_entered, 1)
+        calls += await queued(served, [request(9)])
+        gates[-1].open()  # whichever is free first takes the next
+        assert mark_of(await calls[-1]) == 9
+        assert not any(call.done() for call in calls[: instances - 1])
+        for gate in gates:
+            gate.open()
+        await asyncio.gather(*calls)
+
+
+async def test_models_side_by_side_do_not_hold_each_other_up(tmp_path: Path) -> None:
+    slow, fast = Script(), Script()
+    async with serving(tmp_path, {"slow": slow.model, "fast": fast.model}, config=MERGE) as served:
+        async with busy(served, slow, model="slow"):
+            waiting = await queued(served, (request(mark, model="slow") for mark in range(20)))
+            answers = await asyncio.gather(*send(served, *(request(mark, model="fast") for mark in range(50))))
+            assert [mark_of(answer) for answer in answers] == list(range(50))
+            assert served.waiting("slow") == 20
+        assert [mark_of(answer) for answer in await asyncio.gather(*waiting)] == list(range(20))
+
+
+async def settled(served: Served) -> None:
+    """All that the server has answered so far has arrived: this answer comes behind it on the same connection."""
+    await served.stub.ServerLive(pb.ServerLiveRequest(), timeout=20)
+    for _ in range(10):
+        await asyncio.sleep(0)
+
+
+def ordering(preserve: bool) -> str:
+    batching = f"preserve_ordering: {str(preserve).lower()}"
+    return f"max_batch_size: 1 instance_group {{ count: 2 }} dynamic_batching {{ {batching} }}"
+
+
+async def two_of_which_the_first_is_held(served: Served, script: Script) -> list[Call]:
+    """The first executes, the second has been executed on the other instance."""
+    gate = script.hold(1)
+    first = send(served, request(1))
+    await asyncio.to_thread(gate.wait_entered, 1)
+    second = send(served, request(2))
+    executed = 'nv_inference_exec_count{model="m",version="1"}'
+    while (await served.metrics())[executed] < 1:
+        await eventually_async(lambda: [2] in script.seen, "the second executed")
+    await settled(served)
+    return first + second
+
+
+async def test_order_of_answers_is_that_of_arrival_if_preserved_although_instances_overtake(tmp_path: Path) -> None:
+    script = Script()
+    async with serving(tmp_path, {"m": script.model}, config=ordering(True)) as served:
+        calls = await two_of_which_the_first_is_held(served, script)
+        assert not calls[1].done()
+        script.gates[1].open()
+        assert [mark_of(answer) for answer in await asyncio.gather(*calls)] == [1, 2]
+
+
+async def test_order_of_answers_is_that_of_execution_if_not_preserved(tmp_path: Path) -> None:
+    script = Script()
+    async with serving(tmp_path, {"m": script.model}, config=ordering(False)) as served:
+        calls = await two_of_which_the_first_is_held(served, script)
+        assert mark_of(await calls[1]) == 2
+        assert not calls[0].done()
+        script.gates[1].open()
+        await calls[0]
+
+
+async def test_order_of_answers_does_not_wait_for_one_that_was_cancelled(tmp_path: Path) -> None:
+    script = Script()
+    async with serving(tmp_path, {"m": script.model}, config=ordering(True)) as served:
+        calls = await two_of_which_the_first_is_held(served, script)
+        calls[0].cancel()
+        assert mark_of(await calls[1]) == 2
+        script.gates[1].open()
+        assert mark_of(await served.infer(request(3))) == 3
+
+
+async def test_order_of_answers_holds_errors_in_their_place_too(tmp_path: Path) -> None:
+    script = Script()
+    script.errors[2] = ExecutionError("no")
+    async with serving(tmp_path, {"m": script.model}, config=ordering(True)) as served:
+        gate = script.hold(1)
+        first = send(served, request(1))
+        await asyncio.to_thread(gate.wait_entered, 1)
+        second = asyncio.create_task(failure_of(served.infer(request(2))))
+        await eventually_async(lambda: [2] in script.seen, "the second executed")
+        third = send(served, request(3))
+        await eventually_async(lambda: [3] in script.seen, "the third executed")
+        await settled(served)
+        assert not second.done()
+        assert not third[0].done()
+        gate.open()
+        assert mark_of(await first[0]) == 1
+        assert await second == (grpc.StatusCode.INTERNAL, "model 'm': no")
+        assert mark_of(await third[0]) == 3

@@ -1,0 +1,233 @@
+"""What the model sees of a batch, and what a caller learns of it: allowed sizes, padding, splitting, facts."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+
+from backends.base import ModelSpec, TensorSpec
+from backends.errors import ExecutionError
+from backends.memory import MemoryModel
+from protos import inference_pb2 as pb
+from tests.integration.scripted import Script, busy, mark_of, own, queued, request, send, totals
+from tests.integration.serving import Served, failure_of, serving
+from tests.polling import eventually_async
+from tests.wire import infer, rows_of_floats
+
+Code = grpc.StatusCode
+MERGE = "max_batch_size: 8 dynamic_batching { }"
+SIZES = f"{MERGE} {own(batch_sizes='1,4,8')}"
+
+
+@pytest.mark.parametrize(
+    ("rows", "seen"),
+    [([1], 1), ([2], 4), ([1, 1, 1], 4), ([4], 4), ([3, 2], 8), ([7, 1], 8), ([8], 8)],
+)
+@pytest.mark.parametrize("order", [1, -1])
+async def test_batch_sizes_are_all_that_the_model_sees_and_answers_are_exact(
+    tmp_path: Path, rows: list[int], seen: int, order: int
+) -> None:
+    script = Script()
+    async with serving(tmp_path, {"m": script.model}, config=SIZES) as served:
+        async with busy(served, script):
+            calls = await queued(served, (request(mark, count) for mark, count in enumerate(rows[::order])))
+        answers = await asyncio.gather(*calls)
+        for mark, (count, answer) in enumerate(zip(rows[::order], answers, strict=True)):
+            assert mark_of(answer) == mark
+            assert list(answer.outputs[0].shape) == [count, 2]
+        assert await served.metric("paceline_padding_rows") == seen - sum(rows)
+        assert await served.metric("nv_inference_count") == 1 + sum(rows)
+    assert [len(batch) for batch in script.served] == [seen]
+
+
+async def test_batch_sizes_in_chance_batches_let_nothing_else_through(tmp_path: Path) -> None:
+    script = Script()
+    async with serving(tmp_path, {"m": script.model}, config=SIZES) as served:
+        calls = send(served, *(request(mark, 1 + mark % 5) for mark in range(100)))
+        assert [mark_of(answer) for answer in await asyncio.gather(*calls)] == list(range(100))
+        total = sum(1 + mark % 5 for mark in range(100))
+        assert await served.metric("nv_inference_count") == total
+        assert await served.metric("paceline_padding_rows") == sum(map(len, script.seen)) - total
+    assert {len(batch) for batch in script.seen} <= {1, 4, 8}
+
+
+async def test_batch_sizes_hold_for_halves_of_a_failed_batch_too(tmp_path: Path) -> None:
+    script = Script()
+    script.errors[2] = ExecutionError("no")
+    async with serving(tmp_path, {"m": script.model}, config=SIZES) as served:
+        async with busy(served, script):
+            calls = await queued(served, (request(mark) for mark in range(6)))
+        assert (await failure_of(calls[2]))[0] is Code.INTERNAL
+        assert [mark_of(await call) for mark, call in enumerate(calls) if mark != 2] == [0, 1, 3, 4, 5]
+    assert {len(batch) for batch in script.served} <= {1, 4, 8}
+
+
+async def test_batch_sizes_padding_repeats_the_last_row_which_the_model_can_take(tmp_path: Path) -> None:
+    script = Script()
+    async with serving(tmp_path, {"m": script.model}, config=SIZES) as served:
+        await served.infer(request(7, rows=3))
+    assert script.seen == [[7, 7, 7, 7]]
+
+
+def two_outputs(compute: Any = None) -> MemoryModel:
+    """x = a, y = row numbers as text."""
+    spec = ModelSpec(
+        (TensorSpec("a", "FP32", (-1, -1)),), (TensorSpec("x", "FP32", (-1, -1)), TensorSpec("y", "BYTES", (-1, 1)))
+    )
+
+    def both(inputs: Any) -> Any:
+        text = np.empty((len(inputs[0]), 1), object)
+        text[:, 0] = [str(value).encode() for value in inputs[0][:, 0].tolist()]
+        return [inputs[0], text]
+
+    return MemoryModel(spec, compute or both)
+
+
+@pytest.mark.parametrize("instances", [1, 2])
+async def test_split_100_rows_over_batches_of_8_are_answered_exactly(tmp_path: Path, instances: int) -> None:
+    model = two_outputs()
+    text = f"{MERGE} instance_group {{ count: {instances} }} {own(split_oversized=True)}"
+    sent = rows_of_floats(100, 3)
+    async with serving(tmp_path, {"m": model}, config=text) as served:
+        answer = await served.infer(infer("m", {"a": sent}, id="big"))
+        assert (answer.id, [list(one.shape) for one in answer.outputs]) == ("big", [[100, 3], [100, 1]])
+        assert answer.raw_output_contents[0] == sent.tobytes()
+        only_text = await served.infer(infer("m", {"a": sent}, outputs=["y"], parameters={"binary_data_output": False}))
+        assert list(only_text.outputs[0].contents.bytes_contents) == [str(v).encode() for v in sent[:, 0].tolist()]
+        assert await served.metric("nv_inference_count") == 200
+        assert await served.metric("nv_inference_exec_count") == 26
+    assert max(sum(batch) for batch in model.batches) == 8
+
+
+async def test_split_is_refused_by_default_naming_the_limit(tmp_path: Path) -> None:
+    script = Script()
+    async with serving(tmp_path, {"m": script.model}, config=MERGE) as served:
+        assert await failure_of(served.infer(request(1, rows=100))) == (
+            Code.INVALID_ARGUMENT,
+            "model 'm': input 'a': expected a batch of 1 to 8 rows, got 100 in shape [100, 2]",
+        )
+    assert script.seen == []
+
+
+SPLIT = f"{MERGE} {own(split_oversized=True)}"
+
+
+async def _settled(served: Served, script: Script) -> None:
+    """Nothing left in the queue, and the next request is answered."""
+    await eventually_async(lambda: served.waiting("m") == 0, "an empty queue")
+    assert mark_of(await served.infer(request(99))) == 99
+    assert await served.metric("paceline_lanes") == 0
+
+
+async def test_split_with_a_failing_part_is_one_clean_error_and_leaves_nothing_queued(tmp_path: Path) -> None:
+    script = Script()
+    async with serving(tmp_path, {"m": script.model}, config=SPLIT) as served:
+        async with busy(served, script) as gate:
+            (call,) = send(served, infer("m", {"a": rows_of_floats(100, 2)}))
+            await eventually_async(lambda: served.waiting("m") == 13, "all parts waiting")
+            script.errors[32] = ExecutionError("a bad part")  # the third: rows 16 to 23, marked 32 to 46
+            gate.open()
+            assert await failure_of(call) == (Code.INTERNAL, "model 'm': a bad part")
+        await _settled(served, script)
+    assert len(script.served) < 13
+
+
+async def test_split_whose_timeout_passes_is_one_clean_error_and_leaves_nothing_queued(tmp_path: Path) -> None:
+    script = Script()
+    policy = "default_queue_policy { default_timeout_microseconds: 50000 }"
+    text = f"max_batch_size: 8 dynamic_batching {{ {policy} }} {own(split_oversized=True)}"
+    async with serving(tmp_path, {"m": script.model}, config=text) as served:
+        async with busy(served, script):
+            code, text = await failure_of(served.infer(request(1, rows=100)))
+            assert code is Code.DEADLINE_EXCEEDED
+            assert "Request timeout expired" in text
+            assert served.waiting("m") == 0
+        await _settled(served, script)
+    assert script.served == [[99]]
+
+
+async def test_split_without_room_for_all_parts_is_refused_whole(tmp_path: Path) -> None:
+    script = Script()
+    async with serving(tmp_path, {"m": script.model}, config=SPLIT + own(max_queue_rows=50)) as served:
+        async with busy(served, script):
+            assert await failure_of(served.infer(request(1, rows=100))) == (
+                Code.RESOURCE_EXHAUSTED,
+                "model 'm': Exceeds maximum queue size of 50 rows",
+            )
+            assert served.waiting("m") == 0
+            (call,) = send(served, request(2, rows=50))
+            await eventually_async(lambda: served.waiting("m") == 7, "all parts waiting")
+        assert mark_of(await call) == 2
+        await _settled(served, script)
+
+
+async def test_split_cancelled_takes_all_parts_along(tmp_path: Path) -> None:
+    script = Script()
+    async with serving(tmp_path, {"m": script.model}, config=SPLIT) as served:
+        async with busy(served, script):
+            (call,) = send(served, request(1, rows=100))
+            await eventually_async(lambda: served.waiting("m") == 13, "all parts waiting")
+            call.cancel()
+            await eventually_async(lambda: served.waiting("m") == 0, "all parts gone")
+            assert totals(await served.metrics())["CANCELED"] == 13
+        await _settled(served, script)
+    assert script.served == [[99]]
+
+
+def told(answer: pb.ModelInferResponse) -> dict[str, object]:
+    parameters = answer.parameters
+    return {name: getattr(one, str(one.WhichOneof("parameter_choice"))) for name, one in parameters.items()}
+
+
+async def test_batch_info_is_that_of_the_batch_for_each_of_its_requests(tmp_path: Path) -> None:
+    script = Script()
+    script.model.latency = lambda rows: 0.02
+    async with serving(tmp_path, {"m": script.model}, config=SIZES) as served:
+        async with busy(served, script):
+            calls = await queued(served, (request(mark, paceline_batch_info=mark != 1) for mark in range(3)))
+        first, silent, third = [told(answer) for answer in await asyncio.gather(*calls)]
+        alone = told(await served.infer(request(9, paceline_batch_info=True)))
+    assert silent == {}
+    assert set(first) == {
+        "paceline_batch_id",
+        "paceline_batch_rows",
+        "paceline_batch_padded_rows",
+        "paceline_queue_us",
+        "paceline_compute_us",
+    }
+    assert first["paceline_batch_id"] == third["paceline_batch_id"] != alone["paceline_batch_id"]
+    assert (first["paceline_batch_rows"], first["paceline_batch_padded_rows"]) == (3, 4)
+    assert (alone["paceline_batch_rows"], alone["paceline_batch_padded_rows"]) == (1, 1)
+    assert first["paceline_compute_us"] == third["paceline_compute_us"]
+    assert 20_000 <= int(str(first["paceline_compute_us"])) < 10_000_000
+    assert int(str(first["paceline_queue_us"])) >= int(str(third["paceline_queue_us"])) >= 0
+    assert int(str(alone["paceline_queue_us"])) < 10_000_000
+
+
+async def test_batch_info_of_a_delayed_request_tells_the_delay(tmp_path: Path) -> None:
+    script = Script()
+    text = "max_batch_size: 8 dynamic_batching { max_queue_delay_microseconds: 80000 }"
+    async with serving(tmp_path, {"m": script.model}, config=text) as served:
+        info = told(await served.infer(request(1, paceline_batch_info=True)))
+    assert 80_000 <= int(str(info["paceline_queue_us"])) < 10_000_000
+
+
+async def test_batch_info_of_a_split_request_is_that_of_its_last_part(tmp_path: Path) -> None:
+    script = Script()
+    async with serving(tmp_path, {"m": script.model}, config=SPLIT) as served:
+        info = told(await served.infer(request(1, rows=20, paceline_batch_info=True)))
+    assert info["paceline_batch_rows"] == 4
+
+
+async def test_batch_info_of_the_wrong_type_is_refused(tmp_path: Path) -> None:
+    script = Script()
+    async with serving(tmp_path, {"m": script.model}, config=MERGE) as served:
+        assert await failure_of(served.infer(request(1, paceline_batch_info=1))) == (
+            Code.INVALID_ARGUMENT,
+            "model 'm': parameter 'paceline_batch_info': expected bool_param, got int64_param",
+        )

@@ -1,0 +1,51 @@
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+import pytest
+
+from bench.load import METHOD
+from bench.open_loop import Plan, drive, schedule_s
+
+
+@pytest.fixture
+async def target() -> AsyncIterator[str]:
+    """A server that answers with the request, never with b"never"."""
+
+    async def answer(request: bytes, context: Any) -> bytes:
+        if request == b"never":
+            await asyncio.Event().wait()
+        return request
+
+    service, method = METHOD.strip("/").split("/")
+    server = grpc.aio.server()
+    server.add_generic_rpc_handlers(
+        [grpc.method_handlers_generic_handler(service, {method: grpc.unary_unary_rpc_method_handler(answer)})]
+    )
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    yield f"127.0.0.1:{port}"
+    await server.stop(None)
+
+
+def test_schedule_has_the_rate_and_depends_on_the_seed_alone() -> None:
+    plan = Plan("", (), per_s=1_000, deadline_s=1, seconds=9, warmup_s=1, seed=1)
+    times_s = schedule_s(plan)
+    assert len(times_s) == pytest.approx(10_000, rel=0.1)
+    assert times_s == sorted(times_s) == schedule_s(plan)
+    assert times_s[-1] < 10
+
+
+async def test_drive_counts_what_was_sent_after_the_warm_up(target: str) -> None:
+    plan = Plan(target, (b"a",), per_s=200, deadline_s=30, seconds=0.3, warmup_s=0.1)
+    found = await drive(plan)
+    assert found["ok"] == found["offered"] == sum(at_s >= 0.1 for at_s in schedule_s(plan)) > 0
+    assert found["errors"] == {}
+
+
+async def test_drive_counts_what_is_not_answered_in_time_as_an_error(target: str) -> None:
+    found = await drive(Plan(target, (b"never",), per_s=100, deadline_s=0.05, seconds=0.2, warmup_s=0.0))
+    assert found["errors"] == {"DEADLINE_EXCEEDED": found["offered"]}
