@@ -18,8 +18,8 @@ from protos.inference_pb2 import ModelInferRequest, ModelInferResponse
 from protos.inference_pb2_grpc import GRPCInferenceServiceServicer, add_GRPCInferenceServiceServicer_to_server
 
 # The product's own choices, taken rather than repeated: a floor under other conditions would be no floor.
-from server.app import _OPTIONS
-from server.cli import _new_loop
+from server.app import GRPC_OPTIONS
+from server.cli import new_loop
 
 __all__ = ["Echo", "serve"]
 
@@ -37,7 +37,7 @@ class Echo(GRPCInferenceServiceServicer):
 
 async def serve() -> None:
     """Serve on a free loopback port until standard input ends."""
-    server = grpc.aio.server(options=_OPTIONS)
+    server = grpc.aio.server(options=GRPC_OPTIONS)
     add_GRPCInferenceServiceServicer_to_server(Echo(), server)  # type: ignore[no-untyped-call]
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
@@ -49,7 +49,7 @@ async def serve() -> None:
 
 
 def main() -> None:
-    with asyncio.Runner(loop_factory=_new_loop) as runner:
+    with asyncio.Runner(loop_factory=new_loop) as runner:
         runner.run(serve())
 
 

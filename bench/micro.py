@@ -10,6 +10,7 @@ import argparse
 import json
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
 from itertools import count, product
 from typing import Any
 
@@ -18,13 +19,14 @@ import numpy as np
 from backends.base import ModelSpec, TensorSpec
 from backends.batching import split, stack
 from bench.stats import spread
-from scheduler.batch_queue import BatchQueue
+from scheduler.batch_queue import BatchQueue, Entry
 from scheduler.policy import NEVER, BatchPolicy
 
 __all__ = ["batching_costs", "queue_costs"]
 
 DEPTHS = (10, 100_000)
 LANES = (1, 1_000)
+LEVELS = 3
 _BATCH_ROWS = 32
 _FAR_NS = 10**15
 _STRETCH = 2_000
@@ -32,17 +34,35 @@ _REQUESTS = 64
 _ROW_FLOATS = (16, 1_024, 65_536)
 
 
+@dataclass(frozen=True, slots=True)
+class _Case:
+    """So many requests waiting in so many lanes, with or without deadlines and priority levels."""
+
+    depth: int
+    lanes: int
+    deadlines: bool
+    levels: int
+
+    def policy(self) -> BatchPolicy:
+        return BatchPolicy(
+            max_batch_rows=_BATCH_ROWS, priority_levels=self.levels, default_priority_level=min(1, self.levels)
+        )
+
+    def push(self, queue: BatchQueue[None], now_ns: int) -> Entry[None]:
+        deadline_ns = now_ns + _FAR_NS if self.deadlines else NEVER
+        priority = 1 + now_ns % self.levels if self.levels else 0
+        return queue.push(None, 1, now_ns % self.lanes, now_ns, priority=priority, rpc_deadline_ns=deadline_ns)
+
+
 def queue_costs(seconds: float) -> list[dict[str, Any]]:
-    """Microseconds per request for each combination of depth, lanes and deadlines."""
+    """Microseconds per request for each combination of depth, lanes, deadlines and priority levels."""
     return [
         {
-            "depth": depth,
-            "lanes": lanes,
-            "deadlines": deadlines,
-            "push_poll_leave_us": _us_per_request(_passing(depth, lanes, deadlines), seconds),
-            "push_cancel_us": _us_per_request(_cancelling(depth, lanes, deadlines), seconds),
+            **asdict(case),
+            "push_poll_leave_us": _us_per_request(_passing(case), seconds),
+            "push_cancel_us": _us_per_request(_cancelling(case), seconds),
         }
-        for depth, lanes, deadlines in product(DEPTHS, LANES, (False, True))
+        for case in (_Case(*values) for values in product(DEPTHS, LANES, (False, True), (0, LEVELS)))
     ]
 
 
@@ -59,36 +79,33 @@ def _us_per_request(requests: Iterator[None], seconds: float) -> float:
     return spread(costs).median
 
 
-def _filled(depth: int, lanes: int, deadlines: bool) -> tuple[BatchQueue[None], Iterator[int]]:
-    """A queue with `depth` requests waiting in `lanes` lanes, and the moments that follow."""
-    queue: BatchQueue[None] = BatchQueue(BatchPolicy(max_batch_rows=_BATCH_ROWS))
+def _filled(case: _Case) -> tuple[BatchQueue[None], Iterator[int]]:
+    """A queue with as many requests waiting as the case says, and the moments that follow."""
+    queue: BatchQueue[None] = BatchQueue(case.policy())
     moments = count()
     for now_ns in moments:
-        queue.push(None, 1, now_ns % lanes, now_ns, _deadline_ns(now_ns, deadlines))
-        if queue.requests == depth:
+        case.push(queue, now_ns)
+        if queue.requests == case.depth:
             break
     queue.poll(next(moments), 0)
     return queue, moments
 
 
-def _deadline_ns(now_ns: int, deadlines: bool) -> int:
-    return now_ns + _FAR_NS if deadlines else NEVER
-
-
-def _passing(depth: int, lanes: int, deadlines: bool) -> Iterator[None]:
-    """Each step lets one request come and polls; a batch leaves whenever one too many wait."""
-    queue, moments = _filled(depth, lanes, deadlines)
+def _passing(case: _Case) -> Iterator[None]:
+    """Each step lets one request come and polls; a batch leaves whenever a batch too many wait."""
+    queue, moments = _filled(case)
     for now_ns in moments:
-        queue.push(None, 1, now_ns % lanes, now_ns, _deadline_ns(now_ns, deadlines))
-        queue.poll(now_ns, int(queue.requests > depth + _BATCH_ROWS))
+        case.push(queue, now_ns)
+        for batch in queue.poll(now_ns, int(queue.requests > case.depth + _BATCH_ROWS)).batches:
+            queue.done(batch, now_ns, 1_000_000)
         yield
 
 
-def _cancelling(depth: int, lanes: int, deadlines: bool) -> Iterator[None]:
+def _cancelling(case: _Case) -> Iterator[None]:
     """Each step lets one request come and changes its mind."""
-    queue, moments = _filled(depth, lanes, deadlines)
+    queue, moments = _filled(case)
     for now_ns in moments:
-        queue.cancel(queue.push(None, 1, now_ns % lanes, now_ns, _deadline_ns(now_ns, deadlines)))
+        queue.cancel(case.push(queue, now_ns))
         queue.poll(now_ns, 0)
         yield
 

@@ -135,7 +135,7 @@ def _absolute(series: Series) -> list[list[str]]:
 
 
 def _queue_rows(costs: Sequence[Mapping[str, Any]]) -> list[list[str]]:
-    head = ["waiting", "lanes", "deadlines", "push+poll+leave", "push+cancel+poll"]
+    head = ["waiting", "lanes", "deadlines", "levels", "push+poll+leave", "push+cancel+poll"]
     return [
         head,
         *(
@@ -143,6 +143,7 @@ def _queue_rows(costs: Sequence[Mapping[str, Any]]) -> list[list[str]]:
                 f"{one['depth']:,}",
                 f"{one['lanes']:,}",
                 "yes" if one["deadlines"] else "no",
+                str(one["levels"]),
                 f"{one['push_poll_leave_us']:.1f}",
                 f"{one['push_cancel_us']:.1f}",
             ]

@@ -99,20 +99,22 @@ class EchoProcess:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """`clients` clients send `request` to `subject` over and over; what it counted for `model`, if it counts."""
+    """`clients` clients send `request`, and `more` in turn with it, to `subject` over and over; what it counted for
+    `model`, if it counts."""
 
     name: str
     subject: Subject
     request: Path
     clients: int
     model: str = ""
+    more: tuple[Path, ...] = ()
 
     def measure(self, seconds: float, warmup_s: float) -> Sample:
         before, cpu_before_s = self._counters(), _cpu_s(self.subject.pid)
         answer = run_module(
             "load",
             self.subject.target,
-            str(self.request),
+            *map(str, (self.request, *self.more)),
             *("--clients", str(self.clients), "--seconds", str(seconds), "--warmup", str(warmup_s)),
             timeout_s=seconds + warmup_s + _SPARE_S,
         )
