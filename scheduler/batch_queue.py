@@ -18,6 +18,7 @@ from scheduler.lane import DELAYED, LEVEL, Entry, Lane, Watch
 from scheduler.latency import LatencyModel
 from scheduler.lazy_heap import LazyHeap
 from scheduler.policy import NEVER, BatchPolicy, TimeoutAction
+from scheduler.returns import Returns
 from scheduler.sizing import Cut, Sizing, Unreachable
 
 __all__ = ["Batch", "BatchQueue", "Entry", "Step", "Unreachable"]
@@ -69,6 +70,9 @@ class BatchQueue(Generic[T]):
         self.policy = policy
         self.requests = self.rows = self.size_bytes = 0
         self.latency = LatencyModel(policy.max_batch_rows)
+        self._returns = Returns()
+        configured = policy.max_queue_delay_ns or policy.preferred_batch_rows or policy.max_batch_requests
+        self._holds = policy.await_returns and not configured and policy.max_batch_rows > 1
         self._sizing = Sizing(policy, self.latency)
         self._instances = instances
         self._max_rows = policy.max_batch_rows
@@ -136,6 +140,8 @@ class BatchQueue(Generic[T]):
         self._count(entry, 1)
         if deadline_ns != NEVER:
             self._watch_deadline(entry)
+        if self._holds:
+            self._returns.arrived(key, rows, now_ns)
         self._add(lane, entry)
         return entry
 
@@ -154,7 +160,10 @@ class BatchQueue(Generic[T]):
         batches: list[Batch[T]] = []
         unreachable: list[Unreachable[T]] = []
         while len(batches) < idle and self._has_ready(now_ns):
-            batch = self._take(self._ready.pop(), now_ns, unreachable)
+            lane = self._ready.pop()
+            if self._holds and self._hold(lane, now_ns):
+                continue
+            batch = self._take(lane, now_ns, unreachable)
             if batch is not None:
                 batches.append(batch)
         wake_ns = self._wake_ns(may_start=len(batches) < idle)
@@ -165,6 +174,8 @@ class BatchQueue(Generic[T]):
         self._running.pop(batch.number, None)
         if duration_ns is not None:
             self.latency.observe(batch.key, batch.padded_rows, duration_ns, now_ns)
+            if self._holds:
+                self._returns.answered(batch.key, batch.rows, self.latency.base_ns(batch.key), now_ns)
 
     def again(self, key: Hashable, entries: Sequence[Entry[T]], now_ns: int) -> Batch[T]:
         """A batch of entries that have left in an earlier one, which failed; it starts now."""
@@ -174,6 +185,7 @@ class BatchQueue(Generic[T]):
     def flush(self) -> None:
         """From now on nothing waits for company: whatever is queued leaves as soon as an instance is idle."""
         self._delay_ns = 0
+        self._holds = False
         self._stale.clear()
         for lane in self._lanes.values():
             self._file_anew(lane)
@@ -197,16 +209,21 @@ class BatchQueue(Generic[T]):
             raise DeadlineUnreachable(rpc_deadline_ns - now_ns, needed_ns)
 
     def _wait_ns(self, key: Hashable, level: int, now_ns: int) -> int:
-        """How long a request of `level` that arrives now will wait at least, going by measured executions."""
-        busy = len(self._running) >= self._instances
-        if not busy and not self.requests:
-            return 0
-        ahead = self.rows if not level else sum(rows for other, rows in self._level_rows.items() if other <= level)
-        full = self.policy.max_batch_rows
-        wait_ns = ahead // full * self.latency.proven_ns(key, full, now_ns) // self._instances
-        if busy:
+        """How long a request of `level` that arrives now will wait at least, going by measured executions: until an
+        instance is free, and for the full batches ahead of it in its own lane. What other lanes hold may take turns."""
+        lane = self._lanes.get(key)
+        full_batches = self._rows_ahead(lane, level) // self._max_rows if lane is not None else 0
+        wait_ns = full_batches * self.latency.proven_ns(key, self._max_rows, now_ns) // self._instances
+        if len(self._running) >= self._instances:
             wait_ns += max(0, min(self._running.values()) - now_ns)
         return wait_ns
+
+    def _rows_ahead(self, lane: Lane[T], level: int) -> int:
+        if not self._has_levels:
+            return lane.rows
+        if len(self._lanes) > 1:
+            return 0  # not counted by lane and level
+        return sum(rows for other, rows in self._level_rows.items() if other <= level)
 
     def _count(self, entry: Entry[T], sign: int) -> None:
         self.requests += sign
@@ -336,6 +353,21 @@ class BatchQueue(Generic[T]):
             self._make_ready(lane)
         return self._ready.first_rank() is not None
 
+    def _hold(self, lane: Lane[T], now_ns: int) -> bool:
+        """Keep the lane waiting if those who were just answered will soon make its batch worth more; until then."""
+        if lane.rows >= self.policy.max_batch_rows:
+            return False
+        until_ns = self._returns.hold_until_ns(lane.key, lane.rows, now_ns)
+        first_ns = self._deadlines.first_rank()
+        if first_ns is not None:
+            until_ns = min(until_ns, first_ns - self.latency.longest_ns)
+        if until_ns <= now_ns:
+            return False
+        lane.ready_token = 0
+        lane.due_token = self._tokens = self._tokens + 1
+        self._due.push(until_ns, lane.due_token, lane)
+        return True
+
     def _take(self, lane: Lane[T], now_ns: int, unreachable: list[Unreachable[T]]) -> Batch[T] | None:
         """Let the lane's next batch leave: all that fits once somebody is overdue, else the preferred prefix, else all.
 
@@ -349,7 +381,7 @@ class BatchQueue(Generic[T]):
         cut = self._sizing.cut(lane.key, lane, min(limit, self.policy.max_batch_requests or limit))
         late: list[Unreachable[T]] = []
         if self._may_be_late(now_ns):
-            cut, late = self._sizing.most_in_time(lane.key, cut, now_ns)
+            cut, late = self._sizing.most_in_time(lane.key, lane, cut, now_ns)
         for entry in [one.entry for one in late] or cut.entries:
             lane.remove(entry)
             self._leave(entry)
@@ -382,7 +414,7 @@ class BatchQueue(Generic[T]):
     def _start(self, key: Hashable, cut: Cut[T], now_ns: int) -> Batch[T]:
         self._batches += 1
         batch = Batch(self._batches, key, cut.rows, cut.padded_rows, tuple(cut.entries))
-        self._running[batch.number] = now_ns + self.latency.expected_ns(key, cut.padded_rows)
+        self._running[batch.number] = now_ns + self.latency.proven_ns(key, cut.padded_rows, now_ns)
         return batch
 
     def _wake_ns(self, *, may_start: bool) -> int | None:

@@ -7,6 +7,7 @@ that is `batch_queue`. Everything runs on one event loop; only runners use other
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
@@ -25,7 +26,7 @@ from scheduler.errors import (
 )
 from scheduler.isolation import Suspects
 from scheduler.lane import Entry
-from scheduler.observer import BatchReport, Drop, NullObserver, Observer
+from scheduler.observer import BatchReport, Drop, GuardedObserver, NullObserver, Observer
 from scheduler.policy import NEVER, BatchPolicy
 from scheduler.runner import Outcome, Runner
 
@@ -33,6 +34,8 @@ __all__ = ["BatchFacts", "Batcher", "Pending"]
 
 P = TypeVar("P")
 R = TypeVar("R")
+
+_log = logging.getLogger("paceline.scheduler")
 
 # gRPC hands requests that have arrived to the loop one an iteration. While company is likely, an idle instance is kept
 # waiting for as many iterations without a new request, a few microseconds each, and never for more than the bound.
@@ -97,7 +100,7 @@ class Batcher(Generic[P, R]):
     ) -> None:
         self.policy = policy
         self._clock: Clock = clock or MonotonicClock()
-        self._observer: Observer = observer or NullObserver()
+        self._observer: Observer = GuardedObserver(observer) if observer else NullObserver()
         self._isolates = isolates
         self._queue: BatchQueue[Pending[P, R]] = BatchQueue(policy, len(runners))
         self._runners = tuple(runners)
@@ -245,14 +248,14 @@ class Batcher(Generic[P, R]):
         while self._suspects and self._idle:
             self._run_again(self._suspects.popleft(), now_ns)
         step = self._queue.poll(now_ns, len(self._idle))
+        for batch in step.batches:
+            self._execute(batch, None)
+        self._set_alarm(step.wake_ns)
         for entry in step.expired:
             self._drop(entry, Drop.EXPIRED, QueueTimeout(now_ns - entry.enqueued_ns))
         for late in step.unreachable:
             error = DeadlineUnreachable(late.entry.rpc_deadline_ns - now_ns, late.needed_ns)
             self._drop(late.entry, Drop.UNREACHABLE, error)
-        for batch in step.batches:
-            self._execute(batch, None)
-        self._set_alarm(step.wake_ns)
         if not self._accepts and not (self._queue.requests or self._running or self._suspects):
             self._drained.set()
 
@@ -283,27 +286,40 @@ class Batcher(Generic[P, R]):
         duration_ns = outcome.finished_ns - outcome.started_ns
         self._queue.done(batch, outcome.finished_ns, None if outcome.error else duration_ns)
         failed = self._search(batch, outcome.error, suspects) if outcome.error else ()
-        # The instance first: it starts on the next batch while the loop answers this one.
-        self._turn()
-        if outcome.executed is not None:
-            for entry, result in zip(batch.entries, outcome.executed.results, strict=True):
-                waited_ns = outcome.started_ns - entry.enqueued_ns
-                entry.payload.facts = BatchFacts(batch.number, batch.rows, batch.padded_rows, waited_ns, duration_ns)
-                self._answers.succeed(entry.payload, result)
-        for entry in failed:
-            self._fail(entry, _failure(outcome.error))
-        self._observer.on_batch(_report(batch, outcome, len(failed)))
+        try:
+            # The instance first: it starts on the next batch while the loop answers this one.
+            self._turn()
+        finally:
+            self._answer(batch, outcome, duration_ns)
+            for entry in failed:
+                self._fail(entry, _failure(outcome.error))
+            self._observer.on_batch(_report(batch, outcome, len(failed)))
+
+    def _answer(self, batch: Batch[Pending[P, R]], outcome: Outcome[R], duration_ns: int) -> None:
+        if outcome.executed is None:
+            return
+        for entry, result in zip(batch.entries, outcome.executed.results, strict=True):
+            waited_ns = outcome.started_ns - entry.enqueued_ns
+            entry.payload.facts = BatchFacts(batch.number, batch.rows, batch.padded_rows, waited_ns, duration_ns)
+            self._answers.succeed(entry.payload, result)
 
     def _search(
         self, batch: Batch[Pending[P, R]], error: BaseException, suspects: Suspects[Pending[P, R]] | None
     ) -> Sequence[Entry[Pending[P, R]]]:
         """Plan to run a failed batch again in halves. Returns the requests that fail for good."""
-        if not self.policy.isolate_failures or not self._isolates(error):
+        if not self.policy.isolate_failures or not self._may_isolate(error):
             return batch.entries
         suspects = suspects or Suspects.of_batch(batch.key, batch.entries)
         halves = suspects.halves()
         self._suspects.extend(halves)
         return () if halves else batch.entries
+
+    def _may_isolate(self, error: BaseException) -> bool:
+        try:
+            return self._isolates(error)
+        except Exception:  # noqa: BLE001 - the requests are owed an answer all the same
+            _log.exception("can't tell whether a failure may be isolated")
+            return False
 
     def _run_again(self, suspects: Suspects[Pending[P, R]], now_ns: int) -> None:
         waiting = []
@@ -338,7 +354,12 @@ class Batcher(Generic[P, R]):
 
 def _failure(cause: BaseException | None) -> ExecutionFailed:
     """An exception for one request of a failed batch; each gets its own, as tracebacks grow on shared ones."""
-    failed = ExecutionFailed(str(cause) or type(cause).__name__)
+    try:
+        text = str(cause)
+    except Exception:  # noqa: BLE001 - the requests are owed an answer all the same
+        _log.exception("an instance's error can't be told in words")
+        text = ""
+    failed = ExecutionFailed(text or type(cause).__name__)
     failed.__cause__ = cause
     return failed
 

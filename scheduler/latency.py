@@ -21,25 +21,53 @@ _PROOFS = 3
 _FRESH_NS = 1_000_000_000
 _FRESH_TIMES = 10
 """A measurement is fresh for a second, or for ten times what it measured."""
+_MARGIN = 2
+"""Mean deviations that an execution may take longer before it counts as unexpected."""
 _MAX_KEYS = 1024
 
 
-class _Curve:
-    """Time over rows for one shape key: the mean at each size seen, and a line through them all for the others."""
+class _Size:
+    """What is known of one number of rows: mean, mean deviation from it, how many measurements, when the last one."""
 
-    __slots__ = ("count", "counts", "duration", "last_ns", "means", "rows", "rows_duration", "rows_squared", "weight")
+    __slots__ = ("count", "deviation", "last_ns", "mean")
+
+    def __init__(self, duration_ns: int) -> None:
+        self.count = self.last_ns = 0
+        self.mean = float(duration_ns)
+        self.deviation = 0.0
+
+    def observe(self, duration_ns: int, now_ns: int) -> float:
+        """Learn; what the measurement counts as."""
+        taken = min(float(duration_ns), _OUTLIER * self.mean)
+        if self.count == 1 and taken < self.mean:
+            # The first execution of a size may have paid for preparing it, which says nothing of the next ones.
+            self.mean = taken
+        else:
+            self.deviation += _RISE * (min(abs(taken - self.mean), self.mean) - self.deviation)
+            self.mean += (_RISE if taken > self.mean else _FALL) * (taken - self.mean)
+        self.count += 1
+        self.last_ns = now_ns
+        return taken
+
+
+class _Curve:
+    """Time over rows for one shape key: the mean at each size seen, and a line through them all for the others. The
+    line knows nothing of first executions."""
+
+    __slots__ = ("count", "duration", "last_ns", "rows", "rows_duration", "rows_squared", "sizes", "weight")
 
     def __init__(self) -> None:
-        self.means: dict[int, float] = {}
-        self.counts: dict[int, int] = {}
+        self.sizes: dict[int, _Size] = {}
         self.count = self.last_ns = 0
         self.weight = self.rows = self.duration = self.rows_squared = self.rows_duration = 0.0
 
     def observe(self, rows: int, duration_ns: int, now_ns: int) -> None:
-        mean = self.means.get(rows, duration_ns)
-        taken = min(float(duration_ns), _OUTLIER * mean)
-        self.means[rows] = mean + (_RISE if taken > mean else _FALL) * (taken - mean)
-        self.counts[rows] = self.counts.get(rows, 0) + 1
+        size = self.sizes.get(rows)
+        if size is None:
+            size = self.sizes[rows] = _Size(duration_ns)
+        taken = size.observe(duration_ns, now_ns)
+        if size.count == 1:
+            return
         self.count += 1
         self.last_ns = now_ns
         self.weight = _KEEP * self.weight + 1
@@ -49,9 +77,11 @@ class _Curve:
         self.rows_duration = _KEEP * self.rows_duration + rows * taken
 
     def expected_ns(self, rows: int) -> int:
-        mean = self.means.get(rows)
-        if mean is not None:
-            return int(mean)
+        size = self.sizes.get(rows)
+        if size is not None:
+            return int(size.mean)
+        if not self.weight:
+            return int(min((one.mean for one in self.sizes.values()), default=0.0))
         mean_rows, mean_duration = self.rows / self.weight, self.duration / self.weight
         variance = self.rows_squared / self.weight - mean_rows * mean_rows
         slope = 0.0
@@ -60,18 +90,31 @@ class _Curve:
         return int(max(0.0, mean_duration + slope * (rows - mean_rows)))
 
     def proven_ns(self, rows: int, now_ns: int) -> int:
-        if self.counts.get(rows, self.count) < _PROOFS:
+        size = self.sizes.get(rows)
+        count, last_ns = (size.count, size.last_ns) if size is not None else (self.count, self.last_ns)
+        if count < _PROOFS:
             return 0
         expected_ns = self.expected_ns(rows)
-        fresh = now_ns - self.last_ns <= max(_FRESH_NS, _FRESH_TIMES * expected_ns)
+        fresh = now_ns - last_ns <= max(_FRESH_NS, _FRESH_TIMES * expected_ns)
         return expected_ns if fresh else 0
+
+    def base_ns(self) -> int:
+        few, many = min(self.sizes), max(self.sizes)
+        if few == many:
+            return 0
+        few_ns, many_ns = self.sizes[few].mean, self.sizes[many].mean
+        return int(max(0.0, few_ns - few * max(0.0, many_ns - few_ns) / (many - few)))
+
+    def margin_ns(self, rows: int) -> int:
+        size = self.sizes.get(rows)
+        return int(_MARGIN * size.deviation) if size is not None else 0
 
 
 class LatencyModel:
     """Execution times by shape key and rows, up to `max_rows`. Everything is O(1); the keys first seen longest ago are
     forgotten.
 
-    `longest_ns` is no less than any estimate, for a cheap look before an exact one.
+    `longest_ns` is about as long as anything was or is expected to take, for a cheap look before an exact one.
     """
 
     def __init__(self, max_rows: int) -> None:
@@ -87,7 +130,8 @@ class LatencyModel:
             if len(self._curves) > _MAX_KEYS:
                 self._curves.popitem(last=False)
         curve.observe(rows, duration_ns, now_ns)
-        self.longest_ns = max(self.longest_ns, duration_ns, curve.expected_ns(self._max_rows))
+        longest_ns = curve.expected_ns(self._max_rows) + curve.margin_ns(self._max_rows)
+        self.longest_ns = max(self.longest_ns, 2 * duration_ns, longest_ns)
 
     def expected_ns(self, key: Hashable, rows: int) -> int:
         """What a batch of `rows` rows is expected to take; 0 as long as nothing is known about the key."""
@@ -98,3 +142,13 @@ class LatencyModel:
         """The same where it is well enough known to refuse a request for it; else 0."""
         curve = self._curves.get(key)
         return curve.proven_ns(rows, now_ns) if curve is not None else 0
+
+    def margin_ns(self, key: Hashable, rows: int) -> int:
+        """How much longer than expected it may well take; 0 as long as nothing is known about the size."""
+        curve = self._curves.get(key)
+        return curve.margin_ns(rows) if curve is not None else 0
+
+    def base_ns(self, key: Hashable) -> int:
+        """What a batch costs whatever its rows, by the smallest and the largest size seen; 0 with fewer than two."""
+        curve = self._curves.get(key)
+        return curve.base_ns() if curve is not None else 0

@@ -5,12 +5,15 @@ Called on the event loop, on the hot path: implementations add to counters and r
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Protocol
 
-__all__ = ["BatchReport", "Drop", "NullObserver", "Observer"]
+__all__ = ["BatchReport", "Drop", "GuardedObserver", "NullObserver", "Observer"]
+
+_log = logging.getLogger("paceline.scheduler")
 
 
 class Drop(Enum):
@@ -54,3 +57,22 @@ class NullObserver:
 
     def on_batch(self, report: BatchReport) -> None:
         pass
+
+
+class GuardedObserver:
+    """Passes on to `observer` and logs what it raises: no request may be lost because somebody can't count it."""
+
+    def __init__(self, observer: Observer) -> None:
+        self._observer = observer
+
+    def on_drop(self, drop: Drop) -> None:
+        try:
+            self._observer.on_drop(drop)
+        except Exception:  # noqa: BLE001 - it is logged, and no business of the requests
+            _log.exception("the observer failed on a dropped request")
+
+    def on_batch(self, report: BatchReport) -> None:
+        try:
+            self._observer.on_batch(report)
+        except Exception:  # noqa: BLE001 - it is logged, and no business of the requests
+            _log.exception("the observer failed on a batch")

@@ -80,7 +80,8 @@ class BatchPolicy:
     `batch_sizes`: the only numbers of rows that the model may see (empty: any); batches are padded up to one or cut
     down to one, whichever costs less. `isolate_failures`: a failed batch is run again in halves, so that only the
     requests at fault fail. `deadline_aware`: a request that can't be answered before its RPC's deadline, going by
-    measured execution times, is not executed.
+    measured execution times, is not executed. `await_returns`: where no delay and no size is configured, an idle
+    instance is held back for callers who have just been answered, if they tend to come again at once.
     """
 
     max_batch_rows: int = 1
@@ -96,6 +97,7 @@ class BatchPolicy:
     batch_sizes: tuple[int, ...] = ()
     isolate_failures: bool = True
     deadline_aware: bool = True
+    await_returns: bool = False
 
     def __post_init__(self) -> None:
         _require(self.max_batch_rows >= 1, "max_batch_rows", ">= 1", self.max_batch_rows)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Hashable, Iterable, Sequence
+from itertools import islice
 from typing import Generic, NamedTuple, TypeVar
 
 from scheduler.lane import Entry
@@ -17,6 +18,9 @@ from scheduler.policy import BatchPolicy
 __all__ = ["Cut", "Sizing", "Unreachable"]
 
 T = TypeVar("T")
+
+_MOST_BATCHES = 8
+"""How far into a lane to look for requests that can be answered in time; what lies further back has its turn later."""
 
 
 class Unreachable(NamedTuple, Generic[T]):
@@ -54,32 +58,56 @@ class Sizing:
         fitting, rows = _fitting(entries, self._policy.max_batch_rows, max_requests)
         return self._to_allowed_size(key, fitting, rows) if self._policy.batch_sizes else Cut(fitting, rows, rows)
 
-    def most_in_time(self, key: Hashable, cut: Cut[T], now_ns: int) -> tuple[Cut[T], list[Unreachable[T]]]:
-        """Cut further, by halves, if that answers more requests in time per time spent.
+    def most_in_time(
+        self, key: Hashable, entries: Iterable[Entry[T]], cut: Cut[T], now_ns: int
+    ) -> tuple[Cut[T], list[Unreachable[T]]]:
+        """Another batch of the lane's `entries` than `cut`, their first ones, if that one would be late for somebody:
+        the size that answers the most requests in time per time spent.
 
-        Returns the batch, and who has to be given up for it. Giving one up so that many are answered beats a small
-        batch for its sake; a small batch beats a full one that is too late for everybody. Where no batch is in time
-        for anybody, those are given up that even a batch of their own would be too late for.
+        Returns the batch, and who has to be given up for it. What is too late for a size is skipped, and what follows
+        takes its place: under overload the oldest requests are those with the least time left, and small batches for
+        their sake would make everybody late. Where no batch is in time for anybody, those are given up that even a
+        batch of their own would be too late for.
         """
-        best, best_late, best_in_time, best_ns = cut, list[Unreachable[T]](), -1, 1
-        while True:
-            duration_ns = self._latency.proven_ns(key, cut.padded_rows, now_ns)
-            end_ns = now_ns + duration_ns
-            late = [Unreachable(one, duration_ns) for one in cut.entries if one.rpc_deadline_ns < end_ns]
-            in_time = len(cut.entries) - len(late)
-            if in_time * best_ns > best_in_time * max(1, duration_ns):
-                best, best_late, best_in_time, best_ns = cut, late, in_time, max(1, duration_ns)
-            if not late or len(cut.entries) == 1:
-                break
-            cut = self._half(key, cut)
-        if not best_in_time:
-            best_late = self._too_late_alone(key, best.entries, now_ns)
+        end_ns = now_ns + self._safe_ns(key, cut.padded_rows, now_ns)
+        if all(one.rpc_deadline_ns >= end_ns for one in cut.entries):
+            return cut, []
+        candidates = list(islice(entries, _MOST_BATCHES * len(cut.entries)))
+        limit, best, best_late, best_rate = cut.rows + 1, cut, list[Unreachable[T]](), 0.0
+        while limit > (smaller := min(cut.rows, max(limit // 2, cut.entries[0].rows))):
+            limit = cut.rows if limit > cut.rows else smaller
+            one, late = self._in_time(key, candidates, limit, len(cut.entries), now_ns)
+            rate = len(one.entries) / max(1, self._safe_ns(key, one.padded_rows, now_ns)) if one.entries else 0.0
+            if rate > best_rate:
+                best, best_late, best_rate = one, late, rate
+        if not best_rate:
+            best_late = self._too_late_alone(key, cut.entries, now_ns)
         return best, best_late
 
-    def _half(self, key: Hashable, cut: Cut[T]) -> Cut[T]:
-        limit = max(cut.rows // 2, cut.entries[0].rows)
-        fitting, rows = _fitting(cut.entries, limit, len(cut.entries) - 1)
-        return self._to_allowed_size(key, fitting, rows) if self._policy.batch_sizes else Cut(fitting, rows, rows)
+    def _in_time(
+        self, key: Hashable, entries: Sequence[Entry[T]], max_rows: int, max_requests: int, now_ns: int
+    ) -> tuple[Cut[T], list[Unreachable[T]]]:
+        """The first entries that a batch of up to `max_rows` rows is in time for, and those before them."""
+        needed_ns = self._safe_ns(key, self.padded(max_rows), now_ns)
+        fitting: list[Entry[T]] = []
+        late: list[Unreachable[T]] = []
+        rows = 0
+        for one in entries:
+            if len(fitting) == max_requests or rows + one.rows > max_rows:
+                break
+            if one.rpc_deadline_ns < now_ns + needed_ns:
+                late.append(Unreachable(one, needed_ns))
+            else:
+                fitting.append(one)
+                rows += one.rows
+        if late and 0 < rows < max_rows:
+            # Nobody is to be skipped for the sake of a size that isn't reached.
+            return self._in_time(key, entries, rows, max_requests, now_ns)
+        return Cut(fitting, rows, self.padded(rows) if rows else 0), late
+
+    def _safe_ns(self, key: Hashable, rows: int, now_ns: int) -> int:
+        proven_ns = self._latency.proven_ns(key, rows, now_ns)
+        return proven_ns + self._latency.margin_ns(key, rows) if proven_ns else 0
 
     def _too_late_alone(self, key: Hashable, entries: Sequence[Entry[T]], now_ns: int) -> list[Unreachable[T]]:
         alone = [(one, self._latency.proven_ns(key, self.padded(one.rows), now_ns)) for one in entries]

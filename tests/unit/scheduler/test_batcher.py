@@ -249,3 +249,49 @@ async def test_answered_requests_leave_no_reference_cycle_behind(bench: Bench) -
         assert gone() is None
     finally:
         gc.enable()
+
+
+class Broken:
+    """An observer that can't observe, and an error that can't be told."""
+
+    def on_drop(self, drop: Drop) -> None:
+        raise ValueError("no counter")
+
+    def on_batch(self, report: object) -> None:
+        raise ValueError("no counter")
+
+
+class Unspeakable(Exception):
+    def __str__(self) -> str:
+        raise ValueError("no words")
+
+
+async def test_observer_that_raises_loses_nobody() -> None:
+    clock = ManualClock(now_ns=1)
+    runner: StepRunner[str, str] = StepRunner(clock)
+    batcher: Batcher[str, str] = Batcher(
+        BatchPolicy(max_batch_rows=1, queue=QueuePolicy(default_timeout_ns=MS)),
+        [runner],
+        clock=clock,
+        observer=Broken(),
+    )
+    batcher.start()
+    runs = batcher.submit("runs", 1, "k")
+    await one_turn()
+    late = [batcher.submit("late", 1, "k"), batcher.submit("late", 1, "k")]
+    await one_turn()
+    clock.advance(MS)
+    runner.finish(str.upper)
+    assert await runs == "RUNS"
+    assert all(isinstance(one.exception(), QueueTimeout) for one in late)
+    batcher.close()
+
+
+async def test_error_that_cannot_be_told_in_words_still_answers() -> None:
+    bench = Bench(BatchPolicy(max_batch_rows=1))
+    (future,) = bench.submit("a")
+    await one_turn()
+    bench.runner.fail(Unspeakable())
+    with pytest.raises(ExecutionFailed, match="Unspeakable"):
+        await future
+    bench.batcher.close()

@@ -59,7 +59,7 @@ def test_hopeless_request_is_given_up_and_the_rest_is_not_cut_down_for_it() -> N
         queue.push(name, 1, "k", 0)
     step = queue.poll(2 * MS, idle=1)
     assert names(step) == [["a", "b", "c"]]
-    assert [(late.entry.payload, late.needed_ns) for late in step.unreachable] == [("hopeless", 13 * MS)]
+    assert [(late.entry.payload, late.needed_ns) for late in step.unreachable] == [("hopeless", 12 * MS)]
 
 
 def test_refusals_for_a_measurement_that_nobody_can_renew_come_to_an_end() -> None:
@@ -98,3 +98,29 @@ def test_batch_gives_up_one_rather_than_being_cut_down_for_its_sake() -> None:
     step = queue.poll(0, idle=1)
     assert [late.entry.payload for late in step.unreachable] == ["hasty"]
     assert names(step) == [list("abcdefg")]
+
+
+def test_push_is_not_refused_for_rows_of_other_shapes_that_may_take_turns() -> None:
+    queue = measured(BatchPolicy(max_batch_rows=1), {1: 100})
+    for number in range(30):
+        queue.push("other", 1, f"other {number}", 0)
+    queue.push("in time", 1, "k", 0, rpc_deadline_ns=150 * MS)
+
+
+def test_push_is_not_refused_for_an_execution_that_only_one_measurement_calls_long() -> None:
+    queue = measured(BatchPolicy(max_batch_rows=1), {1: 5})
+    queue.latency.observe("slow once", 1, 5_000 * MS, 0)
+    queue.push("runs", 1, "slow once", 0)
+    assert names(queue.poll(0, idle=1)) == [["runs"]]
+    queue.push("in time", 1, "k", 0, rpc_deadline_ns=50 * MS)
+
+
+def test_overload_serves_the_requests_that_can_still_be_met_and_skips_the_late_ones() -> None:
+    queue = measured(BatchPolicy(max_batch_rows=4), {1: 10, 2: 11, 3: 12, 4: 13})
+    for number in range(4):
+        queue.push(f"late {number}", 1, "k", 0, rpc_deadline_ns=20 * MS + number)
+    for number in range(4):
+        queue.push(f"p{number}", 1, "k", 0, rpc_deadline_ns=90 * MS)
+    step = queue.poll(10 * MS, idle=1)
+    assert [late.entry.payload for late in step.unreachable] == [f"late {number}" for number in range(4)]
+    assert names(step) == [["p0", "p1", "p2", "p3"]]

@@ -55,7 +55,21 @@ def test_proven_needs_several_measurements_of_that_size() -> None:
     assert model.proven_ns("k", 1, 0) == 1_000
     model.observe("k", 2, 5_000, 0)
     assert model.proven_ns("k", 2, 0) == 0
+    assert model.proven_ns("k", 64, 0) == 0
+    model.observe("k", 2, 5_000, 0)
     assert model.proven_ns("k", 64, 0) > 0
+
+
+def test_proven_goes_stale_for_each_size_by_itself() -> None:
+    model = learned(*[5 * SECOND] * 3, rows=32)
+    for second in range(100):
+        model.observe("k", 1, 1_000, second * SECOND)
+    assert model.proven_ns("k", 32, 51 * SECOND) == 0
+    assert model.proven_ns("k", 1, 99 * SECOND) > 0
+
+
+def test_first_execution_of_a_size_says_nothing_of_the_next_ones() -> None:
+    assert learned(10 * SECOND, 1_000).expected_ns("k", 1) == 1_000
 
 
 def test_proven_after_a_cold_start_falls_within_a_few_measurements() -> None:

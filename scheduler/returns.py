@@ -1,0 +1,72 @@
+"""Whether those who were just answered come again at once, and how long to wait for them.
+
+Lives here: one observation per shape key and the rule made of it (docs/decisions/0001-release-when-idle.md). Must not:
+decide when it applies; that is `batch_queue`.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Hashable
+
+__all__ = ["Returns"]
+
+_WEIGHT = 0.1
+_PARTS = (64, 32, 16, 8, 4)
+"""A time in which clients may return is this part of the cost of a batch without its rows."""
+_LEAST_SHARE = 0.5
+_LEAST_MORE = 0.5
+_MAX_KEYS = 1024
+
+
+class _Key:
+    __slots__ = ("answered_ns", "answered_rows", "base_ns", "came", "shares")
+
+    def __init__(self) -> None:
+        self.shares = [0.0] * len(_PARTS)
+        self.came = [0] * len(_PARTS)
+        self.answered_ns = self.answered_rows = self.base_ns = 0
+
+
+class Returns:
+    """Shares of a batch's rows that arrive soon after its answers."""
+
+    def __init__(self) -> None:
+        self._keys: OrderedDict[Hashable, _Key] = OrderedDict()
+
+    def arrived(self, key: Hashable, rows: int, now_ns: int) -> None:
+        """Note an arrival."""
+        known = self._keys.get(key)
+        if known is None or 4 * (now_ns - known.answered_ns) > known.base_ns:
+            return
+        for place, part in enumerate(_PARTS):
+            if part * (now_ns - known.answered_ns) <= known.base_ns:
+                known.came[place] += rows
+
+    def answered(self, key: Hashable, rows: int, base_ns: int, now_ns: int) -> None:
+        """Note answers; `base_ns` is what a batch costs without its rows."""
+        known = self._keys.get(key)
+        if known is None:
+            known = self._keys[key] = _Key()
+            if len(self._keys) > _MAX_KEYS:
+                self._keys.popitem(last=False)
+        elif known.answered_rows:
+            for place, came in enumerate(known.came):
+                share = min(1.0, came / known.answered_rows)
+                known.shares[place] += _WEIGHT * (share - known.shares[place])
+        known.came = [0] * len(_PARTS)
+        known.answered_ns, known.answered_rows, known.base_ns = now_ns, rows, base_ns
+
+    def hold_until_ns(self, key: Hashable, waiting_rows: int, now_ns: int) -> int:
+        """Until when an idle instance should wait for company; not after `now_ns`: not at all."""
+        known = self._keys.get(key)
+        if known is None or 4 * (now_ns - known.answered_ns) >= known.base_ns:
+            return 0
+        best, until_ns = 0.0, 0
+        for part, share, came in zip(_PARTS, known.shares, known.came, strict=True):
+            left_ns = known.base_ns // part - (now_ns - known.answered_ns)
+            more = share * known.answered_rows - came
+            gain = more * known.base_ns - waiting_rows * left_ns
+            if share >= _LEAST_SHARE and left_ns > 0 and more >= _LEAST_MORE and gain > best:
+                best, until_ns = gain, now_ns + left_ns
+        return until_ns
