@@ -41,6 +41,7 @@ class OwnSettings:
     max_queue_bytes: int = 0
     isolate_failures: bool = True
     deadline_aware: bool = True
+    await_returns: bool = False
     split_oversized: bool = False
 
 
@@ -95,6 +96,7 @@ def batch_policy(config: pb.ModelConfig, max_rows: int, *, merges: bool, default
             batch_sizes=own.batch_sizes,
             isolate_failures=own.isolate_failures,
             deadline_aware=own.deadline_aware,
+            await_returns=own.await_returns,
         )
     except PolicyError as error:
         prefix = _PREFIX if str(error).startswith("batch_sizes:") else "dynamic_batching."
@@ -160,6 +162,7 @@ _READERS: Mapping[str, tuple[Callable[[str], object], str]] = {
     "max_queue_bytes": (_count, "a whole number >= 0"),
     "isolate_failures": (_boolean, "true or false"),
     "deadline_aware": (_boolean, "true or false"),
+    "await_returns": (_boolean, "true or false"),
     "split_oversized": (_boolean, "true or false"),
 }
 _OF_BACKENDS = {"execute_delay_per_row_us"}

@@ -80,7 +80,9 @@ class ModelCodec:
         for tensor, shape, index in zip(request.inputs, shapes, order, strict=True):
             self._check_tensor(tensor, shape, index)
         inputs = self._arrays(request, shapes, order)
-        free = tuple(inputs[index].shape[1:] for index in self._free) if self._max_batch_rows else ()
+        # Without a batch axis nothing is merged, but execution times are learned for each key apart.
+        lead = 1 if self._max_batch_rows else 0
+        free = tuple(inputs[index].shape[lead:] for index in self._free)
         return DecodedRequest(inputs, rows, free, outputs, parameters)
 
     def encode(self, request: ModelInferRequest, decoded: DecodedRequest, results: Tensors) -> ModelInferResponse:

@@ -51,7 +51,7 @@ class Metrics:
             self._counters.append(name)
             return Gauge(name, what, (*_LABELS, *labels), registry=self.registry)
 
-        self.success = counter("nv_inference_request_success", "Requests answered")
+        self.success = counter("nv_inference_request_success", "Requests executed without failure")
         self.failure = counter("nv_inference_request_failure", "Requests failed, by reason", "reason")
         self.rows = counter("nv_inference_count", "Rows executed")
         self.executions = counter("nv_inference_exec_count", "Batches executed")

@@ -30,7 +30,8 @@ __all__ = ["ModelState", "Repository", "ServedModel"]
 _log = logging.getLogger("paceline.server.repository")
 
 
-_MAX_SPLIT_ROWS = 2**31 - 1
+_MAX_PARTS = 1024
+"""Parts of a request that is executed in parts: rows without elements cost no bytes, so something has to bound them."""
 
 
 class ModelState(Enum):
@@ -51,7 +52,7 @@ class ServedModel:
         self.counts_bytes = loaded.plan.policy.limits.max_bytes > 0
         # Apart from its number, which begins anew with every load, what a caller gets to see as the id of a batch.
         self.batch_id_prefix = secrets.token_hex(4)
-        limit = _MAX_SPLIT_ROWS if loaded.plan.splits else self.max_batch_rows
+        limit = _MAX_PARTS * self.max_batch_rows if loaded.plan.splits else self.max_batch_rows
         self.codec = codec_for(self.name, self.version, self.spec, limit)
         observer = metrics.model(self.name, self.version)
         self._loaded = loaded

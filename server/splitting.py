@@ -14,8 +14,11 @@ import numpy as np
 from backends.base import Array, Tensors
 from scheduler.batcher import Batcher, Pending
 from scheduler.errors import ExecutionFailed
+from scheduler.policy import BatchPolicy
 
 __all__ = ["submit_parts"]
+
+_MANY = 2**31
 
 
 async def submit_parts(
@@ -31,13 +34,33 @@ async def submit_parts(
         for start in range(0, rows, limit):
             share = min(limit, rows - start)
             part = tuple(array[start : start + share] for array in inputs)
-            parts.append(batcher.submit(part, share, key, size_bytes=size_bytes * share // rows, **how))
+            bytes_of_part = size_bytes * share // rows
+            await _until_room(parts, _parts_at_once(batcher.policy, bytes_of_part, how.get("priority", 0)))
+            parts.append(batcher.submit(part, share, key, size_bytes=bytes_of_part, **how))
         results = await asyncio.gather(*parts)
     except BaseException:
         for pending in parts:
             pending.cancel()
         raise
     return [_joined(number, column) for number, column in enumerate(zip(*results, strict=True))], parts[-1]
+
+
+def _parts_at_once(policy: BatchPolicy, bytes_of_part: int, priority: int) -> int:
+    """How many parts fit into an empty queue: a request must not be refused for the room that it takes up itself."""
+    bounds = (
+        policy.queue_policy(policy.level_of(priority)).max_queue_size,
+        policy.limits.max_rows and max(1, policy.limits.max_rows // policy.max_batch_rows),
+        policy.limits.max_bytes and max(1, policy.limits.max_bytes // max(1, bytes_of_part)),
+    )
+    return min((bound for bound in bounds if bound), default=_MANY)
+
+
+async def _until_room(parts: Sequence[Pending[Tensors, Tensors]], at_once: int) -> None:
+    """Wait until fewer than `at_once` parts are out; raises what one of them met."""
+    while len(out := [pending for pending in parts if not pending.done()]) >= at_once:
+        done, _ = await asyncio.wait(out, return_when=asyncio.FIRST_COMPLETED)
+        for pending in done:
+            pending.result()
 
 
 def _joined(number: int, parts: Sequence[Array]) -> Array:

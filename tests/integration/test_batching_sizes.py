@@ -17,7 +17,7 @@ from protos import inference_pb2 as pb
 from tests.integration.scripted import Script, busy, mark_of, own, queued, request, send, totals
 from tests.integration.serving import Served, failure_of, serving
 from tests.polling import eventually_async
-from tests.wire import infer, rows_of_floats
+from tests.wire import add_raw, infer, rows_of_floats
 
 Code = grpc.StatusCode
 MERGE = "max_batch_size: 8 dynamic_batching { }"
@@ -151,18 +151,24 @@ async def test_split_whose_timeout_passes_is_one_clean_error_and_leaves_nothing_
     assert script.served == [[99]]
 
 
-async def test_split_without_room_for_all_parts_is_refused_whole(tmp_path: Path) -> None:
+async def test_split_larger_than_the_queue_waits_for_room_among_its_own_parts(tmp_path: Path) -> None:
     script = Script()
     async with serving(tmp_path, {"m": script.model}, config=SPLIT + own(max_queue_rows=50)) as served:
         async with busy(served, script):
-            assert await failure_of(served.infer(request(1, rows=100))) == (
-                Code.RESOURCE_EXHAUSTED,
-                "model 'm': Exceeds maximum queue size of 50 rows",
-            )
-            assert served.waiting("m") == 0
-            (call,) = send(served, request(2, rows=50))
-            await eventually_async(lambda: served.waiting("m") == 7, "all parts waiting")
+            (call,) = send(served, request(2, rows=100))
+            await eventually_async(lambda: served.waiting("m") == 6, "as many parts waiting as have room")
         assert mark_of(await call) == 2
+        await _settled(served, script)
+
+
+async def test_split_of_absurdly_many_rows_is_refused_before_anything_is_made_of_them(tmp_path: Path) -> None:
+    script = Script()
+    absurd = pb.ModelInferRequest(model_name="m")
+    add_raw(absurd, "a", "FP32", [2**31 - 1, 2], b"")
+    async with serving(tmp_path, {"m": script.model}, config=SPLIT) as served:
+        code, text = await failure_of(served.infer(absurd))
+        assert code is Code.INVALID_ARGUMENT
+        assert "expected a batch of 1 to 8192 rows" in text
         await _settled(served, script)
 
 

@@ -197,6 +197,7 @@ def test_own_settings_of_no_parameters_are_the_defaults() -> None:
         ("isolate_failures", "false", False),
         ("isolate_failures", "0", False),
         ("deadline_aware", "FALSE", False),
+        ("await_returns", "true", True),
         ("deadline_aware", " true ", True),
         ("split_oversized", "1", True),
     ],
@@ -231,7 +232,7 @@ def test_own_setting_that_does_not_exist_is_refused_naming_those_that_do() -> No
     with pytest.raises(ConfigError) as caught:
         own(parameter("isolate_failure", "true"))
     assert str(caught.value) == (
-        "parameters: expected one of ['paceline.batch_sizes', 'paceline.deadline_aware', "
+        "parameters: expected one of ['paceline.await_returns', 'paceline.batch_sizes', 'paceline.deadline_aware', "
         "'paceline.execute_delay_per_row_us', 'paceline.isolate_failures', 'paceline.max_queue_bytes', "
         "'paceline.max_queue_rows', 'paceline.split_oversized'], got 'paceline.isolate_failure'"
     )

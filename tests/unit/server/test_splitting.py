@@ -122,13 +122,30 @@ async def test_split_part_that_fails_fails_the_request_once_and_takes_the_others
     ],
     ids=["requests", "rows", "bytes"],
 )
-async def test_split_request_that_the_queue_has_no_room_for_is_refused_whole(policy: BatchPolicy) -> None:
+async def test_split_request_larger_than_the_queue_is_not_refused_for_its_own_parts(policy: BatchPolicy) -> None:
     bench = Bench(policy)
+    whole = rows_of_floats(16)
+    call = bench.submit(whole, size_bytes=128)
+    await several_turns()
+    await bench.run_all()
+    (joined,), _ = await call
+    np.testing.assert_array_equal(joined, -whole)
+    assert bench.rows == [[4], [4], [4], [4]]
+    assert not bench.seen.drops
+    bench.batcher.close()
+
+
+async def test_split_request_that_others_leave_no_room_for_is_refused_whole() -> None:
+    bench = Bench(BatchPolicy(max_batch_rows=4, queue=QueuePolicy(max_queue_size=2)))
+    runs = bench.batcher.submit((rows_of_floats(4),), 4, "other")
+    await several_turns()
+    waits = bench.batcher.submit((rows_of_floats(4),), 4, "other")
     with pytest.raises(QueueFull):
         await bench.submit(rows_of_floats(16), size_bytes=128)
-    assert bench.batcher.waiting_requests == bench.batcher.lanes == 0
-    await several_turns()
-    assert bench.rows == []
+    assert bench.batcher.waiting_requests == 1
+    await bench.run_all()
+    assert runs.done()
+    assert waits.done()
     bench.batcher.close()
 
 
