@@ -173,28 +173,15 @@ async def _execute(
     model: ServedModel, decoded: DecodedRequest, rpc_deadline_ns: int
 ) -> tuple[Tensors, Pending[Tensors, Tensors]]:
     """Have the batcher run the request; the results, and what was waited for (of a split request, the last part)."""
-    parameters = decoded.parameters
-    size_bytes = sum(map(tensor_bytes, decoded.inputs)) if model.counts_bytes else 0
+    how = {
+        "size_bytes": sum(map(tensor_bytes, decoded.inputs)) if model.counts_bytes else 0,
+        "priority": decoded.parameters.priority,
+        "timeout_ns": decoded.parameters.timeout_ns,
+        "rpc_deadline_ns": rpc_deadline_ns,
+    }
     if model.max_batch_rows and decoded.rows > model.max_batch_rows:
-        return await submit_parts(
-            model.batcher,
-            decoded.inputs,
-            decoded.rows,
-            decoded.key,
-            size_bytes=size_bytes,
-            priority=parameters.priority,
-            timeout_ns=parameters.timeout_ns,
-            rpc_deadline_ns=rpc_deadline_ns,
-        )
-    pending = model.batcher.submit(
-        decoded.inputs,
-        decoded.rows,
-        decoded.key,
-        size_bytes=size_bytes,
-        priority=parameters.priority,
-        timeout_ns=parameters.timeout_ns,
-        rpc_deadline_ns=rpc_deadline_ns,
-    )
+        return await submit_parts(model.batcher, decoded.inputs, decoded.rows, decoded.key, **how)
+    pending = model.batcher.submit(decoded.inputs, decoded.rows, decoded.key, **how)
     return await pending, pending
 
 
