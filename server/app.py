@@ -23,6 +23,7 @@ from server.addresses import host_and_port, resolve
 from server.config import Settings
 from server.errors import StartError
 from server.health import HealthService
+from server.inference import Inference
 from server.layout import find_models
 from server.metrics import Metrics, MetricsEndpoint
 from server.reflection import INFERENCE_SERVICE, Reflection
@@ -75,7 +76,8 @@ class Server:
         self._settings = settings
         self._metrics = Metrics()
         self.repository = Repository(self._metrics, backend_of, settings.model_load_thread_count, settings.batching)
-        self._service = InferenceService(self.repository, settings.server_id, product_version())
+        self._inference = Inference(self.repository)
+        self._service = InferenceService(self._inference, self.repository, settings.server_id, product_version())
         self._endpoint: MetricsEndpoint | None = None
         self._grpc: grpc.aio.Server | None = None
         self._health: HealthService
@@ -99,7 +101,7 @@ class Server:
             await self.repository.stop()
             await self._take_down()
             raise
-        self._service.serving = True
+        self._inference.serving = True
         self._health.set_serving(self.repository.ready)
         where = host_and_port(self._settings.grpc_address, self.grpc_port)
         _log.info("ready: gRPC on %s%s", where, self._say_metrics())
@@ -112,7 +114,7 @@ class Server:
         grace_s = self._settings.exit_timeout_secs if grace_s is None else grace_s
         began = time.monotonic()
         _log.info("stopping: accepted requests have %g s to end", grace_s)
-        self._service.serving = False
+        self._inference.serving = False
         if self._grpc is not None:
             self._health.close()
             self._reflection.close()
@@ -124,7 +126,7 @@ class Server:
             in_time = False
             _log.warning("gave up on executions that ran longer than the %g s of grace", grace_s)
         else:
-            await self._service.refuse_until_quiet()
+            await self._inference.refuse_until_quiet()
         left_s = grace_s - (time.monotonic() - began)
         await self._take_down(min(max(_LAST_WORDS_S, left_s), _LONGEST_WORDS_S))
         _log.info("stopped after %.1f s", time.monotonic() - began)

@@ -12,6 +12,7 @@ import pytest
 
 from protos import inference_pb2 as pb
 from protos.inference_pb2_grpc import GRPCInferenceServiceStub
+from server.inference import Inference
 from server.metrics import Metrics
 from server.repository import Repository, ServedModel
 from server.service import InferenceService
@@ -31,8 +32,8 @@ class Broken(Repository):
 
 
 class Bench:
-    def __init__(self, service: InferenceService, repository: Broken, stub: Any) -> None:
-        self.service = service
+    def __init__(self, inference: Inference, repository: Broken, stub: Any) -> None:
+        self.inference = inference
         self.repository = repository
         self.stub = stub
 
@@ -44,14 +45,15 @@ class Bench:
 @pytest.fixture
 async def bench() -> AsyncIterator[Bench]:
     repository = Broken(KeyError("x"))
-    service = InferenceService(repository, "id", "1")
-    service.serving = True
+    inference = Inference(repository)
+    inference.serving = True
+    service = InferenceService(inference, repository, "id", "1")
     server = grpc.aio.server()
     service.add_to(server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
-        yield Bench(service, repository, GRPCInferenceServiceStub(channel))  # type: ignore[no-untyped-call]
+        yield Bench(inference, repository, GRPCInferenceServiceStub(channel))  # type: ignore[no-untyped-call]
     await server.stop(None)
 
 
@@ -81,24 +83,24 @@ async def test_unforeseen_error_in_one_call_leaves_the_next_alone(bench: Bench) 
 
 
 async def test_not_serving_refuses_inference_before_anything_else(bench: Bench) -> None:
-    bench.service.serving = False
+    bench.inference.serving = False
     assert await bench.outcome() == (Code.UNAVAILABLE, "the server is stopping")
 
 
 async def test_not_serving_is_live_and_not_ready(bench: Bench) -> None:
     assert (await bench.stub.ServerReady(pb.ServerReadyRequest())).ready
-    bench.service.serving = False
+    bench.inference.serving = False
     assert not (await bench.stub.ServerReady(pb.ServerReadyRequest())).ready
     assert (await bench.stub.ServerLive(pb.ServerLiveRequest())).live
 
 
 async def test_refuse_until_quiet_ends_soon_when_nobody_calls(bench: Bench) -> None:
-    await asyncio.wait_for(bench.service.refuse_until_quiet(), 0.9)
-    assert not bench.service.serving
+    await asyncio.wait_for(bench.inference.refuse_until_quiet(), 0.9)
+    assert not bench.inference.serving
 
 
 async def test_refuse_until_quiet_refuses_who_calls_meanwhile_and_ends_though_they_go_on(bench: Bench) -> None:
-    quiet = asyncio.create_task(bench.service.refuse_until_quiet())
+    quiet = asyncio.create_task(bench.inference.refuse_until_quiet())
     refused = 0
     while not quiet.done():
         code, _ = await bench.outcome()

@@ -1,0 +1,76 @@
+"""The boundary at which whatever an RPC raises becomes the status that its caller gets.
+
+Lives here: `answering`, and the words of a status. Must not: know any RPC. The table itself: `server/errors.py`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from functools import wraps
+from typing import Any, TypeVar
+
+import grpc
+from google.protobuf.message import DecodeError
+
+from protos import inference_pb2 as pb
+from scheduler.errors import SchedulerError
+from server.errors import InvalidRequest, status_of
+
+__all__ = ["Context", "Method", "answering", "status_and_text"]
+
+_log = logging.getLogger("paceline.server.service")
+
+_MAX_TEXT_BYTES = 2_000
+"""Of a status's message. It travels in a header, each byte written as up to three, and a client that gets more than
+8 KiB of headers drops the answer and reports RESOURCE_EXHAUSTED instead."""
+
+RequestT = TypeVar("RequestT")
+ResponseT = TypeVar("ResponseT")
+Context = Any
+Method = Callable[[Any, RequestT, Context], Awaitable[ResponseT]]
+
+
+def answering(method: Method[RequestT, ResponseT]) -> Method[RequestT, ResponseT]:
+    """Turn whatever `method`, a unary RPC, raises into the status that the table gives it."""
+
+    @wraps(method)
+    async def answer(self: Any, request: RequestT, context: Context) -> ResponseT:
+        try:
+            if isinstance(request, DecodeError):
+                raise InvalidRequest(str(request))
+            return await method(self, request, context)
+        except asyncio.CancelledError:
+            raise
+        except Exception as error:  # noqa: BLE001 - the caller is owed an answer
+            code, text = status_and_text(error, request, method.__name__)
+        await context.abort(code, text)
+        raise AssertionError("abort returned")
+
+    return answer
+
+
+def status_and_text(error: Exception, request: object, rpc: str) -> tuple[grpc.StatusCode, str]:
+    """What the caller of `rpc` gets for `error`; what no table foresees is logged with its traceback."""
+    code = status_of(error)
+    if code is None:
+        _log.error("%s failed on something unforeseen", rpc, exc_info=error)
+        return grpc.StatusCode.INTERNAL, _sendable(f"internal error: {type(error).__name__}: {error}")
+    return code, _sendable(_text(request, error))
+
+
+def _text(request: object, error: Exception) -> str:
+    """What the caller reads. The batcher's own errors don't know the model's name."""
+    if isinstance(error, SchedulerError) and isinstance(request, pb.ModelInferRequest):
+        return f"model '{request.model_name}': {error}"
+    return str(error)
+
+
+def _sendable(text: str) -> str:
+    """`text`, its middle left out if it is too long to arrive, and without what UTF-8 can't say."""
+    data = text.encode(errors="backslashreplace")
+    if len(data) > _MAX_TEXT_BYTES:
+        half = _MAX_TEXT_BYTES // 2
+        data = data[:half] + b" [...] " + data[-half:]
+    return data.decode(errors="ignore")
