@@ -13,13 +13,14 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from typing import Generic, NamedTuple, TypeVar
 
-from scheduler.errors import DeadlineUnreachable, QueueFull, RequestTooLarge
+from scheduler.errors import DeadlineUnreachable, RequestTooLarge
 from scheduler.lane import DELAYED, LEVEL, Entry, Lane, Watch
 from scheduler.latency import LatencyModel
 from scheduler.lazy_heap import LazyHeap
 from scheduler.policy import NEVER, BatchPolicy, TimeoutAction
 from scheduler.returns import Returns
 from scheduler.sizing import Cut, Sizing, Unreachable
+from scheduler.waiting import Waiting
 
 __all__ = ["Batch", "BatchQueue", "Entry", "Step", "Unreachable"]
 
@@ -69,7 +70,7 @@ class BatchQueue(Generic[T]):
 
     def __init__(self, policy: BatchPolicy, instances: int = 1) -> None:
         self.policy = policy
-        self.requests = self.rows = self.size_bytes = 0
+        self._waiting = Waiting(policy)
         self.latency = LatencyModel(policy.max_batch_rows)
         self._returns = Returns()
         configured = policy.max_queue_delay_ns or policy.preferred_batch_rows or policy.max_batch_requests
@@ -78,8 +79,9 @@ class BatchQueue(Generic[T]):
         self._instances = instances
         self._max_rows = policy.max_batch_rows
         self._has_levels = policy.priority_levels > 0
-        self._is_bounded = bool(policy.limits.max_rows or policy.limits.max_bytes)
+        self._queue_policy, self._queue_policies = policy.queue, policy.priority_queue
         self._preferred = policy.preferred
+        self._pads = bool(policy.batch_sizes)
         self._max_preferred = max(policy.preferred)
         self._delay_ns = policy.max_queue_delay_ns
         self._seq = self._tokens = self._batches = 0
@@ -88,20 +90,38 @@ class BatchQueue(Generic[T]):
         self._ready: LazyHeap[Lane[T]] = LazyHeap(_is_ready)
         self._due: LazyHeap[Lane[T]] = LazyHeap(_is_due)
         self._deadlines: LazyHeap[Watch[T]] = LazyHeap(_is_watched)
-        self._level_requests: dict[int, int] = {}
-        self._level_rows: dict[int, int] = {}
-        self._running: dict[int, int] = {}
+        self._running: dict[int, tuple[Batch[T], int]] = {}
+
+    @property
+    def requests(self) -> int:
+        """How many requests wait."""
+        return self._waiting.requests
+
+    @property
+    def rows(self) -> int:
+        """How many rows they have."""
+        return self._waiting.rows
+
+    @property
+    def size_bytes(self) -> int:
+        """How many bytes they have said to be."""
+        return self._waiting.size_bytes
+
+    @property
+    def levels(self) -> list[int]:
+        """The priority levels of which requests wait."""
+        return self._waiting.levels
+
+    def requests_of_level(self, level: int) -> int:
+        """How many requests of a priority level wait; of level 0, where there are no levels, all."""
+        return self._waiting.requests_of_level(level)
 
     @property
     def lanes(self) -> int:
         """How many shape keys have requests waiting."""
         return len(self._lanes)
 
-    def requests_of_level(self, level: int) -> int:
-        """How many requests of a priority level wait; of level 0 where there are no levels."""
-        return self._level_requests.get(level, 0) if level else self.requests
-
-    # hot path: push, poll and the finish of one request together take 2 to 4 us in one lane, and up to 10 us where each
+    # hot path: push, poll and the finish of one request together take 2 to 4 us in one lane, and 4.5 to 7 us where each
     # request is a lane and a batch of its own; see bench/micro.py
     def push(
         self,
@@ -120,16 +140,16 @@ class BatchQueue(Generic[T]):
         `timeout_ns` is its own queue timeout (0: none). Raises RequestTooLarge, QueueFull or DeadlineUnreachable, and
         then nothing has changed.
         """
-        level, queue = 0, self.policy.queue
+        level, queue = 0, self._queue_policy
         if self._has_levels:
             level = self.policy.level_of(priority)
-            queue = self.policy.queue_policy(level)
+            queue = self._queue_policies.get(level, queue)
         if not 0 < rows <= self._max_rows:
             raise RequestTooLarge(rows, self._max_rows)
-        if queue.max_queue_size or self._is_bounded:
-            self._refuse_if_full(rows, size_bytes, level, queue.max_queue_size)
+        if queue.max_queue_size or self._waiting.is_bounded:
+            self._waiting.refuse_if_full(rows, size_bytes, level, queue.max_queue_size)
         deadline_ns = rpc_deadline_ns
-        if deadline_ns - now_ns < (self.requests + 2) * self.latency.longest_ns and self.policy.deadline_aware:
+        if deadline_ns - now_ns < (self._waiting.requests + 2) * self.latency.longest_ns and self.policy.deadline_aware:
             self._refuse_unreachable(rows, key, level, now_ns, deadline_ns)
         if timeout_ns or queue.default_timeout_ns:
             deadline_ns = min(deadline_ns, queue.timeout_at_ns(now_ns, timeout_ns))
@@ -139,7 +159,7 @@ class BatchQueue(Generic[T]):
         self._seq += 1
         order = level * LEVEL + self._seq
         entry = Entry(payload, rows, size_bytes, level, order, now_ns, deadline_ns, rpc_deadline_ns, lane)
-        self._count(entry, 1)
+        self._waiting.count(entry, 1)
         if deadline_ns != NEVER:
             self._watch_deadline(entry)
         if self._holds:
@@ -156,19 +176,28 @@ class BatchQueue(Generic[T]):
 
     def poll(self, now_ns: int, idle: int) -> Step[T]:
         """Decide for this moment, with `idle` instances free: at most that many batches leave."""
-        expired = self._expire(now_ns) if self._deadlines.items else ()
+        deadlines = self._deadlines.items
+        expired = self._expire(now_ns) if deadlines and deadlines[0][0] <= now_ns else ()
         if self._stale:
             self._settle()
         batches: list[Batch[T]] = []
         unreachable: list[Unreachable[T]] = []
-        while len(batches) < idle and self._has_ready(now_ns):
-            lane = self._ready.pop()
+        while len(batches) < idle:
+            if self._due.items:
+                self._awake(now_ns)
+            lane = self._ready.pop_living()
+            if lane is None:
+                break
+            lane.ready_token = 0
             if self._holds and self._hold(lane, now_ns):
                 continue
-            batch = self._take(lane, now_ns, unreachable)
-            if batch is not None:
+            if lane.requests == 1 and not self._may_be_late(now_ns):
+                batches.append(self._take_only(lane, now_ns))
+            elif (batch := self._take(lane, now_ns, unreachable)) is not None:
                 batches.append(batch)
-        wake_ns = self._wake_ns(may_start=len(batches) < idle)
+        wake_ns = None
+        if self._deadlines.items or self._due.items:
+            wake_ns = self._wake_ns(may_start=len(batches) < idle)
         return Step(tuple(batches), expired, tuple(unreachable), wake_ns)
 
     def done(self, batch: Batch[T], now_ns: int, duration_ns: int | None) -> None:
@@ -182,7 +211,7 @@ class BatchQueue(Generic[T]):
     def again(self, key: Hashable, entries: Sequence[Entry[T]], now_ns: int) -> Batch[T]:
         """A batch of entries that have left in an earlier one, which failed; it starts now."""
         rows = sum(entry.rows for entry in entries)
-        return self._start(key, Cut(entries, rows, self._sizing.padded(rows)), now_ns)
+        return self._start(key, entries, rows, self._sizing.padded(rows), now_ns)
 
     def flush(self) -> None:
         """From now on nothing waits for company: whatever is queued leaves as soon as an instance is idle."""
@@ -191,15 +220,6 @@ class BatchQueue(Generic[T]):
         self._stale.clear()
         for lane in self._lanes.values():
             self._file_anew(lane)
-
-    def _refuse_if_full(self, rows: int, size_bytes: int, level: int, max_queue_size: int) -> None:
-        if max_queue_size and self.requests_of_level(level) >= max_queue_size:
-            raise QueueFull(max_queue_size)
-        limits = self.policy.limits
-        if limits.max_rows and self.rows + rows > limits.max_rows:
-            raise QueueFull(limits.max_rows, "rows")
-        if limits.max_bytes and self.size_bytes + size_bytes > limits.max_bytes:
-            raise QueueFull(limits.max_bytes, "bytes")
 
     def _refuse_unreachable(self, rows: int, key: Hashable, level: int, now_ns: int, rpc_deadline_ns: int) -> None:
         """Refuse what is certain to be late: even if only full batches are ahead of it and it executes alone."""
@@ -217,26 +237,19 @@ class BatchQueue(Generic[T]):
         full_batches = self._rows_ahead(lane, level) // self._max_rows if lane is not None else 0
         wait_ns = full_batches * self.latency.proven_ns(key, self._max_rows, now_ns) // self._instances
         if len(self._running) >= self._instances:
-            wait_ns += max(0, min(self._running.values()) - now_ns)
+            wait_ns += max(0, min(self._end_ns(*running, now_ns) for running in self._running.values()) - now_ns)
         return wait_ns
+
+    def _end_ns(self, batch: Batch[T], started_ns: int, now_ns: int) -> int:
+        """When a batch that executes is likely to end."""
+        return started_ns + self.latency.proven_ns(batch.key, batch.padded_rows, now_ns)
 
     def _rows_ahead(self, lane: Lane[T], level: int) -> int:
         if not self._has_levels:
             return lane.rows
         if len(self._lanes) > 1:
             return 0  # not counted by lane and level
-        return sum(rows for other, rows in self._level_rows.items() if other <= level)
-
-    def _count(self, entry: Entry[T], sign: int) -> None:
-        self.requests += sign
-        self.rows += sign * entry.rows
-        self.size_bytes += sign * entry.size_bytes
-        if self._has_levels:
-            level, requests = entry.level, self._level_requests
-            requests[level] = requests.get(level, 0) + sign
-            self._level_rows[level] = self._level_rows.get(level, 0) + sign * entry.rows
-            if not requests[level]:
-                del requests[level], self._level_rows[level]
+        return self._waiting.rows_up_to(level)
 
     def _watch_deadline(self, entry: Entry[T]) -> None:
         self._tokens += 1
@@ -310,12 +323,13 @@ class BatchQueue(Generic[T]):
     def _leave(self, entry: Entry[T]) -> None:
         entry.lane = None
         entry.unwatch()
-        self._count(entry, -1)
+        self._waiting.count(entry, -1)
 
     def _drop(self, lane: Lane[T]) -> None:
-        lane.restart()
+        lane.ready_token = lane.due_token = 0
         del self._lanes[lane.key]
-        self._stale.pop(lane, None)
+        if self._stale:
+            self._stale.pop(lane, None)
 
     def _settle(self) -> None:
         for lane in self._stale:
@@ -331,9 +345,11 @@ class BatchQueue(Generic[T]):
 
     def _file_anew(self, lane: Lane[T]) -> None:
         """Where nobody waits for company every lane is ready, and no walk is needed until it is its turn."""
-        lane.restart()
+        lane.due_token = 0
         if lane.requests:
-            self._make_ready(lane)
+            self._make_ready_anew(lane)
+        else:
+            lane.ready_token = 0
 
     def _make_due(self, lane: Lane[T]) -> None:
         if not lane.due_token:
@@ -342,18 +358,20 @@ class BatchQueue(Generic[T]):
 
     def _make_ready(self, lane: Lane[T]) -> None:
         if not lane.ready_token:
-            lane.ready_token = self._tokens = self._tokens + 1
-            lane.filed_order = lane.head.order
-            self._ready.push(lane.filed_order, lane.ready_token, lane)
+            self._make_ready_anew(lane)
 
-    def _has_ready(self, now_ns: int) -> bool:
-        """Whether some lane is ready; those in which somebody has waited long enough become so."""
+    def _make_ready_anew(self, lane: Lane[T]) -> None:
+        lane.ready_token = self._tokens = self._tokens + 1
+        lane.filed_order = lane.head.order
+        self._ready.push(lane.filed_order, lane.ready_token, lane)
+
+    def _awake(self, now_ns: int) -> None:
+        """Lanes in which somebody has waited long enough become ready."""
         due = self._due
-        while due.items and (first := due.first_rank()) is not None and first <= now_ns:
+        while (first := due.first_rank()) is not None and first <= now_ns:
             lane = due.pop()
             lane.due_token = 0
             self._make_ready(lane)
-        return self._ready.first_rank() is not None
 
     def _hold(self, lane: Lane[T], now_ns: int) -> bool:
         """Keep the lane waiting if those who were just answered will soon make its batch worth more; until then."""
@@ -365,7 +383,6 @@ class BatchQueue(Generic[T]):
             until_ns = min(until_ns, first_ns - self.latency.longest_ns)
         if until_ns <= now_ns:
             return False
-        lane.ready_token = 0
         lane.due_token = self._tokens = self._tokens + 1
         self._due.push(until_ns, lane.due_token, lane)
         return True
@@ -375,16 +392,12 @@ class BatchQueue(Generic[T]):
 
         None if requests had to be given up instead, which changes what is ready.
         """
-        limit = lane.requests
-        if not self._delay_ns:
-            limit = self._preferred_prefix(lane) or limit
-        elif lane.prefix and lane.oldest_ns + self._delay_ns > now_ns:
-            limit = lane.prefix
-        cut = self._sizing.cut(lane.key, lane, min(limit, self.policy.max_batch_requests or limit))
+        key = lane.key
+        cut = self._cut(lane, now_ns)
         late: list[Unreachable[T]] = []
         if self._may_be_late(now_ns):
-            cut, late = self._sizing.most_in_time(lane.key, lane, cut, now_ns)
-        for entry in [one.entry for one in late] or cut.entries:
+            cut, late = self._sizing.most_in_time(key, lane, cut, now_ns)
+        for entry in [one.entry for one in late] if late else cut.entries:
             lane.remove(entry)
             self._leave(entry)
         if not lane.requests:
@@ -396,7 +409,24 @@ class BatchQueue(Generic[T]):
         if late:
             unreachable += late
             return None
-        return self._start(lane.key, cut, now_ns)
+        return self._start(key, cut.entries, cut.rows, cut.padded_rows, now_ns)
+
+    def _take_only(self, lane: Lane[T], now_ns: int) -> Batch[T]:
+        """What `_take` comes to for one request with time to spare, which needs no thought: all that is in the lane."""
+        entry, key = lane.head, lane.key
+        lane.remove(entry)
+        self._leave(entry)
+        self._drop(lane)
+        rows = entry.rows
+        return self._start(key, (entry,), rows, self._sizing.padded(rows) if self._pads else rows, now_ns)
+
+    def _cut(self, lane: Lane[T], now_ns: int) -> Cut[T]:
+        limit = lane.requests
+        if not self._delay_ns:
+            limit = self._preferred_prefix(lane) or limit
+        elif lane.prefix and lane.oldest_ns + self._delay_ns > now_ns:
+            limit = lane.prefix
+        return self._sizing.cut(lane.key, lane, min(limit, self.policy.max_batch_requests or limit))
 
     def _preferred_prefix(self, lane: Lane[T]) -> int:
         """How many requests make up the preferred prefix of a lane that wasn't walked so far. Where the largest batch
@@ -408,15 +438,13 @@ class BatchQueue(Generic[T]):
 
     def _may_be_late(self, now_ns: int) -> bool:
         """Whether some deadline is so near that an execution could miss it; a cheap look before the exact one."""
-        if not self._deadlines.items:
-            return False
-        first = self._deadlines.first_rank()
-        return first is not None and first < now_ns + self.latency.longest_ns and self.policy.deadline_aware
+        deadlines = self._deadlines.items
+        return bool(deadlines) and deadlines[0][0] < now_ns + self.latency.longest_ns and self.policy.deadline_aware
 
-    def _start(self, key: Hashable, cut: Cut[T], now_ns: int) -> Batch[T]:
+    def _start(self, key: Hashable, entries: Sequence[Entry[T]], rows: int, padded_rows: int, now_ns: int) -> Batch[T]:
         self._batches += 1
-        batch = Batch(self._batches, key, cut.rows, cut.padded_rows, tuple(cut.entries))
-        self._running[batch.number] = now_ns + self.latency.proven_ns(key, cut.padded_rows, now_ns)
+        batch = Batch(self._batches, key, rows, padded_rows, tuple(entries))
+        self._running[self._batches] = (batch, now_ns)
         return batch
 
     def _wake_ns(self, *, may_start: bool) -> int | None:

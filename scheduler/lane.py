@@ -92,7 +92,8 @@ class Lane(Generic[T]):
     """Entries of one shape key by ascending order.
 
     They lie in sections of equal level and delay; within one, new entries go to the end. add and remove are O(1) plus
-    the bisection for a section's first entry.
+    the bisection for a section's first entry. An entry that found the lane empty is `only` kept at hand: where shapes
+    are many, most lanes never see a second one.
 
     The walk adds entries from the front while their rows stay within the largest preferred size. `prefix` counts the
     entries that may leave at once (0: none yet); `closed` says that further entries at the end can't change that.
@@ -106,6 +107,7 @@ class Lane(Generic[T]):
         "filed_order",
         "key",
         "oldest_ns",
+        "only",
         "prefix",
         "ready_token",
         "requests",
@@ -120,38 +122,58 @@ class Lane(Generic[T]):
     def __init__(self, key: Hashable) -> None:
         self.key = key
         self.rows = self.requests = 0
+        self.only: Entry[T] | None = None
         self.sections: dict[int, OrderedDict[int, Entry[T]]] = {}
         self.sections_order: list[int] = []
         self.restart()
 
     def __iter__(self) -> Iterator[Entry[T]]:
+        if self.only is not None:
+            yield self.only
         for section in self.sections_order:
             yield from self.sections[section].values()
 
     @property
     def head(self) -> Entry[T]:
         """The entry to be served first."""
+        if self.only is not None:
+            return self.only
         return next(iter(self.sections[self.sections_order[0]].values()))
 
     def add(self, entry: Entry[T]) -> None:
+        if not self.requests:
+            self.only = entry
+        else:
+            if self.only is not None:
+                self._file(self.only)
+                self.only = None
+            self._file(entry)
+        self.requests += 1
+        self.rows += entry.rows
+
+    def remove(self, entry: Entry[T]) -> None:
+        if entry is self.only:
+            self.only = None
+        else:
+            self._unfile(entry)
+        self.requests -= 1
+        self.rows -= entry.rows
+
+    def _file(self, entry: Entry[T]) -> None:
         section = entry.order >> _SECTION_BITS
         entries = self.sections.get(section)
         if entries is None:
             entries = self.sections[section] = OrderedDict()
             insort(self.sections_order, section)
         entries[entry.order] = entry
-        self.requests += 1
-        self.rows += entry.rows
 
-    def remove(self, entry: Entry[T]) -> None:
+    def _unfile(self, entry: Entry[T]) -> None:
         section = entry.order >> _SECTION_BITS
         entries = self.sections[section]
         del entries[entry.order]
         if not entries:
             del self.sections[section]
             self.sections_order.remove(section)
-        self.requests -= 1
-        self.rows -= entry.rows
 
     def restart(self) -> None:
         """Forget what the walk found: the first entries have changed."""

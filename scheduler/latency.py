@@ -13,7 +13,6 @@ from collections.abc import Hashable
 __all__ = ["LatencyModel"]
 
 _RISE = 0.1
-_KEEP = 1 - _RISE
 _FALL = 0.5
 _OUTLIER = 4
 """A measurement counts as at most this many times the mean: one storm of page faults must not refuse requests."""
@@ -24,6 +23,8 @@ _FRESH_TIMES = 10
 _MARGIN = 2
 """Mean deviations that an execution may take longer before it counts as unexpected."""
 _MAX_KEYS = 1024
+_FEW = 8
+"""Measurements of a size of which each may change estimates by much; of later ones every so manyth is looked at."""
 
 
 class _Size:
@@ -31,63 +32,53 @@ class _Size:
 
     __slots__ = ("count", "deviation", "last_ns", "mean")
 
-    def __init__(self, duration_ns: int) -> None:
-        self.count = self.last_ns = 0
+    def __init__(self, duration_ns: int, now_ns: int) -> None:
+        self.count = 1
+        self.last_ns = now_ns
         self.mean = float(duration_ns)
         self.deviation = 0.0
 
-    def observe(self, duration_ns: int, now_ns: int) -> float:
-        """Learn; what the measurement counts as."""
-        taken = min(float(duration_ns), _OUTLIER * self.mean)
-        if self.count == 1 and taken < self.mean:
+    def observe(self, duration_ns: int, now_ns: int) -> None:
+        mean = self.mean
+        taken = min(float(duration_ns), _OUTLIER * mean)
+        off = taken - mean
+        if off > 0:
+            self.deviation += _RISE * (min(off, mean) - self.deviation)
+            self.mean = mean + _RISE * off
+        elif self.count == 1:
             # The first execution of a size may have paid for preparing it, which says nothing of the next ones.
             self.mean = taken
         else:
-            self.deviation += _RISE * (min(abs(taken - self.mean), self.mean) - self.deviation)
-            self.mean += (_RISE if taken > self.mean else _FALL) * (taken - self.mean)
+            self.deviation += _RISE * (-off - self.deviation)
+            self.mean = mean + _FALL * off
         self.count += 1
         self.last_ns = now_ns
-        return taken
 
 
 class _Curve:
-    """Time over rows for one shape key: the mean at each size seen, and a line through them all for the others. The
-    line knows nothing of first executions."""
+    """Time over rows for one shape key: the mean at each size seen, and for the others a line through the smallest and
+    the largest, `fewest` and `most` rows, of those that were measured more than once."""
 
-    __slots__ = ("count", "duration", "last_ns", "rows", "rows_duration", "rows_squared", "sizes", "weight")
+    __slots__ = ("count", "fewest", "last_ns", "most", "sizes")
 
     def __init__(self) -> None:
         self.sizes: dict[int, _Size] = {}
-        self.count = self.last_ns = 0
-        self.weight = self.rows = self.duration = self.rows_squared = self.rows_duration = 0.0
+        self.count = self.last_ns = self.fewest = self.most = 0
 
-    def observe(self, rows: int, duration_ns: int, now_ns: int) -> None:
-        size = self.sizes.get(rows)
-        if size is None:
-            size = self.sizes[rows] = _Size(duration_ns)
-        taken = size.observe(duration_ns, now_ns)
-        if size.count == 1:
-            return
-        self.count += 1
-        self.last_ns = now_ns
-        self.weight = _KEEP * self.weight + 1
-        self.rows = _KEEP * self.rows + rows
-        self.duration = _KEEP * self.duration + taken
-        self.rows_squared = _KEEP * self.rows_squared + rows * rows
-        self.rows_duration = _KEEP * self.rows_duration + rows * taken
+    def seen_again(self, rows: int) -> None:
+        """A size has been measured for the second time."""
+        self.fewest = min(self.fewest or rows, rows)
+        self.most = max(self.most, rows)
 
     def expected_ns(self, rows: int) -> int:
         size = self.sizes.get(rows)
         if size is not None:
             return int(size.mean)
-        if not self.weight:
+        if not self.most:
             return int(min((one.mean for one in self.sizes.values()), default=0.0))
-        mean_rows, mean_duration = self.rows / self.weight, self.duration / self.weight
-        variance = self.rows_squared / self.weight - mean_rows * mean_rows
-        slope = 0.0
-        if variance > 1e-6:
-            slope = max(0.0, (self.rows_duration / self.weight - mean_rows * mean_duration) / variance)
-        return int(max(0.0, mean_duration + slope * (rows - mean_rows)))
+        few_ns, many_ns = self.sizes[self.fewest].mean, self.sizes[self.most].mean
+        row_ns = max(0.0, many_ns - few_ns) / max(1, self.most - self.fewest)
+        return int(max(0.0, few_ns + row_ns * (rows - self.fewest)))
 
     def proven_ns(self, rows: int, now_ns: int) -> int:
         size = self.sizes.get(rows)
@@ -114,7 +105,8 @@ class LatencyModel:
     """Execution times by shape key and rows, up to `max_rows`. Everything is O(1); the keys first seen longest ago are
     forgotten.
 
-    `longest_ns` is about as long as anything was or is expected to take, for a cheap look before an exact one.
+    `longest_ns` is about as long as anything was or is expected to take, for a cheap look before an exact one. It is
+    never less than what was measured.
     """
 
     def __init__(self, max_rows: int) -> None:
@@ -129,9 +121,20 @@ class LatencyModel:
             curve = self._curves[key] = _Curve()
             if len(self._curves) > _MAX_KEYS:
                 self._curves.popitem(last=False)
-        curve.observe(rows, duration_ns, now_ns)
-        longest_ns = curve.expected_ns(self._max_rows) + curve.margin_ns(self._max_rows)
-        self.longest_ns = max(self.longest_ns, 2 * duration_ns, longest_ns)
+        size = curve.sizes.get(rows)
+        if size is None:
+            size = curve.sizes[rows] = _Size(duration_ns, now_ns)
+        else:
+            size.observe(duration_ns, now_ns)
+            curve.count += 1
+            curve.last_ns = now_ns
+            if size.count == 2:
+                curve.seen_again(rows)
+        if 2 * duration_ns > self.longest_ns:
+            self.longest_ns = 2 * duration_ns
+        if size.count < _FEW or not size.count % _FEW:
+            longest_ns = curve.expected_ns(self._max_rows) + curve.margin_ns(self._max_rows)
+            self.longest_ns = max(self.longest_ns, longest_ns)
 
     def expected_ns(self, key: Hashable, rows: int) -> int:
         """What a batch of `rows` rows is expected to take; 0 as long as nothing is known about the key."""

@@ -53,6 +53,15 @@ class LazyHeap(Generic[T]):
         """The item whose rank `first_rank` has just returned."""
         return heappop(self.items)[2]
 
+    def pop_living(self) -> T | None:
+        """The living item of the lowest rank, taken out; None when there is none."""
+        items = self.items
+        while items:
+            _, token, item = heappop(items)
+            if self._alive(item, token):
+                return item
+        return None
+
     def _sweep(self) -> None:
         self.items = [entry for entry in self.items if self._alive(entry[2], entry[1])]
         heapify(self.items)

@@ -62,9 +62,9 @@ def test_levels_of_64_bit_numbers_cost_nothing_until_used() -> None:
     queue.push("default", 1, "k", 0)
     queue.push("first", 1, "k", 0, priority=1)
     assert queue.requests_of_level(2**63) == 1
+    assert queue.levels == [1, 2**63, 2**64 - 1]
     assert names(queue.poll(0, idle=1)) == [["first", "default", "last"]]
-    assert not queue._level_requests
-    assert not queue._level_rows
+    assert queue.levels == []
 
 
 def test_queue_timeout_with_delay_lets_the_request_wait_on_behind_its_level_only() -> None:

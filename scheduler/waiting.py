@@ -1,0 +1,78 @@
+"""How much waits, in all and by priority level, and whether there is room for more.
+
+Lives here: the queue's counters and its bounds. Must not: know who waits, or where. The rule: whoever enters or leaves
+the queue is counted here, at that moment.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from scheduler.errors import QueueFull
+from scheduler.lane import Entry
+from scheduler.policy import BatchPolicy
+
+__all__ = ["Waiting"]
+
+
+class _Level:
+    __slots__ = ("requests", "rows")
+
+    def __init__(self) -> None:
+        self.requests = self.rows = 0
+
+
+class Waiting:
+    """Requests, rows and bytes that wait."""
+
+    __slots__ = ("_has_levels", "_levels", "_max_bytes", "_max_rows", "is_bounded", "requests", "rows", "size_bytes")
+
+    def __init__(self, policy: BatchPolicy) -> None:
+        self.requests = self.rows = self.size_bytes = 0
+        self._max_rows, self._max_bytes = policy.limits.max_rows, policy.limits.max_bytes
+        self.is_bounded = bool(self._max_rows or self._max_bytes)
+        self._has_levels = policy.priority_levels > 0
+        self._levels: dict[int, _Level] = {}
+
+    @property
+    def levels(self) -> list[int]:
+        """The priority levels that have requests waiting."""
+        return sorted(self._levels)
+
+    def requests_of_level(self, level: int) -> int:
+        """Requests of a priority level; of level 0, where there are no levels, all of them."""
+        if not level:
+            return self.requests
+        counts = self._levels.get(level)
+        return counts.requests if counts is not None else 0
+
+    def rows_up_to(self, level: int) -> int:
+        """Rows of a priority level and of those served before it."""
+        return sum(counts.rows for other, counts in self._levels.items() if other <= level)
+
+    def refuse_if_full(self, rows: int, size_bytes: int, level: int, max_queue_size: int) -> None:
+        """Raise QueueFull if a request of that size, of a level that may hold so many, would be one too many."""
+        if max_queue_size and self.requests_of_level(level) >= max_queue_size:
+            raise QueueFull(max_queue_size)
+        if self._max_rows and self.rows + rows > self._max_rows:
+            raise QueueFull(self._max_rows, "rows")
+        if self._max_bytes and self.size_bytes + size_bytes > self._max_bytes:
+            raise QueueFull(self._max_bytes, "bytes")
+
+    def count(self, entry: Entry[Any], sign: int) -> None:
+        """An entry has come (`sign` 1) or left (-1)."""
+        self.requests += sign
+        self.rows += sign * entry.rows
+        self.size_bytes += sign * entry.size_bytes
+        if self._has_levels:
+            self._count_level(entry, sign)
+
+    def _count_level(self, entry: Entry[Any], sign: int) -> None:
+        counts = self._levels.get(entry.level)
+        if counts is None:
+            counts = self._levels[entry.level] = _Level()
+        counts.requests += sign
+        counts.rows += sign * entry.rows
+        if not counts.requests:
+            # There are as many levels as 64-bit numbers, and nobody gets to leave one behind.
+            del self._levels[entry.level]
