@@ -24,7 +24,15 @@ from server.errors import NotSupported
 from server.inference import Inference
 from server.repository import Repository, ServedModel
 
-__all__ = ["InferenceService", "RpcGroup"]
+__all__ = ["InferenceService", "RpcGroup", "deadline_of"]
+
+
+# What a deadline on the wire doesn't tell is how long request and answer travel, and what is answered in the nick of
+# time is computed for nobody. At twice the load a model can bear, with deadlines of 120 ms for batches of 40 ms, this
+# raised what arrived in time from 0.58-0.88 of the capacity to 0.91-0.93 (four runs of python -m bench.batching
+# live-overload each, in turn); a tenth did as well.
+_WAY_BACK = 0.05
+_LONGEST_WAY_BACK_S = 0.01
 
 
 class RpcGroup(Protocol):
@@ -71,7 +79,7 @@ class InferenceService:
     # hot path: see bench/
     @answering
     async def ModelInfer(self, request: pb.ModelInferRequest, context: Context) -> pb.ModelInferResponse:
-        return await self._inference.infer(request, _deadline_ns(context))
+        return await self._inference.infer(request, deadline_of(context))
 
     @answering
     async def ServerLive(self, request: pb.ServerLiveRequest, context: Context) -> pb.ServerLiveResponse:
@@ -132,10 +140,13 @@ def _tensor_metadata(tensor: TensorSpec, batched: bool) -> pb.ModelMetadataRespo
     )
 
 
-def _deadline_ns(context: Context) -> int:
-    """When the caller gives up, on the monotonic clock."""
+def deadline_of(context: Context) -> int:
+    """When an answer has to leave, on the monotonic clock, to be with the caller in time."""
     remaining_s = context.time_remaining()
-    return NEVER if remaining_s is None else time.monotonic_ns() + int(remaining_s * 1e9)
+    if remaining_s is None:
+        return NEVER
+    way_back_s = min(_WAY_BACK * remaining_s, _LONGEST_WAY_BACK_S)
+    return time.monotonic_ns() + int((remaining_s - way_back_s) * 1e9)
 
 
 def _unsupported(name: str) -> Method[Any, Any]:
