@@ -40,14 +40,14 @@ class _Size:
 
     def observe(self, duration_ns: int, now_ns: int) -> None:
         mean = self.mean
-        taken = min(float(duration_ns), _OUTLIER * mean)
-        off = taken - mean
+        off = duration_ns - mean
         if off > 0:
+            off = min(off, (_OUTLIER - 1) * mean)
             self.deviation += _RISE * (min(off, mean) - self.deviation)
             self.mean = mean + _RISE * off
         elif self.count == 1:
             # The first execution of a size may have paid for preparing it, which says nothing of the next ones.
-            self.mean = taken
+            self.mean = float(duration_ns)
         else:
             self.deviation += _RISE * (-off - self.deviation)
             self.mean = mean + _FALL * off
