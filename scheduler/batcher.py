@@ -45,6 +45,8 @@ _MOST_ITERATIONS = 64
 _CROWD_WEIGHT = 0.1
 _CROWD_OF_ONE = 1.05
 
+_FULL = {"requests": Drop.FULL_REQUESTS, "rows": Drop.FULL_ROWS, "bytes": Drop.FULL_BYTES}
+
 
 @dataclass(frozen=True, slots=True)
 class BatchFacts:
@@ -161,6 +163,7 @@ class Batcher(Generic[P, R]):
         DeadlineUnreachable, BatcherClosed or ExecutionFailed.
         """
         if not self._accepts:
+            self._observer.on_drop(Drop.CLOSED)
             raise BatcherClosed
         pending: Pending[P, R] = Pending(loop=self._loop)
         pending.payload = payload
@@ -176,8 +179,8 @@ class Batcher(Generic[P, R]):
                 timeout_ns=timeout_ns,
                 rpc_deadline_ns=rpc_deadline_ns,
             )
-        except QueueFull:
-            self._observer.on_drop(Drop.REFUSED)
+        except QueueFull as full:
+            self._observer.on_drop(_FULL[full.what])
             raise
         except DeadlineUnreachable:
             self._observer.on_drop(Drop.UNREACHABLE)
@@ -209,12 +212,11 @@ class Batcher(Generic[P, R]):
         self._queue.flush()
         # With an instance for each request, everything leaves.
         step = self._queue.poll(self._clock.now_ns(), self._queue.requests)
-        for entry in (*step.expired, *(late.entry for late in step.unreachable)):
-            self._fail(entry, BatcherClosed())
+        self._give_up((*step.expired, *(late.entry for late in step.unreachable)))
         for batch in (*step.batches, *self._running.values()):
-            self._fail_all(batch.entries)
+            self._give_up(batch.entries)
         for suspects in self._suspects:
-            self._fail_all(suspects.entries)
+            self._give_up(suspects.entries)
         self._alarm.close()
         self._drained.set()
         for runner in self._runners:
@@ -293,7 +295,7 @@ class Batcher(Generic[P, R]):
             self._answer(batch, outcome, duration_ns)
             for entry in failed:
                 self._fail(entry, _failure(outcome.error))
-            self._observer.on_batch(_report(batch, outcome, len(failed)))
+            self._observer.on_batch(_report(batch, outcome, failed))
 
     def _answer(self, batch: Batch[Pending[P, R]], outcome: Outcome[R], duration_ns: int) -> None:
         if outcome.executed is None:
@@ -337,9 +339,9 @@ class Batcher(Generic[P, R]):
         self._observer.on_drop(drop)
         self._fail(entry, error)
 
-    def _fail_all(self, entries: Sequence[Entry[Pending[P, R]]]) -> None:
+    def _give_up(self, entries: Sequence[Entry[Pending[P, R]]]) -> None:
         for entry in entries:
-            self._fail(entry, BatcherClosed())
+            self._drop(entry, Drop.CANCELLED if entry.payload.done() else Drop.CLOSED, BatcherClosed())
 
     def _fail(self, entry: Entry[Pending[P, R]], error: SchedulerError) -> None:
         entry.payload.left_queue()
@@ -364,14 +366,19 @@ def _failure(cause: BaseException | None) -> ExecutionFailed:
     return failed
 
 
-def _report(batch: Batch[Any], outcome: Outcome[Any], failed: int) -> BatchReport:
+def _report(batch: Batch[Any], outcome: Outcome[Any], failed: Sequence[Entry[Any]]) -> BatchReport:
+    """To be made once those who get an answer have it: who is cancelled by then gets none."""
+    leaving = failed if outcome.error else batch.entries
+    there = [entry for entry in leaving if not entry.payload.cancelled()]
+    waits_ns = [] if outcome.error else [outcome.started_ns - entry.enqueued_ns for entry in there]
     return BatchReport(
         rows=batch.rows,
         padded_rows=batch.padded_rows,
-        waits_ns=[outcome.started_ns - entry.enqueued_ns for entry in batch.entries],
+        waits_ns=waits_ns,
         started_ns=outcome.started_ns,
         finished_ns=outcome.finished_ns,
         execution=outcome.executed,
         error=outcome.error,
-        failed=failed,
+        failed=len(there) - len(waits_ns),
+        cancelled=len(leaving) - len(there),
     )

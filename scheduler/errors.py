@@ -36,9 +36,10 @@ class RequestTooLarge(SchedulerError):
 
 
 class QueueFull(SchedulerError):
-    """The queue holds as many requests, rows or bytes as its policy allows."""
+    """The queue holds as many requests, rows or bytes (`what`) as its policy allows."""
 
     def __init__(self, limit: int, what: str = "requests") -> None:
+        self.what = what
         super().__init__(f"Exceeds maximum queue size of {limit} {what}")
 
 

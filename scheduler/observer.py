@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
 from enum import Enum
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 __all__ = ["BatchReport", "Drop", "GuardedObserver", "NullObserver", "Observer"]
 
@@ -17,20 +16,27 @@ _log = logging.getLogger("paceline.scheduler")
 
 
 class Drop(Enum):
-    """Why a request left, or never entered, the queue without being executed."""
+    """Why a request left, or never entered, the queue without being executed: a bound of the queue was reached, the
+    batcher closed, its time was up or would have been, its caller went away.
 
-    REFUSED = "refused"
+    Those that a batcher gives up in the middle of an execution when it closes are CLOSED too.
+    """
+
+    FULL_REQUESTS = "queue_full_requests"
+    FULL_ROWS = "queue_full_rows"
+    FULL_BYTES = "queue_full_bytes"
+    CLOSED = "closed"
     EXPIRED = "expired"
     UNREACHABLE = "unreachable"
     CANCELLED = "cancelled"
 
 
-@dataclass(frozen=True, slots=True)
-class BatchReport:
+class BatchReport(NamedTuple):
     """One execution of `rows` rows, padded to `padded_rows`.
 
-    `waits_ns` holds each request's time in the queue; `execution` is what the instance returned, None if it raised.
-    `failed` counts the requests that were answered with its error; those that will be run again aren't among them.
+    `execution` is what the instance returned, None if it raised. Each of its requests is counted once: `waits_ns` holds
+    the times in the queue of those that it answered, `failed` counts those that were answered with its error,
+    `cancelled` those whose callers had gone away meanwhile. Those of a failed batch that will run again are in none.
     """
 
     rows: int
@@ -41,6 +47,7 @@ class BatchReport:
     execution: Any
     error: BaseException | None
     failed: int
+    cancelled: int = 0
 
 
 class Observer(Protocol):

@@ -26,7 +26,10 @@ _log = logging.getLogger("paceline.server.metrics")
 
 _LABELS = ("model", "version")
 _REASONS = {
-    Drop.REFUSED: "REJECTED",
+    Drop.FULL_REQUESTS: "REJECTED",
+    Drop.FULL_ROWS: "REJECTED",
+    Drop.FULL_BYTES: "REJECTED",
+    Drop.CLOSED: "REJECTED",
     Drop.EXPIRED: "REJECTED",
     Drop.UNREACHABLE: "REJECTED",
     Drop.CANCELLED: "CANCELED",
@@ -122,9 +125,11 @@ class ModelMetrics:
         requests = len(report.waits_ns)
         if report.error is not None:
             self._failure["BACKEND"].inc(report.failed)
+            self._failure["CANCELED"].inc(report.cancelled)
             return
         waited_ns = sum(report.waits_ns)
         self._success.inc(requests)
+        self._failure["CANCELED"].inc(report.cancelled)
         self._rows.inc(report.rows)
         self._executions.inc()
         self._padding.inc(report.padded_rows - report.rows)

@@ -124,9 +124,9 @@ async def test_counters_after_successes_and_every_kind_of_failure_add_up_to_what
         assert totals(seen) == {"success": 5, "REJECTED": 4, "CANCELED": 1, "BACKEND": 1, "OTHER": 0}
         dropped = {
             reason: seen[f'paceline_dropped_requests{{model="m",reason="{reason}",version="1"}}']
-            for reason in ("refused", "expired", "unreachable", "cancelled")
+            for reason in ("queue_full_requests", "expired", "unreachable", "cancelled")
         }
-        assert dropped == {"refused": 3, "expired": 1, "unreachable": 0, "cancelled": 1}
+        assert dropped == {"queue_full_requests": 3, "expired": 1, "unreachable": 0, "cancelled": 1}
         assert seen['nv_inference_count{model="m",version="1"}'] == 5
 
 

@@ -7,8 +7,9 @@ import asyncio
 import pytest
 
 from scheduler.batcher import Batcher, Pending
+from scheduler.errors import BatcherClosed, QueueFull
 from scheduler.observer import Drop
-from scheduler.policy import BatchPolicy
+from scheduler.policy import BatchPolicy, QueueLimits, QueuePolicy
 from scheduler.testing import ManualClock, RecordingObserver, StepRunner
 
 
@@ -27,9 +28,8 @@ class Bench:
 
     @property
     def counted(self) -> int:
-        reports = self.seen.reports
-        answered = sum(len(report.waits_ns) for report in reports if report.error is None)
-        return answered + sum(report.failed for report in reports) + len(self.seen.drops)
+        left = sum(len(report.waits_ns) + report.failed + report.cancelled for report in self.seen.reports)
+        return left + len(self.seen.drops)
 
 
 async def several_turns() -> None:
@@ -50,4 +50,74 @@ async def test_counters_with_a_request_cancelled_in_a_failing_batch_still_add_up
     )
     assert bench.counted == 4
     assert bench.seen.count(Drop.CANCELLED) == 1
+    bench.batcher.close()
+
+
+@pytest.mark.parametrize("gone", [set(), {0}, {1, 3}, {0, 1, 2, 3}], ids=str)
+async def test_counters_with_requests_cancelled_while_they_execute_tell_them_from_the_answered(gone: set[int]) -> None:
+    bench = Bench(BatchPolicy(max_batch_rows=4))
+    futures = await bench.submit("a", "b", "c", "d")
+    bench.clock.advance(7)
+    for number in gone:
+        futures[number].cancel()
+    bench.runner.finish(str.upper)
+    (report,) = bench.seen.reports
+    assert (len(report.waits_ns), report.failed, report.cancelled) == (4 - len(gone), 0, len(gone))
+    assert report.rows == 4
+    assert bench.seen.drops == []
+    bench.batcher.close()
+
+
+async def test_counters_with_a_request_cancelled_in_a_batch_that_fails_for_good_tell_it_from_the_failed() -> None:
+    bench = Bench(BatchPolicy(max_batch_rows=4, isolate_failures=False))
+    futures = await bench.submit("a", "b", "c")
+    futures[1].cancel()
+    bench.runner.fail(ValueError("x"))
+    (report,) = bench.seen.reports
+    assert (list(report.waits_ns), report.failed, report.cancelled) == ([], 2, 1)
+    assert all(futures[number].exception() for number in (0, 2))
+    bench.batcher.close()
+
+
+async def test_counters_of_a_batcher_that_closes_have_everybody_once() -> None:
+    bench = Bench(BatchPolicy(max_batch_rows=2))
+    runs, left = await bench.submit("a", "b")
+    waits = await bench.submit("c", "d", "e")
+    left.cancel()
+    bench.batcher.close()
+    with pytest.raises(BatcherClosed):
+        bench.batcher.submit("f", 1, "k")
+    assert all(isinstance(one.exception(), BatcherClosed) for one in (runs, *waits))
+    assert bench.seen.count(Drop.CLOSED) == 5
+    assert bench.seen.count(Drop.CANCELLED) == 1
+    assert bench.counted == 6
+
+
+async def test_counters_of_a_batcher_that_closes_in_a_search_for_culprits_have_everybody_once() -> None:
+    bench = Bench(BatchPolicy(max_batch_rows=4))
+    futures = await bench.submit("a", "b", "c", "d")
+    bench.runner.fail(ValueError("x"))
+    futures[0].cancel()  # executes again
+    futures[3].cancel()  # waits to
+    bench.batcher.close()
+    assert [bench.seen.count(drop) for drop in (Drop.CLOSED, Drop.CANCELLED)] == [2, 2]
+    assert bench.counted == 4
+
+
+@pytest.mark.parametrize(
+    ("policy", "drop"),
+    [
+        (BatchPolicy(max_batch_rows=1, queue=QueuePolicy(max_queue_size=1)), Drop.FULL_REQUESTS),
+        (BatchPolicy(max_batch_rows=1, limits=QueueLimits(max_rows=1)), Drop.FULL_ROWS),
+        (BatchPolicy(max_batch_rows=1, limits=QueueLimits(max_bytes=10)), Drop.FULL_BYTES),
+    ],
+    ids=lambda value: value.value if isinstance(value, Drop) else "",
+)
+async def test_counters_of_refusals_tell_the_bound(policy: BatchPolicy, drop: Drop) -> None:
+    bench = Bench(policy)
+    await bench.submit("runs")
+    bench.batcher.submit("waits", 1, "k", size_bytes=10)
+    with pytest.raises(QueueFull):
+        bench.batcher.submit("refused", 1, "k", size_bytes=1)
+    assert bench.seen.drops == [drop]
     bench.batcher.close()

@@ -129,7 +129,7 @@ def test_failed_batch_counts_its_requests_as_failed_by_the_backend_and_nothing_e
 
 
 @pytest.mark.parametrize(
-    ("drop", "reason"), [(Drop.REFUSED, "REJECTED"), (Drop.EXPIRED, "REJECTED"), (Drop.CANCELLED, "CANCELED")]
+    ("drop", "reason"), [(Drop.FULL_REQUESTS, "REJECTED"), (Drop.EXPIRED, "REJECTED"), (Drop.CANCELLED, "CANCELED")]
 )
 def test_dropped_request_counts_as_failed_with_tritons_reason(
     metrics: Metrics, model: ModelMetrics, drop: Drop, reason: str

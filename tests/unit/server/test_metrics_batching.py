@@ -48,7 +48,7 @@ def test_metrics_of_a_new_model_are_all_there_and_zero(metrics: Metrics, observe
 @pytest.mark.parametrize(
     ("drop", "reason"),
     [
-        (Drop.REFUSED, "REJECTED"),
+        (Drop.FULL_REQUESTS, "REJECTED"),
         (Drop.EXPIRED, "REJECTED"),
         (Drop.UNREACHABLE, "REJECTED"),
         (Drop.CANCELLED, "CANCELED"),
