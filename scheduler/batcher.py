@@ -10,8 +10,7 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from scheduler.answers import Answers, OrderedAnswers
 from scheduler.batch_queue import Batch, BatchQueue
@@ -48,8 +47,7 @@ _CROWD_OF_ONE = 1.05
 _FULL = {"requests": Drop.FULL_REQUESTS, "rows": Drop.FULL_ROWS, "bytes": Drop.FULL_BYTES}
 
 
-@dataclass(frozen=True, slots=True)
-class BatchFacts:
+class BatchFacts(NamedTuple):
     """What became of a request: the batch it was executed in, and how long it waited and was executed."""
 
     number: int
