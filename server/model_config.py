@@ -8,8 +8,9 @@ or harmless to ignore and listed as ignored in docs/configuration.md, or refused
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from google.protobuf import text_format
@@ -38,16 +39,20 @@ _GROUP_KINDS = {
     pb.ModelInstanceGroup.KIND_MODEL: GroupKind.MODEL,
 }
 
+_TAG = re.compile("[a-zA-Z0-9][a-zA-Z0-9_]*")
+"""With `_` in front, the name of a label and none of those that Prometheus keeps for itself, which begin with `__`."""
+
 
 @dataclass(frozen=True, slots=True)
 class ServingPlan:
-    """How a model is served: what clients see, the rows of a batch (0: no batch axis), how it batches, and whether a
-    request with more rows than that is executed in parts."""
+    """How a model is served: what clients see, the rows of a batch (0: no batch axis), how it batches, whether a
+    request with more rows than that is executed in parts, and what its metrics are tagged with."""
 
     spec: ModelSpec
     max_batch_rows: int
     policy: BatchPolicy
     splits: bool = False
+    metric_tags: Mapping[str, str] = field(default_factory=dict)
 
 
 def parse_config(path: Path) -> pb.ModelConfig:
@@ -106,7 +111,17 @@ def plan(config: pb.ModelConfig, own: ModelSpec, defaults: BatchDefaults | None 
     policy = batch_policy(config, max_rows, merges=merges, defaults=defaults)
     splits = own_settings(config).split_oversized
     _check_rows(spec, policy, splits)
-    return ServingPlan(spec, max_rows, policy, splits)
+    return ServingPlan(spec, max_rows, policy, splits, _metric_tags(config))
+
+
+def _metric_tags(config: pb.ModelConfig) -> Mapping[str, str]:
+    """`metric_tags`, each of which becomes a label of its name with `_` in front."""
+    for tag in sorted(config.metric_tags):
+        if not _TAG.fullmatch(tag):
+            raise ConfigError(
+                f"metric_tags: expected names of ASCII letters, digits and _, which is not the first, got '{tag}'"
+            )
+    return dict(config.metric_tags)
 
 
 def _check_rows(spec: ModelSpec, policy: BatchPolicy, splits: bool) -> None:

@@ -189,3 +189,17 @@ def test_plan_each_datatype_of_a_configuration_meets_that_of_the_model(number: i
     name = pb.DataType.Name(number)
     served = planned(f'input {{ name: "a" data_type: {name} dims: [ 1 ] }}', own)
     assert served.spec.inputs[0].datatype == datatype
+
+
+def test_plan_metric_tags_are_kept_as_they_are() -> None:
+    tags = planned('metric_tags { key: "team_1" value: "blue \\"x\\"" } metric_tags { key: "0" value: "" }').metric_tags
+    assert dict(tags) == {"team_1": 'blue "x"', "0": ""}
+
+
+@pytest.mark.parametrize("tag", ["", "_team", "my-team", "a b", "gr\u00fcn", "team\n", 'x="1"'])
+def test_plan_metric_tags_that_no_label_can_bear_are_refused(tag: str) -> None:
+    config = pb.ModelConfig(metric_tags={tag: "x"})
+    with pytest.raises(ConfigError) as caught:
+        plan(config, BATCHABLE)
+    expected = "expected names of ASCII letters, digits and _, which is not the first"
+    assert str(caught.value) == f"metric_tags: {expected}, got '{tag}'"
