@@ -25,10 +25,12 @@ from server.errors import StartError
 from server.health import HealthService
 from server.inference import Inference
 from server.layout import find_models
-from server.metrics import Metrics, MetricsEndpoint
+from server.metrics import Metrics
+from server.metrics_endpoint import MetricsEndpoint
 from server.reflection import INFERENCE_SERVICE, Reflection
 from server.repository import Repository
 from server.service import InferenceService
+from server.statistics_service import StatisticsService
 
 __all__ = ["GRPC_OPTIONS", "Server", "product_version"]
 
@@ -77,7 +79,10 @@ class Server:
         self._metrics = Metrics()
         self.repository = Repository(self._metrics, backend_of, settings.model_load_thread_count, settings.batching)
         self._inference = Inference(self.repository)
-        self._service = InferenceService(self._inference, self.repository, settings.server_id, product_version())
+        groups = [StatisticsService(self.repository)]
+        self._service = InferenceService(
+            self._inference, self.repository, settings.server_id, product_version(), groups
+        )
         self._endpoint: MetricsEndpoint | None = None
         self._grpc: grpc.aio.Server | None = None
         self._health: HealthService

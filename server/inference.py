@@ -7,10 +7,12 @@ belongs to one RPC alone.
 from __future__ import annotations
 
 import asyncio
+import time
 
 from backends.base import Tensors
 from protos import inference_pb2 as pb
 from scheduler.batcher import BatchFacts, Pending
+from scheduler.observer import Drop
 from server.codec import DecodedRequest, tensor_bytes
 from server.errors import ModelNotReady
 from server.repository import Repository, ServedModel
@@ -37,14 +39,15 @@ class Inference:
         Cancelling it takes the request out of the queue. Raises what `server.errors` has a status for.
         """
         if not self.serving:
-            self._refused += 1
-            raise ModelNotReady("the server is stopping")
+            raise self._refusal(request)
         model = self._repository.get(request.model_name, request.model_version)
-        decoded = model.codec.decode(request)
-        results, pending = await _execute(model, decoded, rpc_deadline_ns)
-        response = model.codec.encode(request, decoded, results)
-        if decoded.parameters.batch_info and pending.facts is not None:
-            _tell_facts(response, model.batch_id_prefix, pending.facts)
+        began_ns = time.monotonic_ns()
+        try:
+            response = await _answer(model, request, rpc_deadline_ns)
+        except BaseException as error:
+            model.statistics.on_failure(error, time.monotonic_ns() - began_ns)
+            raise
+        model.statistics.on_success(time.monotonic_ns() - began_ns)
         return response
 
     async def refuse_until_quiet(self) -> None:
@@ -57,6 +60,24 @@ class Inference:
             await asyncio.sleep(_QUIET_S)
             if self._refused == seen:
                 return
+
+    def _refusal(self, request: pb.ModelInferRequest) -> ModelNotReady:
+        """What a request gets once the server stops, counted as its model's if there is one."""
+        self._refused += 1
+        error = ModelNotReady("the server is stopping")
+        if (model := self._repository.find(request.model_name, request.model_version)) is not None:
+            model.statistics.on_drop(Drop.CLOSED)
+            model.statistics.on_failure(error, 0)
+        return error
+
+
+async def _answer(model: ServedModel, request: pb.ModelInferRequest, rpc_deadline_ns: int) -> pb.ModelInferResponse:
+    decoded = model.codec.decode(request)
+    results, pending = await _execute(model, decoded, rpc_deadline_ns)
+    response = model.codec.encode(request, decoded, results)
+    if decoded.parameters.batch_info and pending.facts is not None:
+        _tell_facts(response, model.batch_id_prefix, pending.facts)
+    return response
 
 
 async def _execute(

@@ -35,13 +35,14 @@ _log = logging.getLogger("paceline.server.loader")
 
 @dataclass(frozen=True, slots=True)
 class LoadedVersion:
-    """One version of a model, warm and ready to execute."""
+    """One version of a model, warm and ready to execute, which took `load_ns`."""
 
     name: str
     version: int
     plan: ServingPlan
     opened: OpenModel
     instances: tuple[ModelInstance, ...]
+    load_ns: int = 0
 
     def close(self) -> None:
         """Give everything back; nothing may be executing."""
@@ -99,7 +100,7 @@ def wanted_versions(config: pb.ModelConfig, folder: ModelFolder) -> list[int]:
 def _load_version(
     folder: ModelFolder, version: int, config: pb.ModelConfig, backend: Backend, defaults: BatchDefaults | None
 ) -> LoadedVersion:
-    began = time.monotonic()
+    began_ns = time.monotonic_ns()
     devices = backend.devices(instance_groups(config))
     instances: list[ModelInstance] = []
     with ExitStack() as undo:
@@ -112,9 +113,9 @@ def _load_version(
             instances.append(instance)
         warm_up(config, served, folder.path, instances)
         undo.pop_all()
-    took_s = time.monotonic() - began
-    _log.info("model '%s' version %d loaded in %.2f s: %s", folder.name, version, took_s, _say(served))
-    return LoadedVersion(folder.name, version, served, opened, tuple(instances))
+    took_ns = time.monotonic_ns() - began_ns
+    _log.info("model '%s' version %d loaded in %.2f s: %s", folder.name, version, took_ns / 1e9, _say(served))
+    return LoadedVersion(folder.name, version, served, opened, tuple(instances), took_ns)
 
 
 def _model_file(folder: ModelFolder, version: int, config: pb.ModelConfig) -> Path:

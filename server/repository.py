@@ -23,7 +23,8 @@ from server.batch_policy import BatchDefaults
 from server.errors import InvalidRequest, ModelNotFound, ModelNotReady, ServerError
 from server.layout import ModelFolder
 from server.loader import LoadedVersion, load_model
-from server.metrics import Metrics
+from server.metrics import Metrics, VersionMetrics
+from server.model_statistics import VersionStatistics
 
 __all__ = ["ModelState", "Repository", "ServedModel"]
 
@@ -54,7 +55,7 @@ class ServedModel:
         self.batch_id_prefix = secrets.token_hex(4)
         limit = _MAX_PARTS * self.max_batch_rows if loaded.plan.splits else self.max_batch_rows
         self.codec = codec_for(self.name, self.version, self.spec, limit)
-        observer = metrics.model(self.name, self.version)
+        self.statistics = VersionStatistics()
         self._loaded = loaded
         self.batcher: Batcher[Tensors, Tensors] = Batcher(
             loaded.plan.policy,
@@ -62,25 +63,36 @@ class ServedModel:
                 ThreadRunner(f"{self.name}_{self.version}_{number}", instance.execute)
                 for number, instance in enumerate(loaded.instances)
             ],
-            observer=observer,
+            observer=self.statistics,
             isolates=_may_be_a_requests_fault,
         )
-        batcher = self.batcher
-        observer.watch(lambda: batcher.waiting_requests, lambda: batcher.lanes)
+        self._metrics = metrics
+        self._shown = VersionMetrics(
+            self.name,
+            self.version,
+            self.statistics,
+            self.batcher,
+            priority_levels=loaded.plan.policy.priority_levels,
+            load_ns=loaded.load_ns,
+            tags=loaded.plan.metric_tags,
+        )
 
     def start(self) -> None:
-        """Take requests, on the running event loop."""
+        """Take requests, on the running event loop, and show in the metrics."""
         self.batcher.start()
+        self._metrics.add(self._shown)
 
     async def stop(self) -> None:
         """Execute what is queued, then give the instances back. Cancelled while waiting: use `abandon`."""
         await self.batcher.drain()
         self.batcher.close()
+        self._metrics.remove(self._shown)
         self._loaded.close()
 
     def abandon(self) -> None:
         """Answer whoever waits with BatcherClosed. Instances that execute keep their memory until the process ends."""
         self.batcher.close()
+        self._metrics.remove(self._shown)
 
 
 def _may_be_a_requests_fault(error: BaseException) -> bool:
@@ -169,6 +181,10 @@ class Repository:
         if model is None:
             raise self._why_not(name, version)
         return model
+
+    def find(self, name: str, version: str) -> ServedModel | None:
+        """What `get` would give, or None."""
+        return self._served.get((name, version))
 
     def is_ready(self, name: str, version: str) -> bool:
         """Whether `get` would find it. Raises ModelNotFound or InvalidRequest."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -66,12 +67,16 @@ class Asked:
         """As if the delay were over for all that waits."""
         self.served.server.repository.get("m", "").batcher.flush()
 
-    async def statistics(self) -> tuple[float, float, float]:
-        """Requests answered, rows and executions."""
-        seen = await self.served.metrics()
-        names = ("nv_inference_request_success", "nv_inference_count", "nv_inference_exec_count")
-        requests, rows, executions = (seen[f'{name}{{model="m",version="1"}}'] for name in names)
-        return requests, rows, executions
+    async def status(self) -> tuple[dict[int, int], int, int, int]:
+        """What Triton's own tests ask for: executions by rows; requests, rows and executions."""
+        (one,) = (await self._client.get_inference_statistics("m")).model_stats
+        sizes = {batch.batch_size: batch.compute_infer.count for batch in one.batch_stats}
+        return sizes, one.inference_stats.success.count, one.inference_count, one.execution_count
+
+
+def status_after(batches: list[tuple[int, ...]]) -> tuple[dict[int, int], int, int, int]:
+    rows = [sum(batch) for batch in batches]
+    return dict(Counter(rows)), sum(map(len, batches)), sum(rows), len(batches)
 
 
 @asynccontextmanager
@@ -122,8 +127,7 @@ async def test_triton_table_of_requests_that_come_one_by_one_groups_as_it_says(
         subject.let_go()
         assert_answers(await asyncio.gather(*calls), sizes)
         assert subject.batches == at_once + later
-        batches = at_once + later
-        assert await subject.statistics() == (len(sizes), sum(map(sum, batches)), len(batches))
+        assert await subject.status() == status_after(at_once + later)
 
 
 # What is queued behind a busy model; the batches that leave once it is free; those that leave when the delay is over.
@@ -151,6 +155,7 @@ async def test_triton_table_of_requests_behind_a_busy_model_groups_as_it_says(
         subject.let_go()
         assert_answers(await asyncio.gather(*calls), sized(*rows))
         assert subject.batches == at_once + later
+        assert await subject.status() == status_after([(7,), *at_once, *later])
 
 
 async def test_triton_delay_exceeded_fills_the_batch_above_the_largest_preferred_size(tmp_path: Path) -> None:
@@ -176,7 +181,7 @@ async def test_triton_no_delay_executes_the_first_alone_and_the_rest_together(tm
         await eventually_async(lambda: subject.served.waiting("m") == 11, "eleven requests waiting")
         gate.open()
         assert_answers(await asyncio.gather(*calls), sized(*[1] * 12))
-        assert await subject.statistics() == (12, 12, 2)
+        assert await subject.status() == ({1: 1, 11: 1}, 12, 12, 2)
 
 
 @pytest.mark.parametrize(("priority", "first"), [(1, [2, 0]), (0, [0, 1])])

@@ -20,7 +20,7 @@ from tests.wire import infer, rows_of_floats
 Code = grpc.StatusCode
 
 GOOD = infer("m", {"a": rows_of_floats(1)})
-SERVED = {"ServerLive", "ServerReady", "ModelReady", "ServerMetadata", "ModelMetadata", "ModelInfer"}
+SERVED = {"ServerLive", "ServerReady", "ModelReady", "ServerMetadata", "ModelMetadata", "ModelInfer", "ModelStatistics"}
 ALL = {name for name in vars(GRPCInferenceServiceServicer) if not name.startswith("_")}
 
 

@@ -1,12 +1,17 @@
-"""What the metrics say after traffic that is known to the last nanosecond, under which names."""
+"""What a scraper reads after traffic that is known to the last nanosecond, under which names."""
 
 from __future__ import annotations
 
-import pytest
+import re
 
-from backends.base import Execution
-from scheduler.observer import BatchReport, Drop
-from server.metrics import Metrics, ModelMetrics
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from scheduler.observer import Drop
+from server.errors import InvalidRequest
+from server.metrics import Metrics, VersionMetrics
+from tests.harness import REPO
+from tests.unit.server.counting import US, Waiting, report, samples, version
 
 # Written out once more, not taken from the code: dashboards and autoscaling queries spell them so.
 TRITON_COUNTERS = {
@@ -20,8 +25,26 @@ TRITON_COUNTERS = {
     "nv_inference_compute_infer_duration_us",
     "nv_inference_compute_output_duration_us",
 }
-TRITON_GAUGES = {"nv_inference_pending_request_count"}
-US = 1_000
+TRITON_GAUGES = {
+    "nv_inference_pending_request_count",
+    "nv_model_load_duration_secs",
+    "nv_cpu_utilization",
+    "nv_cpu_memory_total_bytes",
+    "nv_cpu_memory_used_bytes",
+}
+OURS = {
+    "paceline_dropped_requests": "counter",
+    "paceline_pending_requests": "gauge",
+    "paceline_lanes": "gauge",
+    "paceline_padding_rows": "counter",
+    "paceline_padding_share": "gauge",
+    "paceline_batch_rows": "histogram",
+    "paceline_request_duration_us": "histogram",
+    "paceline_queue_wait_us": "histogram",
+    "paceline_execution_us": "histogram",
+}
+REASONS = ("REJECTED", "CANCELED", "BACKEND", "OTHER")
+LABELS = 'model="m",version="3"'
 
 
 @pytest.fixture
@@ -30,16 +53,13 @@ def metrics() -> Metrics:
 
 
 @pytest.fixture
-def model(metrics: Metrics) -> ModelMetrics:
-    return metrics.model("m", "3")
+def model(metrics: Metrics) -> VersionMetrics:
+    shown = version()
+    metrics.add(shown)
+    return shown
 
 
-def samples(metrics: Metrics) -> dict[str, float]:
-    lines = (line.rsplit(" ", 1) for line in metrics.text().decode().splitlines() if not line.startswith("#"))
-    return {name: float(value) for name, value in lines}
-
-
-def value(metrics: Metrics, name: str, labels: str = 'model="m",version="3"') -> float:
+def value(metrics: Metrics, name: str, labels: str = LABELS) -> float:
     return samples(metrics)[f"{name}{{{labels}}}"]
 
 
@@ -48,128 +68,240 @@ def types(metrics: Metrics) -> dict[str, str]:
     return {line.split()[2]: line.split()[3] for line in lines if line.startswith("# TYPE")}
 
 
-def report(
-    rows: int, waits_us: list[int], *, input_us: int = 0, infer_us: int = 0, output_us: int = 0, error: bool = False
-) -> BatchReport:
-    total_ns = (input_us + infer_us + output_us) * US
-    executed = None if error else Execution([()] * len(waits_us), input_us * US, infer_us * US, output_us * US)
-    failure = RuntimeError("x") if error else None
-    failed = len(waits_us) if error else 0
-    return BatchReport(rows, rows, [wait * US for wait in waits_us], 5, 5 + total_ns, executed, failure, failed)
+# ---- Names and form --------------------------------------------------------------------------------------------------
 
 
 def test_names_of_triton_are_all_there_with_their_types(metrics: Metrics) -> None:
+    found = {name: kind for name, kind in types(metrics).items() if name.startswith("nv_")}
+    assert found == {**dict.fromkeys(TRITON_COUNTERS, "counter"), **dict.fromkeys(TRITON_GAUGES, "gauge")}
+
+
+def test_names_of_ours_are_all_there_with_their_types(metrics: Metrics) -> None:
+    assert {name: kind for name, kind in types(metrics).items() if name.startswith("paceline_")} == OURS
+
+
+def test_names_of_the_process_are_those_of_every_python_service(metrics: Metrics) -> None:
     found = types(metrics)
-    counters = {name for name, kind in found.items() if kind == "counter"}
-    assert {name for name in counters if name.startswith("nv_")} == TRITON_COUNTERS
-    assert {name for name, kind in found.items() if kind == "gauge" and name.startswith("nv_")} == TRITON_GAUGES
+    assert {name for name in found if not name.startswith(("nv_", "paceline_", "process_", "python_"))} == set()
+    assert found["process_cpu_seconds_total"] == "counter"
+    assert found["process_resident_memory_bytes"] == found["python_info"] == "gauge"
+    assert value(metrics, "python_gc_collections_total", 'generation="0"') > 0
 
 
-def test_names_that_triton_lacks_begin_with_ours(metrics: Metrics) -> None:
-    assert {name for name in types(metrics) if not name.startswith("paceline_")} == TRITON_COUNTERS | TRITON_GAUGES
+def test_names_of_model_counters_have_no_suffix(metrics: Metrics, model: VersionMetrics) -> None:
+    assert not re.search(r"(nv_inference|paceline)_\w*_(total|created)\b", metrics.text().decode())
 
 
-def test_names_of_counters_have_no_suffix(metrics: Metrics, model: ModelMetrics) -> None:
-    assert "_total" not in metrics.text().decode()
+def test_text_is_read_by_the_librarys_parser(metrics: Metrics, model: VersionMetrics) -> None:
+    model.statistics.on_batch(report(3, [1, 2]))
+    model.statistics.on_success(7_000_000 * US)
+    families = {family.name: family for family in text_string_to_metric_families(metrics.text().decode())}
+    assert {name: families[name].type for name in OURS} == OURS
+    # The parser, too, thinks that counters end in `_total`.
+    read = {
+        (one.name, *sorted(one.labels.items())): one.value for family in families.values() for one in family.samples
+    }
+    labels = (("model", "m"), ("version", "3"))
+    assert read["nv_inference_request_duration_us_total", *labels] == 7_000_000
+    assert read["paceline_batch_rows_bucket", ("le", "4.0"), *labels] == 1
+    assert all(families[name].documentation for name in (*OURS, *TRITON_COUNTERS, *TRITON_GAUGES))
 
 
-def test_labels_come_in_tritons_order(metrics: Metrics, model: ModelMetrics) -> None:
+def test_labels_come_in_tritons_order(metrics: Metrics, model: VersionMetrics) -> None:
     text = metrics.text().decode()
-    assert 'nv_inference_request_success{model="m",version="3"} 0' in text
-    assert 'nv_inference_request_failure{model="m",reason="REJECTED",version="3"} 0' in text
+    assert 'nv_inference_request_success{model="m",version="3"} 0\n' in text
+    assert 'nv_inference_request_failure{model="m",reason="REJECTED",version="3"} 0\n' in text
 
 
-def test_new_model_has_every_series_at_zero(metrics: Metrics, model: ModelMetrics) -> None:
+def test_counters_of_any_size_are_written_in_digits(metrics: Metrics, model: VersionMetrics) -> None:
+    model.statistics.on_success(123_456_789_012 * US)
+    assert 'nv_inference_request_duration_us{model="m",version="3"} 123456789012\n' in metrics.text().decode()
+
+
+def test_label_values_are_escaped(metrics: Metrics) -> None:
+    metrics.add(version('a"b\\c\nd', "1"))
+    assert 'nv_inference_count{model="a\\"b\\\\c\\nd",version="1"} 0\n' in metrics.text().decode()
+
+
+def test_tags_become_labels_and_models_with_other_tags_share_the_family(metrics: Metrics) -> None:
+    metrics.add(version("m", "1", tags={"team": "blue", "0": "x"}))
+    metrics.add(version("n", "1", tags={"site": "b"}))
+    metrics.add(version("o", "1"))
+    text = metrics.text().decode()
+    assert 'nv_inference_count{_0="x",_team="blue",model="m",version="1"} 0\n' in text
+    assert 'nv_inference_count{_site="b",model="n",version="1"} 0\n' in text
+    assert 'nv_inference_count{model="o",version="1"} 0\n' in text
+    assert 'paceline_batch_rows_bucket{_site="b",le="1.0",model="n",version="1"} 0\n' in text
+    assert text.count("# TYPE nv_inference_count ") == 1
+    series = [line for line in text.splitlines() if 'model="m"' in line]
+    assert series
+    assert all('_0="x",_team="blue",' in line for line in series)
+
+
+def test_names_are_all_told_in_the_docs(metrics: Metrics) -> None:
+    told = set(re.findall(r"`((?:nv|paceline)_\w+)`", (REPO / "docs" / "metrics.md").read_text(encoding="utf-8")))
+    assert told == {*OURS, *TRITON_COUNTERS, *TRITON_GAUGES}
+
+
+# ---- Which series ----------------------------------------------------------------------------------------------------
+
+
+def test_new_model_has_every_series_at_zero(metrics: Metrics, model: VersionMetrics) -> None:
     found = samples(metrics)
-    for reason in ("REJECTED", "CANCELED", "BACKEND", "OTHER"):
-        assert found[f'nv_inference_request_failure{{model="m",reason="{reason}",version="3"}}'] == 0
-    for name in TRITON_COUNTERS - {"nv_inference_request_failure"} | TRITON_GAUGES:
-        assert found[f'{name}{{model="m",version="3"}}'] == 0
+    mine = {name: number for name, number in found.items() if 'model="m"' in name}
+    for reason in REASONS:
+        assert f'nv_inference_request_failure{{model="m",reason="{reason}",version="3"}}' in mine
+    for drop in Drop:
+        assert f'paceline_dropped_requests{{model="m",reason="{drop.value}",version="3"}}' in mine
+    for name in TRITON_COUNTERS - {"nv_inference_request_failure"} | {"nv_inference_pending_request_count"}:
+        assert f"{name}{{{LABELS}}}" in mine
+    assert set(mine.values()) == {0}
 
 
-def test_batch_adds_requests_rows_one_execution_and_times_per_request(metrics: Metrics, model: ModelMetrics) -> None:
-    model.on_batch(report(5, [100, 50, 0], input_us=1, infer_us=20, output_us=2))
-    model.on_batch(report(2, [10], input_us=3, infer_us=30, output_us=4))
+def test_models_and_versions_are_counted_apart(metrics: Metrics, model: VersionMetrics) -> None:
+    for shown, rows in ((version("m", "4"), 2), (version("n", "3"), 5)):
+        metrics.add(shown)
+        shown.statistics.on_batch(report(rows, [0]))
+    read = [
+        value(metrics, "nv_inference_count", f'model="{name}",version="{number}"')
+        for name, number in (("m", "3"), ("m", "4"), ("n", "3"))
+    ]
+    assert read == [0, 2, 5]
+
+
+def test_two_servers_in_one_process_count_apart(metrics: Metrics, model: VersionMetrics) -> None:
+    other = version()
+    Metrics().add(other)
+    other.statistics.on_batch(report(1, [0]))
+    assert value(metrics, "nv_inference_count") == 0
+
+
+def test_removed_version_leaves_no_series_and_the_others_alone(metrics: Metrics, model: VersionMetrics) -> None:
+    other = version("m", "4")
+    metrics.add(other)
+    metrics.remove(model)
+    text = metrics.text().decode()
+    assert 'version="3"' not in text
+    assert 'nv_inference_count{model="m",version="4"} 0\n' in text
+    metrics.remove(model)
+
+
+def test_version_loaded_anew_starts_at_zero_and_outlives_the_removal_of_the_old_one(
+    metrics: Metrics, model: VersionMetrics
+) -> None:
+    model.statistics.on_batch(report(5, [0]))
+    anew = version()
+    metrics.add(anew)
+    assert value(metrics, "nv_inference_count") == 0
+    metrics.remove(model)
+    anew.statistics.on_batch(report(2, [0]))
+    assert value(metrics, "nv_inference_count") == 2
+
+
+# ---- Values ----------------------------------------------------------------------------------------------------------
+
+
+def test_batch_adds_rows_one_execution_and_times_per_request(metrics: Metrics, model: VersionMetrics) -> None:
+    model.statistics.on_batch(report(5, [100, 50, 0], input_us=1, infer_us=20, output_us=2))
+    model.statistics.on_batch(report(2, [10], padded_rows=4, input_us=3, infer_us=30, output_us=4))
     expected = {
-        "nv_inference_request_success": 4,
         "nv_inference_count": 7,
         "nv_inference_exec_count": 2,
         "nv_inference_queue_duration_us": 160,
         "nv_inference_compute_input_duration_us": 3 * 1 + 3,
         "nv_inference_compute_infer_duration_us": 3 * 20 + 30,
         "nv_inference_compute_output_duration_us": 3 * 2 + 4,
-        "nv_inference_request_duration_us": 150 + 3 * 23 + 10 + 37,
+        "nv_inference_request_success": 0,
+        "paceline_padding_rows": 2,
+        "paceline_padding_share": 2 / 9,
         "paceline_batch_rows_count": 2,
         "paceline_batch_rows_sum": 7,
         "paceline_queue_wait_us_count": 4,
         "paceline_queue_wait_us_sum": 160,
     }
-    assert {name: value(metrics, name) for name in expected} == expected
+    found = samples(metrics)
+    assert {name: found[f"{name}{{{LABELS}}}"] for name in expected} == expected
 
 
-@pytest.mark.parametrize(("rows", "bucket", "below"), [(1, "1.0", "+Inf"), (8, "8.0", "4.0"), (9, "16.0", "8.0")])
-def test_batch_rows_fall_into_the_bucket_of_their_size(
-    metrics: Metrics, model: ModelMetrics, rows: int, bucket: str, below: str
-) -> None:
-    model.on_batch(report(rows, [0]))
-    assert value(metrics, "paceline_batch_rows_bucket", f'le="{bucket}",model="m",version="3"') == 1
-    if below != "+Inf":
-        assert value(metrics, "paceline_batch_rows_bucket", f'le="{below}",model="m",version="3"') == 0
+def test_request_that_succeeds_adds_its_time(metrics: Metrics, model: VersionMetrics) -> None:
+    for duration_us in (100, 101, 20_000_000):
+        model.statistics.on_success(duration_us * US)
+    assert value(metrics, "nv_inference_request_success") == 3
+    assert value(metrics, "nv_inference_request_duration_us") == 20_000_201
+    name = "paceline_request_duration_us_bucket"
+    bounds = ("100.0", "250.0", "1e+07", "+Inf")
+    assert [value(metrics, name, f'le="{bound}",{LABELS}') for bound in bounds] == [1, 2, 2, 3]
 
 
-def test_failed_batch_counts_its_requests_as_failed_by_the_backend_and_nothing_else(
-    metrics: Metrics, model: ModelMetrics
-) -> None:
+def test_request_that_fails_counts_under_its_reason_alone(metrics: Metrics, model: VersionMetrics) -> None:
     before = samples(metrics)
-    model.on_batch(report(5, [1, 2, 3], error=True))
-    failed = 'nv_inference_request_failure{model="m",reason="BACKEND",version="3"}'
+    model.statistics.on_failure(InvalidRequest("x"), 5 * US)
+    name = 'nv_inference_request_failure{model="m",reason="OTHER",version="3"}'
     after = samples(metrics)
-    assert after.pop(failed) - before.pop(failed) == 3
-    assert after == before
+    assert (before.pop(name), after.pop(name)) == (0, 1)
+    assert {key for key in after if 'model="m"' in key and after[key] != before[key]} == set()
+
+
+@pytest.mark.parametrize("drop", Drop)
+def test_dropped_request_counts_under_its_reason(metrics: Metrics, model: VersionMetrics, drop: Drop) -> None:
+    model.statistics.on_drop(drop)
+    name = "paceline_dropped_requests"
+    read = {one: value(metrics, name, f'model="m",reason="{one.value}",version="3"') for one in Drop}
+    assert read == {**dict.fromkeys(Drop, 0), drop: 1}
 
 
 @pytest.mark.parametrize(
-    ("drop", "reason"), [(Drop.FULL_REQUESTS, "REJECTED"), (Drop.EXPIRED, "REJECTED"), (Drop.CANCELLED, "CANCELED")]
+    ("rows", "bucket", "below"),
+    [(1, "1.0", None), (8, "8.0", "4.0"), (9, "16.0", "8.0"), (1024, "1024.0", "512.0"), (1025, "+Inf", "1024.0")],
 )
-def test_dropped_request_counts_as_failed_with_tritons_reason(
-    metrics: Metrics, model: ModelMetrics, drop: Drop, reason: str
+def test_batch_rows_fall_into_the_bucket_of_their_size(
+    metrics: Metrics, model: VersionMetrics, rows: int, bucket: str, below: str | None
 ) -> None:
-    model.on_drop(drop)
-    assert value(metrics, "nv_inference_request_failure", f'model="m",reason="{reason}",version="3"') == 1
+    model.statistics.on_batch(report(rows, [0]))
+    assert value(metrics, "paceline_batch_rows_bucket", f'le="{bucket}",{LABELS}') == 1
+    assert below is None or value(metrics, "paceline_batch_rows_bucket", f'le="{below}",{LABELS}') == 0
 
 
-def test_every_kind_of_drop_has_a_reason(metrics: Metrics, model: ModelMetrics) -> None:
-    for drop in Drop:
-        model.on_drop(drop)
-    failures = [number for name, number in samples(metrics).items() if "request_failure" in name]
-    assert sum(failures) == len(Drop)
+@pytest.mark.parametrize(("padded_rows", "up_to"), [(1, 1), (2, 2), (3, 4), (4, 4), (5, 8), (32, 32), (33, 64)])
+def test_execution_time_is_told_by_the_power_of_two_that_covers_what_the_model_saw(
+    metrics: Metrics, model: VersionMetrics, padded_rows: int, up_to: int
+) -> None:
+    model.statistics.on_batch(report(1, [0], padded_rows=padded_rows, infer_us=90, other_us=20))
+    series = f'model="m",up_to_rows="{up_to}",version="3"'
+    assert value(metrics, "paceline_execution_us_sum", series) == 110
+    assert value(metrics, "paceline_execution_us_bucket", f'le="100.0",{series}') == 0
+    assert value(metrics, "paceline_execution_us_bucket", f'le="250.0",{series}') == 1
+    assert len([name for name in samples(metrics) if name.startswith("paceline_execution_us_sum")]) == 1
 
 
-def test_gauges_are_read_when_somebody_asks(metrics: Metrics, model: ModelMetrics) -> None:
-    waiting = [3]
-    model.watch(lambda: waiting[0], lambda: 2)
+def test_gauges_are_read_when_somebody_asks(metrics: Metrics) -> None:
+    waiting = Waiting(3, 2)
+    metrics.add(version(waiting=waiting, load_ns=1_500_000_000))
     assert value(metrics, "nv_inference_pending_request_count") == 3
     assert value(metrics, "paceline_lanes") == 2
-    waiting[0] = 0
+    assert value(metrics, "nv_model_load_duration_secs") == 1.5
+    waiting.waiting_requests = 0
     assert value(metrics, "nv_inference_pending_request_count") == 0
 
 
-def test_models_and_versions_are_counted_apart(metrics: Metrics, model: ModelMetrics) -> None:
-    metrics.model("m", "4").on_batch(report(2, [0]))
-    metrics.model("n", "3").on_batch(report(5, [0]))
-    rows = [
-        value(metrics, "nv_inference_count", f'model="{name}",version="{version}"')
-        for name, version in (("m", "3"), ("m", "4"), ("n", "3"))
-    ]
-    assert rows == [0, 2, 5]
+def waiting_by_level(metrics: Metrics) -> dict[str, float]:
+    found = (re.search(r'pending_requests.*priority="(.*?)"', name) for name in samples(metrics))
+    return {one[1]: samples(metrics)[one.string] for one in found if one}
 
 
-def test_label_values_are_escaped(metrics: Metrics) -> None:
-    metrics.model('a"b\\c\nd', "1")
-    assert 'nv_inference_count{model="a\\"b\\\\c\\nd",version="1"} 0' in metrics.text().decode()
+def test_pending_requests_of_each_priority_level_show_even_if_none_wait(metrics: Metrics) -> None:
+    metrics.add(version(waiting=Waiting(5, 1, {1: 2, 3: 3}), priority_levels=3))
+    assert waiting_by_level(metrics) == {"1": 2, "2": 0, "3": 3}
 
 
-def test_two_servers_in_one_process_count_apart(model: ModelMetrics, metrics: Metrics) -> None:
-    other = Metrics()
-    other.model("m", "3").on_batch(report(1, [0]))
-    assert value(metrics, "nv_inference_count") == 0
+def test_pending_requests_without_levels_are_told_by_no_level(metrics: Metrics) -> None:
+    metrics.add(version(waiting=Waiting(5, 1)))
+    assert waiting_by_level(metrics) == {}
+
+
+def test_pending_requests_of_2_to_the_64_levels_are_few_series(metrics: Metrics) -> None:
+    levels = {1: 1, 16: 2, 17: 3, 2**63: 4}
+    metrics.add(version(waiting=Waiting(10, 1, levels), priority_levels=2**64 - 1))
+    found = waiting_by_level(metrics)
+    assert {level: number for level, number in found.items() if number} == {"1": 1, "16": 2, "17+": 7}
+    assert len(found) == 17

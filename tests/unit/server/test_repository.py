@@ -29,7 +29,8 @@ class Bench:
         self.root = root
         self.models: dict[str, MemoryModel] = {}
         self.backends: dict[str, Backend] = {"memory": MemoryBackend(self.models)}
-        self.repository = Repository(Metrics(), self._backend_of, load_threads)
+        self.metrics = Metrics()
+        self.repository = Repository(self.metrics, self._backend_of, load_threads)
 
     def _backend_of(self, name: str) -> Backend:
         if name not in self.backends:
@@ -228,3 +229,21 @@ async def test_abandon_answers_who_waits_and_leaves_what_executes(bench: Bench) 
     repository.abandon()
     for answer in await asyncio.gather(*futures, return_exceptions=True):
         assert isinstance(answer, BatcherClosed)
+
+
+async def test_stopped_model_is_gone_from_the_metrics(bench: Bench) -> None:
+    bench.add("m", 1, 2)
+    repository = await bench.load()
+    first, second = repository.models
+    assert [b'version="1"' in bench.metrics.text(), b'version="2"' in bench.metrics.text()] == [True, True]
+    await first.stop()
+    assert [b'version="1"' in bench.metrics.text(), b'version="2"' in bench.metrics.text()] == [False, True]
+    second.abandon()
+    assert b'model="m"' not in bench.metrics.text()
+
+
+async def test_loaded_model_tells_how_long_loading_took(bench: Bench) -> None:
+    bench.add("m")
+    await bench.load()
+    (line,) = [line for line in bench.metrics.text().splitlines() if line.startswith(b"nv_model_load_duration_secs{")]
+    assert 0 < float(line.split()[1]) < 60

@@ -1,0 +1,81 @@
+"""The metrics' own little HTTP server.
+
+Lives here: sockets and the one path. Must not: know any metric.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from socketserver import TCPServer
+from threading import Thread
+
+from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4
+
+from server.addresses import resolve
+from server.metrics import Metrics
+
+__all__ = ["MetricsEndpoint"]
+
+_log = logging.getLogger("paceline.server.metrics")
+
+_SILENCE_S = 10
+"""How long a connection may keep a thread waiting for its request."""
+
+
+class _HttpServer(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def __init__(self, address: str, port: int, handler: type[BaseHTTPRequestHandler]) -> None:
+        self.address_family, where = resolve(address, port)
+        super().__init__(where, handler)
+
+    def server_bind(self) -> None:
+        """Without the base class's look-up of a name for the address, which waits for a name service out of reach."""
+        TCPServer.server_bind(self)
+        self.server_name, self.server_port = str(self.server_address[0]), self.server_address[1]
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        """A scraper that broke off is no news; the base class would print a traceback."""
+        _log.debug("the answer to %s failed", client_address, exc_info=True)
+
+
+class MetricsEndpoint:
+    """`GET /metrics` for scrapers, on a thread of its own. Port 0 takes a free one. Raises OSError."""
+
+    def __init__(self, metrics: Metrics, address: str, port: int) -> None:
+        class Handler(BaseHTTPRequestHandler):
+            timeout = _SILENCE_S
+
+            def do_GET(self) -> None:
+                if self.path.partition("?")[0] != "/metrics":
+                    self.send_error(404)
+                    return
+                body = metrics.text()
+                self.send_response(200)
+                self.send_header("Content-Type", CONTENT_TYPE_PLAIN_0_0_4)
+                self.send_header("Content-Length", str(len(body)))
+                self.end_headers()
+                self.wfile.write(body)
+
+            def log_message(self, format: str, *args: object) -> None:
+                pass  # a scrape every few seconds is no news
+
+        self._server = _HttpServer(address, port, Handler)
+        self._thread = Thread(target=self._server.serve_forever, args=(None,), name="metrics", daemon=True)
+        self._thread.start()
+
+    @property
+    def port(self) -> int:
+        return self._server.server_port
+
+    def close(self) -> None:
+        """Stop listening. The thread sleeps until somebody connects, so that an idle server wakes for nothing."""
+        stopper = Thread(target=self._server.shutdown)
+        stopper.start()
+        while stopper.is_alive():
+            socket.create_connection((self._server.server_name, self.port), timeout=1).close()
+            stopper.join(0.05)
+        self._thread.join()
+        self._server.server_close()
