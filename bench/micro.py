@@ -1,7 +1,8 @@
-"""The parts without any process around them: the queue per request, stacking and splitting against one memcpy.
+"""The parts without any process around them: the queue per request, stacking and splitting against one memcpy, and
+counting per batch.
 
-Lives here: loops over `scheduler.batch_queue` and `backends.batching`; prints one line of JSON. Must not: threads,
-event loops, gRPC. Garbage collection stays on, as it is in the product.
+Lives here: loops over `scheduler.batch_queue`, `backends.batching` and `server.model_statistics`; prints one line of
+JSON. Must not: threads, event loops, gRPC. Garbage collection stays on, as it is in the product.
 """
 
 from __future__ import annotations
@@ -16,13 +17,15 @@ from typing import Any
 
 import numpy as np
 
-from backends.base import ModelSpec, TensorSpec
+from backends.base import Execution, ModelSpec, TensorSpec
 from backends.batching import split, stack
 from bench.stats import spread
 from scheduler.batch_queue import BatchQueue, Entry
+from scheduler.observer import BatchReport
 from scheduler.policy import NEVER, BatchPolicy
+from server.model_statistics import VersionStatistics
 
-__all__ = ["batching_costs", "queue_costs"]
+__all__ = ["batching_costs", "counting_costs", "queue_costs"]
 
 DEPTHS = (10, 100_000)
 LANES = (1, 1_000)
@@ -32,6 +35,7 @@ _FAR_NS = 10**15
 _STRETCH = 2_000
 _REQUESTS = 64
 _ROW_FLOATS = (16, 1_024, 65_536)
+_COUNTED = (1, 32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +131,24 @@ def _batching_cost(floats: int, seconds: float) -> dict[str, Any]:
     return {"row_bytes": 4 * floats, "stack_us": stack_us, "split_us": split_us, "memcpy_us": memcpy_us}
 
 
+def counting_costs(seconds: float) -> list[dict[str, Any]]:
+    """Microseconds to report and count a batch of so many requests, and those requests with their times."""
+    return [{"requests": requests, "count_us": _us_per_request(_counting(requests), seconds)} for requests in _COUNTED]
+
+
+def _counting(requests: int) -> Iterator[None]:
+    """Each step counts a batch and its requests."""
+    statistics = VersionStatistics()
+    execution = Execution([()] * requests, 1_000, 200_000, 1_000)
+    waits_ns = [5_000 + 1_000 * number for number in range(requests)]
+    while True:
+        statistics.on_batch(BatchReport(requests, requests, waits_ns, 1_000, 300_000, execution, None, 0))
+        for _ in range(requests):
+            began_ns = time.monotonic_ns()
+            statistics.on_success(time.monotonic_ns() - began_ns)
+        yield
+
+
 def _interleaved_us(steps: Sequence[Callable[[], Any]], seconds: float) -> list[float]:
     """The median time of each step; the steps take turns."""
     until_s = time.perf_counter() + seconds
@@ -143,7 +165,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.micro", description="Queue and stacking alone, as JSON.")
     parser.add_argument("--seconds", type=float, default=0.5, help="for each number (default: %(default)s)")
     got = parser.parse_args(arguments)
-    print(json.dumps({"queue": queue_costs(got.seconds), "batching": batching_costs(got.seconds)}), flush=True)
+    costs = {
+        "queue": queue_costs(got.seconds),
+        "batching": batching_costs(got.seconds),
+        "counting": counting_costs(got.seconds),
+    }
+    print(json.dumps(costs), flush=True)
 
 
 if __name__ == "__main__":
