@@ -42,7 +42,7 @@ from backends.placement import on_cpu, on_gpus
 from backends.ragged import batch_input_tensors, batch_runner
 from backends.texts import decode_texts, encode_texts
 
-__all__ = ["PROBE_MODEL", "OnnxBackend", "OnnxInstance", "OnnxModel", "session_options"]
+__all__ = ["PROBE_MODEL", "OnnxBackend", "OnnxInstance", "OnnxModel", "session_options", "share_threads"]
 
 _log = logging.getLogger("paceline.backends.onnx")
 
@@ -71,16 +71,19 @@ _ERROR = re.compile(r"\[ONNXRuntimeError\] : (\d+) : \w+ : (.*)", re.DOTALL)
 class OnnxBackend:
     """`Backend` for `.onnx` files.
 
-    `count_gpus` says how many GPUs there are or raises LoadError, `available_providers` what onnxruntime has built in.
+    `count_gpus` says how many GPUs there are or raises LoadError, `available_providers` what onnxruntime has built in,
+    `shared_threads` whether `share_threads` was called.
     """
 
     def __init__(
         self,
         count_gpus: Callable[[], int] = count_gpus,
         available_providers: Callable[[], Sequence[str]] = ort.get_available_providers,
+        shared_threads: bool = False,
     ) -> None:
         self._count_gpus = count_gpus
         self._available_providers = available_providers
+        self._shared_threads = shared_threads
 
     def devices(self, groups: Sequence[InstanceGroup]) -> tuple[Device, ...]:
         """One device per instance; blocks for a second or so when it first asks the CUDA driver for GPUs.
@@ -90,7 +93,7 @@ class OnnxBackend:
         return tuple(device for group in groups or (InstanceGroup(),) for device in self._place(group))
 
     def open(self, source: ModelSource, device: Device) -> OnnxModel:
-        options = parse_options(source)
+        options = replace(parse_options(source), shared_threads=self._shared_threads)
         path = _model_file(source)
         return OnnxModel(source.name, path, options, device, _open_session(source.name, path, options, device))
 
@@ -106,7 +109,7 @@ class OnnxBackend:
             return on_cpu(group)
         devices = on_gpus(group, gpus)
         try:
-            _probe_cuda(devices[0])
+            _probe_cuda(devices[0], OnnxOptions(shared_threads=self._shared_threads))
         except LoadError as reason:
             _log.warning("%s instances run on the CPU although there is a GPU: %s", group.kind.value, reason)
             return on_cpu(group)
@@ -297,9 +300,9 @@ def _open_session(name: str, path: Path, options: OnnxOptions, device: Device) -
         raise LoadError(f"model '{name}': can't open '{path}': {error}") from error
 
 
-def _probe_cuda(device: Device) -> None:
+def _probe_cuda(device: Device, options: OnnxOptions) -> None:
     """Find out whether a session can be had on `device`; LoadError saying why not."""
-    _session(PROBE_MODEL, session_options(OnnxOptions()), {}, device)
+    _session(PROBE_MODEL, session_options(options), {}, device)
 
 
 def _session(
@@ -339,6 +342,16 @@ def _why_no_cuda() -> str:
     return "its CUDA provider didn't start, although its libraries are there; is the driver recent enough for them?"
 
 
+def share_threads(intra_op: int, inter_op: int) -> None:
+    """`registry.share_threads`."""
+    if not hasattr(ort, "set_global_thread_pool_sizes"):
+        raise LoadError(f"this onnxruntime {ort.__version__} can't share threads between models: it is too old")
+    try:
+        ort.set_global_thread_pool_sizes(intra_op, inter_op)
+    except Exception as error:  # its exceptions share no base class below this one
+        raise LoadError(_reason(error)) from error
+
+
 def session_options(options: OnnxOptions) -> ort.SessionOptions:
     """`options` in ONNX Runtime's own form."""
     made = ort.SessionOptions()
@@ -349,6 +362,8 @@ def session_options(options: OnnxOptions) -> ort.SessionOptions:
     made.execution_mode = ort.ExecutionMode.ORT_PARALLEL if options.parallel else ort.ExecutionMode.ORT_SEQUENTIAL
     made.enable_cpu_mem_arena = options.cpu_mem_arena
     made.enable_mem_pattern = options.mem_pattern
+    if options.shared_threads:
+        made.use_per_session_threads = False
     for key, value in options.session_entries.items():
         made.add_session_config_entry(key, value)
     return made

@@ -36,6 +36,7 @@ class OnnxOptions:
     """Options of one model's sessions. Thread counts of 0 leave the number to ONNX Runtime.
 
     `session_entries` and `shrink_arenas` are its configuration strings, `cuda` the options of its CUDA provider.
+    `shared_threads`: compute on the pool that all sessions share, whatever the thread counts say.
     """
 
     graph_level: GraphLevel = GraphLevel.ALL
@@ -47,6 +48,7 @@ class OnnxOptions:
     session_entries: Mapping[str, str] = field(default_factory=dict)
     shrink_arenas: tuple[str, ...] = ()
     cuda: Mapping[str, str] = field(default_factory=dict)
+    shared_threads: bool = False
 
 
 # Triton's numbers, which are not ONNX Runtime's: 0 is "not given" there.

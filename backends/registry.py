@@ -8,7 +8,7 @@ from __future__ import annotations
 from backends.base import Backend
 from backends.errors import LoadError
 
-__all__ = ["BACKENDS", "backend"]
+__all__ = ["BACKENDS", "backend", "share_threads"]
 
 BACKENDS = ("identity", "onnxruntime")
 """The backends of this build, by the names that `backend` in a `config.pbtxt` knows."""
@@ -16,14 +16,25 @@ BACKENDS = ("identity", "onnxruntime")
 _ONNX = {"onnxruntime", "onnxruntime_onnx"}
 
 
-def backend(name: str) -> Backend:
-    """A new backend for `name`, a configuration's `backend` or its `platform`; LoadError if there is none."""
+def backend(name: str, shared_threads: bool = False) -> Backend:
+    """A new backend for `name`, a configuration's `backend` or its `platform`; LoadError if there is none.
+
+    `shared_threads`: after `share_threads`, for then ONNX Runtime opens nothing that brings threads of its own.
+    """
     if name in _ONNX:
         from backends.onnx import OnnxBackend
 
-        return OnnxBackend()
+        return OnnxBackend(shared_threads=shared_threads)
     if name == "identity":
         from backends.memory import IdentityBackend
 
         return IdentityBackend()
     raise LoadError(f"backend: expected one of {', '.join(BACKENDS)}, got '{name}', which this build doesn't have")
+
+
+def share_threads(intra_op: int, inter_op: int) -> None:
+    """Let all of ONNX Runtime's sessions compute on one pool of so many threads (0: as many as it thinks best). Once in
+    the life of a process, before any model is opened; LoadError if that isn't possible."""
+    from backends import onnx
+
+    onnx.share_threads(intra_op, inter_op)

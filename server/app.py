@@ -12,6 +12,7 @@ import os
 import socket
 import time
 from collections.abc import Callable
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 
 import grpc
@@ -19,12 +20,15 @@ from grpc_health.v1 import health_pb2_grpc
 
 from backends import registry
 from backends.base import Backend
+from backends.errors import LoadError
 from server.addresses import host_and_port, resolve
 from server.config import Settings
+from server.configuration import Configuration
 from server.errors import StartError
 from server.health import HealthService
 from server.inference import Inference
 from server.layout import find_models
+from server.loader import LoadDefaults
 from server.metrics import Metrics
 from server.metrics_endpoint import MetricsEndpoint
 from server.reflection import INFERENCE_SERVICE, Reflection
@@ -71,15 +75,26 @@ def _named(model: str, reason: str) -> str:
     return reason if reason.startswith(f"model '{model}'") else f"model '{model}': {reason}"
 
 
+def _load_defaults(settings: Settings) -> LoadDefaults:
+    given = settings.backend_config
+    rows = LoadDefaults().max_batch_rows if given.max_batch_rows is None else given.max_batch_rows
+    return LoadDefaults(settings.batching, rows, given.parameters, settings.auto_complete)
+
+
 class Server:
     """One server: models, gRPC port, metrics port. `start` and `stop` must run on the same event loop."""
 
-    def __init__(self, settings: Settings, backend_of: Callable[[str], Backend] = registry.backend) -> None:
+    def __init__(self, settings: Settings, backend_of: Callable[[str], Backend] | None = None) -> None:
         self._settings = settings
         self._metrics = Metrics()
-        self.repository = Repository(self._metrics, backend_of, settings.model_load_thread_count, settings.batching)
+        self.repository = Repository(
+            self._metrics,
+            backend_of or partial(registry.backend, shared_threads=settings.backend_config.shared_threads),
+            settings.model_load_thread_count,
+            _load_defaults(settings),
+        )
         self._inference = Inference(self.repository)
-        groups = [StatisticsService(self.repository)]
+        groups = [StatisticsService(self.repository), Configuration(self.repository)]
         self._service = InferenceService(
             self._inference, self.repository, settings.server_id, product_version(), groups
         )
@@ -154,7 +169,8 @@ class Server:
             raise StartError(f"metrics can't listen on {where}: {error.strerror}") from None
 
     async def _load(self) -> None:
-        folders = find_models(list(self._settings.paths))
+        self._share_threads()
+        folders = find_models(list(self._settings.paths), self._settings.model_config_name)
         _log.info("loading %d model%s", len(folders), "s"[: len(folders) != 1])
         await self.repository.load(folders)
         failures = [_named(name, reason) for name, reason in self.repository.failures.items()]
@@ -162,6 +178,15 @@ class Server:
             raise StartError(f"failed to load {'; '.join(failures)}")
         for failure in failures:
             _log.error("failed to load %s; the other models are served, the server isn't ready", failure)
+
+    def _share_threads(self) -> None:
+        given = self._settings.backend_config
+        if not given.shared_threads:
+            return
+        try:
+            registry.share_threads(given.intra_op_threads, given.inter_op_threads)
+        except LoadError as error:
+            raise StartError(f"--backend-config onnxruntime,enable-global-threadpool: {error}") from None
 
     def _build_grpc(self) -> grpc.aio.Server:
         settings = self._settings

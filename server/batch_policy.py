@@ -81,7 +81,7 @@ def batch_policy(config: pb.ModelConfig, max_rows: int, *, merges: bool, default
     try:
         return BatchPolicy(
             max_batch_rows=max(1, max_rows),
-            preferred_batch_rows=tuple(batching.preferred_batch_size),
+            preferred_batch_rows=_preferred(batching, max_rows),
             max_queue_delay_ns=delay_ns if max_rows else 0,
             max_batch_requests=0 if merges else 1,
             priority_levels=batching.priority_levels,
@@ -101,6 +101,13 @@ def batch_policy(config: pb.ModelConfig, max_rows: int, *, merges: bool, default
     except PolicyError as error:
         prefix = _PREFIX if str(error).startswith("batch_sizes:") else "dynamic_batching."
         raise ConfigError(f"{prefix}{error}") from None
+
+
+def _preferred(batching: pb.ModelDynamicBatching, max_rows: int) -> tuple[int, ...]:
+    """The largest size alone is what is preferred anyway: Triton reports a configuration without sizes so, and it must
+    mean the same when it comes back."""
+    sizes = tuple(batching.preferred_batch_size)
+    return () if set(sizes) == {max_rows} else sizes
 
 
 def _check_without_rows(batching: pb.ModelDynamicBatching, own: OwnSettings) -> None:

@@ -16,6 +16,7 @@ import click
 
 from clients.cli import infer
 from server import log
+from server.backend_config import parse_backend_config
 from server.batch_policy import BatchDefaults
 from server.config import Settings
 from server.errors import StartError
@@ -73,7 +74,22 @@ _AMOUNT = _Amount(0, 1_000_000)
 @_flag("exit-timeout-secs", 30.0, "Grace for accepted requests at the end.", type=_AMOUNT)
 @_flag("exit-on-error", False, "End if any model fails to load, instead of serving the others.", type=bool)
 @_flag("model-load-thread-count", 4, "Models to load at the same time.", type=click.IntRange(1))
-@_flag("max-batch-size", 32, "Rows of a batch. *", type=click.IntRange(1), also="--max-batchsize")
+@click.option(
+    "--backend-config",
+    multiple=True,
+    metavar="BACKEND,KEY=VALUE",
+    show_envvar=True,
+    help="Setting of a backend, as Triton names it.",
+)
+@click.option(
+    "--disable-auto-complete-config",
+    is_flag=True,
+    show_envvar=True,
+    help="Serve no model whose configuration doesn't spell out its tensors.",
+)
+@_flag("model-config-name", "", "Configuration to read in a model's folder, configs/NAME.pbtxt, if it is there.")
+@_flag("allow-remote-settings", False, "Whether RPCs may change how the server logs and traces.", type=bool)
+@_flag("max-batch-size", None, "Rows of a batch; by default 32. *", type=click.IntRange(1), also="--max-batchsize")
 @_flag("max-queue-delay-microseconds", None, "Longest wait for company. *", type=click.IntRange(0))
 @_flag("max-latency", None, "The same in milliseconds, as KServe's batcher has it. *", type=_AMOUNT)
 @_flag("max-batch-time", None, "The same in seconds, as MLServer has it. *", type=_AMOUNT)
@@ -92,7 +108,11 @@ def serve(
     exit_timeout_secs: float,
     exit_on_error: bool,
     model_load_thread_count: int,
-    max_batch_size: int,
+    backend_config: tuple[str, ...],
+    disable_auto_complete_config: bool,
+    model_config_name: str,
+    allow_remote_settings: bool,
+    max_batch_size: int | None,
     max_queue_delay_microseconds: int | None,
     max_latency: float | None,
     max_batch_time: float | None,
@@ -109,6 +129,12 @@ def serve(
     """
     if not paths and not model_repository:
         raise click.UsageError("expected at least one PATH: a model repository, a model's folder or a .onnx file")
+    if Path(model_config_name).name != model_config_name:
+        raise click.UsageError(f"--model-config-name: expected the name of a file, got '{model_config_name}'")
+    try:
+        backends = parse_backend_config(backend_config)
+    except ValueError as error:
+        raise click.UsageError(f"--backend-config: {error}") from None
     log.configure(log_level, log_format)
     settings = Settings(
         paths=(*paths, *model_repository),
@@ -120,8 +146,12 @@ def serve(
         exit_on_error=exit_on_error,
         model_load_thread_count=model_load_thread_count,
         server_id=id,
+        backend_config=backends,
+        auto_complete=not disable_auto_complete_config,
+        model_config_name=model_config_name,
+        allow_remote_settings=allow_remote_settings,
         batching=BatchDefaults(
-            max_batch_rows=max_batch_size,
+            max_batch_rows=_first_given(max_batch_size, backends.max_batch_rows, BatchDefaults().max_batch_rows),
             max_queue_delay_ns=_delay_ns(max_queue_delay_microseconds, max_latency, max_batch_time),
             queue_timeout_ns=int((timeout or 0) * 1e9),
         ),
@@ -135,6 +165,10 @@ def serve(
 
 
 main.add_command(infer)
+
+
+def _first_given(*values: int | None) -> int:
+    return next(value for value in values if value is not None)
 
 
 def _delay_ns(microseconds: int | None, milliseconds: float | None, seconds: float | None) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from server.backend_config import BackendConfig
 from server.batch_policy import BatchDefaults
 
 __all__ = ["Settings"]
@@ -13,8 +14,10 @@ __all__ = ["Settings"]
 @dataclass(frozen=True, slots=True)
 class Settings:
     """How to serve. `paths` are model repositories, single models' folders or `.onnx` files. Ports: 0 takes a free one;
-    `metrics_port` None switches metrics off. `batching` is for models without configuration. Names follow Triton's
-    flags."""
+    `metrics_port` None switches metrics off. `batching` is for models without configuration, `backend_config` for all;
+    without `auto_complete` they have to spell out their tensors. `model_config_name`: the configuration to read in a
+    model's folder `configs`, instead of `config.pbtxt`. `allow_remote_settings`: whether RPCs may change how the server
+    logs and traces. Names follow Triton's flags."""
 
     paths: tuple[Path, ...]
     grpc_address: str = "0.0.0.0"
@@ -26,3 +29,7 @@ class Settings:
     model_load_thread_count: int = 4
     server_id: str = "paceline"
     batching: BatchDefaults = field(default_factory=BatchDefaults)
+    backend_config: BackendConfig = field(default_factory=BackendConfig)
+    auto_complete: bool = True
+    model_config_name: str = ""
+    allow_remote_settings: bool = False

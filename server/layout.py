@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from server.errors import StartError
@@ -17,6 +17,7 @@ from server.errors import StartError
 __all__ = ["CONFIG_FILE", "DEFAULT_MODEL_FILE", "ModelFolder", "find_models"]
 
 CONFIG_FILE = "config.pbtxt"
+CONFIGS_FOLDER = "configs"
 DEFAULT_MODEL_FILE = "model.onnx"
 
 _VERSION = re.compile(r"0|[1-9][0-9]*")
@@ -27,29 +28,35 @@ _log = logging.getLogger("paceline.server.layout")
 class ModelFolder:
     """One model on disk. `versions` maps version numbers to the folders that hold their files; a bare file or a folder
     with the model file right inside is version 1. `file` is set for a bare file only. `problem` says why a folder can't
-    be read: its load fails with that, and the other models go on."""
+    be read: its load fails with that, and the other models go on. `config_name` picks another configuration than
+    `config.pbtxt`."""
 
     name: str
     path: Path
     versions: dict[int, Path]
     file: Path | None = None
     problem: str = ""
+    config_name: str = ""
 
     @property
     def config(self) -> Path | None:
-        """Its configuration, if there is one."""
-        path = self.path / CONFIG_FILE
-        return path if self.file is None and path.is_file() else None
+        """Its configuration, if there is one: `configs/<config_name>.pbtxt`, else `config.pbtxt`."""
+        if self.file is not None:
+            return None
+        named = [self.path / CONFIGS_FOLDER / f"{self.config_name}.pbtxt"] if self.config_name else []
+        return next((path for path in (*named, self.path / CONFIG_FILE) if path.is_file()), None)
 
 
-def find_models(paths: list[Path]) -> list[ModelFolder]:
+def find_models(paths: list[Path], config_name: str = "") -> list[ModelFolder]:
     """The models under `paths`, each a repository, one model's folder or a bare `.onnx` file; by name.
+
+    `config_name`: of the files in a model's folder `configs`, the one that is its configuration.
 
     Raises StartError if a path can't be read, holds no model, or two models share a name.
     """
     found: dict[str, ModelFolder] = {}
     for path in paths:
-        for model in _models_at(path):
+        for model in (replace(model, config_name=config_name) for model in _models_at(path)):
             if model.name in found:
                 raise StartError(f"model '{model.name}' is in {found[model.name].path} and in {model.path}")
             found[model.name] = model

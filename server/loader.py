@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from backends.base import Backend, ModelInstance, OpenModel
+from backends.base import Backend, InstanceGroup, ModelInstance, OpenModel
 from protos import model_config_pb2 as pb
 from server.batch_policy import BatchDefaults
+from server.effective_config import effective_config
 from server.errors import ConfigError
 from server.layout import DEFAULT_MODEL_FILE, ModelFolder
 from server.model_config import (
@@ -22,23 +23,41 @@ from server.model_config import (
     backend_name,
     check_supported,
     instance_groups,
+    is_complete,
     model_source,
     parse_config,
     plan,
 )
 from server.warmup import warm_up
 
-__all__ = ["LoadedVersion", "load_model"]
+__all__ = ["LoadDefaults", "LoadedVersion", "load_model"]
 
 _log = logging.getLogger("paceline.server.loader")
 
 
 @dataclass(frozen=True, slots=True)
+class LoadDefaults:
+    """What flags say about models that don't say it themselves.
+
+    `batching` is for models without any configuration. `max_batch_rows` is for those whose configuration leaves
+    `max_batch_size` to the model; `parameters` stand behind the configuration's own. Without `auto_complete` a
+    configuration has to spell out its tensors.
+    """
+
+    batching: BatchDefaults = field(default_factory=BatchDefaults)
+    max_batch_rows: int = BatchDefaults().max_batch_rows
+    parameters: Mapping[str, str] = field(default_factory=dict)
+    auto_complete: bool = True
+
+
+@dataclass(frozen=True, slots=True)
 class LoadedVersion:
-    """One version of a model, warm and ready to execute, which took `load_ns`."""
+    """One version of a model, warm and ready to execute, which took `load_ns`. `config` is its configuration with
+    nothing left open; nobody may change it."""
 
     name: str
     version: int
+    config: pb.ModelConfig
     plan: ServingPlan
     opened: OpenModel
     instances: tuple[ModelInstance, ...]
@@ -52,11 +71,9 @@ class LoadedVersion:
 
 
 def load_model(
-    folder: ModelFolder, backend_of: Callable[[str], Backend], defaults: BatchDefaults | None = None
+    folder: ModelFolder, backend_of: Callable[[str], Backend], defaults: LoadDefaults | None = None
 ) -> list[LoadedVersion]:
     """Load the versions of a model that its policy asks for: all of them, or an error and none.
-
-    `defaults` say how it batches if it has no configuration.
 
     Blocks. Raises ConfigError or LoadError.
     """
@@ -67,6 +84,9 @@ def load_model(
         raise ConfigError(f"name: expected '{folder.name}', the name of its folder, got '{config.name}'")
     config.name = folder.name
     check_supported(config)
+    defaults = defaults or LoadDefaults()
+    if not (defaults.auto_complete or is_complete(config)):
+        raise ConfigError("expected input and output in its configuration, as --disable-auto-complete-config is given")
     backend = backend_of(backend_name(config))
     loaded: list[LoadedVersion] = []
     with ExitStack() as undo:
@@ -98,15 +118,17 @@ def wanted_versions(config: pb.ModelConfig, folder: ModelFolder) -> list[int]:
 
 
 def _load_version(
-    folder: ModelFolder, version: int, config: pb.ModelConfig, backend: Backend, defaults: BatchDefaults | None
+    folder: ModelFolder, version: int, config: pb.ModelConfig, backend: Backend, defaults: LoadDefaults
 ) -> LoadedVersion:
     began_ns = time.monotonic_ns()
-    devices = backend.devices(instance_groups(config))
+    groups = [backend.devices([group]) for group in instance_groups(config) or (InstanceGroup(),)]
+    devices = [device for group in groups for device in group]
     instances: list[ModelInstance] = []
     with ExitStack() as undo:
-        opened = backend.open(model_source(config, folder.name, _model_file(folder, version, config)), devices[0])
+        file = _model_file(folder, version, config)
+        opened = backend.open(model_source(config, folder.name, file, defaults.parameters), devices[0])
         undo.callback(opened.close)
-        served = plan(config, opened.spec, None if folder.config else defaults)
+        served = plan(config, opened.spec, None if folder.config else defaults.batching, defaults.max_batch_rows)
         for device in devices:
             instance = opened.instance(served.spec, device)
             undo.callback(instance.close)
@@ -115,7 +137,8 @@ def _load_version(
         undo.pop_all()
     took_ns = time.monotonic_ns() - began_ns
     _log.info("model '%s' version %d loaded in %.2f s: %s", folder.name, version, took_ns / 1e9, _say(served))
-    return LoadedVersion(folder.name, version, served, opened, tuple(instances), took_ns)
+    whole = effective_config(config, served, platform=opened.platform, file=file.name, groups=groups)
+    return LoadedVersion(folder.name, version, whole, served, opened, tuple(instances), took_ns)
 
 
 def _model_file(folder: ModelFolder, version: int, config: pb.ModelConfig) -> Path:

@@ -27,6 +27,7 @@ __all__ = [
     "backend_name",
     "check_supported",
     "instance_groups",
+    "is_complete",
     "model_source",
     "parse_config",
     "plan",
@@ -83,14 +84,19 @@ def instance_groups(config: pb.ModelConfig) -> tuple[InstanceGroup, ...]:
     )
 
 
-def model_source(config: pb.ModelConfig, name: str, path: Path) -> ModelSource:
-    """What the backend needs to open the model file `path`."""
+def model_source(
+    config: pb.ModelConfig, name: str, path: Path, parameters: Mapping[str, str] | None = None
+) -> ModelSource:
+    """What the backend needs to open the model file `path`; `parameters` hold where the configuration doesn't."""
     accelerators = config.optimization.execution_accelerators
     return ModelSource(
         name=name,
         path=path,
         declared=declared_spec(config),
-        parameters={key: parameter.string_value for key, parameter in config.parameters.items()},
+        parameters={
+            **(parameters or {}),
+            **{key: parameter.string_value for key, parameter in config.parameters.items()},
+        },
         graph_level=config.optimization.graph.level if config.optimization.HasField("graph") else None,
         accelerators=tuple(
             (one.name, dict(one.parameters))
@@ -99,15 +105,21 @@ def model_source(config: pb.ModelConfig, name: str, path: Path) -> ModelSource:
     )
 
 
-def plan(config: pb.ModelConfig, own: ModelSpec, defaults: BatchDefaults | None = None) -> ServingPlan:
+def plan(
+    config: pb.ModelConfig,
+    own: ModelSpec,
+    defaults: BatchDefaults | None = None,
+    max_batch_rows: int = BatchDefaults().max_batch_rows,
+) -> ServingPlan:
     """Join `config` with `own`, the model's word on itself (dims whole, a batch axis included).
 
     What the configuration leaves out is filled in from the model; `defaults` are given where there is no configuration
-    at all. Raises ConfigError where the two contradict each other, naming tensor, expected and got.
+    at all, and `max_batch_rows` holds where there is one without `max_batch_size`. Raises ConfigError where the two
+    contradict each other, naming tensor, expected and got.
     """
-    max_rows = _max_batch_rows(config, own, (defaults or BatchDefaults()).max_batch_rows)
+    max_rows = _max_batch_rows(config, own, defaults.max_batch_rows if defaults else max_batch_rows)
     spec = served_spec(config, own, batched=max_rows > 0)
-    merges = max_rows > 0 and (config.HasField("dynamic_batching") or not _is_complete(config))
+    merges = max_rows > 0 and (config.HasField("dynamic_batching") or not is_complete(config))
     policy = batch_policy(config, max_rows, merges=merges, defaults=defaults)
     splits = own_settings(config).split_oversized
     _check_rows(spec, policy, splits)
@@ -161,9 +173,13 @@ def _unsupported(config: pb.ModelConfig) -> Iterable[tuple[bool, str]]:
         yield bool(group.secondary_devices), "instance_group.secondary_devices"
 
 
+def is_complete(config: pb.ModelConfig) -> bool:
+    """Whether `config` spells out its tensors, and so leaves nothing to the model. Source: Triton's auto-complete."""
+    return bool(config.input and config.output)
+
+
 def _max_batch_rows(config: pb.ModelConfig, own: ModelSpec, default: int) -> int:
-    """`max_batch_size`, or what the model allows if neither it nor the tensors are given. Source: Triton's
-    auto-complete, which leaves a configuration alone that spells out inputs and outputs."""
+    """`max_batch_size`, or what the model allows if neither it nor the tensors are given."""
     rows: int = config.max_batch_size
     if rows < 0:
         raise ConfigError(f"max_batch_size: expected >= 0, got {rows}")
@@ -175,8 +191,4 @@ def _max_batch_rows(config: pb.ModelConfig, own: ModelSpec, default: int) -> int
                 f"got {rows}; the model's shapes are {dims}"
             )
         return 0
-    return rows if rows or _is_complete(config) else default
-
-
-def _is_complete(config: pb.ModelConfig) -> bool:
-    return bool(config.input and config.output)
+    return rows if rows or is_complete(config) else default

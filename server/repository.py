@@ -19,10 +19,9 @@ from backends.errors import BackendError, SessionError
 from scheduler.batcher import Batcher
 from scheduler.runner import ThreadRunner
 from server.adapting_codec import codec_for
-from server.batch_policy import BatchDefaults
 from server.errors import InvalidRequest, ModelNotFound, ModelNotReady, ServerError
 from server.layout import ModelFolder
-from server.loader import LoadedVersion, load_model
+from server.loader import LoadDefaults, LoadedVersion, load_model
 from server.metrics import Metrics, VersionMetrics
 from server.model_statistics import VersionStatistics
 
@@ -48,6 +47,7 @@ class ServedModel:
         self.name = loaded.name
         self.version = str(loaded.version)
         self.spec = loaded.plan.spec
+        self.config = loaded.config
         self.platform = loaded.opened.platform
         self.max_batch_rows = loaded.plan.max_batch_rows
         self.counts_bytes = loaded.plan.policy.limits.max_bytes > 0
@@ -108,14 +108,14 @@ class _Entry:
 
 class Repository:
     """Loads models and finds them. `backend_of` gives the backend for a name; LoadError if there is none. `defaults`
-    say how models without configuration batch."""
+    are what flags say of models that don't say it themselves."""
 
     def __init__(
         self,
         metrics: Metrics,
         backend_of: Callable[[str], Backend],
         load_threads: int = 4,
-        defaults: BatchDefaults | None = None,
+        defaults: LoadDefaults | None = None,
     ) -> None:
         self._metrics = metrics
         self._backend_of = backend_of

@@ -69,6 +69,13 @@ def test_policy_of_all_fields_at_once_is_the_same_in_rows_and_nanoseconds() -> N
     )
 
 
+@pytest.mark.parametrize(("sizes", "preferred"), [("8", ()), ("8, 8", ()), ("4", (4,)), ("4, 8", (4, 8))])
+def test_policy_prefers_the_largest_size_alone_no_more_than_it_does_anyway(
+    sizes: str, preferred: tuple[int, ...]
+) -> None:
+    assert batching(f"preferred_batch_size: [ {sizes} ]").preferred_batch_rows == preferred
+
+
 def test_policy_of_a_model_whose_requests_do_not_merge_has_one_request_a_batch() -> None:
     assert made("", merges=False).max_batch_requests == 1
 

@@ -25,7 +25,11 @@ DEFAULTS = {
     "exit_timeout_secs": 30.0,
     "exit_on_error": False,
     "model_load_thread_count": 4,
-    "max_batch_size": 32,
+    "backend_config": (),
+    "disable_auto_complete_config": False,
+    "model_config_name": "",
+    "allow_remote_settings": False,
+    "max_batch_size": None,
     "max_queue_delay_microseconds": None,
     "max_latency": None,
     "max_batch_time": None,
@@ -47,6 +51,9 @@ GIVEN: list[tuple[str, str, object]] = [
     ("exit-timeout-secs", "2.5", 2.5),
     ("exit-on-error", "true", True),
     ("model-load-thread-count", "1", 1),
+    ("max-batch-size", "7", 7),
+    ("model-config-name", "edge", "edge"),
+    ("allow-remote-settings", "true", True),
     ("id", "edge 7", "edge 7"),
     ("log-level", "debug", "debug"),
     ("log-format", "json", "json"),
@@ -105,6 +112,18 @@ def test_model_repository_in_the_environment_may_be_several() -> None:
     assert found["model_repository"] == (Path("a"), Path("b"))
 
 
+def test_backend_config_may_be_repeated_and_be_several_in_the_environment() -> None:
+    given = ["onnxruntime,default-max-batch-size=4", "onnxruntime,intra_op_thread_count=2"]
+    assert parsed(*(f"--backend-config={one}" for one in given))["backend_config"] == tuple(given)
+    assert parsed(BACKEND_CONFIG=" ".join(given))["backend_config"] == tuple(given)
+
+
+def test_disable_auto_complete_config_takes_no_value() -> None:
+    found = parsed("--disable-auto-complete-config", "models")
+    assert (found["disable_auto_complete_config"], found["paths"]) == (True, (Path("models"),))
+    assert parsed(DISABLE_AUTO_COMPLETE_CONFIG="true")["disable_auto_complete_config"] is True
+
+
 def test_every_flag_has_a_variable_and_help_says_which() -> None:
     text = CliRunner().invoke(main, ["serve", "--help"]).output
     for name in DEFAULTS:
@@ -128,6 +147,8 @@ def test_every_flag_has_a_variable_and_help_says_which() -> None:
         (("m", "--log-level", "chatty"), "Invalid value for '--log-level'"),
         (("m", "--log-format", "xml"), "Invalid value for '--log-format'"),
         (("m", "--http-port", "8000"), "No such option"),
+        (("m", "--backend-config", "onnxruntime"), "--backend-config: expected BACKEND,KEY=VALUE, got 'onnxruntime'"),
+        (("m", "--model-config-name", "../x"), "--model-config-name: expected the name of a file, got '../x'"),
     ],
 )
 def test_usage_error_is_told_with_status_2(arguments: tuple[str, ...], text: str) -> None:

@@ -144,6 +144,15 @@ def test_config_is_that_of_the_folder_if_it_is_a_file(tmp_path: Path) -> None:
     assert models["b"].config is None
 
 
+def test_config_of_another_name_is_taken_where_it_is_there(tmp_path: Path) -> None:
+    usual, edge = touch(tmp_path / "a" / "config.pbtxt"), touch(tmp_path / "a" / "configs" / "edge.pbtxt")
+    other = touch(tmp_path / "b" / "config.pbtxt")
+    (tmp_path / "c" / "1").mkdir(parents=True)
+    models = {model.name: model for model in find_models([tmp_path], "edge")}
+    assert [models[name].config for name in "abc"] == [edge, other, None]
+    assert find_models([tmp_path])[0].config == usual
+
+
 def test_several_paths_of_every_kind_are_joined_in_order_of_names(tmp_path: Path) -> None:
     touch(tmp_path / "repository" / "c" / "1" / "model.onnx")
     touch(tmp_path / "b" / "model.onnx")

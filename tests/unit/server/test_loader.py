@@ -16,7 +16,7 @@ from backends.memory import MemoryInstance, MemoryModel
 from protos import model_config_pb2 as pb
 from server.errors import ConfigError
 from server.layout import ModelFolder, find_models
-from server.loader import load_model, wanted_versions
+from server.loader import LoadDefaults, load_model, wanted_versions
 
 SPEC = ModelSpec((TensorSpec("a", "FP32", (-1, 2)),), (TensorSpec("x", "FP32", (-1, 2)),))
 
@@ -102,6 +102,52 @@ def test_load_gives_the_backend_what_the_configuration_says_of_it(tmp_path: Path
     load_model(folder(tmp_path, 1, config=text), shelf.of)
     (source,) = shelf.sources
     assert (source.name, source.parameters, source.graph_level) == ("m", {"k": "v"}, 1)
+
+
+def test_load_parameters_of_flags_stand_behind_those_of_the_configuration(tmp_path: Path) -> None:
+    shelf = Shelf()
+    flags = LoadDefaults(parameters={"intra_op_thread_count": "3", "inter_op_thread_count": "4"})
+    text = 'parameters { key: "intra_op_thread_count" value { string_value: "1" } }'
+    load_model(folder(tmp_path, 1, config=text), shelf.of, flags)
+    assert shelf.sources[0].parameters == {"intra_op_thread_count": "1", "inter_op_thread_count": "4"}
+
+
+@pytest.mark.parametrize(
+    ("config", "rows"),
+    [(None, 32), ("", 6), ("max_batch_size: 0", 6), ("max_batch_size: 3", 3), ("dynamic_batching { }", 6)],
+)
+def test_load_rows_of_flags_are_for_configurations_that_leave_them_open(
+    tmp_path: Path, config: str | None, rows: int
+) -> None:
+    (loaded,) = load_model(folder(tmp_path, 1, config=config), Shelf().of, LoadDefaults(max_batch_rows=6))
+    assert loaded.plan.max_batch_rows == rows
+
+
+def test_load_rows_of_flags_may_be_0_which_means_no_batch_axis(tmp_path: Path) -> None:
+    (loaded,) = load_model(folder(tmp_path, 1, config=""), Shelf().of, LoadDefaults(max_batch_rows=0))
+    assert (loaded.plan.max_batch_rows, loaded.plan.spec.inputs[0].dims) == (0, (-1, 2))
+
+
+TENSORS = """
+    input { name: "a" data_type: TYPE_FP32 dims: [ 2 ] } output { name: "x" data_type: TYPE_FP32 dims: [ 2 ] }
+"""
+
+
+@pytest.mark.parametrize("config", [None, "", "max_batch_size: 2", TENSORS.partition("output")[0]])
+def test_load_without_auto_complete_refuses_what_is_left_to_the_model(tmp_path: Path, config: str | None) -> None:
+    shelf = Shelf()
+    with pytest.raises(ConfigError) as caught:
+        load_model(folder(tmp_path, 1, config=config), shelf.of, LoadDefaults(auto_complete=False))
+    assert str(caught.value) == (
+        "expected input and output in its configuration, as --disable-auto-complete-config is given"
+    )
+    assert not shelf.sources
+
+
+def test_load_without_auto_complete_takes_what_is_spelled_out(tmp_path: Path) -> None:
+    config = f"max_batch_size: 2 {TENSORS}"
+    (loaded,) = load_model(folder(tmp_path, 1, config=config), Shelf().of, LoadDefaults(auto_complete=False))
+    assert loaded.plan.max_batch_rows == 2
 
 
 def test_load_bare_file_opens_that_very_file(tmp_path: Path) -> None:

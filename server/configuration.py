@@ -1,0 +1,23 @@
+"""The RPC of the extension "model_configuration"."""
+
+from __future__ import annotations
+
+from protos import inference_pb2 as pb
+from server.answering import Context, answering
+from server.repository import Repository
+
+__all__ = ["Configuration"]
+
+
+class Configuration:
+    """Tells how models are configured."""
+
+    extensions = ("model_configuration",)
+
+    def __init__(self, repository: Repository) -> None:
+        self._repository = repository
+
+    @answering
+    async def ModelConfig(self, request: pb.ModelConfigRequest, context: Context) -> pb.ModelConfigResponse:
+        """The configuration with everything filled in that it leaves open; of the latest version for ""."""
+        return pb.ModelConfigResponse(config=self._repository.get(request.name, request.version).config)

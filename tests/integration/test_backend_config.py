@@ -1,0 +1,66 @@
+"""`--backend-config` in a real process: its own, for threads that sessions share are the process's for good."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import grpc
+import numpy as np
+import pytest
+
+from protos import inference_pb2 as pb
+from protos.inference_pb2_grpc import GRPCInferenceServiceStub
+from tests import models
+from tests.harness import ServerProcess
+from tests.wire import infer
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> Path:
+    for number in range(4):
+        models.write(models.mlp(), tmp_path / f"m{number}" / "1" / "model.onnx")
+    (tmp_path / "m1" / "config.pbtxt").write_text("dynamic_batching { }")
+    own = 'parameters { key: "intra_op_thread_count" value { string_value: "1" } }'
+    (tmp_path / "m2" / "config.pbtxt").write_text(own)
+    return tmp_path
+
+
+@contextmanager
+def started(repository: Path, *settings: str) -> Iterator[tuple[ServerProcess, GRPCInferenceServiceStub]]:
+    flags = [f"--backend-config=onnxruntime,{one}" for one in settings]
+    with ServerProcess(repository, args=flags) as server, grpc.insecure_channel(server.target) as channel:
+        yield server, GRPCInferenceServiceStub(channel)
+
+
+def threads(server: ServerProcess) -> int:
+    return len(os.listdir(f"/proc/{server.pid}/task"))
+
+
+def test_default_max_batch_size_is_for_models_that_leave_it_open(repository: Path) -> None:
+    with started(repository, "default-max-batch-size=5") as (_, stub):
+        config = stub.ModelConfig(pb.ModelConfigRequest(name="m1"), timeout=20).config
+        assert config.max_batch_size == 5
+        config = stub.ModelConfig(pb.ModelConfigRequest(name="m0"), timeout=20).config
+        assert list(config.dynamic_batching.preferred_batch_size) == [5]
+
+
+def test_thread_count_is_that_of_each_session_that_has_none_of_its_own(repository: Path) -> None:
+    with started(repository, "intra_op_thread_count=1") as (server, _):
+        few = threads(server)
+    with started(repository, "intra_op_thread_count=5") as (server, _):
+        # Four more each for three models: the caller's thread counts too. gRPC's threads come and go.
+        assert threads(server) > few + 9
+
+
+def test_threads_that_are_shared_are_one_pool_for_all_models(repository: Path) -> None:
+    with started(repository, "intra_op_thread_count=1") as (server, _):
+        few = threads(server)
+    shared = ("enable-global-threadpool=1", "intra_op_thread_count=5")
+    with started(repository, *shared) as (server, stub):
+        assert threads(server) <= few + 8
+        for number in range(4):
+            request = infer(f"m{number}", {"INPUT0": np.ones((2, 16), np.float32)})
+            assert list(stub.ModelInfer(request, timeout=20).outputs[0].shape) == [2, 4]
