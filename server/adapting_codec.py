@@ -12,18 +12,21 @@ from dataclasses import replace
 
 from backends.base import MISSING, Array, ModelSpec, Tensors
 from protos.inference_pb2 import ModelInferRequest, ModelInferResponse
+from server.classification import Labels
 from server.codec import DecodedRequest, InputTensor, ModelCodec
 from server.reshaping import to_client, to_model
 
 __all__ = ["AdaptingCodec", "codec_for"]
 
 
-def codec_for(model: str, version: str, spec: ModelSpec, max_batch_rows: int) -> ModelCodec:
+def codec_for(
+    model: str, version: str, spec: ModelSpec, max_batch_rows: int, labels: Labels | None = None
+) -> ModelCodec:
     """The codec of one version of a model, which does no more than `spec` asks for."""
     adapts = any(
         tensor.reshape is not None or tensor.optional or tensor.shape_tensor for tensor in (*spec.inputs, *spec.outputs)
     )
-    return (AdaptingCodec if adapts else ModelCodec)(model, version, spec, max_batch_rows)
+    return (AdaptingCodec if adapts else ModelCodec)(model, version, spec, max_batch_rows, labels)
 
 
 class AdaptingCodec(ModelCodec):
@@ -33,8 +36,10 @@ class AdaptingCodec(ModelCodec):
     The key also says which inputs were given, and what is in the shape tensors, to the last byte.
     """
 
-    def __init__(self, model: str, version: str, spec: ModelSpec, max_batch_rows: int) -> None:
-        super().__init__(model, version, spec, max_batch_rows)
+    def __init__(
+        self, model: str, version: str, spec: ModelSpec, max_batch_rows: int, labels: Labels | None = None
+    ) -> None:
+        super().__init__(model, version, spec, max_batch_rows, labels)
         self._shape_tensors = [index for index, tensor in enumerate(spec.inputs) if tensor.shape_tensor]
         self._optional = [index for index, tensor in enumerate(spec.inputs) if tensor.optional]
         self._reshaped = [index for index, tensor in enumerate(spec.inputs) if tensor.reshape is not None]

@@ -7,14 +7,15 @@ equal key and rows that add up.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
-from backends.base import MISSING, Array, ModelSpec, Tensors
+from backends.base import MISSING, Array, ModelSpec, Tensors, TensorSpec
 from backends.errors import ExecutionError
 from protos.datatypes import Datatype, by_name
 from protos.inference_pb2 import ModelInferRequest, ModelInferResponse
 from protos.tensors import TensorError, decode_contents, decode_raw, element_count, encode_contents, encode_raw
+from server.classification import Labels, class_count, classes_of
 from server.errors import InvalidRequest, NotSupported
 from server.parameters import NO_PARAMETERS, RequestParameters, parse_parameters
 
@@ -22,13 +23,16 @@ __all__ = ["DecodedRequest", "ModelCodec", "tensor_bytes"]
 
 InputTensor = ModelInferRequest.InferInputTensor
 
+_BYTES = by_name("BYTES")
+
 
 @dataclass(frozen=True, slots=True)
 class DecodedRequest:
     """A request that fits its model.
 
     `inputs` are in the spec's order, views of the message where the datatype allows. Requests of equal `key` may share
-    a batch. `outputs` are the indices of the wanted outputs, in the order asked for.
+    a batch. `outputs` are the indices of the wanted outputs, in the order asked for; `classes` says, by index, of which
+    of them only so many classes are wanted.
     """
 
     inputs: tuple[Array, ...]
@@ -36,19 +40,24 @@ class DecodedRequest:
     key: Hashable
     outputs: tuple[int, ...]
     parameters: RequestParameters
+    classes: Mapping[int, int] | None = None
 
 
 class ModelCodec:
     """Decodes requests for, and encodes responses of, one version of a model.
 
-    `max_batch_rows` is the most rows a request may carry, 0 if the model has no batch axis.
+    `max_batch_rows` is the most rows a request may carry, 0 if the model has no batch axis. `labels` are the
+    names of its outputs' classes.
     """
 
-    def __init__(self, model: str, version: str, spec: ModelSpec, max_batch_rows: int) -> None:
+    def __init__(
+        self, model: str, version: str, spec: ModelSpec, max_batch_rows: int, labels: Labels | None = None
+    ) -> None:
         self._model = model
         self._version = version
         self._spec = spec
         self._max_batch_rows = max_batch_rows
+        self._labels = labels or {}
         self._inputs = {tensor.name: index for index, tensor in enumerate(spec.inputs)}
         self._outputs = {tensor.name: index for index, tensor in enumerate(spec.outputs)}
         self._input_types: list[Datatype] = [by_name(tensor.datatype) for tensor in spec.inputs]
@@ -83,22 +92,26 @@ class ModelCodec:
         # Without a batch axis nothing is merged, but execution times are learned for each key apart.
         lead = 1 if self._max_batch_rows else 0
         free = tuple(inputs[index].shape[lead:] for index in self._free)
-        return DecodedRequest(inputs, rows, free, outputs, parameters)
+        classes = self._wanted_classes(request, outputs) if request.outputs else None
+        return DecodedRequest(inputs, rows, free, outputs, parameters, classes)
 
     def encode(self, request: ModelInferRequest, decoded: DecodedRequest, results: Tensors) -> ModelInferResponse:
         """The response with the wanted outputs: raw, or in typed contents if the request asked for them.
 
-        Raises ExecutionError for elements that no message can carry; what else could be wrong the backend has checked.
+        Raises ExecutionError for elements that no message can carry, InvalidRequest for classes of too large an output;
+        what else could be wrong the backend has checked.
         """
         response = ModelInferResponse(model_name=self._model, model_version=self._version, id=request.id)
         for index in decoded.outputs:
-            tensor, array = self._spec.outputs[index], results[index]
-            output = response.outputs.add(name=tensor.name, datatype=tensor.datatype, shape=array.shape)
+            tensor, array, datatype = self._spec.outputs[index], results[index], self._output_types[index]
+            if decoded.classes and index in decoded.classes:
+                array, datatype = self._classes(tensor, array, decoded.classes[index]), _BYTES
+            output = response.outputs.add(name=tensor.name, datatype=datatype.name, shape=array.shape)
             try:
                 if decoded.parameters.typed_outputs:
-                    output.contents.CopyFrom(encode_contents(array, self._output_types[index]))
+                    output.contents.CopyFrom(encode_contents(array, datatype))
                 else:
-                    response.raw_output_contents.append(encode_raw(array, self._output_types[index]))
+                    response.raw_output_contents.append(encode_raw(array, datatype))
             except TensorError as error:
                 raise ExecutionError(f"model '{self._model}': output '{tensor.name}': {error}") from None
         return response
@@ -139,11 +152,28 @@ class ModelCodec:
                 raise self._invalid(f"unexpected output '{output.name}', expected some of {list(self._outputs)}")
             if index in wanted:
                 raise self._invalid(f"output '{output.name}' is asked for more than once")
-            for extension in ("classification", "shared_memory_region"):
-                if extension in output.parameters:
-                    raise self._unsupported("output", output.name, extension)
+            if "shared_memory_region" in output.parameters and "classification" not in output.parameters:
+                raise self._unsupported("output", output.name, "shared_memory_region")
             wanted[index] = None
         return tuple(wanted)
+
+    def _wanted_classes(self, request: ModelInferRequest, outputs: Sequence[int]) -> Mapping[int, int] | None:
+        """By index, of which outputs how many classes are wanted."""
+        classes: dict[int, int] = {}
+        for output, index in zip(request.outputs, outputs, strict=True):
+            if output.parameters and "classification" in output.parameters:
+                try:
+                    classes[index] = class_count(output.parameters, self._spec.outputs[index].datatype)
+                except InvalidRequest as error:
+                    raise self._invalid(f"output '{output.name}': {error}") from None
+        return classes or None
+
+    def _classes(self, tensor: TensorSpec, array: Array, count: int) -> Array:
+        by_rows = self._max_batch_rows > 0 and not tensor.shape_tensor
+        try:
+            return classes_of(array, count, self._labels.get(tensor.name, ()), by_rows=by_rows)
+        except InvalidRequest as error:
+            raise self._invalid(f"output '{tensor.name}': {error}") from None
 
     def _check_typed(self, outputs: Sequence[int]) -> None:
         for index in outputs:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from server.errors import StartError
 
-__all__ = ["CONFIG_FILE", "DEFAULT_MODEL_FILE", "ModelFolder", "find_models"]
+__all__ = ["CONFIG_FILE", "DEFAULT_MODEL_FILE", "ModelFolder", "find_models", "inside"]
 
 CONFIG_FILE = "config.pbtxt"
 CONFIGS_FOLDER = "configs"
@@ -61,6 +61,16 @@ def find_models(paths: list[Path], config_name: str = "") -> list[ModelFolder]:
                 raise StartError(f"model '{model.name}' is in {found[model.name].path} and in {model.path}")
             found[model.name] = model
     return [found[name] for name in sorted(found)]
+
+
+def inside(folder: Path, name: str) -> Path | None:
+    """The path that a configuration means with `name`, if it lies in `folder`, links followed."""
+    home = Path(os.path.realpath(folder))
+    try:
+        path = Path(os.path.realpath(home / name))
+    except ValueError:  # a NUL
+        return None
+    return path if path.is_relative_to(home) else None
 
 
 def _models_at(path: Path) -> list[ModelFolder]:

@@ -15,6 +15,7 @@ from pathlib import Path
 from backends.base import Backend, InstanceGroup, ModelInstance, OpenModel
 from protos import model_config_pb2 as pb
 from server.batch_policy import BatchDefaults
+from server.classification import Labels, read_labels
 from server.effective_config import effective_config
 from server.errors import ConfigError
 from server.layout import DEFAULT_MODEL_FILE, ModelFolder
@@ -53,12 +54,13 @@ class LoadDefaults:
 @dataclass(frozen=True, slots=True)
 class LoadedVersion:
     """One version of a model, warm and ready to execute, which took `load_ns`. `config` is its configuration with
-    nothing left open; nobody may change it."""
+    nothing left open; nobody may change it. `labels` are the names of the classes of its outputs."""
 
     name: str
     version: int
     config: pb.ModelConfig
     plan: ServingPlan
+    labels: Labels
     opened: OpenModel
     instances: tuple[ModelInstance, ...]
     load_ns: int = 0
@@ -121,6 +123,7 @@ def _load_version(
     folder: ModelFolder, version: int, config: pb.ModelConfig, backend: Backend, defaults: LoadDefaults
 ) -> LoadedVersion:
     began_ns = time.monotonic_ns()
+    labels = read_labels(config, folder.path)
     groups = [backend.devices([group]) for group in instance_groups(config) or (InstanceGroup(),)]
     devices = [device for group in groups for device in group]
     instances: list[ModelInstance] = []
@@ -138,7 +141,7 @@ def _load_version(
     took_ns = time.monotonic_ns() - began_ns
     _log.info("model '%s' version %d loaded in %.2f s: %s", folder.name, version, took_ns / 1e9, _say(served))
     whole = effective_config(config, served, platform=opened.platform, file=file.name, groups=groups)
-    return LoadedVersion(folder.name, version, whole, served, opened, tuple(instances), took_ns)
+    return LoadedVersion(folder.name, version, whole, served, labels, opened, tuple(instances), took_ns)
 
 
 def _model_file(folder: ModelFolder, version: int, config: pb.ModelConfig) -> Path:

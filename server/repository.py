@@ -54,7 +54,7 @@ class ServedModel:
         # Apart from its number, which begins anew with every load, what a caller gets to see as the id of a batch.
         self.batch_id_prefix = secrets.token_hex(4)
         limit = _MAX_PARTS * self.max_batch_rows if loaded.plan.splits else self.max_batch_rows
-        self.codec = codec_for(self.name, self.version, self.spec, limit)
+        self.codec = codec_for(self.name, self.version, self.spec, limit, loaded.labels)
         self.statistics = VersionStatistics()
         self._loaded = loaded
         self.batcher: Batcher[Tensors, Tensors] = Batcher(

@@ -49,7 +49,7 @@ class InferenceService:
     """The service, over a repository of models: what isn't here comes from `groups`, and what isn't there either is
     answered with UNIMPLEMENTED."""
 
-    extensions = ("binary_tensor_data",)
+    extensions = ("binary_tensor_data", "classification")
 
     def __init__(
         self,

@@ -18,6 +18,7 @@ from protos import model_config_pb2 as pb
 from protos.datatypes import CONFIG_DATATYPES, by_name
 from protos.tensors import TensorError, decode_raw, element_count
 from server.errors import ConfigError
+from server.layout import inside
 from server.model_config import ServingPlan
 from server.reshaping import to_model
 
@@ -38,7 +39,10 @@ def warm_up(config: pb.ModelConfig, plan: ServingPlan, folder: Path, instances: 
     for sample in config.model_warmup:
         requests = list(_requests(sample, plan, folder))
         for instance in instances:
-            for _ in range(max(1, sample.count)):
+            for iteration in range(1, max(1, sample.count) + 1):
+                _log.debug(
+                    "model '%s' is running warmup sample '%s' for iteration %d", config.name, sample.name, iteration
+                )
                 try:
                     if requests:
                         instance.execute(requests)
@@ -109,9 +113,8 @@ def _input(sample: pb.ModelWarmup, tensor: TensorSpec, spec: ModelSpec, folder: 
 
 
 def _data(folder: Path, file: str, where: str) -> bytes:
-    home = (folder / "warmup").resolve()
-    path = (home / file).resolve()
-    if not path.is_relative_to(home):
+    path = inside(folder / "warmup", file)
+    if path is None:
         raise ConfigError(f"{where}: expected a file inside the model's folder 'warmup', got '{file}'")
     try:
         return path.read_bytes()

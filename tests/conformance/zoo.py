@@ -19,7 +19,7 @@ import onnxruntime as ort  # type: ignore[import-untyped,unused-ignore]
 from tests import models
 from tests.harness import write_identity
 
-__all__ = ["DATATYPES", "SIMPLE", "answer", "identity_of", "samples", "write_repository"]
+__all__ = ["DATATYPES", "LABELS", "SIMPLE", "answer", "identity_of", "samples", "write_repository"]
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -42,6 +42,12 @@ _SIX_OR_NEVER = f"""
 max_batch_size: 8
 dynamic_batching {{ preferred_batch_size: 6 max_queue_delay_microseconds: {_FAR_OFF_US} }}
 """
+_LABELLED = 'output { name: "OUTPUT0" data_type: TYPE_FP32 dims: [ 4 ] label_filename: "labels.txt" }'
+_MORE = {"mlp_six": _SIX_OR_NEVER, "classifier": _LABELLED}
+
+LABELS = ("cat", "dog", "bird")
+"""Of the first classes of model `classifier`, which has four."""
+
 # A request waits in its queue until something ends the wait: it, the client or the server.
 _PATIENT = f"""
 dynamic_batching {{
@@ -77,7 +83,8 @@ def write_repository(root: Path) -> Path:
     """All models, in Triton's layout, below `root`."""
     for name in _models():
         models.write(_model(name), root / name / "1" / "model.onnx")
-        (root / name / "config.pbtxt").write_text(_CPU_ALONE + (_SIX_OR_NEVER if name == "mlp_six" else ""))
+        (root / name / "config.pbtxt").write_text(_CPU_ALONE + _MORE.get(name, ""))
+    (root / "classifier" / "labels.txt").write_text("\n".join(LABELS))
     write_identity(root, "patient", extra=_PATIENT)
     return root
 
@@ -103,6 +110,7 @@ def _models() -> dict[str, onnx.ModelProto]:
         "gather": models.gather(),
         "mlp": models.mlp(),
         "mlp_six": models.mlp(),
+        "classifier": models.mlp(),
     }
 
 

@@ -265,16 +265,11 @@ def into_shared_memory(request: Request) -> None:
     request.outputs.add(name="x").parameters["shared_memory_region"].string_param = "r"
 
 
-def classified(request: Request) -> None:
-    request.outputs.add(name="x").parameters["classification"].int64_param = 3
-
-
 @pytest.mark.parametrize(
     ("change", "text"),
     [
         (in_shared_memory, "input 'a': this build doesn't support 'shared_memory_region'"),
         (into_shared_memory, "output 'x': this build doesn't support 'shared_memory_region'"),
-        (classified, "output 'x': this build doesn't support 'classification'"),
     ],
 )
 async def test_infer_extension_that_is_not_there_is_unimplemented(

@@ -10,7 +10,7 @@ import pytest
 from backends.base import ModelSpec, TensorSpec
 from protos import inference_pb2 as pb
 from server.codec import ModelCodec
-from tests.wire import Array, infer, rows_of_floats
+from tests.wire import Array, bytes_element, infer, rows_of_floats
 
 PAIR = ModelSpec(
     (TensorSpec("a", "FP32", (2,)), TensorSpec("b", "INT64", (-1, 3))),
@@ -229,3 +229,28 @@ def test_encode_typed_when_asked_fills_the_datatypes_own_field(datatype: str) ->
     (output,) = response.outputs
     assert [field.name for field, _ in output.contents.ListFields()] == [FIELDS[datatype]]
     assert repr(list(getattr(output.contents, FIELDS[datatype]))) == repr(VALUES[datatype].tolist())
+
+
+def test_encode_classes_stand_where_they_are_asked_for_and_other_outputs_are_whole() -> None:
+    labels = {"y": (b"no", b"yes")}
+    request = pair_request(outputs=["y", "x"])
+    request.outputs[0].parameters["classification"].int64_param = 2
+    codec = ModelCodec("m", "3", PAIR, 8, labels)
+    decoded = codec.decode(request)
+    assert decoded.classes == {1: 2}
+    x, y, z = pair_results()
+    response = codec.encode(request, decoded, (x, y + np.arange(3), z))
+    described = [(one.name, one.datatype, list(one.shape)) for one in response.outputs]
+    assert described == [("y", "BYTES", [2, 2]), ("x", "FP32", [2, 2])]
+    expected = b"".join(bytes_element(text) for text in [b"3:2", b"2:1:yes"] * 2)
+    assert list(response.raw_output_contents) == [expected, x.tobytes()]
+
+
+def test_encode_classes_in_typed_contents_are_bytes_too() -> None:
+    request = pair_request(outputs=["x"])
+    request.parameters["binary_data_output"].bool_param = False
+    request.outputs[0].parameters["classification"].int64_param = 1
+    codec = pair_codec()
+    response = codec.encode(request, codec.decode(request), pair_results())
+    assert list(response.outputs[0].contents.bytes_contents) == [b"1.000000:1", b"3.000000:1"]
+    assert not response.raw_output_contents

@@ -11,7 +11,7 @@ from backends.base import ModelSpec, TensorSpec
 from protos import inference_pb2 as pb
 from server.codec import ModelCodec
 from server.errors import InvalidRequest, NotSupported
-from tests.wire import add_raw, bytes_element, infer, rows_of_floats
+from tests.wire import add_raw, bytes_element, infer, parameter, rows_of_floats
 
 Request = pb.ModelInferRequest
 Change = Callable[[Request], None]
@@ -265,13 +265,27 @@ def test_decode_typed_outputs_that_contents_can_carry_pass_beside_others_not_ask
     assert ModelCodec("m", "1", SPEC, 8).decode(request).parameters.typed_outputs
 
 
-@pytest.mark.parametrize("extension", ["classification", "shared_memory_region"])
-def test_decode_output_extension_that_is_not_there_is_not_supported(extension: str) -> None:
+def test_decode_output_into_shared_memory_is_not_supported() -> None:
     request = good()
-    request.outputs.add(name="x").parameters[extension].string_param = "1"
+    request.outputs.add(name="x").parameters["shared_memory_region"].string_param = "1"
     with pytest.raises(NotSupported) as caught:
         ModelCodec("m", "1", SPEC, 8).decode(request)
-    assert str(caught.value) == f"model 'm': output 'x': this build doesn't support '{extension}'"
+    assert str(caught.value) == "model 'm': output 'x': this build doesn't support 'shared_memory_region'"
+
+
+@pytest.mark.parametrize(
+    ("output", "count", "text"),
+    [
+        ("x", "3", "expected int64_param, got string_param"),
+        ("x", 0, "expected a number of classes > 0, got 0"),
+        ("h", 1, "expected one of UINT8, UINT16, UINT32, UINT64, INT8, INT16, INT32, INT64, FP32, FP64, got FP16"),
+    ],
+)
+def test_decode_classes_that_cannot_be_had_are_refused(output: str, count: object, text: str) -> None:
+    def change(request: Request) -> None:
+        request.outputs.add(name=output).parameters["classification"].CopyFrom(parameter(count))
+
+    assert refused(change) == f"model 'm': output '{output}': parameter 'classification': {text}"
 
 
 def test_decode_input_in_shared_memory_is_not_supported() -> None:

@@ -150,6 +150,15 @@ def test_load_without_auto_complete_takes_what_is_spelled_out(tmp_path: Path) ->
     assert loaded.plan.max_batch_rows == 2
 
 
+def test_load_reads_the_labels_of_outputs(tmp_path: Path) -> None:
+    model = folder(tmp_path, 1, config=TENSORS.replace("[ 2 ] }", '[ 2 ] label_filename: "l.txt" }').partition("}")[2])
+    with pytest.raises(ConfigError, match=r"^output 'x': label_filename: .*/l\.txt: No such file or directory$"):
+        load_model(model, Shelf().of)
+    (model.path / "l.txt").write_text("cat\ndog\n")
+    (loaded,) = load_model(model, Shelf().of)
+    assert loaded.labels == {"x": (b"cat", b"dog")}
+
+
 def test_load_bare_file_opens_that_very_file(tmp_path: Path) -> None:
     (tmp_path / "res.net.onnx").touch()
     shelf = Shelf()

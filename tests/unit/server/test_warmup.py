@@ -122,6 +122,14 @@ def test_sample_count_is_how_often_it_runs_on_each_instance(count: int, times: i
     assert bench.model.batches == [(1, 1)] * times * 2
 
 
+def test_sample_that_runs_is_told_to_who_debugs(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.DEBUG, "paceline.server.warmup"):
+        Bench().warm(sample(more="batch_size: 1 count: 2"))
+    assert [record.getMessage() for record in caplog.records] == [
+        f"model 'm' is running warmup sample 's' for iteration {number}" for number in (1, 2)
+    ]
+
+
 def test_samples_run_in_order() -> None:
     bench = Bench(dims=(-1,))
     bench.warm(sample(dims="1") + sample(dims="2"))
