@@ -48,13 +48,16 @@ _FULL = {"requests": Drop.FULL_REQUESTS, "rows": Drop.FULL_ROWS, "bytes": Drop.F
 
 
 class BatchFacts(NamedTuple):
-    """What became of a request: the batch it was executed in, and how long it waited and was executed."""
+    """What became of a request: the batch it was executed in, how long it waited and was executed, when that began on
+    the monotonic clock, and what the instance returned."""
 
     number: int
     rows: int
     padded_rows: int
     queue_ns: int
     compute_ns: int
+    started_ns: int
+    executed: Any
 
 
 class Pending(asyncio.Future[R], Generic[P, R]):
@@ -298,9 +301,12 @@ class Batcher(Generic[P, R]):
     def _answer(self, batch: Batch[Pending[P, R]], outcome: Outcome[R], duration_ns: int) -> None:
         if outcome.executed is None:
             return
-        for entry, result in zip(batch.entries, outcome.executed.results, strict=True):
-            waited_ns = outcome.started_ns - entry.enqueued_ns
-            entry.payload.facts = BatchFacts(batch.number, batch.rows, batch.padded_rows, waited_ns, duration_ns)
+        started_ns, executed = outcome.started_ns, outcome.executed
+        for entry, result in zip(batch.entries, executed.results, strict=True):
+            waited_ns = started_ns - entry.enqueued_ns
+            entry.payload.facts = BatchFacts(
+                batch.number, batch.rows, batch.padded_rows, waited_ns, duration_ns, started_ns, executed
+            )
             self._answers.succeed(entry.payload, result)
 
     def _search(

@@ -32,9 +32,11 @@ from server.loader import LoadDefaults
 from server.metrics import Metrics
 from server.metrics_endpoint import MetricsEndpoint
 from server.reflection import INFERENCE_SERVICE, Reflection
+from server.remote_settings import RemoteSettings
 from server.repository import Repository
-from server.service import InferenceService
+from server.service import InferenceService, RpcGroup
 from server.statistics_service import StatisticsService
+from server.tracing import Tracer
 
 __all__ = ["GRPC_OPTIONS", "Server", "product_version"]
 
@@ -93,8 +95,13 @@ class Server:
             settings.model_load_thread_count,
             _load_defaults(settings),
         )
-        self._inference = Inference(self.repository)
-        groups = [StatisticsService(self.repository), Configuration(self.repository)]
+        self._tracer = Tracer(settings.trace)
+        self._inference = Inference(self.repository, self._tracer)
+        groups: list[RpcGroup] = [
+            StatisticsService(self.repository),
+            Configuration(self.repository),
+            RemoteSettings(self.repository, self._tracer, settings.allow_remote_settings),
+        ]
         self._service = InferenceService(
             self._inference, self.repository, settings.server_id, product_version(), groups
         )
@@ -114,6 +121,7 @@ class Server:
         try:
             self._open_metrics()
             _refuse_port_in_use(self._settings.grpc_address, self._settings.grpc_port)
+            self._start_tracer()
             await self._load()
             self._grpc = self._build_grpc()
             await self._grpc.start()
@@ -179,6 +187,12 @@ class Server:
         for failure in failures:
             _log.error("failed to load %s; the other models are served, the server isn't ready", failure)
 
+    def _start_tracer(self) -> None:
+        try:
+            self._tracer.start()
+        except OSError as error:
+            raise StartError(f"--trace-config: {error}") from None
+
     def _share_threads(self) -> None:
         given = self._settings.backend_config
         if not given.shared_threads:
@@ -210,6 +224,7 @@ class Server:
         if self._endpoint is not None:
             await asyncio.to_thread(self._endpoint.close)
             self._endpoint = None
+        await asyncio.to_thread(self._tracer.close)
 
     def _say_metrics(self) -> str:
         return f", metrics on port {self.metrics_port}" if self._endpoint else ""

@@ -8,9 +8,9 @@ import math
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import click
 
@@ -20,6 +20,7 @@ from server.backend_config import parse_backend_config
 from server.batch_policy import BatchDefaults
 from server.config import Settings
 from server.errors import StartError
+from server.trace_settings import parse_trace_config
 
 __all__ = ["main", "new_loop"]
 
@@ -30,6 +31,7 @@ _log = logging.getLogger("paceline.server")
 _SWITCH_INTERVAL_S = 0.0005
 
 Decorator = Callable[[Any], Any]
+T = TypeVar("T")
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -89,6 +91,13 @@ _AMOUNT = _Amount(0, 1_000_000)
 )
 @_flag("model-config-name", "", "Configuration to read in a model's folder, configs/NAME.pbtxt, if it is there.")
 @_flag("allow-remote-settings", False, "Whether RPCs may change how the server logs and traces.", type=bool)
+@click.option(
+    "--trace-config",
+    multiple=True,
+    metavar="[triton,]KEY=VALUE",
+    show_envvar=True,
+    help="What to trace, and into which file.",
+)
 @_flag("max-batch-size", None, "Rows of a batch; by default 32. *", type=click.IntRange(1), also="--max-batchsize")
 @_flag("max-queue-delay-microseconds", None, "Longest wait for company. *", type=click.IntRange(0))
 @_flag("max-latency", None, "The same in milliseconds, as KServe's batcher has it. *", type=_AMOUNT)
@@ -112,6 +121,7 @@ def serve(
     disable_auto_complete_config: bool,
     model_config_name: str,
     allow_remote_settings: bool,
+    trace_config: tuple[str, ...],
     max_batch_size: int | None,
     max_queue_delay_microseconds: int | None,
     max_latency: float | None,
@@ -131,10 +141,8 @@ def serve(
         raise click.UsageError("expected at least one PATH: a model repository, a model's folder or a .onnx file")
     if Path(model_config_name).name != model_config_name:
         raise click.UsageError(f"--model-config-name: expected the name of a file, got '{model_config_name}'")
-    try:
-        backends = parse_backend_config(backend_config)
-    except ValueError as error:
-        raise click.UsageError(f"--backend-config: {error}") from None
+    backends = _parsed("--backend-config", parse_backend_config, backend_config)
+    tracing = _parsed("--trace-config", parse_trace_config, trace_config)
     log.configure(log_level, log_format)
     settings = Settings(
         paths=(*paths, *model_repository),
@@ -150,6 +158,7 @@ def serve(
         auto_complete=not disable_auto_complete_config,
         model_config_name=model_config_name,
         allow_remote_settings=allow_remote_settings,
+        trace=tracing,
         batching=BatchDefaults(
             max_batch_rows=_first_given(max_batch_size, backends.max_batch_rows, BatchDefaults().max_batch_rows),
             max_queue_delay_ns=_delay_ns(max_queue_delay_microseconds, max_latency, max_batch_time),
@@ -165,6 +174,13 @@ def serve(
 
 
 main.add_command(infer)
+
+
+def _parsed(flag: str, parse: Callable[[Sequence[str]], T], given: Sequence[str]) -> T:
+    try:
+        return parse(given)
+    except ValueError as error:
+        raise click.UsageError(f"{flag}: {error}") from None
 
 
 def _first_given(*values: int | None) -> int:

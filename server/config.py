@@ -7,6 +7,7 @@ from pathlib import Path
 
 from server.backend_config import BackendConfig
 from server.batch_policy import BatchDefaults
+from server.trace_settings import TraceConfig
 
 __all__ = ["Settings"]
 
@@ -17,7 +18,7 @@ class Settings:
     `metrics_port` None switches metrics off. `batching` is for models without configuration, `backend_config` for all;
     without `auto_complete` they have to spell out their tensors. `model_config_name`: the configuration to read in a
     model's folder `configs`, instead of `config.pbtxt`. `allow_remote_settings`: whether RPCs may change how the server
-    logs and traces. Names follow Triton's flags."""
+    logs and traces, which begins with `trace`. Names follow Triton's flags."""
 
     paths: tuple[Path, ...]
     grpc_address: str = "0.0.0.0"
@@ -33,3 +34,4 @@ class Settings:
     auto_complete: bool = True
     model_config_name: str = ""
     allow_remote_settings: bool = False
+    trace: TraceConfig = field(default_factory=TraceConfig)

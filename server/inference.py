@@ -17,6 +17,7 @@ from server.codec import DecodedRequest, tensor_bytes
 from server.errors import ModelNotReady
 from server.repository import Repository, ServedModel
 from server.splitting import submit_parts
+from server.tracing import Tracer
 
 __all__ = ["Inference"]
 
@@ -25,10 +26,11 @@ _QUIET_TRIES = 20
 
 
 class Inference:
-    """Answers inference requests while `serving`."""
+    """Answers inference requests while `serving`; `tracer` may want to know when."""
 
-    def __init__(self, repository: Repository) -> None:
+    def __init__(self, repository: Repository, tracer: Tracer | None = None) -> None:
         self._repository = repository
+        self._tracer = tracer or Tracer()
         self.serving = False
         self._refused = 0
 
@@ -43,11 +45,13 @@ class Inference:
         model = self._repository.get(request.model_name, request.model_version)
         began_ns = time.monotonic_ns()
         try:
-            response = await _answer(model, request, rpc_deadline_ns)
+            response, facts = await _answer(model, request, rpc_deadline_ns)
         except BaseException as error:
             model.statistics.on_failure(error, time.monotonic_ns() - began_ns)
             raise
         model.statistics.on_success(time.monotonic_ns() - began_ns)
+        if self._tracer.active and facts is not None:
+            self._tracer.record(model.name, model.version, request.id, began_ns, facts)
         return response
 
     async def refuse_until_quiet(self) -> None:
@@ -71,13 +75,15 @@ class Inference:
         return error
 
 
-async def _answer(model: ServedModel, request: pb.ModelInferRequest, rpc_deadline_ns: int) -> pb.ModelInferResponse:
+async def _answer(
+    model: ServedModel, request: pb.ModelInferRequest, rpc_deadline_ns: int
+) -> tuple[pb.ModelInferResponse, BatchFacts | None]:
     decoded = model.codec.decode(request)
     results, pending = await _execute(model, decoded, rpc_deadline_ns)
     response = model.codec.encode(request, decoded, results)
     if decoded.parameters.batch_info and pending.facts is not None:
         _tell_facts(response, model.batch_id_prefix, pending.facts)
-    return response
+    return response, pending.facts
 
 
 async def _execute(

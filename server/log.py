@@ -6,8 +6,10 @@ import json
 import logging
 import sys
 import time
+from dataclasses import dataclass, replace
+from typing import TextIO
 
-__all__ = ["configure"]
+__all__ = ["LogSettings", "apply", "configure", "current"]
 
 
 class _Text(logging.Formatter):
@@ -32,11 +34,68 @@ class _Json(_Text):
         return json.dumps(line)
 
 
+@dataclass(frozen=True, slots=True)
+class LogSettings:
+    """Which lines are written, by level (`verbose_level` above 0: those for debugging), and how: lines of text for
+    `default` and `ISO8601`, which look the same, or one `json` object each. Names and types are those of Triton's
+    "logging" extension."""
+
+    info: bool = True
+    warning: bool = True
+    error: bool = True
+    verbose_level: int = 0
+    format: str = "default"
+
+    @property
+    def threshold(self) -> int:
+        """The least important level of which anything is written."""
+        switches = (
+            (self.verbose_level > 0, logging.DEBUG),
+            (self.info, logging.INFO),
+            (self.warning, logging.WARNING),
+            (self.error, logging.ERROR),
+        )
+        return next((level for is_on, level in switches if is_on), logging.CRITICAL + 1)
+
+    def writes(self, level: int) -> bool:
+        """Whether lines of `level` are written."""
+        if level >= logging.ERROR:
+            return self.error
+        if level >= logging.WARNING:
+            return self.warning
+        return self.info if level >= logging.INFO else self.verbose_level > 0
+
+
+_BY_LEVEL = {
+    "debug": LogSettings(verbose_level=1),
+    "info": LogSettings(),
+    "warning": LogSettings(info=False),
+    "error": LogSettings(info=False, warning=False),
+}
+
+
+class _Handler(logging.StreamHandler[TextIO]):
+    def __init__(self, settings: LogSettings) -> None:
+        super().__init__(sys.stderr)
+        self.settings = settings
+        self.setFormatter(_Json() if settings.format == "json" else _Text())
+        self.addFilter(lambda record: settings.writes(record.levelno))
+
+
 def configure(level: str, form: str) -> None:
     """Log to stderr from `level` on, as `text` or one `json` object a line."""
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(_Json() if form == "json" else _Text())
+    apply(replace(_BY_LEVEL[level], format="json" if form == "json" else "default"))
+
+
+def apply(settings: LogSettings) -> None:
+    """Log to stderr as `settings` say, from now on."""
     logger = logging.getLogger("paceline")
-    logger.handlers = [handler]
-    logger.setLevel(level.upper())
+    logger.handlers = [_Handler(settings)]
+    logger.setLevel(settings.threshold)
     logger.propagate = False
+
+
+def current() -> LogSettings:
+    """How lines are written now; the defaults where the program that this is part of writes them in its own way."""
+    handlers = logging.getLogger("paceline").handlers
+    return next((one.settings for one in handlers if isinstance(one, _Handler)), LogSettings())

@@ -22,7 +22,7 @@ Code = grpc.StatusCode
 GOOD = infer("m", {"a": rows_of_floats(1)})
 SERVED = {
     *("ServerLive", "ServerReady", "ModelReady", "ServerMetadata", "ModelMetadata", "ModelInfer"),
-    *("ModelStatistics", "ModelConfig"),
+    *("ModelStatistics", "ModelConfig", "LogSettings", "TraceSetting"),
 }
 ALL = {name for name in vars(GRPCInferenceServiceServicer) if not name.startswith("_")}
 

@@ -29,6 +29,7 @@ DEFAULTS = {
     "disable_auto_complete_config": False,
     "model_config_name": "",
     "allow_remote_settings": False,
+    "trace_config": (),
     "max_batch_size": None,
     "max_queue_delay_microseconds": None,
     "max_latency": None,
@@ -148,6 +149,7 @@ def test_every_flag_has_a_variable_and_help_says_which() -> None:
         (("m", "--log-format", "xml"), "Invalid value for '--log-format'"),
         (("m", "--http-port", "8000"), "No such option"),
         (("m", "--backend-config", "onnxruntime"), "--backend-config: expected BACKEND,KEY=VALUE, got 'onnxruntime'"),
+        (("m", "--trace-config", "level=TIMESTAMPS"), "--trace-config: trace setting 'trace_level': TIMESTAMPS have"),
         (("m", "--model-config-name", "../x"), "--model-config-name: expected the name of a file, got '../x'"),
     ],
 )

@@ -76,3 +76,51 @@ def test_configure_leaves_other_loggers_alone(capsys: pytest.CaptureFixture[str]
     log.configure("debug", "text")
     logging.getLogger("somebody.else").info("not ours")
     assert lines(capsys) == []
+
+
+SWITCHED: list[tuple[log.LogSettings, str]] = [
+    (log.LogSettings(), "iwe"),
+    (log.LogSettings(verbose_level=1), "diwe"),
+    (log.LogSettings(verbose_level=7, info=False), "dwe"),
+    (log.LogSettings(warning=False), "ie"),
+    (log.LogSettings(info=False, warning=False), "e"),
+    (log.LogSettings(error=False), "iw"),
+    (log.LogSettings(info=False, warning=False, error=False), ""),
+]
+
+
+@pytest.mark.parametrize(("settings", "shown"), SWITCHED)
+def test_each_level_can_be_switched_for_itself(
+    capsys: pytest.CaptureFixture[str], settings: log.LogSettings, shown: str
+) -> None:
+    log.apply(settings)
+    for name in ("debug", "info", "warning", "error"):
+        getattr(logging.getLogger("paceline.x"), name)(name[0])
+    assert [line[-1] for line in lines(capsys)] == list(shown)
+    assert log.current() == settings
+
+
+@pytest.mark.parametrize(
+    ("level", "form", "settings"),
+    [
+        ("debug", "text", log.LogSettings(verbose_level=1)),
+        ("info", "json", log.LogSettings(format="json")),
+        ("warning", "text", log.LogSettings(info=False)),
+        ("error", "text", log.LogSettings(info=False, warning=False)),
+    ],
+)
+def test_current_settings_are_those_of_the_flags(level: str, form: str, settings: log.LogSettings) -> None:
+    log.configure(level, form)
+    assert log.current() == settings
+
+
+def test_current_settings_of_a_program_that_logs_in_its_own_way_are_the_defaults() -> None:
+    logging.getLogger("paceline").handlers = [logging.NullHandler()]
+    assert log.current() == log.LogSettings()
+
+
+@pytest.mark.parametrize(("form", "start"), [("default", "2"), ("ISO8601", "2"), ("json", "{")])
+def test_format_changes_how_the_next_line_looks(capsys: pytest.CaptureFixture[str], form: str, start: str) -> None:
+    log.apply(log.LogSettings(format=form))
+    logging.getLogger("paceline.x").info("x")
+    assert lines(capsys)[0].startswith(start)

@@ -1,0 +1,109 @@
+"""The files that traces go to, and the thread that writes them.
+
+Lives here: JSON and files. Must not: know what is traced. The rule: a file is a complete JSON array after every write,
+so that it can be read while the server runs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from queue import Full, Queue
+from typing import IO, Any
+
+__all__ = ["TraceWriter"]
+
+_log = logging.getLogger("paceline.server.tracing")
+
+_MOST_WAITING = 10_000
+_PATIENCE_S = 3
+_END = b"\n]\n"
+
+Entries = Sequence[Any]
+
+
+class TraceWriter:
+    """Appends to `path`, or to `path` with .0, .1, … behind it. What is there already is overwritten."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._waiting: Queue[tuple[Entries, int] | None] = Queue(_MOST_WAITING)
+        self._thread = threading.Thread(target=self._run, name="traces", daemon=True)
+        self._lost = 0
+
+    def start(self) -> None:
+        """Take traces. Raises OSError if there is no folder to write them to."""
+        folder = self._path.absolute().parent
+        if self._path.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
+            raise OSError(f"{self._path}: expected a file in a folder that can be written to")
+        self._thread.start()
+
+    def put(self, entries: Entries, per_file: int) -> None:
+        """Write one trace later, on the thread; lost if it can't keep up. `per_file` traces fill a numbered file, 0:
+        all go into one."""
+        try:
+            self._waiting.put_nowait((entries, per_file))
+        except Full:
+            self._lost += 1
+
+    def close(self) -> None:
+        """Return when all is written, or after some seconds if the files hang."""
+        if self._thread.is_alive():
+            with contextlib.suppress(Full):
+                self._waiting.put(None, timeout=_PATIENCE_S)
+            self._thread.join(_PATIENCE_S)
+        if self._lost:
+            _log.warning("%d traces were lost, as %s can't be written so fast", self._lost, self._path)
+
+    def _run(self) -> None:
+        files = _Files(self._path)
+        try:
+            while (item := self._waiting.get()) is not None:
+                files.write(*item)
+        except OSError as error:
+            _log.error("no more traces are written: %s: %s", self._path, error.strerror or error)
+            while self._waiting.get() is not None:
+                self._lost += 1
+        finally:
+            files.close()
+
+
+class _Files:
+    """The file of all traces, and the numbered one being filled."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._whole: IO[bytes] | None = None
+        self._numbered: IO[bytes] | None = None
+        self._number = self._count = 0
+
+    def write(self, entries: Entries, per_file: int) -> None:
+        if not per_file:
+            self._whole = self._whole or self._path.open("wb")
+            _append(self._whole, entries)
+            return
+        if self._numbered is None:
+            self._numbered = self._path.with_name(f"{self._path.name}.{self._number}").open("wb")
+        _append(self._numbered, entries)
+        self._count += 1
+        if self._count >= per_file:
+            self._numbered.close()
+            self._numbered, self._count, self._number = None, 0, self._number + 1
+
+    def close(self) -> None:
+        for file in (self._whole, self._numbered):
+            if file is not None:
+                file.close()
+
+
+def _append(file: IO[bytes], entries: Entries) -> None:
+    data = b",\n".join(json.dumps(entry).encode() for entry in entries)
+    if file.tell():
+        file.seek(-len(_END), os.SEEK_CUR)
+    file.write((b",\n" if file.tell() else b"[\n") + data + _END)
+    file.flush()

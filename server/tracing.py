@@ -1,0 +1,113 @@
+"""Traces: when which request was where, as JSON in a file. Triton's "trace" extension, mode `triton`.
+
+Lives here: which requests are traced, and their timestamps. Must not: change what becomes of a request, or do anything
+for those that aren't traced. All but the writing runs on the event loop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from time import monotonic_ns
+from typing import Any
+
+from backends.base import Execution
+from scheduler.batcher import BatchFacts
+from server.trace_settings import TraceConfig, TraceSettings, TraceStore
+from server.trace_writer import TraceWriter
+
+__all__ = ["Tracer"]
+
+
+class _Sampler:
+    """Picks one request in `settings.rate`, up to `settings.count`."""
+
+    def __init__(self, settings: TraceSettings) -> None:
+        self.given = self.settings = settings
+        self._seen = 0
+
+    def sample(self) -> bool:
+        settings = self.settings
+        if not settings.timestamps or not settings.count:
+            return False
+        self._seen += 1
+        if self._seen % settings.rate:
+            return False
+        if settings.count > 0:
+            self.settings = replace(settings, count=settings.count - 1)
+        return True
+
+
+class Tracer:
+    """Traces requests that were answered. While `active` is false nobody needs to ask."""
+
+    def __init__(self, config: TraceConfig | None = None) -> None:
+        config = config or TraceConfig()
+        self._store = TraceStore(config)
+        self._writer = TraceWriter(config.file) if config.file is not None else None
+        self._samplers: dict[str, _Sampler] = {}
+        self._traces = 0
+        self.active = False
+        self._follow()
+
+    def start(self) -> None:
+        """Get ready to write. Raises OSError if the file can't be written."""
+        if self._writer is not None:
+            self._writer.start()
+
+    def close(self) -> None:
+        """Write what was traced, and end. Blocks for as long as that takes."""
+        if self._writer is not None:
+            self._writer.close()
+
+    def settings(self, model: str = "") -> dict[str, str]:
+        """What holds for `model` ("": for all that have nothing of their own), in the form of the extension; the count
+        is that of traces to come."""
+        return self._store.told(self._sampler(model).settings)
+
+    def update(self, model: str, given: Mapping[str, Sequence[str]]) -> None:
+        """Change what holds for `model`. Raises InvalidRequest or NotSupported, and then nothing has changed."""
+        self._store.update(model, given)
+        self._follow(model)
+
+    def record(self, model: str, version: str, request_id: str, began_ns: int, facts: BatchFacts) -> None:
+        """Trace a request that came at `began_ns` and has just been answered, if it is its turn."""
+        sampler = self._sampler(model)
+        if self._writer is None or not sampler.sample():
+            return
+        self._traces += 1
+        head: dict[str, Any] = {"id": self._traces, "model_name": model, "model_version": int(version)}
+        if request_id:
+            head["request_id"] = request_id
+        times = [{"name": name, "ns": ns} for name, ns in _times(began_ns, facts, monotonic_ns()).items()]
+        self._writer.put((head, {"id": self._traces, "timestamps": times}), sampler.settings.log_frequency)
+
+    def _sampler(self, model: str) -> _Sampler:
+        return self._samplers.get(model) or self._samplers[""]
+
+    def _follow(self, changed: str = "") -> None:
+        """Sample as the settings say now. Whoever's settings have changed begins to count anew."""
+        before = self._samplers
+        self._samplers = {}
+        for model in ("", *self._store.models):
+            settings, sampler = self._store.settings(model), before.get(model)
+            if sampler is None or model == changed or sampler.given != settings:
+                sampler = _Sampler(settings)
+            self._samplers[model] = sampler
+        self.active = any(sampler.settings.timestamps for sampler in self._samplers.values())
+
+
+def _times(began_ns: int, facts: BatchFacts, ended_ns: int) -> dict[str, int]:
+    """By Triton's names; what a model doesn't tell of its execution is left out."""
+    started_ns = facts.started_ns
+    times = {
+        "REQUEST_START": began_ns,
+        "QUEUE_START": started_ns - facts.queue_ns,
+        "COMPUTE_START": started_ns,
+    }
+    if isinstance(facts.executed, Execution):
+        times["COMPUTE_INPUT_END"] = started_ns + facts.executed.input_ns
+        times["COMPUTE_OUTPUT_START"] = times["COMPUTE_INPUT_END"] + facts.executed.infer_ns
+    times["COMPUTE_END"] = started_ns + facts.compute_ns
+    times["REQUEST_END"] = ended_ns
+    return times

@@ -1,0 +1,70 @@
+"""`--trace-config` from the start: what is traced of requests that succeed, fail, wait together or are split."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from backends.errors import ExecutionError
+from server.app import Server
+from server.config import Settings
+from server.errors import StartError
+from server.trace_settings import TraceConfig, TraceSettings
+from tests.integration.serving import echo_model, failure_of, serving
+from tests.wire import infer, rows_of_floats
+
+
+def settings(folder: Path, **how: Any) -> Settings:
+    traces = TraceSettings(timestamps=True, rate=1, **how)
+    return Settings(paths=(folder / "models",), trace=TraceConfig(folder / "t.json", traces))
+
+
+def traces(folder: Path) -> list[tuple[str, dict[str, int]]]:
+    """By request id, its times."""
+    content = json.loads((folder / "t.json").read_text())
+    times = [{one["name"]: one["ns"] for one in entry["timestamps"]} for entry in content[1::2]]
+    return list(zip([entry["request_id"] for entry in content[::2]], times, strict=True))
+
+
+async def test_requests_of_a_batch_share_the_times_of_its_execution(tmp_path: Path) -> None:
+    config = "max_batch_size: 4 dynamic_batching { preferred_batch_size: 4 max_queue_delay_microseconds: 60000000 }"
+    async with serving(tmp_path / "models", {"m": echo_model()}, config=config, settings=settings(tmp_path)) as served:
+        await asyncio.gather(*(served.infer(infer("m", {"a": rows_of_floats(2)}, id=id)) for id in "ab"))
+    (first, times), (second, others) = sorted(traces(tmp_path))
+    assert (first, second) == ("a", "b")
+    for name in ("COMPUTE_START", "COMPUTE_INPUT_END", "COMPUTE_OUTPUT_START", "COMPUTE_END"):
+        assert times[name] == others[name]
+    for one in (times, others):
+        assert list(one.values()) == sorted(one.values())
+
+
+async def test_requests_that_fail_are_not_traced_and_count_for_nothing(tmp_path: Path) -> None:
+    model = echo_model()
+    async with serving(tmp_path / "models", {"m": model}, settings=settings(tmp_path, count=1)) as served:
+        model.faults.raise_next(ExecutionError("no"))
+        code, _ = await failure_of(served.infer(infer("m", {"a": rows_of_floats(1)}, id="bad")))
+        assert code is grpc.StatusCode.INTERNAL
+        await served.infer(infer("m", {"a": rows_of_floats(1)}, id="good"))
+    assert [name for name, _ in traces(tmp_path)] == ["good"]
+
+
+async def test_request_in_parts_is_traced_once(tmp_path: Path) -> None:
+    config = 'max_batch_size: 2 parameters { key: "paceline.split_oversized" value { string_value: "true" } }'
+    async with serving(tmp_path / "models", {"m": echo_model()}, config=config, settings=settings(tmp_path)) as served:
+        await served.infer(infer("m", {"a": rows_of_floats(5)}, id="long"))
+    assert [name for name, _ in traces(tmp_path)] == ["long"]
+
+
+async def test_file_that_cannot_be_written_keeps_the_server_from_starting(tmp_path: Path) -> None:
+    (tmp_path / "models" / "m").mkdir(parents=True)
+    there = TraceConfig(tmp_path / "none" / "t.json")
+    server = Server(
+        Settings(paths=(tmp_path / "models",), grpc_address="127.0.0.1", grpc_port=0, metrics_port=None, trace=there)
+    )
+    with pytest.raises(StartError, match=r"^--trace-config: .*none/t.json: expected a file in a folder that can be"):
+        await server.start()
