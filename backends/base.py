@@ -164,7 +164,8 @@ class ModelSource:
     `path` is the model file (a backend without files ignores it). `declared` is the spec that the configuration
     spells out, dims whole, batch axis included; None where it leaves that to the model. `parameters` are the
     configuration's own `parameters`, `graph_level` its `optimization.graph.level` (None: not given), `accelerators`
-    the GPU and CPU execution accelerators by name with their parameters, in order.
+    the GPU and CPU execution accelerators by name with their parameters, in order, `op_libraries` shared libraries with
+    operators of the model's own, which run in this process.
     """
 
     name: str
@@ -173,6 +174,7 @@ class ModelSource:
     parameters: Mapping[str, str] = field(default_factory=dict)
     graph_level: int | None = None
     accelerators: tuple[tuple[str, Mapping[str, str]], ...] = ()
+    op_libraries: tuple[Path, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -162,6 +162,8 @@ class IdentityBackend:
         return _cpu_only("identity", groups)
 
     def open(self, source: ModelSource, device: Device) -> MemoryModel:
+        if source.op_libraries:
+            raise LoadError(f"model '{source.name}': backend 'identity' has no use for libraries of operators")
         base_s = _delay(source, "execute_delay_ms") / 1e3
         per_row_s = _delay(source, "paceline.execute_delay_per_row_us") / 1e6
         latency = linear_latency(base_s, per_row_s) if base_s or per_row_s else None

@@ -353,7 +353,7 @@ def share_threads(intra_op: int, inter_op: int) -> None:
 
 
 def session_options(options: OnnxOptions) -> ort.SessionOptions:
-    """`options` in ONNX Runtime's own form."""
+    """`options` in ONNX Runtime's own form. Loads libraries of operators; LoadError for one that can't be."""
     made = ort.SessionOptions()
     made.log_severity_level = _FATAL
     made.graph_optimization_level = getattr(ort.GraphOptimizationLevel, options.graph_level.value)
@@ -366,6 +366,11 @@ def session_options(options: OnnxOptions) -> ort.SessionOptions:
         made.use_per_session_threads = False
     for key, value in options.session_entries.items():
         made.add_session_config_entry(key, value)
+    for library in options.op_libraries:
+        try:
+            made.register_custom_ops_library(str(library))
+        except Exception as error:  # its exceptions share no base class below this one
+            raise LoadError(f"operator library '{library}': {_reason(error)}") from error
     return made
 
 

@@ -11,6 +11,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
+from pathlib import Path
 from typing import TypeVar
 
 from backends.base import ModelSource
@@ -37,6 +38,7 @@ class OnnxOptions:
 
     `session_entries` and `shrink_arenas` are its configuration strings, `cuda` the options of its CUDA provider.
     `shared_threads`: compute on the pool that all sessions share, whatever the thread counts say.
+    `op_libraries` bring operators of the model's own.
     """
 
     graph_level: GraphLevel = GraphLevel.ALL
@@ -49,6 +51,7 @@ class OnnxOptions:
     shrink_arenas: tuple[str, ...] = ()
     cuda: Mapping[str, str] = field(default_factory=dict)
     shared_threads: bool = False
+    op_libraries: tuple[Path, ...] = ()
 
 
 # Triton's numbers, which are not ONNX Runtime's: 0 is "not given" there.
@@ -76,6 +79,7 @@ def parse_options(source: ModelSource) -> OnnxOptions:
         session_entries=_session_entries(read),
         shrink_arenas=_shrink_arenas(read, cpu_mem_arena),
         cuda=_cuda(source, read),
+        op_libraries=source.op_libraries,
     )
 
 

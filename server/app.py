@@ -80,7 +80,7 @@ def _named(model: str, reason: str) -> str:
 def _load_defaults(settings: Settings) -> LoadDefaults:
     given = settings.backend_config
     rows = LoadDefaults().max_batch_rows if given.max_batch_rows is None else given.max_batch_rows
-    return LoadDefaults(settings.batching, rows, given.parameters, settings.auto_complete)
+    return LoadDefaults(settings.batching, rows, given.parameters, settings.auto_complete, settings.allow_op_libraries)
 
 
 class Server:

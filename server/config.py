@@ -18,7 +18,8 @@ class Settings:
     `metrics_port` None switches metrics off. `batching` is for models without configuration, `backend_config` for all;
     without `auto_complete` they have to spell out their tensors. `model_config_name`: the configuration to read in a
     model's folder `configs`, instead of `config.pbtxt`. `allow_remote_settings`: whether RPCs may change how the server
-    logs and traces, which begins with `trace`. Names follow Triton's flags."""
+    logs and traces, which begins with `trace`; `allow_op_libraries`: whether models may bring code. Names follow Triton's
+    flags."""
 
     paths: tuple[Path, ...]
     grpc_address: str = "0.0.0.0"
@@ -34,4 +35,5 @@ class Settings:
     auto_complete: bool = True
     model_config_name: str = ""
     allow_remote_settings: bool = False
+    allow_op_libraries: bool = False
     trace: TraceConfig = field(default_factory=TraceConfig)

@@ -18,7 +18,7 @@ from server.batch_policy import BatchDefaults
 from server.classification import Labels, read_labels
 from server.effective_config import effective_config
 from server.errors import ConfigError
-from server.layout import DEFAULT_MODEL_FILE, ModelFolder
+from server.layout import DEFAULT_MODEL_FILE, ModelFolder, inside
 from server.model_config import (
     ServingPlan,
     backend_name,
@@ -42,13 +42,14 @@ class LoadDefaults:
 
     `batching` is for models without any configuration. `max_batch_rows` is for those whose configuration leaves
     `max_batch_size` to the model; `parameters` stand behind the configuration's own. Without `auto_complete` a
-    configuration has to spell out its tensors.
+    configuration has to spell out its tensors, and unless `allow_op_libraries` no code comes with a model.
     """
 
     batching: BatchDefaults = field(default_factory=BatchDefaults)
     max_batch_rows: int = BatchDefaults().max_batch_rows
     parameters: Mapping[str, str] = field(default_factory=dict)
     auto_complete: bool = True
+    allow_op_libraries: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +90,11 @@ def load_model(
     defaults = defaults or LoadDefaults()
     if not (defaults.auto_complete or is_complete(config)):
         raise ConfigError("expected input and output in its configuration, as --disable-auto-complete-config is given")
+    if config.model_operations.op_library_filename and not defaults.allow_op_libraries:
+        raise ConfigError(
+            "model_operations.op_library_filename: a library's code would run in the server; "
+            "start it with --allow-op-libraries true if you trust whoever writes the model repository"
+        )
     backend = backend_of(backend_name(config))
     loaded: list[LoadedVersion] = []
     with ExitStack() as undo:
@@ -129,7 +135,8 @@ def _load_version(
     instances: list[ModelInstance] = []
     with ExitStack() as undo:
         file = _model_file(folder, version, config)
-        opened = backend.open(model_source(config, folder.name, file, defaults.parameters), devices[0])
+        libraries = _op_libraries(folder, version, config)
+        opened = backend.open(model_source(config, folder.name, file, defaults.parameters, libraries), devices[0])
         undo.callback(opened.close)
         served = plan(config, opened.spec, None if folder.config else defaults.batching, defaults.max_batch_rows)
         for device in devices:
@@ -151,6 +158,21 @@ def _model_file(folder: ModelFolder, version: int, config: pb.ModelConfig) -> Pa
     if name.is_absolute() or ".." in name.parts:
         raise ConfigError(f"default_model_filename: expected a file inside the version folder, got '{name}'")
     return folder.versions[version] / name
+
+
+def _op_libraries(folder: ModelFolder, version: int, config: pb.ModelConfig) -> tuple[Path, ...]:
+    """The libraries of operators that the configuration names, in the version's folder or else the model's."""
+    found = []
+    for name in config.model_operations.op_library_filename:
+        places = [inside(place, name) for place in (folder.versions[version], folder.path)]
+        there = [path for path in places if path is not None and path.is_file()]
+        if not there:
+            raise ConfigError(
+                "model_operations.op_library_filename: expected a file inside the version's or the model's folder, "
+                f"got '{name}'"
+            )
+        found.append(there[0])
+    return tuple(found)
 
 
 def _say(served: ServingPlan) -> str:

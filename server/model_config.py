@@ -85,9 +85,14 @@ def instance_groups(config: pb.ModelConfig) -> tuple[InstanceGroup, ...]:
 
 
 def model_source(
-    config: pb.ModelConfig, name: str, path: Path, parameters: Mapping[str, str] | None = None
+    config: pb.ModelConfig,
+    name: str,
+    path: Path,
+    parameters: Mapping[str, str] | None = None,
+    op_libraries: tuple[Path, ...] = (),
 ) -> ModelSource:
-    """What the backend needs to open the model file `path`; `parameters` hold where the configuration doesn't."""
+    """What the backend needs to open the model file `path`; `parameters` hold where the configuration doesn't,
+    `op_libraries` are where its libraries of operators were found."""
     accelerators = config.optimization.execution_accelerators
     return ModelSource(
         name=name,
@@ -102,6 +107,7 @@ def model_source(
             (one.name, dict(one.parameters))
             for one in (*accelerators.gpu_execution_accelerator, *accelerators.cpu_execution_accelerator)
         ),
+        op_libraries=op_libraries,
     )
 
 
@@ -163,7 +169,6 @@ def _unsupported(config: pb.ModelConfig) -> Iterable[tuple[bool, str]]:
     yield config.model_transaction_policy.decoupled, "model_transaction_policy.decoupled"
     yield config.response_cache.enable, "response_cache"
     yield bool(config.model_repository_agents.agents), "model_repository_agents"
-    yield bool(config.model_operations.op_library_filename), "model_operations.op_library_filename"
     for one in config.input:
         yield one.is_non_linear_format_io, f"input '{one.name}': is_non_linear_format_io"
     for out in config.output:

@@ -69,7 +69,6 @@ def test_parse_file_that_is_gone_is_a_config_error(tmp_path: Path) -> None:
         ("model_transaction_policy { decoupled: true }", "model_transaction_policy.decoupled"),
         ("response_cache { enable: true }", "response_cache"),
         ('model_repository_agents { agents { name: "x" } }', "model_repository_agents"),
-        ('model_operations { op_library_filename: "x.so" }', "model_operations.op_library_filename"),
         ('input { name: "a" is_non_linear_format_io: true }', "input 'a': is_non_linear_format_io"),
         (
             'input { name: "a" } input { name: "b" is_non_linear_format_io: true }',
