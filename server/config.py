@@ -17,9 +17,9 @@ class Settings:
     """How to serve. `paths` are model repositories, single models' folders or `.onnx` files. Ports: 0 takes a free one;
     `metrics_port` None switches metrics off. `batching` is for models without configuration, `backend_config` for all;
     without `auto_complete` they have to spell out their tensors. `model_config_name`: the configuration to read in a
-    model's folder `configs`, instead of `config.pbtxt`. `allow_remote_settings`: whether RPCs may change how the server
-    logs and traces, which begins with `trace`; `allow_op_libraries`: whether models may bring code. Names follow Triton's
-    flags."""
+    model's folder `configs`, instead of `config.pbtxt`. `allow_op_libraries`: whether models may bring code.
+    `allow_remote_settings`: whether RPCs may change how the server logs and traces, which begins with `trace`. Names
+    follow Triton's flags."""
 
     paths: tuple[Path, ...]
     grpc_address: str = "0.0.0.0"
