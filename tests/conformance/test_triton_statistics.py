@@ -41,7 +41,7 @@ async def test_statistics_without_a_name_are_those_of_every_model(triton: Triton
     found = [(one.name, one.version) for one in (await triton.get_inference_statistics()).model_stats]
     assert found == sorted(found)
     assert {("simple", "1"), ("mlp", "1"), ("patient", "1")} <= set(found)
-    assert len(found) == len(zoo.SIMPLE) + len(zoo.DATATYPES) + 10
+    assert len(found) == len(zoo.SIMPLE) + len(zoo.DATATYPES) + 11
 
 
 async def test_statistics_as_json_have_numbers_as_texts_of_64_bits(triton: Triton) -> None:
