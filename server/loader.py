@@ -52,30 +52,55 @@ class LoadedVersion:
 
 
 def load_model(
-    folder: ModelFolder, backend_of: Callable[[str], Backend], defaults: BatchDefaults | None = None
+    folder: ModelFolder,
+    backend_of: Callable[[str], Backend],
+    defaults: BatchDefaults | None = None,
+    *,
+    override: pb.ModelConfig | None = None,
+    tell_versions: Callable[[list[int]], None] | None = None,
 ) -> list[LoadedVersion]:
     """Load the versions of a model that its policy asks for: all of them, or an error and none.
 
-    `defaults` say how it batches if it has no configuration.
+    `defaults` say how it batches if it has no configuration; `override` is one that takes the place of the folder's.
+    `tell_versions` is called, on this thread, with what will be loaded as soon as that is known.
 
     Blocks. Raises ConfigError or LoadError.
     """
-    if folder.problem:
-        raise ConfigError(folder.problem)
-    config = parse_config(folder.config) if folder.config else pb.ModelConfig()
-    if config.name not in ("", folder.name):
-        raise ConfigError(f"name: expected '{folder.name}', the name of its folder, got '{config.name}'")
-    config.name = folder.name
-    check_supported(config)
+    config = _configuration(folder, override)
+    versions = wanted_versions(config, folder)
+    if tell_versions is not None:
+        tell_versions(versions)
     backend = backend_of(backend_name(config))
+    if override is not None or folder.config:
+        defaults = None
     loaded: list[LoadedVersion] = []
     with ExitStack() as undo:
-        for version in wanted_versions(config, folder):
+        for version in versions:
             one = _load_version(folder, version, config, backend, defaults)
             undo.callback(one.close)
             loaded.append(one)
         undo.pop_all()
     return loaded
+
+
+def _configuration(folder: ModelFolder, override: pb.ModelConfig | None) -> pb.ModelConfig:
+    """What the model is to be loaded with, its name filled in. Raises ConfigError for what can't be loaded at all."""
+    if folder.problem:
+        raise ConfigError(folder.problem)
+    if folder.rivals:
+        raise ConfigError(f"model appears in two or more repositories: {', '.join(map(str, folder.rivals))}")
+    for stray in folder.strays:
+        _log.warning("%s is no version folder: expected a folder named by a number without leading zeros", stray)
+    config = pb.ModelConfig()
+    if override is not None:
+        config.CopyFrom(override)
+    elif folder.config:
+        config = parse_config(folder.config)
+    if config.name not in ("", folder.name):
+        raise ConfigError(f"name: expected '{folder.name}', the name of its folder, got '{config.name}'")
+    config.name = folder.name
+    check_supported(config)
+    return config
 
 
 def wanted_versions(config: pb.ModelConfig, folder: ModelFolder) -> list[int]:
@@ -106,7 +131,7 @@ def _load_version(
     with ExitStack() as undo:
         opened = backend.open(model_source(config, folder.name, _model_file(folder, version, config)), devices[0])
         undo.callback(opened.close)
-        served = plan(config, opened.spec, None if folder.config else defaults)
+        served = plan(config, opened.spec, defaults)
         for device in devices:
             instance = opened.instance(served.spec, device)
             undo.callback(instance.close)
