@@ -1,7 +1,7 @@
 """The composition root: builds the parts, starts them in order, stops them in order.
 
-The order is the promise: the gRPC port opens when every model is loaded or has failed; at the end health says
-NOT_SERVING first, accepted requests are answered, and only then anything is taken down.
+The order is the promise: the gRPC port opens when every model that is to be there from the start is loaded or has
+failed; at the end health says NOT_SERVING first, accepted requests are answered, and only then anything is taken down.
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 
 import grpc
 from grpc_health.v1 import health_pb2_grpc
@@ -20,16 +21,18 @@ from grpc_health.v1 import health_pb2_grpc
 from backends import registry
 from backends.base import Backend
 from server.addresses import host_and_port, resolve
-from server.config import Settings
+from server.config import ControlMode, Settings
 from server.errors import StartError
 from server.health import HealthService
 from server.inference import Inference
-from server.layout import find_models
+from server.layout import Layout, ModelFolder
 from server.metrics import Metrics
 from server.metrics_endpoint import MetricsEndpoint
+from server.model_control import ModelControl
+from server.poller import Poller
 from server.reflection import INFERENCE_SERVICE, Reflection
 from server.repository import Repository
-from server.service import InferenceService
+from server.service import InferenceService, RpcGroup
 from server.statistics_service import StatisticsService
 
 __all__ = ["GRPC_OPTIONS", "Server", "product_version"]
@@ -67,19 +70,28 @@ def _refuse_port_in_use(address: str, port: int) -> None:
         raise StartError(f"gRPC can't listen on {host_and_port(address, port)}: {reason}") from None
 
 
-def _named(model: str, reason: str) -> str:
-    return reason if reason.startswith(f"model '{model}'") else f"model '{model}': {reason}"
-
-
 class Server:
     """One server: models, gRPC port, metrics port. `start` and `stop` must run on the same event loop."""
 
     def __init__(self, settings: Settings, backend_of: Callable[[str], Backend] = registry.backend) -> None:
         self._settings = settings
         self._metrics = Metrics()
-        self.repository = Repository(self._metrics, backend_of, settings.model_load_thread_count, settings.batching)
+        self.repository = Repository(
+            self._metrics,
+            backend_of,
+            settings.model_load_thread_count,
+            settings.batching,
+            strict_readiness=settings.strict_readiness,
+            load_retries=settings.model_load_retry_count,
+        )
+        self._layout = Layout(settings.paths)
+        self.poller = Poller(self._layout, self.repository, settings.repository_poll_secs)
+        self._polling: asyncio.Task[None] | None = None
         self._inference = Inference(self.repository)
-        groups = [StatisticsService(self.repository)]
+        groups: list[RpcGroup] = [
+            StatisticsService(self.repository),
+            ModelControl(self.repository, self._layout, settings.model_control_mode),
+        ]
         self._service = InferenceService(
             self._inference, self.repository, settings.server_id, product_version(), groups
         )
@@ -107,19 +119,24 @@ class Server:
             await self._take_down()
             raise
         self._inference.serving = True
-        self._health.set_serving(self.repository.ready)
+        self.repository.on_change = lambda: self._health.set_serving(self.repository.ready)
+        self.repository.on_change()
+        if self._settings.model_control_mode is ControlMode.POLL:
+            self._polling = asyncio.create_task(self.poller.run())
         where = host_and_port(self._settings.grpc_address, self.grpc_port)
         _log.info("ready: gRPC on %s%s", where, self._say_metrics())
 
     async def stop(self, grace_s: float | None = None) -> bool:
         """Tell everybody, answer what was accepted within `grace_s` (by default the configured time), take down.
 
-        False if executions ran longer than that; their threads go on until the process ends.
+        False if executions ran longer than that or a model is being loaded; those threads go on until the process ends.
         """
         grace_s = self._settings.exit_timeout_secs if grace_s is None else grace_s
         began = time.monotonic()
         _log.info("stopping: accepted requests have %g s to end", grace_s)
         self._inference.serving = False
+        if self._polling is not None:
+            self._polling.cancel()
         if self._grpc is not None:
             self._health.close()
             self._reflection.close()
@@ -135,7 +152,7 @@ class Server:
         left_s = grace_s - (time.monotonic() - began)
         await self._take_down(min(max(_LAST_WORDS_S, left_s), _LONGEST_WORDS_S))
         _log.info("stopped after %.1f s", time.monotonic() - began)
-        return in_time
+        return in_time and not self.repository.loads
 
     async def wait_for_termination(self) -> None:
         """Return once the gRPC server has ended."""
@@ -154,14 +171,31 @@ class Server:
             raise StartError(f"metrics can't listen on {where}: {error.strerror}") from None
 
     async def _load(self) -> None:
-        folders = find_models(list(self._settings.paths))
-        _log.info("loading %d model%s", len(folders), "s"[: len(folders) != 1])
-        await self.repository.load(folders)
-        failures = [_named(name, reason) for name, reason in self.repository.failures.items()]
-        if failures and (self._settings.exit_on_error or not self.repository.models):
+        mode = self._settings.model_control_mode
+        self._layout.open(may_be_empty=mode is not ControlMode.NONE)
+        try:
+            if mode is ControlMode.POLL:
+                await self.poller.start()
+            else:
+                await self.repository.load_all(self._wanted(self._layout.models()))
+        except OSError as error:
+            raise StartError(f"{error.filename}: {error.strerror}") from None
+        failures = [f"model '{name}': {reason}" for name, reason in self.repository.failures.items()]
+        hopeless = mode is ControlMode.NONE and not self.repository.models
+        if failures and (self._settings.exit_on_error or hopeless):
             raise StartError(f"failed to load {'; '.join(failures)}")
         for failure in failures:
-            _log.error("failed to load %s; the other models are served, the server isn't ready", failure)
+            _log.error("failed to load %s; the other models are served", failure)
+
+    def _wanted(self, folders: Sequence[ModelFolder]) -> Sequence[ModelFolder]:
+        """Which models to load at the start; in mode EXPLICIT, those whose names were given."""
+        self.repository.take_note(folders)
+        names = self._settings.load_models
+        if self._settings.model_control_mode is ControlMode.NONE or names == ("*",):
+            return folders
+        there = {folder.name: folder for folder in folders}
+        absent = f"no model of that name in {self._layout}"
+        return [there.get(name) or ModelFolder(name, Path(name), {}, problem=absent) for name in dict.fromkeys(names)]
 
     def _build_grpc(self) -> grpc.aio.Server:
         settings = self._settings

@@ -17,7 +17,7 @@ import click
 from clients.cli import infer
 from server import log
 from server.batch_policy import BatchDefaults
-from server.config import Settings
+from server.config import ControlMode, Settings
 from server.errors import StartError
 
 __all__ = ["main", "new_loop"]
@@ -43,7 +43,7 @@ def _flag(name: str, default: object, what: str, *, also: str | None = None, **m
 
 
 class _Amount(click.FloatRange):
-    """A number from 0 to a million; the event loop's timers end somewhere, and NaN is within every range."""
+    """A number up to a million; the event loop's timers end somewhere, and NaN is within every range."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
         number: float = super().convert(value, param, ctx)
@@ -72,7 +72,23 @@ _AMOUNT = _Amount(0, 1_000_000)
 @_flag("metrics-port", 8002, "Port for GET /metrics; 0 takes a free one.", type=click.IntRange(0, 65535))
 @_flag("exit-timeout-secs", 30.0, "Grace for accepted requests at the end.", type=_AMOUNT)
 @_flag("exit-on-error", False, "End if any model fails to load, instead of serving the others.", type=bool)
+@_flag("strict-readiness", True, "Be ready only while every model is that should be.", type=bool)
+@_flag(
+    "model-control-mode",
+    "none",
+    "Serve all models (none), follow what changes on disk (poll), or load and unload by RPC (explicit).",
+    type=click.Choice([mode.value for mode in ControlMode]),
+)
+@_flag("repository-poll-secs", 15.0, "How often to look, in mode poll.", type=_Amount(0, 1_000_000, min_open=True))
+@click.option(
+    "--load-model",
+    multiple=True,
+    metavar="NAME",
+    show_envvar=True,
+    help="A model to load at the start, in mode explicit; '*' alone: all.",
+)
 @_flag("model-load-thread-count", 4, "Models to load at the same time.", type=click.IntRange(1))
+@_flag("model-load-retry-count", 0, "How often to try a load again that fails.", type=click.IntRange(0))
 @_flag("max-batch-size", 32, "Rows of a batch. *", type=click.IntRange(1), also="--max-batchsize")
 @_flag("max-queue-delay-microseconds", None, "Longest wait for company. *", type=click.IntRange(0))
 @_flag("max-latency", None, "The same in milliseconds, as KServe's batcher has it. *", type=_AMOUNT)
@@ -91,7 +107,12 @@ def serve(
     metrics_port: int,
     exit_timeout_secs: float,
     exit_on_error: bool,
+    strict_readiness: bool,
+    model_control_mode: str,
+    repository_poll_secs: float,
+    load_model: tuple[str, ...],
     model_load_thread_count: int,
+    model_load_retry_count: int,
     max_batch_size: int,
     max_queue_delay_microseconds: int | None,
     max_latency: float | None,
@@ -109,6 +130,8 @@ def serve(
     """
     if not paths and not model_repository:
         raise click.UsageError("expected at least one PATH: a model repository, a model's folder or a .onnx file")
+    mode = ControlMode(model_control_mode)
+    _check_load_models(mode, load_model)
     log.configure(log_level, log_format)
     settings = Settings(
         paths=(*paths, *model_repository),
@@ -118,7 +141,12 @@ def serve(
         metrics_port=metrics_port if allow_metrics else None,
         exit_timeout_secs=exit_timeout_secs,
         exit_on_error=exit_on_error,
+        strict_readiness=strict_readiness,
+        model_control_mode=mode,
+        repository_poll_secs=repository_poll_secs,
+        load_models=load_model,
         model_load_thread_count=model_load_thread_count,
+        model_load_retry_count=model_load_retry_count,
         server_id=id,
         batching=BatchDefaults(
             max_batch_rows=max_batch_size,
@@ -149,6 +177,13 @@ def _delay_ns(microseconds: int | None, milliseconds: float | None, seconds: flo
             "expected one of --max-queue-delay-microseconds, --max-latency and --max-batch-time, got several"
         )
     return int(given[0]) if given else 0
+
+
+def _check_load_models(mode: ControlMode, names: tuple[str, ...]) -> None:
+    if names and mode is not ControlMode.EXPLICIT:
+        raise click.UsageError("--load-model needs --model-control-mode explicit")
+    if "*" in names and len(names) > 1:
+        raise click.UsageError("--load-model: expected '*' alone, or names, got both")
 
 
 def new_loop() -> asyncio.AbstractEventLoop:

@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from enum import Enum
 from pathlib import Path
 
 from server.batch_policy import BatchDefaults
 
-__all__ = ["Settings"]
+__all__ = ["ControlMode", "Settings"]
+
+
+class ControlMode(Enum):
+    """What decides which models serve: nothing after the start, what lies in the repositories, or RPCs."""
+
+    NONE = "none"
+    POLL = "poll"
+    EXPLICIT = "explicit"
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
     """How to serve. `paths` are model repositories, single models' folders or `.onnx` files. Ports: 0 takes a free one;
-    `metrics_port` None switches metrics off. `batching` is for models without configuration. Names follow Triton's
-    flags."""
+    `metrics_port` None switches metrics off. `batching` is for models without configuration. `load_models` are those to
+    load at the start in mode EXPLICIT; "*" alone stands for all. Names follow Triton's flags."""
 
     paths: tuple[Path, ...]
     grpc_address: str = "0.0.0.0"
@@ -23,6 +32,11 @@ class Settings:
     metrics_port: int | None = 8002
     exit_timeout_secs: float = 30.0
     exit_on_error: bool = False
+    strict_readiness: bool = True
+    model_control_mode: ControlMode = ControlMode.NONE
+    repository_poll_secs: float = 15.0
+    load_models: tuple[str, ...] = ()
     model_load_thread_count: int = 4
+    model_load_retry_count: int = 0
     server_id: str = "paceline"
     batching: BatchDefaults = field(default_factory=BatchDefaults)

@@ -5,7 +5,8 @@ ServerError
 ├── ModelNotFound    no such model, or no such version of it
 ├── ModelNotReady    known, but not serving: loading, failed to load, or the server stops
 ├── NotSupported     this build can't, or it is switched off
-└── ConfigError      a model's configuration asks for the impossible; fails its load
+├── ConfigError      a model's configuration asks for the impossible; fails its load
+└── LoadFailed       a load that was asked for failed, for whatever reason; what served before goes on serving
 StartError           the server can't start; one line for the console
 """
 
@@ -33,6 +34,7 @@ __all__ = [
     "STATUS_OF",
     "ConfigError",
     "InvalidRequest",
+    "LoadFailed",
     "ModelNotFound",
     "ModelNotReady",
     "NotSupported",
@@ -66,6 +68,14 @@ class ConfigError(ServerError):
     """The model's configuration can't be served as it is."""
 
 
+class LoadFailed(ServerError):
+    """A model could not be loaded; `__cause__` is what was in the way."""
+
+    def __init__(self, model: str, reason: str) -> None:
+        super().__init__(f"load failed for model '{model}': {reason}")
+        self.reason = reason
+
+
 class StartError(Exception):
     """The server can't start; the message is the whole story, in one line."""
 
@@ -89,6 +99,7 @@ STATUS_OF: dict[type[BaseException], grpc.StatusCode] = {
     SessionError: grpc.StatusCode.INTERNAL,
     LoadError: grpc.StatusCode.INTERNAL,
     ConfigError: grpc.StatusCode.INVALID_ARGUMENT,
+    LoadFailed: grpc.StatusCode.INVALID_ARGUMENT,
     # The bases, for classes yet to come.
     SchedulerError: grpc.StatusCode.INTERNAL,
     BackendError: grpc.StatusCode.INTERNAL,

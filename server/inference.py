@@ -91,7 +91,8 @@ async def _execute(
         "rpc_deadline_ns": rpc_deadline_ns,
     }
     if model.max_batch_rows and decoded.rows > model.max_batch_rows:
-        return await submit_parts(model.batcher, decoded.inputs, decoded.rows, decoded.key, **how)
+        with model.in_parts():
+            return await submit_parts(model.batcher, decoded.inputs, decoded.rows, decoded.key, **how)
     pending = model.batcher.submit(decoded.inputs, decoded.rows, decoded.key, **how)
     return await pending, pending
 

@@ -21,6 +21,7 @@ Code = grpc.StatusCode
 
 GOOD = infer("m", {"a": rows_of_floats(1)})
 SERVED = {"ServerLive", "ServerReady", "ModelReady", "ServerMetadata", "ModelMetadata", "ModelInfer", "ModelStatistics"}
+SERVED |= {"RepositoryIndex", "RepositoryModelLoad", "RepositoryModelUnload"}
 ALL = {name for name in vars(GRPCInferenceServiceServicer) if not name.startswith("_")}
 
 
