@@ -31,8 +31,10 @@ from server.metrics_endpoint import MetricsEndpoint
 from server.model_control import ModelControl
 from server.poller import Poller
 from server.reflection import INFERENCE_SERVICE, Reflection
+from server.regions import Regions
 from server.repository import Repository
 from server.service import InferenceService, RpcGroup
+from server.shared_memory import SharedMemory
 from server.statistics_service import StatisticsService
 
 __all__ = ["GRPC_OPTIONS", "Server", "product_version"]
@@ -76,6 +78,7 @@ class Server:
     def __init__(self, settings: Settings, backend_of: Callable[[str], Backend] = registry.backend) -> None:
         self._settings = settings
         self._metrics = Metrics()
+        self._regions = Regions(settings.max_client_shm_regions) if settings.allow_client_shm else None
         self.repository = Repository(
             self._metrics,
             backend_of,
@@ -83,14 +86,17 @@ class Server:
             settings.batching,
             strict_readiness=settings.strict_readiness,
             load_retries=settings.model_load_retry_count,
+            regions=self._regions,
         )
         self._layout = Layout(settings.paths)
         self.poller = Poller(self._layout, self.repository, settings.repository_poll_secs)
         self._polling: asyncio.Task[None] | None = None
         self._inference = Inference(self.repository)
+        self._shared_memory = SharedMemory(self._regions)
         groups: list[RpcGroup] = [
             StatisticsService(self.repository),
             ModelControl(self.repository, self._layout, settings.model_control_mode),
+            self._shared_memory,
         ]
         self._service = InferenceService(
             self._inference, self.repository, settings.server_id, product_version(), groups
@@ -111,6 +117,7 @@ class Server:
         try:
             self._open_metrics()
             _refuse_port_in_use(self._settings.grpc_address, self._settings.grpc_port)
+            await self._shared_memory.look_for_gpus()
             await self._load()
             self._grpc = self._build_grpc()
             await self._grpc.start()
@@ -216,6 +223,8 @@ class Server:
         self.repository.abandon()
         if self._grpc is not None:
             await self._grpc.stop(grace_s)
+        if self._regions is not None:
+            self._regions.clear()
         if self._endpoint is not None:
             await asyncio.to_thread(self._endpoint.close)
             self._endpoint = None

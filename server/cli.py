@@ -70,6 +70,8 @@ _AMOUNT = _Amount(0, 1_000_000)
 @_flag("allow-metrics", True, "Whether to serve metrics.", type=bool)
 @_flag("metrics-address", None, "Address to listen on for metrics; by default that of gRPC.")
 @_flag("metrics-port", 8002, "Port for GET /metrics; 0 takes a free one.", type=click.IntRange(0, 65535))
+@_flag("allow-client-shm", False, "Whether clients may register shared memory of theirs.", type=bool)
+@_flag("max-client-shm-regions", 256, "Shared memory regions that may be registered.", type=click.IntRange(1))
 @_flag("exit-timeout-secs", 30.0, "Grace for accepted requests at the end.", type=_AMOUNT)
 @_flag("exit-on-error", False, "End if any model fails to load, instead of serving the others.", type=bool)
 @_flag("strict-readiness", True, "Be ready only while every model is that should be.", type=bool)
@@ -105,6 +107,8 @@ def serve(
     allow_metrics: bool,
     metrics_address: str | None,
     metrics_port: int,
+    allow_client_shm: bool,
+    max_client_shm_regions: int,
     exit_timeout_secs: float,
     exit_on_error: bool,
     strict_readiness: bool,
@@ -139,6 +143,8 @@ def serve(
         grpc_port=grpc_port,
         metrics_address=metrics_address,
         metrics_port=metrics_port if allow_metrics else None,
+        allow_client_shm=allow_client_shm,
+        max_client_shm_regions=max_client_shm_regions,
         exit_timeout_secs=exit_timeout_secs,
         exit_on_error=exit_on_error,
         strict_readiness=strict_readiness,

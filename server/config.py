@@ -30,6 +30,8 @@ class Settings:
     grpc_port: int = 8001
     metrics_address: str | None = None
     metrics_port: int | None = 8002
+    allow_client_shm: bool = False
+    max_client_shm_regions: int = 256
     exit_timeout_secs: float = 30.0
     exit_on_error: bool = False
     strict_readiness: bool = True

@@ -25,6 +25,7 @@ from server.errors import InvalidRequest, LoadFailed, ModelNotFound, ModelNotRea
 from server.layout import ModelFolder
 from server.loader import LoadedVersion, load_model
 from server.metrics import Metrics
+from server.regions import Regions
 from server.served_model import ServedModel
 
 __all__ = ["Find", "Repository", "ServedModel", "always"]
@@ -41,7 +42,8 @@ class Repository:
 
     `backend_of` gives the backend for a name; LoadError if there is none. `defaults` say how models without
     configuration batch. `load_retries`: how often a load that fails for other reasons than the model's configuration is
-    tried again. `on_change` is called whenever `ready` may have changed.
+    tried again. `regions`: where tensors may lie besides in messages. `on_change` is called whenever `ready` may have
+    changed.
     """
 
     def __init__(
@@ -53,7 +55,9 @@ class Repository:
         *,
         strict_readiness: bool = True,
         load_retries: int = 0,
+        regions: Regions | None = None,
     ) -> None:
+        self._regions = regions
         self.on_change: Callable[[], None] = lambda: None
         self._metrics = metrics
         self._backend_of = backend_of
@@ -269,7 +273,7 @@ class Repository:
         models: list[ServedModel] = []
         try:
             for one in loaded:
-                model = ServedModel(one, self._metrics)
+                model = ServedModel(one, self._metrics, self._regions)
                 model.start()
                 models.append(model)
         except BaseException:

@@ -9,8 +9,9 @@ import asyncio
 import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import cast
 
-from backends.base import Tensors
+from backends.base import ModelInstance, Tensors
 from backends.errors import SessionError
 from scheduler.batcher import Batcher
 from scheduler.runner import ThreadRunner
@@ -18,6 +19,9 @@ from server.adapting_codec import codec_for
 from server.loader import LoadedVersion
 from server.metrics import Metrics, VersionMetrics
 from server.model_statistics import VersionStatistics
+from server.reading import ExecuteInputs, reading
+from server.region_tensors import Inputs
+from server.regions import Regions
 
 __all__ = ["ServedModel"]
 
@@ -26,9 +30,10 @@ _MAX_PARTS = 1024
 
 
 class ServedModel:
-    """One version of a model with its codec, batcher and instance threads."""
+    """One version of a model with its codec, batcher and instance threads. `regions` is the shared memory that its
+    tensors may lie in."""
 
-    def __init__(self, loaded: LoadedVersion, metrics: Metrics) -> None:
+    def __init__(self, loaded: LoadedVersion, metrics: Metrics, regions: Regions | None = None) -> None:
         self.name = loaded.name
         self.version = str(loaded.version)
         self.spec = loaded.plan.spec
@@ -38,15 +43,15 @@ class ServedModel:
         # Apart from its number, which begins anew with every load, what a caller gets to see as the id of a batch.
         self.batch_id_prefix = secrets.token_hex(4)
         limit = _MAX_PARTS * self.max_batch_rows if loaded.plan.splits else self.max_batch_rows
-        self.codec = codec_for(self.name, self.version, self.spec, limit)
+        self.codec = codec_for(self.name, self.version, self.spec, limit, regions)
         self.statistics = VersionStatistics()
         self._loaded = loaded
         self._partial = 0
         self._whole = asyncio.Event()
-        self.batcher: Batcher[Tensors, Tensors] = Batcher(
+        self.batcher: Batcher[Inputs, Tensors] = Batcher(
             loaded.plan.policy,
             [
-                ThreadRunner(f"{self.name}_{self.version}_{number}", instance.execute)
+                ThreadRunner(f"{self.name}_{self.version}_{number}", self._execute_of(instance, regions))
                 for number, instance in enumerate(loaded.instances)
             ],
             observer=self.statistics,
@@ -62,6 +67,12 @@ class ServedModel:
             load_ns=loaded.load_ns,
             tags=loaded.plan.metric_tags,
         )
+
+    def _execute_of(self, instance: ModelInstance, regions: Regions | None) -> ExecuteInputs:
+        """Where nothing can lie in shared memory, nobody pays for looking."""
+        if regions is None:
+            return cast("ExecuteInputs", instance.execute)
+        return reading(instance.execute, self.spec)
 
     def start(self) -> None:
         """Take requests, on the running event loop, and show in the metrics."""

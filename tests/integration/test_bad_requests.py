@@ -269,11 +269,14 @@ def classified(request: Request) -> None:
     request.outputs.add(name="x").parameters["classification"].int64_param = 3
 
 
+SWITCHED_OFF = "'shared_memory_region' is switched off; start the server with --allow-client-shm=true to switch it on"
+
+
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        (in_shared_memory, "input 'a': this build doesn't support 'shared_memory_region'"),
-        (into_shared_memory, "output 'x': this build doesn't support 'shared_memory_region'"),
+        (in_shared_memory, f"input 'a': {SWITCHED_OFF}"),
+        (into_shared_memory, f"output 'x': {SWITCHED_OFF}"),
         (classified, "output 'x': this build doesn't support 'classification'"),
     ],
 )

@@ -265,22 +265,31 @@ def test_decode_typed_outputs_that_contents_can_carry_pass_beside_others_not_ask
     assert ModelCodec("m", "1", SPEC, 8).decode(request).parameters.typed_outputs
 
 
-@pytest.mark.parametrize("extension", ["classification", "shared_memory_region"])
-def test_decode_output_extension_that_is_not_there_is_not_supported(extension: str) -> None:
+SWITCHED_OFF = "'shared_memory_region' is switched off; start the server with --allow-client-shm=true to switch it on"
+
+
+@pytest.mark.parametrize(
+    ("extension", "text"),
+    [
+        ("classification", "this build doesn't support 'classification'"),
+        ("shared_memory_region", SWITCHED_OFF),
+    ],
+)
+def test_decode_output_extension_that_is_not_there_is_not_supported(extension: str, text: str) -> None:
     request = good()
     request.outputs.add(name="x").parameters[extension].string_param = "1"
     with pytest.raises(NotSupported) as caught:
         ModelCodec("m", "1", SPEC, 8).decode(request)
-    assert str(caught.value) == f"model 'm': output 'x': this build doesn't support '{extension}'"
+    assert str(caught.value) == f"model 'm': output 'x': {text}"
 
 
-def test_decode_input_in_shared_memory_is_not_supported() -> None:
+def test_decode_input_in_shared_memory_is_not_supported_where_switched_off() -> None:
     request = good()
     del request.raw_input_contents[0]
     request.inputs[0].parameters["shared_memory_region"].string_param = "region"
     with pytest.raises(NotSupported) as caught:
         ModelCodec("m", "1", SPEC, 8).decode(request)
-    assert str(caught.value) == "model 'm': input 'a': this build doesn't support 'shared_memory_region'"
+    assert str(caught.value) == f"model 'm': input 'a': {SWITCHED_OFF}"
 
 
 def test_decode_a_refused_request_leaves_the_codec_as_it_was() -> None:
