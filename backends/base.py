@@ -179,9 +179,12 @@ class ModelSource:
 
 @dataclass(frozen=True, slots=True)
 class Execution:
-    """One batch done: a result per request, in order, and where the time went (monotonic nanoseconds)."""
+    """One batch done: a result per request, in order, and where the time went (monotonic nanoseconds).
 
-    results: Sequence[Tensors]
+    An exception in the place of a result is what one request meets and the others don't.
+    """
+
+    results: Sequence[Tensors | Exception]
     input_ns: int
     infer_ns: int
     output_ns: int

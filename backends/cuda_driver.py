@@ -12,9 +12,9 @@ from typing import Any
 
 from backends.errors import LoadError
 
-__all__ = ["count_gpus"]
+__all__ = ["LIBRARY", "count_gpus", "failure_text"]
 
-_LIBRARY = "libcuda.so.1"
+LIBRARY = "libcuda.so.1"
 _NO_DEVICE = 100  # CUDA_ERROR_NO_DEVICE
 
 
@@ -25,9 +25,9 @@ def count_gpus(load: Callable[[str], Any] = ctypes.CDLL) -> int:
     shared library by name.
     """
     try:
-        driver = load(_LIBRARY)
+        driver = load(LIBRARY)
     except OSError as error:
-        raise LoadError(f"no NVIDIA driver: {_LIBRARY} can't be loaded ({error})") from error
+        raise LoadError(f"no NVIDIA driver: {LIBRARY} can't be loaded ({error})") from error
     _check(driver, "cuInit", driver.cuInit(0))
     count = ctypes.c_int(0)
     _check(driver, "cuDeviceGetCount", driver.cuDeviceGetCount(ctypes.byref(count)))
@@ -40,7 +40,12 @@ def _check(driver: Any, call: str, code: int) -> None:
     if code == _NO_DEVICE:
         raise LoadError("the NVIDIA driver is there, but shows no GPU to this process")
     if code != 0:
-        text = ctypes.c_char_p()
-        driver.cuGetErrorName(code, ctypes.byref(text))
-        name = (text.value or b"unknown error").decode()
-        raise LoadError(f"the NVIDIA driver failed: {call} returned {code} ({name})")
+        raise LoadError(failure_text(driver, call, code))
+
+
+def failure_text(driver: Any, call: str, code: int) -> str:
+    """What to say of a call that returned `code`."""
+    text = ctypes.c_char_p()
+    driver.cuGetErrorName(code, ctypes.byref(text))
+    name = (text.value or b"unknown error").decode()
+    return f"the NVIDIA driver failed: {call} returned {code} ({name})"

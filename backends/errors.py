@@ -1,16 +1,21 @@
 """What can go wrong in a backend.
 
 BackendError
+├── DeviceError        a device's driver refused or failed, whatever the model
 ├── LoadError          the model can't be opened as asked: bad file, missing device, unsupported option
 └── ExecutionError     one execution failed: the runtime raised, or the model's outputs don't fit its spec
     └── SessionError   it failed whatever the requests: out of memory, device lost
 """
 
-__all__ = ["BackendError", "ExecutionError", "LoadError", "SessionError"]
+__all__ = ["BackendError", "DeviceError", "ExecutionError", "LoadError", "SessionError"]
 
 
 class BackendError(Exception):
     """Base of everything that a backend raises on purpose; the message is for the user."""
+
+
+class DeviceError(BackendError):
+    """A device's driver isn't there, refused or failed."""
 
 
 class LoadError(BackendError):

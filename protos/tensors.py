@@ -30,6 +30,7 @@ __all__ = [
     "encode_contents",
     "encode_raw",
     "float32_from_bf16",
+    "raw_buffer",
 ]
 
 Array: TypeAlias = np.ndarray[Any, np.dtype[Any]]
@@ -154,6 +155,14 @@ def encode_raw(array: Array, datatype: Datatype) -> bytes:
     if not datatype.item_bytes:
         return _encode_elements(_elements(array))
     return _little_endian(array, datatype).tobytes()
+
+
+def raw_buffer(array: Array, datatype: Datatype) -> bytes | memoryview:
+    """Returns the same bytes as encode_raw, as a view of `array` if that is laid out like this already."""
+    if not datatype.item_bytes:
+        return _encode_elements(_elements(array))
+    flat = np.ascontiguousarray(_little_endian(array, datatype)).reshape(-1)
+    return flat.view(_UINT8).data
 
 
 def _little_endian(array: Array, datatype: Datatype) -> Array:

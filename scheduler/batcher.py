@@ -64,11 +64,12 @@ class Pending(asyncio.Future[R], Generic[P, R]):
     """A submitted request's future result. Cancelling it, as a cancelled task does with what it awaits, takes the
     request out of the queue at once; once it executes, cancelling only discards its share of the answer.
 
-    `facts` are there as soon as there is a result.
+    `facts` are there as soon as there is a result. `refused` says that there is an error for this request alone.
     """
 
     payload: P
     facts: BatchFacts | None = None
+    refused = False
     _entry: Entry[Pending[P, R]] | None = None
     _batcher: Batcher[P, R]
 
@@ -161,7 +162,7 @@ class Batcher(Generic[P, R]):
 
         `timeout_ns` is the request's own queue timeout (0: none), `rpc_deadline_ns` the moment its caller gives up.
         Raises RequestTooLarge, QueueFull, DeadlineUnreachable or BatcherClosed at once; the future gets QueueTimeout,
-        DeadlineUnreachable, BatcherClosed or ExecutionFailed.
+        DeadlineUnreachable, BatcherClosed or ExecutionFailed, or what the instance has for it instead of a result.
         """
         if not self._accepts:
             self._observer.on_drop(Drop.CLOSED)
@@ -307,7 +308,11 @@ class Batcher(Generic[P, R]):
             entry.payload.facts = BatchFacts(
                 batch.number, batch.rows, batch.padded_rows, waited_ns, duration_ns, started_ns, executed
             )
-            self._answers.succeed(entry.payload, result)
+            if isinstance(result, Exception):
+                entry.payload.refused = True
+                self._answers.fail(entry.payload, result)
+            else:
+                self._answers.succeed(entry.payload, result)
 
     def _search(
         self, batch: Batch[Pending[P, R]], error: BaseException, suspects: Suspects[Pending[P, R]] | None
@@ -374,7 +379,8 @@ def _report(batch: Batch[Any], outcome: Outcome[Any], failed: Sequence[Entry[Any
     """To be made once those who get an answer have it: who is cancelled by then gets none."""
     leaving = failed if outcome.error else batch.entries
     there = [entry for entry in leaving if not entry.payload.cancelled()]
-    waits_ns = [] if outcome.error else [outcome.started_ns - entry.enqueued_ns for entry in there]
+    answered = [] if outcome.error else [entry for entry in there if not entry.payload.refused]
+    waits_ns = [outcome.started_ns - entry.enqueued_ns for entry in answered]
     return BatchReport(
         rows=batch.rows,
         padded_rows=batch.padded_rows,

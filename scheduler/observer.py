@@ -35,7 +35,7 @@ class BatchReport(NamedTuple):
     """One execution of `rows` rows, padded to `padded_rows`.
 
     `execution` is what the instance returned, None if it raised. Each of its requests is counted once: `waits_ns` holds
-    the times in the queue of those that it answered, `failed` counts those that were answered with its error,
+    the times in the queue of those that it answered, `failed` counts those that were answered with an error,
     `cancelled` those whose callers had gone away meanwhile. Those of a failed batch that will run again are in none.
     """
 

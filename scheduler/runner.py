@@ -23,10 +23,11 @@ R_co = TypeVar("R_co", covariant=True)
 
 
 class Executed(Protocol[R_co]):
-    """What an instance returns: at least the results, one per payload and in their order."""
+    """What an instance returns: at least the results, one per payload and in their order. An exception in the place of
+    a result is for that payload alone."""
 
     @property
-    def results(self) -> Sequence[R_co]: ...
+    def results(self) -> Sequence[R_co | Exception]: ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,24 +9,31 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
+from typing import cast
 
 from backends.base import MISSING, Array, ModelSpec, Tensors
 from protos.inference_pb2 import ModelInferRequest, ModelInferResponse
 from server.classification import Labels
 from server.codec import DecodedRequest, InputTensor, ModelCodec
+from server.regions import Regions
 from server.reshaping import to_client, to_model
 
 __all__ = ["AdaptingCodec", "codec_for"]
 
 
 def codec_for(
-    model: str, version: str, spec: ModelSpec, max_batch_rows: int, labels: Labels | None = None
+    model: str,
+    version: str,
+    spec: ModelSpec,
+    max_batch_rows: int,
+    labels: Labels | None = None,
+    regions: Regions | None = None,
 ) -> ModelCodec:
     """The codec of one version of a model, which does no more than `spec` asks for."""
     adapts = any(
         tensor.reshape is not None or tensor.optional or tensor.shape_tensor for tensor in (*spec.inputs, *spec.outputs)
     )
-    return (AdaptingCodec if adapts else ModelCodec)(model, version, spec, max_batch_rows, labels)
+    return (AdaptingCodec if adapts else ModelCodec)(model, version, spec, max_batch_rows, labels, regions)
 
 
 class AdaptingCodec(ModelCodec):
@@ -37,9 +44,15 @@ class AdaptingCodec(ModelCodec):
     """
 
     def __init__(
-        self, model: str, version: str, spec: ModelSpec, max_batch_rows: int, labels: Labels | None = None
+        self,
+        model: str,
+        version: str,
+        spec: ModelSpec,
+        max_batch_rows: int,
+        labels: Labels | None = None,
+        regions: Regions | None = None,
     ) -> None:
-        super().__init__(model, version, spec, max_batch_rows, labels)
+        super().__init__(model, version, spec, max_batch_rows, labels, regions)
         self._shape_tensors = [index for index, tensor in enumerate(spec.inputs) if tensor.shape_tensor]
         self._optional = [index for index, tensor in enumerate(spec.inputs) if tensor.optional]
         self._reshaped = [index for index, tensor in enumerate(spec.inputs) if tensor.reshape is not None]
@@ -51,7 +64,7 @@ class AdaptingCodec(ModelCodec):
         key = (
             decoded.key,
             tuple(inputs[index] is MISSING for index in self._optional),
-            tuple(_content(inputs[index]) for index in self._shape_tensors),
+            tuple(_content(cast("Array", inputs[index])) for index in self._shape_tensors),
         )
         for index in self._reshaped:
             array = inputs[index]

@@ -1,7 +1,7 @@
 """The composition root: builds the parts, starts them in order, stops them in order.
 
-The order is the promise: the gRPC port opens when every model is loaded or has failed; at the end health says
-NOT_SERVING first, accepted requests are answered, and only then anything is taken down.
+The order is the promise: the gRPC port opens when every model that is to be there from the start is loaded or has
+failed; at the end health says NOT_SERVING first, accepted requests are answered, and only then anything is taken down.
 """
 
 from __future__ import annotations
@@ -11,9 +11,10 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 
 import grpc
 from grpc_health.v1 import health_pb2_grpc
@@ -22,19 +23,23 @@ from backends import registry
 from backends.base import Backend
 from backends.errors import LoadError
 from server.addresses import host_and_port, resolve
-from server.config import Settings
+from server.config import ControlMode, Settings
 from server.configuration import Configuration
 from server.errors import StartError
 from server.health import HealthService
 from server.inference import Inference
-from server.layout import find_models
+from server.layout import Layout, ModelFolder
 from server.loader import LoadDefaults
 from server.metrics import Metrics
 from server.metrics_endpoint import MetricsEndpoint
+from server.model_control import ModelControl
+from server.poller import Poller
 from server.reflection import INFERENCE_SERVICE, Reflection
+from server.regions import Regions
 from server.remote_settings import RemoteSettings
 from server.repository import Repository
 from server.service import InferenceService, RpcGroup
+from server.shared_memory import SharedMemory
 from server.statistics_service import StatisticsService
 from server.tracing import Tracer
 
@@ -73,10 +78,6 @@ def _refuse_port_in_use(address: str, port: int) -> None:
         raise StartError(f"gRPC can't listen on {host_and_port(address, port)}: {reason}") from None
 
 
-def _named(model: str, reason: str) -> str:
-    return reason if reason.startswith(f"model '{model}'") else f"model '{model}': {reason}"
-
-
 def _load_defaults(settings: Settings) -> LoadDefaults:
     given = settings.backend_config
     rows = LoadDefaults().max_batch_rows if given.max_batch_rows is None else given.max_batch_rows
@@ -89,17 +90,27 @@ class Server:
     def __init__(self, settings: Settings, backend_of: Callable[[str], Backend] | None = None) -> None:
         self._settings = settings
         self._metrics = Metrics()
+        self._regions = Regions(settings.max_client_shm_regions) if settings.allow_client_shm else None
         self.repository = Repository(
             self._metrics,
             backend_of or partial(registry.backend, shared_threads=settings.backend_config.shared_threads),
             settings.model_load_thread_count,
             _load_defaults(settings),
+            strict_readiness=settings.strict_readiness,
+            load_retries=settings.model_load_retry_count,
+            regions=self._regions,
         )
+        self._layout = Layout(settings.paths, settings.model_config_name)
+        self.poller = Poller(self._layout, self.repository, settings.repository_poll_secs)
+        self._polling: asyncio.Task[None] | None = None
         self._tracer = Tracer(settings.trace)
         self._inference = Inference(self.repository, self._tracer)
+        self._shared_memory = SharedMemory(self._regions)
         groups: list[RpcGroup] = [
             StatisticsService(self.repository),
             Configuration(self.repository),
+            ModelControl(self.repository, self._layout, settings.model_control_mode),
+            self._shared_memory,
             RemoteSettings(self.repository, self._tracer, settings.allow_remote_settings),
         ]
         self._service = InferenceService(
@@ -122,6 +133,7 @@ class Server:
             self._open_metrics()
             _refuse_port_in_use(self._settings.grpc_address, self._settings.grpc_port)
             self._start_tracer()
+            await self._shared_memory.look_for_gpus()
             await self._load()
             self._grpc = self._build_grpc()
             await self._grpc.start()
@@ -130,19 +142,24 @@ class Server:
             await self._take_down()
             raise
         self._inference.serving = True
-        self._health.set_serving(self.repository.ready)
+        self.repository.on_change = lambda: self._health.set_serving(self.repository.ready)
+        self.repository.on_change()
+        if self._settings.model_control_mode is ControlMode.POLL:
+            self._polling = asyncio.create_task(self.poller.run())
         where = host_and_port(self._settings.grpc_address, self.grpc_port)
         _log.info("ready: gRPC on %s%s", where, self._say_metrics())
 
     async def stop(self, grace_s: float | None = None) -> bool:
         """Tell everybody, answer what was accepted within `grace_s` (by default the configured time), take down.
 
-        False if executions ran longer than that; their threads go on until the process ends.
+        False if executions ran longer than that or a model is being loaded; those threads go on until the process ends.
         """
         grace_s = self._settings.exit_timeout_secs if grace_s is None else grace_s
         began = time.monotonic()
         _log.info("stopping: accepted requests have %g s to end", grace_s)
         self._inference.serving = False
+        if self._polling is not None:
+            self._polling.cancel()
         if self._grpc is not None:
             self._health.close()
             self._reflection.close()
@@ -158,7 +175,7 @@ class Server:
         left_s = grace_s - (time.monotonic() - began)
         await self._take_down(min(max(_LAST_WORDS_S, left_s), _LONGEST_WORDS_S))
         _log.info("stopped after %.1f s", time.monotonic() - began)
-        return in_time
+        return in_time and not self.repository.loads
 
     async def wait_for_termination(self) -> None:
         """Return once the gRPC server has ended."""
@@ -178,14 +195,31 @@ class Server:
 
     async def _load(self) -> None:
         self._share_threads()
-        folders = find_models(list(self._settings.paths), self._settings.model_config_name)
-        _log.info("loading %d model%s", len(folders), "s"[: len(folders) != 1])
-        await self.repository.load(folders)
-        failures = [_named(name, reason) for name, reason in self.repository.failures.items()]
-        if failures and (self._settings.exit_on_error or not self.repository.models):
+        mode = self._settings.model_control_mode
+        self._layout.open(may_be_empty=mode is not ControlMode.NONE)
+        try:
+            if mode is ControlMode.POLL:
+                await self.poller.start()
+            else:
+                await self.repository.load_all(self._wanted(self._layout.models()))
+        except OSError as error:
+            raise StartError(f"{error.filename}: {error.strerror}") from None
+        failures = [f"model '{name}': {reason}" for name, reason in self.repository.failures.items()]
+        hopeless = mode is ControlMode.NONE and not self.repository.models
+        if failures and (self._settings.exit_on_error or hopeless):
             raise StartError(f"failed to load {'; '.join(failures)}")
         for failure in failures:
-            _log.error("failed to load %s; the other models are served, the server isn't ready", failure)
+            _log.error("failed to load %s; the other models are served", failure)
+
+    def _wanted(self, folders: Sequence[ModelFolder]) -> Sequence[ModelFolder]:
+        """Which models to load at the start; in mode EXPLICIT, those whose names were given."""
+        self.repository.take_note(folders)
+        names = self._settings.load_models
+        if self._settings.model_control_mode is ControlMode.NONE or names == ("*",):
+            return folders
+        there = {folder.name: folder for folder in folders}
+        absent = f"no model of that name in {self._layout}"
+        return [there.get(name) or ModelFolder(name, Path(name), {}, problem=absent) for name in dict.fromkeys(names)]
 
     def _start_tracer(self) -> None:
         try:
@@ -221,6 +255,8 @@ class Server:
         self.repository.abandon()
         if self._grpc is not None:
             await self._grpc.stop(grace_s)
+        if self._regions is not None:
+            self._regions.clear()
         if self._endpoint is not None:
             await asyncio.to_thread(self._endpoint.close)
             self._endpoint = None

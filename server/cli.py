@@ -18,7 +18,7 @@ from clients.cli import infer
 from server import log
 from server.backend_config import parse_backend_config
 from server.batch_policy import BatchDefaults
-from server.config import Settings
+from server.config import ControlMode, Settings
 from server.errors import StartError
 from server.trace_settings import parse_trace_config
 
@@ -46,7 +46,7 @@ def _flag(name: str, default: object, what: str, *, also: str | None = None, **m
 
 
 class _Amount(click.FloatRange):
-    """A number from 0 to a million; the event loop's timers end somewhere, and NaN is within every range."""
+    """A number up to a million; the event loop's timers end somewhere, and NaN is within every range."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
         number: float = super().convert(value, param, ctx)
@@ -73,9 +73,27 @@ _AMOUNT = _Amount(0, 1_000_000)
 @_flag("allow-metrics", True, "Whether to serve metrics.", type=bool)
 @_flag("metrics-address", None, "Address to listen on for metrics; by default that of gRPC.")
 @_flag("metrics-port", 8002, "Port for GET /metrics; 0 takes a free one.", type=click.IntRange(0, 65535))
+@_flag("allow-client-shm", False, "Whether clients may register shared memory of theirs.", type=bool)
+@_flag("max-client-shm-regions", 256, "Shared memory regions that may be registered.", type=click.IntRange(1))
 @_flag("exit-timeout-secs", 30.0, "Grace for accepted requests at the end.", type=_AMOUNT)
 @_flag("exit-on-error", False, "End if any model fails to load, instead of serving the others.", type=bool)
+@_flag("strict-readiness", True, "Be ready only while every model is that should be.", type=bool)
+@_flag(
+    "model-control-mode",
+    "none",
+    "Serve all models (none), follow what changes on disk (poll), or load and unload by RPC (explicit).",
+    type=click.Choice([mode.value for mode in ControlMode]),
+)
+@_flag("repository-poll-secs", 15.0, "How often to look, in mode poll.", type=_Amount(0, 1_000_000, min_open=True))
+@click.option(
+    "--load-model",
+    multiple=True,
+    metavar="NAME",
+    show_envvar=True,
+    help="A model to load at the start, in mode explicit; '*' alone: all.",
+)
 @_flag("model-load-thread-count", 4, "Models to load at the same time.", type=click.IntRange(1))
+@_flag("model-load-retry-count", 0, "How often to try a load again that fails.", type=click.IntRange(0))
 @click.option(
     "--backend-config",
     multiple=True,
@@ -115,9 +133,16 @@ def serve(
     allow_metrics: bool,
     metrics_address: str | None,
     metrics_port: int,
+    allow_client_shm: bool,
+    max_client_shm_regions: int,
     exit_timeout_secs: float,
     exit_on_error: bool,
+    strict_readiness: bool,
+    model_control_mode: str,
+    repository_poll_secs: float,
+    load_model: tuple[str, ...],
     model_load_thread_count: int,
+    model_load_retry_count: int,
     backend_config: tuple[str, ...],
     disable_auto_complete_config: bool,
     model_config_name: str,
@@ -141,6 +166,8 @@ def serve(
     """
     if not paths and not model_repository:
         raise click.UsageError("expected at least one PATH: a model repository, a model's folder or a .onnx file")
+    mode = ControlMode(model_control_mode)
+    _check_load_models(mode, load_model)
     if Path(model_config_name).name != model_config_name:
         raise click.UsageError(f"--model-config-name: expected the name of a file, got '{model_config_name}'")
     backends = _parsed("--backend-config", parse_backend_config, backend_config)
@@ -152,9 +179,16 @@ def serve(
         grpc_port=grpc_port,
         metrics_address=metrics_address,
         metrics_port=metrics_port if allow_metrics else None,
+        allow_client_shm=allow_client_shm,
+        max_client_shm_regions=max_client_shm_regions,
         exit_timeout_secs=exit_timeout_secs,
         exit_on_error=exit_on_error,
+        strict_readiness=strict_readiness,
+        model_control_mode=mode,
+        repository_poll_secs=repository_poll_secs,
+        load_models=load_model,
         model_load_thread_count=model_load_thread_count,
+        model_load_retry_count=model_load_retry_count,
         server_id=id,
         backend_config=backends,
         auto_complete=not disable_auto_complete_config,
@@ -202,6 +236,13 @@ def _delay_ns(microseconds: int | None, milliseconds: float | None, seconds: flo
             "expected one of --max-queue-delay-microseconds, --max-latency and --max-batch-time, got several"
         )
     return int(given[0]) if given else 0
+
+
+def _check_load_models(mode: ControlMode, names: tuple[str, ...]) -> None:
+    if names and mode is not ControlMode.EXPLICIT:
+        raise click.UsageError("--load-model needs --model-control-mode explicit")
+    if "*" in names and len(names) > 1:
+        raise click.UsageError("--load-model: expected '*' alone, or names, got both")
 
 
 def new_loop() -> asyncio.AbstractEventLoop:

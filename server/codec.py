@@ -8,16 +8,27 @@ equal key and rows that add up.
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from backends.base import MISSING, Array, ModelSpec, Tensors, TensorSpec
 from backends.errors import ExecutionError
 from protos.datatypes import Datatype, by_name
 from protos.inference_pb2 import ModelInferRequest, ModelInferResponse
-from protos.tensors import TensorError, decode_contents, decode_raw, element_count, encode_contents, encode_raw
+from protos.tensors import (
+    TensorError,
+    decode_contents,
+    decode_raw,
+    element_count,
+    encode_contents,
+    encode_raw,
+    raw_buffer,
+)
 from server.classification import Labels, class_count, classes_of
-from server.errors import InvalidRequest, NotSupported
+from server.client_memory import NOWHERE, ClientMemory, Write
+from server.errors import InvalidRequest
 from server.parameters import NO_PARAMETERS, RequestParameters, parse_parameters
+from server.region_tensors import Input, RegionTensor, Span
+from server.regions import Regions
 
 __all__ = ["DecodedRequest", "ModelCodec", "tensor_bytes"]
 
@@ -30,34 +41,43 @@ _BYTES = by_name("BYTES")
 class DecodedRequest:
     """A request that fits its model.
 
-    `inputs` are in the spec's order, views of the message where the datatype allows. Requests of equal `key` may share
-    a batch. `outputs` are the indices of the wanted outputs, in the order asked for; `classes` says, by index, of which
-    of them only so many classes are wanted.
+    `inputs` are in the spec's order, views of the message where the datatype allows, or still in shared memory.
+    Requests of equal `key` may share a batch. `outputs` are the indices of the wanted outputs, in the order asked for;
+    `targets` says, by index, which of them belong into shared memory, and where; `classes`, of which of them only so
+    many classes are wanted.
     """
 
-    inputs: tuple[Array, ...]
+    inputs: tuple[Input, ...]
     rows: int
     key: Hashable
     outputs: tuple[int, ...]
     parameters: RequestParameters
+    targets: Mapping[int, Span] = field(default_factory=lambda: NOWHERE)
     classes: Mapping[int, int] | None = None
 
 
 class ModelCodec:
     """Decodes requests for, and encodes responses of, one version of a model.
 
-    `max_batch_rows` is the most rows a request may carry, 0 if the model has no batch axis. `labels` are the
-    names of its outputs' classes.
+    `max_batch_rows` is the most rows a request may carry, 0 if the model has no batch axis. `labels` are the names of
+    its outputs' classes. `regions` are what clients have registered, None if they may not.
     """
 
     def __init__(
-        self, model: str, version: str, spec: ModelSpec, max_batch_rows: int, labels: Labels | None = None
+        self,
+        model: str,
+        version: str,
+        spec: ModelSpec,
+        max_batch_rows: int,
+        labels: Labels | None = None,
+        regions: Regions | None = None,
     ) -> None:
         self._model = model
         self._version = version
         self._spec = spec
         self._max_batch_rows = max_batch_rows
         self._labels = labels or {}
+        self._memory = ClientMemory(model, spec, regions)
         self._inputs = {tensor.name: index for index, tensor in enumerate(spec.inputs)}
         self._outputs = {tensor.name: index for index, tensor in enumerate(spec.outputs)}
         self._input_types: list[Datatype] = [by_name(tensor.datatype) for tensor in spec.inputs]
@@ -77,43 +97,56 @@ class ModelCodec:
     def decode(self, request: ModelInferRequest) -> DecodedRequest:
         """Check `request` against the model and read its tensors.
 
-        Raises InvalidRequest, or NotSupported for extensions this build lacks; both name the model and the tensor.
+        Raises InvalidRequest, RegionNotFound, or NotSupported for extensions that this build lacks or that are switched
+        off; all name the model and the tensor.
         """
         parameters = self._parameters(request) if request.parameters else NO_PARAMETERS
-        outputs = self._wanted_outputs(request)
+        outputs, targets = self._wanted_outputs(request)
         if parameters.typed_outputs:
             self._check_typed(outputs)
         order = self._input_order(request)
         shapes = [tuple(tensor.shape) for tensor in request.inputs]
         rows = self._rows(request.inputs, shapes)
-        for tensor, shape, index in zip(request.inputs, shapes, order, strict=True):
-            self._check_tensor(tensor, shape, index)
-        inputs = self._arrays(request, shapes, order)
+        spans = [
+            self._span_checked(tensor, shape, index)
+            for tensor, shape, index in zip(request.inputs, shapes, order, strict=True)
+        ]
+        inputs = self._arrays(request, shapes, order, spans)
+        if targets:
+            self._memory.check_targets(targets, rows)
         # Without a batch axis nothing is merged, but execution times are learned for each key apart.
         lead = 1 if self._max_batch_rows else 0
         free = tuple(inputs[index].shape[lead:] for index in self._free)
         classes = self._wanted_classes(request, outputs) if request.outputs else None
-        return DecodedRequest(inputs, rows, free, outputs, parameters, classes)
+        return DecodedRequest(inputs, rows, free, outputs, parameters, targets, classes)
 
     def encode(self, request: ModelInferRequest, decoded: DecodedRequest, results: Tensors) -> ModelInferResponse:
-        """The response with the wanted outputs: raw, or in typed contents if the request asked for them.
+        """The response with the wanted outputs: raw, or in typed contents if the request asked for them. What belongs
+        into shared memory is written there, in the order asked for, if all of it has room.
 
-        Raises ExecutionError for elements that no message can carry, InvalidRequest for classes of too large an output;
-        what else could be wrong the backend has checked.
+        Raises ExecutionError for elements that no message can carry, InvalidRequest for classes of too large an output
+        and for shared memory that is too small or gone; what else could be wrong the backend has checked.
         """
         response = ModelInferResponse(model_name=self._model, model_version=self._version, id=request.id)
+        writes: list[Write] = []
         for index in decoded.outputs:
             tensor, array, datatype = self._spec.outputs[index], results[index], self._output_types[index]
             if decoded.classes and index in decoded.classes:
                 array, datatype = self._classes(tensor, array, decoded.classes[index]), _BYTES
             output = response.outputs.add(name=tensor.name, datatype=datatype.name, shape=array.shape)
             try:
-                if decoded.parameters.typed_outputs:
+                if decoded.targets and index in decoded.targets:
+                    writes.append((output, decoded.targets[index], raw_buffer(array, datatype)))
+                    if not decoded.parameters.typed_outputs:
+                        response.raw_output_contents.append(b"")
+                elif decoded.parameters.typed_outputs:
                     output.contents.CopyFrom(encode_contents(array, datatype))
                 else:
                     response.raw_output_contents.append(encode_raw(array, datatype))
             except TensorError as error:
                 raise ExecutionError(f"model '{self._model}': output '{tensor.name}': {error}") from None
+        if writes:
+            self._memory.write(writes)
         return response
 
     def _parameters(self, request: ModelInferRequest) -> RequestParameters:
@@ -142,20 +175,27 @@ class ModelCodec:
                 raise self._invalid(f"missing inputs {missing}: expected {needed}, got {got}")
         return order
 
-    def _wanted_outputs(self, request: ModelInferRequest) -> tuple[int, ...]:
+    def _wanted_outputs(self, request: ModelInferRequest) -> tuple[tuple[int, ...], Mapping[int, Span]]:
+        """The indices of the outputs asked for, and where those belong that don't go into the response."""
         if not request.outputs:
-            return self._all_outputs
+            return self._all_outputs, NOWHERE
         wanted: dict[int, None] = {}
+        targets: dict[int, Span] = {}
         for output in request.outputs:
             index = self._outputs.get(output.name)
             if index is None:
                 raise self._invalid(f"unexpected output '{output.name}', expected some of {list(self._outputs)}")
             if index in wanted:
                 raise self._invalid(f"output '{output.name}' is asked for more than once")
-            if "shared_memory_region" in output.parameters and "classification" not in output.parameters:
-                raise self._unsupported("output", output.name, "shared_memory_region")
+            if output.parameters and (span := self._target(output)) is not None:
+                targets[index] = span
             wanted[index] = None
-        return tuple(wanted)
+        return tuple(wanted), targets
+
+    def _target(self, output: ModelInferRequest.InferRequestedOutputTensor) -> Span | None:
+        if "classification" in output.parameters:
+            return None  # what is wrong with both, `class_count` says
+        return self._memory.span("output", output)
 
     def _wanted_classes(self, request: ModelInferRequest, outputs: Sequence[int]) -> Mapping[int, int] | None:
         """By index, of which outputs how many classes are wanted."""
@@ -203,36 +243,47 @@ class ModelCodec:
                 )
         return shapes[0][0]
 
-    def _check_tensor(self, tensor: InputTensor, shape: tuple[int, ...], index: int) -> None:
+    def _span_checked(self, tensor: InputTensor, shape: tuple[int, ...], index: int) -> Span | None:
+        """Where the tensor lies if it is in shared memory, what the message says of it having been checked."""
         spec, lead = self._spec.inputs[index], self._lead[index]
         if tensor.datatype != spec.datatype:
             raise self._invalid(f"input '{spec.name}': expected datatype {spec.datatype}, got '{tensor.datatype}'")
-        if "shared_memory_region" in tensor.parameters:
-            raise self._unsupported("input", spec.name, "shared_memory_region")
         dims = shape[1:] if lead else shape
         if dims != spec.dims and not _fits(dims, spec.dims):
             expected = [-1, *spec.dims] if lead else list(spec.dims)
             raise self._invalid(f"input '{spec.name}': expected shape {expected}, got {list(shape)}")
+        return self._memory.span("input", tensor) if tensor.parameters else None
 
     def _arrays(
-        self, request: ModelInferRequest, shapes: Sequence[tuple[int, ...]], order: Sequence[int]
-    ) -> tuple[Array, ...]:
+        self,
+        request: ModelInferRequest,
+        shapes: Sequence[tuple[int, ...]],
+        order: Sequence[int],
+        spans: Sequence[Span | None],
+    ) -> tuple[Input, ...]:
         raw = request.raw_input_contents
-        if raw and len(raw) != len(order):
-            raise self._invalid(f"expected {len(order)} entries in raw_input_contents, one per input, got {len(raw)}")
-        arrays = [MISSING] * len(self._inputs)
-        for number, (tensor, shape, index) in enumerate(zip(request.inputs, shapes, order, strict=True)):
+        if raw and len(raw) != spans.count(None):
+            raise self._invalid(
+                f"expected {spans.count(None)} entries in raw_input_contents, one per input"
+                f"{' that is not in shared memory' if any(spans) else ''}, got {len(raw)}"
+            )
+        entries = iter(raw)
+        arrays: list[Input] = [MISSING] * len(self._inputs)
+        for tensor, shape, index, span in zip(request.inputs, shapes, order, spans, strict=True):
             datatype = self._input_types[index]
+            array: Input
             try:
-                if not raw:
+                if span is not None:
+                    array = self._memory.input(tensor, shape, index, span)
+                elif not raw:
                     array = self._from_contents(tensor, shape, datatype)
                 elif tensor.HasField("contents"):
                     raise TensorError("expected no contents beside raw_input_contents, got both")
                 else:
-                    array = decode_raw(raw[number], datatype, shape)
-                if self._spec.inputs[index].utf8:
+                    array = decode_raw(next(entries), datatype, shape)
+                if self._spec.inputs[index].utf8 and not isinstance(array, RegionTensor):
                     _check_utf8(array)
-            except TensorError as error:
+            except (TensorError, InvalidRequest) as error:
                 raise self._invalid(f"input '{tensor.name}': {error}") from None
             arrays[index] = array
         return tuple(arrays)
@@ -245,13 +296,12 @@ class ModelCodec:
     def _invalid(self, what: str) -> InvalidRequest:
         return InvalidRequest(f"model '{self._model}': {what}")
 
-    def _unsupported(self, kind: str, name: str, extension: str) -> NotSupported:
-        return NotSupported(f"model '{self._model}': {kind} '{name}': this build doesn't support '{extension}'")
 
-
-def tensor_bytes(array: Array) -> int:
-    """The bytes that an input keeps in memory, to count against a queue's bound."""
-    return sum(map(len, array.flat)) if array.dtype.hasobject else array.nbytes
+def tensor_bytes(array: Input) -> int:
+    """The bytes that an input keeps in memory, or will, to count against a queue's bound."""
+    if isinstance(array, RegionTensor) or not array.dtype.hasobject:
+        return array.nbytes
+    return sum(map(len, array.flat))
 
 
 def _fits(shape: tuple[int, ...], dims: tuple[int, ...]) -> bool:

@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from enum import Enum
 from pathlib import Path
 
 from server.backend_config import BackendConfig
 from server.batch_policy import BatchDefaults
 from server.trace_settings import TraceConfig
 
-__all__ = ["Settings"]
+__all__ = ["ControlMode", "Settings"]
+
+
+class ControlMode(Enum):
+    """What decides which models serve: nothing after the start, what lies in the repositories, or RPCs."""
+
+    NONE = "none"
+    POLL = "poll"
+    EXPLICIT = "explicit"
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,17 +27,25 @@ class Settings:
     `metrics_port` None switches metrics off. `batching` is for models without configuration, `backend_config` for all;
     without `auto_complete` they have to spell out their tensors. `model_config_name`: the configuration to read in a
     model's folder `configs`, instead of `config.pbtxt`. `allow_op_libraries`: whether models may bring code.
-    `allow_remote_settings`: whether RPCs may change how the server logs and traces, which begins with `trace`. Names
-    follow Triton's flags."""
+    `allow_remote_settings`: whether RPCs may change how the server logs and traces, which begins with `trace`.
+    `load_models` are those to load at the start in mode EXPLICIT; "*" alone stands for all. Names follow Triton's
+    flags."""
 
     paths: tuple[Path, ...]
     grpc_address: str = "0.0.0.0"
     grpc_port: int = 8001
     metrics_address: str | None = None
     metrics_port: int | None = 8002
+    allow_client_shm: bool = False
+    max_client_shm_regions: int = 256
     exit_timeout_secs: float = 30.0
     exit_on_error: bool = False
+    strict_readiness: bool = True
+    model_control_mode: ControlMode = ControlMode.NONE
+    repository_poll_secs: float = 15.0
+    load_models: tuple[str, ...] = ()
     model_load_thread_count: int = 4
+    model_load_retry_count: int = 0
     server_id: str = "paceline"
     batching: BatchDefaults = field(default_factory=BatchDefaults)
     backend_config: BackendConfig = field(default_factory=BackendConfig)

@@ -4,8 +4,12 @@ ServerError
 ├── InvalidRequest   the request is at fault; nothing was queued
 ├── ModelNotFound    no such model, or no such version of it
 ├── ModelNotReady    known, but not serving: loading, failed to load, or the server stops
+├── RegionNotFound   no shared memory region of that name
+├── RegionExists     a shared memory region of that name is registered already
+├── TooManyRegions   as many shared memory regions as allowed
 ├── NotSupported     this build can't, or it is switched off
-└── ConfigError      a model's configuration asks for the impossible; fails its load
+├── ConfigError      a model's configuration asks for the impossible; fails its load
+└── LoadFailed       a load that was asked for failed, for whatever reason; what served before goes on serving
 StartError           the server can't start; one line for the console
 """
 
@@ -15,7 +19,7 @@ import asyncio
 
 import grpc
 
-from backends.errors import BackendError, ExecutionError, LoadError, SessionError
+from backends.errors import BackendError, DeviceError, ExecutionError, LoadError, SessionError
 from protos.datatypes import UnknownDatatypeError
 from protos.tensors import TensorError
 from scheduler.errors import (
@@ -33,11 +37,15 @@ __all__ = [
     "STATUS_OF",
     "ConfigError",
     "InvalidRequest",
+    "LoadFailed",
     "ModelNotFound",
     "ModelNotReady",
     "NotSupported",
+    "RegionExists",
+    "RegionNotFound",
     "ServerError",
     "StartError",
+    "TooManyRegions",
     "status_of",
 ]
 
@@ -58,12 +66,32 @@ class ModelNotReady(ServerError):
     """The model is known but can't be used now."""
 
 
+class RegionNotFound(ServerError):
+    """No shared memory region of that name and kind."""
+
+
+class RegionExists(ServerError):
+    """The name of a shared memory region is taken."""
+
+
+class TooManyRegions(ServerError):
+    """No more shared memory regions may be registered."""
+
+
 class NotSupported(ServerError):
     """Not in this build, or switched off; says what to switch on."""
 
 
 class ConfigError(ServerError):
     """The model's configuration can't be served as it is."""
+
+
+class LoadFailed(ServerError):
+    """A model could not be loaded; `__cause__` is what was in the way."""
+
+    def __init__(self, model: str, reason: str) -> None:
+        super().__init__(f"load failed for model '{model}': {reason}")
+        self.reason = reason
 
 
 class StartError(Exception):
@@ -77,6 +105,9 @@ STATUS_OF: dict[type[BaseException], grpc.StatusCode] = {
     RequestTooLarge: grpc.StatusCode.INVALID_ARGUMENT,
     ModelNotFound: grpc.StatusCode.NOT_FOUND,
     ModelNotReady: grpc.StatusCode.UNAVAILABLE,
+    RegionNotFound: grpc.StatusCode.NOT_FOUND,
+    RegionExists: grpc.StatusCode.ALREADY_EXISTS,
+    TooManyRegions: grpc.StatusCode.RESOURCE_EXHAUSTED,
     BatcherClosed: grpc.StatusCode.UNAVAILABLE,
     QueueFull: grpc.StatusCode.RESOURCE_EXHAUSTED,
     DeadlineExceeded: grpc.StatusCode.DEADLINE_EXCEEDED,
@@ -88,7 +119,9 @@ STATUS_OF: dict[type[BaseException], grpc.StatusCode] = {
     ExecutionError: grpc.StatusCode.INTERNAL,
     SessionError: grpc.StatusCode.INTERNAL,
     LoadError: grpc.StatusCode.INTERNAL,
+    DeviceError: grpc.StatusCode.INTERNAL,
     ConfigError: grpc.StatusCode.INVALID_ARGUMENT,
+    LoadFailed: grpc.StatusCode.INVALID_ARGUMENT,
     # The bases, for classes yet to come.
     SchedulerError: grpc.StatusCode.INTERNAL,
     BackendError: grpc.StatusCode.INTERNAL,

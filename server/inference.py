@@ -15,6 +15,7 @@ from scheduler.batcher import BatchFacts, Pending
 from scheduler.observer import Drop
 from server.codec import DecodedRequest, tensor_bytes
 from server.errors import ModelNotReady
+from server.region_tensors import Inputs
 from server.repository import Repository, ServedModel
 from server.splitting import submit_parts
 from server.tracing import Tracer
@@ -88,7 +89,7 @@ async def _answer(
 
 async def _execute(
     model: ServedModel, decoded: DecodedRequest, rpc_deadline_ns: int
-) -> tuple[Tensors, Pending[Tensors, Tensors]]:
+) -> tuple[Tensors, Pending[Inputs, Tensors]]:
     """Have the batcher run the request; the results, and what was waited for (of a split request, the last part)."""
     how = {
         "size_bytes": sum(map(tensor_bytes, decoded.inputs)) if model.counts_bytes else 0,
@@ -97,9 +98,15 @@ async def _execute(
         "rpc_deadline_ns": rpc_deadline_ns,
     }
     if model.max_batch_rows and decoded.rows > model.max_batch_rows:
-        return await submit_parts(model.batcher, decoded.inputs, decoded.rows, decoded.key, **how)
+        with model.in_parts():
+            return await submit_parts(model.batcher, decoded.inputs, decoded.rows, decoded.key, **how)
     pending = model.batcher.submit(decoded.inputs, decoded.rows, decoded.key, **how)
-    return await pending, pending
+    try:
+        return await pending, pending
+    finally:
+        # An error has a traceback, that this frame, and this frame would have the error: shared memory that a request
+        # used would stay open until the garbage collector comes by.
+        del pending
 
 
 def _tell_facts(response: pb.ModelInferResponse, batch_id_prefix: str, facts: BatchFacts) -> None:

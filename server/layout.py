@@ -1,41 +1,45 @@
 """What lies on disk: model repositories, single models, bare files.
 
 Lives here: finding models and their versions, and nothing is opened. Must not: read configurations or load. Layout as
-Triton's: `<repository>/<model>/config.pbtxt`, `<repository>/<model>/<version>/model.onnx`.
+Triton's: `<repository>/<model>/config.pbtxt`, `<repository>/<model>/<version>/model.onnx`. A name that comes from
+outside is only ever compared with the names found; no path is made of it.
 """
 
 from __future__ import annotations
 
-import logging
 import os
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from enum import Enum
 from pathlib import Path
 
 from server.errors import StartError
 
-__all__ = ["CONFIG_FILE", "DEFAULT_MODEL_FILE", "ModelFolder", "find_models", "inside"]
+__all__ = ["CONFIG_FILE", "DEFAULT_MODEL_FILE", "Layout", "ModelFolder", "find_models", "inside", "model_folder"]
 
 CONFIG_FILE = "config.pbtxt"
 CONFIGS_FOLDER = "configs"
 DEFAULT_MODEL_FILE = "model.onnx"
 
 _VERSION = re.compile(r"0|[1-9][0-9]*")
-_log = logging.getLogger("paceline.server.layout")
 
 
 @dataclass(frozen=True, slots=True)
 class ModelFolder:
     """One model on disk. `versions` maps version numbers to the folders that hold their files; a bare file or a folder
     with the model file right inside is version 1. `file` is set for a bare file only. `problem` says why a folder can't
-    be read: its load fails with that, and the other models go on. `config_name` picks another configuration than
-    `config.pbtxt`."""
+    be read: its load fails with that, and the other models go on. `rivals` are all paths of a name that several
+    repositories have; none of them can be loaded. `strays` look like versions, and are none. `config_name` picks
+    another configuration than `config.pbtxt`."""
 
     name: str
     path: Path
     versions: dict[int, Path]
     file: Path | None = None
     problem: str = ""
+    rivals: tuple[Path, ...] = ()
+    strays: tuple[Path, ...] = ()
     config_name: str = ""
 
     @property
@@ -47,20 +51,60 @@ class ModelFolder:
         return next((path for path in (*named, self.path / CONFIG_FILE) if path.is_file()), None)
 
 
-def find_models(paths: list[Path], config_name: str = "") -> list[ModelFolder]:
-    """The models under `paths`, each a repository, one model's folder or a bare `.onnx` file; by name.
+class _Kind(Enum):
+    REPOSITORY = "repository"
+    MODEL = "model"
+    FILE = "file"
+
+
+class Layout:
+    """The models at `paths`, each a repository, one model's folder or a bare `.onnx` file.
 
     `config_name`: of the files in a model's folder `configs`, the one that is its configuration.
 
-    Raises StartError if a path can't be read, holds no model, or two models share a name.
+    `open` settles which of these a path is: one model's folder that is just being replaced must not pass for a
+    repository. After that everything may be called from any thread; all of it blocks.
     """
-    found: dict[str, ModelFolder] = {}
-    for path in paths:
-        for model in (replace(model, config_name=config_name) for model in _models_at(path)):
-            if model.name in found:
-                raise StartError(f"model '{model.name}' is in {found[model.name].path} and in {model.path}")
-            found[model.name] = model
-    return [found[name] for name in sorted(found)]
+
+    def __init__(self, paths: Sequence[Path], config_name: str = "") -> None:
+        self._paths = tuple(paths)
+        self._config_name = config_name
+        self._kinds: dict[Path, _Kind] = {}
+
+    def __str__(self) -> str:
+        return ", ".join(map(str, self._paths))
+
+    def open(self, *, may_be_empty: bool = False) -> None:
+        """Look at what the paths are. Raises StartError if one can't be read, or holds no model and `may_be_empty` is
+        false."""
+        for path in self._paths:
+            try:
+                kind = _kind(path)
+                # Absolute, for "." has no name; links not followed, for the user named this one.
+                self._kinds[Path(os.path.abspath(path)) if kind is _Kind.MODEL else path] = kind
+                if not may_be_empty and not _paths_at(path, kind):
+                    raise StartError(
+                        f"{path}: no models here; expected a model repository "
+                        f"(<model>/<version>/{DEFAULT_MODEL_FILE}), one model's folder or a .onnx file"
+                    )
+            except OSError as error:
+                raise StartError(_problem(path, error)) from None
+
+    def models(self) -> list[ModelFolder]:
+        """All models there are now, by name. Raises OSError if a repository can't be listed."""
+        return self._joined([_paths_at(path, kind) for path, kind in self._kinds.items()])
+
+    def model(self, name: str) -> ModelFolder | None:
+        """The model of that name, or None. Raises OSError if a repository can't be listed."""
+        found = self._joined([_paths_at(path, kind, name) for path, kind in self._kinds.items()])
+        return found[0] if found else None
+
+    def _joined(self, places: Sequence[dict[str, Path]]) -> list[ModelFolder]:
+        paths: dict[str, list[Path]] = {}
+        for place in places:
+            for name, path in place.items():
+                paths.setdefault(name, []).append(path)
+        return [replace(_model(name, paths[name]), config_name=self._config_name) for name in sorted(paths)]
 
 
 def inside(folder: Path, name: str) -> Path | None:
@@ -73,35 +117,46 @@ def inside(folder: Path, name: str) -> Path | None:
     return path if path.is_relative_to(home) else None
 
 
-def _models_at(path: Path) -> list[ModelFolder]:
+def find_models(paths: list[Path], config_name: str = "") -> list[ModelFolder]:
+    """The models at `paths`, by name. Raises StartError if a path can't be read or holds no model."""
+    layout = Layout(paths, config_name)
+    layout.open()
+    return layout.models()
+
+
+def model_folder(name: str, path: Path) -> ModelFolder:
+    """The model `name` in the folder `path`."""
     try:
-        if path.is_file():
-            return [_bare_file(path)]
         entries = sorted(path.iterdir())
-        if _is_model(path, entries):
-            # Absolute, for "." has no name; links not followed, for the user named this one.
-            return [_model(Path(os.path.abspath(path)))]
-        folders = [entry for entry in entries if not _is_not_ours(entry.name) and _is_folder(entry)]
+        versions = {int(entry.name): entry for entry in entries if _VERSION.fullmatch(entry.name) and entry.is_dir()}
+        if not versions and (path / DEFAULT_MODEL_FILE).exists():
+            versions[1] = path
     except OSError as error:
-        raise StartError(_problem(path, error)) from None
-    models = [_model(folder) for folder in folders]
-    if not models:
-        raise StartError(
-            f"{path}: no models here; expected a model repository (<model>/<version>/{DEFAULT_MODEL_FILE}), "
-            "one model's folder or a .onnx file"
-        )
-    return models
+        return ModelFolder(name, path, {}, problem=_problem(path, error))
+    taken = set(versions.values())
+    strays = tuple(entry for entry in entries if entry.name.isdigit() and entry not in taken)
+    return ModelFolder(name, path, versions, strays=strays)
 
 
-def _bare_file(path: Path) -> ModelFolder:
-    if path.suffix != ".onnx":
-        raise StartError(f"{path}: expected a .onnx file or a folder")
-    return ModelFolder(path.stem, path.parent, {1: path.parent}, file=path)
+def _model(name: str, paths: Sequence[Path]) -> ModelFolder:
+    path = paths[0]
+    if len(paths) > 1:
+        return ModelFolder(name, path, {}, rivals=tuple(paths))
+    if path.suffix == ".onnx" and path.is_file():
+        return ModelFolder(name, path.parent, {1: path.parent}, file=path)
+    return model_folder(name, path)
 
 
-def _is_model(path: Path, entries: list[Path]) -> bool:
+def _kind(path: Path) -> _Kind:
+    if path.is_file():
+        if path.suffix != ".onnx":
+            raise StartError(f"{path}: expected a .onnx file or a folder")
+        return _Kind.FILE
+    return _Kind.MODEL if _is_model(path, {entry.name for entry in path.iterdir()}) else _Kind.REPOSITORY
+
+
+def _is_model(path: Path, names: set[str]) -> bool:
     """A folder is a model's own if it has a configuration, a model file, or a version folder with a model file."""
-    names = {entry.name for entry in entries}
     return (
         CONFIG_FILE in names
         or DEFAULT_MODEL_FILE in names
@@ -109,28 +164,18 @@ def _is_model(path: Path, entries: list[Path]) -> bool:
     )
 
 
+def _paths_at(path: Path, kind: _Kind, only: str | None = None) -> dict[str, Path]:
+    """The models at one of the paths, by name; with `only`, that one alone."""
+    if kind is _Kind.REPOSITORY:
+        names = [name for name in os.listdir(path) if only in (None, name) and not _is_not_ours(name)]
+        return {name: path / name for name in names if _is_folder(path / name)}
+    name = path.stem if kind is _Kind.FILE else path.name
+    return {name: path} if only in (None, name) and path.exists() else {}
+
+
 def _is_folder(entry: Path) -> bool:
     """A link to nowhere counts as one, so that its absence is told and not overlooked."""
     return entry.is_dir() or (entry.is_symlink() and not entry.exists())
-
-
-def _model(path: Path) -> ModelFolder:
-    try:
-        return ModelFolder(path.name, path, _versions(path))
-    except OSError as error:
-        return ModelFolder(path.name, path, {}, problem=_problem(path, error))
-
-
-def _versions(path: Path) -> dict[int, Path]:
-    versions = {}
-    for entry in path.iterdir():
-        if _VERSION.fullmatch(entry.name) and entry.is_dir():
-            versions[int(entry.name)] = entry
-        elif entry.name.isdigit():
-            _log.warning("%s is no version folder: expected a number without leading zeros", entry)
-    if not versions and (path / DEFAULT_MODEL_FILE).exists():
-        versions[1] = path
-    return versions
 
 
 def _problem(path: Path, error: OSError) -> str:

@@ -74,36 +74,71 @@ class LoadedVersion:
 
 
 def load_model(
-    folder: ModelFolder, backend_of: Callable[[str], Backend], defaults: LoadDefaults | None = None
+    folder: ModelFolder,
+    backend_of: Callable[[str], Backend],
+    defaults: LoadDefaults | None = None,
+    *,
+    override: pb.ModelConfig | None = None,
+    tell_versions: Callable[[list[int]], None] | None = None,
 ) -> list[LoadedVersion]:
     """Load the versions of a model that its policy asks for: all of them, or an error and none.
 
+    `override` is a configuration that takes the place of the folder's. `tell_versions` is called, on this thread, with
+    what will be loaded as soon as that is known.
+
     Blocks. Raises ConfigError or LoadError.
     """
-    if folder.problem:
-        raise ConfigError(folder.problem)
-    config = parse_config(folder.config) if folder.config else pb.ModelConfig()
-    if config.name not in ("", folder.name):
-        raise ConfigError(f"name: expected '{folder.name}', the name of its folder, got '{config.name}'")
-    config.name = folder.name
-    check_supported(config)
     defaults = defaults or LoadDefaults()
-    if not (defaults.auto_complete or is_complete(config)):
-        raise ConfigError("expected input and output in its configuration, as --disable-auto-complete-config is given")
-    if config.model_operations.op_library_filename and not defaults.allow_op_libraries:
-        raise ConfigError(
-            "model_operations.op_library_filename: a library's code would run in the server; "
-            "start it with --allow-op-libraries true if you trust whoever writes the model repository"
-        )
+    config = _configuration(folder, override)
+    _check_allowed(config, defaults, brought=override is not None)
+    versions = wanted_versions(config, folder)
+    if tell_versions is not None:
+        tell_versions(versions)
     backend = backend_of(backend_name(config))
+    batching = None if override is not None or folder.config else defaults.batching
     loaded: list[LoadedVersion] = []
     with ExitStack() as undo:
-        for version in wanted_versions(config, folder):
-            one = _load_version(folder, version, config, backend, defaults)
+        for version in versions:
+            one = _load_version(folder, version, config, backend, defaults, batching)
             undo.callback(one.close)
             loaded.append(one)
         undo.pop_all()
     return loaded
+
+
+def _check_allowed(config: pb.ModelConfig, defaults: LoadDefaults, *, brought: bool) -> None:
+    """Raise ConfigError for what the flags don't allow, or don't allow to a configuration `brought` by a client."""
+    if not (defaults.auto_complete or is_complete(config)):
+        raise ConfigError("expected input and output in its configuration, as --disable-auto-complete-config is given")
+    if not config.model_operations.op_library_filename:
+        return
+    if brought:
+        raise ConfigError("model_operations.op_library_filename: no client may bring code; put it into the repository")
+    if not defaults.allow_op_libraries:
+        raise ConfigError(
+            "model_operations.op_library_filename: a library's code would run in the server; "
+            "start it with --allow-op-libraries true if you trust whoever writes the model repository"
+        )
+
+
+def _configuration(folder: ModelFolder, override: pb.ModelConfig | None) -> pb.ModelConfig:
+    """What the model is to be loaded with, its name filled in. Raises ConfigError for what can't be loaded at all."""
+    if folder.problem:
+        raise ConfigError(folder.problem)
+    if folder.rivals:
+        raise ConfigError(f"model appears in two or more repositories: {', '.join(map(str, folder.rivals))}")
+    for stray in folder.strays:
+        _log.warning("%s is no version folder: expected a folder named by a number without leading zeros", stray)
+    config = pb.ModelConfig()
+    if override is not None:
+        config.CopyFrom(override)
+    elif folder.config:
+        config = parse_config(folder.config)
+    if config.name not in ("", folder.name):
+        raise ConfigError(f"name: expected '{folder.name}', the name of its folder, got '{config.name}'")
+    config.name = folder.name
+    check_supported(config)
+    return config
 
 
 def wanted_versions(config: pb.ModelConfig, folder: ModelFolder) -> list[int]:
@@ -126,7 +161,12 @@ def wanted_versions(config: pb.ModelConfig, folder: ModelFolder) -> list[int]:
 
 
 def _load_version(
-    folder: ModelFolder, version: int, config: pb.ModelConfig, backend: Backend, defaults: LoadDefaults
+    folder: ModelFolder,
+    version: int,
+    config: pb.ModelConfig,
+    backend: Backend,
+    defaults: LoadDefaults,
+    batching: BatchDefaults | None,
 ) -> LoadedVersion:
     began_ns = time.monotonic_ns()
     labels = read_labels(config, folder.path)
@@ -138,7 +178,7 @@ def _load_version(
         libraries = _op_libraries(folder, version, config)
         opened = backend.open(model_source(config, folder.name, file, defaults.parameters, libraries), devices[0])
         undo.callback(opened.close)
-        served = plan(config, opened.spec, None if folder.config else defaults.batching, defaults.max_batch_rows)
+        served = plan(config, opened.spec, batching, defaults.max_batch_rows)
         for device in devices:
             instance = opened.instance(served.spec, device)
             undo.callback(instance.close)

@@ -1,114 +1,49 @@
 """The models being served, by name and version.
 
-Lives here: states and look-ups, and what joins a loaded model with its batcher. Must not: know RPCs, or read files (the
+Lives here: look-ups, and the order in which models come, are replaced and go. Must not: know RPCs, or read files (the
 loader does). Everything runs on the event loop but the loads themselves.
+
+The rule of a reload: the new versions are loaded and warm before anything changes; then all look-ups change in one step
+of the loop, in which no request is between its look-up and its batcher; what served before answers what it has taken,
+and is closed when that is done.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import secrets
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
-from enum import Enum
+from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 
-from backends.base import Backend, Tensors
-from backends.errors import BackendError, SessionError
-from scheduler.batcher import Batcher
-from scheduler.runner import ThreadRunner
-from server.adapting_codec import codec_for
-from server.errors import InvalidRequest, ModelNotFound, ModelNotReady, ServerError
+from backends.base import Backend
+from backends.errors import BackendError
+from protos import model_config_pb2 as pb
+from server.entry import UNLOADED, Entry, IndexLine, ModelState
+from server.errors import InvalidRequest, LoadFailed, ModelNotFound, ModelNotReady, ServerError
 from server.layout import ModelFolder
 from server.loader import LoadDefaults, LoadedVersion, load_model
-from server.metrics import Metrics, VersionMetrics
-from server.model_statistics import VersionStatistics
+from server.metrics import Metrics
+from server.regions import Regions
+from server.served_model import ServedModel
 
-__all__ = ["ModelState", "Repository", "ServedModel"]
+__all__ = ["Find", "Repository", "ServedModel", "always"]
 
 _log = logging.getLogger("paceline.server.repository")
 
-
-_MAX_PARTS = 1024
-"""Parts of a request that is executed in parts: rows without elements cost no bytes, so something has to bound them."""
-
-
-class ModelState(Enum):
-    LOADING = "LOADING"
-    READY = "READY"
-    UNAVAILABLE = "UNAVAILABLE"
-
-
-class ServedModel:
-    """One version of a model with its codec, batcher and instance threads."""
-
-    def __init__(self, loaded: LoadedVersion, metrics: Metrics) -> None:
-        self.name = loaded.name
-        self.version = str(loaded.version)
-        self.spec = loaded.plan.spec
-        self.config = loaded.config
-        self.platform = loaded.opened.platform
-        self.max_batch_rows = loaded.plan.max_batch_rows
-        self.counts_bytes = loaded.plan.policy.limits.max_bytes > 0
-        # Apart from its number, which begins anew with every load, what a caller gets to see as the id of a batch.
-        self.batch_id_prefix = secrets.token_hex(4)
-        limit = _MAX_PARTS * self.max_batch_rows if loaded.plan.splits else self.max_batch_rows
-        self.codec = codec_for(self.name, self.version, self.spec, limit, loaded.labels)
-        self.statistics = VersionStatistics()
-        self._loaded = loaded
-        self.batcher: Batcher[Tensors, Tensors] = Batcher(
-            loaded.plan.policy,
-            [
-                ThreadRunner(f"{self.name}_{self.version}_{number}", instance.execute)
-                for number, instance in enumerate(loaded.instances)
-            ],
-            observer=self.statistics,
-            isolates=_may_be_a_requests_fault,
-        )
-        self._metrics = metrics
-        self._shown = VersionMetrics(
-            self.name,
-            self.version,
-            self.statistics,
-            self.batcher,
-            priority_levels=loaded.plan.policy.priority_levels,
-            load_ns=loaded.load_ns,
-            tags=loaded.plan.metric_tags,
-        )
-
-    def start(self) -> None:
-        """Take requests, on the running event loop, and show in the metrics."""
-        self.batcher.start()
-        self._metrics.add(self._shown)
-
-    async def stop(self) -> None:
-        """Execute what is queued, then give the instances back. Cancelled while waiting: use `abandon`."""
-        await self.batcher.drain()
-        self.batcher.close()
-        self._metrics.remove(self._shown)
-        self._loaded.close()
-
-    def abandon(self) -> None:
-        """Answer whoever waits with BatcherClosed. Instances that execute keep their memory until the process ends."""
-        self.batcher.close()
-        self._metrics.remove(self._shown)
-
-
-def _may_be_a_requests_fault(error: BaseException) -> bool:
-    return isinstance(error, Exception) and not isinstance(error, (SessionError, MemoryError))
-
-
-@dataclass(slots=True)
-class _Entry:
-    state: ModelState = ModelState.LOADING
-    reason: str = ""
-    versions: dict[str, ServedModel] = field(default_factory=dict)
+Find = Callable[[], AbstractContextManager[ModelFolder]]
+"""Gives a model's folder as it is when a load's turn has come, and for as long as the load lasts. Blocks. Raises
+ServerError if there is none."""
 
 
 class Repository:
-    """Loads models and finds them. `backend_of` gives the backend for a name; LoadError if there is none. `defaults`
-    are what flags say of models that don't say it themselves."""
+    """Loads models and finds them.
+
+    `backend_of` gives the backend for a name; LoadError if there is none. `defaults` are what flags say of models that
+    don't say it themselves. `load_retries`: how often a load that fails for other reasons than the configuration of its
+    model is tried again. `regions`: where tensors may lie besides in messages. `on_change` is called whenever `ready`
+    may have changed.
+    """
 
     def __init__(
         self,
@@ -116,60 +51,51 @@ class Repository:
         backend_of: Callable[[str], Backend],
         load_threads: int = 4,
         defaults: LoadDefaults | None = None,
+        *,
+        strict_readiness: bool = True,
+        load_retries: int = 0,
+        regions: Regions | None = None,
     ) -> None:
+        self._regions = regions
+        self.on_change: Callable[[], None] = lambda: None
         self._metrics = metrics
         self._backend_of = backend_of
-        self._load_threads = load_threads
         self._defaults = defaults
-        self._entries: dict[str, _Entry] = {}
+        self._strict_readiness = strict_readiness
+        self._load_retries = load_retries
+        self._pool = ThreadPoolExecutor(load_threads, thread_name_prefix="load")
+        self._entries: dict[str, Entry[ServedModel]] = {}
         # What a request names, to what serves it; the version "" is the latest.
         self._served: dict[tuple[str, str], ServedModel] = {}
+        self._operations: set[asyncio.Task[None]] = set()
+        self._loads: set[Future[list[LoadedVersion]]] = set()
+        self._leaving: dict[ServedModel, asyncio.Task[None]] = {}
+        self._stopping = False
 
     @property
     def ready(self) -> bool:
-        """Whether every known model is loaded and warm."""
-        return all(entry.state is ModelState.READY for entry in self._entries.values())
+        """Whether every model that should serve does, or that isn't asked for."""
+        return not self._strict_readiness or not any(entry.missing for entry in self._entries.values())
 
     @property
     def failures(self) -> dict[str, str]:
-        """Why models are unavailable, by name."""
-        return {name: entry.reason for name, entry in self._entries.items() if entry.state is ModelState.UNAVAILABLE}
+        """Why models don't serve that should, by name."""
+        return {name: entry.failure for name, entry in self._entries.items() if entry.failure and entry.missing}
 
     @property
     def models(self) -> list[ServedModel]:
         """All versions being served."""
-        return [model for entry in self._entries.values() for model in entry.versions.values()]
+        return [model for entry in self._entries.values() for model in entry.serving.values()]
 
-    async def load(self, folders: Sequence[ModelFolder]) -> None:
-        """Load models, several at a time. One that fails becomes unavailable, with the reason; the others serve."""
-        for folder in folders:
-            self._entries[folder.name] = _Entry()
-        pool = ThreadPoolExecutor(self._load_threads, thread_name_prefix="load")
-        try:
-            await asyncio.gather(*(self._load_one(folder, pool) for folder in folders))
-        finally:
-            # Waiting would hold up the event loop when the load is cancelled.
-            pool.shutdown(wait=False, cancel_futures=True)
+    @property
+    def leaving(self) -> list[ServedModel]:
+        """Versions that take no more requests and still execute some."""
+        return list(self._leaving)
 
-    async def _load_one(self, folder: ModelFolder, pool: ThreadPoolExecutor) -> None:
-        entry = self._entries[folder.name]
-        loop = asyncio.get_running_loop()
-        try:
-            loaded = await loop.run_in_executor(pool, load_model, folder, self._backend_of, self._defaults)
-        except (BackendError, ServerError) as error:
-            entry.state, entry.reason = ModelState.UNAVAILABLE, str(error)
-            return
-        except Exception as error:  # noqa: BLE001 - whatever it is, it is this model's and not the others'
-            _log.exception("model '%s' failed to load on something unforeseen", folder.name)
-            entry.state, entry.reason = ModelState.UNAVAILABLE, f"{type(error).__name__}: {error}"
-            return
-        for one in loaded:
-            model = ServedModel(one, self._metrics)
-            model.start()
-            entry.versions[model.version] = self._served[model.name, model.version] = model
-            # Versions come in ascending order: the last one stays.
-            self._served[model.name, ""] = self._served[model.name, "-1"] = model
-        entry.state = ModelState.READY
+    @property
+    def loads(self) -> bool:
+        """Whether a thread is loading something; it can't be interrupted."""
+        return bool(self._loads)
 
     # hot path
     def get(self, name: str, version: str) -> ServedModel:
@@ -187,36 +113,239 @@ class Repository:
         return self._served.get((name, version))
 
     def is_ready(self, name: str, version: str) -> bool:
-        """Whether `get` would find it. Raises ModelNotFound or InvalidRequest."""
+        """Whether `get` would find it. Raises ModelNotFound for what nobody has heard of, or InvalidRequest."""
         try:
             self.get(name, version)
         except ModelNotReady:
             return False
+        except ModelNotFound:
+            if name in self._entries and not self._entries[name].serving:
+                return False
+            raise
         return True
 
     def versions(self, name: str) -> list[str]:
         """The versions of a model being served, oldest first."""
-        return list(self._entries[name].versions)
+        return list(self._entries[name].serving)
+
+    def index(self) -> list[IndexLine]:
+        """A line for every version of every model known, by name and version."""
+        return [line for name in sorted(self._entries) for line in self._entries[name].lines()]
+
+    def take_note(self, folders: Sequence[ModelFolder]) -> None:
+        """These are the models on disk: know all of them, and forget those that neither serve nor are there."""
+        on_disk = {folder.name: folder for folder in folders}
+        for name in on_disk:
+            self._entries.setdefault(name, Entry(name))
+        for name, entry in list(self._entries.items()):
+            entry.on_disk = name in on_disk
+            entry.rivals = entry.on_disk and bool(on_disk[name].rivals)
+            if entry.forgettable:
+                del self._entries[name]
+
+    async def load_all(self, folders: Sequence[ModelFolder]) -> None:
+        """Load models, several at a time. One that fails becomes unavailable, with the reason; the others serve."""
+        _log.info("loading %d model%s", len(folders), "s"[: len(folders) != 1])
+        loads = (self.load(folder.name, always(folder)) for folder in folders)
+        for outcome in await asyncio.gather(*loads, return_exceptions=True):
+            if isinstance(outcome, BaseException) and not isinstance(outcome, LoadFailed):
+                raise outcome
+
+    async def load(self, name: str, find: Find, override: pb.ModelConfig | None = None) -> None:
+        """Load model `name` from what `find` gives, with `override` instead of its configuration if there is one, in
+        place of what it serves now. Loads and unloads of one model take turns, as they came.
+
+        Goes on if the caller is cancelled. Raises LoadFailed, or what `find` does; then nothing has changed but what is
+        said of the model.
+        """
+        await self._in_turn(name, lambda entry: self._load(entry, find, override))
+
+    async def unload(self, name: str) -> None:
+        """Take no more requests for a model. Returns while it still executes those that it took. What isn't served
+        needs no unloading."""
+        if name in self._entries:
+            await self._in_turn(name, self._unload)
 
     async def stop(self) -> None:
-        """Stop every model, each once its queue is executed."""
-        await asyncio.gather(*(model.stop() for model in self.models))
+        """Stop every model, each once its queue is executed. Loads under way come to nothing."""
+        self._stopping = True
+        for task in self._operations:
+            task.cancel()
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        await asyncio.gather(*(model.stop() for model in self.models), *self._leaving.values())
 
     def abandon(self) -> None:
         """Stop every model now."""
         for model in self.models:
             model.abandon()
+        for model, task in self._leaving.items():
+            # Otherwise it would take the end of the batcher for that of the executions, and close what still runs.
+            task.cancel()
+            model.abandon()
+
+    async def _in_turn(self, name: str, operation: Callable[[Entry[ServedModel]], Awaitable[None]]) -> None:
+        task = asyncio.create_task(self._operate(name, operation))
+        self._operations.add(task)
+        task.add_done_callback(self._operations.discard)
+        task.add_done_callback(_retrieve)
+        try:
+            await asyncio.shield(task)
+        except asyncio.CancelledError:
+            if task.cancelled():
+                raise ModelNotReady("the server is stopping") from None
+            raise
+
+    async def _operate(self, name: str, operation: Callable[[Entry[ServedModel]], Awaitable[None]]) -> None:
+        if self._stopping:
+            raise ModelNotReady("the server is stopping")
+        entry = self._entries.setdefault(name, Entry(name))
+        entry.operations += 1
+        try:
+            async with entry.turn:
+                await operation(entry)
+        finally:
+            entry.operations -= 1
+            if entry.state is None and entry.forgettable:
+                del self._entries[name]
+            self.on_change()
+
+    async def _load(self, entry: Entry[ServedModel], find: Find, override: pb.ModelConfig | None) -> None:
+        entry.begin_load()
+        self.on_change()
+        try:
+            models = self._started(await self._loaded(entry, find, override))
+        except (asyncio.CancelledError, InvalidRequest, ModelNotFound, ModelNotReady):
+            # Nothing was tried: there is nothing to load, or the server stops.
+            entry.give_up_load()
+            raise
+        except Exception as error:  # whatever it is, it is this model's and not the others'
+            failed = LoadFailed(entry.name, _reason(entry.name, error))
+            entry.fail_load(failed.reason)
+            raise failed from error
+        before = entry.end_load({model.version: model for model in models})
+        self._serve(entry.name, models, before)
+        self._retire(entry, before)
+        if before:
+            was, now = ([model.version for model in some] for some in (before, models))
+            _log.info("model '%s': versions %s take the place of %s", entry.name, now, was)
+
+    async def _unload(self, entry: Entry[ServedModel]) -> None:
+        before = entry.unload()
+        self._serve(entry.name, [], before)
+        self._retire(entry, before)
+        _log.info("model '%s' unloaded", entry.name)
+
+    async def _loaded(
+        self, entry: Entry[ServedModel], find: Find, override: pb.ModelConfig | None
+    ) -> list[LoadedVersion]:
+        """Have a thread load it."""
+        loop = asyncio.get_running_loop()
+
+        def tell_versions(versions: list[int]) -> None:
+            loop.call_soon_threadsafe(entry.loading_versions, list(map(str, versions)))
+
+        def load() -> list[LoadedVersion]:
+            with find() as folder:
+                return load_model(
+                    folder, self._backend_of, self._defaults, override=override, tell_versions=tell_versions
+                )
+
+        for left in range(self._load_retries, -1, -1):
+            future = self._pool.submit(load)
+            self._loads.add(future)
+            future.add_done_callback(self._loads.discard)
+            try:
+                return await asyncio.wrap_future(future)
+            except asyncio.CancelledError:
+                future.add_done_callback(_close_loaded)
+                raise
+            except ServerError:
+                raise
+            except Exception as error:  # again whatever it is
+                if not left:
+                    raise
+                _log.warning("load of model '%s' failed, %d more tries: %s", entry.name, left, error)
+        raise AssertionError("the last try returned or raised")
+
+    def _started(self, loaded: Sequence[LoadedVersion]) -> list[ServedModel]:
+        """Ready to take requests, all of them or, with an error, none."""
+        models: list[ServedModel] = []
+        try:
+            for one in loaded:
+                model = ServedModel(one, self._metrics, self._regions)
+                model.start()
+                models.append(model)
+        except BaseException:
+            for model in models:
+                model.abandon()
+            for one in loaded:
+                one.close()
+            raise
+        return models
+
+    def _serve(self, name: str, models: Sequence[ServedModel], before: Sequence[ServedModel]) -> None:
+        """Change what requests find, in one step. `models` are in ascending order."""
+        for version in ("", "-1", *(model.version for model in before)):
+            self._served.pop((name, version), None)
+        for model in models:
+            self._served[name, model.version] = self._served[name, ""] = self._served[name, "-1"] = model
+
+    def _retire(self, entry: Entry[ServedModel], models: Sequence[ServedModel]) -> None:
+        for model in models:
+            self._leaving[model] = asyncio.create_task(self._leave(entry, model))
+
+    async def _leave(self, entry: Entry[ServedModel], model: ServedModel) -> None:
+        try:
+            await model.stop()
+        except Exception:  # noqa: BLE001 - a backend's; nobody waits for it
+            _log.exception("model '%s' version %s could not be closed", model.name, model.version)
+        finally:
+            del self._leaving[model]
+            entry.left(model.version)
+            self.on_change()
 
     def _why_not(self, name: str, version: str) -> ServerError:
         entry = self._entries.get(name)
         if entry is None:
-            known = sorted(self._entries)
+            known = sorted(known for known, one in self._entries.items() if one.serving or one.missing)
             return ModelNotFound(f"unknown model '{name}' is not found; this server has {_some(known)}")
-        if entry.state is not ModelState.READY:
-            return ModelNotReady(f"model '{name}' is not ready: {entry.reason or entry.state.value}")
+        if entry.missing:
+            return ModelNotReady(f"model '{name}' is not ready: {entry.failure or ModelState.LOADING.value}")
+        if not entry.serving:
+            why = UNLOADED if entry.unloaded else "never loaded"
+            return ModelNotFound(f"model '{name}' has no available versions: it was {why}")
         if not (version.isascii() and version.isdecimal()):
             return InvalidRequest(f"model '{name}': expected a version number, got '{version}'")
-        return ModelNotFound(f"model '{name}' version {version} is not found; versions served: {list(entry.versions)}")
+        reason = "LOADING" if version in (entry.loading or ()) else entry.gone.get(version, UNLOADED)
+        if reason != UNLOADED:
+            return ModelNotReady(f"model '{name}' version {version} is not at ready state: {reason}")
+        return ModelNotFound(f"model '{name}' version {version} is not found; versions served: {list(entry.serving)}")
+
+
+def always(folder: ModelFolder) -> Find:
+    """The folder as it was found, whenever the turn comes."""
+    return lambda: nullcontext(folder)
+
+
+def _reason(model: str, error: Exception) -> str:
+    """Why a load failed, in words for whoever asked for it."""
+    if isinstance(error, (BackendError, ServerError)):
+        return str(error).removeprefix(f"model '{model}': ")
+    _log.error("model '%s' failed to load on something unforeseen", model, exc_info=error)
+    return f"{type(error).__name__}: {error}"
+
+
+def _retrieve(task: asyncio.Task[None]) -> None:
+    """Its caller may have gone; asyncio would complain of an error that nobody has seen."""
+    if not task.cancelled():
+        task.exception()
+
+
+def _close_loaded(future: Future[list[LoadedVersion]]) -> None:
+    """Nobody waits for the load any more."""
+    if not future.cancelled() and future.exception() is None:
+        for one in future.result():
+            one.close()
 
 
 def _some(names: list[str]) -> str:

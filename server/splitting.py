@@ -15,6 +15,7 @@ from backends.base import Array, Tensors
 from scheduler.batcher import Batcher, Pending
 from scheduler.errors import ExecutionFailed
 from scheduler.policy import BatchPolicy
+from server.region_tensors import Inputs
 
 __all__ = ["submit_parts"]
 
@@ -22,14 +23,14 @@ _MANY = 2**31
 
 
 async def submit_parts(
-    batcher: Batcher[Tensors, Tensors], inputs: Tensors, rows: int, key: Hashable, *, size_bytes: int, **how: Any
-) -> tuple[Tensors, Pending[Tensors, Tensors]]:
+    batcher: Batcher[Inputs, Tensors], inputs: Inputs, rows: int, key: Hashable, *, size_bytes: int, **how: Any
+) -> tuple[Tensors, Pending[Inputs, Tensors]]:
     """Execute `inputs` in parts of full batches; the joined results, and the last part.
 
     `how` goes to `Batcher.submit`. Whatever one part meets, the request meets, and its other parts are taken back.
     """
     limit = batcher.policy.max_batch_rows
-    parts: list[Pending[Tensors, Tensors]] = []
+    parts: list[Pending[Inputs, Tensors]] = []
     try:
         for start in range(0, rows, limit):
             share = min(limit, rows - start)
@@ -39,8 +40,9 @@ async def submit_parts(
             parts.append(batcher.submit(part, share, key, size_bytes=bytes_of_part, **how))
         results = await asyncio.gather(*parts)
     except BaseException:
-        for pending in parts:
-            pending.cancel()
+        # Emptied, so that the error's traceback doesn't lead back to the error, and keep shared memory open.
+        while parts:
+            parts.pop().cancel()
         raise
     return [_joined(number, column) for number, column in enumerate(zip(*results, strict=True))], parts[-1]
 
@@ -55,7 +57,7 @@ def _parts_at_once(policy: BatchPolicy, bytes_of_part: int, priority: int) -> in
     return min((bound for bound in bounds if bound), default=_MANY)
 
 
-async def _until_room(parts: Sequence[Pending[Tensors, Tensors]], at_once: int) -> None:
+async def _until_room(parts: Sequence[Pending[Inputs, Tensors]], at_once: int) -> None:
     """Wait until fewer than `at_once` parts are out; raises what one of them met."""
     while len(out := [pending for pending in parts if not pending.done()]) >= at_once:
         done, _ = await asyncio.wait(out, return_when=asyncio.FIRST_COMPLETED)

@@ -80,7 +80,9 @@ def test_start_with_a_folder_that_cannot_be_read_says_so(tmp_path: Path) -> None
 
 def test_start_with_a_model_in_two_repositories_names_both(tmp_path: Path) -> None:
     one, two = write_identity(tmp_path / "one"), write_identity(tmp_path / "two")
-    assert failed_start(tmp_path / "one", tmp_path / "two") == f"model 'echo' is in {one} and in {two}"
+    assert failed_start(tmp_path / "one", tmp_path / "two") == (
+        f"failed to load model 'echo': model appears in two or more repositories: {one}, {two}"
+    )
 
 
 def without_dims(folder: Path) -> str:

@@ -20,10 +20,10 @@ from tests.wire import infer, rows_of_floats
 Code = grpc.StatusCode
 
 GOOD = infer("m", {"a": rows_of_floats(1)})
-SERVED = {
-    *("ServerLive", "ServerReady", "ModelReady", "ServerMetadata", "ModelMetadata", "ModelInfer"),
-    *("ModelStatistics", "ModelConfig", "LogSettings", "TraceSetting"),
-}
+SERVED = {"ServerLive", "ServerReady", "ModelReady", "ServerMetadata", "ModelMetadata", "ModelInfer", "ModelStatistics"}
+SERVED |= {"RepositoryIndex", "RepositoryModelLoad", "RepositoryModelUnload"}
+SERVED |= {f"{kind}SharedMemory{what}" for kind in ("System", "Cuda") for what in ("Status", "Register", "Unregister")}
+SERVED |= {"ModelConfig", "LogSettings", "TraceSetting"}
 ALL = {name for name in vars(GRPCInferenceServiceServicer) if not name.startswith("_")}
 
 

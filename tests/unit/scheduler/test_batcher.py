@@ -56,6 +56,18 @@ async def test_submit_of_several_in_one_turn_makes_one_batch_and_answers_each(be
     assert bench.seen.rows == [3]
 
 
+async def test_result_that_is_an_exception_fails_its_request_and_no_other(bench: Bench) -> None:
+    futures = bench.submit("a", "b", "c")
+    await one_turn()
+    refused = ValueError("not this one")
+    bench.runner.finish(lambda payload: refused if payload == "b" else payload.upper())  # type: ignore[arg-type,return-value]
+    assert await asyncio.gather(*futures, return_exceptions=True) == ["A", refused, "C"]
+    assert bench.runner.batches == [["a", "b", "c"]]
+    assert bench.batcher.waiting_requests == 0
+    (report,) = bench.seen.reports
+    assert (len(report.waits_ns), report.failed, report.cancelled) == (2, 1, 0)
+
+
 async def test_submit_while_busy_queues_and_batches_when_the_instance_is_free(bench: Bench) -> None:
     first = bench.submit("a")
     await one_turn()

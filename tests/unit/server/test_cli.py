@@ -22,9 +22,16 @@ DEFAULTS = {
     "allow_metrics": True,
     "metrics_address": None,
     "metrics_port": 8002,
+    "allow_client_shm": False,
+    "max_client_shm_regions": 256,
     "exit_timeout_secs": 30.0,
     "exit_on_error": False,
+    "strict_readiness": True,
+    "model_control_mode": "none",
+    "repository_poll_secs": 15.0,
+    "load_model": (),
     "model_load_thread_count": 4,
+    "model_load_retry_count": 0,
     "backend_config": (),
     "disable_auto_complete_config": False,
     "model_config_name": "",
@@ -49,10 +56,18 @@ GIVEN: list[tuple[str, str, object]] = [
     ("allow-metrics", "1", True),
     ("metrics-address", "127.0.0.1", "127.0.0.1"),
     ("metrics-port", "9", 9),
+    ("allow-client-shm", "true", True),
+    ("max-client-shm-regions", "1", 1),
     ("exit-timeout-secs", "0", 0.0),
     ("exit-timeout-secs", "2.5", 2.5),
     ("exit-on-error", "true", True),
+    ("strict-readiness", "false", False),
+    ("model-control-mode", "poll", "poll"),
+    ("model-control-mode", "explicit", "explicit"),
+    ("repository-poll-secs", "0.5", 0.5),
+    ("load-model", "resnet", ("resnet",)),
     ("model-load-thread-count", "1", 1),
+    ("model-load-retry-count", "3", 3),
     ("max-batch-size", "7", 7),
     ("model-config-name", "edge", "edge"),
     ("allow-op-libraries", "true", True),
@@ -115,6 +130,11 @@ def test_model_repository_in_the_environment_may_be_several() -> None:
     assert found["model_repository"] == (Path("a"), Path("b"))
 
 
+def test_load_model_may_be_repeated_and_be_several_in_the_environment() -> None:
+    assert parsed("--load-model", "a", "--load-model=b")["load_model"] == ("a", "b")
+    assert parsed(LOAD_MODEL="a b")["load_model"] == ("a", "b")
+
+
 def test_backend_config_may_be_repeated_and_be_several_in_the_environment() -> None:
     given = ["onnxruntime,default-max-batch-size=4", "onnxruntime,intra_op_thread_count=2"]
     assert parsed(*(f"--backend-config={one}" for one in given))["backend_config"] == tuple(given)
@@ -147,6 +167,14 @@ def test_every_flag_has_a_variable_and_help_says_which() -> None:
         (("m", "--exit-timeout-secs", "nan"), "Invalid value for '--exit-timeout-secs'"),
         (("m", "--exit-timeout-secs", "inf"), "Invalid value for '--exit-timeout-secs'"),
         (("m", "--model-load-thread-count", "0"), "Invalid value for '--model-load-thread-count'"),
+        (("m", "--model-load-retry-count", "-1"), "Invalid value for '--model-load-retry-count'"),
+        (("m", "--model-control-mode", "manual"), "Invalid value for '--model-control-mode'"),
+        (("m", "--repository-poll-secs", "0"), "Invalid value for '--repository-poll-secs'"),
+        (("m", "--load-model", "a"), "--load-model needs --model-control-mode explicit"),
+        (
+            ("m", "--model-control-mode", "explicit", "--load-model", "*", "--load-model", "a"),
+            "--load-model: expected '*' alone, or names, got both",
+        ),
         (("m", "--log-level", "chatty"), "Invalid value for '--log-level'"),
         (("m", "--log-format", "xml"), "Invalid value for '--log-format'"),
         (("m", "--http-port", "8000"), "No such option"),

@@ -265,12 +265,15 @@ def test_decode_typed_outputs_that_contents_can_carry_pass_beside_others_not_ask
     assert ModelCodec("m", "1", SPEC, 8).decode(request).parameters.typed_outputs
 
 
-def test_decode_output_into_shared_memory_is_not_supported() -> None:
+SWITCHED_OFF = "'shared_memory_region' is switched off; start the server with --allow-client-shm=true to switch it on"
+
+
+def test_decode_output_into_shared_memory_is_not_supported_where_switched_off() -> None:
     request = good()
     request.outputs.add(name="x").parameters["shared_memory_region"].string_param = "1"
     with pytest.raises(NotSupported) as caught:
         ModelCodec("m", "1", SPEC, 8).decode(request)
-    assert str(caught.value) == "model 'm': output 'x': this build doesn't support 'shared_memory_region'"
+    assert str(caught.value) == f"model 'm': output 'x': {SWITCHED_OFF}"
 
 
 @pytest.mark.parametrize(
@@ -288,13 +291,13 @@ def test_decode_classes_that_cannot_be_had_are_refused(output: str, count: objec
     assert refused(change) == f"model 'm': output '{output}': parameter 'classification': {text}"
 
 
-def test_decode_input_in_shared_memory_is_not_supported() -> None:
+def test_decode_input_in_shared_memory_is_not_supported_where_switched_off() -> None:
     request = good()
     del request.raw_input_contents[0]
     request.inputs[0].parameters["shared_memory_region"].string_param = "region"
     with pytest.raises(NotSupported) as caught:
         ModelCodec("m", "1", SPEC, 8).decode(request)
-    assert str(caught.value) == "model 'm': input 'a': this build doesn't support 'shared_memory_region'"
+    assert str(caught.value) == f"model 'm': input 'a': {SWITCHED_OFF}"
 
 
 def test_decode_a_refused_request_leaves_the_codec_as_it_was() -> None:

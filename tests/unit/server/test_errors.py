@@ -14,7 +14,7 @@ import backends
 import protos
 import scheduler
 import server
-from backends.errors import BackendError, ExecutionError, LoadError, SessionError
+from backends.errors import BackendError, DeviceError, ExecutionError, LoadError, SessionError
 from protos.datatypes import UnknownDatatypeError
 from protos.generate import GenerateError
 from protos.tensors import TensorError
@@ -35,8 +35,11 @@ from server.errors import (
     ModelNotFound,
     ModelNotReady,
     NotSupported,
+    RegionExists,
+    RegionNotFound,
     ServerError,
     StartError,
+    TooManyRegions,
     status_of,
 )
 
@@ -99,6 +102,10 @@ def test_table_names_nothing_that_is_gone() -> None:
         (ExecutionError("x"), Code.INTERNAL),
         (SessionError("x"), Code.INTERNAL),
         (LoadError("x"), Code.INTERNAL),
+        (DeviceError("x"), Code.INTERNAL),
+        (RegionNotFound("x"), Code.NOT_FOUND),
+        (RegionExists("x"), Code.ALREADY_EXISTS),
+        (TooManyRegions("x"), Code.RESOURCE_EXHAUSTED),
         (NotSupported("x"), Code.UNIMPLEMENTED),
         (SchedulerError("x"), Code.INTERNAL),
         (BackendError("x"), Code.INTERNAL),

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import logging
 import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from server.errors import StartError
-from server.layout import ModelFolder, find_models
+from server.layout import Layout, ModelFolder, find_models
 from tests.unit.server.privileges import open_folder, unprivileged
 
 
@@ -104,15 +104,14 @@ def test_model_folder_given_relatively_is_named_like_the_folder(
     assert found(Path(path)).keys() == {"m"}
 
 
-def test_versions_are_plain_numbers_and_others_are_ignored(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_versions_are_plain_numbers_and_others_are_ignored(tmp_path: Path) -> None:
     for name in ("0", "1", "10", "02", "00", "v3", "1.5", "-1", "\u0663", "4 "):
         (tmp_path / "m" / name).mkdir(parents=True)
     touch(tmp_path / "m" / "7")  # a file
-    with caplog.at_level(logging.WARNING, "paceline.server.layout"):
-        assert found(tmp_path)["m"].versions.keys() == {0, 1, 10}
-    warned = {record.getMessage().partition(" is no version")[0].rpartition("/")[2] for record in caplog.records}
-    assert warned >= {"00", "02"}
-    assert not warned & {"0", "1", "10", "v3", "1.5", "-1"}
+    model = found(tmp_path)["m"]
+    assert model.versions.keys() == {0, 1, 10}
+    assert {stray.name for stray in model.strays} >= {"00", "02", "7"}
+    assert not {stray.name for stray in model.strays} & {"0", "1", "10", "v3", "1.5", "-1"}
 
 
 def test_versions_may_be_links(tmp_path: Path) -> None:
@@ -161,10 +160,11 @@ def test_several_paths_of_every_kind_are_joined_in_order_of_names(tmp_path: Path
     assert [model.name for model in models] == ["a", "b", "c"]
 
 
-def test_refused_two_models_of_one_name_are_both_named(tmp_path: Path) -> None:
+def test_models_of_one_name_are_one_entry_that_names_all_of_them(tmp_path: Path) -> None:
     touch(tmp_path / "one" / "m" / "1" / "model.onnx")
     touch(tmp_path / "m.onnx")
-    assert refusal(tmp_path / "one", tmp_path / "m.onnx") == f"model 'm' is in {tmp_path}/one/m and in {tmp_path}"
+    model = found(tmp_path / "one", tmp_path / "m.onnx")["m"]
+    assert (model.rivals, model.versions) == ((tmp_path / "one" / "m", tmp_path / "m.onnx"), {})
 
 
 def test_refused_path_that_does_not_exist(tmp_path: Path) -> None:
@@ -225,3 +225,72 @@ def test_find_models_passes_over_what_a_file_system_puts_at_the_root_of_a_volume
     (tmp_path / "lost+found").mkdir()
     (tmp_path / "m" / "1").mkdir(parents=True)
     assert [model.name for model in find_models([tmp_path])] == ["m"]
+
+
+def opened(*paths: Path) -> Layout:
+    layout = Layout(paths)
+    layout.open(may_be_empty=True)
+    return layout
+
+
+def test_layout_that_may_be_empty_sees_models_come_and_go(tmp_path: Path) -> None:
+    layout = opened(tmp_path)
+    assert layout.models() == []
+    touch(tmp_path / "m" / "1" / "model.onnx")
+    assert [model.name for model in layout.models()] == ["m"]
+    shutil.rmtree(tmp_path / "m")
+    assert layout.models() == []
+
+
+def test_layout_of_a_models_folder_that_is_being_replaced_does_not_take_it_for_a_repository(tmp_path: Path) -> None:
+    touch(tmp_path / "m" / "1" / "model.onnx")
+    layout = opened(tmp_path / "m")
+    (tmp_path / "m" / "1" / "model.onnx").unlink()
+    assert [(model.name, model.versions.keys()) for model in layout.models()] == [("m", {1})]
+    shutil.rmtree(tmp_path / "m")
+    assert layout.models() == []
+
+
+def test_layout_of_a_file_that_is_gone_has_no_model(tmp_path: Path) -> None:
+    layout = opened(touch(tmp_path / "m.onnx"))
+    assert layout.model("m") == ModelFolder("m", tmp_path, {1: tmp_path}, file=tmp_path / "m.onnx")
+    (tmp_path / "m.onnx").unlink()
+    assert layout.model("m") is None
+
+
+def test_layout_of_a_repository_that_is_gone_raises_instead_of_having_no_models(tmp_path: Path) -> None:
+    (tmp_path / "repository").mkdir()
+    layout = opened(tmp_path / "repository")
+    (tmp_path / "repository").rmdir()
+    with pytest.raises(FileNotFoundError):
+        layout.models()
+    with pytest.raises(FileNotFoundError):
+        layout.model("m")
+
+
+@pytest.mark.parametrize(
+    "name", ["", ".", "..", "../m", "repository/m", "m/1", "m/", "/", "./m", ".hidden", "lost+found", "M", "m\0", "m2"]
+)
+def test_layout_name_that_no_folder_has_finds_nothing_wherever_it_would_lead(tmp_path: Path, name: str) -> None:
+    for folder in ("m", "repository/m", "repository/.hidden", "repository/lost+found"):
+        touch(tmp_path / folder / "1" / "model.onnx")
+    layout = opened(tmp_path / "repository")
+    assert layout.model("m") is not None
+    assert layout.model(name) is None
+    assert layout.model(str(tmp_path / "m")) is None
+
+
+def test_layout_name_of_several_repositories_is_that_of_rivals(tmp_path: Path) -> None:
+    for repository in ("one", "two", "three"):
+        touch(tmp_path / repository / ("m" if repository != "three" else "n") / "1" / "model.onnx")
+    layout = opened(tmp_path / "one", tmp_path / "two", tmp_path / "three")
+    model = layout.model("m")
+    assert model is not None
+    assert model.rivals == (tmp_path / "one" / "m", tmp_path / "two" / "m")
+    assert [(folder.name, bool(folder.rivals)) for folder in layout.models()] == [("m", True), ("n", False)]
+
+
+def test_layout_path_given_twice_is_one_place(tmp_path: Path) -> None:
+    touch(tmp_path / "m" / "1" / "model.onnx")
+    (model,) = opened(tmp_path, tmp_path).models()
+    assert not model.rivals

@@ -17,7 +17,8 @@ from scheduler.errors import BatcherClosed
 from server.errors import InvalidRequest, ModelNotFound, ModelNotReady
 from server.layout import find_models
 from server.metrics import Metrics
-from server.repository import Repository
+from server.repository import Repository, always
+from tests.polling import eventually_async
 
 SPEC = ModelSpec((TensorSpec("a", "FP32", (-1, -1)),), (TensorSpec("x", "FP32", (-1, -1)),))
 
@@ -45,7 +46,7 @@ class Bench:
         return self.models[name]
 
     async def load(self) -> Repository:
-        await self.repository.load(find_models([self.root]))
+        await self.repository.load_all(find_models([self.root]))
         return self.repository
 
 
@@ -247,3 +248,45 @@ async def test_loaded_model_tells_how_long_loading_took(bench: Bench) -> None:
     await bench.load()
     (line,) = [line for line in bench.metrics.text().splitlines() if line.startswith(b"nv_model_load_duration_secs{")]
     assert 0 < float(line.split()[1]) < 60
+
+
+async def test_abandon_leaves_what_an_unloaded_model_executes_unclosed(bench: Bench) -> None:
+    opened = bench.add("m")
+    repository = await bench.load()
+    batcher = repository.get("m", "").batcher
+    opened.gate.close()
+    future = batcher.submit((np.ones((1, 1), np.float32),), 1, 0)
+    await asyncio.to_thread(opened.gate.wait_entered, 1)
+    await repository.unload("m")
+    assert [model.name for model in repository.leaving] == ["m"]
+    repository.abandon()
+    with pytest.raises(BatcherClosed):
+        await future
+    await eventually_async(lambda: not repository.leaving, "the end of waiting")
+    assert (opened.closed, opened.open_instances) == (False, 1)
+
+
+async def test_load_and_unload_after_stop_are_refused(bench: Bench) -> None:
+    bench.add("m")
+    repository = await bench.load()
+    await repository.stop()
+    (folder,) = find_models([bench.root])
+    for operation in (repository.load("m", always(folder)), repository.unload("m")):
+        with pytest.raises(ModelNotReady, match="the server is stopping"):
+            await operation
+
+
+async def test_take_note_knows_what_is_on_disk_and_forgets_what_went(bench: Bench) -> None:
+    bench.add("m")
+    bench.add("n")
+    repository = await bench.load()
+    bench.add("later")
+    repository.take_note(find_models([bench.root]))
+    assert [line.name for line in repository.index()] == ["later", "m", "n"]
+    assert not repository.is_ready("later", "")
+    await repository.unload("n")
+    await eventually_async(lambda: not repository.leaving, "the model closed")
+    repository.take_note([])
+    assert [(line.name, line.version) for line in repository.index()] == [("m", "1")]
+    with pytest.raises(ModelNotFound, match=r"^unknown model 'n' is not found; this server has \['m'\]$"):
+        repository.get("n", "")

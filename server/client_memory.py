@@ -1,0 +1,115 @@
+"""The tensors of one model that lie in shared memory, as its codec needs them.
+
+Lives here: which of a request's tensors lie there, whether they fit, and the writing of outputs. Must not: what holds
+for tensors wherever they lie (`codec`), or how memory is read and written (`regions`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+from backends.base import ModelSpec
+from protos.datatypes import Datatype, by_name
+from protos.inference_pb2 import ModelInferRequest, ModelInferResponse
+from protos.tensors import TensorError, decode_raw
+from server.errors import InvalidRequest, NotSupported, RegionNotFound
+from server.region_tensors import BYTE_SIZE, OFFSET, REGION, Input, RegionTensor, Span, span_of
+from server.regions import Regions
+
+__all__ = ["NOWHERE", "ClientMemory", "Write"]
+
+InputTensor = ModelInferRequest.InferInputTensor
+RequestedOutput = ModelInferRequest.InferRequestedOutputTensor
+Write = tuple[ModelInferResponse.InferOutputTensor, Span, bytes | memoryview]
+"""An output of the response, where it belongs, and its raw form."""
+
+NOWHERE: Mapping[int, Span] = {}
+
+
+class ClientMemory:
+    """`regions` are what clients have registered, None if they may not."""
+
+    def __init__(self, model: str, spec: ModelSpec, regions: Regions | None) -> None:
+        self._model = model
+        self._spec = spec
+        self._regions = regions
+        self._input_types: list[Datatype] = [by_name(tensor.datatype) for tensor in spec.inputs]
+        self._fixed_bytes = [_fixed_bytes(spec, index) for index in range(len(spec.outputs))]
+
+    def span(self, kind: str, tensor: InputTensor | RequestedOutput) -> Span | None:
+        """Where an input lies, or an output belongs, if its parameters say so.
+
+        Raises InvalidRequest, RegionNotFound, NotSupported.
+        """
+        if self._regions is None:
+            if REGION in tensor.parameters:
+                raise NotSupported(
+                    f"model '{self._model}': {kind} '{tensor.name}': '{REGION}' is switched off; start the server with "
+                    "--allow-client-shm=true to switch it on"
+                )
+            return None
+        try:
+            return span_of(tensor.parameters, self._regions)
+        except (InvalidRequest, RegionNotFound) as error:
+            raise type(error)(f"model '{self._model}': {kind} '{tensor.name}': {error}") from None
+
+    def input(self, tensor: InputTensor, shape: tuple[int, ...], index: int, span: Span) -> Input:
+        """What lies there: read when the batch executes, but for contents that have to be looked at before.
+
+        Raises TensorError, or InvalidRequest if it is gone.
+        """
+        if tensor.HasField("contents"):
+            raise TensorError(f"expected no contents beside {REGION}, got both")
+        datatype, spec = self._input_types[index], self._spec.inputs[index]
+        if spec.shape_tensor or not datatype.item_bytes or datatype.dtype.kind == "b":
+            return decode_raw(span.read(), datatype, shape)
+        return RegionTensor.of_span(f"model '{self._model}': input '{spec.name}'", span, datatype, shape)
+
+    def check_targets(self, targets: Mapping[int, Span], rows: int) -> None:
+        """Refuse memory that is certain to be too small for the outputs of these indices, or gone; where sizes are
+        open, only the execution will tell. Raises InvalidRequest."""
+        for index, span in targets.items():
+            tensor = self._spec.outputs[index]
+            needed = self._fixed_bytes[index] * (1 if tensor.shape_tensor else rows)
+            if needed > span.byte_size:
+                raise self._too_small(tensor.name, needed, span)
+            try:
+                span.region.check()
+            except InvalidRequest as error:
+                raise self._invalid(tensor.name, str(error)) from None
+
+    def write(self, writes: Sequence[Write]) -> None:
+        """Write outputs to where they belong, in order, and tell in the response how many bytes.
+
+        Raises InvalidRequest, before anything is written if one doesn't fit.
+        """
+        for output, span, data in writes:
+            if len(data) > span.byte_size:
+                raise self._too_small(output.name, len(data), span)
+        for output, span, data in writes:
+            try:
+                span.region.write(data, span.offset)
+            except InvalidRequest as error:
+                raise self._invalid(output.name, str(error)) from None
+            output.parameters[REGION].string_param = span.region.name
+            output.parameters[BYTE_SIZE].int64_param = len(data)
+            if span.offset:
+                output.parameters[OFFSET].int64_param = span.offset
+
+    def _too_small(self, output: str, needed: int, span: Span) -> InvalidRequest:
+        return self._invalid(
+            output, f"expected '{BYTE_SIZE}' to be at least {needed} bytes to hold the result, got {span.byte_size}"
+        )
+
+    def _invalid(self, output: str, what: str) -> InvalidRequest:
+        return InvalidRequest(f"model '{self._model}': output '{output}': {what}")
+
+
+def _fixed_bytes(spec: ModelSpec, index: int) -> int:
+    """What each row of an output takes at least, and all of it where there are no rows; 0 where that isn't known."""
+    tensor = spec.outputs[index]
+    scattered = any(tensor.name in one.targets for one in spec.batch_outputs)
+    if tensor.optional or scattered or -1 in tensor.dims:
+        return 0
+    return math.prod(tensor.dims) * by_name(tensor.datatype).item_bytes

@@ -1,0 +1,147 @@
+"""What is known of one model: which of its versions serve, come, go or are gone, and how the index words that.
+
+Lives here: states, and nothing that waits. Must not: load anything, or know what a version is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Generic, TypeVar
+
+__all__ = ["RIVALS", "UNLOADED", "Entry", "IndexLine", "ModelState"]
+
+V = TypeVar("V")
+
+UNLOADED = "unloaded"
+RIVALS = "model appears in two or more repositories"
+"""Reasons in the index that clients of Triton compare with."""
+
+
+class ModelState(Enum):
+    LOADING = "LOADING"
+    READY = "READY"
+    UNLOADING = "UNLOADING"
+    UNAVAILABLE = "UNAVAILABLE"
+
+
+@dataclass(frozen=True, slots=True)
+class IndexLine:
+    """A line of the repository's index. No version: it isn't known which there are; no state: it was never loaded."""
+
+    name: str
+    version: str = ""
+    state: ModelState | None = None
+    reason: str = ""
+
+
+@dataclass(slots=True)
+class Entry(Generic[V]):
+    """One name's state. Versions are in `serving` from the moment they take requests until they take no more; then, as
+    long as they execute what they took, in `leaving`; afterwards, or if they never came to serve, in `gone` with the
+    reason. `failure` is why the last load failed, if it did.
+
+    Whoever changes a model does so in its `turn`, counted by `operations` from the moment of waiting for it.
+    """
+
+    name: str
+    serving: dict[str, V] = field(default_factory=dict)
+    loading: list[str] | None = None
+    leaving: list[str] = field(default_factory=list)
+    gone: dict[str, str] = field(default_factory=dict)
+    failure: str = ""
+    unloaded: bool = False
+    on_disk: bool = False
+    rivals: bool = False
+    operations: int = 0
+    turn: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    @property
+    def state(self) -> ModelState | None:
+        """Of the model as a whole: READY while any version serves, None if it was never asked for."""
+        if self.serving:
+            return ModelState.READY
+        if self.loading is not None:
+            return ModelState.LOADING
+        if self.failure:
+            return ModelState.UNAVAILABLE
+        if self.leaving:
+            return ModelState.UNLOADING
+        return ModelState.UNAVAILABLE if self.unloaded else None
+
+    @property
+    def missing(self) -> bool:
+        """Whether somebody wants the model to serve, and it doesn't."""
+        return self.state is ModelState.LOADING or bool(self.failure and not self.serving)
+
+    @property
+    def forgettable(self) -> bool:
+        """Whether nothing is lost by not knowing the name any more."""
+        idle = not (self.operations or self.serving or self.leaving or self.failure)
+        return idle and not self.on_disk
+
+    def begin_load(self) -> None:
+        self.loading = []
+
+    def loading_versions(self, versions: list[str]) -> None:
+        """The load under way is of these."""
+        if self.loading is not None:
+            self.loading = versions
+
+    def give_up_load(self) -> None:
+        """Be as before the load, which came to nothing."""
+        self.loading = None
+
+    def end_load(self, versions: dict[str, V]) -> list[V]:
+        """The load succeeded: these serve from now on. Returns what served before."""
+        before = self._replace(versions)
+        self.loading, self.failure, self.unloaded = None, "", False
+        return before
+
+    def fail_load(self, reason: str) -> None:
+        """The load failed: what served goes on serving."""
+        lost = {*self.gone, *(self.loading or ())} - self.serving.keys()
+        self.gone = dict.fromkeys(lost, reason)
+        self.loading, self.failure, self.unloaded = None, reason, False
+
+    def unload(self) -> list[V]:
+        """Nothing serves any more, as was wished. Returns what served."""
+        lost, was_asked_for = dict.fromkeys(self.gone, UNLOADED), self.state is not None
+        before = self._replace({})
+        self.gone, self.failure, self.unloaded = lost, "", was_asked_for
+        return before
+
+    def left(self, version: str) -> None:
+        """A version that took no more requests has answered all of them."""
+        self.leaving.remove(version)
+        if version not in self.serving and version not in self.leaving:
+            self.gone[version] = UNLOADED
+
+    def lines(self) -> list[IndexLine]:
+        """What the index says: a line per version, by number, or one without a version if none is known."""
+        versions = dict(self._versions())
+        if self.rivals and not (self.serving or self.leaving or self.loading):
+            return [IndexLine(self.name, "", ModelState.UNAVAILABLE, RIVALS)]
+        if versions:
+            return [IndexLine(self.name, version, *versions[version]) for version in sorted(versions, key=int)]
+        reason = self.failure or (UNLOADED if self.unloaded else "")
+        return [IndexLine(self.name, "", self.state, reason if self.state is ModelState.UNAVAILABLE else "")]
+
+    def _versions(self) -> Iterator[tuple[str, tuple[ModelState, str]]]:
+        """Later ones overrule."""
+        for version, reason in self.gone.items():
+            yield version, (ModelState.UNAVAILABLE, reason)
+        for version in self.leaving:
+            yield version, (ModelState.UNLOADING, "")
+        for version in self.loading or ():
+            yield version, (ModelState.LOADING, "")
+        for version in self.serving:
+            yield version, (ModelState.READY, self.failure and f"the last load failed: {self.failure}")
+
+    def _replace(self, versions: dict[str, V]) -> list[V]:
+        self.leaving.extend(self.serving)
+        self.gone = {}
+        before, self.serving = list(self.serving.values()), versions
+        return before

@@ -1,0 +1,134 @@
+"""Following what changes on disk.
+
+Lives here: when a model counts as changed, and what is done then. Must not: load (the repository does), or look at
+files on the event loop.
+
+A change counts once two looks in a row have seen the same: whoever copies files into a repository isn't done with the
+first of them. What was tried once is tried again only when it has changed again, so a model that doesn't load costs
+nothing as long as nobody mends it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from server.errors import LoadFailed
+from server.layout import Layout, ModelFolder
+from server.repository import Repository, always
+
+__all__ = ["Poller", "Sight", "fingerprint"]
+
+_log = logging.getLogger("paceline.server.poller")
+
+_SETTLE_S = 1.0
+"""How soon to look again at what is changing, if looks aren't that frequent anyway."""
+
+Fingerprint = frozenset[tuple[str, int, int]]
+"""Path, time of change in nanoseconds and size of each file."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sight:
+    """A model as it lay there."""
+
+    folder: ModelFolder
+    files: Fingerprint
+
+
+class Poller:
+    """Keeps `repository` as the models of `layout` are, looking every `interval_s`."""
+
+    def __init__(self, layout: Layout, repository: Repository, interval_s: float) -> None:
+        self._layout = layout
+        self._repository = repository
+        self._interval_s = interval_s
+        self._seen: Mapping[str, Sight] = {}
+        self._done: dict[str, Sight] = {}
+        self._complaint = ""
+
+    async def start(self) -> None:
+        """Load what is there now. Raises OSError if a repository can't be listed."""
+        self._seen = await asyncio.to_thread(self._look)
+        self._done = dict(self._seen)
+        await self._repository.load_all([sight.folder for sight in self._seen.values()])
+
+    async def run(self) -> None:
+        """Follow until cancelled."""
+        unsettled = False
+        while True:
+            await asyncio.sleep(min(_SETTLE_S, self._interval_s) if unsettled else self._interval_s)
+            try:
+                unsettled = await self.poll_once()
+            except Exception:  # noqa: BLE001 - whatever it was, the next look may go better
+                _log.exception("the repositories could not be followed; trying again")
+
+    async def poll_once(self) -> bool:
+        """Look once, load what has changed and unload what is gone. True if something is just changing, so that another
+        look is due soon."""
+        try:
+            found = await asyncio.to_thread(self._look)
+        except OSError as error:
+            self._complain(str(error))
+            return False
+        self._complaint = ""
+        changed = {name for name in {*found, *self._done} if found.get(name) != self._done.get(name)}
+        settled = {name for name in changed if found.get(name) == self._seen.get(name)}
+        self._seen = found
+        for name in settled:
+            self._done.pop(name, None)
+            if name in found:
+                self._done[name] = found[name]
+        await asyncio.gather(*(self._follow(name, found.get(name)) for name in sorted(settled)))
+        self._repository.take_note([sight.folder for sight in found.values()])
+        return bool(changed - settled)
+
+    async def _follow(self, name: str, sight: Sight | None) -> None:
+        try:
+            if sight is None:
+                await self._repository.unload(name)
+            else:
+                await self._repository.load(name, always(sight.folder))
+        except LoadFailed as error:
+            _log.error("%s; not tried again until its files change", error)
+
+    def _look(self) -> dict[str, Sight]:
+        return {folder.name: Sight(folder, fingerprint(folder)) for folder in self._layout.models()}
+
+    def _complain(self, what: str) -> None:
+        if what != self._complaint:
+            _log.warning("models stay as they are, as the repositories can't be read: %s", what)
+        self._complaint = what
+
+
+def fingerprint(folder: ModelFolder) -> Fingerprint:
+    """Every file of a model with its time of change and size. Links are followed. Blocks."""
+    if folder.file is not None:
+        return frozenset([_file(folder.file)])
+    return frozenset(_file(path) for path in _files(folder.path))
+
+
+def _files(top: Path) -> Iterator[Path]:
+    seen: set[tuple[int, int]] = set()
+    for where, folders, files in os.walk(top, followlinks=True):
+        try:
+            about = os.stat(where)
+        except OSError:  # it went while we looked
+            continue
+        if (about.st_dev, about.st_ino) in seen:
+            folders.clear()  # a link that leads back
+            continue
+        seen.add((about.st_dev, about.st_ino))
+        yield from (Path(where, file) for file in files)
+
+
+def _file(path: Path) -> tuple[str, int, int]:
+    try:
+        about = path.stat()
+    except OSError:  # it went while we looked, or is a link to nowhere
+        return str(path), -1, -1
+    return str(path), about.st_mtime_ns, about.st_size

@@ -1,0 +1,112 @@
+"""Inputs out of shared memory into the tensors that the model sees, on the instance's thread, right before it executes.
+
+Lives here: what stands between the batcher and an instance where clients' shared memory is allowed. Must not: know how
+regions are read. The rule: bytes go from the client's memory to the model's tensor in one copy, stacked or not, and a
+request whose memory is gone fails alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import pairwise
+from time import monotonic_ns
+from typing import cast
+
+import numpy as np
+
+from backends.base import Array, Execution, ModelSpec, Tensors
+from server.errors import InvalidRequest
+from server.region_tensors import Inputs, RegionTensor
+
+__all__ = ["Execute", "ExecuteInputs", "reading"]
+
+Execute = Callable[[Sequence[Tensors], int], Execution]
+ExecuteInputs = Callable[[Sequence[Inputs], int], Execution]
+
+_Failures = dict[int, InvalidRequest]
+"""By the place of the request in its batch."""
+
+
+def reading(execute: Execute, spec: ModelSpec) -> ExecuteInputs:
+    """`execute`, an instance's, for requests some of whose inputs aren't read yet.
+
+    A request whose inputs can't be read gets an InvalidRequest in the place of its results.
+    """
+    stackable = spec.by_rows and spec.batched
+
+    def read_and_execute(requests: Sequence[Inputs], padded_rows: int) -> Execution:
+        # hot path for those who bring their own bytes: 40 ns an input
+        if not any(type(one) is RegionTensor for inputs in requests for one in inputs):
+            return execute(cast("Sequence[Tensors]", requests), padded_rows)
+        began_ns = monotonic_ns()
+        joined = stackable and len(requests) > 1
+        run = _joined if joined else _one_by_one
+        failures: _Failures = {}
+        done = run(execute, requests, padded_rows, failures, began_ns)
+        results = iter(done.results)
+        return replace(done, results=[failures.get(number) or next(results) for number in range(len(requests))])
+
+    return read_and_execute
+
+
+def _one_by_one(
+    execute: Execute, requests: Sequence[Inputs], padded_rows: int, failures: _Failures, began_ns: int
+) -> Execution:
+    """Each request read into arrays of its own, and handed on with the others."""
+    there: list[Tensors] = []
+    for number, inputs in enumerate(requests):
+        try:
+            there.append([one.read() if isinstance(one, RegionTensor) else one for one in inputs])
+        except InvalidRequest as error:
+            failures[number] = _bare(error)
+    return _timed(execute, there, padded_rows, began_ns)
+
+
+def _joined(
+    execute: Execute, requests: Sequence[Inputs], padded_rows: int, failures: _Failures, began_ns: int
+) -> Execution:
+    """All read into the rows of one request as large as the batch: stacking would be a second copy."""
+    rows = max(sum(inputs[0].shape[0] for inputs in requests), padded_rows)
+    columns: list[Array] = [np.empty((rows, *first.shape[1:]), first.dtype) for first in requests[0]]
+    bounds = [0]
+    for number, inputs in enumerate(requests):
+        start, stop = bounds[-1], bounds[-1] + inputs[0].shape[0]
+        try:
+            for column, one in zip(columns, inputs, strict=True):
+                _fill(column[start:stop], one)
+        except InvalidRequest as error:
+            # The next one takes its rows.
+            failures[number] = _bare(error)
+        else:
+            bounds.append(stop)
+    if len(bounds) == 1:
+        return _timed(execute, [], rows, began_ns)
+    for column in columns:
+        # Padding, as for any other batch; also in the place of those that failed, as sizes may not be free.
+        column[bounds[-1] :] = column[bounds[-1] - 1]
+    done = _timed(execute, [columns], rows, began_ns)
+    outputs = cast("Tensors", done.results[0])
+    return replace(done, results=[tuple(output[start:stop] for output in outputs) for start, stop in pairwise(bounds)])
+
+
+def _fill(target: Array, one: Array | RegionTensor) -> None:
+    if isinstance(one, RegionTensor):
+        one.read_into(target)
+    else:
+        target[...] = one
+
+
+def _timed(execute: Execute, requests: Sequence[Tensors], padded_rows: int, began_ns: int) -> Execution:
+    """Execute what could be read, if anything; reading is part of getting the inputs together."""
+    read_ns = monotonic_ns() - began_ns
+    if not requests:
+        return Execution([], read_ns, 0, 0)
+    done = execute(requests, padded_rows)
+    return replace(done, input_ns=done.input_ns + read_ns)
+
+
+def _bare(error: InvalidRequest) -> InvalidRequest:
+    """Without tracebacks, whose frames would hold the batch, and with it other clients' regions."""
+    error.__context__ = None
+    return error.with_traceback(None)

@@ -1,0 +1,142 @@
+"""Tensors that lie in clients' shared memory.
+
+Lives here: the parameters by which a message says where a tensor lies, and an input that isn't read yet. Must not: know
+models, or how regions are read. Source of names and types: Triton's "shared memory" extension.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from backends.base import Array
+from protos.datatypes import Datatype
+from protos.inference_pb2 import InferParameter
+from protos.tensors import TensorError, element_count
+from server.errors import InvalidRequest
+from server.regions import Region, Regions
+
+__all__ = ["BYTE_SIZE", "OFFSET", "REGION", "Input", "Inputs", "RegionTensor", "Span", "span_of"]
+
+REGION = "shared_memory_region"
+BYTE_SIZE = "shared_memory_byte_size"
+OFFSET = "shared_memory_offset"
+_INTEGERS = ("int64_param", "uint64_param")
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """`byte_size` bytes from `offset` in a region, all of them within it."""
+
+    region: Region
+    offset: int
+    byte_size: int
+
+    def read(self) -> memoryview:
+        """A copy of what is there now. Blocks for the copy; raises InvalidRequest."""
+        data = np.empty(self.byte_size, np.uint8)
+        self.region.read_into(data, self.offset)
+        return data.data
+
+
+def span_of(parameters: Mapping[str, InferParameter], regions: Regions) -> Span | None:
+    """Where `parameters` say that their tensor lies; None if they don't.
+
+    Raises InvalidRequest, RegionNotFound.
+    """
+    if REGION not in parameters:
+        for key in (BYTE_SIZE, OFFSET):
+            if key in parameters:
+                raise InvalidRequest(f"'{key}' can not be specified without '{REGION}'")
+        return None
+    name = _value(parameters, REGION, "string_param")
+    if BYTE_SIZE not in parameters:
+        raise InvalidRequest(f"'{BYTE_SIZE}' must be specified along with '{REGION}'")
+    byte_size = _value(parameters, BYTE_SIZE, *_INTEGERS)
+    offset = _value(parameters, OFFSET, *_INTEGERS) if OFFSET in parameters else 0
+    region = regions.find(name)
+    if not 0 <= offset < region.byte_size:
+        raise InvalidRequest(
+            f"Invalid offset for shared memory region: '{name}': expected 0 to {region.byte_size - 1}, got {offset}"
+        )
+    if not 0 <= byte_size <= region.byte_size - offset:
+        raise InvalidRequest(
+            f"Invalid offset + byte size for shared memory region: '{name}': expected up to {region.byte_size} bytes, "
+            f"got {byte_size} from offset {offset}"
+        )
+    return Span(region, offset, byte_size)
+
+
+def _value(parameters: Mapping[str, InferParameter], key: str, *kinds: str) -> Any:
+    kind = parameters[key].WhichOneof("parameter_choice")
+    if kind not in kinds:
+        raise InvalidRequest(f"'{key}': expected {' or '.join(kinds)}, got {kind or 'no value'}")
+    return getattr(parameters[key], kind)
+
+
+class RegionTensor:
+    """An input that is read when its batch executes: until then it costs no memory, and from then on its owner can
+    change nothing. Looks like an array as far as requests are checked, split and queued.
+
+    `what` names model and input.
+    """
+
+    __slots__ = ("_offset", "_region", "_what", "dtype", "shape")
+
+    def __init__(self, what: str, region: Region, offset: int, dtype: np.dtype[Any], shape: tuple[int, ...]) -> None:
+        self._what = what
+        self._region = region
+        self._offset = offset
+        self.dtype = dtype
+        self.shape = shape
+
+    @classmethod
+    def of_span(cls, what: str, span: Span, datatype: Datatype, shape: tuple[int, ...]) -> RegionTensor:
+        """The tensor of `shape` that is all of `span`. `datatype` is of fixed size.
+
+        Raises TensorError if its size is another, InvalidRequest if it is gone.
+        """
+        expected = element_count(shape) * datatype.item_bytes
+        if span.byte_size != expected:
+            raise TensorError(
+                f"expected {expected} bytes for {datatype.name} of shape {list(shape)}, got {span.byte_size}"
+            )
+        span.region.check()
+        return cls(what, span.region, span.offset, datatype.dtype, shape)
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def reshape(self, shape: Sequence[int]) -> RegionTensor:
+        """The same elements in another shape, of as many elements."""
+        return RegionTensor(self._what, self._region, self._offset, self.dtype, tuple(shape))
+
+    def __getitem__(self, rows: slice) -> RegionTensor:
+        """Some of its rows, one after the other."""
+        start, stop, _ = rows.indices(self.shape[0])
+        dims = self.shape[1:]
+        offset = self._offset + start * math.prod(dims) * self.dtype.itemsize
+        return RegionTensor(self._what, self._region, offset, self.dtype, (stop - start, *dims))
+
+    def read(self) -> Array:
+        """A new array of what is there now. Blocks for the copy; raises InvalidRequest."""
+        array: Array = np.empty(self.shape, self.dtype)
+        self.read_into(array)
+        return array
+
+    def read_into(self, target: Array) -> None:
+        """The same, into a C-contiguous array of its own shape and dtype."""
+        try:
+            self._region.read_into(target, self._offset)
+        except InvalidRequest as error:
+            raise InvalidRequest(f"{self._what}: {error}") from None
+
+
+Input = Array | RegionTensor
+Inputs = Sequence[Input]
+"""A request's inputs on their way to an instance."""

@@ -1,0 +1,117 @@
+"""The shared memory regions of clients, by name.
+
+Lives here: what a region is to everybody else, and the registry. Must not: how memory is opened, read and written
+(`system_region`, `cuda_region`), tensors, messages. Everything runs on the event loop.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+from weakref import WeakValueDictionary
+
+from backends.base import Array
+from server.errors import InvalidRequest, RegionExists, RegionNotFound, TooManyRegions
+
+__all__ = ["Region", "Regions"]
+
+_NAMES_TOLD = 5
+
+
+class Region(Protocol):
+    """Memory of a client that requests read from and write to. Whoever holds it may use it; it is given back when
+    nobody does. All methods may be called on any thread and raise InvalidRequest if the client has taken it away."""
+
+    @property
+    def kind(self) -> str:
+        """`system` or `cuda`."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def byte_size(self) -> int: ...
+
+    def check(self) -> None:
+        """See that it is still there."""
+
+    def read_into(self, target: Array, offset: int) -> None:
+        """Fill `target`, which is C-contiguous, from `offset`. Blocks for the copy."""
+
+    def write(self, data: bytes | memoryview, offset: int) -> None:
+        """Put `data` at `offset`. Blocks for the copy."""
+
+
+class Regions:
+    """At most `limit` regions, system and CUDA ones in one space of names.
+
+    A region that is unregistered while requests use it can be found until the last of them has ended, as in Triton.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._registered: dict[str, Region] = {}
+        self._leaving: WeakValueDictionary[str, Region] = WeakValueDictionary()
+
+    def refuse_unless_free(self, name: str) -> None:
+        """Raise InvalidRequest for no name at all, which means all of them elsewhere, RegionExists, TooManyRegions."""
+        if not name:
+            raise InvalidRequest("failed to register shared memory region '': invalid args: expected a name")
+        if name in self._registered:
+            raise RegionExists(f"shared memory region '{name}' already in manager: unregister it before")
+        if len(self._registered) >= self._limit:
+            raise TooManyRegions(
+                f"failed to register shared memory region '{name}': there are {self._limit} regions already, "
+                "as many as --max-client-shm-regions allows"
+            )
+
+    def add(self, region: Region) -> None:
+        """Register. Raises as `refuse_unless_free`."""
+        self.refuse_unless_free(region.name)
+        self._leaving.pop(region.name, None)
+        self._registered[region.name] = region
+
+    # hot path for requests that use one
+    def find(self, name: str) -> Region:
+        """The region `name`. Raises RegionNotFound."""
+        region = self._registered.get(name) or self._leaving.get(name)
+        if region is None:
+            raise RegionNotFound(f"Unable to find shared memory region: '{name}'; {self._some()}")
+        return region
+
+    def remove(self, kind: str, name: str) -> None:
+        """Unregister the region `name`, or all of that kind for ""; none is fine too. Raises RegionNotFound if it is of
+        another kind."""
+        for one in [name] if name else list(self._registered):
+            region = self._registered.get(one)
+            if region is not None and (name or region.kind == kind):
+                _refuse_other_kind(region, kind)
+                self._leaving[one] = self._registered.pop(one)
+                # The loop's own reference would keep a region that nobody uses until the next one.
+                del region
+
+    def clear(self) -> None:
+        """Unregister all."""
+        self._registered.clear()
+
+    def of_kind(self, kind: str, name: str = "") -> list[Region]:
+        """All regions of a kind, those that are leaving too, or the one named. Raises RegionNotFound."""
+        if not name:
+            return [one for one in ({**self._leaving, **self._registered}).values() if one.kind == kind]
+        region = self._registered.get(name) or self._leaving.get(name)
+        if region is None:
+            raise RegionNotFound(f"Unable to find {kind} shared memory region: '{name}'; {self._some()}")
+        _refuse_other_kind(region, kind)
+        return [region]
+
+    def _some(self) -> str:
+        names = sorted(self._registered)
+        if len(names) <= _NAMES_TOLD:
+            return f"registered are {names}"
+        return f"registered are {names[:_NAMES_TOLD]} and {len(names) - _NAMES_TOLD} more"
+
+
+def _refuse_other_kind(region: Region, kind: str) -> None:
+    if region.kind != kind:
+        raise RegionNotFound(
+            f"expected the name of a {kind} shared memory region, got '{region.name}', which is a {region.kind} one"
+        )

@@ -1,0 +1,112 @@
+"""One version of a model while it serves: what joins it with its codec, its batcher and its instances' threads.
+
+Lives here: the start and the end of that. Must not: know other models, or which requests come here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import cast
+
+from backends.base import ModelInstance, Tensors
+from backends.errors import SessionError
+from scheduler.batcher import Batcher
+from scheduler.runner import ThreadRunner
+from server.adapting_codec import codec_for
+from server.loader import LoadedVersion
+from server.metrics import Metrics, VersionMetrics
+from server.model_statistics import VersionStatistics
+from server.reading import ExecuteInputs, reading
+from server.region_tensors import Inputs
+from server.regions import Regions
+
+__all__ = ["ServedModel"]
+
+_MAX_PARTS = 1024
+"""Parts of a request that is executed in parts: rows without elements cost no bytes, so something has to bound them."""
+
+
+class ServedModel:
+    """One version of a model with its codec, batcher and instance threads. `regions` is the shared memory that its
+    tensors may lie in."""
+
+    def __init__(self, loaded: LoadedVersion, metrics: Metrics, regions: Regions | None = None) -> None:
+        self.name = loaded.name
+        self.version = str(loaded.version)
+        self.spec = loaded.plan.spec
+        self.config = loaded.config
+        self.platform = loaded.opened.platform
+        self.max_batch_rows = loaded.plan.max_batch_rows
+        self.counts_bytes = loaded.plan.policy.limits.max_bytes > 0
+        # Apart from its number, which begins anew with every load, what a caller gets to see as the id of a batch.
+        self.batch_id_prefix = secrets.token_hex(4)
+        limit = _MAX_PARTS * self.max_batch_rows if loaded.plan.splits else self.max_batch_rows
+        self.codec = codec_for(self.name, self.version, self.spec, limit, loaded.labels, regions)
+        self.statistics = VersionStatistics()
+        self._loaded = loaded
+        self._partial = 0
+        self._whole = asyncio.Event()
+        self.batcher: Batcher[Inputs, Tensors] = Batcher(
+            loaded.plan.policy,
+            [
+                ThreadRunner(f"{self.name}_{self.version}_{number}", self._execute_of(instance, regions))
+                for number, instance in enumerate(loaded.instances)
+            ],
+            observer=self.statistics,
+            isolates=_may_be_a_requests_fault,
+        )
+        self._metrics = metrics
+        self._shown = VersionMetrics(
+            self.name,
+            self.version,
+            self.statistics,
+            self.batcher,
+            priority_levels=loaded.plan.policy.priority_levels,
+            load_ns=loaded.load_ns,
+            tags=loaded.plan.metric_tags,
+        )
+
+    def _execute_of(self, instance: ModelInstance, regions: Regions | None) -> ExecuteInputs:
+        """Where nothing can lie in shared memory, nobody pays for looking."""
+        if regions is None:
+            return cast("ExecuteInputs", instance.execute)
+        return reading(instance.execute, self.spec)
+
+    def start(self) -> None:
+        """Take requests, on the running event loop, and show in the metrics."""
+        self.batcher.start()
+        self._metrics.add(self._shown)
+
+    @contextmanager
+    def in_parts(self) -> Iterator[None]:
+        """For a request that enters the batcher bit by bit: until the block ends, `stop` takes the rest of it."""
+        self._partial += 1
+        try:
+            yield
+        finally:
+            self._partial -= 1
+            self._whole.set()
+
+    async def stop(self) -> None:
+        """Execute what is queued, then give the instances back. Cancelled while waiting: use `abandon`."""
+        self.batcher.flush()
+        while self._partial:
+            self._whole.clear()
+            await self._whole.wait()
+        await self.batcher.drain()
+        self.batcher.close()
+        self._metrics.remove(self._shown)
+        # Taking a session down may take as long as a load.
+        await asyncio.to_thread(self._loaded.close)
+
+    def abandon(self) -> None:
+        """Answer whoever waits with BatcherClosed. Instances that execute keep their memory until the process ends."""
+        self.batcher.close()
+        self._metrics.remove(self._shown)
+
+
+def _may_be_a_requests_fault(error: BaseException) -> bool:
+    return isinstance(error, Exception) and not isinstance(error, (SessionError, MemoryError))

@@ -1,0 +1,346 @@
+"""What counts as a change on disk, when it counts, and what is done then."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import shutil
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from backends.base import ModelSpec, TensorSpec
+from backends.memory import MemoryBackend, MemoryModel
+from server.entry import IndexLine, ModelState
+from server.layout import Layout, model_folder
+from server.metrics import Metrics
+from server.poller import Poller, fingerprint
+from server.repository import Repository
+from tests.polling import eventually_async
+
+SPEC = ModelSpec((TensorSpec("a", "FP32", (-1, -1)),), (TensorSpec("x", "FP32", (-1, -1)),))
+CONFIG = 'backend: "memory"'
+
+
+class Bench:
+    """A repository on disk, followed by hand. Every model is in memory."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.models: dict[str, MemoryModel] = {}
+        backend = MemoryBackend(self.models)
+        self.repository = Repository(Metrics(), lambda name: backend)
+        self.layout = Layout([root])
+        self.poller = Poller(self.layout, self.repository, interval_s=1e6)
+
+    def write(self, name: str, config: str = CONFIG, version: int = 1) -> Path:
+        (self.root / name / str(version)).mkdir(parents=True, exist_ok=True)
+        (self.root / name / "config.pbtxt").write_text(config)
+        self.models[name] = MemoryModel(SPEC)
+        return self.root / name
+
+    async def start(self) -> None:
+        self.layout.open(may_be_empty=True)
+        await self.poller.start()
+
+    async def settle(self) -> None:
+        """Look until nothing changes any more: once if nothing did, else twice."""
+        while await self.poller.poll_once():
+            pass
+
+    @property
+    def ready(self) -> dict[str, list[str]]:
+        """The versions that serve, by name."""
+        found: dict[str, list[str]] = {}
+        for line in self.repository.index():
+            if line.state is ModelState.READY:
+                found.setdefault(line.name, []).append(line.version)
+        return found
+
+    @property
+    def loads(self) -> list[str]:
+        """The models that serve, told apart by load."""
+        return [model.batch_id_prefix for model in self.repository.models]
+
+
+@pytest.fixture
+async def bench(tmp_path: Path) -> AsyncIterator[Bench]:
+    bench = Bench(tmp_path / "repository")
+    bench.root.mkdir()
+    yield bench
+    await bench.repository.stop()
+
+
+def said(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """What the poller logged."""
+    return [record.getMessage() for record in caplog.records if record.name == "paceline.server.poller"]
+
+
+async def test_start_loads_what_is_there_at_once(bench: Bench) -> None:
+    bench.write("a")
+    bench.write("b")
+    await bench.start()
+    assert bench.ready == {"a": ["1"], "b": ["1"]}
+
+
+async def test_start_on_an_empty_repository_is_fine(bench: Bench) -> None:
+    await bench.start()
+    assert bench.repository.index() == []
+    assert bench.repository.ready
+
+
+async def test_poll_of_what_has_not_changed_does_nothing(bench: Bench) -> None:
+    bench.write("a")
+    await bench.start()
+    before = bench.loads
+    assert not await bench.poller.poll_once()
+    assert bench.loads == before
+
+
+async def test_poll_loads_a_new_model_when_two_looks_saw_the_same(bench: Bench) -> None:
+    await bench.start()
+    bench.write("a")
+    assert await bench.poller.poll_once()
+    assert bench.ready == {}
+    assert bench.repository.ready, "nobody misses what was never loaded"
+    assert not await bench.poller.poll_once()
+    assert bench.ready == {"a": ["1"]}
+
+
+async def test_poll_of_a_model_that_goes_on_changing_waits_until_it_is_written(bench: Bench) -> None:
+    await bench.start()
+    folder = bench.write("a")
+    for size in range(5):
+        (folder / "1" / "model.onnx").write_bytes(b"x" * size)
+        assert await bench.poller.poll_once()
+        assert bench.ready == {}
+    assert not await bench.poller.poll_once()
+    assert bench.ready == {"a": ["1"]}
+
+
+def rewrite_config(folder: Path) -> None:
+    (folder / "config.pbtxt").write_text(f"{CONFIG} max_batch_size: 3")
+
+
+def touch_model_file(folder: Path) -> None:
+    (folder / "1" / "model.onnx").write_bytes(b"new")
+
+
+def change_time_alone(folder: Path) -> None:
+    about = (folder / "config.pbtxt").stat()
+    os.utime(folder / "config.pbtxt", ns=(about.st_atime_ns, about.st_mtime_ns + 1))
+
+
+def change_size_alone(folder: Path) -> None:
+    about = (folder / "config.pbtxt").stat()
+    (folder / "config.pbtxt").write_text(CONFIG + " ")
+    os.utime(folder / "config.pbtxt", ns=(about.st_atime_ns, about.st_mtime_ns))
+
+
+def add_file_deep_inside(folder: Path) -> None:
+    (folder / "1" / "weights" / "layer0").mkdir(parents=True)
+    (folder / "1" / "weights" / "layer0" / "w.bin").touch()
+
+
+@pytest.mark.parametrize(
+    "change", [rewrite_config, touch_model_file, change_time_alone, change_size_alone, add_file_deep_inside]
+)
+async def test_poll_reloads_a_changed_model_and_no_other(bench: Bench, change: object) -> None:
+    folder = bench.write("a")
+    bench.write("b")
+    await bench.start()
+    a, b = bench.loads
+    change(folder)  # type: ignore[operator]
+    await bench.settle()
+    assert bench.loads[0] != a
+    assert bench.loads[1] == b
+    again = bench.loads
+    await bench.settle()
+    assert bench.loads == again
+
+
+async def test_poll_follows_versions_that_come_and_go(bench: Bench) -> None:
+    folder = bench.write("a", f"{CONFIG} version_policy {{ latest {{ num_versions: 2 }} }}")
+    await bench.start()
+    for present, served in (([2], ["1", "2"]), ([3], ["2", "3"])):
+        for version in present:
+            (folder / str(version)).mkdir()
+        await bench.settle()
+        assert bench.ready == {"a": served}
+    (folder / "3").rmdir()
+    await bench.settle()
+    assert bench.ready == {"a": ["1", "2"]}
+    (folder / "config.pbtxt").write_text(f"{CONFIG} version_policy {{ specific {{ versions: [ 1, 9 ] }} }}")
+    await bench.settle()
+    assert bench.ready == {"a": ["1"]}
+
+
+async def test_poll_unloads_a_deleted_model_when_it_is_really_gone_and_forgets_it(bench: Bench) -> None:
+    folder = bench.write("a")
+    bench.write("b")
+    await bench.start()
+    folder.rename(bench.root.parent / "elsewhere")
+    assert await bench.poller.poll_once()
+    assert bench.ready == {"a": ["1"], "b": ["1"]}
+    assert not await bench.poller.poll_once()
+    assert bench.ready == {"b": ["1"]}
+    assert bench.repository.ready
+    await eventually_async(lambda: not bench.repository.leaving, "the model closed")
+    await bench.poller.poll_once()
+    assert [line.name for line in bench.repository.index()] == ["b"]
+
+
+async def test_poll_of_a_folder_that_was_away_for_one_look_changes_nothing(bench: Bench) -> None:
+    folder = bench.write("a")
+    await bench.start()
+    before = bench.loads
+    folder.rename(bench.root.parent / "elsewhere")
+    assert await bench.poller.poll_once()
+    (bench.root.parent / "elsewhere").rename(folder)
+    assert not await bench.poller.poll_once()
+    assert bench.loads == before
+
+
+async def test_poll_of_a_model_that_does_not_load_keeps_the_old_one_and_tries_once(
+    bench: Bench, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = bench.write("a")
+    await bench.start()
+    before = bench.loads
+    (folder / "config.pbtxt").write_text(f"{CONFIG} sequence_batching {{ }}")
+    with caplog.at_level(logging.ERROR, "paceline.server.poller"):
+        for _ in range(5):
+            await bench.poller.poll_once()
+    assert bench.loads == before
+    assert bench.repository.ready
+    (text,) = said(caplog)
+    assert text == (
+        "load failed for model 'a': sequence_batching is not supported by this build; not tried again until its files "
+        "change"
+    )
+    (line,) = bench.repository.index()
+    assert line == IndexLine(
+        "a", "1", ModelState.READY, "the last load failed: sequence_batching is not supported by this build"
+    )
+    (folder / "config.pbtxt").write_text(CONFIG)
+    await bench.settle()
+    assert bench.loads != before
+    assert bench.repository.index() == [IndexLine("a", "1", ModelState.READY)]
+
+
+async def test_poll_of_a_new_model_that_does_not_load_leaves_the_server_unready_until_it_is_mended_or_gone(
+    bench: Bench,
+) -> None:
+    bench.write("a", "nonsense")
+    await bench.start()
+    assert not bench.repository.ready
+    bench.write("a")
+    await bench.settle()
+    assert bench.repository.ready
+    bench.write("b", "nonsense")
+    await bench.settle()
+    assert not bench.repository.ready
+    shutil.rmtree(bench.root / "b")
+    await bench.settle()
+    assert bench.repository.ready
+    assert bench.ready == {"a": ["1"]}
+
+
+async def test_poll_of_a_name_that_comes_up_twice_keeps_what_serves(tmp_path: Path) -> None:
+    one, two = Bench(tmp_path / "one"), tmp_path / "two"
+    one.write("a")
+    two.mkdir()
+    one.layout = Layout([one.root, two])
+    one.poller = Poller(one.layout, one.repository, interval_s=1e6)
+    await one.start()
+    before = one.loads
+    (two / "a" / "1").mkdir(parents=True)
+    await one.settle()
+    assert one.loads == before
+    (line,) = one.repository.index()
+    assert (line.state, "model appears in two or more repositories" in line.reason) == (ModelState.READY, True)
+    shutil.rmtree(two / "a")
+    await one.settle()
+    assert one.repository.index() == [IndexLine("a", "1", ModelState.READY)]
+    await one.repository.stop()
+
+
+async def test_poll_of_a_repository_that_cannot_be_read_changes_nothing_and_says_so_once(
+    bench: Bench, caplog: pytest.LogCaptureFixture
+) -> None:
+    bench.write("a")
+    await bench.start()
+    before = bench.loads
+    bench.root.rename(bench.root.parent / "elsewhere")
+    with caplog.at_level(logging.WARNING, "paceline.server.poller"):
+        for _ in range(3):
+            assert not await bench.poller.poll_once()
+    (text,) = said(caplog)
+    assert text.startswith("models stay as they are, as the repositories can't be read: ")
+    assert bench.loads == before
+    (bench.root.parent / "elsewhere").rename(bench.root)
+    await bench.settle()
+    assert bench.loads == before
+
+
+async def test_poll_of_one_models_folder_follows_its_replacement(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    folder = bench.write("a")
+    bench.layout = Layout([folder])
+    bench.poller = Poller(bench.layout, bench.repository, interval_s=1e6)
+    await bench.start()
+    (before,) = bench.loads
+    shutil.rmtree(folder)
+    await bench.poller.poll_once()
+    bench.write("a", f"{CONFIG} max_batch_size: 2")
+    await bench.settle()
+    (after,) = bench.loads
+    assert after != before
+    assert bench.repository.get("a", "").max_batch_rows == 2
+    await bench.repository.stop()
+
+
+async def test_run_looks_at_every_interval_and_outlives_what_goes_wrong(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    bench.write("a")
+    bench.poller = Poller(bench.layout, bench.repository, interval_s=0.001)
+    await bench.start()
+    following = asyncio.create_task(bench.poller.run())
+    bench.write("b")
+    await eventually_async(lambda: "b" in bench.ready, "the new model serving")
+    bench.root.rename(tmp_path.parent / f"{tmp_path.name}-away")
+    await asyncio.sleep(0)
+    (tmp_path.parent / f"{tmp_path.name}-away").rename(bench.root)
+    bench.write("c")
+    await eventually_async(lambda: "c" in bench.ready, "the next model serving")
+    following.cancel()
+    await asyncio.gather(following, return_exceptions=True)
+    await bench.repository.stop()
+
+
+def test_fingerprint_follows_links_and_survives_circles_and_links_to_nowhere(tmp_path: Path) -> None:
+    (tmp_path / "m" / "1").mkdir(parents=True)
+    (tmp_path / "weights").mkdir()
+    (tmp_path / "weights" / "w.bin").write_bytes(b"123")
+    (tmp_path / "m" / "1" / "weights").symlink_to(tmp_path / "weights")
+    (tmp_path / "m" / "1" / "circle").symlink_to(tmp_path / "m")
+    (tmp_path / "m" / "nowhere").symlink_to(tmp_path / "gone")
+    folder = model_folder("m", tmp_path / "m")
+    found = {Path(path).name: size for path, _, size in fingerprint(folder)}
+    assert found == {"w.bin": 3, "nowhere": -1}
+    before = fingerprint(folder)
+    (tmp_path / "weights" / "w.bin").write_bytes(b"1234")
+    assert fingerprint(folder) != before
+
+
+def test_fingerprint_of_a_bare_file_is_of_that_file_alone(tmp_path: Path) -> None:
+    (tmp_path / "m.onnx").write_bytes(b"1")
+    (tmp_path / "n.onnx").write_bytes(b"1")
+    layout = Layout([tmp_path / "m.onnx"])
+    layout.open()
+    (folder,) = layout.models()
+    assert [Path(path).name for path, _, _ in fingerprint(folder)] == ["m.onnx"]
+    (tmp_path / "m.onnx").unlink()
+    assert [size for _, _, size in fingerprint(folder)] == [-1]

@@ -1,0 +1,152 @@
+"""Inputs read right before an execution: results are the same wherever they lay, and who can't be read fails alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from backends.base import Array, Device, Execution, ModelSpec, Tensors, TensorSpec
+from backends.errors import ExecutionError
+from backends.memory import MemoryModel
+from protos.datatypes import by_name
+from server.errors import InvalidRequest
+from server.reading import reading
+from server.region_tensors import Input, RegionTensor, Span
+from server.system_region import SystemRegion, open_system_region
+from tests.shared_objects import SharedObject, shared_object
+
+FP32 = by_name("FP32")
+STACKED = ModelSpec((TensorSpec("a", "FP32", (2,)),), (TensorSpec("x", "FP32", (2,)),), batched=True)
+PAIR = ModelSpec(
+    (TensorSpec("a", "FP32", (2,)), TensorSpec("b", "BYTES", (1,))),
+    (TensorSpec("x", "FP32", (2,)), TensorSpec("y", "BYTES", (1,))),
+    batched=True,
+)
+RAGGED = ModelSpec((TensorSpec("a", "FP32", (2,), optional=True),), (TensorSpec("x", "FP32", (2,)),), batched=True)
+ALONE = ModelSpec((TensorSpec("a", "FP32", (-1, 2)),), (TensorSpec("x", "FP32", (-1, 2)),))
+
+
+class Bench:
+    """An identity that records the arrays that its executions got."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        self.seen: list[list[Array]] = []
+        self.instance = MemoryModel(spec, self._compute).instance(spec, Device())
+        self.run = reading(self.instance.execute, spec)
+
+    def _compute(self, inputs: Tensors) -> Tensors:
+        self.seen.append(list(inputs))
+        return inputs
+
+
+@pytest.fixture
+def memory() -> Iterator[SharedObject]:
+    with shared_object(800) as made:
+        made.put(np.arange(200, dtype=np.float32))
+        yield made
+
+
+@pytest.fixture
+def region(memory: SharedObject) -> SystemRegion:
+    return open_system_region("r", memory.key, 0, 800)
+
+
+def lying(region: SystemRegion, rows: int, first: int = 0) -> RegionTensor:
+    return RegionTensor.of_span("input 'a'", Span(region, 8 * first, 8 * rows), FP32, (rows, 2))
+
+
+def brought(rows: int, first: int = 0) -> Array:
+    return np.arange(2 * first, 2 * (first + rows), dtype=np.float32).reshape(rows, 2)
+
+
+def values(results: Sequence[Any]) -> list[Any]:
+    return [one if isinstance(one, Exception) else [output.tolist() for output in one] for one in results]
+
+
+@pytest.mark.parametrize("spec", [STACKED, RAGGED], ids=["joined", "one by one"])
+@pytest.mark.parametrize("padded", [0, 6, 9])
+@pytest.mark.parametrize("inside", range(8))
+def test_results_are_the_same_wherever_inputs_lay(
+    region: SystemRegion, spec: ModelSpec, padded: int, inside: int
+) -> None:
+    rows, firsts = [1, 3, 2], [5, 40, 7]
+    requests: list[tuple[Input]] = [
+        (lying(region, count, first),) if inside >> number & 1 else (brought(count, first),)
+        for number, (count, first) in enumerate(zip(rows, firsts, strict=True))
+    ]
+    bench, plain = Bench(spec), Bench(spec)
+    done = bench.run(requests, padded)
+    expected = plain.instance.execute(
+        [(brought(count, first),) for count, first in zip(rows, firsts, strict=True)], padded
+    )
+    assert values(done.results) == values(expected.results)
+    assert bench.seen[0][0].tolist() == plain.seen[0][0].tolist()
+
+
+def test_inputs_beside_those_in_shared_memory_are_joined_too(region: SystemRegion) -> None:
+    texts = [np.array([[b"p"]], object), np.array([[b"q"], [b"r"]], object)]
+    bench = Bench(PAIR)
+    done = bench.run([(lying(region, 1), texts[0]), (brought(2, 30), texts[1])], 4)
+    assert values(done.results) == [
+        [[[0, 1]], [[b"p"]]],
+        [[[60, 61], [62, 63]], [[b"q"], [b"r"]]],
+    ]
+    assert bench.seen[0][1].ravel().tolist() == [b"p", b"q", b"r", b"r"]
+
+
+def test_joined_batch_reaches_the_model_in_the_array_that_was_read_into(region: SystemRegion) -> None:
+    bench = Bench(STACKED)
+    bench.run([(lying(region, 1),), (lying(region, 2, 1),)], 4)
+    (array,) = bench.seen[0]
+    assert array.base is None
+    assert array.shape == (4, 2)
+
+
+@pytest.mark.parametrize("spec", [STACKED, RAGGED, ALONE], ids=["joined", "one by one", "no batch axis"])
+def test_one_request_alone_is_read_and_executed(region: SystemRegion, spec: ModelSpec) -> None:
+    bench = Bench(spec)
+    assert values(bench.run([(lying(region, 2, 3),)], 0).results) == [[[[6, 7], [8, 9]]]]
+
+
+@pytest.mark.parametrize("spec", [STACKED, RAGGED], ids=["joined", "one by one"])
+@pytest.mark.parametrize("gone", [{0}, {1}, {2}, {0, 1}, {1, 2}, {0, 1, 2}])
+def test_requests_whose_memory_is_gone_fail_alone(
+    memory: SharedObject, region: SystemRegion, spec: ModelSpec, gone: set[int]
+) -> None:
+    requests = [(lying(region, 2, 90 if number in gone else 2 * number),) for number in range(3)]
+    memory.resize(90 * 8 + 3)
+    bench = Bench(spec)
+    done = bench.run(requests, 6)
+    for number, result in enumerate(done.results):
+        if number in gone:
+            assert isinstance(result, InvalidRequest)
+            assert str(result).startswith("input 'a': shared memory region 'r': expected ")
+            assert (result.__traceback__, result.__context__) == (None, None)
+        else:
+            assert values([result]) == [[brought(2, 2 * number).tolist()]]
+    assert len(bench.seen) == (len(gone) < 3)
+    assert done.input_ns > 0
+
+
+def test_model_that_fails_is_passed_on(region: SystemRegion) -> None:
+    def fail(inputs: Tensors) -> Tensors:
+        raise ExecutionError("no")
+
+    instance = MemoryModel(STACKED, fail).instance(STACKED, Device())
+    with pytest.raises(ExecutionError, match="no"):
+        reading(instance.execute, STACKED)([(lying(region, 1),), (brought(1),)], 0)
+
+
+def test_requests_that_bring_their_own_bytes_go_straight_through() -> None:
+    given: list[object] = []
+
+    def execute(requests: Sequence[Tensors], padded_rows: int) -> Execution:
+        given.append(requests)
+        return Execution([], 1, 2, 3)
+
+    requests = [(brought(1),)]
+    assert reading(execute, STACKED)(requests, 5) == Execution([], 1, 2, 3)
+    assert given == [requests]
