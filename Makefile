@@ -45,8 +45,9 @@ lock: ## resolve requirements.lock anew from pyproject.toml
 	    --no-annotate --no-header --override requirements.overrides --extra bench --extra dev --extra demo pyproject.toml -o requirements.lock
 	rm -rf .venv-lock
 
-witness: ## install buf, a client that knows only reflection, for the tests that use it; needs npm
-	npm install --no-audit --no-fund --prefix .witness @bufbuild/buf@1.75.0
+witness: $(READY) ## install the programs of others that tests put to the server: buf (npm), perf_analyzer (Debian)
+	npm install --no-audit --no-fund --prefix .witness @bufbuild/buf@1.75.0 || echo "no buf: its tests will skip"
+	tests/conformance/perf_analyzer.sh .witness/perf_analyzer $(BIN)/python || echo "no perf_analyzer: its tests will skip"
 
 clean: ## remove what the other targets made
 	rm -rf $(VENV) .venv-lock .witness models dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
