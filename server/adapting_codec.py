@@ -72,7 +72,13 @@ class AdaptingCodec(ModelCodec):
                 inputs[index] = array.reshape(to_model(self._spec.inputs[index], array.shape, self._lead[index]))
         return replace(decoded, inputs=tuple(inputs), key=key)
 
-    def encode(self, request: ModelInferRequest, decoded: DecodedRequest, results: Tensors) -> ModelInferResponse:
+    def encode(
+        self,
+        request: ModelInferRequest,
+        decoded: DecodedRequest,
+        results: Tensors,
+        response: ModelInferResponse | None = None,
+    ) -> ModelInferResponse:
         shown = list(results)
         for index in self._reshaped_outputs:
             tensor, array = self._spec.outputs[index], results[index]
@@ -80,7 +86,7 @@ class AdaptingCodec(ModelCodec):
                 lead = 1 if self._max_batch_rows and not tensor.shape_tensor else 0
                 shown[index] = array.reshape(to_client(tensor, array.shape, lead))
         there = tuple(index for index in decoded.outputs if shown[index] is not MISSING)
-        return super().encode(request, replace(decoded, outputs=there), shown)
+        return super().encode(request, replace(decoded, outputs=there), shown, response)
 
     def _rows(self, tensors: Sequence[InputTensor], shapes: Sequence[tuple[int, ...]]) -> int:
         if not self._max_batch_rows:

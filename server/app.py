@@ -23,6 +23,7 @@ from backends import registry
 from backends.base import Backend
 from backends.errors import LoadError
 from server.addresses import host_and_port, resolve
+from server.calls import HeaderForwarding
 from server.config import ControlMode, Settings
 from server.configuration import Configuration
 from server.errors import StartError
@@ -41,6 +42,7 @@ from server.repository import Repository
 from server.service import InferenceService, RpcGroup
 from server.shared_memory import SharedMemory
 from server.statistics_service import StatisticsService
+from server.streaming import Streaming
 from server.tracing import Tracer
 
 __all__ = ["GRPC_OPTIONS", "Server", "product_version"]
@@ -58,6 +60,9 @@ GRPC_OPTIONS = (
     # A second server on the same port is a mistake, not a wish for load sharing.
     ("grpc.so_reuseport", 0),
 )
+
+# gRPC chooses the algorithm: the level's, among those that the client accepts.
+COMPRESSION_LEVELS = {"none": 0, "low": 1, "medium": 2, "high": 3}
 
 
 def product_version() -> str:
@@ -106,15 +111,19 @@ class Server:
         self._tracer = Tracer(settings.trace)
         self._inference = Inference(self.repository, self._tracer)
         self._shared_memory = SharedMemory(self._regions)
+        pattern = settings.grpc_header_forward_pattern
+        forwarding = HeaderForwarding(pattern) if pattern else None
+        self._streaming = Streaming(self._inference, settings.grpc_max_stream_requests, forwarding)
         groups: list[RpcGroup] = [
             StatisticsService(self.repository),
             Configuration(self.repository),
             ModelControl(self.repository, self._layout, settings.model_control_mode),
             self._shared_memory,
             RemoteSettings(self.repository, self._tracer, settings.allow_remote_settings),
+            self._streaming,
         ]
         self._service = InferenceService(
-            self._inference, self.repository, settings.server_id, product_version(), groups
+            self._inference, self.repository, settings.server_id, product_version(), groups, forwarding
         )
         self._endpoint: MetricsEndpoint | None = None
         self._grpc: grpc.aio.Server | None = None
@@ -238,7 +247,8 @@ class Server:
 
     def _build_grpc(self) -> grpc.aio.Server:
         settings = self._settings
-        server = grpc.aio.server(options=GRPC_OPTIONS)
+        level = COMPRESSION_LEVELS[settings.grpc_infer_response_compression_level]
+        server = grpc.aio.server(options=(*GRPC_OPTIONS, ("grpc.default_compression_level", level)))
         self._service.add_to(server)
         self._health = HealthService([INFERENCE_SERVICE])
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
@@ -253,6 +263,7 @@ class Server:
 
     async def _take_down(self, grace_s: float = _LAST_WORDS_S) -> None:
         self.repository.abandon()
+        self._streaming.close()
         if self._grpc is not None:
             await self._grpc.stop(grace_s)
         if self._regions is not None:

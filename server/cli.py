@@ -30,6 +30,8 @@ _log = logging.getLogger("paceline.server")
 # 5 ms are as long as many a batch: with 64 clients on the benchmark's perceptron, 0.5 ms answered 13 % more requests.
 _SWITCH_INTERVAL_S = 0.0005
 
+_LEVELS = ["none", "low", "medium", "high"]
+
 Decorator = Callable[[Any], Any]
 T = TypeVar("T")
 
@@ -70,6 +72,9 @@ _AMOUNT = _Amount(0, 1_000_000)
 )
 @_flag("grpc-address", "0.0.0.0", "Address to listen on for gRPC.")
 @_flag("grpc-port", 8001, "Port for gRPC; 0 takes a free one.", type=click.IntRange(0, 65535))
+@_flag("grpc-max-stream-requests", 1024, "Unanswered requests of a stream.", type=click.IntRange(1))
+@_flag("grpc-header-forward-pattern", "", "Headers that become request parameters: a regular expression.")
+@_flag("grpc-infer-response-compression-level", "none", "How to compress responses.", type=click.Choice(_LEVELS))
 @_flag("allow-metrics", True, "Whether to serve metrics.", type=bool)
 @_flag("metrics-address", None, "Address to listen on for metrics; by default that of gRPC.")
 @_flag("metrics-port", 8002, "Port for GET /metrics; 0 takes a free one.", type=click.IntRange(0, 65535))
@@ -130,6 +135,9 @@ def serve(
     model_repository: tuple[Path, ...],
     grpc_address: str,
     grpc_port: int,
+    grpc_max_stream_requests: int,
+    grpc_header_forward_pattern: str,
+    grpc_infer_response_compression_level: str,
     allow_metrics: bool,
     metrics_address: str | None,
     metrics_port: int,
@@ -177,6 +185,9 @@ def serve(
         paths=(*paths, *model_repository),
         grpc_address=grpc_address,
         grpc_port=grpc_port,
+        grpc_max_stream_requests=grpc_max_stream_requests,
+        grpc_header_forward_pattern=grpc_header_forward_pattern,
+        grpc_infer_response_compression_level=grpc_infer_response_compression_level,
         metrics_address=metrics_address,
         metrics_port=metrics_port if allow_metrics else None,
         allow_client_shm=allow_client_shm,

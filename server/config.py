@@ -34,6 +34,9 @@ class Settings:
     paths: tuple[Path, ...]
     grpc_address: str = "0.0.0.0"
     grpc_port: int = 8001
+    grpc_max_stream_requests: int = 1024
+    grpc_header_forward_pattern: str = ""
+    grpc_infer_response_compression_level: str = "none"
     metrics_address: str | None = None
     metrics_port: int | None = 8002
     allow_client_shm: bool = False

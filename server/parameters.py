@@ -1,7 +1,7 @@
 """The `parameters` of an inference request, checked.
 
 Lives here: which keys mean something, which are reserved, and of what type they must be. Everything else is accepted
-and ignored, as the protocol leaves parameters to each server. Source of names and types: Triton's "parameters" and
+as it is, as the protocol leaves parameters to each server. Source of names and types: Triton's "parameters" and
 "schedule policy" extensions.
 """
 
@@ -9,12 +9,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from protos.inference_pb2 import InferParameter
 from server.errors import InvalidRequest
 
-__all__ = ["NO_PARAMETERS", "RequestParameters", "parse_parameters"]
+__all__ = ["CANCEL", "NO_PARAMETERS", "UNORDERED", "RequestParameters", "is_reserved", "parse_parameters"]
+
+UNORDERED = "paceline_unordered"
+"""Of a request on a stream: its answer need not wait for those before it."""
+CANCEL = "paceline_cancel"
+"""On a stream, instead of a request: the requests of the same id are taken back."""
+_DEADLINE = "paceline_deadline_us"
 
 _INTEGERS = ("int64_param", "uint64_param")
 _TYPES: dict[str, tuple[str, ...]] = {
@@ -25,20 +31,28 @@ _TYPES: dict[str, tuple[str, ...]] = {
     "sequence_end": ("bool_param",),
     "binary_data_output": ("bool_param",),
     "paceline_batch_info": ("bool_param",),
+    UNORDERED: ("bool_param",),
+    CANCEL: ("bool_param",),
+    _DEADLINE: _INTEGERS,
     "triton_enable_empty_final_response": ("bool_param",),
 }
+_COUNTS = ("priority", "timeout", _DEADLINE)
 _RESERVED_PREFIXES = ("triton_", "paceline_")
+_RESERVED = frozenset((*_TYPES, "headers"))
 
 
 @dataclass(frozen=True, slots=True)
 class RequestParameters:
-    """What a request's parameters say: its queue timeout (0: none), its priority (0: the default), whether outputs are
-    wanted in typed `contents`, and whether it wants to know about its batch."""
+    """What a request's parameters say: its queue timeout (0: none), how soon its caller gives up (0: says nothing), its
+    priority (0: the default), whether outputs are wanted in typed `contents`, and whether it wants to know about its
+    batch. `custom` are those without a meaning to the server, forwarded headers among them: they are for backends."""
 
     timeout_ns: int = 0
+    deadline_ns: int = 0
     priority: int = 0
     typed_outputs: bool = False
     batch_info: bool = False
+    custom: Mapping[str, object] = field(default_factory=dict)
 
 
 NO_PARAMETERS = RequestParameters()
@@ -47,15 +61,23 @@ NO_PARAMETERS = RequestParameters()
 def parse_parameters(parameters: Mapping[str, InferParameter]) -> RequestParameters:
     """Check and read; raises InvalidRequest naming the key, what was expected and what came."""
     values = {key: _checked(key, parameter) for key, parameter in parameters.items()}
-    timeout_us, priority = values.get("timeout", 0), values.get("priority", 0)
+    timeout_us, deadline_us, priority = (values.get(key, 0) for key in ("timeout", _DEADLINE, "priority"))
     assert isinstance(timeout_us, int)
+    assert isinstance(deadline_us, int)
     assert isinstance(priority, int)
     return RequestParameters(
         timeout_ns=timeout_us * 1_000,
+        deadline_ns=deadline_us * 1_000,
         priority=priority,
         typed_outputs=values.get("binary_data_output", True) is False,
         batch_info=values.get("paceline_batch_info", False) is True,
+        custom={key: value for key, value in values.items() if key not in _TYPES},
     )
+
+
+def is_reserved(key: str) -> bool:
+    """Whether `key` means something to the server, or may one day."""
+    return key in _RESERVED or key.startswith(_RESERVED_PREFIXES)
 
 
 def _checked(key: str, parameter: InferParameter) -> object:
@@ -72,6 +94,6 @@ def _checked(key: str, parameter: InferParameter) -> object:
     value = getattr(parameter, kind)
     if isinstance(value, float) and not math.isfinite(value):
         raise InvalidRequest(f"parameter '{key}': expected a finite number, got {value}")
-    if key in ("priority", "timeout") and value < 0:
+    if key in _COUNTS and value < 0:
         raise InvalidRequest(f"parameter '{key}': expected >= 0, got {value}")
     return value

@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import cast
+from typing import Any, cast
 
 from backends.base import ModelInstance, Tensors
 from backends.errors import SessionError
@@ -80,15 +78,14 @@ class ServedModel:
         self.batcher.start()
         self._metrics.add(self._shown)
 
-    @contextmanager
-    def in_parts(self) -> Iterator[None]:
-        """For a request that enters the batcher bit by bit: until the block ends, `stop` takes the rest of it."""
+    def in_parts(self, whole: asyncio.Future[Any]) -> None:
+        """For a request that enters the batcher bit by bit: until `whole` is done, `stop` takes the rest of it."""
         self._partial += 1
-        try:
-            yield
-        finally:
-            self._partial -= 1
-            self._whole.set()
+        whole.add_done_callback(self._on_whole)
+
+    def _on_whole(self, whole: asyncio.Future[Any]) -> None:
+        self._partial -= 1
+        self._whole.set()
 
     async def stop(self) -> None:
         """Execute what is queued, then give the instances back. Cancelled while waiting: use `abandon`."""

@@ -6,7 +6,6 @@ beyond the Open Inference Protocol come from groups, one module each, so that ea
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Protocol
@@ -18,21 +17,13 @@ from google.protobuf.message_factory import GetMessageClass
 
 from backends.base import TensorSpec
 from protos import inference_pb2 as pb
-from scheduler.policy import NEVER
 from server.answering import Context, Method, answering
+from server.calls import HeaderForwarding, add_headers, deadline_of
 from server.errors import NotSupported
 from server.inference import Inference
 from server.repository import Repository, ServedModel
 
-__all__ = ["InferenceService", "RpcGroup", "deadline_of"]
-
-
-# What a deadline on the wire doesn't tell is how long request and answer travel, and what is answered in the nick of
-# time is computed for nobody. At twice the load a model can bear, with deadlines of 120 ms for batches of 40 ms, this
-# raised what arrived in time from 0.58-0.88 of the capacity to 0.91-0.93 (four runs of python -m bench.batching
-# live-overload each, in turn); a tenth did as well.
-_WAY_BACK = 0.05
-_LONGEST_WAY_BACK_S = 0.01
+__all__ = ["InferenceService", "RpcGroup"]
 
 
 class RpcGroup(Protocol):
@@ -58,11 +49,13 @@ class InferenceService:
         server_id: str,
         version: str,
         groups: Sequence[RpcGroup] = (),
+        forwarding: HeaderForwarding | None = None,
     ) -> None:
         self._inference = inference
         self._repository = repository
         self._server_id = server_id
         self._version = version
+        self._forwarding = forwarding
         self._groups: tuple[RpcGroup, ...] = (self, *groups)
 
     def add_to(self, server: grpc.aio.Server) -> None:
@@ -79,6 +72,8 @@ class InferenceService:
     # hot path: see bench/
     @answering
     async def ModelInfer(self, request: pb.ModelInferRequest, context: Context) -> pb.ModelInferResponse:
+        if self._forwarding is not None:
+            add_headers(request, self._forwarding.headers(context))
         return await self._inference.infer(request, deadline_of(context))
 
     @answering
@@ -138,15 +133,6 @@ def _tensor_metadata(tensor: TensorSpec, batched: bool) -> pb.ModelMetadataRespo
     return pb.ModelMetadataResponse.TensorMetadata(
         name=tensor.name, datatype=tensor.datatype, shape=[*lead, *tensor.dims]
     )
-
-
-def deadline_of(context: Context) -> int:
-    """When an answer has to leave, on the monotonic clock, to be with the caller in time."""
-    remaining_s = context.time_remaining()
-    if remaining_s is None:
-        return NEVER
-    way_back_s = min(_WAY_BACK * remaining_s, _LONGEST_WAY_BACK_S)
-    return time.monotonic_ns() + int((remaining_s - way_back_s) * 1e9)
 
 
 def _unsupported(name: str) -> Method[Any, Any]:

@@ -15,6 +15,7 @@ from protos import inference_pb2 as pb
 from tests.integration.regions import ROW, in_region, regions, register, settings, unregister
 from tests.integration.scripted import Script, busy, marked, own, queued, totals
 from tests.integration.serving import Served, echo_model, failure_of, serving, write_model
+from tests.integration.streams import Stream
 from tests.polling import eventually_async
 from tests.shared_objects import SharedObject, held_by, lies_in, shared_object, wanted_in
 from tests.wire import add_raw, infer, rows_of_floats
@@ -227,6 +228,32 @@ async def test_failed_and_cancelled_requests_hold_nothing_open(tmp_path: Path, m
             await unregister(served)
             model.gate.open()
             await running
+            await eventually_async(lambda: held_by()[0] == 1, "no descriptor but the test's own")
+        finally:
+            gc.enable()
+
+
+async def test_failed_and_cancelled_requests_of_a_stream_hold_nothing_open(
+    tmp_path: Path, memory: SharedObject
+) -> None:
+    model = echo_model()
+    async with serving(tmp_path, {"m": model}, config=BATCHED, settings=settings(tmp_path)) as served:
+        gc.disable()
+        try:
+            await register(served, "r", memory.key, 4096)
+            stream = Stream(served)
+            model.faults.distort_next(lambda outputs: [])
+            await stream.send(in_region())
+            assert (await stream.message()).error_message
+            model.gate.close()
+            await stream.send(in_region())
+            await asyncio.to_thread(model.gate.wait_entered, 2)
+            await stream.send(in_region())
+            await eventually_async(lambda: served.waiting("m") == 1, "a request in the queue")
+            stream.call.cancel()
+            await eventually_async(lambda: served.waiting("m") == 0, "an empty queue")
+            await unregister(served)
+            model.gate.open()
             await eventually_async(lambda: held_by()[0] == 1, "no descriptor but the test's own")
         finally:
             gc.enable()

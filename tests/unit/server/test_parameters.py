@@ -8,9 +8,10 @@ import pytest
 
 from protos.inference_pb2 import InferParameter
 from server.errors import InvalidRequest
-from server.parameters import NO_PARAMETERS, RequestParameters, parse_parameters
+from server.parameters import NO_PARAMETERS, RequestParameters, is_reserved, parse_parameters
 from tests.wire import parameter
 
+OURS = "['paceline_batch_info', 'paceline_cancel', 'paceline_deadline_us', 'paceline_unordered']"
 U64_MAX = 2**64 - 1
 
 
@@ -44,6 +45,10 @@ def test_parse_priority_is_any_number_of_64_bits(priority: object, level: int) -
     assert parse(priority=priority).priority == level
 
 
+def test_parse_deadline_is_in_microseconds() -> None:
+    assert parse(paceline_deadline_us=7).deadline_ns == 7_000
+
+
 def test_parse_batch_info_asks_for_facts_about_the_batch() -> None:
     assert parse(paceline_batch_info=True).batch_info
     assert not parse().batch_info
@@ -65,6 +70,18 @@ def test_parse_binary_data_output_false_asks_for_typed_outputs(binary: bool, typ
         ("sequence_start", True),
         ("sequence_end", False),
         ("triton_enable_empty_final_response", True),
+        ("paceline_unordered", True),
+        ("paceline_cancel", False),
+        ("paceline_deadline_us", 0),
+    ],
+)
+def test_parse_keys_that_change_nothing_here_are_accepted(key: str, value: object) -> None:
+    assert parse_parameters({key: parameter(value)}) == NO_PARAMETERS
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
         ("headers", "x"),
         ("my-own", "text"),
         ("my-own", 1.5),
@@ -75,8 +92,9 @@ def test_parse_binary_data_output_false_asks_for_typed_outputs(binary: bool, typ
         ("\u00e4\u00f6\u00fc", "\U0001f600"),
     ],
 )
-def test_parse_keys_that_change_nothing_here_are_accepted(key: str, value: object) -> None:
-    assert parse_parameters({key: parameter(value)}) == NO_PARAMETERS
+def test_parse_keys_of_nobody_are_kept_as_they_are(key: str, value: object) -> None:
+    parsed = parse_parameters({key: parameter(value), "timeout": parameter(1)})
+    assert (parsed.custom, parsed.timeout_ns) == ({key: value}, 1_000)
 
 
 @pytest.mark.parametrize(
@@ -93,6 +111,10 @@ def test_parse_keys_that_change_nothing_here_are_accepted(key: str, value: objec
         ("sequence_end", "true", "bool_param", "string_param"),
         ("binary_data_output", 0, "bool_param", "int64_param"),
         ("paceline_batch_info", 1, "bool_param", "int64_param"),
+        ("paceline_unordered", 1, "bool_param", "int64_param"),
+        ("paceline_cancel", "x", "bool_param", "string_param"),
+        ("paceline_deadline_us", 0.5, "int64_param or uint64_param", "double_param"),
+        ("paceline_deadline_us", -1, ">= 0", "-1"),
         ("paceline_batch_info", "true", "bool_param", "string_param"),
         ("triton_enable_empty_final_response", 1, "bool_param", "int64_param"),
         ("my-own", math.nan, "a finite number", "nan"),
@@ -113,12 +135,25 @@ def test_parse_wrong_value_is_refused_naming_key_expected_and_got(
     [
         ("triton_x", "triton_", "['triton_enable_empty_final_response']"),
         ("triton_", "triton_", "['triton_enable_empty_final_response']"),
-        ("paceline_x", "paceline_", "['paceline_batch_info']"),
-        ("paceline_batch_id", "paceline_", "['paceline_batch_info']"),
+        ("paceline_x", "paceline_", OURS),
+        ("paceline_batch_id", "paceline_", OURS),
     ],
 )
 def test_parse_reserved_key_is_refused_naming_those_that_exist(key: str, prefix: str, known: str) -> None:
     assert refusal(key, 1) == f"parameter '{key}': keys starting with '{prefix}' are reserved; known: {known}"
+
+
+@pytest.mark.parametrize(
+    "key",
+    ["timeout", "priority", "sequence_id", "binary_data_output", "headers", "triton_x", "paceline_unordered"],
+)
+def test_reserved_is_what_means_something_or_may_one_day(key: str) -> None:
+    assert is_reserved(key)
+
+
+@pytest.mark.parametrize("key", ["", "my-own", "x-timeout", "header", "tritonx", "x-triton_"])
+def test_reserved_is_not_what_means_nothing(key: str) -> None:
+    assert not is_reserved(key)
 
 
 def test_parse_one_bad_key_among_good_ones_is_found() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -13,11 +12,10 @@ import pytest
 
 from protos import inference_pb2 as pb
 from protos.inference_pb2_grpc import GRPCInferenceServiceStub
-from scheduler.policy import NEVER
 from server.inference import Inference
 from server.metrics import Metrics
 from server.repository import Repository, ServedModel
-from server.service import InferenceService, deadline_of
+from server.service import InferenceService
 
 Code = grpc.StatusCode
 
@@ -109,27 +107,3 @@ async def test_refuse_until_quiet_refuses_who_calls_meanwhile_and_ends_though_th
         refused += code is Code.UNAVAILABLE
     await quiet
     assert refused > 10
-
-
-class Remaining:
-    """Of gRPC's context, the time that is left."""
-
-    def __init__(self, seconds: float | None) -> None:
-        self._seconds = seconds
-
-    def time_remaining(self) -> float | None:
-        return self._seconds
-
-
-@pytest.mark.parametrize(("remaining_s", "way_back_s"), [(0.1, 0.005), (0.2, 0.01), (1_000.0, 0.01)])
-def test_deadline_leaves_a_twentieth_of_the_time_and_at_most_10_ms_for_the_way_back(
-    remaining_s: float, way_back_s: float
-) -> None:
-    before_ns = time.monotonic_ns()
-    deadline_ns = deadline_of(Remaining(remaining_s))
-    left_ns = int((remaining_s - way_back_s) * 1e9)
-    assert before_ns + left_ns <= deadline_ns <= time.monotonic_ns() + left_ns
-
-
-def test_deadline_of_a_call_without_one_is_never() -> None:
-    assert deadline_of(Remaining(None)) == NEVER

@@ -1,0 +1,47 @@
+"""A call written by hand, frame by frame, for what no client would send.
+
+Lives here: the little of HTTP/2 that it takes, by RFC 9113 and gRPC's mapping onto it. Must not: understand answers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+
+__all__ = ["call_by_hand"]
+
+_DATA, _HEADERS, _SETTINGS = 0, 1, 4
+_END_STREAM, _END_HEADERS = 1, 4
+
+
+async def call_by_hand(port: int, data: bytes, headers: Mapping[str, str], *, compressed: bool = False) -> bytes:
+    """Call ModelInfer with one message of `data` and more `headers`: all bytes received up to trailers or a reset."""
+    fields = {
+        ":method": "POST",
+        ":scheme": "http",
+        ":path": "/inference.GRPCInferenceService/ModelInfer",
+        ":authority": "x",
+        "te": "trailers",
+        "content-type": "application/grpc",
+        **headers,
+    }
+    names = b"".join(b"\x00" + _text(name) + _text(value) for name, value in fields.items())
+    message = bytes([compressed]) + len(data).to_bytes(4, "big") + data
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + _frame(_SETTINGS, 0, 0, b""))
+    writer.write(_frame(_HEADERS, _END_HEADERS, 1, names) + _frame(_DATA, _END_STREAM, 1, message))
+    received = b""
+    while not any(said in received for said in (b"grpc-status", b"\x00\x00\x04\x03")):
+        more = await asyncio.wait_for(reader.read(4096), 10)
+        assert more, f"the connection ended after {received!r}"
+        received += more
+    writer.close()
+    return received
+
+
+def _frame(kind: int, flags: int, stream: int, payload: bytes) -> bytes:
+    return len(payload).to_bytes(3, "big") + bytes([kind, flags]) + stream.to_bytes(4, "big") + payload
+
+
+def _text(value: str) -> bytes:
+    return bytes([len(value)]) + value.encode()

@@ -1,0 +1,335 @@
+"""`ModelStreamInfer`: answers in order, errors among them, and how a stream ends."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import grpc
+import pytest
+
+from protos import inference_pb2 as pb
+from tests.integration.scripted import Script, busy, mark_of, marked, own, request, totals
+from tests.integration.serving import Served, serving, write_model
+from tests.integration.streams import Stream
+from tests.polling import eventually_async
+from tests.wire import infer
+
+Code = grpc.StatusCode
+MERGE = "max_batch_size: 4 dynamic_batching { }"
+ONE_BY_ONE = "max_batch_size: 1 dynamic_batching { } instance_group { count: 8 }"
+BAD = infer("m", {"a": marked(7)}, id="bad", outputs=["nope"])
+BAD_TEXT = "model 'm': unexpected output 'nope', expected some of ['x']"
+NO_MESSAGE = "Error parsing message with type 'inference.ModelInferRequest'"
+
+
+@pytest.fixture
+def script() -> Script:
+    return Script()
+
+
+@pytest.fixture
+async def served(tmp_path: Path, script: Script) -> AsyncIterator[Served]:
+    async with serving(tmp_path, {"m": script.model}, config=MERGE) as served:
+        yield served
+        assert mark_of(await served.infer(request(999))) == 999
+        assert await served.metric("nv_inference_pending_request_count") == 0
+
+
+@pytest.fixture
+async def overtaking(tmp_path: Path, script: Script) -> AsyncIterator[Served]:
+    """Eight instances that execute one request each."""
+    async with serving(tmp_path, {"m": script.model}, config=ONE_BY_ONE) as served:
+        yield served
+
+
+# ---- Answers ---------------------------------------------------------------------------------------------------------
+
+
+async def test_stream_answers_each_request_as_a_call_of_its_own_would_be(served: Served) -> None:
+    one = infer("m", {"a": marked(3, 2)}, id="grün/7", outputs=["x"], parameters={"binary_data_output": False})
+    alone = await served.infer(one)
+    stream = Stream(served)
+    await stream.send(one)
+    message = await stream.message()
+    assert not message.error_message
+    assert message.infer_response.parameters.pop("triton_final_response") == pb.InferParameter(bool_param=True)
+    assert message.infer_response == alone
+    await stream.end()
+    assert (await stream.rest(), await stream.status()) == ([], (Code.OK, ""))
+
+
+async def test_stream_of_requests_in_flight_makes_batches_with_other_streams_and_calls(
+    served: Served, script: Script
+) -> None:
+    streams = [Stream(served), Stream(served)]
+    async with busy(served, script):
+        for number, stream in enumerate(streams):
+            await stream.send(request(number))
+            await eventually_async(lambda n=number: served.waiting("m") == n + 1, "the request in the queue")
+        alone = asyncio.create_task(served.infer(request(2)))
+        await eventually_async(lambda: served.waiting("m") == 3, "three requests waiting")
+        await streams[0].send(request(3))
+        await eventually_async(lambda: served.waiting("m") == 4, "four requests waiting")
+    assert [await streams[0].many(2), await streams[1].many(1), mark_of(await alone)] == [[0, 3], [1], 2]
+    assert script.served == [[0, 1, 2, 3]]
+
+
+@pytest.mark.parametrize("seed", range(10))
+async def test_stream_answers_in_the_order_of_its_requests_whichever_is_done_first(
+    overtaking: Served, script: Script, seed: int
+) -> None:
+    dice = random.Random(seed)
+    gates = {mark: script.hold(mark) for mark in range(8)}
+    stream = Stream(overtaking)
+    await stream.send(*(request(mark) for mark in gates))
+    await eventually_async(lambda: len(script.seen) == 8, "all of them executing")
+    order = dice.sample(sorted(gates), 8)
+    read: list[float | tuple[str, str]] = []
+    for number, mark in enumerate(order):
+        gates[mark].open()
+        done = set(order[: number + 1])
+        # What may leave now is all that comes before the first one still executing.
+        free = next((mark for mark in range(8) if mark not in done), 8)
+        read += await stream.many(free - len(read))
+        assert read == list(range(free))
+    await stream.end()
+    assert await stream.rest() == []
+
+
+async def test_stream_answer_that_need_not_keep_the_order_leaves_at_once(overtaking: Served, script: Script) -> None:
+    gates = {mark: script.hold(mark) for mark in range(4)}
+    stream = Stream(overtaking)
+    await stream.send(*(request(mark, paceline_unordered=mark % 2 == 1) for mark in gates))
+    await eventually_async(lambda: len(script.seen) == 4, "all of them executing")
+    for opened, answers in ((3, [3]), (2, []), (1, [1]), (0, [0, 2])):
+        gates[opened].open()
+        assert await stream.many(len(answers)) == answers
+    await stream.end()
+    assert await stream.rest() == []
+
+
+async def test_stream_error_that_need_not_keep_the_order_leaves_at_once(overtaking: Served, script: Script) -> None:
+    gate = script.hold(0)
+    stream = Stream(overtaking)
+    await stream.send(request(0), request(1, model="nope", paceline_unordered=True))
+    assert await stream.next() == ("NOT_FOUND", "unknown model 'nope' is not found; this server has ['m']")
+    gate.open()
+    assert await stream.next() == 0
+
+
+async def test_stream_request_in_parts_keeps_its_place(tmp_path: Path, script: Script) -> None:
+    async with serving(tmp_path, {"m": script.model}, config=MERGE + own(split_oversized=True)) as served:
+        stream = Stream(served)
+        await stream.send(request(1), request(2, rows=11), request(3))
+        messages = [await stream.message() for _ in range(3)]
+    assert [mark_of(one.infer_response) for one in messages] == [1, 2, 3]
+    assert [list(one.infer_response.outputs[0].shape) for one in messages] == [[1, 2], [11, 2], [1, 2]]
+
+
+async def test_stream_tells_about_batches_if_asked_to(served: Served) -> None:
+    stream = Stream(served)
+    await stream.send(request(1, paceline_batch_info=True))
+    assert (await stream.message()).infer_response.parameters["paceline_batch_rows"].int64_param == 1
+
+
+# ---- Errors ----------------------------------------------------------------------------------------------------------
+
+
+async def test_stream_errors_come_in_their_place_and_leave_the_stream_open(served: Served, script: Script) -> None:
+    script.errors[5] = RuntimeError("no fives")
+    stream = Stream(served)
+    await stream.send(request(1), BAD, request(2), b"\xff", request(5), request(1, model="nope"), request(3))
+    assert await stream.many(7) == [
+        1,
+        ("INVALID_ARGUMENT", BAD_TEXT),
+        2,
+        ("INVALID_ARGUMENT", NO_MESSAGE),
+        ("INTERNAL", "model 'm': no fives"),
+        ("NOT_FOUND", "unknown model 'nope' is not found; this server has ['m']"),
+        3,
+    ]
+    await stream.end()
+    assert (await stream.rest(), await stream.status()) == ([], (Code.OK, ""))
+
+
+async def test_stream_error_names_its_request(served: Served) -> None:
+    stream = Stream(served)
+    await stream.send(BAD, b"\xff")
+    first, second = await stream.message(), await stream.message()
+    response = first.infer_response
+    assert (response.id, response.model_name, response.model_version) == ("bad", "m", "")
+    assert (second.infer_response.id, second.infer_response.model_name) == ("", "")
+
+
+@pytest.mark.parametrize(
+    ("bad", "code", "text"),
+    [(BAD, Code.INVALID_ARGUMENT, BAD_TEXT), (b"\xff", Code.INVALID_ARGUMENT, NO_MESSAGE)],
+    ids=["request", "bytes"],
+)
+async def test_stream_that_asks_for_it_ends_at_the_first_error_with_its_status(
+    served: Served, script: Script, bad: pb.ModelInferRequest | bytes, code: Code, text: str
+) -> None:
+    stream = Stream(served, metadata=[("triton_grpc_error", "true")])
+    gate = script.hold(2)
+    await stream.send(request(1), bad, request(2))
+    assert await stream.rest() == [1]
+    assert await stream.status() == (code, text)
+    gate.open()
+
+
+async def test_stream_that_ends_at_an_error_takes_back_what_is_queued(served: Served, script: Script) -> None:
+    stream = Stream(served, metadata=[("triton_grpc_error", "true")])
+    async with busy(served, script):
+        await stream.send(request(1, paceline_unordered=True), request(2, model="nope", paceline_unordered=True))
+        assert await stream.rest() == []
+        assert (await stream.status())[0] is Code.NOT_FOUND
+        await eventually_async(lambda: served.waiting("m") == 0, "an empty queue")
+    assert script.served == []
+
+
+@pytest.mark.parametrize("value", ["false", "", "1"])
+async def test_stream_with_another_value_of_that_header_stays_open(served: Served, value: str) -> None:
+    stream = Stream(served, metadata=[("triton_grpc_error", value)])
+    await stream.send(BAD, request(1))
+    assert await stream.many(2) == [("INVALID_ARGUMENT", BAD_TEXT), 1]
+
+
+async def test_stream_request_refused_by_a_full_queue_fails_alone(tmp_path: Path, script: Script) -> None:
+    text = "max_batch_size: 4 dynamic_batching { default_queue_policy { max_queue_size: 1 } }"
+    async with serving(tmp_path, {"m": script.model}, config=text) as served:
+        stream = Stream(served)
+        async with busy(served, script):
+            await stream.send(request(1), request(2, paceline_unordered=True))
+            assert await stream.next() == ("RESOURCE_EXHAUSTED", "model 'm': Exceeds maximum queue size of 1 requests")
+        assert await stream.next() == 1
+
+
+# ---- Ends ------------------------------------------------------------------------------------------------------------
+
+
+async def test_stream_half_closed_is_answered_to_the_last_and_then_ends_well(served: Served, script: Script) -> None:
+    stream = Stream(served)
+    async with busy(served, script):
+        await stream.send(*(request(mark) for mark in range(6)))
+        await stream.end()
+        await eventually_async(lambda: served.waiting("m") == 6, "six requests waiting")
+    assert await stream.rest() == list(range(6))
+    assert await stream.status() == (Code.OK, "")
+
+
+async def test_stream_without_requests_ends_well(served: Served) -> None:
+    stream = Stream(served)
+    await stream.end()
+    assert (await stream.rest(), await stream.status()) == ([], (Code.OK, ""))
+
+
+async def test_stream_cancelled_takes_all_its_requests_along_and_nobody_elses(served: Served, script: Script) -> None:
+    mine, other = Stream(served), Stream(served)
+    async with busy(served, script):
+        await other.send(request(100))
+        await mine.send(*(request(mark, paceline_unordered=mark % 2 == 0) for mark in range(10)))
+        await eventually_async(lambda: served.waiting("m") == 11, "eleven requests waiting")
+        mine.call.cancel()
+        await eventually_async(lambda: served.waiting("m") == 1, "one request waiting")
+    assert await other.next() == 100
+    assert script.served == [[100]]
+    counted = totals(await served.metrics())
+    assert (counted["success"], counted["CANCELED"]) == (2, 10)
+
+
+async def test_stream_request_taken_back_leaves_the_queue_and_says_so_in_its_place(
+    served: Served, script: Script
+) -> None:
+    def named(mark: float, name: str, **parameters: object) -> pb.ModelInferRequest:
+        return infer("m", {"a": marked(mark)}, id=name, parameters=parameters)
+
+    cancelled = ("CANCELLED", "the request was cancelled")
+    stream = Stream(served)
+    async with busy(served, script):
+        await stream.send(named(1, "a"), named(2, "b"), named(3, "c", paceline_unordered=True), named(4, "d"))
+        await eventually_async(lambda: served.waiting("m") == 4, "four requests waiting")
+        for name in ("b", "c", "nope"):
+            await stream.send(infer(id=name, parameters={"paceline_cancel": True}))
+        assert await stream.next() == cancelled
+        await eventually_async(lambda: served.waiting("m") == 2, "two requests waiting")
+        await stream.end()
+    assert await stream.rest() == [1, cancelled, 4]
+    assert await stream.status() == (Code.OK, "")
+    assert script.served == [[1, 4]]
+    assert totals(await served.metrics())["CANCELED"] == 2
+
+
+async def test_stream_cancelled_takes_the_parts_of_a_split_request_along(tmp_path: Path, script: Script) -> None:
+    async with serving(tmp_path, {"m": script.model}, config=MERGE + own(split_oversized=True)) as served:
+        stream = Stream(served)
+        async with busy(served, script):
+            await stream.send(request(1, rows=40))
+            await eventually_async(lambda: served.waiting("m") == 10, "ten parts waiting")
+            stream.call.cancel()
+            await eventually_async(lambda: served.waiting("m") == 0, "an empty queue")
+    assert script.served == []
+
+
+async def test_stream_deadline_is_that_of_each_of_its_requests(served: Served, script: Script) -> None:
+    script.model.latency = lambda rows: 0.4
+    for _ in range(3):
+        await served.infer(request(0))
+    stream = Stream(served, timeout_s=0.3)
+    await stream.send(request(1))
+    answer = await stream.next()
+    assert isinstance(answer, tuple)
+    assert answer[0] == "DEADLINE_EXCEEDED"
+    assert answer[1].startswith("model 'm': the deadline can't be met: ")
+    script.model.latency = None
+    assert script.seen == [[0], [0], [0]]
+
+
+async def test_stream_request_may_have_a_deadline_of_its_own(served: Served, script: Script) -> None:
+    stream = Stream(served)
+    async with busy(served, script):
+        await stream.send(request(1, paceline_deadline_us=50_000, paceline_unordered=True), request(2))
+        answer = await stream.next()
+        assert isinstance(answer, tuple)
+        assert (answer[0], "Request timeout expired" in answer[1]) == ("DEADLINE_EXCEEDED", True)
+    assert await stream.next() == 2
+    assert script.served == [[2]]
+
+
+async def test_stream_deadline_passed_takes_its_requests_along(served: Served, script: Script) -> None:
+    stream = Stream(served, timeout_s=0.3)
+    async with busy(served, script):
+        await stream.send(request(1), request(2))
+        await stream.rest()
+        assert (await stream.status())[0] is Code.DEADLINE_EXCEEDED
+        await eventually_async(lambda: served.waiting("m") == 0, "an empty queue")
+    assert script.served == []
+
+
+async def test_stream_cancelled_in_the_midst_of_traffic_loses_nobodys_answers(served: Served, script: Script) -> None:
+    script.model.latency = lambda rows: 0.001
+    streams = [Stream(served) for _ in range(8)]
+    for stretch in range(10):
+        for number, stream in enumerate(streams):
+            if stretch == 5 and number % 2:
+                stream.call.cancel()
+            elif stretch < 5 or number % 2 == 0:
+                await stream.send(*(request(number * 1000 + stretch * 10 + each) for each in range(10)))
+    for number, stream in enumerate(streams):
+        if number % 2 == 0:
+            await stream.end()
+            assert await stream.rest() == [number * 1000 + each for each in range(100)]
+    await eventually_async(lambda: served.waiting("m") == 0, "an empty queue")
+
+
+async def test_stream_of_many_models_serves_each(tmp_path: Path) -> None:
+    scripts = {name: Script() for name in ("m", "n")}
+    write_model(tmp_path, "n", MERGE)
+    async with serving(tmp_path, {name: each.model for name, each in scripts.items()}, config=MERGE) as served:
+        stream = Stream(served)
+        await stream.send(request(1), request(2, model="n"), request(3))
+        assert await stream.many(3) == [1, 2, 3]
+    assert sorted(mark for batch in scripts["m"].served for mark in batch) == [1, 3]
+    assert scripts["n"].served == [[2]]

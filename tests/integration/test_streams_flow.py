@@ -1,0 +1,153 @@
+"""Streams under load, with readers that are slow or gone, and at the end of the server."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from pathlib import Path
+
+import grpc
+import pytest
+
+from server.config import Settings
+from tests.integration.scripted import Script, busy, mark_of, request, totals
+from tests.integration.serving import failure_of, serving
+from tests.integration.streams import Stream
+from tests.polling import eventually_async
+
+Code = grpc.StatusCode
+MERGE = "max_batch_size: 4 dynamic_batching { }"
+LARGE = 100_000
+"""Columns of a request whose answer exceeds what gRPC buffers on its own."""
+
+
+@pytest.fixture
+def script() -> Script:
+    return Script()
+
+
+async def test_stream_has_at_most_so_many_requests_under_way(tmp_path: Path, script: Script) -> None:
+    settings = Settings(paths=(tmp_path,), grpc_max_stream_requests=3)
+    async with serving(tmp_path, {"m": script.model}, config=MERGE, settings=settings) as served:
+        stream, other = Stream(served), Stream(served)
+        async with busy(served, script):
+            await stream.send(*(request(mark) for mark in range(10)))
+            await eventually_async(lambda: served.waiting("m") == 3, "three requests waiting")
+            # The bound is the stream's own, and by now the fourth would have been read if it could be.
+            await other.send(request(100))
+            await eventually_async(lambda: served.waiting("m") == 4, "four requests waiting")
+        assert await stream.many(10) == list(range(10))
+        assert await other.next() == 100
+
+
+async def test_stream_whose_answers_nobody_reads_is_not_read_on(tmp_path: Path, script: Script) -> None:
+    settings = Settings(paths=(tmp_path,), grpc_max_stream_requests=4)
+    async with serving(tmp_path, {"m": script.model}, config=MERGE, settings=settings) as served:
+        stream = Stream(served)
+        sending = asyncio.create_task(stream.send(*(request(mark, columns=LARGE) for mark in range(60))))
+        await eventually_async(lambda: len(script.seen) > 0, "the first execution")
+        # It stands still once nothing changes any more while others are answered.
+        before = -1
+        while (now := sum(map(len, script.seen))) != before:
+            before = now
+            for mark in range(100, 120):
+                assert mark_of(await served.infer(request(mark))) == mark
+            before += 20
+        taken = [mark for batch in script.seen for mark in batch if mark < 100]
+        # 4 under way, and what the two ends' buffers hold of 400 kB answers.
+        assert len(taken) < 30
+        assert not sending.done()
+        assert await stream.many(60) == list(range(60))
+        await sending
+
+
+async def test_streams_whose_clients_go_while_answers_are_being_written_leave_nothing(
+    tmp_path: Path, script: Script, caplog: pytest.LogCaptureFixture
+) -> None:
+    text = "max_batch_size: 32 dynamic_batching { }"
+    async with serving(tmp_path, {"m": script.model}, config=text) as served:
+        for _ in range(5):
+            before = sum(map(len, script.seen))
+            streams = [Stream(served) for _ in range(8)]
+            for stream in streams:
+                await stream.send(*(request(mark, columns=LARGE) for mark in range(10)))
+            done = before + 80
+            await eventually_async(lambda n=done: sum(map(len, script.seen)) == n, "all of them executed")
+            for stream in streams:
+                stream.call.cancel()
+        assert mark_of(await served.infer(request(99))) == 99
+        assert await served.metric("nv_inference_pending_request_count") == 0
+        # Each counted once, those too whose answers were there and not yet written.
+        counted = totals(await served.metrics())
+        assert sum(counted.values()) == counted["success"] + counted["CANCELED"] == 5 * 8 * 10 + 1
+        assert counted["CANCELED"] > 0
+    assert [record.message for record in caplog.records if record.levelname == "ERROR"] == []
+
+
+async def test_streams_64_at_once_each_get_their_own_answers_in_order(tmp_path: Path, script: Script) -> None:
+    text = "max_batch_size: 32 dynamic_batching { } instance_group { count: 2 }"
+    async with serving(tmp_path, {"m": script.model}, config=text) as served:
+
+        async def use(number: int) -> list[object]:
+            stream = Stream(served)
+            for each in range(40):
+                await stream.send(request(number * 100 + each, 1 + each % 3))
+            await stream.end()
+            return [*await stream.rest(), await stream.status()]
+
+        for number, answers in enumerate(await asyncio.gather(*map(use, range(64)))):
+            assert answers == [*(number * 100.0 + each for each in range(40)), (Code.OK, "")]
+        assert await served.metric("nv_inference_pending_request_count") == 0
+        assert await served.metric("nv_inference_request_success") == 64 * 40
+    assert max(map(len, script.seen)) > 3
+
+
+# ---- The server's end ------------------------------------------------------------------------------------------------
+
+
+async def test_stop_answers_what_streams_have_under_way_and_refuses_the_rest_in_the_stream(
+    tmp_path: Path, script: Script
+) -> None:
+    async with serving(tmp_path, {"m": script.model}, config=MERGE) as served:
+        stream = Stream(served)
+        async with busy(served, script):
+            await stream.send(request(1), request(2))
+            await eventually_async(lambda: served.waiting("m") == 2, "two requests waiting")
+            stopping = asyncio.create_task(served.server.stop(30))
+            refused = Stream(served)
+            assert await failure_of(refused.next()) == (Code.UNAVAILABLE, "the server is stopping")
+            await stream.send(request(3, paceline_unordered=True))
+            assert await stream.next() == ("UNAVAILABLE", "the server is stopping")
+            assert not stopping.done()
+        assert await stream.rest() == [1, 2]
+        assert await stream.status() == (Code.UNAVAILABLE, "the server is stopping")
+        assert await stopping
+    assert script.served == [[1, 2]]
+
+
+async def test_stop_is_not_held_up_by_streams_that_are_open(tmp_path: Path, script: Script) -> None:
+    async with serving(tmp_path, {"m": script.model}, config=MERGE) as served:
+        Stream(served)  # without requests
+        used = Stream(served)
+        await used.send(request(1))
+        assert await used.next() == 1
+        began_s = time.monotonic()
+        assert await served.server.stop(30)
+        assert time.monotonic() - began_s < 1
+        assert await used.rest() == []
+        assert await used.status() == (Code.UNAVAILABLE, "the server is stopping")
+
+
+async def test_stop_that_runs_out_of_time_tells_streams_too(tmp_path: Path, script: Script) -> None:
+    async with serving(tmp_path, {"m": script.model}, config=MERGE) as served:
+        gate = script.hold(1)
+        stream = Stream(served)
+        await stream.send(request(1))
+        await asyncio.to_thread(gate.wait_entered, 1)
+        await stream.send(request(2))
+        await eventually_async(lambda: served.waiting("m") == 1, "one request waiting")
+        assert not await served.server.stop(0.1)
+        text = "model 'm': the model is being unloaded or the server is stopping"
+        assert await stream.rest() == [("UNAVAILABLE", text)] * 2
+        assert await stream.status() == (Code.UNAVAILABLE, "the server is stopping")
+        gate.open()

@@ -1,0 +1,93 @@
+"""What calls bring along: headers that become parameters, and how long the caller waits."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from protos import inference_pb2 as pb
+from scheduler.policy import NEVER
+from server.calls import HeaderForwarding, add_headers, deadline_of, header
+from server.errors import InvalidRequest, StartError
+
+
+class Context:
+    """A call with these headers, as gRPC gives them: in lower case, values of keys in -bin as bytes."""
+
+    def __init__(self, *metadata: tuple[str, str | bytes]) -> None:
+        self._metadata = metadata
+
+    def invocation_metadata(self) -> tuple[tuple[str, str | bytes], ...]:
+        return self._metadata
+
+
+CALL = Context(("x-tenant", "a"), ("user-agent", "me"), ("x-more", "1"), ("x-more", "2"), ("x-data-bin", b"\xff"))
+
+
+@pytest.mark.parametrize(
+    ("pattern", "found"),
+    [
+        ("^x-", {"x-tenant": "a", "x-more": "1,2"}),
+        ("tenant", {"x-tenant": "a"}),
+        ("agent$", {"user-agent": "me"}),
+        ("^(x-tenant|user-agent)$", {"x-tenant": "a", "user-agent": "me"}),
+        ("X-", {}),
+        ("(?i)X-TEN", {"x-tenant": "a"}),
+        (".*", {"x-tenant": "a", "user-agent": "me", "x-more": "1,2"}),
+        ("-bin", {}),
+    ],
+)
+def test_forward_takes_headers_in_whose_names_the_pattern_occurs(pattern: str, found: dict[str, str]) -> None:
+    assert HeaderForwarding(pattern).headers(CALL) == found
+
+
+@pytest.mark.parametrize("name", ["timeout", "priority", "sequence_id", "headers", "triton_grpc_error", "paceline_x"])
+def test_forward_of_a_reserved_name_is_refused(name: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        HeaderForwarding(".*").headers(Context((name, "1")))
+    assert str(caught.value) == f"header '{name}' is reserved and can't be forwarded as a parameter"
+    assert HeaderForwarding("^x-").headers(Context((name, "1"))) == {}
+
+
+def test_forward_with_a_pattern_that_is_none_says_which() -> None:
+    with pytest.raises(StartError) as caught:
+        HeaderForwarding("x-(")
+    assert str(caught.value).startswith("--grpc-header-forward-pattern: expected a regular expression, got 'x-(': ")
+
+
+def test_add_headers_win_over_what_the_request_says() -> None:
+    request = pb.ModelInferRequest()
+    request.parameters["x-tenant"].int64_param = 7
+    request.parameters["mine"].bool_param = True
+    add_headers(request, {"x-tenant": "a"})
+    assert request.parameters["x-tenant"] == pb.InferParameter(string_param="a")
+    assert request.parameters["mine"].bool_param
+
+
+def test_header_is_the_last_of_its_name_or_nothing() -> None:
+    assert (header(CALL, "x-more"), header(CALL, "x-tenant"), header(CALL, "nope")) == ("2", "a", "")
+
+
+class Remaining:
+    """Of gRPC's context, the time that is left."""
+
+    def __init__(self, seconds: float | None) -> None:
+        self._seconds = seconds
+
+    def time_remaining(self) -> float | None:
+        return self._seconds
+
+
+@pytest.mark.parametrize(("remaining_s", "way_back_s"), [(0.1, 0.005), (0.2, 0.01), (1_000.0, 0.01)])
+def test_deadline_leaves_a_twentieth_of_the_time_and_at_most_10_ms_for_the_way_back(
+    remaining_s: float, way_back_s: float
+) -> None:
+    before_ns = time.monotonic_ns()
+    deadline_ns = deadline_of(Remaining(remaining_s))
+    left_ns = int((remaining_s - way_back_s) * 1e9)
+    assert before_ns + left_ns <= deadline_ns <= time.monotonic_ns() + left_ns
+
+
+def test_deadline_of_a_call_without_one_is_never() -> None:
+    assert deadline_of(Remaining(None)) == NEVER
