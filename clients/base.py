@@ -103,10 +103,13 @@ class BaseClient:
         """Starts the call: returns its response with grpc, what is to be awaited for it with grpc.aio."""
         return self._open()[call.method](
             call.request,
-            timeout=self._timeout_s if isinstance(timeout_s, EllipsisType) else timeout_s,
+            timeout=self._bound_s(timeout_s),
             metadata=(*self._metadata, *metadata),
             wait_for_ready=call.wait_for_ready,
         )
+
+    def _bound_s(self, timeout_s: Timeout) -> float | None:
+        return self._timeout_s if isinstance(timeout_s, EllipsisType) else timeout_s
 
 
 class ReadyWait:

@@ -57,6 +57,7 @@ class Method(StrEnum):
     """The methods in use, by their names on the wire."""
 
     MODEL_INFER = "ModelInfer"
+    MODEL_STREAM_INFER = "ModelStreamInfer"
     SERVER_LIVE = "ServerLive"
     SERVER_READY = "ServerReady"
     MODEL_READY = "ModelReady"

@@ -1,0 +1,267 @@
+"""The asyncio client over streams: to its user, calls like any other."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+
+from clients import (
+    AsyncInferenceClient,
+    Cancelled,
+    ClientClosed,
+    DeadlineExceeded,
+    InferenceError,
+    Internal,
+    InvalidArgument,
+    NotFound,
+    ResourceExhausted,
+    Unavailable,
+)
+from protos import inference_pb2 as pb
+from protos.inference_pb2_grpc import GRPCInferenceServiceServicer, add_GRPCInferenceServiceServicer_to_server
+from server.config import Settings
+from tests.integration.relay import relaying
+from tests.integration.scripted import Script, busy, marked
+from tests.integration.serving import Served, serving
+from tests.polling import eventually_async
+
+MERGE = "max_batch_size: 8 dynamic_batching { default_queue_policy { max_queue_size: 40 } }"
+
+
+@pytest.fixture
+def script() -> Script:
+    return Script()
+
+
+@pytest.fixture
+async def served(tmp_path: Path, script: Script) -> AsyncIterator[Served]:
+    async with serving(tmp_path, {"m": script.model}, config=MERGE) as served:
+        yield served
+
+
+@pytest.fixture
+async def client(served: Served) -> AsyncIterator[AsyncInferenceClient]:
+    async with AsyncInferenceClient(served.target, transport="stream", timeout_s=20) as client:
+        yield client
+
+
+async def ask(client: AsyncInferenceClient, mark: float, **more: Any) -> float:
+    result = await client.infer("m", {"a": marked(mark)}, **more)
+    return float(result["x"][0, 0])
+
+
+async def test_infer_over_streams_answers_as_a_call_does(served: Served, client: AsyncInferenceClient) -> None:
+    options: dict[str, Any] = {"request_id": "grün/7", "outputs": ["x"], "parameters": {"binary_data_output": False}}
+    async with AsyncInferenceClient(served.target) as calling:
+        expected = await calling.infer("m", {"a": marked(3, 2)}, **options)
+    got = await client.infer("m", {"a": marked(3, 2)}, **options)
+    np.testing.assert_array_equal(got["x"], expected["x"])
+    assert (got.id, got.model_name, got.model_version) == ("grün/7", "m", "1")
+    assert (got.parameters, got.datatypes) == (expected.parameters, expected.datatypes) == ({}, {"x": "FP32"})
+
+
+async def test_infer_over_streams_many_at_once_each_get_their_own_answer(
+    client: AsyncInferenceClient, script: Script
+) -> None:
+    async def use(number: int) -> list[float]:
+        return [await ask(client, number * 100 + each) for each in range(10)]
+
+    answers = await asyncio.gather(*map(use, range(30)))
+    assert answers == [[number * 100 + each for each in range(10)] for number in range(30)]
+    assert max(map(len, script.seen)) > 1
+
+
+async def test_infer_over_streams_answers_overtake_each_other(client: AsyncInferenceClient, script: Script) -> None:
+    gate = script.hold(1)
+    first = asyncio.create_task(ask(client, 1))
+    await asyncio.to_thread(gate.wait_entered, 1)
+    # As many as there are streams, so that one of them shares the first one's; the unknown model isn't held up.
+    for _ in range(20):
+        with pytest.raises(NotFound):
+            await client.infer("nope", {"a": marked(2)})
+    gate.open()
+    assert await first == 1
+
+
+async def test_infer_over_streams_failures_are_those_of_calls(
+    served: Served, client: AsyncInferenceClient, script: Script
+) -> None:
+    script.errors[5] = RuntimeError("no fives")
+    for kind, inputs, more in (
+        (NotFound, marked(1), {"version": "7"}),
+        (InvalidArgument, np.zeros((1, 2), np.int32), {}),
+        (Internal, marked(5), {}),
+    ):
+        async with AsyncInferenceClient(served.target) as calling:
+            with pytest.raises(kind) as expected:
+                await calling.infer("m", {"a": inputs}, **more)
+        with pytest.raises(kind) as got:
+            await client.infer("m", {"a": inputs}, **more)
+        assert (got.value.status, got.value.message) == (expected.value.status, expected.value.message)
+    assert await ask(client, 1) == 1
+
+
+async def test_infer_over_streams_full_queue_is_resource_exhausted_for_whom_it_concerns(
+    served: Served, client: AsyncInferenceClient, script: Script
+) -> None:
+    async with busy(served, script):
+        asking = [asyncio.create_task(ask(client, mark)) for mark in range(50)]
+        await asyncio.wait(asking, return_when=asyncio.FIRST_COMPLETED)
+        await eventually_async(lambda: sum(task.done() for task in asking) == 10, "ten refusals")
+    outcomes = await asyncio.gather(*asking, return_exceptions=True)
+    assert sum(isinstance(outcome, ResourceExhausted) for outcome in outcomes) == 10
+    assert all(outcome == mark for mark, outcome in enumerate(outcomes) if isinstance(outcome, float))
+
+
+async def test_infer_over_streams_cancelled_leaves_the_servers_queue_alone(
+    served: Served, client: AsyncInferenceClient, script: Script
+) -> None:
+    async with busy(served, script):
+        asking = [asyncio.create_task(ask(client, mark)) for mark in range(30)]
+        await eventually_async(lambda: served.waiting("m") == 30, "thirty requests waiting")
+        for task in asking[::2]:
+            task.cancel()
+        await eventually_async(lambda: served.waiting("m") == 15, "fifteen requests waiting")
+    outcomes = await asyncio.gather(*asking, return_exceptions=True)
+    for mark, outcome in enumerate(outcomes):
+        assert isinstance(outcome, asyncio.CancelledError) if mark % 2 == 0 else outcome == mark
+    assert sorted(mark for batch in script.served for mark in batch) == list(range(1, 30, 2))
+
+
+async def test_infer_over_streams_timeout_is_told_to_the_server_and_kept_without_it(
+    served: Served, client: AsyncInferenceClient, script: Script
+) -> None:
+    async with busy(served, script):
+        with pytest.raises(DeadlineExceeded):
+            await ask(client, 1, timeout_s=0.1)
+        await eventually_async(lambda: served.waiting("m") == 0, "an empty queue")
+    assert script.served == []
+    gate = script.hold(2)
+    # Executing: the server has nothing to say before the model has.
+    with pytest.raises(DeadlineExceeded, match=r"no answer within 0\.3 s"):
+        await ask(client, 2, timeout_s=0.3)
+    gate.open()
+    assert await ask(client, 3, timeout_s=None) == 3
+
+
+async def test_infer_over_streams_metadata_of_one_request_is_refused(client: AsyncInferenceClient) -> None:
+    with pytest.raises(ValueError, match="give it to the client"):
+        await ask(client, 1, metadata=[("x", "y")])
+
+
+async def test_infer_over_streams_with_metadata_of_the_client_sends_it(tmp_path: Path, script: Script) -> None:
+    settings = Settings(paths=(tmp_path,), grpc_header_forward_pattern="^timeout$")
+    async with serving(tmp_path, {"m": script.model}, settings=settings) as served:
+        headers = [("timeout", "1")]
+        async with AsyncInferenceClient(served.target, transport="stream", metadata=headers) as client:
+            with pytest.raises(InvalidArgument, match="'timeout' is reserved"):
+                await ask(client, 1)
+
+
+async def test_infer_over_streams_that_broke_fails_who_waited_and_serves_who_comes(
+    served: Served, script: Script
+) -> None:
+    async with (
+        relaying(served.server.grpc_port) as relay,
+        AsyncInferenceClient(f"127.0.0.1:{relay.port}", transport="stream", timeout_s=20) as client,
+    ):
+        async with busy(served, script):
+            asking = [asyncio.create_task(ask(client, mark)) for mark in range(20)]
+            await eventually_async(lambda: served.waiting("m") == 20, "twenty requests waiting")
+            relay.cut()
+            outcomes = await asyncio.gather(*asking, return_exceptions=True)
+            assert {type(outcome) for outcome in outcomes} == {Unavailable}
+            await eventually_async(lambda: served.waiting("m") == 0, "an empty queue")
+        await client.wait_ready(10)
+        assert await asyncio.gather(*(ask(client, mark) for mark in range(20))) == list(range(20))
+
+
+async def test_infer_over_streams_to_nobody_is_unavailable() -> None:
+    async with AsyncInferenceClient("127.0.0.1:1", transport="stream") as client:
+        for _ in range(2):
+            with pytest.raises(Unavailable):
+                await ask(client, 1)
+
+
+async def test_infer_over_streams_of_a_server_that_stops_is_unavailable(
+    served: Served, client: AsyncInferenceClient
+) -> None:
+    assert await ask(client, 1) == 1
+    await served.server.stop(5)
+    with pytest.raises(Unavailable):
+        await ask(client, 1)
+
+
+async def test_infer_over_streams_closed_underneath_is_cancelled(
+    served: Served, client: AsyncInferenceClient, script: Script
+) -> None:
+    async with busy(served, script):
+        asking = asyncio.create_task(ask(client, 1))
+        await eventually_async(lambda: served.waiting("m") == 1, "one request waiting")
+        await client.close()
+        with pytest.raises(Cancelled):
+            await asking
+        await eventually_async(lambda: served.waiting("m") == 0, "an empty queue")
+    with pytest.raises(ClientClosed):
+        await ask(client, 1)
+
+
+def test_transport_of_another_name_is_refused() -> None:
+    with pytest.raises(ValueError, match="expected 'call' or 'stream', got 'pigeon'"):
+        AsyncInferenceClient("x", transport="pigeon")  # type: ignore[arg-type]
+
+
+@asynccontextmanager
+async def peer(servicer: GRPCInferenceServiceServicer) -> AsyncIterator[AsyncInferenceClient]:
+    """A client of a server that isn't ours."""
+    server = grpc.aio.server()
+    add_GRPCInferenceServiceServicer_to_server(servicer, server)  # type: ignore[no-untyped-call]
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    async with AsyncInferenceClient(f"127.0.0.1:{port}", transport="stream", timeout_s=20) as client:
+        yield client
+    await server.stop(None)
+
+
+class Foreign(GRPCInferenceServiceServicer):
+    """A server that knows nothing of ours: errors are texts, and after three answers it ends the stream."""
+
+    async def ModelStreamInfer(self, requests: Any, context: Any) -> AsyncIterator[pb.ModelStreamInferResponse]:
+        for _ in range(3):
+            request = await anext(requests)
+            answer = pb.ModelStreamInferResponse(error_message="no such thing" if request.model_name == "bad" else "")
+            answer.infer_response.id = request.id
+            answer.infer_response.model_name = request.model_name
+            yield answer
+
+
+class Mute(GRPCInferenceServiceServicer):
+    """A server that reads one request and ends the stream."""
+
+    async def ModelStreamInfer(self, requests: Any, context: Any) -> AsyncIterator[pb.ModelStreamInferResponse]:
+        await anext(requests)
+        return
+        yield
+
+
+async def test_infer_over_streams_of_a_foreign_server_has_answers_and_errors_without_status() -> None:
+    async with peer(Foreign()) as client:
+        for _ in range(50):
+            assert (await client.infer("m", {"a": marked(1)}, request_id="mine")).id == "mine"
+            with pytest.raises(InferenceError, match="no such thing") as caught:
+                await client.infer("bad", {"a": marked(1)})
+            assert caught.value.status is grpc.StatusCode.UNKNOWN
+
+
+async def test_infer_over_streams_that_end_without_an_answer_is_unavailable() -> None:
+    async with peer(Mute()) as client:
+        for _ in range(20):
+            with pytest.raises(Unavailable, match="the server ended the stream"):
+                await ask(client, 1)
