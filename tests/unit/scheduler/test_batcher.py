@@ -75,9 +75,40 @@ async def test_submit_while_busy_queues_and_batches_when_the_instance_is_free(be
     await one_turn()
     assert bench.batcher.waiting_requests == 2
     bench.runner.finish(str.upper)
+    await one_turn()
     bench.runner.finish(str.upper)
     assert await asyncio.gather(*first, *later) == ["A", "B", "C"]
     assert bench.runner.batches == [["a"], ["b", "c"]]
+
+
+async def test_instance_that_is_done_early_gets_what_arrives_while_its_answers_leave(bench: Bench) -> None:
+    first = bench.submit("a", "b", "c")
+    await one_turn()
+    bench.submit("d")
+    await one_turn()
+    first[0].add_done_callback(lambda _: bench.submit("e"))
+    bench.runner.finish(str.upper)
+    await one_turn()
+    assert bench.runner.batches == [["a", "b", "c"], ["d", "e"]]
+
+
+async def test_instance_that_is_done_late_starts_on_what_waits_before_its_answers_leave(bench: Bench) -> None:
+    bench.submit("a")
+    await one_turn()
+    bench.submit("b")
+    await one_turn()
+    bench.clock.advance(5 * MS)
+    bench.runner.finish(str.upper)
+    assert bench.runner.batches == [["a"], ["b"]]
+
+
+async def test_instance_that_is_done_early_starts_on_a_full_batch_at_once(bench: Bench) -> None:
+    bench.submit("a")
+    await one_turn()
+    bench.submit("b", "c", "d", "e")
+    await one_turn()
+    bench.runner.finish(str.upper)
+    assert bench.runner.batches == [["a"], ["b", "c", "d", "e"]]
 
 
 async def test_submit_with_two_instances_keeps_both_busy() -> None:
@@ -113,6 +144,7 @@ async def test_cancel_in_the_queue_leaves_at_once_and_the_neighbours_are_answere
     futures[victim].cancel()
     assert bench.batcher.waiting_requests == 3
     bench.runner.finish(str.upper)
+    await one_turn()
     bench.runner.finish(str.upper)
     others = [future for number, future in enumerate(futures) if number != victim]
     assert await asyncio.gather(*blocker, *others) == ["BLOCKER", *(c for n, c in enumerate("ABCD") if n != victim)]

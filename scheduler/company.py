@@ -1,0 +1,48 @@
+"""Whether a request is likely to get company if it waits a moment: learned from the batches that left."""
+
+from __future__ import annotations
+
+__all__ = ["Company"]
+
+_CROWD_WEIGHT = 0.1
+_CROWD_OF_ONE = 1.05
+_QUIET_ITERATIONS = 6
+_MOST_QUIET_ITERATIONS = 60
+_MOST_ITERATIONS = 400
+_STILL_THERE = 0.98
+
+
+class Company:
+    """What an idle instance is kept waiting for, in iterations of the event loop.
+
+    gRPC hands requests that have arrived to the loop one an iteration, and taking one up and answering it costs the
+    loop more than a small model's execution does. So where batches have company, it is worth waiting until the loop has
+    been without new requests for some iterations, a few microseconds each: the more, the larger batches have been. It
+    ends when as many wait as have lately been there at a time, and at the latest after a bound of iterations.
+    """
+
+    __slots__ = ("_batch_requests", "_executing", "_patience", "_present")
+
+    def __init__(self) -> None:
+        self._batch_requests = 1.0
+        self._present = 1.0
+        self._patience = _QUIET_ITERATIONS
+        self._executing = 0
+
+    def on_start(self, requests: int, waiting: int) -> None:
+        """A batch of so many requests starts, others still wait."""
+        self._executing += requests
+        self._batch_requests += _CROWD_WEIGHT * (requests - self._batch_requests)
+        self._present = max(self._executing + waiting, _STILL_THERE * self._present)
+        squared = self._batch_requests * self._batch_requests
+        self._patience = min(_MOST_QUIET_ITERATIONS, int(_QUIET_ITERATIONS * squared))
+
+    def on_end(self, requests: int) -> None:
+        """A batch of so many requests is done."""
+        self._executing -= requests
+
+    def is_worth_waiting(self, waiting: int, quiet: int, iterations: int) -> bool:
+        """Whether to wait on, after so many iterations, the last `quiet` of them without a new request."""
+        if self._batch_requests < _CROWD_OF_ONE or waiting >= self._present:
+            return False
+        return quiet < self._patience and iterations < _MOST_ITERATIONS
