@@ -1,0 +1,156 @@
+"""A process's end of the connection to another: messages, and tensors in shared memory.
+
+Lives here: what joins channel and memory, and the giving back of places. Must not: know what is said. Each end owns the
+memory that it writes to, and sees that of the other.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from threading import get_ident
+
+from backends.base import Array
+from backends.transport.channel import Channel, socket_pair
+from backends.transport.frames import Message
+from backends.transport.memory import Memory, Window, new_region
+from backends.transport.parcel import Parcel, pack, packed_start, unpack
+
+__all__ = ["FIRST_KIND", "Link", "RemoteEnd"]
+
+_GIVE_BACK = 0
+FIRST_KIND = 1
+"""Kinds of messages from here on are their users'."""
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteEnd:
+    """What another process inherits to be the other end: descriptors of its socket, its own memory and the other's."""
+
+    socket: int
+    own: int
+    other: int
+
+    @property
+    def descriptors(self) -> tuple[int, int, int]:
+        return self.socket, self.own, self.other
+
+    def close(self) -> None:
+        """Once the other process has them."""
+        for descriptor in self.descriptors:
+            os.close(descriptor)
+
+
+class Link:
+    """One end. Belongs to the event loop that `start` ran on; arrays may be dropped on any thread."""
+
+    def __init__(self, end: socket.socket, own: Memory, other: int) -> None:
+        """Takes over `end`, and the descriptor `other` of the other end's memory."""
+        self._channel = Channel(end)
+        self._own = own
+        self._window = Window(other, self._on_gone)
+        self._gone: deque[int] = deque()
+        self._tells_soon = False
+        self._loop: asyncio.AbstractEventLoop
+        self._thread = 0
+        self._on_messages: Callable[[list[Message]], None]
+
+    @classmethod
+    def pair(cls, size_bytes: int) -> tuple[Link, RemoteEnd]:
+        """An end for this process and what another needs to `join`, with memory of `size_bytes` each."""
+        here, there = socket_pair()
+        remote = RemoteEnd(there.detach(), own=new_region(size_bytes), other=new_region(size_bytes))
+        return cls(here, Memory(os.dup(remote.other)), os.dup(remote.own)), remote
+
+    @classmethod
+    def join(cls, remote: RemoteEnd) -> Link:
+        """The end that `remote` describes, in the process that has inherited it."""
+        return cls(socket.socket(fileno=remote.socket), Memory(remote.own), remote.other)
+
+    @property
+    def size_bytes(self) -> int:
+        """Of the memory at each end."""
+        return self._own.size_bytes
+
+    @property
+    def used_bytes(self) -> int:
+        """What is taken of this end's own memory."""
+        return self._own.used_bytes
+
+    @property
+    def unsent_bytes(self) -> int:
+        """What the other end hasn't made room for."""
+        return self._channel.unsent_bytes
+
+    def start(self, on_messages: Callable[[list[Message]], None], on_end: Callable[[], None]) -> None:
+        """Receive. `on_messages` gets what has arrived at a time; `on_end` is called once, when the other end goes."""
+        self._loop = asyncio.get_running_loop()
+        self._thread = get_ident()
+        self._on_messages = on_messages
+
+        def end() -> None:
+            self._window.forget()
+            on_end()
+
+        self._channel.start(self._receive, end)
+
+    # hot path
+    def send(self, message: Message) -> None:
+        """Send it at the end of this iteration of the loop; its kind is `FIRST_KIND` or more."""
+        self._channel.send(message)
+
+    # hot path
+    def pack(self, arrays: Sequence[Array]) -> Parcel | None:
+        """Copy `arrays` to where the other end finds them. None if this end's memory has no room now.
+
+        The parcel must be sent and unpacked there, or discarded. Raises as `parcel.pack`."""
+        return pack(arrays, self._own)
+
+    def discard(self, parcel: Parcel) -> None:
+        """Take back what was packed and not sent."""
+        if (start := packed_start(parcel)) is not None:
+            self._own.free(start)
+
+    # hot path
+    def unpack(self, parcel: Parcel) -> tuple[Array, ...]:
+        """The arrays that the other end packed. Once for each parcel: its place is given back with the last array."""
+        return unpack(parcel, self._window)
+
+    def close(self) -> None:
+        """End. Memory stays for as long as arrays over it do."""
+        self._channel.close()
+        self._window.forget()
+
+    def _receive(self, messages: list[Message]) -> None:
+        if any(message[0] == _GIVE_BACK for message in messages):
+            for message in messages:
+                if message[0] == _GIVE_BACK:
+                    for start in message[1]:
+                        self._own.free(start)
+            messages = [message for message in messages if message[0] != _GIVE_BACK]
+        if messages:
+            self._on_messages(messages)
+
+    def _on_gone(self, start: int) -> None:
+        """On any thread, and wherever the interpreter happens to drop an array."""
+        self._gone.append(start)
+        if self._tells_soon or self._channel.closed:
+            return
+        self._tells_soon = True
+        if get_ident() == self._thread:
+            self._loop.call_soon(self._give_back)
+        elif not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._give_back)
+
+    def _give_back(self) -> None:
+        # First: whoever appends from here on sees to it that this is called again.
+        self._tells_soon = False
+        starts = []
+        while self._gone:
+            starts.append(self._gone.popleft())
+        if starts:
+            self._channel.send((_GIVE_BACK, starts))

@@ -1,0 +1,202 @@
+"""Two ends of a link, on one event loop: what is told when, and what becomes of memory."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import threading
+import weakref
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+
+from backends.transport.frames import Message
+from backends.transport.link import FIRST_KIND, Link
+from tests.polling import eventually_async
+
+SIZE = 1 << 20
+HELLO = FIRST_KIND
+LARGE = np.arange(20_000, dtype=np.float32)
+
+
+@dataclass
+class End:
+    link: Link
+    got: list[Message] = field(default_factory=list)
+    wakes: int = 0
+    ended: int = 0
+
+    def start(self) -> None:
+        self.link.start(self.on_messages, self.on_end)
+
+    def on_messages(self, messages: list[Message]) -> None:
+        self.wakes += 1
+        self.got += messages
+
+    def on_end(self) -> None:
+        self.ended += 1
+
+
+Pair = tuple[End, End]
+
+
+@pytest.fixture
+async def ends() -> AsyncIterator[Pair]:
+    here, remote = Link.pair(SIZE)
+    pair = End(here), End(Link.join(remote))
+    for end in pair:
+        end.start()
+    yield pair
+    for end in pair:
+        end.link.close()
+
+
+async def test_messages_of_one_iteration_arrive_in_order_and_at_once(ends: Pair) -> None:
+    here, there = ends
+    for number in range(100):
+        here.link.send((HELLO, number, "text", b"bytes", (1, None, True)))
+    await eventually_async(lambda: len(there.got) == 100, "all messages")
+    assert there.wakes == 1
+    assert there.got == [(HELLO, number, "text", b"bytes", (1, None, True)) for number in range(100)]
+
+
+async def test_messages_larger_than_any_buffer_arrive_both_ways_at_once(ends: Pair) -> None:
+    here, there = ends
+    data = os.urandom(8 << 20)
+    for end in ends:
+        end.link.send((HELLO, data))
+        end.link.send((HELLO, b"after"))
+    await eventually_async(lambda: len(here.got) == len(there.got) == 2, "both messages at both ends")
+    assert here.got == there.got == [(HELLO, data), (HELLO, b"after")]
+    assert here.link.unsent_bytes == 0
+
+
+async def test_unsent_bytes_say_what_the_other_end_does_not_take(ends: Pair) -> None:
+    here, there = ends
+    slow = here.link
+    slow.send((HELLO, bytes(32 << 20)))
+    assert slow.unsent_bytes == 0
+    await asyncio.sleep(0)
+    assert slow.unsent_bytes > 1 << 20
+    await eventually_async(lambda: there.got, "the message")
+    assert slow.unsent_bytes == 0
+
+
+async def test_array_that_is_dropped_gives_its_place_back(ends: Pair) -> None:
+    here, there = ends
+    parcel = here.link.pack([LARGE])
+    assert parcel is not None
+    assert here.link.used_bytes >= LARGE.nbytes
+    here.link.send((HELLO, parcel))
+    await eventually_async(lambda: there.got, "the parcel")
+    (array,) = there.link.unpack(there.got.pop()[1])
+    row = array[10:20].reshape(2, 5).T
+    del array
+    await asyncio.sleep(0.01)
+    assert here.link.used_bytes >= LARGE.nbytes
+    np.testing.assert_array_equal(row, LARGE[10:20].reshape(2, 5).T)
+    del row
+    await eventually_async(lambda: here.link.used_bytes == 0, "the place given back")
+    assert here.got == []
+
+
+async def test_array_that_is_dropped_on_another_thread_gives_its_place_back(ends: Pair) -> None:
+    here, there = ends
+    for _ in range(50):
+        parcel = here.link.pack([LARGE])
+        assert parcel is not None
+        held = list(there.link.unpack(parcel))
+        thread = threading.Thread(target=held.clear)
+        thread.start()
+        await asyncio.to_thread(thread.join)
+    await eventually_async(lambda: here.link.used_bytes == 0, "all places given back")
+
+
+async def test_pack_without_room_is_none_and_takes_nothing(ends: Pair) -> None:
+    here, _ = ends
+    assert here.link.pack([np.zeros(here.link.size_bytes + 1, np.uint8)]) is None
+    most = here.link.pack([np.zeros(here.link.size_bytes - 64, np.uint8)])
+    assert most is not None
+    assert here.link.pack([LARGE]) is None
+    assert here.link.pack([np.zeros(8, np.uint8)]) is not None, "a small tensor needs no room"
+    here.link.discard(most)
+    assert here.link.used_bytes == 0
+    assert here.link.pack([LARGE]) is not None
+
+
+async def test_pack_of_what_is_no_bytes_raises_and_takes_nothing(ends: Pair) -> None:
+    here, _ = ends
+    with pytest.raises(TypeError):
+        here.link.pack([LARGE, np.array([b"a", "b"], object)])
+    with pytest.raises(TypeError):
+        here.link.pack([np.array([1], object)])
+    assert here.link.used_bytes == 0
+
+
+async def test_end_that_closes_is_told_to_the_other_once_after_what_it_said(ends: Pair) -> None:
+    here, there = ends
+    here.link.send((HELLO, 1))
+    await asyncio.sleep(0)
+    here.link.close()
+    await eventually_async(lambda: there.ended, "the end noticed")
+    assert there.got == [(HELLO, 1)]
+    assert (here.ended, there.ended) == (0, 1)
+    there.link.send((HELLO, 2))
+    await asyncio.sleep(0.01)
+    there.link.close()
+    assert (here.ended, there.ended) == (0, 1)
+
+
+async def test_arrays_outlive_a_link_that_ends(ends: Pair) -> None:
+    here, there = ends
+    parcel = here.link.pack([LARGE])
+    assert parcel is not None
+    (array,) = there.link.unpack(parcel)
+    here.link.close()
+    there.link.close()
+    np.testing.assert_array_equal(array, LARGE)
+    del array
+
+
+async def test_link_that_was_closed_is_freed_without_the_garbage_collector() -> None:
+    gc.collect()
+    gc.disable()
+    try:
+        here, remote = Link.pair(SIZE)
+        there = Link.join(remote)
+        for link in (here, there):
+            link.start(lambda messages: None, lambda: None)
+        here.close()
+        there.close()
+        await asyncio.sleep(0.01)
+        last = weakref.ref(here), weakref.ref(there)
+        del here, there, link
+        await asyncio.sleep(0)
+        assert [one() for one in last] == [None, None]
+    finally:
+        gc.enable()
+
+
+async def test_memory_that_is_free_again_is_given_back_to_the_system() -> None:
+    here, remote = Link.pair(256 << 20)
+    region = os.dup(remote.other)
+    there = Link.join(remote)
+    for link in (here, there):
+        link.start(lambda messages: None, lambda: None)
+
+    def backed_bytes() -> int:
+        return os.fstat(region).st_blocks * 512
+
+    assert backed_bytes() == 0, "an empty region is a bound and costs nothing"
+    for parcel in [here.pack([np.ones(10 << 20, np.uint8)]) for _ in range(20)]:
+        assert parcel is not None
+        assert backed_bytes() >= 10 << 20
+        there.unpack(parcel)
+    await eventually_async(lambda: here.used_bytes == 0, "all places given back")
+    assert backed_bytes() <= 64 << 20
+    here.close()
+    there.close()
+    os.close(region)
