@@ -18,6 +18,9 @@ from protos.datatypes import by_name
 
 __all__ = ["Run", "check_outputs", "rows_of", "run_batch", "split", "stack", "wrong_count"]
 
+_ALIGNMENT_BYTES = 16
+"""Of what malloc gives, and so of the arrays and the bytes objects of C and Python."""
+
 Run = Callable[[list[Array]], Tensors]
 
 
@@ -29,7 +32,8 @@ def rows_of(requests: Sequence[Tensors]) -> list[int]:
 def stack(requests: Sequence[Tensors], padding_rows: int = 0) -> list[Array]:
     """One C-contiguous array per input: the requests' arrays joined along axis 0, in order.
 
-    One copy of every row; none for a batch of one, whose own arrays come back (copied only if they aren't contiguous).
+    One copy of every row; none for a batch of one, whose own arrays come back (copied only if they aren't contiguous,
+    or begin where no array of numpy's would: kernels may count on that).
     All requests must agree, input by input, in datatype and trailing dimensions; ExecutionError if dimensions differ.
     `padding_rows` copies of the last row follow: the model has to cope with that one anyhow.
     """
@@ -37,12 +41,16 @@ def stack(requests: Sequence[Tensors], padding_rows: int = 0) -> list[Array]:
     if padding_rows:
         requests = [*requests, _copies_of_last_row(requests[-1], padding_rows)]
     if len(requests) == 1:
-        return [array if array.flags.c_contiguous else array.copy(order="C") for array in requests[0]]
+        return [array if _is_ready(array) else array.copy(order="C") for array in requests[0]]
     try:
         # np.concatenate keeps Fortran order if every array has it; ascontiguousarray is free for everybody else.
         return [np.ascontiguousarray(np.concatenate(column)) for column in zip(*requests, strict=True)]
     except ValueError as error:
         raise ExecutionError(f"requests of one batch don't fit together: {error}") from error
+
+
+def _is_ready(array: Array) -> bool:
+    return array.flags.c_contiguous and array.ctypes.data % _ALIGNMENT_BYTES == 0
 
 
 def _copies_of_last_row(request: Tensors, rows: int) -> Tensors:

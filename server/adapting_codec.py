@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Hashable, Sequence
-from dataclasses import replace
 from typing import cast
 
 from backends.base import MISSING, Array, ModelSpec, Tensors
-from protos.inference_pb2 import ModelInferRequest, ModelInferResponse
+from protos.inference_pb2 import ModelInferResponse
 from server.classification import Labels
-from server.codec import DecodedRequest, InputTensor, ModelCodec
+from server.codec import AnyResponse, DecodedRequest, InputTensor, ModelCodec
 from server.regions import Regions
 from server.reshaping import to_client, to_model
+from server.wire_request import AnyRequest
 
 __all__ = ["AdaptingCodec", "codec_for"]
 
@@ -58,7 +58,7 @@ class AdaptingCodec(ModelCodec):
         self._reshaped = [index for index, tensor in enumerate(spec.inputs) if tensor.reshape is not None]
         self._reshaped_outputs = [index for index, tensor in enumerate(spec.outputs) if tensor.reshape is not None]
 
-    def decode(self, request: ModelInferRequest) -> DecodedRequest:
+    def decode(self, request: AnyRequest) -> DecodedRequest:
         decoded = super().decode(request)
         inputs = list(decoded.inputs)
         key = (
@@ -70,15 +70,15 @@ class AdaptingCodec(ModelCodec):
             array = inputs[index]
             if array is not MISSING:
                 inputs[index] = array.reshape(to_model(self._spec.inputs[index], array.shape, self._lead[index]))
-        return replace(decoded, inputs=tuple(inputs), key=key)
+        return decoded._replace(inputs=tuple(inputs), key=key)
 
     def encode(
         self,
-        request: ModelInferRequest,
+        request: AnyRequest,
         decoded: DecodedRequest,
         results: Tensors,
         response: ModelInferResponse | None = None,
-    ) -> ModelInferResponse:
+    ) -> AnyResponse:
         shown = list(results)
         for index in self._reshaped_outputs:
             tensor, array = self._spec.outputs[index], results[index]
@@ -86,7 +86,7 @@ class AdaptingCodec(ModelCodec):
                 lead = 1 if self._max_batch_rows and not tensor.shape_tensor else 0
                 shown[index] = array.reshape(to_client(tensor, array.shape, lead))
         there = tuple(index for index in decoded.outputs if shown[index] is not MISSING)
-        return super().encode(request, replace(decoded, outputs=there), shown, response)
+        return super().encode(request, decoded._replace(outputs=there), shown, response)
 
     def _rows(self, tensors: Sequence[InputTensor], shapes: Sequence[tuple[int, ...]]) -> int:
         if not self._max_batch_rows:

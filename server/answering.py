@@ -14,9 +14,9 @@ from typing import Any, TypeVar
 import grpc
 from google.protobuf.message import DecodeError
 
-from protos import inference_pb2 as pb
 from scheduler.errors import SchedulerError
 from server.errors import InvalidRequest, status_of
+from server.wire_request import AnyRequest
 
 __all__ = ["Context", "Method", "answering", "status_and_text"]
 
@@ -62,7 +62,7 @@ def status_and_text(error: Exception, request: object, rpc: str) -> tuple[grpc.S
 
 def _text(request: object, error: Exception) -> str:
     """What the caller reads. The batcher's own errors don't know the model's name."""
-    if isinstance(error, SchedulerError) and isinstance(request, pb.ModelInferRequest):
+    if isinstance(error, SchedulerError) and isinstance(request, AnyRequest):
         return f"model '{request.model_name}': {error}"
     return str(error)
 

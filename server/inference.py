@@ -14,11 +14,12 @@ from protos import inference_pb2 as pb
 from scheduler.batcher import BatchFacts, Pending
 from scheduler.observer import Drop
 from server.calls import leaves_by
-from server.codec import DecodedRequest, tensor_bytes
+from server.codec import AnyResponse, DecodedRequest, tensor_bytes
 from server.errors import ModelNotReady
 from server.repository import Repository, ServedModel
 from server.splitting import submit_parts
 from server.tracing import Tracer
+from server.wire_request import AnyRequest
 
 __all__ = ["Inference", "Started"]
 
@@ -29,7 +30,7 @@ _QUIET_TRIES = 20
 class Started(NamedTuple):  # made for each request, and in a third of the time of a frozen dataclass
     """A request on its way. Cancelling `pending` takes it back; once it is done, `Inference.finish` has the answer."""
 
-    request: pb.ModelInferRequest
+    request: AnyRequest
     model: ServedModel
     decoded: DecodedRequest
     pending: asyncio.Future[Any]
@@ -50,7 +51,7 @@ class Inference:
         self._refused = 0
 
     # hot path: see bench/
-    async def infer(self, request: pb.ModelInferRequest, rpc_deadline_ns: int) -> pb.ModelInferResponse:
+    async def infer(self, request: AnyRequest, rpc_deadline_ns: int) -> AnyResponse:
         """The answer to `request`, whose caller gives up at `rpc_deadline_ns` on the monotonic clock.
 
         Cancelling it takes the request out of the queue. Raises what `server.errors` has a status for.
@@ -71,7 +72,7 @@ class Inference:
             del started
 
     # hot path: see bench/
-    def start(self, request: pb.ModelInferRequest, rpc_deadline_ns: int) -> Started:
+    def start(self, request: AnyRequest, rpc_deadline_ns: int) -> Started:
         """Check `request` and hand it to its model's batcher. Raises what is found now; the rest `finish` does."""
         if not self.serving:
             raise self._refusal(request)
@@ -88,16 +89,18 @@ class Inference:
         return Started(request, model, decoded, pending, began_ns)
 
     # hot path: see bench/
-    def finish(self, started: Started, response: pb.ModelInferResponse) -> None:
-        """Fill `response`, which is empty, with the answer, once `started.pending` is done. Raises what came instead.
+    def finish(self, started: Started, response: pb.ModelInferResponse) -> AnyResponse:
+        """The answer, once `started.pending` is done: in `response`, which is empty, or apart from it if the request
+        came without a message. Raises what came instead.
         The caller must not keep `started`: what was raised would keep it."""
         try:
-            _, facts = _answer(started, response)
+            answer, facts = _answer(started, response)
         except BaseException as error:
             started.on_failure(error)
             raise
         else:
             self._on_success(started, facts)
+            return answer
         finally:
             del started
 
@@ -129,7 +132,7 @@ class Inference:
         if self._tracer.active and facts is not None:
             self._tracer.record(model.name, model.version, started.request.id, started.began_ns, facts)
 
-    def _refusal(self, request: pb.ModelInferRequest | None) -> ModelNotReady:
+    def _refusal(self, request: AnyRequest | None) -> ModelNotReady:
         """What a request, or a call that hasn't brought one yet, gets once the server stops; counted as its model's if
         there is one."""
         self._refused += 1
@@ -157,19 +160,17 @@ def _submit(model: ServedModel, decoded: DecodedRequest, rpc_deadline_ns: int) -
     return model.batcher.submit(decoded.inputs, decoded.rows, decoded.key, **how)
 
 
-def _answer(
-    started: Started, response: pb.ModelInferResponse | None
-) -> tuple[pb.ModelInferResponse, BatchFacts | None]:
+def _answer(started: Started, response: pb.ModelInferResponse | None) -> tuple[AnyResponse, BatchFacts | None]:
     """What the request gets, in `response` if there is one, and what became of it."""
     model, decoded, pending = started.model, started.decoded, started.pending
     try:
         results = pending.result()
         if not isinstance(pending, Pending):  # but the task of a split request, with its last part
             results, pending = results
-        response = model.codec.encode(started.request, decoded, results, response)
-        if decoded.parameters.batch_info and pending.facts is not None:
-            _tell_facts(response, model.batch_id_prefix, pending.facts)
-        return response, pending.facts
+        answer = model.codec.encode(started.request, decoded, results, response)
+        if isinstance(answer, pb.ModelInferResponse) and decoded.parameters.batch_info and pending.facts is not None:
+            _tell_facts(answer, model.batch_id_prefix, pending.facts)
+        return answer, pending.facts
     finally:
         del started, pending
 

@@ -19,9 +19,12 @@ from backends.base import TensorSpec
 from protos import inference_pb2 as pb
 from server.answering import Context, Method, answering
 from server.calls import HeaderForwarding, add_headers, deadline_of
+from server.codec import AnyResponse
 from server.errors import NotSupported
 from server.inference import Inference
 from server.repository import Repository, ServedModel
+from server.shortcuts import WireResponse
+from server.wire_request import AnyRequest, RequestReader, message_of
 
 __all__ = ["InferenceService", "RpcGroup"]
 
@@ -71,8 +74,9 @@ class InferenceService:
 
     # hot path: see bench/
     @answering
-    async def ModelInfer(self, request: pb.ModelInferRequest, context: Context) -> pb.ModelInferResponse:
+    async def ModelInfer(self, request: AnyRequest, context: Context) -> AnyResponse:
         if self._forwarding is not None:
+            request = message_of(request)
             add_headers(request, self._forwarding.headers(context))
         return await self._inference.infer(request, deadline_of(context))
 
@@ -104,8 +108,13 @@ class InferenceService:
 def _handler(method: MethodDescriptor, behaviour: Callable[..., Any]) -> Any:
     streams = method.client_streaming and method.server_streaming
     make = grpc.stream_stream_rpc_method_handler if streams else grpc.unary_unary_rpc_method_handler
-    request, response = GetMessageClass(method.input_type), GetMessageClass(method.output_type)
-    return make(behaviour, _tolerant(request.FromString), response.SerializeToString)
+    request = GetMessageClass(method.input_type)
+    read = RequestReader() if request is pb.ModelInferRequest else _tolerant(request.FromString)
+    return make(behaviour, read, _serialized)
+
+
+def _serialized(response: Message | WireResponse) -> bytes:
+    return response.SerializeToString()
 
 
 def _tolerant(parse: Callable[[bytes], Message]) -> Callable[[bytes], Message | DecodeError]:

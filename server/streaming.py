@@ -22,9 +22,12 @@ from grpc.aio import EOF  # type: ignore[attr-defined]
 from protos import inference_pb2 as pb
 from server.answering import Context, answering, status_and_text
 from server.calls import HeaderForwarding, add_headers, deadline_of, header
+from server.codec import AnyResponse
 from server.errors import InvalidRequest
 from server.inference import Inference, Started
 from server.parameters import CANCEL, UNORDERED
+from server.shortcuts import WireResponse
+from server.wire_request import AnyRequest, message_of
 
 __all__ = ["FINAL", "STATUS", "Streaming"]
 
@@ -39,6 +42,10 @@ _ENDS_AT_ERROR = "triton_grpc_error"
 _RPC = "ModelStreamInfer"
 
 Failure = tuple[grpc.StatusCode, str]
+
+_INFER_RESPONSE_TAG = bytes([pb.ModelStreamInferResponse.INFER_RESPONSE_FIELD_NUMBER << 3 | 2])
+_FINAL_FIELD = pb.ModelInferResponse(parameters={FINAL: pb.InferParameter(bool_param=True)}).SerializeToString()
+"""What is in every answer, as it is on the wire."""
 
 
 class Streaming:
@@ -75,7 +82,7 @@ class _Slot:
 
     __slots__ = ("_stream", "done", "failure", "request", "started", "unordered")
 
-    def __init__(self, stream: _Stream, request: pb.ModelInferRequest | DecodeError, unordered: bool) -> None:
+    def __init__(self, stream: _Stream, request: AnyRequest | DecodeError, unordered: bool) -> None:
         self._stream = stream
         self.request = request
         self.unordered = unordered
@@ -160,7 +167,7 @@ class _Stream:
         self._wake_writer()
 
     # hot path: see bench/
-    def _take(self, request: pb.ModelInferRequest | DecodeError) -> None:
+    def _take(self, request: AnyRequest | DecodeError) -> None:
         unordered = False
         if not isinstance(request, DecodeError) and (parameters := request.parameters):
             if _true(parameters, CANCEL):
@@ -175,6 +182,7 @@ class _Stream:
             if isinstance(request, DecodeError):
                 raise InvalidRequest(str(request))
             if self._headers:
+                request = slot.request = message_of(request)
                 add_headers(request, self._headers)
             slot.started = self._inference.start(request, self._deadline_ns)
         except Exception as error:  # noqa: BLE001 - the caller is owed an answer
@@ -225,27 +233,28 @@ class _Stream:
         if self._closed:
             self._end(grpc.StatusCode.UNAVAILABLE, "the server is stopping")
 
-    def _message(self, slot: _Slot) -> pb.ModelStreamInferResponse | None:
+    def _message(self, slot: _Slot) -> pb.ModelStreamInferResponse | WireResponse | None:
         """What to write for the request; None if its failure has ended the stream."""
         message = pb.ModelStreamInferResponse()
-        failure = slot.failure or self._finish(slot, message.infer_response)
-        if failure is not None:
+        answer = slot.failure or self._finish(slot, message.infer_response)
+        if isinstance(answer, WireResponse):
+            return answer.in_field(_INFER_RESPONSE_TAG, _FINAL_FIELD)
+        if not isinstance(answer, pb.ModelInferResponse):
             if self._ends_at_error:
-                self._end(*failure)
+                self._end(*answer)
                 return None
-            message = _failure_message(slot.request, *failure)
+            message = _failure_message(slot.request, *answer)
         message.infer_response.parameters[FINAL].bool_param = True
         return message
 
-    def _finish(self, slot: _Slot, response: pb.ModelInferResponse) -> Failure | None:
-        """Fill in the answer. Returns what came instead, if something did."""
+    def _finish(self, slot: _Slot, response: pb.ModelInferResponse) -> AnyResponse | Failure:
+        """The answer, or what came instead."""
         try:
-            self._inference.finish(slot.take(), response)
+            return self._inference.finish(slot.take(), response)
         except asyncio.CancelledError:
             return grpc.StatusCode.CANCELLED, "the request was cancelled"
         except Exception as error:  # noqa: BLE001 - the caller is owed an answer
             return status_and_text(error, slot.request, _RPC)
-        return None
 
     def _end(self, code: grpc.StatusCode, text: str) -> None:
         self._context.set_code(code)
@@ -263,13 +272,13 @@ class _Stream:
 
 
 def _failure_message(
-    request: pb.ModelInferRequest | DecodeError, code: grpc.StatusCode, text: str
+    request: AnyRequest | DecodeError, code: grpc.StatusCode, text: str
 ) -> pb.ModelStreamInferResponse:
     """An error in the stream: a text, and for those who look, whose and which."""
     message = pb.ModelStreamInferResponse(error_message=text or code.name)
     response = message.infer_response
     response.parameters[STATUS].string_param = code.name
-    if isinstance(request, pb.ModelInferRequest):
+    if not isinstance(request, DecodeError):
         response.model_name, response.model_version, response.id = request.model_name, request.model_version, request.id
     return message
 

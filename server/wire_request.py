@@ -1,0 +1,86 @@
+"""Requests like others before them, of which no message needs to be made.
+
+Clients send the same again and again: model, names, datatypes, shapes and parameters stay, id and tensors change. What
+stays is the *head* (`protos.wire`). The first request of a head is parsed and checked like any other. The next ones are
+only taken apart, and their model's codec knows from the head what to do with the tensors (`server.shortcuts`).
+
+Lives here: telling which requests are alike. Must not: know models.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from google.protobuf.message import DecodeError
+
+from protos.inference_pb2 import InferParameter, ModelInferRequest
+from protos.wire import RequestFields, scan_request
+
+__all__ = ["AnyRequest", "RequestReader", "WireRequest", "message_of"]
+
+_MOST_HEADS = 1_000
+_LONGEST_HEAD = 4_096
+
+_Known = tuple[str, str, Mapping[str, InferParameter]]
+
+
+class WireRequest:
+    """A serialized ModelInferRequest with the head of one that protobuf has parsed."""
+
+    __slots__ = ("data", "head", "id", "model_name", "model_version", "parameters", "raw")
+
+    def __init__(self, data: bytes, fields: RequestFields, request_id: str, known: _Known) -> None:
+        self.data = data
+        self.head = fields.head
+        self.raw = fields.raw
+        self.id = request_id
+        self.model_name, self.model_version, self.parameters = known
+
+    def message(self) -> ModelInferRequest:
+        """The request as protobuf sees it."""
+        return ModelInferRequest.FromString(self.data)
+
+
+AnyRequest = ModelInferRequest | WireRequest
+
+
+def message_of(request: AnyRequest) -> ModelInferRequest:
+    """`request` as a message, parsed if it wasn't."""
+    return request.message() if isinstance(request, WireRequest) else request
+
+
+class RequestReader:
+    """Reads requests, remembering heads; as many as fit into a few MiB."""
+
+    def __init__(self) -> None:
+        self._known: dict[bytes, _Known] = {}
+
+    # hot path: see bench/
+    def __call__(self, data: bytes) -> AnyRequest | DecodeError:
+        """The request in `data`, or what protobuf has against it."""
+        fields = scan_request(data)
+        if fields is None:
+            return self._parse(data)
+        known = self._known.get(fields.head)
+        if known is None:
+            return self._parse_first(data, fields)
+        try:
+            return WireRequest(data, fields, fields.id.decode(), known)
+        except UnicodeDecodeError:
+            return self._parse(data)  # protobuf has the words for it
+
+    def _parse(self, data: bytes) -> ModelInferRequest | DecodeError:
+        try:
+            return ModelInferRequest.FromString(data)
+        except DecodeError as error:
+            return error
+
+    def _parse_first(self, data: bytes, fields: RequestFields) -> ModelInferRequest | DecodeError:
+        request = self._parse(data)
+        if isinstance(request, ModelInferRequest) and fields.raw and len(fields.head) <= _LONGEST_HEAD:
+            if len(self._known) >= _MOST_HEADS:
+                self._known.clear()
+            # Of a message of its own: parts of the request's would keep all of it, tensors included.
+            like = ModelInferRequest.FromString(fields.head)
+            self._known[fields.head] = (like.model_name, like.model_version, like.parameters)
+        return request

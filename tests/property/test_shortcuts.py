@@ -1,0 +1,278 @@
+"""Requests that are alike take a shorter way, and nobody can tell: same arrays, same answers, same errors."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from google.protobuf.message import DecodeError
+from hypothesis import given
+from hypothesis import strategies as st
+
+from backends.base import ModelSpec, TensorSpec
+from protos import inference_pb2 as pb
+from protos.datatypes import DATATYPES, by_name
+from protos.tensors import encode_raw
+from protos.wire import delimited, scan_request, varint
+from server.adapting_codec import codec_for
+from server.codec import DecodedRequest, ModelCodec
+from server.errors import InvalidRequest
+from server.wire_request import AnyRequest, RequestReader, WireRequest
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+texts = st.text(max_size=5)
+parameters = st.dictionaries(
+    st.sampled_from(["priority", "timeout", "mine", "paceline_batch_info", "binary_data_output"]),
+    st.one_of(
+        st.builds(pb.InferParameter, bool_param=st.booleans()),
+        st.builds(pb.InferParameter, int64_param=st.integers(-1, 3)),
+        st.builds(pb.InferParameter, string_param=texts),
+    ),
+    max_size=2,
+)
+messages = st.builds(
+    pb.ModelInferRequest,
+    model_name=texts,
+    model_version=texts,
+    id=texts,
+    parameters=parameters,
+    inputs=st.lists(
+        st.builds(
+            pb.ModelInferRequest.InferInputTensor,
+            name=texts,
+            datatype=texts,
+            shape=st.lists(st.integers(-1, 300), max_size=3),
+            contents=st.none()
+            | st.builds(pb.InferTensorContents, fp32_contents=st.lists(st.floats(width=32, allow_nan=False))),
+        ),
+        max_size=2,
+    ),
+    outputs=st.lists(st.builds(pb.ModelInferRequest.InferRequestedOutputTensor, name=texts), max_size=2),
+    raw_input_contents=st.lists(st.binary(max_size=300), max_size=3),
+)
+
+
+@given(messages)
+def test_scan_of_a_message_tells_its_head_from_id_and_tensors(message: pb.ModelInferRequest) -> None:
+    data = message.SerializeToString()
+    fields = scan_request(data)
+    assert fields is not None
+    assert fields.id == message.id.encode()
+    assert [data[start:end] for start, end in fields.raw] == list(message.raw_input_contents)
+    head = pb.ModelInferRequest.FromString(fields.head)
+    assert (head.id, list(head.raw_input_contents)) == ("", [])
+    head.id = message.id
+    head.raw_input_contents.extend(message.raw_input_contents)
+    assert head == message
+
+
+@given(st.one_of(st.binary(max_size=60), st.lists(messages, max_size=3)), st.integers(0, 80))
+def test_scan_of_anything_else_agrees_with_protobuf_or_leaves_it_alone(source: Any, cut: int) -> None:
+    data = source if isinstance(source, bytes) else b"".join(one.SerializeToString() for one in source)[: cut or None]
+    fields = scan_request(data)
+    if fields is None:
+        return
+    try:
+        message = pb.ModelInferRequest.FromString(data)
+        head = pb.ModelInferRequest.FromString(fields.head)
+    except DecodeError:
+        return
+    assert fields.id == message.id.encode()
+    assert [data[start:end] for start, end in fields.raw] == list(message.raw_input_contents)
+    assert list(head.inputs) == list(message.inputs)
+    assert (head.model_name, head.model_version) == (message.model_name, message.model_version)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"\x3a\xff\xff\xff\xff\xff\xff\xff\xff\xff\x01",
+        b"\x3a" + b"\xff" * 1_000_000,
+        b"\x0a",
+        b"\x0a\x80",
+        b"\x0a\x02m",
+        b"\x3a\x01a\x0a\x01m",
+        b"\x1a\x01a\x1a\x01b",
+        b"\x0d\x00\x00\x00\x00",
+        b"\xfa\x01\x01a",
+    ],
+    ids=[
+        "length over 64 bits",
+        "length without end",
+        "tag alone",
+        "half a length",
+        "short",
+        "order",
+        "ids",
+        "type",
+        "tag",
+    ],
+)
+def test_scan_leaves_what_is_odd_to_protobuf(data: bytes) -> None:
+    assert scan_request(data) is None
+
+
+@given(st.integers(0, 2**31))
+def test_varint_is_what_protobuf_writes(number: int) -> None:
+    written = pb.InferParameter(uint64_param=number).SerializeToString()
+    assert varint(number) == (written[1:] if number else b"\0")
+    assert delimited(b"\x0a", b"x" * 200) == pb.ModelInferRequest(model_name="x" * 200).SerializeToString()
+
+
+@st.composite
+def models(draw: st.DrawFn) -> ModelSpec:
+    def tensors(prefix: str) -> tuple[TensorSpec, ...]:
+        kinds = draw(st.lists(st.sampled_from(list(DATATYPES)), min_size=1, max_size=3))
+        return tuple(
+            TensorSpec(
+                f"{prefix}{number}",
+                kind,
+                tuple(draw(st.lists(st.sampled_from([-1, 0, 1, 3]), max_size=2))),
+                optional=prefix == "i" and number > 0 and draw(st.booleans()),
+            )
+            for number, kind in enumerate(kinds)
+        )
+
+    return ModelSpec(tensors("i"), tensors("o"), batched=draw(st.booleans()))
+
+
+def some(draw: st.DrawFn, tensor: TensorSpec, shape: Sequence[int]) -> Array:
+    datatype, count = by_name(tensor.datatype), int(np.prod(shape))
+    if not datatype.item_bytes:
+        words = draw(st.lists(st.binary(max_size=4), min_size=count, max_size=count))
+        return np.fromiter(words, np.dtype(object), count).reshape(shape)
+    size = count * datatype.item_bytes
+    data = draw(st.binary(min_size=size, max_size=size))
+    if datatype.name == "BOOL":
+        data = bytes(byte & 1 for byte in data)
+    return np.frombuffer(data, datatype.dtype).reshape(shape)
+
+
+def shape_of(draw: st.DrawFn, tensor: TensorSpec, rows: int, spec: ModelSpec) -> tuple[int, ...]:
+    dims = [draw(st.integers(0, 3)) if dim == -1 else dim for dim in tensor.dims]
+    return (rows, *dims) if spec.batched else tuple(dims)
+
+
+def outcome(codec: ModelCodec, request: AnyRequest) -> DecodedRequest | str:
+    try:
+        return codec.decode(request)
+    except InvalidRequest as error:
+        return str(error)
+
+
+def assert_same(one: DecodedRequest | str, other: DecodedRequest | str) -> None:
+    if isinstance(one, str) or isinstance(other, str):
+        assert one == other
+        return
+    assert one[1:] == other[1:]
+    for left, right in zip(one.inputs, other.inputs, strict=True):
+        assert type(left) is type(right)
+        if isinstance(left, np.ndarray) and isinstance(right, np.ndarray):
+            assert (left.dtype, left.shape) == (right.dtype, right.shape)
+            assert left.tolist() == right.tolist() if left.dtype == object else left.tobytes() == right.tobytes()
+
+
+@given(st.data())
+def test_requests_that_are_alike_are_decoded_and_answered_as_if_each_were_the_first(data: st.DataObject) -> None:
+    draw = data.draw
+    spec = draw(models())
+    rows = draw(st.integers(1, 3)) if spec.batched else 1
+    shapes = [shape_of(draw, tensor, rows, spec) for tensor in spec.inputs]
+    given_inputs = [n for n, tensor in enumerate(spec.inputs) if not tensor.optional or draw(st.booleans())]
+    wanted = draw(st.lists(st.sampled_from([t.name for t in spec.outputs]), unique=True, max_size=2))
+    told = draw(parameters.filter(lambda some: len(some) < 2))  # of two that are wrong either may be named
+    reader, codec = RequestReader(), codec_for("m", "3", spec, 4 if spec.batched else 0)
+    for number in range(4):
+        message = pb.ModelInferRequest(model_name="m", id=draw(texts), parameters=told)
+        for index in draw(st.permutations(given_inputs)) if number == 0 else given_inputs:
+            tensor = spec.inputs[index]
+            message.inputs.add(name=tensor.name, datatype=tensor.datatype, shape=shapes[index])
+            raw = encode_raw(some(draw, tensor, shapes[index]), by_name(tensor.datatype))
+            if draw(st.integers(0, 9)) == 0:
+                raw = draw(st.binary(max_size=8))
+            message.raw_input_contents.append(raw)
+        if draw(st.integers(0, 9)) == 0:
+            message.raw_input_contents.append(b"")
+        for name in wanted:
+            message.outputs.add(name=name)
+        read = reader(message.SerializeToString())
+        assert not isinstance(read, DecodeError)
+        fresh = codec_for("m", "3", spec, 4 if spec.batched else 0)
+        decoded, expected = outcome(codec, read), outcome(fresh, message)
+        assert_same(decoded, expected)
+        if isinstance(decoded, str) or isinstance(expected, str):
+            continue
+        results = tuple(some(draw, tensor, shape_of(draw, tensor, rows, spec)) for tensor in spec.outputs)
+        answer = codec.encode(read, decoded, results).SerializeToString()
+        assert pb.ModelInferResponse.FromString(answer) == fresh.encode(message, expected, results)
+
+
+def floats(*values: float, shape: Sequence[int] = (1, 2), request_id: str = "") -> bytes:
+    message = pb.ModelInferRequest(model_name="m", id=request_id)
+    message.inputs.add(name="x", datatype="FP32", shape=shape)
+    message.raw_input_contents.append(struct.pack(f"<{len(values)}f", *values))
+    return message.SerializeToString()
+
+
+def float_codec() -> ModelCodec:
+    return ModelCodec("m", "1", ModelSpec((TensorSpec("x", "FP32", (2,)),), (TensorSpec("y", "FP32", (2,)),), True), 8)
+
+
+def test_third_request_of_a_head_needs_no_message_and_no_copy() -> None:
+    reader, codec = RequestReader(), float_codec()
+    assert isinstance(reader(floats(1, 2)), pb.ModelInferRequest)
+    for number in range(3):
+        data = floats(number, 7, request_id=f"r{number}")
+        request = reader(data)
+        assert isinstance(request, WireRequest)
+        decoded = codec.decode(request)
+        assert decoded.inputs[0].tolist() == [[number, 7]]  # type: ignore[union-attr]
+        answer = codec.encode(request, decoded, (np.full((1, 2), number, "<f4"),))
+        assert not isinstance(answer, pb.ModelInferResponse)
+        parsed = pb.ModelInferResponse.FromString(answer.SerializeToString())
+        assert (parsed.id, parsed.model_name, list(parsed.outputs[0].shape)) == (f"r{number}", "m", [1, 2])
+        assert answer.size_bytes == len(answer.SerializeToString())
+        in_stream = pb.ModelStreamInferResponse.FromString(answer.in_field(b"\x12", b"").SerializeToString())
+        assert in_stream.infer_response == parsed
+    array = decoded.inputs[0]
+    assert isinstance(array, np.ndarray)
+    assert array.base is data
+    assert not array.flags.writeable
+
+
+def test_heads_of_endless_kinds_stay_bounded() -> None:
+    reader, codec = (
+        RequestReader(),
+        ModelCodec("m", "1", ModelSpec((TensorSpec("x", "FP32", (-1,)),), (TensorSpec("y", "FP32", (-1,)),), True), 8),
+    )
+    for size in range(2_500):
+        for _ in range(2):
+            request = reader(floats(*([0.0] * size), shape=(1, size)))
+            assert not isinstance(request, DecodeError)
+            codec.encode(request, codec.decode(request), (np.zeros((1, size), "<f4"),))
+    assert len(reader._known) <= 1_000
+    assert len(codec._plans) <= 1_000
+    assert len(codec._answer_plans) <= 1_000
+
+
+def test_id_that_is_no_text_is_refused_on_the_short_way_too() -> None:
+    reader = RequestReader()
+    reader(floats(1, 2, request_id="ab"))
+    good = floats(1, 2, request_id="ab")
+    assert isinstance(reader(good), WireRequest)
+    assert isinstance(reader(good.replace(b"ab", b"\xff\xfe")), DecodeError)
+
+
+def test_results_that_are_not_laid_out_as_on_the_wire_are_answered_all_the_same() -> None:
+    reader, codec = RequestReader(), float_codec()
+    reader(floats(1, 2))
+    request = reader(floats(1, 2))
+    assert isinstance(request, WireRequest)
+    decoded = codec.decode(request)
+    for result in (np.array([[1, 2]], ">f4"), np.array([[1, 9, 2, 9]], "<f4")[:, ::2]):
+        answer = pb.ModelInferResponse.FromString(codec.encode(request, decoded, (result,)).SerializeToString())
+        assert answer.raw_output_contents[0] == struct.pack("<2f", 1, 2)
