@@ -21,6 +21,7 @@ from server.batch_policy import BatchDefaults
 from server.config import ControlMode, Settings
 from server.errors import StartError
 from server.trace_settings import parse_trace_config
+from server.tuning import keep_freed_memory
 
 __all__ = ["main", "new_loop"]
 
@@ -214,6 +215,7 @@ def serve(
         ),
     )
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
+    keep_freed_memory()
     try:
         with asyncio.Runner(loop_factory=new_loop) as runner:
             runner.run(_serve(settings))

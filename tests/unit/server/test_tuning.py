@@ -1,0 +1,47 @@
+"""Freed memory stays with the process that serves, unless its environment says otherwise."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+import sys
+
+import pytest
+
+on_glibc = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library has other settings")
+
+FAULTS_OF_SECOND_BLOCK = """
+import ctypes, resource
+from server.tuning import keep_freed_memory
+
+keep_freed_memory()
+libc = ctypes.CDLL(None)
+libc.malloc.restype = ctypes.c_void_p
+libc.malloc.argtypes = [ctypes.c_size_t]
+libc.free.argtypes = [ctypes.c_void_p]
+for _ in range(2):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    block = libc.malloc(64 << 20)
+    ctypes.memset(block, 1, 64 << 20)
+    libc.free(block)
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+def faults(**environment: str) -> int:
+    clean = {key: value for key, value in os.environ.items() if "MALLOC" not in key and key != "GLIBC_TUNABLES"}
+    ran = subprocess.run(
+        [sys.executable, "-c", FAULTS_OF_SECOND_BLOCK],
+        env={**clean, **environment},
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+    )
+    return int(ran.stdout)
+
+
+@on_glibc
+def test_freed_memory_is_kept_and_not_paid_for_twice_unless_the_environment_says_otherwise() -> None:
+    assert faults() < faults(MALLOC_MMAP_THRESHOLD_="131072") / 4
