@@ -17,9 +17,11 @@ import grpc.aio
 from clients import calls
 from clients.base import DEFAULT_TIMEOUT_S, BaseClient, Metadata, ReadyWait, Timeout
 from clients.calls import Call, Method
+from clients.coalescing import Coalescer
 from clients.errors import Cancelled, DeadlineExceeded, Unavailable, rpc_failure
 from clients.messages import InferResult, Inputs, ModelMetadata, Parameters, ServerMetadata, infer_request
 from clients.streams import Streams
+from protos.inference_pb2 import ModelInferRequest
 
 __all__ = ["InferenceClient"]
 
@@ -36,6 +38,11 @@ class InferenceClient(BaseClient):
     is less work for both ends where many small requests are under way. What differs: a stream that breaks fails all who
     wait on it, a large tensor holds up those behind it, `metadata` is for the client as a whole, and of an error only
     status and message travel, from servers other than paceline the message alone (and the status is UNKNOWN).
+
+    With `coalesce=N`, concurrent inferences that differ in their rows alone become requests of up to N rows, and each
+    caller gets its rows of the answer: for models that work row by row, whose batches may have N rows. Timeouts,
+    cancellation and errors stay each caller's own; `request_id` reaches the server only of requests that go alone, as
+    those with `metadata` of their own do.
     """
 
     _transport: ClassVar[ModuleType] = grpc.aio
@@ -45,6 +52,7 @@ class InferenceClient(BaseClient):
         target: str,
         *,
         transport: Literal["call", "stream"] = "call",
+        coalesce: int | None = None,
         timeout_s: float | None = DEFAULT_TIMEOUT_S,
         credentials: grpc.ChannelCredentials | None = None,
         options: Sequence[tuple[str, Any]] = (),
@@ -53,7 +61,10 @@ class InferenceClient(BaseClient):
         super().__init__(target, timeout_s=timeout_s, credentials=credentials, options=options, metadata=metadata)
         if transport not in ("call", "stream"):
             raise ValueError(f"transport: expected 'call' or 'stream', got {transport!r}")
+        if coalesce is not None and coalesce < 2:
+            raise ValueError(f"coalesce: expected 2 rows or more in a request, or None, got {coalesce!r}")
         self._streams = Streams(self._open_stream) if transport == "stream" else None
+        self._coalescer = Coalescer(self._infer, coalesce) if coalesce is not None else None
 
     async def __aenter__(self) -> Self:
         self._open()
@@ -90,12 +101,11 @@ class InferenceClient(BaseClient):
             parameters=parameters,
             datatypes=datatypes,
         )
-        call = calls.infer(request)
-        if self._streams is None:
-            return await self._call(call, timeout_s, metadata)
-        if metadata:
+        if self._streams is not None and metadata:
             raise ValueError("metadata: over streams it goes with all requests; give it to the client")
-        return call.read(await self._streams.infer(request, self._bound_s(timeout_s)))
+        if self._coalescer is not None and not metadata:
+            return await self._coalescer.infer(request, self._bound_s(timeout_s))
+        return await self._infer(request, self._bound_s(timeout_s), metadata)
 
     async def server_live(self, *, timeout_s: Timeout = ..., metadata: Metadata = ()) -> bool:
         """Whether the server says it is alive."""
@@ -139,6 +149,14 @@ class InferenceClient(BaseClient):
             await self._streams.close()
         if channel is not None:
             await channel.close()
+        if self._coalescer is not None:
+            await self._coalescer.close()
+
+    async def _infer(self, request: ModelInferRequest, timeout_s: float | None, metadata: Metadata = ()) -> InferResult:
+        call = calls.infer(request)
+        if self._streams is None:
+            return await self._call(call, timeout_s, metadata)
+        return call.read(await self._streams.infer(request, timeout_s))
 
     def _open_stream(self) -> Any:
         return self._open()[Method.MODEL_STREAM_INFER](metadata=self._metadata)

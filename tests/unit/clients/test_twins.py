@@ -334,6 +334,7 @@ def test_surfaces_have_the_same_methods_and_arguments() -> None:
     assert surface(InferenceClient) == surface(AsyncInferenceClient)
     settings = dict(inspect.signature(AsyncInferenceClient).parameters)
     assert settings.pop("transport").default == "call"
+    assert settings.pop("coalesce").default is None
     assert settings == dict(inspect.signature(InferenceClient).parameters)
 
 

@@ -1,0 +1,246 @@
+"""Concurrent inferences of few rows as one request of many, for the asyncio client.
+
+Lives here: who may share a request, when it is sent, and whose rows are whose in the answer. Must not live here:
+channels, calls, streams. To a caller it is an inference of his own: its timeout, its cancellation, and no error that
+isn't his, as far as one can tell: a request that is refused or fails by what is in it is sent again for each alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Awaitable, Callable, Hashable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Final
+
+import grpc
+
+from clients.errors import (
+    Cancelled,
+    DeadlineExceeded,
+    InferenceError,
+    Internal,
+    InvalidArgument,
+    ResponseError,
+    inference_error,
+)
+from clients.messages import InferResult
+from protos.inference_pb2 import ModelInferRequest
+
+__all__ = ["Coalescer", "Send"]
+
+Send = Callable[[ModelInferRequest, float | None], Awaitable[InferResult]]
+"""Makes one inference, within so many seconds."""
+
+# While one request is computed the next is on its way; a third would only make all of them smaller.
+_UNDER_WAY: Final = 2
+
+
+class _Member:
+    """One caller's share."""
+
+    __slots__ = ("answer", "request", "rows", "until_s")
+
+    def __init__(self, request: ModelInferRequest, rows: int, until_s: float | None) -> None:
+        self.request = request
+        self.rows = rows
+        self.until_s = until_s
+        self.answer: asyncio.Future[InferResult] = asyncio.get_running_loop().create_future()
+
+
+class _Group:
+    """Inferences that may share a request: those that wait, in order, and how many requests are under way."""
+
+    def __init__(self) -> None:
+        self.waiting: deque[_Member] = deque()
+        self.tasks: dict[asyncio.Task[None], Sequence[_Member]] = {}
+        self.flush_is_due = False
+
+
+class Coalescer:
+    """Makes requests of up to `max_rows` rows out of those of fewer rows that are asked for at the same time.
+
+    What is asked for while nothing alike is under way leaves at the end of the event loop's turn; later ones wait for
+    an answer to come back, or until there are enough rows for a whole request.
+    """
+
+    def __init__(self, send: Send, max_rows: int) -> None:
+        self._send = send
+        self._max_rows = max_rows
+        self._groups: dict[Hashable, _Group] = {}
+
+    async def infer(self, request: ModelInferRequest, timeout_s: float | None) -> InferResult:
+        """The answer to `request`, as `Send` would give it."""
+        rows = _rows(request)
+        if not 0 < rows < self._max_rows:
+            return await self._send(request, timeout_s)
+        loop = asyncio.get_running_loop()
+        member = _Member(request, rows, None if timeout_s is None else loop.time() + timeout_s)
+        key = _key(request)
+        group = self._groups.setdefault(key, _Group())
+        group.waiting.append(member)
+        self._flush_soon(key, group)
+        alarm = None if timeout_s is None else loop.call_later(timeout_s, _expire, member, timeout_s)
+        try:
+            return await member.answer
+        finally:
+            if alarm is not None:
+                alarm.cancel()
+            self._leave(group, member)
+
+    async def close(self) -> None:
+        """Who still waits gets Cancelled."""
+        for group in self._groups.values():
+            for member in group.waiting:
+                _fail(member, Cancelled(grpc.StatusCode.CANCELLED, "the client was closed during the call"))
+            group.waiting.clear()
+        tasks = [task for group in self._groups.values() for task in group.tasks]
+        if tasks:
+            await asyncio.wait(tasks)
+
+    def _flush_soon(self, key: Hashable, group: _Group) -> None:
+        if not group.flush_is_due:
+            group.flush_is_due = True
+            asyncio.get_running_loop().call_soon(self._flush, key, group)
+
+    def _flush(self, key: Hashable, group: _Group) -> None:
+        """Send what needn't wait."""
+        group.flush_is_due = False
+        loop = asyncio.get_running_loop()
+        while members := self._next(group):
+            task = loop.create_task(self._run(members))
+            group.tasks[task] = members
+            task.add_done_callback(partial(self._on_done, key, group))
+        if not group.waiting and not group.tasks:
+            self._groups.pop(key, None)
+
+    def _next(self, group: _Group) -> list[_Member]:
+        """The members of the next request, none while it has to wait."""
+        waiting = group.waiting
+        members: list[_Member] = []
+        rows, is_whole = 0, False
+        while waiting and not is_whole:
+            if waiting[0].answer.done():
+                waiting.popleft()
+            elif rows + waiting[0].rows > self._max_rows:
+                is_whole = True
+            else:
+                members.append(waiting.popleft())
+                rows += members[-1].rows
+                is_whole = rows == self._max_rows
+        if is_whole or len(group.tasks) < _UNDER_WAY:
+            return members
+        waiting.extendleft(reversed(members))
+        return []
+
+    def _on_done(self, key: Hashable, group: _Group, task: asyncio.Task[None]) -> None:
+        members = group.tasks.pop(task)
+        for member in members:
+            if not member.answer.done():
+                # A task ends before its members have their answers only if it was cancelled, or by a fault of ours.
+                error = None if task.cancelled() else task.exception()
+                _fail(member, error or Cancelled(grpc.StatusCode.CANCELLED, "the call was cancelled"))
+        self._flush_soon(key, group)
+
+    def _leave(self, group: _Group, member: _Member) -> None:
+        """Its caller has an answer, or wants none any more; what nobody wants isn't waited for."""
+        for task, members in group.tasks.items():
+            if member in members and all(one.answer.done() for one in members):
+                task.cancel()
+
+    async def _run(self, members: Sequence[_Member]) -> None:
+        """Answer the members."""
+        try:
+            result = await self._send(_merged(members), _timeout_s(members))
+            for member, share in zip(members, _shares(result, members), strict=True):
+                if not member.answer.done():
+                    member.answer.set_result(share)
+        except (InvalidArgument, Internal) as error:
+            if len(members) == 1:
+                _fail(members[0], error)
+            else:
+                await asyncio.gather(*(self._run([member]) for member in members if not member.answer.done()))
+        except InferenceError as error:
+            for member in members:
+                _fail(member, _own(error))
+        except ResponseError as error:
+            for member in members:
+                _fail(member, ResponseError(str(error)))
+
+
+def _rows(request: ModelInferRequest) -> int:
+    """The rows that all inputs have, 0 if they have none in common."""
+    counts = {tensor.shape[0] if tensor.shape else 0 for tensor in request.inputs}
+    return counts.pop() if len(counts) == 1 else 0
+
+
+def _key(request: ModelInferRequest) -> Hashable:
+    """What requests must have in common to be sent as one: all but id, rows and tensors."""
+    return (
+        request.model_name,
+        request.model_version,
+        tuple((tensor.name, tensor.datatype, *tensor.shape[1:]) for tensor in request.inputs),
+        tuple(output.name for output in request.outputs),
+        frozenset((name, value.SerializeToString()) for name, value in request.parameters.items()),
+    )
+
+
+def _merged(members: Sequence[_Member]) -> ModelInferRequest:
+    """One request for all; of one member its own, so that its id reaches the server."""
+    if len(members) == 1:
+        return members[0].request
+    requests = [member.request for member in members]
+    merged = ModelInferRequest()
+    merged.CopyFrom(requests[0])
+    merged.id = ""
+    for place, tensor in enumerate(merged.inputs):
+        tensor.shape[0] = sum(member.rows for member in members)
+        # Row by row, in all datatypes: what belongs to one request is in one piece.
+        merged.raw_input_contents[place] = b"".join(request.raw_input_contents[place] for request in requests)
+    return merged
+
+
+def _timeout_s(members: Sequence[_Member]) -> float | None:
+    """As long as anybody waits. Those who wait less have their own alarm."""
+    until_s = [member.until_s for member in members]
+    if any(one is None for one in until_s):
+        return None
+    return max(0.0, max(one for one in until_s if one is not None) - asyncio.get_running_loop().time())
+
+
+def _shares(result: InferResult, members: Sequence[_Member]) -> list[InferResult]:
+    """Each member's rows of the outputs. Raises ResponseError if they aren't by rows."""
+    if len(members) == 1:
+        return [result]
+    total = sum(member.rows for member in members)
+    for name, array in result.outputs.items():
+        if not array.ndim or array.shape[0] != total:
+            raise ResponseError(
+                f"model {result.model_name!r}, output {name!r}: expected the {total} rows that were sent in the first "
+                f"dimension, got shape {list(array.shape)}; coalesce is for models that answer row by row"
+            )
+    shares, start = [], 0
+    for member in members:
+        own = slice(start, start + member.rows)
+        outputs = {name: array[own] for name, array in result.outputs.items()}
+        shares.append(replace(result, id=member.request.id, outputs=outputs))
+        start += member.rows
+    return shares
+
+
+def _own(error: InferenceError) -> InferenceError:
+    """The same error again: tracebacks grow on shared ones."""
+    own = inference_error(error.status, error.message, error.trailing_metadata)
+    own.__cause__ = error
+    return own
+
+
+def _fail(member: _Member, error: BaseException) -> None:
+    if not member.answer.done():
+        member.answer.set_exception(error)
+
+
+def _expire(member: _Member, timeout_s: float) -> None:
+    text = f"no answer within {timeout_s:g} s"
+    _fail(member, DeadlineExceeded(grpc.StatusCode.DEADLINE_EXCEEDED, text))

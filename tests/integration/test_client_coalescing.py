@@ -1,0 +1,200 @@
+"""The asyncio client that makes one request of many: to each caller, an inference of its own."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from backends.base import ModelSpec, TensorSpec
+from backends.memory import MemoryModel
+from clients import AsyncInferenceClient, Cancelled, ClientClosed, DeadlineExceeded, Internal, NotFound, ResponseError
+from tests.integration.scripted import Script, busy, marked
+from tests.integration.serving import Served, echo_model, serving
+from tests.polling import eventually_async
+
+BATCHES = "max_batch_size: 8 dynamic_batching { }"
+
+
+@pytest.fixture
+def script() -> Script:
+    return Script()
+
+
+@pytest.fixture
+async def served(tmp_path: Path, script: Script) -> AsyncIterator[Served]:
+    models = {"m": script.model, "text": echo_model("BYTES", 2)}
+    async with serving(tmp_path, models, config=BATCHES) as served:
+        yield served
+
+
+@pytest.fixture(params=["call", "stream"])
+async def client(request: pytest.FixtureRequest, served: Served) -> AsyncIterator[AsyncInferenceClient]:
+    async with AsyncInferenceClient(served.target, transport=request.param, coalesce=4, timeout_s=20) as client:
+        yield client
+
+
+async def requests_of(served: Served, model: str = "m") -> float:
+    return await served.metric("nv_inference_request_success", f'model="{model}",version="1"')
+
+
+async def ask(client: AsyncInferenceClient, *marks: float, **more: Any) -> list[float]:
+    rows = np.concatenate([marked(mark) for mark in marks])
+    result = await client.infer("m", {"a": rows}, **more)
+    return [float(row[0]) for row in result["x"]]
+
+
+async def test_concurrent_rows_share_requests_and_each_gets_its_own(
+    served: Served, client: AsyncInferenceClient
+) -> None:
+    answers = await asyncio.gather(*(ask(client, number) for number in range(100)))
+    assert answers == [[number] for number in range(100)]
+    assert await requests_of(served) == 25
+
+
+async def test_rows_of_different_counts_share_up_to_the_limit(served: Served, client: AsyncInferenceClient) -> None:
+    shares = [(1,), (2, 3), (4,), (5, 6, 7), (8,), (9, 10, 11, 12), (13,)]
+    answers = await asyncio.gather(*(ask(client, *marks) for marks in shares))
+    assert answers == [list(map(float, marks)) for marks in shares]
+    # 1 + 2 + 1, 3 + 1, the four that fill a request by themselves, and the last.
+    assert await requests_of(served) == 4
+
+
+async def test_lone_request_goes_at_once_with_its_id(client: AsyncInferenceClient) -> None:
+    result = await client.infer("m", {"a": marked(3)}, request_id="mine")
+    assert (result.id, float(result["x"][0, 0])) == ("mine", 3.0)
+
+
+async def test_ids_come_back_to_those_who_share_too(client: AsyncInferenceClient) -> None:
+    results = await asyncio.gather(*(client.infer("m", {"a": marked(n)}, request_id=f"r{n}") for n in range(4)))
+    assert [result.id for result in results] == ["r0", "r1", "r2", "r3"]
+
+
+async def test_texts_share_requests(served: Served, client: AsyncInferenceClient) -> None:
+    texts = [[[f"{n}".encode(), b"\0x" * n]] for n in range(4)]
+    results = await asyncio.gather(*(client.infer("text", {"a": np.array(each, object)}) for each in texts))
+    assert [result["x"].tolist() for result in results] == texts
+    assert await requests_of(served, "text") == 1
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"parameters": {"mine": 1}},
+        {"version": "1"},
+        {"outputs": ["x"]},
+    ],
+    ids=lambda other: str(*other),
+)
+async def test_requests_that_differ_in_more_than_rows_do_not_mix(
+    served: Served, client: AsyncInferenceClient, other: dict[str, Any]
+) -> None:
+    assert await asyncio.gather(ask(client, 1), ask(client, 2, **other)) == [[1], [2]]
+    assert await requests_of(served) == 2
+
+
+async def test_requests_of_other_shapes_do_not_mix(served: Served, client: AsyncInferenceClient) -> None:
+    wide, narrow = np.ones((1, 7), np.float32), np.ones((1, 3), np.float32)
+    results = await asyncio.gather(client.infer("m", {"a": wide}), client.infer("m", {"a": narrow}))
+    assert [result["x"].shape for result in results] == [(1, 7), (1, 3)]
+    assert await requests_of(served) == 2
+
+
+async def test_poisoned_row_fails_alone(client: AsyncInferenceClient, script: Script) -> None:
+    script.errors[2] = RuntimeError("no twos")
+    outcomes = await asyncio.gather(*(ask(client, number) for number in range(4)), return_exceptions=True)
+    assert isinstance(outcomes[2], Internal)
+    assert [outcome for number, outcome in enumerate(outcomes) if number != 2] == [[0], [1], [3]]
+
+
+async def test_error_of_the_whole_is_everybodys_own(client: AsyncInferenceClient) -> None:
+    asking = [client.infer("nope", {"a": marked(number)}) for number in range(4)]
+    outcomes = await asyncio.gather(*asking, return_exceptions=True)
+    assert [type(outcome) for outcome in outcomes] == [NotFound] * 4
+    assert len({id(outcome) for outcome in outcomes}) == 4
+
+
+async def test_cancelled_caller_leaves_the_others_alone(
+    served: Served, client: AsyncInferenceClient, script: Script
+) -> None:
+    async with busy(served, script):
+        asking = [asyncio.create_task(ask(client, number)) for number in range(4)]
+        await eventually_async(lambda: served.waiting("m") == 1, "one request of four")
+        asking[1].cancel()
+    outcomes = await asyncio.gather(*asking, return_exceptions=True)
+    assert isinstance(outcomes.pop(1), asyncio.CancelledError)
+    assert outcomes == [[0], [2], [3]]
+
+
+async def test_request_that_nobody_wants_any_more_is_taken_back(
+    served: Served, client: AsyncInferenceClient, script: Script
+) -> None:
+    async with busy(served, script):
+        asking = [asyncio.create_task(ask(client, number)) for number in range(4)]
+        await eventually_async(lambda: served.waiting("m") == 1, "one request of four")
+        for task in asking:
+            task.cancel()
+        await eventually_async(lambda: served.waiting("m") == 0, "nothing in the queue")
+    assert all(isinstance(one, asyncio.CancelledError) for one in await asyncio.gather(*asking, return_exceptions=True))
+    assert await ask(client, 9) == [9]
+
+
+async def test_timeouts_are_each_callers_own(served: Served, client: AsyncInferenceClient, script: Script) -> None:
+    async with busy(served, script):
+        patient = asyncio.create_task(ask(client, 1))
+        with pytest.raises(DeadlineExceeded):
+            await ask(client, 2, timeout_s=0.05)
+        assert not patient.done()
+    assert await patient == [1]
+
+
+async def test_third_request_waits_for_one_to_come_back_unless_it_is_whole(
+    served: Served, client: AsyncInferenceClient, script: Script
+) -> None:
+    async with busy(served, script):
+        asking = [asyncio.create_task(ask(client, 0))]
+        await eventually_async(lambda: served.waiting("m") == 1, "the first")
+        asking.append(asyncio.create_task(ask(client, 1)))
+        await eventually_async(lambda: served.waiting("m") == 2, "the second")
+        asking += [asyncio.create_task(ask(client, number)) for number in (2, 3)]
+        asking += [asyncio.create_task(ask(client, *range(10, 14)))]
+        await eventually_async(lambda: served.waiting("m") == 3, "the one that fills a request by itself")
+        asking += [asyncio.create_task(ask(client, number)) for number in (4, 5, 6)]
+        await eventually_async(lambda: served.waiting("m") == 4, "2 to 5, which are as many as fit")
+    assert await asyncio.gather(*asking) == [[0], [1], [2], [3], [10, 11, 12, 13], [4], [5], [6]]
+
+
+async def test_answer_that_is_not_by_rows_is_said_to_everybody(tmp_path: Path) -> None:
+    # A model without a batch axis: two rows are one tensor to it, and it answers with one row for both.
+    total = MemoryModel(
+        ModelSpec((TensorSpec("a", "FP32", (-1, 3)),), (TensorSpec("x", "FP32", (1, 3)),)),
+        lambda inputs: [inputs[0].sum(axis=0, keepdims=True)],
+    )
+    async with (
+        serving(tmp_path, {"total": total}) as served,
+        AsyncInferenceClient(served.target, coalesce=4) as client,
+    ):
+        asking = [client.infer("total", {"a": np.ones((1, 3), np.float32)}) for _ in range(2)]
+        outcomes = await asyncio.gather(*asking, return_exceptions=True)
+    assert [type(outcome) for outcome in outcomes] == [ResponseError] * 2
+    assert "output 'x': expected the 2 rows that were sent" in str(outcomes[0])
+
+
+async def test_close_ends_those_who_wait(served: Served, client: AsyncInferenceClient, script: Script) -> None:
+    async with busy(served, script):
+        asking = [asyncio.create_task(ask(client, number)) for number in range(3)]
+        await eventually_async(lambda: served.waiting("m") == 1, "one request of three")
+        await client.close()
+        outcomes = await asyncio.gather(*asking, return_exceptions=True)
+    assert [type(outcome) for outcome in outcomes] == [Cancelled] * 3
+    with pytest.raises(ClientClosed):
+        await ask(client, 1)
+
+
+def test_coalesce_of_less_than_two_rows_is_refused() -> None:
+    with pytest.raises(ValueError, match="coalesce: expected 2 rows or more"):
+        AsyncInferenceClient("127.0.0.1:1", coalesce=1)
