@@ -1,7 +1,9 @@
 """The floor: the least that a grpc.aio server in Python can do for an inference request.
 
-Lives here: a server of the same service, messages, options and event loop as the product's, which parses a request and
-answers with its tensors. Must not: check, queue, run. What the product takes beyond this is the product's own.
+Lives here: a server of the same service, messages, options, event loop and settings of the C library as the product's,
+which parses a request and answers with the first bytes of its tensor, as many as the model's output has. Must not:
+check, queue, run. What the product takes beyond this is the product's own. Beside it, what NVIDIA's perf_analyzer asks
+before it begins: metadata and configuration of the models.
 
 Prints its port; ends when its standard input does, so it can't outlive who started it.
 """
@@ -10,28 +12,72 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from collections.abc import AsyncIterator
 from typing import Any
 
 import grpc
 
-from protos.inference_pb2 import ModelInferRequest, ModelInferResponse
+from bench.models import INPUT, MAX_ROWS, MODELS, OUTPUT
+from protos import inference_pb2 as pb
+from protos import model_config_pb2 as config_pb
 from protos.inference_pb2_grpc import GRPCInferenceServiceServicer, add_GRPCInferenceServiceServicer_to_server
 
 # The product's own choices, taken rather than repeated: a floor under other conditions would be no floor.
 from server.app import GRPC_OPTIONS
 from server.cli import new_loop
+from server.tuning import keep_freed_memory
 
 __all__ = ["Echo", "serve"]
 
 
 class Echo(GRPCInferenceServiceServicer):
-    """Answers ModelInfer with the inputs as outputs."""
+    """Answers requests to the models of `bench.models`, each call or message of a stream by itself."""
 
-    async def ModelInfer(self, request: ModelInferRequest, context: Any) -> ModelInferResponse:
-        response = ModelInferResponse(model_name=request.model_name, model_version="1", id=request.id)
-        for tensor in request.inputs:
-            response.outputs.add(name=tensor.name, datatype=tensor.datatype, shape=tensor.shape)
-        response.raw_output_contents.extend(request.raw_input_contents)
+    def __init__(self) -> None:
+        self._output_bytes = {
+            name: None if -1 in model.output_dims else model.output_bytes(0) for name, model in MODELS.items()
+        }
+
+    async def ModelInfer(self, request: pb.ModelInferRequest, context: Any) -> pb.ModelInferResponse:
+        return self._answer(request)
+
+    async def ModelStreamInfer(
+        self, requests: AsyncIterator[pb.ModelInferRequest], context: Any
+    ) -> AsyncIterator[pb.ModelStreamInferResponse]:
+        async for request in requests:
+            yield pb.ModelStreamInferResponse(infer_response=self._answer(request))
+
+    async def ServerLive(self, request: pb.ServerLiveRequest, context: Any) -> pb.ServerLiveResponse:
+        return pb.ServerLiveResponse(live=True)
+
+    async def ServerReady(self, request: pb.ServerReadyRequest, context: Any) -> pb.ServerReadyResponse:
+        return pb.ServerReadyResponse(ready=True)
+
+    async def ModelReady(self, request: pb.ModelReadyRequest, context: Any) -> pb.ModelReadyResponse:
+        return pb.ModelReadyResponse(ready=True)
+
+    async def ServerMetadata(self, request: pb.ServerMetadataRequest, context: Any) -> pb.ServerMetadataResponse:
+        return pb.ServerMetadataResponse(name="echo", version="1")
+
+    async def ModelMetadata(self, request: pb.ModelMetadataRequest, context: Any) -> pb.ModelMetadataResponse:
+        model, response = MODELS[request.name], pb.ModelMetadataResponse(name=request.name, versions=["1"])
+        response.inputs.add(name=INPUT, datatype="FP32", shape=(-1, *model.dims))
+        response.outputs.add(name=OUTPUT, datatype="FP32", shape=(-1, *model.output_dims))
+        return response
+
+    async def ModelConfig(self, request: pb.ModelConfigRequest, context: Any) -> pb.ModelConfigResponse:
+        model, config = MODELS[request.name], config_pb.ModelConfig(name=request.name, max_batch_size=MAX_ROWS)
+        config.input.add(name=INPUT, data_type=config_pb.TYPE_FP32, dims=model.dims)
+        config.output.add(name=OUTPUT, data_type=config_pb.TYPE_FP32, dims=model.output_dims)
+        return pb.ModelConfigResponse(config=config)
+
+    def _answer(self, request: pb.ModelInferRequest) -> pb.ModelInferResponse:
+        response = pb.ModelInferResponse(model_name=request.model_name, model_version="1", id=request.id)
+        content, output_bytes = request.raw_input_contents[0], self._output_bytes[request.model_name]
+        if output_bytes is not None and output_bytes < len(content):
+            content = content[:output_bytes]
+        response.outputs.add(name=OUTPUT, datatype="FP32", shape=(1, len(content) // 4))
+        response.raw_output_contents.append(content)
         return response
 
 
@@ -49,6 +95,7 @@ async def serve() -> None:
 
 
 def main() -> None:
+    keep_freed_memory()
     with asyncio.Runner(loop_factory=new_loop) as runner:
         runner.run(serve())
 

@@ -2,7 +2,8 @@
 
 Lives here: sending, counting, timing; the outcome is one line of JSON. Must not: know models or build messages.
 Requests come as files of serialized bytes and answers stay bytes, so that the generator takes as little of the machine
-as it can: it shares the cores with what it measures.
+as it can: it shares the cores with what it measures. Each request is a call, or each client has a stream and sends its
+requests on that.
 
 It runs on grpc.aio over uvloop. Of what grpcio offers, one thread per client cost this side a third more CPU time per
 request and got a third fewer answers out of the same echo server; futures with callbacks cost the same and got a tenth
@@ -16,7 +17,7 @@ import asyncio
 import json
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,9 +27,11 @@ import uvloop
 
 from bench.stats import percentile
 
-__all__ = ["Plan", "Tally", "drive", "summary"]
+__all__ = ["METHOD", "STREAM_METHOD", "Plan", "Tally", "drive", "open_channel", "summary"]
 
 METHOD = "/inference.GRPCInferenceService/ModelInfer"
+STREAM_METHOD = "/inference.GRPCInferenceService/ModelStreamInfer"
+_STREAM_ERROR = b"\x0a"  # a ModelStreamInferResponse that begins with its field 1, error_message
 _LAST_ANSWERS_S = 30.0
 _PAUSE_AFTER_ERROR_S = 0.01
 _MAX_MESSAGE_BYTES = 2**31 - 1
@@ -44,6 +47,11 @@ class Plan:
     channels: int = 1
     seconds: float = 3.0
     warmup_s: float = 0.5
+    stream: bool = False
+
+
+Ask = Callable[[bytes], Awaitable[bytes]]
+"""Send a request, wait for the answer."""
 
 
 @dataclass(slots=True)
@@ -61,8 +69,9 @@ class Tally:
 class _Clients:
     """The clients and the tally that answers go to at the moment."""
 
-    def __init__(self, payloads: Sequence[bytes]) -> None:
+    def __init__(self, payloads: Sequence[bytes], stream: bool) -> None:
         self._payloads = payloads
+        self._stream = stream
         self._stopping = False
         self.tally = Tally()
 
@@ -74,30 +83,32 @@ class _Clients:
         counted, self.tally = self.tally, Tally()
         return counted
 
-    async def run(self, call: Any, first: int) -> None:
+    async def run(self, ask: Ask, first: int) -> None:
         payloads, number = self._payloads, first
         while not self._stopping:
             payload = payloads[number % len(payloads)]
             number += 1
             began_ns = time.perf_counter_ns()
             try:
-                answer = await call(payload)
+                answer = await ask(payload)
             except grpc.aio.AioRpcError as error:
                 self.tally.errors[error.code().name] += 1
                 await asyncio.sleep(_PAUSE_AFTER_ERROR_S)
                 continue
-            if answer:
-                self.tally.latencies_ns.append(time.perf_counter_ns() - began_ns)
-            else:
+            if not answer:
                 self.tally.errors["EMPTY"] += 1
+            elif answer[:1] == _STREAM_ERROR and self._stream:
+                self.tally.errors["STREAM"] += 1
+            else:
+                self.tally.latencies_ns.append(time.perf_counter_ns() - began_ns)
 
 
 async def drive(plan: Plan) -> dict[str, Any]:
     """Run `plan` and sum it up. Ends by itself, whatever the server does."""
-    channels = [_channel(plan.target) for _ in range(plan.channels)]
-    calls = [channel.unary_unary(METHOD, None, None) for channel in channels]
-    clients = _Clients(plan.payloads)
-    running = [asyncio.create_task(clients.run(calls[i % len(calls)], i)) for i in range(plan.clients)]
+    channels = [open_channel(plan.target) for _ in range(plan.channels)]
+    clients = _Clients(plan.payloads, plan.stream)
+    asks = [_asking(channels[i % len(channels)], plan.stream) for i in range(plan.clients)]
+    running = [asyncio.create_task(clients.run(ask, i)) for i, ask in enumerate(asks)]
     try:
         await asyncio.sleep(plan.warmup_s)
         before, began_s, cpu_s = clients.switch(), time.perf_counter(), time.process_time()
@@ -133,8 +144,24 @@ def summary(counted: Tally, elapsed_s: float) -> dict[str, Any]:
     }
 
 
-def _channel(target: str) -> grpc.aio.Channel:
-    # Without a pool of its own, a channel would share the connection of the first.
+def _asking(channel: grpc.aio.Channel, stream: bool) -> Ask:
+    """One client's way to ask on `channel`."""
+    if not stream:
+        call: Ask = channel.unary_unary(METHOD, None, None)
+        return call
+    open_stream: Any = channel.stream_stream(STREAM_METHOD, None, None)
+    talk = open_stream()
+
+    async def ask(payload: bytes) -> bytes:
+        await talk.write(payload)
+        answer = await talk.read()
+        return answer if isinstance(answer, bytes) else b""  # the stream's end is no bytes
+
+    return ask
+
+
+def open_channel(target: str) -> grpc.aio.Channel:
+    """A connection of its own: without a pool of its own, a channel would share that of the first."""
     options = [("grpc.max_receive_message_length", _MAX_MESSAGE_BYTES), ("grpc.use_local_subchannel_pool", 1)]
     return grpc.aio.insecure_channel(target, options=options)
 
@@ -147,9 +174,10 @@ def _plan(arguments: Sequence[str] | None) -> Plan:
     parser.add_argument("--channels", type=int, default=1, help="connections they share (default: %(default)s)")
     parser.add_argument("--seconds", type=float, default=3.0, help="how long to measure (default: %(default)s)")
     parser.add_argument("--warmup", type=float, default=0.5, help="seconds not counted before (default: %(default)s)")
+    parser.add_argument("--stream", action="store_true", help="a ModelStreamInfer per client, no call per request")
     got = parser.parse_args(arguments)
     payloads = tuple(path.read_bytes() for path in got.payloads)
-    return Plan(got.target, payloads, got.clients, got.channels, got.seconds, got.warmup)
+    return Plan(got.target, payloads, got.clients, got.channels, got.seconds, got.warmup, got.stream)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

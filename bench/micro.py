@@ -24,6 +24,7 @@ from scheduler.batch_queue import BatchQueue, Entry
 from scheduler.observer import BatchReport
 from scheduler.policy import NEVER, BatchPolicy
 from server.model_statistics import VersionStatistics
+from server.tuning import keep_freed_memory
 
 __all__ = ["batching_costs", "counting_costs", "queue_costs"]
 
@@ -33,7 +34,7 @@ LEVELS = 3
 _BATCH_ROWS = 32
 _FAR_NS = 10**15
 _STRETCH = 2_000
-_REQUESTS = 64
+_ROWS = 64
 _ROW_FLOATS = (16, 1_024, 65_536)
 _COUNTED = (1, 32)
 
@@ -114,21 +115,27 @@ def _cancelling(case: _Case) -> Iterator[None]:
         yield
 
 
-def batching_costs(seconds: float) -> list[dict[str, Any]]:
-    """Microseconds to stack 64 rows, to split them, and to copy their bytes once, by the size of a row."""
-    return [_batching_cost(floats, seconds) for floats in _ROW_FLOATS]
+def batching_costs(seconds: float, rows: int, sizes: Sequence[int]) -> list[dict[str, Any]]:
+    """Microseconds to stack `rows`, to split them, and to copy their bytes once, by the size of a row in floats."""
+    return [_batching_cost(rows, floats, seconds) for floats in sizes]
 
 
-def _batching_cost(floats: int, seconds: float) -> dict[str, Any]:
-    requests = [[np.random.default_rng(seed).random((1, floats), np.float32)] for seed in range(_REQUESTS)]
+def _batching_cost(count: int, floats: int, seconds: float) -> dict[str, Any]:
+    requests = [[np.random.default_rng(seed).random((1, floats), np.float32)] for seed in range(count)]
     tensor = TensorSpec("x", "FP32", (floats,))
     spec = ModelSpec((tensor,), (tensor,), batched=True)
     whole = stack(requests)
-    target, rows = np.empty_like(whole[0]), [1] * _REQUESTS
+    target, rows = np.empty_like(whole[0]), [1] * count
     stack_us, split_us, memcpy_us = _interleaved_us(
         [lambda: stack(requests), lambda: split(whole, rows, spec), lambda: np.copyto(target, whole[0])], seconds
     )
-    return {"row_bytes": 4 * floats, "stack_us": stack_us, "split_us": split_us, "memcpy_us": memcpy_us}
+    return {
+        "row_bytes": 4 * floats,
+        "stack_us": stack_us,
+        "split_us": split_us,
+        "stack_split_us": stack_us + split_us,
+        "memcpy_us": memcpy_us,
+    }
 
 
 def counting_costs(seconds: float) -> list[dict[str, Any]]:
@@ -162,15 +169,19 @@ def _interleaved_us(steps: Sequence[Callable[[], Any]], seconds: float) -> list[
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m bench.micro", description="Queue and stacking alone, as JSON.")
+    parser = argparse.ArgumentParser(prog="python -m bench.micro", description="Parts of the product alone, as JSON.")
+    parser.add_argument("parts", nargs="*", choices=["queue", "batching", "counting", []], help="by default all")
     parser.add_argument("--seconds", type=float, default=0.5, help="for each number (default: %(default)s)")
+    parser.add_argument("--rows", type=int, default=_ROWS, help="stacked and split (default: %(default)s)")
+    parser.add_argument("--floats", type=int, action="append", help=f"of a row, repeatable (default: {_ROW_FLOATS})")
     got = parser.parse_args(arguments)
-    costs = {
-        "queue": queue_costs(got.seconds),
-        "batching": batching_costs(got.seconds),
-        "counting": counting_costs(got.seconds),
+    keep_freed_memory()  # as the product has it: stacking takes new memory each time
+    costs: dict[str, Callable[[], list[dict[str, Any]]]] = {
+        "queue": lambda: queue_costs(got.seconds),
+        "batching": lambda: batching_costs(got.seconds, got.rows, got.floats or _ROW_FLOATS),
+        "counting": lambda: counting_costs(got.seconds),
     }
-    print(json.dumps(costs), flush=True)
+    print(json.dumps({part: costs[part]() for part in got.parts or costs}), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,70 +1,127 @@
-"""What is measured: models and requests, made on the spot.
+"""What is measured: models, made on the spot, and requests for them.
 
-Lives here: a model repository and the serialized requests for it, in a folder of the caller's. Must not: serve or
-measure. All weights are FP32, everything runs on the CPU with one thread, whatever else the machine has.
+Lives here: what each model takes and gives, its ONNX file, its place in a repository, the bytes of a request. Must not:
+serve or measure. All weights are FP32, everything runs on the CPU with one thread, whatever else the machine has.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import onnx
+from onnx import helper, numpy_helper
 
-from clients.messages import infer_request
+from protos.inference_pb2 import ModelInferRequest
 from tests import models
 
-__all__ = ["MLP_FLOATS", "Bench", "build"]
+__all__ = ["INPUT", "MAX_ROWS", "MODELS", "OUTPUT", "Model", "add", "in_memory", "request", "write"]
 
-MLP_SIZES = (1024, 4096, 4096, 1024)
-MLP_FLOATS = MLP_SIZES[0]
-_TINY_FLOATS = 16
-_MAX_ROWS = 64
+INPUT, OUTPUT = "INPUT0", "OUTPUT0"
+MAX_ROWS = 64
+_MLP_SIZES = (1024, 4096, 4096, 1024)
+_IMAGE, _CLASSES = 3 * 224 * 224, 1_000
 
 _CONFIG = """
 backend: "onnxruntime"
 max_batch_size: {rows}
-input {{ name: "INPUT0" data_type: TYPE_FP32 dims: [ {floats} ] }}
-output {{ name: "OUTPUT0" data_type: TYPE_FP32 dims: [ {floats} ] }}
+input {{ name: "INPUT0" data_type: TYPE_FP32 dims: {dims} }}
+output {{ name: "OUTPUT0" data_type: TYPE_FP32 dims: {output_dims} }}
 instance_group {{ kind: KIND_CPU count: 1 }}
 parameters {{ key: "intra_op_thread_count" value {{ string_value: "1" }} }}
 {batching}
 """
-_ON = "dynamic_batching { }"
-_OFF = ""  # tensors spelled out and nothing said of batching: requests run one by one
 
 
 @dataclass(frozen=True, slots=True)
-class Bench:
-    """The folder's contents: a repository with the models tiny, mlp and mlp_unbatched, a one-row request for each by
-    the model's name, and the perceptron's file."""
+class Model:
+    """FP32 in, FP32 out, one tensor each, a batch axis in front. -1 is a free dimension, `shape` what it is if a
+    scenario says nothing. Not `batched`: the same file, and nothing said of batching, so that rows run one by one."""
 
-    repository: Path
-    requests: dict[str, Path]
-    mlp: Path
+    dims: tuple[int, ...]
+    output_dims: tuple[int, ...]
+    shape: tuple[int, ...]
+    make: Callable[[], onnx.ModelProto]
+    batched: bool = True
 
-
-def build(folder: Path) -> Bench:
-    """Write everything into `folder`; takes a second or two and 100 MB."""
-    repository = folder / "models"
-    tiny, mlp = folder / "tiny.onnx", folder / "mlp.onnx"
-    models.write(models.identity("FP32", ("batch", _TINY_FLOATS)), tiny)
-    models.write(models.mlp(MLP_SIZES), mlp)
-    _add(repository / "tiny", tiny, _TINY_FLOATS, _ON)
-    _add(repository / "mlp", mlp, MLP_FLOATS, _ON)
-    _add(repository / "mlp_unbatched", mlp, MLP_FLOATS, _OFF)
-    floats = {"tiny": _TINY_FLOATS, "mlp": MLP_FLOATS, "mlp_unbatched": MLP_FLOATS}
-    return Bench(repository, {name: _request(folder, name, count) for name, count in floats.items()}, mlp)
+    def output_bytes(self, input_bytes: int) -> int:
+        """What one row's output has for a row of so many bytes."""
+        return input_bytes if -1 in self.output_dims else 4 * int(np.prod(self.output_dims))
 
 
-def _add(model: Path, file: Path, floats: int, batching: str) -> None:
-    (model / "1").mkdir(parents=True)
-    (model / "1" / "model.onnx").symlink_to(file)
-    (model / "config.pbtxt").write_text(_CONFIG.format(rows=_MAX_ROWS, floats=floats, batching=batching))
+def _first_of_image() -> onnx.ModelProto:
+    """600 KB in, as of a picture, 4 KB out, as of a classifier, and next to no work between: the first values."""
+    starts, ends, axes = (
+        numpy_helper.from_array(np.array([value], np.int64), name)
+        for name, value in (("starts", 0), ("ends", _CLASSES), ("axes", 1))
+    )
+    return models.model(
+        [helper.make_node("Slice", [INPUT, "starts", "ends", "axes"], [OUTPUT])],
+        [models.tensor(INPUT, "FP32", ["batch", _IMAGE])],
+        [models.tensor(OUTPUT, "FP32", ["batch", _CLASSES])],
+        [starts, ends, axes],
+    )
 
 
-def _request(folder: Path, model: str, floats: int) -> Path:
-    row = np.random.default_rng(0).standard_normal((1, floats)).astype(np.float32)
-    path = folder / f"{model}.request"
-    path.write_bytes(infer_request(model, {"INPUT0": row}).SerializeToString())
-    return path
+def _mlp() -> onnx.ModelProto:
+    return models.mlp(_MLP_SIZES)
+
+
+MODELS: Mapping[str, Model] = {
+    "tiny": Model((16,), (16,), (16,), lambda: models.identity("FP32", ("batch", 16))),
+    "free": Model((-1,), (-1,), (16,), lambda: models.identity("FP32", ("batch", "length"))),
+    "image": Model((_IMAGE,), (_CLASSES,), (_IMAGE,), _first_of_image),
+    "mlp": Model((1024,), (1024,), (1024,), _mlp),
+    "mlp_unbatched": Model((1024,), (1024,), (1024,), _mlp, batched=False),
+}
+
+
+def write(name: str, folder: Path) -> Path:
+    """The model's ONNX file in `folder`; up to a second and 100 MB."""
+    return models.write(MODELS[name].make(), folder / f"{name}.onnx")
+
+
+def add(name: str, file: Path, repository: Path) -> None:
+    """Put the model into a repository; `file` stays where it is."""
+    model, folder = MODELS[name], repository / name
+    (folder / "1").mkdir(parents=True)
+    (folder / "1" / "model.onnx").symlink_to(file)
+    (folder / "config.pbtxt").write_text(
+        _CONFIG.format(
+            rows=MAX_ROWS,
+            dims=list(model.dims),
+            output_dims=list(model.output_dims),
+            batching="dynamic_batching { }" if model.batched else "",
+        )
+    )
+
+
+def request(name: str, shape: Sequence[int]) -> bytes:
+    """One row of random values for the model, ready for the wire."""
+    message = ModelInferRequest(model_name=name)
+    message.inputs.add(name=INPUT, datatype="FP32", shape=(1, *shape))
+    message.raw_input_contents.append(row(shape))
+    return message.SerializeToString()
+
+
+def in_memory(name: str, shape: Sequence[int], region: str, output_at: int) -> bytes:
+    """The same with its tensors in the shared memory `region`: the row at its beginning, the output at `output_at`."""
+    model, input_bytes = MODELS[name], 4 * int(np.prod(shape))
+    message = ModelInferRequest(model_name=name)
+    given = message.inputs.add(name=INPUT, datatype="FP32", shape=(1, *shape))
+    asked = message.outputs.add(name=OUTPUT)
+    sizes = (input_bytes, model.output_bytes(input_bytes))
+    for place, byte_size, offset in zip((given, asked), sizes, (0, output_at), strict=True):
+        tensor: Any = place
+        tensor.parameters["shared_memory_region"].string_param = region
+        tensor.parameters["shared_memory_byte_size"].int64_param = byte_size
+        tensor.parameters["shared_memory_offset"].int64_param = offset
+    return message.SerializeToString()
+
+
+def row(shape: Sequence[int]) -> bytes:
+    """The values that `request` sends."""
+    return np.random.default_rng(0).standard_normal(tuple(shape)).astype(np.float32).tobytes()

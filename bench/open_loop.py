@@ -1,8 +1,12 @@
 """A load generator that doesn't wait for answers: requests come at random at a given rate, each with its own deadline.
 
 Lives here: sending, counting, timing; the outcome is one line of JSON. Must not: know models or build messages. What a
-closed loop hides, an overload, this one shows: the rate doesn't fall when the server falls behind. An answer counts
-only if it comes before its deadline, which gRPC carries to the server and holds on this side.
+closed loop hides, an overload, this one shows: the rate doesn't fall when the server falls behind.
+
+Latencies and deadlines count from the moment at which a request was meant to be sent, not from when this process came
+to send it: if server or generator stall, what should have come meanwhile has waited, too. How late it was is told as
+`lag`: where that isn't small beside the latencies, they are the generator's. An answer counts only if it comes before
+its deadline, which gRPC carries to the server and holds on this side.
 """
 
 from __future__ import annotations
@@ -20,7 +24,9 @@ from typing import Any
 import grpc
 import uvloop
 
-from bench.load import METHOD, Tally, summary
+from bench.load import METHOD, Tally, open_channel, summary
+from bench.stats import percentile
+from scheduler.clock import MonotonicClock
 
 __all__ = ["Plan", "drive", "schedule_s"]
 
@@ -49,45 +55,77 @@ def schedule_s(plan: Plan) -> list[float]:
 
 async def drive(plan: Plan) -> dict[str, Any]:
     """Send everything at its time; sum up what was sent after the warm-up. Ends one deadline after the last."""
-    channel = grpc.aio.insecure_channel(plan.target)
-    call = channel.unary_unary(METHOD, None, None)
-    tally, offered = Tally(), 0
-    tasks: set[asyncio.Task[None]] = set()
+    channel = open_channel(plan.target)
     try:
         await asyncio.wait_for(channel.channel_ready(), 30)
-        began_s, cpu_s = time.perf_counter(), time.process_time()
-        for number, at_s in enumerate(schedule_s(plan)):
-            ahead_s = began_s + at_s - time.perf_counter()
-            if ahead_s > 0:
-                await asyncio.sleep(ahead_s)
-            counts = at_s >= plan.warmup_s
-            offered += counts
-            payload = plan.payloads[number % len(plan.payloads)]
-            task = asyncio.create_task(_send(call, payload, plan.deadline_s, tally if counts else Tally()))
-            tasks.add(task)
-            task.add_done_callback(tasks.discard)
-        while tasks:
-            await asyncio.wait(tasks)
-        cores = (time.process_time() - cpu_s) / (time.perf_counter() - began_s)
+        sender = _Sender(channel, plan)
+        began_ns, cpu_s = time.monotonic_ns(), time.process_time()
+        await sender.send_all()
+        cores = 1e9 * (time.process_time() - cpu_s) / (time.monotonic_ns() - began_ns)
     finally:
         await channel.close(None)
-    return {**summary(tally, plan.seconds), "offered": offered, "cores": cores}
+    return {
+        **summary(sender.tally, plan.seconds),
+        "offered": len(sender.lags_ns),
+        "lag_p99_ms": percentile(sorted(sender.lags_ns), 99) / 1e6 if sender.lags_ns else 0.0,
+        "cores": cores,
+        "answers_in_all": sender.answers_in_all,
+    }
 
 
-async def _send(call: Any, payload: bytes, deadline_s: float, tally: Tally) -> None:
-    began_ns = time.perf_counter_ns()
-    try:
-        answer = await call(payload, timeout=deadline_s)
-    except grpc.aio.AioRpcError as error:
-        tally.errors[error.code().name] += 1
-        return
-    taken_ns = time.perf_counter_ns() - began_ns
-    if not answer:
-        tally.errors["EMPTY"] += 1
-    elif taken_ns > deadline_s * 1e9:
-        tally.errors["LATE"] += 1
-    else:
-        tally.latencies_ns.append(taken_ns)
+class _Sender:
+    """Sends to its schedule. An alarm of the clock wakes it, since the event loop's timers round to milliseconds."""
+
+    def __init__(self, channel: grpc.aio.Channel, plan: Plan) -> None:
+        self._call: Any = channel.unary_unary(METHOD, None, None)
+        self._plan = plan
+        self._deadline_ns = round(plan.deadline_s * 1e9)
+        self._tasks: set[asyncio.Task[None]] = set()
+        self.tally = Tally()
+        self.lags_ns: list[int] = []
+        self.answers_in_all = 0
+
+    async def send_all(self) -> None:
+        """Returns when all are answered or past their deadlines."""
+        rang = asyncio.Event()
+        alarm = MonotonicClock().alarm(rang.set)
+        began_ns = time.monotonic_ns()
+        try:
+            for number, at_s in enumerate(schedule_s(self._plan)):
+                meant_ns = began_ns + round(at_s * 1e9)
+                if time.monotonic_ns() < meant_ns:
+                    rang.clear()
+                    alarm.set(meant_ns)
+                    await rang.wait()
+                self._send(number, meant_ns, at_s >= self._plan.warmup_s)
+        finally:
+            alarm.close()
+        while self._tasks:
+            await asyncio.wait(self._tasks)
+
+    def _send(self, number: int, meant_ns: int, counts: bool) -> None:
+        if counts:
+            self.lags_ns.append(time.monotonic_ns() - meant_ns)
+        payload = self._plan.payloads[number % len(self._plan.payloads)]
+        task = asyncio.create_task(self._ask(payload, meant_ns, self.tally if counts else Tally()))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _ask(self, payload: bytes, meant_ns: int, tally: Tally) -> None:
+        left_s = (meant_ns + self._deadline_ns - time.monotonic_ns()) / 1e9
+        try:
+            answer = await self._call(payload, timeout=max(0.0, left_s))
+        except grpc.aio.AioRpcError as error:
+            tally.errors[error.code().name] += 1
+            return
+        taken_ns = time.monotonic_ns() - meant_ns
+        self.answers_in_all += 1
+        if not answer:
+            tally.errors["EMPTY"] += 1
+        elif taken_ns > self._deadline_ns:
+            tally.errors["LATE"] += 1
+        else:
+            tally.latencies_ns.append(taken_ns)
 
 
 def _plan(arguments: Sequence[str] | None) -> Plan:

@@ -1,96 +1,164 @@
 """From samples to ratios and tables.
 
-Lives here: which series are compared, and how results look to people and to programs. Must not: measure. Everything is
-pure.
+Lives here: what is compared with what, and how it looks on a terminal. Must not: measure. Everything is pure.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
+from bench.scenario import Point, Reference, Scenario, Side
 from bench.stats import Sample, Spread, ratio, spread
+from bench.summary import Comparison, Measurement, Section, Summary
 
-__all__ = ["COMPARISONS", "Comparison", "Series", "series_of", "table", "text", "whole"]
+__all__ = ["Absence", "Result", "absolute", "compared", "facts", "section_of", "series_of", "shown", "table", "text"]
 
-Series = Mapping[str, Mapping[str, Sequence[float]]]
-"""Values round by round, by step and measurement."""
-
-
-@dataclass(frozen=True, slots=True)
-class Comparison:
-    """`subject` over `baseline`, both names of steps, in `measurement`."""
-
-    title: str
-    subject: str
-    baseline: str
-    measurement: str = "requests_per_s"
-
-
-COMPARISONS = (
-    Comparison("tiny model, 64 clients: throughput, product / echo", "tiny 64 product", "tiny 64 echo"),
-    Comparison(
-        "tiny model, 64 clients: CPU time of the server, product / echo",
-        "tiny 64 product",
-        "tiny 64 echo",
-        "server_cpu_us",
-    ),
-    Comparison("tiny model, 1 client: median latency, product / echo", "tiny 1 product", "tiny 1 echo", "p50_ms"),
-    Comparison("perceptron, 64 clients: rows/s, product / session.run of 64 rows", "mlp 64 product", "mlp 64 direct"),
-    Comparison("perceptron, 16 clients: rows/s, product / session.run of 16 rows", "mlp 16 product", "mlp 16 direct"),
-    Comparison("perceptron, 64 clients: throughput, batching on / off", "mlp 64 product", "mlp 64 unbatched"),
-)
-
+_MEASURES = {
+    "requests_per_s": "requests/s",
+    "server_cpu_us": "server's CPU time per request",
+    "p50_ms": "median latency",
+    "p99_ms": "p99 latency",
+    "stack_split_us": "time",
+}
 _COLUMNS = (
-    ("requests_per_s", "rows/s", 0),
+    ("requests_per_s", "requests/s", 0),
     ("p50_ms", "p50 ms", 2),
     ("p90_ms", "p90 ms", 2),
     ("p99_ms", "p99 ms", 2),
-    ("server_cpu_us", "server CPU us", 0),
-    ("cores", "load's cores", 2),
+    ("server_cpu_us", "CPU us/request", 0),
     ("rows_per_batch", "rows/batch", 1),
     ("model_ms_per_batch", "model ms/batch", 2),
+    ("cores", "load's cores", 2),
+    ("lag_p99_ms", "load's lag p99 ms", 2),
+    ("answered", "answered", 2),
+    ("stack_us", "stack us", 1),
+    ("split_us", "split us", 1),
+    ("memcpy_us", "memcpy us", 1),
 )
 
+Key = TypeVar("Key")
+Series = Mapping[Key, Mapping[str, Sequence[float]]]
+"""Values round by round, by what was measured and measurement."""
 
-def series_of(rounds: Sequence[Mapping[str, Sample]]) -> Series:
-    """Turn one mapping per round into one list per measurement."""
-    first = rounds[0]
+
+@dataclass(frozen=True, slots=True)
+class Absence:
+    """Why a side has no numbers. `failed`: it should have them."""
+
+    reason: str
+    failed: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What was found of a scenario at the `points` that were measured."""
+
+    scenario: Scenario
+    points: tuple[Point, ...]
+    generator: str
+    series: Series[tuple[Side, Point]]
+    absent: Mapping[Side, Absence]
+
+
+def series_of(rounds: Sequence[Mapping[Key, Sample]]) -> Series[Key]:
+    """Turn one mapping per round into one list per measurement; what one round lacks is left out."""
     return {
         step: {key: [one[step][key] for one in rounds] for key in sample if all(key in one[step] for one in rounds)}
-        for step, sample in first.items()
+        for step, sample in rounds[0].items()
     }
 
 
-def whole(series: Series, more: Mapping[str, Any]) -> dict[str, Any]:
-    """The report for programs; `more` goes in as it is."""
-    return {
-        **more,
-        "ratios": {one.title: asdict(found) for one, found in _ratios(series)},
-        "measurements": {
-            step: {key: asdict(spread(values)) for key, values in mine.items()} for step, mine in series.items()
-        },
-    }
+def section_of(result: Result, how: str) -> Section:
+    """Ratios and spreads of a scenario; `how` says for how long it was measured."""
+    scenario = result.scenario
+    return Section(
+        name=scenario.name,
+        title=scenario.title,
+        generator=result.generator,
+        how=how,
+        plot=scenario.plot,
+        comparisons=tuple(
+            _comparison(result, reference, point) for point in result.points for reference in scenario.references
+        ),
+        measurements=tuple(
+            Measurement(
+                who=scenario.name_of(side),
+                point=str(point) if side.served else "",
+                values={key: spread(values) for key, values in found.items()},
+            )
+            for (side, point), found in result.series.items()
+        ),
+        absent={scenario.name_of(side): absence.reason for side, absence in result.absent.items()},
+    )
 
 
-def text(series: Series, facts: Mapping[str, Any], direct: Mapping[str, float], micro: Mapping[str, Any]) -> str:
-    """The report for people: ratios first, as they carry over to other machines; then what this machine did."""
-    parts = [
-        "Ratios: median of the rounds (lowest - highest)",
-        table([[one.title, _ratio_text(found)] for one, found in _ratios(series)]),
-        _batching_line(series),
-        "Absolute: medians of the rounds; clients send one row per request, each at a time",
-        table([["", *(title for _, title, _ in _COLUMNS)], *_absolute(series)]),
-        "session.run by rows per batch, rows/s",
-        table([list(direct), [f"{value:,.0f}" for value in direct.values()]]),
-        "Queue alone, us per request",
-        table(_queue_rows(micro["queue"])),
-        "Stacking and splitting 64 rows, us",
-        table(_batching_rows(micro["batching"])),
-        _facts_text(facts),
+def _comparison(result: Result, reference: Reference, point: Point) -> Comparison:
+    scenario, found, reason = result.scenario, None, ""
+    subject, other = (result.series.get((side, point), {}) for side in (scenario.subject, reference.side))
+    if subject.get(reference.measure) and all(other.get(reference.over, [0])):
+        found = ratio(subject[reference.measure], other[reference.over])
+    else:
+        missing = [result.absent[side].reason for side in (scenario.subject, reference.side) if side in result.absent]
+        reason = missing[0] if missing else "no answers to compare"
+    return Comparison(
+        point=str(point) if scenario.subject.served else "",
+        what=f"{_MEASURES.get(reference.measure, reference.measure)} / {reference.label}",
+        found=found,
+        reach=reference.reach,
+        reason=reason,
+    )
+
+
+def text(summary: Summary) -> str:
+    """The report for a terminal: ratios first, as they carry over to other machines; then what this machine did."""
+    rows = [
+        [section.title, one.point, one.what, *compared(one), one.verdict]
+        for section in summary.sections
+        for one in section.comparisons
     ]
-    return "\n\n".join(part for part in parts if part)
+    parts = ["Ratios: median of the rounds (lowest - highest)", table([_HEAD, *rows])]
+    for section in summary.sections:
+        parts.append(f"{section.name}: {section.title}; {section.how}{shown(section.generator)}")
+        parts.append(table(absolute(section)) if section.measurements else "  nothing was measured")
+        parts += ["\n".join(f"  {who}: {reason}" for who, reason in section.absent.items())] if section.absent else []
+    return "\n\n".join([*parts, "\n".join(facts(summary.machine))])
+
+
+_HEAD = ("what", "load", "compared", "ratio", "reach", "verdict")
+
+
+def compared(comparison: Comparison) -> tuple[str, str]:
+    """The cells of a ratio and of its bound."""
+    found = comparison.found
+    return _spread(found) if found else "", str(comparison.reach) if comparison.reach else ""
+
+
+def shown(generator: str) -> str:
+    """The generator as the end of a sentence; nothing where there was none."""
+    return f", load from {generator}" if generator else ""
+
+
+def absolute(section: Section) -> list[list[str]]:
+    """Medians of what was measured, one row each under a head, without columns in which nobody has anything."""
+    columns = [one for one in _COLUMNS if any(one[0] in measured.values for measured in section.measurements)]
+    return [["who", "load", *(title for _, title, _ in columns)], *_absolute(section, columns)]
+
+
+def _absolute(section: Section, columns: Sequence[tuple[str, str, int]]) -> Iterator[list[str]]:
+    for one in section.measurements:
+        cells = (f"{one.values[key].median:,.{digits}f}" if key in one.values else "" for key, _, digits in columns)
+        yield [one.who, one.point, *cells]
+
+
+def facts(machine: Mapping[str, Any]) -> tuple[str, str]:
+    """The machine and its software, a line each."""
+    versions = ", ".join(f"{name} {number}" for name, number in machine["versions"].items())
+    return (
+        f"{machine['processor']}, {machine['cores']} cores, {machine['system']}, load {machine['load_before']} before",
+        f"Python {machine['python']}, {versions}, protobuf runs on {machine['protobuf_implementation']}",
+    )
 
 
 def table(rows: Sequence[Sequence[str]]) -> str:
@@ -104,72 +172,5 @@ def _cells(row: Sequence[str], widths: Sequence[int]) -> list[str]:
     return [first[0].ljust(first[1]), *(cell.rjust(width) for cell, width in others)]
 
 
-def _ratios(series: Series) -> list[tuple[Comparison, Spread]]:
-    """The comparisons whose two sides were measured."""
-    found = []
-    for one in COMPARISONS:
-        sides = [series.get(step, {}).get(one.measurement) for step in (one.subject, one.baseline)]
-        if sides[0] and sides[1]:
-            found.append((one, ratio(sides[0], sides[1])))
-    return found
-
-
-def _ratio_text(found: Spread) -> str:
+def _spread(found: Spread) -> str:
     return f"{found.median:.2f} ({found.low:.2f} - {found.high:.2f})"
-
-
-def _batching_line(series: Series) -> str:
-    on, off = series["mlp 64 product"], series["mlp 64 unbatched"]
-    if "rows_per_batch" not in on:
-        return ""
-    gain = ratio(on["requests_per_s"], off["requests_per_s"]).median
-    rows = spread(on["rows_per_batch"]).median
-    return f"Batching on the perceptron, 64 clients: throughput {gain:.1f} x, mean batch {rows:.1f} rows"
-
-
-def _absolute(series: Series) -> list[list[str]]:
-    return [
-        [step, *(f"{spread(mine[key]).median:,.{digits}f}" if key in mine else "" for key, _, digits in _COLUMNS)]
-        for step, mine in series.items()
-    ]
-
-
-def _queue_rows(costs: Sequence[Mapping[str, Any]]) -> list[list[str]]:
-    head = ["waiting", "lanes", "deadlines", "levels", "push+poll+leave", "push+cancel+poll"]
-    return [
-        head,
-        *(
-            [
-                f"{one['depth']:,}",
-                f"{one['lanes']:,}",
-                "yes" if one["deadlines"] else "no",
-                str(one["levels"]),
-                f"{one['push_poll_leave_us']:.1f}",
-                f"{one['push_cancel_us']:.1f}",
-            ]
-            for one in costs
-        ),
-    ]
-
-
-def _batching_rows(costs: Sequence[Mapping[str, Any]]) -> list[list[str]]:
-    head = ["bytes per row", "stack", "split", "memcpy", "(stack + split) / memcpy"]
-    return [
-        head,
-        *(
-            [
-                f"{one['row_bytes']:,}",
-                *(f"{one[key]:,.1f}" for key in ("stack_us", "split_us", "memcpy_us")),
-                f"{(one['stack_us'] + one['split_us']) / one['memcpy_us']:.2f}",
-            ]
-            for one in costs
-        ),
-    ]
-
-
-def _facts_text(facts: Mapping[str, Any]) -> str:
-    versions = ", ".join(f"{name} {number}" for name, number in facts["versions"].items())
-    return (
-        f"{facts['processor']}, {facts['cores']} cores, {facts['system']}, load {facts['load_before']} before\n"
-        f"Python {facts['python']}, {versions}, protobuf runs on {facts['protobuf_implementation']}"
-    )

@@ -1,103 +1,123 @@
-"""The whole benchmark: `python -m bench`.
+"""The benchmark: `python -m bench`.
 
-Lives here: what is measured in which order, and the rounds. Must not: measure (steps) or format (report). Rounds repeat
-all steps, neighbours in a list being compared with each other; every other round goes backwards, so that what warms up
-or wears out in the course of time strikes both sides.
+Lives here: which scenarios, how long, where results go. Must not: measure (rounds, steps) or format (report).
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import signal
 import sys
 import tempfile
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
-from bench import models, report
+from bench import figures, models, perf_analyzer, report, summary
 from bench.machine import facts
-from bench.stats import Sample
-from bench.steps import BenchError, Direct, EchoProcess, Load, Step, Subject, run_module
-from tests.harness import REPO, ServerProcess
+from bench.report import Result, section_of
+from bench.rounds import Settings, measure
+from bench.scenario import Scenario, ScenarioError, load_all
+from bench.steps import BenchError
+from bench.summary import Section, Summary
+from tests.harness import REPO
 
-__all__ = ["main"]
+__all__ = ["FULL", "QUICK", "main", "run"]
 
-_OUT = REPO / "bench" / "results" / "latest.json"
+_RESULTS = REPO / "bench" / "results"
+_PROGRAMS = REPO / ".witness" / "perf_analyzer"
 
-
-@dataclass(frozen=True, slots=True)
-class Settings:
-    """How long: so many rounds, seconds per step, seconds of warm-up before it, seconds per micro benchmark."""
-
-    rounds: int
-    seconds: float
-    warmup_s: float
-    micro_s: float
+FULL = Settings(rounds=5, seconds=3.0, warmup_s=1.0)
+QUICK = Settings(rounds=1, seconds=0.3, warmup_s=0.1, all_points=False, rivals=False)
 
 
-FULL = Settings(rounds=5, seconds=2.5, warmup_s=0.5, micro_s=0.5)
-QUICK = Settings(rounds=2, seconds=0.8, warmup_s=0.3, micro_s=0.1)
+def run(scenarios: Sequence[Scenario], settings: Settings) -> Iterator[Result]:
+    """Measure one after the other. Leaves no process and no file behind once it has ended or was closed."""
+    with tempfile.TemporaryDirectory(prefix="paceline-bench-") as name:
+        folder = Path(name)
 
+        @cache
+        def model_file(model: str) -> Path:
+            return models.write(model, folder)
 
-def steps(made: models.Bench, product: Subject, echo: Subject) -> list[Step]:
-    """Everything that is measured in a round."""
-    tiny, mlp, unbatched = (made.requests[name] for name in ("tiny", "mlp", "mlp_unbatched"))
-    return [
-        Load("tiny 64 product", product, tiny, 64, "tiny"),
-        Load("tiny 64 echo", echo, tiny, 64),
-        Load("tiny 1 product", product, tiny, 1, "tiny"),
-        Load("tiny 1 echo", echo, tiny, 1),
-        Load("mlp 64 unbatched", product, unbatched, 64, "mlp_unbatched"),
-        Load("mlp 64 product", product, mlp, 64, "mlp"),
-        Direct("mlp 64 direct", made.mlp, 64),
-        Load("mlp 16 product", product, mlp, 16, "mlp"),
-        Direct("mlp 16 direct", made.mlp, 16),
-    ]
-
-
-def measure(wanted: Sequence[Step], settings: Settings) -> list[dict[str, Sample]]:
-    """All steps, round by round."""
-    rounds: list[dict[str, Sample]] = []
-    for number in range(settings.rounds):
-        print(f"round {number + 1} of {settings.rounds}", file=sys.stderr, flush=True)
-        order = reversed(wanted) if number % 2 else wanted
-        rounds.append({step.name: step.measure(settings.seconds, settings.warmup_s) for step in order})
-    return rounds
-
-
-def run(settings: Settings) -> tuple[str, dict[str, Any]]:
-    """Measure everything; the report for people and the one for programs. Leaves no process and no file behind."""
-    machine = facts()
-    with tempfile.TemporaryDirectory(prefix="paceline-bench-") as folder:
-        made = models.build(Path(folder))
-        with ServerProcess(made.repository) as product, EchoProcess() as echo:
-            series = report.series_of(measure(steps(made, product, echo), settings))
-        print("session.run, queue and stacking alone", file=sys.stderr, flush=True)
-        direct = run_module("direct", str(made.mlp), "--seconds", str(settings.micro_s), timeout_s=120)
-        micro = run_module("micro", "--seconds", str(settings.micro_s), timeout_s=120)
-    more = {"machine": machine, "direct_rows_per_s": direct, "micro": micro}
-    return report.text(series, machine, direct, micro), report.whole(series, more)
+        for scenario in scenarios:
+            own = folder / scenario.name
+            own.mkdir()
+            yield measure(scenario, settings, model_file, own)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m bench", description="Measure the product against what bounds it.")
-    parser.add_argument("--quick", action="store_true", help="a glance in less than a minute; noisy")
-    parser.add_argument("--out", type=Path, default=_OUT, help="where the JSON report goes (default: %(default)s)")
-    got = parser.parse_args(arguments)
+    got = _parser().parse_args(arguments)
     # The orderly way out, on which every process and file of ours goes, is that of an exception.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    out: Path = got.out or _RESULTS / ("quick.json" if got.quick else "latest.json")
     try:
-        people, programs = run(QUICK if got.quick else FULL)
-    except BenchError as error:
+        broken = _measure(_chosen(got.scenarios), _settings(got), out)
+    except (BenchError, ScenarioError) as error:
         sys.exit(f"bench: {error}")
     except KeyboardInterrupt:
         sys.exit(130)
-    got.out.parent.mkdir(parents=True, exist_ok=True)
-    got.out.write_text(json.dumps(programs, indent=2) + "\n")
-    print(f"{people}\n\n{got.out}")
+    if broken:
+        sys.exit("bench: " + "\n".join(broken))
+
+
+def _measure(scenarios: Sequence[Scenario], settings: Settings, out: Path) -> list[str]:
+    """Measure, print, write, draw; what should have worked and didn't. What was measured is in `out` at once, in case
+    the rest takes too long for somebody."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    found, broken = Summary(facts(), ()), []
+    for result in run(scenarios, settings):
+        found = replace(found, sections=(*found.sections, section_of(result, settings.how)))
+        out.write_text(summary.dump(found), encoding="utf-8")
+        failed = {side: one for side, one in result.absent.items() if one.failed}
+        broken += [f"{result.scenario.name}: {side.server}: {one.reason}" for side, one in failed.items()]
+    print(f"{report.text(found)}\n\n{out}")
+    for path in _draw(found.sections, out):
+        print(path)
+    return broken
+
+
+def _draw(sections: Sequence[Section], out: Path) -> Iterator[Path]:
+    drawn = [one for one in sections if one.plot and one.measurements]
+    if drawn and find_spec("matplotlib") is None:
+        print("no pictures: they need matplotlib, which the extra 'bench' installs")
+        return
+    for section in drawn:
+        path = out.with_name(f"{out.stem}-{section.name}.svg")
+        figures.draw_latency(section, path)
+        yield path
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m bench", description="Measure the product against what bounds it.")
+    parser.add_argument("scenarios", nargs="*", help="names of files in bench/scenarios; by default all")
+    parser.add_argument("--quick", action="store_true", help="to see that everything works; times mean nothing")
+    parser.add_argument("--rounds", type=int, help=f"repetitions of everything (default: {FULL.rounds})")
+    parser.add_argument("--seconds", type=float, help=f"for each measurement (default: {FULL.seconds:g})")
+    parser.add_argument("--warmup", type=float, help=f"seconds before each (default: {FULL.warmup_s:g})")
+    parser.add_argument("--generator", choices=["auto", "python"], default="auto", help="auto: perf_analyzer if it can")
+    parser.add_argument("--out", type=Path, help="the JSON of results; pictures go beside it (default: bench/results/)")
+    return parser
+
+
+def _settings(got: argparse.Namespace) -> Settings:
+    settings = QUICK if got.quick else FULL
+    return replace(
+        settings,
+        rounds=got.rounds or settings.rounds,
+        seconds=got.seconds or settings.seconds,
+        warmup_s=settings.warmup_s if got.warmup is None else got.warmup,
+        perf_analyzer=perf_analyzer.find(_PROGRAMS) if got.generator == "auto" else None,
+    )
+
+
+def _chosen(names: Sequence[str]) -> list[Scenario]:
+    found = {one.name: one for one in load_all()}
+    if unknown := set(names) - set(found):
+        raise ScenarioError(f"no such scenario: {', '.join(sorted(unknown))}; there are: {', '.join(found)}")
+    return [found[name] for name in names or found]
 
 
 if __name__ == "__main__":

@@ -1,7 +1,6 @@
-"""One measurement each: a load on a server, or the model run directly.
+"""One measurement each: a load on a server, the model run directly, or stacking and splitting alone.
 
-Lives here: the processes that measure and are measured, and what is read from them. Must not: repeat, compare or print.
-Every process ends with its step, or with the context that started it.
+Lives here: what measures, and what is read from it. Must not: start servers, repeat, compare or print.
 """
 
 from __future__ import annotations
@@ -10,16 +9,29 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
+import grpc
+
+from bench import models, perf_analyzer
+from bench.scenario import Closed, Open, Point, Side
 from bench.stats import Sample
+from bench.subjects import Subject, UnservedError, cpu_s, stub
+from protos import inference_pb2 as pb
 from tests.harness import REPO, ServerProcess
 
-__all__ = ["BenchError", "Direct", "EchoProcess", "Load", "Step", "Subject", "run_module"]
+__all__ = ["BenchError", "Load", "Module", "Step", "open_loop", "region", "run_module"]
 
 _SPARE_S = 60.0
+_STRETCHES = 4  # how often a measurement is made twice as long because too few answers came
+_IN_OVERLOAD = {"DEADLINE_EXCEEDED", "LATE", "RESOURCE_EXHAUSTED"}
+_FULL = "UNAVAILABLE"  # of some servers, as long as they answer others
 _ANSWER = ("requests_per_s", "p50_ms", "p90_ms", "p99_ms", "cores")
 _METRICS = (
     "nv_inference_request_success",
@@ -27,15 +39,13 @@ _METRICS = (
     "nv_inference_exec_count",
     "nv_inference_compute_infer_duration_us",
 )
-# In a group of their own: Ctrl-C is for the one who started them, who then ends them.
-_CHILD: dict[str, Any] = {"cwd": REPO, "stdout": subprocess.PIPE, "process_group": 0}
 
 
 class BenchError(Exception):
     """A measurement failed, so there is nothing to report."""
 
 
-class Counters(NamedTuple):
+class _Counters(NamedTuple):
     """What a server says of one model since it started."""
 
     requests: float
@@ -47,130 +57,162 @@ class Counters(NamedTuple):
 class Step(Protocol):
     """Something that is measured once per round."""
 
-    @property
-    def name(self) -> str: ...
-
     def measure(self, seconds: float, warmup_s: float) -> Sample: ...
-
-
-class Subject(Protocol):
-    """A server under load."""
-
-    @property
-    def target(self) -> str: ...
-
-    @property
-    def pid(self) -> int: ...
-
-
-class EchoProcess:
-    """`bench.echo` in a process of its own, for as long as the context lasts."""
-
-    def __enter__(self) -> EchoProcess:
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "bench.echo"],
-            **_CHILD,
-            stdin=subprocess.PIPE,
-            text=True,
-        )
-        assert self._process.stdout is not None
-        port = self._process.stdout.readline().strip()
-        if not port:
-            self.__exit__()
-            raise BenchError("the echo server did not start")
-        self.target = f"127.0.0.1:{port}"
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.close()
-        try:
-            self._process.wait(10)
-        finally:
-            self._process.kill()
-            self._process.wait()
-            self._process.stdout.close()
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """`clients` clients send `request`, and `more` in turn with it, to `subject` over and over; what it counted for
-    `model`, if it counts."""
+    """`requests` are sent in turn to `subject`, as `point` says; what the product counts for `model` comes with it.
 
-    name: str
+    With a `side` it is perf_analyzer at `binary` that sends, and makes requests of its own like these.
+    """
+
     subject: Subject
-    request: Path
-    clients: int
-    model: str = ""
-    more: tuple[Path, ...] = ()
+    requests: tuple[Path, ...]
+    point: Point
+    model: str
+    stream: bool = False
+    deadline_s: float = 30.0
+    binary: Path | None = None
+    side: Side | None = None
 
     def measure(self, seconds: float, warmup_s: float) -> Sample:
-        before, cpu_before_s = self._counters(), _cpu_s(self.subject.pid)
+        if self.binary is None:
+            return self._measured(seconds, warmup_s)
+        with suppress(perf_analyzer.UnstableError):
+            self._perf_analyzer(warmup_s)
+        for stretch in range(_STRETCHES):
+            try:
+                return self._measured(seconds * 2**stretch, warmup_s)
+            except perf_analyzer.UnstableError as error:
+                failed = error
+        raise BenchError(str(failed))
+
+    def _measured(self, seconds: float, warmup_s: float) -> Sample:
+        before, cpu_before_s = self._counters(), cpu_s(self.subject.pid)
+        answer = self._perf_analyzer(seconds) if self.binary is not None else self._own(seconds, warmup_s)
+        sample: dict[str, float] = {key: answer[key] for key in (*_ANSWER, "lag_p99_ms") if answer.get(key) is not None}
+        sample["answered"] = answer["ok"] / answer["offered"] if "offered" in answer else 1.0
+        cpu_after_s = cpu_s(self.subject.pid)
+        if cpu_before_s is not None and cpu_after_s is not None and answer["answers_in_all"]:
+            sample["server_cpu_us"] = 1e6 * (cpu_after_s - cpu_before_s) / answer["answers_in_all"]
+        return {**sample, **_batches(before, self._counters())}
+
+    def _perf_analyzer(self, seconds: float) -> dict[str, Any]:
+        assert self.binary is not None
+        assert self.side is not None
+        assert isinstance(self.point, Closed)
+        with tempfile.TemporaryDirectory(prefix="paceline-bench-") as folder:
+            try:
+                return perf_analyzer.run(
+                    self.binary, self.subject.target, self.side, self.point.clients, seconds, Path(folder)
+                )
+            except perf_analyzer.UnstableError:
+                raise
+            except perf_analyzer.FailedError as error:
+                raise BenchError(str(error)) from None
+
+    def _own(self, seconds: float, warmup_s: float) -> dict[str, Any]:
+        if isinstance(self.point, Open):
+            return open_loop(self.subject.target, self.requests, self.point.per_s, self.deadline_s, seconds, warmup_s)
         answer = run_module(
             "load",
             self.subject.target,
-            *map(str, (self.request, *self.more)),
-            *("--clients", str(self.clients), "--seconds", str(seconds), "--warmup", str(warmup_s)),
+            *map(str, self.requests),
+            *("--clients", str(self.point.clients), "--seconds", str(seconds), "--warmup", str(warmup_s)),
+            *(("--stream",) if self.stream else ()),
             timeout_s=seconds + warmup_s + _SPARE_S,
         )
         if answer["errors"] or not answer["ok"]:
-            raise BenchError(f"{self.name}: {answer['ok']} answers, errors {answer['errors']}")
-        sample: dict[str, float] = {key: answer[key] for key in _ANSWER}
-        if cpu_before_s is not None and (cpu_s := _cpu_s(self.subject.pid)) is not None:
-            sample["server_cpu_us"] = 1e6 * (cpu_s - cpu_before_s) / answer["answers_in_all"]
-        return {**sample, **_batches(before, self._counters())}
+            raise BenchError(f"{answer['ok']} answers, errors {answer['errors']}")
+        return answer
 
-    def _counters(self) -> Counters | None:
-        if not self.model or not isinstance(self.subject, ServerProcess):
+    def _counters(self) -> _Counters | None:
+        if not isinstance(self.subject, ServerProcess):
             return None
         metrics, labels = self.subject.metrics(), f'{{model="{self.model}",version="1"}}'
-        return Counters(*(metrics[name + labels] for name in _METRICS))
+        return _Counters(*(metrics[name + labels] for name in _METRICS))
 
 
 @dataclass(frozen=True, slots=True)
-class Direct:
-    """`session.run` on `model` in batches of `rows`."""
+class Module:
+    """What `python -m bench.NAME` finds of `side`; a process of its own each time."""
 
     name: str
-    model: Path
-    rows: int
+    arguments: tuple[str, ...]
+
+    @classmethod
+    def of(cls, side: Side, file: Path) -> Module:
+        """session.run on the side's model, or stacking and splitting its rows."""
+        if side.server == "onnxruntime":
+            return cls("direct", (str(file), str(side.rows)))
+        return cls("micro", ("batching", "--rows", str(side.rows), "--floats", str(prod(side.shapes[0]))))
 
     def measure(self, seconds: float, warmup_s: float) -> Sample:
-        answer = run_module(
-            "direct", str(self.model), str(self.rows), "--seconds", str(seconds), timeout_s=seconds + _SPARE_S
-        )
-        return {"requests_per_s": answer[str(self.rows)]}
+        answer = run_module(self.name, *self.arguments, "--seconds", str(seconds), timeout_s=seconds + _SPARE_S)
+        if self.name == "direct":
+            return {"requests_per_s": answer[self.arguments[-1]]}
+        found: Sample = answer["batching"][0]
+        return found
+
+
+def open_loop(
+    target: str, requests: tuple[Path, ...], per_s: float, deadline_s: float, seconds: float, warmup_s: float
+) -> dict[str, Any]:
+    """What `bench.open_loop` finds. Requests that come too late or are refused for want of room are part of that, all
+    of them even; BenchError if there were other errors, or nothing was sent."""
+    found = run_module(
+        "open_loop",
+        target,
+        *map(str, requests),
+        *("--rate", str(per_s), "--deadline", str(deadline_s)),
+        *("--seconds", str(seconds), "--warmup", str(warmup_s)),
+        timeout_s=seconds + warmup_s + deadline_s + _SPARE_S,
+    )
+    expected = _IN_OVERLOAD | {_FULL} if found["ok"] else _IN_OVERLOAD
+    if not found["offered"] or found["errors"].keys() - expected:
+        raise BenchError(f"{found['offered']} sent, {found['ok']} answered, errors {found['errors']}")
+    return found
+
+
+@contextmanager
+def region(target: str, shape: tuple[int, ...], output_bytes: int) -> Iterator[tuple[str, int]]:
+    """System shared memory that the server at `target` knows, with a row of `shape` in it and room for its output; its
+    name, and where the room begins. UnservedError if the server knows none."""
+    row = models.row(shape)
+    name = f"paceline-bench-{os.getpid()}"
+    path = Path("/dev/shm") / name
+    channel, service = stub(target)
+    with channel:
+        path.write_bytes(row + bytes(output_bytes))
+        try:
+            service.SystemSharedMemoryRegister(
+                pb.SystemSharedMemoryRegisterRequest(name=name, key=f"/{name}", byte_size=path.stat().st_size)
+            )
+            yield name, len(row)
+            service.SystemSharedMemoryUnregister(pb.SystemSharedMemoryUnregisterRequest(name=name))
+        except grpc.RpcError as error:
+            said = f"{error.code().name}: {error.details()}"
+            raise UnservedError(f"not supported: {said}") from None
+        finally:
+            path.unlink()
 
 
 def run_module(module: str, *arguments: str, timeout_s: float) -> dict[str, Any]:
     """Run `python -m bench.<module>` to its end; the JSON it printed."""
     command = [sys.executable, "-m", f"bench.{module}", *arguments]
     try:
-        done = subprocess.run(command, **_CHILD, timeout=timeout_s, check=True)
+        # In a group of its own: Ctrl-C is for the one who started it, who then ends it.
+        done = subprocess.run(command, cwd=REPO, stdout=subprocess.PIPE, process_group=0, timeout=timeout_s, check=True)
     except subprocess.SubprocessError as error:
         raise BenchError(f"bench.{module}: {error}") from None
     answer: dict[str, Any] = json.loads(done.stdout)
     return answer
 
 
-def _batches(before: Counters | None, after: Counters | None) -> Sample:
+def _batches(before: _Counters | None, after: _Counters | None) -> Sample:
     """Mean rows of a batch, and the mean time in the model of the batch that a request was in."""
-    if before is None or after is None:
+    if before is None or after is None or after.batches == before.batches:
         return {}
     requests, rows, batches, model_us = (new - old for old, new in zip(before, after, strict=True))
     return {"rows_per_batch": rows / batches, "model_ms_per_batch": model_us / requests / 1_000}
-
-
-def _cpu_s(pid: int) -> float | None:
-    """The processor time a process has used; None where the system doesn't tell. Source: proc_pid_stat(5)."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return None
-    user, system = int(fields[11]), int(fields[12])
-    return (user + system) / os.sysconf("SC_CLK_TCK")

@@ -1,41 +1,28 @@
 """Pictures of the simulations, as SVG.
 
-Lives here: drawing. Must not: measure. Equal points give equal files: no dates, no random identifiers. matplotlib is
-imported when the first picture is drawn; whoever wants none needs none.
+Lives here: what is drawn; how, in bench.figures. Must not: measure. Equal points give equal files.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from bench.batching import idle, overload, sizes
-from bench.steps import BenchError
+from bench.figures import COLORS, pyplot, save
 
 __all__ = ["draw_idle", "draw_overload", "draw_sizes"]
 
-_COLORS = ("#1b6ca8", "#d1495b", "#2e8b57", "#b8860b", "#6a4c93")
 _GREY = "#888888"
-_STYLE: dict[str, Any] = {
-    "svg.hashsalt": "paceline",
-    "svg.fonttype": "none",
-    "font.family": "sans-serif",
-    "font.size": 9,
-    "axes.grid": True,
-    "grid.alpha": 0.3,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-}
 
 
 def draw_overload(points: Sequence[overload.Point], path: Path) -> None:
     """Goodput over load, deadline-aware and not."""
-    plt = _pyplot()
+    plt = pyplot()
     figure, axes = plt.subplots(figsize=(6.4, 3.6))
     deadlines = sorted({one.deadline for one in points})
-    for color, deadline in zip(_COLORS, deadlines, strict=False):
+    for color, deadline in zip(COLORS, deadlines, strict=False):
         for aware, line in ((True, "-"), (False, ":")):
             mine = [one for one in points if one.deadline == deadline and one.aware == aware]
             label = f"deadline {deadline:g} batches" + ("" if aware else ", deadline_aware false")
@@ -44,12 +31,12 @@ def draw_overload(points: Sequence[overload.Point], path: Path) -> None:
     axes.plot([0, 1, top], [0, 1, 1], "--", color=_GREY, linewidth=0.8, label="all that is possible")
     axes.set(xlabel="offered load / capacity", ylabel="answers in time / capacity", ylim=(0, 1.05), xlim=(0.4, top))
     axes.legend(fontsize=7, loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
-    _save(figure, path)
+    save(figure, path)
 
 
 def draw_idle(opened: Sequence[idle.Point], closed: Sequence[idle.Point], path: Path) -> None:
     """What waiting costs where requests don't depend on answers, and what it brings where they do."""
-    plt = _pyplot()
+    plt = pyplot()
     figure, (left, right) = plt.subplots(1, 2, figsize=(9.0, 3.6))
     cost = opened[0].cost
     left_points = [one for one in opened if one.cost == cost and one.arrivals == "Poisson"]
@@ -65,15 +52,15 @@ def draw_idle(opened: Sequence[idle.Point], closed: Sequence[idle.Point], path: 
     right.xaxis.set_major_formatter("{x:g}")
     left.legend(fontsize=7, frameon=False)
     figure.tight_layout()
-    _save(figure, path)
+    save(figure, path)
 
 
 def draw_sizes(cold: Sequence[sizes.Cold], cut: Sequence[sizes.Cut], path: Path) -> None:
     """A cold start with free and with padded sizes; padding up against cutting down by cost."""
-    plt = _pyplot()
+    plt = pyplot()
     figure, (left, right) = plt.subplots(1, 2, figsize=(9.0, 3.4))
     loads = sorted({one.load for one in cold})
-    for place, (color, name) in enumerate(zip(_COLORS, ("free", "padded"), strict=False)):
+    for place, (color, name) in enumerate(zip(COLORS, ("free", "padded"), strict=False)):
         mine = [one for one in cold if one.sizes == name]
         left.bar(
             [x + 0.4 * place for x in range(len(loads))], [one.mean_ms for one in mine], 0.38, color=color, label=name
@@ -81,7 +68,7 @@ def draw_sizes(cold: Sequence[sizes.Cold], cut: Sequence[sizes.Cut], path: Path)
     left.set_xticks([x + 0.2 for x in range(len(loads))], [f"{load:g}" for load in loads])
     left.set(xlabel="offered load / capacity", ylabel="mean latency, ms", title="new sizes cost extra, cold start")
     left.legend(fontsize=7, frameon=False)
-    for color, (by_cost, label) in zip(_COLORS, ((False, "always up"), (True, "by cost")), strict=False):
+    for color, (by_cost, label) in zip(COLORS, ((False, "always up"), (True, "by cost")), strict=False):
         chosen = [one for one in cut if one.by_cost == by_cost]
         right.plot(
             [one.clients for one in chosen], [one.answers_per_s for one in chosen], "o-", color=color, label=label
@@ -89,29 +76,13 @@ def draw_sizes(cold: Sequence[sizes.Cold], cut: Sequence[sizes.Cut], path: Path)
     right.set(xlabel="clients", ylabel="answers per second", title="stepped cost, sizes 8, 16, 32", ylim=(0, None))
     right.legend(fontsize=7, frameon=False)
     figure.tight_layout()
-    _save(figure, path)
+    save(figure, path)
 
 
 def _relative(axes: Any, points: Sequence[idle.Point], measurement: str) -> None:
     base = {one.load: getattr(one, measurement) for one in points if one.rule == "greedy"}
     rules = list(dict.fromkeys(one.rule for one in points))
-    for color, rule in zip((_GREY, *_COLORS), rules, strict=False):
+    for color, rule in zip((_GREY, *COLORS), rules, strict=False):
         mine = [one for one in points if one.rule == rule]
         values = [getattr(one, measurement) / base[one.load] for one in mine]
         axes.plot([one.load for one in mine], values, "o-", markersize=3, color=color, label=rule)
-
-
-def _pyplot() -> Any:
-    try:
-        matplotlib: Any = import_module("matplotlib")
-    except ImportError:
-        raise BenchError("figures need matplotlib, which the extra 'bench' installs; or leave out --figures") from None
-    matplotlib.use("svg")
-    matplotlib.rcParams.update(_STYLE)
-    return import_module("matplotlib.pyplot")
-
-
-def _save(figure: Any, path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, metadata={"Date": None, "Creator": None}, bbox_inches="tight")
-    _pyplot().close(figure)

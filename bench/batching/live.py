@@ -11,14 +11,14 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from onnx import helper, numpy_helper
 
 from bench.batching.preparing import PreparingProcess
+from bench.scenario import Closed
 from bench.stats import Sample, Spread, ratio, spread
-from bench.steps import BenchError, Load, run_module
+from bench.steps import Load, open_loop
 from clients.messages import infer_request
 from tests import models
 from tests.harness import ServerProcess
@@ -134,7 +134,8 @@ def measure_sizes(rounds: int, seconds: float) -> list[Sizes]:
                 more = sizes if name == "padded" else ""
                 _identity(folder / "models" / "identity", rows=32, base_ms=20, row_us=200, more=more)
                 with PreparingProcess(folder / "models") as server:
-                    runs.append(_open_loop(server, _requests(folder, "identity", 1), 500.0, 30.0, seconds, 0.0))
+                    requests = _requests(folder, "identity", 1)
+                    runs.append(open_loop(server.target, requests, 500.0, 30.0, seconds, 0.0))
                     metrics, labels = server.metrics(), '{model="identity",version="1"}'
                     executions = metrics["nv_inference_exec_count" + labels]
                     runs[-1]["rows"] = metrics["nv_inference_count" + labels] / executions
@@ -172,7 +173,7 @@ def _perceptron(folder: Path) -> None:
     (folder / "config.pbtxt").write_text(_PERCEPTRON.format(rows=_ROWS))
 
 
-def _requests(folder: Path, model: str, shapes: int) -> list[Path]:
+def _requests(folder: Path, model: str, shapes: int) -> tuple[Path, ...]:
     """One request per shape; their lengths lie around the same middle, so that they cost the same on average."""
     paths = []
     for length in range(_MIDDLE - shapes // 2, _MIDDLE - shapes // 2 + shapes):
@@ -180,12 +181,11 @@ def _requests(folder: Path, model: str, shapes: int) -> list[Path]:
         path = folder / f"{model}.{length}.request"
         path.write_bytes(infer_request(model, {"INPUT0": np.ones(shape, np.float32)}).SerializeToString())
         paths.append(path)
-    return paths
+    return tuple(paths)
 
 
 def _shapes(server: ServerProcess, folder: Path, model: str, shapes: int, seconds: float) -> Sample:
-    first, *more = _requests(folder, model, shapes)
-    return Load(f"{model} {shapes}", server, first, _CLIENTS, model, tuple(more)).measure(seconds, 0.5)
+    return Load(server, _requests(folder, model, shapes), Closed(_CLIENTS), model).measure(seconds, 0.5)
 
 
 def _shapes_point(model: str, shapes: int, samples: Sequence[dict[tuple[str, int], Sample]]) -> ShapesPoint:
@@ -199,28 +199,13 @@ def _shapes_point(model: str, shapes: int, samples: Sequence[dict[tuple[str, int
     )
 
 
-def _open_loop(
-    server: ServerProcess, requests: Sequence[Path], per_s: float, deadline_s: float, seconds: float, warmup_s: float
-) -> dict[str, Any]:
-    found = run_module(
-        "open_loop",
-        server.target,
-        *map(str, requests),
-        *("--rate", str(per_s), "--deadline", str(deadline_s)),
-        *("--seconds", str(seconds), "--warmup", str(warmup_s)),
-        timeout_s=seconds + warmup_s + deadline_s + 30,
-    )
-    if not found["offered"]:
-        raise BenchError("open loop: nothing was sent")
-    return found
-
-
 def _overload_point(
     server: ServerProcess, folder: Path, aware: bool, load: float, rounds: int, seconds: float
 ) -> OverloadPoint:
     requests = _requests(folder, f"aware_{str(aware).lower()}", 1)
     runs = [
-        _open_loop(server, requests, load * CAPACITY_PER_S, DEADLINE * BATCH_S, seconds, 1.0) for _ in range(rounds)
+        open_loop(server.target, requests, load * CAPACITY_PER_S, DEADLINE * BATCH_S, seconds, 1.0)
+        for _ in range(rounds)
     ]
     return OverloadPoint(
         aware=aware,

@@ -7,7 +7,8 @@ from typing import Any
 import grpc
 import pytest
 
-from bench.load import METHOD, Plan, Tally, drive, summary
+from bench.load import METHOD, STREAM_METHOD, Plan, Tally, drive, summary
+from protos import inference_pb2 as pb
 
 
 @pytest.fixture
@@ -19,11 +20,17 @@ async def target() -> AsyncIterator[str]:
             await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED)
         return request
 
+    async def answer_each(requests: AsyncIterator[bytes], context: Any) -> AsyncIterator[bytes]:
+        async for request in requests:
+            yield request
+
     service, method = METHOD.strip("/").split("/")
+    handlers = {
+        method: grpc.unary_unary_rpc_method_handler(answer),
+        STREAM_METHOD.rpartition("/")[2]: grpc.stream_stream_rpc_method_handler(answer_each),
+    }
     server = grpc.aio.server()
-    server.add_generic_rpc_handlers(
-        [grpc.method_handlers_generic_handler(service, {method: grpc.unary_unary_rpc_method_handler(answer)})]
-    )
+    server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler(service, handlers)])
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     yield f"127.0.0.1:{port}"
@@ -50,3 +57,13 @@ def test_summary_of_answers_is_rate_and_percentiles() -> None:
     found = summary(tally, elapsed_s=2.0)
     assert (found["ok"], found["errors"], found["requests_per_s"]) == (3, {"UNAVAILABLE": 2}, 1.5)
     assert (found["p50_ms"], found["p99_ms"]) == (2.0, 3.0)
+
+
+async def test_drive_over_streams_counts_answers_and_errors_in_answers(target: str) -> None:
+    good = pb.ModelStreamInferResponse(infer_response=pb.ModelInferResponse(id="1")).SerializeToString()
+    found = await drive(Plan(target, (good,), clients=3, seconds=0.2, warmup_s=0.05, stream=True))
+    assert found["ok"] > 0
+    assert found["errors"] == {}
+    bad = pb.ModelStreamInferResponse(error_message="no").SerializeToString()
+    found = await drive(Plan(target, (bad,), clients=1, seconds=0.1, warmup_s=0.0, stream=True))
+    assert (found["ok"], set(found["errors"])) == (0, {"STREAM"})

@@ -2,58 +2,89 @@ from __future__ import annotations
 
 import pytest
 
-from bench.report import COMPARISONS, series_of, table, text, whole
+from bench.report import Absence, Result, absolute, section_of, series_of, table, text
+from bench.scenario import Closed, parse
+from tests.unit.bench.findings import section, summary
 
+SCENARIO = parse(
+    "mlp",
+    {
+        "title": "A perceptron",
+        "clients": 64,
+        "subject": {"server": "paceline", "model": "mlp"},
+        "reference": [
+            {"server": "onnxruntime", "rows": 64, "label": "session.run", "reach": ">= 0.8"},
+            {"model": "mlp_unbatched", "label": "batching off", "measure": "p50_ms"},
+            {"server": "kserve", "label": "a rival", "reach": ">= 1"},
+        ],
+    },
+)
+PACELINE, DIRECT, UNBATCHED, RIVAL = SCENARIO.sides
+POINT = Closed(64)
 ROUNDS = [
     {
-        "mlp 64 product": {"requests_per_s": 900.0, "rows_per_batch": 30.0, "p50_ms": 40.0},
-        "mlp 64 unbatched": {"requests_per_s": 100.0, "p50_ms": 400.0},
-        "mlp 64 direct": {"requests_per_s": 1000.0},
+        (PACELINE, POINT): {"requests_per_s": 900.0, "rows_per_batch": 30.0, "p50_ms": 40.0},
+        (DIRECT, POINT): {"requests_per_s": 1_000.0},
+        (UNBATCHED, POINT): {"requests_per_s": 100.0, "p50_ms": 400.0},
     },
     {
-        "mlp 64 product": {"requests_per_s": 1600.0, "rows_per_batch": 32.0, "p50_ms": 20.0},
-        "mlp 64 unbatched": {"requests_per_s": 200.0, "p50_ms": 200.0},
-        "mlp 64 direct": {"requests_per_s": 2000.0},
+        (PACELINE, POINT): {"requests_per_s": 1_600.0, "rows_per_batch": 32.0, "p50_ms": 20.0},
+        (DIRECT, POINT): {"requests_per_s": 2_000.0},
+        (UNBATCHED, POINT): {"requests_per_s": 200.0, "p50_ms": 200.0},
     },
 ]
-FACTS = {
-    "processor": "a processor",
-    "cores": 2,
-    "system": "a system",
-    "load_before": 0.1,
-    "python": "3",
-    "versions": {"grpcio": "1"},
-    "protobuf_implementation": "upb",
-}
-COST = {"depth": 10, "lanes": 1, "deadlines": True, "levels": 3, "push_poll_leave_us": 2.0, "push_cancel_us": 1.0}
-MICRO = {"queue": [COST], "batching": [{"row_bytes": 4096, "stack_us": 12.0, "split_us": 3.0, "memcpy_us": 10.0}]}
+RESULT = Result(SCENARIO, (POINT,), "bench.load", series_of(ROUNDS), {RIVAL: Absence("not installed", failed=False)})
 
 
 def test_series_turns_rounds_into_lists() -> None:
-    series = series_of(ROUNDS)
-    assert series["mlp 64 product"]["requests_per_s"] == [900.0, 1600.0]
-    assert series["mlp 64 direct"] == {"requests_per_s": [1000.0, 2000.0]}
+    assert series_of(ROUNDS)[DIRECT, POINT] == {"requests_per_s": [1_000.0, 2_000.0]}
 
 
 def test_series_leaves_out_what_one_round_lacks() -> None:
     assert series_of([{"a": {"x": 1.0, "y": 2.0}}, {"a": {"x": 3.0}}]) == {"a": {"x": [1.0, 3.0]}}
 
 
-def test_whole_holds_ratios_of_what_was_measured_on_both_sides() -> None:
-    ratios = whole(series_of(ROUNDS), {"machine": FACTS})["ratios"]
-    assert {title: found["median"] for title, found in ratios.items()} == {
-        "perceptron, 64 clients: rows/s, product / session.run of 64 rows": pytest.approx(0.85),
-        "perceptron, 64 clients: throughput, batching on / off": pytest.approx(8.5),
+def test_section_takes_ratios_within_rounds() -> None:
+    found = section_of(RESULT, "2 rounds")
+    ratios = {one.what: one.found.samples for one in found.comparisons if one.found}
+    assert ratios == {
+        "requests/s / session.run": (pytest.approx(0.9), pytest.approx(0.8)),
+        "median latency / batching off": (pytest.approx(0.1), pytest.approx(0.1)),
     }
-    assert set(ratios) <= {one.title for one in COMPARISONS}
+    assert [one.verdict for one in found.comparisons] == ["reached", "", "not measured"]
+    assert {one.point for one in found.comparisons} == {"64 clients"}
 
 
-def test_text_begins_with_ratios_and_says_what_batching_gains() -> None:
-    said = text(series_of(ROUNDS), FACTS, {"1": 100.0, "64": 3000.0}, MICRO)
+def test_section_says_why_a_side_has_no_numbers() -> None:
+    found = section_of(RESULT, "2 rounds")
+    assert found.comparisons[2].reason == "not installed"
+    assert found.absent == {"a rival": "not installed"}
+
+
+def test_section_names_loads_only_where_there_is_a_server() -> None:
+    found = {one.who: one.point for one in section_of(RESULT, "2 rounds").measurements}
+    assert found == {"paceline": "64 clients", "session.run": "", "batching off": "64 clients"}
+
+
+def test_section_of_a_side_without_answers_has_no_ratio() -> None:
+    rounds = [{(PACELINE, POINT): {"requests_per_s": 1.0}, (DIRECT, POINT): {"requests_per_s": 0.0}}]
+    found = section_of(Result(SCENARIO, (POINT,), "", series_of(rounds), {}), "1 round")
+    assert found.comparisons[0].found is None
+    assert found.comparisons[0].reason == "no answers to compare"
+
+
+def test_absolute_has_no_column_in_which_nobody_has_anything() -> None:
+    head, *rows = absolute(section())
+    assert head == ["who", "load", "requests/s", "p50 ms", "p90 ms", "p99 ms", "rows/batch"]
+    assert rows[0][-1] == ""
+    assert rows[1] == ["paceline", "64 clients", "950", "5.00", "9.00", "9.90", "32.0"]
+
+
+def test_text_has_ratios_first_then_who_is_absent_then_the_machine() -> None:
+    said = text(summary())
     assert said.startswith("Ratios")
-    assert "0.85 (0.80 - 0.90)" in said
-    assert "throughput 8.5 x, mean batch 31.0 rows" in said
-    assert "1.50" in said
+    places = [said.index(one) for one in ("0.95 (0.50 - 0.99)", "a rival: not installed", "a processor, 2 cores")]
+    assert places == sorted(places)
 
 
 def test_table_aligns_the_first_column_left_and_the_others_right() -> None:

@@ -1,0 +1,273 @@
+"""What is measured, as processes: the product, the echo, and the rivals in environments of their own.
+
+Lives here: starting them, knowing that they answer, what the system says of their processor time, ending them. Must
+not: load or time them. Every process ends with the context that started it.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import grpc
+
+from bench import models
+from bench.scenario import Side
+from protos import inference_pb2 as pb
+from protos.inference_pb2_grpc import GRPCInferenceServiceStub
+from tests.harness import REPO, ServerProcess
+
+__all__ = [
+    "EchoProcess",
+    "NotInstalledError",
+    "RivalProcess",
+    "Subject",
+    "UnservedError",
+    "ask_once",
+    "cpu_s",
+    "has_config",
+    "start",
+    "stub",
+]
+
+RIVALS = REPO / ".bench" / "rivals"
+_START_S = 120.0
+_ASK_S = 60.0
+_END_S = 15.0
+_UNLIMITED = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]
+
+
+class UnservedError(Exception):
+    """A server didn't start, or doesn't answer as it should; the reason is for the report."""
+
+
+class NotInstalledError(UnservedError):
+    """A rival isn't here."""
+
+
+class Subject(Protocol):
+    """A server under load."""
+
+    @property
+    def target(self) -> str: ...
+
+    @property
+    def pid(self) -> int: ...
+
+    def __enter__(self) -> Subject: ...
+
+    def __exit__(self, *exc: object) -> None: ...
+
+
+def start(side: Side, files: Mapping[str, Path], folder: Path) -> Subject:
+    """The server of `side`, not yet entered; `files` are the models it is to serve, `folder` is for what it writes.
+    NotInstalledError if it isn't installed. Entering raises UnservedError if it doesn't start."""
+    if side.server == "echo":
+        return EchoProcess()
+    if side.server == "paceline":
+        repository = folder / "models"
+        for name, file in files.items():
+            models.add(name, file, repository)
+        return _Paceline(repository, args=["--allow-client-shm=true", *side.args])
+    return RivalProcess(side.server, side.model, files[side.model], folder)
+
+
+class _Paceline(ServerProcess):
+    def __enter__(self) -> _Paceline:
+        try:
+            super().__enter__()
+        except AssertionError:
+            said = "".join(self.stderr).strip().splitlines()[-3:]
+            raise UnservedError(f"paceline did not start: {' / '.join(said)}") from None
+        return self
+
+
+class EchoProcess:
+    """`bench.echo` in a process of its own, for as long as the context lasts."""
+
+    def __enter__(self) -> EchoProcess:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "bench.echo"],
+            cwd=REPO,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            process_group=0,  # Ctrl-C is for the one who started it, who then ends it
+        )
+        assert self._process.stdout is not None
+        port = self._process.stdout.readline().strip()
+        if not port:
+            self.__exit__()
+            raise UnservedError("the echo server did not start")
+        self.target = f"127.0.0.1:{port}"
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.close()
+        try:
+            self._process.wait(10)
+        finally:
+            self._process.kill()
+            self._process.wait()
+            self._process.stdout.close()
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+
+class RivalProcess:
+    """bench/rivals/on_NAME.py, run by the Python of its own environment, serving one model, for as long as the context
+    lasts. What it says goes to NAME.log in `folder`."""
+
+    def __init__(self, name: str, model: str, file: Path, folder: Path) -> None:
+        self._python = RIVALS / name / "bin" / "python"
+        if not (RIVALS / name / "installed").exists():
+            raise NotInstalledError("not installed: make bench-rivals")
+        self._name, self._model, self._folder = name, model, folder
+        self._log = folder / f"{name}.log"
+        self._dims = [
+            ",".join(map(str, dims)) for dims in (models.MODELS[model].dims, models.MODELS[model].output_dims)
+        ]
+        self._file = file
+        self.target = f"127.0.0.1:{_free_port()}"
+
+    def __enter__(self) -> RivalProcess:
+        script = REPO / "bench" / "rivals" / f"on_{self._name}.py"
+        command = [str(self._python), str(script), self.target.partition(":")[2], self._model, str(self._file)]
+        with self._log.open("wb") as log:
+            self._process = subprocess.Popen(
+                [*command, *self._dims],
+                cwd=self._folder,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                process_group=0,
+            )
+        try:
+            self._wait_ready()
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        processes = _descendants(self._process.pid)
+        self._process.send_signal(signal.SIGTERM)
+        try:
+            self._process.wait(_END_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        for pid in processes:  # what it left behind
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def _wait_ready(self) -> None:
+        until_s = time.monotonic() + _START_S
+        while not _is_ready(self.target, self._model):
+            if self._process.poll() is not None or time.monotonic() > until_s:
+                last = self._log.read_text(errors="replace").strip().splitlines()[-3:]
+                raise UnservedError(f"{self._name} did not start: {' / '.join(last)}")
+            time.sleep(0.2)
+
+
+def stub(target: str) -> tuple[grpc.Channel, Any]:
+    """A channel, for the caller to close, and the service's stub on it."""
+    channel = grpc.insecure_channel(target, options=_UNLIMITED)
+    return channel, GRPCInferenceServiceStub(channel)  # type: ignore[no-untyped-call]
+
+
+def ask_once(target: str, transport: str, request: bytes, output_bytes: int) -> None:
+    """Send one request and see that so many bytes come back; UnservedError says what came instead."""
+    channel, service = stub(target)
+    message = pb.ModelInferRequest.FromString(request)
+    with channel:
+        try:
+            if transport == "stream":
+                answer = next(iter(service.ModelStreamInfer(iter([message]), timeout=_ASK_S)))
+                if answer.error_message:
+                    raise UnservedError(f"not supported: {answer.error_message}")
+                response = answer.infer_response
+            else:
+                response = service.ModelInfer(message, timeout=_ASK_S)
+        except grpc.RpcError as error:
+            said = f"{error.code().name}: {error.details()}"
+            raise UnservedError(f"not supported: {said}") from None
+    raw = sum(map(len, response.raw_output_contents))
+    if raw != (0 if transport == "shm" else output_bytes):
+        raise UnservedError(f"answers with {raw} bytes instead of {output_bytes}")
+
+
+def has_config(target: str, model: str) -> bool:
+    """Whether the server tells its models' configuration, which perf_analyzer wants to know."""
+    channel, service = stub(target)
+    with channel:
+        try:
+            service.ModelConfig(pb.ModelConfigRequest(name=model), timeout=_ASK_S)
+        except grpc.RpcError:
+            return False
+    return True
+
+
+def cpu_s(pid: int) -> float | None:
+    """The processor time that a process, those it started and those these started have used, the ended ones among them
+    included; None where the system doesn't tell. Source: proc_pid_stat(5)."""
+    ticks = 0
+    for one in [pid, *_descendants(pid)]:
+        fields = _stat(one)
+        if fields is not None:
+            ticks += sum(int(value) for value in fields[11:15])  # utime, stime, and those of children waited for
+        elif one == pid:
+            return None
+    return ticks / os.sysconf("SC_CLK_TCK")
+
+
+def _descendants(pid: int) -> list[int]:
+    parents: dict[int, list[int]] = {}
+    for path in Path("/proc").glob("[0-9]*"):
+        fields = _stat(int(path.name))
+        if fields is not None:
+            parents.setdefault(int(fields[1]), []).append(int(path.name))
+    found = [pid]
+    for one in found:
+        found += parents.get(one, [])
+    return found[1:]
+
+
+def _stat(pid: int) -> list[str] | None:
+    """The fields from the third on: state, parent, …"""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+
+
+def _is_ready(target: str, model: str) -> bool:
+    channel, service = stub(target)
+    with channel:
+        try:
+            return bool(service.ModelReady(pb.ModelReadyRequest(name=model), timeout=5).ready)
+        except grpc.RpcError:
+            return False
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port: int = free.getsockname()[1]
+        return port

@@ -1,0 +1,77 @@
+"""The benchmark measures real servers, and what is ours and doesn't work makes it fail."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from bench.rounds import Settings
+from bench.run import run
+from bench.scenario import parse
+from tests.harness import REPO
+
+SHORT = Settings(rounds=2, seconds=0.1, warmup_s=0.0, rivals=False)
+TINY = {"server": "paceline", "model": "tiny"}
+
+
+def scenario(**keys: Any) -> Mapping[str, Any]:
+    return {"title": "a title", "clients": 2, "subject": TINY, **keys}
+
+
+def test_run_measures_product_and_floor_in_every_round() -> None:
+    references = [{"server": "echo"}, {"server": "kserve"}, {"transport": "stream"}, {"transport": "shm"}]
+    (result,) = run([parse("tiny", scenario(reference=references))], SHORT)
+    assert [one.server for one in result.absent] == ["kserve"]
+    assert not any(one.failed for one in result.absent.values())
+    assert result.generator == "bench.load"
+    for (side, _), found in result.series.items():
+        assert len(found["requests_per_s"]) == 2, side
+        assert min(found["requests_per_s"]) > 0, side
+
+
+def test_run_in_an_open_loop_tells_how_many_were_answered() -> None:
+    (result,) = run([parse("tiny", {"title": "t", "rates": [100], "subject": TINY})], SHORT)
+    ((_, found),) = result.series.items()
+    assert result.generator == "bench.open_loop"
+    assert max(found["answered"]) <= 1
+
+
+def test_run_in_an_open_loop_whose_answers_all_come_too_late_is_a_finding() -> None:
+    late = {"title": "t", "rates": [100], "deadline_s": 1e-6, "subject": TINY, "reference": [{"measure": "p99_ms"}]}
+    (result,) = run([parse("tiny", late)], SHORT)
+    ((_, found),) = result.series.items()
+    assert not result.absent
+    assert (found["requests_per_s"], found["answered"]) == ([0.0, 0.0], [0.0, 0.0])
+    assert "p99_ms" not in found
+
+
+def test_run_of_a_product_that_does_not_start_is_a_failure_with_its_reason() -> None:
+    (result,) = run([parse("tiny", scenario(subject={**TINY, "args": ["--no-such-flag"]}))], SHORT)
+    (absence,) = result.absent.values()
+    assert absence.failed
+    assert "--no-such-flag" in absence.reason
+
+
+def test_command_writes_results_and_prints_the_table(tmp_path: Path) -> None:
+    out = tmp_path / "results" / "found.json"
+    done = command("stacking", "--quick", "--seconds", "0.02", "--out", str(out))
+    assert "one memcpy of the same bytes" in done.stdout
+    assert done.returncode == 0
+    assert json.loads(out.read_text())["scenarios"]["stacking"]["ratios"][0]["ratio"]["median"] > 0
+
+
+def test_command_with_an_unknown_scenario_says_which_there_are(tmp_path: Path) -> None:
+    done = command("nope", "--out", str(tmp_path / "found.json"))
+    assert done.returncode == 1
+    assert "bench: no such scenario: nope; there are: image, " in done.stderr
+    assert not list(tmp_path.iterdir())
+
+
+def command(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "bench", *arguments], cwd=REPO, capture_output=True, text=True, timeout=60, check=False
+    )

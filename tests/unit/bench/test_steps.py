@@ -1,0 +1,82 @@
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from bench.scenario import Closed, Side
+from bench.steps import BenchError, Load
+from bench.subjects import cpu_s
+
+REPORT = "Inferences/Second,p50 latency,p90 latency,p99 latency\n100.0,1000,2000,3000\n"
+
+
+@dataclass(frozen=True, slots=True)
+class Nobody:
+    """A server that is never asked."""
+
+    target: str = "host:1"
+    pid: int = -1
+
+    def __enter__(self) -> Nobody:
+        return self
+
+    def __exit__(self, *exc: object) -> None: ...
+
+
+def analyzer(folder: Path, unstable: int) -> Load:
+    """A load by a program that finds answers too rare so many times, and notes how it was called."""
+    (folder / "made.csv").write_text(REPORT)
+    binary = folder / "perf_analyzer"
+    binary.write_text(f"""#!/bin/sh
+        echo "$@" >> "{folder}/calls"
+        [ $(wc -l < "{folder}/calls") -gt {unstable} ] || {{ echo "Failed to obtain stable measurement."; exit 2; }}
+        while [ "$1" != -f ]; do shift; done
+        cp "{folder}/made.csv" "$2"
+        echo "Request count: 300"
+    """)
+    binary.chmod(0o755)
+    side = Side("echo", "tiny", ((16,),))
+    return Load(Nobody(), (), Closed(8), "tiny", binary=binary, side=side)
+
+
+def windows_ms(folder: Path) -> list[int]:
+    calls = [line.split() for line in (folder / "calls").read_text().splitlines()]
+    return [int(call[call.index("-p") + 1]) for call in calls]
+
+
+def test_load_warms_up_and_measures(tmp_path: Path) -> None:
+    found = analyzer(tmp_path, unstable=0).measure(3.0, 1.5)
+    assert (found["requests_per_s"], found["p99_ms"], found["answered"]) == (100.0, 3.0, 1.0)
+    assert windows_ms(tmp_path) == [500, 1_000]
+
+
+def test_load_with_too_few_answers_is_measured_for_longer(tmp_path: Path) -> None:
+    assert analyzer(tmp_path, unstable=3).measure(3.0, 1.5)["requests_per_s"] == 100.0
+    assert windows_ms(tmp_path) == [500, 1_000, 2_000, 4_000]
+
+
+def test_load_with_next_to_no_answers_fails_in_the_end(tmp_path: Path) -> None:
+    with pytest.raises(BenchError, match="no answer in some of 3 windows"):
+        analyzer(tmp_path, unstable=99).measure(3.0, 1.5)
+    assert len(windows_ms(tmp_path)) == 5
+
+
+def test_cpu_time_includes_processes_that_a_process_started() -> None:
+    burn = "import time\nwhile time.process_time() < 0.3: pass\nprint(flush=True)\ninput()"
+    start = f"import subprocess, sys\nsubprocess.run([sys.executable, '-c', {burn!r}])"
+    with subprocess.Popen([sys.executable, "-c", start], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        assert (cpu_s(process.pid) or 0) >= 0.29
+
+
+def test_cpu_time_of_nobody_is_unknown() -> None:
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    process.wait()
+    assert cpu_s(process.pid) is None
+    assert cpu_s(os.getpid()) is not None
