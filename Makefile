@@ -8,12 +8,14 @@ READY  := $(VENV)/ready
 FOLDER ?=
 # What is passed on to pytest and to the benchmark: make test ARGS='-k batcher'
 ARGS   ?=
+# Other servers, each in an environment of its own.
+RIVALS := mlserver kserve pytriton
 
 .DEFAULT_GOAL := help
-.PHONY: help demo serve test check protos bench lock witness clean
+.PHONY: help demo serve test check protos bench bench-quick bench-rivals lock witness clean
 
 help: ## list the targets
-	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
 
 demo: $(READY) ## serve a real model, classify files with many concurrent clients, check every answer
 	$(BIN)/python -m examples.magika.demo $(FOLDER)
@@ -35,8 +37,17 @@ check: $(READY) ## lint, types, imports, generated code, lock file, wheel
 protos: $(READY) ## generate the Python code of protos/*.proto anew
 	$(BIN)/python -m protos.generate
 
-bench: $(READY) ## measure against a bare gRPC server and bare ONNX Runtime
+bench: $(READY) ## measure against a bare gRPC server, bare ONNX Runtime and the rivals that are installed
 	$(BIN)/python -m bench $(ARGS)
+
+bench-quick: $(READY) ## one short round of every scenario: fails on errors, whatever the times
+	$(BIN)/python -m bench --quick $(ARGS)
+
+bench-rivals: $(RIVALS:%=.bench/rivals/%/installed) ## install the other servers that `make bench` measures, 1.4 GB
+.bench/rivals/%/installed: bench/rivals/%.txt
+	$(PYTHON) -m venv --clear $(@D)
+	@$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r $< && touch $@ || \
+	    echo "no $*: it will be left out"
 
 lock: ## resolve requirements.lock anew from pyproject.toml
 	$(PYTHON) -m venv .venv-lock
@@ -50,7 +61,7 @@ witness: $(READY) ## install the programs of others that tests put to the server
 	tests/conformance/perf_analyzer.sh .witness/perf_analyzer $(BIN)/python || echo "no perf_analyzer: its tests will skip"
 
 clean: ## remove what the other targets made
-	rm -rf $(VENV) .venv-lock .witness models dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-lock .witness .bench bench/results models dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 $(READY): requirements.lock pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("paceline needs Python 3.11 or newer, this is " + sys.version)'
