@@ -1,0 +1,120 @@
+"""docs/performance.md, made of results: `python -m bench.document`.
+
+Lives here: the document's text. Must not: measure, or judge otherwise than the scenarios do. Equal results give an
+equal document; what was missed stands before what was reached.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from bench import figures, report, summary
+from bench.steps import BenchError
+from bench.summary import Comparison, Section, Summary, SummaryError
+from tests.harness import REPO
+
+__all__ = ["DOCUMENT", "FIGURES", "RESULTS", "main", "markdown"]
+
+DOCUMENT = REPO / "docs" / "performance.md"
+RESULTS = REPO / "docs" / "performance.json"
+FIGURES = REPO / "docs" / "figures"
+
+_HEAD = """# Performance
+
+<!-- Made by `python -m bench.document` of performance.json; changes made here are lost. -->
+
+What is measured stands in [bench/scenarios](../bench/scenarios), how, in [bench/README.md](../bench/README.md). A ratio
+is taken within a round, of two that were measured after one another on the same machine; the median of the rounds is
+told, with the lowest and the highest in brackets. Other machines have other requests per second; ratios carry over
+better.
+"""
+_CHAPTERS = (
+    ("Missed", "missed", "What falls short of what it should reach."),
+    ("Reached", "reached", ""),
+    ("For comparison", "", "Nothing in particular is to be reached here."),
+)
+_COLUMNS = ("scenario", "load", "compared", "ratio", "reach")
+
+Row = tuple[Section, Comparison]
+
+
+def markdown(found: Summary, folder: str) -> str:
+    """The document. Pictures are linked as SCENARIO.svg in `folder`."""
+    rows = [(section, one) for section in found.sections for one in section.comparisons]
+    judged = [one for _, one in rows if one.verdict in ("reached", "missed") and one.reach]
+    reached = sum(one.verdict == "reached" for one in judged)
+    parts = [_HEAD.rstrip(), _conditions(found), f"**{reached} of {len(judged)}** bounds are reached."]
+    for title, verdict, words in _CHAPTERS:
+        chosen = [(section, one) for section, one in rows if one.found and one.verdict == verdict]
+        parts += [f"## {title}", *([words] if words else []), _ratios(chosen)] if chosen else []
+    if unknown := [(section, one) for section, one in rows if one.found is None]:
+        parts += ["## Not measured", _unknown(unknown)]
+    parts.append("## Scenarios")
+    for section in found.sections:
+        parts += _scenario(section, folder)
+    return "\n\n".join(parts) + "\n"
+
+
+def _conditions(found: Summary) -> str:
+    lines = [*([f"Measured: {found.date}"] if found.date else []), *report.facts(found.machine)]
+    return "\n".join(f"- {line}" for line in lines)
+
+
+def _ratios(rows: Sequence[Row]) -> str:
+    cells = [
+        [f"[{section.title}](#{section.name})", one.point, one.what, *report.compared(one)] for section, one in rows
+    ]
+    return _table([_COLUMNS, *cells])
+
+
+def _unknown(rows: Sequence[Row]) -> str:
+    return _table([("scenario", "compared", "reason"), *([one.title, this.what, this.reason] for one, this in rows)])
+
+
+def _scenario(section: Section, folder: str) -> Iterator[str]:
+    yield f"### {section.name}"
+    yield f"{section.title}: {section.how}{report.shown(section.generator)}. Medians of the rounds."
+    if section.measurements:
+        yield _table(report.absolute(section))
+    if section.plot and section.measurements:
+        yield f"![{section.title}: latency over throughput]({folder}/{section.name}.svg)"
+
+
+def _table(rows: Sequence[Sequence[str]]) -> str:
+    head, *body = (f"| {' | '.join(' '.join(cell.replace('|', '/').split()) for cell in row)} |" for row in rows)
+    return "\n".join([head, "|---" + "|---:" * (len(rows[0]) - 1) + "|", *body])
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.document", description="Write docs/performance.md, its pictures and its JSON of results."
+    )
+    parser.add_argument(
+        "results",
+        nargs="*",
+        type=Path,
+        default=[RESULTS],
+        help="JSON files of runs; of a scenario in several, the last",
+    )
+    parser.add_argument("--date", help="when it was measured (default: what the results say, or nothing)")
+    got = parser.parse_args(arguments)
+    try:
+        found = summary.merge([summary.load(path.read_text(encoding="utf-8")) for path in got.results])
+        found = replace(found, date=got.date) if got.date is not None else found
+        for section in found.sections:
+            if section.plot and section.measurements:
+                figures.draw_latency(section, FIGURES / f"{section.name}.svg")
+    except (OSError, SummaryError, BenchError) as error:
+        sys.exit(f"bench: {error}")
+    RESULTS.write_text(summary.dump(found), encoding="utf-8")
+    DOCUMENT.write_text(markdown(found, os.path.relpath(FIGURES, DOCUMENT.parent)), encoding="utf-8")
+    print(f"{DOCUMENT}\n{RESULTS}")
+
+
+if __name__ == "__main__":
+    main()
