@@ -43,7 +43,7 @@ class InferenceService:
     """The service, over a repository of models: what isn't here comes from `groups`, and what isn't there either is
     answered with UNIMPLEMENTED."""
 
-    extensions = ("binary_tensor_data", "classification")
+    extensions = ("binary_tensor_data", "classification", "schedule_policy")
 
     def __init__(
         self,

@@ -15,7 +15,8 @@ from backends.memory import MemoryModel
 from clients import AsyncInferenceClient
 from protos import inference_pb2 as pb
 from server.app import product_version
-from server.config import Settings
+from server.config import ControlMode, Settings
+from server.trace_settings import TraceConfig
 from tests import models
 from tests.integration.serving import Served, echo_model, failure_of, serving, write_model
 from tests.wire import bytes_element, infer, rows_of_floats
@@ -151,7 +152,28 @@ async def test_server_metadata_names_server_and_version(tmp_path: Path) -> None:
     async with serving(tmp_path, {"m": echo_model()}, settings=settings) as served:
         said = await served.stub.ServerMetadata(pb.ServerMetadataRequest())
     assert (said.name, said.version) == ("edge-7", product_version())
-    assert "binary_tensor_data" in said.extensions
+
+
+ALWAYS = {"binary_tensor_data", "classification", "schedule_policy", "model_configuration", "statistics"}
+
+
+@pytest.mark.parametrize("everything", [False, True], ids=["defaults", "everything switched on"])
+async def test_server_metadata_advertises_what_works_and_nothing_else(tmp_path: Path, everything: bool) -> None:
+    settings, more = Settings(paths=(tmp_path,)), set[str]()
+    if everything:
+        more = {"model_repository", "model_repository(unload_dependents)", "system_shared_memory", "logging", "trace"}
+        settings = Settings(
+            paths=(tmp_path,),
+            allow_client_shm=True,
+            allow_remote_settings=True,
+            model_control_mode=ControlMode.EXPLICIT,
+            trace=TraceConfig(file=tmp_path / "trace.json"),
+        )
+    async with serving(tmp_path, {"m": echo_model()}, settings=settings) as served:
+        said = (await served.stub.ServerMetadata(pb.ServerMetadataRequest())).extensions
+    assert len(said) == len(set(said))
+    # The one that takes a GPU.
+    assert set(said) - {"cuda_shared_memory"} == ALWAYS | more
 
 
 async def test_infer_typed_in_and_typed_out(tmp_path: Path) -> None:
