@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from protos.inference_pb2 import InferParameter
 from server.errors import InvalidRequest
 
-__all__ = ["CANCEL", "NO_PARAMETERS", "UNORDERED", "RequestParameters", "is_reserved", "parse_parameters"]
+__all__ = ["CANCEL", "KNOWN", "NO_PARAMETERS", "UNORDERED", "RequestParameters", "is_reserved", "parse_parameters"]
 
 UNORDERED = "paceline_unordered"
 """Of a request on a stream: its answer need not wait for those before it."""
@@ -36,6 +36,8 @@ _TYPES: dict[str, tuple[str, ...]] = {
     _DEADLINE: _INTEGERS,
     "triton_enable_empty_final_response": ("bool_param",),
 }
+KNOWN = frozenset(_TYPES)
+"""The keys that mean something to the server."""
 _COUNTS = ("priority", "timeout", _DEADLINE)
 _RESERVED_PREFIXES = ("triton_", "paceline_")
 _RESERVED = frozenset((*_TYPES, "headers"))

@@ -1,16 +1,27 @@
-"""What docs/behaviour.md promises has a test each, and the test exists."""
+"""What docs/behaviour.md promises and docs/protocol.md lists has a test each, and the test exists; and the latter has
+each RPC, parameter, header and field of ModelConfig that the code has."""
 
 from __future__ import annotations
 
 import ast
 import re
+from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import cache
+from itertools import pairwise
 
 import pytest
+from grpc_health.v1 import health_pb2
+from grpc_reflection.v1alpha import reflection_pb2
 
+from protos import inference_pb2 as pb
+from server.cli import serve
+from server.parameters import KNOWN
+from server.reflection import HEALTH_SERVICE, INFERENCE_SERVICE, SERVICES
 from tests.harness import REPO
+from tests.unit.server.test_config_fields import IGNORED, READ, REFUSED
 
-BEHAVIOUR = REPO / "docs" / "behaviour.md"
+BEHAVIOUR, PROTOCOL = REPO / "docs" / "behaviour.md", REPO / "docs" / "protocol.md"
 _REFERENCE = re.compile(r"`([\w/]+\.py)::(\w+)`")
 _PROMISE = re.compile(r"^(- |\| (?!what|---))")
 
@@ -21,7 +32,8 @@ def promises() -> list[str]:
 
 
 def references() -> list[tuple[str, str]]:
-    return sorted(set(_REFERENCE.findall(BEHAVIOUR.read_text(encoding="utf-8"))))
+    texts = [path.read_text(encoding="utf-8") for path in (BEHAVIOUR, PROTOCOL)]
+    return sorted(set(_REFERENCE.findall("".join(texts))))
 
 
 @cache
@@ -46,6 +58,114 @@ def test_behaviour_every_promise_names_its_test(promise: str) -> None:
 
 
 @pytest.mark.parametrize(("file", "name"), references(), ids=lambda value: value)
-def test_behaviour_every_test_that_is_named_exists(file: str, name: str) -> None:
-    assert (REPO / "tests" / file).is_file(), f"docs/behaviour.md names tests/{file}, which isn't there"
-    assert name in names_in(file), f"docs/behaviour.md names {name}, which tests/{file} doesn't have"
+def test_every_test_that_is_named_exists(file: str, name: str) -> None:
+    assert (REPO / "tests" / file).is_file(), f"docs/ name tests/{file}, which isn't there"
+    assert name in names_in(file), f"docs/ name {name}, which tests/{file} doesn't have"
+
+
+# ---- docs/protocol.md ------------------------------------------------------------------------------------------------
+
+DIFFERENCES = "Where this differs from Triton"
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """Of a table below `heading`: what it is about, by name, and what becomes of that, in the order of the cells."""
+
+    heading: str
+    names: tuple[str, ...]
+    cells: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return f"{self.heading}: {self.cells[0][:40]}"
+
+
+def rows() -> Iterator[Row]:
+    heading = ""
+    for before, line in pairwise([*PROTOCOL.read_text(encoding="utf-8").splitlines(), ""]):
+        if before.startswith("#"):
+            heading = before.lstrip("# ").replace("`", "")
+        elif before.startswith("| ") and not line.startswith("|---"):
+            cells = tuple(cell.strip() for cell in before.strip("|").split("|"))
+            yield Row(heading, tuple(names_of(cells[0])), cells)
+
+
+def names_of(cell: str) -> Iterator[str]:
+    """What stands in backquotes; `a.{b,c}` is a.b and a.c."""
+    for name in re.findall(r"`([^`]+)`", cell):
+        start, brace, rest = name.partition("{")
+        yield from (start + end for end in rest.rstrip("}").split(",")) if brace else (name,)
+
+
+ROWS = list(rows())
+NAMED = {name for row in ROWS for name in row.names}
+
+
+def below(*headings: str) -> list[str]:
+    assert all(any(row.heading == heading for row in ROWS) for heading in headings)
+    return [name for row in ROWS if row.heading in headings for name in row.names]
+
+
+def strings(node: ast.AST) -> Iterator[str]:
+    yield from (one.value for one in ast.walk(node) if isinstance(one, ast.Constant) and isinstance(one.value, str))
+
+
+@cache
+def keys_in_code() -> set[str]:
+    """What the server reads from parameters and headers, or writes: keys by their prefixes, wherever they stand, and
+    whatever something called `parameters` is asked for."""
+    found: set[str] = set()
+    for path in sorted((REPO / "server").glob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Subscript) and _is_parameters(node.value):
+                found |= set(strings(node.slice))
+            elif isinstance(node, ast.Compare) and _is_parameters(node.comparators[0]):
+                found |= set(strings(node.left))
+            elif isinstance(node, ast.Constant) and not path.stem.startswith("metrics"):
+                pattern = r"(paceline|triton|sequence|shared_memory|log|trace)_\w*[a-z]"
+                found |= {text for text in strings(node) if re.fullmatch(pattern, text)}
+    return found - {"sequence_batching"}
+
+
+def _is_parameters(node: ast.AST) -> bool:
+    return getattr(node, "attr", getattr(node, "id", "")) == "parameters"
+
+
+@pytest.mark.parametrize("row", ROWS, ids=str)
+def test_protocol_every_row_names_its_test_and_what_becomes_of_it(row: Row) -> None:
+    assert _REFERENCE.search(row.cells[-1]), row.cells
+    if row.heading == DIFFERENCES:
+        assert len(row.cells) == 5
+    else:
+        assert len(row.cells) == 4
+        assert row.cells[1] in ("works", "ignored", "refused")
+
+
+def test_protocol_has_each_rpc_once() -> None:
+    methods = [method.name for method in pb.DESCRIPTOR.services_by_name["GRPCInferenceService"].methods]
+    health = [method.name for method in health_pb2.DESCRIPTOR.services_by_name["Health"].methods]
+    reflection = [method.name for method in reflection_pb2.DESCRIPTOR.services_by_name["ServerReflection"].methods]
+    others = {name: health if name == HEALTH_SERVICE else reflection for name in SERVICES if name != INFERENCE_SERVICE}
+    expected = [*methods, *(f"{service}/{name}" for service, names in others.items() for name in names)]
+    assert sorted(below("RPCs")) == sorted(expected)
+
+
+def test_protocol_has_each_parameter_and_header() -> None:
+    assert {"classification", "unload_dependents", "config", "triton_grpc_error", "trace_level"} <= keys_in_code()
+    assert sorted((KNOWN | keys_in_code()) - NAMED) == []
+    assert set(below("Of inference requests")) - {"triton_", "paceline_"} == KNOWN
+
+
+@pytest.mark.parametrize(("outcome", "fields"), [("works", READ), ("ignored", IGNORED), ("refused", REFUSED)])
+def test_protocol_has_each_field_of_the_configuration_as_it_is(outcome: str, fields: dict[str, object]) -> None:
+    found = [name for row in ROWS if row.heading == "ModelConfig" and row.cells[1] == outcome for name in row.names]
+    assert sorted(found) == sorted(fields)
+
+
+def test_protocol_tells_flags_that_are_there_from_those_that_are_not() -> None:
+    text = PROTOCOL.read_text(encoding="utf-8").partition("### Flags")[2]
+    taken, missing = (set(re.findall(r"`(--[\w-]+)`", part)) for part in text.split("All others"))
+    ours = {option for parameter in serve.params for option in parameter.opts}
+    assert len(taken) > 20
+    assert taken <= ours
+    assert not missing & ours

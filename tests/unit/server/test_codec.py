@@ -177,8 +177,10 @@ def test_decode_parameters_reach_the_decoded_request() -> None:
     assert (decoded.parameters.timeout_ns, decoded.parameters.typed_outputs) == (250_000, True)
 
 
-def test_decode_output_parameters_that_mean_nothing_here_are_accepted() -> None:
+def test_decode_parameters_of_tensors_that_mean_nothing_here_are_accepted() -> None:
     request = infer("m", {"t": VALUES["FP32"]}, outputs=["t"])
+    request.inputs[0].parameters["binary_data_size"].string_param = "many"
+    request.inputs[0].parameters["priority"].bool_param = True
     request.outputs[0].parameters["binary_data"].bool_param = True
     assert one_tensor("FP32").decode(request).outputs == (0,)
 
