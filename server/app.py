@@ -35,6 +35,7 @@ from server.metrics import Metrics
 from server.metrics_endpoint import MetricsEndpoint
 from server.model_control import ModelControl
 from server.poller import Poller
+from server.probes import LoopProbe
 from server.reflection import INFERENCE_SERVICE, Reflection
 from server.regions import Regions
 from server.remote_settings import RemoteSettings
@@ -126,6 +127,7 @@ class Server:
             self._inference, self.repository, settings.server_id, product_version(), groups, forwarding
         )
         self._endpoint: MetricsEndpoint | None = None
+        self._why_closed = "starting"
         self._grpc: grpc.aio.Server | None = None
         self._health: HealthService
         self._reflection: Reflection
@@ -151,8 +153,9 @@ class Server:
             await self._take_down()
             raise
         self._inference.serving = True
-        self.repository.on_change = lambda: self._health.set_serving(self.repository.ready)
-        self.repository.on_change()
+        self._why_closed = ""
+        self.repository.on_change = self._tell_health
+        self._tell_health()
         if self._settings.model_control_mode is ControlMode.POLL:
             self._polling = asyncio.create_task(self.poller.run())
         where = host_and_port(self._settings.grpc_address, self.grpc_port)
@@ -167,6 +170,8 @@ class Server:
         began = time.monotonic()
         _log.info("stopping: accepted requests have %g s to end", grace_s)
         self._inference.serving = False
+        self._why_closed = "stopping"
+        self._metrics.set_health(False, 0)
         if self._polling is not None:
             self._polling.cancel()
         if self._grpc is not None:
@@ -191,13 +196,28 @@ class Server:
         if self._grpc is not None:
             await self._grpc.wait_for_termination()
 
+    def _tell_health(self) -> None:
+        self._health.set_serving(self.repository.ready)
+        if not self._why_closed:
+            self._metrics.set_health(self.repository.ready, len(self.repository.failures))
+
+    def _why_not_ready(self) -> str:
+        if self._why_closed or self.repository.ready:
+            return self._why_closed
+        failed = ", ".join(f"'{name}'" for name in self.repository.failures)
+        return f"models failed to load: {failed}" if failed else "models are loading"
+
+    def _probes(self) -> dict[str, LoopProbe]:
+        loop = asyncio.get_running_loop()
+        return {"/livez": LoopProbe(loop), "/readyz": LoopProbe(loop, self._why_not_ready)}
+
     def _open_metrics(self) -> None:
         settings = self._settings
         if settings.metrics_port is None:
             return
         address = settings.metrics_address or settings.grpc_address
         try:
-            self._endpoint = MetricsEndpoint(self._metrics, address, settings.metrics_port)
+            self._endpoint = MetricsEndpoint(self._metrics, address, settings.metrics_port, self._probes())
         except OSError as error:
             where = host_and_port(address, settings.metrics_port)
             raise StartError(f"metrics can't listen on {where}: {error.strerror}") from None

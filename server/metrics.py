@@ -13,7 +13,7 @@ from itertools import accumulate
 from typing import Protocol
 
 from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector, ProcessCollector
-from prometheus_client.core import Metric, Sample
+from prometheus_client.core import GaugeMetricFamily, Metric, Sample
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
@@ -60,12 +60,14 @@ class VersionMetrics:
 
 
 class Metrics:
-    """The metrics of one server. `add` and `remove` are for the event loop, `text` for any thread."""
+    """The metrics of one server. `add`, `remove` and `set_health` are for the event loop, `text` for any thread."""
 
     def __init__(self) -> None:
+        self._health = (False, 0)
         self._versions: dict[tuple[str, str], VersionMetrics] = {}
         self._registry = CollectorRegistry()
         self._registry.register(_ModelCollector(self._versions))
+        self._registry.register(_ServerCollector(lambda: self._health))
         self._registry.register(HostCollector())
         ProcessCollector(registry=self._registry)
         PlatformCollector(registry=self._registry)
@@ -79,6 +81,10 @@ class Metrics:
         """Show it no longer. One whose place was taken isn't shown anyway."""
         if self._versions.get((version.model, version.version)) is version:
             del self._versions[version.model, version.version]
+
+    def set_health(self, ready: bool, failed_models: int) -> None:
+        """Show whether the server is ready, and how many models should serve and don't."""
+        self._health = (ready, failed_models)
 
     def text(self) -> bytes:
         """Everything, in Prometheus' text format 0.0.4."""
@@ -110,6 +116,16 @@ class _ModelCollector(Collector):
                 for suffix, more, value in family.samples(version):
                     metric.samples.append(Sample(family.name + suffix, {**labels, **more}, value))
             yield metric
+
+
+class _ServerCollector(Collector):
+    def __init__(self, health: Callable[[], tuple[bool, int]]) -> None:
+        self._health = health
+
+    def collect(self) -> Iterator[Metric]:
+        ready, failed_models = self._health()
+        yield GaugeMetricFamily("paceline_ready", "Whether the server takes requests and is ready, 0 or 1", ready)
+        yield GaugeMetricFamily("paceline_failed_models", "Models that should serve and failed to load", failed_models)
 
 
 def _counter(name: str, help: str, value: Callable[[VersionStatistics], int]) -> _Family:

@@ -1,15 +1,17 @@
-"""The metrics' own little HTTP server.
+"""The metrics' own little HTTP server, and what orchestrators probe.
 
-Lives here: sockets and the one path. Must not: know any metric.
+Lives here: sockets and paths. Must not: know any metric, or what health is.
 """
 
 from __future__ import annotations
 
 import logging
 import socket
+from collections.abc import Callable, Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from socketserver import TCPServer
 from threading import Thread
+from types import MappingProxyType
 
 from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4
 
@@ -20,6 +22,7 @@ __all__ = ["MetricsEndpoint"]
 
 _log = logging.getLogger("paceline.server.metrics")
 
+_PLAIN = "text/plain; charset=utf-8"
 _SILENCE_S = 10
 """How long a connection may keep a thread waiting for its request."""
 
@@ -42,22 +45,37 @@ class _HttpServer(ThreadingHTTPServer):
 
 
 class MetricsEndpoint:
-    """`GET /metrics` for scrapers, on a thread of its own. Port 0 takes a free one. Raises OSError."""
+    """`GET /metrics` for scrapers, on a thread of its own. Port 0 takes a free one. Raises OSError.
 
-    def __init__(self, metrics: Metrics, address: str, port: int) -> None:
+    `probes` by path: each gives "" if all is well, answered with 200, or the reason why not, answered with 503. They
+    may block, and each call of one has a thread of its own.
+    """
+
+    def __init__(
+        self, metrics: Metrics, address: str, port: int, probes: Mapping[str, Callable[[], str]] = MappingProxyType({})
+    ) -> None:
         class Handler(BaseHTTPRequestHandler):
             timeout = _SILENCE_S
 
             def do_GET(self) -> None:
-                if self.path.partition("?")[0] != "/metrics":
+                path = self.path.partition("?")[0]
+                if path == "/metrics":
+                    self._answer(200, CONTENT_TYPE_PLAIN_0_0_4, metrics.text())
+                elif path in probes:
+                    why_not = probes[path]()
+                    self._answer(503 if why_not else 200, _PLAIN, f"{why_not or 'ok'}\n".encode())
+                else:
                     self.send_error(404)
-                    return
-                body = metrics.text()
-                self.send_response(200)
-                self.send_header("Content-Type", CONTENT_TYPE_PLAIN_0_0_4)
+
+            do_HEAD = do_GET
+
+            def _answer(self, status: int, kind: str, body: bytes) -> None:
+                self.send_response(status)
+                self.send_header("Content-Type", kind)
                 self.send_header("Content-Length", str(len(body)))
                 self.end_headers()
-                self.wfile.write(body)
+                if self.command != "HEAD":
+                    self.wfile.write(body)
 
             def log_message(self, format: str, *args: object) -> None:
                 pass  # a scrape every few seconds is no news

@@ -33,6 +33,8 @@ TRITON_GAUGES = {
     "nv_cpu_memory_used_bytes",
 }
 OURS = {
+    "paceline_ready": "gauge",
+    "paceline_failed_models": "gauge",
     "paceline_dropped_requests": "counter",
     "paceline_pending_requests": "gauge",
     "paceline_lanes": "gauge",

@@ -1,0 +1,134 @@
+"""`/livez` and `/readyz` on the metrics port, and the gauges beside them, through a server's life."""
+
+from __future__ import annotations
+
+import asyncio
+import urllib.error
+import urllib.request
+from pathlib import Path
+from threading import Event, Thread
+
+from backends.base import Device, ModelSource
+from backends.memory import MemoryBackend, MemoryModel
+from server.app import Server
+from server.config import Settings
+from server.metrics import Metrics
+from server.metrics_endpoint import MetricsEndpoint
+from server.probes import LoopProbe
+from tests.integration.controlling import explicit, load, unload
+from tests.integration.serving import Served, echo_model, failure_of, serving, write_model
+from tests.polling import eventually_async
+from tests.wire import infer, rows_of_floats
+
+
+def get(port: int | None, path: str, method: str = "GET") -> tuple[int, str]:
+    request = urllib.request.Request(f"http://127.0.0.1:{port}{path}", method=method)
+    try:
+        with urllib.request.urlopen(request, timeout=10) as response:
+            return response.status, response.read().decode()
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, error.read().decode()
+
+
+async def probe(served: Served, path: str) -> tuple[int, str]:
+    return await asyncio.to_thread(get, served.server.metrics_port, path)
+
+
+async def test_server_that_serves_is_live_and_ready(tmp_path: Path) -> None:
+    async with serving(tmp_path, {"m": echo_model()}) as served:
+        assert await probe(served, "/livez") == await probe(served, "/readyz") == (200, "ok\n")
+        assert await asyncio.to_thread(get, served.server.metrics_port, "/readyz", "HEAD") == (200, "")
+        assert (await served.metrics())["paceline_ready"] == 1
+        assert (await served.metrics())["paceline_failed_models"] == 0
+
+
+async def test_server_with_a_model_that_failed_is_live_and_tells_which_one_it_was(tmp_path: Path) -> None:
+    write_model(tmp_path, "bad", "no_such_field: 1")
+    async with serving(tmp_path, {"m": echo_model()}) as served:
+        assert await probe(served, "/livez") == (200, "ok\n")
+        assert await probe(served, "/readyz") == (503, "models failed to load: 'bad'\n")
+        metrics = await served.metrics()
+        assert (metrics["paceline_ready"], metrics["paceline_failed_models"]) == (0, 1)
+
+
+async def test_server_becomes_unready_by_a_failing_load_and_ready_by_the_unload(tmp_path: Path) -> None:
+    write_model(tmp_path, "m", "no_such_field: 1")
+    async with serving(tmp_path, settings=explicit(tmp_path)) as served:
+        assert await probe(served, "/readyz") == (200, "ok\n")
+        await failure_of(load(served, "m"))
+        assert await probe(served, "/readyz") == (503, "models failed to load: 'm'\n")
+        assert (await served.metrics())["paceline_ready"] == 0
+        await unload(served, "m")
+        assert await probe(served, "/readyz") == (200, "ok\n")
+        assert (await served.metrics())["paceline_ready"] == 1
+
+
+async def test_server_that_stops_is_live_and_unready_while_it_answers_what_it_took(tmp_path: Path) -> None:
+    model = echo_model()
+    async with serving(tmp_path, {"m": model}) as served:
+        model.gate.close()
+        call = asyncio.create_task(served.infer(infer("m", {"a": rows_of_floats(1)})))
+        await eventually_async(lambda: model.batches, "an execution")
+        stopping = asyncio.create_task(served.server.stop(20))
+        await asyncio.sleep(0)  # the stop begins
+        assert await probe(served, "/livez") == (200, "ok\n")
+        assert await probe(served, "/readyz") == (503, "stopping\n")
+        assert (await served.metrics())["paceline_ready"] == 0
+        model.gate.open()
+        await call
+        assert await stopping
+
+
+class Slow(MemoryBackend):
+    """Opens nothing before `go_on` is set."""
+
+    go_on = Event()
+
+    def open(self, source: ModelSource, device: Device) -> MemoryModel:
+        assert self.go_on.wait(20)
+        return super().open(source, device)
+
+
+async def test_server_that_loads_is_live_and_not_yet_ready(tmp_path: Path) -> None:
+    write_model(tmp_path, "m")
+    backend = Slow({"m": echo_model()})
+    settings = Settings(paths=(tmp_path,), grpc_address="127.0.0.1", grpc_port=0, metrics_port=0)
+    server = Server(settings, lambda name: backend)
+    starting = asyncio.create_task(server.start())
+    try:
+        await eventually_async(lambda: server.metrics_port, "the metrics port")
+        assert await asyncio.to_thread(get, server.metrics_port, "/livez") == (200, "ok\n")
+        assert await asyncio.to_thread(get, server.metrics_port, "/readyz") == (503, "starting\n")
+    finally:
+        backend.go_on.set()
+        await starting
+    assert await asyncio.to_thread(get, server.metrics_port, "/readyz") == (200, "ok\n")
+    await server.stop(5)
+
+
+def test_loop_that_hangs_is_not_live() -> None:
+    loop, hangs, go_on = asyncio.new_event_loop(), Event(), Event()
+    thread = Thread(target=loop.run_forever)
+    thread.start()
+    endpoint = MetricsEndpoint(Metrics(), "127.0.0.1", 0, {"/livez": LoopProbe(loop, patience_s=0.05)})
+    try:
+        assert get(endpoint.port, "/livez") == (200, "ok\n")
+        loop.call_soon_threadsafe(lambda: (hangs.set(), go_on.wait()))
+        assert hangs.wait(10)
+        assert get(endpoint.port, "/livez") == (503, "the server's event loop has not answered for 0.05 s\n")
+        go_on.set()
+        assert LoopProbe(loop)() == ""
+    finally:
+        go_on.set()
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
+        loop.close()
+    assert get(endpoint.port, "/livez") == (503, "the server has ended\n")
+    endpoint.close()
+
+
+def test_probe_that_is_not_there_is_404() -> None:
+    endpoint = MetricsEndpoint(Metrics(), "127.0.0.1", 0)
+    assert get(endpoint.port, "/livez")[0] == 404
+    endpoint.close()
