@@ -1,4 +1,7 @@
-"""Log lines: where they go and how they look. Loggers themselves belong to the modules, under `paceline.`."""
+"""Log lines: where they go and how they look. Loggers themselves belong to the modules, under `paceline.`.
+
+A line may have `extra={"fields": {...}}`, values by name, which lines of JSON show beside the message.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +9,17 @@ import json
 import logging
 import sys
 import time
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import TextIO
 
+from server.log_storms import Storms
+
 __all__ = ["LogSettings", "apply", "configure", "current"]
+
+
+_CONTROLS = {code: repr(chr(code))[1:-1] for code in (*range(32), *range(127, 160), 0x2028, 0x2029) if code != 9}
+"""Of a text that a client sent, nothing may end the line or move a terminal's cursor."""
 
 
 class _Text(logging.Formatter):
@@ -20,6 +30,9 @@ class _Text(logging.Formatter):
     def __init__(self) -> None:
         super().__init__("%(asctime)s %(levelname)s %(name)s: %(message)s")
 
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        return super().formatMessage(record).translate(_CONTROLS)
+
 
 class _Json(_Text):
     def format(self, record: logging.LogRecord) -> str:
@@ -28,6 +41,7 @@ class _Json(_Text):
             "level": record.levelname,
             "logger": record.name,
             "message": record.getMessage(),
+            **getattr(record, "fields", {}),
         }
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)
@@ -79,7 +93,17 @@ class _Handler(logging.StreamHandler[TextIO]):
         super().__init__(sys.stderr)
         self.settings = settings
         self.setFormatter(_Json() if settings.format == "json" else _Text())
-        self.addFilter(lambda record: settings.writes(record.levelno))
+        self._storms = Storms(self._write)
+        self.addFilter(lambda record: settings.writes(record.levelno) and self._storms.lets_pass(record))
+
+    def _write(self, record: logging.LogRecord) -> None:
+        """Past the filters."""
+        with self.lock or nullcontext():
+            self.emit(record)
+
+    def close(self) -> None:
+        self._storms.close()
+        super().close()
 
 
 def configure(level: str, form: str) -> None:
@@ -90,7 +114,10 @@ def configure(level: str, form: str) -> None:
 def apply(settings: LogSettings) -> None:
     """Log to stderr as `settings` say, from now on."""
     logger = logging.getLogger("paceline")
-    logger.handlers = [_Handler(settings)]
+    before, logger.handlers = logger.handlers, [_Handler(settings)]
+    for handler in before:
+        if isinstance(handler, _Handler):
+            handler.close()
     logger.setLevel(settings.threshold)
     logger.propagate = False
 

@@ -124,3 +124,18 @@ def test_format_changes_how_the_next_line_looks(capsys: pytest.CaptureFixture[st
     log.apply(log.LogSettings(format=form))
     logging.getLogger("paceline.x").info("x")
     assert lines(capsys)[0].startswith(start)
+
+
+def test_fields_are_values_of_their_own_in_json_and_left_out_in_text(capsys: pytest.CaptureFixture[str]) -> None:
+    for form in ("json", "text"):
+        log.configure("info", form)
+        logging.getLogger("paceline.x").info("done", extra={"fields": {"rows": 3, "model": "m"}})
+    as_json, as_text = lines(capsys)
+    assert json.loads(as_json).items() >= {"message": "done", "rows": 3, "model": "m"}.items()
+    assert as_text.endswith("INFO paceline.x: done")
+
+
+def test_text_of_a_client_cannot_make_lines_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
+    log.configure("info", "text")
+    logging.getLogger("paceline.x").info("unknown model '%s'", "m\n2026 ERROR\x1b[2Jx\x85\u2028y\t\u00fc")
+    assert lines(capsys)[0].endswith("unknown model 'm\\n2026 ERROR\\x1b[2Jx\\x85\\u2028y\t\u00fc'")
