@@ -53,7 +53,7 @@ lock: ## resolve requirements.lock anew from pyproject.toml
 	$(PYTHON) -m venv .venv-lock
 	.venv-lock/bin/python -m pip install --quiet uv
 	.venv-lock/bin/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-emit-index-url \
-	    --no-annotate --no-header --override requirements.overrides --extra bench --extra dev --extra demo pyproject.toml -o requirements.lock
+	    --no-annotate --no-header --override requirements.overrides --extra bench --extra dev --extra demo --extra otel pyproject.toml -o requirements.lock
 	rm -rf .venv-lock
 
 witness: $(READY) ## install the programs of others that tests put to the server: buf (npm), perf_analyzer (Debian)

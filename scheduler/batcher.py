@@ -61,10 +61,12 @@ class Pending(asyncio.Future[R], Generic[P, R]):
     """A submitted request's future result. Cancelling it, as a cancelled task does with what it awaits, takes the
     request out of the queue at once; once it executes, cancelling only discards its share of the answer.
 
-    `facts` are there as soon as there is a result. `refused` says that there is an error for this request alone.
+    `facts` are there as soon as there is a result. `refused` says that there is an error for this request alone. `tag`
+    is whatever the caller wants an observer of batches to find here.
     """
 
     payload: P
+    tag: Any = None
     facts: BatchFacts | None = None
     refused = False
     _entry: Entry[Pending[P, R]] | None = None
@@ -154,6 +156,7 @@ class Batcher(Generic[P, R]):
         priority: int = 0,
         timeout_ns: int = 0,
         rpc_deadline_ns: int = NEVER,
+        tag: Any = None,
     ) -> Pending[P, R]:
         """Queue a request of `rows` rows; only requests of equal `key` share a batch.
 
@@ -167,6 +170,8 @@ class Batcher(Generic[P, R]):
         pending: Pending[P, R] = Pending(loop=self._loop)
         pending.payload = payload
         pending._batcher = self
+        if tag is not None:
+            pending.tag = tag
         try:
             pending._entry = self._queue.push(
                 pending,
@@ -395,4 +400,6 @@ def _report(batch: Batch[Any], outcome: Outcome[Any], failed: Sequence[Entry[Any
         error=outcome.error,
         failed=len(there) - len(waits_ns),
         cancelled=len(leaving) - len(there),
+        number=batch.number,
+        entries=batch.entries,
     )

@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from enum import Enum
 from typing import Any, NamedTuple, Protocol
 
+from scheduler.lane import Entry
+
 __all__ = ["BatchReport", "Drop", "GuardedObserver", "NullObserver", "Observer"]
 
 _log = logging.getLogger("paceline.scheduler")
@@ -37,6 +39,8 @@ class BatchReport(NamedTuple):
     `execution` is what the instance returned, None if it raised. Each of its requests is counted once: `waits_ns` holds
     the times in the queue of those that it answered, `failed` counts those that were answered with an error,
     `cancelled` those whose callers had gone away meanwhile. Those of a failed batch that will run again are in none.
+    `number` is the batch's, `entries` are all of its requests, `entry.payload.tag` what each was submitted with; who
+    keeps them keeps the requests' tensors.
     """
 
     rows: int
@@ -48,6 +52,8 @@ class BatchReport(NamedTuple):
     error: BaseException | None
     failed: int
     cancelled: int = 0
+    number: int = 0
+    entries: Sequence[Entry[Any]] = ()
 
 
 class Observer(Protocol):

@@ -97,6 +97,7 @@ class Server:
         self._settings = settings
         self._metrics = Metrics()
         self._regions = Regions(settings.max_client_shm_regions) if settings.allow_client_shm else None
+        self._tracer = Tracer(settings.trace)
         self.repository = Repository(
             self._metrics,
             backend_of or partial(registry.backend, shared_threads=settings.backend_config.shared_threads),
@@ -105,11 +106,11 @@ class Server:
             strict_readiness=settings.strict_readiness,
             load_retries=settings.model_load_retry_count,
             regions=self._regions,
+            tracer=self._tracer,
         )
         self._layout = Layout(settings.paths, settings.model_config_name)
         self.poller = Poller(self._layout, self.repository, settings.repository_poll_secs)
         self._polling: asyncio.Task[None] | None = None
-        self._tracer = Tracer(settings.trace)
         self._inference = Inference(self.repository, self._tracer)
         self._shared_memory = SharedMemory(self._regions)
         pattern = settings.grpc_header_forward_pattern

@@ -15,8 +15,10 @@ from server.answering import Context
 from server.errors import InvalidRequest, StartError
 from server.parameters import is_reserved
 
-__all__ = ["HeaderForwarding", "add_headers", "deadline_of", "header", "leaves_by"]
+__all__ = ["HeaderForwarding", "TraceParent", "add_headers", "deadline_of", "header", "leaves_by", "traceparent_of"]
 
+TraceParent = tuple[str, str]
+"""Where a request comes from, as W3C's trace context says it: the values of `traceparent` and `tracestate`."""
 
 # What a deadline on the wire doesn't tell is how long request and answer travel, and what is answered in the nick of
 # time is computed for nobody. At twice the load a model can bear, with deadlines of 120 ms for batches of 40 ms, this
@@ -41,6 +43,17 @@ def leaves_by(remaining_s: float) -> int:
 def header(context: Context, key: str) -> str:
     """The header's value, of several the last, or "" if there is none."""
     return str(dict(context.invocation_metadata()).get(key, ""))
+
+
+def traceparent_of(context: Context) -> TraceParent | None:
+    """What the call's headers say of the trace that it belongs to, unread; None if they say nothing."""
+    parent, states = "", []
+    for key, value in context.invocation_metadata():
+        if key == "traceparent":
+            parent = str(value)
+        elif key == "tracestate":
+            states.append(str(value))
+    return (parent, ",".join(states)) if parent else None
 
 
 class HeaderForwarding:

@@ -7,38 +7,50 @@ belongs to one RPC alone.
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from typing import Any, NamedTuple
 
 from protos import inference_pb2 as pb
 from scheduler.batcher import BatchFacts, Pending
 from scheduler.observer import Drop
-from server.calls import leaves_by
+from server.calls import TraceParent, leaves_by
 from server.codec import AnyResponse, DecodedRequest, tensor_bytes
 from server.errors import ModelNotReady
+from server.model_statistics import FailureReason, reason_of
 from server.repository import Repository, ServedModel
 from server.splitting import submit_parts
 from server.tracing import Tracer
+from server.watching import RequestWatch, is_watched
 from server.wire_request import AnyRequest
 
 __all__ = ["Inference", "Started"]
+
+_log = logging.getLogger("paceline.server.inference")
 
 _QUIET_S = 0.05
 _QUIET_TRIES = 20
 
 
 class Started(NamedTuple):  # made for each request, and in a third of the time of a frozen dataclass
-    """A request on its way. Cancelling `pending` takes it back; once it is done, `Inference.finish` has the answer."""
+    """A request on its way. Cancelling `pending` takes it back; once it is done, `Inference.finish` has the answer.
+    There is a `watch` if somebody wants to know of every request."""
 
     request: AnyRequest
     model: ServedModel
     decoded: DecodedRequest
     pending: asyncio.Future[Any]
     began_ns: int
+    watch: RequestWatch | None = None
 
     def on_failure(self, error: BaseException) -> None:
         """Count the request as one that ended with `error`."""
         self.model.statistics.on_failure(error, time.monotonic_ns() - self.began_ns)
+        if reason_of(error) is FailureReason.BACKEND:
+            # Its words alone: whoever keeps the record would keep the error, and all that its traceback leads to.
+            _log.error("model '%s' version %s failed: %s", self.model.name, self.model.version, str(error))
+        if self.watch is not None:
+            self.watch.on_failure(error)
 
 
 class Inference:
@@ -47,16 +59,23 @@ class Inference:
     def __init__(self, repository: Repository, tracer: Tracer | None = None) -> None:
         self._repository = repository
         self._tracer = tracer or Tracer()
+        self._spans = self._tracer.spans
         self.serving = False
         self._refused = 0
 
+    @property
+    def reads_parents(self) -> bool:
+        """Whether the `parent` of a request makes any difference; if not, nobody needs to look for it."""
+        return self._spans is not None
+
     # hot path: see bench/
-    async def infer(self, request: AnyRequest, rpc_deadline_ns: int) -> AnyResponse:
-        """The answer to `request`, whose caller gives up at `rpc_deadline_ns` on the monotonic clock.
+    async def infer(self, request: AnyRequest, rpc_deadline_ns: int, parent: TraceParent | None = None) -> AnyResponse:
+        """The answer to `request`, whose caller gives up at `rpc_deadline_ns` on the monotonic clock, and traces it as
+        part of `parent`.
 
         Cancelling it takes the request out of the queue. Raises what `server.errors` has a status for.
         """
-        started = self.start(request, rpc_deadline_ns)
+        started = self.start(request, rpc_deadline_ns, parent)
         try:
             await started.pending
             response, facts = _answer(started, None)
@@ -72,21 +91,28 @@ class Inference:
             del started
 
     # hot path: see bench/
-    def start(self, request: AnyRequest, rpc_deadline_ns: int) -> Started:
+    def start(self, request: AnyRequest, rpc_deadline_ns: int, parent: TraceParent | None = None) -> Started:
         """Check `request` and hand it to its model's batcher. Raises what is found now; the rest `finish` does."""
-        if not self.serving:
-            raise self._refusal(request)
-        model = self._repository.get(request.model_name, request.model_version)
+        watch = RequestWatch(request, parent, self._spans) if self._spans is not None or is_watched() else None
+        model = None
         began_ns = time.monotonic_ns()
         try:
+            if not self.serving:
+                raise self._refusal(request)
+            model = self._repository.get(request.model_name, request.model_version)
             decoded = model.codec.decode(request)
             if decoded.parameters.deadline_ns:
                 rpc_deadline_ns = min(rpc_deadline_ns, leaves_by(decoded.parameters.deadline_ns / 1e9))
-            pending = _submit(model, decoded, rpc_deadline_ns)
+            if watch is not None:
+                watch.on_taken(model.version, decoded.rows)
+            pending = _submit(model, decoded, rpc_deadline_ns, watch)
         except Exception as error:
-            model.statistics.on_failure(error, time.monotonic_ns() - began_ns)
+            if model is not None:
+                model.statistics.on_failure(error, time.monotonic_ns() - began_ns)
+            if watch is not None:
+                watch.on_failure(error)
             raise
-        return Started(request, model, decoded, pending, began_ns)
+        return Started(request, model, decoded, pending, began_ns, watch)
 
     # hot path: see bench/
     def finish(self, started: Started, response: pb.ModelInferResponse) -> AnyResponse:
@@ -129,6 +155,8 @@ class Inference:
         """Count the request as one that has its answer."""
         model = started.model
         model.statistics.on_success(time.monotonic_ns() - started.began_ns)
+        if started.watch is not None:
+            started.watch.on_success(facts)
         if self._tracer.active and facts is not None:
             self._tracer.record(model.name, model.version, started.request.id, started.began_ns, facts)
 
@@ -145,13 +173,16 @@ class Inference:
         return error
 
 
-def _submit(model: ServedModel, decoded: DecodedRequest, rpc_deadline_ns: int) -> asyncio.Future[Any]:
+def _submit(
+    model: ServedModel, decoded: DecodedRequest, rpc_deadline_ns: int, watch: RequestWatch | None
+) -> asyncio.Future[Any]:
     """Have the batcher run the request: what it gives back, or for a request that is split a task of `submit_parts`."""
-    how = {
+    how: dict[str, Any] = {
         "size_bytes": sum(map(tensor_bytes, decoded.inputs)) if model.counts_bytes else 0,
         "priority": decoded.parameters.priority,
         "timeout_ns": decoded.parameters.timeout_ns,
         "rpc_deadline_ns": rpc_deadline_ns,
+        "tag": watch,
     }
     if model.max_batch_rows and decoded.rows > model.max_batch_rows:
         whole = asyncio.ensure_future(submit_parts(model.batcher, decoded.inputs, decoded.rows, decoded.key, **how))

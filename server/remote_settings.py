@@ -39,7 +39,7 @@ class RemoteSettings:
         self._repository = repository
         self._tracer = tracer
         self._is_allowed = is_allowed
-        traces = ("trace",) if tracer.settings()["trace_file"] else ()
+        traces = ("trace",) if tracer.can_trace else ()
         self.extensions: tuple[str, ...] = ("logging", *traces) if is_allowed else ()
 
     @answering

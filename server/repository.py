@@ -26,6 +26,7 @@ from server.loader import LoadDefaults, LoadedVersion, load_model
 from server.metrics import Metrics
 from server.regions import Regions
 from server.served_model import ServedModel
+from server.tracing import Tracer
 
 __all__ = ["Find", "Repository", "ServedModel", "always"]
 
@@ -41,8 +42,8 @@ class Repository:
 
     `backend_of` gives the backend for a name; LoadError if there is none. `defaults` are what flags say of models that
     don't say it themselves. `load_retries`: how often a load that fails for other reasons than the configuration of its
-    model is tried again. `regions`: where tensors may lie besides in messages. `on_change` is called whenever `ready`
-    may have changed.
+    model is tried again. `regions`: where tensors may lie besides in messages. `tracer`: who may trace batches.
+    `on_change` is called whenever `ready` may have changed.
     """
 
     def __init__(
@@ -55,8 +56,10 @@ class Repository:
         strict_readiness: bool = True,
         load_retries: int = 0,
         regions: Regions | None = None,
+        tracer: Tracer | None = None,
     ) -> None:
         self._regions = regions
+        self._tracer = tracer
         self.on_change: Callable[[], None] = lambda: None
         self._metrics = metrics
         self._backend_of = backend_of
@@ -272,7 +275,7 @@ class Repository:
         models: list[ServedModel] = []
         try:
             for one in loaded:
-                model = ServedModel(one, self._metrics, self._regions)
+                model = ServedModel(one, self._metrics, self._regions, self._tracer)
                 model.start()
                 models.append(model)
         except BaseException:

@@ -12,6 +12,7 @@ from typing import Any, cast
 from backends.base import ModelInstance, Tensors
 from backends.errors import SessionError
 from scheduler.batcher import Batcher
+from scheduler.observer import Observer
 from scheduler.runner import ThreadRunner
 from server.adapting_codec import codec_for
 from server.loader import LoadedVersion
@@ -20,6 +21,7 @@ from server.model_statistics import VersionStatistics
 from server.reading import ExecuteInputs, reading
 from server.region_tensors import Inputs
 from server.regions import Regions
+from server.tracing import Tracer
 
 __all__ = ["ServedModel"]
 
@@ -29,9 +31,15 @@ _MAX_PARTS = 1024
 
 class ServedModel:
     """One version of a model with its codec, batcher and instance threads. `regions` is the shared memory that its
-    tensors may lie in."""
+    tensors may lie in; `tracer` may want to know of its batches."""
 
-    def __init__(self, loaded: LoadedVersion, metrics: Metrics, regions: Regions | None = None) -> None:
+    def __init__(
+        self,
+        loaded: LoadedVersion,
+        metrics: Metrics,
+        regions: Regions | None = None,
+        tracer: Tracer | None = None,
+    ) -> None:
         self.name = loaded.name
         self.version = str(loaded.version)
         self.spec = loaded.plan.spec
@@ -53,7 +61,7 @@ class ServedModel:
                 ThreadRunner(f"{self.name}_{self.version}_{number}", self._execute_of(instance, regions))
                 for number, instance in enumerate(loaded.instances)
             ],
-            observer=self.statistics,
+            observer=self._observer(tracer),
             isolates=_may_be_a_requests_fault,
         )
         self._metrics = metrics
@@ -66,6 +74,12 @@ class ServedModel:
             load_ns=loaded.load_ns,
             tags=loaded.plan.metric_tags,
         )
+
+    def _observer(self, tracer: Tracer | None) -> Observer:
+        """Where batches aren't traced, nobody pays for looking."""
+        if tracer is None or tracer.spans is None:
+            return self.statistics
+        return tracer.spans.observer(self.name, self.version, self.batch_id_prefix, self.statistics)
 
     def _execute_of(self, instance: ModelInstance, regions: Regions | None) -> ExecuteInputs:
         """Where nothing can lie in shared memory, nobody pays for looking."""

@@ -18,7 +18,7 @@ from google.protobuf.message_factory import GetMessageClass
 from backends.base import TensorSpec
 from protos import inference_pb2 as pb
 from server.answering import Context, Method, answering
-from server.calls import HeaderForwarding, add_headers, deadline_of
+from server.calls import HeaderForwarding, add_headers, deadline_of, traceparent_of
 from server.codec import AnyResponse
 from server.errors import NotSupported
 from server.inference import Inference
@@ -59,6 +59,7 @@ class InferenceService:
         self._server_id = server_id
         self._version = version
         self._forwarding = forwarding
+        self._reads_parents = inference.reads_parents
         self._groups: tuple[RpcGroup, ...] = (self, *groups)
 
     def add_to(self, server: grpc.aio.Server) -> None:
@@ -78,7 +79,8 @@ class InferenceService:
         if self._forwarding is not None:
             request = message_of(request)
             add_headers(request, self._forwarding.headers(context))
-        return await self._inference.infer(request, deadline_of(context))
+        parent = traceparent_of(context) if self._reads_parents else None
+        return await self._inference.infer(request, deadline_of(context), parent)
 
     @answering
     async def ServerLive(self, request: pb.ServerLiveRequest, context: Context) -> pb.ServerLiveResponse:

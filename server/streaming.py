@@ -21,7 +21,7 @@ from grpc.aio import EOF  # type: ignore[attr-defined]
 
 from protos import inference_pb2 as pb
 from server.answering import Context, answering, status_and_text
-from server.calls import HeaderForwarding, add_headers, deadline_of, header
+from server.calls import HeaderForwarding, add_headers, deadline_of, header, traceparent_of
 from server.codec import AnyResponse
 from server.errors import InvalidRequest
 from server.inference import Inference, Started
@@ -110,6 +110,7 @@ class _Stream:
         self._max_requests = max_requests
         self._headers = headers
         self._deadline_ns = deadline_of(context)
+        self._parent = traceparent_of(context) if inference.reads_parents else None
         self._ends_at_error = header(context, _ENDS_AT_ERROR) == "true"
         self._loop = asyncio.get_running_loop()
         # All that is under way, and in which order it may leave.
@@ -184,7 +185,7 @@ class _Stream:
             if self._headers:
                 request = slot.request = message_of(request)
                 add_headers(request, self._headers)
-            slot.started = self._inference.start(request, self._deadline_ns)
+            slot.started = self._inference.start(request, self._deadline_ns, self._parent)
         except Exception as error:  # noqa: BLE001 - the caller is owed an answer
             slot.failure = status_and_text(error, request, _RPC)
             self.on_done(slot)

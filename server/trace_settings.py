@@ -11,23 +11,32 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from server.errors import InvalidRequest, NotSupported
 
-__all__ = ["TraceConfig", "TraceSettings", "TraceStore", "parse_trace_config"]
+__all__ = ["OtlpTarget", "TraceConfig", "TraceSettings", "TraceStore", "parse_trace_config"]
 
 _MOST = 2**31 - 1
 _LEVELS = ("OFF", "TIMESTAMPS", "TENSORS")
 _NUMBERS = {"trace_rate": ("rate", 1), "trace_count": ("count", -1), "log_frequency": ("log_frequency", 0)}
 _FIXED = ("trace_file", "trace_mode")
 _NAMES = ("trace_level", *_NUMBERS, *_FIXED)
+_MODES = ("triton", "opentelemetry")
+# Keys of mode opentelemetry, with the fields of OtlpTarget that they set; `bsp` is its batch span processor.
+_OTLP_NUMBERS = {
+    "bsp_max_queue_size": "max_queue_size",
+    "bsp_schedule_delay": "schedule_delay_ms",
+    "bsp_max_export_batch_size": "max_export_batch_size",
+}
+_OTLP = ("url", "resource", *_OTLP_NUMBERS)
 _FLAGS = {"level": "trace_level", "rate": "trace_rate", "count": "trace_count", "log-frequency": "log_frequency"}
 
 
 @dataclass(frozen=True, slots=True)
 class TraceSettings:
     """Whether `timestamps` of requests are written, of one in `rate`, of `count` in all (-1: no bound), and after how
-    many of them the next file begins (0: never)."""
+    many of them the next file begins (0: never). A rate of 0: only of those that belong to traces already."""
 
     timestamps: bool = False
     rate: int = 1000
@@ -36,40 +45,113 @@ class TraceSettings:
 
 
 @dataclass(frozen=True, slots=True)
+class OtlpTarget:
+    """Where spans go, over gRPC, `resource` attributes of the server, and bounds of the queue before the export. What
+    is "" or None OpenTelemetry's environment variables or defaults say."""
+
+    url: str = ""
+    resource: Mapping[str, str] = field(default_factory=dict)
+    max_queue_size: int | None = None
+    schedule_delay_ms: int | None = None
+    max_export_batch_size: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class TraceConfig:
-    """What `--trace-config` says: the `file` that traces go to (None: nowhere, and nothing is traced), and the settings
-    to begin with."""
+    """What `--trace-config` says: what traces go to, in mode triton a `file`, in mode opentelemetry `otlp` (if there is
+    neither, nothing is traced), and the settings to begin with."""
 
     file: Path | None = None
     settings: TraceSettings = field(default_factory=TraceSettings)
+    otlp: OtlpTarget | None = None
+
+    @property
+    def mode(self) -> str:
+        return "triton" if self.otlp is None else "opentelemetry"
+
+    @property
+    def has_target(self) -> bool:
+        return self.file is not None or self.otlp is not None
 
 
 def parse_trace_config(given: Iterable[str]) -> TraceConfig:
-    """Read the values of `--trace-config`, such as `triton,file=PATH` and `level=TIMESTAMPS`. Raises ValueError saying
-    what was expected and what came."""
-    file: Path | None = None
+    """Read the values of `--trace-config`, such as `triton,file=PATH`, `mode=opentelemetry` and `level=TIMESTAMPS`.
+    Raises ValueError saying what was expected and what came."""
+    own: dict[str, list[str]] = {}
     values: dict[str, list[str]] = {}
+    modes: list[str] = []
     for text in given:
         mode, comma, setting = text.rpartition(",")
         key, equals, value = setting.partition("=")
-        if comma and mode != "triton":
-            raise ValueError(f"expected mode triton, the only one in this build, got '{mode}'")
+        if comma and mode not in _MODES:
+            raise ValueError(f"expected mode {' or '.join(_MODES)}, got '{mode}'")
         if not equals or not value:
-            raise ValueError(f"expected [triton,]KEY=VALUE, got '{text}'")
-        if key == "file":
-            file = Path(value)
-        elif key == "mode":
-            if value != "triton":
-                raise ValueError(f"expected mode triton, the only one in this build, got '{value}'")
+            raise ValueError(f"expected [MODE,]KEY=VALUE, got '{text}'")
+        if key == "mode":
+            modes.append(value)
         elif key in _FLAGS:
             values.setdefault(_FLAGS[key], []).append(value)
+        elif key == "file" or key in _OTLP:
+            own.setdefault(key, []).append(value)
+            modes.append(mode or ("triton" if key == "file" else "opentelemetry"))
         else:
-            raise ValueError(f"expected one of file, mode, {', '.join(_FLAGS)}, got '{key}'")
+            raise ValueError(f"expected one of file, mode, {', '.join((*_FLAGS, *_OTLP))}, got '{key}'")
+    return _config(_one_mode(modes), own, values)
+
+
+def _one_mode(modes: Sequence[str]) -> str:
+    for mode in modes:
+        if mode not in _MODES:
+            raise ValueError(f"expected mode {' or '.join(_MODES)}, got '{mode}'")
+        if mode != modes[0]:
+            raise ValueError(f"expected one mode and what belongs to it, got {modes[0]} and {mode}")
+    return modes[0] if modes else "triton"
+
+
+def _config(mode: str, own: Mapping[str, list[str]], values: Mapping[str, list[str]]) -> TraceConfig:
+    otlp = _otlp(own) if mode == "opentelemetry" else None
+    if otlp is None and (strangers := own.keys() - {"file"}):
+        raise ValueError(f"expected file in mode triton, got '{min(strangers)}'")
+    config = TraceConfig(Path(own["file"][-1]) if "file" in own else None, otlp=otlp)
     try:
-        changes = _read(values, has_file=file is not None)
+        changes = _read(values, config)
     except (InvalidRequest, NotSupported) as error:
         raise ValueError(str(error)) from None
-    return TraceConfig(file, replace(TraceSettings(), **changes))
+    return replace(config, settings=replace(TraceSettings(), **changes))
+
+
+def _otlp(own: Mapping[str, list[str]]) -> OtlpTarget:
+    if "file" in own:
+        raise ValueError(f"expected one of {', '.join(_OTLP)} in mode opentelemetry, got 'file'")
+    resource = dict(_attribute(text) for text in own.get("resource", []))
+    numbers: dict[str, Any] = {
+        field: _whole(f"--trace-config opentelemetry,{key}", own[key][-1], 1)
+        for key, field in _OTLP_NUMBERS.items()
+        if key in own
+    }
+    queue, batch = numbers.get("max_queue_size"), numbers.get("max_export_batch_size")
+    if (batch or 512) > (queue or 2048):
+        raise ValueError(
+            f"expected bsp_max_export_batch_size up to bsp_max_queue_size, got {batch or 512} and {queue or 2048}"
+        )
+    return OtlpTarget(_url(own["url"][-1]) if "url" in own else "", resource, **numbers)
+
+
+def _attribute(text: str) -> tuple[str, str]:
+    name, equals, value = text.partition("=")
+    if not name or not equals:
+        raise ValueError(f"expected opentelemetry,resource=NAME=VALUE, got '{text}'")
+    return name, value
+
+
+def _url(text: str) -> str:
+    """An endpoint of OTLP over gRPC, which has no path. Triton speaks OTLP over HTTP, and says `/v1/traces`."""
+    parts = urlsplit(text if "://" in text else f"http://{text}")
+    if parts.scheme not in ("http", "https") or not parts.hostname or parts.path not in ("", "/") or parts.query:
+        raise ValueError(
+            f"expected the URL of a collector that takes OTLP over gRPC, such as http://localhost:4317, got '{text}'"
+        )
+    return f"{parts.scheme}://{parts.netloc}"
 
 
 class TraceStore:
@@ -95,7 +177,7 @@ class TraceStore:
         """
         changes = _read(
             {name: values for name, values in given.items() if values or name not in _NAMES},
-            has_file=self._config.file is not None,
+            self._config,
         )
         own = {**self._changes.get(model, {}), **changes}
         for name, values in given.items():
@@ -114,20 +196,20 @@ class TraceStore:
             "trace_count": str(settings.count),
             "log_frequency": str(settings.log_frequency),
             "trace_file": str(self._config.file or ""),
-            "trace_mode": "triton",
+            "trace_mode": self._config.mode,
         }
 
 
-def _read(given: Mapping[str, Sequence[str]], *, has_file: bool) -> dict[str, Any]:
+def _read(given: Mapping[str, Sequence[str]], config: TraceConfig) -> dict[str, Any]:
     """The fields of TraceSettings that `given` changes. Raises InvalidRequest or NotSupported."""
     changes: dict[str, Any] = {}
     for name, values in given.items():
         if name in _FIXED:
             raise NotSupported(f"trace setting '{name}' can only be given when the server starts, with --trace-config")
         if name == "trace_level":
-            changes["timestamps"] = _level(values, has_file)
+            changes["timestamps"] = _level(values, config.has_target)
         elif name in _NUMBERS:
-            changes[_field(name)] = _number(name, values)
+            changes[_field(name)] = _number(name, values, config)
         else:
             raise InvalidRequest(f"trace setting '{name}': expected one of {', '.join(_NAMES)}")
     return changes
@@ -137,7 +219,7 @@ def _field(name: str) -> str:
     return "timestamps" if name == "trace_level" else _NUMBERS[name][0] if name in _NUMBERS else name
 
 
-def _level(values: Sequence[str], has_file: bool) -> bool:
+def _level(values: Sequence[str], has_target: bool) -> bool:
     for value in values:
         if value not in _LEVELS:
             raise InvalidRequest(f"trace setting 'trace_level': expected some of {', '.join(_LEVELS)}, got '{value}'")
@@ -145,22 +227,30 @@ def _level(values: Sequence[str], has_file: bool) -> bool:
         raise InvalidRequest(f"trace setting 'trace_level': expected OFF alone, got {', '.join(values)}")
     if "TENSORS" in values:
         raise NotSupported("trace setting 'trace_level': TENSORS is not supported by this build, only TIMESTAMPS is")
-    if "TIMESTAMPS" in values and not has_file:
+    if "TIMESTAMPS" in values and not has_target:
         raise NotSupported(
-            "trace setting 'trace_level': TIMESTAMPS have no file to go to; "
-            "start the server with --trace-config triton,file=PATH"
+            "trace setting 'trace_level': TIMESTAMPS have nowhere to go; "
+            "start the server with --trace-config triton,file=PATH or mode=opentelemetry"
         )
     return "TIMESTAMPS" in values
 
 
-def _number(name: str, values: Sequence[str]) -> int:
+def _number(name: str, values: Sequence[str], config: TraceConfig) -> int:
+    """A rate of 0, where requests may belong to traces already, leaves those."""
     if len(values) != 1:
         raise InvalidRequest(f"trace setting '{name}': expected 1 value, got {len(values)}")
-    least, text = _NUMBERS[name][1], values[0]
+    least = 0 if name == "trace_rate" and config.otlp is not None else _NUMBERS[name][1]
+    try:
+        return _whole(f"trace setting '{name}'", values[0], least)
+    except ValueError as error:
+        raise InvalidRequest(str(error)) from None
+
+
+def _whole(what: str, text: str, least: int) -> int:
     try:
         number = int(text)
     except ValueError:
         number = least - 1
     if not least <= number <= _MOST:
-        raise InvalidRequest(f"trace setting '{name}': expected a whole number from {least} to {_MOST}, got '{text}'")
+        raise ValueError(f"{what}: expected a whole number from {least} to {_MOST}, got '{text}'")
     return number

@@ -1,7 +1,8 @@
-"""Traces: when which request was where, as JSON in a file. Triton's "trace" extension, mode `triton`.
+"""Traces: when which request was where, as JSON in a file or as spans. Triton's "trace" extension.
 
-Lives here: which requests are traced, and their timestamps. Must not: change what becomes of a request, or do anything
-for those that aren't traced. All but the writing runs on the event loop.
+Lives here: which requests are traced, and in mode `triton` their timestamps; in mode `opentelemetry` `server.spans`
+has the rest. Must not: change what becomes of a request, or do anything for those that aren't traced. All but the
+writing runs on the event loop.
 """
 
 from __future__ import annotations
@@ -9,12 +10,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from time import monotonic_ns
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from backends.base import Execution
 from scheduler.batcher import BatchFacts
-from server.trace_settings import TraceConfig, TraceSettings, TraceStore
+from server.errors import StartError
+from server.trace_settings import OtlpTarget, TraceConfig, TraceSettings, TraceStore
 from server.trace_writer import TraceWriter
+
+if TYPE_CHECKING:
+    from server.spans import Spans
 
 __all__ = ["Tracer"]
 
@@ -28,7 +33,7 @@ class _Sampler:
 
     def sample(self) -> bool:
         settings = self.settings
-        if not settings.timestamps or not settings.count:
+        if not settings.timestamps or not settings.count or not settings.rate:
             return False
         self._seen += 1
         if self._seen % settings.rate:
@@ -39,12 +44,15 @@ class _Sampler:
 
 
 class Tracer:
-    """Traces requests that were answered. While `active` is false nobody needs to ask."""
+    """Traces requests that were answered. While `active` is false nobody needs to ask. In mode opentelemetry there are
+    `spans`, which ask for themselves, and it is never active. Raises StartError if that mode's packages are missing."""
 
     def __init__(self, config: TraceConfig | None = None) -> None:
         config = config or TraceConfig()
         self._store = TraceStore(config)
         self._writer = TraceWriter(config.file) if config.file is not None else None
+        self.can_trace = config.has_target
+        self.spans = _spans(config.otlp, self) if config.otlp is not None else None
         self._samplers: dict[str, _Sampler] = {}
         self._traces = 0
         self.active = False
@@ -54,11 +62,15 @@ class Tracer:
         """Get ready to write. Raises OSError if the file can't be written."""
         if self._writer is not None:
             self._writer.start()
+        if self.spans is not None:
+            self.spans.start()
 
     def close(self) -> None:
         """Write what was traced, and end. Blocks for as long as that takes."""
         if self._writer is not None:
             self._writer.close()
+        if self.spans is not None:
+            self.spans.close()
 
     def settings(self, model: str = "") -> dict[str, str]:
         """What holds for `model` ("": for all that have nothing of their own), in the form of the extension; the count
@@ -69,6 +81,14 @@ class Tracer:
         """Change what holds for `model`. Raises InvalidRequest or NotSupported, and then nothing has changed."""
         self._store.update(model, given)
         self._follow(model)
+
+    def is_on(self, model: str) -> bool:
+        """Whether requests for `model` are traced at all."""
+        return self._sampler(model).settings.timestamps
+
+    def picks(self, model: str) -> bool:
+        """Whether to trace a request that has come for `model`: one in so many, and so many in all."""
+        return self._sampler(model).sample()
 
     def record(self, model: str, version: str, request_id: str, began_ns: int, facts: BatchFacts) -> None:
         """Trace a request that came at `began_ns` and has just been answered, if it is its turn."""
@@ -94,7 +114,19 @@ class Tracer:
             if sampler is None or model == changed or sampler.given != settings:
                 sampler = _Sampler(settings)
             self._samplers[model] = sampler
-        self.active = any(sampler.settings.timestamps for sampler in self._samplers.values())
+        self.active = self._writer is not None and any(
+            sampler.settings.timestamps for sampler in self._samplers.values()
+        )
+
+
+def _spans(target: OtlpTarget, tracer: Tracer) -> Spans:
+    try:
+        from server.spans import Spans  # what it imports isn't always installed, and costs memory
+    except ImportError as error:
+        raise StartError(
+            f"--trace-config: mode opentelemetry needs more packages, pip install 'paceline[otel]': {error}"
+        ) from None
+    return Spans(target, tracer)
 
 
 def _times(began_ns: int, facts: BatchFacts, ended_ns: int) -> dict[str, int]:

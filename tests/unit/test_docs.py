@@ -124,7 +124,7 @@ def keys_in_code() -> set[str]:
             elif isinstance(node, ast.Constant) and not path.stem.startswith("metrics"):
                 pattern = r"(paceline|triton|sequence|shared_memory|log|trace)_\w*[a-z]"
                 found |= {text for text in strings(node) if re.fullmatch(pattern, text)}
-    return found - {"sequence_batching"}
+    return found - {"sequence_batching", "trace_id"}  # a field of ModelConfig, and one of lines in the log
 
 
 def _is_parameters(node: ast.AST) -> bool:

@@ -31,6 +31,7 @@ EXCEPTIONS = {
     "protos.generate": {"grpc_tools"},
     "backends.onnx": {"onnxruntime"},
     "server.cli": {"clients"},
+    "server.spans": {"opentelemetry"},
 }
 
 

@@ -272,6 +272,17 @@ async def test_close_answers_everybody_that_still_waits_and_ignores_late_results
     bench.batcher.close()
 
 
+async def test_report_has_the_requests_of_its_batch_and_their_tags(bench: Bench) -> None:
+    first = bench.batcher.submit("a", 1, "k", tag="mine")
+    second = bench.batcher.submit("b", 2, "k")
+    await one_turn()
+    bench.runner.finish(str.upper)
+    assert await asyncio.gather(first, second) == ["A", "B"]
+    (report,) = bench.seen.reports
+    assert report.number == 1
+    assert [(entry.payload.tag, entry.rows) for entry in report.entries] == [("mine", 1), (None, 2)]
+
+
 async def test_answered_requests_leave_no_reference_cycle_behind(bench: Bench) -> None:
     import gc
     import weakref
@@ -289,6 +300,7 @@ async def test_answered_requests_leave_no_reference_cycle_behind(bench: Bench) -
         bench.runner.finish(lambda _: "A")
         assert await future == "A"
         bench.runner.batches.clear()
+        bench.seen.reports.clear()  # the last to know the requests of a batch
         del payload, future
         assert gone() is None
     finally:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib
+import importlib.util
 import inspect
 import pkgutil
 
@@ -57,6 +58,8 @@ def exception_classes() -> set[type[BaseException]]:
     found: set[type[BaseException]] = set()
     for package in (scheduler, backends, protos, server):
         for module in pkgutil.iter_modules(package.__path__, f"{package.__name__}."):
+            if module.name == "server.spans" and importlib.util.find_spec("opentelemetry") is None:
+                continue  # of an extra that isn't installed
             if module.name == "server.__main__":
                 continue
             members = vars(importlib.import_module(module.name)).values()

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from server.errors import InvalidRequest, NotSupported
-from server.trace_settings import TraceConfig, TraceSettings, TraceStore, parse_trace_config
+from server.trace_settings import OtlpTarget, TraceConfig, TraceSettings, TraceStore, parse_trace_config
 
 CONFIG = TraceConfig(Path("t.json"), TraceSettings(rate=7))
 
@@ -28,20 +28,77 @@ def test_config_of_everything_is_read() -> None:
     assert parse_trace_config(given) == TraceConfig(Path("/tmp/t.json"), TraceSettings(True, 2, 9, 3))
 
 
+def test_config_of_opentelemetry_is_read() -> None:
+    given = [
+        "mode=opentelemetry",
+        "level=TIMESTAMPS",
+        "rate=0",
+        "opentelemetry,url=collector:4317/",
+        "opentelemetry,resource=service.name=vision",
+        "resource=zone=a=b",
+        "bsp_max_queue_size=900",
+        "opentelemetry,bsp_schedule_delay=100",
+        "bsp_max_export_batch_size=9",
+    ]
+    target = OtlpTarget("http://collector:4317", {"service.name": "vision", "zone": "a=b"}, 900, 100, 9)
+    config = parse_trace_config(given)
+    assert config == TraceConfig(None, TraceSettings(True, 0), target)
+    assert TraceStore(config).told(config.settings)["trace_mode"] == "opentelemetry"
+
+
+def test_config_of_opentelemetry_alone_leaves_the_rest_to_its_environment_and_traces_nothing_yet() -> None:
+    assert parse_trace_config(["mode=opentelemetry"]) == TraceConfig(None, TraceSettings(), OtlpTarget())
+
+
+def test_store_of_opentelemetry_switches_on_without_a_file() -> None:
+    store = TraceStore(TraceConfig(otlp=OtlpTarget()))
+    store.update("m", {"trace_level": ["TIMESTAMPS"], "trace_rate": ["0"]})
+    assert store.settings("m") == TraceSettings(timestamps=True, rate=0)
+
+
 @pytest.mark.parametrize(
     ("given", "fault"),
     [
-        (["file"], "expected [triton,]KEY=VALUE, got 'file'"),
-        (["triton,file="], "expected [triton,]KEY=VALUE, got 'triton,file='"),
-        (["opentelemetry,url=x"], "expected mode triton, the only one in this build, got 'opentelemetry'"),
-        (["mode=opentelemetry"], "expected mode triton, the only one in this build, got 'opentelemetry'"),
-        (["colour=red"], "expected one of file, mode, level, rate, count, log-frequency, got 'colour'"),
+        (["file"], "expected [MODE,]KEY=VALUE, got 'file'"),
+        (["triton,file="], "expected [MODE,]KEY=VALUE, got 'triton,file='"),
+        (["zipkin,url=x"], "expected mode triton or opentelemetry, got 'zipkin'"),
+        (["mode=zipkin"], "expected mode triton or opentelemetry, got 'zipkin'"),
+        (
+            ["colour=red"],
+            "expected one of file, mode, level, rate, count, log-frequency, url, resource, bsp_max_queue_size, "
+            "bsp_schedule_delay, bsp_max_export_batch_size, got 'colour'",
+        ),
+        (["mode=opentelemetry", "file=x"], "expected one mode and what belongs to it, got opentelemetry and triton"),
+        (["mode=triton", "url=x"], "expected one mode and what belongs to it, got triton and opentelemetry"),
+        (
+            ["opentelemetry,file=x"],
+            "expected one of url, resource, bsp_max_queue_size, bsp_schedule_delay, "
+            "bsp_max_export_batch_size in mode opentelemetry, got 'file'",
+        ),
+        (["triton,url=x"], "expected file in mode triton, got 'url'"),
+        *(
+            (
+                [f"url={url}"],
+                "expected the URL of a collector that takes OTLP over gRPC, such as http://localhost:4317, "
+                f"got '{url}'",
+            )
+            for url in ("localhost:4318/v1/traces", "ftp://x:1", "http://", "http://x:1?y=z")
+        ),
+        (["resource=x"], "expected opentelemetry,resource=NAME=VALUE, got 'x'"),
+        (
+            ["bsp_max_queue_size=0"],
+            "--trace-config opentelemetry,bsp_max_queue_size: expected a whole number from 1 to 2147483647, got '0'",
+        ),
+        (
+            ["bsp_max_queue_size=10", "bsp_max_export_batch_size=11"],
+            "expected bsp_max_export_batch_size up to bsp_max_queue_size, got 11 and 10",
+        ),
         (["rate=0"], "trace setting 'trace_rate': expected a whole number from 1 to 2147483647, got '0'"),
         (["rate=1", "rate=2"], "trace setting 'trace_rate': expected 1 value, got 2"),
         (
             ["level=TIMESTAMPS"],
-            "trace setting 'trace_level': TIMESTAMPS have no file to go to; "
-            "start the server with --trace-config triton,file=PATH",
+            "trace setting 'trace_level': TIMESTAMPS have nowhere to go; "
+            "start the server with --trace-config triton,file=PATH or mode=opentelemetry",
         ),
     ],
 )

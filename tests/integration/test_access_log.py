@@ -1,0 +1,118 @@
+"""A line for each request, for debugging; and the lines about models that fail."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from backends.errors import ExecutionError
+from protos import inference_pb2 as pb
+from server import log
+from server.model_statistics import FailureReason
+from tests.integration.serving import echo_model, failure_of, serving
+from tests.polling import eventually_async
+from tests.wire import infer, rows_of_floats
+
+
+@pytest.fixture(autouse=True)
+def _quiet_again() -> Iterator[None]:
+    yield
+    log.configure("info", "text")
+
+
+def request(rows: int = 1, id: str = "", **how: Any) -> pb.ModelInferRequest:
+    return infer("m", {"a": rows_of_floats(rows)}, id=id, **how)
+
+
+def records(capfd: pytest.CaptureFixture[str], logger: str = "paceline.access") -> list[dict[str, Any]]:
+    lines = [json.loads(line) for line in capfd.readouterr().err.splitlines()]
+    return [line for line in lines if line["logger"] == logger]
+
+
+async def test_each_request_is_one_line_at_debug(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    log.configure("debug", "json")
+    model = echo_model()
+    async with serving(tmp_path, {"m": model}) as served:
+        await served.infer(request(3, "good"))
+        await failure_of(served.infer(infer("nosuch", {"a": rows_of_floats(1)}, id="unknown")))
+        await failure_of(served.infer(request(id="bad", version="x")))
+        model.faults.raise_next(ExecutionError("no good"))
+        await failure_of(served.infer(request(id="failed")))
+        stream = served.stub.ModelStreamInfer(iter([request(id="streamed")]), timeout=20)
+        assert [answer.infer_response.id async for answer in stream] == ["streamed"]
+        model.gate.close()
+        gone = served.stub.ModelInfer(request(id="gone"), timeout=20)
+        await eventually_async(lambda: model.gate.entered == 4, "an execution")
+        gone.cancel()
+        statistics = served.server.repository.get("m", "").statistics
+        await eventually_async(lambda: statistics.failures[FailureReason.CANCELED], "that the server knows")
+        stopping = asyncio.create_task(served.server.stop(20))
+        await asyncio.sleep(0)  # the stop begins
+        await failure_of(served.infer(request(id="late")))
+        model.gate.open()
+        await stopping
+    lines = records(capfd)
+    assert [(line["request_id"], line["status"]) for line in lines] == [
+        ("good", "OK"),
+        ("unknown", "NOT_FOUND"),
+        ("bad", "INVALID_ARGUMENT"),
+        ("failed", "INTERNAL"),
+        ("streamed", "OK"),
+        ("gone", "CANCELLED"),
+        ("late", "UNAVAILABLE"),
+    ]
+    good = lines[0]
+    assert (good["level"], good["model"], good["version"], good["rows"], good["batch_rows"]) == (
+        "DEBUG",
+        "m",
+        "1",
+        3,
+        3,
+    )
+    assert good["duration_us"] >= good["queue_us"] + good["compute_us"] > 0
+    assert "no good" in lines[3]["error"]
+    assert good["message"].startswith("model='m' version='1' request_id='good' status='OK' duration_us=")
+
+
+async def test_nothing_is_said_of_requests_above_debug(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    log.configure("info", "json")
+    async with serving(tmp_path, {"m": echo_model()}) as served:
+        await served.infer(request())
+    assert records(capfd) == []
+
+
+async def test_what_clients_send_is_cut_short_in_the_line(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    log.configure("debug", "json")
+    async with serving(tmp_path, {"m": echo_model()}) as served:
+        await served.infer(request(id="x" * 100_000))
+    (line,) = records(capfd)
+    assert line["request_id"] == "x" * 200
+    assert len(line["message"]) < 500
+
+
+async def test_model_that_fails_all_the_time_is_one_line_and_a_count(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    log.configure("info", "json")
+    model = echo_model()
+    async with serving(tmp_path, {"m": model}) as served:
+        model.faults.raise_next(ExecutionError("out of memory"), times=20)
+        await asyncio.gather(*(failure_of(served.infer(request())) for _ in range(20)), return_exceptions=True)
+    log.configure("info", "text")  # tells what is still to be told
+    first, count = records(capfd, "paceline.server.inference")
+    assert (first["level"], first["message"]) == ("ERROR", "model 'm' version 1 failed: out of memory")
+    assert count["repeated"] > 0
+    assert count["message"].startswith("model 'm' version 1 failed: out of memory (and ")
+
+
+async def test_requests_at_fault_are_no_lines_above_debug(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    log.configure("info", "json")
+    async with serving(tmp_path, {"m": echo_model()}) as served:
+        await failure_of(served.infer(infer("m", {"b": rows_of_floats(1)})))
+        await failure_of(served.infer(infer("nosuch")))
+    assert not [line for line in capfd.readouterr().err.splitlines() if '"ERROR"' in line or '"WARNING"' in line]
