@@ -17,11 +17,12 @@ from scheduler.observer import Drop
 from server.calls import TraceParent, leaves_by
 from server.codec import AnyResponse, DecodedRequest, tensor_bytes
 from server.errors import ModelNotReady
+from server.log import debugging
 from server.model_statistics import FailureReason, reason_of
 from server.repository import Repository, ServedModel
 from server.splitting import submit_parts
 from server.tracing import Tracer
-from server.watching import RequestWatch, is_watched
+from server.watching import RequestWatch
 from server.wire_request import AnyRequest
 
 __all__ = ["Inference", "Started"]
@@ -93,7 +94,7 @@ class Inference:
     # hot path: see bench/
     def start(self, request: AnyRequest, rpc_deadline_ns: int, parent: TraceParent | None = None) -> Started:
         """Check `request` and hand it to its model's batcher. Raises what is found now; the rest `finish` does."""
-        watch = RequestWatch(request, parent, self._spans) if self._spans is not None or is_watched() else None
+        watch = RequestWatch(request, parent, self._spans) if self._spans is not None or debugging.on else None
         model = None
         began_ns = time.monotonic_ns()
         try:

@@ -15,7 +15,20 @@ from typing import TextIO
 
 from server.log_storms import Storms
 
-__all__ = ["LogSettings", "apply", "configure", "current"]
+__all__ = ["LogSettings", "apply", "configure", "current", "debugging"]
+
+
+class _Switch:
+    """`on` while lines for debugging are written."""
+
+    __slots__ = ("on",)
+
+    def __init__(self) -> None:
+        self.on = False
+
+
+debugging = _Switch()
+"""For what is asked for every request: to ask a logger takes 110 ns, this 15."""
 
 
 _CONTROLS = {code: repr(chr(code))[1:-1] for code in (*range(32), *range(127, 160), 0x2028, 0x2029) if code != 9}
@@ -119,6 +132,7 @@ def apply(settings: LogSettings) -> None:
         if isinstance(handler, _Handler):
             handler.close()
     logger.setLevel(settings.threshold)
+    debugging.on = settings.verbose_level > 0
     logger.propagate = False
 
 

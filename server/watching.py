@@ -7,27 +7,23 @@ from __future__ import annotations
 
 import logging
 import time
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from scheduler.batcher import BatchFacts
 from server.calls import TraceParent
 from server.errors import status_of
+from server.log import debugging
 from server.wire_request import AnyRequest
 
 if TYPE_CHECKING:
     from server.spans import RequestSpan, Spans
 
-__all__ = ["RequestWatch", "is_watched"]
+__all__ = ["RequestWatch"]
 
 _access = logging.getLogger("paceline.access")
 
 _MOST_CHARACTERS = 200
 """Of a text that a client sent."""
-
-
-is_watched = partial(_access.isEnabledFor, logging.DEBUG)
-"""Whether each request gets its line. Asked for every one."""
 
 
 class RequestWatch:
@@ -57,14 +53,14 @@ class RequestWatch:
         """It has its answer; of one that was executed in parts, `facts` are those of the last part."""
         if self.span is not None:
             self.span.end(None)
-        if is_watched():
+        if debugging.on:
             self._write("OK", facts, "")
 
     def on_failure(self, error: BaseException) -> None:
         """It has ended with `error`."""
         if self.span is not None:
             self.span.end(error)
-        if is_watched():
+        if debugging.on:
             code = status_of(error)
             self._write("INTERNAL" if code is None else code.name, None, str(error)[:_MOST_CHARACTERS])
 
