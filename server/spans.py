@@ -141,6 +141,7 @@ class RequestSpan:
 
     def __init__(self, tracer: Tracer, context: Context, model: str, request_id: str, began_ns: int) -> None:
         self._tracer = tracer
+        self._model = model
         self._offset_ns = _offset_ns()
         self._taken_ns = 0
         # When the last execution of each part that has been executed ended; most requests have but one part.
@@ -153,7 +154,7 @@ class RequestSpan:
         if request_id:
             attributes["paceline.request.id"] = request_id
         self.span: Span = tracer.start_span(
-            f"infer {model}", context, SpanKind.SERVER, attributes, start_time=began_ns + self._offset_ns
+            "infer", context, SpanKind.SERVER, attributes, start_time=began_ns + self._offset_ns
         )
         self._own = set_span_in_context(self.span, Context())
 
@@ -162,8 +163,9 @@ class RequestSpan:
         return format(self.span.get_span_context().trace_id, "032x")
 
     def on_taken(self, version: str, rows: int) -> None:
-        """It is queued from now on."""
+        """It is queued from now on. Only now is its model's name one that exists, fit to be part of a span's."""
         self._taken_ns = time.monotonic_ns()
+        self.span.update_name(f"infer {self._model}")
         self.span.set_attributes({"paceline.model.version": version, "paceline.rows": rows})
 
     def on_execution(self, entry: Entry[Any], batch: Span, report: BatchReport) -> None:
