@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import click
 
 from clients.cli import infer
+from clients.top import top
 from server import log
 from server.backend_config import parse_backend_config
 from server.batch_policy import BatchDefaults
@@ -224,6 +225,7 @@ def serve(
 
 
 main.add_command(infer)
+main.add_command(top)
 
 
 def _parsed(flag: str, parse: Callable[[Sequence[str]], T], given: Sequence[str]) -> T:

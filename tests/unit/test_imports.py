@@ -30,6 +30,7 @@ EXCEPTIONS = {
     "protos.inference_pb2_grpc": {"grpc"},
     "protos.generate": {"grpc_tools"},
     "backends.onnx": {"onnxruntime"},
+    "clients.scrape": {"prometheus_client"},
     "server.cli": {"clients"},
     "server.spans": {"opentelemetry"},
 }

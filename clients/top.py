@@ -1,0 +1,98 @@
+"""The command `top`: what a running server does, in a terminal. `paceline` mounts it.
+
+Lives here: options, the loop, the terminal. Must not: metrics (scrape), or what is shown (top_table). Exit code 1 with
+`--once` when the server doesn't answer; without it, that is shown, and asked again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import sys
+import time
+from typing import TextIO
+
+import click
+
+from clients.scrape import ScrapeError, Snapshot, scrape
+from clients.top_table import table
+
+__all__ = ["top"]
+
+_TIMEOUT_S = 5.0
+# Of terminals: a screen of its own without cursor, and back; to the corner; delete to the end of line and screen.
+_ENTER, _LEAVE = "\x1b[?1049h\x1b[?25l", "\x1b[?25h\x1b[?1049l"
+_HOME, _END_LINE, _END_SCREEN = "\x1b[H", "\x1b[K", "\x1b[J"
+
+
+@click.command()
+@click.option(
+    "--metrics",
+    default="127.0.0.1:8002",
+    show_default=True,
+    metavar="HOST:PORT",
+    help="Where the server's metrics are, or a whole URL.",
+)
+@click.option(
+    "--interval",
+    "interval_s",
+    type=click.FloatRange(0.1, 3600),
+    default=2.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="How often to look.",
+)
+@click.option("--once", is_flag=True, help="Print one table, of one interval, and end.")
+def top(metrics: str, interval_s: float, once: bool) -> None:
+    """Show what a running server does: requests, batches, waits and latencies of each model, until Ctrl-C.
+
+    Times are the 50th and 99th percentile of the last interval; COMPUTE is a mean.
+    """
+    url = metrics if "://" in metrics else f"http://{metrics}/metrics"
+    if not url.startswith(("http://", "https://")):
+        raise click.UsageError(f"--metrics: expected HOST:PORT or the URL of an HTTP server, got '{metrics}'")
+    if once:
+        click.echo(_one_table(url, interval_s))
+        return
+    with contextlib.suppress(KeyboardInterrupt):
+        _watch(url, interval_s, sys.stdout)
+
+
+def _one_table(url: str, interval_s: float) -> str:
+    try:
+        before = scrape(url, _TIMEOUT_S)
+        time.sleep(interval_s)
+        return table(before, scrape(url, _TIMEOUT_S))
+    except ScrapeError as error:
+        raise click.ClickException(str(error)) from None
+
+
+def _watch(url: str, interval_s: float, out: TextIO) -> None:
+    """Look again and again. Where `out` is no terminal, tables follow each other."""
+    terminal = out.isatty()
+    before: Snapshot | None = None
+    out.write(_ENTER if terminal else "")
+    try:
+        while True:
+            began_s = time.monotonic()
+            try:
+                now = scrape(url, _TIMEOUT_S)
+                what, before = table(before, now), now
+            except ScrapeError as error:
+                what = f"{error}; asking again every {interval_s:g} s"
+            _show(f"{time.strftime('%H:%M:%S')}  {url}\n{what}", out, terminal)
+            time.sleep(max(0.0, began_s + interval_s - time.monotonic()))
+    finally:
+        out.write(_LEAVE if terminal else "")
+        out.flush()
+
+
+def _show(text: str, out: TextIO, terminal: bool) -> None:
+    if terminal:
+        columns, lines = shutil.get_terminal_size()
+        shown = [line[:columns] for line in text.splitlines()[: lines - 1]]
+        text = _HOME + "".join(f"{line}{_END_LINE}\n" for line in shown) + _END_SCREEN
+    else:
+        text += "\n\n"
+    out.write(text)
+    out.flush()

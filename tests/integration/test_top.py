@@ -1,0 +1,194 @@
+"""`paceline top` against real servers: one that serves, one that isn't there, one that goes and comes back."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import pty
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+
+import numpy as np
+import pytest
+from click.testing import CliRunner, Result
+
+from clients import InferenceClient
+from server.cli import main
+from tests.harness import REPO, ServerProcess, write_identity
+from tests.integration.controlling import explicit
+from tests.integration.serving import echo_model, serving
+from tests.polling import eventually
+from tests.wire import infer, rows_of_floats
+
+
+def top_once(port: int | None, *args: str) -> Result:
+    command = ["top", "--once", "--interval", "0.1", "--metrics", f"127.0.0.1:{port}", *args]
+    return CliRunner().invoke(main, command)
+
+
+async def test_once_prints_one_table_of_what_happens(tmp_path: Path) -> None:
+    async with serving(tmp_path, {"m": echo_model(), "idle": echo_model()}) as served:
+        stop = asyncio.Event()
+
+        async def load() -> None:
+            while not stop.is_set():
+                await served.infer(infer("m", {"a": rows_of_floats(2)}))
+
+        loading = asyncio.create_task(load())
+        result = await asyncio.to_thread(top_once, served.server.metrics_port)
+        stop.set()
+        await loading
+    assert result.exit_code == 0
+    summary, empty, headings, busy, idle = result.stdout.splitlines()
+    assert summary.startswith("ready, ")
+    assert empty == ""
+    assert headings.split()[:3] == ["MODEL", "VERSION", "REQ/S"]
+    assert busy.split()[:2] == ["m", "1"]
+    assert float(busy.split()[2]) > 0
+    assert busy.split()[6] == "2.0"
+    assert idle.split()[:3] == ["idle", "1", "0.0"]
+
+
+async def test_once_of_a_server_without_models_says_so(tmp_path: Path) -> None:
+    async with serving(tmp_path, settings=explicit(tmp_path)) as served:
+        result = await asyncio.to_thread(top_once, served.server.metrics_port)
+    assert (result.exit_code, result.stdout.splitlines()[-1]) == (0, "no models")
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port: int = listener.getsockname()[1]
+    return port
+
+
+def test_once_without_a_server_is_one_line_and_status_1() -> None:
+    result = top_once(free_port())
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert result.stderr.startswith("Error: no answer from http://127.0.0.1:")
+    assert len(result.stderr.splitlines()) == 1
+
+
+@contextmanager
+def other_server(status: int, body: bytes) -> Iterator[int]:
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(status)
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, format: str, *args: object) -> None:
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        yield server.server_port
+        server.shutdown()
+        thread.join()
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "fault"),
+    [
+        (404, b"", "HTTP status 404"),
+        (200, b"<html>", "no metrics at"),
+        (200, b"up 1\n", "expected those of a paceline server"),
+        (200, b"\xff\xfe", "no metrics at"),
+    ],
+)
+def test_once_at_another_server_is_one_line_and_status_1(status: int, body: bytes, fault: str) -> None:
+    with other_server(status, body) as port:
+        result = top_once(port)
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert fault in result.stderr
+    assert len(result.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize("given", ["ftp://x/metrics", "file:///etc/passwd"])
+def test_once_reads_nothing_but_http(given: str) -> None:
+    result = CliRunner().invoke(main, ["top", "--once", "--metrics", given])
+    assert result.exit_code == 2
+    assert "expected HOST:PORT or the URL of an HTTP server" in result.stderr
+
+
+@contextmanager
+def watching(port: int, stdout: int) -> Iterator[None]:
+    command = [sys.executable, "-m", "server", "top", "--interval", "0.1", "--metrics", f"127.0.0.1:{port}"]
+    process = subprocess.Popen(command, cwd=REPO, stdout=stdout, stdin=subprocess.DEVNULL)
+    try:
+        yield
+    finally:
+        process.send_signal(2)
+        assert process.wait(20) == 0
+
+
+class Reader:
+    """What is written to a file descriptor."""
+
+    def __init__(self, descriptor: int) -> None:
+        self.text = ""
+        self._descriptor = descriptor
+        self._thread = threading.Thread(target=self._read)
+        self._thread.start()
+
+    def _read(self) -> None:
+        while True:
+            try:
+                data = os.read(self._descriptor, 65536)
+            except OSError:  # how a terminal ends
+                return
+            if not data:
+                return
+            self.text += data.decode()
+
+    def close(self) -> None:
+        self._thread.join()
+        os.close(self._descriptor)
+
+
+def infer_once(server: ServerProcess, times: int) -> None:
+    with InferenceClient(server.target) as client:
+        for _ in range(times):
+            client.infer("echo", {"INPUT0": np.ones((1, 16), np.float32)})
+
+
+def test_view_survives_a_server_that_goes_and_comes_back(tmp_path: Path) -> None:
+    write_identity(tmp_path)
+    port = free_port()
+    end, start = os.pipe()
+    reader = Reader(end)
+    with watching(port, start):
+        os.close(start)
+        eventually(lambda: "asking again every 0.1 s" in reader.text, "that nobody answers")
+        for _ in range(2):
+            before = len(reader.text)
+            with ServerProcess(tmp_path, args=("--metrics-port", str(port))) as server:
+                infer_once(server, 5)
+                eventually(lambda: "\necho" in reader.text[before:], "the model")  # noqa: B023 - called here
+            gone = len(reader.text)
+            eventually(lambda: "asking again" in reader.text[gone:], "that it is gone")  # noqa: B023 - called here
+    reader.close()
+    assert "Traceback" not in reader.text
+    rates = [
+        float(line.split()[2]) for line in reader.text.splitlines() if line.startswith("echo") and " - " not in line
+    ]
+    assert min(rates, default=0.0) >= 0
+
+
+def test_view_in_a_terminal_has_a_screen_of_its_own_and_leaves_none(tmp_path: Path) -> None:
+    write_identity(tmp_path)
+    with ServerProcess(tmp_path) as server:
+        ours, theirs = pty.openpty()
+        reader = Reader(ours)
+        with watching(server.metrics_port, theirs):
+            os.close(theirs)
+            eventually(lambda: "echo" in reader.text, "the model")
+        reader.close()
+    assert reader.text.startswith("\x1b[?1049h")
+    assert reader.text.endswith("\x1b[?1049l")
