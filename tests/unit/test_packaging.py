@@ -50,7 +50,10 @@ def locked() -> dict[str, list[tuple[Version, Requirement]]]:
     return found
 
 
-@pytest.mark.parametrize("line", [*PROJECT["dependencies"], *PROJECT["optional-dependencies"]["dev"]])
+@pytest.mark.parametrize(
+    "line",
+    [*PROJECT["dependencies"], *(one for extra in ("dev", "otel") for one in PROJECT["optional-dependencies"][extra])],
+)
 def test_lock_satisfies_what_pyproject_asks_for(line: str) -> None:
     wanted = Requirement(line)
     versions = locked().get(wanted.name.lower())
