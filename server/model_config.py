@@ -40,6 +40,9 @@ _GROUP_KINDS = {
     pb.ModelInstanceGroup.KIND_MODEL: GroupKind.MODEL,
 }
 
+_MOST_INSTANCES = 1024
+"""Of a version of a model: each is a thread, if not a session and a GPU's memory, and made before anything serves."""
+
 _TAG = re.compile("[a-zA-Z0-9][a-zA-Z0-9_]*")
 """With `_` in front, the name of a label and none of those that Prometheus keeps for itself, which begin with `__`."""
 
@@ -73,12 +76,16 @@ def backend_name(config: pb.ModelConfig) -> str:
 
 
 def instance_groups(config: pb.ModelConfig) -> tuple[InstanceGroup, ...]:
-    """`instance_group`, in our terms. Raises ConfigError for a kind or count that means nothing."""
+    """`instance_group`, in our terms. Raises ConfigError for a kind or count that means nothing, and for too many."""
+    total = 0
     for group in config.instance_group:
         if group.kind not in _GROUP_KINDS:
             raise ConfigError(f"instance_group: expected a kind, got {group.kind}")
         if group.count < 0:
             raise ConfigError(f"instance_group: expected count >= 0, got {group.count}")
+        total += max(1, group.count) * max(1, len(group.gpus))
+        if total > _MOST_INSTANCES:
+            raise ConfigError(f"instance_group: expected up to {_MOST_INSTANCES} instances in all, got {total} or more")
     return tuple(
         InstanceGroup(_GROUP_KINDS[group.kind], group.count, tuple(group.gpus)) for group in config.instance_group
     )

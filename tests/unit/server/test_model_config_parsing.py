@@ -136,6 +136,9 @@ def test_instance_groups_each_becomes_one_of_ours() -> None:
     [
         ("kind: 99", "instance_group: expected a kind, got 99"),
         ("count: -3", "instance_group: expected count >= 0, got -3"),
+        ("count: 2147483647", "instance_group: expected up to 1024 instances in all, got 2147483647 or more"),
+        ("count: 513 gpus: [ 0, 1 ]", "instance_group: expected up to 1024 instances in all, got 1026 or more"),
+        ("count: 1024 } instance_group {", "instance_group: expected up to 1024 instances in all, got 1025 or more"),
     ],
 )
 def test_instance_groups_nonsense_is_refused(text: str, fault: str) -> None:
