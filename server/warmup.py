@@ -46,8 +46,8 @@ def warm_up(config: pb.ModelConfig, plan: ServingPlan, folder: Path, instances: 
                 try:
                     if requests:
                         instance.execute(requests)
-                except BackendError as error:
-                    raise ConfigError(f"failed to run warmup sample '{sample.name}': {error}") from error
+                except (BackendError, MemoryError) as error:
+                    raise ConfigError(f"failed to run warmup sample '{sample.name}': {_words(error)}") from error
 
 
 def _warm_up_by_default(name: str, plan: ServingPlan, instances: Sequence[ModelInstance]) -> None:
@@ -57,12 +57,19 @@ def _warm_up_by_default(name: str, plan: ServingPlan, instances: Sequence[ModelI
     if plan.spec.batched and not needed:
         return
     lead = (1,) if plan.spec.batched else ()
-    zeros = [MISSING if tensor.optional else _zeros(tensor, (*lead, *tensor.model_dims)) for tensor in plan.spec.inputs]
     for instance in instances:
         try:
-            instance.execute([zeros])
-        except BackendError as error:
-            _log.warning("model '%s' stays cold, as it doesn't take zeros for a warm-up: %s", name, error)
+            instance.execute([_all_zeros(plan.spec, lead)])
+        except (BackendError, TensorError, MemoryError) as error:
+            _log.warning("model '%s' stays cold, as it doesn't take zeros for a warm-up: %s", name, _words(error))
+
+
+def _all_zeros(spec: ModelSpec, lead: tuple[int, ...]) -> Tensors:
+    return [MISSING if tensor.optional else _zeros(tensor, (*lead, *tensor.model_dims)) for tensor in spec.inputs]
+
+
+def _words(error: Exception) -> str:
+    return str(error) or type(error).__name__
 
 
 def _requests(sample: pb.ModelWarmup, plan: ServingPlan, folder: Path) -> Iterator[Tensors]:
@@ -104,12 +111,12 @@ def _input(sample: pb.ModelWarmup, tensor: TensorSpec, spec: ModelSpec, folder: 
     if kind is None:
         raise ConfigError(f"{where}: expected zero_data, random_data or input_data_file, got none")
     try:
-        element_count(shape)
+        element_count(shape)  # before random bits are made for it
         if kind == "input_data_file":
             return decode_raw(_data(folder, given.input_data_file, where), by_name(datatype), shape)
-    except TensorError as error:
-        raise ConfigError(f"{where}: {error}") from None
-    return _random(tensor, shape) if given.random_data else _zeros(tensor, shape)
+        return _random(tensor, shape) if given.random_data else _zeros(tensor, shape)
+    except (TensorError, MemoryError) as error:
+        raise ConfigError(f"{where}: {_words(error)}") from None
 
 
 def _data(folder: Path, file: str, where: str) -> bytes:
@@ -123,6 +130,7 @@ def _data(folder: Path, file: str, where: str) -> bytes:
 
 
 def _zeros(tensor: TensorSpec, shape: tuple[int, ...]) -> Array:
+    element_count(shape)
     dtype = by_name(tensor.datatype).dtype
     return np.full(shape, b"", dtype) if dtype.hasobject else np.zeros(shape, dtype)
 

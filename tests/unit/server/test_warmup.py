@@ -95,6 +95,33 @@ def test_default_that_fails_is_logged_and_forgiven(caplog: pytest.LogCaptureFixt
     assert len(bench.seen) == 1
 
 
+@pytest.mark.parametrize(
+    ("size", "why"),
+    [(2**62, f"expected at most {(2**63 - 1) // 8} elements"), (2**57, "Unable to allocate")],
+)
+def test_default_that_no_memory_is_large_enough_for_is_forgiven(
+    caplog: pytest.LogCaptureFixture, size: int, why: str
+) -> None:
+    bench = Bench(dims=(size,))
+    with caplog.at_level(logging.WARNING, "paceline.server.warmup"):
+        bench.warm("")
+    (record,) = caplog.records
+    assert why in record.getMessage()
+    assert not bench.seen
+
+
+@pytest.mark.parametrize("data", ["zero_data: true", "random_data: true"])
+def test_sample_that_no_memory_is_large_enough_for_is_refused(data: str) -> None:
+    text = Bench(dims=(-1,)).refusal(sample(data, str(2**57)))
+    assert text.startswith("warmup sample 's': input 'a': Unable to allocate")
+
+
+def test_sample_that_the_model_has_no_memory_for_is_refused() -> None:
+    bench = Bench()
+    bench.model.faults.raise_next(MemoryError())
+    assert bench.refusal(sample()) == "failed to run warmup sample 's': MemoryError"
+
+
 def test_sample_of_zeros_replaces_the_default() -> None:
     bench = Bench(dims=(-1,))
     bench.warm(sample(dims="3"))
