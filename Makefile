@@ -10,9 +10,13 @@ FOLDER ?=
 ARGS   ?=
 # Other servers, each in an environment of its own.
 RIVALS := mlserver kserve pytriton
+# How long make fuzz runs, all its targets together.
+SECONDS_OF_FUZZING ?= 600
+# Pinned, and beside the virtual environment: only make fuzz needs it, and not every platform has it.
+ATHERIS := atheris==3.0.0
 
 .DEFAULT_GOAL := help
-.PHONY: help demo serve test check protos bench bench-quick bench-rivals lock witness clean
+.PHONY: help demo serve test check protos bench bench-quick bench-rivals lock witness fuzz clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
@@ -60,8 +64,13 @@ witness: $(READY) ## install the programs of others that tests put to the server
 	npm install --no-audit --no-fund --prefix .witness @bufbuild/buf@1.75.0 || echo "no buf: its tests will skip"
 	tests/conformance/perf_analyzer.sh .witness/perf_analyzer $(BIN)/python || echo "no perf_analyzer: its tests will skip"
 
+fuzz: $(READY) ## look for inputs that break a decoder: make fuzz SECONDS_OF_FUZZING=3600 ARGS='infer load'
+	test -d .witness/atheris || $(BIN)/python -m pip install --quiet --no-deps --target .witness/atheris $(ATHERIS) \
+	    || echo "no atheris: inputs are changed by chance alone"
+	PYTHONPATH=.witness/atheris $(BIN)/python -m tests.fuzz --seconds $(SECONDS_OF_FUZZING) $(ARGS)
+
 clean: ## remove what the other targets made
-	rm -rf $(VENV) .venv-lock .witness .bench bench/results models dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-lock .witness .fuzz .bench bench/results models dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 $(READY): requirements.lock pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("paceline needs Python 3.11 or newer, this is " + sys.version)'

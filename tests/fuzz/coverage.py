@@ -1,0 +1,40 @@
+"""One target under atheris: `python -m tests.fuzz.coverage TARGET KEPT CORPUS [libFuzzer's flags]`."""
+
+from __future__ import annotations
+
+import random
+import sys
+
+import atheris
+
+# What is to be steered by: our own code, and the text formats' parsers, which are Python as well.
+with atheris.instrument_imports(
+    include=["server", "protos", "backends", "google.protobuf.text_format", "google.protobuf.json_format"],
+    enable_loader_override=False,
+):
+    from tests.fuzz.judging import judged, quiet
+    from tests.fuzz.mutation import mutated
+    from tests.fuzz.targets import target
+
+
+_LIBFUZZERS_OWN = 0.4
+"""Of the changes: it knows which values the code compares with."""
+
+
+def main() -> None:
+    name = sys.argv[1]
+    one = target(name)
+
+    def change(data: bytes, max_size: int, seed: int) -> bytes:
+        chance = random.Random(seed)
+        if chance.random() < _LIBFUZZERS_OWN:
+            return bytes(atheris.Mutate(data, max_size))
+        return mutated(name, chance, [data])[:max_size]
+
+    atheris.Setup([sys.argv[0], *sys.argv[2:]], lambda data: judged(one, bytes(data)), custom_mutator=change)
+    with quiet():
+        atheris.Fuzz()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,90 @@
+"""What holds for every decoder, whatever bytes come: it answers or refuses, soon, and takes little memory for it.
+
+Lives here: `judged`, the frame around each run of a target, and what a refusal may be. Must not: know a decoder.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+import tracemalloc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import grpc
+
+from server.errors import status_of
+
+__all__ = ["Finding", "Target", "judged", "quiet", "refused"]
+
+REFUSALS = {
+    grpc.StatusCode.INVALID_ARGUMENT,
+    grpc.StatusCode.NOT_FOUND,
+    grpc.StatusCode.ALREADY_EXISTS,
+    grpc.StatusCode.RESOURCE_EXHAUSTED,
+    grpc.StatusCode.UNIMPLEMENTED,
+}
+"""What bad input may be answered with."""
+
+_CPU_S = 2.0
+"""Of processor time, not of the clock's: a loaded machine is no hang. Inputs have a few KiB and take milliseconds."""
+
+
+class Finding(AssertionError):
+    """A promise that an input broke."""
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A decoder. `run` takes any bytes and returns, whether they were good or refused; what it raises is a finding.
+    `fixed_bytes` of memory are allowed to any run, and `times` as many as came.
+    """
+
+    name: str
+    run: Callable[[bytes], None]
+    fixed_bytes: int = 500_000
+    times: int = 200
+
+
+def judged(target: Target, data: bytes) -> None:
+    """Run `target` on `data`. Raises what it raises, or Finding if it took too long or too much."""
+    tracing = tracemalloc.is_tracing()
+    if not tracing:
+        tracemalloc.start()
+    before_bytes, _ = tracemalloc.get_traced_memory()
+    tracemalloc.reset_peak()
+    began_s = time.process_time()
+    try:
+        target.run(data)
+    finally:
+        took_s = time.process_time() - began_s
+        _, peak_bytes = tracemalloc.get_traced_memory()
+        if not tracing:
+            tracemalloc.stop()
+    if took_s > _CPU_S:
+        raise Finding(f"{target.name}: {len(data)} bytes took {took_s:.1f} s")
+    allowed_bytes = target.fixed_bytes + target.times * len(data)
+    if peak_bytes - before_bytes > allowed_bytes:
+        raise Finding(
+            f"{target.name}: {len(data)} bytes took {peak_bytes - before_bytes} bytes, allowed are {allowed_bytes}"
+        )
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Log nothing, which would be all there is to see; afterwards, as it was before."""
+    logger = logging.getLogger("paceline")
+    before = logger.level, logger.propagate, list(logger.handlers)
+    logger.setLevel(logging.CRITICAL + 1)
+    try:
+        yield
+    finally:
+        logger.setLevel(before[0])
+        logger.propagate, logger.handlers = before[1:]
+
+
+def refused(error: Exception) -> None:
+    """Return if `error` is how bad input is refused, raise it otherwise."""
+    if status_of(error) not in REFUSALS:
+        raise error

@@ -1,0 +1,72 @@
+"""Models that between them have everything a request can be checked against; each returns its inputs.
+
+Lives here: their specs, and one request that fits each. Must not: judge.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from backends.base import BatchOutput, Device, ModelInstance, ModelSpec, TensorSpec
+from backends.memory import MemoryModel
+from protos.datatypes import DATATYPES
+from server.adapting_codec import codec_for
+from server.codec import ModelCodec
+from server.reading import ExecuteInputs, reading
+from server.regions import Regions
+
+__all__ = ["MAX_ROWS", "FuzzedModel", "open_model"]
+
+MAX_ROWS = 4
+
+_LABELS = {"x": (b"cat", b"dog")}
+
+
+def _paired(*inputs: TensorSpec, batched: bool = True, **more: tuple[BatchOutput, ...]) -> ModelSpec:
+    """Outputs like `inputs`, named x, y, z, …, optional where those are."""
+    outputs = tuple(
+        TensorSpec(chr(ord("x") + number) if number < 3 else f"o{number}", one.datatype, one.dims, one.utf8,
+                   one.reshape, one.optional, False, one.shape_tensor)
+        for number, one in enumerate(inputs)
+    )  # fmt: skip
+    return ModelSpec(inputs, outputs, batched=batched, **more)
+
+
+SPECS: dict[str, ModelSpec] = {
+    "rows": _paired(TensorSpec("a", "FP32", (2, -1)), TensorSpec("b", "BYTES", (-1,))),
+    "text": _paired(TensorSpec("a", "BYTES", (-1,), utf8=True), TensorSpec("b", "BOOL", (2,)), batched=False),
+    "scalar": _paired(TensorSpec("a", "INT64", ()), batched=False),
+    "every": _paired(
+        *(TensorSpec(name, name, (-1,), optional=True) for name in DATATYPES if name != "FP32"),
+        TensorSpec("FP32", "FP32", (-1,)),
+        batched=False,
+    ),
+    "adapting": _paired(
+        TensorSpec("a", "FP32", (2, -1, 3), reshape=(-1, 6)),
+        TensorSpec("b", "INT32", (-1,), shape_tensor=True),
+        TensorSpec("c", "BYTES", (2,), optional=True),
+    ),
+    "ragged": _paired(
+        TensorSpec("a", "FP32", (-1,), ragged=True), batch_outputs=(BatchOutput(("x",), "a"),)
+    ),
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class FuzzedModel:
+    """A model that requests are decoded for, executed on, alone and together, and encoded from."""
+
+    name: str
+    spec: ModelSpec
+    codec: ModelCodec
+    execute: ExecuteInputs
+
+
+def open_model(name: str, regions: Regions) -> FuzzedModel:
+    """The one of that name, or else the first, as the server would open it where clients may register `regions`."""
+    name = name if name in SPECS else next(iter(SPECS))
+    spec = SPECS[name]
+    rows = MAX_ROWS if spec.batched else 0
+    instance: ModelInstance = MemoryModel(spec).instance(spec, Device())
+    codec = codec_for(name, "1", spec, rows, _LABELS, regions)
+    return FuzzedModel(name, spec, codec, reading(instance.execute, spec))

@@ -1,0 +1,222 @@
+"""Fuzz targets: RPCs as gRPC hands them over, bytes in, and a status or bytes out; many on a stream.
+
+Lives here: a server without a port, put together as `server.app` does. Must not: judge memory or time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import logging
+import struct
+import tempfile
+from collections import deque
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import grpc
+from grpc.aio import EOF  # type: ignore[attr-defined]
+
+from backends.errors import LoadError
+from backends.registry import backend
+from protos import inference_pb2 as pb
+from server.calls import HeaderForwarding
+from server.config import ControlMode
+from server.configuration import Configuration
+from server.inference import Inference
+from server.layout import Layout
+from server.metrics import Metrics
+from server.model_control import ModelControl
+from server.regions import Regions
+from server.remote_settings import RemoteSettings
+from server.repository import Repository
+from server.service import InferenceService
+from server.shared_memory import SharedMemory
+from server.statistics_service import StatisticsService
+from server.streaming import Streaming
+from server.tracing import Tracer
+from tests.fuzz.judging import REFUSALS, Finding, Target
+
+__all__ = ["METHODS", "SHARED", "targets"]
+
+METHODS = [
+    method.name
+    for method in pb.DESCRIPTOR.services_by_name["GRPCInferenceService"].methods
+    if method.name not in ("ModelStreamInfer", "RepositoryModelLoad")
+]
+"""What the first byte of an input chooses. Loading has a target of its own."""
+
+SHARED = "paceline-fuzz"
+"""The name of an object of 16 bytes that may be registered."""
+
+_CONFIGS = {
+    "echo": """
+        max_batch_size: 2 dynamic_batching {} parameters { key: "paceline.split_oversized" value { string_value: "1" } }
+        input { name: "a" data_type: TYPE_FP32 dims: [ -1 ] } output { name: "x" data_type: TYPE_FP32 dims: [ -1 ] }""",
+    "text": """
+        input { name: "a" data_type: TYPE_STRING dims: [ -1 ] } output { name: "x" data_type: TYPE_STRING dims: [ -1 ] }
+        input { name: "b" data_type: TYPE_INT32 dims: [ -1 ] optional: true }
+        output { name: "y" data_type: TYPE_INT32 dims: [ -1 ] }""",
+}
+
+
+def targets() -> list[Target]:
+    """All of them, ready to run."""
+    folder = Path(tempfile.mkdtemp(prefix="paceline-fuzz-"))
+    for name, config in _CONFIGS.items():
+        (folder / name / "1").mkdir(parents=True)
+        (folder / name / "config.pbtxt").write_text(f'backend: "identity" {config}')
+    object = Path("/dev/shm") / SHARED
+    object.write_bytes(bytes(16))
+    atexit.register(object.unlink, missing_ok=True)
+    world = _World(folder)
+    return [
+        Target("service", world.call, fixed_bytes=2_000_000, times=400),
+        Target("stream", world.stream, fixed_bytes=2_000_000, times=400),
+    ]
+
+
+class _Refused(Exception):
+    """What aborting a call raises."""
+
+
+class _Context:
+    """A call, as far as the server looks at it."""
+
+    def __init__(self, requests: Sequence[bytes] = (), metadata: Sequence[tuple[str, str]] = ()) -> None:
+        self._metadata = metadata
+        self._requests = deque(requests)
+        self.parse: Callable[[bytes], Any] = bytes
+        self.answers: list[Any] = []
+        self.code: grpc.StatusCode | None = None
+        self.text = ""
+
+    def invocation_metadata(self) -> Sequence[tuple[str, str]]:
+        return self._metadata
+
+    def time_remaining(self) -> float:
+        return 10.0
+
+    async def abort(self, code: grpc.StatusCode, text: str) -> None:
+        self.code, self.text = code, text
+        raise _Refused
+
+    def set_code(self, code: grpc.StatusCode) -> None:
+        self.code = code
+
+    def set_details(self, text: str) -> None:
+        self.text = text
+
+    async def read(self) -> Any:
+        return self.parse(self._requests.popleft()) if self._requests else EOF
+
+    async def write(self, message: Any) -> None:
+        self.answers.append(message)
+
+
+class _Details:
+    def __init__(self, method: str) -> None:
+        self.method = f"/inference.GRPCInferenceService/{method}"
+        self.invocation_metadata = ()
+
+
+class _World:
+    """The service over two models, registered where gRPC would be. What a call changes for all is undone after it."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._loop = asyncio.new_event_loop()
+        self._handlers: Any = None
+        self._repository: Repository
+        self._loop.run_until_complete(self._open())
+
+    def add_generic_rpc_handlers(self, handlers: Sequence[Any]) -> None:
+        """What `InferenceService.add_to` asks of a server."""
+        (self._handlers,) = handlers
+
+    async def _open(self) -> None:
+        regions, layout = Regions(4), Layout([self._folder])
+        layout.open()
+        self._repository = Repository(Metrics(), backend, regions=regions)
+        self._regions = regions
+        await self._repository.load_all(layout.models())
+        tracer = Tracer()
+        inference = Inference(self._repository, tracer)
+        inference.serving = True
+        forwarding = HeaderForwarding("^x-")
+        groups: list[Any] = [
+            StatisticsService(self._repository),
+            Configuration(self._repository),
+            ModelControl(self._repository, layout, ControlMode.EXPLICIT),
+            SharedMemory(regions, _no_gpus),
+            RemoteSettings(self._repository, tracer, is_allowed=True),
+            Streaming(inference, 16, forwarding),
+        ]
+        InferenceService(inference, self._repository, "fuzzed", "0", groups, forwarding).add_to(self)  # type: ignore[arg-type]
+
+    async def _anew(self) -> None:
+        await self._repository.stop()
+        await self._open()
+
+    def _handler(self, method: str) -> Any:
+        return self._handlers.service(_Details(method))
+
+    def call(self, data: bytes) -> None:
+        """The first byte is the method, the others are the request."""
+        if not data:
+            return
+        method = METHODS[data[0] % len(METHODS)]
+        handler, context = self._handler(method), _Context(metadata=(("x-from", "afar"), ("te", "trailers")))
+        request = handler.request_deserializer(data[1:])
+        try:
+            answer = self._loop.run_until_complete(asyncio.wait_for(handler.unary_unary(request, context), 20))
+        except _Refused:
+            if context.code not in REFUSALS:
+                raise Finding(f"{method}: {context.code}: {context.text}") from None
+            return
+        finally:
+            logging.getLogger("paceline").setLevel(logging.CRITICAL + 1)
+        handler.response_serializer(answer)
+        if method.endswith(("Unload", "Register", "Unregister", "Setting", "Settings")):
+            self._loop.run_until_complete(self._anew())
+
+    def stream(self, data: bytes) -> None:
+        """The first byte says whether errors end the stream; then come requests, each behind two bytes of length."""
+        if not data:
+            return
+        requests, rest = [], data[1:]
+        while len(rest) >= 2:
+            (size,) = struct.unpack_from("<H", rest)
+            requests.append(rest[2 : 2 + size])
+            rest = rest[2 + size :]
+        ends = data[0] % 2 == 1
+        handler, context = (
+            self._handler("ModelStreamInfer"),
+            _Context(requests, (("triton_grpc_error", str(ends).lower()),)),
+        )
+        context.parse = handler.request_deserializer
+        self._loop.run_until_complete(asyncio.wait_for(handler.stream_stream(None, context), 20))
+        answers = [pb.ModelStreamInferResponse.FromString(handler.response_serializer(one)) for one in context.answers]
+        self._check_stream(requests, ends, context, answers)
+
+    def _check_stream(
+        self,
+        requests: Sequence[bytes],
+        ends: bool,
+        context: _Context,
+        answers: Sequence[pb.ModelStreamInferResponse],
+    ) -> None:
+        codes = {answer.infer_response.parameters["paceline_status"].string_param for answer in answers}
+        allowed = {code.name for code in REFUSALS} | {"CANCELLED", ""}
+        if not codes <= allowed or (context.code is not None and context.code.name not in allowed):
+            raise Finding(f"stream: {codes}, {context.code} {context.text}: {answers}")
+        if len(answers) > len(requests) or (context.code is not None and not ends):
+            raise Finding(f"stream: {len(answers)} answers to {len(requests)} requests, {context.code}")
+        waiting = sum(model.batcher.waiting_requests for model in self._repository.models)
+        if waiting:
+            raise Finding(f"stream: {waiting} requests are left in queues")
+
+
+def _no_gpus() -> int:
+    raise LoadError("there are none")
