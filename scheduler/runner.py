@@ -7,6 +7,7 @@ on the loop exactly once per batch handed over, and nothing else crosses threads
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -15,6 +16,8 @@ from queue import SimpleQueue
 from typing import Generic, Protocol, TypeVar
 
 __all__ = ["Done", "Executed", "Outcome", "Runner", "ThreadRunner"]
+
+_log = logging.getLogger("paceline.scheduler")
 
 P = TypeVar("P")
 P_contra = TypeVar("P_contra", contravariant=True)
@@ -58,30 +61,65 @@ class Runner(Protocol[P_contra, R]):
 
 
 class ThreadRunner(Generic[P, R]):
-    """Runs `execute(payloads, padded_rows)`, which may block, on a thread of its own."""
+    """Runs `execute(payloads, padded_rows)`, which may block, on a thread of its own.
+
+    Should the thread die, which no error of `execute` makes it do, another takes its place; a batch that went with it
+    has failed.
+    """
 
     def __init__(self, name: str, execute: Callable[[Sequence[P], int], Executed[R]]) -> None:
+        self._name = name
         self._execute = execute
         self._work: SimpleQueue[tuple[Sequence[P], int, Done[R]] | None] = SimpleQueue()
-        # A daemon: an instance that hangs must not keep the process from ending.
-        self._thread = threading.Thread(target=self._loop_forever, name=name, daemon=True)
-        self._loop: asyncio.AbstractEventLoop | None = None
+        self._loop: asyncio.AbstractEventLoop
+        # Set on the loop alone, so that only the loop can tell, and without a lock, what a dead thread owes.
+        self._done: Done[R] | None = None
+        self._stopped = False
 
     def start(self) -> None:
         self._loop = asyncio.get_running_loop()
-        self._thread.start()
+        self._start_thread()
 
+    # hot path
     def run(self, payloads: Sequence[P], padded_rows: int, done: Done[R]) -> None:
-        self._work.put((payloads, padded_rows, done))
+        self._done = done
+        self._work.put((payloads, padded_rows, self._tell))
 
     def stop(self) -> None:
+        self._stopped = True
         self._work.put(None)
+
+    def _start_thread(self) -> None:
+        # A daemon: an instance that hangs must not keep the process from ending.
+        threading.Thread(target=self._live, name=self._name, daemon=True).start()
+
+    def _tell(self, outcome: Outcome[R]) -> None:
+        done, self._done = self._done, None
+        assert done is not None
+        done(outcome)
+
+    def _live(self) -> None:
+        try:
+            self._loop_forever()
+        except BaseException as error:  # noqa: BLE001 - whatever it is, the loop has to know
+            if not self._loop.is_closed():
+                self._loop.call_soon_threadsafe(self._on_death, error)
+
+    def _on_death(self, error: BaseException) -> None:
+        """Have another thread go on. What the dead one didn't take is still there; what it took is lost."""
+        if self._stopped:
+            return
+        _log.error("a thread died and is replaced: %s", self._name, exc_info=error)
+        lost = self._done is not None and self._work.empty()
+        self._start_thread()
+        if lost:
+            now_ns = time.monotonic_ns()
+            self._tell(Outcome(now_ns, now_ns, error=RuntimeError(f"the instance's thread died: {error!r}")))
 
     def _loop_forever(self) -> None:
         while (item := self._work.get()) is not None:
             payloads, padded_rows, done = item
             outcome = self._run_one(payloads, padded_rows)
-            assert self._loop is not None
             if self._loop.is_closed():
                 return
             self._loop.call_soon_threadsafe(done, outcome)

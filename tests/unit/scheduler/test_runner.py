@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
+import logging
 import threading
 from collections.abc import Sequence
 
@@ -44,6 +46,30 @@ async def test_run_that_raises_anything_reports_it_and_the_thread_lives(error: B
     runner.start()
     assert (await run_on(runner, ["bad"])).error is error
     assert (await run_on(runner, ["good"])).error is None
+    runner.stop()
+
+
+def kill(name: str) -> None:
+    """Have the interpreter raise SystemExit in the thread, wherever it is."""
+    (thread,) = (thread for thread in threading.enumerate() if thread.name == name)
+    assert thread.ident is not None
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(SystemExit))
+
+
+@pytest.mark.parametrize("times", [1, 3])
+async def test_thread_that_dies_between_batches_is_replaced_and_a_batch_that_it_took_along_has_failed(
+    caplog: pytest.LogCaptureFixture, times: int
+) -> None:
+    runner: ThreadRunner[str, str] = ThreadRunner("doomed", lambda payloads, rows: Results(payloads))
+    runner.start()
+    for _ in range(times):
+        assert (await run_on(runner, ["before"])).error is None
+        kill("doomed")  # it waits for work, and meets this when it has got some
+        with caplog.at_level(logging.ERROR, "paceline.scheduler"):
+            outcome = await run_on(runner, ["taken"])
+        assert str(outcome.error) == "the instance's thread died: SystemExit()"
+        assert caplog.records[-1].getMessage() == "a thread died and is replaced: doomed"
+    assert (await run_on(runner, ["after"])).executed == Results(["after"])
     runner.stop()
 
 
