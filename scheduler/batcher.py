@@ -10,7 +10,7 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from scheduler.answers import Answers, OrderedAnswers
 from scheduler.batch_queue import Batch, BatchQueue
@@ -20,6 +20,7 @@ from scheduler.errors import (
     BatcherClosed,
     DeadlineUnreachable,
     ExecutionFailed,
+    ExecutionTimeout,
     QueueFull,
     QueueTimeout,
     SchedulerError,
@@ -29,8 +30,9 @@ from scheduler.lane import Entry
 from scheduler.observer import BatchReport, Drop, GuardedObserver, NullObserver, Observer
 from scheduler.policy import NEVER, BatchPolicy
 from scheduler.runner import Outcome, Runner
+from scheduler.watchdog import Watchdog
 
-__all__ = ["BatchFacts", "Batcher", "Pending"]
+__all__ = ["BatchFacts", "Batcher", "Hangs", "Pending"]
 
 P = TypeVar("P")
 R = TypeVar("R")
@@ -84,11 +86,22 @@ class Pending(asyncio.Future[R], Generic[P, R]):
         self._entry = None
 
 
+class Hangs(Protocol):
+    """Who wants to know of executions that exceed the policy's limit. Called on the event loop."""
+
+    def on_hang(self, runner: Any) -> None:
+        """Its batch has failed, and it gets no more. `Batcher.add` takes another in its place."""
+
+    def on_return(self, runner: Any) -> None:
+        """Its execution has ended after all, or failed; the outcome is nobody's."""
+
+
 class Batcher(Generic[P, R]):
     """Batches the requests of one model over its instances.
 
     `runners` are started by `start` and stopped by `close`. `isolates` says of an instance's error whether some of the
-    requests may be to blame, so that running the batch again in halves could help; by default every error is.
+    requests may be to blame, so that running the batch again in halves could help; by default every error is. `hangs`
+    is told of runners given up.
     All methods must be called on the event loop that ran `start`.
     """
 
@@ -100,11 +113,14 @@ class Batcher(Generic[P, R]):
         clock: Clock | None = None,
         observer: Observer | None = None,
         isolates: Callable[[BaseException], bool] = lambda error: True,
+        hangs: Hangs | None = None,
     ) -> None:
         self.policy = policy
         self._clock: Clock = clock or MonotonicClock()
         self._observer: Observer = GuardedObserver(observer) if observer else NullObserver()
         self._isolates = isolates
+        self._hangs = hangs
+        self._watchdog: Watchdog[Runner[P, R]] | None = None
         self._queue: BatchQueue[Pending[P, R]] = BatchQueue(policy, len(runners))
         self._runners = tuple(runners)
         self._idle: list[Runner[P, R]] = []
@@ -139,6 +155,8 @@ class Batcher(Generic[P, R]):
         self._loop = asyncio.get_running_loop()
         self._drained = asyncio.Event()
         self._alarm = self._clock.alarm(self._on_alarm)
+        if self.policy.execution_limit_ns:
+            self._watchdog = Watchdog(self.policy.execution_limit_ns, self._clock, self._on_late)
         for runner in self._runners:
             runner.start()
         # A stack: the instance that ran last has the warmest caches.
@@ -194,6 +212,16 @@ class Batcher(Generic[P, R]):
         self._request_turn()
         return pending
 
+    def add(self, runner: Runner[P, R]) -> None:
+        """One more instance, in the place of one that was given up. Into a closed batcher goes none: it is stopped."""
+        runner.start()
+        if self._stopped:
+            runner.stop()
+            return
+        self._runners = (*self._runners, runner)
+        self._idle.append(runner)
+        self._request_turn()
+
     def flush(self) -> None:
         """From now on let nothing wait for company: execute what is queued, and what still comes, at once."""
         self._queue.flush()
@@ -222,6 +250,8 @@ class Batcher(Generic[P, R]):
         for suspects in self._suspects:
             self._give_up(suspects.entries)
         self._alarm.close()
+        if self._watchdog is not None:
+            self._watchdog.close()
         self._drained.set()
         for runner in self._runners:
             runner.stop()
@@ -285,11 +315,18 @@ class Batcher(Generic[P, R]):
         for entry in batch.entries:
             entry.payload.left_queue()
             payloads.append(entry.payload.payload)
+        if self._watchdog is not None:
+            self._watchdog.began(runner)
         runner.run(payloads, batch.padded_rows, lambda outcome: self._on_done(runner, outcome, suspects))
 
     def _on_done(self, runner: Runner[P, R], outcome: Outcome[R], suspects: Suspects[Pending[P, R]] | None) -> None:
+        if self._watchdog is not None and runner not in self._running:
+            self._returned(runner)
+            return
         if self._stopped:
             return
+        if self._watchdog is not None:
+            self._watchdog.ended(runner)
         batch = self._running.pop(runner)
         self._idle.append(runner)
         self._company.on_end(len(batch.entries))
@@ -307,6 +344,23 @@ class Batcher(Generic[P, R]):
             for entry in failed:
                 self._fail(entry, _failure(outcome.error))
             self._observer.on_batch(_report(batch, outcome, failed))
+
+    def _on_late(self, runner: Runner[P, R]) -> None:
+        """Give up on what it executes, and on the instance: there is no way to interrupt it."""
+        batch = self._running.pop(runner)
+        self._runners = tuple(one for one in self._runners if one is not runner)
+        runner.stop()
+        self._company.on_end(len(batch.entries))
+        self._queue.done(batch, self._clock.now_ns(), None)
+        for entry in batch.entries:
+            self._fail(entry, ExecutionTimeout(self.policy.execution_limit_ns))
+        if self._hangs is not None:
+            self._hangs.on_hang(runner)
+        self._turn()
+
+    def _returned(self, runner: Runner[P, R]) -> None:
+        if self._hangs is not None:
+            self._hangs.on_return(runner)
 
     def _answer(self, batch: Batch[Pending[P, R]], outcome: Outcome[R], duration_ns: int) -> None:
         if outcome.executed is None:

@@ -8,6 +8,7 @@ SchedulerError
 │   └── DeadlineUnreachable  it could not be answered before its RPC's deadline, so it was not executed
 ├── BatcherClosed      the batcher stops; refused, or dropped at the end of the grace period
 └── ExecutionFailed    the instance raised; `__cause__` is what it raised
+    └── ExecutionTimeout     it took longer than it may, and was given up
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ __all__ = [
     "DeadlineExceeded",
     "DeadlineUnreachable",
     "ExecutionFailed",
+    "ExecutionTimeout",
     "QueueFull",
     "QueueTimeout",
     "RequestTooLarge",
@@ -72,3 +74,10 @@ class BatcherClosed(SchedulerError):
 
 class ExecutionFailed(SchedulerError):
     """The batch that carried this request failed in the instance."""
+
+
+class ExecutionTimeout(ExecutionFailed):
+    """The batch that carried this request took longer than an execution may, and may go on for ever."""
+
+    def __init__(self, limit_ns: int) -> None:
+        super().__init__(f"the execution took longer than {limit_ns / 1e9:g} s and was given up")

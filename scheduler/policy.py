@@ -82,6 +82,7 @@ class BatchPolicy:
     requests at fault fail. `deadline_aware`: a request that can't be answered before its RPC's deadline, going by
     measured execution times, is not executed. `await_returns`: where no delay and no size is configured, an idle
     instance is held back for callers who have just been answered, if they tend to come again at once.
+    `execution_limit_ns`: an execution that takes longer is given up, and its instance with it; 0: none is.
     """
 
     max_batch_rows: int = 1
@@ -98,11 +99,13 @@ class BatchPolicy:
     isolate_failures: bool = True
     deadline_aware: bool = True
     await_returns: bool = False
+    execution_limit_ns: int = 0
 
     def __post_init__(self) -> None:
         _require(self.max_batch_rows >= 1, "max_batch_rows", ">= 1", self.max_batch_rows)
         _require(self.max_queue_delay_ns >= 0, "max_queue_delay_ns", ">= 0", self.max_queue_delay_ns)
         _require(self.max_batch_requests >= 0, "max_batch_requests", ">= 0", self.max_batch_requests)
+        _require(self.execution_limit_ns >= 0, "execution_limit_ns", ">= 0", self.execution_limit_ns)
         for rows in self.preferred_batch_rows:
             _require(0 < rows <= self.max_batch_rows, "preferred_batch_rows", f"1 to {self.max_batch_rows}", rows)
         self._check_priorities()

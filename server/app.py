@@ -87,7 +87,14 @@ def _refuse_port_in_use(address: str, port: int) -> None:
 def _load_defaults(settings: Settings) -> LoadDefaults:
     given = settings.backend_config
     rows = LoadDefaults().max_batch_rows if given.max_batch_rows is None else given.max_batch_rows
-    return LoadDefaults(settings.batching, rows, given.parameters, settings.auto_complete, settings.allow_op_libraries)
+    return LoadDefaults(
+        settings.batching,
+        rows,
+        given.parameters,
+        settings.auto_complete,
+        settings.allow_op_libraries,
+        int(settings.execution_timeout_secs * 1e9),
+    )
 
 
 class Server:
@@ -165,7 +172,8 @@ class Server:
     async def stop(self, grace_s: float | None = None) -> bool:
         """Tell everybody, answer what was accepted within `grace_s` (by default the configured time), take down.
 
-        False if executions ran longer than that or a model is being loaded; those threads go on until the process ends.
+        False if executions ran longer than that or hang, or a model is being loaded; those threads go on until the
+        process ends.
         """
         grace_s = self._settings.exit_timeout_secs if grace_s is None else grace_s
         began = time.monotonic()
@@ -190,7 +198,7 @@ class Server:
         left_s = grace_s - (time.monotonic() - began)
         await self._take_down(min(max(_LAST_WORDS_S, left_s), _LONGEST_WORDS_S))
         _log.info("stopped after %.1f s", time.monotonic() - began)
-        return in_time and not self.repository.loads
+        return in_time and not (self.repository.loads or self.repository.hangs)
 
     async def wait_for_termination(self) -> None:
         """Return once the gRPC server has ended."""
@@ -206,7 +214,10 @@ class Server:
         if self._why_closed or self.repository.ready:
             return self._why_closed
         failed = ", ".join(f"'{name}'" for name in self.repository.failures)
-        return f"models failed to load: {failed}" if failed else "models are loading"
+        if failed:
+            return f"models failed to load: {failed}"
+        unable = ", ".join(f"'{model.name}'" for model in self.repository.models if not model.able)
+        return f"all instances hang of: {unable}" if unable else "models are loading"
 
     def _probes(self) -> dict[str, LoopProbe]:
         loop = asyncio.get_running_loop()

@@ -43,6 +43,7 @@ class OwnSettings:
     deadline_aware: bool = True
     await_returns: bool = False
     split_oversized: bool = False
+    execution_timeout_ms: int | None = None
 
 
 def own_settings(config: pb.ModelConfig) -> OwnSettings:
@@ -60,10 +61,18 @@ def own_settings(config: pb.ModelConfig) -> OwnSettings:
     return OwnSettings(**values)  # type: ignore[arg-type]
 
 
-def batch_policy(config: pb.ModelConfig, max_rows: int, *, merges: bool, defaults: BatchDefaults | None) -> BatchPolicy:
+def batch_policy(
+    config: pb.ModelConfig,
+    max_rows: int,
+    *,
+    merges: bool,
+    defaults: BatchDefaults | None,
+    execution_limit_ns: int = 0,
+) -> BatchPolicy:
     """The policy for a model whose requests may have `max_rows` rows (0: it has no batch axis).
 
-    `merges` says whether requests share batches; `defaults` are given if there is no configuration at all. Raises
+    `merges` says whether requests share batches; `defaults` are given if there is no configuration at all;
+    `execution_limit_ns` holds where the configuration has no limit of its own. Raises
     ConfigError naming the field, what was expected and what was given.
     """
     batching, own = config.dynamic_batching, own_settings(config)
@@ -75,7 +84,7 @@ def batch_policy(config: pb.ModelConfig, max_rows: int, *, merges: bool, default
                 f"dynamic_batching.preferred_batch_size: expected 1 to max_batch_size, {max_rows}, got {size}"
             )
     delay_ns = batching.max_queue_delay_microseconds * 1_000
-    timeout_ns = 0
+    timeout_ns, limit_ms = 0, own.execution_timeout_ms
     if defaults is not None:
         delay_ns, timeout_ns = defaults.max_queue_delay_ns, defaults.queue_timeout_ns
     try:
@@ -97,6 +106,7 @@ def batch_policy(config: pb.ModelConfig, max_rows: int, *, merges: bool, default
             isolate_failures=own.isolate_failures,
             deadline_aware=own.deadline_aware,
             await_returns=own.await_returns,
+            execution_limit_ns=execution_limit_ns if limit_ms is None else limit_ms * 1_000_000,
         )
     except PolicyError as error:
         prefix = _PREFIX if str(error).startswith("batch_sizes:") else "dynamic_batching."
@@ -171,5 +181,6 @@ _READERS: Mapping[str, tuple[Callable[[str], object], str]] = {
     "deadline_aware": (_boolean, "true or false"),
     "await_returns": (_boolean, "true or false"),
     "split_oversized": (_boolean, "true or false"),
+    "execution_timeout_ms": (_count, "a whole number >= 0"),
 }
 _OF_BACKENDS = {"execute_delay_per_row_us"}

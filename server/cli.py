@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 import click
 
+from backends.base import Backend
 from clients.cli import infer
 from clients.top import top
 from server import log
@@ -83,6 +84,7 @@ _AMOUNT = _Amount(0, 1_000_000)
 @_flag("allow-client-shm", False, "Whether clients may register shared memory of theirs.", type=bool)
 @_flag("max-client-shm-regions", 256, "Shared memory regions that may be registered.", type=click.IntRange(1))
 @_flag("exit-timeout-secs", 30.0, "Grace for accepted requests at the end.", type=_AMOUNT)
+@_flag("execution-timeout-secs", 0.0, "Longest execution before its instance is replaced; 0: none is.", type=_AMOUNT)
 @_flag("exit-on-error", False, "End if any model fails to load, instead of serving the others.", type=bool)
 @_flag("strict-readiness", True, "Be ready only while every model is that should be.", type=bool)
 @_flag(
@@ -146,6 +148,7 @@ def serve(
     allow_client_shm: bool,
     max_client_shm_regions: int,
     exit_timeout_secs: float,
+    execution_timeout_secs: float,
     exit_on_error: bool,
     strict_readiness: bool,
     model_control_mode: str,
@@ -195,6 +198,7 @@ def serve(
         allow_client_shm=allow_client_shm,
         max_client_shm_regions=max_client_shm_regions,
         exit_timeout_secs=exit_timeout_secs,
+        execution_timeout_secs=execution_timeout_secs,
         exit_on_error=exit_on_error,
         strict_readiness=strict_readiness,
         model_control_mode=mode,
@@ -219,7 +223,8 @@ def serve(
     keep_freed_memory()
     try:
         with asyncio.Runner(loop_factory=new_loop) as runner:
-            runner.run(_serve(settings))
+            # Who calls `main` with backends of their own, as tests do, has them used.
+            runner.run(_serve(settings, click.get_current_context().obj))
     except StartError as error:
         raise click.ClickException(str(error)) from None
 
@@ -268,12 +273,12 @@ def new_loop() -> asyncio.AbstractEventLoop:
     return uvloop.new_event_loop()
 
 
-async def _serve(settings: Settings) -> None:
+async def _serve(settings: Settings, backend_of: Callable[[str], Backend] | None) -> None:
     from server.app import Server  # heavy: `paceline --help` and `paceline infer` do without
 
     stopping = asyncio.Event()
     _on_signals(stopping)
-    server = Server(settings)
+    server = Server(settings, backend_of)
     starting = asyncio.create_task(server.start())
     stop_asked = asyncio.create_task(stopping.wait())
     await asyncio.wait((starting, stop_asked), return_when=asyncio.FIRST_COMPLETED)

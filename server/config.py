@@ -28,6 +28,7 @@ class Settings:
     without `auto_complete` they have to spell out their tensors. `model_config_name`: the configuration to read in a
     model's folder `configs`, instead of `config.pbtxt`. `allow_op_libraries`: whether models may bring code.
     `allow_remote_settings`: whether RPCs may change how the server logs and traces, which begins with `trace`.
+    `execution_timeout_secs`: how long a batch may execute before its instance is given up, 0: for ever.
     `load_models` are those to load at the start in mode EXPLICIT; "*" alone stands for all. Names follow Triton's
     flags."""
 
@@ -42,6 +43,7 @@ class Settings:
     allow_client_shm: bool = False
     max_client_shm_regions: int = 256
     exit_timeout_secs: float = 30.0
+    execution_timeout_secs: float = 0.0
     exit_on_error: bool = False
     strict_readiness: bool = True
     model_control_mode: ControlMode = ControlMode.NONE

@@ -27,6 +27,7 @@ from scheduler.errors import (
     DeadlineExceeded,
     DeadlineUnreachable,
     ExecutionFailed,
+    ExecutionTimeout,
     QueueFull,
     QueueTimeout,
     RequestTooLarge,
@@ -116,6 +117,8 @@ STATUS_OF: dict[type[BaseException], grpc.StatusCode] = {
     asyncio.CancelledError: grpc.StatusCode.CANCELLED,
     NotSupported: grpc.StatusCode.UNIMPLEMENTED,
     ExecutionFailed: grpc.StatusCode.INTERNAL,
+    # Not a status that clients take elsewhere: what makes one server hang would make the next.
+    ExecutionTimeout: grpc.StatusCode.INTERNAL,
     ExecutionError: grpc.StatusCode.INTERNAL,
     SessionError: grpc.StatusCode.INTERNAL,
     LoadError: grpc.StatusCode.INTERNAL,

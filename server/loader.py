@@ -43,6 +43,7 @@ class LoadDefaults:
     `batching` is for models without any configuration. `max_batch_rows` is for those whose configuration leaves
     `max_batch_size` to the model; `parameters` stand behind the configuration's own. Without `auto_complete` a
     configuration has to spell out its tensors, and unless `allow_op_libraries` no code comes with a model.
+    `execution_limit_ns` bounds executions of models that don't say it themselves, 0: nothing does.
     """
 
     batching: BatchDefaults = field(default_factory=BatchDefaults)
@@ -50,6 +51,7 @@ class LoadDefaults:
     parameters: Mapping[str, str] = field(default_factory=dict)
     auto_complete: bool = True
     allow_op_libraries: bool = False
+    execution_limit_ns: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,7 +180,7 @@ def _load_version(
         libraries = _op_libraries(folder, version, config)
         opened = backend.open(model_source(config, folder.name, file, defaults.parameters, libraries), devices[0])
         undo.callback(opened.close)
-        served = plan(config, opened.spec, batching, defaults.max_batch_rows)
+        served = plan(config, opened.spec, batching, defaults.max_batch_rows, defaults.execution_limit_ns)
         for device in devices:
             instance = opened.instance(served.spec, device)
             undo.callback(instance.close)

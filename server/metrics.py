@@ -216,6 +216,7 @@ _FAMILIES = (
     _gauge("nv_model_load_duration_secs", "Time that loading took", lambda version: version.load_ns / 1e9),
     _Family("paceline_dropped_requests", "counter", "Requests that were not executed, by reason", _drops),
     _Family("paceline_pending_requests", "gauge", "Requests waiting to execute, by priority level", _by_level),
+    _counter("paceline_hung_executions", "Executions given up, each with its instance", lambda s: s.hung_executions),
     _gauge("paceline_lanes", "Shape keys with requests waiting", lambda version: version.waiting.lanes),
     _counter("paceline_padding_rows", "Rows executed to fill batches up to an allowed size", lambda s: s.padding_rows),
     _gauge("paceline_padding_share", "Share of padding among all rows that the model saw", _padding_share),

@@ -123,17 +123,19 @@ def plan(
     own: ModelSpec,
     defaults: BatchDefaults | None = None,
     max_batch_rows: int = BatchDefaults().max_batch_rows,
+    execution_limit_ns: int = 0,
 ) -> ServingPlan:
     """Join `config` with `own`, the model's word on itself (dims whole, a batch axis included).
 
     What the configuration leaves out is filled in from the model; `defaults` are given where there is no configuration
-    at all, and `max_batch_rows` holds where there is one without `max_batch_size`. Raises ConfigError where the two
+    at all, `max_batch_rows` holds where there is one without `max_batch_size`, and `execution_limit_ns` where there is
+    none of its own. Raises ConfigError where the two
     contradict each other, naming tensor, expected and got.
     """
     max_rows = _max_batch_rows(config, own, defaults.max_batch_rows if defaults else max_batch_rows)
     spec = served_spec(config, own, batched=max_rows > 0)
     merges = max_rows > 0 and (config.HasField("dynamic_batching") or not is_complete(config))
-    policy = batch_policy(config, max_rows, merges=merges, defaults=defaults)
+    policy = batch_policy(config, max_rows, merges=merges, defaults=defaults, execution_limit_ns=execution_limit_ns)
     splits = own_settings(config).split_oversized
     _check_rows(spec, policy, splits)
     return ServingPlan(spec, max_rows, policy, splits, _metric_tags(config))

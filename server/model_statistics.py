@@ -93,7 +93,8 @@ class VersionStatistics:
     ready. A request that is executed in parts is one request there and in `failures`. `queue` holds the waits of what
     was executed and answered, parts one by one; `input_ns`, `infer_ns` and `output_ns` add up the whole batch's times
     once for each of these. `batches` has executions by their rows, padding left out; `executions` how long they took,
-    by the power of two that covers the rows that the model saw.
+    by the power of two that covers the rows that the model saw. `hung_executions`: those given up, each of which cost
+    an instance.
     """
 
     def __init__(self) -> None:
@@ -104,6 +105,7 @@ class VersionStatistics:
         self.queue = DurationHistogram()
         self.input_ns = self.infer_ns = self.output_ns = 0
         self.padding_rows = 0
+        self.hung_executions = 0
         self.batches: dict[int, BatchTotals] = {}
         self.executions: dict[int, DurationHistogram] = {}
         self.last_inference_ms = 0

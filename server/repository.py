@@ -74,11 +74,14 @@ class Repository:
         self._loads: set[Future[list[LoadedVersion]]] = set()
         self._leaving: dict[ServedModel, asyncio.Task[None]] = {}
         self._stopping = False
+        self._hung = False
 
     @property
     def ready(self) -> bool:
-        """Whether every model that should serve does, or that isn't asked for."""
-        return not self._strict_readiness or not any(entry.missing for entry in self._entries.values())
+        """Whether every model that should serve does and has an instance that can execute, or that isn't asked for."""
+        return not self._strict_readiness or not (
+            any(entry.missing for entry in self._entries.values()) or not all(model.able for model in self.models)
+        )
 
     @property
     def failures(self) -> dict[str, str]:
@@ -100,6 +103,11 @@ class Repository:
         """Whether a thread is loading something; it can't be interrupted."""
         return bool(self._loads)
 
+    @property
+    def hangs(self) -> bool:
+        """Whether there are executions that may never end; they can't be interrupted either."""
+        return self._hung or any(model.hangs for model in (*self.models, *self._leaving))
+
     # hot path
     def get(self, name: str, version: str) -> ServedModel:
         """What serves `version` of model `name`; the latest for "" or "-1".
@@ -116,16 +124,16 @@ class Repository:
         return self._served.get((name, version))
 
     def is_ready(self, name: str, version: str) -> bool:
-        """Whether `get` would find it. Raises ModelNotFound for what nobody has heard of, or InvalidRequest."""
+        """Whether `get` would find it, and it can execute. Raises ModelNotFound for what nobody has heard of, or
+        InvalidRequest."""
         try:
-            self.get(name, version)
+            return self.get(name, version).able
         except ModelNotReady:
             return False
         except ModelNotFound:
             if name in self._entries and not self._entries[name].serving:
                 return False
             raise
-        return True
 
     def versions(self, name: str) -> list[str]:
         """The versions of a model being served, oldest first."""
@@ -275,7 +283,7 @@ class Repository:
         models: list[ServedModel] = []
         try:
             for one in loaded:
-                model = ServedModel(one, self._metrics, self._regions, self._tracer)
+                model = ServedModel(one, self._metrics, self._regions, self._tracer, lambda: self.on_change())
                 model.start()
                 models.append(model)
         except BaseException:
@@ -303,6 +311,7 @@ class Repository:
         except Exception:  # noqa: BLE001 - a backend's; nobody waits for it
             _log.exception("model '%s' version %s could not be closed", model.name, model.version)
         finally:
+            self._hung = self._hung or model.hangs
             del self._leaving[model]
             entry.left(model.version)
             self.on_change()

@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+from collections.abc import Callable
 from typing import Any, cast
 
 from backends.base import ModelInstance, Tensors
 from backends.errors import SessionError
 from scheduler.batcher import Batcher
 from scheduler.observer import Observer
-from scheduler.runner import ThreadRunner
 from server.adapting_codec import codec_for
+from server.instances import Instances
 from server.loader import LoadedVersion
 from server.metrics import Metrics, VersionMetrics
 from server.model_statistics import VersionStatistics
@@ -31,7 +32,7 @@ _MAX_PARTS = 1024
 
 class ServedModel:
     """One version of a model with its codec, batcher and instance threads. `regions` is the shared memory that its
-    tensors may lie in; `tracer` may want to know of its batches."""
+    tensors may lie in; `tracer` may want to know of its batches. `on_change` is called when `able` may have changed."""
 
     def __init__(
         self,
@@ -39,6 +40,7 @@ class ServedModel:
         metrics: Metrics,
         regions: Regions | None = None,
         tracer: Tracer | None = None,
+        on_change: Callable[[], None] = lambda: None,
     ) -> None:
         self.name = loaded.name
         self.version = str(loaded.version)
@@ -52,18 +54,19 @@ class ServedModel:
         limit = _MAX_PARTS * self.max_batch_rows if loaded.plan.splits else self.max_batch_rows
         self.codec = codec_for(self.name, self.version, self.spec, limit, loaded.labels, regions)
         self.statistics = VersionStatistics()
-        self._loaded = loaded
         self._partial = 0
         self._whole = asyncio.Event()
+        self._instances = Instances(
+            loaded, lambda instance: self._execute_of(instance, regions), self.statistics, on_change
+        )
         self.batcher: Batcher[Inputs, Tensors] = Batcher(
             loaded.plan.policy,
-            [
-                ThreadRunner(f"{self.name}_{self.version}_{number}", self._execute_of(instance, regions))
-                for number, instance in enumerate(loaded.instances)
-            ],
+            self._instances.runners,
             observer=self._observer(tracer),
             isolates=_may_be_a_requests_fault,
+            hangs=self._instances,
         )
+        self._instances.batcher = self.batcher
         self._metrics = metrics
         self._shown = VersionMetrics(
             self.name,
@@ -74,6 +77,16 @@ class ServedModel:
             load_ns=loaded.load_ns,
             tags=loaded.plan.metric_tags,
         )
+
+    @property
+    def able(self) -> bool:
+        """Whether any of its instances can execute."""
+        return self._instances.able
+
+    @property
+    def hangs(self) -> bool:
+        """Whether there are threads of it that may never end."""
+        return self._instances.hangs
 
     def _observer(self, tracer: Tracer | None) -> Observer:
         """Where batches aren't traced, nobody pays for looking."""
@@ -111,7 +124,7 @@ class ServedModel:
         self.batcher.close()
         self._metrics.remove(self._shown)
         # Taking a session down may take as long as a load.
-        await asyncio.to_thread(self._loaded.close)
+        await self._instances.close()
 
     def abandon(self) -> None:
         """Answer whoever waits with BatcherClosed. Instances that execute keep their memory until the process ends."""

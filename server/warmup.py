@@ -22,7 +22,7 @@ from server.layout import inside
 from server.model_config import ServingPlan
 from server.reshaping import to_model
 
-__all__ = ["warm_up"]
+__all__ = ["warm_up", "warm_up_by_default"]
 
 _log = logging.getLogger("paceline.server.warmup")
 
@@ -34,7 +34,7 @@ def warm_up(config: pb.ModelConfig, plan: ServingPlan, folder: Path, instances: 
     it does isn't ready. A failing default sample is only logged, since nobody promised that zeros are good input.
     """
     if not config.model_warmup:
-        _warm_up_by_default(config.name, plan, instances)
+        warm_up_by_default(config.name, plan, instances)
         return
     for sample in config.model_warmup:
         requests = list(_requests(sample, plan, folder))
@@ -50,7 +50,8 @@ def warm_up(config: pb.ModelConfig, plan: ServingPlan, folder: Path, instances: 
                     raise ConfigError(f"failed to run warmup sample '{sample.name}': {_words(error)}") from error
 
 
-def _warm_up_by_default(name: str, plan: ServingPlan, instances: Sequence[ModelInstance]) -> None:
+def warm_up_by_default(name: str, plan: ServingPlan, instances: Sequence[ModelInstance]) -> None:
+    """Run one batch of one row of zeros on each instance, if the model's dimensions are known. Blocks."""
     needed = [tensor for tensor in plan.spec.inputs if not tensor.optional]
     if any(tensor.shape_tensor or min(tensor.dims, default=0) < 0 for tensor in needed):
         return

@@ -207,6 +207,8 @@ def test_own_settings_of_no_parameters_are_the_defaults() -> None:
         ("await_returns", "true", True),
         ("deadline_aware", " true ", True),
         ("split_oversized", "1", True),
+        ("execution_timeout_ms", "0", 0),
+        ("execution_timeout_ms", "1500", 1500),
     ],
 )
 def test_own_setting_well_written_is_read(key: str, text: str, value: object) -> None:
@@ -227,6 +229,7 @@ def test_own_setting_well_written_is_read(key: str, text: str, value: object) ->
         ("isolate_failures", "off", "true or false"),
         ("deadline_aware", "", "true or false"),
         ("split_oversized", "2", "true or false"),
+        ("execution_timeout_ms", "1.5", "a whole number >= 0"),
     ],
 )
 def test_own_setting_badly_written_is_refused_naming_it_expected_and_got(key: str, text: str, expected: str) -> None:
@@ -235,12 +238,22 @@ def test_own_setting_badly_written_is_refused_naming_it_expected_and_got(key: st
     assert str(caught.value) == f"paceline.{key}: expected {expected}, got '{text}'"
 
 
+@pytest.mark.parametrize(("own_ms", "expected_ns"), [("", 5_000), ("7", 7_000_000), ("0", 0)])
+def test_execution_limit_is_the_models_own_or_else_that_of_the_flag(own_ms: str, expected_ns: int) -> None:
+    config = pb.ModelConfig()
+    if own_ms:
+        config.parameters["paceline.execution_timeout_ms"].string_value = own_ms
+    made = batch_policy(config, 4, merges=True, defaults=None, execution_limit_ns=5_000)
+    assert made.execution_limit_ns == expected_ns
+
+
 def test_own_setting_that_does_not_exist_is_refused_naming_those_that_do() -> None:
     with pytest.raises(ConfigError) as caught:
         own(parameter("isolate_failure", "true"))
     assert str(caught.value) == (
         "parameters: expected one of ['paceline.await_returns', 'paceline.batch_sizes', 'paceline.deadline_aware', "
-        "'paceline.execute_delay_per_row_us', 'paceline.isolate_failures', 'paceline.max_queue_bytes', "
+        "'paceline.execute_delay_per_row_us', 'paceline.execution_timeout_ms', 'paceline.isolate_failures', "
+        "'paceline.max_queue_bytes', "
         "'paceline.max_queue_rows', 'paceline.split_oversized'], got 'paceline.isolate_failure'"
     )
 

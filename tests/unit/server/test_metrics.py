@@ -37,6 +37,7 @@ OURS = {
     "paceline_failed_models": "gauge",
     "paceline_dropped_requests": "counter",
     "paceline_pending_requests": "gauge",
+    "paceline_hung_executions": "counter",
     "paceline_lanes": "gauge",
     "paceline_padding_rows": "counter",
     "paceline_padding_share": "gauge",

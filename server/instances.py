@@ -1,0 +1,139 @@
+"""The instances of one version of a model while it serves, each with its thread, and what becomes of one that hangs.
+
+Lives here: which instances there are. Must not: batches, or the decision that one hangs (`scheduler.watchdog`). The
+rule: an execution that hangs can't be interrupted, and what it uses is given back only if it ends after all.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+
+from backends.base import Device, ModelInstance, Tensors
+from scheduler.batcher import Batcher
+from scheduler.runner import ThreadRunner
+from server.loader import LoadedVersion
+from server.model_statistics import VersionStatistics
+from server.reading import ExecuteInputs
+from server.region_tensors import Inputs
+from server.warmup import warm_up_by_default
+
+__all__ = ["Instances"]
+
+_log = logging.getLogger("paceline.server.instances")
+
+_MOST_HANGING = 16
+"""Of a version at a time. Each keeps a thread and maybe a device's memory; where so many hang, the next would too."""
+_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
+"""Between attempts to replace an instance."""
+
+Runner = ThreadRunner[Inputs, Tensors]
+
+
+class Instances:
+    """Those of `loaded`, executing by what `execute_of` makes of each. `on_change` is called when `able` may have
+    changed."""
+
+    def __init__(
+        self,
+        loaded: LoadedVersion,
+        execute_of: Callable[[ModelInstance], ExecuteInputs],
+        statistics: VersionStatistics,
+        on_change: Callable[[], None],
+    ) -> None:
+        self._loaded = loaded
+        self._execute_of = execute_of
+        self._statistics = statistics
+        self._on_change = on_change
+        self._made = 0
+        self._live = {self._runner(instance): instance for instance in loaded.instances}
+        self._hanging: dict[Runner, ModelInstance] = {}
+        self._replacing: set[asyncio.Task[None]] = set()
+        self._closed = False
+        self.batcher: Batcher[Inputs, Tensors]
+
+    @property
+    def runners(self) -> Sequence[Runner]:
+        """Of all instances that don't hang."""
+        return list(self._live)
+
+    @property
+    def able(self) -> bool:
+        """Whether anything can execute."""
+        return bool(self._live)
+
+    @property
+    def hangs(self) -> bool:
+        """Whether there are threads that may never end."""
+        return bool(self._hanging or self._replacing)
+
+    def on_hang(self, runner: Runner) -> None:
+        """Put another in its place, unless too many hang."""
+        instance = self._hanging[runner] = self._live.pop(runner)
+        self._statistics.hung_executions += 1
+        name, version, left = self._loaded.name, self._loaded.version, len(self._live)
+        _log.error("model '%s' version %d: an execution hangs; %d instances are left", name, version, left)
+        self._on_change()
+        if len(self._hanging) > _MOST_HANGING:
+            _log.error("model '%s' version %d: no more instances: %d hang", name, version, len(self._hanging))
+            return
+        task = asyncio.get_running_loop().create_task(self._replace(instance.device))
+        self._replacing.add(task)
+        task.add_done_callback(self._replacing.discard)
+
+    def on_return(self, runner: Runner) -> None:
+        """Give back what it used; on a thread, since that may take as long as a load."""
+        _log.warning("model '%s' version %d: an execution that hung has ended", self._loaded.name, self._loaded.version)
+        instance = self._hanging.pop(runner)
+        asyncio.get_running_loop().run_in_executor(None, instance.close)
+
+    async def close(self) -> None:
+        """Give everything back that nothing executes on. What still hangs keeps what it uses."""
+        self._closed = True
+        # Closing what loads or hangs isn't safe, and the model is what its instances are made of.
+        close_model = not self.hangs
+        await asyncio.to_thread(_close, list(self._live.values()), self._loaded if close_model else None)
+
+    async def _replace(self, device: Device) -> None:
+        pause_s = _PAUSE_S
+        while not self._closed:
+            try:
+                instance = await asyncio.to_thread(self._open, device)
+            except Exception as error:  # noqa: BLE001 - a backend's; it is tried again
+                _log.error("model '%s': an instance that hangs can't be replaced: %s", self._loaded.name, error)
+                await asyncio.sleep(pause_s)
+                pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+                continue
+            if self._closed:
+                await asyncio.to_thread(instance.close)
+            else:
+                self._add(instance)
+            return
+
+    def _add(self, instance: ModelInstance) -> None:
+        runner = self._runner(instance)
+        self._live[runner] = instance
+        self.batcher.add(runner)
+        _log.warning(
+            "model '%s' version %d: an instance that hangs is replaced", self._loaded.name, self._loaded.version
+        )
+        self._on_change()
+
+    def _open(self, device: Device) -> ModelInstance:
+        """Blocks."""
+        instance = self._loaded.opened.instance(self._loaded.plan.spec, device)
+        warm_up_by_default(self._loaded.name, self._loaded.plan, [instance])
+        return instance
+
+    def _runner(self, instance: ModelInstance) -> Runner:
+        name = f"{self._loaded.name}_{self._loaded.version}_{self._made}"
+        self._made += 1
+        return ThreadRunner(name, self._execute_of(instance))
+
+
+def _close(instances: Sequence[ModelInstance], loaded: LoadedVersion | None) -> None:
+    for instance in instances:
+        instance.close()
+    if loaded is not None:
+        loaded.opened.close()

@@ -1,0 +1,111 @@
+"""The server with one more backend, `faulty`, whose model does what its requests tell it to: `python -m
+tests.fault.faulty serve …`, which is the command as it is otherwise.
+
+Lives here: the faults. Must not: assertions.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import sys
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+
+from backends import registry
+from backends.base import Backend, ModelSpec, Tensors, TensorSpec
+from backends.faults import change_datatype, lose_output, lose_row
+from backends.memory import MemoryBackend, MemoryModel
+from server.cli import main
+
+__all__ = ["DIES", "FAULTS", "HANGS", "HANGS_A_WHILE", "write_faulty"]
+
+_log = logging.getLogger("paceline.tests")
+
+_A_WHILE_S = 2.5
+
+
+def _raise(inputs: Tensors) -> Tensors:
+    raise ValueError("as I was told")
+
+
+def _exit(inputs: Tensors) -> Tensors:
+    raise SystemExit(1)
+
+
+def _take_all_memory(inputs: Tensors) -> Tensors:
+    return [np.ones(2**50, np.uint8)]
+
+
+def _hang(inputs: Tensors) -> Tensors:
+    threading.Event().wait()
+    return inputs
+
+
+def _hang_a_while(inputs: Tensors) -> Tensors:
+    threading.Event().wait(_A_WHILE_S)
+    return inputs
+
+
+def _die(inputs: Tensors) -> Tensors:
+    """Answer, and have the thread meet an exception as soon as it waits for more work."""
+    threading.Thread(target=_kill_idle, args=(threading.get_ident(),), daemon=True).start()
+    return inputs
+
+
+def _kill_idle(thread: int) -> None:
+    while sys._current_frames()[thread].f_code.co_name != "_loop_forever":
+        time.sleep(0.001)
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(SystemExit))
+    _log.warning("the thread will die")
+
+
+FAULTS: dict[int, tuple[Callable[[Tensors], Tensors], str]] = {
+    -1: (_raise, "as I was told"),
+    -2: (_exit, "1"),
+    -3: (_take_all_memory, "Unable to allocate"),
+    -4: (lose_output, "expected 1 outputs, got 0"),
+    -5: (lose_row, "output 'OUTPUT0': expected shape [1, 16], got [0, 16]"),
+    -6: (change_datatype, "output 'OUTPUT0': expected FP32, got numpy's complex64"),
+}
+"""What the first element of a row asks for, and what is said of it then."""
+HANGS, DIES, HANGS_A_WHILE = -7, -8, -9
+
+_ALL = {code: fault for code, (fault, _) in FAULTS.items()} | {HANGS: _hang, DIES: _die, HANGS_A_WHILE: _hang_a_while}
+
+
+def _compute(inputs: Tensors) -> Tensors:
+    for code in inputs[0][:, 0].astype(int).tolist():
+        if code in _ALL:
+            return _ALL[code](inputs)
+    return inputs
+
+
+def _backend(name: str) -> Backend:
+    if name != "faulty":
+        return registry.backend(name)
+    spec = partial(TensorSpec, datatype="FP32", dims=(-1, 16))
+    model = MemoryModel(ModelSpec((spec("INPUT0"),), (spec("OUTPUT0"),)), _compute)
+    return MemoryBackend({"echo": model})
+
+
+def write_faulty(repository: Path, extra: str = "") -> Path:
+    """The model `echo`, which otherwise returns what it gets; `extra` is more configuration."""
+    folder = repository / "echo"
+    (folder / "1").mkdir(parents=True)
+    (folder / "config.pbtxt").write_text(f"""
+        backend: "faulty" max_batch_size: 4 dynamic_batching {{ }}
+        input {{ name: "INPUT0" data_type: TYPE_FP32 dims: [ 16 ] }}
+        output {{ name: "OUTPUT0" data_type: TYPE_FP32 dims: [ 16 ] }}
+        {extra}
+    """)
+    return folder
+
+
+if __name__ == "__main__":
+    main(obj=_backend, prog_name="paceline")

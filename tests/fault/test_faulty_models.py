@@ -1,0 +1,169 @@
+"""Models that raise, lie, run out of memory, hang or lose their thread, in a server process of their own."""
+
+from __future__ import annotations
+
+import signal
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from protos import inference_pb2 as pb
+from protos.inference_pb2_grpc import GRPCInferenceServiceStub
+from tests.fault.faulty import DIES, FAULTS, HANGS, HANGS_A_WHILE, write_faulty
+from tests.fault.traffic import Client, connected, pending, request, total
+from tests.harness import ServerProcess
+from tests.polling import eventually
+
+OK, INTERNAL = grpc.StatusCode.OK, grpc.StatusCode.INTERNAL
+GIVEN_UP = "model 'echo': the execution took longer than 1 s and was given up"
+WHOLE = 'parameters { key: "paceline.isolate_failures" value { string_value: "false" } }'
+LIMITED = ("--execution-timeout-secs", "1")
+
+
+@pytest.fixture
+def instances() -> int:
+    return 1
+
+
+@pytest.fixture
+def server(tmp_path: Path, instances: int) -> Iterator[ServerProcess]:
+    write_faulty(tmp_path, f"{WHOLE} instance_group {{ count: {instances} }}")
+    with ServerProcess(tmp_path, args=LIMITED, module="tests.fault.faulty") as server:
+        yield server
+        assert pending(server) == 0
+        with connected(server) as client:
+            assert client.code(request()) is OK
+
+
+@pytest.fixture
+def client(server: ServerProcess) -> Iterator[Client]:
+    with connected(server) as client:
+        yield client
+
+
+def asking_for(fault: int) -> pb.ModelInferRequest:
+    return request(first=fault)
+
+
+def ready(client: Client) -> tuple[bool, bool, bool]:
+    """Whether the model, the server and its health say that they are."""
+    stub = GRPCInferenceServiceStub(client.channel)  # type: ignore[no-untyped-call]
+    health = health_pb2_grpc.HealthStub(client.channel).Check(health_pb2.HealthCheckRequest(), timeout=20)
+    return (
+        stub.ModelReady(pb.ModelReadyRequest(name="echo"), timeout=20).ready,
+        stub.ServerReady(pb.ServerReadyRequest(), timeout=20).ready,
+        health.status == health_pb2.HealthCheckResponse.SERVING,
+    )
+
+
+def said(server: ServerProcess, text: str) -> int:
+    """How often."""
+    return sum(text in record["message"] for record in server.log)
+
+
+def says(server: ServerProcess, text: str) -> bool:
+    return said(server, text) > 0
+
+
+def test_model_that_raises_lies_or_has_no_memory_left_fails_its_requests_and_no_others(
+    server: ServerProcess, client: Client
+) -> None:
+    for code, (_, text) in FAULTS.items():
+        call = client.send(asking_for(code))
+        assert (call.code(), code) == (INTERNAL, code)
+        assert text in call.details(), code
+        assert client.code(request()) is OK
+    labels = 'model="echo",reason="BACKEND",version="1"'
+    assert server.metrics()[f"nv_inference_request_failure{{{labels}}}"] == len(FAULTS)
+    assert total(server, "nv_inference_request_success") == len(FAULTS)
+
+
+def test_thread_of_an_instance_that_dies_is_replaced(server: ServerProcess, client: Client) -> None:
+    codes: list[grpc.StatusCode] = []
+    while INTERNAL not in codes:  # now and then it dies before it waits, and takes nothing along
+        assert client.code(asking_for(DIES)) is OK
+        told = len(codes) + 1
+        eventually(lambda told=told: said(server, "the thread will die") == told, "the thread's end on its way")
+        taken_along = client.send(request())
+        codes.append(taken_along.code())
+    assert taken_along.details() == "model 'echo': the instance's thread died: SystemExit()"
+    assert said(server, "a thread died and is replaced: echo_1_0") == len(codes)
+    assert [client.code(request()) for _ in range(3)] == [OK] * 3
+
+
+def test_hang_fails_its_batch_in_time_and_the_instance_is_replaced_while_readiness_tells(
+    server: ServerProcess, client: Client
+) -> None:
+    assert ready(client) == (True, True, True)
+    health = health_pb2_grpc.HealthStub(client.channel).Watch(health_pb2.HealthCheckRequest(), timeout=60)
+    hung = client.send(asking_for(HANGS))
+    eventually(lambda: total(server, "nv_inference_pending_request_count") == 0, "the request executing")
+    waiting = [client.send(request(first=number)) for number in range(6)]
+    assert (hung.code(), hung.details()) == (INTERNAL, GIVEN_UP)
+    # Those that waited for the instance are executed by the one in its place.
+    assert [call.code() for call in waiting] == [OK] * 6
+    eventually(lambda: ready(client) == (True, True, True), "the model ready again")
+    told = [next(health).status for _ in range(3)]
+    status = health_pb2.HealthCheckResponse
+    assert told == [status.SERVING, status.NOT_SERVING, status.SERVING]
+    assert total(server, "paceline_hung_executions") == 1
+    assert says(server, "an execution hangs; 0 instances are left")
+
+
+@pytest.mark.parametrize("instances", [2])
+def test_hang_of_one_of_several_instances_leaves_the_model_ready(server: ServerProcess, client: Client) -> None:
+    hung = client.send(asking_for(HANGS))
+    assert client.code(request()) is OK
+    assert ready(client) == (True, True, True)
+    assert hung.code() is INTERNAL
+    eventually(lambda: says(server, "an instance that hangs is replaced"), "another instance")
+    assert says(server, "an execution hangs; 1 instances are left")
+
+
+def test_hang_that_ends_after_all_changes_nothing_and_gives_its_instance_back(
+    server: ServerProcess, client: Client
+) -> None:
+    assert client.code(asking_for(HANGS_A_WHILE)) is INTERNAL
+    assert client.code(request()) is OK
+    eventually(lambda: says(server, "an execution that hung has ended"), "the end of the hang")
+    assert client.code(request()) is OK
+    assert total(server, "nv_inference_request_success") == 2
+
+
+def test_hangs_beyond_a_number_get_no_more_instances_and_the_model_stays_unready(tmp_path: Path) -> None:
+    write_faulty(tmp_path, 'parameters { key: "paceline.execution_timeout_ms" value { string_value: "20" } }')
+    with ServerProcess(tmp_path, module="tests.fault.faulty") as server, connected(server) as client:
+        for _ in range(17):
+            assert client.code(asking_for(HANGS)) is INTERNAL
+        eventually(lambda: says(server, "no more instances: 17 hang"), "no more instances")
+        assert ready(client) == (False, False, False)
+        with pytest.raises(urllib.error.HTTPError) as caught:
+            urllib.request.urlopen(f"http://127.0.0.1:{server.metrics_port}/readyz", timeout=20)
+        with caught.value as answer:
+            assert (answer.code, answer.read().strip()) == (503, b"all instances hang of: 'echo'")
+        assert total(server, "paceline_hung_executions") == 17
+        late = client.send(request(), timeout_s=0.2)
+        assert late.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        eventually(lambda: pending(server) == 0, "an empty queue")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_signal_with_threads_that_hang_for_ever_ends_with_status_0(tmp_path: Path, number: int) -> None:
+    write_faulty(tmp_path)
+    with ServerProcess(tmp_path, args=LIMITED, module="tests.fault.faulty") as server, connected(server) as client:
+        assert client.code(asking_for(HANGS)) is INTERNAL
+        assert client.code(request()) is OK
+        server.signal(number)
+        assert server.wait(20) == 0
+
+
+def test_execution_of_any_length_is_waited_for_unless_there_is_a_limit(tmp_path: Path) -> None:
+    write_faulty(tmp_path)
+    with ServerProcess(tmp_path, module="tests.fault.faulty") as server, connected(server) as client:
+        assert client.code(asking_for(HANGS_A_WHILE)) is OK
+        assert total(server, "paceline_hung_executions") == 0

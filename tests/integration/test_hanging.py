@@ -1,0 +1,72 @@
+"""Instances that hang: what becomes of their models when these are replaced, unloaded, or can't be had anew."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from pathlib import Path
+
+import grpc
+import pytest
+
+from backends.base import Device, ModelSpec
+from backends.errors import LoadError
+from backends.memory import MemoryInstance, MemoryModel
+from tests.integration.controlling import explicit, load
+from tests.integration.serving import echo_model, failure_of, serving
+from tests.polling import eventually_async
+from tests.wire import infer, rows_of_floats
+
+ONE = infer("m", {"a": rows_of_floats(1)})
+LIMITED = 'max_batch_size: 4 parameters { key: "paceline.execution_timeout_ms" value { string_value: "200" } }'
+
+
+class Scarce(MemoryModel):
+    """A model of which no second instance can be had, until `spare` says so."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        super().__init__(spec)
+        self.spare = 1
+
+    def instance(self, spec: ModelSpec, device: Device) -> MemoryInstance:
+        if not self.spare:
+            raise LoadError("no room for another")
+        self.spare -= 1
+        return super().instance(spec, device)
+
+
+async def test_hang_whose_instance_cannot_be_had_anew_is_tried_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = Scarce(echo_model().spec)
+    with caplog.at_level(logging.WARNING, "paceline.server.instances"):
+        async with serving(tmp_path, {"m": model}, config=LIMITED) as served:
+            model.gate.close()
+            assert (await failure_of(served.infer(ONE)))[0] is grpc.StatusCode.INTERNAL
+            await eventually_async(lambda: "no room for another" in caplog.text, "a first attempt")
+            assert not served.server.repository.ready
+            model.gate.open()
+            model.spare = 1
+            assert (await served.infer(ONE)).raw_output_contents[0] == ONE.raw_input_contents[0]
+            assert served.server.repository.ready
+    assert model.closed
+    assert model.open_instances == 0
+
+
+async def test_reload_while_an_instance_hangs_serves_the_new_and_gives_back_the_old_when_it_ends(
+    tmp_path: Path,
+) -> None:
+    old, new = echo_model(), echo_model()
+    models = {"m": old}
+    async with serving(tmp_path, models, config=LIMITED, settings=explicit(tmp_path, load=("m",))) as served:
+        old.gate.close()
+        hung = asyncio.create_task(failure_of(served.infer(ONE)))
+        await asyncio.to_thread(old.gate.wait_entered, 1)
+        models["m"] = new
+        await load(served, "m")
+        assert (await served.infer(ONE)).raw_output_contents[0] == ONE.raw_input_contents[0]
+        assert (await hung)[0] is grpc.StatusCode.INTERNAL
+        assert served.server.repository.ready
+        old.gate.open()
+        await eventually_async(lambda: old.open_instances == 0, "what hung given back")
+    assert new.open_instances == 0

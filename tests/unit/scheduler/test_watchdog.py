@@ -1,0 +1,165 @@
+"""Executions that take longer than they may: given up, their instances with them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from scheduler.batcher import Batcher
+from scheduler.errors import BatcherClosed, ExecutionTimeout
+from scheduler.policy import BatchPolicy, PolicyError
+from scheduler.testing import ManualClock, StepRunner
+from scheduler.watchdog import Watchdog
+
+LIMIT_NS = 100
+
+
+def test_watchdog_tells_of_each_late_one_once_and_of_none_that_ended() -> None:
+    clock, late = ManualClock(), list[str]()
+    watchdog: Watchdog[str] = Watchdog(LIMIT_NS, clock, late.append)
+    watchdog.began("a")
+    clock.advance(10)
+    watchdog.began("b")
+    watchdog.began("c")
+    clock.advance(89)
+    assert late == []
+    clock.advance(1)
+    assert late == ["a"]
+    watchdog.ended("b")
+    clock.advance(1000)
+    assert late == ["a", "c"]
+    watchdog.began("b")
+    clock.advance(LIMIT_NS)
+    assert late == ["a", "c", "b"]
+    watchdog.began("d")
+    watchdog.close()
+    clock.advance(1000)
+    assert late == ["a", "c", "b"]
+
+
+def test_limit_below_0_is_refused() -> None:
+    with pytest.raises(PolicyError, match="execution_limit_ns: expected >= 0, got -1"):
+        BatchPolicy(execution_limit_ns=-1)
+
+
+class Bench:
+    """A batcher over step runners that keeps what it is told of hangs."""
+
+    def __init__(self, instances: int = 1) -> None:
+        self.clock = ManualClock(now_ns=1)
+        self.runners: list[StepRunner[str, str]] = [StepRunner(self.clock) for _ in range(instances)]
+        self.told: list[tuple[str, Any]] = []
+        policy = BatchPolicy(max_batch_rows=2, execution_limit_ns=LIMIT_NS)
+        self.batcher: Batcher[str, str] = Batcher(policy, self.runners, clock=self.clock, hangs=self)
+        self.batcher.start()
+
+    def on_hang(self, runner: Any) -> None:
+        self.told.append(("hang", runner))
+
+    def on_return(self, runner: Any) -> None:
+        self.told.append(("return", runner))
+
+    def submit(self, *payloads: str) -> list[asyncio.Future[str]]:
+        return [self.batcher.submit(payload, 1, "k") for payload in payloads]
+
+
+async def one_turn() -> None:
+    for _ in range(70):
+        await asyncio.sleep(0)
+
+
+@pytest.fixture
+async def bench() -> AsyncIterator[Bench]:
+    bench = Bench()
+    yield bench
+    bench.batcher.close()
+
+
+async def test_execution_within_its_limit_is_answered(bench: Bench) -> None:
+    (future,) = bench.submit("a")
+    await one_turn()
+    bench.clock.advance(LIMIT_NS - 1)
+    bench.runners[0].finish(str.upper)
+    bench.clock.advance(LIMIT_NS)
+    assert await future == "A"
+    assert bench.told == []
+
+
+async def test_execution_beyond_its_limit_fails_its_requests_and_the_next_wait_for_another_instance(
+    bench: Bench,
+) -> None:
+    hung = bench.submit("a", "b")
+    await one_turn()
+    waiting = bench.submit("c", "d", "e")
+    bench.clock.advance(LIMIT_NS)
+    for future in hung:
+        with pytest.raises(ExecutionTimeout, match=r"longer than 1e-07 s and was given up"):
+            await future
+    assert bench.told == [("hang", bench.runners[0])]
+    assert bench.runners[0].stopped
+    await one_turn()
+    assert bench.batcher.waiting_requests == 3
+    another: StepRunner[str, str] = StepRunner(bench.clock)
+    bench.batcher.add(another)
+    await one_turn()
+    assert another.started
+    assert another.batches == [["c", "d"]]
+    another.finish(str.upper)
+    await one_turn()
+    another.finish(str.upper)
+    assert await asyncio.gather(*waiting) == ["C", "D", "E"]
+
+
+async def test_outcome_that_comes_after_all_is_nobodys(bench: Bench) -> None:
+    (hung,) = bench.submit("a")
+    await one_turn()
+    bench.clock.advance(LIMIT_NS)
+    bench.runners[0].finish(str.upper)
+    with pytest.raises(ExecutionTimeout):
+        await hung
+    assert [what for what, _ in bench.told] == ["hang", "return"]
+    bench.submit("b")
+    await one_turn()
+    assert bench.runners[0].batches == [["a"]]
+
+
+async def test_outcome_that_comes_after_the_batcher_closed_is_told_of(bench: Bench) -> None:
+    (hung,) = bench.submit("a")
+    await one_turn()
+    bench.clock.advance(LIMIT_NS)
+    bench.batcher.close()
+    bench.runners[0].fail(ValueError())
+    assert [what for what, _ in bench.told] == ["hang", "return"]
+    assert isinstance(hung.exception(), ExecutionTimeout)
+
+
+async def test_drain_with_an_execution_that_hangs_ends_with_it(bench: Bench) -> None:
+    (hung,) = bench.submit("a")
+    await one_turn()
+    draining = asyncio.create_task(bench.batcher.drain())
+    await one_turn()
+    assert not draining.done()
+    bench.clock.advance(LIMIT_NS)
+    await draining
+    assert isinstance(hung.exception(), ExecutionTimeout)
+
+
+async def test_cancelled_request_in_an_execution_that_hangs_is_let_go(bench: Bench) -> None:
+    cancelled, other = bench.submit("a", "b")
+    await one_turn()
+    cancelled.cancel()
+    bench.clock.advance(LIMIT_NS)
+    assert isinstance(other.exception(), ExecutionTimeout)
+    assert cancelled.cancelled()
+
+
+async def test_instance_for_a_closed_batcher_is_stopped(bench: Bench) -> None:
+    (waiting,) = bench.submit("a")
+    bench.batcher.close()
+    another: StepRunner[str, str] = StepRunner(bench.clock)
+    bench.batcher.add(another)
+    assert another.stopped
+    assert isinstance(waiting.exception(), BatcherClosed)
