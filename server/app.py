@@ -11,10 +11,11 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
 import grpc
 from grpc_health.v1 import health_pb2_grpc
@@ -82,6 +83,15 @@ def _refuse_port_in_use(address: str, port: int) -> None:
     except OSError as error:
         reason = os.strerror(error.errno) if error.errno and error.errno > 0 else error.strerror
         raise StartError(f"gRPC can't listen on {host_and_port(address, port)}: {reason}") from None
+
+
+async def _to_its_end(starting: Coroutine[Any, Any, None]) -> None:
+    """Await gRPC's start, which takes no time; cancelled halfway through it couldn't be stopped in order."""
+    task = asyncio.ensure_future(starting)
+    try:
+        await asyncio.shield(task)
+    finally:
+        await asyncio.wait((task,))
 
 
 def _load_defaults(settings: Settings) -> LoadDefaults:
@@ -155,7 +165,7 @@ class Server:
             await self._shared_memory.look_for_gpus()
             await self._load()
             self._grpc = self._build_grpc()
-            await self._grpc.start()
+            await _to_its_end(self._grpc.start())
         except BaseException:
             await self.repository.stop()
             await self._take_down()

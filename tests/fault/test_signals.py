@@ -14,7 +14,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from protos.inference_pb2_grpc import GRPCInferenceServiceStub
-from tests.fault.traffic import connected, pending, request, total
+from tests.fault.traffic import connected, pending, request, says, total
 from tests.harness import ServerProcess, write_identity
 from tests.polling import eventually, eventually_async
 
@@ -26,10 +26,6 @@ FREE = "[ -1 ]"
 
 def delay_ms(ms: int) -> str:
     return f'parameters {{ key: "execute_delay_ms" value {{ string_value: "{ms}" }} }}'
-
-
-def says(server: ServerProcess, beginning: str) -> bool:
-    return any(record["message"].startswith(beginning) for record in server.log)
 
 
 def ends(server: ServerProcess, within_s: float) -> int:
@@ -140,15 +136,16 @@ def test_sigterm_during_an_execution_that_hangs_ends_with_the_grace(tmp_path: Pa
         assert says(server, "gave up on executions that ran longer than the 1.5 s of grace")
 
 
-def test_sigterm_twice_ends_at_once_with_the_signals_status(tmp_path: Path) -> None:
+@pytest.mark.parametrize("second", [signal.SIGTERM, signal.SIGINT])
+def test_second_signal_ends_at_once_with_its_status(tmp_path: Path, second: int) -> None:
     write_identity(tmp_path, dims=FREE, extra=HANGS)
     with ServerProcess(tmp_path, args=("--exit-timeout-secs", "100")) as server, connected(server) as client:
         call, other = client.send(request()), client.send(request())
         eventually(lambda: pending(server) == 1, "one request running, one waiting")
         server.signal(signal.SIGTERM)
         eventually(lambda: says(server, "stopping"), "the first signal noticed")
-        server.signal(signal.SIGTERM)
-        assert ends(server, 15) == 128 + signal.SIGTERM
+        server.signal(second)
+        assert ends(server, 15) == 128 + second
         assert call.code() is UNAVAILABLE
         assert other.code() is UNAVAILABLE
 
@@ -178,3 +175,42 @@ def test_sigterm_after_the_client_is_gone_still_ends_at_once(tmp_path: Path) -> 
         assert total(server, "nv_inference_count") == 0
         server.signal(signal.SIGTERM)
         assert ends(server, 15) == 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("line", ["loading 1 model", "model 'echo' version 1 loaded", "ready: gRPC"])
+def test_signal_at_each_step_of_the_start_ends_with_status_0(tmp_path: Path, line: str, number: int) -> None:
+    write_identity(tmp_path)
+    server = ServerProcess(tmp_path)
+    server.start()
+    try:
+        eventually(lambda: says(server, line), line)
+        server.signal(number)
+        assert ends(server, 20) == 0
+    finally:
+        server.kill()
+
+
+def test_signal_before_anything_is_said_ends_as_the_system_has_it_or_with_status_0(tmp_path: Path) -> None:
+    write_identity(tmp_path)
+    server = ServerProcess(tmp_path)
+    server.start()
+    try:
+        server.signal(signal.SIGTERM)
+        assert server.wait(20) in (0, -signal.SIGTERM)
+    finally:
+        server.kill()
+
+
+def test_sigint_in_the_middle_of_a_drain_gives_up_on_the_rest_at_once(tmp_path: Path) -> None:
+    write_identity(tmp_path, dims=FREE, rows=1, extra=delay_ms(300))
+    with ServerProcess(tmp_path) as server, connected(server) as client:
+        calls = [client.send(request(first=number)) for number in range(40)]
+        eventually(lambda: pending(server) >= 30, "a queue to drain")
+        server.signal(signal.SIGTERM)
+        eventually(lambda: says(server, "stopping"), "the drain")
+        eventually(lambda: calls[0].done() and calls[1].done(), "some answers")
+        server.signal(signal.SIGINT)
+        assert ends(server, 15) == 128 + signal.SIGINT
+        codes = [call.code() for call in calls]
+        assert set(codes) == {OK, UNAVAILABLE}

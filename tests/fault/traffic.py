@@ -5,6 +5,7 @@ Lives here: sending and waiting. Must not: assertions about the server.
 
 from __future__ import annotations
 
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -16,10 +17,22 @@ import grpc
 from protos import inference_pb2 as pb
 from protos.inference_pb2_grpc import GRPCInferenceServiceStub
 from tests.harness import REPO, ServerProcess
+from tests.integration.http2 import call_frames
 from tests.polling import eventually
 from tests.wire import infer, rows_of_floats
 
-__all__ = ["Client", "client_process", "connected", "pending", "request", "total"]
+__all__ = [
+    "Client",
+    "client_process",
+    "connected",
+    "free_port",
+    "half_a_request",
+    "pending",
+    "quiet",
+    "request",
+    "says",
+    "total",
+]
 
 _LABELS = '{model="echo",version="1"}'
 
@@ -62,6 +75,23 @@ def connected(server: ServerProcess) -> Iterator[Client]:
         yield Client(channel)
 
 
+def free_port() -> int:
+    """One that is free now, for a server that is to come back on it."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return int(listener.getsockname()[1])
+
+
+def says(server: ServerProcess, text: str) -> bool:
+    """Whether a line of the log has `text` in it."""
+    return any(text in record["message"] for record in server.log)
+
+
+def quiet(server: ServerProcess) -> bool:
+    """Whether nothing waits and nothing was logged that shouldn't be: no traceback, no line of somebody else's."""
+    assert not [record for record in server.log if "exception" in record]
+    return pending(server) == 0
+
+
 _SEND = """
 import sys, grpc
 from tests.fault.traffic import Client, request
@@ -81,3 +111,10 @@ def client_process(server: ServerProcess, rows: int) -> Iterator[subprocess.Pope
     finally:
         process.kill()
         process.wait()
+
+
+def half_a_request(server: ServerProcess, data: bytes, missing: int) -> socket.socket:
+    """A connection on which a call has begun, but for the last `missing` bytes of its message `data`."""
+    connection = socket.create_connection(("127.0.0.1", server.grpc_port))
+    connection.sendall(call_frames(data)[: -missing or None])
+    return connection

@@ -7,15 +7,16 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
+from types import MappingProxyType
 
-__all__ = ["call_by_hand"]
+__all__ = ["call_by_hand", "call_frames"]
 
 _DATA, _HEADERS, _SETTINGS = 0, 1, 4
 _END_STREAM, _END_HEADERS = 1, 4
 
 
-async def call_by_hand(port: int, data: bytes, headers: Mapping[str, str], *, compressed: bool = False) -> bytes:
-    """Call ModelInfer with one message of `data` and more `headers`: all bytes received up to trailers or a reset."""
+def call_frames(data: bytes, headers: Mapping[str, str] = MappingProxyType({}), *, compressed: bool = False) -> bytes:
+    """All that a client sends to call ModelInfer with one message of `data` and more `headers`."""
     fields = {
         ":method": "POST",
         ":scheme": "http",
@@ -27,9 +28,14 @@ async def call_by_hand(port: int, data: bytes, headers: Mapping[str, str], *, co
     }
     names = b"".join(b"\x00" + _text(name) + _text(value) for name, value in fields.items())
     message = bytes([compressed]) + len(data).to_bytes(4, "big") + data
+    preface = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + _frame(_SETTINGS, 0, 0, b"")
+    return preface + _frame(_HEADERS, _END_HEADERS, 1, names) + _frame(_DATA, _END_STREAM, 1, message)
+
+
+async def call_by_hand(port: int, data: bytes, headers: Mapping[str, str], *, compressed: bool = False) -> bytes:
+    """Make the call: all bytes received up to trailers or a reset."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    writer.write(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + _frame(_SETTINGS, 0, 0, b""))
-    writer.write(_frame(_HEADERS, _END_HEADERS, 1, names) + _frame(_DATA, _END_STREAM, 1, message))
+    writer.write(call_frames(data, headers, compressed=compressed))
     received = b""
     while not any(said in received for said in (b"grpc-status", b"\x00\x00\x04\x03")):
         more = await asyncio.wait_for(reader.read(4096), 10)
