@@ -55,6 +55,10 @@ _LAST_WORDS_S, _LONGEST_WORDS_S = 1.0, 3.0
 """For answers that are on their way out when all is answered or the grace over. gRPC's own end waits for whoever keeps
 a connection open and reacts to nothing, so it doesn't get the rest of the grace, however long that is."""
 
+_LEAST_GRACE_S = 0.5
+"""Even without grace it takes some turns of the loop, and of a thread, to see that nothing runs and to close the
+models; on a machine that is busy with others, these take a while."""
+
 _MAX_MESSAGE_BYTES = 2**31 - 1
 GRPC_OPTIONS = (
     ("grpc.max_receive_message_length", _MAX_MESSAGE_BYTES),
@@ -198,8 +202,7 @@ class Server:
             self._reflection.close()
         in_time = True
         try:
-            # Even without grace the loop needs a turn to see that nothing runs.
-            await asyncio.wait_for(self.repository.stop(), max(grace_s, 0.01))
+            await asyncio.wait_for(self.repository.stop(), max(grace_s, _LEAST_GRACE_S))
         except TimeoutError:
             in_time = False
             _log.warning("gave up on executions that ran longer than the %g s of grace", grace_s)
