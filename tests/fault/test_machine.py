@@ -1,0 +1,97 @@
+"""A machine that runs out of descriptors or of disk: the server says so where it can, and goes on."""
+
+from __future__ import annotations
+
+import resource
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from protos import inference_pb2 as pb
+from protos.inference_pb2_grpc import GRPCInferenceServiceStub
+from tests.fault.traffic import connected, free_port, quiet, request, says
+from tests.harness import REPO, ServerProcess, write_identity
+from tests.polling import eventually
+
+OK, INVALID = grpc.StatusCode.OK, grpc.StatusCode.INVALID_ARGUMENT
+
+
+@contextmanager
+def no_more_descriptors(server: ServerProcess, spare: int) -> Iterator[None]:
+    """Let the server open `spare` more files, and no further one."""
+    # Of the numbers only, so that what is open stays open.
+    highest = max(int(entry.name) for entry in Path(f"/proc/{server.pid}/fd").iterdir())
+    before = resource.prlimit(server.pid, resource.RLIMIT_NOFILE, (highest + 1 + spare, _hard_limit(server)))
+    try:
+        yield
+    finally:
+        resource.prlimit(server.pid, resource.RLIMIT_NOFILE, before)
+
+
+def _hard_limit(server: ServerProcess) -> int:
+    return resource.prlimit(server.pid, resource.RLIMIT_NOFILE)[1]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="limits of another process are Linux's")
+def test_descriptors_used_up_refuse_new_connections_and_loads_and_serve_those_that_are_there(tmp_path: Path) -> None:
+    write_identity(tmp_path)
+    args = ("--model-control-mode", "explicit", "--load-model", "echo")
+    with ServerProcess(tmp_path, args=args) as server, connected(server) as client:
+        stub: Any = GRPCInferenceServiceStub(client.channel)  # type: ignore[no-untyped-call]
+        load = pb.RepositoryModelLoadRequest(model_name="echo")
+        assert client.code(request()) is OK
+        with no_more_descriptors(server, spare=4), ExitStack() as connections:
+            for port in [server.grpc_port] * 20 + [server.metrics_port] * 5:
+                connections.enter_context(socket.create_connection(("127.0.0.1", port)))
+            refused = stub.RepositoryModelLoad.future(load, timeout=60)
+            assert refused.code() in (INVALID, grpc.StatusCode.UNAVAILABLE)
+            assert "Too many open files" in refused.details()
+            assert [client.code(request(first=number)) for number in range(50)] == [OK] * 50
+        stub.RepositoryModelLoad(load, timeout=60)
+        with connected(server) as newcomer:
+            assert newcomer.code(request()) is OK
+        eventually(lambda: quiet(server), "nothing waiting")
+        server.signal(signal.SIGTERM)
+        assert server.wait(20) == 0
+
+
+def test_log_on_a_full_disk_loses_lines_and_nothing_else(tmp_path: Path) -> None:
+    write_identity(tmp_path)
+    port = free_port()
+    command = [sys.executable, "-m", "server", "serve", str(tmp_path), "--grpc-address", "127.0.0.1"]
+    command += ["--grpc-port", str(port), "--allow-metrics", "false", "--log-level", "debug"]
+    with open("/dev/full", "w") as full, subprocess.Popen(command, cwd=REPO, stderr=full, stdout=full) as server:
+        try:
+            with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
+                stub: Any = GRPCInferenceServiceStub(channel)  # type: ignore[no-untyped-call]
+                stub.ModelInfer(request(), timeout=60, wait_for_ready=True)
+                bad = stub.ModelInfer.future(pb.ModelInferRequest(model_name="echo"), timeout=60)
+                assert bad.code() is INVALID
+                assert stub.ModelInfer(request(), timeout=60).outputs
+            server.send_signal(signal.SIGTERM)
+            assert server.wait(30) == 0
+        finally:
+            server.kill()
+
+
+def test_traces_on_a_full_disk_are_lost_with_one_line_and_requests_are_not(tmp_path: Path) -> None:
+    write_identity(tmp_path / "repository")
+    (tmp_path / "traces").symlink_to("/dev/full")
+    traces = [("file", tmp_path / "traces"), ("level", "TIMESTAMPS"), ("rate", "1")]
+    args = [word for key, value in traces for word in ("--trace-config", f"{key}={value}")]
+    with ServerProcess(tmp_path / "repository", args=args) as server, connected(server) as client:
+        assert [client.code(request()) for _ in range(50)] == [OK] * 50
+        eventually(lambda: says(server, "No space left on device"), "a line in the log")
+        assert [client.code(request()) for _ in range(50)] == [OK] * 50
+        assert sum("No space left on device" in record["message"] for record in server.log) == 1
+        assert quiet(server)
+        server.signal(signal.SIGTERM)
+        assert server.wait(20) == 0

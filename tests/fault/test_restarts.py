@@ -1,0 +1,195 @@
+"""Servers that are killed, restarted and reloaded under their clients."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from protos import inference_pb2 as pb
+from protos.inference_pb2_grpc import GRPCInferenceServiceStub
+from tests.fault.traffic import connected, free_port, pending, quiet, request, total
+from tests.harness import ServerProcess, write_identity
+from tests.polling import eventually, eventually_async
+
+OK, UNAVAILABLE = grpc.StatusCode.OK, grpc.StatusCode.UNAVAILABLE
+RETRIES = {
+    "loadBalancingConfig": [{"round_robin": {}}],
+    # Without it, every other attempt goes to the server that stops for as long as that answers UNAVAILABLE.
+    "healthCheckConfig": {"serviceName": "inference.GRPCInferenceService"},
+    "methodConfig": [
+        {
+            "name": [{"service": "inference.GRPCInferenceService"}],
+            "waitForReady": True,
+            "retryPolicy": {
+                "maxAttempts": 5,
+                "initialBackoff": "0.05s",
+                "maxBackoff": "0.5s",
+                "backoffMultiplier": 2,
+                "retryableStatusCodes": ["UNAVAILABLE"],
+            },
+        }
+    ],
+}
+"""What a client says to try again what may be tried again, and elsewhere."""
+QUICK = [("grpc.initial_reconnect_backoff_ms", 50), ("grpc.min_reconnect_backoff_ms", 50)]
+QUICK += [("grpc.max_reconnect_backoff_ms", 200)]
+
+
+def server_on(port: int, repository: Path) -> ServerProcess:
+    return ServerProcess(repository, args=("--grpc-port", str(port)))
+
+
+@pytest.fixture
+def ports() -> list[int]:
+    return [free_port(), free_port()]
+
+
+def test_sigkill_fails_what_is_under_way_and_the_next_server_serves_the_same_channel(
+    tmp_path: Path, ports: list[int]
+) -> None:
+    write_identity(tmp_path, extra="dynamic_batching { max_queue_delay_microseconds: 100000000 }")
+    with server_on(ports[0], tmp_path) as server, grpc.insecure_channel(server.target, QUICK) as channel:
+        stub: Any = GRPCInferenceServiceStub(channel)  # type: ignore[no-untyped-call]
+        calls = [stub.ModelInfer.future(request(), timeout=60) for _ in range(3)]
+        eventually(lambda: pending(server) == 3, "three requests waiting")
+        server.kill()
+        assert {call.code() for call in calls} == {UNAVAILABLE}
+        with server_on(ports[0], tmp_path) as again:
+            answer = stub.ModelInfer(request(rows=8), timeout=60, wait_for_ready=True)
+            assert answer.raw_output_contents[0] == request(rows=8).raw_input_contents[0]
+            assert quiet(again)
+            assert total(again, "nv_inference_request_success") == 1
+
+
+async def test_rolling_restart_under_load_loses_no_request_of_clients_that_try_again(
+    tmp_path: Path, ports: list[int]
+) -> None:
+    """Two servers, one after the other ended and started anew on its port, under clients of both."""
+    write_identity(
+        tmp_path, extra='dynamic_batching { } parameters { key: "execute_delay_ms" value { string_value: "5" } }'
+    )
+    options: list[tuple[str, Any]] = [*QUICK, ("grpc.service_config", json.dumps(RETRIES)), ("grpc.enable_retries", 1)]
+    target = "ipv4:" + ",".join(f"127.0.0.1:{port}" for port in ports)
+    codes: Counter[grpc.StatusCode] = Counter()
+    ended = False
+
+    async def client(stub: Any, number: int) -> None:
+        mine = request(first=number * 100)
+        while not ended:
+            try:
+                answer = await stub.ModelInfer(mine, timeout=30)
+                assert answer.raw_output_contents[0] == mine.raw_input_contents[0]
+                codes[OK] += 1
+            except grpc.aio.AioRpcError as error:
+                codes[error.code()] += 1
+
+    async def both_answer(servers: list[ServerProcess]) -> None:
+        before = [total(server, "nv_inference_request_success") for server in servers]
+        await eventually_async(
+            lambda: all(
+                total(server, "nv_inference_request_success") > count
+                for server, count in zip(servers, before, strict=True)
+            ),
+            "both servers answering",
+        )
+
+    with ExitStack() as stack:
+        servers = [stack.enter_context(server_on(port, tmp_path)) for port in ports]
+        async with grpc.aio.insecure_channel(target, options=options) as channel:
+            stub: Any = GRPCInferenceServiceStub(channel)  # type: ignore[no-untyped-call]
+            clients = [asyncio.create_task(client(stub, number)) for number in range(16)]
+            for number, port in enumerate(ports):
+                await both_answer(servers)
+                assert await asyncio.to_thread(servers[number].terminate) == 0
+                servers[number] = server_on(port, tmp_path)
+                stack.callback(servers[number].kill)
+                servers[number].start()  # on this thread, with which it would end
+                await asyncio.to_thread(servers[number].wait_ready)
+            await both_answer(servers)
+            ended = True
+            await asyncio.gather(*clients)
+        assert set(codes) == {OK}, codes
+        for server in servers:
+            assert quiet(server)
+
+
+@contextmanager
+def traffic(server: ServerProcess, clients: int = 4) -> Iterator[Counter[grpc.StatusCode]]:
+    """Clients, one request after the other each, and how these end."""
+    codes: Counter[grpc.StatusCode] = Counter()
+    ended = threading.Event()
+
+    def ask() -> None:
+        with connected(server) as client:
+            while not ended.is_set():
+                codes[client.code(request())] += 1
+
+    threads = [threading.Thread(target=ask) for _ in range(clients)]
+    for thread in threads:
+        thread.start()
+    try:
+        yield codes
+    finally:
+        ended.set()
+        for thread in threads:
+            thread.join()
+
+
+def test_reloads_under_load_lose_and_refuse_no_request(tmp_path: Path) -> None:
+    write_identity(tmp_path)
+    with (
+        ServerProcess(tmp_path, args=("--model-control-mode", "explicit", "--load-model", "echo")) as server,
+        traffic(server) as codes,
+        grpc.insecure_channel(server.target) as channel,
+    ):
+        stub: Any = GRPCInferenceServiceStub(channel)  # type: ignore[no-untyped-call]
+        for _ in range(10):
+            before = codes[OK]
+            stub.RepositoryModelLoad(pb.RepositoryModelLoadRequest(model_name="echo"), timeout=60)
+            eventually(lambda before=before: codes[OK] >= before + 20, "requests answered")  # type: ignore[misc]
+        assert set(codes) == {OK}, codes
+    assert server.returncode == 0
+
+
+def gone(repository: Path) -> Callable[[], None]:
+    """Take everything away; what is returned puts it back."""
+    elsewhere = repository.with_name("elsewhere")
+    repository.rename(elsewhere)
+    return lambda: elsewhere.rename(repository) and None
+
+
+@pytest.mark.parametrize("mode", ["none", "poll", "explicit"])
+def test_repository_taken_away_leaves_what_serves_and_put_back_is_read_again(tmp_path: Path, mode: str) -> None:
+    repository = tmp_path / "repository"
+    write_identity(repository)
+    args = ["--model-control-mode", mode, "--repository-poll-secs", "0.05"]
+    args += ["--load-model", "echo"] if mode == "explicit" else []
+    with ServerProcess(repository, args=args) as server, connected(server) as client:
+        stub: Any = GRPCInferenceServiceStub(client.channel)  # type: ignore[no-untyped-call]
+        put_back = gone(repository)
+        assert client.code(request()) is OK
+        load = stub.RepositoryModelLoad.future(pb.RepositoryModelLoadRequest(model_name="echo"), timeout=60)
+        assert load.code() is (UNAVAILABLE if mode == "explicit" else grpc.StatusCode.UNIMPLEMENTED)
+        if mode == "poll":
+            said = "can't be read"
+            eventually(lambda: any(said in line["message"] for line in server.log), "a line in the log")
+        (line,) = stub.RepositoryIndex(pb.RepositoryIndexRequest(), timeout=60).models
+        assert (line.name, line.state) == ("echo", "READY")
+        assert client.code(request()) is OK
+        put_back()
+        if mode == "explicit":
+            stub.RepositoryModelLoad(pb.RepositoryModelLoadRequest(model_name="echo"), timeout=60)
+        assert client.code(request()) is OK
+        assert quiet(server)
+        server.signal(signal.SIGTERM)
+        assert server.wait(20) == 0

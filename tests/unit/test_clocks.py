@@ -1,0 +1,46 @@
+"""Time that somebody sets: nothing that the server decides may depend on it. Delays, deadlines, durations and limits go
+by clocks that only go forward; the time of day is for people to read."""
+
+from __future__ import annotations
+
+import ast
+
+import pytest
+
+from tests.unit.test_imports import modules
+
+# Where the time of day is told, and nothing is computed with it.
+TOLD = {
+    "server.model_statistics": {"time.time_ns"},  # `last_inference` of ModelStatistics
+    "server.log": {"time.gmtime"},  # in front of each line
+    "server.spans": {"time.time_ns"},  # OpenTelemetry has spans by the time of day
+    "clients.top": {"time.strftime"},  # in the corner of the screen
+}
+MONOTONIC = {"time.monotonic", "time.monotonic_ns", "time.perf_counter", "time.perf_counter_ns", "time.thread_time"}
+HARMLESS = {"time.sleep", "time.process_time"}
+
+
+def clocks(module: str) -> set[str]:
+    """What `module` uses of `time`, and whether it uses `datetime` at all."""
+    tree = ast.parse(modules()[module].read_text())
+    used = {
+        f"time.{node.attr}"
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "time"
+    }
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module in ("time", "datetime"):
+            used |= {f"{node.module}.{alias.name}" for alias in node.names}
+        if isinstance(node, ast.Import):
+            used |= {alias.name for alias in node.names if alias.name == "datetime"}
+    return used
+
+
+@pytest.mark.parametrize("module", sorted(modules()))
+def test_clock_of_each_module_only_goes_forward(module: str) -> None:
+    assert clocks(module) - MONOTONIC - HARMLESS == TOLD.get(module, set())
+
+
+def test_clocks_are_found_at_all() -> None:
+    assert "time.monotonic_ns" in clocks("scheduler.clock")
+    assert clocks("server.log") == {"time.gmtime"}
