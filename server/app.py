@@ -11,14 +11,11 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
-
-import grpc
-from grpc_health.v1 import health_pb2_grpc
+from typing import Protocol
 
 from backends import registry
 from backends.base import Backend
@@ -28,16 +25,16 @@ from server.calls import HeaderForwarding
 from server.config import ControlMode, Settings
 from server.configuration import Configuration
 from server.errors import StartError
-from server.health import HealthService
+from server.fronts.fleet import Fleet
 from server.inference import Inference
 from server.layout import Layout, ModelFolder
+from server.listener import Listener
 from server.loader import LoadDefaults
 from server.metrics import Metrics
 from server.metrics_endpoint import MetricsEndpoint
 from server.model_control import ModelControl
 from server.poller import Poller
 from server.probes import LoopProbe
-from server.reflection import INFERENCE_SERVICE, Reflection
 from server.regions import Regions
 from server.remote_settings import RemoteSettings
 from server.repository import Repository
@@ -47,7 +44,7 @@ from server.statistics_service import StatisticsService
 from server.streaming import Streaming
 from server.tracing import Tracer
 
-__all__ = ["GRPC_OPTIONS", "Server", "product_version"]
+__all__ = ["Server", "product_version"]
 
 _log = logging.getLogger("paceline.server")
 
@@ -58,17 +55,6 @@ a connection open and reacts to nothing, so it doesn't get the rest of the grace
 _LEAST_GRACE_S = 0.5
 """Even without grace it takes some turns of the loop, and of a thread, to see that nothing runs and to close the
 models; on a machine that is busy with others, these take a while."""
-
-_MAX_MESSAGE_BYTES = 2**31 - 1
-GRPC_OPTIONS = (
-    ("grpc.max_receive_message_length", _MAX_MESSAGE_BYTES),
-    ("grpc.max_send_message_length", _MAX_MESSAGE_BYTES),
-    # A second server on the same port is a mistake, not a wish for load sharing.
-    ("grpc.so_reuseport", 0),
-)
-
-# gRPC chooses the algorithm: the level's, among those that the client accepts.
-COMPRESSION_LEVELS = {"none": 0, "low": 1, "medium": 2, "high": 3}
 
 
 def product_version() -> str:
@@ -89,15 +75,6 @@ def _refuse_port_in_use(address: str, port: int) -> None:
         raise StartError(f"gRPC can't listen on {host_and_port(address, port)}: {reason}") from None
 
 
-async def _to_its_end(starting: Coroutine[Any, Any, None]) -> None:
-    """Await gRPC's start, which takes no time; cancelled halfway through it couldn't be stopped in order."""
-    task = asyncio.ensure_future(starting)
-    try:
-        await asyncio.shield(task)
-    finally:
-        await asyncio.wait((task,))
-
-
 def _load_defaults(settings: Settings) -> LoadDefaults:
     given = settings.backend_config
     rows = LoadDefaults().max_batch_rows if given.max_batch_rows is None else given.max_batch_rows
@@ -109,6 +86,20 @@ def _load_defaults(settings: Settings) -> LoadDefaults:
         settings.allow_op_libraries,
         int(settings.execution_timeout_secs * 1e9),
     )
+
+
+class _Front(Protocol):
+    """What speaks gRPC with clients: in this process, or in several others."""
+
+    async def open(self, port: int) -> int: ...
+
+    def set_serving(self, serving: bool) -> None: ...
+
+    def announce_end(self) -> None: ...
+
+    async def stop(self, grace_s: float) -> None: ...
+
+    async def wait_for_termination(self) -> None: ...
 
 
 class Server:
@@ -137,12 +128,13 @@ class Server:
         pattern = settings.grpc_header_forward_pattern
         forwarding = HeaderForwarding(pattern) if pattern else None
         self._streaming = Streaming(self._inference, settings.grpc_max_stream_requests, forwarding)
+        self._remote_settings = RemoteSettings(self.repository, self._tracer, settings.allow_remote_settings)
         groups: list[RpcGroup] = [
             StatisticsService(self.repository),
             Configuration(self.repository),
             ModelControl(self.repository, self._layout, settings.model_control_mode),
             self._shared_memory,
-            RemoteSettings(self.repository, self._tracer, settings.allow_remote_settings),
+            self._remote_settings,
             self._streaming,
         ]
         self._service = InferenceService(
@@ -150,9 +142,7 @@ class Server:
         )
         self._endpoint: MetricsEndpoint | None = None
         self._why_closed = "starting"
-        self._grpc: grpc.aio.Server | None = None
-        self._health: HealthService
-        self._reflection: Reflection
+        self._front: _Front = self._fronts() or Listener(settings, self._service.add_to, self._streaming.close)
         self.grpc_port = 0
 
     @property
@@ -168,8 +158,7 @@ class Server:
             self._start_tracer()
             await self._shared_memory.look_for_gpus()
             await self._load()
-            self._grpc = self._build_grpc()
-            await _to_its_end(self._grpc.start())
+            self.grpc_port = await self._front.open(self._settings.grpc_port)
         except BaseException:
             await self.repository.stop()
             await self._take_down()
@@ -197,9 +186,7 @@ class Server:
         self._metrics.set_health(False, 0)
         if self._polling is not None:
             self._polling.cancel()
-        if self._grpc is not None:
-            self._health.close()
-            self._reflection.close()
+        self._front.announce_end()
         in_time = True
         try:
             await asyncio.wait_for(self.repository.stop(), max(grace_s, _LEAST_GRACE_S))
@@ -215,11 +202,19 @@ class Server:
 
     async def wait_for_termination(self) -> None:
         """Return once the gRPC server has ended."""
-        if self._grpc is not None:
-            await self._grpc.wait_for_termination()
+        await self._front.wait_for_termination()
+
+    def _fronts(self) -> Fleet | None:
+        """The processes that speak gRPC, if it isn't this one."""
+        if self._settings.frontends == 1:
+            return None
+        fleet = Fleet(self._settings, self._inference, self.repository, self._service.handlers())
+        self._metrics.add_fronts(fleet)
+        self._remote_settings.on_log_change = fleet.tell_log_settings
+        return fleet
 
     def _tell_health(self) -> None:
-        self._health.set_serving(self.repository.ready)
+        self._front.set_serving(self.repository.ready)
         if not self._why_closed:
             self._metrics.set_health(self.repository.ready, len(self.repository.failures))
 
@@ -290,27 +285,9 @@ class Server:
         except LoadError as error:
             raise StartError(f"--backend-config onnxruntime,enable-global-threadpool: {error}") from None
 
-    def _build_grpc(self) -> grpc.aio.Server:
-        settings = self._settings
-        level = COMPRESSION_LEVELS[settings.grpc_infer_response_compression_level]
-        server = grpc.aio.server(options=(*GRPC_OPTIONS, ("grpc.default_compression_level", level)))
-        self._service.add_to(server)
-        self._health = HealthService([INFERENCE_SERVICE])
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
-        self._reflection = Reflection()
-        self._reflection.add_to(server)
-        where = host_and_port(settings.grpc_address, settings.grpc_port)
-        try:
-            self.grpc_port = server.add_insecure_port(where)
-        except RuntimeError:
-            raise StartError(f"gRPC can't listen on {where}") from None
-        return server
-
     async def _take_down(self, grace_s: float = _LAST_WORDS_S) -> None:
         self.repository.abandon()
-        self._streaming.close()
-        if self._grpc is not None:
-            await self._grpc.stop(grace_s)
+        await self._front.stop(grace_s)
         if self._regions is not None:
             self._regions.clear()
         if self._endpoint is not None:

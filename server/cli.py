@@ -22,16 +22,13 @@ from server.backend_config import parse_backend_config
 from server.batch_policy import BatchDefaults
 from server.config import ControlMode, Settings
 from server.errors import StartError
+from server.loop import SWITCH_INTERVAL_S, new_loop
 from server.trace_settings import parse_trace_config
 from server.tuning import keep_freed_memory
 
-__all__ = ["main", "new_loop"]
+__all__ = ["main"]
 
 _log = logging.getLogger("paceline.server")
-
-# A runner that comes back from native code waits this long for the event loop to let go of the interpreter. Python's
-# 5 ms are as long as many a batch: with 64 clients on the benchmark's perceptron, 0.5 ms answered 13 % more requests.
-_SWITCH_INTERVAL_S = 0.0005
 
 _LEVELS = ["none", "low", "medium", "high"]
 
@@ -78,6 +75,13 @@ _AMOUNT = _Amount(0, 1_000_000)
 @_flag("grpc-max-stream-requests", 1024, "Unanswered requests of a stream.", type=click.IntRange(1))
 @_flag("grpc-header-forward-pattern", "", "Headers that become request parameters: a regular expression.")
 @_flag("grpc-infer-response-compression-level", "none", "How to compress responses.", type=click.Choice(_LEVELS))
+@_flag("frontends", 1, "Processes that speak gRPC; 1: the one with the models.", type=click.IntRange(1, 64))
+@_flag(
+    "frontend-memory-mb",
+    1024,
+    "Most MiB of tensors on their way to a frontend, and from it.",
+    type=click.IntRange(1, 1_048_576),
+)
 @_flag("allow-metrics", True, "Whether to serve metrics.", type=bool)
 @_flag("metrics-address", None, "Address to listen on for metrics; by default that of gRPC.")
 @_flag("metrics-port", 8002, "Port for GET /metrics; 0 takes a free one.", type=click.IntRange(0, 65535))
@@ -142,6 +146,8 @@ def serve(
     grpc_max_stream_requests: int,
     grpc_header_forward_pattern: str,
     grpc_infer_response_compression_level: str,
+    frontends: int,
+    frontend_memory_mb: int,
     allow_metrics: bool,
     metrics_address: str | None,
     metrics_port: int,
@@ -193,6 +199,8 @@ def serve(
         grpc_max_stream_requests=grpc_max_stream_requests,
         grpc_header_forward_pattern=grpc_header_forward_pattern,
         grpc_infer_response_compression_level=grpc_infer_response_compression_level,
+        frontends=frontends,
+        frontend_memory_mb=frontend_memory_mb,
         metrics_address=metrics_address,
         metrics_port=metrics_port if allow_metrics else None,
         allow_client_shm=allow_client_shm,
@@ -219,7 +227,7 @@ def serve(
             queue_timeout_ns=int((timeout or 0) * 1e9),
         ),
     )
-    sys.setswitchinterval(_SWITCH_INTERVAL_S)
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
     keep_freed_memory()
     try:
         with asyncio.Runner(loop_factory=new_loop) as runner:
@@ -263,14 +271,6 @@ def _check_load_models(mode: ControlMode, names: tuple[str, ...]) -> None:
         raise click.UsageError("--load-model needs --model-control-mode explicit")
     if "*" in names and len(names) > 1:
         raise click.UsageError("--load-model: expected '*' alone, or names, got both")
-
-
-def new_loop() -> asyncio.AbstractEventLoop:
-    try:
-        import uvloop
-    except ImportError:  # not made for every platform
-        return asyncio.new_event_loop()
-    return uvloop.new_event_loop()
 
 
 async def _serve(settings: Settings, backend_of: Callable[[str], Backend] | None) -> None:

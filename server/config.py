@@ -29,8 +29,9 @@ class Settings:
     model's folder `configs`, instead of `config.pbtxt`. `allow_op_libraries`: whether models may bring code.
     `allow_remote_settings`: whether RPCs may change how the server logs and traces, which begins with `trace`.
     `execution_timeout_secs`: how long a batch may execute before its instance is given up, 0: for ever.
-    `load_models` are those to load at the start in mode EXPLICIT; "*" alone stands for all. Names follow Triton's
-    flags."""
+    `frontends` are the processes that speak gRPC, 1 being the one with the models; `frontend_memory_mb` MiB of tensors
+    may be on their way to each of them, and as many from it. `load_models` are those to load at the start in mode
+    EXPLICIT; "*" alone stands for all. Names follow Triton's flags."""
 
     paths: tuple[Path, ...]
     grpc_address: str = "0.0.0.0"
@@ -38,6 +39,8 @@ class Settings:
     grpc_max_stream_requests: int = 1024
     grpc_header_forward_pattern: str = ""
     grpc_infer_response_compression_level: str = "none"
+    frontends: int = 1
+    frontend_memory_mb: int = 1024
     metrics_address: str | None = None
     metrics_port: int | None = 8002
     allow_client_shm: bool = False

@@ -8,6 +8,7 @@ ServerError
 ├── RegionExists     a shared memory region of that name is registered already
 ├── TooManyRegions   as many shared memory regions as allowed
 ├── NotSupported     this build can't, or it is switched off
+├── InternalError    something unforeseen in the process with the models, told by a front
 ├── ConfigError      a model's configuration asks for the impossible; fails its load
 └── LoadFailed       a load that was asked for failed, for whatever reason; what served before goes on serving
 StartError           the server can't start; one line for the console
@@ -37,6 +38,7 @@ from scheduler.errors import (
 __all__ = [
     "STATUS_OF",
     "ConfigError",
+    "InternalError",
     "InvalidRequest",
     "LoadFailed",
     "ModelNotFound",
@@ -83,6 +85,10 @@ class NotSupported(ServerError):
     """Not in this build, or switched off; says what to switch on."""
 
 
+class InternalError(ServerError):
+    """Something unforeseen; where it happened it was logged with its traceback."""
+
+
 class ConfigError(ServerError):
     """The model's configuration can't be served as it is."""
 
@@ -115,6 +121,7 @@ STATUS_OF: dict[type[BaseException], grpc.StatusCode] = {
     QueueTimeout: grpc.StatusCode.DEADLINE_EXCEEDED,
     DeadlineUnreachable: grpc.StatusCode.DEADLINE_EXCEEDED,
     asyncio.CancelledError: grpc.StatusCode.CANCELLED,
+    InternalError: grpc.StatusCode.INTERNAL,
     NotSupported: grpc.StatusCode.UNIMPLEMENTED,
     ExecutionFailed: grpc.StatusCode.INTERNAL,
     # Not a status that clients take elsewhere: what makes one server hang would make the next.

@@ -9,11 +9,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from backends.base import Tensors
 from protos import inference_pb2 as pb
 from scheduler.batcher import BatchFacts, Pending
 from scheduler.observer import Drop
+from server.batch_facts import tell_facts, told_facts
 from server.calls import TraceParent, leaves_by
 from server.codec import AnyResponse, DecodedRequest, tensor_bytes
 from server.errors import ModelNotReady
@@ -29,6 +32,7 @@ __all__ = ["Inference", "Started"]
 
 _log = logging.getLogger("paceline.server.inference")
 
+_NAMELESS = pb.ModelInferRequest()
 _QUIET_S = 0.05
 _QUIET_TRIES = 20
 
@@ -99,7 +103,7 @@ class Inference:
         began_ns = time.monotonic_ns()
         try:
             if not self.serving:
-                raise self._refusal(request)
+                raise self._refusal(self._repository.find(request.model_name, request.model_version))
             model = self._repository.get(request.model_name, request.model_version)
             decoded = model.codec.decode(request)
             if decoded.parameters.deadline_ns:
@@ -110,6 +114,36 @@ class Inference:
         except Exception as error:
             if model is not None:
                 model.statistics.on_failure(error, time.monotonic_ns() - began_ns)
+            if watch is not None:
+                watch.on_failure(error)
+            raise
+        return Started(request, model, decoded, pending, began_ns, watch)
+
+    # hot path: see bench/
+    def take(
+        self,
+        model: ServedModel,
+        decoded: DecodedRequest,
+        request_id: str,
+        rpc_deadline_ns: int,
+        parent: TraceParent | None,
+        began_ns: int,
+    ) -> Started:
+        """As `start`, for a request that was looked up and checked elsewhere, from `began_ns` on."""
+        request, watch = pb.ModelInferRequest(id=request_id) if request_id else _NAMELESS, None
+        if self._spans is not None or debugging.on:
+            request = pb.ModelInferRequest(model_name=model.name, model_version=model.version, id=request_id)
+            watch = RequestWatch(request, parent, self._spans, began_ns)
+            watch.on_taken(model.version, decoded.rows)
+        if not self.serving:
+            refusal = self._refusal(model)
+            if watch is not None:
+                watch.on_failure(refusal)
+            raise refusal
+        try:
+            pending = _submit(model, decoded, rpc_deadline_ns, watch)
+        except Exception as error:
+            model.statistics.on_failure(error, time.monotonic_ns() - began_ns)
             if watch is not None:
                 watch.on_failure(error)
             raise
@@ -128,6 +162,20 @@ class Inference:
         else:
             self._on_success(started, facts)
             return answer
+        finally:
+            del started
+
+    # hot path: see bench/
+    def finish_as(self, started: Started, send: Callable[[Started, Tensors, BatchFacts | None], None]) -> None:
+        """As `finish`, for an answer of another form: `send` gets the results, and raises what comes instead."""
+        try:
+            results, facts = _results(started.pending)
+            send(started, results, facts)
+        except BaseException as error:
+            started.on_failure(error)
+            raise
+        else:
+            self._on_success(started, facts)
         finally:
             del started
 
@@ -161,14 +209,12 @@ class Inference:
         if self._tracer.active and facts is not None:
             self._tracer.record(model.name, model.version, started.request.id, started.began_ns, facts)
 
-    def _refusal(self, request: AnyRequest | None) -> ModelNotReady:
+    def _refusal(self, model: ServedModel | None) -> ModelNotReady:
         """What a request, or a call that hasn't brought one yet, gets once the server stops; counted as its model's if
         there is one."""
         self._refused += 1
         error = ModelNotReady("the server is stopping")
-        if request is None:
-            return error
-        if (model := self._repository.find(request.model_name, request.model_version)) is not None:
+        if model is not None:
             model.statistics.on_drop(Drop.CLOSED)
             model.statistics.on_failure(error, 0)
         return error
@@ -194,23 +240,23 @@ def _submit(
 
 def _answer(started: Started, response: pb.ModelInferResponse | None) -> tuple[AnyResponse, BatchFacts | None]:
     """What the request gets, in `response` if there is one, and what became of it."""
-    model, decoded, pending = started.model, started.decoded, started.pending
+    model, decoded = started.model, started.decoded
+    try:
+        results, facts = _results(started.pending)
+        answer = model.codec.encode(started.request, decoded, results, response)
+        if isinstance(answer, pb.ModelInferResponse) and decoded.parameters.batch_info and facts is not None:
+            tell_facts(answer, model.batch_id_prefix, told_facts(facts))
+        return answer, facts
+    finally:
+        del started
+
+
+def _results(pending: asyncio.Future[Any]) -> tuple[Tensors, BatchFacts | None]:
     try:
         results = pending.result()
-        if not isinstance(pending, Pending):  # but the task of a split request, with its last part
-            results, pending = results
-        answer = model.codec.encode(started.request, decoded, results, response)
-        if isinstance(answer, pb.ModelInferResponse) and decoded.parameters.batch_info and pending.facts is not None:
-            _tell_facts(answer, model.batch_id_prefix, pending.facts)
-        return answer, pending.facts
+        if isinstance(pending, Pending):
+            return results, pending.facts
+        results, last = results  # of a split request, whose task this is, with its last part
+        return results, last.facts
     finally:
-        del started, pending
-
-
-def _tell_facts(response: pb.ModelInferResponse, batch_id_prefix: str, facts: BatchFacts) -> None:
-    told = response.parameters
-    told["paceline_batch_id"].string_param = f"{batch_id_prefix}-{facts.number}"
-    told["paceline_batch_rows"].int64_param = facts.rows
-    told["paceline_batch_padded_rows"].int64_param = facts.padded_rows
-    told["paceline_queue_us"].int64_param = facts.queue_ns // 1_000
-    told["paceline_compute_us"].int64_param = facts.compute_ns // 1_000
+        del pending

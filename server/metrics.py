@@ -21,7 +21,7 @@ from server.exposition import exposition
 from server.host_metrics import HostCollector
 from server.model_statistics import DURATION_BOUNDS_NS, DurationHistogram, VersionStatistics
 
-__all__ = ["Metrics", "VersionMetrics", "WaitingRoom"]
+__all__ = ["FrontsShown", "Metrics", "VersionMetrics", "WaitingRoom"]
 
 _ROW_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 _LEVELS = 16
@@ -38,6 +38,25 @@ class WaitingRoom(Protocol):
     def lanes(self) -> int: ...
 
     def waiting_of_level(self, level: int) -> int: ...
+
+
+class FrontsShown(Protocol):
+    """What there is to say of the processes that speak gRPC."""
+
+    @property
+    def running(self) -> int: ...
+
+    @property
+    def restarts(self) -> int: ...
+
+    @property
+    def requests(self) -> int: ...
+
+    @property
+    def input_bytes(self) -> int: ...
+
+    @property
+    def output_bytes(self) -> int: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +105,10 @@ class Metrics:
         """Show whether the server is ready, and how many models should serve and don't."""
         self._health = (ready, failed_models)
 
+    def add_fronts(self, fronts: FrontsShown) -> None:
+        """Show the processes that speak gRPC, where there are such."""
+        self._registry.register(_FrontsCollector(fronts))
+
     def text(self) -> bytes:
         """Everything, in Prometheus' text format 0.0.4."""
         return exposition(self._registry.collect()).encode()
@@ -101,6 +124,27 @@ class _Family:
     kind: str
     help: str
     samples: Callable[[VersionMetrics], Samples]
+
+
+class _FrontsCollector(Collector):
+    def __init__(self, fronts: FrontsShown) -> None:
+        self._fronts = fronts
+
+    def collect(self) -> Iterator[Metric]:
+        shown = self._fronts
+        yield GaugeMetricFamily("paceline_frontends", "Processes that speak gRPC and run", shown.running)
+        restarts = Metric("paceline_frontend_restarts", "Frontends that died and were replaced", "counter")
+        restarts.add_sample("paceline_frontend_restarts", {}, shown.restarts)
+        yield restarts
+        yield GaugeMetricFamily(
+            "paceline_frontend_requests", "Calls that frontends have handed over and wait for", shown.requests
+        )
+        held = GaugeMetricFamily(
+            "paceline_frontend_memory_bytes", "Shared memory that holds tensors on their way", labels=["direction"]
+        )
+        held.add_metric(["in"], shown.input_bytes)
+        held.add_metric(["out"], shown.output_bytes)
+        yield held
 
 
 class _ModelCollector(Collector):

@@ -6,7 +6,7 @@ Everybody may ask; changing needs a switch, since it changes the server for ever
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 
 from protos import inference_pb2 as pb
@@ -39,6 +39,7 @@ class RemoteSettings:
         self._repository = repository
         self._tracer = tracer
         self._is_allowed = is_allowed
+        self.on_log_change: Callable[[], None] = lambda: None
         traces = ("trace",) if tracer.can_trace else ()
         self.extensions: tuple[str, ...] = ("logging", *traces) if is_allowed else ()
 
@@ -48,6 +49,7 @@ class RemoteSettings:
         if request.settings:
             self._refuse_unless_allowed("log settings")
             log.apply(_changed(log.current(), request.settings))
+            self.on_log_change()
             _log.info("log settings changed by a client: %s", ", ".join(request.settings))
         settings = asdict(log.current())
         response = pb.LogSettingsResponse()

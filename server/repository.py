@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 
@@ -61,6 +61,7 @@ class Repository:
         self._regions = regions
         self._tracer = tracer
         self.on_change: Callable[[], None] = lambda: None
+        self.on_serving_changed: Callable[[], None] = lambda: None
         self._metrics = metrics
         self._backend_of = backend_of
         self._defaults = defaults
@@ -87,6 +88,11 @@ class Repository:
     def failures(self) -> dict[str, str]:
         """Why models don't serve that should, by name."""
         return {name: entry.failure for name, entry in self._entries.items() if entry.failure and entry.missing}
+
+    @property
+    def served(self) -> Mapping[tuple[str, str], ServedModel]:
+        """What requests find, by name and version as they may write it."""
+        return self._served
 
     @property
     def models(self) -> list[ServedModel]:
@@ -300,6 +306,7 @@ class Repository:
             self._served.pop((name, version), None)
         for model in models:
             self._served[name, model.version] = self._served[name, ""] = self._served[name, "-1"] = model
+        self.on_serving_changed()
 
     def _retire(self, entry: Entry[ServedModel], models: Sequence[ServedModel]) -> None:
         for model in models:

@@ -51,8 +51,9 @@ class ServedModel:
         self.counts_bytes = loaded.plan.policy.limits.max_bytes > 0
         # Apart from its number, which begins anew with every load, what a caller gets to see as the id of a batch.
         self.batch_id_prefix = secrets.token_hex(4)
-        limit = _MAX_PARTS * self.max_batch_rows if loaded.plan.splits else self.max_batch_rows
-        self.codec = codec_for(self.name, self.version, self.spec, limit, loaded.labels, regions)
+        # Rows of a request, where a batch may have fewer.
+        self.max_request_rows = _MAX_PARTS * self.max_batch_rows if loaded.plan.splits else self.max_batch_rows
+        self.codec = codec_for(self.name, self.version, self.spec, self.max_request_rows, loaded.labels, regions)
         self.statistics = VersionStatistics()
         self._partial = 0
         self._whole = asyncio.Event()

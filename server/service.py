@@ -11,9 +11,6 @@ from functools import partial
 from typing import Any, Protocol
 
 import grpc
-from google.protobuf.descriptor import MethodDescriptor
-from google.protobuf.message import DecodeError, Message
-from google.protobuf.message_factory import GetMessageClass
 
 from backends.base import TensorSpec
 from protos import inference_pb2 as pb
@@ -21,10 +18,10 @@ from server.answering import Context, Method, answering
 from server.calls import HeaderForwarding, add_headers, deadline_of, traceparent_of
 from server.codec import AnyResponse
 from server.errors import NotSupported
+from server.handlers import METHODS, add_handlers, handler_of
 from server.inference import Inference
 from server.repository import Repository, ServedModel
-from server.shortcuts import WireResponse
-from server.wire_request import AnyRequest, RequestReader, message_of
+from server.wire_request import AnyRequest, message_of
 
 __all__ = ["InferenceService", "RpcGroup"]
 
@@ -65,9 +62,11 @@ class InferenceService:
     def add_to(self, server: grpc.aio.Server) -> None:
         """Register the service with `server`, like the generated function, but for bytes that are no message: gRPC
         would answer those with UNKNOWN and a traceback in the log, this service does with INVALID_ARGUMENT."""
-        service = pb.DESCRIPTOR.services_by_name["GRPCInferenceService"]
-        handlers = {method.name: _handler(method, self._behaviour(method.name)) for method in service.methods}
-        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service.full_name, handlers),))
+        add_handlers(server, self.handlers())
+
+    def handlers(self) -> dict[str, Any]:
+        """gRPC's handler of each RPC, by its name."""
+        return {method.name: handler_of(method, self._behaviour(method.name)) for method in METHODS}
 
     def _behaviour(self, rpc: str) -> Callable[..., Any]:
         found: list[Callable[..., Any]] = [getattr(group, rpc) for group in self._groups if hasattr(group, rpc)]
@@ -105,28 +104,6 @@ class InferenceService:
         model = self._repository.get(request.name, request.version)
         versions = [model.version] if request.version else self._repository.versions(model.name)
         return _metadata(model, versions)
-
-
-def _handler(method: MethodDescriptor, behaviour: Callable[..., Any]) -> Any:
-    streams = method.client_streaming and method.server_streaming
-    make = grpc.stream_stream_rpc_method_handler if streams else grpc.unary_unary_rpc_method_handler
-    request = GetMessageClass(method.input_type)
-    read = RequestReader() if request is pb.ModelInferRequest else _tolerant(request.FromString)
-    return make(behaviour, read, _serialized)
-
-
-def _serialized(response: Message | WireResponse) -> bytes:
-    return response.SerializeToString()
-
-
-def _tolerant(parse: Callable[[bytes], Message]) -> Callable[[bytes], Message | DecodeError]:
-    def read(data: bytes) -> Message | DecodeError:
-        try:
-            return parse(data)
-        except DecodeError as error:
-            return error
-
-    return read
 
 
 def _metadata(model: ServedModel, versions: list[str]) -> pb.ModelMetadataResponse:

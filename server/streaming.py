@@ -14,6 +14,7 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
 
 import grpc
 from google.protobuf.message import DecodeError
@@ -21,10 +22,9 @@ from grpc.aio import EOF  # type: ignore[attr-defined]
 
 from protos import inference_pb2 as pb
 from server.answering import Context, answering, status_and_text
-from server.calls import HeaderForwarding, add_headers, deadline_of, header, traceparent_of
+from server.calls import HeaderForwarding, TraceParent, add_headers, deadline_of, header, traceparent_of
 from server.codec import AnyResponse
 from server.errors import InvalidRequest
-from server.inference import Inference, Started
 from server.parameters import CANCEL, UNORDERED
 from server.shortcuts import WireResponse
 from server.wire_request import AnyRequest, message_of
@@ -48,13 +48,39 @@ _FINAL_FIELD = pb.ModelInferResponse(parameters={FINAL: pb.InferParameter(bool_p
 """What is in every answer, as it is on the wire."""
 
 
+class UnderWay(Protocol):
+    """A request that was started."""
+
+    @property
+    def request(self) -> AnyRequest: ...
+
+    @property
+    def pending(self) -> asyncio.Future[Any]: ...
+
+
+class Inferring(Protocol):
+    """The steps of a request, as `server.inference` has them, or a process that hands them on. What `start` gives,
+    `finish` and `give_up` take."""
+
+    @property
+    def reads_parents(self) -> bool: ...
+
+    def start(self, request: AnyRequest, rpc_deadline_ns: int, parent: TraceParent | None) -> UnderWay: ...
+
+    def finish(self, started: Any, response: pb.ModelInferResponse) -> AnyResponse: ...
+
+    def give_up(self, started: Any) -> None: ...
+
+    def check_serving(self) -> None: ...
+
+
 class Streaming:
     """The RPC. A stream has at most `max_requests` requests under way, from reading one to having written its answer;
     while it has as many, nothing is read from it."""
 
     extensions: Sequence[str] = ()
 
-    def __init__(self, inference: Inference, max_requests: int, forwarding: HeaderForwarding | None = None) -> None:
+    def __init__(self, inference: Inferring, max_requests: int, forwarding: HeaderForwarding | None = None) -> None:
         self._inference = inference
         self._max_requests = max_requests
         self._forwarding = forwarding
@@ -86,11 +112,11 @@ class _Slot:
         self._stream = stream
         self.request = request
         self.unordered = unordered
-        self.started: Started | None = None
+        self.started: UnderWay | None = None
         self.failure: Failure | None = None
         self.done = False
 
-    def take(self) -> Started:
+    def take(self) -> UnderWay:
         """For `Inference.finish`, which counts the request: it isn't to be given up any more, should the stream end
         while its answer is being written."""
         started, self.started = self.started, None
@@ -104,7 +130,7 @@ class _Slot:
 class _Stream:
     """One call of the RPC."""
 
-    def __init__(self, inference: Inference, context: Context, max_requests: int, headers: Mapping[str, str]) -> None:
+    def __init__(self, inference: Inferring, context: Context, max_requests: int, headers: Mapping[str, str]) -> None:
         self._inference = inference
         self._context = context
         self._max_requests = max_requests

@@ -1,7 +1,8 @@
 """Messages over a socket, on an event loop, with few wake-ups.
 
 Lives here: sending and receiving. Must not: know a message. The rule: what is sent during one iteration of the loop
-leaves together at its end, and what has arrived is taken all at once, so that the price is per wake-up.
+leaves together, at its end or, where the other end is to be woken seldom, a few iterations later; and what has arrived
+is taken all at once, so that the price is per wake-up.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import socket
 from collections.abc import Callable
 
 from backends.transport.frames import FrameReader, Message, frame
+from backends.transport.gathering import Gathering
 
 __all__ = ["Channel", "socket_pair"]
 
@@ -33,11 +35,13 @@ def socket_pair() -> tuple[socket.socket, socket.socket]:
 class Channel:
     """One end. `on_messages` gets what has arrived, in order; `on_end` is called once, when the other end is gone.
 
-    Belongs to the event loop that `start` ran on.
+    Belongs to the event loop that `start` ran on. `gathering` says what to wait for with messages; without it they
+    leave at the end of the iteration.
     """
 
-    def __init__(self, end: socket.socket) -> None:
+    def __init__(self, end: socket.socket, gathering: Gathering | None = None) -> None:
         end.setblocking(False)
+        self._gathering = gathering
         self._socket = end
         self._reader = FrameReader()
         self._collected: list[Message] = []
@@ -64,11 +68,25 @@ class Channel:
 
     # hot path
     def send(self, message: Message) -> None:
-        """Send it with what else this iteration of the loop has to send. Into a closed channel goes nothing."""
+        """Send it with what else there is to send now. Into a closed channel goes nothing."""
         if not self._collected:
             assert self._loop is not None
-            self._loop.call_soon(self.flush)
+            if self._gathering is None:
+                self._loop.call_soon(self.flush)
+            else:
+                self._loop.call_soon(self._flush_unless_more, self._gathering, 1, 0, 0)
         self._collected.append(message)
+
+    # hot path
+    def _flush_unless_more(self, gathering: Gathering, seen: int, quiet: int, iterations: int) -> None:
+        """Send, unless more is likely to come up right away."""
+        messages = len(self._collected)
+        quiet = quiet + 1 if messages == seen else 0
+        if self._loop is not None and gathering.is_worth_waiting(messages, quiet, iterations):
+            self._loop.call_soon(self._flush_unless_more, gathering, messages, quiet, iterations + 1)
+        else:
+            gathering.on_sent(messages)
+            self.flush()
 
     # hot path: 2 us and a system call
     def flush(self) -> None:

@@ -17,6 +17,7 @@ from threading import get_ident
 from backends.base import Array
 from backends.transport.channel import Channel, socket_pair
 from backends.transport.frames import Message
+from backends.transport.gathering import Gathering
 from backends.transport.memory import Memory, Window, new_region
 from backends.transport.parcel import Parcel, pack, packed_start, unpack
 
@@ -48,16 +49,19 @@ class RemoteEnd:
 class Link:
     """One end. Belongs to the event loop that `start` ran on; arrays may be dropped on any thread."""
 
-    def __init__(self, end: socket.socket, own: Memory, other: int) -> None:
-        """Takes over `end`, and the descriptor `other` of the other end's memory."""
-        self._channel = Channel(end)
+    def __init__(self, end: socket.socket, own: Memory, other: int, gathering: Gathering | None = None) -> None:
+        """Takes over `end`, and the descriptor `other` of the other end's memory. With `gathering` it wakes the other
+        end less often."""
+        self._channel = Channel(end, gathering)
         self._own = own
         self._window = Window(other, self._on_gone)
-        self._gone: deque[int] = deque()
+        self._gone: deque[tuple[int, int]] = deque()
+        self._seen_bytes = 0
         self._tells_soon = False
         self._loop: asyncio.AbstractEventLoop
         self._thread = 0
         self._on_messages: Callable[[list[Message]], None]
+        self._on_room: Callable[[], None]
 
     @classmethod
     def pair(cls, size_bytes: int) -> tuple[Link, RemoteEnd]:
@@ -67,9 +71,9 @@ class Link:
         return cls(here, Memory(os.dup(remote.other)), os.dup(remote.own)), remote
 
     @classmethod
-    def join(cls, remote: RemoteEnd) -> Link:
+    def join(cls, remote: RemoteEnd, gathering: Gathering | None = None) -> Link:
         """The end that `remote` describes, in the process that has inherited it."""
-        return cls(socket.socket(fileno=remote.socket), Memory(remote.own), remote.other)
+        return cls(socket.socket(fileno=remote.socket), Memory(remote.own), remote.other, gathering)
 
     @property
     def size_bytes(self) -> int:
@@ -82,25 +86,36 @@ class Link:
         return self._own.used_bytes
 
     @property
+    def seen_bytes(self) -> int:
+        """What arrays here hold of the other end's memory, or have just let go."""
+        return self._seen_bytes
+
+    @property
     def unsent_bytes(self) -> int:
         """What the other end hasn't made room for."""
         return self._channel.unsent_bytes
 
-    def start(self, on_messages: Callable[[list[Message]], None], on_end: Callable[[], None]) -> None:
-        """Receive. `on_messages` gets what has arrived at a time; `on_end` is called once, when the other end goes."""
+    def start(
+        self,
+        on_messages: Callable[[list[Message]], None],
+        on_end: Callable[[], None],
+        on_room: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Receive. `on_messages` gets what has arrived at a time; `on_end` is called once, when the other end goes;
+        `on_room` whenever places of this end's memory were given back."""
         self._loop = asyncio.get_running_loop()
         self._thread = get_ident()
-        self._on_messages = on_messages
+        self._on_messages, self._on_room = on_messages, on_room
 
         def end() -> None:
-            self._window.forget()
+            self._forget()
             on_end()
 
         self._channel.start(self._receive, end)
 
     # hot path
     def send(self, message: Message) -> None:
-        """Send it at the end of this iteration of the loop; its kind is `FIRST_KIND` or more."""
+        """Send it with what else there is to send now; its kind is `FIRST_KIND` or more."""
         self._channel.send(message)
 
     # hot path
@@ -118,12 +133,18 @@ class Link:
     # hot path
     def unpack(self, parcel: Parcel) -> tuple[Array, ...]:
         """The arrays that the other end packed. Once for each parcel: its place is given back with the last array."""
+        self._seen_bytes += parcel[1]
         return unpack(parcel, self._window)
 
     def close(self) -> None:
         """End. Memory stays for as long as arrays over it do."""
         self._channel.close()
+        self._forget()
+
+    def _forget(self) -> None:
+        """Drop what belongs to those who have this link, and those who would tell it of places."""
         self._window.forget()
+        self._on_messages, self._on_room = _ignore, _nothing
 
     def _receive(self, messages: list[Message]) -> None:
         if any(message[0] == _GIVE_BACK for message in messages):
@@ -131,13 +152,14 @@ class Link:
                 if message[0] == _GIVE_BACK:
                     for start in message[1]:
                         self._own.free(start)
+            self._on_room()
             messages = [message for message in messages if message[0] != _GIVE_BACK]
         if messages:
             self._on_messages(messages)
 
-    def _on_gone(self, start: int) -> None:
+    def _on_gone(self, start: int, size_bytes: int) -> None:
         """On any thread, and wherever the interpreter happens to drop an array."""
-        self._gone.append(start)
+        self._gone.append((start, size_bytes))
         if self._tells_soon or self._channel.closed:
             return
         self._tells_soon = True
@@ -151,6 +173,16 @@ class Link:
         self._tells_soon = False
         starts = []
         while self._gone:
-            starts.append(self._gone.popleft())
+            start, size_bytes = self._gone.popleft()
+            self._seen_bytes -= size_bytes
+            starts.append(start)
         if starts:
             self._channel.send((_GIVE_BACK, starts))
+
+
+def _ignore(messages: list[Message]) -> None:
+    pass
+
+
+def _nothing() -> None:
+    pass

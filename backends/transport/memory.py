@@ -73,10 +73,10 @@ class Memory:
 
 
 class Window:
-    """The reader's side of a region. `gone` gets the start of each place whose last array was dropped, on whichever
-    thread that happened."""
+    """The reader's side of a region. `gone` gets start and size of each place whose last array was dropped, on
+    whichever thread that happened."""
 
-    def __init__(self, descriptor: int, gone: Callable[[int], None]) -> None:
+    def __init__(self, descriptor: int, gone: Callable[[int, int], None]) -> None:
         """Takes `descriptor` over, and closes it."""
         self._map = _mapped(descriptor, mmap.ACCESS_READ)
         self._gone = gone
@@ -99,13 +99,13 @@ class _Place(np.ndarray[Any, np.dtype[np.uint8]]):
 
     __slots__ = ("_gone", "_start")
     _start: int
-    _gone: Callable[[int], None]
+    _gone: Callable[[int, int], None]
 
     def __del__(self) -> None:
-        self._gone(self._start)
+        self._gone(self._start, self.size)
 
 
-def _ignore(start: int) -> None:
+def _ignore(start: int, size_bytes: int) -> None:
     pass
 
 

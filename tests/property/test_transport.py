@@ -101,7 +101,7 @@ def test_frames_cut_anywhere_come_out_as_they_went_in(
 def region(size: int) -> tuple[Memory, Window, list[int]]:
     descriptor = new_region(size)
     gone: list[int] = []
-    window = Window(os.dup(descriptor), gone.append)
+    window = Window(os.dup(descriptor), lambda start, size: gone.append(start))
     return Memory(descriptor), window, gone
 
 

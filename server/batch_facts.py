@@ -1,0 +1,34 @@
+"""What a request may learn of its batch: as the batcher has it, as it travels, and in the answer.
+
+Lives here: these forms. Must not: decide who is told.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, TypeAlias
+
+from protos import inference_pb2 as pb
+
+if TYPE_CHECKING:
+    from scheduler.batcher import BatchFacts
+
+__all__ = ["Facts", "tell_facts", "told_facts"]
+
+Facts: TypeAlias = tuple[int, int, int, int, int]
+"""Number of the batch, its rows and padded rows, nanoseconds in the queue and computing."""
+
+
+def told_facts(facts: BatchFacts) -> Facts:
+    """What there is to tell of `facts`."""
+    return facts.number, facts.rows, facts.padded_rows, facts.queue_ns, facts.compute_ns
+
+
+def tell_facts(response: pb.ModelInferResponse, batch_id_prefix: str, facts: Facts) -> None:
+    """Put them into `response`."""
+    number, rows, padded_rows, queue_ns, compute_ns = facts
+    told = response.parameters
+    told["paceline_batch_id"].string_param = f"{batch_id_prefix}-{number}"
+    told["paceline_batch_rows"].int64_param = rows
+    told["paceline_batch_padded_rows"].int64_param = padded_rows
+    told["paceline_queue_us"].int64_param = queue_ns // 1_000
+    told["paceline_compute_us"].int64_param = compute_ns // 1_000

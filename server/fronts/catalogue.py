@@ -1,0 +1,67 @@
+"""What fronts know of the models that the engine serves.
+
+Lives here: the snapshot that travels, and the look-up of a front. Must not: decide what a name means or why it means
+nothing; that the engine does. A front's look-up may be late: handles are never used twice, and the engine sends back
+what names one that is gone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from backends.base import ModelSpec
+from server.adapting_codec import codec_for
+from server.codec import ModelCodec
+
+__all__ = ["Card", "Catalogue", "LookUp", "Model"]
+
+
+@dataclass(frozen=True, slots=True)
+class Card:
+    """One version of a model as far as its codec goes."""
+
+    handle: int
+    name: str
+    version: str
+    spec: ModelSpec
+    max_request_rows: int
+    batch_id_prefix: str
+
+
+@dataclass(frozen=True, slots=True)
+class Catalogue:
+    """All that is served, and the handle that each name and version that a request may have stands for."""
+
+    cards: tuple[Card, ...]
+    names: Mapping[tuple[str, str], int]
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """What a front needs to take a request for a model."""
+
+    handle: int
+    codec: ModelCodec
+    batch_id_prefix: str
+
+
+class LookUp:
+    """The front's side: models by name and version, as the latest catalogue has them."""
+
+    def __init__(self) -> None:
+        self._models: dict[int, Model] = {}
+        self._names: dict[tuple[str, str], Model] = {}
+
+    def update(self, catalogue: Catalogue) -> None:
+        self._models = {card.handle: self._models.get(card.handle) or _model(card) for card in catalogue.cards}
+        self._names = {name: self._models[handle] for name, handle in catalogue.names.items()}
+
+    # hot path
+    def find(self, name: str, version: str) -> Model | None:
+        return self._names.get((name, version))
+
+
+def _model(card: Card) -> Model:
+    codec = codec_for(card.name, card.version, card.spec, card.max_request_rows)
+    return Model(card.handle, codec, card.batch_id_prefix)

@@ -1,0 +1,284 @@
+"""What one front asks for, done in the engine.
+
+Lives here: taking its messages, and answering. Must not: processes, or steps of a request that a server of one process
+has too (`server.inference`). A front that goes takes with it what it was waiting for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from backends.base import MISSING, Array, Tensors
+from backends.errors import ExecutionError
+from backends.transport.frames import Message
+from backends.transport.link import Link
+from backends.transport.parcel import Parcel
+from protos import inference_pb2 as pb
+from protos.datatypes import by_name
+from protos.tensors import TensorError, encode_raw
+from scheduler.batcher import BatchFacts
+from scheduler.errors import QueueFull
+from scheduler.observer import Drop
+from server.batch_facts import told_facts
+from server.calls import TraceParent
+from server.codec import DecodedRequest, tensor_bytes
+from server.fronts import protocol
+from server.fronts.calls import Aborted, CallContext
+from server.fronts.handles import Handles
+from server.inference import Inference, Started
+from server.parameters import NO_PARAMETERS, RequestParameters
+
+__all__ = ["Desk"]
+
+Handlers = Mapping[str, Any]
+"""gRPC's handlers of the RPCs, by name."""
+
+
+class Desk:
+    """Serves the front at the other end of `link`. `on_listens` gets the port when the front listens, or 0 and why it
+    can't; `on_end` is called once, when the front is gone and all that it had under way is taken back."""
+
+    def __init__(
+        self,
+        link: Link,
+        inference: Inference,
+        handles: Handles,
+        handlers: Handlers,
+        on_listens: Callable[[int, str], None],
+        on_end: Callable[[], None],
+    ) -> None:
+        self._link = link
+        self._inference = inference
+        self._handles = handles
+        self._handlers = handlers
+        self._on_listens = on_listens
+        self._on_end = on_end
+        # What the front waits for, by its numbers.
+        self._submitted: dict[int, _Submitted] = {}
+        self._tasks: dict[int, asyncio.Task[None]] = {}
+        # Results that wait for room in the memory that the front reads, first come first served.
+        self._results: deque[tuple[int, list[Array], tuple[int, ...] | None]] = deque()
+        self._quiet = asyncio.Event()
+
+    @property
+    def requests(self) -> int:
+        """What the front waits for."""
+        return len(self._submitted) + len(self._tasks) + len(self._results)
+
+    @property
+    def used_bytes(self) -> int:
+        """Taken of the memory for results."""
+        return self._link.used_bytes
+
+    @property
+    def seen_bytes(self) -> int:
+        """Of the front's memory, what requests here still hold."""
+        return self._link.seen_bytes
+
+    def start(self) -> None:
+        self._link.start(self._on_messages, self._on_gone, self._send_waiting)
+
+    def send(self, message: Message) -> None:
+        self._link.send(message)
+
+    async def until_quiet(self) -> None:
+        """Wait until the front waits for nothing."""
+        while self.requests:
+            self._quiet.clear()
+            await self._quiet.wait()
+
+    def close(self) -> None:
+        """As if the front had gone, but nobody is told."""
+        self._link.close()
+        self._take_back()
+
+    def _on_gone(self) -> None:
+        self._take_back()
+        self._on_end()
+
+    def _take_back(self) -> None:
+        self._results.clear()
+        submitted, self._submitted = self._submitted, {}
+        for one in submitted.values():
+            self._inference.give_up(one.started)
+        for task in self._tasks.values():
+            task.cancel()
+        self._quiet.set()
+
+    # hot path: see bench/
+    def _on_messages(self, messages: list[Message]) -> None:
+        for message in messages:
+            if message[0] == protocol.SUBMIT:
+                self._submit(*message[1:])
+            else:
+                self._do(message)
+
+    def _do(self, message: Message) -> None:
+        kind, *fields = message
+        if kind == protocol.CANCEL:
+            self._cancel(*fields)
+        elif kind == protocol.INFER:
+            self._run(fields[0], self._infer(*fields))
+        elif kind == protocol.CALL:
+            self._run(fields[0], self._call(*fields))
+        elif kind == protocol.REFUSED:
+            self._refused(*fields)
+        elif kind == protocol.LISTENS:
+            self._on_listens(*fields)
+
+    # hot path
+    def _submit(
+        self,
+        number: int,
+        handle: int,
+        request_id: str,
+        began_ns: int,
+        deadline_ns: int,
+        parent: TraceParent | None,
+        rows: int,
+        key: Any,
+        outputs: tuple[int, ...],
+        parameters: tuple[Any, ...] | None,
+        parcel: Parcel,
+    ) -> None:
+        inputs = self._link.unpack(parcel)
+        model = self._handles.model(handle)
+        if model is None:
+            self._link.send((protocol.STALE, number))
+            return
+        told = RequestParameters(*parameters) if parameters else NO_PARAMETERS
+        decoded = DecodedRequest(inputs, rows, key, outputs, told)
+        try:
+            started = self._inference.take(model, decoded, request_id, deadline_ns, parent, began_ns)
+        except Exception as error:  # noqa: BLE001 - the front's caller is owed an answer
+            self._fail(number, error)
+            return
+        submitted = self._submitted[number] = _Submitted(self, number, started)
+        started.pending.add_done_callback(submitted)
+
+    # hot path
+    def on_done(self, number: int, started: Started) -> None:
+        """There is a result, or an error instead."""
+        if self._submitted.pop(number, None) is None:
+            return
+        try:
+            self._inference.finish_as(started, partial(self._send_result, number))
+        except (Exception, asyncio.CancelledError) as error:  # noqa: BLE001 - the front's caller is owed an answer
+            self._fail(number, error)
+        self._look_whether_quiet()
+
+    # hot path
+    def _send_result(self, number: int, started: Started, results: Tensors, facts: BatchFacts | None) -> None:
+        """Send what the request wants of `results`, now or when there is room.
+
+        Raises ExecutionError, as the codec would, for what no message can carry, and QueueFull for what no front could
+        take.
+        """
+        decoded = started.decoded
+        outputs = [MISSING] * len(results)
+        for index in decoded.outputs:
+            outputs[index] = results[index]
+        told = told_facts(facts) if decoded.parameters.batch_info and facts is not None else None
+        if not self._results:
+            try:
+                if self._try_send(number, outputs, told):
+                    return
+            except (TypeError, ValueError) as error:
+                _check_sendable(started, outputs)
+                raise ExecutionError(f"model '{started.model.name}': outputs that can't be sent: {error}") from None
+        _check_sendable(started, outputs)
+        if sum(map(tensor_bytes, outputs)) > self._link.size_bytes // 2:
+            raise QueueFull(self._link.size_bytes, protocol.WHAT_IS_FULL)
+        self._results.append((number, outputs, told))
+
+    def _try_send(self, number: int, outputs: list[Array], facts: tuple[int, ...] | None) -> bool:
+        parcel = self._link.pack(outputs)
+        if parcel is None:
+            return False
+        self._link.send((protocol.RESULT, number, parcel, facts))
+        return True
+
+    def _send_waiting(self) -> None:
+        """There is more room."""
+        while self._results and self._try_send(*self._results[0]):
+            self._results.popleft()
+        self._look_whether_quiet()
+
+    def _cancel(self, number: int) -> None:
+        if (submitted := self._submitted.pop(number, None)) is not None:
+            self._inference.give_up(submitted.started)
+        elif (task := self._tasks.get(number)) is not None:
+            task.cancel()
+        self._look_whether_quiet()
+
+    def _refused(self, handle: int) -> None:
+        if (model := self._handles.model(handle)) is not None:
+            model.statistics.on_drop(Drop.FULL_BYTES)
+            model.statistics.on_failure(QueueFull(self._link.size_bytes, protocol.WHAT_IS_FULL), 0)
+
+    def _run(self, number: int, coroutine: Coroutine[Any, Any, None]) -> None:
+        task = self._tasks[number] = asyncio.get_running_loop().create_task(coroutine)
+        task.add_done_callback(lambda _: self._on_task(number))
+
+    def _on_task(self, number: int) -> None:
+        self._tasks.pop(number, None)
+        self._look_whether_quiet()
+
+    async def _infer(self, number: int, deadline_ns: int, parent: TraceParent | None, data: bytes) -> None:
+        """A request as it came, headers added."""
+        try:
+            response = await self._inference.infer(pb.ModelInferRequest.FromString(data), deadline_ns, parent)
+        except Exception as error:  # noqa: BLE001 - the front's caller is owed an answer
+            self._fail(number, error)
+        else:
+            self._link.send((protocol.ANSWER, number, response.SerializeToString()))
+
+    async def _call(
+        self, number: int, rpc: str, deadline_ns: int | None, headers: tuple[tuple[str, Any], ...], data: bytes
+    ) -> None:
+        """Any other RPC, as gRPC would call its handler."""
+        handler = self._handlers[rpc]
+        try:
+            response = await handler.unary_unary(handler.request_deserializer(data), CallContext(headers, deadline_ns))
+        except Aborted as aborted:
+            self._link.send((protocol.ABORTED, number, aborted.code.value[0], aborted.text))
+        else:
+            self._link.send((protocol.ANSWER, number, handler.response_serializer(response)))
+
+    def _fail(self, number: int, error: BaseException) -> None:
+        self._link.send((protocol.FAILED, number, *protocol.words_of(error)))
+
+    def _look_whether_quiet(self) -> None:
+        if not self.requests:
+            self._quiet.set()
+
+
+class _Submitted:
+    """A request of the front; called when its result is there."""
+
+    __slots__ = ("_desk", "_number", "started")
+
+    def __init__(self, desk: Desk, number: int, started: Started) -> None:
+        self._desk = desk
+        self._number = number
+        self.started = started
+
+    def __call__(self, pending: asyncio.Future[Any]) -> None:
+        self._desk.on_done(self._number, self.started)
+
+
+def _check_sendable(started: Started, outputs: Sequence[Array]) -> None:
+    """Raise ExecutionError, in the codec's words, for outputs that no message can carry."""
+    model = started.model
+    for index in started.decoded.outputs:
+        tensor, array = model.spec.outputs[index], outputs[index]
+        if array is MISSING or not array.dtype.hasobject:
+            continue
+        try:
+            encode_raw(array, by_name(tensor.datatype))
+        except TensorError as error:
+            raise ExecutionError(f"model '{model.name}': output '{tensor.name}': {error}") from None

@@ -1,0 +1,297 @@
+"""The fronts as the engine has them: processes that are started, told things, replaced when they die, and ended.
+
+Lives here: processes, the port that they share, what all of them are told. Must not: requests (`desk`). To
+`server.app` it is what a `Listener` is in a server of one process.
+
+A front gets its descriptors by inheritance and nothing else: what it is to do comes over the link. It ends when the
+link does, so that none outlives the engine, however that ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import pickle
+import socket
+import sys
+import time
+from collections.abc import Callable
+
+from backends.transport.frames import Message
+from backends.transport.link import Link
+from server import log
+from server.addresses import host_and_port, resolve
+from server.config import Settings
+from server.errors import StartError
+from server.fronts import protocol
+from server.fronts.desk import Desk, Handlers
+from server.fronts.handles import Handles
+from server.fronts.process import Greeting
+from server.inference import Inference
+from server.repository import Repository
+
+__all__ = ["Fleet"]
+
+_log = logging.getLogger("paceline.server.fronts")
+
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 5.0
+"""Between the death of a front and the next try, twice as long each time that it dies young."""
+_YOUNG_S = 10.0
+_WAY_OUT_S = 0.2
+"""At least, for answers that the engine has given to be with their callers."""
+_LAST_WORDS_S = 2.0
+"""A front that hasn't ended so long after its grace is killed."""
+
+
+class Fleet:
+    """`settings.frontends` fronts, which hand requests to `inference` and other RPCs to `handlers`."""
+
+    def __init__(self, settings: Settings, inference: Inference, repository: Repository, handlers: Handlers) -> None:
+        self._settings = settings
+        self._inference = inference
+        self._repository = repository
+        self._handlers = handlers
+        self._handles = Handles()
+        self._fronts = [_Front(self, number) for number in range(1, settings.frontends + 1)]
+        self._port_holder: socket.socket | None = None
+        self._changed = False
+        self._stopping = False
+        self._ready = False
+        self._catalogue: Message = (protocol.CATALOGUE, b"")
+        self.restarts = 0
+
+    @property
+    def running(self) -> int:
+        """Fronts that are there."""
+        return len(self.desks)
+
+    @property
+    def requests(self) -> int:
+        """What fronts wait for."""
+        return sum(desk.requests for desk in self.desks)
+
+    @property
+    def input_bytes(self) -> int:
+        """Shared memory that requests here hold."""
+        return sum(desk.seen_bytes for desk in self.desks)
+
+    @property
+    def output_bytes(self) -> int:
+        """Shared memory that results take which fronts haven't let go."""
+        return sum(desk.used_bytes for desk in self.desks)
+
+    @property
+    def desks(self) -> list[Desk]:
+        """Of the fronts that run."""
+        return [front.desk for front in self._fronts if front.desk is not None]
+
+    async def open(self, port: int) -> int:
+        """Start the fronts and have them listen on `port`, or if that is 0 on a free one; the port. Raises StartError,
+        and then none is left."""
+        self._hold_port(port)
+        self._repository.on_serving_changed = self._on_models_changed
+        self._take_stock()
+        for front in self._fronts:
+            front.start()
+        try:
+            await asyncio.gather(*(front.listens for front in self._fronts))
+        except BaseException:
+            self._stopping = True
+            await self.stop(0)
+            raise
+        return self.port
+
+    def set_serving(self, serving: bool) -> None:
+        """What health says, in all fronts."""
+        self._ready = serving
+        self._tell(self.state)
+
+    def announce_end(self) -> None:
+        """Health says NOT_SERVING for good, in all fronts."""
+        self._stopping = True
+        self._tell(self.state)
+
+    def tell_log_settings(self) -> None:
+        """Have all fronts log as this process does now."""
+        self._tell((protocol.LOG, pickle.dumps(log.current())))
+
+    async def stop(self, grace_s: float) -> None:
+        """Let the fronts answer what they have, for `grace_s`, and end."""
+        self._stopping = True
+        until_s = time.monotonic() + grace_s
+        for front in self._fronts:
+            front.listens.cancel()
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(asyncio.gather(*(desk.until_quiet() for desk in self.desks)), max(grace_s, 0.05))
+        left_s = max(until_s - time.monotonic(), _WAY_OUT_S)
+        self._tell((protocol.END, left_s))
+        await asyncio.gather(*(front.stop(left_s + _LAST_WORDS_S) for front in self._fronts))
+        if self._port_holder is not None:
+            self._port_holder.close()
+
+    async def wait_for_termination(self) -> None:
+        """Return once all fronts have ended for good."""
+        await asyncio.gather(*(front.ended.wait() for front in self._fronts))
+
+    @property
+    def state(self) -> Message:
+        """What fronts are told of the server as a whole."""
+        return protocol.STATE, self._inference.serving, self._ready and not self._stopping, self._stopping
+
+    @property
+    def port(self) -> int:
+        assert self._port_holder is not None
+        port: int = self._port_holder.getsockname()[1]
+        return port
+
+    @property
+    def stopping(self) -> bool:
+        return self._stopping
+
+    def greet(self, desk: Desk) -> None:
+        """Tell a new front all it needs."""
+        greeting = Greeting(self._settings, self.port, log.current(), self._inference.reads_parents)
+        desk.send((protocol.HELLO, pickle.dumps(greeting)))
+        desk.send(self._catalogue)
+        desk.send(self.state)
+
+    def desk(self, link: Link, on_listens: Callable[[int, str], None], on_end: Callable[[], None]) -> Desk:
+        return Desk(link, self._inference, self._handles, self._handlers, on_listens, on_end)
+
+    @property
+    def memory_bytes(self) -> int:
+        return self._settings.frontend_memory_mb * 2**20
+
+    def _hold_port(self, port: int) -> None:
+        """Keep the port for the fronts: who doesn't listen gets no connections, but others can't have it."""
+        address = self._settings.grpc_address
+        try:
+            family, (host, _) = resolve(address, port)
+            holder = socket.socket(family, socket.SOCK_STREAM)
+            self._port_holder = holder
+            holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            holder.bind((host, port))
+            # Not before: another server that shares its port would have shared it with this one.
+            holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        except OSError as error:
+            raise StartError(f"gRPC can't listen on {host_and_port(address, port)}: {error.strerror}") from None
+
+    def _on_models_changed(self) -> None:
+        """At once: an answer that tells of the change leaves after it."""
+        self._take_stock()
+        self._tell(self._catalogue)
+
+    def _take_stock(self) -> None:
+        self._catalogue = protocol.CATALOGUE, pickle.dumps(self._handles.update(self._repository.served))
+
+    def _tell(self, message: Message) -> None:
+        for desk in self.desks:
+            desk.send(message)
+
+
+class _Front:
+    """The place of one front, whichever process has it."""
+
+    def __init__(self, fleet: Fleet, number: int) -> None:
+        self._fleet = fleet
+        self._number = number
+        self._process: asyncio.subprocess.Process | None = None
+        self._keeping: asyncio.Task[None] | None = None
+        self.desk: Desk | None = None
+        self.listens: asyncio.Future[None] = asyncio.Future()
+        self.ended = asyncio.Event()
+
+    def start(self) -> None:
+        self._keeping = asyncio.get_running_loop().create_task(self._keep())
+
+    async def stop(self, patience_s: float) -> None:
+        """Wait for its end, but not longer than that."""
+        if self._keeping is None:
+            return
+        await asyncio.wait((self._keeping,), timeout=patience_s)
+        if self._process is not None and self._process.returncode is None:
+            _log.warning("front %d did not end in time and is killed", self._number)
+            self._process.kill()
+        else:
+            self._keeping.cancel()
+        await asyncio.wait((self._keeping,))
+
+    async def _keep(self) -> None:
+        """Start it, and again whenever it has died, until the server stops."""
+        pause_s = _FIRST_PAUSE_S
+        try:
+            while not self._fleet.stopping:
+                born_s = time.monotonic()
+                try:
+                    how = f"ended with status {await self._live()}"
+                except OSError as error:
+                    how = f"could not be started: {error.strerror}"
+                if self._fleet.stopping:
+                    break
+                if not self.listens.done():
+                    self.listens.set_exception(StartError(f"a front {how} before it listened"))
+                    break
+                pause_s = _FIRST_PAUSE_S if time.monotonic() - born_s > _YOUNG_S else pause_s
+                _log.error("front %d %s; the next one in %g s", self._number, how, pause_s)
+                self._fleet.restarts += 1
+                await asyncio.sleep(pause_s)
+                pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+        finally:
+            self.ended.set()
+
+    async def _live(self) -> int:
+        """One process, from its start to its end; its exit status."""
+        link, remote = Link.pair(self._fleet.memory_bytes)
+        gone = asyncio.Event()
+        try:
+            try:
+                self._process = await asyncio.create_subprocess_exec(
+                    *_command(*remote.descriptors),
+                    stdin=asyncio.subprocess.DEVNULL,
+                    pass_fds=remote.descriptors,
+                    # What a terminal sends to all that runs in it is for the engine.
+                    start_new_session=True,
+                )
+            finally:
+                remote.close()
+            self.desk = self._fleet.desk(link, self._on_listens, gone.set)
+            self.desk.start()
+            self._fleet.greet(self.desk)
+            # What it said before it went is in the link still.
+            status = await self._process.wait()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(gone.wait(), 1)
+            return status
+        finally:
+            desk, self.desk = self.desk, None
+            if desk is not None:
+                desk.close()
+            else:
+                link.close()
+            if self._process is not None and self._process.returncode is None:
+                self._process.kill()
+
+    def _on_listens(self, port: int, problem: str) -> None:
+        if port:
+            _log.debug("front %d listens", self._number)
+        else:
+            _log.error("front %d: %s", self._number, problem)
+        if not self.listens.done():
+            if port:
+                self.listens.set_result(None)
+            else:
+                self.listens.set_exception(StartError(problem))
+        elif not port and self._process is not None:
+            self._process.kill()
+
+
+def _command(*descriptors: int) -> list[str]:
+    """Python as it runs here, with the modules that are found here, wherever it was started. Signals first: the imports
+    take a while."""
+    code = (
+        f"import signal, sys; sys.path[:] = {sys.path!r}; "
+        "[signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)]; "
+        f"from server.fronts.process import main; main{descriptors!r}"
+    )
+    return [sys.executable, "-P", "-c", code, "paceline-front"]

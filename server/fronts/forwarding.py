@@ -1,0 +1,43 @@
+"""RPCs that a front hands to the engine as they come: all but inference, health and reflection.
+
+Lives here: the one handler that they share, whatever their messages. Must not: know any of them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from backends.transport.link import Link
+from scheduler.errors import QueueFull
+from server.answering import Context
+from server.errors import status_of
+from server.fronts import protocol
+from server.fronts.calls import Aborted
+from server.fronts.remote import Replies
+
+__all__ = ["forwarded"]
+
+
+def forwarded(rpc: str, link: Link, replies: Replies) -> Callable[[bytes, Context], Any]:
+    """A unary handler from bytes to bytes, whose answers the engine gives."""
+
+    async def call(data: bytes, context: Context) -> bytes:
+        try:
+            replies.refuse_if_full()
+        except QueueFull as error:
+            code = status_of(error)
+            await context.abort(code, str(error))
+        remaining_s = context.time_remaining()
+        deadline_ns = None if remaining_s is None else time.monotonic_ns() + int(remaining_s * 1e9)
+        headers = tuple((key, value) for key, value in context.invocation_metadata())
+        reply = replies.expect()
+        link.send((protocol.CALL, reply.number, rpc, deadline_ns, headers, data))
+        try:
+            answer: bytes = await reply
+        except Aborted as aborted:
+            await context.abort(aborted.code, aborted.text)
+        return answer
+
+    return call

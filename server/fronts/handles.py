@@ -1,0 +1,40 @@
+"""The engine's side of the catalogue: models by the handles that fronts know them by.
+
+Lives here: giving handles, and making the snapshot. Must not: send it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from itertools import count
+
+from server.fronts.catalogue import Card, Catalogue
+from server.repository import ServedModel
+
+__all__ = ["Handles"]
+
+
+class Handles:
+    """The engine's side: models by handle."""
+
+    def __init__(self) -> None:
+        self._numbers = count(1)
+        self._handles: dict[ServedModel, int] = {}
+        self._models: dict[int, ServedModel] = {}
+
+    # hot path
+    def model(self, handle: int) -> ServedModel | None:
+        """The model, if it still serves."""
+        return self._models.get(handle)
+
+    def update(self, served: Mapping[tuple[str, str], ServedModel]) -> Catalogue:
+        """Give handles to those who are new, forget those who are gone."""
+        models: Iterable[ServedModel] = dict.fromkeys(served.values())
+        self._handles = {model: self._handles.get(model) or next(self._numbers) for model in models}
+        self._models = {handle: model for model, handle in self._handles.items()}
+        cards = tuple(_card(model, handle) for model, handle in self._handles.items())
+        return Catalogue(cards, {name: self._handles[model] for name, model in served.items()})
+
+
+def _card(model: ServedModel, handle: int) -> Card:
+    return Card(handle, model.name, model.version, model.spec, model.max_request_rows, model.batch_id_prefix)

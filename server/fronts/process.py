@@ -1,0 +1,160 @@
+"""A front: the process that speaks gRPC and hands requests to the engine.
+
+Lives here: its main function, and doing what the engine says. Must not: anything that needs a model. It follows the
+engine in all it does: the signals that a supervisor sends to a whole group of processes are ignored, and when the
+connection to the engine ends, however that came, so does it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import pickle
+import sys
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import grpc
+
+from backends.transport.frames import Message
+from backends.transport.gathering import Gathering
+from backends.transport.link import Link, RemoteEnd
+from server import log
+from server.answering import Context, answering
+from server.calls import HeaderForwarding, add_headers, deadline_of, traceparent_of
+from server.codec import AnyResponse
+from server.config import Settings
+from server.errors import StartError
+from server.fronts import protocol
+from server.fronts.catalogue import LookUp
+from server.fronts.forwarding import forwarded
+from server.fronts.remote import RemoteInference, Replies
+from server.handlers import METHODS, add_handlers, handler_of
+from server.listener import Listener
+from server.loop import SWITCH_INTERVAL_S, new_loop
+from server.streaming import Streaming
+from server.tuning import keep_freed_memory
+from server.wire_request import AnyRequest, message_of
+
+__all__ = ["Greeting", "main"]
+
+_log = logging.getLogger("paceline.server.fronts")
+
+
+@dataclass(frozen=True, slots=True)
+class Greeting:
+    """The first thing that the engine says: what to listen on, and how to log."""
+
+    settings: Settings
+    port: int
+    log: log.LogSettings
+    reads_parents: bool
+
+
+def main(socket: int, own: int, other: int) -> None:
+    """Be a front, at the end of the link that these descriptors are, in a process that ignores SIGINT and SIGTERM."""
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    keep_freed_memory()
+    with asyncio.Runner(loop_factory=new_loop) as runner:
+        runner.run(_Front(Link.join(RemoteEnd(socket, own, other), Gathering())).run())
+    logging.shutdown()
+    # What gRPC would take down now, this process's end takes down as well.
+    os._exit(0)
+
+
+class _Front:
+    def __init__(self, link: Link) -> None:
+        self._link = link
+        self._models = LookUp()
+        self._replies = Replies(link)
+        self._inference = RemoteInference(link, self._replies, self._models)
+        self._forwarding: HeaderForwarding | None = None
+        self._listener: Listener
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def run(self) -> None:
+        """Return when the engine has said that it is the end, and everything is answered."""
+        self._ended = asyncio.Event()
+        self._link.start(self._on_messages, _on_engine_gone)
+        await self._ended.wait()
+
+    # hot path
+    def _on_messages(self, messages: list[Message]) -> None:
+        for message in messages:
+            if message[0] in _REPLIES:
+                self._replies.on_message(message)
+            else:
+                self._obey(*message)
+
+    def _obey(self, kind: int, *fields: Any) -> None:
+        if kind == protocol.HELLO:
+            self._start(pickle.loads(fields[0]))
+        elif kind == protocol.CATALOGUE:
+            self._models.update(pickle.loads(fields[0]))
+        elif kind == protocol.STATE:
+            self._set_state(*fields)
+        elif kind == protocol.LOG:
+            log.apply(pickle.loads(fields[0]))
+            _log.debug("a front logs as it was told")
+        elif kind == protocol.END:
+            self._begin(self._end(*fields))
+
+    def _start(self, greeting: Greeting) -> None:
+        log.apply(greeting.log)
+        settings = greeting.settings
+        self._inference.reads_parents = greeting.reads_parents
+        if pattern := settings.grpc_header_forward_pattern:
+            self._forwarding = HeaderForwarding(pattern)
+        streaming = Streaming(self._inference, settings.grpc_max_stream_requests, self._forwarding)
+        self._listener = Listener(settings, partial(self._add_services, streaming), streaming.close, shares_port=True)
+        self._begin(self._listen(greeting.port))
+
+    def _add_services(self, streaming: Streaming, server: grpc.aio.Server) -> None:
+        own = {"ModelInfer": self.ModelInfer, "ModelStreamInfer": streaming.ModelStreamInfer}
+        handlers = {
+            method.name: handler_of(method, own[method.name])
+            if method.name in own
+            else grpc.unary_unary_rpc_method_handler(forwarded(method.name, self._link, self._replies))
+            for method in METHODS
+        }
+        add_handlers(server, handlers)
+
+    # hot path: see bench/
+    @answering
+    async def ModelInfer(self, request: AnyRequest, context: Context) -> AnyResponse:
+        if self._forwarding is not None:
+            request = message_of(request)
+            add_headers(request, self._forwarding.headers(context))
+        parent = traceparent_of(context) if self._inference.reads_parents else None
+        return await self._inference.infer(request, deadline_of(context), parent)
+
+    async def _listen(self, port: int) -> None:
+        try:
+            self._link.send((protocol.LISTENS, await self._listener.open(port), ""))
+        except StartError as error:
+            self._link.send((protocol.LISTENS, 0, str(error)))
+
+    def _set_state(self, serving: bool, ready: bool, stops: bool) -> None:
+        self._inference.serving = serving
+        self._listener.set_serving(ready)
+        if stops:
+            self._listener.announce_end()
+
+    async def _end(self, grace_s: float) -> None:
+        await self._listener.stop(grace_s)
+        self._ended.set()
+
+    def _begin(self, coroutine: Any) -> None:
+        task = asyncio.get_running_loop().create_task(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+
+_REPLIES = frozenset((protocol.RESULT, protocol.STALE, protocol.FAILED, protocol.ANSWER, protocol.ABORTED))
+
+
+def _on_engine_gone() -> None:
+    """Killed, or at its end in haste. Nobody is left to answer for."""
+    os._exit(1)

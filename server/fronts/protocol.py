@@ -1,0 +1,82 @@
+"""What fronts and the engine say to each other, and how errors travel.
+
+Lives here: kinds of messages with their fields, in order. Must not: act on them. Numbers called `id` are the front's,
+for what it waits for. Deadlines are on the monotonic clock, which is the same for all processes of a machine.
+"""
+
+from __future__ import annotations
+
+import logging
+
+import grpc
+
+from backends.transport.link import FIRST_KIND
+from server.errors import STATUS_OF, InternalError
+
+__all__ = [
+    "ABORTED",
+    "ANSWER",
+    "CALL",
+    "CANCEL",
+    "CATALOGUE",
+    "END",
+    "FAILED",
+    "HELLO",
+    "INFER",
+    "LISTENS",
+    "LOG",
+    "REFUSED",
+    "RESULT",
+    "STALE",
+    "STATE",
+    "SUBMIT",
+    "WHAT_IS_FULL",
+    "error_of",
+    "status_of_number",
+    "words_of",
+]
+
+# From the front.
+LISTENS = FIRST_KIND  # port, or 0 and why not
+SUBMIT = FIRST_KIND + 1  # id, as Desk._submit takes it
+INFER = FIRST_KIND + 2  # id, deadline, trace parent or None, bytes of a ModelInferRequest
+CALL = FIRST_KIND + 3  # id, name of the RPC, deadline or None, headers, bytes of the request
+CANCEL = FIRST_KIND + 4  # id
+REFUSED = FIRST_KIND + 5  # model's handle; there was no room to submit it
+
+# From the engine.
+HELLO = FIRST_KIND + 6  # pickled Greeting
+CATALOGUE = FIRST_KIND + 7  # pickled Catalogue
+STATE = FIRST_KIND + 8  # whether it serves, is ready, stops
+RESULT = FIRST_KIND + 9  # id, parcel of outputs, facts; to SUBMIT
+STALE = FIRST_KIND + 10  # id; to SUBMIT, for a model that is gone
+FAILED = FIRST_KIND + 11  # id, words of the error; to SUBMIT and INFER
+ANSWER = FIRST_KIND + 12  # id, bytes of the response; to INFER and CALL
+ABORTED = FIRST_KIND + 13  # id, number of the status, text; to CALL
+END = FIRST_KIND + 14  # seconds of grace
+LOG = FIRST_KIND + 15  # pickled LogSettings
+
+WHAT_IS_FULL = "bytes of tensors on their way between processes (--frontend-memory-mb)"
+
+_log = logging.getLogger("paceline.server.fronts")
+_STATUSES = {code.value[0]: code for code in grpc.StatusCode}
+_BY_NAME = {kind.__name__: kind for kind in STATUS_OF}
+
+
+def status_of_number(number: int) -> grpc.StatusCode:
+    return _STATUSES[number]
+
+
+def words_of(error: BaseException) -> tuple[str, str]:
+    """What to send of an error: the name of its class, or of the base that the table of statuses has, and its text."""
+    for kind in type(error).__mro__:
+        if kind in STATUS_OF:
+            return kind.__name__, str(error)
+    _log.error("a request failed on something unforeseen", exc_info=error)
+    return InternalError.__name__, f"internal error: {type(error).__name__}: {error}"
+
+
+def error_of(name: str, text: str) -> BaseException:
+    """The error again, as far as its status and text go; what else it had is lost."""
+    kind = _BY_NAME[name]
+    return kind.__new__(kind, text)

@@ -1,0 +1,231 @@
+"""Inference in a front: decoded here, batched and executed in the engine.
+
+Lives here: what stands in for `server.inference.Inference`, step by step the same. Must not: RPCs. Whatever isn't plain
+(an unknown model, a faulty request, tensors in clients' shared memory, outputs in another form than raw) goes to the
+engine as it came, which finds the right words and counts it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from dataclasses import fields
+from itertools import count
+from operator import attrgetter
+from typing import Any, NamedTuple, cast
+
+from backends.base import Tensors
+from backends.transport.frames import Message
+from backends.transport.link import Link
+from protos import inference_pb2 as pb
+from scheduler.errors import QueueFull
+from server.batch_facts import tell_facts
+from server.calls import TraceParent, leaves_by
+from server.codec import AnyResponse, DecodedRequest
+from server.errors import ModelNotReady, ServerError
+from server.fronts import protocol
+from server.fronts.calls import Aborted
+from server.fronts.catalogue import LookUp, Model
+from server.parameters import NO_PARAMETERS, RequestParameters
+from server.shortcuts import WireResponse
+from server.wire_request import AnyRequest, WireRequest
+
+__all__ = ["RemoteInference", "Replies", "Reply", "Started"]
+
+_MOST_UNSENT_BYTES = 64 * 2**20
+"""Messages that the engine doesn't take: it hangs, and whoever comes is better told than kept."""
+
+_parameter_values: Callable[[RequestParameters], tuple[Any, ...]] = attrgetter(
+    *(one.name for one in fields(RequestParameters))
+)
+
+
+class Reply(asyncio.Future[Any]):
+    """What the engine answers. Cancelling it tells the engine."""
+
+    replies: Replies
+    number: int
+
+    def cancel(self, msg: Any | None = None) -> bool:
+        cancelled = super().cancel(msg)
+        if cancelled:
+            self.replies.on_cancel(self.number)
+        return cancelled
+
+
+class Replies:
+    """All that a front waits for."""
+
+    def __init__(self, link: Link) -> None:
+        self._link = link
+        self._numbers = count(1)
+        self._waiting: dict[int, Reply] = {}
+        # As they came, for the case that the engine has them sent again.
+        self._requests: dict[int, tuple[AnyRequest, int, TraceParent | None]] = {}
+
+    def refuse_if_full(self) -> None:
+        """Raise QueueFull if the engine takes nothing."""
+        if self._link.unsent_bytes > _MOST_UNSENT_BYTES:
+            raise QueueFull(_MOST_UNSENT_BYTES, "bytes of messages to the engine, which does not take them")
+
+    # hot path
+    def expect(self) -> Reply:
+        """A new one; its number is to be sent along."""
+        reply = Reply()
+        reply.replies = self
+        reply.number = number = next(self._numbers)
+        self._waiting[number] = reply
+        return reply
+
+    # hot path
+    def submit(self, request: AnyRequest, deadline_ns: int, parent: TraceParent | None, *fields: Any) -> Reply:
+        """Have the engine execute what was decoded, which `fields` say."""
+        reply = self.expect()
+        self._requests[reply.number] = request, deadline_ns, parent
+        self._link.send((protocol.SUBMIT, reply.number, *fields))
+        return reply
+
+    def send_whole(self, request: AnyRequest, deadline_ns: int, parent: TraceParent | None) -> Reply:
+        """Have the engine do everything."""
+        self.refuse_if_full()
+        reply = self.expect()
+        self._link.send((protocol.INFER, reply.number, deadline_ns, parent, _bytes_of(request)))
+        return reply
+
+    def on_cancel(self, number: int) -> None:
+        self._requests.pop(number, None)
+        if self._waiting.pop(number, None) is not None:
+            self._link.send((protocol.CANCEL, number))
+
+    # hot path
+    def on_message(self, message: Message) -> None:
+        """One that brings a reply."""
+        kind, number = message[:2]
+        if kind == protocol.STALE:
+            self._send_again(number)
+            return
+        self._requests.pop(number, None)
+        reply = self._waiting.pop(number, None)
+        if kind == protocol.RESULT:
+            # Also for nobody: only what is unpacked is given back.
+            result = self._link.unpack(message[2]), message[3]
+            if reply is not None:
+                reply.set_result(result)
+        elif reply is None:
+            pass
+        elif kind == protocol.ANSWER:
+            reply.set_result(message[2])
+        elif kind == protocol.FAILED:
+            reply.set_exception(protocol.error_of(*message[2:]))
+        elif kind == protocol.ABORTED:
+            reply.set_exception(Aborted(protocol.status_of_number(message[2]), message[3]))
+
+    def _send_again(self, number: int) -> None:
+        """The model that it was decoded for is gone; there may be another of its name."""
+        if (found := self._requests.pop(number, None)) is not None:
+            request, deadline_ns, parent = found
+            self._link.send((protocol.INFER, number, deadline_ns, parent, _bytes_of(request)))
+
+
+def _bytes_of(request: AnyRequest) -> bytes:
+    return request.data if isinstance(request, WireRequest) else request.SerializeToString()
+
+
+class Started(NamedTuple):
+    """A request on its way. Cancelling `pending` takes it back; once it is done, `finish` has the answer. Without
+    `model` the engine makes the answer."""
+
+    request: AnyRequest
+    pending: asyncio.Future[Any]
+    model: Model | None = None
+    decoded: DecodedRequest | None = None
+
+
+class RemoteInference:
+    """Answers inference requests; `serving`, and whether it `reads_parents`, are what the engine says."""
+
+    def __init__(self, link: Link, replies: Replies, models: LookUp) -> None:
+        self._link = link
+        self._replies = replies
+        self._models = models
+        self.serving = self.reads_parents = False
+
+    # hot path: see bench/
+    async def infer(self, request: AnyRequest, rpc_deadline_ns: int, parent: TraceParent | None = None) -> AnyResponse:
+        """The answer to `request`, whose caller gives up at `rpc_deadline_ns` on the monotonic clock.
+
+        Cancelling it takes the request back. Raises what `server.errors` has a status for.
+        """
+        started = self.start(request, rpc_deadline_ns, parent)
+        try:
+            await started.pending
+            return self.finish(started, None)
+        finally:
+            # An error has a traceback, that this frame, and this frame, by what it waited for, would have the error.
+            del started
+
+    # hot path: see bench/
+    def start(self, request: AnyRequest, rpc_deadline_ns: int, parent: TraceParent | None = None) -> Started:
+        """Check `request` and hand it to the engine. Raises QueueFull; the rest `finish` does."""
+        model = self._models.find(request.model_name, request.model_version)
+        if model is None:
+            return Started(request, self._replies.send_whole(request, rpc_deadline_ns, parent))
+        began_ns = time.monotonic_ns()
+        try:
+            decoded = model.codec.decode(request)
+        except (ServerError, ValueError):
+            return Started(request, self._replies.send_whole(request, rpc_deadline_ns, parent))
+        told = decoded.parameters
+        if told.typed_outputs or decoded.classes:
+            return Started(request, self._replies.send_whole(request, rpc_deadline_ns, parent))
+        deadline_ns = rpc_deadline_ns
+        if told.deadline_ns:
+            deadline_ns = min(deadline_ns, leaves_by(told.deadline_ns / 1e9))
+        self._replies.refuse_if_full()
+        # Without regions none of them lies in clients' shared memory.
+        parcel = self._link.pack(cast("Tensors", decoded.inputs))
+        if parcel is None:
+            self._link.send((protocol.REFUSED, model.handle))
+            raise QueueFull(self._link.size_bytes, protocol.WHAT_IS_FULL)
+        values = None if told is NO_PARAMETERS else _parameter_values(told)
+        pending = self._replies.submit(
+            request,
+            rpc_deadline_ns,
+            parent,
+            model.handle,
+            request.id,
+            began_ns,
+            deadline_ns,
+            parent,
+            decoded.rows,
+            decoded.key,
+            decoded.outputs,
+            values,
+            parcel,
+        )
+        return Started(request, pending, model, decoded)
+
+    # hot path: see bench/
+    def finish(self, started: Started, response: pb.ModelInferResponse | None) -> AnyResponse:
+        """The answer, once `started.pending` is done: in `response`, which is empty, or apart from it. Raises what came
+        instead."""
+        model, decoded, result = started.model, started.decoded, started.pending.result()
+        if isinstance(result, bytes):
+            return WireResponse((result,), len(result))
+        assert model is not None
+        assert decoded is not None
+        outputs, facts = result
+        answer = model.codec.encode(started.request, decoded, outputs, response)
+        if isinstance(answer, pb.ModelInferResponse) and facts is not None:
+            tell_facts(answer, model.batch_id_prefix, facts)
+        return answer
+
+    def give_up(self, started: Started) -> None:
+        """Instead of `finish`: nobody waits for the answer any more."""
+        started.pending.cancel()
+
+    def check_serving(self) -> None:
+        """Raises ModelNotReady while nothing is taken."""
+        if not self.serving:
+            raise ModelNotReady("the server is stopping")

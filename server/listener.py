@@ -1,0 +1,101 @@
+"""gRPC's server with what each process that listens has: the port, health and reflection.
+
+Lives here: opening, telling, closing. Must not: know what the inference service does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import grpc
+from grpc_health.v1 import health_pb2_grpc
+
+from server.addresses import host_and_port
+from server.config import Settings
+from server.errors import StartError
+from server.health import HealthService
+from server.reflection import INFERENCE_SERVICE, Reflection
+
+__all__ = ["COMPRESSION_LEVELS", "GRPC_OPTIONS", "Listener"]
+
+_MAX_MESSAGE_BYTES = 2**31 - 1
+GRPC_OPTIONS = (
+    ("grpc.max_receive_message_length", _MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", _MAX_MESSAGE_BYTES),
+    # A second server on the same port is a mistake, not a wish for load sharing.
+    ("grpc.so_reuseport", 0),
+)
+
+# gRPC chooses the algorithm: the level's, among those that the client accepts.
+COMPRESSION_LEVELS = {"none": 0, "low": 1, "medium": 2, "high": 3}
+
+
+class Listener:
+    """Listens with what `add_services` adds. `streams` ends the streams that are open. `shares_port`: other processes
+    of ours listen on the same port."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        add_services: Callable[[grpc.aio.Server], None],
+        end_streams: Callable[[], None],
+        *,
+        shares_port: bool = False,
+    ) -> None:
+        self._settings = settings
+        self._add_services = add_services
+        self._end_streams = end_streams
+        self._shares_port = shares_port
+        self._health = HealthService([INFERENCE_SERVICE])
+        self._reflection = Reflection()
+        self._server: grpc.aio.Server | None = None
+
+    async def open(self, port: int) -> int:
+        """Listen on `port`, on a free one if it is 0; the port. Raises StartError."""
+        level = COMPRESSION_LEVELS[self._settings.grpc_infer_response_compression_level]
+        options = dict(GRPC_OPTIONS) | {"grpc.default_compression_level": level}
+        if self._shares_port:
+            options["grpc.so_reuseport"] = 1
+        server = grpc.aio.server(options=list(options.items()))
+        self._add_services(server)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
+        self._reflection.add_to(server)
+        where = host_and_port(self._settings.grpc_address, port)
+        try:
+            port = server.add_insecure_port(where)
+        except RuntimeError:
+            raise StartError(f"gRPC can't listen on {where}") from None
+        self._server = server
+        await _to_its_end(server.start())
+        return port
+
+    def set_serving(self, serving: bool) -> None:
+        """What health says."""
+        self._health.set_serving(serving)
+
+    def announce_end(self) -> None:
+        """Health says NOT_SERVING for good; its streams and those of reflection end."""
+        self._health.close()
+        self._reflection.close()
+
+    async def stop(self, grace_s: float) -> None:
+        """Stop listening, give answers on their way out `grace_s`. Without `open` before it is fine too."""
+        self._end_streams()
+        if self._server is not None:
+            await self._server.stop(grace_s)
+
+    async def wait_for_termination(self) -> None:
+        """Return once gRPC's server has ended."""
+        if self._server is not None:
+            await self._server.wait_for_termination()
+
+
+async def _to_its_end(starting: Coroutine[Any, Any, None]) -> None:
+    """Await gRPC's start, which takes no time; cancelled halfway through it couldn't be stopped in order."""
+    task = asyncio.ensure_future(starting)
+    try:
+        await asyncio.shield(task)
+    finally:
+        await asyncio.wait((task,))

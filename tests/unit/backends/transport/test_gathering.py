@@ -1,0 +1,69 @@
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from backends.transport.channel import Channel, socket_pair
+from backends.transport.frames import Message
+from backends.transport.gathering import Gathering
+
+
+def waits(gathering: Gathering, messages: int = 1) -> int:
+    """Iterations that messages wait if no more come."""
+    quiet = 0
+    while gathering.is_worth_waiting(messages, quiet, quiet):
+        quiet += 1
+        assert quiet < 1000
+    return quiet
+
+
+def used_to(*sizes: int) -> Gathering:
+    gathering = Gathering()
+    for size in sizes:
+        gathering.on_sent(size)
+    return gathering
+
+
+def test_lone_messages_leave_at_once() -> None:
+    assert waits(used_to()) == waits(used_to(*[1] * 100)) == 0
+
+
+def test_messages_that_had_company_wait_some_iterations_for_more() -> None:
+    assert waits(used_to(2)) > 1
+
+
+def test_messages_whose_company_has_gone_leave_at_once_again() -> None:
+    assert waits(used_to(*[8] * 100)) > 1
+    assert waits(used_to(*[8] * 100, *[1] * 100)) == 0
+
+
+def test_wait_ends_with_enough_messages() -> None:
+    assert waits(used_to(8, 8), messages=1000) == 0
+
+
+def test_wait_ends_though_messages_go_on_coming() -> None:
+    gathering = used_to(8, 8)
+    assert any(not gathering.is_worth_waiting(2, 0, iterations) for iterations in range(1000))
+
+
+@pytest.mark.parametrize(("gathering", "together"), [(None, [1, 1, 1]), (used_to(8, 8), [3])], ids=["not", "gathering"])
+async def test_channel_gathers_what_is_sent_in_the_iterations_to_come(
+    gathering: Gathering | None, together: list[int]
+) -> None:
+    one, other = (Channel(end, how) for end, how in zip(socket_pair(), (gathering, None), strict=True))
+    got: list[list[Message]] = []
+    one.start(lambda messages: None, lambda: None)
+    other.start(got.append, lambda: None)
+    try:
+        for number in range(3):
+            one.send((1, number))
+            for _ in range(3):
+                await asyncio.sleep(0)
+        while sum(map(len, got)) < 3:
+            await asyncio.sleep(0)
+        assert [len(messages) for messages in got] == together
+        assert [message for messages in got for message in messages] == [(1, 0), (1, 1), (1, 2)]
+    finally:
+        one.close()
+        other.close()
