@@ -1,0 +1,114 @@
+"""What it costs to hand requests to the engine: both ends in one process, without gRPC, against handing them to the
+batcher at once.
+
+Lives here: bursts of ready-made bytes through `server.inference` and through `server.fronts`. Must not: gRPC or
+processes (`bench.frontends`). Processor time of everything there is, so that both ends are in it: from the bytes of the
+request to the bytes of the response.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from backends import registry
+from backends.transport.link import Link
+from bench.stats import spread
+from clients.messages import infer_request
+from scheduler.policy import NEVER
+from server.fronts.catalogue import LookUp
+from server.fronts.desk import Desk
+from server.fronts.handles import Handles
+from server.fronts.remote import RemoteInference, Replies
+from server.inference import Inference
+from server.layout import Layout
+from server.loop import new_loop
+from server.metrics import Metrics
+from server.repository import Repository
+from server.wire_request import AnyRequest, RequestReader
+from tests.harness import write_identity
+
+__all__ = ["main"]
+
+_FLOATS = (16, 150_000)
+_BURSTS = (1, 8, 32)
+
+
+async def _burst(through: Any, read: RequestReader, data: bytes, size: int) -> None:
+    started = []
+    for _ in range(size):
+        request = read(data)
+        assert isinstance(request, AnyRequest)
+        started.append(through.start(request, NEVER))
+    for one in started:
+        await one.pending
+    for one in started:
+        through.finish(one, None).SerializeToString()
+
+
+async def _cpu_us(through: Any, data: bytes, size: int, seconds: float) -> float:
+    """Of the median burst, per request."""
+    read = RequestReader()
+    read(data)
+    for _ in range(20):
+        await _burst(through, read, data, size)
+    samples: list[float] = []
+    until_s = time.perf_counter() + seconds
+    while time.perf_counter() < until_s:
+        began_s = time.process_time()
+        await _burst(through, read, data, size)
+        samples.append((time.process_time() - began_s) * 1e6 / size)
+    return spread(samples).median
+
+
+async def _measure(folder: Path, seconds: float) -> list[tuple[int, int, float, float]]:
+    """Floats, requests of a burst, CPU us without and with handing over."""
+    layout = Layout((folder,), "")
+    layout.open(may_be_empty=False)
+    repository = Repository(Metrics(), registry.backend)
+    await repository.load_all(layout.models())
+    inference = Inference(repository)
+    inference.serving = True
+    handles, models = Handles(), LookUp()
+    models.update(handles.update(repository.served))
+    here, remote = Link.pair(2**28)
+    there = Link.join(remote)
+    replies = Replies(there)
+    Desk(here, inference, handles, {}, lambda port, why: None, lambda: None).start()
+    there.start(lambda messages: [replies.on_message(one) for one in messages], lambda: None)  # type: ignore[arg-type]
+    front = RemoteInference(there, replies, models)
+    rows = []
+    for floats in _FLOATS:
+        data = infer_request(f"m{floats}", {"INPUT0": np.ones((1, floats), np.float32)}).SerializeToString()
+        for size in _BURSTS:
+            without, with_it = [await _cpu_us(one, data, size, seconds) for one in (inference, front)]
+            rows.append((floats, size, without, with_it))
+    here.close()
+    there.close()
+    await repository.stop()
+    return rows
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m bench.handover", description=__doc__.partition("\n")[0])
+    parser.add_argument("--seconds", type=float, default=1.0, help="of each measurement (default: %(default)s)")
+    got = parser.parse_args(arguments)
+    with tempfile.TemporaryDirectory(prefix="paceline-bench-") as folder:
+        for floats in _FLOATS:
+            write_identity(Path(folder), f"m{floats}", dims=f"[ {floats} ]", rows=64)
+        with asyncio.Runner(loop_factory=new_loop) as runner:
+            rows = runner.run(_measure(Path(folder), got.seconds))
+    print("| tensor, bytes | requests at a time | CPU us/request | handed over | more |\n|---|---|---|---|---|")
+    for floats, size, without, with_it in rows:
+        print(f"| {4 * floats} | {size} | {without:.0f} | {with_it:.0f} | {with_it - without:.0f} |")
+
+
+if __name__ == "__main__":
+    main()
