@@ -1,9 +1,23 @@
-"""What has to be so before any test imports gRPC."""
+"""What has to be so before any test imports gRPC, and what tests of all folders share."""
 
 from __future__ import annotations
 
 import os
 
+import pytest
+
 # Tests start processes while servers and clients run in their own. gRPC's fork handlers, which the harness's children
 # go through before they become another program, kill one in five of them then. Nothing here goes on after a fork.
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
+
+_FRONTENDS = "PACELINE_FRONTENDS"
+
+
+@pytest.fixture(params=[1, 2], ids=["alone", "fronts"])
+def frontends(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    """A test that uses this runs twice: its servers speak gRPC themselves, and by processes of their own. With the
+    variable set from outside, all tests run that way once."""
+    if os.environ.get(_FRONTENDS) not in (None, str(request.param)):
+        pytest.skip(f"{_FRONTENDS} says otherwise")
+    monkeypatch.setenv(_FRONTENDS, str(request.param))
+    return int(request.param)

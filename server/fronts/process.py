@@ -12,6 +12,7 @@ import logging
 import os
 import pickle
 import sys
+from collections.abc import Coroutine
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -73,6 +74,7 @@ class _Front:
         self._forwarding: HeaderForwarding | None = None
         self._listener: Listener
         self._tasks: set[asyncio.Task[None]] = set()
+        self._listening: asyncio.Task[None]
 
     async def run(self) -> None:
         """Return when the engine has said that it is the end, and everything is answered."""
@@ -109,7 +111,7 @@ class _Front:
             self._forwarding = HeaderForwarding(pattern)
         streaming = Streaming(self._inference, settings.grpc_max_stream_requests, self._forwarding)
         self._listener = Listener(settings, partial(self._add_services, streaming), streaming.close, shares_port=True)
-        self._begin(self._listen(greeting.port))
+        self._listening = self._begin(self._listen(greeting.port))
 
     def _add_services(self, streaming: Streaming, server: grpc.aio.Server) -> None:
         own = {"ModelInfer": self.ModelInfer, "ModelStreamInfer": streaming.ModelStreamInfer}
@@ -143,13 +145,21 @@ class _Front:
             self._listener.announce_end()
 
     async def _end(self, grace_s: float) -> None:
+        await self._listening
         await self._listener.stop(grace_s)
         self._ended.set()
 
-    def _begin(self, coroutine: Any) -> None:
+    def _begin(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.get_running_loop().create_task(coroutine)
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(self._on_task)
+        return task
+
+    def _on_task(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            _log.error("a front failed on something unforeseen", exc_info=error)
+            os._exit(1)  # the engine starts another, or doesn't start at all
 
 
 _REPLIES = frozenset((protocol.RESULT, protocol.STALE, protocol.FAILED, protocol.ANSWER, protocol.ABORTED))

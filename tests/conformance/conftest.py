@@ -13,10 +13,11 @@ from tests.conformance.triton import Triton
 from tests.harness import ServerProcess
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    """A server of all models of the zoo."""
-    with ServerProcess(zoo.write_repository(tmp_path_factory.mktemp("repository"))) as started:
+@pytest.fixture(scope="module", params=[1, 2], ids=["alone", "fronts"])
+def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    """A server of all models of the zoo, that speaks gRPC itself, or has two processes for it."""
+    repository = zoo.write_repository(tmp_path_factory.mktemp("repository"))
+    with ServerProcess(repository, args=("--frontends", str(request.param))) as started:
         yield started
 
 

@@ -12,6 +12,8 @@ from tests.fault.traffic import Client, client_process, connected, pending, requ
 from tests.harness import ServerProcess, write_identity
 from tests.polling import eventually
 
+pytestmark = pytest.mark.usefixtures("frontends")
+
 OK = grpc.StatusCode.OK
 CONFIG = """
     dynamic_batching { max_queue_delay_microseconds: 100000000 }

@@ -18,6 +18,8 @@ from tests.fault.traffic import connected, pending, request, says, total
 from tests.harness import ServerProcess, write_identity
 from tests.polling import eventually, eventually_async
 
+pytestmark = pytest.mark.usefixtures("frontends")
+
 OK, UNAVAILABLE = grpc.StatusCode.OK, grpc.StatusCode.UNAVAILABLE
 HANGS = 'parameters { key: "execute_delay_ms" value { string_value: "100000" } }'
 FREE = "[ -1 ]"

@@ -7,6 +7,7 @@ assertions about behaviour.
 from __future__ import annotations
 
 import asyncio
+import os
 import urllib.request
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
@@ -108,7 +109,8 @@ async def serving(
         return MemoryBackend(models) if name == "memory" else registered(name)
 
     given = settings or Settings(paths=(repository,))
-    local = replace(given, grpc_address="127.0.0.1", grpc_port=0, metrics_port=0)
+    frontends = int(os.environ.get("PACELINE_FRONTENDS", given.frontends))
+    local = replace(given, grpc_address="127.0.0.1", grpc_port=0, metrics_port=0, frontends=frontends)
     server = Server(local, backend_of)
     await server.start()
     try:

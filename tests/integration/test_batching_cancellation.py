@@ -11,6 +11,8 @@ from tests.integration.scripted import Call, Script, busy, mark_of, queued, requ
 from tests.integration.serving import Served, serving
 from tests.polling import eventually_async
 
+pytestmark = pytest.mark.usefixtures("frontends")
+
 MERGE = "max_batch_size: 4 dynamic_batching { }"
 VICTIMS = pytest.mark.parametrize("victims", [{0}, {1}, {3}, {0, 3}, {1, 2}, {0, 1, 2, 3}], ids=str)
 

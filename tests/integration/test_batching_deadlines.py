@@ -13,6 +13,8 @@ from tests.integration.scripted import BUSY, Script, busy, mark_of, own, queued,
 from tests.integration.serving import Served, failure_of, serving
 from tests.polling import eventually_async
 
+pytestmark = pytest.mark.usefixtures("frontends")
+
 Code = grpc.StatusCode
 MERGE = "max_batch_size: 8 dynamic_batching { }"
 SLOW_S = 0.4

@@ -18,6 +18,8 @@ from tests.integration.serving import Served, echo_model, failure_of, serving
 from tests.polling import eventually_async
 from tests.wire import infer, rows_of_floats
 
+pytestmark = pytest.mark.usefixtures("frontends")
+
 UNAVAILABLE = grpc.StatusCode.UNAVAILABLE
 ONE = infer("m", {"a": rows_of_floats(1)})
 CONFIG = "max_batch_size: 4 dynamic_batching { max_queue_delay_microseconds: 100000000 }"

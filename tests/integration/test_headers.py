@@ -14,6 +14,8 @@ from tests.integration.scripted import Script, mark_of, request
 from tests.integration.serving import Served, failure_of, serving
 from tests.integration.streams import Stream
 
+pytestmark = pytest.mark.usefixtures("frontends")
+
 REFUSED = (grpc.StatusCode.INVALID_ARGUMENT, "header 'timeout' is reserved and can't be forwarded as a parameter")
 RESERVED = [("timeout", "1")]
 

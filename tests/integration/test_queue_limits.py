@@ -16,6 +16,8 @@ from tests.integration.serving import Served, echo_model, failure_of, serving
 from tests.polling import eventually_async
 from tests.wire import infer, rows_of_floats
 
+pytestmark = pytest.mark.usefixtures("frontends")
+
 Code = grpc.StatusCode
 
 ONE = infer("m", {"a": rows_of_floats(1)})

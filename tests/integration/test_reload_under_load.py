@@ -15,6 +15,8 @@ from tests.integration.controlling import all_left, explicit, index, load, polli
 from tests.integration.serving import Served, echo_model, failure_of, serving
 from tests.wire import infer
 
+pytestmark = pytest.mark.usefixtures("frontends")
+
 CLIENTS, RELOADS = 32, 8
 CONFIG = """max_batch_size: 8
     dynamic_batching { max_queue_delay_microseconds: 300 }

@@ -18,6 +18,8 @@ from tests.integration.serving import Served, echo_model, failure_of, serving, w
 from tests.polling import eventually_async
 from tests.wire import infer, rows_of_floats
 
+pytestmark = pytest.mark.usefixtures("frontends")
+
 Code = grpc.StatusCode
 MERGE = "max_batch_size: 4 dynamic_batching { }"
 REASONS = ("REJECTED", "CANCELED", "BACKEND", "OTHER")

@@ -15,6 +15,8 @@ from tests.integration.serving import failure_of, serving
 from tests.integration.streams import Stream
 from tests.polling import eventually_async
 
+pytestmark = pytest.mark.usefixtures("frontends")
+
 Code = grpc.StatusCode
 MERGE = "max_batch_size: 4 dynamic_batching { }"
 LARGE = 100_000
@@ -61,16 +63,16 @@ async def test_stream_whose_answers_nobody_reads_is_not_read_on(tmp_path: Path, 
 
 
 async def test_streams_whose_clients_go_while_answers_are_being_written_leave_nothing(
-    tmp_path: Path, script: Script, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, script: Script, caplog: pytest.LogCaptureFixture, frontends: int
 ) -> None:
     text = "max_batch_size: 32 dynamic_batching { }"
     async with serving(tmp_path, {"m": script.model}, config=text) as served:
-        for _ in range(5):
+        for _ in range(3):
             before = sum(map(len, script.seen))
-            streams = [Stream(served) for _ in range(8)]
+            streams = [Stream(served) for _ in range(3)]
             for stream in streams:
-                await stream.send(*(request(mark, columns=LARGE) for mark in range(10)))
-            done = before + 80
+                await stream.send(*(request(mark, columns=LARGE) for mark in range(40)))
+            done = before + 120
             await eventually_async(lambda n=done: sum(map(len, script.seen)) == n, "all of them executed")
             for stream in streams:
                 stream.call.cancel()
@@ -78,8 +80,9 @@ async def test_streams_whose_clients_go_while_answers_are_being_written_leave_no
         assert await served.metric("nv_inference_pending_request_count") == 0
         # Each counted once, those too whose answers were there and not yet written.
         counted = totals(await served.metrics())
-        assert sum(counted.values()) == counted["success"] + counted["CANCELED"] == 5 * 8 * 10 + 1
-        assert counted["CANCELED"] > 0
+        assert sum(counted.values()) == counted["success"] + counted["CANCELED"] == 3 * 3 * 40 + 1
+        # Where there are fronts, an answer is given when its front has it.
+        assert counted["CANCELED"] > 0 or frontends > 1
     assert [record.message for record in caplog.records if record.levelname == "ERROR"] == []
 
 

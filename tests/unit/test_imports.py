@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import subprocess
 import sys
 from collections.abc import Iterator
 from functools import cache
@@ -142,3 +143,10 @@ def test_signals_are_handled_in_the_command_line_alone() -> None:
 def test_modules_share_no_name_with_the_standard_library() -> None:
     own = {path.stem for path in modules().values()} - {"__init__", "__main__"}
     assert not own & sys.stdlib_module_names
+
+
+def test_a_front_starts_without_runtime_repository_and_batcher() -> None:
+    code = "import sys, server.fronts.process; print(*sys.modules)"
+    loaded = subprocess.run([sys.executable, "-c", code], cwd=REPO, capture_output=True, text=True, check=True).stdout
+    unwanted = {"onnxruntime", "prometheus_client", "server.repository", "scheduler.batcher", "backends.batching"}
+    assert not unwanted & set(loaded.split())

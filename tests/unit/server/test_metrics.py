@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -45,6 +46,12 @@ OURS = {
     "paceline_request_duration_us": "histogram",
     "paceline_queue_wait_us": "histogram",
     "paceline_execution_us": "histogram",
+}
+OF_FRONTS = {
+    "paceline_frontends": "gauge",
+    "paceline_frontend_restarts": "counter",
+    "paceline_frontend_requests": "gauge",
+    "paceline_frontend_memory_bytes": "gauge",
 }
 REASONS = ("REJECTED", "CANCELED", "BACKEND", "OTHER")
 LABELS = 'model="m",version="3"'
@@ -143,7 +150,24 @@ def test_tags_become_labels_and_models_with_other_tags_share_the_family(metrics:
 
 def test_names_are_all_told_in_the_docs(metrics: Metrics) -> None:
     told = set(re.findall(r"`((?:nv|paceline)_\w+)`", (REPO / "docs" / "metrics.md").read_text(encoding="utf-8")))
-    assert told == {*OURS, *TRITON_COUNTERS, *TRITON_GAUGES}
+    assert told == {*OURS, *OF_FRONTS, *TRITON_COUNTERS, *TRITON_GAUGES}
+
+
+def test_fronts_are_shown_where_there_are_such(metrics: Metrics) -> None:
+    @dataclass(frozen=True)
+    class Fronts:
+        running: int = 2
+        restarts: int = 3
+        requests: int = 5
+        input_bytes: int = 7
+        output_bytes: int = 11
+
+    metrics.add_fronts(Fronts())
+    found = {name: kind for name, kind in types(metrics).items() if name.startswith("paceline_")}
+    assert found == {**OURS, **OF_FRONTS}
+    seen = samples(metrics)
+    assert [seen[f"paceline_frontend{name}"] for name in ("s", "_restarts", "_requests")] == [2, 3, 5]
+    assert [value(metrics, "paceline_frontend_memory_bytes", f'direction="{way}"') for way in ("in", "out")] == [7, 11]
 
 
 # ---- Which series ----------------------------------------------------------------------------------------------------

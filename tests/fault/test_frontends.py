@@ -1,0 +1,207 @@
+"""Processes that speak gRPC and die, or whose server does: nobody else's requests are lost, and nothing is left."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from protos.inference_pb2_grpc import GRPCInferenceServiceStub
+from tests.fault.traffic import connected, pending, request, total
+from tests.fronts import channel_each, fronts_of, is_alive
+from tests.harness import ServerProcess, write_identity
+from tests.polling import eventually, eventually_async
+
+OK, UNAVAILABLE = grpc.StatusCode.OK, grpc.StatusCode.UNAVAILABLE
+TWO = ("--frontends", "2")
+PATIENT = "dynamic_batching { max_queue_delay_microseconds: 100000000 }"
+SLOW = 'parameters { key: "execute_delay_ms" value { string_value: "1000" } }'
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[ServerProcess]:
+    """Batches leave when they are full, four rows, and take a second. Once all is over it is as good as new."""
+    write_identity(tmp_path, rows=4, extra=PATIENT + SLOW, dims="[ -1 ]")
+    with ServerProcess(tmp_path, args=TWO) as server:
+        yield server
+        eventually(lambda: len(fronts_of(server.pid)) == 2, "two fronts")
+        eventually(lambda: server.metrics()["paceline_frontends"] == 2, "two fronts that are known")
+        assert pending(server) == 0
+        assert held_bytes(server) == 0
+        assert regions(server) == 4
+        with connected(server) as client:
+            assert client.code(request(rows=4)) is OK
+
+
+def send(channel: grpc.aio.Channel, rows: int = 1, columns: int = 16, first: float = 0) -> Any:
+    stub: Any = GRPCInferenceServiceStub(channel)  # type: ignore[no-untyped-call]
+    return stub.ModelInfer(request(rows, columns, first), timeout=60)
+
+
+def held_bytes(server: ServerProcess) -> float:
+    """Of shared memory."""
+    metrics = server.metrics()
+    return sum(metrics[f'paceline_frontend_memory_bytes{{direction="{one}"}}'] for one in ("in", "out"))
+
+
+def regions(server: ServerProcess) -> int:
+    """Mappings of shared memory that the server has: two for each front."""
+    return Path(f"/proc/{server.pid}/maps").read_text().count("memfd:paceline-tensors")
+
+
+def restarts(server: ServerProcess) -> float:
+    return server.metrics()["paceline_frontend_restarts"]
+
+
+async def test_front_killed_takes_its_own_requests_from_the_queue_and_no_others(server: ServerProcess) -> None:
+    async with channel_each(server.target, server.pid) as channels:
+        (doomed, hit), (_, other) = channels.items()
+        lost = [send(hit, columns=20_000), send(hit, columns=20_000)]
+        kept = send(other)
+        await eventually_async(lambda: pending(server) == 3, "three requests in the queue")
+        assert held_bytes(server) >= 2 * 80_000
+        os.kill(doomed, signal.SIGKILL)
+        await eventually_async(lambda: pending(server) == 1, "the dead front's requests gone")
+        assert [await call.code() for call in lost] == [UNAVAILABLE] * 2
+        rest = send(other, rows=3, first=100)
+        assert (await kept).raw_output_contents[0] == request().raw_input_contents[0]
+        assert await rest.code() is OK
+    assert (total(server, "nv_inference_count"), total(server, "nv_inference_exec_count")) == (4, 1)
+    failures = server.metrics()['nv_inference_request_failure{model="echo",reason="CANCELED",version="1"}']
+    assert failures == 2
+    await eventually_async(lambda: restarts(server) == 1, "the front replaced")
+
+
+async def test_front_killed_while_a_batch_executes_leaves_the_others_their_answers(server: ServerProcess) -> None:
+    async with channel_each(server.target, server.pid) as channels:
+        (doomed, hit), (_, other) = channels.items()
+        lost = send(hit)
+        await eventually_async(lambda: pending(server) == 1, "a request in the queue")
+        kept = send(other, rows=3)
+        await eventually_async(lambda: pending(server) == 0, "the batch executing")
+        os.kill(doomed, signal.SIGKILL)
+        assert (await kept).raw_output_contents[0] == request(rows=3).raw_input_contents[0]
+        assert await lost.code() is UNAVAILABLE
+    assert (total(server, "nv_inference_count"), total(server, "nv_inference_exec_count")) == (4, 1)
+
+
+async def test_front_that_dies_again_and_again_is_replaced_each_time(server: ServerProcess) -> None:
+    for number in range(1, 4):
+        await eventually_async(lambda: len(fronts_of(server.pid)) == 2, "two fronts")
+        youngest = max(fronts_of(server.pid))
+        os.kill(youngest, signal.SIGKILL)
+        await eventually_async(lambda n=number: restarts(server) == n, f"{number} fronts replaced")
+
+    def pauses() -> list[str]:
+        told = [record["message"] for record in server.log if record["level"] == "ERROR"]
+        return [text.rpartition("; the next one in ")[2] for text in told]
+
+    await eventually_async(lambda: len(pauses()) == 3, "a line for each")
+    assert pauses() == ["0.1 s", "0.2 s", "0.4 s"]
+
+
+async def test_channel_of_a_front_that_died_is_served_again(server: ServerProcess) -> None:
+    async with channel_each(server.target, server.pid) as channels:
+        for number, (front, channel) in enumerate(channels.items(), 1):
+            os.kill(front, signal.SIGKILL)
+            await eventually_async(lambda n=number: restarts(server) == n, "the front gone")
+            await eventually_async(lambda: server.metrics()["paceline_frontends"] == 2, "its place taken")
+            code = None
+            while code is not OK:  # until the client has noticed, too
+                code = await send(channel, rows=4).code()
+                assert code in (OK, UNAVAILABLE)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+async def test_front_does_not_mind_signals_that_are_for_the_server(server: ServerProcess, number: int) -> None:
+    for front in fronts_of(server.pid):
+        os.kill(front, number)
+    async with channel_each(server.target, server.pid) as channels:
+        assert [await send(channel, rows=4).code() for channel in channels.values()] == [OK, OK]
+    assert restarts(server) == 0
+
+
+async def test_server_killed_takes_its_fronts_along(tmp_path: Path) -> None:
+    write_identity(tmp_path, rows=4, extra=PATIENT)
+    server = ServerProcess(tmp_path, args=TWO)
+    server.start()
+    try:
+        server.wait_ready()
+        async with channel_each(server.target, server.pid) as channels:
+            calls = [send(channel) for channel in channels.values()]
+            await eventually_async(lambda: pending(server) == 2, "two requests in the queue")
+            server.signal(signal.SIGKILL)
+            assert [await call.code() for call in calls] == [UNAVAILABLE] * 2
+            await eventually_async(lambda: not any(map(is_alive, channels)), "no front left", timeout_s=5)
+    finally:
+        server.kill()
+
+
+def test_server_killed_while_its_fronts_start_takes_them_along(tmp_path: Path) -> None:
+    write_identity(tmp_path)
+    server = ServerProcess(tmp_path, args=TWO)
+    server.start()
+    try:
+        eventually(lambda: len(fronts_of(server.pid)) == 2, "two fronts")
+        fronts = fronts_of(server.pid)
+        server.signal(signal.SIGKILL)
+        eventually(lambda: not any(map(is_alive, fronts)), "no front left")
+    finally:
+        server.kill()
+    # Whatever they had to say would be here.
+    assert not [line for line in server.stderr if not line.startswith("{")]
+
+
+def test_server_whose_fronts_can_not_listen_says_so_and_ends(tmp_path: Path) -> None:
+    write_identity(tmp_path)
+    with ServerProcess(tmp_path, args=TWO) as first:
+        second = ServerProcess(tmp_path, args=(*TWO, "--grpc-port", str(first.grpc_port)))
+        second.start()
+        assert second.wait() == 1
+        assert "gRPC can't listen on" in second.stderr[-1]
+        second.kill()
+
+
+def test_port_is_free_for_a_server_without_fronts_as_soon_as_one_with_has_ended(tmp_path: Path) -> None:
+    write_identity(tmp_path)
+    port = "0"
+    for args in (TWO, (), TWO):
+        with ServerProcess(tmp_path, args=(*args, "--grpc-port", port)) as server, connected(server) as client:
+            assert client.code(request()) is OK
+            port = str(server.grpc_port)
+
+
+async def test_front_that_hangs_does_not_keep_the_server_from_ending(tmp_path: Path) -> None:
+    write_identity(tmp_path)
+    with ServerProcess(tmp_path, args=(*TWO, "--exit-timeout-secs", "1")) as server:
+        async with channel_each(server.target, server.pid) as channels:
+            (hung, _), (other, channel) = channels.items()
+            os.kill(hung, signal.SIGSTOP)
+            assert await send(channel).code() is OK
+            server.signal(signal.SIGTERM)
+            assert await asyncio.to_thread(server.wait, 20) == 0
+        assert not is_alive(hung)
+        assert not is_alive(other)
+        assert any("did not end in time and is killed" in record["message"] for record in server.log)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_signal_while_fronts_start_ends_in_order(tmp_path: Path, number: int) -> None:
+    write_identity(tmp_path)
+    server = ServerProcess(tmp_path, args=TWO)
+    server.start()
+    try:
+        eventually(lambda: len(fronts_of(server.pid)) == 2, "two fronts")
+        fronts = fronts_of(server.pid)
+        server.signal(number)
+        assert server.wait(20) == 0
+        assert not any(map(is_alive, fronts))
+        assert not [line for line in server.stderr if not line.startswith("{")]
+    finally:
+        server.kill()

@@ -1,0 +1,293 @@
+"""What is special where several processes speak gRPC: whichever of them a client meets, it meets the same server, and
+the memory between them is bounded. That all else is the same, other tests say, which run both ways (`frontends`)."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from backends.base import ModelSpec, Tensors, TensorSpec
+from backends.memory import MemoryModel
+from protos import inference_pb2 as pb
+from protos.inference_pb2_grpc import GRPCInferenceServiceStub
+from server.app import Server
+from server.config import Settings
+from server.errors import StartError
+from tests.fronts import channel_each, fronts_of
+from tests.harness import ServerProcess, write_identity
+from tests.integration.controlling import explicit, load, unload
+from tests.integration.regions import in_region, register
+from tests.integration.regions import settings as with_shared_memory
+from tests.integration.serving import Served, echo_model, failure_of, serving, write_model
+from tests.polling import eventually_async
+from tests.shared_objects import shared_object
+from tests.wire import infer, rows_of_floats
+
+Code = grpc.StatusCode
+BATCHED = "max_batch_size: 8 dynamic_batching { }"
+MIB = 2**20
+KIB_300 = rows_of_floats(1, 300 * 256)
+"""Three of these fit into a MiB, and no fourth."""
+
+
+def two(path: Path, memory_mb: int = 64, **more: Any) -> Settings:
+    return Settings(paths=(path,), frontends=2, frontend_memory_mb=memory_mb, **more)
+
+
+@asynccontextmanager
+async def through_each(served: Served) -> AsyncIterator[tuple[Served, Served]]:
+    """The server as a client of its first front sees it, and one of its second."""
+    async with channel_each(served.target, os.getpid()) as channels:
+        first, second = channels.values()
+        yield tuple(  # type: ignore[misc]
+            Served(served.server, channel, GRPCInferenceServiceStub(channel))  # type: ignore[no-untyped-call]
+            for channel in (first, second)
+        )
+
+
+async def held_bytes(served: Served, direction: str) -> float:
+    return await served.metric("paceline_frontend_memory_bytes", f'direction="{direction}"')
+
+
+async def nothing_held(served: Served) -> None:
+    async def is_so() -> bool:
+        return not (await held_bytes(served, "in") or await held_bytes(served, "out"))
+
+    for _ in range(1000):
+        if await is_so():
+            return
+    raise AssertionError("shared memory is held still")
+
+
+# ---- One server ------------------------------------------------------------------------------------------------------
+
+
+async def test_requests_of_several_fronts_share_a_batch_and_are_counted_together(tmp_path: Path) -> None:
+    model = echo_model()
+    async with serving(tmp_path, {"m": model}, config=BATCHED, settings=two(tmp_path)) as served:
+        model.gate.close()
+        async with through_each(served) as sides:
+            blocker = asyncio.create_task(sides[0].infer(infer("m", {"a": rows_of_floats(1)})))
+            await asyncio.to_thread(model.gate.wait_entered, 1)
+            asked = [rows_of_floats(2, first=10 * number) for number in range(4)]
+            calls = [
+                asyncio.create_task(sides[number % 2].infer(infer("m", {"a": array})))
+                for number, array in enumerate(asked)
+            ]
+            await eventually_async(lambda: served.waiting("m") == 4, "four requests in the queue")
+            model.gate.open()
+            await blocker
+            answers = await asyncio.gather(*calls)
+            statistics = [
+                (await side.stub.ModelStatistics(pb.ModelStatisticsRequest(name="m"))).model_stats[0] for side in sides
+            ]
+        assert [one.raw_output_contents[0] for one in answers] == [array.tobytes() for array in asked]
+        assert model.batches == [(1,), (2, 2, 2, 2)]
+        assert statistics[0] == statistics[1]
+        assert statistics[0].inference_stats.success.count == 5
+        assert await served.metric("nv_inference_request_success") == 5
+        assert await served.metric("nv_inference_count") == 9
+
+
+async def test_models_loaded_through_one_front_serve_at_once_through_the_other(tmp_path: Path) -> None:
+    write_model(tmp_path, "m", BATCHED)
+    one_row = infer("m", {"a": rows_of_floats(1)})
+    models = {"m": echo_model()}
+    settings = explicit(tmp_path, frontends=2)
+    async with serving(tmp_path, models, settings=settings) as served, through_each(served) as (first, second):
+        for _ in range(5):
+            await load(first, "m")
+            assert (await second.infer(one_row)).raw_output_contents[0] == one_row.raw_input_contents[0]
+            await unload(second, "m")
+            for side in (first, second):
+                code, text = await failure_of(side.infer(one_row))
+                assert (code, text) == (Code.NOT_FOUND, "model 'm' has no available versions: it was unloaded")
+
+
+async def test_regions_registered_through_one_front_serve_requests_of_the_other(tmp_path: Path) -> None:
+    settings = with_shared_memory(tmp_path, frontends=2)
+    async with serving(tmp_path, {"m": echo_model()}, config=BATCHED, settings=settings) as served:
+        with shared_object(4096) as memory:
+            rows = rows_of_floats(2)
+            memory.put(rows)
+            async with through_each(served) as (first, second):
+                await register(first, "r", memory.key, 4096)
+                assert (await second.infer(in_region(rows=2))).raw_output_contents[0] == rows.tobytes()
+                await second.infer(in_region(rows=2, target=1024))
+            assert memory.get(16, 1024) == rows.tobytes()
+
+
+async def test_health_and_readiness_are_told_by_every_front(tmp_path: Path) -> None:
+    write_model(tmp_path, "m", BATCHED)
+    settings = explicit(tmp_path, load=("m",), frontends=2)
+    async with (
+        serving(tmp_path, {"m": echo_model()}, settings=settings) as served,
+        channel_each(served.target, os.getpid()) as channels,
+    ):
+        health = [health_pb2_grpc.HealthStub(channel) for channel in channels.values()]
+        stubs: list[Any] = [GRPCInferenceServiceStub(one) for one in channels.values()]  # type: ignore[no-untyped-call]
+        for stub in stubs:
+            assert (await stub.ServerLive(pb.ServerLiveRequest())).live
+            assert (await stub.ServerReady(pb.ServerReadyRequest())).ready
+            assert (await stub.ModelReady(pb.ModelReadyRequest(name="m"))).ready
+        watches = [one.Watch(health_pb2.HealthCheckRequest()) for one in health]
+        assert [(await watch.read()).status for watch in watches] == [health_pb2.HealthCheckResponse.SERVING] * 2
+        stopping = asyncio.create_task(served.server.stop(5))
+        status = health_pb2.HealthCheckResponse.NOT_SERVING
+        assert [(await watch.read()).status for watch in watches] == [status] * 2
+        assert await stopping
+
+
+async def test_log_settings_changed_through_one_front_are_those_of_all(tmp_path: Path) -> None:
+    write_identity(tmp_path)
+    change = pb.LogSettingsRequest()
+    change.settings["log_verbose_level"].uint32_param = 1
+    with ServerProcess(tmp_path, args=("--frontends", "2", "--allow-remote-settings", "true")) as server:
+        async with channel_each(server.target, server.pid) as channels:
+            (first, stub) = (GRPCInferenceServiceStub(one) for one in channels.values())  # type: ignore[no-untyped-call]
+            await first.LogSettings(change)
+            told = await stub.LogSettings(pb.LogSettingsRequest())
+        assert told.settings["log_verbose_level"].uint32_param == 1
+        await eventually_async(
+            lambda: [one["message"] for one in server.log].count("a front logs as it was told") == 2, "a line of each"
+        )
+
+
+async def test_port_is_not_shared_with_another_server(tmp_path: Path) -> None:
+    async with serving(tmp_path, {"m": echo_model()}, settings=two(tmp_path)) as served:
+        port = served.server.grpc_port
+        for frontends in (1, 2):
+            other = Settings(paths=(), grpc_address="127.0.0.1", grpc_port=port, frontends=frontends, metrics_port=None)
+            with pytest.raises(StartError, match=f"gRPC can't listen on 127.0.0.1:{port}: Address already in use"):
+                await Server(other).start()
+        assert len(fronts_of(os.getpid())) == 2
+
+
+# ---- Tensors on their way --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("columns", [1, 2048, 2049, 3_000_000], ids=["tiny", "inline", "shared", "12 MB"])
+async def test_tensors_of_any_size_arrive_as_they_were(tmp_path: Path, columns: int) -> None:
+    async with serving(tmp_path, {"m": echo_model()}, config=BATCHED, settings=two(tmp_path)) as served:
+        arrays = [rows_of_floats(rows, columns, first=rows) for rows in (1, 2)]
+        answers = await asyncio.gather(*(served.infer(infer("m", {"a": array})) for array in arrays))
+        assert [one.raw_output_contents[0] for one in answers] == [array.tobytes() for array in arrays]
+        await nothing_held(served)
+
+
+async def test_texts_of_any_length_arrive_as_they_were(tmp_path: Path) -> None:
+    texts = np.array([[b""], [b"a" * 10_000], ["grün €".encode()], [b"\x00" * 100_000]], object)
+    async with serving(tmp_path, {"t": echo_model("BYTES", 1)}, config=BATCHED, settings=two(tmp_path)) as served:
+        for array in (texts, texts[:1], texts[2:3]):
+            request = infer("t", {"a": array})
+            assert (await served.infer(request)).raw_output_contents[0] == request.raw_input_contents[0]
+        await nothing_held(served)
+
+
+# ---- Memory that is full ---------------------------------------------------------------------------------------------
+
+
+async def test_memory_that_is_full_refuses_and_is_free_again_once_there_are_answers(tmp_path: Path) -> None:
+    model = echo_model()
+    request = infer("m", {"a": KIB_300})
+    async with serving(tmp_path, {"m": model}, config=BATCHED, settings=two(tmp_path, memory_mb=1)) as served:
+        model.gate.close()
+        blocker = asyncio.create_task(served.infer(request))
+        await asyncio.to_thread(model.gate.wait_entered, 1)
+        calls = [asyncio.create_task(served.infer(request)) for _ in range(2)]
+        await eventually_async(lambda: served.waiting("m") == 2, "two requests in the queue")
+        assert await held_bytes(served, "in") == 3 * 300 * 1024
+        for _ in range(2):
+            code, text = await failure_of(served.infer(request))
+            assert code is Code.RESOURCE_EXHAUSTED
+            assert text == (
+                "model 'm': Exceeds maximum queue size of 1048576 bytes of tensors on their way between processes "
+                "(--frontend-memory-mb)"
+            )
+        # What needs no shared memory isn't refused.
+        small = asyncio.create_task(served.infer(infer("m", {"a": rows_of_floats(1)})))
+        await eventually_async(lambda: served.waiting("m") == 3, "a small request in the queue")
+        model.gate.open()
+        for answer in await asyncio.gather(blocker, *calls):
+            assert answer.raw_output_contents[0] == request.raw_input_contents[0]
+        await small
+        await nothing_held(served)
+        assert (await served.infer(request)).raw_output_contents[0] == request.raw_input_contents[0]
+        labels = 'model="m",reason="REJECTED",version="1"'
+        assert await served.metric("nv_inference_request_failure", labels) == 2
+
+
+async def test_request_that_can_never_fit_is_refused_and_the_next_is_served(tmp_path: Path) -> None:
+    async with serving(tmp_path, {"m": echo_model()}, settings=two(tmp_path, memory_mb=1)) as served:
+        huge = infer("m", {"a": rows_of_floats(1, MIB // 4 + 1)})
+        assert (await failure_of(served.infer(huge)))[0] is Code.RESOURCE_EXHAUSTED
+        exact = infer("m", {"a": rows_of_floats(1, MIB // 4)})
+        assert (await served.infer(exact)).raw_output_contents[0] == exact.raw_input_contents[0]
+        await nothing_held(served)
+
+
+async def test_requests_cancelled_in_the_queue_give_their_memory_back(tmp_path: Path) -> None:
+    model = echo_model()
+    request = infer("m", {"a": KIB_300})
+    async with serving(tmp_path, {"m": model}, config=BATCHED, settings=two(tmp_path, memory_mb=1)) as served:
+        model.gate.close()
+        blocker = asyncio.create_task(served.infer(infer("m", {"a": rows_of_floats(1)})))
+        await asyncio.to_thread(model.gate.wait_entered, 1)
+        for _ in range(3):
+            calls = [asyncio.create_task(served.infer(request)) for _ in range(3)]
+            await eventually_async(lambda: served.waiting("m") == 3, "three requests in the queue")
+            for call in calls:
+                call.cancel()
+            await eventually_async(lambda: served.waiting("m") == 0, "an empty queue")
+        await nothing_held(served)
+        model.gate.open()
+        await blocker
+        assert model.batches == [(1,)]
+
+
+def widening(columns: int) -> MemoryModel:
+    """Each of its rows is the first element of the input's row, so many times."""
+
+    def compute(inputs: Tensors) -> Tensors:
+        return [np.repeat(inputs[0][:, :1], columns, axis=1)]
+
+    spec = ModelSpec((TensorSpec("a", "FP32", (-1, -1)),), (TensorSpec("x", "FP32", (-1, -1)),))
+    return MemoryModel(spec, compute)
+
+
+async def test_answers_that_do_not_fit_at_once_wait_for_room(tmp_path: Path) -> None:
+    model = widening(KIB_300.size)
+    async with serving(tmp_path, {"m": model}, config=BATCHED, settings=two(tmp_path, memory_mb=1)) as served:
+        model.gate.close()
+        calls = [
+            asyncio.create_task(served.infer(infer("m", {"a": rows_of_floats(1, 1, first=number)})))
+            for number in range(16)
+        ]
+        await eventually_async(lambda: served.waiting("m") >= 8, "requests in the queue")
+        model.gate.open()
+        for number, answer in enumerate(await asyncio.gather(*calls)):
+            assert answer.raw_output_contents[0] == np.full(KIB_300.size, number, np.float32).tobytes()
+        await nothing_held(served)
+        assert await served.metric("nv_inference_request_success") == 16
+
+
+async def test_answer_that_can_never_fit_is_refused_and_the_next_is_given(tmp_path: Path) -> None:
+    models = {"wide": widening(MIB // 4 + 1), "m": echo_model()}
+    async with serving(tmp_path, models, config=BATCHED, settings=two(tmp_path, memory_mb=1)) as served:
+        code, text = await failure_of(served.infer(infer("wide", {"a": rows_of_floats(1)})))
+        assert code is Code.RESOURCE_EXHAUSTED
+        assert "--frontend-memory-mb" in text
+        request = infer("m", {"a": KIB_300})
+        assert (await served.infer(request)).raw_output_contents[0] == request.raw_input_contents[0]
+        await nothing_held(served)
+        labels = 'model="wide",reason="REJECTED",version="1"'
+        assert await served.metric("nv_inference_request_failure", labels) == 1
