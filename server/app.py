@@ -35,6 +35,7 @@ from server.loader import LoadDefaults
 from server.metrics import Metrics
 from server.metrics_endpoint import MetricsEndpoint
 from server.model_control import ModelControl
+from server.passing import HeaderPassing
 from server.poller import Poller
 from server.probes import LoopProbe
 from server.reflection import INFERENCE_SERVICE, Reflection
@@ -46,6 +47,7 @@ from server.shared_memory import SharedMemory
 from server.statistics_service import StatisticsService
 from server.streaming import Streaming
 from server.tracing import Tracer
+from server.upstream import Upstream
 
 __all__ = ["GRPC_OPTIONS", "Server", "product_version"]
 
@@ -132,11 +134,14 @@ class Server:
         self._layout = Layout(settings.paths, settings.model_config_name)
         self.poller = Poller(self._layout, self.repository, settings.repository_poll_secs)
         self._polling: asyncio.Task[None] | None = None
+        upstream = settings.upstream
+        self._upstream = Upstream(upstream, self.repository, settings.batching) if upstream else None
+        passing = HeaderPassing(upstream.headers, upstream.tracing_headers) if upstream else None
         self._inference = Inference(self.repository, self._tracer)
         self._shared_memory = SharedMemory(self._regions)
         pattern = settings.grpc_header_forward_pattern
         forwarding = HeaderForwarding(pattern) if pattern else None
-        self._streaming = Streaming(self._inference, settings.grpc_max_stream_requests, forwarding)
+        self._streaming = Streaming(self._inference, settings.grpc_max_stream_requests, forwarding, passing)
         groups: list[RpcGroup] = [
             StatisticsService(self.repository),
             Configuration(self.repository),
@@ -146,7 +151,7 @@ class Server:
             self._streaming,
         ]
         self._service = InferenceService(
-            self._inference, self.repository, settings.server_id, product_version(), groups, forwarding
+            self._inference, self.repository, settings.server_id, product_version(), groups, forwarding, passing
         )
         self._endpoint: MetricsEndpoint | None = None
         self._why_closed = "starting"
@@ -197,6 +202,8 @@ class Server:
         self._metrics.set_health(False, 0)
         if self._polling is not None:
             self._polling.cancel()
+        if self._upstream is not None:
+            self._upstream.stop()
         if self._grpc is not None:
             self._health.close()
             self._reflection.close()
@@ -248,6 +255,9 @@ class Server:
             raise StartError(f"metrics can't listen on {where}: {error.strerror}") from None
 
     async def _load(self) -> None:
+        if self._upstream is not None:
+            await self._upstream.start()
+            return
         self._share_threads()
         mode = self._settings.model_control_mode
         self._layout.open(may_be_empty=mode is not ControlMode.NONE)
@@ -311,6 +321,8 @@ class Server:
         self._streaming.close()
         if self._grpc is not None:
             await self._grpc.stop(grace_s)
+        if self._upstream is not None:
+            await self._upstream.close()
         if self._regions is not None:
             self._regions.clear()
         if self._endpoint is not None:

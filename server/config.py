@@ -9,6 +9,7 @@ from pathlib import Path
 from server.backend_config import BackendConfig
 from server.batch_policy import BatchDefaults
 from server.trace_settings import TraceConfig
+from server.upstream_settings import UpstreamSettings
 
 __all__ = ["ControlMode", "Settings"]
 
@@ -29,8 +30,8 @@ class Settings:
     model's folder `configs`, instead of `config.pbtxt`. `allow_op_libraries`: whether models may bring code.
     `allow_remote_settings`: whether RPCs may change how the server logs and traces, which begins with `trace`.
     `execution_timeout_secs`: how long a batch may execute before its instance is given up, 0: for ever.
-    `load_models` are those to load at the start in mode EXPLICIT; "*" alone stands for all. Names follow Triton's
-    flags."""
+    `load_models` are those to load at the start in mode EXPLICIT; "*" alone stands for all.
+    With `upstream` there are no `paths`: that server's models are served. Names follow Triton's flags."""
 
     paths: tuple[Path, ...]
     grpc_address: str = "0.0.0.0"
@@ -59,3 +60,4 @@ class Settings:
     allow_remote_settings: bool = False
     allow_op_libraries: bool = False
     trace: TraceConfig = field(default_factory=TraceConfig)
+    upstream: UpstreamSettings | None = None

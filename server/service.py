@@ -22,6 +22,7 @@ from server.calls import HeaderForwarding, add_headers, deadline_of, traceparent
 from server.codec import AnyResponse
 from server.errors import NotSupported
 from server.inference import Inference
+from server.passing import NOTHING_SENT, HeaderPassing
 from server.repository import Repository, ServedModel
 from server.shortcuts import WireResponse
 from server.wire_request import AnyRequest, RequestReader, message_of
@@ -53,6 +54,7 @@ class InferenceService:
         version: str,
         groups: Sequence[RpcGroup] = (),
         forwarding: HeaderForwarding | None = None,
+        passing: HeaderPassing | None = None,
     ) -> None:
         self._inference = inference
         self._repository = repository
@@ -60,6 +62,7 @@ class InferenceService:
         self._version = version
         self._forwarding = forwarding
         self._reads_parents = inference.reads_parents
+        self._passing = passing
         self._groups: tuple[RpcGroup, ...] = (self, *groups)
 
     def add_to(self, server: grpc.aio.Server) -> None:
@@ -80,7 +83,8 @@ class InferenceService:
             request = message_of(request)
             add_headers(request, self._forwarding.headers(context))
         parent = traceparent_of(context) if self._reads_parents else None
-        return await self._inference.infer(request, deadline_of(context), parent)
+        sent = self._passing.sent(context) if self._passing is not None else NOTHING_SENT
+        return await self._inference.infer(request, deadline_of(context), parent, sent)
 
     @answering
     async def ServerLive(self, request: pb.ServerLiveRequest, context: Context) -> pb.ServerLiveResponse:
@@ -132,7 +136,7 @@ def _tolerant(parse: Callable[[bytes], Message]) -> Callable[[bytes], Message | 
 def _metadata(model: ServedModel, versions: list[str]) -> pb.ModelMetadataResponse:
     return pb.ModelMetadataResponse(
         name=model.name,
-        versions=versions,
+        versions=filter(None, versions),  # another server's may have none
         platform=model.platform,
         inputs=[_tensor_metadata(one, model.spec.batched) for one in model.spec.inputs],
         outputs=[_tensor_metadata(one, model.spec.batched) for one in model.spec.outputs],

@@ -26,6 +26,7 @@ from server.codec import AnyResponse
 from server.errors import InvalidRequest
 from server.inference import Inference, Started
 from server.parameters import CANCEL, UNORDERED
+from server.passing import NOTHING_SENT, HeaderPassing, Sent
 from server.shortcuts import WireResponse
 from server.wire_request import AnyRequest, message_of
 
@@ -54,8 +55,15 @@ class Streaming:
 
     extensions: Sequence[str] = ()
 
-    def __init__(self, inference: Inference, max_requests: int, forwarding: HeaderForwarding | None = None) -> None:
+    def __init__(
+        self,
+        inference: Inference,
+        max_requests: int,
+        forwarding: HeaderForwarding | None = None,
+        passing: HeaderPassing | None = None,
+    ) -> None:
         self._inference = inference
+        self._passing = passing
         self._max_requests = max_requests
         self._forwarding = forwarding
         self._streams: set[_Stream] = set()
@@ -64,7 +72,8 @@ class Streaming:
     async def ModelStreamInfer(self, requests: object, context: Context) -> None:
         self._inference.check_serving()
         headers = self._forwarding.headers(context) if self._forwarding else {}
-        stream = _Stream(self._inference, context, self._max_requests, headers)
+        sent = self._passing.sent(context) if self._passing else NOTHING_SENT
+        stream = _Stream(self._inference, context, self._max_requests, headers, sent)
         self._streams.add(stream)
         try:
             await stream.run()
@@ -104,11 +113,14 @@ class _Slot:
 class _Stream:
     """One call of the RPC."""
 
-    def __init__(self, inference: Inference, context: Context, max_requests: int, headers: Mapping[str, str]) -> None:
+    def __init__(
+        self, inference: Inference, context: Context, max_requests: int, headers: Mapping[str, str], sent: Sent
+    ) -> None:
         self._inference = inference
         self._context = context
         self._max_requests = max_requests
         self._headers = headers
+        self._sent = sent
         self._deadline_ns = deadline_of(context)
         self._parent = traceparent_of(context) if inference.reads_parents else None
         self._ends_at_error = header(context, _ENDS_AT_ERROR) == "true"
@@ -185,7 +197,7 @@ class _Stream:
             if self._headers:
                 request = slot.request = message_of(request)
                 add_headers(request, self._headers)
-            slot.started = self._inference.start(request, self._deadline_ns, self._parent)
+            slot.started = self._inference.start(request, self._deadline_ns, self._parent, self._sent)
         except Exception as error:  # noqa: BLE001 - the caller is owed an answer
             slot.failure = status_and_text(error, request, _RPC)
             self.on_done(slot)
