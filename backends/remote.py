@@ -14,13 +14,14 @@ from typing import Any, TypeVar
 import grpc
 from google.protobuf.message import DecodeError, Message
 
-from backends.base import Array, Device, Execution, ModelSpec
+from backends.base import Device, Execution, ModelSpec
 from backends.batching import wrong_count
 from backends.errors import UpstreamFailed, UpstreamRefused
 from backends.remote_messages import (
     Headers,
     RemoteRequest,
     call_headers,
+    decode_open,
     decode_response,
     encode_request,
     wanted_outputs,
@@ -170,7 +171,8 @@ class RemoteInstance:
         `padded_rows` changes nothing: padding is the other server's business. Raises ExecutionError for an answer that
         doesn't fit, UpstreamRefused for an error that may be a request's fault, UpstreamFailed for others.
         """
-        model, spec = self._model, self._model.spec
+        model, told = self._model, requests[0].spec if requests else None
+        spec = told or model.spec
         if len(requests) != 1 and (not requests or not spec.batched):
             raise wrong_count(spec, len(requests))
         began_ns = monotonic_ns()
@@ -180,7 +182,9 @@ class RemoteInstance:
         deadline_ns = max(one.deadline_ns for one in requests)
         answer = await model.server.infer(message, call_headers(requests), deadline_ns, self._connection)
         answered_ns = monotonic_ns()
-        results: list[tuple[Array, ...]] = decode_response(answer, spec, requests, wanted)
+        results: Sequence[Any] = (
+            decode_response(answer, spec, requests, wanted) if told is None else decode_open(answer, spec, requests)
+        )
         return Execution(results, encoded_ns - began_ns, answered_ns - encoded_ns, monotonic_ns() - answered_ns)
 
     def close(self) -> None:

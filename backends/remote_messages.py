@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import repeat
+from itertools import accumulate, repeat
 from typing import Any, NamedTuple
 
 from google.protobuf.message import DecodeError
@@ -16,12 +16,22 @@ from google.protobuf.message import DecodeError
 from backends.base import MISSING, Array, ModelSpec, Tensors
 from backends.batching import rows_of, split
 from backends.errors import ExecutionError
-from protos.datatypes import by_name
+from protos.datatypes import UnknownDatatypeError, by_name
 from protos.inference_pb2 import ModelInferRequest, ModelInferResponse
 from protos.tensors import TensorError, decode_contents, decode_raw, raw_buffer
 from protos.wire import RAW_INPUT_TAG, varint
 
-__all__ = ["Headers", "RemoteRequest", "call_headers", "decode_response", "encode_request", "wanted_outputs"]
+__all__ = [
+    "Headers",
+    "OpenResult",
+    "OpenTensor",
+    "RemoteRequest",
+    "call_headers",
+    "decode_open",
+    "decode_response",
+    "encode_request",
+    "wanted_outputs",
+]
 
 _MOST_BYTES = 2**31 - 1
 """What protobuf takes for a message."""
@@ -34,7 +44,8 @@ class RemoteRequest(NamedTuple):  # made for each request
 
     `outputs` are the places of the wanted ones, `deadline_ns` is when its caller gives up (monotonic clock). `headers`
     and `extras` are the same for all requests of a batch; `extras` is a serialized ModelInferRequest of parameters
-    alone: the request's, and by name those of tensors. `tracing` are headers that may differ.
+    alone: the request's, and by name those of tensors. So is `spec`, if the model has none: what is sent, and the names
+    of outputs, if some were named. `tracing` are headers that may differ.
     """
 
     inputs: Tensors
@@ -44,6 +55,18 @@ class RemoteRequest(NamedTuple):  # made for each request
     headers: Headers = ()
     tracing: Headers = ()
     extras: bytes = b""
+    spec: ModelSpec | None = None
+
+
+class OpenTensor(NamedTuple):
+    """An output of a model that doesn't tell its tensors."""
+
+    name: str
+    datatype: str
+    array: Array
+
+
+OpenResult = tuple[OpenTensor, ...]
 
 
 def call_headers(requests: Sequence[RemoteRequest]) -> Headers:
@@ -83,7 +106,7 @@ def encode_request(
         datatype = by_name(tensor.datatype)
         buffers = [raw_buffer(array, datatype) for array in column]
         pieces += (RAW_INPUT_TAG, varint(sum(map(len, buffers))), *buffers)
-    if len(wanted) < len(spec.outputs) or of_output:
+    if len(wanted) < len(spec.outputs) or of_output or requests[0].spec:
         for place in wanted:
             output = message.outputs.add(name=spec.outputs[place].name)
             if output.name in of_output:
@@ -112,16 +135,37 @@ def decode_response(
 
     Raises ExecutionError, naming the output, for an answer that isn't what `spec` promises for these requests' rows.
     """
-    try:
-        outputs = _outputs(ModelInferResponse.FromString(data), spec, wanted)
-    except DecodeError as error:
-        raise ExecutionError(f"the upstream's answer is no ModelInferResponse: {error}") from None
+    outputs = _outputs(_message(data), spec, wanted)
     rows = rows_of([_present(one.inputs) for one in requests]) if spec.batched else [1]
     if len(wanted) == len(spec.outputs):
         return split(outputs, rows, spec)
     narrowed = replace(spec, outputs=tuple(spec.outputs[place] for place in wanted))
     shares = split(outputs, rows, narrowed)
     return [_widened(share, wanted, len(spec.outputs)) for share in shares]
+
+
+def decode_open(data: bytes, spec: ModelSpec, requests: Sequence[RemoteRequest]) -> list[OpenResult]:
+    """The same where nothing is known of the outputs: those of a lone request are passed on as they are, and those of a
+    batch must have its rows."""
+    message = _message(data)
+    tensors = [
+        OpenTensor(output.name, output.datatype, _array(message, number))
+        for number, output in enumerate(message.outputs)
+    ]
+    if len(requests) == 1:
+        return [tuple(tensors)]
+    rows = rows_of([one.inputs for one in requests])
+    for name, _, array in tensors:
+        if array.shape[:1] != (sum(rows),):
+            raise ExecutionError(
+                f"output '{name}': expected {sum(rows)} rows, those of the batch, got shape {list(array.shape)}"
+            )
+    ends = list(accumulate(rows))
+    bounds = list(zip([0, *ends], ends, strict=False))
+    return [
+        tuple(OpenTensor(name, datatype, array[start:end]) for name, datatype, array in tensors)
+        for start, end in bounds
+    ]
 
 
 def _present(inputs: Tensors) -> Tensors:
@@ -135,10 +179,18 @@ def _widened(share: Sequence[Array], wanted: Sequence[int], count: int) -> tuple
     return tuple(whole)
 
 
-def _outputs(message: ModelInferResponse, spec: ModelSpec, wanted: Sequence[int]) -> list[Array]:
+def _message(data: bytes) -> ModelInferResponse:
+    try:
+        message = ModelInferResponse.FromString(data)
+    except DecodeError as error:
+        raise ExecutionError(f"the upstream's answer is no ModelInferResponse: {error}") from None
     raw = message.raw_output_contents
     if raw and len(raw) != len(message.outputs):
         raise ExecutionError(f"the upstream answers {len(message.outputs)} outputs with {len(raw)} raw contents")
+    return message
+
+
+def _outputs(message: ModelInferResponse, spec: ModelSpec, wanted: Sequence[int]) -> list[Array]:
     numbers = {output.name: number for number, output in enumerate(message.outputs)}
     arrays = []
     for place in wanted:
@@ -146,15 +198,18 @@ def _outputs(message: ModelInferResponse, spec: ModelSpec, wanted: Sequence[int]
         if tensor.name not in numbers:
             raise ExecutionError(f"output '{tensor.name}' is not in the upstream's answer, only {list(numbers)}")
         number = numbers[tensor.name]
-        output = message.outputs[number]
-        if output.datatype != tensor.datatype:
-            raise ExecutionError(f"output '{tensor.name}': expected {tensor.datatype}, got {output.datatype}")
-        datatype, shape = by_name(tensor.datatype), tuple(output.shape)
-        try:
-            array = (
-                decode_raw(raw[number], datatype, shape) if raw else decode_contents(output.contents, datatype, shape)
-            )
-        except TensorError as error:
-            raise ExecutionError(f"output '{tensor.name}' of the upstream's answer: {error}") from None
-        arrays.append(array)
+        if message.outputs[number].datatype != tensor.datatype:
+            got = message.outputs[number].datatype
+            raise ExecutionError(f"output '{tensor.name}': expected {tensor.datatype}, got {got}")
+        arrays.append(_array(message, number))
     return arrays
+
+
+def _array(message: ModelInferResponse, number: int) -> Array:
+    """The tensor of one output, as it says itself what it is."""
+    output, raw = message.outputs[number], message.raw_output_contents
+    try:
+        datatype, shape = by_name(output.datatype), tuple(output.shape)
+        return decode_raw(raw[number], datatype, shape) if raw else decode_contents(output.contents, datatype, shape)
+    except (TensorError, UnknownDatatypeError) as error:
+        raise ExecutionError(f"output '{output.name}' of the upstream's answer: {error}") from None

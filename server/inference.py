@@ -19,6 +19,7 @@ from server.codec import AnyResponse, DecodedRequest, tensor_bytes
 from server.errors import ModelNotReady
 from server.log import debugging
 from server.model_statistics import FailureReason, reason_of
+from server.open_codec import OpenCodec
 from server.passing import NOTHING_SENT, Sent, remote_request
 from server.repository import Repository, ServedModel
 from server.splitting import submit_parts
@@ -219,6 +220,7 @@ def _submit_remote(
             decoded.inputs,
             decoded.rows,
             key,
+            join=model.codec.join if isinstance(model.codec, OpenCodec) else None,
             payload_of=lambda inputs: payload._replace(inputs=inputs, id=""),
             **how,
         )

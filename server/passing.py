@@ -56,7 +56,14 @@ def remote_request(
     """The request as another server is to get it, and what requests must have in common to share a batch there."""
     extras = b"" if _is_plain(request) else _extras(message_of(request))
     payload = RemoteRequest(
-        _tensors(decoded), decoded.outputs, rpc_deadline_ns, request.id, sent.headers, sent.tracing, extras
+        _tensors(decoded),
+        decoded.outputs,
+        rpc_deadline_ns,
+        request.id,
+        sent.headers,
+        sent.tracing,
+        extras,
+        decoded.spec,
     )
     return payload, (decoded.key, sent.headers, extras)
 

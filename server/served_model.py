@@ -16,10 +16,12 @@ from backends.remote import RemoteModel
 from scheduler.batcher import Batcher
 from scheduler.observer import Observer
 from server.adapting_codec import codec_for
+from server.codec import ModelCodec
 from server.instances import Instances
 from server.loader import LoadedVersion
 from server.metrics import Metrics, VersionMetrics
 from server.model_statistics import VersionStatistics
+from server.open_codec import OpenCodec
 from server.reading import ExecuteInputs, reading
 from server.regions import Regions
 from server.tracing import Tracer
@@ -54,7 +56,12 @@ class ServedModel:
         # Apart from its number, which begins anew with every load, what a caller gets to see as the id of a batch.
         self.batch_id_prefix = secrets.token_hex(4)
         limit = _MAX_PARTS * self.max_batch_rows if loaded.plan.splits else self.max_batch_rows
-        self.codec = codec_for(self.name, self.version, self.spec, limit, loaded.labels, regions)
+        silent = self.remote and not (self.spec.inputs and self.spec.outputs)
+        self.codec: ModelCodec | OpenCodec = (
+            OpenCodec(self.name, self.version, limit)
+            if silent
+            else codec_for(self.name, self.version, self.spec, limit, loaded.labels, regions)
+        )
         self.statistics = VersionStatistics()
         self._partial = 0
         self._whole = asyncio.Event()

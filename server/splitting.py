@@ -17,7 +17,7 @@ from scheduler.errors import ExecutionFailed
 from scheduler.policy import BatchPolicy
 from server.region_tensors import Inputs
 
-__all__ = ["submit_parts"]
+__all__ = ["joined", "submit_parts"]
 
 _MANY = 2**31
 
@@ -30,11 +30,13 @@ async def submit_parts(
     *,
     size_bytes: int,
     payload_of: Callable[[Any], Any] | None = None,
+    join: Callable[[Sequence[Any]], Any] | None = None,
     **how: Any,
 ) -> tuple[Tensors, Pending[Any, Tensors]]:
     """Execute `inputs` in parts of full batches; the joined results, and the last part.
 
-    `payload_of` makes what the batcher carries of a part's inputs, by default these themselves. `how` goes to
+    `payload_of` makes what the batcher carries of a part's inputs, by default these themselves, and `join`
+    puts results together that aren't plain arrays. `how` goes to
     `Batcher.submit`. Whatever one part meets, the request meets, and its other parts are taken back.
     """
     limit = batcher.policy.max_batch_rows
@@ -53,7 +55,8 @@ async def submit_parts(
         while parts:
             parts.pop().cancel()
         raise
-    return [_joined(number, column) for number, column in enumerate(zip(*results, strict=True))], parts[-1]
+    whole = join(results) if join else [joined(*column) for column in enumerate(zip(*results, strict=True))]
+    return whole, parts[-1]
 
 
 def _parts_at_once(policy: BatchPolicy, bytes_of_part: int, priority: int) -> int:
@@ -74,7 +77,8 @@ async def _until_room(parts: Sequence[Pending[Any, Tensors]], at_once: int) -> N
             pending.result()
 
 
-def _joined(number: int, parts: Sequence[Array]) -> Array:
+def joined(number: int, parts: Sequence[Array]) -> Array:
+    """The parts of output `number` as one array. Raises ExecutionFailed if they don't fit."""
     try:
         return np.concatenate(parts)
     except ValueError:

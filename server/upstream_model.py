@@ -52,8 +52,8 @@ def _version(
     metadata = pb.ModelMetadataResponse.FromString(told.metadata)
     config = config_pb.ModelConfig.FromString(told.config) if told.config else None
     own = ModelSpec(_tensors("input", metadata.inputs), _tensors("output", metadata.outputs))
-    if not own.inputs or not own.outputs:
-        raise ConfigError("the upstream doesn't tell its inputs and outputs: ModelMetadata has none")
+    if not (own.inputs and own.outputs):
+        own = ModelSpec((), ())  # its requests tell
     if config is not None:
         _check(config)
         own = _with_optional(own, config)
@@ -99,6 +99,8 @@ def _with_optional(own: ModelSpec, config: config_pb.ModelConfig) -> ModelSpec:
 
 def _max_batch_rows(own: ModelSpec, config: config_pb.ModelConfig | None, batching: BatchDefaults) -> int:
     """The rows of a batch: what ModelConfig says, else the flag; 0 for models that can't batch."""
+    if not own.inputs:
+        return (config.max_batch_size if config else 0) or batching.max_batch_rows
     if config is not None:
         if config.max_batch_size <= 0 or _has_shape_tensors(config):
             return 0
