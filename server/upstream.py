@@ -29,6 +29,8 @@ __all__ = ["Upstream"]
 _log = logging.getLogger("paceline.server.upstream")
 
 _ASK_S = 5.0
+_BETWEEN_S = 0.25
+"""Shortest time between looks, however many calls fail."""
 _DESCRIBE_EVERY = 10
 """Looks of which one asks for metadata too, for models that are changed while they serve."""
 _SILENT_LOOKS = 3
@@ -74,8 +76,7 @@ class Upstream:
         while True:
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._server.suspected.wait(), self._settings.health_secs)
-                # A storm of failing requests must not become a storm of looks.
-                await asyncio.sleep(min(0.05, self._settings.health_secs))
+                await asyncio.sleep(min(_BETWEEN_S, self._settings.health_secs))
             self._server.suspected.clear()
             try:
                 await self._look()
@@ -143,7 +144,7 @@ class Upstream:
             raise UpstreamFailed("UNIMPLEMENTED", what) from None
         names: dict[str, list[str]] = {}
         for line in index.models:
-            if line.state in ("", _READY):
+            if line.state == _READY:
                 names.setdefault(line.name, []).extend(filter(None, [line.version]))
         return names
 

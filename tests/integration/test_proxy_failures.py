@@ -262,7 +262,11 @@ async def test_upstream_without_an_index_needs_its_models_named(tmp_path: Path) 
 async def test_models_of_the_index_come_change_and_go_with_the_upstreams(tmp_path: Path) -> None:
     stub = Upstream()
     line = pb.RepositoryIndexResponse.ModelIndex
-    stub.index = [line(name="m", version="3", state="READY"), line(name="other", state="UNAVAILABLE")]
+    stub.index = [
+        line(name="m", version="3", state="READY"),
+        line(name="other", state="UNAVAILABLE"),
+        line(name="never"),
+    ]
     async with upstream(stub) as target, proxying(tmp_path, target) as served:
         told = await served.stub.ModelMetadata(pb.ModelMetadataRequest(name="m"))
         assert (list(told.versions), told.platform, list(told.inputs[0].shape)) == (["3"], "stub", [-1, 2])
