@@ -144,7 +144,8 @@ class Upstream:
             raise UpstreamFailed("UNIMPLEMENTED", what) from None
         names: dict[str, list[str]] = {}
         for line in index.models:
-            if line.state == _READY:
+            # MLServer says "State.READY" where Python is 3.11 or newer.
+            if line.state.rpartition(".")[2] == _READY:
                 names.setdefault(line.name, []).extend(filter(None, [line.version]))
         return names
 

@@ -3,9 +3,13 @@ server, and another paceline. Where one isn't installed (`make bench-rivals`) it
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+import socket
+import subprocess
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +20,7 @@ import pytest
 
 from bench import models
 from bench.scenario import Side
-from bench.subjects import NotInstalledError, start
+from bench.subjects import RIVALS, NotInstalledError, start
 from protos import inference_pb2 as pb
 from protos.inference_pb2_grpc import GRPCInferenceServiceStub
 from tests.harness import ServerProcess
@@ -101,3 +105,65 @@ def test_upstream_that_ends_makes_the_proxy_not_ready(proxied: Proxied) -> None:
     failure: Any = caught.value
     assert failure.code() is Code.UNAVAILABLE
     assert proxied.proxy.returncode is None
+
+
+_DOUBLE = """
+from mlserver import MLModel
+from mlserver.codecs import NumpyCodec
+from mlserver.types import InferenceResponse
+
+
+class Double(MLModel):
+    async def predict(self, payload):
+        rows = NumpyCodec.decode_input(payload.inputs[0])
+        return InferenceResponse(model_name=self.name, outputs=[NumpyCodec.encode_output("x", 2 * rows)])
+"""
+
+
+@contextmanager
+def mlserver_of(folder: Path) -> Iterator[str]:
+    """`mlserver start` on a folder with one model, of a version that is no number; its target."""
+    python = RIVALS / "mlserver" / "bin" / "python"
+    if not (RIVALS / "mlserver" / "installed").exists():
+        pytest.skip("mlserver is not installed: make bench-rivals")
+    ports = [free_port() for _ in range(3)]
+    names = ("http_port", "grpc_port", "metrics_port")
+    given = {"debug": False, "host": "127.0.0.1", "parallel_workers": 0, **dict(zip(names, ports, strict=True))}
+    (folder / "settings.json").write_text(json.dumps(given))
+    tensors = {name: [{"name": tensor, "datatype": "FP32", "shape": [-1, 2]}] for name, tensor in
+               (("inputs", "a"), ("outputs", "x"))}  # fmt: skip
+    model = {"name": "double", "implementation": "double.Double", "parameters": {"version": "v1.2"}, **tensors}
+    (folder / "model-settings.json").write_text(json.dumps(model))
+    (folder / "double.py").write_text(_DOUBLE)
+    code = "import sys; sys.argv = ['mlserver', 'start', '.']; from mlserver.cli import main; main()"
+    with (folder / "log").open("wb") as log:
+        process = subprocess.Popen(
+            [python, "-c", code], cwd=folder, env={**os.environ, "PYTHONPATH": str(folder)}, stdout=log, stderr=log
+        )
+    try:
+        yield f"127.0.0.1:{ports[1]}"
+    finally:
+        process.kill()
+        process.wait()
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port: int = free.getsockname()[1]
+        return port
+
+
+def test_models_of_an_mlserver_are_found_with_their_metadata_and_versions(tmp_path: Path) -> None:
+    with (
+        mlserver_of(tmp_path) as target,
+        ServerProcess(args=["--upstream", target, "--upstream-health-secs", "0.1"]) as proxy,
+        grpc.insecure_channel(proxy.target) as channel,
+    ):
+        stub: Any = GRPCInferenceServiceStub(channel)  # type: ignore[no-untyped-call]
+        eventually(lambda: stub.ServerReady(pb.ServerReadyRequest()).ready, "ready", 60)
+        told = stub.ModelMetadata(pb.ModelMetadataRequest(name="double"))
+        assert (list(told.versions), list(told.inputs[0].shape)) == (["v1.2"], [-1, 2])
+        rows = np.ones((3, 2), np.float32)
+        answer = stub.ModelInfer(infer("double", {"a": rows}), timeout=20)
+        assert answer.model_version == "v1.2"
+        np.testing.assert_array_equal(np.frombuffer(answer.raw_output_contents[0], "<f4").reshape(3, 2), 2 * rows)

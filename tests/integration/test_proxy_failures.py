@@ -259,11 +259,12 @@ async def test_upstream_without_an_index_needs_its_models_named(tmp_path: Path) 
         assert "name its models with --upstream-model" in served.server.repository.waits_for
 
 
-async def test_models_of_the_index_come_change_and_go_with_the_upstreams(tmp_path: Path) -> None:
+@pytest.mark.parametrize("state", ["READY", "State.READY"])  # the latter is MLServer's
+async def test_models_of_the_index_come_change_and_go_with_the_upstreams(tmp_path: Path, state: str) -> None:
     stub = Upstream()
     line = pb.RepositoryIndexResponse.ModelIndex
     stub.index = [
-        line(name="m", version="3", state="READY"),
+        line(name="m", version="3", state=state),
         line(name="other", state="UNAVAILABLE"),
         line(name="never"),
     ]
