@@ -4,10 +4,20 @@ BackendError
 ├── DeviceError        a device's driver refused or failed, whatever the model
 ├── LoadError          the model can't be opened as asked: bad file, missing device, unsupported option
 └── ExecutionError     one execution failed: the runtime raised, or the model's outputs don't fit its spec
+    ├── UpstreamRefused     another server, which executes, has something against this batch
     └── SessionError   it failed whatever the requests: out of memory, device lost
+        └── UpstreamFailed  another server, which executes, isn't there or takes nothing
 """
 
-__all__ = ["BackendError", "DeviceError", "ExecutionError", "LoadError", "SessionError"]
+__all__ = [
+    "BackendError",
+    "DeviceError",
+    "ExecutionError",
+    "LoadError",
+    "SessionError",
+    "UpstreamFailed",
+    "UpstreamRefused",
+]
 
 
 class BackendError(Exception):
@@ -28,3 +38,20 @@ class ExecutionError(BackendError):
 
 class SessionError(ExecutionError):
     """The instance failed as a whole; running the requests apart from each other won't help."""
+
+
+class UpstreamRefused(ExecutionError):
+    """The upstream answered a batch with an error that some of its requests may be to blame for. `status` is the name
+    of gRPC's status."""
+
+    def __init__(self, status: str, text: str) -> None:
+        super().__init__(text)
+        self.status = status
+
+
+class UpstreamFailed(SessionError):
+    """The upstream answers nothing, or refuses whatever it is sent now. `status` is the name of gRPC's status."""
+
+    def __init__(self, status: str, text: str) -> None:
+        super().__init__(text)
+        self.status = status

@@ -122,7 +122,7 @@ def _loads(
         if not side.served:
             continue
         try:
-            if side.server in RIVALS and not settings.rivals:
+            if {side.server, side.upstream} & set(RIVALS) and not settings.rivals:
                 raise NotInstalledError("left out")
             if side.process not in servers:
                 servers[side.process] = _started(scenario, side, model_file, folder / f"server-{len(servers)}", stack)
@@ -138,7 +138,7 @@ def _loads(
 
 def _absence(side: Side, reason: str) -> Absence:
     """A rival that breaks is a finding. What is ours, echo and product, has to work."""
-    return Absence(" ".join(reason.split()), failed=side.server not in RIVALS)
+    return Absence(" ".join(reason.split()), failed=not {side.server, side.upstream} & set(RIVALS))
 
 
 def _started(

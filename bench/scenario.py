@@ -89,6 +89,7 @@ class Side:
 
     `rows` are those of a batch, where there is no server that would make batches: onnxruntime, batching. `args` are
     more of the command line of `paceline serve`; sides that differ in them have servers of their own.
+    `upstream` is the server that paceline is a proxy of, if it is one.
     """
 
     server: str
@@ -97,6 +98,7 @@ class Side:
     transport: str = "unary"
     rows: int = 1
     args: tuple[str, ...] = ()
+    upstream: str = ""
 
     @property
     def served(self) -> bool:
@@ -104,9 +106,9 @@ class Side:
         return self.server not in _IN_PROCESS
 
     @property
-    def process(self) -> tuple[str, tuple[str, ...]]:
+    def process(self) -> tuple[str, ...]:
         """Sides that have this in common are served by one process."""
-        return self.server, self.args
+        return self.server, self.upstream, *self.args
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,6 +203,9 @@ def _side(table: _Table, subject: Side | None) -> Side:
     args = tuple(_listed("args", table.take("args", list, list(subject.args) if subject and same else []), str))
     if args and server != "paceline":
         raise ScenarioError(f"args: only paceline takes some, not {server}")
+    upstream = table.choice("upstream", ("", "paceline", *RIVALS), subject.upstream if subject and same else "")
+    if upstream and server != "paceline":
+        raise ScenarioError(f"upstream: only paceline has one, not {server}")
     return Side(
         server=server,
         model=model,
@@ -208,6 +213,7 @@ def _side(table: _Table, subject: Side | None) -> Side:
         transport=table.choice("transport", _TRANSPORTS, subject.transport if subject else "unary"),
         rows=table.take("rows", int, subject.rows if subject else 1),
         args=args,
+        upstream=upstream,
     )
 
 

@@ -13,6 +13,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -69,6 +71,8 @@ class Subject(Protocol):
 def start(side: Side, files: Mapping[str, Path], folder: Path) -> Subject:
     """The server of `side`, not yet entered; `files` are the models it is to serve, `folder` is for what it writes.
     NotInstalledError if it isn't installed. Entering raises UnservedError if it doesn't start."""
+    if side.upstream:
+        return _Proxy(start(replace(side, server=side.upstream, upstream="", args=()), files, folder), side)
     if side.server == "echo":
         return EchoProcess()
     if side.server == "paceline":
@@ -87,6 +91,27 @@ class _Paceline(ServerProcess):
             said = "".join(self.stderr).strip().splitlines()[-3:]
             raise UnservedError(f"paceline did not start: {' / '.join(said)}") from None
         return self
+
+
+class _Proxy:
+    """paceline in front of another server. `pid` is its own: what the other costs is told by that alone."""
+
+    def __init__(self, upstream: Subject, side: Side) -> None:
+        self._upstream = upstream
+        self._side = side
+        self._stack = ExitStack()
+
+    def __enter__(self) -> _Proxy:
+        with ExitStack() as undo:
+            upstream = undo.enter_context(self._upstream)
+            args = ["--upstream", upstream.target, "--upstream-model", self._side.model, *self._side.args]
+            proxy = undo.enter_context(_Paceline(args=args))
+            self.target, self.pid = proxy.target, proxy.pid
+            self._stack = undo.pop_all()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._stack.close()
 
 
 class EchoProcess:
@@ -215,14 +240,14 @@ def ask_once(target: str, transport: str, request: bytes, output_bytes: int) -> 
 
 
 def has_config(target: str, model: str) -> bool:
-    """Whether the server tells its models' configuration, which perf_analyzer wants to know."""
+    """Whether the server tells its models' configuration, tensors included, which perf_analyzer wants to know."""
     channel, service = stub(target)
     with channel:
         try:
-            service.ModelConfig(pb.ModelConfigRequest(name=model), timeout=_ASK_S)
+            told = service.ModelConfig(pb.ModelConfigRequest(name=model), timeout=_ASK_S)
         except grpc.RpcError:
             return False
-    return True
+    return bool(told.config.input)
 
 
 def cpu_s(pid: int) -> float | None:

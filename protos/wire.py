@@ -9,7 +9,16 @@ from __future__ import annotations
 
 from typing import Final, NamedTuple
 
-__all__ = ["OUTPUT_TAG", "RAW_OUTPUT_TAG", "RESPONSE_ID_TAG", "RequestFields", "delimited", "scan_request", "varint"]
+__all__ = [
+    "OUTPUT_TAG",
+    "RAW_INPUT_TAG",
+    "RAW_OUTPUT_TAG",
+    "RESPONSE_ID_TAG",
+    "RequestFields",
+    "delimited",
+    "scan_request",
+    "varint",
+]
 
 # Field number and type 2, "length-delimited", as every field here is.
 _ID_TAG: Final = 3 << 3 | 2
@@ -17,6 +26,7 @@ _OUTPUTS_TAG: Final = 6 << 3 | 2
 _RAW_TAG: Final = 7 << 3 | 2
 # A message has less than 2 GiB, and a length more bytes than that needs isn't worth reading on.
 _MAX_SHIFT: Final = 28
+RAW_INPUT_TAG: Final = bytes([_RAW_TAG])
 RESPONSE_ID_TAG: Final = bytes([3 << 3 | 2])
 OUTPUT_TAG: Final = bytes([5 << 3 | 2])
 RAW_OUTPUT_TAG: Final = bytes([6 << 3 | 2])

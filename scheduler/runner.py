@@ -1,4 +1,4 @@
-"""One thread per model instance.
+"""One thread per model instance, or one task for an instance that is elsewhere.
 
 Lives here: the border between the event loop and blocking code. The rule: whatever the instance does, `done` is called
 on the loop exactly once per batch handed over, and nothing else crosses threads.
@@ -10,12 +10,12 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Generic, Protocol, TypeVar
 
-__all__ = ["Done", "Executed", "Outcome", "Runner", "ThreadRunner"]
+__all__ = ["Done", "Executed", "Outcome", "Runner", "TaskRunner", "ThreadRunner"]
 
 _log = logging.getLogger("paceline.scheduler")
 
@@ -130,8 +130,51 @@ class ThreadRunner(Generic[P, R]):
         started_ns = time.monotonic_ns()
         try:
             executed = self._execute(payloads, padded_rows)
-            if len(executed.results) != len(payloads):
-                raise RuntimeError(f"instance returned {len(executed.results)} results for {len(payloads)} requests")
+            _check_count(executed, payloads)
         except BaseException as error:  # noqa: BLE001 - whatever it is, the waiting requests are owed an answer
             return Outcome(started_ns, time.monotonic_ns(), error=error)
         return Outcome(started_ns, time.monotonic_ns(), executed=executed)
+
+
+class TaskRunner(Generic[P, R]):
+    """Awaits `execute(payloads, padded_rows)`, which must not block, on the event loop."""
+
+    def __init__(self, execute: Callable[[Sequence[P], int], Awaitable[Executed[R]]]) -> None:
+        self._execute = execute
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._task: asyncio.Task[Outcome[R]] | None = None
+
+    def start(self) -> None:
+        self._loop = asyncio.get_running_loop()
+
+    def run(self, payloads: Sequence[P], padded_rows: int, done: Done[R]) -> None:
+        assert self._loop is not None
+        self._task = self._loop.create_task(self._run_one(payloads, padded_rows))
+        # Not from inside of the task: `done` may hand over the next batch, and what it raises is the loop's to report.
+        self._task.add_done_callback(lambda task: done(_outcome_of(task)))
+
+    def stop(self) -> None:
+        """Unlike native code, what runs can be called off; nobody waits for it any more."""
+        if self._task is not None:
+            self._task.cancel()
+
+    async def _run_one(self, payloads: Sequence[P], padded_rows: int) -> Outcome[R]:
+        started_ns = time.monotonic_ns()
+        try:
+            executed = await self._execute(payloads, padded_rows)
+            _check_count(executed, payloads)
+        except BaseException as error:  # noqa: BLE001 - whatever it is, the waiting requests are owed an answer
+            return Outcome(started_ns, time.monotonic_ns(), error=error)
+        return Outcome(started_ns, time.monotonic_ns(), executed=executed)
+
+
+def _outcome_of(task: asyncio.Task[Outcome[R]]) -> Outcome[R]:
+    if not task.cancelled():
+        return task.result()
+    now_ns = time.monotonic_ns()  # called off before it began
+    return Outcome(now_ns, now_ns, error=asyncio.CancelledError())
+
+
+def _check_count(executed: Executed[R], payloads: Sequence[P]) -> None:
+    if len(executed.results) != len(payloads):
+        raise RuntimeError(f"instance returned {len(executed.results)} results for {len(payloads)} requests")

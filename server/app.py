@@ -21,7 +21,7 @@ from backends import registry
 from backends.base import Backend
 from backends.errors import LoadError
 from server.addresses import host_and_port, resolve
-from server.calls import HeaderForwarding
+from server.calls import HeaderForwarding, HeaderPassing
 from server.config import ControlMode, Settings
 from server.configuration import Configuration
 from server.errors import StartError
@@ -43,6 +43,7 @@ from server.shared_memory import SharedMemory
 from server.statistics_service import StatisticsService
 from server.streaming import Streaming
 from server.tracing import Tracer
+from server.upstream import Upstream
 
 __all__ = ["Server", "product_version"]
 
@@ -123,11 +124,14 @@ class Server:
         self._layout = Layout(settings.paths, settings.model_config_name)
         self.poller = Poller(self._layout, self.repository, settings.repository_poll_secs)
         self._polling: asyncio.Task[None] | None = None
+        upstream = settings.upstream
+        self._upstream = Upstream(upstream, self.repository, settings.batching) if upstream else None
+        passing = HeaderPassing(upstream.headers, upstream.tracing_headers) if upstream else None
         self._inference = Inference(self.repository, self._tracer)
         self._shared_memory = SharedMemory(self._regions)
         pattern = settings.grpc_header_forward_pattern
         forwarding = HeaderForwarding(pattern) if pattern else None
-        self._streaming = Streaming(self._inference, settings.grpc_max_stream_requests, forwarding)
+        self._streaming = Streaming(self._inference, settings.grpc_max_stream_requests, forwarding, passing)
         self._remote_settings = RemoteSettings(self.repository, self._tracer, settings.allow_remote_settings)
         groups: list[RpcGroup] = [
             StatisticsService(self.repository),
@@ -138,7 +142,7 @@ class Server:
             self._streaming,
         ]
         self._service = InferenceService(
-            self._inference, self.repository, settings.server_id, product_version(), groups, forwarding
+            self._inference, self.repository, settings.server_id, product_version(), groups, forwarding, passing
         )
         self._endpoint: MetricsEndpoint | None = None
         self._why_closed = "starting"
@@ -186,6 +190,8 @@ class Server:
         self._metrics.set_health(False, 0)
         if self._polling is not None:
             self._polling.cancel()
+        if self._upstream is not None:
+            self._upstream.stop()
         self._front.announce_end()
         in_time = True
         try:
@@ -243,6 +249,9 @@ class Server:
             raise StartError(f"metrics can't listen on {where}: {error.strerror}") from None
 
     async def _load(self) -> None:
+        if self._upstream is not None:
+            await self._upstream.start()
+            return
         self._share_threads()
         mode = self._settings.model_control_mode
         self._layout.open(may_be_empty=mode is not ControlMode.NONE)
@@ -288,6 +297,8 @@ class Server:
     async def _take_down(self, grace_s: float = _LAST_WORDS_S) -> None:
         self.repository.abandon()
         await self._front.stop(grace_s)
+        if self._upstream is not None:
+            await self._upstream.close()
         if self._regions is not None:
             self._regions.clear()
         if self._endpoint is not None:

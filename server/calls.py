@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 from protos import inference_pb2 as pb
 from scheduler.policy import NEVER
@@ -15,7 +16,20 @@ from server.answering import Context
 from server.errors import InvalidRequest, StartError
 from server.parameters import is_reserved
 
-__all__ = ["HeaderForwarding", "TraceParent", "add_headers", "deadline_of", "header", "leaves_by", "traceparent_of"]
+__all__ = [
+    "NOTHING_SENT",
+    "HeaderForwarding",
+    "HeaderPassing",
+    "Sent",
+    "TraceParent",
+    "add_headers",
+    "deadline_of",
+    "header",
+    "leaves_by",
+    "traceparent_of",
+]
+
+Headers = tuple[tuple[str, str | bytes], ...]
 
 TraceParent = tuple[str, str]
 """Where a request comes from, as W3C's trace context says it: the values of `traceparent` and `tracestate`."""
@@ -54,6 +68,33 @@ def traceparent_of(context: Context) -> TraceParent | None:
         elif key == "tracestate":
             states.append(str(value))
     return (parent, ",".join(states)) if parent else None
+
+
+class Sent(NamedTuple):
+    """Headers of a call for another server: those that keep requests apart, and those that merely accompany them."""
+
+    headers: Headers = ()
+    tracing: Headers = ()
+
+
+NOTHING_SENT = Sent()
+
+
+class HeaderPassing:
+    """Which headers travel on: `headers`, by which requests are kept apart, and `tracing`. Names in any case."""
+
+    def __init__(self, headers: Iterable[str], tracing: Iterable[str]) -> None:
+        self._headers = frozenset(map(str.lower, headers))
+        self._tracing = frozenset(map(str.lower, tracing)) - self._headers
+
+    def sent(self, context: Context) -> Sent:
+        """Those of a call, in its order."""
+        metadata = context.invocation_metadata() or ()
+        return Sent(_among(metadata, self._headers), _among(metadata, self._tracing))
+
+
+def _among(metadata: Sequence[tuple[str, str | bytes]], names: frozenset[str]) -> Headers:
+    return tuple((key, value) for key, value in metadata if key in names)
 
 
 class HeaderForwarding:

@@ -25,6 +25,7 @@ from server.errors import StartError
 from server.loop import SWITCH_INTERVAL_S, new_loop
 from server.trace_settings import parse_trace_config
 from server.tuning import keep_freed_memory
+from server.upstream_settings import UpstreamSettings, upstream_flags
 
 __all__ = ["main"]
 
@@ -138,6 +139,7 @@ _AMOUNT = _Amount(0, 1_000_000)
 @_flag("id", "paceline", "Name of this server in its metadata.")
 @_flag("log-level", "info", "Least important lines to log.", type=click.Choice(["debug", "info", "warning", "error"]))
 @_flag("log-format", "text", "How to log.", type=click.Choice(["text", "json"]))
+@upstream_flags
 def serve(
     paths: tuple[Path, ...],
     model_repository: tuple[Path, ...],
@@ -173,6 +175,7 @@ def serve(
     max_latency: float | None,
     max_batch_time: float | None,
     timeout: float | None,
+    upstream: UpstreamSettings | None,
     id: str,
     log_level: str,
     log_format: str,
@@ -183,9 +186,13 @@ def serve(
 
     * for models without a config.pbtxt.
     """
-    if not paths and not model_repository:
+    if not (paths or model_repository or upstream):
         raise click.UsageError("expected at least one PATH: a model repository, a model's folder or a .onnx file")
     mode = ControlMode(model_control_mode)
+    if upstream is not None and (paths or model_repository or mode is not ControlMode.NONE or allow_client_shm):
+        raise click.UsageError("--upstream goes with no PATH, no --model-control-mode and no --allow-client-shm")
+    if upstream is not None and frontends > 1:
+        raise click.UsageError("--upstream goes with no --frontends: start several servers in front of it instead")
     _check_load_models(mode, load_model)
     if Path(model_config_name).name != model_config_name:
         raise click.UsageError(f"--model-config-name: expected the name of a file, got '{model_config_name}'")
@@ -221,6 +228,7 @@ def serve(
         allow_op_libraries=allow_op_libraries,
         allow_remote_settings=allow_remote_settings,
         trace=tracing,
+        upstream=upstream,
         batching=BatchDefaults(
             max_batch_rows=_first_given(max_batch_size, backends.max_batch_rows, BatchDefaults().max_batch_rows),
             max_queue_delay_ns=_delay_ns(max_queue_delay_microseconds, max_latency, max_batch_time),

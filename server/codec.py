@@ -48,7 +48,7 @@ class DecodedRequest(NamedTuple):  # made for each request, and in a third of th
     `inputs` are in the spec's order, views of the message where the datatype allows, or still in shared memory.
     Requests of equal `key` may share a batch. `outputs` are the indices of the wanted outputs, in the order asked for;
     `targets` says, by index, which of them belong into shared memory, and where; `classes`, of which of them only so
-    many classes are wanted.
+    many classes are wanted. `spec` is what the request is, where its model doesn't say.
     """
 
     inputs: tuple[Input, ...]
@@ -58,6 +58,7 @@ class DecodedRequest(NamedTuple):  # made for each request, and in a third of th
     parameters: RequestParameters
     targets: Mapping[int, Span] = NOWHERE
     classes: Mapping[int, int] | None = None
+    spec: ModelSpec | None = None
 
 
 class ModelCodec:

@@ -9,6 +9,7 @@ from pathlib import Path
 from server.backend_config import BackendConfig
 from server.batch_policy import BatchDefaults
 from server.trace_settings import TraceConfig
+from server.upstream_settings import UpstreamSettings
 
 __all__ = ["ControlMode", "Settings"]
 
@@ -31,7 +32,8 @@ class Settings:
     `execution_timeout_secs`: how long a batch may execute before its instance is given up, 0: for ever.
     `frontends` are the processes that speak gRPC, 1 being the one with the models; `frontend_memory_mb` MiB of tensors
     may be on their way to each of them, and as many from it. `load_models` are those to load at the start in mode
-    EXPLICIT; "*" alone stands for all. Names follow Triton's flags."""
+    EXPLICIT; "*" alone stands for all. With `upstream` there are no `paths`: that server's models are served. Names
+    follow Triton's flags."""
 
     paths: tuple[Path, ...]
     grpc_address: str = "0.0.0.0"
@@ -62,3 +64,4 @@ class Settings:
     allow_remote_settings: bool = False
     allow_op_libraries: bool = False
     trace: TraceConfig = field(default_factory=TraceConfig)
+    upstream: UpstreamSettings | None = None

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Generic, TypeVar
 
-__all__ = ["RIVALS", "UNLOADED", "Entry", "IndexLine", "ModelState"]
+__all__ = ["RIVALS", "UNLOADED", "Entry", "IndexLine", "ModelState", "version_order"]
 
 V = TypeVar("V")
 
@@ -25,6 +25,11 @@ class ModelState(Enum):
     READY = "READY"
     UNLOADING = "UNLOADING"
     UNAVAILABLE = "UNAVAILABLE"
+
+
+def version_order(version: str) -> tuple[int, str]:
+    """Sorts versions by number; those of other servers, which need not be numbers, behind them."""
+    return (int(version), "") if version.isascii() and version.isdecimal() else (1 << 63, version)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +46,8 @@ class IndexLine:
 class Entry(Generic[V]):
     """One name's state. Versions are in `serving` from the moment they take requests until they take no more; then, as
     long as they execute what they took, in `leaving`; afterwards, or if they never came to serve, in `gone` with the
-    reason. `failure` is why the last load failed, if it did.
+    reason. `failure` is why the last load failed, if it did; `away` why versions that are loaded take no requests for
+    now, if they don't.
 
     Whoever changes a model does so in its `turn`, counted by `operations` from the moment of waiting for it.
     """
@@ -52,6 +58,7 @@ class Entry(Generic[V]):
     leaving: list[str] = field(default_factory=list)
     gone: dict[str, str] = field(default_factory=dict)
     failure: str = ""
+    away: str = ""
     unloaded: bool = False
     on_disk: bool = False
     rivals: bool = False
@@ -61,11 +68,11 @@ class Entry(Generic[V]):
     @property
     def state(self) -> ModelState | None:
         """Of the model as a whole: READY while any version serves, None if it was never asked for."""
-        if self.serving:
+        if self.serving and not self.away:
             return ModelState.READY
         if self.loading is not None:
             return ModelState.LOADING
-        if self.failure:
+        if self.failure or self.away:
             return ModelState.UNAVAILABLE
         if self.leaving:
             return ModelState.UNLOADING
@@ -74,6 +81,8 @@ class Entry(Generic[V]):
     @property
     def missing(self) -> bool:
         """Whether somebody wants the model to serve, and it doesn't."""
+        if self.away:
+            return True
         return self.state is ModelState.LOADING or bool(self.failure and not self.serving)
 
     @property
@@ -97,7 +106,7 @@ class Entry(Generic[V]):
     def end_load(self, versions: dict[str, V]) -> list[V]:
         """The load succeeded: these serve from now on. Returns what served before."""
         before = self._replace(versions)
-        self.loading, self.failure, self.unloaded = None, "", False
+        self.loading, self.failure, self.away, self.unloaded = None, "", "", False
         return before
 
     def fail_load(self, reason: str) -> None:
@@ -109,6 +118,7 @@ class Entry(Generic[V]):
     def unload(self) -> list[V]:
         """Nothing serves any more, as was wished. Returns what served."""
         lost, was_asked_for = dict.fromkeys(self.gone, UNLOADED), self.state is not None
+        self.away = ""
         before = self._replace({})
         self.gone, self.failure, self.unloaded = lost, "", was_asked_for
         return before
@@ -125,7 +135,9 @@ class Entry(Generic[V]):
         if self.rivals and not (self.serving or self.leaving or self.loading):
             return [IndexLine(self.name, "", ModelState.UNAVAILABLE, RIVALS)]
         if versions:
-            return [IndexLine(self.name, version, *versions[version]) for version in sorted(versions, key=int)]
+            return [
+                IndexLine(self.name, version, *versions[version]) for version in sorted(versions, key=version_order)
+            ]
         reason = self.failure or (UNLOADED if self.unloaded else "")
         return [IndexLine(self.name, "", self.state, reason if self.state is ModelState.UNAVAILABLE else "")]
 
@@ -138,6 +150,9 @@ class Entry(Generic[V]):
         for version in self.loading or ():
             yield version, (ModelState.LOADING, "")
         for version in self.serving:
+            if self.away:
+                yield version, (ModelState.UNAVAILABLE, self.away)
+                continue
             yield version, (ModelState.READY, self.failure and f"the last load failed: {self.failure}")
 
     def _replace(self, versions: dict[str, V]) -> list[V]:

@@ -20,7 +20,15 @@ import asyncio
 
 import grpc
 
-from backends.errors import BackendError, DeviceError, ExecutionError, LoadError, SessionError
+from backends.errors import (
+    BackendError,
+    DeviceError,
+    ExecutionError,
+    LoadError,
+    SessionError,
+    UpstreamFailed,
+    UpstreamRefused,
+)
 from protos.datatypes import UnknownDatatypeError
 from protos.tensors import TensorError
 from scheduler.errors import (
@@ -128,6 +136,9 @@ STATUS_OF: dict[type[BaseException], grpc.StatusCode] = {
     ExecutionTimeout: grpc.StatusCode.INTERNAL,
     ExecutionError: grpc.StatusCode.INTERNAL,
     SessionError: grpc.StatusCode.INTERNAL,
+    # Their own is the upstream's, see status_of.
+    UpstreamFailed: grpc.StatusCode.UNAVAILABLE,
+    UpstreamRefused: grpc.StatusCode.INTERNAL,
     LoadError: grpc.StatusCode.INTERNAL,
     DeviceError: grpc.StatusCode.INTERNAL,
     ConfigError: grpc.StatusCode.INVALID_ARGUMENT,
@@ -140,7 +151,11 @@ STATUS_OF: dict[type[BaseException], grpc.StatusCode] = {
 
 
 def status_of(error: BaseException) -> grpc.StatusCode | None:
-    """The status that the caller gets for `error`; None if it is none of ours, which is a bug."""
+    """The status that the caller gets for `error`; None if it is none of ours, which is a bug. What another server
+    answered a batch with, its callers get."""
+    cause = error.__cause__ if isinstance(error, ExecutionFailed) else error
+    if isinstance(cause, (UpstreamFailed, UpstreamRefused)) and cause.status in grpc.StatusCode.__members__:
+        return grpc.StatusCode[cause.status]
     for kind in type(error).__mro__:
         if kind in STATUS_OF:
             return STATUS_OF[kind]

@@ -17,11 +17,13 @@ from protos import inference_pb2 as pb
 from scheduler.batcher import BatchFacts, Pending
 from scheduler.observer import Drop
 from server.batch_facts import tell_facts, told_facts
-from server.calls import TraceParent, leaves_by
+from server.calls import NOTHING_SENT, Sent, TraceParent, leaves_by
 from server.codec import AnyResponse, DecodedRequest, tensor_bytes
 from server.errors import ModelNotReady
 from server.log import debugging
 from server.model_statistics import FailureReason, reason_of
+from server.open_codec import OpenCodec
+from server.passing import remote_request
 from server.repository import Repository, ServedModel
 from server.splitting import submit_parts
 from server.tracing import Tracer
@@ -74,13 +76,19 @@ class Inference:
         return self._spans is not None
 
     # hot path: see bench/
-    async def infer(self, request: AnyRequest, rpc_deadline_ns: int, parent: TraceParent | None = None) -> AnyResponse:
+    async def infer(
+        self,
+        request: AnyRequest,
+        rpc_deadline_ns: int,
+        parent: TraceParent | None = None,
+        sent: Sent = NOTHING_SENT,
+    ) -> AnyResponse:
         """The answer to `request`, whose caller gives up at `rpc_deadline_ns` on the monotonic clock, and traces it as
-        part of `parent`.
+        part of `parent`. `sent` are headers for another server, should one execute it.
 
         Cancelling it takes the request out of the queue. Raises what `server.errors` has a status for.
         """
-        started = self.start(request, rpc_deadline_ns, parent)
+        started = self.start(request, rpc_deadline_ns, parent, sent)
         try:
             await started.pending
             response, facts = _answer(started, None)
@@ -96,7 +104,13 @@ class Inference:
             del started
 
     # hot path: see bench/
-    def start(self, request: AnyRequest, rpc_deadline_ns: int, parent: TraceParent | None = None) -> Started:
+    def start(
+        self,
+        request: AnyRequest,
+        rpc_deadline_ns: int,
+        parent: TraceParent | None = None,
+        sent: Sent = NOTHING_SENT,
+    ) -> Started:
         """Check `request` and hand it to its model's batcher. Raises what is found now; the rest `finish` does."""
         watch = RequestWatch(request, parent, self._spans) if self._spans is not None or debugging.on else None
         model = None
@@ -110,7 +124,10 @@ class Inference:
                 rpc_deadline_ns = min(rpc_deadline_ns, leaves_by(decoded.parameters.deadline_ns / 1e9))
             if watch is not None:
                 watch.on_taken(model.version, decoded.rows)
-            pending = _submit(model, decoded, rpc_deadline_ns, watch)
+            if model.remote:
+                pending = _submit_remote(model, request, decoded, rpc_deadline_ns, watch, sent)
+            else:
+                pending = _submit(model, decoded, rpc_deadline_ns, watch)
         except Exception as error:
             if model is not None:
                 model.statistics.on_failure(error, time.monotonic_ns() - began_ns)
@@ -224,18 +241,51 @@ def _submit(
     model: ServedModel, decoded: DecodedRequest, rpc_deadline_ns: int, watch: RequestWatch | None
 ) -> asyncio.Future[Any]:
     """Have the batcher run the request: what it gives back, or for a request that is split a task of `submit_parts`."""
-    how: dict[str, Any] = {
+    how = _how(model, decoded, rpc_deadline_ns, watch)
+    if model.max_batch_rows and decoded.rows > model.max_batch_rows:
+        whole = asyncio.ensure_future(submit_parts(model.batcher, decoded.inputs, decoded.rows, decoded.key, **how))
+        model.in_parts(whole)
+        return whole
+    return model.batcher.submit(decoded.inputs, decoded.rows, decoded.key, **how)
+
+
+def _submit_remote(
+    model: ServedModel,
+    request: AnyRequest,
+    decoded: DecodedRequest,
+    rpc_deadline_ns: int,
+    watch: RequestWatch | None,
+    sent: Sent,
+) -> asyncio.Future[Any]:
+    """The same for a model that another server executes: what else than tensors that needs to know goes along."""
+    payload, key = remote_request(request, decoded, rpc_deadline_ns, sent)
+    how = _how(model, decoded, rpc_deadline_ns, watch)
+    if model.max_batch_rows and decoded.rows > model.max_batch_rows:
+        parts = submit_parts(
+            model.batcher,
+            decoded.inputs,
+            decoded.rows,
+            key,
+            join=model.codec.join if isinstance(model.codec, OpenCodec) else None,
+            payload_of=lambda inputs: payload._replace(inputs=inputs, id=""),
+            **how,
+        )
+        whole = asyncio.ensure_future(parts)
+        model.in_parts(whole)
+        return whole
+    return model.batcher.submit(payload, decoded.rows, key, **how)
+
+
+def _how(
+    model: ServedModel, decoded: DecodedRequest, rpc_deadline_ns: int, watch: RequestWatch | None
+) -> dict[str, Any]:
+    return {
         "size_bytes": sum(map(tensor_bytes, decoded.inputs)) if model.counts_bytes else 0,
         "priority": decoded.parameters.priority,
         "timeout_ns": decoded.parameters.timeout_ns,
         "rpc_deadline_ns": rpc_deadline_ns,
         "tag": watch,
     }
-    if model.max_batch_rows and decoded.rows > model.max_batch_rows:
-        whole = asyncio.ensure_future(submit_parts(model.batcher, decoded.inputs, decoded.rows, decoded.key, **how))
-        model.in_parts(whole)
-        return whole
-    return model.batcher.submit(decoded.inputs, decoded.rows, decoded.key, **how)
 
 
 def _answer(started: Started, response: pb.ModelInferResponse | None) -> tuple[AnyResponse, BatchFacts | None]:

@@ -9,10 +9,12 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from backends.base import Device, ModelInstance, Tensors
+from backends.remote import RemoteInstance, RemoteModel
 from scheduler.batcher import Batcher
-from scheduler.runner import ThreadRunner
+from scheduler.runner import TaskRunner, ThreadRunner
 from server.loader import LoadedVersion
 from server.model_statistics import VersionStatistics
 from server.reading import ExecuteInputs
@@ -28,7 +30,8 @@ _MOST_HANGING = 16
 _PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
 """Between attempts to replace an instance."""
 
-Runner = ThreadRunner[Inputs, Tensors]
+Runner = ThreadRunner[Inputs, Tensors] | TaskRunner[Any, Tensors]
+Instance = ModelInstance | RemoteInstance
 
 
 class Instances:
@@ -48,10 +51,10 @@ class Instances:
         self._on_change = on_change
         self._made = 0
         self._live = {self._runner(instance): instance for instance in loaded.instances}
-        self._hanging: dict[Runner, ModelInstance] = {}
+        self._hanging: dict[Runner, Instance] = {}
         self._replacing: set[asyncio.Task[None]] = set()
         self._closed = False
-        self.batcher: Batcher[Inputs, Tensors]
+        self.batcher: Batcher[Any, Tensors]
 
     @property
     def runners(self) -> Sequence[Runner]:
@@ -73,10 +76,10 @@ class Instances:
         instance = self._hanging[runner] = self._live.pop(runner)
         self._statistics.hung_executions += 1
         name, version, left = self._loaded.name, self._loaded.version, len(self._live)
-        _log.error("model '%s' version %d: an execution hangs; %d instances are left", name, version, left)
+        _log.error("model '%s' version %s: an execution hangs; %d instances are left", name, version, left)
         self._on_change()
         if len(self._hanging) > _MOST_HANGING:
-            _log.error("model '%s' version %d: no more instances: %d hang", name, version, len(self._hanging))
+            _log.error("model '%s' version %s: no more instances: %d hang", name, version, len(self._hanging))
             return
         task = asyncio.get_running_loop().create_task(self._replace(instance.device))
         self._replacing.add(task)
@@ -84,7 +87,7 @@ class Instances:
 
     def on_return(self, runner: Runner) -> None:
         """Give back what it used; on a thread, since that may take as long as a load."""
-        _log.warning("model '%s' version %d: an execution that hung has ended", self._loaded.name, self._loaded.version)
+        _log.warning("model '%s' version %s: an execution that hung has ended", self._loaded.name, self._loaded.version)
         instance = self._hanging.pop(runner)
         asyncio.get_running_loop().run_in_executor(None, instance.close)
 
@@ -111,28 +114,33 @@ class Instances:
                 self._add(instance)
             return
 
-    def _add(self, instance: ModelInstance) -> None:
+    def _add(self, instance: Instance) -> None:
         runner = self._runner(instance)
         self._live[runner] = instance
         self.batcher.add(runner)
         _log.warning(
-            "model '%s' version %d: an instance that hangs is replaced", self._loaded.name, self._loaded.version
+            "model '%s' version %s: an instance that hangs is replaced", self._loaded.name, self._loaded.version
         )
         self._on_change()
 
-    def _open(self, device: Device) -> ModelInstance:
+    def _open(self, device: Device) -> Instance:
         """Blocks."""
-        instance = self._loaded.opened.instance(self._loaded.plan.spec, device)
+        opened = self._loaded.opened
+        if isinstance(opened, RemoteModel):
+            return opened.instance()
+        instance = opened.instance(self._loaded.plan.spec, device)
         warm_up_by_default(self._loaded.name, self._loaded.plan, [instance])
         return instance
 
-    def _runner(self, instance: ModelInstance) -> Runner:
+    def _runner(self, instance: Instance) -> Runner:
+        if isinstance(instance, RemoteInstance):
+            return TaskRunner(instance.execute)
         name = f"{self._loaded.name}_{self._loaded.version}_{self._made}"
         self._made += 1
         return ThreadRunner(name, self._execute_of(instance))
 
 
-def _close(instances: Sequence[ModelInstance], loaded: LoadedVersion | None) -> None:
+def _close(instances: Sequence[Instance], loaded: LoadedVersion | None) -> None:
     for instance in instances:
         instance.close()
     if loaded is not None:

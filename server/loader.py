@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from backends.base import Backend, InstanceGroup, ModelInstance, OpenModel
+from backends.remote import RemoteInstance, RemoteModel
 from protos import model_config_pb2 as pb
 from server.batch_policy import BatchDefaults
 from server.classification import Labels, read_labels
@@ -57,15 +58,17 @@ class LoadDefaults:
 @dataclass(frozen=True, slots=True)
 class LoadedVersion:
     """One version of a model, warm and ready to execute, which took `load_ns`. `config` is its configuration with
-    nothing left open; nobody may change it. `labels` are the names of the classes of its outputs."""
+    nothing left open; nobody may change it. `labels` are the names of the classes of its outputs.
+
+    Of a model that another server executes, `version` is what that calls it, "" for none."""
 
     name: str
-    version: int
+    version: int | str
     config: pb.ModelConfig
     plan: ServingPlan
     labels: Labels
-    opened: OpenModel
-    instances: tuple[ModelInstance, ...]
+    opened: OpenModel | RemoteModel
+    instances: tuple[ModelInstance | RemoteInstance, ...]
     load_ns: int = 0
 
     def close(self) -> None:

@@ -62,6 +62,8 @@ class Repository:
         self._tracer = tracer
         self.on_change: Callable[[], None] = lambda: None
         self.on_serving_changed: Callable[[], None] = lambda: None
+        self.waits_for = ""
+        """Why not even the names of all models are known; "" if they are. Whoever changes it calls `on_change`."""
         self._metrics = metrics
         self._backend_of = backend_of
         self._defaults = defaults
@@ -80,9 +82,10 @@ class Repository:
     @property
     def ready(self) -> bool:
         """Whether every model that should serve does and has an instance that can execute, or that isn't asked for."""
-        return not self._strict_readiness or not (
-            any(entry.missing for entry in self._entries.values()) or not all(model.able for model in self.models)
-        )
+        if not self._strict_readiness:
+            return True
+        missing = self.waits_for or any(entry.missing for entry in self._entries.values())
+        return not missing and all(model.able for model in self.models)
 
     @property
     def failures(self) -> dict[str, str]:
@@ -175,7 +178,29 @@ class Repository:
         Goes on if the caller is cancelled. Raises LoadFailed, or what `find` does; then nothing has changed but what is
         said of the model.
         """
-        await self._in_turn(name, lambda entry: self._load(entry, find, override))
+        await self._in_turn(name, lambda entry: self._load(entry, lambda: self._loaded(entry, find, override)))
+
+    async def install(self, name: str, bring: Callable[[], Awaitable[Sequence[LoadedVersion]]]) -> None:
+        """The same for a model that `bring` gives, and no thread loads."""
+        await self._in_turn(name, lambda entry: self._load(entry, bring))
+
+    def withdraw(self, name: str, reason: str) -> None:
+        """Refuse requests for a model that is loaded, until `restore`: it can't be reached. What was taken goes on."""
+        entry = self._entries.get(name)
+        if entry is None or not entry.serving or entry.away == reason:
+            return
+        entry.away = reason
+        self._serve(name, [], list(entry.serving.values()))
+        self.on_change()
+
+    def restore(self, name: str) -> None:
+        """Undo `withdraw`."""
+        entry = self._entries.get(name)
+        if entry is None or not entry.away:
+            return
+        entry.away = ""
+        self._serve(name, list(entry.serving.values()), [])
+        self.on_change()
 
     async def unload(self, name: str) -> None:
         """Take no more requests for a model. Returns while it still executes those that it took. What isn't served
@@ -226,11 +251,11 @@ class Repository:
                 del self._entries[name]
             self.on_change()
 
-    async def _load(self, entry: Entry[ServedModel], find: Find, override: pb.ModelConfig | None) -> None:
+    async def _load(self, entry: Entry[ServedModel], bring: Callable[[], Awaitable[Sequence[LoadedVersion]]]) -> None:
         entry.begin_load()
         self.on_change()
         try:
-            models = self._started(await self._loaded(entry, find, override))
+            models = self._started(await bring())
         except (asyncio.CancelledError, InvalidRequest, ModelNotFound, ModelNotReady):
             # Nothing was tried: there is nothing to load, or the server stops.
             entry.give_up_load()
@@ -329,7 +354,8 @@ class Repository:
             known = sorted(known for known, one in self._entries.items() if one.serving or one.missing)
             return ModelNotFound(f"unknown model '{name}' is not found; this server has {_some(known)}")
         if entry.missing:
-            return ModelNotReady(f"model '{name}' is not ready: {entry.failure or ModelState.LOADING.value}")
+            reason = entry.away or entry.failure or ModelState.LOADING.value
+            return ModelNotReady(f"model '{name}' is not ready: {reason}")
         if not entry.serving:
             why = UNLOADED if entry.unloaded else "never loaded"
             return ModelNotFound(f"model '{name}' has no available versions: it was {why}")

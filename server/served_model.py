@@ -12,15 +12,17 @@ from typing import Any, cast
 
 from backends.base import ModelInstance, Tensors
 from backends.errors import SessionError
+from backends.remote import RemoteModel
 from scheduler.batcher import Batcher
 from scheduler.observer import Observer
 from server.adapting_codec import codec_for
+from server.codec import ModelCodec
 from server.instances import Instances
 from server.loader import LoadedVersion
 from server.metrics import Metrics, VersionMetrics
 from server.model_statistics import VersionStatistics
+from server.open_codec import OpenCodec
 from server.reading import ExecuteInputs, reading
-from server.region_tensors import Inputs
 from server.regions import Regions
 from server.tracing import Tracer
 
@@ -31,8 +33,9 @@ _MAX_PARTS = 1024
 
 
 class ServedModel:
-    """One version of a model with its codec, batcher and instance threads. `regions` is the shared memory that its
-    tensors may lie in; `tracer` may want to know of its batches. `on_change` is called when `able` may have changed."""
+    """One version of a model with its codec, batcher and instance threads, or tasks if it is `remote`. `regions` is the
+    shared memory that its tensors may lie in; `tracer` may want to know of its batches. `on_change` is called when
+    `able` may have changed."""
 
     def __init__(
         self,
@@ -48,19 +51,26 @@ class ServedModel:
         self.config = loaded.config
         self.platform = loaded.opened.platform
         self.max_batch_rows = loaded.plan.max_batch_rows
+        self.remote = isinstance(loaded.opened, RemoteModel)
         self.counts_bytes = loaded.plan.policy.limits.max_bytes > 0
         # Apart from its number, which begins anew with every load, what a caller gets to see as the id of a batch.
         self.batch_id_prefix = secrets.token_hex(4)
         # Rows of a request, where a batch may have fewer.
         self.max_request_rows = _MAX_PARTS * self.max_batch_rows if loaded.plan.splits else self.max_batch_rows
-        self.codec = codec_for(self.name, self.version, self.spec, self.max_request_rows, loaded.labels, regions)
+        silent = self.remote and not (self.spec.inputs and self.spec.outputs)
+        self.codec: ModelCodec | OpenCodec = (
+            OpenCodec(self.name, self.version, self.max_request_rows)
+            if silent
+            else codec_for(self.name, self.version, self.spec, self.max_request_rows, loaded.labels, regions)
+        )
         self.statistics = VersionStatistics()
         self._partial = 0
         self._whole = asyncio.Event()
         self._instances = Instances(
             loaded, lambda instance: self._execute_of(instance, regions), self.statistics, on_change
         )
-        self.batcher: Batcher[Inputs, Tensors] = Batcher(
+        # Payloads are `Inputs`, of remote models `RemoteRequest`.
+        self.batcher: Batcher[Any, Tensors] = Batcher(
             loaded.plan.policy,
             self._instances.runners,
             observer=self._observer(tracer),

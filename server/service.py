@@ -15,7 +15,7 @@ import grpc
 from backends.base import TensorSpec
 from protos import inference_pb2 as pb
 from server.answering import Context, Method, answering
-from server.calls import HeaderForwarding, add_headers, deadline_of, traceparent_of
+from server.calls import NOTHING_SENT, HeaderForwarding, HeaderPassing, add_headers, deadline_of, traceparent_of
 from server.codec import AnyResponse
 from server.errors import NotSupported
 from server.handlers import METHODS, add_handlers, handler_of
@@ -50,6 +50,7 @@ class InferenceService:
         version: str,
         groups: Sequence[RpcGroup] = (),
         forwarding: HeaderForwarding | None = None,
+        passing: HeaderPassing | None = None,
     ) -> None:
         self._inference = inference
         self._repository = repository
@@ -57,6 +58,7 @@ class InferenceService:
         self._version = version
         self._forwarding = forwarding
         self._reads_parents = inference.reads_parents
+        self._passing = passing
         self._groups: tuple[RpcGroup, ...] = (self, *groups)
 
     def add_to(self, server: grpc.aio.Server) -> None:
@@ -79,7 +81,8 @@ class InferenceService:
             request = message_of(request)
             add_headers(request, self._forwarding.headers(context))
         parent = traceparent_of(context) if self._reads_parents else None
-        return await self._inference.infer(request, deadline_of(context), parent)
+        sent = self._passing.sent(context) if self._passing is not None else NOTHING_SENT
+        return await self._inference.infer(request, deadline_of(context), parent, sent)
 
     @answering
     async def ServerLive(self, request: pb.ServerLiveRequest, context: Context) -> pb.ServerLiveResponse:
@@ -109,7 +112,7 @@ class InferenceService:
 def _metadata(model: ServedModel, versions: list[str]) -> pb.ModelMetadataResponse:
     return pb.ModelMetadataResponse(
         name=model.name,
-        versions=versions,
+        versions=filter(None, versions),  # another server's may have none
         platform=model.platform,
         inputs=[_tensor_metadata(one, model.spec.batched) for one in model.spec.inputs],
         outputs=[_tensor_metadata(one, model.spec.batched) for one in model.spec.outputs],

@@ -6,7 +6,7 @@ For models whose configuration says `paceline.split_oversized`. The parts are vi
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,24 +17,35 @@ from scheduler.errors import ExecutionFailed
 from scheduler.policy import BatchPolicy
 from server.region_tensors import Inputs
 
-__all__ = ["submit_parts"]
+__all__ = ["joined", "submit_parts"]
 
 _MANY = 2**31
 
 
 async def submit_parts(
-    batcher: Batcher[Inputs, Tensors], inputs: Inputs, rows: int, key: Hashable, *, size_bytes: int, **how: Any
-) -> tuple[Tensors, Pending[Inputs, Tensors]]:
+    batcher: Batcher[Any, Tensors],
+    inputs: Inputs,
+    rows: int,
+    key: Hashable,
+    *,
+    size_bytes: int,
+    payload_of: Callable[[Any], Any] | None = None,
+    join: Callable[[Sequence[Any]], Any] | None = None,
+    **how: Any,
+) -> tuple[Tensors, Pending[Any, Tensors]]:
     """Execute `inputs` in parts of full batches; the joined results, and the last part.
 
-    `how` goes to `Batcher.submit`. Whatever one part meets, the request meets, and its other parts are taken back.
+    `payload_of` makes what the batcher carries of a part's inputs, by default these themselves, and `join`
+    puts results together that aren't plain arrays. `how` goes to
+    `Batcher.submit`. Whatever one part meets, the request meets, and its other parts are taken back.
     """
     limit = batcher.policy.max_batch_rows
-    parts: list[Pending[Inputs, Tensors]] = []
+    parts: list[Pending[Any, Tensors]] = []
     try:
         for start in range(0, rows, limit):
             share = min(limit, rows - start)
-            part = tuple(array[start : start + share] for array in inputs)
+            part: Any = tuple(array[start : start + share] for array in inputs)
+            part = payload_of(part) if payload_of else part
             bytes_of_part = size_bytes * share // rows
             await _until_room(parts, _parts_at_once(batcher.policy, bytes_of_part, how.get("priority", 0)))
             parts.append(batcher.submit(part, share, key, size_bytes=bytes_of_part, **how))
@@ -44,7 +55,8 @@ async def submit_parts(
         while parts:
             parts.pop().cancel()
         raise
-    return [_joined(number, column) for number, column in enumerate(zip(*results, strict=True))], parts[-1]
+    whole = join(results) if join else [joined(*column) for column in enumerate(zip(*results, strict=True))]
+    return whole, parts[-1]
 
 
 def _parts_at_once(policy: BatchPolicy, bytes_of_part: int, priority: int) -> int:
@@ -57,7 +69,7 @@ def _parts_at_once(policy: BatchPolicy, bytes_of_part: int, priority: int) -> in
     return min((bound for bound in bounds if bound), default=_MANY)
 
 
-async def _until_room(parts: Sequence[Pending[Inputs, Tensors]], at_once: int) -> None:
+async def _until_room(parts: Sequence[Pending[Any, Tensors]], at_once: int) -> None:
     """Wait until fewer than `at_once` parts are out; raises what one of them met."""
     while len(out := [pending for pending in parts if not pending.done()]) >= at_once:
         done, _ = await asyncio.wait(out, return_when=asyncio.FIRST_COMPLETED)
@@ -65,7 +77,8 @@ async def _until_room(parts: Sequence[Pending[Inputs, Tensors]], at_once: int) -
             pending.result()
 
 
-def _joined(number: int, parts: Sequence[Array]) -> Array:
+def joined(number: int, parts: Sequence[Array]) -> Array:
+    """The parts of output `number` as one array. Raises ExecutionFailed if they don't fit."""
     try:
         return np.concatenate(parts)
     except ValueError:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from protos import inference_pb2 as pb
 from server.answering import Context, answering
+from server.entry import version_order
 from server.model_statistics import BatchTotals, VersionStatistics
 from server.repository import Repository, ServedModel
 
@@ -33,7 +34,7 @@ class StatisticsService:
 
     def _models(self, name: str, version: str) -> list[ServedModel]:
         if not name:
-            return sorted(self._repository.models, key=lambda model: (model.name, int(model.version)))
+            return sorted(self._repository.models, key=lambda model: (model.name, version_order(model.version)))
         one = self._repository.get(name, version)
         return [one] if version else [self._repository.get(name, each) for each in self._repository.versions(name)]
 

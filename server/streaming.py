@@ -22,7 +22,17 @@ from grpc.aio import EOF  # type: ignore[attr-defined]
 
 from protos import inference_pb2 as pb
 from server.answering import Context, answering, status_and_text
-from server.calls import HeaderForwarding, TraceParent, add_headers, deadline_of, header, traceparent_of
+from server.calls import (
+    NOTHING_SENT,
+    HeaderForwarding,
+    HeaderPassing,
+    Sent,
+    TraceParent,
+    add_headers,
+    deadline_of,
+    header,
+    traceparent_of,
+)
 from server.codec import AnyResponse
 from server.errors import InvalidRequest
 from server.parameters import CANCEL, UNORDERED
@@ -65,7 +75,7 @@ class Inferring(Protocol):
     @property
     def reads_parents(self) -> bool: ...
 
-    def start(self, request: AnyRequest, rpc_deadline_ns: int, parent: TraceParent | None) -> UnderWay: ...
+    def start(self, request: AnyRequest, rpc_deadline_ns: int, parent: TraceParent | None, sent: Sent) -> UnderWay: ...
 
     def finish(self, started: Any, response: pb.ModelInferResponse) -> AnyResponse: ...
 
@@ -80,8 +90,15 @@ class Streaming:
 
     extensions: Sequence[str] = ()
 
-    def __init__(self, inference: Inferring, max_requests: int, forwarding: HeaderForwarding | None = None) -> None:
+    def __init__(
+        self,
+        inference: Inferring,
+        max_requests: int,
+        forwarding: HeaderForwarding | None = None,
+        passing: HeaderPassing | None = None,
+    ) -> None:
         self._inference = inference
+        self._passing = passing
         self._max_requests = max_requests
         self._forwarding = forwarding
         self._streams: set[_Stream] = set()
@@ -90,7 +107,8 @@ class Streaming:
     async def ModelStreamInfer(self, requests: object, context: Context) -> None:
         self._inference.check_serving()
         headers = self._forwarding.headers(context) if self._forwarding else {}
-        stream = _Stream(self._inference, context, self._max_requests, headers)
+        sent = self._passing.sent(context) if self._passing else NOTHING_SENT
+        stream = _Stream(self._inference, context, self._max_requests, headers, sent)
         self._streams.add(stream)
         try:
             await stream.run()
@@ -130,11 +148,14 @@ class _Slot:
 class _Stream:
     """One call of the RPC."""
 
-    def __init__(self, inference: Inferring, context: Context, max_requests: int, headers: Mapping[str, str]) -> None:
+    def __init__(
+        self, inference: Inferring, context: Context, max_requests: int, headers: Mapping[str, str], sent: Sent
+    ) -> None:
         self._inference = inference
         self._context = context
         self._max_requests = max_requests
         self._headers = headers
+        self._sent = sent
         self._deadline_ns = deadline_of(context)
         self._parent = traceparent_of(context) if inference.reads_parents else None
         self._ends_at_error = header(context, _ENDS_AT_ERROR) == "true"
@@ -211,7 +232,7 @@ class _Stream:
             if self._headers:
                 request = slot.request = message_of(request)
                 add_headers(request, self._headers)
-            slot.started = self._inference.start(request, self._deadline_ns, self._parent)
+            slot.started = self._inference.start(request, self._deadline_ns, self._parent, self._sent)
         except Exception as error:  # noqa: BLE001 - the caller is owed an answer
             slot.failure = status_and_text(error, request, _RPC)
             self.on_done(slot)

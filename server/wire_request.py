@@ -21,20 +21,21 @@ __all__ = ["AnyRequest", "RequestReader", "WireRequest", "message_of"]
 _MOST_HEADS = 1_000
 _LONGEST_HEAD = 4_096
 
-_Known = tuple[str, str, Mapping[str, InferParameter]]
+_Known = tuple[str, str, Mapping[str, InferParameter], bool]
 
 
 class WireRequest:
-    """A serialized ModelInferRequest with the head of one that protobuf has parsed."""
+    """A serialized ModelInferRequest with the head of one that protobuf has parsed. `plain`: there are no parameters,
+    neither its own nor any of its tensors."""
 
-    __slots__ = ("data", "head", "id", "model_name", "model_version", "parameters", "raw")
+    __slots__ = ("data", "head", "id", "model_name", "model_version", "parameters", "plain", "raw")
 
     def __init__(self, data: bytes, fields: RequestFields, request_id: str, known: _Known) -> None:
         self.data = data
         self.head = fields.head
         self.raw = fields.raw
         self.id = request_id
-        self.model_name, self.model_version, self.parameters = known
+        self.model_name, self.model_version, self.parameters, self.plain = known
 
     def message(self) -> ModelInferRequest:
         """The request as protobuf sees it."""
@@ -82,5 +83,7 @@ class RequestReader:
                 self._known.clear()
             # Of a message of its own: parts of the request's would keep all of it, tensors included.
             like = ModelInferRequest.FromString(fields.head)
-            self._known[fields.head] = (like.model_name, like.model_version, like.parameters)
+            named = [one.parameters for one in like.inputs] + [one.parameters for one in like.outputs]
+            plain = not (like.parameters or any(named))
+            self._known[fields.head] = (like.model_name, like.model_version, like.parameters, plain)
         return request

@@ -21,7 +21,7 @@ from backends.transport.link import Link
 from protos import inference_pb2 as pb
 from scheduler.errors import QueueFull
 from server.batch_facts import tell_facts
-from server.calls import TraceParent, leaves_by
+from server.calls import NOTHING_SENT, Sent, TraceParent, leaves_by
 from server.codec import AnyResponse, DecodedRequest
 from server.errors import ModelNotReady, ServerError
 from server.fronts import protocol
@@ -166,8 +166,15 @@ class RemoteInference:
             del started
 
     # hot path: see bench/
-    def start(self, request: AnyRequest, rpc_deadline_ns: int, parent: TraceParent | None = None) -> Started:
-        """Check `request` and hand it to the engine. Raises QueueFull; the rest `finish` does."""
+    def start(
+        self,
+        request: AnyRequest,
+        rpc_deadline_ns: int,
+        parent: TraceParent | None = None,
+        sent: Sent = NOTHING_SENT,
+    ) -> Started:
+        """Check `request` and hand it to the engine. Raises QueueFull; the rest `finish` does. `sent` is nothing: there
+        are no fronts for models that another server executes."""
         model = self._models.find(request.model_name, request.model_version)
         if model is None:
             return Started(request, self._replies.send_whole(request, rpc_deadline_ns, parent))

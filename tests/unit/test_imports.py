@@ -32,6 +32,8 @@ EXCEPTIONS = {
     "protos.generate": {"grpc_tools"},
     "backends.onnx": {"onnxruntime"},
     "clients.scrape": {"prometheus_client"},
+    "backends.remote": {"grpc", "google.protobuf"},
+    "backends.remote_messages": {"protos", "google.protobuf"},
     "server.cli": {"clients"},
     "server.spans": {"opentelemetry"},
 }

@@ -8,11 +8,11 @@ from collections.abc import Sequence
 
 import pytest
 
-from scheduler.runner import Outcome, ThreadRunner
+from scheduler.runner import Outcome, TaskRunner, ThreadRunner
 from scheduler.testing import Results
 
 
-async def run_on(runner: ThreadRunner[str, str], payloads: Sequence[str]) -> Outcome[str]:
+async def run_on(runner: ThreadRunner[str, str] | TaskRunner[str, str], payloads: Sequence[str]) -> Outcome[str]:
     done: asyncio.Future[Outcome[str]] = asyncio.get_running_loop().create_future()
     runner.run(payloads, len(payloads), done.set_result)
     return await asyncio.wait_for(done, 10)
@@ -91,3 +91,50 @@ async def test_stop_ends_the_thread() -> None:
     runner.stop()
     await asyncio.to_thread(thread.join, 10)
     assert not thread.is_alive()
+
+
+async def test_task_runs_on_the_loop_while_others_go_on() -> None:
+    gate = asyncio.Event()
+
+    async def execute(payloads: Sequence[str], padded_rows: int) -> Results[str]:
+        await gate.wait()
+        return Results([f"{payload}{padded_rows}" for payload in payloads])
+
+    runner: TaskRunner[str, str] = TaskRunner(execute)
+    runner.start()
+    running = asyncio.create_task(run_on(runner, ["a", "b"]))
+    await asyncio.sleep(0)
+    gate.set()
+    outcome = await running
+    assert outcome.executed is not None
+    assert outcome.executed.results == ["a2", "b2"]
+    assert outcome.started_ns <= outcome.finished_ns
+
+
+@pytest.mark.parametrize("error", [ValueError("broken"), KeyboardInterrupt(), SystemExit(3), MemoryError()])
+async def test_task_that_raises_anything_reports_it_and_the_next_one_runs(error: BaseException) -> None:
+    async def execute(payloads: Sequence[str], padded_rows: int) -> Results[str]:
+        if payloads == ["bad"]:
+            raise error
+        return Results(["one"])
+
+    runner: TaskRunner[str, str] = TaskRunner(execute)
+    runner.start()
+    assert (await run_on(runner, ["bad"])).error is error
+    assert (await run_on(runner, ["good"])).error is None
+    assert "1 results for 2 requests" in str((await run_on(runner, ["a", "b"])).error)
+
+
+@pytest.mark.parametrize("turns", [1, 2], ids=["before it began", "while it runs"])
+async def test_stop_calls_off_a_task_which_is_an_outcome_too(turns: int) -> None:
+    async def execute(payloads: Sequence[str], padded_rows: int) -> Results[str]:
+        await asyncio.Event().wait()
+        raise AssertionError("nobody sets it")
+
+    runner: TaskRunner[str, str] = TaskRunner(execute)
+    runner.start()
+    running = asyncio.create_task(run_on(runner, ["a"]))
+    for _ in range(turns):
+        await asyncio.sleep(0)
+    runner.stop()
+    assert isinstance((await running).error, asyncio.CancelledError)

@@ -13,6 +13,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from server.cli import main, serve
+from server.upstream_settings import TRACING_HEADERS
 from tests.harness import REPO
 
 DEFAULTS = {
@@ -49,6 +50,16 @@ DEFAULTS = {
     "max_latency": None,
     "max_batch_time": None,
     "timeout": None,
+    "upstream": None,
+    "upstream_model": (),
+    "upstream_unbatched": (),
+    "upstream_batches": 2,
+    "upstream_calls": 32,
+    "upstream_connections": 1,
+    "upstream_timeout_secs": 300.0,
+    "upstream_health_secs": 1.0,
+    "upstream_header": ("authorization",),
+    "upstream_trace_header": TRACING_HEADERS,
     "id": "paceline",
     "log_level": "info",
     "log_format": "text",
@@ -82,6 +93,16 @@ GIVEN: list[tuple[str, str, object]] = [
     ("model-load-retry-count", "3", 3),
     ("max-batch-size", "7", 7),
     ("model-config-name", "edge", "edge"),
+    ("upstream", "localhost:9000", "localhost:9000"),
+    ("upstream-model", "resnet", ("resnet",)),
+    ("upstream-unbatched", "resnet", ("resnet",)),
+    ("upstream-batches", "4", 4),
+    ("upstream-calls", "1", 1),
+    ("upstream-connections", "3", 3),
+    ("upstream-timeout-secs", "0.5", 0.5),
+    ("upstream-health-secs", "10", 10.0),
+    ("upstream-header", "x-tenant", ("x-tenant",)),
+    ("upstream-trace-header", "x-trace", ("x-trace",)),
     ("allow-op-libraries", "true", True),
     ("allow-remote-settings", "true", True),
     ("id", "edge 7", "edge 7"),
@@ -192,6 +213,14 @@ def test_every_flag_has_a_variable_and_help_says_which() -> None:
         (("m", "--http-port", "8000"), "No such option"),
         (("m", "--backend-config", "onnxruntime"), "--backend-config: expected BACKEND,KEY=VALUE, got 'onnxruntime'"),
         (("m", "--trace-config", "level=TIMESTAMPS"), "--trace-config: trace setting 'trace_level': TIMESTAMPS have"),
+        (("--upstream", "9000"), "--upstream: expected HOST:PORT, got '9000'"),
+        (("--upstream", "localhost:grpc"), "--upstream: expected HOST:PORT, got 'localhost:grpc'"),
+        (("m", "--upstream", "localhost:1"), "--upstream goes with no PATH"),
+        (("--upstream", "localhost:1", "--allow-client-shm", "true"), "--upstream goes with no PATH"),
+        (("--upstream", "localhost:1", "--model-control-mode", "poll"), "--upstream goes with no PATH"),
+        (("--upstream", "localhost:1", "--frontends", "2"), "--upstream goes with no --frontends"),
+        (("--upstream", "localhost:1", "--upstream-health-secs", "nan"), "--upstream-health-secs: expected a number"),
+        (("--upstream", "localhost:1", "--upstream-batches", "0"), "Invalid value for '--upstream-batches'"),
         (("m", "--model-config-name", "../x"), "--model-config-name: expected the name of a file, got '../x'"),
     ],
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from server.entry import RIVALS, UNLOADED, Entry, IndexLine, ModelState
+from server.entry import RIVALS, UNLOADED, Entry, IndexLine, ModelState, version_order
 
 READY, LOADING = ModelState.READY, ModelState.LOADING
 UNAVAILABLE, UNLOADING = ModelState.UNAVAILABLE, ModelState.UNLOADING
@@ -170,3 +170,26 @@ def test_entry_of_what_is_on_disk_or_has_work_to_do_is_not_forgotten(entry: Entr
     assert not entry.forgettable
     entry.on_disk, entry.operations = False, 1
     assert not entry.forgettable
+
+
+def test_away_is_missing_with_the_reason_until_it_is_back(entry: Entry[int]) -> None:
+    serve(entry, 1, 2)
+    entry.away = "gone"
+    assert (entry.state, entry.missing) == (UNAVAILABLE, True)
+    assert lines(entry) == [("1", UNAVAILABLE, "gone"), ("2", UNAVAILABLE, "gone")]
+    entry.away = ""
+    assert (entry.state, entry.missing) == (READY, False)
+
+
+def test_away_ends_with_a_load_or_an_unload(entry: Entry[int]) -> None:
+    serve(entry, 1)
+    entry.away = "gone"
+    assert serve(entry, 2) == [1]
+    assert (entry.away, entry.state) == ("", READY)
+    entry.away = "gone"
+    assert entry.unload() == [2]
+    assert (entry.away, entry.missing) == ("", False)
+
+
+def test_versions_sort_as_numbers_and_others_behind() -> None:
+    assert sorted(["v2", "10", "9", "", "v10"], key=version_order) == ["9", "10", "", "v10", "v2"]

@@ -15,7 +15,15 @@ import backends
 import protos
 import scheduler
 import server
-from backends.errors import BackendError, DeviceError, ExecutionError, LoadError, SessionError
+from backends.errors import (
+    BackendError,
+    DeviceError,
+    ExecutionError,
+    LoadError,
+    SessionError,
+    UpstreamFailed,
+    UpstreamRefused,
+)
 from protos.datatypes import UnknownDatatypeError
 from protos.generate import GenerateError
 from protos.tensors import TensorError
@@ -142,3 +150,12 @@ def test_status_of_what_is_none_of_ours_is_none(error: BaseException) -> None:
 )
 def test_texts_that_clients_of_triton_match_on_are_there(error: Exception, phrase: str) -> None:
     assert phrase in str(error)
+
+
+@pytest.mark.parametrize("kind", [UpstreamFailed, UpstreamRefused])
+def test_status_of_what_an_upstream_answered_is_the_upstreams(kind: type[UpstreamFailed | UpstreamRefused]) -> None:
+    assert status_of(kind("OUT_OF_RANGE", "text")) is Code.OUT_OF_RANGE
+    failed = ExecutionFailed("text")
+    failed.__cause__ = kind("UNAUTHENTICATED", "text")
+    assert status_of(failed) is Code.UNAUTHENTICATED
+    assert status_of(kind("NEWER_THAN_US", "text")) in (Code.UNAVAILABLE, Code.INTERNAL)

@@ -1,0 +1,191 @@
+"""Models that another server executes, over gRPC.
+
+Lives here: channels to that server, what goes wrong on them, and the instance that sends a batch and awaits the answer.
+Must not: decide which models there are, or what our clients are told. Everything runs on one event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from time import monotonic_ns
+from typing import Any, TypeVar
+
+import grpc
+from google.protobuf.message import DecodeError, Message
+
+from backends.base import Device, Execution, ModelSpec
+from backends.batching import wrong_count
+from backends.errors import UpstreamFailed, UpstreamRefused
+from backends.remote_messages import (
+    Headers,
+    RemoteRequest,
+    call_headers,
+    decode_open,
+    decode_response,
+    encode_request,
+    wanted_outputs,
+)
+
+__all__ = ["RemoteInstance", "RemoteModel", "RemoteServer"]
+
+_SERVICE = "/inference.GRPCInferenceService/"
+
+_OPTIONS = (
+    ("grpc.max_receive_message_length", -1),
+    ("grpc.max_send_message_length", -1),
+    # Otherwise channels to the same address share one connection, and one TCP window.
+    ("grpc.use_local_subchannel_pool", 1),
+    ("grpc.enable_http_proxy", 0),
+    # By default two minutes: an upstream that restarts is there long before.
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 1_000),
+    ("grpc.max_reconnect_backoff_ms", 2_000),
+)
+
+_AT_FAULT_AS_A_WHOLE = {
+    "UNAVAILABLE",
+    "RESOURCE_EXHAUSTED",
+    "DEADLINE_EXCEEDED",
+    "UNAUTHENTICATED",
+    "PERMISSION_DENIED",
+    "NOT_FOUND",
+    "UNIMPLEMENTED",
+    "ABORTED",
+}
+_TOO_LARGE = "larger than max"
+"""What gRPC's implementations say, with RESOURCE_EXHAUSTED, of a message beyond the receiver's limit: a smaller batch
+may pass."""
+
+MessageT = TypeVar("MessageT", bound=Message)
+
+
+class RemoteServer:
+    """Connections to the server at `target`. A call takes at most `limit_s`.
+
+    `suspected` is set when a call finds it gone, so that whoever watches it looks at once.
+    """
+
+    def __init__(self, target: str, connections: int = 1, limit_s: float = 300.0) -> None:
+        self.target = target
+        self.suspected = asyncio.Event()
+        self.answered = 0
+        """Calls of inference that got an answer, whichever: a sign of life."""
+        self._connections = connections
+        self._limit_s = limit_s
+        self._channels: list[grpc.aio.Channel] = []
+        self._infer: list[Any] = []
+
+    def open(self) -> None:
+        """Make the channels, on the running event loop; they connect when they are used."""
+        self._channels = [grpc.aio.insecure_channel(self.target, options=_OPTIONS) for _ in range(self._connections)]
+        # Bytes in, bytes out.
+        self._infer = [channel.unary_unary(f"{_SERVICE}ModelInfer", None, None) for channel in self._channels]
+
+    async def close(self) -> None:
+        """Take the connections down; calls under way are called off."""
+        for channel in self._channels:
+            await channel.close(None)
+
+    async def ask(self, rpc: str, request: Message, answer: type[MessageT], timeout_s: float) -> MessageT:
+        """Call `rpc`. Raises UpstreamFailed or UpstreamRefused."""
+        call: Any = self._channels[0].unary_unary(f"{_SERVICE}{rpc}", type(request).SerializeToString, None)
+        try:
+            return answer.FromString(await call(request, timeout=timeout_s))
+        except grpc.aio.AioRpcError as error:
+            raise self._failure(error) from None
+        except DecodeError as error:
+            raise UpstreamRefused("INTERNAL", f"{self._said}the answer is no {answer.__name__}: {error}") from None
+
+    async def infer(self, request: bytes, headers: Headers, deadline_ns: int, connection: int = 0) -> bytes:
+        """Call ModelInfer, until `deadline_ns` at the latest. Raises UpstreamFailed or UpstreamRefused."""
+        left_s = max(0.0, (deadline_ns - monotonic_ns()) / 1e9)
+        timeout_s = min(self._limit_s, left_s)
+        try:
+            answer: bytes = await self._infer[connection % len(self._infer)](
+                request, timeout=timeout_s, metadata=headers or None
+            )
+        except grpc.aio.AioRpcError as error:
+            failure = self._failure(error)
+            if failure.status == "UNAVAILABLE":
+                self.suspected.set()
+            elif failure.status != "DEADLINE_EXCEEDED":
+                self.answered += 1
+            raise failure from None
+        self.answered += 1
+        return answer
+
+    @property
+    def _said(self) -> str:
+        return f"upstream {self.target}: "
+
+    def _failure(self, error: grpc.aio.AioRpcError) -> UpstreamFailed | UpstreamRefused:
+        status, details = error.code().name, error.details() or ""
+        if status == "CANCELLED":
+            # Nobody here has cancelled anything: it stopped, with calls under way.
+            status, details = "UNAVAILABLE", f"the call was cancelled: {details}"
+        whole = status in _AT_FAULT_AS_A_WHOLE and _TOO_LARGE not in details
+        return (UpstreamFailed if whole else UpstreamRefused)(status, f"{self._said}{details or status}")
+
+
+class RemoteModel:
+    """One version of a model at `server`, which knows it as `name` and `version` ("": it has no versions)."""
+
+    def __init__(self, server: RemoteServer, name: str, version: str, spec: ModelSpec, platform: str) -> None:
+        self.server = server
+        self.name = name
+        self.version = version
+        self._spec = spec
+        self._platform = platform
+
+    @property
+    def spec(self) -> ModelSpec:
+        return self._spec
+
+    @property
+    def platform(self) -> str:
+        return self._platform
+
+    def instance(self, number: int = 0) -> RemoteInstance:
+        """One of those that send a batch each at the same time."""
+        return RemoteInstance(self, number)
+
+    def close(self) -> None:
+        """The connections are the server's, not the model's."""
+
+
+class RemoteInstance:
+    """Has one batch under way at a time and blocks nobody: `execute` is awaited; a `ModelInstance` needs a thread."""
+
+    def __init__(self, model: RemoteModel, number: int = 0) -> None:
+        self._model = model
+        self._connection = number
+
+    @property
+    def device(self) -> Device:
+        return Device()
+
+    async def execute(self, requests: Sequence[RemoteRequest], padded_rows: int = 0) -> Execution:
+        """Send `requests` as one batch and take the answer apart. The call has the latest deadline among theirs.
+
+        `padded_rows` changes nothing: padding is the other server's business. Raises ExecutionError for an answer that
+        doesn't fit, UpstreamRefused for an error that may be a request's fault, UpstreamFailed for others.
+        """
+        model, told = self._model, requests[0].spec if requests else None
+        spec = told or model.spec
+        if len(requests) != 1 and (not requests or not spec.batched):
+            raise wrong_count(spec, len(requests))
+        began_ns = monotonic_ns()
+        wanted = wanted_outputs(requests)
+        message = encode_request(model.name, model.version, spec, requests, wanted)
+        encoded_ns = monotonic_ns()
+        deadline_ns = max(one.deadline_ns for one in requests)
+        answer = await model.server.infer(message, call_headers(requests), deadline_ns, self._connection)
+        answered_ns = monotonic_ns()
+        results: Sequence[Any] = (
+            decode_response(answer, spec, requests, wanted) if told is None else decode_open(answer, spec, requests)
+        )
+        return Execution(results, encoded_ns - began_ns, answered_ns - encoded_ns, monotonic_ns() - answered_ns)
+
+    def close(self) -> None:
+        """Nothing is held here."""

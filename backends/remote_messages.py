@@ -1,0 +1,215 @@
+"""A batch as a message to another server of the Open Inference Protocol, and its answer taken apart.
+
+Lives here: pure conversion. Must not: send anything. The rule: a row is copied once, from the request that brought it
+into the bytes that gRPC sends; rows of an answer are views of the answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import accumulate, repeat
+from typing import Any, NamedTuple
+
+from google.protobuf.message import DecodeError
+
+from backends.base import MISSING, Array, ModelSpec, Tensors
+from backends.batching import rows_of, split
+from backends.errors import ExecutionError
+from protos.datatypes import UnknownDatatypeError, by_name
+from protos.inference_pb2 import ModelInferRequest, ModelInferResponse
+from protos.tensors import TensorError, decode_contents, decode_raw, raw_buffer
+from protos.wire import RAW_INPUT_TAG, varint
+
+__all__ = [
+    "Headers",
+    "OpenResult",
+    "OpenTensor",
+    "RemoteRequest",
+    "call_headers",
+    "decode_open",
+    "decode_response",
+    "encode_request",
+    "wanted_outputs",
+]
+
+_MOST_BYTES = 2**31 - 1
+"""What protobuf takes for a message."""
+
+Headers = tuple[tuple[str, str | bytes], ...]
+
+
+class RemoteRequest(NamedTuple):  # made for each request
+    """One request of a batch for another server.
+
+    `outputs` are the places of the wanted ones, `deadline_ns` is when its caller gives up (monotonic clock). `headers`
+    and `extras` are the same for all requests of a batch; `extras` is a serialized ModelInferRequest of parameters
+    alone: the request's, and by name those of tensors. So is `spec`, if the model has none: what is sent, and the names
+    of outputs, if some were named. `tracing` are headers that may differ.
+    """
+
+    inputs: Tensors
+    outputs: tuple[int, ...]
+    deadline_ns: int
+    id: str = ""
+    headers: Headers = ()
+    tracing: Headers = ()
+    extras: bytes = b""
+    spec: ModelSpec | None = None
+
+
+class OpenTensor(NamedTuple):
+    """An output of a model that doesn't tell its tensors."""
+
+    name: str
+    datatype: str
+    array: Array
+
+
+OpenResult = tuple[OpenTensor, ...]
+
+
+def call_headers(requests: Sequence[RemoteRequest]) -> Headers:
+    """What travels with a batch: what all have in common. A trace of one request is not the others'."""
+    first = requests[0]
+    if first.tracing and all(one.tracing == first.tracing for one in requests):
+        return first.headers + first.tracing
+    return first.headers
+
+
+def wanted_outputs(requests: Sequence[RemoteRequest]) -> tuple[int, ...]:
+    """The places of the outputs that somebody wants."""
+    first = requests[0].outputs
+    if all(one.outputs == first for one in requests):
+        return tuple(sorted(first))
+    return tuple(sorted({place for one in requests for place in one.outputs}))
+
+
+def encode_request(
+    model: str, version: str, spec: ModelSpec, requests: Sequence[RemoteRequest], wanted: Sequence[int]
+) -> bytes:
+    """The serialized ModelInferRequest of `requests`, joined along axis 0. All agree in datatypes, trailing dimensions
+    and in which inputs are MISSING. ExecutionError if it is too large for a message."""
+    message = _head(model, version, requests)
+    extras = ModelInferRequest.FromString(requests[0].extras)
+    message.parameters.MergeFrom(extras.parameters)
+    of_input = {tensor.name: tensor for tensor in extras.inputs}
+    of_output = {tensor.name: tensor for tensor in extras.outputs}
+    pieces: list[Any] = [b""]
+    for number, tensor in enumerate(spec.inputs):
+        column = [one.inputs[number] for one in requests]
+        if column[0] is MISSING:
+            continue
+        added = message.inputs.add(name=tensor.name, datatype=tensor.datatype, shape=_joined_shape(column))
+        if tensor.name in of_input:
+            added.parameters.MergeFrom(of_input[tensor.name].parameters)
+        datatype = by_name(tensor.datatype)
+        buffers = [raw_buffer(array, datatype) for array in column]
+        pieces += (RAW_INPUT_TAG, varint(sum(map(len, buffers))), *buffers)
+    if len(wanted) < len(spec.outputs) or of_output or requests[0].spec:
+        for place in wanted:
+            output = message.outputs.add(name=spec.outputs[place].name)
+            if output.name in of_output:
+                output.parameters.MergeFrom(of_output[output.name].parameters)
+    pieces[0] = message.SerializeToString()
+    size_bytes = sum(map(len, pieces))
+    if size_bytes > _MOST_BYTES:
+        raise ExecutionError(f"expected a batch of at most {_MOST_BYTES} bytes, got {size_bytes}: larger than messages")
+    return b"".join(pieces)
+
+
+def _head(model: str, version: str, requests: Sequence[RemoteRequest]) -> ModelInferRequest:
+    return ModelInferRequest(model_name=model, model_version=version, id=requests[0].id if len(requests) == 1 else "")
+
+
+def _joined_shape(column: Sequence[Array]) -> tuple[int, ...]:
+    if len(column) == 1:
+        return column[0].shape
+    return (sum(array.shape[0] for array in column), *column[0].shape[1:])
+
+
+def decode_response(
+    data: bytes, spec: ModelSpec, requests: Sequence[RemoteRequest], wanted: Sequence[int]
+) -> list[tuple[Array, ...]]:
+    """One result per request, of views of `data`'s tensors; outputs that nobody wanted are MISSING.
+
+    Raises ExecutionError, naming the output, for an answer that isn't what `spec` promises for these requests' rows.
+    """
+    outputs = _outputs(_message(data), spec, wanted)
+    rows = rows_of([_present(one.inputs) for one in requests]) if spec.batched else [1]
+    if len(wanted) == len(spec.outputs):
+        return split(outputs, rows, spec)
+    narrowed = replace(spec, outputs=tuple(spec.outputs[place] for place in wanted))
+    shares = split(outputs, rows, narrowed)
+    return [_widened(share, wanted, len(spec.outputs)) for share in shares]
+
+
+def decode_open(data: bytes, spec: ModelSpec, requests: Sequence[RemoteRequest]) -> list[OpenResult]:
+    """The same where nothing is known of the outputs: those of a lone request are passed on as they are, and those of a
+    batch must have its rows."""
+    message = _message(data)
+    tensors = [
+        OpenTensor(output.name, output.datatype, _array(message, number))
+        for number, output in enumerate(message.outputs)
+    ]
+    if len(requests) == 1:
+        return [tuple(tensors)]
+    rows = rows_of([one.inputs for one in requests])
+    for name, _, array in tensors:
+        if array.shape[:1] != (sum(rows),):
+            raise ExecutionError(
+                f"output '{name}': expected {sum(rows)} rows, those of the batch, got shape {list(array.shape)}"
+            )
+    ends = list(accumulate(rows))
+    bounds = list(zip([0, *ends], ends, strict=False))
+    return [
+        tuple(OpenTensor(name, datatype, array[start:end]) for name, datatype, array in tensors)
+        for start, end in bounds
+    ]
+
+
+def _present(inputs: Tensors) -> Tensors:
+    return [array for array in inputs if array is not MISSING]
+
+
+def _widened(share: Sequence[Array], wanted: Sequence[int], count: int) -> tuple[Array, ...]:
+    whole = list(repeat(MISSING, count))
+    for place, array in zip(wanted, share, strict=True):
+        whole[place] = array
+    return tuple(whole)
+
+
+def _message(data: bytes) -> ModelInferResponse:
+    try:
+        message = ModelInferResponse.FromString(data)
+    except DecodeError as error:
+        raise ExecutionError(f"the upstream's answer is no ModelInferResponse: {error}") from None
+    raw = message.raw_output_contents
+    if raw and len(raw) != len(message.outputs):
+        raise ExecutionError(f"the upstream answers {len(message.outputs)} outputs with {len(raw)} raw contents")
+    return message
+
+
+def _outputs(message: ModelInferResponse, spec: ModelSpec, wanted: Sequence[int]) -> list[Array]:
+    numbers = {output.name: number for number, output in enumerate(message.outputs)}
+    arrays = []
+    for place in wanted:
+        tensor = spec.outputs[place]
+        if tensor.name not in numbers:
+            raise ExecutionError(f"output '{tensor.name}' is not in the upstream's answer, only {list(numbers)}")
+        number = numbers[tensor.name]
+        if message.outputs[number].datatype != tensor.datatype:
+            got = message.outputs[number].datatype
+            raise ExecutionError(f"output '{tensor.name}': expected {tensor.datatype}, got {got}")
+        arrays.append(_array(message, number))
+    return arrays
+
+
+def _array(message: ModelInferResponse, number: int) -> Array:
+    """The tensor of one output, as it says itself what it is."""
+    output, raw = message.outputs[number], message.raw_output_contents
+    try:
+        datatype, shape = by_name(output.datatype), tuple(output.shape)
+        return decode_raw(raw[number], datatype, shape) if raw else decode_contents(output.contents, datatype, shape)
+    except (TensorError, UnknownDatatypeError) as error:
+        raise ExecutionError(f"output '{output.name}' of the upstream's answer: {error}") from None

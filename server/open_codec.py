@@ -1,0 +1,101 @@
+"""The codec of models that don't tell their tensors, as other servers may have: a request says itself what it is.
+
+Lives here: what can be checked of a request nonetheless, and what keeps requests apart. Must not: guess. The rule: if
+all tensors have as many rows, axis 0 is taken for the batch, and whoever doesn't want that says so; others travel
+alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+from backends.base import ModelSpec, TensorSpec
+from backends.errors import ExecutionError
+from backends.remote_messages import OpenResult, OpenTensor
+from protos.datatypes import by_name
+from protos.inference_pb2 import ModelInferRequest, ModelInferResponse
+from protos.tensors import TensorError, encode_contents, encode_raw
+from server.codec import DecodedRequest, ModelCodec
+from server.errors import InvalidRequest
+from server.splitting import joined
+from server.wire_request import AnyRequest, message_of
+
+__all__ = ["OpenCodec"]
+
+_MOST_LAYOUTS = 100
+
+
+class OpenCodec:
+    """Decodes and encodes whatever the protocol allows. `max_batch_rows` is the most rows of a request, 0: there are no
+    rows, each request travels alone."""
+
+    def __init__(self, model: str, version: str, max_batch_rows: int) -> None:
+        self._model = model
+        self._version = version
+        self._max_batch_rows = max_batch_rows
+        self._codecs: dict[Hashable, tuple[ModelSpec, ModelCodec]] = {}
+
+    def decode(self, request: AnyRequest) -> DecodedRequest:
+        """Read the tensors; `spec` says which there are. Raises InvalidRequest."""
+        message = message_of(request)
+        if not message.inputs:
+            raise InvalidRequest(f"model '{self._model}': expected inputs, got none")
+        batched = self._max_batch_rows > 0 and _has_rows(message)
+        layout = (
+            batched,
+            tuple((one.name, one.datatype, len(one.shape)) for one in message.inputs),
+            tuple(one.name for one in message.outputs),
+        )
+        spec, codec = self._codecs.get(layout) or self._learn(layout, message, batched)
+        decoded = codec.decode(message)
+        # Nobody else has the key of one that travels alone.
+        return decoded._replace(key=(layout, decoded.key if batched else object()), spec=spec)
+
+    def encode(
+        self,
+        request: AnyRequest,
+        decoded: DecodedRequest,
+        results: Any,
+        response: ModelInferResponse | None = None,
+    ) -> ModelInferResponse:
+        """The response with all of `results`. Raises ExecutionError for elements that no message can carry."""
+        response = ModelInferResponse() if response is None else response
+        response.model_name, response.model_version, response.id = self._model, self._version, request.id
+        for name, datatype, array in results:
+            output = response.outputs.add(name=name, datatype=datatype, shape=array.shape)
+            try:
+                if decoded.parameters.typed_outputs:
+                    output.contents.CopyFrom(encode_contents(array, by_name(datatype)))
+                else:
+                    response.raw_output_contents.append(encode_raw(array, by_name(datatype)))
+            except TensorError as error:
+                raise ExecutionError(f"model '{self._model}': output '{name}': {error}") from None
+        return response
+
+    @staticmethod
+    def join(results: Sequence[OpenResult]) -> OpenResult:
+        """The results of the parts of a split request as one."""
+        first = results[0]
+        return tuple(
+            OpenTensor(one.name, one.datatype, joined(number, [part[number].array for part in results]))
+            for number, one in enumerate(first)
+        )
+
+    def _learn(self, layout: Hashable, message: ModelInferRequest, batched: bool) -> tuple[ModelSpec, ModelCodec]:
+        lead = 1 if batched else 0
+        inputs = tuple(TensorSpec(one.name, one.datatype, (-1,) * (len(one.shape) - lead)) for one in message.inputs)
+        # Of outputs no more is known than the names that are asked for.
+        outputs = tuple(TensorSpec(one.name, "BYTES", ()) for one in message.outputs)
+        spec = ModelSpec(inputs, outputs, batched=batched)
+        if len(self._codecs) >= _MOST_LAYOUTS:
+            self._codecs.clear()
+        codec = ModelCodec(self._model, self._version, spec, self._max_batch_rows if batched else 0)
+        self._codecs[layout] = spec, codec
+        return spec, codec
+
+
+def _has_rows(message: ModelInferRequest) -> bool:
+    """Whether each tensor has a first axis, all of the same size."""
+    rows = {one.shape[0] if one.shape else 0 for one in message.inputs}
+    return len(rows) == 1 and min(rows) > 0

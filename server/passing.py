@@ -1,0 +1,80 @@
+"""What a request takes along to another server, besides its tensors: headers, parameters, its id.
+
+Lives here: what of these keeps requests apart. Must not: send anything. The rule: what is
+the same for all of a batch is part of its key; what may differ (traces) travels where nothing is mixed up by it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+
+from backends.base import Tensors
+from backends.remote_messages import RemoteRequest
+from protos.inference_pb2 import InferParameter, ModelInferRequest
+from server.calls import Sent
+from server.codec import DecodedRequest
+from server.parameters import is_reserved
+from server.wire_request import AnyRequest, WireRequest, message_of
+
+__all__ = ["remote_request"]
+
+_OF_TENSORS_HERE = ("classification", "binary_data", "binary_data_size")
+"""Parameters of tensors that have had their effect here, as have those of shared memory."""
+
+
+def remote_request(
+    request: AnyRequest, decoded: DecodedRequest, rpc_deadline_ns: int, sent: Sent
+) -> tuple[RemoteRequest, Hashable]:
+    """The request as another server is to get it, and what requests must have in common to share a batch there."""
+    extras = b"" if _is_plain(request) else _extras(message_of(request))
+    payload = RemoteRequest(
+        _tensors(decoded),
+        decoded.outputs,
+        rpc_deadline_ns,
+        request.id,
+        sent.headers,
+        sent.tracing,
+        extras,
+        decoded.spec,
+    )
+    return payload, (decoded.key, sent.headers, extras)
+
+
+def _is_plain(request: AnyRequest) -> bool:
+    """Whether there are no parameters, of the request or of its tensors."""
+    if isinstance(request, WireRequest):
+        return request.plain
+    return (
+        not request.parameters
+        and not any(one.parameters for one in request.inputs)
+        and not any(one.parameters for one in request.outputs)
+    )
+
+
+def _tensors(decoded: DecodedRequest) -> Tensors:
+    # Never in shared memory: that and another server exclude each other.
+    return decoded.inputs  # type: ignore[return-value]
+
+
+def _extras(request: ModelInferRequest) -> bytes:
+    """The parameters that mean nothing here, as `RemoteRequest.extras` has them."""
+    extras = ModelInferRequest()
+    for key, parameter in request.parameters.items():
+        if not is_reserved(key):
+            extras.parameters[key].CopyFrom(parameter)
+    for one in request.inputs:
+        if own := _of_tensor(one.parameters):
+            extras.inputs.add(name=one.name, parameters=own)
+    for output in request.outputs:
+        if own := _of_tensor(output.parameters):
+            extras.outputs.add(name=output.name, parameters=own)
+    # Equal parameters have to be equal bytes.
+    return extras.SerializeToString(deterministic=True)
+
+
+def _of_tensor(parameters: Mapping[str, InferParameter]) -> dict[str, InferParameter]:
+    return {
+        key: parameter
+        for key, parameter in parameters.items()
+        if key not in _OF_TENSORS_HERE and not key.startswith("shared_memory_")
+    }

@@ -1,0 +1,130 @@
+"""From what another server tells of a model to what this one needs to serve it.
+
+Lives here: pure decisions: what clients see, whether and how it batches. Must not: ask, or send anything. The rule:
+clients see the tensors that they would see there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from backends.base import ModelSpec, TensorSpec
+from backends.remote import RemoteModel, RemoteServer
+from protos import inference_pb2 as pb
+from protos import model_config_pb2 as config_pb
+from protos.datatypes import UnknownDatatypeError, by_name
+from server.batch_policy import BatchDefaults, batch_policy
+from server.effective_config import effective_config
+from server.errors import ConfigError
+from server.loader import LoadedVersion
+from server.model_config import ServingPlan
+from server.tensor_config import can_batch
+from server.upstream_settings import UpstreamSettings
+
+__all__ = ["UpstreamVersion", "bring"]
+
+
+@dataclass(frozen=True, slots=True)
+class UpstreamVersion:
+    """One version of a model: its name there ("": it has none), what ModelMetadata says, and ModelConfig, serialized;
+    b"" where the server has no such RPC. Equal ones are served alike."""
+
+    version: str
+    metadata: bytes
+    config: bytes
+
+
+def bring(
+    name: str,
+    versions: Sequence[UpstreamVersion],
+    server: RemoteServer,
+    settings: UpstreamSettings,
+    batching: BatchDefaults,
+) -> list[LoadedVersion]:
+    """Model `name`, ready to be served. Raises ConfigError for what can't be."""
+    return [_version(name, one, server, settings, batching) for one in versions]
+
+
+def _version(
+    name: str, told: UpstreamVersion, server: RemoteServer, settings: UpstreamSettings, batching: BatchDefaults
+) -> LoadedVersion:
+    metadata = pb.ModelMetadataResponse.FromString(told.metadata)
+    config = config_pb.ModelConfig.FromString(told.config) if told.config else None
+    own = ModelSpec(_tensors("input", metadata.inputs), _tensors("output", metadata.outputs))
+    if not (own.inputs and own.outputs):
+        own = ModelSpec((), ())  # its requests tell
+    if config is not None:
+        _check(config)
+        own = _with_optional(own, config)
+    rows = 0 if name in settings.unbatched else _max_batch_rows(own, config, batching)
+    plan = _plan(own, rows, batching, limit_is_theirs=config is not None)
+    made = effective_config(
+        config_pb.ModelConfig(name=name, platform=metadata.platform, backend=config.backend if config else ""),
+        plan,
+        platform=metadata.platform,
+        file="",
+        groups=(),
+    )
+    model = RemoteModel(server, name, told.version, plan.spec, metadata.platform)
+    instances = settings.batches if rows else settings.calls
+    return LoadedVersion(
+        name, told.version, made, plan, {}, model, tuple(model.instance(number) for number in range(instances))
+    )
+
+
+def _tensors(kind: str, tensors: Sequence[pb.ModelMetadataResponse.TensorMetadata]) -> tuple[TensorSpec, ...]:
+    for one in tensors:
+        try:
+            by_name(one.datatype)
+        except UnknownDatatypeError as error:
+            raise ConfigError(f"{kind} '{one.name}' of the upstream: {error}") from None
+        if min(one.shape, default=0) < -1:
+            raise ConfigError(f"{kind} '{one.name}' of the upstream: expected sizes >= -1, got {list(one.shape)}")
+    return tuple(TensorSpec(one.name, one.datatype, tuple(one.shape)) for one in tensors)
+
+
+def _check(config: config_pb.ModelConfig) -> None:
+    """Raise ConfigError for models whose requests belong together, or have several answers."""
+    if config.HasField("sequence_batching"):
+        raise ConfigError("sequence_batching of the upstream's model: requests of a sequence can't be passed on")
+    if config.model_transaction_policy.decoupled:
+        raise ConfigError("model_transaction_policy.decoupled of the upstream's model: expected one answer a request")
+
+
+def _with_optional(own: ModelSpec, config: config_pb.ModelConfig) -> ModelSpec:
+    optional = {one.name for one in config.input if one.optional}
+    return replace(own, inputs=tuple(replace(one, optional=one.name in optional) for one in own.inputs))
+
+
+def _max_batch_rows(own: ModelSpec, config: config_pb.ModelConfig | None, batching: BatchDefaults) -> int:
+    """The rows of a batch: what ModelConfig says, else the flag; 0 for models that can't batch."""
+    if not own.inputs:
+        return (config.max_batch_size if config else 0) or batching.max_batch_rows
+    if config is not None:
+        if config.max_batch_size <= 0 or _has_shape_tensors(config):
+            return 0
+        if all(one.optional for one in own.inputs):
+            return 0  # what a request brings need not tell its rows
+        return config.max_batch_size if _leads_with_free(own) else 0
+    return batching.max_batch_rows if can_batch(config_pb.ModelConfig(), own) else 0
+
+
+def _has_shape_tensors(config: config_pb.ModelConfig) -> bool:
+    return any(one.is_shape_tensor for one in config.input) or any(one.is_shape_tensor for one in config.output)
+
+
+def _leads_with_free(own: ModelSpec) -> bool:
+    return all(one.dims[:1] == (-1,) for one in (*own.inputs, *own.outputs))
+
+
+def _plan(own: ModelSpec, rows: int, batching: BatchDefaults, *, limit_is_theirs: bool) -> ServingPlan:
+    spec = own
+    if rows:
+        inputs, outputs = (
+            tuple(replace(one, dims=one.dims[1:]) for one in tensors) for tensors in (own.inputs, own.outputs)
+        )
+        spec = ModelSpec(inputs, outputs, batched=True)
+    policy = batch_policy(config_pb.ModelConfig(), rows, merges=rows > 0, defaults=batching)
+    # A limit that the upstream doesn't know must not refuse what it would take.
+    return ServingPlan(spec, rows, policy, splits=rows > 0 and not limit_is_theirs and spec.by_rows)

@@ -1,0 +1,263 @@
+"""The batcher in front of another server: what is merged, what comes back, and what travels along."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+
+from protos import inference_pb2 as pb
+from protos import model_config_pb2 as config_pb
+from server.batch_policy import BatchDefaults
+from server.config import Settings
+from tests.integration.scripted import marked, request, send
+from tests.integration.serving import Served, failure_of
+from tests.integration.upstreams import Upstream, proxying, tensors_of, upstream
+from tests.polling import eventually_async
+
+NAMED = {"models": ("m",)}
+
+
+@asynccontextmanager
+async def behind(tmp_path: Path, stub: Upstream, **given: Any) -> AsyncIterator[Served]:
+    """The proxy in front of `stub`."""
+    async with upstream(stub) as target, proxying(tmp_path, target, **{**NAMED, **given}) as served:
+        yield served
+
+
+async def held(served: Served, stub: Upstream, *requests: pb.ModelInferRequest, **how: Any) -> list[Any]:
+    """Calls of which the first keeps the upstream busy, and the others wait here, in order."""
+    stub.gate.clear()
+    before = stub.under_way
+    calls = send(served, request(-1), timeout_s=None)
+    await eventually_async(lambda: stub.under_way == before + 1, "the upstream is busy")
+    for number, one in enumerate(requests):
+        calls += send(served, one, **how)
+        await eventually_async(lambda n=number: served.waiting("m") == n + 1, f"{number + 1} waiting")
+    return calls
+
+
+async def test_requests_that_wait_travel_as_one_and_each_gets_its_share(tmp_path: Path) -> None:
+    stub = Upstream()
+    async with behind(tmp_path, stub) as served:
+        calls = await held(served, stub, request(1), request(2, rows=3), request(3))
+        stub.gate.set()
+        answers = [tensors_of(await call) for call in calls]
+        assert stub.marks == [[-1], [1, 2, 2, 2, 3]]
+        assert list(stub.calls[1].inputs[0].shape) == [5, 2]
+        for answer, mark, rows in zip(answers, (-1, 1, 2, 3), (1, 1, 3, 1), strict=True):
+            np.testing.assert_array_equal(answer["x"], 2 * marked(mark, rows))
+            np.testing.assert_array_equal(answer["y"], -marked(mark, rows))
+
+
+async def test_outputs_that_nobody_wants_are_not_asked_for(tmp_path: Path) -> None:
+    stub = Upstream()
+    async with behind(tmp_path, stub) as served:
+        one, two = request(1), request(2)
+        one.outputs.add(name="y")
+        assert list(tensors_of(await served.infer(one))) == ["y"]
+        assert [output.name for output in stub.calls[0].outputs] == ["y"]
+        two.outputs.add(name="x")
+        calls = await held(served, stub, one, two)
+        stub.gate.set()
+        answers = [tensors_of(await call) for call in calls[1:]]
+        assert [list(answer) for answer in answers] == [["y"], ["x"]]
+        np.testing.assert_array_equal(answers[1]["x"], 2 * marked(2))
+        assert not stub.calls[-1].outputs  # all that there are
+
+
+async def test_shapes_that_differ_do_not_travel_together(tmp_path: Path) -> None:
+    stub = Upstream()
+    stub.inputs, stub.outputs = {"a": ("FP32", [-1, -1])}, {"x": ("FP32", [-1, -1]), "y": ("FP32", [-1, -1])}
+    async with behind(tmp_path, stub) as served:
+        calls = await held(served, stub, request(1, columns=3), request(2, columns=4), request(3, columns=3))
+        stub.gate.set()
+        await asyncio.gather(*calls)
+        assert sorted(map(tuple, stub.marks)) == [(-1,), (1, 3), (2,)]
+
+
+async def test_max_batch_size_is_the_upstreams_where_it_tells_it(tmp_path: Path) -> None:
+    stub = Upstream()
+    stub.config = config_pb.ModelConfig(name="m", max_batch_size=2)
+    async with behind(tmp_path, stub) as served:
+        calls = await held(served, stub, *(request(mark) for mark in range(5)))
+        stub.gate.set()
+        await asyncio.gather(*calls)
+        assert stub.marks == [[-1], [0, 1], [2, 3], [4]]
+        code, text = await failure_of(served.infer(request(1, rows=3)))
+        assert (code, "expected a batch of 1 to 2 rows" in text) == (grpc.StatusCode.INVALID_ARGUMENT, True)
+
+
+async def test_flags_say_rows_and_delay_where_the_upstream_does_not(tmp_path: Path) -> None:
+    stub = Upstream()
+    flags = Settings(paths=(), batching=BatchDefaults(4, max_queue_delay_ns=60 * 10**9))
+    async with behind(tmp_path, stub, settings=flags) as served:
+        await asyncio.gather(*(served.infer(request(mark)) for mark in range(4)))  # full: it doesn't wait
+        assert [len(marks) for marks in stub.marks] == [4]
+
+
+async def test_request_of_more_rows_than_a_flag_says_travels_in_parts(tmp_path: Path) -> None:
+    stub = Upstream()
+    async with behind(tmp_path, stub, settings=Settings(paths=(), batching=BatchDefaults(4))) as served:
+        many = request(0, rows=10)
+        rows = np.arange(20, dtype=np.float32).reshape(10, 2)
+        many.raw_input_contents[0] = rows.tobytes()
+        np.testing.assert_array_equal(tensors_of(await served.infer(many))["x"], 2 * rows)
+        assert [len(marks) for marks in stub.marks] == [4, 4, 2]
+
+
+@pytest.mark.parametrize("why", ["flag", "config", "fixed axis"])
+async def test_model_that_does_not_batch_gets_requests_one_by_one_and_several_at_once(tmp_path: Path, why: str) -> None:
+    stub = Upstream()
+    unbatched: tuple[str, ...] = ()
+    if why == "flag":
+        unbatched = ("m",)
+    elif why == "config":
+        stub.config = config_pb.ModelConfig(name="m", max_batch_size=0)
+    else:
+        stub.outputs = {"x": ("FP32", [1, 2]), "y": ("FP32", [1, 2])}
+    async with behind(tmp_path, stub, unbatched=unbatched, calls=3) as served:
+        stub.gate.clear()
+        calls = send(served, *(request(mark) for mark in range(5)))
+        await eventually_async(lambda: stub.under_way == 3 and served.waiting("m") == 2, "three under way, two waiting")
+        stub.gate.set()
+        await asyncio.gather(*calls)
+        assert sorted(map(tuple, stub.marks)) == [(0,), (1,), (2,), (3,), (4,)]
+
+
+async def test_batches_of_a_model_are_under_way_as_many_as_a_flag_says(tmp_path: Path) -> None:
+    stub = Upstream()
+    async with behind(tmp_path, stub, batches=2) as served:
+        stub.gate.clear()
+        first = send(served, request(1))
+        await eventually_async(lambda: stub.under_way == 1, "the first batch")
+        second = send(served, request(2))
+        await eventually_async(lambda: stub.under_way == 2, "the second batch")
+        third = send(served, request(3), request(4))
+        await eventually_async(lambda: served.waiting("m") == 2, "two waiting")
+        stub.gate.set()
+        await asyncio.gather(*first, *second, *third)
+        assert [sorted(marks) for marks in stub.marks[2:]] == [[3, 4]]
+
+
+async def test_deadline_of_a_batch_is_the_longest_and_each_member_keeps_its_own(tmp_path: Path) -> None:
+    stub = Upstream()
+    async with behind(tmp_path, stub) as served:
+        stub.gates[1] = asyncio.Event()
+        _, short = await held(served, stub, request(1), timeout_s=2)
+        (long,) = send(served, request(2), timeout_s=60)
+        await eventually_async(lambda: served.waiting("m") == 2, "both waiting")
+        stub.gate.set()
+        await eventually_async(lambda: len(stub.calls) == 2, "the batch of both")
+        assert stub.marks[1] == [1, 2]
+        left_s = stub.left_s[1]
+        assert left_s is not None
+        assert 50 < left_s < 61
+        assert (await failure_of(short))[0] is grpc.StatusCode.DEADLINE_EXCEEDED
+        assert stub.under_way == 1
+        stub.gates[1].set()
+        assert tensors_of(await long)["x"][0, 0] == 4
+
+
+async def test_deadline_of_a_lone_request_travels(tmp_path: Path) -> None:
+    stub = Upstream()
+    async with behind(tmp_path, stub, timeout_secs=7) as served:
+        await served.infer(request(1), timeout_s=3)
+        await served.infer(request(1), timeout_s=None)
+        lone, none = stub.left_s
+        assert lone is not None
+        assert none is not None
+        assert 1 < lone < 4
+        assert 5 < none < 8
+
+
+async def test_headers_that_differ_keep_requests_apart_and_travel(tmp_path: Path) -> None:
+    stub = Upstream()
+    async with behind(tmp_path, stub) as served:
+        calls = await held(served, stub)
+        users = ["Bearer a", "Bearer b", "Bearer a"]
+        for number, user in enumerate(users):
+            metadata = (("authorization", user), ("cookie", "mine"))
+            calls.append(asyncio.ensure_future(served.stub.ModelInfer(request(number), metadata=metadata, timeout=20)))
+            await eventually_async(lambda n=number: served.waiting("m") == n + 1, "waiting")
+        stub.gate.set()
+        await asyncio.gather(*calls)
+        assert stub.marks == [[-1], [0, 2], [1]]
+        assert [found.get("authorization") for found in stub.headers] == [None, "Bearer a", "Bearer b"]
+        assert not any("cookie" in found for found in stub.headers)
+
+
+async def test_trace_of_a_request_travels_unless_its_batch_has_several(tmp_path: Path) -> None:
+    stub = Upstream()
+    async with behind(tmp_path, stub) as served:
+
+        def traced(mark: float, trace: str) -> Any:
+            metadata = (("traceparent", trace), ("x-request-id", trace))
+            return asyncio.ensure_future(served.stub.ModelInfer(request(mark), metadata=metadata, timeout=20))
+
+        await traced(1, "t1")
+        calls = await held(served, stub)
+        for number, trace in enumerate(["t2", "t3"]):
+            calls.append(traced(number, trace))
+            await eventually_async(lambda n=number: served.waiting("m") == n + 1, "waiting")
+        stub.gate.set()
+        await asyncio.gather(*calls)
+        assert [found.get("traceparent") for found in stub.headers] == ["t1", None, None]
+        assert stub.headers[0]["x-request-id"] == "t1"
+        assert stub.marks[2] == [0, 1]
+
+
+async def test_headers_to_pass_on_are_a_setting(tmp_path: Path) -> None:
+    stub = Upstream()
+    async with behind(tmp_path, stub, headers=("X-Tenant",), tracing_headers=()) as served:
+        metadata = (("x-tenant", "t"), ("authorization", "secret"), ("traceparent", "1"))
+        await served.stub.ModelInfer(request(1), metadata=metadata, timeout=20)
+        found = stub.headers[0]
+        assert found["x-tenant"] == "t"
+        assert not {"authorization", "traceparent"} & found.keys()
+
+
+async def test_parameters_travel_and_keep_requests_apart_and_ours_do_not(tmp_path: Path) -> None:
+    stub = Upstream()
+    async with behind(tmp_path, stub) as served:
+        hot, cold = request(1, temperature=2.5), request(2, temperature=0.5)
+        ours = request(3, temperature=2.5, priority=1, paceline_batch_info=True)
+        hot.inputs[0].parameters["content_type"].string_param = "np"
+        ours.inputs[0].parameters["content_type"].string_param = "np"
+        calls = await held(served, stub, hot, cold, ours)
+        stub.gate.set()
+        await asyncio.gather(*calls)
+        assert stub.marks == [[-1], [1, 3], [2]]
+        sent = stub.calls[1]
+        assert {key: one.double_param for key, one in sent.parameters.items()} == {"temperature": 2.5}
+        assert sent.inputs[0].parameters["content_type"].string_param == "np"
+        assert stub.calls[2].parameters["temperature"].double_param == 0.5
+
+
+async def test_id_of_a_request_travels_with_it_alone(tmp_path: Path) -> None:
+    stub = Upstream()
+    async with behind(tmp_path, stub) as served:
+        one, two = request(1), request(2)
+        one.id, two.id = "first", "second"
+        assert (await served.infer(one)).id == "first"
+        calls = await held(served, stub, one, two)
+        stub.gate.set()
+        assert [(await call).id for call in calls] == ["", "first", "second"]
+        assert [call.id for call in stub.calls] == ["first", "", ""]
+
+
+async def test_requests_of_a_stream_travel_with_its_headers(tmp_path: Path) -> None:
+    stub = Upstream()
+    async with behind(tmp_path, stub) as served:
+        stream = served.stub.ModelStreamInfer(metadata=(("authorization", "Bearer s"),), timeout=20)
+        await stream.write(request(5))
+        await stream.done_writing()
+        (answer,) = [one async for one in stream]
+        assert tensors_of(answer.infer_response)["x"][0, 0] == 10
+        assert stub.headers[0]["authorization"] == "Bearer s"

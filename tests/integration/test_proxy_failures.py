@@ -1,0 +1,376 @@
+"""The batcher in front of a server that refuses, errs, hangs, goes away and comes back."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from backends.errors import ExecutionError
+from protos import inference_pb2 as pb
+from protos.inference_pb2_grpc import GRPCInferenceServiceStub
+from server.config import Settings
+from tests.harness import ServerProcess, write_identity
+from tests.integration.scripted import Script, request, send
+from tests.integration.serving import failure_of, serving
+from tests.integration.test_proxy import behind, held
+from tests.integration.upstreams import Upstream, double, proxying, tensors_of, upstream
+from tests.polling import eventually, eventually_async
+from tests.wire import infer, rows_of_floats
+
+Code = grpc.StatusCode
+NAMED = {"models": ("m",)}
+
+
+def poison(mark: float, code: grpc.StatusCode, text: str) -> Callable[[Any], tuple[grpc.StatusCode, str] | None]:
+    return lambda call: (code, text) if any(row == mark for row in rows(call)) else None
+
+
+def rows(call: pb.ModelInferRequest) -> list[float]:
+    stub = Upstream()
+    stub.calls.append(call)
+    return stub.marks[0]
+
+
+@pytest.mark.parametrize("code", [Code.INVALID_ARGUMENT, Code.INTERNAL, Code.UNKNOWN, Code.FAILED_PRECONDITION])
+async def test_request_that_the_upstream_refuses_fails_alone_with_the_upstreams_status(
+    tmp_path: Path, code: grpc.StatusCode
+) -> None:
+    stub = Upstream()
+    stub.abort = poison(5, code, "not this one")
+    async with behind(tmp_path, stub) as served:
+        calls = await held(served, stub, *(request(mark) for mark in range(8)))
+        stub.gate.set()
+        outcomes = await asyncio.gather(*calls, return_exceptions=True)
+        assert [mark for mark, one in enumerate(outcomes[1:]) if isinstance(one, Exception)] == [5]
+        got, text = await failure_of(calls[6])
+        assert got is code
+        assert text.startswith("model 'm': upstream 127.0.0.1:")
+        assert text.endswith(": not this one")
+        assert len(stub.calls) == 1 + 1 + 2 * 3
+
+
+@pytest.mark.parametrize(
+    "code",
+    [Code.UNAVAILABLE, Code.RESOURCE_EXHAUSTED, Code.DEADLINE_EXCEEDED, Code.UNAUTHENTICATED, Code.PERMISSION_DENIED,
+     Code.NOT_FOUND, Code.UNIMPLEMENTED, Code.ABORTED],
+    ids=lambda code: code.name,
+)  # fmt: skip
+async def test_refusal_of_whatever_comes_is_everybodys_and_is_not_tried_again(
+    tmp_path: Path, code: grpc.StatusCode
+) -> None:
+    stub = Upstream()
+    stub.abort = lambda call: (code, "not now") if len(rows(call)) > 1 else None
+    async with behind(tmp_path, stub) as served:
+        calls = await held(served, stub, *(request(mark) for mark in range(4)))
+        stub.gate.set()
+        for call in calls[1:]:
+            got, text = await failure_of(call)
+            assert (got, text.endswith(": not now")) == (code, True)
+        assert len(stub.calls) == 2
+        stub.abort = lambda call: None
+        await eventually_async(lambda: served.server.repository.ready, "ready")
+        assert tensors_of(await served.infer(request(1)))["x"][0, 0] == 2
+
+
+async def test_batch_larger_than_the_upstreams_messages_travels_in_halves(tmp_path: Path) -> None:
+    stub = Upstream()
+    async with (
+        upstream(stub, options=[("grpc.max_receive_message_length", 1000)]) as target,
+        proxying(tmp_path, target, **NAMED) as served,
+    ):
+        calls = await held(served, stub, *(request(mark, rows=32) for mark in range(1, 5)))
+        stub.gate.set()
+        answers = await asyncio.gather(*calls)
+        assert [float(tensors_of(one)["x"][0, 0]) for one in answers] == [-2, 2, 4, 6, 8]
+
+
+def short(call: pb.ModelInferRequest) -> pb.ModelInferResponse:
+    answer = double(call)
+    for output in answer.outputs:
+        output.shape[0] -= 1
+    answer.raw_output_contents[:] = [data[:-8] for data in answer.raw_output_contents]
+    return answer
+
+
+def without(name: str) -> Callable[[pb.ModelInferRequest], pb.ModelInferResponse]:
+    def answer(call: pb.ModelInferRequest) -> pb.ModelInferResponse:
+        whole = double(call)
+        places = [place for place, output in enumerate(whole.outputs) if output.name != name]
+        return pb.ModelInferResponse(
+            outputs=[whole.outputs[place] for place in places],
+            raw_output_contents=[whole.raw_output_contents[place] for place in places],
+        )
+
+    return answer
+
+
+def cut(call: pb.ModelInferRequest) -> pb.ModelInferResponse:
+    answer = double(call)
+    answer.raw_output_contents[0] = answer.raw_output_contents[0][:-1]
+    return answer
+
+
+def renamed_type(call: pb.ModelInferRequest) -> pb.ModelInferResponse:
+    answer = double(call)
+    answer.outputs[0].datatype = "INT32"
+    return answer
+
+
+def one_raw(call: pb.ModelInferRequest) -> pb.ModelInferResponse:
+    answer = double(call)
+    del answer.raw_output_contents[1]
+    return answer
+
+
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        (short, "output 'x': expected shape [1, 2], got [0, 2]"),
+        (without("y"), "output 'y' is not in the upstream's answer, only ['x']"),
+        (cut, "output 'x' of the upstream's answer: expected 8 bytes for FP32 of shape [1, 2], got 7"),
+        (renamed_type, "output 'x': expected FP32, got INT32"),
+        (one_raw, "the upstream answers 2 outputs with 1 raw contents"),
+    ],
+    ids=["rows", "missing", "bytes", "datatype", "raw"],
+)
+async def test_answer_that_does_not_fit_is_an_error_and_the_next_one_is_looked_at_anew(
+    tmp_path: Path, answer: Any, said: str
+) -> None:
+    stub = Upstream()
+    stub.answer = answer
+    async with behind(tmp_path, stub) as served:
+        calls = await held(served, stub, request(1), request(2))
+        stub.gate.set()
+        for call in calls:
+            code, text = await failure_of(call)
+            assert code is Code.INTERNAL
+            assert said in text
+        stub.answer = double
+        assert tensors_of(await served.infer(request(3)))["x"][0, 0] == 6
+
+
+async def test_answer_in_typed_contents_is_understood(tmp_path: Path) -> None:
+    def typed(call: pb.ModelInferRequest) -> pb.ModelInferResponse:
+        answer = double(call)
+        for output, tensor in zip(answer.outputs, tensors_of(answer).values(), strict=True):
+            output.contents.fp32_contents.extend(tensor.ravel().tolist())
+        del answer.raw_output_contents[:]
+        return answer
+
+    stub = Upstream()
+    stub.answer = typed
+    async with behind(tmp_path, stub) as served:
+        calls = await held(served, stub, request(1), request(2))
+        stub.gate.set()
+        assert [float(tensors_of(await call)["y"][0, 1]) for call in calls] == [1, -1, -2]
+
+
+async def test_upstream_that_hangs_costs_no_more_than_the_flag_says(tmp_path: Path) -> None:
+    stub = Upstream()
+    stub.gates[1] = asyncio.Event()
+    async with behind(tmp_path, stub, timeout_secs=0.3) as served:
+        (call,) = send(served, request(1), timeout_s=None)
+        code, text = await failure_of(call)
+        assert code is Code.DEADLINE_EXCEEDED
+        assert text.startswith("model 'm': upstream ")
+        assert tensors_of(await served.infer(request(2)))["x"][0, 0] == 4  # and the place is free again
+
+
+async def test_poisoned_request_behind_a_paceline_upstream_fails_alone(tmp_path: Path) -> None:
+    script = Script()
+    script.errors[3] = ExecutionError("that row")
+    async with (
+        serving(tmp_path, {"m": script.model}, config="max_batch_size: 32 dynamic_batching { }") as behind_it,
+        proxying(tmp_path, behind_it.target) as served,
+    ):
+        gate = script.hold(-1)
+        calls = send(served, request(-1), timeout_s=None)
+        await asyncio.to_thread(gate.wait_entered, 1)
+        calls += send(served, *(request(mark) for mark in range(6)))
+        await eventually_async(lambda: served.waiting("m") == 6, "six waiting")
+        gate.open()
+        outcomes = await asyncio.gather(*calls, return_exceptions=True)
+        failed = [call for call, one in zip(calls, outcomes, strict=True) if isinstance(one, Exception)]
+        assert [await failure_of(call) for call in failed] == [
+            (Code.INTERNAL, f"model 'm': upstream {behind_it.target}: model 'm': that row")
+        ]
+
+
+async def test_upstream_not_ready_is_this_server_not_ready_until_it_is_again(tmp_path: Path) -> None:
+    stub = Upstream()
+    async with behind(tmp_path, stub) as served:
+        repository = served.server.repository
+        assert repository.ready
+        stub.model_ready = False
+        await eventually_async(lambda: not repository.ready, "not ready")
+        code, text = await failure_of(served.infer(request(1)))
+        assert code is Code.UNAVAILABLE
+        assert "the model is not ready" in text
+        assert not (await served.stub.ModelReady(pb.ModelReadyRequest(name="m"))).ready
+        assert not (await served.stub.ServerReady(pb.ServerReadyRequest())).ready
+        stub.model_ready = True
+        await eventually_async(lambda: repository.ready, "ready again")
+        assert tensors_of(await served.infer(request(1)))["x"][0, 0] == 2
+        stub.ready = False  # for reasons of its own: its models serve
+        await eventually_async(lambda: not repository.ready, "not ready")
+        assert (await served.stub.ModelReady(pb.ModelReadyRequest(name="m"))).ready
+        assert tensors_of(await served.infer(request(1)))["x"][0, 0] == 2
+
+
+async def test_upstream_that_comes_later_than_this_server_is_served_then(tmp_path: Path) -> None:
+    stub = Upstream()
+    async with upstream(stub) as target:
+        pass
+    async with proxying(tmp_path, target, **NAMED) as served:
+        assert not (await served.stub.ServerReady(pb.ServerReadyRequest())).ready
+        assert (await failure_of(served.infer(request(1))))[0] is Code.UNAVAILABLE
+        async with upstream(stub, int(target.rpartition(":")[2])):
+            await eventually_async(lambda: served.server.repository.ready, "ready")
+            assert tensors_of(await served.infer(request(1)))["x"][0, 0] == 2
+
+
+async def test_upstream_that_answers_no_question_while_it_computes_is_not_taken_for_gone(tmp_path: Path) -> None:
+    """As servers do that compute on their event loop."""
+
+    class Blocking(Upstream):
+        async def ServerReady(self, call: Any, context: Any) -> pb.ServerReadyResponse:
+            if self.calls:
+                await context.abort(Code.DEADLINE_EXCEEDED, "as if no answer had come")
+            return await super().ServerReady(call, context)
+
+    stub = Blocking()
+    async with behind(tmp_path, stub) as served:
+        for mark in range(100):
+            assert tensors_of(await served.infer(request(mark)))["x"][0, 0] == 2 * mark
+        assert served.server.repository.ready
+        await eventually_async(lambda: not served.server.repository.ready, "silence without any answer is the end")
+
+
+async def test_upstream_without_an_index_needs_its_models_named(tmp_path: Path) -> None:
+    stub = Upstream()
+    async with upstream(stub) as target, proxying(tmp_path, target) as served:
+        assert not served.server.repository.ready
+        assert "name its models with --upstream-model" in served.server.repository.waits_for
+
+
+@pytest.mark.parametrize("state", ["READY", "State.READY"])  # the latter is MLServer's
+async def test_models_of_the_index_come_change_and_go_with_the_upstreams(tmp_path: Path, state: str) -> None:
+    stub = Upstream()
+    line = pb.RepositoryIndexResponse.ModelIndex
+    stub.index = [
+        line(name="m", version="3", state=state),
+        line(name="other", state="UNAVAILABLE"),
+        line(name="never"),
+    ]
+    async with upstream(stub) as target, proxying(tmp_path, target) as served:
+        told = await served.stub.ModelMetadata(pb.ModelMetadataRequest(name="m"))
+        assert (list(told.versions), told.platform, list(told.inputs[0].shape)) == (["3"], "stub", [-1, 2])
+        assert (await served.infer(request(1))).model_version == "3"
+        assert stub.calls[0].model_version == "3"
+        assert (await failure_of(served.infer(request(1, model="other"))))[0] is Code.NOT_FOUND
+        stub.outputs = {"y": ("FP32", [-1, 2])}
+        changed = lambda: len(served.server.repository.get("m", "").spec.outputs) == 1  # noqa: E731
+        await eventually_async(changed, "the changed model")
+        assert list(tensors_of(await served.infer(request(1)))) == ["y"]
+        stub.index = []
+        await eventually_async(lambda: not served.server.repository.models, "no model")
+        assert (await failure_of(served.infer(request(1))))[0] is Code.NOT_FOUND
+
+
+@pytest.mark.parametrize(
+    ("versions", "asked", "sent"),
+    [
+        ((), "", ""),
+        (("v1.0",), "", "v1.0"),
+        (("2", "10"), "", "10"),
+        (("v1.0",), "v1.0", "v1.0"),
+        (("2", "10"), "2", "2"),
+    ],
+)
+async def test_versions_are_the_upstreams_numbers_or_not(
+    tmp_path: Path, versions: tuple[str, ...], asked: str, sent: str
+) -> None:
+    stub = Upstream()
+    stub.versions = versions
+    async with behind(tmp_path, stub) as served:
+        one = request(1)
+        one.model_version = asked
+        assert (await served.infer(one)).model_version == sent
+        assert stub.calls[0].model_version == sent
+        told = await served.stub.ModelMetadata(pb.ModelMetadataRequest(name="m"))
+        assert list(told.versions) == list(versions)
+        index = await served.stub.RepositoryIndex(pb.RepositoryIndexRequest())
+        assert [line.version for line in index.models] == (list(versions) or [""])
+        statistics = await served.stub.ModelStatistics(pb.ModelStatisticsRequest())
+        assert sum(one.inference_count for one in statistics.model_stats) == 1
+
+
+async def test_model_that_cannot_be_served_is_unavailable_with_the_reason(tmp_path: Path) -> None:
+    stub = Upstream()
+    stub.inputs = {"a": ("COMPLEX", [-1])}
+    async with behind(tmp_path, stub) as served:
+        code, text = await failure_of(served.infer(request(1)))
+        assert code is Code.UNAVAILABLE
+        assert "input 'a' of the upstream" in text
+        stub.inputs = {"a": ("FP32", [-1, 2])}
+        await eventually_async(lambda: served.server.repository.ready, "ready")
+
+
+async def test_stop_answers_what_the_upstream_still_computes(tmp_path: Path) -> None:
+    stub = Upstream()
+    stub.gates[1] = asyncio.Event()
+    async with behind(tmp_path, stub) as served:
+        (call,) = send(served, request(1))
+        await eventually_async(lambda: stub.under_way == 1, "under way")
+        stopping = asyncio.create_task(served.server.stop(20))
+        await eventually_async(lambda: not served.server._inference.serving, "stopping")
+        stub.gates[1].set()
+        assert tensors_of(await call)["x"][0, 0] == 2
+        assert await stopping
+
+
+def test_upstream_killed_with_a_batch_under_way_and_started_again_is_served_again(tmp_path: Path) -> None:
+    """Real processes: what vanishes is a connection, and it is another server that comes back."""
+    slow = 'dynamic_batching { } parameters { key: "execute_delay_ms" value { string_value: "60000" } }'
+    write_identity(tmp_path / "slow", extra=slow, dims="[ -1 ]")  # free, so that it isn't warmed up
+    write_identity(tmp_path / "fast")
+    one = infer("echo", {"INPUT0": rows_of_floats(1, 16)})
+    pending = 'nv_inference_pending_request_count{model="echo",version="1"}'
+    with ServerProcess(tmp_path / "slow") as first:
+        port = first.grpc_port
+        args = ["--upstream", first.target, "--upstream-health-secs", "0.05", "--upstream-batches", "1"]
+        with ServerProcess(args=args) as proxy, grpc.insecure_channel(proxy.target) as channel:
+            stub: Any = GRPCInferenceServiceStub(channel)  # type: ignore[no-untyped-call]
+            calls: list[Any] = []
+
+            def some_wait_behind_others() -> bool:
+                calls.append(stub.ModelInfer.future(one, timeout=60))
+                return proxy.metrics()[pending] > 0
+
+            eventually(some_wait_behind_others, "a batch under way")
+            first.kill()
+            for call in calls:
+                assert call.exception().code() is Code.UNAVAILABLE
+            eventually(lambda: not stub.ServerReady(pb.ServerReadyRequest()).ready, "not ready")
+            with ServerProcess(tmp_path / "fast", args=["--grpc-port", str(port)]):
+                eventually(lambda: stub.ServerReady(pb.ServerReadyRequest()).ready, "ready again", 30)
+                answer = stub.ModelInfer(one, timeout=20)
+                assert answer.raw_output_contents[0] == one.raw_input_contents[0]
+
+
+async def test_max_queue_and_other_settings_hold_in_front_of_an_upstream(tmp_path: Path) -> None:
+    stub = Upstream()
+    settings = Settings(paths=())
+    short_wait = replace(settings, batching=replace(settings.batching, queue_timeout_ns=50_000_000))
+    async with behind(tmp_path, stub, settings=short_wait) as served:
+        calls = await held(served, stub, request(1))
+        code, text = await failure_of(calls[1])
+        assert (code, "timeout expired" in text) == (Code.DEADLINE_EXCEEDED, True)
+        stub.gate.set()
+        await calls[0]

@@ -1,0 +1,131 @@
+"""The batcher in front of models that don't tell their tensors, as those of custom predictors."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+
+from protos import inference_pb2 as pb
+from server.batch_policy import BatchDefaults
+from server.config import Settings
+from tests.integration.scripted import marked, request
+from tests.integration.serving import Served, failure_of
+from tests.integration.test_proxy import behind, held
+from tests.integration.upstreams import Upstream, double, tensors_of
+from tests.wire import add_raw
+
+Code = grpc.StatusCode
+
+
+@asynccontextmanager
+async def behind_silent(tmp_path: Path, stub: Upstream, **given: Any) -> AsyncIterator[Served]:
+    stub.inputs, stub.outputs = {}, {}
+    async with behind(tmp_path, stub, **given) as served:
+        yield served
+
+
+async def test_requests_that_look_alike_travel_together(tmp_path: Path) -> None:
+    stub = Upstream()
+    async with behind_silent(tmp_path, stub) as served:
+        told = await served.stub.ModelMetadata(pb.ModelMetadataRequest(name="m"))
+        assert not told.inputs
+        other = request(9)
+        other.inputs[0].name = "b"
+        few = request(4)
+        few.outputs.add(name="y")
+        calls = await held(served, stub, request(1), request(2, rows=2), request(3, columns=3), other, few)
+        stub.gate.set()
+        answers = [tensors_of(await call) for call in calls]
+        assert sorted(map(tuple, stub.marks)) == [(-1,), (1, 2, 2), (3,), (4,), (9,)]
+        np.testing.assert_array_equal(answers[2]["x"], 2 * marked(2, 2))
+        np.testing.assert_array_equal(answers[2]["y"], -marked(2, 2))
+        assert list(answers[5]) == ["y"]
+        assert [[one.name for one in call.outputs] for call in stub.calls if call.outputs] == [["y"]]
+
+
+async def test_tensors_of_different_rows_travel_alone(tmp_path: Path) -> None:
+    stub = Upstream()
+    async with behind_silent(tmp_path, stub) as served:
+        odd = []
+        for mark in (1, 2):
+            one = request(mark, rows=2)
+            add_raw(one, "scale", "FP32", [], np.float32(1).tobytes())
+            odd.append(one)
+        calls = await held(served, stub, *odd)
+        stub.gate.set()
+        await asyncio.gather(*calls)
+        assert sorted(map(tuple, stub.marks)) == [(-1,), (1, 1), (2, 2)]
+
+
+async def test_answers_that_have_not_the_rows_of_the_batch_are_asked_for_again_alone(tmp_path: Path) -> None:
+    def summed(call: pb.ModelInferRequest) -> pb.ModelInferResponse:
+        answer = double(call)
+        total = tensors_of(answer)["x"].sum(axis=0)
+        answer.outputs[0].shape[:] = [2]
+        answer.raw_output_contents[0] = total.tobytes()
+        return answer
+
+    stub = Upstream()
+    stub.answer = summed
+    async with behind_silent(tmp_path, stub) as served:
+        calls = await held(served, stub, request(1, rows=3), request(2, rows=3))
+        stub.gate.set()
+        answers = [tensors_of(await call)["x"].tolist() for call in calls]
+        assert answers == [[-2, -2], [6, 6], [12, 12]]
+
+
+async def test_request_of_more_rows_than_a_batch_travels_in_parts(tmp_path: Path) -> None:
+    stub = Upstream()
+    settings = Settings(paths=(), batching=BatchDefaults(4))
+    async with behind_silent(tmp_path, stub, settings=settings) as served:
+        answer = tensors_of(await served.infer(request(3, rows=9)))
+        np.testing.assert_array_equal(answer["x"], 2 * marked(3, 9))
+        np.testing.assert_array_equal(answer["y"], -marked(3, 9))
+        assert [len(marks) for marks in stub.marks] == [4, 4, 1]
+
+
+async def test_unbatched_ones_travel_alone(tmp_path: Path) -> None:
+    stub = Upstream()
+    async with behind_silent(tmp_path, stub, unbatched=("m",), calls=1) as served:
+        calls = await held(served, stub, request(1), request(2))
+        stub.gate.set()
+        await asyncio.gather(*calls)
+        assert stub.marks == [[-1], [1], [2]]
+
+
+async def test_typed_answers_are_made_for_who_asks(tmp_path: Path) -> None:
+    stub = Upstream()
+    async with behind_silent(tmp_path, stub) as served:
+        answer = await served.infer(request(1, binary_data_output=False))
+        assert list(answer.outputs[0].contents.fp32_contents) == [2, 2]
+        assert not answer.raw_output_contents
+
+
+def nothing(one: pb.ModelInferRequest) -> None:
+    del one.inputs[:]
+
+
+def strange(one: pb.ModelInferRequest) -> None:
+    one.inputs[0].datatype = "FP12"
+
+
+def cut(one: pb.ModelInferRequest) -> None:
+    one.raw_input_contents[0] = one.raw_input_contents[0][:-1]
+
+
+@pytest.mark.parametrize("spoil", [nothing, strange, cut])
+async def test_requests_that_are_none_are_refused_here(tmp_path: Path, spoil: Any) -> None:
+    stub = Upstream()
+    async with behind_silent(tmp_path, stub) as served:
+        bad = request(1)
+        spoil(bad)
+        assert (await failure_of(served.infer(bad)))[0] is Code.INVALID_ARGUMENT
+        assert not stub.calls
+        assert tensors_of(await served.infer(request(1)))["x"][0, 0] == 2

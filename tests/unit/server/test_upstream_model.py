@@ -1,0 +1,93 @@
+"""What another server tells of a model, and how it is served for that."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from google.protobuf import text_format
+
+from backends.base import TensorSpec
+from backends.remote import RemoteServer
+from protos import inference_pb2 as pb
+from protos import model_config_pb2 as config_pb
+from server.batch_policy import BatchDefaults
+from server.errors import ConfigError
+from server.loader import LoadedVersion
+from server.upstream_model import UpstreamVersion, bring
+from server.upstream_settings import UpstreamSettings
+
+FLAGS = BatchDefaults(max_batch_rows=16, max_queue_delay_ns=5_000_000, queue_timeout_ns=7_000_000_000)
+
+
+def brought(
+    inputs: dict[str, list[int]], outputs: dict[str, list[int]], config: str | None = None, **settings: Any
+) -> LoadedVersion:
+    told = pb.ModelMetadataResponse(name="m", platform="p")
+    for tensors, shapes in ((told.inputs, inputs), (told.outputs, outputs)):
+        for name, shape in shapes.items():
+            tensors.add(name=name, datatype="FP32", shape=shape)
+    made = b"" if config is None else text_format.Parse(config, config_pb.ModelConfig(name="m")).SerializeToString()
+    upstream = UpstreamSettings("localhost:1", **settings)
+    version = UpstreamVersion("3", told.SerializeToString(), made)
+    (found,) = bring("m", [version], RemoteServer("localhost:1"), upstream, FLAGS)
+    return found
+
+
+def test_model_that_can_batch_does_so_as_flags_say() -> None:
+    found = brought({"a": [-1, 4]}, {"x": [-1]}, batches=3)
+    plan = found.plan
+    assert plan.spec.inputs == (TensorSpec("a", "FP32", (4,)),)
+    assert plan.spec.outputs == (TensorSpec("x", "FP32", ()),)
+    assert (plan.spec.batched, plan.max_batch_rows, plan.splits) == (True, 16, True)
+    assert plan.policy.max_queue_delay_ns == 5_000_000
+    assert plan.policy.queue.default_timeout_ns == 7_000_000_000
+    assert len(found.instances) == 3
+    assert (found.version, found.opened.platform) == ("3", "p")
+    assert found.config.max_batch_size == 16
+
+
+@pytest.mark.parametrize(
+    ("inputs", "outputs", "config"),
+    [
+        ({"a": [4]}, {"x": [-1]}, None),
+        ({"a": [-1, 4]}, {"x": []}, None),
+        ({"a": [-1, 4]}, {"x": [-1]}, "max_batch_size: 0"),
+        ({"a": [-1, 4]}, {"x": [2]}, "max_batch_size: 8"),
+        ({"a": [-1, 4], "s": [2]}, {"x": [-1]}, 'max_batch_size: 8 input { name: "s" is_shape_tensor: true }'),
+        ({"a": [-1, 4]}, {"x": [-1]}, 'max_batch_size: 8 input { name: "a" optional: true }'),
+    ],
+)
+def test_model_that_cannot_batch_is_passed_its_requests_as_they_are(
+    inputs: dict[str, list[int]], outputs: dict[str, list[int]], config: str | None
+) -> None:
+    found = brought(inputs, outputs, config, calls=5)
+    assert (found.plan.max_batch_rows, found.plan.spec.batched, found.plan.policy.max_batch_requests) == (0, False, 1)
+    assert [list(one.dims) for one in found.plan.spec.inputs] == list(inputs.values())
+    assert len(found.instances) == 5
+
+
+def test_limit_that_the_upstream_tells_is_kept_and_nothing_is_split() -> None:
+    plan = brought({"a": [-1, 4], "b": [-1]}, {"x": [-1]}, 'max_batch_size: 8 input { name: "b" optional: true }').plan
+    assert (plan.max_batch_rows, plan.splits) == (8, False)
+    assert [one.optional for one in plan.spec.inputs] == [False, True]
+
+
+def test_model_that_tells_no_tensors_batches_what_requests_bring() -> None:
+    plan = brought({}, {}).plan
+    assert (plan.spec.inputs, plan.max_batch_rows) == ((), 16)
+    assert brought({}, {}, unbatched=("m",)).plan.max_batch_rows == 0
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [("sequence_batching { }", "sequence_batching"), ("model_transaction_policy { decoupled: true }", "decoupled")],
+)
+def test_model_whose_requests_are_not_for_themselves_is_refused(config: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        brought({"a": [-1]}, {"x": [-1]}, config)
+
+
+def test_tensor_that_makes_no_sense_is_refused() -> None:
+    with pytest.raises(ConfigError, match="expected sizes >= -1"):
+        brought({"a": [-2]}, {"x": [-1]})
