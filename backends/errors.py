@@ -5,9 +5,10 @@ BackendError
 ├── LoadError          the model can't be opened as asked: bad file, missing device, unsupported option
 └── ExecutionError     one execution failed: the runtime raised, or the model's outputs don't fit its spec
     └── SessionError   it failed whatever the requests: out of memory, device lost
+        └── ProcessError   the process that runs the model ended
 """
 
-__all__ = ["BackendError", "DeviceError", "ExecutionError", "LoadError", "SessionError"]
+__all__ = ["BackendError", "DeviceError", "ExecutionError", "LoadError", "ProcessError", "SessionError"]
 
 
 class BackendError(Exception):
@@ -28,3 +29,7 @@ class ExecutionError(BackendError):
 
 class SessionError(ExecutionError):
     """The instance failed as a whole; running the requests apart from each other won't help."""
+
+
+class ProcessError(SessionError):
+    """The process that runs the model ended, or isn't there; another takes its place."""

@@ -20,7 +20,7 @@ import asyncio
 
 import grpc
 
-from backends.errors import BackendError, DeviceError, ExecutionError, LoadError, SessionError
+from backends.errors import BackendError, DeviceError, ExecutionError, LoadError, ProcessError, SessionError
 from protos.datatypes import UnknownDatatypeError
 from protos.tensors import TensorError
 from scheduler.errors import (
@@ -128,6 +128,8 @@ STATUS_OF: dict[type[BaseException], grpc.StatusCode] = {
     ExecutionTimeout: grpc.StatusCode.INTERNAL,
     ExecutionError: grpc.StatusCode.INTERNAL,
     SessionError: grpc.StatusCode.INTERNAL,
+    # Not a status that clients take elsewhere: what ends one process would end the next.
+    ProcessError: grpc.StatusCode.INTERNAL,
     LoadError: grpc.StatusCode.INTERNAL,
     DeviceError: grpc.StatusCode.INTERNAL,
     ConfigError: grpc.StatusCode.INVALID_ARGUMENT,
