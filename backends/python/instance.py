@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from backends.base import Array, Device, Execution, ModelSource, ModelSpec, Tensors
 from backends.errors import BackendError, ExecutionError, LoadError, ProcessError
-from backends.python.process import ModelProcess
+from backends.python.process import GoneBefore, ModelProcess
 from backends.python.protocol import Declared
 from backends.ragged import batch_input_tensors, batch_runner
 
@@ -80,13 +80,17 @@ class PythonInstance:
         return process
 
     def _run(self, inputs: list[Array]) -> Tensors:
-        process = self._ready_process()
-        try:
-            outputs = process.execute(inputs, self._inputs, self._outputs)
-        except ProcessError as error:
-            raise ProcessError(f"{error} while it executed this batch") from None
-        self._pause_s = 0.0
-        return outputs
+        while True:
+            process = self._ready_process()
+            try:
+                outputs = process.execute(inputs, self._inputs, self._outputs)
+            except GoneBefore:
+                process.wait_ended()
+                continue
+            except ProcessError as error:
+                raise ProcessError(f"{error} while it executed this batch") from None
+            self._pause_s = 0.0
+            return outputs
 
     def _ready_process(self) -> ModelProcess:
         with self._changed:

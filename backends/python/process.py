@@ -24,7 +24,7 @@ from backends.python.protocol import CLOSE, DONE, FAILED, RUN, START, Declared
 from backends.transport.frames import Message
 from backends.transport.line import Line
 
-__all__ = ["ModelProcess"]
+__all__ = ["GoneBefore", "ModelProcess"]
 
 _log = logging.getLogger("paceline.models")
 
@@ -33,6 +33,8 @@ _REGION_BYTES = 2**30
 _LONGEST_LINE_BYTES = 8 * 1024
 _CLOSE_S = 5.0
 """For the model's `close` and the interpreter's end."""
+_LAST_WORDS_S = 1.0
+"""For what it has written to come out, where something that it has started has its output too."""
 _REAP_S = 10.0
 """From the end of its connection to that of a process that was killed, which swapping may delay."""
 
@@ -48,11 +50,16 @@ main(sys.argv[2:])
 """
 
 
-class ModelProcess:
-    """A process that runs the model of `source`; `load` comes first."""
+class GoneBefore(ProcessError):
+    """The process ended before it could be asked: whatever it was, it wasn't executed."""
 
-    def __init__(self, source: ModelSource, device: Device) -> None:
+
+class ModelProcess:
+    """A process that runs the model of `source`; `load` comes first. `close_s`: how long `close` waits for its end."""
+
+    def __init__(self, source: ModelSource, device: Device, close_s: float = _CLOSE_S) -> None:
         """Start it. Raises LoadError if the interpreter can't be run."""
+        self._close_s = close_s
         self._source = source
         self._device = device
         self._last_words = ""
@@ -110,6 +117,7 @@ class ModelProcess:
                 START, source.name, str(source.path), self._device.kind.value, self._device.index, parameters
             )
         except ProcessError:
+            self.wait_ended()
             words = f": {self._last_words}" if self._last_words else ""
             raise LoadError(f"model '{source.name}': its process {self.end} while loading{words}") from None
         if answer[0] == FAILED:
@@ -120,7 +128,8 @@ class ModelProcess:
     def execute(self, arrays: Sequence[Array], names: Sequence[str], wanted: Sequence[str]) -> Tensors:
         """The outputs that the model makes of `arrays`: views of memory that is free again once they are dropped.
 
-        Blocks. Raises ExecutionError with the model's own words, SessionError if it ran out of memory, or ProcessError.
+        Blocks. Raises ExecutionError with the model's own words, SessionError if it ran out of memory, ProcessError, or
+        GoneBefore.
         """
         with self._asking:
             try:
@@ -149,8 +158,9 @@ class ModelProcess:
         with self._asking:
             if not self.ended:
                 self._line.send(CLOSE)
-        if not self._ended.wait(_CLOSE_S):
-            _log.warning("model '%s': its process didn't end within %g s and is killed", self._source.name, _CLOSE_S)
+        if not self._ended.wait(self._close_s):
+            name, close_s = self._source.name, self._close_s
+            _log.warning("model '%s': its process didn't end within %g s and is killed", name, close_s)
             self.kill()
             self._ended.wait(_REAP_S)
 
@@ -160,6 +170,12 @@ class ModelProcess:
             if self._popen.returncode is None:
                 self._kill_group()
 
+    def wait_ended(self) -> None:
+        """Until it has ended, as it is about to; else it is killed. Blocks."""
+        if not self._ended.wait(_REAP_S / 10):
+            self.kill()
+            self._ended.wait(_REAP_S)
+
     def _ask(self, kind: int, *content: object) -> Message:
         with self._asking:
             answer = self._asked(kind, *content)
@@ -168,16 +184,13 @@ class ModelProcess:
         return answer
 
     def _asked(self, kind: int, *content: object) -> Message | None:
-        if self.ended:
-            return None
-        self._line.send(kind, *content)
+        if self.ended or not self._line.send(kind, *content):
+            raise GoneBefore("the model's process was gone before it was asked")
         return self._line.receive()
 
     def _why_no_answer(self) -> ProcessError:
         """It has ended, or closed its end of the line: then it is of no use."""
-        if not self._ended.wait(_REAP_S / 10):
-            self.kill()
-            self._ended.wait(_REAP_S)
+        self.wait_ended()
         return ProcessError(f"the model's process {self.end}")
 
     def _log_output(self) -> None:
@@ -195,7 +208,7 @@ class ModelProcess:
             # Before its number may be another's: what it has started, and left behind.
             self._kill_group()
             self._popen.wait()
-        self._output.join(_REAP_S)
+        self._output.join(_LAST_WORDS_S)
         self._line.hang_up()
         with self._lock:
             self._ended.set()

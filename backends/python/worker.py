@@ -179,6 +179,9 @@ def _array(name: str, value: object) -> Array:
     array: Array = np.asarray(value)
     if array.dtype.kind not in "USO":
         return array
+    if array is not value:
+        # A list of text: made an array as it is, its elements would lose NULs at their ends.
+        array = np.array(value, object)
     elements = [item.encode() if isinstance(item, str) else item for item in array.ravel().tolist()]
     for item in elements:
         if not isinstance(item, bytes):

@@ -71,8 +71,8 @@ class Line:
         """The arrays that the other end packed. Once for each parcel: its place is given back after the last array."""
         return unpack(parcel, self._window)
 
-    def send(self, kind: int, *content: Any) -> None:
-        """Send it, with what may be given back. Blocks. If the other end is gone, `receive` will say so.
+    def send(self, kind: int, *content: Any) -> bool:
+        """Send it, with what may be given back. Blocks. False if the other end is gone and won't ever have all of it.
 
         Raises ValueError for what no message can hold."""
         gone = []
@@ -86,8 +86,8 @@ class Line:
         try:
             self._socket.sendall(data)
         except OSError:
-            # Reading finds out as well, and has what the other end said before it went.
-            return
+            return False
+        return True
 
     def receive(self) -> Message | None:
         """The next message: its kind and content; None once the other end is gone. Blocks."""
