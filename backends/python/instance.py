@@ -117,7 +117,7 @@ class PythonInstance:
             self._pause_s = min(max(_FIRST_PAUSE_S, 2 * self._pause_s), _LONGEST_PAUSE_S)
             try:
                 process = self._started()
-            except BackendError as error:
+            except (BackendError, OSError, RuntimeError, MemoryError) as error:  # no descriptors, no threads
                 _log.error("model '%s': its process can't be started again: %s", name, error)
                 with self._changed:
                     self._failures += 1
