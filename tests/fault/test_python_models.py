@@ -77,6 +77,25 @@ def test_process_of_a_model_that_hangs_does_not_keep_the_server_from_ending(
     eventually(lambda: is_gone(pid), "the model's process gone")
 
 
+@pytest.mark.parametrize("what", [puppet.HANG, puppet.GRAB])
+def test_execution_that_hangs_beyond_the_limit_is_killed_and_leaves_nothing_behind(
+    folder: Path, tmp_path: Path, what: int
+) -> None:
+    args = ["--allow-python-models", "true", "--execution-timeout-secs", "3"]
+    with ServerProcess(tmp_path, args=args) as server, connected(server) as client:
+        pid = pid_of(server)
+        hanging = client.send(request(what))
+        assert hanging.code() is grpc.StatusCode.INTERNAL
+        assert "took longer than 3 s and was given up" in hanging.details()
+        eventually(lambda: is_gone(pid), "the model's process gone")
+        assert client.code(request(1)) is grpc.StatusCode.OK
+        assert pid_of(server) != pid
+        assert len((folder / "loads").read_text().splitlines()) == 2, "one process took its place"
+        ended = "an execution that hung has ended"
+        eventually(lambda: any(ended in line["message"] for line in server.log), "its thread free again")
+        assert server.terminate() == 0
+
+
 def test_orderly_end_of_a_server_closes_the_model(server: ServerProcess, folder: Path) -> None:
     pid = pid_of(server)
     assert server.terminate() == 0
