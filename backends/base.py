@@ -13,13 +13,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Final, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
 
 __all__ = [
     "MISSING",
+    "Abandonable",
     "Array",
     "Backend",
     "BatchInput",
@@ -208,6 +209,15 @@ class ModelInstance(Protocol):
 
     def close(self) -> None:
         """Give the instance's resources back; it isn't used afterwards."""
+
+
+@runtime_checkable
+class Abandonable(Protocol):
+    """An instance whose executions can be ended, whatever they do."""
+
+    def abandon(self) -> None:
+        """Have what executes fail soon, and nothing execute any more. On any thread, and without blocking; `close`
+        follows once nothing executes."""
 
 
 class OpenModel(Protocol):

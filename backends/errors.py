@@ -6,6 +6,7 @@ BackendError
 └── ExecutionError     one execution failed: the runtime raised, or the model's outputs don't fit its spec
     ├── UpstreamRefused     another server, which executes, has something against this batch
     └── SessionError   it failed whatever the requests: out of memory, device lost
+        ├── ProcessError    the process that runs the model ended
         └── UpstreamFailed  another server, which executes, isn't there or takes nothing
 """
 
@@ -14,6 +15,7 @@ __all__ = [
     "DeviceError",
     "ExecutionError",
     "LoadError",
+    "ProcessError",
     "SessionError",
     "UpstreamFailed",
     "UpstreamRefused",
@@ -55,3 +57,7 @@ class UpstreamFailed(SessionError):
     def __init__(self, status: str, text: str) -> None:
         super().__init__(text)
         self.status = status
+
+
+class ProcessError(SessionError):
+    """The process that runs the model ended, or isn't there; another takes its place."""

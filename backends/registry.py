@@ -10,7 +10,7 @@ from backends.errors import LoadError
 
 __all__ = ["BACKENDS", "backend", "share_threads"]
 
-BACKENDS = ("identity", "onnxruntime")
+BACKENDS = ("identity", "onnxruntime", "python")
 """The backends of this build, by the names that `backend` in a `config.pbtxt` knows."""
 
 _ONNX = {"onnxruntime", "onnxruntime_onnx"}
@@ -29,6 +29,10 @@ def backend(name: str, shared_threads: bool = False) -> Backend:
         from backends.memory import IdentityBackend
 
         return IdentityBackend()
+    if name == "python":
+        from backends.python.backend import PythonBackend
+
+        return PythonBackend()
     raise LoadError(f"backend: expected one of {', '.join(BACKENDS)}, got '{name}', which this build doesn't have")
 
 

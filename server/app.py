@@ -86,6 +86,7 @@ def _load_defaults(settings: Settings) -> LoadDefaults:
         settings.auto_complete,
         settings.allow_op_libraries,
         int(settings.execution_timeout_secs * 1e9),
+        allow_python_models=settings.allow_python_models,
     )
 
 

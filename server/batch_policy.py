@@ -183,4 +183,4 @@ _READERS: Mapping[str, tuple[Callable[[str], object], str]] = {
     "split_oversized": (_boolean, "true or false"),
     "execution_timeout_ms": (_count, "a whole number >= 0"),
 }
-_OF_BACKENDS = {"execute_delay_per_row_us"}
+_OF_BACKENDS = {"execute_delay_per_row_us", "python_executable"}

@@ -123,6 +123,7 @@ _AMOUNT = _Amount(0, 1_000_000)
 )
 @_flag("model-config-name", "", "Configuration to read in a model's folder, configs/NAME.pbtxt, if it is there.")
 @_flag("allow-op-libraries", False, "Whether models may bring operators of their own, code run here.", type=bool)
+@_flag("allow-python-models", False, "Whether models may be Python code, run in processes of its own.", type=bool)
 @_flag("allow-remote-settings", False, "Whether RPCs may change how the server logs and traces.", type=bool)
 @click.option(
     "--trace-config",
@@ -168,6 +169,7 @@ def serve(
     disable_auto_complete_config: bool,
     model_config_name: str,
     allow_op_libraries: bool,
+    allow_python_models: bool,
     allow_remote_settings: bool,
     trace_config: tuple[str, ...],
     max_batch_size: int | None,
@@ -226,6 +228,7 @@ def serve(
         auto_complete=not disable_auto_complete_config,
         model_config_name=model_config_name,
         allow_op_libraries=allow_op_libraries,
+        allow_python_models=allow_python_models,
         allow_remote_settings=allow_remote_settings,
         trace=tracing,
         upstream=upstream,

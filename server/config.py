@@ -28,6 +28,7 @@ class Settings:
     `metrics_port` None switches metrics off. `batching` is for models without configuration, `backend_config` for all;
     without `auto_complete` they have to spell out their tensors. `model_config_name`: the configuration to read in a
     model's folder `configs`, instead of `config.pbtxt`. `allow_op_libraries`: whether models may bring code.
+    `allow_python_models`: whether they may be nothing else.
     `allow_remote_settings`: whether RPCs may change how the server logs and traces, which begins with `trace`.
     `execution_timeout_secs`: how long a batch may execute before its instance is given up, 0: for ever.
     `frontends` are the processes that speak gRPC, 1 being the one with the models; `frontend_memory_mb` MiB of tensors
@@ -63,5 +64,6 @@ class Settings:
     model_config_name: str = ""
     allow_remote_settings: bool = False
     allow_op_libraries: bool = False
+    allow_python_models: bool = False
     trace: TraceConfig = field(default_factory=TraceConfig)
     upstream: UpstreamSettings | None = None

@@ -25,6 +25,7 @@ from backends.errors import (
     DeviceError,
     ExecutionError,
     LoadError,
+    ProcessError,
     SessionError,
     UpstreamFailed,
     UpstreamRefused,
@@ -139,6 +140,8 @@ STATUS_OF: dict[type[BaseException], grpc.StatusCode] = {
     # Their own is the upstream's, see status_of.
     UpstreamFailed: grpc.StatusCode.UNAVAILABLE,
     UpstreamRefused: grpc.StatusCode.INTERNAL,
+    # Not a status that clients take elsewhere: what ends one process would end the next.
+    ProcessError: grpc.StatusCode.INTERNAL,
     LoadError: grpc.StatusCode.INTERNAL,
     DeviceError: grpc.StatusCode.INTERNAL,
     ConfigError: grpc.StatusCode.INVALID_ARGUMENT,

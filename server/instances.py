@@ -1,7 +1,7 @@
 """The instances of one version of a model while it serves, each with its thread, and what becomes of one that hangs.
 
 Lives here: which instances there are. Must not: batches, or the decision that one hangs (`scheduler.watchdog`). The
-rule: an execution that hangs can't be interrupted, and what it uses is given back only if it ends after all.
+rule: what an execution that hangs uses is given back only if it ends after all, which few instances can be made to.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from backends.base import Device, ModelInstance, Tensors
+from backends.base import Abandonable, Device, ModelInstance, Tensors
 from backends.remote import RemoteInstance, RemoteModel
 from scheduler.batcher import Batcher
 from scheduler.runner import TaskRunner, ThreadRunner
@@ -78,6 +78,8 @@ class Instances:
         name, version, left = self._loaded.name, self._loaded.version, len(self._live)
         _log.error("model '%s' version %s: an execution hangs; %d instances are left", name, version, left)
         self._on_change()
+        if isinstance(instance, Abandonable):
+            instance.abandon()
         if len(self._hanging) > _MOST_HANGING:
             _log.error("model '%s' version %s: no more instances: %d hang", name, version, len(self._hanging))
             return

@@ -16,11 +16,22 @@ from pathlib import Path
 
 from server.errors import StartError
 
-__all__ = ["CONFIG_FILE", "DEFAULT_MODEL_FILE", "Layout", "ModelFolder", "find_models", "inside", "model_folder"]
+__all__ = [
+    "CONFIG_FILE",
+    "DEFAULT_MODEL_FILE",
+    "PYTHON_MODEL_FILE",
+    "Layout",
+    "ModelFolder",
+    "find_models",
+    "inside",
+    "model_folder",
+]
 
 CONFIG_FILE = "config.pbtxt"
 CONFIGS_FOLDER = "configs"
 DEFAULT_MODEL_FILE = "model.onnx"
+PYTHON_MODEL_FILE = "model.py"
+_MODEL_FILES = (DEFAULT_MODEL_FILE, PYTHON_MODEL_FILE)
 
 _VERSION = re.compile(r"0|[1-9][0-9]*")
 
@@ -31,7 +42,7 @@ class ModelFolder:
     with the model file right inside is version 1. `file` is set for a bare file only. `problem` says why a folder can't
     be read: its load fails with that, and the other models go on. `rivals` are all paths of a name that several
     repositories have; none of them can be loaded. `strays` look like versions, and are none. `config_name` picks
-    another configuration than `config.pbtxt`."""
+    another configuration than `config.pbtxt`. `brought`: it came with a client's request, and not from a repository."""
 
     name: str
     path: Path
@@ -41,6 +52,7 @@ class ModelFolder:
     rivals: tuple[Path, ...] = ()
     strays: tuple[Path, ...] = ()
     config_name: str = ""
+    brought: bool = False
 
     @property
     def config(self) -> Path | None:
@@ -129,7 +141,7 @@ def model_folder(name: str, path: Path) -> ModelFolder:
     try:
         entries = sorted(path.iterdir())
         versions = {int(entry.name): entry for entry in entries if _VERSION.fullmatch(entry.name) and entry.is_dir()}
-        if not versions and (path / DEFAULT_MODEL_FILE).exists():
+        if not versions and _has_model_file(path):
             versions[1] = path
     except OSError as error:
         return ModelFolder(name, path, {}, problem=_problem(path, error))
@@ -159,9 +171,13 @@ def _is_model(path: Path, names: set[str]) -> bool:
     """A folder is a model's own if it has a configuration, a model file, or a version folder with a model file."""
     return (
         CONFIG_FILE in names
-        or DEFAULT_MODEL_FILE in names
-        or any(_VERSION.fullmatch(name) and (path / name / DEFAULT_MODEL_FILE).exists() for name in names)
+        or not names.isdisjoint(_MODEL_FILES)
+        or any(_VERSION.fullmatch(name) and _has_model_file(path / name) for name in names)
     )
+
+
+def _has_model_file(folder: Path) -> bool:
+    return any((folder / name).exists() for name in _MODEL_FILES)
 
 
 def _paths_at(path: Path, kind: _Kind, only: str | None = None) -> dict[str, Path]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 
 from google.protobuf import json_format
@@ -92,7 +92,7 @@ def scratch_folder(name: str, files: Mapping[PurePosixPath, bytes]) -> Iterator[
                 raise InvalidRequest(f"load parameter 'file:{path}': another file has its place") from None
             except OSError as error:
                 raise InvalidRequest(f"load parameter 'file:{path}' can't be written: {error.strerror}") from None
-        yield model_folder(name, top)
+        yield replace(model_folder(name, top), brought=True)
 
 
 def _inner_path(key: str) -> PurePosixPath:

@@ -19,7 +19,7 @@ from server.batch_policy import BatchDefaults
 from server.classification import Labels, read_labels
 from server.effective_config import effective_config
 from server.errors import ConfigError
-from server.layout import DEFAULT_MODEL_FILE, ModelFolder, inside
+from server.layout import DEFAULT_MODEL_FILE, PYTHON_MODEL_FILE, ModelFolder, inside
 from server.model_config import (
     ServingPlan,
     backend_name,
@@ -30,6 +30,7 @@ from server.model_config import (
     parse_config,
     plan,
 )
+from server.python_models import PYTHON, check_python_allowed, is_python
 from server.warmup import warm_up
 
 __all__ = ["LoadDefaults", "LoadedVersion", "load_model"]
@@ -43,7 +44,8 @@ class LoadDefaults:
 
     `batching` is for models without any configuration. `max_batch_rows` is for those whose configuration leaves
     `max_batch_size` to the model; `parameters` stand behind the configuration's own. Without `auto_complete` a
-    configuration has to spell out its tensors, and unless `allow_op_libraries` no code comes with a model.
+    configuration has to spell out its tensors; unless `allow_op_libraries` no code comes with a model, and unless
+    `allow_python_models` none is Python code.
     `execution_limit_ns` bounds executions of models that don't say it themselves, 0: nothing does.
     """
 
@@ -53,6 +55,7 @@ class LoadDefaults:
     auto_complete: bool = True
     allow_op_libraries: bool = False
     execution_limit_ns: int = 0
+    allow_python_models: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +99,8 @@ def load_model(
     defaults = defaults or LoadDefaults()
     config = _configuration(folder, override)
     _check_allowed(config, defaults, brought=override is not None)
+    if backend_name(config) == PYTHON:
+        check_python_allowed(config, folder, allowed=defaults.allow_python_models, brought=override is not None)
     versions = wanted_versions(config, folder)
     if tell_versions is not None:
         tell_versions(versions)
@@ -142,6 +147,8 @@ def _configuration(folder: ModelFolder, override: pb.ModelConfig | None) -> pb.M
     if config.name not in ("", folder.name):
         raise ConfigError(f"name: expected '{folder.name}', the name of its folder, got '{config.name}'")
     config.name = folder.name
+    if is_python(config, folder):
+        config.backend = PYTHON
     check_supported(config)
     return config
 
@@ -199,7 +206,8 @@ def _load_version(
 def _model_file(folder: ModelFolder, version: int, config: pb.ModelConfig) -> Path:
     if folder.file is not None:
         return folder.file
-    name = Path(config.default_model_filename or DEFAULT_MODEL_FILE)
+    default = PYTHON_MODEL_FILE if backend_name(config) == PYTHON else DEFAULT_MODEL_FILE
+    name = Path(config.default_model_filename or default)
     if name.is_absolute() or ".." in name.parts:
         raise ConfigError(f"default_model_filename: expected a file inside the version folder, got '{name}'")
     return folder.versions[version] / name

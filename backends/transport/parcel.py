@@ -16,7 +16,7 @@ from backends.base import MISSING, Array
 from backends.transport.arena import ALIGNMENT
 from backends.transport.memory import Memory, Window
 
-__all__ = ["Parcel", "pack", "packed_start", "unpack"]
+__all__ = ["Parcel", "pack", "pack_inline", "packed_start", "unpack"]
 
 _INLINE_BYTES = 8 * 1024
 """Up to so many bytes a tensor rides in the message. A place has to be found, made an array, dropped and given back,
@@ -62,6 +62,18 @@ def pack(arrays: Sequence[Array], memory: Memory) -> Parcel | None:
     for offset, data in large:
         memory.array(start + offset, data.dtype, data.shape)[...] = data
     return start, size, tuple(tensors)
+
+
+def pack_inline(arrays: Sequence[Array]) -> Parcel:
+    """A parcel that has all of `arrays` in itself, for when memory has no room. Raises as `pack`."""
+    tensors: list[Tensor] = []
+    for array in arrays:
+        if array is MISSING:
+            tensors.append(None)
+        else:
+            data = _elements(array) if array.dtype.hasobject else array
+            tensors.append((array.dtype.str, array.shape, data.tobytes()))
+    return 0, 0, tuple(tensors)
 
 
 def packed_start(parcel: Parcel) -> int | None:

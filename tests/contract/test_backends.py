@@ -32,6 +32,7 @@ from backends.cuda_driver import count_gpus
 from backends.errors import ExecutionError, LoadError
 from backends.memory import IdentityBackend, MemoryBackend, MemoryModel
 from backends.onnx import OnnxBackend
+from backends.python.backend import PythonBackend
 from protos.datatypes import by_name
 from tests import models
 
@@ -125,12 +126,44 @@ def _identity(folder: Path) -> Subject:
     return Subject(IdentityBackend(), source, CPU, spec, _numbers, poisoned)
 
 
+_PYTHON = """
+import numpy as np
+
+class Model:
+    inputs = {"INPUT0": ("%s", [-1, %d])}
+    outputs = {"OUTPUT0": ("%s", [-1, %d])}
+
+    %s execute(self, inputs):
+        (array,) = inputs.values()
+        if (array == 99).any() or array.shape[1] != %d:
+            raise ValueError("this\\nis too much")
+        return {"OUTPUT0": array}
+"""
+
+
+def _python(
+    folder: Path,
+    datatype: str,
+    size: int,
+    request: Callable[[int, int], tuple[Array, ...]],
+    poisoned: Sequence[Tensors],
+    define: str = "def",
+) -> Subject:
+    path = folder / "model.py"
+    path.write_text(_PYTHON % (datatype, size, datatype, size, define, size))
+    spec = _spec(datatype, datatype, size)
+    return Subject(PythonBackend(), ModelSource("python", path), CPU, spec, request, poisoned)
+
+
 SUBJECTS: dict[str, Callable[[Path], Subject]] = {
     "onnx-cpu": _onnx_gather,
     "onnx-cpu-strings": lambda folder: _onnx_identity(folder, "BYTES", _texts),
     "onnx-cpu-bf16": lambda folder: _onnx_identity(folder, "BF16", _bits),
     "memory": _memory,
     "identity": _identity,
+    "python": lambda folder: _python(folder, "INT64", 3, _numbers, _OUTSIDE),
+    "python-async": lambda folder: _python(folder, "INT64", 3, _numbers, _OUTSIDE, "async def"),
+    "python-strings": lambda folder: _python(folder, "BYTES", 2, _texts, [(np.full((1, 3), b"", object),)]),
 }
 
 

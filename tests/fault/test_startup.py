@@ -97,7 +97,8 @@ def with_a_fault_in_line_two(folder: Path) -> str:
 
 def with_unknown_backend(folder: Path) -> str:
     (folder / "config.pbtxt").write_text('backend: "tensorrt"')
-    return "model 'echo': backend: expected one of identity, onnxruntime, got 'tensorrt', which this build doesn't have"
+    known = "identity, onnxruntime, python"
+    return f"model 'echo': backend: expected one of {known}, got 'tensorrt', which this build doesn't have"
 
 
 def without_versions(folder: Path) -> str:

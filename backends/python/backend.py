@@ -1,0 +1,109 @@
+"""Python models: `backend: "python"`, and a `model.py` in the version's folder.
+
+Lives here: what opens one. Must not: run a line of its code; that happens in the model's own processes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from backends.base import Device, GroupKind, InstanceGroup, ModelSource, ModelSpec, TensorSpec
+from backends.cuda_driver import count_gpus
+from backends.errors import LoadError
+from backends.placement import on_cpu, on_gpus
+from backends.python.instance import PythonInstance
+from backends.python.process import ModelProcess
+from backends.python.protocol import Declared
+from protos.datatypes import DATATYPES
+
+__all__ = ["PythonBackend", "PythonModel"]
+
+
+class PythonModel:
+    """`OpenModel` of a Python model. `process` has it loaded already, and becomes that of the first instance."""
+
+    def __init__(
+        self,
+        source: ModelSource,
+        process: ModelProcess,
+        declared: tuple[Declared | None, Declared | None],
+        spec: ModelSpec,
+    ) -> None:
+        self._source = source
+        self._process: ModelProcess | None = process
+        self._declared = declared
+        self._spec = spec
+
+    @property
+    def spec(self) -> ModelSpec:
+        return self._spec
+
+    @property
+    def platform(self) -> str:
+        return "python"
+
+    def instance(self, spec: ModelSpec, device: Device) -> PythonInstance:
+        process, declared = self._process, self._declared
+        if process is not None and process.device == device:
+            self._process = None
+        else:
+            process = ModelProcess(self._source, device)
+            declared = process.load()
+        return PythonInstance(self._source, spec, process, declared)
+
+    def close(self) -> None:
+        if self._process is not None:
+            self._process.close()
+
+
+class PythonBackend:
+    """`Backend` of models that are Python code. GPUs are counted, and the model is told which is its own; it takes it
+    itself."""
+
+    def devices(self, groups: Sequence[InstanceGroup]) -> tuple[Device, ...]:
+        return tuple(device for group in groups or (InstanceGroup(),) for device in _places(group))
+
+    def open(self, source: ModelSource, device: Device) -> PythonModel:
+        for asked, what in (
+            (source.op_libraries, "libraries of operators"),
+            (source.accelerators, "execution accelerators"),
+        ):
+            if asked:
+                raise LoadError(f"model '{source.name}': backend 'python' has no use for {what}")
+        if not source.path.is_file():
+            raise LoadError(f"model '{source.name}': expected a file {source.path.name} in {source.path.parent}")
+        process = ModelProcess(source, device)
+        declared = process.load()
+        try:
+            return PythonModel(source, process, declared, _spec(source, *declared))
+        except LoadError:
+            process.close()
+            raise
+
+
+def _places(group: InstanceGroup) -> list[Device]:
+    return on_gpus(group, count_gpus()) if group.kind is GroupKind.GPU else on_cpu(group)
+
+
+def _spec(source: ModelSource, inputs: Declared | None, outputs: Declared | None) -> ModelSpec:
+    """What the class says, or else the configuration."""
+    if inputs is None and outputs is None and source.declared is not None:
+        return source.declared
+    if inputs is None or outputs is None:
+        raise LoadError(
+            f"model '{source.name}': expected attributes inputs and outputs of its class, or input and output in its "
+            "configuration"
+        )
+    return ModelSpec(tuple(_tensors(source, "inputs", inputs)), tuple(_tensors(source, "outputs", outputs)))
+
+
+def _tensors(source: ModelSource, attribute: str, declared: Declared) -> Sequence[TensorSpec]:
+    if not declared:
+        raise LoadError(f"model '{source.name}': Model.{attribute}: expected one or more, got none")
+    for name, datatype, dims in declared:
+        where = f"model '{source.name}': Model.{attribute}['{name}']"
+        if datatype not in DATATYPES:
+            raise LoadError(f"{where}: expected a datatype of {', '.join(DATATYPES)}, got '{datatype}'")
+        if min(dims, default=0) < -1:
+            raise LoadError(f"{where}: expected dims >= -1, got {list(dims)}")
+    return [TensorSpec(*one) for one in declared]

@@ -1,0 +1,254 @@
+"""The server's side of a process that runs a Python model.
+
+Lives here: starting one, asking it, ending it, and its output as lines of the log. Must not: starting it again
+(`instance`). The rule: whatever becomes of the process, it is reaped, what it has started goes with it, and whoever
+waits for its answer gets one.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import backends
+from backends.base import Array, Device, ModelSource, Tensors
+from backends.errors import ExecutionError, LoadError, ProcessError, SessionError
+from backends.python import EXECUTABLE
+from backends.python.protocol import CLOSE, DONE, FAILED, RUN, START, Declared
+from backends.transport.frames import Message
+from backends.transport.line import Line
+
+__all__ = ["GoneBefore", "ModelProcess"]
+
+_log = logging.getLogger("paceline.models")
+
+_REGION_BYTES = 2**30
+"""Of tensors on their way, each way. A bound, and no price; what exceeds it rides in messages, at some cost."""
+_LONGEST_LINE_BYTES = 8 * 1024
+_CLOSE_S = 5.0
+"""For the model's `close` and the interpreter's end."""
+_LAST_WORDS_S = 1.0
+"""For what it has written to come out, where something that it has started has its output too."""
+_REAP_S = 10.0
+"""From the end of its connection to that of a process that was killed, which swapping may delay."""
+
+# A package that has this product's modules and puts nothing of what lies beside them on the path: another interpreter
+# must not find the server's numpy.
+_BOOTSTRAP = """
+import sys, types
+sys.path[:] = [path for path in sys.path if path]
+package = sys.modules["backends"] = types.ModuleType("backends")
+package.__path__ = [sys.argv[1]]
+from backends.python.worker import main
+main(sys.argv[2:])
+"""
+
+
+class GoneBefore(ProcessError):
+    """The process ended before it could be asked: whatever it was, it wasn't executed."""
+
+
+class ModelProcess:
+    """A process that runs the model of `source`; `load` comes first. `close_s`: how long `close` waits for its end."""
+
+    def __init__(self, source: ModelSource, device: Device, close_s: float = _CLOSE_S) -> None:
+        """Start it. Raises LoadError if the interpreter can't be run."""
+        self._close_s = close_s
+        self._source = source
+        self._device = device
+        self._last_words = ""
+        self._lock = threading.Lock()
+        self._asking = threading.Lock()
+        self._ended = threading.Event()
+        self._on_end: Callable[[], None] = _nothing
+        self._line, remote = Line.pair(_REGION_BYTES)
+        descriptors = list(map(str, remote.descriptors))
+        try:
+            self._popen = subprocess.Popen(
+                [_executable(source), "-Bu", "-c", _BOOTSTRAP, _package(), *descriptors, f"paceline:{source.name}"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                pass_fds=remote.descriptors,
+                env=_environment(source),
+                start_new_session=True,
+            )
+        except OSError as error:
+            self._line.close()
+            raise LoadError(f"model '{source.name}': {_executable(source)} can't be run: {error.strerror}") from None
+        finally:
+            remote.close()
+        self._output = threading.Thread(target=self._log_output, name=f"output of {source.name}", daemon=True)
+        self._output.start()
+        threading.Thread(target=self._reap, name=f"end of {source.name}", daemon=True).start()
+
+    @property
+    def device(self) -> Device:
+        return self._device
+
+    @property
+    def pid(self) -> int:
+        return self._popen.pid
+
+    @property
+    def ended(self) -> bool:
+        return self._ended.is_set()
+
+    @property
+    def end(self) -> str:
+        """How it ended, for a sentence about it."""
+        status = self._popen.returncode
+        if status is None:
+            return "is being killed"
+        return f"was killed by {_signal_name(-status)}" if status < 0 else f"ended with exit status {status}"
+
+    def load(self) -> tuple[Declared | None, Declared | None]:
+        """Have the model loaded; what it says of its inputs and outputs. Blocks. LoadError, and then it has ended."""
+        source = self._source
+        parameters = tuple(source.parameters.items())
+        try:
+            answer = self._ask(
+                START, source.name, str(source.path), self._device.kind.value, self._device.index, parameters
+            )
+        except ProcessError:
+            self.wait_ended()
+            words = f": {self._last_words}" if self._last_words else ""
+            raise LoadError(f"model '{source.name}': its process {self.end} while loading{words}") from None
+        if answer[0] == FAILED:
+            self.close()
+            raise LoadError(f"model '{source.name}': {answer[1]}")
+        return answer[1], answer[2]
+
+    def execute(self, arrays: Sequence[Array], names: Sequence[str], wanted: Sequence[str]) -> Tensors:
+        """The outputs that the model makes of `arrays`: views of memory that is free again once they are dropped.
+
+        Blocks. Raises ExecutionError with the model's own words, SessionError if it ran out of memory, ProcessError, or
+        GoneBefore.
+        """
+        with self._asking:
+            try:
+                parcel = self._line.pack(arrays)
+                answer = self._asked(RUN, parcel, names, wanted)
+            except (TypeError, ValueError) as error:
+                raise ExecutionError(f"inputs can't be handed to the model's process: {error}") from error
+            if answer is not None and answer[0] == DONE:
+                return self._line.unpack(answer[1])
+        if answer is None:
+            raise self._why_no_answer()
+        raise (SessionError if answer[2] else ExecutionError)(answer[1])
+
+    def when_ended(self, call: Callable[[], None]) -> None:
+        """Have `call` called, on a thread of its own, once it has ended, unless `close` or `kill` came before."""
+        with self._lock:
+            if not self.ended:
+                self._on_end = call
+                return
+        threading.Thread(target=call, name=f"end of {self._source.name}", daemon=True).start()
+
+    def close(self) -> None:
+        """Have the model closed, and end. Nothing may be executing. Blocks for a few seconds at most."""
+        with self._lock:
+            self._on_end = _nothing
+        with self._asking:
+            if not self.ended:
+                self._line.send(CLOSE)
+        if not self._ended.wait(self._close_s):
+            name, close_s = self._source.name, self._close_s
+            _log.warning("model '%s': its process didn't end within %g s and is killed", name, close_s)
+            self.kill()
+            self._ended.wait(_REAP_S)
+
+    def kill(self) -> None:
+        """End it now, with all that it has started. On any thread; what executes fails."""
+        with self._lock:
+            if self._popen.returncode is None:
+                self._kill_group()
+
+    def wait_ended(self) -> None:
+        """Until it has ended, as it is about to; else it is killed. Blocks."""
+        if not self._ended.wait(_REAP_S / 10):
+            self.kill()
+            self._ended.wait(_REAP_S)
+
+    def _ask(self, kind: int, *content: object) -> Message:
+        with self._asking:
+            answer = self._asked(kind, *content)
+        if answer is None:
+            raise self._why_no_answer()
+        return answer
+
+    def _asked(self, kind: int, *content: object) -> Message | None:
+        if self.ended or not self._line.send(kind, *content):
+            raise GoneBefore("the model's process was gone before it was asked")
+        return self._line.receive()
+
+    def _why_no_answer(self) -> ProcessError:
+        """It has ended, or closed its end of the line: then it is of no use."""
+        self.wait_ended()
+        return ProcessError(f"the model's process {self.end}")
+
+    def _log_output(self) -> None:
+        assert self._popen.stdout is not None
+        with self._popen.stdout as output:
+            while line := output.readline(_LONGEST_LINE_BYTES):
+                if text := line.decode(errors="replace").rstrip():
+                    self._last_words = text
+                    _log.info("model '%s': %s", self._source.name, text)
+
+    def _reap(self) -> None:
+        """Wait for the end, and tidy up."""
+        os.waitid(os.P_PID, self._popen.pid, os.WEXITED | os.WNOWAIT)
+        with self._lock:
+            # Before its number may be another's: what it has started, and left behind.
+            self._kill_group()
+            self._popen.wait()
+        self._output.join(_LAST_WORDS_S)
+        self._line.hang_up()
+        with self._lock:
+            self._ended.set()
+            on_end = self._on_end
+        with self._asking:
+            self._line.close()
+        assert self._popen.stdin is not None
+        self._popen.stdin.close()
+        on_end()
+
+    def _kill_group(self) -> None:
+        try:
+            os.killpg(self._popen.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            return
+
+
+def _executable(source: ModelSource) -> str:
+    """The interpreter: the server's own, or a path that may be relative to the version's folder. Links aren't followed,
+    since a virtual environment is known by its link."""
+    given = source.parameters.get(EXECUTABLE, "")
+    return str(source.path.parent / given) if given else sys.executable
+
+
+def _environment(source: ModelSource) -> dict[str, str]:
+    """That of the server; for another interpreter without what is meant for this one."""
+    own = {"PYTHONHOME", "PYTHONPATH", "VIRTUAL_ENV"} if source.parameters.get(EXECUTABLE) else set()
+    return {key: value for key, value in os.environ.items() if key not in own}
+
+
+def _package() -> str:
+    return str(Path(backends.__file__ or "").parent)
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def _nothing() -> None:
+    pass

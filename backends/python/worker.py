@@ -1,0 +1,229 @@
+"""What runs in the process of a Python model: its class is loaded, gets batches, and is closed.
+
+Lives here: everything on that side. Must not: import more of this product than `backends.base` and
+`backends.transport`, or anything but numpy beside them, for the interpreter may be another one. The rule: the process
+ends with the server, whatever the model is doing at the time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import faulthandler
+import fcntl
+import importlib.util
+import inspect
+import os
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Awaitable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from backends.base import MISSING, Array
+from backends.python.protocol import CLOSE, DONE, FAILED, READY, RUN, Declared
+from backends.transport.line import Line
+from backends.transport.link import RemoteEnd
+from backends.transport.parcel import Parcel
+
+__all__ = ["Context", "main"]
+
+_CLASS = "Model"
+_TRITONS = "TritonPythonModel"
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """What a model's `load` gets. `folder` is that of its `model.py`, `device` is "cpu" or "gpu", `device_index` counts
+    GPUs, `parameters` are those of its configuration."""
+
+    name: str
+    folder: Path
+    device: str = "cpu"
+    device_index: int = 0
+    parameters: Mapping[str, str] = field(default_factory=dict)
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Serve a model on the three descriptors that `arguments` begin with, until told to close."""
+    faulthandler.enable()
+    _end_with_the_server()
+    _leave_signals_to_the_server()
+    end, own, other = map(int, arguments[:3])
+    line = Line.join(RemoteEnd(end, own, other))
+    start = line.receive()
+    if start is None:
+        return
+    try:
+        model = _Model(*start[1:])
+    except BaseException as error:  # noqa: BLE001 - a model's file may raise SystemExit; the server is owed the reason
+        traceback.print_exception(error)
+        line.send(FAILED, _in_one_line(error), False)
+        return
+    line.send(READY, model.inputs, model.outputs)
+    while (message := line.receive()) is not None:
+        if message[0] == CLOSE:
+            model.close()
+            return
+        assert message[0] == RUN
+        try:
+            line.send(*_answer(model, line, *message[1:]))
+        except ValueError as error:  # of tensors beyond what memory and messages hold
+            line.send(FAILED, f"outputs can't be handed to the server: {error}", False)
+
+
+def _answer(model: _Model, line: Line, parcel: Parcel, names: Sequence[str], wanted: Sequence[str]) -> tuple[Any, ...]:
+    """A message. When this returns, nothing here holds the arrays any more, so that it can say so."""
+    try:
+        arrays = line.unpack(parcel)
+        given = {name: array for name, array in zip(names, arrays, strict=True) if array is not MISSING}
+        return DONE, line.pack(_in_order(model.execute(given), wanted))
+    except Exception as error:  # noqa: BLE001 - the model's; those who asked get its words
+        model.tell(error)
+        return FAILED, _in_one_line(error), isinstance(error, MemoryError)
+
+
+class _Model:
+    """The instance of a model's class."""
+
+    def __init__(
+        self, name: str, path: str, device: str, device_index: int, parameters: Sequence[tuple[str, str]]
+    ) -> None:
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._told: object = None
+        kind = _class_in(Path(path))
+        self.inputs, self.outputs = _declared(kind, "inputs"), _declared(kind, "outputs")
+        self._model = kind()
+        if (load := getattr(self._model, "load", None)) is not None:
+            self._result(load(Context(name, Path(path).parent, device, device_index, dict(parameters))))
+
+    def execute(self, inputs: dict[str, Array]) -> object:
+        return self._result(self._model.execute(inputs))
+
+    def close(self) -> None:
+        try:
+            if (close := getattr(self._model, "close", None)) is not None:
+                self._result(close())
+        except Exception:  # noqa: BLE001 - the model's; nobody waits for it
+            traceback.print_exc()
+        if self._loop is not None:
+            self._loop.close()
+
+    def tell(self, error: Exception) -> None:
+        """Into the log, unless it comes from where the last one came from: a batch is run again in halves."""
+        where = [(frame.f_code, number) for frame, number in traceback.walk_tb(error.__traceback__)]
+        if where != self._told:
+            self._told = where
+            traceback.print_exception(error)
+
+    def _result(self, value: object) -> object:
+        """`value`, or what it comes to if it has to be awaited. One loop for all, so that what is bound to it lives."""
+        if not inspect.isawaitable(value):
+            return value
+        if self._loop is None:
+            self._loop = asyncio.new_event_loop()
+            asyncio.set_event_loop(self._loop)
+        return self._loop.run_until_complete(_awaited(value))
+
+
+async def _awaited(value: Awaitable[object]) -> object:
+    return await value
+
+
+def _class_in(path: Path) -> type:
+    """The class in the file at `path`, which may import what lies beside it."""
+    sys.path.insert(0, str(path.parent))
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"expected a Python file, got {path.name}")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module
+    spec.loader.exec_module(module)
+    kind = getattr(module, _CLASS, None)
+    if not isinstance(kind, type):
+        got = f"Triton's {_TRITONS}, which gets requests and not batches" if hasattr(module, _TRITONS) else "none"
+        raise AttributeError(f"expected a class {_CLASS} in {path.name}, got {got}")
+    if not callable(getattr(kind, "execute", None)):
+        raise AttributeError(f"expected a method execute(self, inputs) of class {_CLASS} in {path.name}, got none")
+    return kind
+
+
+def _declared(kind: type, attribute: str) -> Declared | None:
+    """What the class says of its inputs or outputs, as plain tuples."""
+    tensors = getattr(kind, attribute, None)
+    if tensors is None:
+        return None
+    try:
+        return tuple((str(name), str(datatype), tuple(map(int, dims))) for name, (datatype, dims) in tensors.items())
+    except (AttributeError, TypeError, ValueError):
+        raise TypeError(
+            f'{_CLASS}.{attribute}: expected a dict such as {{"x": ("FP32", [-1, 4])}}, got {tensors!r}'
+        ) from None
+
+
+def _in_order(outputs: object, wanted: Sequence[str]) -> list[Array]:
+    if not isinstance(outputs, Mapping):
+        raise TypeError(f"execute: expected a dict of outputs by name, got {type(outputs).__name__}")
+    missing = [name for name in wanted if name not in outputs]
+    if missing:
+        raise KeyError(f"execute: expected output '{missing[0]}', got only {list(outputs)}")
+    return [_array(name, outputs[name]) for name in wanted]
+
+
+def _array(name: str, value: object) -> Array:
+    """`value` as an array of numbers or of `bytes`; text is encoded."""
+    array: Array = np.asarray(value)
+    if array.dtype.kind not in "USO":
+        return array
+    if array is not value:
+        # A list of text: made an array as it is, its elements would lose NULs at their ends.
+        array = np.array(value, object)
+    elements = [item.encode() if isinstance(item, str) else item for item in array.ravel().tolist()]
+    for item in elements:
+        if not isinstance(item, bytes):
+            raise TypeError(f"output '{name}': expected numbers of one datatype, or bytes, got {type(item).__name__}")
+    made: Array = np.empty(len(elements), object)
+    made[:] = elements
+    return made.reshape(array.shape)
+
+
+def _in_one_line(error: BaseException) -> str:
+    # The str of a KeyError is the repr of its text.
+    words = str(error.args[0]) if isinstance(error, KeyError) and error.args else str(error)
+    return ": ".join(filter(None, (type(error).__name__, " ".join(words.split()))))
+
+
+def _end_with_the_server() -> None:
+    """Kill this process and what it has started as soon as stdin ends, which the server has the other end of."""
+    lifeline = os.dup(0)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.close(nothing)
+    if hasattr(fcntl, "F_SETSIG"):
+        # The kernel does it, even if native code of the model never lets go of the interpreter.
+        fcntl.fcntl(lifeline, fcntl.F_SETOWN, -os.getpgrp())
+        fcntl.fcntl(lifeline, fcntl.F_SETSIG, signal.SIGKILL)
+        fcntl.fcntl(lifeline, fcntl.F_SETFL, fcntl.fcntl(lifeline, fcntl.F_GETFL) | os.O_ASYNC)
+
+    def watch() -> None:
+        os.read(lifeline, 1)
+        os.killpg(0, signal.SIGKILL)
+
+    threading.Thread(target=watch, name="lifeline", daemon=True).start()
+
+
+def _leave_signals_to_the_server() -> None:
+    """Who stops a whole group of processes asks the server, which answers what it has accepted before it ends this one.
+    Handlers, not SIG_IGN: programs that the model starts don't inherit them, and forks of it get the defaults back."""
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: None)
+    os.register_at_fork(after_in_child=_default_signals)
+
+
+def _default_signals() -> None:
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_DFL)

@@ -1,0 +1,116 @@
+"""The connection to another process for those who ask, block, and get an answer.
+
+Lives here: `link` without an event loop, for a thread that has nothing else to do meanwhile: a loop in between would
+cost two more wake-ups of threads per question. Must not: know what is said. The rule: the ends take turns, so that
+places which aren't needed any more are told along with the next message, and nothing has to be sent for them alone.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+from backends.base import Array
+from backends.transport.channel import socket_pair
+from backends.transport.frames import FrameReader, Message, frame
+from backends.transport.link import RemoteEnd
+from backends.transport.memory import Memory, Window, new_region
+from backends.transport.parcel import Parcel, pack, pack_inline, unpack
+
+__all__ = ["Line"]
+
+_RECEIVE_BYTES = 256 * 1024
+
+
+class Line:
+    """One end. For one thread at a time, but for `hang_up`; arrays may be dropped on any thread."""
+
+    def __init__(self, end: socket.socket, own: Memory, other: int) -> None:
+        """Takes over `end`, and the descriptor `other` of the other end's memory."""
+        self._socket = end
+        self._own = own
+        self._gone: deque[int] = deque()
+        gone = self._gone
+
+        def on_gone(start: int, *_: int) -> None:
+            gone.append(start)  # atomic; a method of ours would make a cycle of this and the window
+
+        self._window = Window(other, on_gone)
+        self._reader = FrameReader()
+
+    @classmethod
+    def pair(cls, size_bytes: int) -> tuple[Line, RemoteEnd]:
+        """An end for this process and what another needs to `join`, with memory of at most `size_bytes` each."""
+        here, there = socket_pair()
+        remote = RemoteEnd(there.detach(), own=new_region(size_bytes), other=new_region(size_bytes))
+        return cls(here, Memory(os.dup(remote.other)), os.dup(remote.own)), remote
+
+    @classmethod
+    def join(cls, remote: RemoteEnd) -> Line:
+        """The end that `remote` describes, in the process that has inherited it; that one's children don't."""
+        end = socket.socket(fileno=remote.socket)
+        end.set_inheritable(False)
+        return cls(end, Memory(remote.own), remote.other)
+
+    @property
+    def used_bytes(self) -> int:
+        """What is taken of this end's own memory, as far as this end knows."""
+        return self._own.used_bytes
+
+    def pack(self, arrays: Sequence[Array]) -> Parcel:
+        """Copy `arrays` to where the other end finds them: into the message where memory has no room. To be sent.
+
+        Raises TypeError or ValueError for elements of object arrays that aren't `bytes`."""
+        parcel = pack(arrays, self._own)
+        return pack_inline(arrays) if parcel is None else parcel
+
+    def unpack(self, parcel: Parcel) -> tuple[Array, ...]:
+        """The arrays that the other end packed. Once for each parcel: its place is given back after the last array."""
+        return unpack(parcel, self._window)
+
+    def send(self, kind: int, *content: Any) -> bool:
+        """Send it, with what may be given back. Blocks. False if the other end is gone and won't ever have all of it.
+
+        Raises ValueError for what no message can hold."""
+        gone = []
+        while self._gone:
+            gone.append(self._gone.popleft())
+        try:
+            data = frame([(kind, gone, *content)])
+        except ValueError:
+            self._gone.extend(gone)
+            raise
+        try:
+            self._socket.sendall(data)
+        except OSError:
+            return False
+        return True
+
+    def receive(self) -> Message | None:
+        """The next message: its kind and content; None once the other end is gone. Blocks."""
+        while True:
+            try:
+                data = self._socket.recv(_RECEIVE_BYTES)
+            except OSError:
+                return None
+            if not data:
+                return None
+            for kind, gone, *content in self._reader.feed(data):
+                for start in gone:
+                    self._own.free(start)
+                return (kind, *content)
+
+    def hang_up(self) -> None:
+        """Let `receive` return on whichever thread it waits. Once more, or after `close`, it does nothing."""
+        try:
+            self._socket.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            return
+
+    def close(self) -> None:
+        """Nobody may be sending or receiving. Memory stays for as long as arrays over it do."""
+        self._socket.close()
+        self._window.forget()

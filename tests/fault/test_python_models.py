@@ -1,0 +1,113 @@
+"""Processes of Python models at the end of their server, whichever it is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import grpc
+import numpy as np
+import pytest
+
+from protos import inference_pb2 as pb
+from tests import puppet
+from tests.fault.traffic import connected
+from tests.harness import ServerProcess
+from tests.polling import eventually
+from tests.wire import infer
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return puppet.write_puppet(tmp_path / "m" / "1").parent
+
+
+@pytest.fixture
+def server(folder: Path, tmp_path: Path) -> Iterator[ServerProcess]:
+    with ServerProcess(tmp_path, args=["--allow-python-models", "true", "--exit-timeout-secs", "1"]) as server:
+        yield server
+
+
+def request(element: int) -> pb.ModelInferRequest:
+    return infer("m", {"INPUT0": np.array([[element]], np.int64)})
+
+
+def pid_of(server: ServerProcess) -> int:
+    with connected(server) as client:
+        answer = client.send(request(puppet.PID)).result()
+    return int(np.frombuffer(answer.raw_output_contents[0], np.int64)[0])
+
+
+def is_gone(pid: int) -> bool:
+    """Whoever has to reap it after the server's end is none of ours."""
+    try:
+        return ") Z " in Path(f"/proc/{pid}/stat").read_text()
+    except FileNotFoundError:
+        return True
+
+
+def test_process_of_a_model_ends_with_a_server_that_is_killed(server: ServerProcess) -> None:
+    pid = pid_of(server)
+    server.kill()
+    eventually(lambda: is_gone(pid), "the model's process gone")
+
+
+@pytest.mark.parametrize("what", [puppet.HANG, puppet.GRAB])
+def test_process_of_a_model_that_hangs_ends_with_a_server_that_is_killed(
+    server: ServerProcess, folder: Path, what: int
+) -> None:
+    pid = pid_of(server)
+    with connected(server) as client:
+        hanging = client.send(request(what))
+        eventually((folder / "hangs").exists, "the model hanging")
+        server.kill()
+        assert hanging.code() is grpc.StatusCode.UNAVAILABLE
+    eventually(lambda: is_gone(pid), "the model's process gone")
+
+
+def test_process_of_a_model_that_hangs_does_not_keep_the_server_from_ending(
+    server: ServerProcess, folder: Path
+) -> None:
+    pid = pid_of(server)
+    with connected(server) as client:
+        hanging = client.send(request(puppet.HANG))
+        eventually((folder / "hangs").exists, "the model hanging")
+        assert server.terminate() == 0
+        assert hanging.code() is not grpc.StatusCode.OK
+    eventually(lambda: is_gone(pid), "the model's process gone")
+
+
+@pytest.mark.parametrize("what", [puppet.HANG, puppet.GRAB])
+def test_execution_that_hangs_beyond_the_limit_is_killed_and_leaves_nothing_behind(
+    folder: Path, tmp_path: Path, what: int
+) -> None:
+    args = ["--allow-python-models", "true", "--execution-timeout-secs", "3"]
+    with ServerProcess(tmp_path, args=args) as server, connected(server) as client:
+        pid = pid_of(server)
+        hanging = client.send(request(what))
+        assert hanging.code() is grpc.StatusCode.INTERNAL
+        assert "took longer than 3 s and was given up" in hanging.details()
+        eventually(lambda: is_gone(pid), "the model's process gone")
+        assert client.code(request(1)) is grpc.StatusCode.OK
+        assert pid_of(server) != pid
+        assert len((folder / "loads").read_text().splitlines()) == 2, "one process took its place"
+        ended = "an execution that hung has ended"
+        eventually(lambda: any(ended in line["message"] for line in server.log), "its thread free again")
+        assert server.terminate() == 0
+
+
+def test_orderly_end_of_a_server_closes_the_model(server: ServerProcess, folder: Path) -> None:
+    pid = pid_of(server)
+    assert server.terminate() == 0
+    assert (folder / "closed").exists()
+    assert is_gone(pid)
+
+
+def test_crashes_in_a_row_leave_a_server_that_answers(server: ServerProcess) -> None:
+    with connected(server) as client:
+        for what in (puppet.EXIT, puppet.SEGFAULT) * 2:
+            assert client.code(request(what)) is grpc.StatusCode.INTERNAL
+            assert client.code(request(1)) is grpc.StatusCode.OK
+    messages = [line["message"] for line in server.log]
+    assert sum("was killed by SIGSEGV; another is started" in message for message in messages) == 2
+    assert any("Fatal Python error: Segmentation fault" in message for message in messages)

@@ -1,0 +1,219 @@
+"""Python models, served: who may load them, how they batch, and what callers see when they fail."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from pathlib import Path
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+
+from protos import inference_pb2 as pb
+from server.app import Server
+from server.config import Settings
+from server.errors import StartError
+from tests import models, puppet
+from tests.integration.controlling import explicit, index, load
+from tests.integration.serving import Served, failure_of, serving, write_model
+from tests.polling import eventually_async
+from tests.wire import infer
+
+INTERNAL = grpc.StatusCode.INTERNAL
+INVALID = grpc.StatusCode.INVALID_ARGUMENT
+CONFIG = 'backend: "python"'
+FOUR = "max_batch_size: 4 dynamic_batching { max_queue_delay_microseconds: 100000000 }"
+"""Batches leave when they are full, so that what shares one is known."""
+
+
+def allowing(root: Path) -> Settings:
+    return Settings(paths=(root,), allow_python_models=True)
+
+
+def write(root: Path, config: str | None = None, name: str = "m") -> Path:
+    """The puppet in a repository; its folder."""
+    puppet.write_puppet(root / name / "1")
+    if config is not None:
+        (root / name / "config.pbtxt").write_text(f"{CONFIG} {config}")
+    return root / name
+
+
+def request(*elements: int) -> pb.ModelInferRequest:
+    return infer("m", {"INPUT0": np.array(elements, np.int64).reshape(-1, 1)})
+
+
+def numbers(response: pb.ModelInferResponse) -> list[int]:
+    listed: list[int] = np.frombuffer(response.raw_output_contents[0], np.int64).tolist()
+    return listed
+
+
+async def together(served: Served, *elements: int) -> list[Any]:
+    """One request each; answers, or status and message."""
+
+    async def one(element: int) -> object:
+        try:
+            return numbers(await served.infer(request(element)))
+        except grpc.aio.AioRpcError as error:
+            return error.code(), error.details()
+
+    return list(await asyncio.gather(*map(one, elements)))
+
+
+async def test_python_model_is_refused_unless_the_server_allows_it(tmp_path: Path) -> None:
+    folder = write(tmp_path)
+    models.write(models.mlp(), tmp_path / "other" / "1" / "model.onnx")
+    async with serving(tmp_path) as served:
+        lines = {line[0]: line for line in await index(served)}
+        assert lines["other"][2] == "READY"
+        assert "start it with --allow-python-models true" in lines["m"][3]
+    assert not (folder / "1" / "loads").exists()
+
+
+@pytest.mark.parametrize("platform", ['backend: "python"', 'platform: "python"'])
+async def test_python_model_by_any_name_is_refused_unless_the_server_allows_it(tmp_path: Path, platform: str) -> None:
+    folder = write(tmp_path)
+    (folder / "config.pbtxt").write_text(platform)
+    server = Server(Settings(paths=(tmp_path,), grpc_port=0, metrics_port=None))
+    with pytest.raises(StartError, match="the model's code would run here, with all that the server may do"):
+        await server.start()
+    assert not (folder / "1" / "loads").exists()
+
+
+@pytest.mark.parametrize("allowed", [False, True])
+@pytest.mark.parametrize("config", ["{}", '{"backend": "python"}', '{"platform": "python"}'])
+async def test_python_model_of_a_clients_files_is_never_loaded(tmp_path: Path, allowed: bool, config: str) -> None:
+    (tmp_path / "m").mkdir()
+    code = f"open({str(tmp_path / 'ran')!r}, 'w')".encode()
+    async with serving(tmp_path, settings=explicit(tmp_path, allow_python_models=allowed)) as served:
+        status, text = await failure_of(load(served, "m", config=config, **{"file:1/model.py": code}))
+        assert status is INVALID
+        assert ("no client may bring code" if allowed else "--allow-python-models true") in text
+    assert not (tmp_path / "ran").exists()
+
+
+async def test_python_model_of_the_repository_takes_a_clients_configuration_but_no_program(tmp_path: Path) -> None:
+    write(tmp_path)
+    program = '{"parameters": {"paceline.python_executable": {"string_value": "/bin/true"}}}'
+    async with serving(tmp_path, settings=explicit(tmp_path, allow_python_models=True)) as served:
+        await load(served, "m", config='{"backend": "python", "max_batch_size": 3}')
+        config = (await served.stub.ModelConfig(pb.ModelConfigRequest(name="m"), timeout=20)).config
+        assert (config.max_batch_size, config.backend) == (3, "python")
+        status, text = await failure_of(load(served, "m", config=program))
+        assert status is INVALID
+        assert "paceline.python_executable: no client may choose a program" in text
+        assert numbers(await served.infer(request(1))) == [10]
+
+
+async def test_python_model_without_configuration_says_all_itself(tmp_path: Path) -> None:
+    write(tmp_path)
+    async with serving(tmp_path, settings=allowing(tmp_path)) as served:
+        config = (await served.stub.ModelConfig(pb.ModelConfigRequest(name="m"), timeout=20)).config
+        assert (config.backend, config.max_batch_size) == ("python", 32)
+        assert config.HasField("dynamic_batching")
+        metadata = await served.stub.ModelMetadata(pb.ModelMetadataRequest(name="m"), timeout=20)
+        assert metadata.platform == "python"
+        assert [(one.name, one.datatype, list(one.shape)) for one in metadata.inputs] == [("INPUT0", "INT64", [-1, 1])]
+        assert numbers(await served.infer(request(1, 2))) == [10, 20]
+
+
+async def test_python_model_beside_onnx_is_not_what_is_served(tmp_path: Path) -> None:
+    folder = write(tmp_path)
+    models.write(models.identity("INT64", ("batch", 1)), folder / "1" / "model.onnx")
+    async with serving(tmp_path) as served:
+        assert numbers(await served.infer(request(7))) == [7]
+
+
+async def test_python_model_of_one_folder_is_served(tmp_path: Path) -> None:
+    folder = puppet.write_puppet(tmp_path / "m").parent
+    async with serving(folder, settings=allowing(folder)) as served:
+        assert numbers(await served.infer(request(7))) == [70]
+
+
+async def test_python_model_gets_whole_batches(tmp_path: Path) -> None:
+    write(tmp_path, FOUR)
+    async with serving(tmp_path, settings=allowing(tmp_path)) as served:
+        before = await served.metric("nv_inference_exec_count")
+        assert await together(served, 1, 2, 3, 4) == [[10], [20], [30], [40]]
+        assert await served.metric("nv_inference_exec_count") == before + 1
+
+
+async def test_python_model_without_batch_axis_gets_requests_one_by_one(tmp_path: Path) -> None:
+    write(
+        tmp_path,
+        """
+        max_batch_size: 0
+        input { name: "INPUT0" data_type: TYPE_INT64 dims: [ -1, 1 ] }
+        output { name: "OUTPUT0" data_type: TYPE_INT64 dims: [ -1, 1 ] }
+        """,
+    )
+    async with serving(tmp_path, settings=allowing(tmp_path)) as served:
+        assert numbers(await served.infer(request(*range(100)))) == [10 * number for number in range(100)]
+
+
+async def test_python_model_that_contradicts_its_configuration_fails_its_load(tmp_path: Path) -> None:
+    write(
+        tmp_path,
+        """
+        input { name: "INPUT0" data_type: TYPE_FP32 dims: [ 1 ] }
+        output { name: "OUTPUT0" data_type: TYPE_INT64 dims: [ 1 ] }
+        max_batch_size: 4
+        """,
+    )
+    with pytest.raises(StartError, match="input 'INPUT0': expected data_type of the model, INT64, got FP32"):
+        await Server(Settings(paths=(tmp_path,), grpc_port=0, metrics_port=None, allow_python_models=True)).start()
+
+
+async def test_exception_of_a_python_model_is_that_of_the_request_at_fault(tmp_path: Path) -> None:
+    write(tmp_path, FOUR)
+    async with serving(tmp_path, settings=allowing(tmp_path)) as served:
+        *good, (status, text) = await together(served, 1, 2, 3, puppet.RAISE)
+        assert good == [[10], [20], [30]]
+        assert status is INTERNAL
+        assert "ValueError: this is no good" in text
+
+
+async def test_crash_of_a_python_model_fails_its_batch_and_the_next_is_answered(tmp_path: Path) -> None:
+    folder = write(tmp_path, FOUR)
+    async with serving(tmp_path, settings=allowing(tmp_path)) as served:
+        for status, text in await together(served, 1, 2, 3, puppet.SEGFAULT):
+            assert status is INTERNAL
+            assert "the model's process was killed by SIGSEGV while it executed this batch" in text
+        assert await together(served, 1, 2, 3, 4) == [[10], [20], [30], [40]]
+    assert len((folder / "1" / "loads").read_text().splitlines()) == 2, "a batch that crashes isn't run again in halves"
+
+
+async def test_crash_of_one_instance_leaves_the_others_and_other_models_alone(tmp_path: Path) -> None:
+    folder = write(tmp_path, "max_batch_size: 1 instance_group { count: 2 kind: KIND_CPU }")
+    write_model(tmp_path, "memory")
+    async with serving(tmp_path, settings=allowing(tmp_path)) as served:
+        pids = {one.split()[0] for one in (folder / "1" / "loads").read_text().splitlines()}
+        assert len(pids) == 2
+        crash = asyncio.create_task(failure_of(served.infer(request(puppet.EXIT))))
+        assert numbers(await served.infer(request(1))) == [10]
+        assert (await crash)[0] is INTERNAL
+
+
+async def test_output_of_a_python_model_is_in_the_servers_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    write(tmp_path)
+    with caplog.at_level(logging.INFO, "paceline"):
+        async with serving(tmp_path, settings=allowing(tmp_path)) as served:
+            await served.infer(request(puppet.PRINT))
+            await eventually_async(lambda: "model 'm': its words" in caplog.messages, "the line in the log")
+
+
+async def test_reload_of_a_python_model_runs_the_new_code_and_ends_the_old_process(tmp_path: Path) -> None:
+    folder = write(tmp_path)
+    async with serving(tmp_path, settings=explicit(tmp_path, load=("m",), allow_python_models=True)) as served:
+        (pid,) = set(numbers(await served.infer(request(puppet.PID))))
+        path = folder / "1" / "model.py"
+        path.write_text(path.read_text().replace("x * 10", "x * 11"))
+        await load(served, "m")
+        assert numbers(await served.infer(request(1))) == [11]
+        await eventually_async(lambda: not Path(f"/proc/{pid}").exists(), "the old process gone")
+        path.write_text("import nowhere")
+        status, text = await failure_of(load(served, "m"))
+        assert status is INVALID
+        assert "ModuleNotFoundError: No module named 'nowhere'" in text
+        assert numbers(await served.infer(request(1))) == [11]
