@@ -70,7 +70,7 @@ lock: ## resolve requirements.lock anew from pyproject.toml
 
 witness: $(READY) ## install the programs of others that tests put to the server: buf, grpc-js, perf_analyzer, the image's environment
 	npm install --no-audit --no-fund --prefix .witness @bufbuild/buf@1.75.0 || echo "no buf: its tests will skip"
-	npm ci --no-audit --no-fund --prefix examples/node || echo "no @grpc/grpc-js: its tests will skip"
+	npm ci --ignore-scripts --no-audit --no-fund --prefix examples/node || echo "no @grpc/grpc-js: its tests will skip"
 	$(BIN)/python -m tests.deploy.dockerfile .witness/container || echo "no build of the image: its tests will skip"
 	tests/conformance/perf_analyzer.sh .witness/perf_analyzer $(BIN)/python || echo "no perf_analyzer: its tests will skip"
 

@@ -14,6 +14,7 @@ import pytest
 
 from clients import InferenceClient
 from server import app
+from server.backend_config import parse_backend_config
 from server.health import LIVENESS
 from tests import models
 from tests.deploy.commands import accepted
@@ -174,6 +175,12 @@ def test_container_asks_for_what_it_may_use(container: Container) -> None:
     resources = container.body["resources"]
     assert resources["requests"].keys() == resources["limits"].keys() >= {"cpu", "memory"}
     assert ("nvidia.com/gpu" in resources["limits"]) == container.body["image"].endswith(":cuda")
+
+
+@every_container
+def test_container_computes_on_as_many_threads_as_it_may(container: Container) -> None:
+    backends = parse_backend_config(accepted(container.args)["backend_config"])
+    assert backends.parameters["intra_op_thread_count"] == container.body["resources"]["limits"]["cpu"]
 
 
 @pytest.mark.parametrize("manifest", of_kind("InferenceService"), ids=str)
