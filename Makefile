@@ -15,8 +15,12 @@ SECONDS_OF_FUZZING ?= 600
 # Pinned, and beside the virtual environment: only make fuzz needs it, and not every platform has it.
 ATHERIS := atheris==3.0.0
 
+# What images install: of the same versions as everything else here.
+LOCK_IMAGE := .venv-lock/bin/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes \
+    --no-emit-index-url --no-annotate --no-header --constraint requirements.lock
+
 .DEFAULT_GOAL := help
-.PHONY: help demo serve test check protos bench bench-quick bench-rivals lock witness fuzz clean
+.PHONY: help demo serve test check protos bench bench-quick bench-rivals lock witness witness-kserve fuzz clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
@@ -58,11 +62,19 @@ lock: ## resolve requirements.lock anew from pyproject.toml
 	.venv-lock/bin/python -m pip install --quiet uv
 	.venv-lock/bin/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-emit-index-url \
 	    --no-annotate --no-header --override requirements.overrides --extra bench --extra dev --extra demo --extra otel pyproject.toml -o requirements.lock
+	$(LOCK_IMAGE) --override deploy/container/cpu.overrides --no-emit-package onnxruntime-gpu \
+	    --extra otel pyproject.toml deploy/container/cpu.in -o deploy/container/cpu.lock
+	$(LOCK_IMAGE) --extra cuda --extra otel pyproject.toml -o deploy/container/cuda.lock
+	$(LOCK_IMAGE) deploy/container/build.in -o deploy/container/build.lock
 	rm -rf .venv-lock
 
-witness: $(READY) ## install the programs of others that tests put to the server: buf (npm), perf_analyzer (Debian)
+witness: $(READY) ## install the programs of others that tests put to the server: buf, grpc-js, perf_analyzer, the image's environment
 	npm install --no-audit --no-fund --prefix .witness @bufbuild/buf@1.75.0 || echo "no buf: its tests will skip"
+	npm ci --ignore-scripts --no-audit --no-fund --prefix examples/node || echo "no @grpc/grpc-js: its tests will skip"
+	$(BIN)/python -m tests.deploy.dockerfile .witness/container || echo "no build of the image: its tests will skip"
 	tests/conformance/perf_analyzer.sh .witness/perf_analyzer $(BIN)/python || echo "no perf_analyzer: its tests will skip"
+
+witness-kserve: .bench/rivals/kserve/installed ## install KServe's SDK, whose clients tests put to the server, 400 MB
 
 fuzz: $(READY) ## look for inputs that break a decoder: make fuzz SECONDS_OF_FUZZING=3600 ARGS='infer load'
 	test -d .witness/atheris || $(BIN)/python -m pip install --quiet --no-deps --target .witness/atheris $(ATHERIS) \
@@ -70,7 +82,7 @@ fuzz: $(READY) ## look for inputs that break a decoder: make fuzz SECONDS_OF_FUZ
 	PYTHONPATH=.witness/atheris $(BIN)/python -m tests.fuzz --seconds $(SECONDS_OF_FUZZING) $(ARGS)
 
 clean: ## remove what the other targets made
-	rm -rf $(VENV) .venv-lock .witness .fuzz .bench bench/results models dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-lock .witness .fuzz .bench examples/node/node_modules bench/results models dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 $(READY): requirements.lock pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("paceline needs Python 3.11 or newer, this is " + sys.version)'

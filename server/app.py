@@ -122,7 +122,7 @@ class Server:
             regions=self._regions,
             tracer=self._tracer,
         )
-        self._layout = Layout(settings.paths, settings.model_config_name)
+        self._layout = Layout(settings.paths, settings.model_config_name, settings.model_name)
         self.poller = Poller(self._layout, self.repository, settings.repository_poll_secs)
         self._polling: asyncio.Task[None] | None = None
         upstream = settings.upstream

@@ -16,12 +16,14 @@ import click
 
 from backends.base import Backend
 from clients.cli import infer
+from clients.probe import health
 from clients.top import top
 from server import log
 from server.backend_config import parse_backend_config
 from server.batch_policy import BatchDefaults
 from server.config import ControlMode, Settings
 from server.errors import StartError
+from server.kserve import models_to_serve
 from server.loop import SWITCH_INTERVAL_S, new_loop
 from server.trace_settings import parse_trace_config
 from server.tuning import keep_freed_memory
@@ -122,6 +124,7 @@ _AMOUNT = _Amount(0, 1_000_000)
     help="Serve no model whose configuration doesn't spell out its tensors.",
 )
 @_flag("model-config-name", "", "Configuration to read in a model's folder, configs/NAME.pbtxt, if it is there.")
+@_flag("model-name", "", "Name of the one model, unless it lies in a repository.", also="--model_name")
 @_flag("allow-op-libraries", False, "Whether models may bring operators of their own, code run here.", type=bool)
 @_flag("allow-python-models", False, "Whether models may be Python code, run in processes of its own.", type=bool)
 @_flag("allow-remote-settings", False, "Whether RPCs may change how the server logs and traces.", type=bool)
@@ -168,6 +171,7 @@ def serve(
     backend_config: tuple[str, ...],
     disable_auto_complete_config: bool,
     model_config_name: str,
+    model_name: str,
     allow_op_libraries: bool,
     allow_python_models: bool,
     allow_remote_settings: bool,
@@ -188,7 +192,8 @@ def serve(
 
     * for models without a config.pbtxt.
     """
-    if not (paths or model_repository or upstream):
+    served, name = _models_to_serve((*paths, *model_repository), model_name) if upstream is None else ((), "")
+    if not (served or upstream):
         raise click.UsageError("expected at least one PATH: a model repository, a model's folder or a .onnx file")
     mode = ControlMode(model_control_mode)
     if upstream is not None and (paths or model_repository or mode is not ControlMode.NONE or allow_client_shm):
@@ -202,7 +207,7 @@ def serve(
     tracing = _parsed("--trace-config", parse_trace_config, trace_config)
     log.configure(log_level, log_format)
     settings = Settings(
-        paths=(*paths, *model_repository),
+        paths=served,
         grpc_address=grpc_address,
         grpc_port=grpc_port,
         grpc_max_stream_requests=grpc_max_stream_requests,
@@ -227,6 +232,7 @@ def serve(
         backend_config=backends,
         auto_complete=not disable_auto_complete_config,
         model_config_name=model_config_name,
+        model_name=name,
         allow_op_libraries=allow_op_libraries,
         allow_python_models=allow_python_models,
         allow_remote_settings=allow_remote_settings,
@@ -250,6 +256,7 @@ def serve(
 
 main.add_command(infer)
 main.add_command(top)
+main.add_command(health)
 
 
 def _parsed(flag: str, parse: Callable[[Sequence[str]], T], given: Sequence[str]) -> T:
@@ -257,6 +264,13 @@ def _parsed(flag: str, parse: Callable[[Sequence[str]], T], given: Sequence[str]
         return parse(given)
     except ValueError as error:
         raise click.UsageError(f"{flag}: {error}") from None
+
+
+def _models_to_serve(paths: Sequence[Path], model_name: str) -> tuple[tuple[Path, ...], str]:
+    try:
+        return models_to_serve(paths, model_name, os.environ)
+    except ValueError as error:
+        raise click.UsageError(str(error)) from None
 
 
 def _first_given(*values: int | None) -> int:

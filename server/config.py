@@ -27,8 +27,9 @@ class Settings:
     """How to serve. `paths` are model repositories, single models' folders or `.onnx` files. Ports: 0 takes a free one;
     `metrics_port` None switches metrics off. `batching` is for models without configuration, `backend_config` for all;
     without `auto_complete` they have to spell out their tensors. `model_config_name`: the configuration to read in a
-    model's folder `configs`, instead of `config.pbtxt`. `allow_op_libraries`: whether models may bring code.
-    `allow_python_models`: whether they may be nothing else.
+    model's folder `configs`, instead of `config.pbtxt`. `model_name`: what the one model is called that is not in a
+    repository. `allow_op_libraries`: whether models may bring code. `allow_python_models`: whether they may be nothing
+    else.
     `allow_remote_settings`: whether RPCs may change how the server logs and traces, which begins with `trace`.
     `execution_timeout_secs`: how long a batch may execute before its instance is given up, 0: for ever.
     `frontends` are the processes that speak gRPC, 1 being the one with the models; `frontend_memory_mb` MiB of tensors
@@ -62,6 +63,7 @@ class Settings:
     backend_config: BackendConfig = field(default_factory=BackendConfig)
     auto_complete: bool = True
     model_config_name: str = ""
+    model_name: str = ""
     allow_remote_settings: bool = False
     allow_op_libraries: bool = False
     allow_python_models: bool = False

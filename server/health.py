@@ -13,17 +13,21 @@ from typing import Any
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-__all__ = ["HealthService"]
+__all__ = ["LIVENESS", "HealthService"]
+
+LIVENESS = "liveness"
+"""The service that is SERVING as long as anybody answers. Whoever restarts what isn't live asks for this one: a server
+that isn't ready, because a model is missing or it is about to end, gains nothing by a restart."""
 
 _Response = health_pb2.HealthCheckResponse
 
 
 class HealthService(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
     """Every one of `services`, and "" for the server, has the same status: SERVING once `set_serving(True)` was
-    called."""
+    called. LIVENESS is SERVING from the beginning, and until `close` for its watchers."""
 
     def __init__(self, services: Iterable[str]) -> None:
-        self._services = frozenset(("", *services))
+        self._services = frozenset(("", LIVENESS, *services))
         self._serving = False
         self._closed = False
         self._changed = asyncio.Event()
@@ -61,7 +65,8 @@ class HealthService(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
     def _status(self, service: str) -> int:
         if service not in self._services:
             return int(_Response.SERVICE_UNKNOWN)
-        status: int = _Response.SERVING if self._serving else _Response.NOT_SERVING
+        serving = self._serving or service == LIVENESS
+        status: int = _Response.SERVING if serving else _Response.NOT_SERVING
         return status
 
     def _tell(self) -> None:

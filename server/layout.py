@@ -39,8 +39,9 @@ _VERSION = re.compile(r"0|[1-9][0-9]*")
 @dataclass(frozen=True, slots=True)
 class ModelFolder:
     """One model on disk. `versions` maps version numbers to the folders that hold their files; a bare file or a folder
-    with the model file right inside is version 1. `file` is set for a bare file only. `problem` says why a folder can't
-    be read: its load fails with that, and the other models go on. `rivals` are all paths of a name that several
+    with the model file right inside is version 1. `file` is set for a bare file only. `renamed`: whoever serves it has
+    named it, whatever its folder and its configuration call it. `problem` says why a folder can't be read: its load
+    fails with that, and the other models go on. `rivals` are all paths of a name that several
     repositories have; none of them can be loaded. `strays` look like versions, and are none. `config_name` picks
     another configuration than `config.pbtxt`. `brought`: it came with a client's request, and not from a repository."""
 
@@ -48,6 +49,7 @@ class ModelFolder:
     path: Path
     versions: dict[int, Path]
     file: Path | None = None
+    renamed: bool = False
     problem: str = ""
     rivals: tuple[Path, ...] = ()
     strays: tuple[Path, ...] = ()
@@ -72,14 +74,16 @@ class _Kind(Enum):
 class Layout:
     """The models at `paths`, each a repository, one model's folder or a bare `.onnx` file.
 
-    `config_name`: of the files in a model's folder `configs`, the one that is its configuration.
+    `config_name`: of the files in a model's folder `configs`, the one that is its configuration. `model_name`: what the
+    one model is called that is not in a repository; models in repositories keep the names of their folders.
 
     `open` settles which of these a path is: one model's folder that is just being replaced must not pass for a
     repository. After that everything may be called from any thread; all of it blocks.
     """
 
-    def __init__(self, paths: Sequence[Path], config_name: str = "") -> None:
+    def __init__(self, paths: Sequence[Path], config_name: str = "", model_name: str = "") -> None:
         self._paths = tuple(paths)
+        self._model_name = model_name
         self._config_name = config_name
         self._kinds: dict[Path, _Kind] = {}
 
@@ -91,24 +95,26 @@ class Layout:
         false."""
         for path in self._paths:
             try:
-                kind = _kind(path)
-                # Absolute, for "." has no name; links not followed, for the user named this one.
-                self._kinds[Path(os.path.abspath(path)) if kind is _Kind.MODEL else path] = kind
-                if not may_be_empty and not _paths_at(path, kind):
+                place, kind = _settled(path)
+                self._kinds[place] = kind
+                if not may_be_empty and not _paths_at(place, kind):
                     raise StartError(
                         f"{path}: no models here; expected a model repository "
                         f"(<model>/<version>/{DEFAULT_MODEL_FILE}), one model's folder or a .onnx file"
                     )
             except OSError as error:
                 raise StartError(_problem(path, error)) from None
+        single = [str(place) for place, kind in self._kinds.items() if kind is not _Kind.REPOSITORY]
+        if self._model_name and len(single) > 1:
+            raise StartError(f"--model-name {self._model_name}: expected one model, got {', '.join(single)}")
 
     def models(self) -> list[ModelFolder]:
         """All models there are now, by name. Raises OSError if a repository can't be listed."""
-        return self._joined([_paths_at(path, kind) for path, kind in self._kinds.items()])
+        return self._joined([self._paths_at(path) for path in self._kinds])
 
     def model(self, name: str) -> ModelFolder | None:
         """The model of that name, or None. Raises OSError if a repository can't be listed."""
-        found = self._joined([_paths_at(path, kind, name) for path, kind in self._kinds.items()])
+        found = self._joined([self._paths_at(path, name) for path in self._kinds])
         return found[0] if found else None
 
     def _joined(self, places: Sequence[dict[str, Path]]) -> list[ModelFolder]:
@@ -116,7 +122,19 @@ class Layout:
         for place in places:
             for name, path in place.items():
                 paths.setdefault(name, []).append(path)
-        return [replace(_model(name, paths[name]), config_name=self._config_name) for name in sorted(paths)]
+        return [self._model(name, paths[name]) for name in sorted(paths)]
+
+    def _model(self, name: str, paths: Sequence[Path]) -> ModelFolder:
+        return replace(_model(name, paths), config_name=self._config_name, renamed=self._renames(paths[0]))
+
+    def _paths_at(self, path: Path, only: str | None = None) -> dict[str, Path]:
+        """The models at one of the paths, by the names that they have here; with `only`, that one alone."""
+        if not self._renames(path):
+            return _paths_at(path, self._kinds[path], only)
+        return {self._model_name: path} if only in (None, self._model_name) and path.exists() else {}
+
+    def _renames(self, path: Path) -> bool:
+        return bool(self._model_name) and self._kinds.get(path, _Kind.REPOSITORY) is not _Kind.REPOSITORY
 
 
 def inside(folder: Path, name: str) -> Path | None:
@@ -141,7 +159,7 @@ def model_folder(name: str, path: Path) -> ModelFolder:
     try:
         entries = sorted(path.iterdir())
         versions = {int(entry.name): entry for entry in entries if _VERSION.fullmatch(entry.name) and entry.is_dir()}
-        if not versions and _has_model_file(path):
+        if not versions and (_has_model_file(path) or any(_is_onnx_file(entry) for entry in entries)):
             versions[1] = path
     except OSError as error:
         return ModelFolder(name, path, {}, problem=_problem(path, error))
@@ -159,12 +177,24 @@ def _model(name: str, paths: Sequence[Path]) -> ModelFolder:
     return model_folder(name, path)
 
 
-def _kind(path: Path) -> _Kind:
+def _settled(path: Path) -> tuple[Path, _Kind]:
+    """What a path is, and where that lies: a folder that holds one .onnx file of whatever name stands for the file."""
     if path.is_file():
         if path.suffix != ".onnx":
             raise StartError(f"{path}: expected a .onnx file or a folder")
-        return _Kind.FILE
-    return _Kind.MODEL if _is_model(path, {entry.name for entry in path.iterdir()}) else _Kind.REPOSITORY
+        return path, _Kind.FILE
+    entries = list(path.iterdir())
+    if _is_model(path, {entry.name for entry in entries}):
+        # Absolute, for "." has no name; links not followed, for the user named this one.
+        return Path(os.path.abspath(path)), _Kind.MODEL
+    files = [entry for entry in entries if _is_onnx_file(entry)]
+    if len(files) == 1 and not any(_is_folder(entry) for entry in entries if not _is_not_ours(entry.name)):
+        return files[0], _Kind.FILE
+    return path, _Kind.REPOSITORY
+
+
+def _is_onnx_file(entry: Path) -> bool:
+    return entry.suffix == ".onnx" and entry.is_file()
 
 
 def _is_model(path: Path, names: set[str]) -> bool:

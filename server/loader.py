@@ -144,7 +144,7 @@ def _configuration(folder: ModelFolder, override: pb.ModelConfig | None) -> pb.M
         config.CopyFrom(override)
     elif folder.config:
         config = parse_config(folder.config)
-    if config.name not in ("", folder.name):
+    if config.name not in ("", folder.name) and not folder.renamed:
         raise ConfigError(f"name: expected '{folder.name}', the name of its folder, got '{config.name}'")
     config.name = folder.name
     if is_python(config, folder):

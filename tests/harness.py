@@ -29,8 +29,8 @@ _READY = re.compile(r"ready: gRPC on .*:(\d+)(?:, metrics on port (\d+))?$")
 class ServerProcess:
     """`paceline serve PATHS` on free loopback ports. Entering returns once it is ready; leaving ends it.
 
-    `module` is what is run with these arguments. `log` holds its log records so far, each a dict of time, level, logger
-    and message.
+    `module` is what is run with these arguments, or `program`, which has to become that process, as signals go there.
+    `log` holds its log records so far, each a dict of time, level, logger and message.
     """
 
     def __init__(
@@ -39,9 +39,11 @@ class ServerProcess:
         args: Sequence[str] = (),
         env: dict[str, str] | None = None,
         module: str = "server",
+        program: Sequence[str] = (),
     ) -> None:
         flags = ["--grpc-address", "127.0.0.1", "--grpc-port", "0", "--metrics-port", "0", "--log-format", "json"]
-        self._command = [sys.executable, "-m", module, "serve", *map(str, paths), *flags, *args]
+        runs = program or (sys.executable, "-m", module)
+        self._command = [*runs, "serve", *map(str, paths), *flags, *args]
         self._env = {**os.environ, **(env or {})}
         self._ready = threading.Event()
         self._process: subprocess.Popen[str]

@@ -20,10 +20,10 @@ FOLDER = Path("/dev/shm")
 
 
 class SharedObject:
-    """A POSIX shared memory object, `key` being what a client would register."""
+    """A POSIX shared memory object, `key` being what a client would register. `held_by` counts those of one `prefix`."""
 
-    def __init__(self, size: int) -> None:
-        self.key = f"/paceline-test-{secrets.token_hex(6)}"
+    def __init__(self, size: int, prefix: str = "paceline-test-") -> None:
+        self.key = f"/{prefix}{secrets.token_hex(6)}"
         self._path = FOLDER / self.key[1:]
         self.descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
         self.resize(size)

@@ -46,7 +46,8 @@ def targets() -> list[Target]:
 
 
 def _infer() -> Callable[[bytes], None]:
-    memory = SharedObject(REGION_BYTES)
+    # Kept as long as the process lives, in which other tests count theirs.
+    memory = SharedObject(REGION_BYTES, "paceline-fuzz-")
     regions = Regions(4)
     regions.add(open_system_region("r", memory.key, 0, REGION_BYTES))
     memory.unlink()  # it is gone with the process, however that ends

@@ -11,7 +11,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from server.health import HealthService
+from server.health import LIVENESS, HealthService
 
 Status = health_pb2.HealthCheckResponse
 NAME = "some.Service"
@@ -50,6 +50,21 @@ async def test_check_follows_what_was_set(bench: Bench, service: str) -> None:
     assert await bench.check(service) == Status.SERVING
     bench.service.set_serving(False)
     assert await bench.check(service) == Status.NOT_SERVING
+
+
+async def test_check_of_liveness_is_serving_whatever_becomes_of_the_rest(bench: Bench) -> None:
+    assert await bench.check(LIVENESS) == Status.SERVING
+    bench.service.set_serving(True)
+    bench.service.set_serving(False)
+    bench.service.close()
+    assert (await bench.check(), await bench.check(LIVENESS)) == (Status.NOT_SERVING, Status.SERVING)
+
+
+async def test_watch_of_liveness_says_serving_once_and_ends_with_the_server(bench: Bench) -> None:
+    watch = bench.watch(LIVENESS)
+    assert (await watch.read()).status == Status.SERVING
+    bench.service.close()
+    assert await watch.read() is grpc.aio.EOF
 
 
 async def test_check_of_an_unknown_service_is_not_found(bench: Bench) -> None:

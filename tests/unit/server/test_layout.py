@@ -296,3 +296,43 @@ def test_layout_path_given_twice_is_one_place(tmp_path: Path) -> None:
     touch(tmp_path / "m" / "1" / "model.onnx")
     (model,) = opened(tmp_path, tmp_path).models()
     assert not model.rivals
+
+
+@pytest.mark.parametrize("folder", ["models", "models/1"], ids=["right inside", "version folder"])
+def test_layout_with_a_name_gives_it_to_the_one_model(tmp_path: Path, folder: str) -> None:
+    touch(tmp_path / folder / "model.onnx")
+    layout = Layout([tmp_path / "models"], model_name="resnet")
+    layout.open()
+    (model,) = layout.models()
+    assert (model.name, model.renamed, model.versions) == ("resnet", True, {1: tmp_path / folder})
+    assert layout.model("resnet") == model
+    assert layout.model("models") is None
+
+
+def test_layout_with_a_name_leaves_the_models_of_a_repository_theirs(tmp_path: Path) -> None:
+    touch(tmp_path / "repository" / "a" / "1" / "model.onnx")
+    touch(tmp_path / "alone.onnx")
+    layout = Layout([tmp_path / "repository", tmp_path / "alone.onnx"], model_name="named")
+    layout.open()
+    assert [(model.name, model.renamed) for model in layout.models()] == [("a", False), ("named", True)]
+
+
+def test_layout_with_a_name_and_two_single_models_is_refused(tmp_path: Path) -> None:
+    paths = [touch(tmp_path / "a.onnx"), touch(tmp_path / "b.onnx")]
+    with pytest.raises(StartError, match=r"--model-name m: expected one model, got .*a\.onnx, .*b\.onnx"):
+        Layout(paths, model_name="m").open()
+
+
+def test_find_models_folder_of_one_onnx_file_of_any_name_is_that_file(tmp_path: Path) -> None:
+    file = touch(tmp_path / "resnet50.onnx")
+    touch(tmp_path / "resnet50.onnx_data")
+    (tmp_path / ".cache").mkdir()
+    assert find_models([tmp_path]) == [ModelFolder("resnet50", tmp_path, {1: tmp_path}, file=file)]
+
+
+@pytest.mark.parametrize("other", ["b.onnx", "m/1/model.onnx"], ids=["second file", "repository"])
+def test_find_models_onnx_files_beside_others_do_not_count(tmp_path: Path, other: str) -> None:
+    touch(tmp_path / "a.onnx")
+    touch(tmp_path / other)
+    layout = opened(tmp_path)
+    assert [model.name for model in layout.models()] == [path.name for path in tmp_path.iterdir() if path.is_dir()]

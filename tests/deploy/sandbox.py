@@ -1,0 +1,34 @@
+"""A process as a container has it: no write anywhere but in one folder, and no privileges.
+
+Lives here: the words to put in front of a command. They become that command, so that signals reach it.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+
+__all__ = ["read_only_as_nobody", "why_not"]
+
+# Every mount becomes read-only; what is mounted over the one folder afterwards is not.
+_SCRIPT = """
+while read -r _ _ _ _ place _; do mount -o remount,bind,ro "$place" 2>/dev/null || true; done </proc/self/mountinfo
+if [ -n "$1" ]; then mount -t tmpfs -o mode=1777 tmpfs "$1"; fi
+if touch /tmp/.writable /var/tmp/.writable 2>/dev/null && [ -z "$1" ]; then echo 'still writable' >&2; exit 3; fi
+shift
+exec setpriv --reuid 1000 --regid 1000 --clear-groups --no-new-privs --inh-caps=-all --bounding-set=-all "$@"
+"""
+
+
+def read_only_as_nobody(writable: Path | None = None) -> tuple[str, ...]:
+    """What runs the command that follows it as user 1000 where nothing is writable but `writable`, an empty folder."""
+    return ("unshare", "--mount", "--propagation", "private", "sh", "-euc", _SCRIPT, "sh", str(writable or ""))
+
+
+def why_not() -> str:
+    """Why this machine can't do that; empty if it can."""
+    if not (shutil.which("unshare") and shutil.which("setpriv")):
+        return "there is no unshare or no setpriv"
+    done = subprocess.run([*read_only_as_nobody(), "true"], capture_output=True, text=True, timeout=20, check=False)
+    return "" if done.returncode == 0 else f"no read-only root: {done.stderr.strip()}"

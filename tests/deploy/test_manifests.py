@@ -1,0 +1,276 @@
+"""Manifests against KServe's schemas, and against the product: ports, probes, flags, metrics, times."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+
+from clients import InferenceClient
+from server import app
+from server.backend_config import parse_backend_config
+from server.health import LIVENESS
+from tests import models
+from tests.deploy.commands import accepted
+from tests.deploy.manifests import FOLDERS, Container, Manifest, containers, manifests, schema
+from tests.harness import ServerProcess
+
+INFERENCE = "inference.GRPCInferenceService"
+SCHEMAS = {"ClusterServingRuntime": "clusterservingruntimes", "InferenceService": "inferenceservices"}
+VERSIONS = {
+    "ClusterServingRuntime": "serving.kserve.io/v1alpha1",
+    "InferenceService": "serving.kserve.io/v1beta1",
+    "Deployment": "apps/v1",
+    "Service": "v1",
+    "PodDisruptionBudget": "policy/v1",
+    "HorizontalPodAutoscaler": "autoscaling/v2",
+    "ScaledObject": "keda.sh/v1alpha1",
+    "Kustomization": "kustomize.config.k8s.io/v1beta1",
+}
+LAST_WORDS_S = 3
+MODEL_LOAD_S = 300
+_METRIC = re.compile(r"\b(?:nv|paceline)_\w+")
+
+every_container = pytest.mark.parametrize("container", list(containers()), ids=str)
+
+
+def of_kind(*kinds: str) -> list[Manifest]:
+    return [each for each in manifests() if each.kind in kinds]
+
+
+def validate(instance: Any, rules: dict[str, Any]) -> None:
+    jsonschema.Draft202012Validator(rules).validate(instance)
+
+
+def pod_schema() -> dict[str, Any]:
+    """A predictor is a pod's spec and more."""
+    predictor: dict[str, Any] = schema("inferenceservices")["properties"]["spec"]["properties"]["predictor"]
+    return predictor
+
+
+def test_manifests_are_there() -> None:
+    kinds = [each.kind for each in manifests()]
+    assert {kind: kinds.count(kind) for kind in ("ClusterServingRuntime", "InferenceService", "ScaledObject")} == {
+        "ClusterServingRuntime": 2,
+        "InferenceService": 3,
+        "ScaledObject": 1,
+    }
+    assert len(list(containers())) == 4
+
+
+@pytest.mark.parametrize("manifest", [each for each in manifests() if each.kind], ids=str)
+def test_manifest_is_of_the_version_that_is_meant(manifest: Manifest) -> None:
+    assert manifest.document["apiVersion"] == VERSIONS[manifest.kind]
+
+
+@pytest.mark.parametrize("manifest", of_kind(*SCHEMAS), ids=str)
+def test_manifest_of_kserve_is_valid_by_its_schema(manifest: Manifest) -> None:
+    validate(manifest.document, schema(SCHEMAS[manifest.kind]))
+
+
+@pytest.mark.parametrize("manifest", of_kind("Deployment"), ids=str)
+def test_deployment_has_a_pod_valid_by_the_schema(manifest: Manifest) -> None:
+    validate(manifest.spec["template"]["spec"], pod_schema())
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        (("spec", "containers", 0, "readinesProbe"), {}),
+        (("spec", "containers", 0, "ports", 0, "containerPort"), "8001"),
+        (("spec", "containers", 0, "readinessProbe", "grpc"), {"service": ""}),
+        (("spec", "terminationGracePeriodSeconds"), 45),
+        (("spec", "protocolVersions"), "grpc-v2"),
+    ],
+    ids=lambda value: ".".join(map(str, value)) if isinstance(value, tuple) else "",
+)
+def test_schema_refuses_what_kserve_would_refuse_or_drop(path: tuple[str | int, ...], value: object) -> None:
+    broken = copy.deepcopy(of_kind("ClusterServingRuntime")[0].document)
+    place: Any = broken
+    for step in path[:-1]:
+        place = place[step]
+    place[path[-1]] = value
+    with pytest.raises(jsonschema.ValidationError):
+        validate(broken, schema("clusterservingruntimes"))
+
+
+@every_container
+def test_container_runs_a_command_line_that_paceline_accepts(container: Container) -> None:
+    assert container.args[0] == "serve"
+    accepted(container.args)
+
+
+@every_container
+def test_container_declares_the_ports_that_its_command_opens(container: Container) -> None:
+    flags = accepted(container.args)
+    declared = {port["name"]: port["containerPort"] for port in container.body["ports"]}
+    if container.kserve:
+        # One alone, which Knative and raw mode both take for HTTP/2.
+        assert declared == {"h2c": flags["grpc_port"]}
+    else:
+        assert declared == {"grpc": flags["grpc_port"], "metrics": flags["metrics_port"]}
+
+
+@every_container
+def test_container_is_scraped_where_its_metrics_are(container: Container) -> None:
+    prefix = "prometheus.kserve.io" if container.kserve else "prometheus.io"
+    assert container.annotations[f"{prefix}/port"] == str(accepted(container.args)["metrics_port"])
+    assert container.annotations[f"{prefix}/path"] == "/metrics"
+
+
+@every_container
+def test_container_is_probed_on_its_port_for_services_that_say_what_is_meant(container: Container) -> None:
+    probes = {name: container.body[f"{name}Probe"] for name in ("startup", "readiness", "liveness")}
+    asked = {name: (probe["grpc"]["port"], probe["grpc"].get("service", "")) for name, probe in probes.items()}
+    port = accepted(container.args)["grpc_port"]
+    assert asked == {"startup": (port, LIVENESS), "readiness": (port, ""), "liveness": (port, LIVENESS)}
+    assert probes["startup"]["periodSeconds"] * probes["startup"]["failureThreshold"] >= MODEL_LOAD_S
+
+
+def runtime_of(service: Manifest) -> Container:
+    name = service.spec["predictor"]["model"]["runtime"]
+    (found,) = (each for each in containers() if each.where.endswith(f"ClusterServingRuntime {name}"))
+    return found
+
+
+def graces() -> Iterator[Any]:
+    """What runs, with the pod's grace and the pause before SIGTERM; an InferenceService may change its runtime's."""
+    for each in containers():
+        yield pytest.param(each, each.grace_s, each.pause_s, id=str(each))
+    for service in of_kind("InferenceService"):
+        predictor = service.spec["predictor"]
+        if "model" in predictor:
+            runtime = runtime_of(service)
+            own = Container(
+                str(service), True, predictor["model"], {}, predictor.get("terminationGracePeriodSeconds", 30)
+            )
+            yield pytest.param(runtime, own.grace_s, own.pause_s, id=str(service))
+
+
+@pytest.mark.parametrize(("container", "grace_s", "pause_s"), list(graces()))
+def test_container_has_the_time_to_end_in_order(container: Container, grace_s: int, pause_s: float) -> None:
+    assert pause_s + accepted(container.args)["exit_timeout_secs"] + LAST_WORDS_S < grace_s
+
+
+def test_last_words_take_as_long_as_the_manifests_assume() -> None:
+    assert f"_LONGEST_WORDS_S = 1.0, {LAST_WORDS_S}.0" in inspect.getsource(app)
+
+
+@every_container
+def test_container_has_no_privileges_and_writes_nowhere(container: Container) -> None:
+    given = container.body["securityContext"]
+    assert given["capabilities"] == {"drop": ["ALL"]}
+    assert given["runAsNonRoot"] is given["readOnlyRootFilesystem"] is True
+    assert given["allowPrivilegeEscalation"] is given["privileged"] is False
+
+
+@every_container
+def test_container_asks_for_what_it_may_use(container: Container) -> None:
+    resources = container.body["resources"]
+    assert resources["requests"].keys() == resources["limits"].keys() >= {"cpu", "memory"}
+    assert ("nvidia.com/gpu" in resources["limits"]) == container.body["image"].endswith(":cuda")
+
+
+@every_container
+def test_container_computes_on_as_many_threads_as_it_may(container: Container) -> None:
+    backends = parse_backend_config(accepted(container.args)["backend_config"])
+    assert backends.parameters["intra_op_thread_count"] == container.body["resources"]["limits"]["cpu"]
+
+
+@pytest.mark.parametrize("manifest", of_kind("InferenceService"), ids=str)
+def test_inference_service_names_a_runtime_that_serves_its_format_and_protocol(manifest: Manifest) -> None:
+    model = manifest.spec["predictor"].get("model")
+    if model is None:
+        (container,) = manifest.spec["predictor"]["containers"]
+        assert [each["name"] for each in container["env"]] == ["STORAGE_URI"]
+        return
+    (runtime,) = (each for each in of_kind("ClusterServingRuntime") if each.name == model["runtime"])
+    assert model["protocolVersion"] in runtime.spec["protocolVersions"]
+    assert model["modelFormat"]["name"] in {each["name"] for each in runtime.spec["supportedModelFormats"]}
+
+
+def test_knative_example_uses_nothing_that_knative_refuses() -> None:
+    (manifest,) = (each for each in of_kind("InferenceService") if each.file.name == "knative.yaml")
+    predictor = manifest.spec["predictor"]
+    assert "terminationGracePeriodSeconds" not in predictor
+    assert "lifecycle" not in predictor["model"]
+
+
+def test_runtimes_use_nothing_that_knative_refuses() -> None:
+    for manifest in of_kind("ClusterServingRuntime"):
+        (container,) = manifest.spec["containers"]
+        assert container["name"] == "kserve-container"
+        assert "lifecycle" not in container
+
+
+@pytest.mark.parametrize("manifest", of_kind("Service"), ids=str)
+def test_service_finds_its_pods_and_their_ports(manifest: Manifest) -> None:
+    deployment = whole_deployment()
+    assert manifest.spec["selector"].items() <= deployment["template"]["metadata"]["labels"].items()
+    ports = {port["name"]: port["containerPort"] for port in deployment["template"]["spec"]["containers"][0]["ports"]}
+    for port in manifest.spec["ports"]:
+        assert port["port"] == ports[port["targetPort"]]
+        assert (port.get("appProtocol") == "kubernetes.io/h2c") == (port["name"] == "grpc")
+
+
+@pytest.mark.parametrize("manifest", of_kind("PodDisruptionBudget"), ids=str)
+def test_disruption_budget_is_of_pods_that_are_there(manifest: Manifest) -> None:
+    labels = [whole_deployment()["template"]["metadata"]["labels"]]
+    labels += [{"serving.kserve.io/inferenceservice": each.name} for each in of_kind("InferenceService")]
+    selected = manifest.spec["selector"]["matchLabels"].items()
+    assert any(selected <= each.items() for each in labels)
+
+
+@pytest.mark.parametrize("manifest", of_kind("HorizontalPodAutoscaler", "ScaledObject"), ids=str)
+def test_autoscaler_scales_the_deployment(manifest: Manifest) -> None:
+    (deployment,) = (each for each in of_kind("Deployment") if "selector" in each.spec)
+    target = {"apiVersion": deployment.document["apiVersion"], "kind": deployment.kind, "name": deployment.name}
+    assert manifest.spec["scaleTargetRef"] == target
+    least = manifest.spec.get("minReplicas") or manifest.spec["minReplicaCount"]
+    most = manifest.spec.get("maxReplicas") or manifest.spec["maxReplicaCount"]
+    assert deployment.spec["replicas"] <= least < most
+
+
+def whole_deployment() -> dict[str, Any]:
+    (deployment,) = (each.spec for each in of_kind("Deployment") if "selector" in each.spec)
+    return deployment
+
+
+@pytest.mark.parametrize("manifest", of_kind("Kustomization"), ids=str)
+def test_kustomization_names_files_that_exist_and_images_that_are_used(manifest: Manifest) -> None:
+    folder = manifest.file.parent
+    named = [*manifest.document["resources"], *(each["path"] for each in manifest.document.get("patches", ()))]
+    assert all((folder / name).exists() for name in named)
+    files = {
+        each.file.name for each in manifests() if each.file.parent == folder and each.kind not in ("", "Kustomization")
+    }
+    assert files <= set(named)
+    images = {each.body["image"].partition(":")[0] for each in containers()}
+    assert {each["name"] for each in manifest.document.get("images", ())} <= images
+
+
+def metrics_named() -> set[str]:
+    return {name for folder in FOLDERS for file in folder.rglob("*.yaml") for name in _METRIC.findall(file.read_text())}
+
+
+@pytest.mark.parametrize("container", list(containers()), ids=str)
+def test_container_serves_what_its_probes_and_autoscalers_ask_for(container: Container, tmp_path: Path) -> None:
+    """A real server, with the container's flags."""
+    models.write(models.add_sub(), tmp_path / "model.onnx")
+    flags = [word for word in container.args[1:] if word.startswith("--")]
+    kserve = {"STORAGE_URI": str(tmp_path), "INFERENCE_SERVICE_NAME": "rendered"} if container.kserve else {}
+    paths = () if container.kserve else (tmp_path,)
+    probed = {
+        container.body[f"{name}Probe"]["grpc"].get("service", "") for name in ("startup", "readiness", "liveness")
+    }
+    with ServerProcess(*paths, args=flags, env=kserve) as server, InferenceClient(server.target) as client:
+        assert client.model_ready("rendered" if container.kserve else tmp_path.name)
+        assert {client.health(service) for service in probed} == {"SERVING"}
+        there = {name.partition("{")[0] for name in server.metrics()}
+    assert metrics_named() == {"nv_inference_pending_request_count"} <= there

@@ -1,0 +1,71 @@
+"""As containers run it: user 1000, no home, no capability, nothing writable.
+
+The environment that the image would have is looked for in PACELINE_IMAGE_ROOT, else where `make witness` makes it.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from clients import InferenceClient
+from tests import models
+from tests.deploy.sandbox import read_only_as_nobody, why_not
+from tests.harness import REPO, ServerProcess
+
+ROOT = Path(os.environ.get("PACELINE_IMAGE_ROOT", REPO / ".witness" / "container"))
+INSTALLED = ROOT / "opt" / "paceline" / "bin"
+SOURCE_TREE = (sys.executable, "-m", "server")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _sandbox() -> None:
+    if reason := why_not():
+        pytest.skip(reason)
+
+
+@pytest.fixture
+def storage() -> Iterator[Path]:
+    """A folder that user 1000 can read, with a model in it; pytest's own folders are closed to others."""
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder).chmod(0o755)
+        models.write(models.add_sub(), Path(folder) / "m" / "1" / "model.onnx")
+        yield Path(folder)
+
+
+def program(which: str) -> tuple[str, ...]:
+    if which == "source tree":
+        return SOURCE_TREE
+    if not (INSTALLED / "paceline").exists():
+        pytest.skip("the image's environment isn't there: `make witness` makes it")
+    return (str(INSTALLED / "python"), str(INSTALLED / "paceline"))
+
+
+@pytest.mark.parametrize("which", ["source tree", "image's environment"])
+def test_server_where_nothing_is_writable_serves_and_ends_in_order(storage: Path, which: str) -> None:
+    nowhere = {"HOME": "/nonexistent", "PYTHONDONTWRITEBYTECODE": "1"}
+    command = (*read_only_as_nobody(), *program(which))
+    with ServerProcess(storage, env=nowhere, program=command) as server:
+        assert "Uid:\t1000\t1000\t1000\t1000" in Path(f"/proc/{server.pid}/status").read_text()
+        with InferenceClient(server.target) as client:
+            ones = np.ones((1, 16), np.int32)
+            assert (client.infer("m", {"INPUT0": ones, "INPUT1": ones})["OUTPUT0"] == 2).all()
+            assert client.server_ready()
+        assert server.metrics()['nv_inference_request_success{model="m",version="1"}'] == 1
+        assert server.terminate() == 0
+    assert not [line for line in server.log if line["level"] != "INFO"]
+
+
+def test_image_has_no_pip_and_names_all_that_it_has() -> None:
+    if not INSTALLED.exists():
+        pytest.skip("the image's environment isn't there: `make witness` makes it")
+    (packages,) = INSTALLED.parent.glob("lib/python3.*/site-packages")
+    names = {path.name.partition("-")[0].lower() for path in packages.glob("*.dist-info")}
+    assert {"paceline", "grpcio", "onnxruntime", "numpy", "protobuf"} <= names
+    assert not {"pip", "setuptools", "onnxruntime_gpu"} & names

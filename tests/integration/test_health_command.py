@@ -1,0 +1,49 @@
+"""`paceline health`, what a container's HEALTHCHECK runs, against a real server."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests import models
+from tests.harness import REPO, ServerProcess
+
+LIVENESS = ("--service", "liveness")
+
+
+def health(target: str, *args: str, env: dict[str, str] | None = None) -> tuple[int, str, str]:
+    where = () if env else ("--server", target)
+    command = [sys.executable, "-m", "server", "health", *where, *args]
+    done = subprocess.run(command, cwd=REPO, env=env, capture_output=True, text=True, timeout=60, check=False)
+    return done.returncode, done.stdout.strip(), done.stderr.strip()
+
+
+def test_health_of_a_server_that_takes_requests_is_0(tmp_path: Path) -> None:
+    models.write(models.add_sub(), tmp_path / "m" / "1" / "model.onnx")
+    with ServerProcess(tmp_path) as server:
+        assert health(server.target) == (0, "SERVING", "")
+        assert health(server.target, *LIVENESS) == (0, "SERVING", "")
+        assert health(server.target, env={"PACELINE_HEALTH_SERVER": server.target}) == (0, "SERVING", "")
+        status, _, said = health(server.target, "--service", "nope")
+        assert status == 1
+        assert "unknown service 'nope'" in said
+
+
+def test_health_of_a_server_that_lacks_a_model_is_1_and_its_liveness_0(tmp_path: Path) -> None:
+    models.write(models.add_sub(), tmp_path / "good" / "1" / "model.onnx")
+    (tmp_path / "bad" / "1").mkdir(parents=True)
+    (tmp_path / "bad" / "1" / "model.onnx").write_bytes(b"no model")
+    with ServerProcess(tmp_path) as server:
+        assert health(server.target) == (1, "NOT_SERVING", "")
+        assert health(server.target, *LIVENESS) == (0, "SERVING", "")
+
+
+@pytest.mark.parametrize("service", [(), LIVENESS], ids=["readiness", "liveness"])
+def test_health_where_nobody_listens_is_1_with_one_line(service: tuple[str, ...]) -> None:
+    status, said, complained = health("127.0.0.1:1", "--timeout", "5", *service)
+    assert (status, said) == (1, "")
+    assert complained.startswith("Error: ")
+    assert "\n" not in complained
