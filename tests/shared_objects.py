@@ -20,7 +20,7 @@ FOLDER = Path("/dev/shm")
 
 
 class SharedObject:
-    """A POSIX shared memory object, `key` being what a client would register. `held_by` counts those of one `prefix`."""
+    """A POSIX shared memory object, `key` being what a client would register. `held_by` counts by the prefix."""
 
     def __init__(self, size: int, prefix: str = "paceline-test-") -> None:
         self.key = f"/{prefix}{secrets.token_hex(6)}"
