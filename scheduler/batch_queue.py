@@ -20,7 +20,7 @@ from scheduler.lazy_heap import LazyHeap
 from scheduler.policy import NEVER, BatchPolicy, TimeoutAction
 from scheduler.returns import Returns
 from scheduler.sizing import Cut, Sizing, Unreachable
-from scheduler.waiting import Waiting
+from scheduler.waiting import Room, Waiting
 
 __all__ = ["Batch", "BatchQueue", "Entry", "Step", "Unreachable"]
 
@@ -68,9 +68,9 @@ class BatchQueue(Generic[T]):
     delay, to walk the first batch of a lane anew from which something was cancelled.
     """
 
-    def __init__(self, policy: BatchPolicy, instances: int = 1) -> None:
+    def __init__(self, policy: BatchPolicy, instances: int = 1, room: Room | None = None) -> None:
         self.policy = policy
-        self._waiting = Waiting(policy)
+        self._waiting = Waiting(policy, room)
         self.latency = LatencyModel(policy.max_batch_rows)
         self._returns = Returns()
         configured = policy.max_queue_delay_ns or policy.preferred_batch_rows or policy.max_batch_requests

@@ -30,6 +30,7 @@ from scheduler.lane import Entry
 from scheduler.observer import BatchReport, Drop, GuardedObserver, NullObserver, Observer
 from scheduler.policy import NEVER, BatchPolicy
 from scheduler.runner import Outcome, Runner
+from scheduler.waiting import Room
 from scheduler.watchdog import Watchdog
 
 __all__ = ["BatchFacts", "Batcher", "Hangs", "Pending"]
@@ -101,7 +102,7 @@ class Batcher(Generic[P, R]):
 
     `runners` are started by `start` and stopped by `close`. `isolates` says of an instance's error whether some of the
     requests may be to blame, so that running the batch again in halves could help; by default every error is. `hangs`
-    is told of runners given up.
+    is told of runners given up. `room` is what its queue shares with those of other models.
     All methods must be called on the event loop that ran `start`.
     """
 
@@ -114,6 +115,7 @@ class Batcher(Generic[P, R]):
         observer: Observer | None = None,
         isolates: Callable[[BaseException], bool] = lambda error: True,
         hangs: Hangs | None = None,
+        room: Room | None = None,
     ) -> None:
         self.policy = policy
         self._clock: Clock = clock or MonotonicClock()
@@ -121,7 +123,7 @@ class Batcher(Generic[P, R]):
         self._isolates = isolates
         self._hangs = hangs
         self._watchdog: Watchdog[Runner[P, R]] | None = None
-        self._queue: BatchQueue[Pending[P, R]] = BatchQueue(policy, len(runners))
+        self._queue: BatchQueue[Pending[P, R]] = BatchQueue(policy, len(runners), room)
         self._runners = tuple(runners)
         self._idle: list[Runner[P, R]] = []
         self._running: dict[Runner[P, R], Batch[Pending[P, R]]] = {}

@@ -38,11 +38,12 @@ class RequestTooLarge(SchedulerError):
 
 
 class QueueFull(SchedulerError):
-    """The queue holds as many requests, rows or bytes (`what`) as its policy allows."""
+    """The queue holds as many requests, rows or bytes (`what`) as its policy allows, or as `whose` queues may
+    hold together."""
 
-    def __init__(self, limit: int, what: str = "requests") -> None:
+    def __init__(self, limit: int, what: str = "requests", whose: str = "") -> None:
         self.what = what
-        super().__init__(f"Exceeds maximum queue size of {limit} {what}")
+        super().__init__(f"Exceeds maximum queue size of {limit} {what}{f' of {whose}' if whose else ''}")
 
 
 class DeadlineExceeded(SchedulerError):

@@ -12,7 +12,25 @@ from scheduler.errors import QueueFull
 from scheduler.lane import Entry
 from scheduler.policy import BatchPolicy
 
-__all__ = ["Waiting"]
+__all__ = ["Room", "Waiting"]
+
+
+class Room:
+    """What waits in several queues together, and how much may: requests and bytes, 0 for any number. For queues of one
+    thread."""
+
+    __slots__ = ("max_bytes", "max_requests", "requests", "size_bytes")
+
+    def __init__(self, max_requests: int, max_bytes: int) -> None:
+        self.max_requests, self.max_bytes = max_requests, max_bytes
+        self.requests = self.size_bytes = 0
+
+    def refuse_if_full(self, size_bytes: int) -> None:
+        """Raise QueueFull if a request of that size would be one too many."""
+        if self.max_requests and self.requests >= self.max_requests:
+            raise QueueFull(self.max_requests, whose="all models")
+        if self.max_bytes and self.size_bytes + size_bytes > self.max_bytes:
+            raise QueueFull(self.max_bytes, "bytes", whose="all models")
 
 
 class _Level:
@@ -23,14 +41,25 @@ class _Level:
 
 
 class Waiting:
-    """Requests, rows and bytes that wait."""
+    """Requests, rows and bytes that wait in one queue, which shares `room` with others."""
 
-    __slots__ = ("_has_levels", "_levels", "_max_bytes", "_max_rows", "is_bounded", "requests", "rows", "size_bytes")
+    __slots__ = (
+        "_has_levels",
+        "_levels",
+        "_max_bytes",
+        "_max_rows",
+        "_room",
+        "is_bounded",
+        "requests",
+        "rows",
+        "size_bytes",
+    )
 
-    def __init__(self, policy: BatchPolicy) -> None:
+    def __init__(self, policy: BatchPolicy, room: Room | None = None) -> None:
         self.requests = self.rows = self.size_bytes = 0
         self._max_rows, self._max_bytes = policy.limits.max_rows, policy.limits.max_bytes
-        self.is_bounded = bool(self._max_rows or self._max_bytes)
+        self._room = room
+        self.is_bounded = bool(self._max_rows or self._max_bytes or room is not None)
         self._has_levels = policy.priority_levels > 0
         self._levels: dict[int, _Level] = {}
 
@@ -58,12 +87,17 @@ class Waiting:
             raise QueueFull(self._max_rows, "rows")
         if self._max_bytes and self.size_bytes + size_bytes > self._max_bytes:
             raise QueueFull(self._max_bytes, "bytes")
+        if self._room is not None:
+            self._room.refuse_if_full(size_bytes)
 
     def count(self, entry: Entry[Any], sign: int) -> None:
         """An entry has come (`sign` 1) or left (-1)."""
         self.requests += sign
         self.rows += sign * entry.rows
         self.size_bytes += sign * entry.size_bytes
+        if (room := self._room) is not None:
+            room.requests += sign
+            room.size_bytes += sign * entry.size_bytes
         if self._has_levels:
             self._count_level(entry, sign)
 
