@@ -20,15 +20,18 @@ from typing import Protocol
 from backends import registry
 from backends.base import Backend
 from backends.errors import LoadError
+from scheduler.waiting import Room
 from server.addresses import host_and_port, resolve
 from server.calls import HeaderForwarding, HeaderPassing
 from server.config import ControlMode, Settings
 from server.configuration import Configuration
 from server.errors import StartError
 from server.fronts.fleet import Fleet
+from server.gate import Usage
 from server.inference import Inference
 from server.layout import Layout, ModelFolder
-from server.listener import Listener
+from server.limit_metrics import LimitCollector, LimitShown
+from server.listener import Listener, check_access
 from server.loader import LoadDefaults
 from server.metrics import Metrics
 from server.metrics_endpoint import MetricsEndpoint
@@ -103,6 +106,9 @@ class _Front(Protocol):
 
     async def wait_for_termination(self) -> None: ...
 
+    @property
+    def usage(self) -> Usage: ...
+
 
 class Server:
     """One server: models, gRPC port, metrics port. `start` and `stop` must run on the same event loop."""
@@ -112,6 +118,7 @@ class Server:
         self._metrics = Metrics()
         self._regions = Regions(settings.max_client_shm_regions) if settings.allow_client_shm else None
         self._tracer = Tracer(settings.trace)
+        self._room = Room(settings.limits.queued_requests, settings.limits.queued_bytes)
         self.repository = Repository(
             self._metrics,
             backend_of or partial(registry.backend, shared_threads=settings.backend_config.shared_threads),
@@ -121,6 +128,8 @@ class Server:
             load_retries=settings.model_load_retry_count,
             regions=self._regions,
             tracer=self._tracer,
+            max_models=settings.limits.models,
+            room=self._room,
         )
         self._layout = Layout(settings.paths, settings.model_config_name, settings.model_name)
         self.poller = Poller(self._layout, self.repository, settings.repository_poll_secs)
@@ -148,6 +157,7 @@ class Server:
         self._endpoint: MetricsEndpoint | None = None
         self._why_closed = "starting"
         self._front: _Front = self._fronts() or Listener(settings, self._service.add_to, self._streaming.close)
+        self._metrics.add_limits(self._limits())
         self.grpc_port = 0
 
     @property
@@ -160,6 +170,7 @@ class Server:
         try:
             self._open_metrics()
             _refuse_port_in_use(self._settings.grpc_address, self._settings.grpc_port)
+            check_access(self._settings)
             self._start_tracer()
             await self._shared_memory.look_for_gpus()
             await self._load()
@@ -237,6 +248,23 @@ class Server:
     def _probes(self) -> dict[str, LoopProbe]:
         loop = asyncio.get_running_loop()
         return {"/livez": LoopProbe(loop), "/readyz": LoopProbe(loop, self._why_not_ready)}
+
+    def _limits(self) -> LimitCollector:
+        settings, limits, regions = self._settings, self._settings.limits, self._regions
+        shown = (
+            LimitShown("message_bytes", limits.message_bytes),
+            LimitShown("metadata_bytes", limits.metadata_bytes),
+            LimitShown("rpcs", limits.rpcs, lambda: self._front.usage.rpcs),
+            LimitShown("streams", limits.streams, lambda: self._front.usage.streams),
+            LimitShown("stream_requests", settings.grpc_max_stream_requests),
+            LimitShown("queued_requests", limits.queued_requests, lambda: self._room.requests),
+            LimitShown("queued_bytes", limits.queued_bytes, lambda: self._room.size_bytes),
+            LimitShown(
+                "client_shm_regions", settings.max_client_shm_regions, lambda: regions.registered if regions else 0
+            ),
+            LimitShown("models", limits.models, lambda: self.repository.places),
+        )
+        return LimitCollector(shown, lambda: self._front.usage.refused_by_reason)
 
     def _open_metrics(self) -> None:
         settings = self._settings

@@ -15,6 +15,7 @@ from scheduler.policy import NEVER
 from server.answering import Context
 from server.errors import InvalidRequest, StartError
 from server.parameters import is_reserved
+from server.restrictions import HEADER_PREFIX
 
 __all__ = [
     "NOTHING_SENT",
@@ -111,18 +112,23 @@ class HeaderForwarding:
 
     def headers(self, context: Context) -> dict[str, str]:
         """The headers to forward; one that comes several times joined by commas, as gRPC has it, and those of bytes
-        left out, since a parameter is text.
+        left out, since a parameter is text, and so those that say who calls.
 
         Raises InvalidRequest for a name that means something as a parameter: a header must not set priorities.
         """
         found: dict[str, str] = {}
         for key, value in context.invocation_metadata():
-            if not isinstance(value, str) or not self._pattern.search(key):
+            if not isinstance(value, str) or _is_secret(key) or not self._pattern.search(key):
                 continue
             if is_reserved(key):
                 raise InvalidRequest(f"header '{key}' is reserved and can't be forwarded as a parameter")
             found[key] = f"{found[key]},{value}" if key in found else value
         return found
+
+
+def _is_secret(key: str) -> bool:
+    """Whether a header is for this server alone; parameters are seen by others, such as backends."""
+    return key == "authorization" or key.startswith(HEADER_PREFIX)
 
 
 def add_headers(request: pb.ModelInferRequest, headers: Mapping[str, str]) -> None:

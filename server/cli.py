@@ -23,8 +23,10 @@ from server.backend_config import parse_backend_config
 from server.batch_policy import BatchDefaults
 from server.config import ControlMode, Settings
 from server.errors import StartError
+from server.flags import flag, network_flags, network_settings
 from server.kserve import models_to_serve
 from server.loop import SWITCH_INTERVAL_S, new_loop
+from server.tokens import line_of, new_token
 from server.trace_settings import parse_trace_config
 from server.tuning import keep_freed_memory
 from server.upstream_settings import UpstreamSettings, upstream_flags
@@ -35,7 +37,6 @@ _log = logging.getLogger("paceline.server")
 
 _LEVELS = ["none", "low", "medium", "high"]
 
-Decorator = Callable[[Any], Any]
 T = TypeVar("T")
 
 
@@ -43,11 +44,6 @@ T = TypeVar("T")
 @click.version_option(package_name="paceline", prog_name="paceline")
 def main() -> None:
     """A gRPC inference server that batches."""
-
-
-def _flag(name: str, default: object, what: str, *, also: str | None = None, **more: Any) -> Decorator:
-    names = [f"--{name}", *([also] if also else [])]
-    return click.option(*names, default=default, show_default=True, show_envvar=True, help=what, **more)
 
 
 class _Amount(click.FloatRange):
@@ -73,34 +69,35 @@ _AMOUNT = _Amount(0, 1_000_000)
     show_envvar=True,
     help="Another PATH, as Triton names it.",
 )
-@_flag("grpc-address", "0.0.0.0", "Address to listen on for gRPC.")
-@_flag("grpc-port", 8001, "Port for gRPC; 0 takes a free one.", type=click.IntRange(0, 65535))
-@_flag("grpc-max-stream-requests", 1024, "Unanswered requests of a stream.", type=click.IntRange(1))
-@_flag("grpc-header-forward-pattern", "", "Headers that become request parameters: a regular expression.")
-@_flag("grpc-infer-response-compression-level", "none", "How to compress responses.", type=click.Choice(_LEVELS))
-@_flag("frontends", 1, "Processes that speak gRPC; 1: the one with the models.", type=click.IntRange(1, 64))
-@_flag(
+@flag("grpc-address", "0.0.0.0", "Address to listen on for gRPC.")
+@flag("grpc-port", 8001, "Port for gRPC; 0 takes a free one.", type=click.IntRange(0, 65535))
+@flag("grpc-max-stream-requests", 1024, "Unanswered requests of a stream.", type=click.IntRange(1))
+@flag("grpc-header-forward-pattern", "", "Headers that become request parameters: a regular expression.")
+@flag("grpc-infer-response-compression-level", "none", "How to compress responses.", type=click.Choice(_LEVELS))
+@network_flags
+@flag("frontends", 1, "Processes that speak gRPC; 1: the one with the models.", type=click.IntRange(1, 64))
+@flag(
     "frontend-memory-mb",
     1024,
     "Most MiB of tensors on their way to a frontend, and from it.",
     type=click.IntRange(1, 1_048_576),
 )
-@_flag("allow-metrics", True, "Whether to serve metrics.", type=bool)
-@_flag("metrics-address", None, "Address to listen on for metrics; by default that of gRPC.")
-@_flag("metrics-port", 8002, "Port for GET /metrics; 0 takes a free one.", type=click.IntRange(0, 65535))
-@_flag("allow-client-shm", False, "Whether clients may register shared memory of theirs.", type=bool)
-@_flag("max-client-shm-regions", 256, "Shared memory regions that may be registered.", type=click.IntRange(1))
-@_flag("exit-timeout-secs", 30.0, "Grace for accepted requests at the end.", type=_AMOUNT)
-@_flag("execution-timeout-secs", 0.0, "Longest execution before its instance is replaced; 0: none is.", type=_AMOUNT)
-@_flag("exit-on-error", False, "End if any model fails to load, instead of serving the others.", type=bool)
-@_flag("strict-readiness", True, "Be ready only while every model is that should be.", type=bool)
-@_flag(
+@flag("allow-metrics", True, "Whether to serve metrics.", type=bool)
+@flag("metrics-address", None, "Address to listen on for metrics; by default that of gRPC.")
+@flag("metrics-port", 8002, "Port for GET /metrics; 0 takes a free one.", type=click.IntRange(0, 65535))
+@flag("allow-client-shm", False, "Whether clients may register shared memory of theirs.", type=bool)
+@flag("max-client-shm-regions", 256, "Shared memory regions that may be registered.", type=click.IntRange(1))
+@flag("exit-timeout-secs", 30.0, "Grace for accepted requests at the end.", type=_AMOUNT)
+@flag("execution-timeout-secs", 0.0, "Longest execution before its instance is replaced; 0: none is.", type=_AMOUNT)
+@flag("exit-on-error", False, "End if any model fails to load, instead of serving the others.", type=bool)
+@flag("strict-readiness", True, "Be ready only while every model is that should be.", type=bool)
+@flag(
     "model-control-mode",
     "none",
     "Serve all models (none), follow what changes on disk (poll), or load and unload by RPC (explicit).",
     type=click.Choice([mode.value for mode in ControlMode]),
 )
-@_flag("repository-poll-secs", 15.0, "How often to look, in mode poll.", type=_Amount(0, 1_000_000, min_open=True))
+@flag("repository-poll-secs", 15.0, "How often to look, in mode poll.", type=_Amount(0, 1_000_000, min_open=True))
 @click.option(
     "--load-model",
     multiple=True,
@@ -108,8 +105,8 @@ _AMOUNT = _Amount(0, 1_000_000)
     show_envvar=True,
     help="A model to load at the start, in mode explicit; '*' alone: all.",
 )
-@_flag("model-load-thread-count", 4, "Models to load at the same time.", type=click.IntRange(1))
-@_flag("model-load-retry-count", 0, "How often to try a load again that fails.", type=click.IntRange(0))
+@flag("model-load-thread-count", 4, "Models to load at the same time.", type=click.IntRange(1))
+@flag("model-load-retry-count", 0, "How often to try a load again that fails.", type=click.IntRange(0))
 @click.option(
     "--backend-config",
     multiple=True,
@@ -123,11 +120,11 @@ _AMOUNT = _Amount(0, 1_000_000)
     show_envvar=True,
     help="Serve no model whose configuration doesn't spell out its tensors.",
 )
-@_flag("model-config-name", "", "Configuration to read in a model's folder, configs/NAME.pbtxt, if it is there.")
-@_flag("model-name", "", "Name of the one model, unless it lies in a repository.", also="--model_name")
-@_flag("allow-op-libraries", False, "Whether models may bring operators of their own, code run here.", type=bool)
-@_flag("allow-python-models", False, "Whether models may be Python code, run in processes of its own.", type=bool)
-@_flag("allow-remote-settings", False, "Whether RPCs may change how the server logs and traces.", type=bool)
+@flag("model-config-name", "", "Configuration to read in a model's folder, configs/NAME.pbtxt, if it is there.")
+@flag("model-name", "", "Name of the one model, unless it lies in a repository.", also="--model_name")
+@flag("allow-op-libraries", False, "Whether models may bring operators of their own, code run here.", type=bool)
+@flag("allow-python-models", False, "Whether models may be Python code, run in processes of its own.", type=bool)
+@flag("allow-remote-settings", False, "Whether RPCs may change how the server logs and traces.", type=bool)
 @click.option(
     "--trace-config",
     multiple=True,
@@ -135,14 +132,14 @@ _AMOUNT = _Amount(0, 1_000_000)
     show_envvar=True,
     help="What to trace, and into which file.",
 )
-@_flag("max-batch-size", None, "Rows of a batch; by default 32. *", type=click.IntRange(1), also="--max-batchsize")
-@_flag("max-queue-delay-microseconds", None, "Longest wait for company. *", type=click.IntRange(0))
-@_flag("max-latency", None, "The same in milliseconds, as KServe's batcher has it. *", type=_AMOUNT)
-@_flag("max-batch-time", None, "The same in seconds, as MLServer has it. *", type=_AMOUNT)
-@_flag("timeout", None, "Longest wait at all, in seconds. *", type=_AMOUNT)
-@_flag("id", "paceline", "Name of this server in its metadata.")
-@_flag("log-level", "info", "Least important lines to log.", type=click.Choice(["debug", "info", "warning", "error"]))
-@_flag("log-format", "text", "How to log.", type=click.Choice(["text", "json"]))
+@flag("max-batch-size", None, "Rows of a batch; by default 32. *", type=click.IntRange(1), also="--max-batchsize")
+@flag("max-queue-delay-microseconds", None, "Longest wait for company. *", type=click.IntRange(0))
+@flag("max-latency", None, "The same in milliseconds, as KServe's batcher has it. *", type=_AMOUNT)
+@flag("max-batch-time", None, "The same in seconds, as MLServer has it. *", type=_AMOUNT)
+@flag("timeout", None, "Longest wait at all, in seconds. *", type=_AMOUNT)
+@flag("id", "paceline", "Name of this server in its metadata.")
+@flag("log-level", "info", "Least important lines to log.", type=click.Choice(["debug", "info", "warning", "error"]))
+@flag("log-format", "text", "How to log.", type=click.Choice(["text", "json"]))
 @upstream_flags
 def serve(
     paths: tuple[Path, ...],
@@ -185,6 +182,7 @@ def serve(
     id: str,
     log_level: str,
     log_format: str,
+    **network: Any,
 ) -> None:
     """Serve models over gRPC until SIGTERM or SIGINT.
 
@@ -238,6 +236,7 @@ def serve(
         allow_remote_settings=allow_remote_settings,
         trace=tracing,
         upstream=upstream,
+        **network_settings(network),
         batching=BatchDefaults(
             max_batch_rows=_first_given(max_batch_size, backends.max_batch_rows, BatchDefaults().max_batch_rows),
             max_queue_delay_ns=_delay_ns(max_queue_delay_microseconds, max_latency, max_batch_time),
@@ -252,6 +251,18 @@ def serve(
             runner.run(_serve(settings, click.get_current_context().obj))
     except StartError as error:
         raise click.ClickException(str(error)) from None
+
+
+@main.command()
+@click.argument("name")
+def token(name: str) -> None:
+    """Make a token for NAME, and the line of --grpc-token-file that makes it good."""
+    secret = new_token()
+    try:
+        line = line_of(name, secret)
+    except ValueError as error:
+        raise click.UsageError(str(error)) from None
+    click.echo(f"token, for its user alone: {secret}\nline of the file: {line}")
 
 
 main.add_command(infer)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
 
 from server.backend_config import BackendConfig
 from server.batch_policy import BatchDefaults
+from server.limits import Connections, Limits
+from server.restrictions import Restriction
+from server.tls import TlsFiles
 from server.trace_settings import TraceConfig
 from server.upstream_settings import UpstreamSettings
 
@@ -69,3 +73,8 @@ class Settings:
     allow_python_models: bool = False
     trace: TraceConfig = field(default_factory=TraceConfig)
     upstream: UpstreamSettings | None = None
+    tls: TlsFiles | None = None
+    token_file: Path | None = None
+    restrictions: Mapping[str, Restriction] = field(default_factory=dict)
+    limits: Limits = field(default_factory=Limits)
+    connections: Connections = field(default_factory=Connections)

@@ -11,6 +11,7 @@ ServerError
 ├── InternalError    something unforeseen in the process with the models, told by a front
 ├── ConfigError      a model's configuration asks for the impossible; fails its load
 └── LoadFailed       a load that was asked for failed, for whatever reason; what served before goes on serving
+    └── TooManyModels    as many models as allowed
 StartError           the server can't start; one line for the console
 """
 
@@ -57,6 +58,7 @@ __all__ = [
     "RegionNotFound",
     "ServerError",
     "StartError",
+    "TooManyModels",
     "TooManyRegions",
     "status_of",
 ]
@@ -110,6 +112,13 @@ class LoadFailed(ServerError):
         self.reason = reason
 
 
+class TooManyModels(LoadFailed):
+    """No more models may serve."""
+
+    def __init__(self, model: str, limit: int) -> None:
+        super().__init__(model, f"there are {limit} models already, as many as --max-models allows")
+
+
 class StartError(Exception):
     """The server can't start; the message is the whole story, in one line."""
 
@@ -146,6 +155,7 @@ STATUS_OF: dict[type[BaseException], grpc.StatusCode] = {
     DeviceError: grpc.StatusCode.INTERNAL,
     ConfigError: grpc.StatusCode.INVALID_ARGUMENT,
     LoadFailed: grpc.StatusCode.INVALID_ARGUMENT,
+    TooManyModels: grpc.StatusCode.RESOURCE_EXHAUSTED,
     # The bases, for classes yet to come.
     SchedulerError: grpc.StatusCode.INTERNAL,
     BackendError: grpc.StatusCode.INTERNAL,

@@ -14,6 +14,7 @@ from google.protobuf.message import DecodeError, Message
 from google.protobuf.message_factory import GetMessageClass
 
 from protos import inference_pb2 as pb
+from server.gate import Registry
 from server.shortcuts import WireResponse
 from server.wire_request import RequestReader
 
@@ -23,7 +24,7 @@ _SERVICE = pb.DESCRIPTOR.services_by_name["GRPCInferenceService"]
 METHODS: Sequence[MethodDescriptor] = tuple(_SERVICE.methods)
 
 
-def add_handlers(server: grpc.aio.Server, handlers: dict[str, Any]) -> None:
+def add_handlers(server: Registry, handlers: dict[str, Any]) -> None:
     """Register the service with `server`, each of its methods by name."""
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(_SERVICE.full_name, handlers),))
 

@@ -15,10 +15,13 @@ from grpc_health.v1 import health_pb2_grpc
 from server.addresses import host_and_port
 from server.config import Settings
 from server.errors import StartError
+from server.gate import Admission, Gate, Registry, Usage
 from server.health import HealthService
 from server.reflection import INFERENCE_SERVICE, Reflection
+from server.tls import Certificates, TlsFiles
+from server.tokens import Tokens
 
-__all__ = ["COMPRESSION_LEVELS", "GRPC_OPTIONS", "Listener"]
+__all__ = ["COMPRESSION_LEVELS", "GRPC_OPTIONS", "Listener", "check_access", "open_tokens"]
 
 _MAX_MESSAGE_BYTES = 2**31 - 1
 GRPC_OPTIONS = (
@@ -32,6 +35,22 @@ GRPC_OPTIONS = (
 COMPRESSION_LEVELS = {"none": 0, "low": 1, "medium": 2, "high": 3}
 
 
+def open_tokens(settings: Settings) -> Tokens | None:
+    """The tokens that callers need; None if they need none. Raises StartError."""
+    if settings.token_file is None:
+        return None
+    tokens = Tokens(settings.token_file)
+    tokens.open()
+    return tokens
+
+
+def check_access(settings: Settings) -> None:
+    """Find out before minutes go into loading whether what callers need can be read. Raises StartError."""
+    open_tokens(settings)
+    if settings.tls is not None:
+        Certificates(settings.tls).credentials()
+
+
 class Listener:
     """Listens with what `add_services` adds. `streams` ends the streams that are open. `shares_port`: other processes
     of ours listen on the same port."""
@@ -39,7 +58,7 @@ class Listener:
     def __init__(
         self,
         settings: Settings,
-        add_services: Callable[[grpc.aio.Server], None],
+        add_services: Callable[[Registry], None],
         end_streams: Callable[[], None],
         *,
         shares_port: bool = False,
@@ -51,25 +70,39 @@ class Listener:
         self._health = HealthService([INFERENCE_SERVICE])
         self._reflection = Reflection()
         self._server: grpc.aio.Server | None = None
+        # All processes together have the limits.
+        self.admission = Admission(
+            max_rpcs=-(-settings.limits.rpcs // settings.frontends),
+            max_streams=-(-settings.limits.streams // settings.frontends),
+        )
 
     async def open(self, port: int) -> int:
         """Listen on `port`, on a free one if it is 0; the port. Raises StartError."""
         level = COMPRESSION_LEVELS[self._settings.grpc_infer_response_compression_level]
+        settings = self._settings
         options = dict(GRPC_OPTIONS) | {"grpc.default_compression_level": level}
+        options |= dict(settings.limits.grpc_options()) | dict(settings.connections.grpc_options())
         if self._shares_port:
             options["grpc.so_reuseport"] = 1
         server = grpc.aio.server(options=list(options.items()))
-        self._add_services(server)
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
-        self._reflection.add_to(server)
+        gate = Gate(self.admission, open_tokens(settings), settings.restrictions)
+        self._add_services(gate)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, gate)
+        self._reflection.add_to(gate)
+        server.add_generic_rpc_handlers((gate,))
         where = host_and_port(self._settings.grpc_address, port)
         try:
-            port = server.add_insecure_port(where)
+            port = _add_port(server, where, settings.tls)
         except RuntimeError:
             raise StartError(f"gRPC can't listen on {where}") from None
         self._server = server
         await _to_its_end(server.start())
         return port
+
+    @property
+    def usage(self) -> Usage:
+        """What is under way, and what was refused."""
+        return self.admission.usage()
 
     def set_serving(self, serving: bool) -> None:
         """What health says."""
@@ -99,3 +132,9 @@ async def _to_its_end(starting: Coroutine[Any, Any, None]) -> None:
         await asyncio.shield(task)
     finally:
         await asyncio.wait((task,))
+
+
+def _add_port(server: grpc.aio.Server, where: str, tls: TlsFiles | None) -> int:
+    if tls is None:
+        return server.add_insecure_port(where)
+    return server.add_secure_port(where, Certificates(tls).credentials())

@@ -19,6 +19,7 @@ from prometheus_client.utils import floatToGoString
 
 from server.exposition import exposition
 from server.host_metrics import HostCollector
+from server.limit_metrics import LimitCollector
 from server.model_statistics import DURATION_BOUNDS_NS, DurationHistogram, VersionStatistics
 
 __all__ = ["FrontsShown", "Metrics", "VersionMetrics", "WaitingRoom"]
@@ -108,6 +109,10 @@ class Metrics:
     def add_fronts(self, fronts: FrontsShown) -> None:
         """Show the processes that speak gRPC, where there are such."""
         self._registry.register(_FrontsCollector(fronts))
+
+    def add_limits(self, limits: LimitCollector) -> None:
+        """Show the server's limits."""
+        self._registry.register(limits)
 
     def text(self) -> bytes:
         """Everything, in Prometheus' text format 0.0.4."""

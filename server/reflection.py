@@ -17,6 +17,7 @@ from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection, reflection_pb2
 
 from protos import inference_pb2, model_config_pb2
+from server.gate import Registry
 
 __all__ = ["INFERENCE_SERVICE", "SERVICES", "Reflection"]
 
@@ -35,7 +36,7 @@ class Reflection:
         self._servicer = reflection.aio.ReflectionServicer(SERVICES, pool=_Pool(_pool()))  # type: ignore[attr-defined]
         self._closed = asyncio.Event()
 
-    def add_to(self, server: grpc.aio.Server) -> None:
+    def add_to(self, server: Registry) -> None:
         """Register both names with `server`."""
         for service in _REFLECTION_SERVICES:
             handler = grpc.stream_stream_rpc_method_handler(

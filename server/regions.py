@@ -48,9 +48,14 @@ class Regions:
     """
 
     def __init__(self, limit: int) -> None:
-        self._limit = limit
+        self.limit = limit
         self._registered: dict[str, Region] = {}
         self._leaving: WeakValueDictionary[str, Region] = WeakValueDictionary()
+
+    @property
+    def registered(self) -> int:
+        """How many there are."""
+        return len(self._registered)
 
     def refuse_unless_free(self, name: str) -> None:
         """Raise InvalidRequest for no name at all, which means all of them elsewhere, RegionExists, TooManyRegions."""
@@ -58,9 +63,9 @@ class Regions:
             raise InvalidRequest("failed to register shared memory region '': invalid args: expected a name")
         if name in self._registered:
             raise RegionExists(f"shared memory region '{name}' already in manager: unregister it before")
-        if len(self._registered) >= self._limit:
+        if len(self._registered) >= self.limit:
             raise TooManyRegions(
-                f"failed to register shared memory region '{name}': there are {self._limit} regions already, "
+                f"failed to register shared memory region '{name}': there are {self.limit} regions already, "
                 "as many as --max-client-shm-regions allows"
             )
 

@@ -19,8 +19,9 @@ from contextlib import AbstractContextManager, nullcontext
 from backends.base import Backend
 from backends.errors import BackendError
 from protos import model_config_pb2 as pb
+from scheduler.waiting import Room
 from server.entry import UNLOADED, Entry, IndexLine, ModelState
-from server.errors import InvalidRequest, LoadFailed, ModelNotFound, ModelNotReady, ServerError
+from server.errors import InvalidRequest, LoadFailed, ModelNotFound, ModelNotReady, ServerError, TooManyModels
 from server.layout import ModelFolder
 from server.loader import LoadDefaults, LoadedVersion, load_model
 from server.metrics import Metrics
@@ -43,6 +44,7 @@ class Repository:
     `backend_of` gives the backend for a name; LoadError if there is none. `defaults` are what flags say of models that
     don't say it themselves. `load_retries`: how often a load that fails for other reasons than the configuration of its
     model is tried again. `regions`: where tensors may lie besides in messages. `tracer`: who may trace batches.
+    `max_models`: how many may serve at a time, 0: any number. `room`: what their queues share.
     `on_change` is called whenever `ready` may have changed.
     """
 
@@ -57,7 +59,13 @@ class Repository:
         load_retries: int = 0,
         regions: Regions | None = None,
         tracer: Tracer | None = None,
+        max_models: int = 0,
+        room: Room | None = None,
     ) -> None:
+        self._room = room
+        self._max_models = max_models
+        # Names that have taken one of so many places: those that serve, and those that are being loaded.
+        self._places: set[str] = set()
         self._regions = regions
         self._tracer = tracer
         self.on_change: Callable[[], None] = lambda: None
@@ -101,6 +109,11 @@ class Repository:
     def models(self) -> list[ServedModel]:
         """All versions being served."""
         return [model for entry in self._entries.values() for model in entry.serving.values()]
+
+    @property
+    def places(self) -> int:
+        """Models that serve or are being loaded, whatever their versions."""
+        return len(self._places)
 
     @property
     def leaving(self) -> list[ServedModel]:
@@ -255,14 +268,20 @@ class Repository:
         entry.begin_load()
         self.on_change()
         try:
+            self._take_place(entry.name)
             models = self._started(await bring())
         except (asyncio.CancelledError, InvalidRequest, ModelNotFound, ModelNotReady):
             # Nothing was tried: there is nothing to load, or the server stops.
             entry.give_up_load()
+            self._leave_place(entry)
+            raise
+        except TooManyModels as error:
+            entry.fail_load(error.reason)
             raise
         except Exception as error:  # whatever it is, it is this model's and not the others'
             failed = LoadFailed(entry.name, _reason(entry.name, error))
             entry.fail_load(failed.reason)
+            self._leave_place(entry)
             raise failed from error
         before = entry.end_load({model.version: model for model in models})
         self._serve(entry.name, models, before)
@@ -271,8 +290,19 @@ class Repository:
             was, now = ([model.version for model in some] for some in (before, models))
             _log.info("model '%s': versions %s take the place of %s", entry.name, now, was)
 
+    def _take_place(self, name: str) -> None:
+        """Raise TooManyModels if there is no place for one more."""
+        if name not in self._places and self._max_models and len(self._places) >= self._max_models:
+            raise TooManyModels(name, self._max_models)
+        self._places.add(name)
+
+    def _leave_place(self, entry: Entry[ServedModel]) -> None:
+        if not entry.serving:
+            self._places.discard(entry.name)
+
     async def _unload(self, entry: Entry[ServedModel]) -> None:
         before = entry.unload()
+        self._leave_place(entry)
         self._serve(entry.name, [], before)
         self._retire(entry, before)
         _log.info("model '%s' unloaded", entry.name)
@@ -314,7 +344,9 @@ class Repository:
         models: list[ServedModel] = []
         try:
             for one in loaded:
-                model = ServedModel(one, self._metrics, self._regions, self._tracer, lambda: self.on_change())
+                model = ServedModel(
+                    one, self._metrics, self._regions, self._tracer, lambda: self.on_change(), self._room
+                )
                 model.start()
                 models.append(model)
         except BaseException:

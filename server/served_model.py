@@ -15,6 +15,7 @@ from backends.errors import SessionError
 from backends.remote import RemoteModel
 from scheduler.batcher import Batcher
 from scheduler.observer import Observer
+from scheduler.waiting import Room
 from server.adapting_codec import codec_for
 from server.codec import ModelCodec
 from server.instances import Instances
@@ -35,7 +36,7 @@ _MAX_PARTS = 1024
 class ServedModel:
     """One version of a model with its codec, batcher and instance threads, or tasks if it is `remote`. `regions` is the
     shared memory that its tensors may lie in; `tracer` may want to know of its batches. `on_change` is called when
-    `able` may have changed."""
+    `able` may have changed. `room` is what its queue shares with all others."""
 
     def __init__(
         self,
@@ -44,6 +45,7 @@ class ServedModel:
         regions: Regions | None = None,
         tracer: Tracer | None = None,
         on_change: Callable[[], None] = lambda: None,
+        room: Room | None = None,
     ) -> None:
         self.name = loaded.name
         self.version = str(loaded.version)
@@ -52,7 +54,7 @@ class ServedModel:
         self.platform = loaded.opened.platform
         self.max_batch_rows = loaded.plan.max_batch_rows
         self.remote = isinstance(loaded.opened, RemoteModel)
-        self.counts_bytes = loaded.plan.policy.limits.max_bytes > 0
+        self.counts_bytes = room is not None or loaded.plan.policy.limits.max_bytes > 0
         # Apart from its number, which begins anew with every load, what a caller gets to see as the id of a batch.
         self.batch_id_prefix = secrets.token_hex(4)
         # Rows of a request, where a batch may have fewer.
@@ -76,6 +78,7 @@ class ServedModel:
             observer=self._observer(tracer),
             isolates=_may_be_a_requests_fault,
             hangs=self._instances,
+            room=room,
         )
         self._instances.batcher = self.batcher
         self._metrics = metrics

@@ -10,14 +10,13 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Protocol
 
-import grpc
-
 from backends.base import TensorSpec
 from protos import inference_pb2 as pb
 from server.answering import Context, Method, answering
 from server.calls import NOTHING_SENT, HeaderForwarding, HeaderPassing, add_headers, deadline_of, traceparent_of
 from server.codec import AnyResponse
 from server.errors import NotSupported
+from server.gate import Registry
 from server.handlers import METHODS, add_handlers, handler_of
 from server.inference import Inference
 from server.repository import Repository, ServedModel
@@ -61,7 +60,7 @@ class InferenceService:
         self._passing = passing
         self._groups: tuple[RpcGroup, ...] = (self, *groups)
 
-    def add_to(self, server: grpc.aio.Server) -> None:
+    def add_to(self, server: Registry) -> None:
         """Register the service with `server`, like the generated function, but for bytes that are no message: gRPC
         would answer those with UNKNOWN and a traceback in the log, this service does with INVALID_ARGUMENT."""
         add_handlers(server, self.handlers())

@@ -29,6 +29,7 @@ from server.codec import DecodedRequest, tensor_bytes
 from server.fronts import protocol
 from server.fronts.calls import Aborted, CallContext
 from server.fronts.handles import Handles
+from server.gate import Usage
 from server.inference import Inference, Started
 from server.parameters import NO_PARAMETERS, RequestParameters
 
@@ -63,6 +64,7 @@ class Desk:
         # Results that wait for room in the memory that the front reads, first come first served.
         self._results: deque[tuple[int, list[Array], tuple[int, ...] | None]] = deque()
         self._quiet = asyncio.Event()
+        self.usage = Usage()
 
     @property
     def requests(self) -> int:
@@ -127,6 +129,8 @@ class Desk:
             self._run(fields[0], self._call(*fields))
         elif kind == protocol.REFUSED:
             self._refused(*fields)
+        elif kind == protocol.USAGE:
+            self.usage = Usage(*fields)
         elif kind == protocol.LISTENS:
             self._on_listens(*fields)
 

@@ -17,6 +17,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable
+from functools import reduce
 
 from backends.transport.frames import Message
 from backends.transport.link import Link
@@ -28,6 +29,7 @@ from server.fronts import protocol
 from server.fronts.desk import Desk, Handlers
 from server.fronts.handles import Handles
 from server.fronts.process import Greeting
+from server.gate import Usage
 from server.inference import Inference
 from server.repository import Repository
 
@@ -60,6 +62,7 @@ class Fleet:
         self._ready = False
         self._catalogue: Message = (protocol.CATALOGUE, b"")
         self.restarts = 0
+        self._usage_before = Usage()
 
     @property
     def running(self) -> int:
@@ -80,6 +83,15 @@ class Fleet:
     def output_bytes(self) -> int:
         """Shared memory that results take which fronts haven't let go."""
         return sum(desk.used_bytes for desk in self.desks)
+
+    @property
+    def usage(self) -> Usage:
+        """What is under way in all fronts, and what they and those before them have refused."""
+        return reduce(Usage.plus, (desk.usage for desk in self.desks), self._usage_before)
+
+    def keep_refused(self, desk: Desk) -> None:
+        """For a front that is gone: what it has counted still counts."""
+        self._usage_before = self._usage_before.plus(Usage(refused=desk.usage.refused))
 
     @property
     def desks(self) -> list[Desk]:
@@ -266,6 +278,7 @@ class _Front:
         finally:
             desk, self.desk = self.desk, None
             if desk is not None:
+                self._fleet.keep_refused(desk)
                 desk.close()
             else:
                 link.close()

@@ -32,6 +32,7 @@ from server.fronts import protocol
 from server.fronts.catalogue import LookUp
 from server.fronts.forwarding import forwarded
 from server.fronts.remote import RemoteInference, Replies
+from server.gate import Registry
 from server.handlers import METHODS, add_handlers, handler_of
 from server.listener import Listener
 from server.loop import SWITCH_INTERVAL_S, new_loop
@@ -40,6 +41,8 @@ from server.tuning import keep_freed_memory
 from server.wire_request import AnyRequest, message_of
 
 __all__ = ["Greeting", "main"]
+
+_TELL_EVERY_S = 0.5
 
 _log = logging.getLogger("paceline.server.fronts")
 
@@ -112,8 +115,9 @@ class _Front:
         streaming = Streaming(self._inference, settings.grpc_max_stream_requests, self._forwarding)
         self._listener = Listener(settings, partial(self._add_services, streaming), streaming.close, shares_port=True)
         self._listening = self._begin(self._listen(greeting.port))
+        self._begin(self._tell_usage())
 
-    def _add_services(self, streaming: Streaming, server: grpc.aio.Server) -> None:
+    def _add_services(self, streaming: Streaming, server: Registry) -> None:
         own = {"ModelInfer": self.ModelInfer, "ModelStreamInfer": streaming.ModelStreamInfer}
         handlers = {
             method.name: handler_of(method, own[method.name])
@@ -137,6 +141,15 @@ class _Front:
             self._link.send((protocol.LISTENS, await self._listener.open(port), ""))
         except StartError as error:
             self._link.send((protocol.LISTENS, 0, str(error)))
+
+    async def _tell_usage(self) -> None:
+        """Now and then, for whoever reads metrics."""
+        told = None
+        while True:
+            if (usage := self._listener.usage) != told:
+                told = usage
+                self._link.send((protocol.USAGE, *usage))
+            await asyncio.sleep(_TELL_EVERY_S)
 
     def _set_state(self, serving: bool, ready: bool, stops: bool) -> None:
         self._inference.serving = serving

@@ -30,6 +30,7 @@ __all__ = [
     "STALE",
     "STATE",
     "SUBMIT",
+    "USAGE",
     "WHAT_IS_FULL",
     "error_of",
     "status_of_number",
@@ -43,6 +44,8 @@ INFER = FIRST_KIND + 2  # id, deadline, trace parent or None, bytes of a ModelIn
 CALL = FIRST_KIND + 3  # id, name of the RPC, deadline or None, headers, bytes of the request
 CANCEL = FIRST_KIND + 4  # id
 REFUSED = FIRST_KIND + 5  # model's handle; there was no room to submit it
+
+USAGE = FIRST_KIND + 16  # calls and streams under way, those refused by reason
 
 # From the engine.
 HELLO = FIRST_KIND + 6  # pickled Greeting

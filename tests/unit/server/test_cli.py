@@ -13,6 +13,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from server.cli import main, serve
+from server.tokens import Tokens
 from server.upstream_settings import TRACING_HEADERS
 from tests.harness import REPO
 
@@ -23,6 +24,28 @@ DEFAULTS = {
     "grpc_max_stream_requests": 1024,
     "grpc_header_forward_pattern": "",
     "grpc_infer_response_compression_level": "none",
+    "grpc_use_ssl": False,
+    "grpc_use_ssl_mutual": False,
+    "grpc_server_cert": None,
+    "grpc_server_key": None,
+    "grpc_root_cert": None,
+    "grpc_token_file": None,
+    "grpc_restricted_protocol": (),
+    "grpc_max_message_bytes": 2**31 - 1,
+    "grpc_max_metadata_bytes": 16_384,
+    "grpc_max_concurrent_rpcs": 16_384,
+    "grpc_max_streams": 1_024,
+    "max_queued_requests": 65_536,
+    "max_queued_bytes": 4 * 2**30,
+    "max_models": 1_024,
+    "grpc_keepalive_time": 7_200_000,
+    "grpc_keepalive_timeout": 20_000,
+    "grpc_keepalive_permit_without_calls": False,
+    "grpc_http2_max_pings_without_data": 2,
+    "grpc_http2_min_recv_ping_interval_without_data": 300_000,
+    "grpc_http2_max_ping_strikes": 2,
+    "grpc_max_connection_age": 0,
+    "grpc_max_connection_age_grace": 0,
     "frontends": 1,
     "frontend_memory_mb": 1024,
     "allow_metrics": True,
@@ -76,6 +99,16 @@ GIVEN: list[tuple[str, str, object]] = [
     ("grpc-infer-response-compression-level", "high", "high"),
     ("frontends", "4", 4),
     ("frontend-memory-mb", "64", 64),
+    ("grpc-use-ssl", "true", True),
+    ("grpc-use-ssl-mutual", "1", True),
+    ("grpc-server-cert", "a.crt", Path("a.crt")),
+    ("grpc-token-file", "tokens", Path("tokens")),
+    ("grpc-restricted-protocol", "health:k=v", ("health:k=v",)),
+    ("grpc-max-message-bytes", "1", 1),
+    ("max-queued-bytes", "10000000000", 10**10),
+    ("grpc-keepalive-permit-without-calls", "1", True),
+    ("grpc-http2-max-ping-strikes", "0", 0),
+    ("grpc-max-connection-age", "5000", 5000),
     ("allow-metrics", "false", False),
     ("allow-metrics", "1", True),
     ("metrics-address", "127.0.0.1", "127.0.0.1"),
@@ -212,6 +245,16 @@ def test_every_flag_has_a_variable_and_help_says_which() -> None:
             ("m", "--model-control-mode", "explicit", "--load-model", "*", "--load-model", "a"),
             "--load-model: expected '*' alone, or names, got both",
         ),
+        (("m", "--grpc-server-cert", "a"), "certificates need --grpc-use-ssl true"),
+        (("m", "--grpc-use-ssl", "true"), "TLS needs --grpc-server-cert and --grpc-server-key"),
+        (("m", "--grpc-use-ssl", "true", "--grpc-server-cert", "a"), "TLS needs --grpc-server-cert and"),
+        (
+            ("m", "--grpc-use-ssl-mutual", "true", "--grpc-server-cert", "a", "--grpc-server-key", "b"),
+            "--grpc-use-ssl-mutual needs --grpc-root-cert",
+        ),
+        (("m", "--grpc-restricted-protocol", "all:k=v"), "--grpc-restricted-protocol: expected groups among health"),
+        (("m", "--grpc-max-message-bytes", "2147483648"), "Invalid value for '--grpc-max-message-bytes'"),
+        (("m", "--grpc-max-concurrent-rpcs", "0"), "Invalid value for '--grpc-max-concurrent-rpcs'"),
         (("m", "--log-level", "chatty"), "Invalid value for '--log-level'"),
         (("m", "--log-format", "xml"), "Invalid value for '--log-format'"),
         (("m", "--http-port", "8000"), "No such option"),
@@ -245,6 +288,16 @@ def test_start_error_is_one_line_with_status_1(tmp_path: Path) -> None:
     result = run(str(tmp_path / "gone"), "--grpc-port", "0", "--metrics-port", "0", "--log-level", "error")
     assert (result.exit_code, result.stdout) == (1, "")
     assert result.stderr == f"Error: {tmp_path}/gone: No such file or directory\n"
+
+
+def test_token_is_made_with_the_line_that_makes_it_good(tmp_path: Path) -> None:
+    result = CliRunner().invoke(main, ["token", "edge"])
+    token, line = (text.partition(": ")[2] for text in result.stdout.splitlines())
+    (tmp_path / "tokens").write_text(line)
+    tokens = Tokens(tmp_path / "tokens")
+    tokens.open()
+    assert tokens.name_of(f"Bearer {token}") == "edge"
+    assert CliRunner().invoke(main, ["token", "a b"]).exit_code == 2
 
 
 def test_version_and_help_are_said() -> None:

@@ -1,0 +1,145 @@
+"""How flags of `paceline serve` are made, and those about who may call, how much, and over what connections.
+
+Lives here: these flags, and the settings that they are. Must not: flags about models (`server.cli`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import click
+
+from server.limits import LARGEST_MESSAGE_BYTES, Connections, Limits
+from server.restrictions import parse_restrictions
+from server.tls import TlsFiles
+
+__all__ = ["Decorator", "flag", "network_flags", "network_settings"]
+
+Decorator = Callable[[Any], Any]
+
+_LIMITS, _CONNECTIONS = Limits(), Connections()
+_MOST_MS = 2**31 - 1
+_MANY = 2**31 - 1
+
+
+def flag(name: str, default: object, what: str, *, also: str | None = None, **more: Any) -> Decorator:
+    """An option with its default and its variable shown."""
+    names = [f"--{name}", *([also] if also else [])]
+    return click.option(*names, default=default, show_default=True, show_envvar=True, help=what, **more)
+
+
+def _path(name: str, what: str) -> Decorator:
+    return flag(name, None, what, type=click.Path(path_type=Path))
+
+
+def _bound(name: str, default: int, what: str, low: int = 1, high: int = _MANY) -> Decorator:
+    return flag(name, default, what, type=click.IntRange(low, high))
+
+
+_FLAGS: tuple[Decorator, ...] = (
+    flag("grpc-use-ssl", False, "Whether to speak TLS.", type=bool),
+    flag("grpc-use-ssl-mutual", False, "TLS for clients with a certificate alone.", type=bool),
+    _path("grpc-server-cert", "The server's certificate, PEM; read again when it has changed."),
+    _path("grpc-server-key", "Its key, PEM, without a password."),
+    _path("grpc-root-cert", "Who signs clients' certificates, PEM."),
+    _path("grpc-token-file", "Hashes of the tokens that callers need, NAME:SHA256 a line; see `paceline token`."),
+    click.option(
+        "--grpc-restricted-protocol",
+        multiple=True,
+        metavar="GROUP,GROUP:KEY=VALUE",
+        show_envvar=True,
+        help="RPCs for callers with the header triton-grpc-protocol-KEY: VALUE alone.",
+    ),
+    _bound("grpc-max-message-bytes", _LIMITS.message_bytes, "Largest request.", high=LARGEST_MESSAGE_BYTES),
+    _bound("grpc-max-metadata-bytes", _LIMITS.metadata_bytes, "Largest headers of a call.", low=1024),
+    _bound("grpc-max-concurrent-rpcs", _LIMITS.rpcs, "Calls under way, besides streams."),
+    _bound("grpc-max-streams", _LIMITS.streams, "Open streams of each RPC."),
+    _bound("max-queued-requests", _LIMITS.queued_requests, "Requests in all queues."),
+    _bound("max-queued-bytes", _LIMITS.queued_bytes, "Bytes of their tensors.", high=2**60),
+    _bound("max-models", _LIMITS.models, "Models that serve at a time."),
+    _bound("grpc-keepalive-time", _CONNECTIONS.keepalive_time_ms, "ms of silence before a ping.", high=_MOST_MS),
+    _bound("grpc-keepalive-timeout", _CONNECTIONS.keepalive_timeout_ms, "ms to answer a ping.", high=_MOST_MS),
+    flag(
+        "grpc-keepalive-permit-without-calls",
+        _CONNECTIONS.keepalive_permit_without_calls,
+        "Whether to ping where no call is under way.",
+        type=bool,
+    ),
+    _bound(
+        "grpc-http2-max-pings-without-data",
+        _CONNECTIONS.max_pings_without_data,
+        "Pings to send while nothing else is sent; 0: any number.",
+        low=0,
+    ),
+    _bound(
+        "grpc-http2-min-recv-ping-interval-without-data",
+        _CONNECTIONS.min_recv_ping_interval_without_data_ms,
+        "ms that clients have to leave between pings while nothing else is sent.",
+        low=0,
+        high=_MOST_MS,
+    ),
+    _bound(
+        "grpc-http2-max-ping-strikes",
+        _CONNECTIONS.max_ping_strikes,
+        "Pings too many before a connection is closed; 0: any number.",
+        low=0,
+    ),
+    _bound("grpc-max-connection-age", 0, "ms that a connection lives; 0: any time.", low=0, high=_MOST_MS),
+    _bound("grpc-max-connection-age-grace", 0, "ms after that for its calls; 0: any time.", low=0, high=_MOST_MS),
+)
+
+
+def network_flags(command: Any) -> Any:
+    """Give the flags to `command`, which takes what they are as keyword arguments."""
+    for one in reversed(_FLAGS):
+        command = one(command)
+    return command
+
+
+def network_settings(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of Settings, of the flags' values. Raises click.UsageError."""
+    try:
+        restrictions = parse_restrictions(given["grpc_restricted_protocol"])
+    except ValueError as error:
+        raise click.UsageError(f"--grpc-restricted-protocol: {error}") from None
+    return {
+        "tls": _tls(given),
+        "token_file": given["grpc_token_file"],
+        "restrictions": restrictions,
+        "limits": Limits(
+            message_bytes=given["grpc_max_message_bytes"],
+            metadata_bytes=given["grpc_max_metadata_bytes"],
+            rpcs=given["grpc_max_concurrent_rpcs"],
+            streams=given["grpc_max_streams"],
+            queued_requests=given["max_queued_requests"],
+            queued_bytes=given["max_queued_bytes"],
+            models=given["max_models"],
+        ),
+        "connections": Connections(
+            keepalive_time_ms=given["grpc_keepalive_time"],
+            keepalive_timeout_ms=given["grpc_keepalive_timeout"],
+            keepalive_permit_without_calls=given["grpc_keepalive_permit_without_calls"],
+            max_pings_without_data=given["grpc_http2_max_pings_without_data"],
+            min_recv_ping_interval_without_data_ms=given["grpc_http2_min_recv_ping_interval_without_data"],
+            max_ping_strikes=given["grpc_http2_max_ping_strikes"],
+            max_age_ms=given["grpc_max_connection_age"],
+            max_age_grace_ms=given["grpc_max_connection_age_grace"],
+        ),
+    }
+
+
+def _tls(given: Mapping[str, Any]) -> TlsFiles | None:
+    """Triton takes certificates without `--grpc-use-ssl`, and speaks plain text then; that is no good surprise."""
+    mutual = given["grpc_use_ssl_mutual"]
+    certificate, key, roots = given["grpc_server_cert"], given["grpc_server_key"], given["grpc_root_cert"]
+    if not (given["grpc_use_ssl"] or mutual):
+        if certificate or key or roots:
+            raise click.UsageError("certificates need --grpc-use-ssl true, or --grpc-use-ssl-mutual true")
+        return None
+    if not certificate or not key:
+        raise click.UsageError("TLS needs --grpc-server-cert and --grpc-server-key")
+    if mutual and not roots:
+        raise click.UsageError("--grpc-use-ssl-mutual needs --grpc-root-cert")
+    return TlsFiles(certificate, key, roots, mutual)

@@ -1,0 +1,66 @@
+"""Bounds of the server as a whole, and how gRPC keeps connections.
+
+Lives here: values, and the options of gRPC's server that they are. Must not: count anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+__all__ = ["Connections", "Limits"]
+
+LARGEST_MESSAGE_BYTES = 2**31 - 1
+"""gRPC has no larger ones."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Of a request and of the server: the RPCs, streams (of each RPC) and requests in queues that there may be at a
+    time, and how many bytes of tensors those have."""
+
+    message_bytes: int = LARGEST_MESSAGE_BYTES
+    metadata_bytes: int = 16_384
+    rpcs: int = 16_384
+    streams: int = 1_024
+    queued_requests: int = 65_536
+    queued_bytes: int = 4 * 2**30
+    models: int = 1_024
+
+    def grpc_options(self) -> Sequence[tuple[str, int]]:
+        return (
+            ("grpc.max_receive_message_length", self.message_bytes),
+            ("grpc.max_send_message_length", LARGEST_MESSAGE_BYTES),
+            # gRPC would begin to refuse some calls at the first and all at the second.
+            ("grpc.max_metadata_size", self.metadata_bytes),
+            ("grpc.absolute_max_metadata_size", self.metadata_bytes),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Connections:
+    """How long connections live, by Triton's names and with its defaults. An age of 0 is none."""
+
+    keepalive_time_ms: int = 7_200_000
+    keepalive_timeout_ms: int = 20_000
+    keepalive_permit_without_calls: bool = False
+    max_pings_without_data: int = 2
+    min_recv_ping_interval_without_data_ms: int = 300_000
+    max_ping_strikes: int = 2
+    max_age_ms: int = 0
+    max_age_grace_ms: int = 0
+
+    def grpc_options(self) -> Sequence[tuple[str, int]]:
+        options = [
+            ("grpc.keepalive_time_ms", self.keepalive_time_ms),
+            ("grpc.keepalive_timeout_ms", self.keepalive_timeout_ms),
+            ("grpc.keepalive_permit_without_calls", int(self.keepalive_permit_without_calls)),
+            ("grpc.http2.max_pings_without_data", self.max_pings_without_data),
+            ("grpc.http2.min_ping_interval_without_data_ms", self.min_recv_ping_interval_without_data_ms),
+            ("grpc.http2.max_ping_strikes", self.max_ping_strikes),
+        ]
+        if self.max_age_ms:
+            options.append(("grpc.max_connection_age_ms", self.max_age_ms))
+        if self.max_age_grace_ms:
+            options.append(("grpc.max_connection_age_grace_ms", self.max_age_grace_ms))
+        return options

@@ -1,0 +1,115 @@
+"""TLS: the server's certificate, that of who may call, and their change while the server runs.
+
+Lives here: reading the files, and reading them again once they have changed. Must not: know who uses a connection.
+
+gRPC asks before each handshake, on a thread of its own. Who is connected stays so: a certificate matters when a
+connection begins.
+"""
+
+from __future__ import annotations
+
+import logging
+import ssl
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import cast
+
+import grpc
+
+from server.errors import StartError
+
+__all__ = ["Certificates", "TlsFiles"]
+
+_log = logging.getLogger("paceline.server.tls")
+
+_Stamp = tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TlsFiles:
+    """PEM files: the server's certificate, with those between it and the root, and its key, without a password.
+    `mutual`: clients have to have a certificate too, that one of `roots` has signed."""
+
+    certificate: Path
+    key: Path
+    roots: Path | None = None
+    mutual: bool = False
+
+    @property
+    def paths(self) -> tuple[Path, ...]:
+        return (self.certificate, self.key, *([self.roots] if self.roots is not None else []))
+
+
+class Certificates:
+    """The certificates in `files`, as they are when a client connects. Files that don't fit together are not used:
+    who replaces one and then the other is not refused connections in between."""
+
+    def __init__(self, files: TlsFiles) -> None:
+        self._files = files
+        self._lock = threading.Lock()
+        self._seen: _Stamp = ()
+
+    def credentials(self) -> grpc.ServerCredentials:
+        """What gRPC's server needs. Raises StartError for files that can't be used."""
+        try:
+            self._seen = self._stamp()
+            first = self._read()
+        except (OSError, ValueError) as error:
+            raise StartError(f"TLS: {_why(error)}") from None
+        # The stubs know nothing of None, which gRPC documents as "no change".
+        fetch = cast("Callable[[], grpc.ServerCertificateConfiguration]", self._if_changed)
+        return grpc.dynamic_ssl_server_credentials(first, fetch, self._files.mutual)
+
+    def _if_changed(self) -> grpc.ServerCertificateConfiguration | None:
+        """The certificates, if they aren't those that gRPC has; called on any thread, before each handshake."""
+        with self._lock:
+            try:
+                stamp = self._stamp()
+                if stamp == self._seen:
+                    return None
+                self._seen = stamp
+                changed = self._read()
+                if self._stamp() != stamp:
+                    # They are being written, and what was read may be of two minds.
+                    self._seen = ()
+                    return None
+            except (OSError, ValueError) as error:
+                _log.error("TLS: new certificates are not used, the old ones stay: %s", _why(error))
+                return None
+            _log.info("TLS: new certificates are in use, of %s", self._files.certificate)
+            return changed
+
+    def _stamp(self) -> _Stamp:
+        stats = [path.stat() for path in self._files.paths]
+        return tuple((one.st_mtime_ns, one.st_ctime_ns, one.st_size, one.st_ino) for one in stats)
+
+    def _read(self) -> grpc.ServerCertificateConfiguration:
+        """Raises OSError, ssl.SSLError among them, and ValueError. gRPC itself would find out during handshakes, and
+        tell nobody what is wrong."""
+        files = self._files
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        try:
+            # Without a password given, OpenSSL would ask for one on the terminal.
+            context.load_cert_chain(files.certificate, files.key, password=lambda: b"")
+        except ssl.SSLError as error:
+            raise ValueError(
+                f"expected a certificate in {files.certificate} and its key, without a password, in {files.key}, "
+                f"both as PEM: {error.reason or error}"
+            ) from None
+        roots = None
+        if files.roots is not None:
+            try:
+                context.load_verify_locations(files.roots)
+            except ssl.SSLError as error:
+                raise ValueError(f"expected certificates as PEM in {files.roots}: {error.reason or error}") from None
+            roots = files.roots.read_bytes()
+        pair = (files.key.read_bytes(), files.certificate.read_bytes())
+        return grpc.ssl_server_certificate_configuration([pair], roots)
+
+
+def _why(error: OSError | ValueError) -> str:
+    if isinstance(error, OSError):
+        return f"{error.filename}: {error.strerror}"
+    return str(error)

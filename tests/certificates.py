@@ -1,0 +1,59 @@
+"""Certificates for tests, made by the `openssl` of the machine.
+
+Lives here: authorities, and what they sign. Must not: assertions about behaviour.
+"""
+
+from __future__ import annotations
+
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+__all__ = ["Authority", "Pair"]
+
+_NEW = ("openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2")
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A certificate and its key, as PEM files."""
+
+    certificate: Path
+    key: Path
+
+    def replace(self, other: Pair) -> None:
+        """Have the files say what those of `other` do, one after the other."""
+        self.certificate.write_bytes(other.certificate.read_bytes())
+        self.key.write_bytes(other.key.read_bytes())
+
+
+class Authority:
+    """Signs certificates, which lie in `folder`."""
+
+    def __init__(self, folder: Path, name: str = "authority") -> None:
+        self._folder = folder
+        self.pair = Pair(folder / f"{name}.crt", folder / f"{name}.key")
+        _run(*_NEW, "-subj", f"/CN={name}", "-keyout", self.pair.key, "-out", self.pair.certificate)
+
+    @property
+    def roots(self) -> Path:
+        return self.pair.certificate
+
+    def sign(self, name: str) -> Pair:
+        """A certificate for whoever is reached at 127.0.0.1 and localhost, or calls from there."""
+        pair = Pair(self._folder / f"{name}.crt", self._folder / f"{name}.key")
+        signer = ("-CA", self.pair.certificate, "-CAkey", self.pair.key)
+        names = ("-addext", "subjectAltName=IP:127.0.0.1,DNS:localhost", "-addext", "basicConstraints=CA:FALSE")
+        _run(*_NEW, *signer, "-subj", f"/CN={name}", *names, "-keyout", pair.key, "-out", pair.certificate)
+        return pair
+
+    def lock(self, pair: Pair) -> None:
+        """Put a password on its key."""
+        locked = self._folder / "locked.key"
+        _run("openssl", "pkey", "-in", pair.key, "-aes256", "-passout", "pass:secret", "-out", locked)
+        locked.replace(pair.key)
+
+
+def _run(*command: object) -> None:
+    done = subprocess.run([str(word) for word in command], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

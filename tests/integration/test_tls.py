@@ -1,0 +1,157 @@
+"""TLS and mutual TLS: who is spoken with, and certificates that change while the server runs."""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from protos.inference_pb2_grpc import GRPCInferenceServiceStub
+from server.app import Server
+from server.config import Settings
+from server.errors import StartError
+from server.tls import TlsFiles
+from tests.certificates import Authority, Pair
+from tests.integration.scripted import Script, mark_of, request
+from tests.integration.serving import Served, failure_of, serving
+
+pytestmark = pytest.mark.usefixtures("frontends")
+
+Code = grpc.StatusCode
+
+
+def settings(folder: Path, pair: Pair, roots: Path | None = None, *, mutual: bool = False) -> Settings:
+    return Settings(paths=(folder,), tls=TlsFiles(pair.certificate, pair.key, roots, mutual))
+
+
+def channel(served: Served, roots: Path, own: Pair | None = None) -> grpc.aio.Channel:
+    """A connection of its own, by somebody who believes `roots` and, if asked, shows `own`."""
+    pair = (own.key.read_bytes(), own.certificate.read_bytes()) if own else (None, None)
+    credentials = grpc.ssl_channel_credentials(roots.read_bytes(), *pair)
+    return grpc.aio.secure_channel(served.target, credentials, [("grpc.use_local_subchannel_pool", 1)])
+
+
+async def infer(connection: grpc.aio.Channel, mark: int) -> float:
+    stub: Any = GRPCInferenceServiceStub(connection)  # type: ignore[no-untyped-call]
+    return mark_of(await stub.ModelInfer(request(mark), timeout=20))
+
+
+async def refusal(connection: grpc.aio.Channel) -> Code:
+    stub: Any = GRPCInferenceServiceStub(connection)  # type: ignore[no-untyped-call]
+    return (await failure_of(stub.ModelInfer(request(1), timeout=20)))[0]
+
+
+def shown(served: Served) -> str:
+    """The certificate that a new connection gets, as PEM without what may stand around it."""
+    host, _, port = served.target.rpartition(":")
+    return ssl.get_server_certificate((host, int(port)))
+
+
+def pem(pair: Pair) -> str:
+    return pair.certificate.read_text()
+
+
+async def test_tls_is_spoken_with_who_trusts_the_certificate_and_nobody_else(tmp_path: Path) -> None:
+    ours, others = Authority(tmp_path), Authority(tmp_path, "others")
+    async with serving(tmp_path, {"m": Script().model}, settings=settings(tmp_path, ours.sign("server"))) as served:
+        async with channel(served, ours.roots) as connection:
+            assert await infer(connection, 1) == 1
+        async with channel(served, others.roots) as connection:
+            assert await refusal(connection) is Code.UNAVAILABLE
+        assert (await failure_of(served.stub.ModelInfer(request(1), timeout=20)))[0] is Code.UNAVAILABLE  # plain text
+        async with channel(served, ours.roots) as connection:
+            assert await infer(connection, 2) == 2
+
+
+async def test_mutual_tls_is_for_clients_with_a_certificate_of_ours(tmp_path: Path) -> None:
+    ours, others = Authority(tmp_path), Authority(tmp_path, "others")
+    server = settings(tmp_path, ours.sign("server"), ours.roots, mutual=True)
+    async with serving(tmp_path, {"m": Script().model}, settings=server) as served:
+        for own in (None, others.sign("stranger")):
+            async with channel(served, ours.roots, own) as connection:
+                assert await refusal(connection) is Code.UNAVAILABLE
+        async with channel(served, ours.roots, ours.sign("client")) as connection:
+            assert await infer(connection, 1) == 1
+
+
+async def test_certificate_replaced_is_shown_to_new_connections_and_old_ones_go_on(tmp_path: Path) -> None:
+    ours = Authority(tmp_path)
+    first, second = ours.sign("server"), ours.sign("next")
+    before, after = pem(first), pem(second)
+    assert before != after
+    async with serving(tmp_path, {"m": Script().model}, settings=settings(tmp_path, first)) as served:
+        assert await asyncio.to_thread(shown, served) == before
+        async with channel(served, ours.roots) as old:
+            assert await infer(old, 1) == 1
+            first.replace(second)
+            assert await asyncio.to_thread(shown, served) == after
+            assert await infer(old, 2) == 2
+            async with channel(served, ours.roots) as new:
+                assert await infer(new, 3) == 3
+
+
+async def test_certificate_without_its_key_is_not_shown_until_the_key_is_there(tmp_path: Path) -> None:
+    ours = Authority(tmp_path)
+    first, second = ours.sign("server"), ours.sign("next")
+    before, after = pem(first), pem(second)
+    async with serving(tmp_path, {"m": Script().model}, settings=settings(tmp_path, first)) as served:
+        first.certificate.write_text(after)
+        assert await asyncio.to_thread(shown, served) == before
+        first.key.unlink()
+        assert await asyncio.to_thread(shown, served) == before
+        first.key.write_text("no key")
+        assert await asyncio.to_thread(shown, served) == before
+        first.replace(second)
+        assert await asyncio.to_thread(shown, served) == after
+
+
+async def test_root_replaced_decides_about_new_clients(tmp_path: Path) -> None:
+    ours, others = Authority(tmp_path), Authority(tmp_path, "others")
+    roots = tmp_path / "roots.crt"
+    roots.write_bytes(ours.roots.read_bytes())
+    one, another = ours.sign("one"), others.sign("another")
+    server = settings(tmp_path, ours.sign("server"), roots, mutual=True)
+    async with serving(tmp_path, {"m": Script().model}, settings=server) as served:
+        async with channel(served, ours.roots, one) as connection:
+            assert await infer(connection, 1) == 1
+        roots.write_bytes(others.roots.read_bytes())
+        async with channel(served, ours.roots, one) as connection:
+            assert await refusal(connection) is Code.UNAVAILABLE
+        async with channel(served, ours.roots, another) as connection:
+            assert await infer(connection, 1) == 1
+
+
+@pytest.mark.parametrize(
+    ("fault", "reason"),
+    [
+        ("no certificate", "server.crt: No such file or directory"),
+        ("no key", "server.key: No such file or directory"),
+        ("no root", "roots.crt: No such file or directory"),
+        ("bad certificate", "expected a certificate in"),
+        ("bad key", "expected a certificate in"),
+        ("other key", "expected a certificate in"),
+        ("locked key", "without a password"),
+        ("bad root", "expected certificates as PEM in"),
+    ],
+)
+async def test_files_that_are_no_good_keep_the_server_from_starting(tmp_path: Path, fault: str, reason: str) -> None:
+    ours = Authority(tmp_path)
+    pair, roots = ours.sign("server"), tmp_path / "roots.crt"
+    roots.write_bytes(ours.roots.read_bytes())
+    what, _, which = fault.partition(" ")
+    path = {"certificate": pair.certificate, "key": pair.key, "root": roots}[which]
+    if what == "no":
+        path.unlink()
+    elif what == "bad":
+        path.write_text("-----BEGIN NOTHING-----")
+    elif what == "other":
+        path.write_bytes(ours.sign("other").key.read_bytes())
+    else:
+        ours.lock(pair)
+    server = Server(settings(tmp_path, pair, roots, mutual=True))
+    with pytest.raises(StartError, match=reason):
+        await server.start()
