@@ -9,9 +9,9 @@ import asyncio
 from collections.abc import Mapping
 from types import MappingProxyType
 
-__all__ = ["call_by_hand", "call_frames"]
+__all__ = ["call_by_hand", "call_frames", "frames_until_the_end"]
 
-_DATA, _HEADERS, _SETTINGS = 0, 1, 4
+_DATA, _HEADERS, _SETTINGS, _PING = 0, 1, 4, 6
 _END_STREAM, _END_HEADERS = 1, 4
 
 
@@ -43,6 +43,26 @@ async def call_by_hand(port: int, data: bytes, headers: Mapping[str, str], *, co
         received += more
     writer.close()
     return received
+
+
+async def frames_until_the_end(port: int, *, pings: int = 0) -> list[int]:
+    """Connect, send `pings` of them at once, and then nothing more: the kinds of all frames that come until the server
+    closes the connection."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    kinds = []
+    try:
+        writer.write(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + _frame(_SETTINGS, 0, 0, b""))
+        for number in range(pings):
+            writer.write(_frame(_PING, 0, 0, number.to_bytes(8, "big")))
+        while head := await asyncio.wait_for(reader.read(1), 20):
+            head += await reader.readexactly(8)
+            await reader.readexactly(int.from_bytes(head[:3], "big"))
+            kinds.append(head[3])
+    except (ConnectionError, asyncio.IncompleteReadError):
+        pass
+    finally:
+        writer.close()
+    return kinds
 
 
 def _frame(kind: int, flags: int, stream: int, payload: bytes) -> bytes:

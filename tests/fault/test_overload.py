@@ -1,0 +1,120 @@
+"""Ten times the load that a server can bear: the surplus is refused while the rest is answered, once each, within the
+memory that there is for it; and afterwards it is as if nothing had been."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from protos import inference_pb2 as pb
+from protos.inference_pb2_grpc import GRPCInferenceServiceStub
+from tests.fault.traffic import request
+from tests.harness import ServerProcess, write_identity
+from tests.polling import eventually, eventually_async
+
+pytestmark = pytest.mark.usefixtures("frontends")
+
+Code = grpc.StatusCode
+MIB = 2**20
+COLUMNS = 65_536  # 256 KiB
+QUEUED, RPCS = 16, 64
+BEARABLE = 20
+"""Calls at a time: those in the queue, those that execute, and some on their way."""
+
+
+def samples(server: ServerProcess, name: str) -> dict[str, float]:
+    return {key: value for key, value in server.metrics().items() if re.match(rf"{name}(\{{|$)", key)}
+
+
+def nothing_left(server: ServerProcess) -> bool:
+    """Whether no counter says that something is under way."""
+    gauges = samples(server, "paceline_limit_used") | samples(server, "nv_inference_pending_request_count")
+    return not any(value for name, value in gauges.items() if 'limit="models"' not in name)
+
+
+def peak_bytes(pid: int) -> int:
+    """The most memory that the process has had."""
+    (line,) = (line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("VmHWM"))
+    return int(line.split()[1]) * 1024
+
+
+async def outcome(stub: Any, number: int, columns: int = COLUMNS) -> Code:
+    """How a call ends; OK only if the answer is its own."""
+    message = request(1, columns, first=float(number))
+    try:
+        answer: pb.ModelInferResponse = await stub.ModelInfer(message, timeout=60)
+    except grpc.aio.AioRpcError as error:
+        return error.code()
+    assert answer.raw_output_contents[0] == message.raw_input_contents[0]
+    return Code.OK
+
+
+async def test_surplus_is_refused_while_what_was_admitted_still_waits(tmp_path: Path) -> None:
+    """What waits here waits for company that doesn't come, so whoever is answered is so before them."""
+    delayed = "dynamic_batching { max_queue_delay_microseconds: 1000000000 }"
+    write_identity(tmp_path, rows=32, extra=delayed)
+    with ServerProcess(tmp_path, args=[f"--max-queued-requests={QUEUED}"]) as server:
+        async with grpc.aio.insecure_channel(server.target) as channel:
+            stub: Any = GRPCInferenceServiceStub(channel)  # type: ignore[no-untyped-call]
+            calls = [asyncio.create_task(outcome(stub, number, 16)) for number in range(10 * QUEUED)]
+            await eventually_async(
+                lambda: sum(call.done() for call in calls) == 9 * QUEUED, "nine of ten to be answered"
+            )
+            assert {call.result() for call in calls if call.done()} == {Code.RESOURCE_EXHAUSTED}
+            waiting = [call for call in calls if not call.done()]
+            assert samples(server, "nv_inference_pending_request_count") == {
+                'nv_inference_pending_request_count{model="echo",version="1"}': QUEUED
+            }
+            for call in waiting[: QUEUED // 2]:
+                call.cancel()
+            rest = 32 - QUEUED // 2
+            await stub.ModelInfer(request(rest), timeout=60)  # company at last
+            assert [await call for call in waiting[QUEUED // 2 :]] == [Code.OK] * (QUEUED // 2)
+            await asyncio.to_thread(_until_nothing_left, server)
+
+
+async def test_ten_times_the_load_is_answered_once_each_and_leaves_nothing(tmp_path: Path, frontends: int) -> None:
+    write_identity(
+        tmp_path,
+        rows=2,
+        dims=f"[ {COLUMNS} ]",
+        extra='dynamic_batching { } parameters { key: "execute_delay_ms" value { string_value: "5" } }',
+    )
+    args = [f"--max-queued-requests={QUEUED}", f"--grpc-max-concurrent-rpcs={RPCS}"]
+    sent = 2_000
+    with ServerProcess(tmp_path, args=args) as server:
+        async with grpc.aio.insecure_channel(server.target) as channel:
+            stub: Any = GRPCInferenceServiceStub(channel)  # type: ignore[no-untyped-call]
+            assert await outcome(stub, -1) is Code.OK
+            before = peak_bytes(server.pid)
+            numbers = iter(range(sent))
+            outcomes: Counter[Code] = Counter()
+
+            async def caller() -> None:
+                for number in numbers:
+                    outcomes[await outcome(stub, number)] += 1
+
+            await asyncio.gather(*(caller() for _ in range(10 * BEARABLE)))
+            assert set(outcomes) == {Code.OK, Code.RESOURCE_EXHAUSTED}
+            assert sum(outcomes.values()) == sent
+            # What was offered is 500 MiB; what may be there at a time, 16 MiB of calls and 4 MiB of the queue.
+            assert peak_bytes(server.pid) - before < 200 * MIB
+            assert await outcome(stub, sent) is Code.OK
+            await asyncio.to_thread(_until_nothing_left, server)
+            metrics = server.metrics()
+            label = '{model="echo",version="1"}'
+            answered = outcomes[Code.OK] + 2
+            assert metrics[f"nv_inference_request_success{label}"] == answered
+            assert metrics[f"nv_inference_count{label}"] == answered
+            refused = metrics['nv_inference_request_failure{model="echo",reason="REJECTED",version="1"}']
+            assert refused + metrics['paceline_refused_rpcs{reason="rpcs"}'] == outcomes[Code.RESOURCE_EXHAUSTED]
+
+
+def _until_nothing_left(server: ServerProcess) -> None:
+    eventually(lambda: nothing_left(server), "all counters at zero")

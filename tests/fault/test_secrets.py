@@ -1,0 +1,77 @@
+"""What callers bring along to say who they are stands nowhere afterwards."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from protos import inference_pb2 as pb
+from protos.inference_pb2_grpc import GRPCInferenceServiceStub
+from server.tokens import line_of
+from tests.harness import ServerProcess, write_identity
+from tests.polling import eventually
+from tests.wire import infer, rows_of_floats
+
+pytestmark = pytest.mark.usefixtures("frontends")
+
+TOKEN, WRONG, KEY, WRONG_KEY = "tok-5e1f-good", "tok-77aa-wrong", "key-9b2c-good", "key-41dd-wrong"
+HEADER = "triton-grpc-protocol-admin"
+
+
+def test_secrets_are_not_in_logs_traces_or_metrics(tmp_path: Path) -> None:
+    """At the level that says most, with headers forwarded, requests traced, and tokens good and bad."""
+    write_identity(tmp_path / "models")
+    tokens, traces = tmp_path / "tokens", tmp_path / "traces"
+    tokens.write_text(line_of("edge", TOKEN))
+    args = [
+        "--log-level=debug",
+        f"--grpc-token-file={tokens}",
+        f"--grpc-restricted-protocol=metadata:admin={KEY}",
+        "--grpc-header-forward-pattern=.*",
+        f"--trace-config=file={traces}",
+        "--trace-config=level=TIMESTAMPS",
+        "--trace-config=rate=1",
+    ]
+    good = [("authorization", f"Bearer {TOKEN}"), (HEADER, KEY)]
+    with ServerProcess(tmp_path / "models", args=args) as server, grpc.insecure_channel(server.target) as channel:
+        stub: Any = GRPCInferenceServiceStub(channel)  # type: ignore[no-untyped-call]
+        request = infer("echo", {"INPUT0": rows_of_floats(1, 16)}, id="one")
+        assert stub.ModelInfer(request, metadata=good, timeout=20).id == "one"
+        assert stub.ServerMetadata(pb.ServerMetadataRequest(), metadata=good, timeout=20).name == "paceline"
+        for headers in ([("authorization", f"Bearer {WRONG}")], [good[0], (HEADER, WRONG_KEY)]):
+            with pytest.raises(grpc.RpcError) as refusal:
+                stub.ServerMetadata(pb.ServerMetadataRequest(), metadata=headers, timeout=20)
+            assert not any(secret in str(refusal.value) for secret in (TOKEN, WRONG, KEY, WRONG_KEY))
+        request.inputs[0].datatype = "INT32"
+        with pytest.raises(grpc.RpcError):
+            stub.ModelInfer(request, metadata=good, timeout=20)
+        tokens.write_text(f"{TOKEN}\n")  # somebody's mistake, which is reported
+        eventually(lambda: _asked_and_reported(stub, good, server), "a line about the broken file")
+        metrics = "".join(server.metrics())
+        server.terminate()
+        said = "".join(server.stderr)
+    everything = said + traces.read_text() + metrics
+    assert "one" in traces.read_text()
+    assert "tokens are not read again" in said
+    for secret in (TOKEN, WRONG, KEY, WRONG_KEY):
+        assert secret not in everything
+        assert hashlib.sha256(secret.encode()).hexdigest() not in everything
+
+
+def _asked_and_reported(stub: Any, headers: Any, server: ServerProcess) -> bool:
+    stub.ServerMetadata(pb.ServerMetadataRequest(), metadata=headers, timeout=20)
+    return any("tokens are not read again" in line["message"] for line in server.log)
+
+
+def test_secrets_in_flags_that_are_wrong_are_not_said(tmp_path: Path) -> None:
+    write_identity(tmp_path)
+    server = ServerProcess(tmp_path, args=[f"--grpc-restricted-protocol=everything:admin={KEY}"])
+    server.start()
+    assert server.wait() == 2
+    server.kill()
+    assert "expected groups among" in "".join(server.stderr)
+    assert KEY not in "".join(server.stderr)

@@ -1,0 +1,277 @@
+"""Bounds of the server as a whole: one too many is refused, what is there is answered, and then there is room."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from backends.memory import MemoryModel
+from protos import inference_pb2 as pb
+from server.config import Settings
+from server.limits import Connections, Limits
+from tests.integration.controlling import explicit, load, unload
+from tests.integration.http2 import frames_until_the_end
+from tests.integration.scripted import Script, mark_of, request
+from tests.integration.serving import Served, echo_model, failure_of, serving
+from tests.integration.streams import Stream
+from tests.polling import eventually_async
+from tests.wire import infer, rows_of_floats
+
+Code = grpc.StatusCode
+NO_BATCHES = "max_batch_size: 1"
+
+
+def limited(folder: Path, **limits: int) -> Settings:
+    return Settings(paths=(folder,), limits=Limits(**limits))
+
+
+async def used(served: Served, limit: str) -> float:
+    return await served.metric("paceline_limit_used", f'limit="{limit}"')
+
+
+async def refused(served: Served, reason: str) -> float:
+    return await served.metric("paceline_refused_rpcs", f'reason="{reason}"')
+
+
+async def told(served: Served, ask: Any, what: str, value: float) -> None:
+    """Frontends tell their numbers now and then."""
+    for _ in range(2000):
+        if await ask(served, what) == value:
+            return
+    assert await ask(served, what) == value
+
+
+def one(model: str = "m", columns: int = 1) -> pb.ModelInferRequest:
+    return infer(model, {"a": rows_of_floats(1, columns)})
+
+
+async def executing(served: Served, model: MemoryModel, name: str = "m") -> asyncio.Task[Any]:
+    """A request that occupies the model until its gate opens."""
+    model.gate.close()
+    blocker = asyncio.create_task(served.infer(one(name)))
+    await asyncio.to_thread(model.gate.wait_entered, 1)
+    return blocker
+
+
+# ---- Calls and streams -----------------------------------------------------------------------------------------------
+
+
+async def test_calls_beyond_the_limit_are_refused_and_probes_are_not(tmp_path: Path, frontends: int) -> None:
+    """One connection meets one process, which has its share of the limit."""
+    model, allowed = echo_model(), 4 // frontends
+    async with serving(tmp_path, {"m": model}, config=NO_BATCHES, settings=limited(tmp_path, rpcs=4)) as served:
+        calls = [await executing(served, model)]
+        calls += [asyncio.create_task(served.infer(one())) for _ in range(allowed - 1)]
+        await eventually_async(lambda: served.waiting("m") == allowed - 1, "all that may wait")
+        await told(served, used, "rpcs", allowed)
+        text = f"the server has {allowed} calls under way, which is the limit"
+        assert await failure_of(served.infer(one())) == (Code.RESOURCE_EXHAUSTED, text)
+        metadata = served.stub.ServerMetadata(pb.ServerMetadataRequest(), timeout=20)
+        assert await failure_of(metadata) == (Code.RESOURCE_EXHAUSTED, text)
+        assert (await served.stub.ServerReady(pb.ServerReadyRequest(), timeout=20)).ready
+        health: Any = health_pb2_grpc.HealthStub(served.channel)  # type: ignore[no-untyped-call]
+        assert (await health.Check(health_pb2.HealthCheckRequest(), timeout=20)).status == 1
+        calls[-1].cancel()
+        await eventually_async(lambda: served.waiting("m") == allowed - 2, "the cancelled one gone")
+        calls[-1] = asyncio.create_task(served.infer(one()))
+        model.gate.open()
+        assert [(await call).raw_output_contents[0] for call in calls] == [one().raw_input_contents[0]] * allowed
+        await told(served, used, "rpcs", 0)
+        await told(served, refused, "rpcs", 2)
+        await served.infer(one())
+
+
+async def test_streams_beyond_the_limit_are_refused_each_rpc_by_itself(tmp_path: Path, frontends: int) -> None:
+    allowed = 2 // frontends
+    async with serving(tmp_path, {"m": Script().model}, settings=limited(tmp_path, streams=2)) as served:
+        streams = [Stream(served) for _ in range(allowed)]
+        for mark, stream in enumerate(streams):
+            await stream.send(request(mark))
+            assert await stream.next() == mark
+        surplus = Stream(served)
+        text = f"the server has {allowed} streams of ModelStreamInfer open, which is the limit"
+        assert (await surplus.rest(), await surplus.status()) == ([], (Code.RESOURCE_EXHAUSTED, text))
+        health: Any = health_pb2_grpc.HealthStub(served.channel)  # type: ignore[no-untyped-call]
+        watch = health.Watch(health_pb2.HealthCheckRequest(), timeout=20)
+        assert (await watch.read()).status == 1
+        assert mark_of(await served.infer(request(1))) == 1
+        await told(served, used, "streams", allowed + 1)
+        await told(served, refused, "streams", 1)
+        watch.cancel()
+        streams[0].call.cancel()
+        await told(served, used, "streams", allowed - 1)
+        another = Stream(served)
+        await another.send(request(7))
+        assert await another.next() == 7
+
+
+# ---- Messages and headers --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("frontends")
+async def test_message_beyond_the_limit_is_refused_and_one_of_that_size_is_not(tmp_path: Path) -> None:
+    message = one(columns=1000)
+    size = message.ByteSize()
+    async with serving(tmp_path, {"m": echo_model()}, settings=limited(tmp_path, message_bytes=size)) as served:
+        await served.infer(message)
+        message.id = "x"
+        assert (await failure_of(served.infer(message)))[0] is Code.RESOURCE_EXHAUSTED
+        stream = Stream(served)
+        await stream.send(message)
+        assert (await stream.status())[0] is Code.RESOURCE_EXHAUSTED
+        message.id = ""
+        await served.infer(message)
+        assert await served.metric("paceline_limit", 'limit="message_bytes"') == size
+
+
+@pytest.mark.usefixtures("frontends")
+async def test_headers_beyond_the_limit_are_refused_and_the_connection_goes_on(tmp_path: Path) -> None:
+    settings = limited(tmp_path, metadata_bytes=4096)
+    async with serving(tmp_path, {"m": echo_model()}, settings=settings) as served:
+        for size, code in (
+            (3000, None),
+            (4096, Code.RESOURCE_EXHAUSTED),
+            (100_000, Code.RESOURCE_EXHAUSTED),
+            (1, None),
+        ):
+            call = served.stub.ModelInfer(one(), metadata=[("x-large", "v" * size)], timeout=20)
+            if code is None:
+                await call
+            else:
+                assert (await failure_of(call))[0] is code
+
+
+# ---- Queues ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("limits", "text"),
+    [({"queued_requests": 3}, "3 requests of all models"), ({"queued_bytes": 12}, "12 bytes of all models")],
+)
+@pytest.mark.usefixtures("frontends")
+async def test_queues_of_all_models_together_hold_so_much_and_no_more(
+    tmp_path: Path, limits: dict[str, int], text: str
+) -> None:
+    models = {"m": echo_model(), "n": echo_model()}
+    async with serving(tmp_path, models, config=NO_BATCHES, settings=limited(tmp_path, **limits)) as served:
+        calls = [await executing(served, models[name], name) for name in models]
+        calls += [asyncio.create_task(served.infer(one(name))) for name in ("m", "m", "n")]
+        await eventually_async(lambda: (served.waiting("m"), served.waiting("n")) == (2, 1), "all that may wait")
+        for name in models:
+            assert await failure_of(served.infer(one(name))) == (
+                Code.RESOURCE_EXHAUSTED,
+                f"model '{name}': Exceeds maximum queue size of {text}",
+            )
+        assert (await used(served, "queued_requests"), await used(served, "queued_bytes")) == (3, 12)
+        calls.pop().cancel()
+        await eventually_async(lambda: served.waiting("n") == 0, "the cancelled one gone")
+        calls.append(asyncio.create_task(served.infer(one("m"))))
+        await eventually_async(lambda: served.waiting("m") == 3, "another in its place")
+        for model in models.values():
+            model.gate.open()
+        assert all([(await call).raw_output_contents == one().raw_input_contents for call in calls])
+        assert (await used(served, "queued_requests"), await used(served, "queued_bytes")) == (0, 0)
+        reason = "queue_full_requests" if "queued_requests" in limits else "queue_full_bytes"
+        for name in models:
+            labels = f'model="{name}",reason="{reason}",version="1"'
+            assert await served.metric("paceline_dropped_requests", labels) == 1
+            await served.infer(one(name))
+
+
+async def test_queue_given_up_at_the_end_leaves_nothing_counted(tmp_path: Path) -> None:
+    model = echo_model()
+    async with serving(tmp_path, {"m": model}, config=NO_BATCHES) as served:
+        calls = [await executing(served, model)]
+        calls += [asyncio.create_task(served.infer(one())) for _ in range(3)]
+        await eventually_async(lambda: served.waiting("m") == 3, "three waiting")
+        batcher = served.server.repository.get("m", "").batcher
+        assert await used(served, "queued_requests") == 3
+        batcher.close()
+        assert (await used(served, "queued_requests"), await used(served, "queued_bytes")) == (0, 0)
+        for call in calls:
+            assert (await failure_of(call))[0] is Code.UNAVAILABLE
+
+
+# ---- Models ----------------------------------------------------------------------------------------------------------
+
+
+async def test_models_beyond_the_limit_are_refused_until_another_goes(tmp_path: Path) -> None:
+    models = {"m": echo_model(), "n": echo_model()}
+    (tmp_path / "broken" / "1").mkdir(parents=True)
+    settings = explicit(tmp_path, load=("m",), limits=Limits(models=1))
+    async with serving(tmp_path, models, settings=settings) as served:
+        text = "load failed for model 'n': there are 1 models already, as many as --max-models allows"
+        assert await failure_of(load(served, "n")) == (Code.RESOURCE_EXHAUSTED, text)
+        await load(served, "m")  # it has its place
+        assert await used(served, "models") == 1
+        await served.infer(one("m"))
+        await unload(served, "m")
+        assert (await failure_of(load(served, "broken")))[0] is Code.INVALID_ARGUMENT
+        assert await used(served, "models") == 0
+        await load(served, "n")
+        await served.infer(one("n"))
+        assert (await failure_of(load(served, "m")))[0] is Code.RESOURCE_EXHAUSTED
+        assert await used(served, "models") == 1
+
+
+async def test_models_beyond_the_limit_at_the_start_are_missing_and_the_others_serve(tmp_path: Path) -> None:
+    models = {name: echo_model() for name in ("a", "b", "c")}
+    async with serving(tmp_path, models, settings=limited(tmp_path, models=2)) as served:
+        failures = served.server.repository.failures
+        assert len(failures) == 1
+        assert "as many as --max-models allows" in next(iter(failures.values()))
+        for name in set(models) - set(failures):
+            await served.infer(one(name))
+
+
+# ---- Connections -----------------------------------------------------------------------------------------------------
+
+_PING, _GOAWAY = 6, 7
+
+
+@pytest.mark.usefixtures("frontends")
+async def test_connection_that_is_old_enough_is_told_to_go_and_closed(tmp_path: Path) -> None:
+    settings = Settings(paths=(tmp_path,), connections=Connections(max_age_ms=50, max_age_grace_ms=50))
+    async with serving(tmp_path, {"m": echo_model()}, settings=settings) as served:
+        assert _GOAWAY in await frames_until_the_end(served.server.grpc_port)
+        for _ in range(3):
+            await served.infer(one())
+
+
+@pytest.mark.usefixtures("frontends")
+async def test_connection_whose_client_answers_no_ping_is_closed(tmp_path: Path) -> None:
+    connections = Connections(keepalive_time_ms=50, keepalive_timeout_ms=50, keepalive_permit_without_calls=True)
+    async with serving(
+        tmp_path, {"m": echo_model()}, settings=Settings(paths=(tmp_path,), connections=connections)
+    ) as served:
+        assert _PING in await frames_until_the_end(served.server.grpc_port)
+        await served.infer(one())
+
+
+@pytest.mark.usefixtures("frontends")
+async def test_connection_of_a_client_that_pings_too_often_is_closed(tmp_path: Path) -> None:
+    settings = Settings(paths=(tmp_path,), connections=Connections(max_ping_strikes=1))
+    async with serving(tmp_path, {"m": echo_model()}, settings=settings) as served:
+        await frames_until_the_end(served.server.grpc_port, pings=10)
+        await served.infer(one())
+
+
+async def test_limits_are_all_shown(tmp_path: Path) -> None:
+    async with serving(tmp_path, {"m": echo_model()}) as served:
+        shown = {
+            name for name in await served.metrics() if name.startswith(("paceline_limit{", "paceline_limit_used{"))
+        }
+    expected: Sequence[str] = (
+        "message_bytes", "metadata_bytes", "rpcs", "streams", "stream_requests", "queued_requests", "queued_bytes",
+        "client_shm_regions", "models",
+    )  # fmt: skip
+    kept_by_grpc = {"message_bytes", "metadata_bytes", "stream_requests"}
+    assert shown == {f'paceline_limit{{limit="{name}"}}' for name in expected} | {
+        f'paceline_limit_used{{limit="{name}"}}' for name in expected if name not in kept_by_grpc
+    }
