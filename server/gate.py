@@ -116,7 +116,7 @@ class Gate(grpc.GenericRpcHandler):  # type: ignore[type-arg]  # generic in the 
     def add_registered_method_handlers(self, service: str, handlers: object) -> None:
         """What generated code calls besides: gRPC would find those handlers past this gate."""
 
-    # hot path: 0.3 us if nobody is asked
+    # hot path: 0.3 us if nobody is asked, 1.3 us with tokens, 2.6 us with a restriction
     def service(self, handler_call_details: grpc.HandlerCallDetails) -> Any:
         path = handler_call_details.method
         if self._asks and (refusal := self._refusal(path, handler_call_details.invocation_metadata)) is not None:
