@@ -30,11 +30,11 @@ from server.fronts.fleet import Fleet
 from server.gate import Usage
 from server.inference import Inference
 from server.layout import Layout, ModelFolder
-from server.limit_metrics import LimitCollector, LimitShown
 from server.listener import Listener, check_access
 from server.loader import LoadDefaults
 from server.metrics import Metrics
 from server.metrics_endpoint import MetricsEndpoint
+from server.metrics_limits import LimitCollector, LimitShown
 from server.model_control import ModelControl
 from server.poller import Poller
 from server.probes import LoopProbe

@@ -19,7 +19,7 @@ from prometheus_client.utils import floatToGoString
 
 from server.exposition import exposition
 from server.host_metrics import HostCollector
-from server.limit_metrics import LimitCollector
+from server.metrics_limits import LimitCollector
 from server.model_statistics import DURATION_BOUNDS_NS, DurationHistogram, VersionStatistics
 
 __all__ = ["FrontsShown", "Metrics", "VersionMetrics", "WaitingRoom"]

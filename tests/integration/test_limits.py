@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import re
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from backends.memory import MemoryModel
 from protos import inference_pb2 as pb
 from server.config import Settings
 from server.limits import Connections, Limits
+from tests.harness import REPO
 from tests.integration.controlling import explicit, load, unload
 from tests.integration.http2 import frames_until_the_end
 from tests.integration.scripted import Script, mark_of, request
@@ -24,6 +25,7 @@ from tests.polling import eventually_async
 from tests.wire import infer, rows_of_floats
 
 Code = grpc.StatusCode
+DOCS = REPO / "docs" / "configuration.md"
 NO_BATCHES = "max_batch_size: 1"
 
 
@@ -262,16 +264,14 @@ async def test_connection_of_a_client_that_pings_too_often_is_closed(tmp_path: P
         await served.infer(one())
 
 
-async def test_limits_are_all_shown(tmp_path: Path) -> None:
+async def test_limits_are_all_shown_as_the_docs_have_them(tmp_path: Path) -> None:
     async with serving(tmp_path, {"m": echo_model()}) as served:
-        shown = {
-            name for name in await served.metrics() if name.startswith(("paceline_limit{", "paceline_limit_used{"))
-        }
-    expected: Sequence[str] = (
-        "message_bytes", "metadata_bytes", "rpcs", "streams", "stream_requests", "queued_requests", "queued_bytes",
-        "client_shm_regions", "models",
-    )  # fmt: skip
+        metrics = set(await served.metrics())
     kept_by_grpc = {"message_bytes", "metadata_bytes", "stream_requests"}
-    assert shown == {f'paceline_limit{{limit="{name}"}}' for name in expected} | {
-        f'paceline_limit_used{{limit="{name}"}}' for name in expected if name not in kept_by_grpc
+    limits = {name.partition('"')[2].rstrip('"}') for name in metrics if name.startswith("paceline_limit{")}
+    told = set(re.findall(r"`(paceline_(?:limit|refused)\w*\{.*?\})`", DOCS.read_text(encoding="utf-8")))
+    assert told <= metrics
+    assert {name.partition('"')[2].rstrip('"}') for name in told if "paceline_limit" in name} == limits
+    assert {name for name in metrics if name.startswith("paceline_limit_used{")} == {
+        f'paceline_limit_used{{limit="{name}"}}' for name in limits - kept_by_grpc
     }

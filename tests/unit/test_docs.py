@@ -22,6 +22,7 @@ from tests.harness import REPO
 from tests.unit.server.test_config_fields import IGNORED, READ, REFUSED
 
 BEHAVIOUR, PROTOCOL = REPO / "docs" / "behaviour.md", REPO / "docs" / "protocol.md"
+CONFIGURATION = REPO / "docs" / "configuration.md"
 _REFERENCE = re.compile(r"`([\w/]+\.py)::(\w+)`")
 _PROMISE = re.compile(r"^(- |\| (?!what|---))")
 
@@ -169,3 +170,41 @@ def test_protocol_tells_flags_that_are_there_from_those_that_are_not() -> None:
     assert len(taken) > 20
     assert taken <= ours
     assert not missing & ours
+
+
+# ---- docs/configuration.md, SECURITY.md -----------------------------------------------------------------------------
+
+
+def test_limits_are_told_with_the_defaults_of_their_flags_and_their_metrics() -> None:
+    text = (
+        (REPO / "docs" / "configuration.md").read_text(encoding="utf-8").partition("### Limits")[2].partition("###")[0]
+    )
+    defaults = {option: parameter.default for parameter in serve.params for option in parameter.opts}
+    told = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line[:1] == "|"][2:]
+    assert len(told) >= 12
+    for _, flag, default, metric in told:
+        (name,) = names_of(flag)
+        assert metric.startswith("`"), name
+        if name.startswith("--"):
+            assert int(default) == defaults[name], name
+    flags = {name for _, flag, *_ in told for name in names_of(flag)}
+    assert {
+        option for option in defaults if re.match(r"--(grpc-)?max-(?!batch|queue-|latency|connection)", option)
+    } <= flags
+
+
+def test_configuration_has_each_flag_with_its_variable() -> None:
+    text = CONFIGURATION.read_text(encoding="utf-8")
+    for parameter in serve.params:
+        if parameter.name != "paths":
+            assert f"| `{max(parameter.opts, key=len)}`" in text or f"`{parameter.opts[0]}`" in text
+            assert f"`PACELINE_{str(parameter.name).upper()}`" in text, parameter.name
+
+
+def test_security_names_files_that_exist() -> None:
+    text = (REPO / "SECURITY.md").read_text(encoding="utf-8")
+    files = re.findall(r"`(\w+/[\w/]+\.py)`", text)
+    assert len(files) >= 9
+    assert [file for file in files if not (REPO / "tests" / file).is_file()] == []
+    links = re.findall(r"\]\(([\w./]+)(?:#[\w-]+)?\)", text)
+    assert [link for link in links if not (REPO / link).exists()] == []

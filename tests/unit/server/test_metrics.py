@@ -47,6 +47,7 @@ OURS = {
     "paceline_queue_wait_us": "histogram",
     "paceline_execution_us": "histogram",
 }
+OF_LIMITS = {"paceline_limit": "gauge", "paceline_limit_used": "gauge", "paceline_refused_rpcs": "counter"}
 OF_FRONTS = {
     "paceline_frontends": "gauge",
     "paceline_frontend_restarts": "counter",
@@ -150,7 +151,7 @@ def test_tags_become_labels_and_models_with_other_tags_share_the_family(metrics:
 
 def test_names_are_all_told_in_the_docs(metrics: Metrics) -> None:
     told = set(re.findall(r"`((?:nv|paceline)_\w+)`", (REPO / "docs" / "metrics.md").read_text(encoding="utf-8")))
-    assert told == {*OURS, *OF_FRONTS, *TRITON_COUNTERS, *TRITON_GAUGES}
+    assert told == {*OURS, *OF_LIMITS, *OF_FRONTS, *TRITON_COUNTERS, *TRITON_GAUGES}
 
 
 def test_fronts_are_shown_where_there_are_such(metrics: Metrics) -> None:
