@@ -137,8 +137,8 @@ class Gate(grpc.GenericRpcHandler):  # type: ignore[type-arg]  # generic in the 
         restriction = self._restrictions.get(group_of(path) or "")
         if restriction is None or _has(headers, restriction):
             return None
-        name = path.rpartition("/")[2]
-        text = f"{name}: this protocol is restricted, expecting header '{restriction.header}'"
+        # Clients of Triton's look for these words.
+        text = f"This protocol is restricted, expecting header '{restriction.header}'"
         return self._refuse(Refused.RESTRICTED, grpc.StatusCode.UNAVAILABLE, text)
 
     def _refuse(self, reason: Refused, code: grpc.StatusCode, text: str) -> Any:
