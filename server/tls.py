@@ -89,6 +89,9 @@ class Certificates:
         """Raises OSError, ssl.SSLError among them, and ValueError. gRPC itself would find out during handshakes, and
         tell nobody what is wrong."""
         files = self._files
+        # First, as ssl wouldn't say which of them can't be read.
+        pair = files.key.read_bytes(), files.certificate.read_bytes()
+        roots = None if files.roots is None else files.roots.read_bytes()
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         try:
             # Without a password given, OpenSSL would ask for one on the terminal.
@@ -98,14 +101,11 @@ class Certificates:
                 f"expected a certificate in {files.certificate} and its key, without a password, in {files.key}, "
                 f"both as PEM: {error.reason or error}"
             ) from None
-        roots = None
         if files.roots is not None:
             try:
                 context.load_verify_locations(files.roots)
             except ssl.SSLError as error:
                 raise ValueError(f"expected certificates as PEM in {files.roots}: {error.reason or error}") from None
-            roots = files.roots.read_bytes()
-        pair = (files.key.read_bytes(), files.certificate.read_bytes())
         return grpc.ssl_server_certificate_configuration([pair], roots)
 
 

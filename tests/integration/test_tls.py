@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import ssl
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import grpc
+import numpy as np
 import pytest
 
+from clients import AsyncInferenceClient
+from clients.errors import ClientError
 from protos.inference_pb2_grpc import GRPCInferenceServiceStub
 from server.app import Server
 from server.config import Settings
 from server.errors import StartError
 from server.tls import TlsFiles
+from server.tokens import line_of
 from tests.certificates import Authority, Pair
 from tests.integration.scripted import Script, mark_of, request
 from tests.integration.serving import Served, failure_of, serving
@@ -76,6 +81,24 @@ async def test_mutual_tls_is_for_clients_with_a_certificate_of_ours(tmp_path: Pa
                 assert await refusal(connection) is Code.UNAVAILABLE
         async with channel(served, ours.roots, ours.sign("client")) as connection:
             assert await infer(connection, 1) == 1
+
+
+async def test_our_client_takes_certificates_as_credentials_and_a_token_as_metadata(tmp_path: Path) -> None:
+    ours = Authority(tmp_path)
+    own, tokens = ours.sign("client"), tmp_path / "tokens"
+    tokens.write_text(line_of("edge", "good"))
+    server = replace(settings(tmp_path, ours.sign("server"), ours.roots, mutual=True), token_file=tokens)
+    credentials = grpc.ssl_channel_credentials(
+        ours.roots.read_bytes(), own.key.read_bytes(), own.certificate.read_bytes()
+    )
+    headers = [("authorization", "Bearer good")]
+    async with serving(tmp_path, {"m": Script().model}, settings=server) as served:
+        async with AsyncInferenceClient(served.target, credentials=credentials, metadata=headers) as client:
+            result = await client.infer("m", {"a": np.array([[7.0]], np.float32)})
+            assert result["x"].tolist() == [[7.0]]
+        async with AsyncInferenceClient(served.target, credentials=credentials) as client:
+            with pytest.raises(ClientError, match="authorization: Bearer"):
+                await client.infer("m", {"a": np.array([[7.0]], np.float32)})
 
 
 async def test_certificate_replaced_is_shown_to_new_connections_and_old_ones_go_on(tmp_path: Path) -> None:
