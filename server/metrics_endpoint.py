@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import socket
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from socketserver import TCPServer
 from threading import Thread
@@ -93,7 +94,9 @@ class MetricsEndpoint:
         stopper = Thread(target=self._server.shutdown)
         stopper.start()
         while stopper.is_alive():
-            socket.create_connection((self._server.server_name, self.port), timeout=1).close()
+            # It may have woken already, and then takes nobody in any more.
+            with suppress(OSError):
+                socket.create_connection((self._server.server_name, self.port), timeout=1).close()
             stopper.join(0.05)
         self._thread.join()
         self._server.server_close()
