@@ -8,10 +8,11 @@ from pathlib import Path
 
 import grpc
 import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from server.config import Settings
 from tests.integration.scripted import Script, busy, mark_of, request, totals
-from tests.integration.serving import failure_of, serving
+from tests.integration.serving import Served, failure_of, serving
 from tests.integration.streams import Stream
 from tests.polling import eventually_async
 
@@ -21,6 +22,13 @@ Code = grpc.StatusCode
 MERGE = "max_batch_size: 4 dynamic_batching { }"
 LARGE = 100_000
 """Columns of a request whose answer exceeds what gRPC buffers on its own."""
+
+
+async def no_longer_serving(served: Served) -> None:
+    """Return once whoever speaks gRPC knows that the server stops."""
+    health, status = health_pb2_grpc.HealthStub(served.channel), health_pb2.HealthCheckResponse.SERVING
+    while status == health_pb2.HealthCheckResponse.SERVING:
+        status = (await health.Check(health_pb2.HealthCheckRequest(), timeout=20)).status
 
 
 @pytest.fixture
@@ -116,6 +124,7 @@ async def test_stop_answers_what_streams_have_under_way_and_refuses_the_rest_in_
             await stream.send(request(1), request(2))
             await eventually_async(lambda: served.waiting("m") == 2, "two requests waiting")
             stopping = asyncio.create_task(served.server.stop(30))
+            await no_longer_serving(served)
             refused = Stream(served)
             assert await failure_of(refused.next()) == (Code.UNAVAILABLE, "the server is stopping")
             await stream.send(request(3, paceline_unordered=True))
