@@ -33,7 +33,7 @@ serve: $(READY) ## serve the demo's model repository on port 8001 until stopped
 	$(BIN)/paceline serve models
 
 test: $(READY) ## run all tests
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest --numprocesses auto --dist loadfile $(ARGS)
 
 check: $(READY) ## lint, types, imports, generated code, lock file, wheel
 	$(BIN)/ruff check .
