@@ -98,7 +98,9 @@ def test_request_that_the_model_cannot_take_fails_and_the_others_do_not(proxied:
 
 def test_upstream_that_ends_makes_the_proxy_not_ready(proxied: Proxied) -> None:
     """The last of the module: nothing is behind the proxy any more."""
-    os.kill(proxied.upstream.pid, signal.SIGKILL)
+    pid: int = proxied.upstream.pid
+    # Other servers lead a group of their own, with workers that wouldn't end with them.
+    (os.killpg if os.getpgid(pid) == pid else os.kill)(pid, signal.SIGKILL)
     eventually(lambda: not proxied.stub.ServerReady(pb.ServerReadyRequest()).ready, "not ready", 60)
     with pytest.raises(grpc.RpcError) as caught:
         proxied.stub.ModelInfer(infer("tiny", {models.INPUT: rows_of(1, 1)}), timeout=20)
@@ -137,13 +139,19 @@ def mlserver_of(folder: Path) -> Iterator[str]:
     (folder / "double.py").write_text(_DOUBLE)
     code = "import sys; sys.argv = ['mlserver', 'start', '.']; from mlserver.cli import main; main()"
     with (folder / "log").open("wb") as log:
+        # It has workers of its own, which wouldn't end with it.
         process = subprocess.Popen(
-            [python, "-c", code], cwd=folder, env={**os.environ, "PYTHONPATH": str(folder)}, stdout=log, stderr=log
+            [python, "-c", code],
+            cwd=folder,
+            env={**os.environ, "PYTHONPATH": str(folder)},
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
         )
     try:
         yield f"127.0.0.1:{ports[1]}"
     finally:
-        process.kill()
+        os.killpg(process.pid, signal.SIGKILL)
         process.wait()
 
 
