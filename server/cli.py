@@ -251,6 +251,18 @@ def serve(
             runner.run(_serve(settings, click.get_current_context().obj))
     except StartError as error:
         raise click.ClickException(str(error)) from None
+    finally:
+        _let_go_of_full_disks()
+
+
+def _let_go_of_full_disks() -> None:
+    """Python writes out at its end what output hasn't been able to take, and exits with 120 if that fails again: lost
+    lines of a log would look like a failure of the server."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 @main.command()

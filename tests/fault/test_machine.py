@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import resource
 import signal
 import socket
@@ -68,7 +69,12 @@ def test_log_on_a_full_disk_loses_lines_and_nothing_else(tmp_path: Path) -> None
     port = free_port()
     command = [sys.executable, "-m", "server", "serve", str(tmp_path), "--grpc-address", "127.0.0.1"]
     command += ["--grpc-port", str(port), "--allow-metrics", "false", "--log-level", "debug"]
-    with open("/dev/full", "w") as full, subprocess.Popen(command, cwd=REPO, stderr=full, stdout=full) as server:
+    # As it is for users: without buffers of its own Python would have nothing left to write at the end.
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    with (
+        open("/dev/full", "w") as full,
+        subprocess.Popen(command, cwd=REPO, env=env, stderr=full, stdout=full) as server,
+    ):
         try:
             with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
                 stub: Any = GRPCInferenceServiceStub(channel)  # type: ignore[no-untyped-call]
