@@ -24,7 +24,7 @@ def keep_freed_memory() -> None:
     the environment has something to say of that.
 
     What is given back is paid for with a page fault for every 4 KiB when it is needed again, for the next batch: 64
-    rows of 600 KB are stacked in 1.0 times what copying them takes, and in 2.6 times otherwise. Source: mallopt(3).
+    rows of 600 KB are stacked in 1.1 times what copying them takes, and in 2.3 times otherwise. Source: mallopt(3).
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None or any(name in os.environ for name in _SETTINGS):
