@@ -9,15 +9,15 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-from backends.base import ModelSpec
+from backends.base import ModelSpec, Tensors
 from protos.datatypes import Datatype, by_name
 from protos.inference_pb2 import ModelInferRequest, ModelInferResponse
-from protos.tensors import TensorError, decode_raw
+from protos.tensors import TensorError, decode_raw, raw_buffer
 from server.errors import InvalidRequest, NotSupported, RegionNotFound
 from server.region_tensors import BYTE_SIZE, OFFSET, REGION, Input, RegionTensor, Span, span_of
 from server.regions import Regions
 
-__all__ = ["NOWHERE", "ClientMemory", "Write"]
+__all__ = ["NOWHERE", "ClientMemory", "Write", "tell_place"]
 
 InputTensor = ModelInferRequest.InferInputTensor
 RequestedOutput = ModelInferRequest.InferRequestedOutputTensor
@@ -92,10 +92,20 @@ class ClientMemory:
                 span.region.write(data, span.offset)
             except InvalidRequest as error:
                 raise self._invalid(output.name, str(error)) from None
-            output.parameters[REGION].string_param = span.region.name
-            output.parameters[BYTE_SIZE].int64_param = len(data)
-            if span.offset:
-                output.parameters[OFFSET].int64_param = span.offset
+            tell_place(output, span, len(data))
+
+    # hot path for requests that want it
+    def write_results(self, targets: Mapping[int, Span], results: Tensors, types: Sequence[Datatype]) -> bool:
+        """Write results to where they belong. False if they can't be: `write` will find the words."""
+        buffers = {index: raw_buffer(results[index], types[index]) for index in targets}
+        if any(len(buffers[index]) > span.byte_size for index, span in targets.items()):
+            return False
+        try:
+            for index, span in targets.items():
+                span.region.write(buffers[index], span.offset)
+        except InvalidRequest:
+            return False
+        return True
 
     def _too_small(self, output: str, needed: int, span: Span) -> InvalidRequest:
         return self._invalid(
@@ -104,6 +114,14 @@ class ClientMemory:
 
     def _invalid(self, output: str, what: str) -> InvalidRequest:
         return InvalidRequest(f"model '{self._model}': output '{output}': {what}")
+
+
+def tell_place(output: ModelInferResponse.InferOutputTensor, span: Span, byte_size: int) -> None:
+    """Say in the response that the output's `byte_size` bytes are there."""
+    output.parameters[REGION].string_param = span.region.name
+    output.parameters[BYTE_SIZE].int64_param = byte_size
+    if span.offset:
+        output.parameters[OFFSET].int64_param = span.offset
 
 
 def _fixed_bytes(spec: ModelSpec, index: int) -> int:

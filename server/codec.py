@@ -8,7 +8,7 @@ equal key and rows that add up.
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from backends.base import MISSING, Array, ModelSpec, Tensors, TensorSpec
 from backends.errors import ExecutionError
@@ -24,12 +24,12 @@ from protos.tensors import (
     raw_buffer,
 )
 from server.classification import Labels, class_count, classes_of
-from server.client_memory import NOWHERE, ClientMemory, Write
+from server.client_memory import NOWHERE, ClientMemory, Write, tell_place
 from server.errors import InvalidRequest
 from server.parameters import NO_PARAMETERS, RequestParameters, parse_parameters
-from server.region_tensors import Input, RegionTensor, Span
+from server.region_tensors import REGION, Input, RegionTensor, Span
 from server.regions import Regions
-from server.shortcuts import AnswerPlan, InputPlan, RequestPlan, WireResponse
+from server.shortcuts import AnswerPlan, InputPlan, RegionInputPlan, RequestPlan, WireResponse
 from server.wire_request import AnyRequest, WireRequest
 
 __all__ = ["AnyResponse", "DecodedRequest", "ModelCodec", "tensor_bytes"]
@@ -82,6 +82,7 @@ class ModelCodec:
         self._spec = spec
         self._max_batch_rows = max_batch_rows
         self._labels = labels or {}
+        self._regions = regions
         self._memory = ClientMemory(model, spec, regions)
         self._inputs = {tensor.name: index for index, tensor in enumerate(spec.inputs)}
         self._outputs = {tensor.name: index for index, tensor in enumerate(spec.outputs)}
@@ -110,8 +111,10 @@ class ModelCodec:
         if not isinstance(request, WireRequest):
             return self._decode(request)
         plan = self._plans.get(request.head)
-        if plan is not None and (inputs := plan.read(request.data, request.raw)) is not None:
-            return DecodedRequest(inputs, plan.rows, plan.key, plan.outputs, plan.parameters)
+        if plan is not None and (inputs := plan.read(request.data, request.raw, self._regions)) is not None:
+            targets = plan.find_targets(self._regions) if plan.targets else NOWHERE
+            if targets is not None:
+                return DecodedRequest(inputs, plan.rows, plan.key, plan.outputs, plan.parameters, targets)
         message = request.message()
         decoded = self._decode(message)
         self._plan(request.head, message, decoded)
@@ -182,43 +185,65 @@ class ModelCodec:
     def _respond(self, request_id: str, decoded: DecodedRequest, results: Tensors) -> WireResponse | None:
         """The response on the short way; None where that doesn't lead."""
         parameters, wanted = decoded.parameters, decoded.outputs
-        if decoded.targets or decoded.classes or parameters.typed_outputs or parameters.batch_info:
+        if decoded.classes or parameters.typed_outputs or parameters.batch_info:
             return None
-        layout = (wanted, *[results[index].shape for index in wanted])
+        layout: tuple[Any, ...] = (wanted, *[results[index].shape for index in wanted])
+        targets = decoded.targets
+        if targets:
+            targets = {index: targets[index] for index in wanted if index in targets}
+            layout += tuple((index, span.region.name, span.offset) for index, span in targets.items())
         plan = self._answer_plans.get(layout)
         if plan is None:
-            plan = self._plan_answer(layout, wanted, results)
-        return plan.response(request_id, results)
+            plan = self._plan_answer(layout, wanted, results, targets)
+        response = plan.response(request_id, results)
+        if response is None or (targets and not self._memory.write_results(targets, results, self._output_types)):
+            return None
+        return response
 
     def _plan(self, head: bytes, request: ModelInferRequest, decoded: DecodedRequest) -> None:
         """Remember how to decode requests of this head, if nothing but their tensors matters."""
-        if any(one.parameters for one in request.inputs) or any(one.parameters for one in request.outputs):
+        if decoded.classes or any(self._spec.inputs[self._inputs[tensor.name]].utf8 for tensor in request.inputs):
             return
-        if any(self._spec.inputs[self._inputs[tensor.name]].utf8 for tensor in request.inputs):
-            return
-        inputs = []
+        inputs, region_inputs = [], []
         for tensor in request.inputs:
             index, shape = self._inputs[tensor.name], tuple(tensor.shape)
-            datatype = self._input_types[index]
+            datatype, read = self._input_types[index], decoded.inputs[index]
+            if isinstance(read, RegionTensor):
+                region_inputs.append(RegionInputPlan(index, read.what, read.dtype, shape, read.place))
+                continue
+            if REGION in tensor.parameters:
+                return  # read at once, for its contents matter
             size_bytes = element_count(shape) * datatype.item_bytes
             plain = size_bytes > 0 and datatype.name != "BOOL"
             inputs.append(InputPlan(index, datatype, shape, size_bytes if plain else -1))
         if len(self._plans) >= _MOST_PLANS:
             self._plans.clear()
         self._plans[head] = RequestPlan(
-            tuple(inputs), len(self._inputs), decoded.rows, decoded.key, decoded.outputs, decoded.parameters
+            tuple(inputs),
+            tuple(region_inputs),
+            tuple((index, span.place) for index, span in decoded.targets.items()),
+            len(self._inputs),
+            decoded.rows,
+            decoded.key,
+            decoded.outputs,
+            decoded.parameters,
         )
 
-    def _plan_answer(self, layout: Hashable, wanted: Sequence[int], results: Tensors) -> AnswerPlan:
+    def _plan_answer(
+        self, layout: Hashable, wanted: Sequence[int], results: Tensors, targets: Mapping[int, Span]
+    ) -> AnswerPlan:
         made = ModelInferResponse(model_name=self._model, model_version=self._version)
         outputs = []
         for index in wanted:
             datatype, shape = self._output_types[index], results[index].shape
-            made.outputs.add(name=self._spec.outputs[index].name, datatype=datatype.name, shape=shape)
-            outputs.append((index, datatype, element_count(shape) * datatype.item_bytes))
+            output = made.outputs.add(name=self._spec.outputs[index].name, datatype=datatype.name, shape=shape)
+            size_bytes = element_count(shape) * datatype.item_bytes
+            if index in targets:
+                tell_place(output, targets[index], size_bytes)
+            outputs.append((index, datatype, size_bytes))
         if len(self._answer_plans) >= _MOST_PLANS:
             self._answer_plans.clear()
-        plan = self._answer_plans[layout] = AnswerPlan(made, outputs)
+        plan = self._answer_plans[layout] = AnswerPlan(made, outputs, targets.keys())
         return plan
 
     def _parameters(self, request: ModelInferRequest) -> RequestParameters:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -20,12 +20,33 @@ from protos.tensors import TensorError, element_count
 from server.errors import InvalidRequest
 from server.regions import Region, Regions
 
-__all__ = ["BYTE_SIZE", "OFFSET", "REGION", "Input", "Inputs", "RegionTensor", "Span", "span_of"]
+__all__ = ["BYTE_SIZE", "OFFSET", "REGION", "Input", "Inputs", "Place", "RegionTensor", "Span", "span_of"]
 
 REGION = "shared_memory_region"
 BYTE_SIZE = "shared_memory_byte_size"
 OFFSET = "shared_memory_offset"
 _INTEGERS = ("int64_param", "uint64_param")
+
+
+class Place(NamedTuple):
+    """Where requests that are like each other say that a tensor lies: a region by its name, which may come to mean
+    another one, or none."""
+
+    name: str
+    offset: int
+    byte_size: int
+
+    # hot path for requests that use one
+    def find(self, regions: Regions) -> Region | None:
+        """The region, if this place is in it now."""
+        region = regions.get(self.name)
+        if region is None or region.byte_size - self.offset < self.byte_size:
+            return None
+        try:
+            region.check()
+        except InvalidRequest:
+            return None
+        return region
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +56,10 @@ class Span:
     region: Region
     offset: int
     byte_size: int
+
+    @property
+    def place(self) -> Place:
+        return Place(self.region.name, self.offset, self.byte_size)
 
     def read(self) -> memoryview:
         """A copy of what is there now. Blocks for the copy; raises InvalidRequest."""
@@ -107,6 +132,14 @@ class RegionTensor:
             )
         span.region.check()
         return cls(what, span.region, span.offset, datatype.dtype, shape)
+
+    @property
+    def what(self) -> str:
+        return self._what
+
+    @property
+    def place(self) -> Place:
+        return Place(self._region.name, self._offset, self.nbytes)
 
     @property
     def nbytes(self) -> int:

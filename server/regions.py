@@ -78,10 +78,15 @@ class Regions:
     # hot path for requests that use one
     def find(self, name: str) -> Region:
         """The region `name`. Raises RegionNotFound."""
-        region = self._registered.get(name) or self._leaving.get(name)
+        region = self.get(name)
         if region is None:
             raise RegionNotFound(f"Unable to find shared memory region: '{name}'; {self._some()}")
         return region
+
+    # hot path for requests that use one
+    def get(self, name: str) -> Region | None:
+        """The same, None if there is none."""
+        return self._registered.get(name) or self._leaving.get(name)
 
     def remove(self, kind: str, name: str) -> None:
         """Unregister the region `name`, or all of that kind for ""; none is fine too. Raises RegionNotFound if it is of
@@ -102,7 +107,7 @@ class Regions:
         """All regions of a kind, those that are leaving too, or the one named. Raises RegionNotFound."""
         if not name:
             return [one for one in ({**self._leaving, **self._registered}).values() if one.kind == kind]
-        region = self._registered.get(name) or self._leaving.get(name)
+        region = self.get(name)
         if region is None:
             raise RegionNotFound(f"Unable to find {kind} shared memory region: '{name}'; {self._some()}")
         _refuse_other_kind(region, kind)

@@ -7,19 +7,21 @@ through messages, which finds the words.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from backends.base import MISSING, Array, Tensors
+from backends.base import MISSING, Tensors
 from protos.datatypes import Datatype
 from protos.inference_pb2 import ModelInferResponse
 from protos.tensors import TensorError, decode_raw
 from protos.wire import OUTPUT_TAG, RAW_OUTPUT_TAG, RESPONSE_ID_TAG, delimited, varint
 from server.parameters import RequestParameters
+from server.region_tensors import Input, Place, RegionTensor, Span
+from server.regions import Regions
 
-__all__ = ["AnswerPlan", "InputPlan", "RequestPlan", "WireResponse"]
+__all__ = ["AnswerPlan", "InputPlan", "RegionInputPlan", "RequestPlan", "WireResponse"]
 
 _MOST_BYTES = 2**31 - 1
 """What protobuf takes for a message."""
@@ -35,10 +37,23 @@ class InputPlan(NamedTuple):
     """-1 if the content has to be looked at, or is none."""
 
 
+class RegionInputPlan(NamedTuple):
+    """One tensor in a client's shared memory: its place among the model's inputs, what to call it, and what it is."""
+
+    place: int
+    what: str
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...]
+    where: Place
+
+
 class RequestPlan(NamedTuple):
-    """What all requests of one head have in common. `inputs` are in the order of the message."""
+    """What all requests of one head have in common. `inputs` are in the order of the message; `region_inputs` aren't in
+    it, and outputs of the indices in `targets` don't go into the response."""
 
     inputs: tuple[InputPlan, ...]
+    region_inputs: tuple[RegionInputPlan, ...]
+    targets: tuple[tuple[int, Place], ...]
     places: int
     """How many inputs the model has."""
     rows: int
@@ -47,11 +62,12 @@ class RequestPlan(NamedTuple):
     parameters: RequestParameters
 
     # hot path: see bench/
-    def read(self, data: bytes, raw: Sequence[tuple[int, int]]) -> tuple[Array, ...] | None:
-        """The model's inputs, views of `data` where the datatype allows; None if they aren't what the head promised."""
+    def read(self, data: bytes, raw: Sequence[tuple[int, int]], regions: Regions | None) -> tuple[Input, ...] | None:
+        """The model's inputs, views of `data` where the datatype allows; None if they aren't what the head promised, or
+        not where."""
         if len(raw) != len(self.inputs):
             return None
-        arrays: list[Array] = [MISSING] * self.places
+        arrays: list[Input] = [MISSING] * self.places
         for (place, datatype, shape, size_bytes), (start, end) in zip(self.inputs, raw, strict=True):
             if size_bytes == end - start:
                 arrays[place] = np.ndarray(shape, datatype.dtype, data, start)
@@ -62,7 +78,22 @@ class RequestPlan(NamedTuple):
                     arrays[place] = decode_raw(data[start:end], datatype, shape)
                 except TensorError:
                     return None
+        for place, what, dtype, shape, where in self.region_inputs:
+            region = where.find(regions) if regions is not None else None
+            if region is None:
+                return None
+            arrays[place] = RegionTensor(what, region, where.offset, dtype, shape)
         return tuple(arrays)
+
+    def find_targets(self, regions: Regions | None) -> Mapping[int, Span] | None:
+        """Where outputs belong that don't go into the response; None if some of that is gone."""
+        found = {}
+        for index, where in self.targets:
+            region = where.find(regions) if regions is not None else None
+            if region is None:
+                return None
+            found[index] = Span(region, where.offset, where.byte_size)
+        return found
 
 
 class WireResponse(NamedTuple):
@@ -85,9 +116,12 @@ class AnswerPlan:
 
     __slots__ = ("_fixed_sizes", "_head", "_outputs", "_size_bytes")
 
-    def __init__(self, made: ModelInferResponse, outputs: Sequence[tuple[int, Datatype, int]]) -> None:
+    def __init__(
+        self, made: ModelInferResponse, outputs: Sequence[tuple[int, Datatype, int]], elsewhere: Collection[int]
+    ) -> None:
         """`made` is a response as protobuf makes it, without id and tensors; `outputs` are the places of its outputs
-        among the model's, their datatypes and sizes in bytes."""
+        among the model's, their datatypes and sizes in bytes. Those at the places `elsewhere` leave no bytes here."""
+        outputs = [(place, datatype, 0 if place in elsewhere else size) for place, datatype, size in outputs]
         self._head = ModelInferResponse(
             model_name=made.model_name, model_version=made.model_version
         ).SerializeToString()
@@ -98,7 +132,10 @@ class AnswerPlan:
         self._fixed_sizes = all(datatype.item_bytes for _, datatype, _ in outputs)
         # What goes in front of each tensor.
         tags[:1] = [described + tag for tag in tags[:1]]
-        self._outputs = [(place, datatype.dtype, tag) for (place, datatype, _), tag in zip(outputs, tags, strict=True)]
+        self._outputs = [
+            (place, datatype.dtype, tag, place not in elsewhere)
+            for (place, datatype, _), tag in zip(outputs, tags, strict=True)
+        ]
 
     # hot path: see bench/
     def response(self, request_id: str, results: Tensors) -> WireResponse | None:
@@ -111,9 +148,11 @@ class AnswerPlan:
         if request_id:
             pieces.append(delimited(RESPONSE_ID_TAG, request_id.encode()))
             size_bytes += len(pieces[1])
-        for place, dtype, tag in self._outputs:
+        for place, dtype, tag, is_here in self._outputs:
             array = results[place]
             if array.dtype != dtype or not array.flags.c_contiguous:
                 return None
-            pieces += (tag, array)
+            pieces.append(tag)
+            if is_here:
+                pieces.append(array)
         return WireResponse(pieces, size_bytes) if size_bytes <= _MOST_BYTES else None

@@ -78,7 +78,7 @@ class RequestReader:
 
     def _parse_first(self, data: bytes, fields: RequestFields) -> ModelInferRequest | DecodeError:
         request = self._parse(data)
-        if isinstance(request, ModelInferRequest) and fields.raw and len(fields.head) <= _LONGEST_HEAD:
+        if isinstance(request, ModelInferRequest) and _comes_again(request, fields):
             if len(self._known) >= _MOST_HEADS:
                 self._known.clear()
             # Of a message of its own: parts of the request's would keep all of it, tensors included.
@@ -87,3 +87,10 @@ class RequestReader:
             plain = not (like.parameters or any(named))
             self._known[fields.head] = (like.model_name, like.model_version, like.parameters, plain)
         return request
+
+
+def _comes_again(request: ModelInferRequest, fields: RequestFields) -> bool:
+    """Whether more requests are likely to have this head: not where tensors are in it."""
+    if len(fields.head) > _LONGEST_HEAD:
+        return False
+    return bool(fields.raw) or not any(tensor.HasField("contents") for tensor in request.inputs)

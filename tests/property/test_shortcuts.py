@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,8 +19,12 @@ from protos.tensors import encode_raw
 from protos.wire import delimited, scan_request, varint
 from server.adapting_codec import codec_for
 from server.codec import DecodedRequest, ModelCodec
-from server.errors import InvalidRequest
+from server.errors import InvalidRequest, RegionNotFound
+from server.region_tensors import RegionTensor
+from server.regions import Regions
+from server.system_region import open_system_region
 from server.wire_request import AnyRequest, RequestReader, WireRequest
+from tests.shared_objects import SharedObject, held_by, lies_in, shared_object, wanted_in
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -276,3 +280,117 @@ def test_results_that_are_not_laid_out_as_on_the_wire_are_answered_all_the_same(
     for result in (np.array([[1, 2]], ">f4"), np.array([[1, 9, 2, 9]], "<f4")[:, ::2]):
         answer = pb.ModelInferResponse.FromString(codec.encode(request, decoded, (result,)).SerializeToString())
         assert answer.raw_output_contents[0] == struct.pack("<2f", 1, 2)
+
+
+REGION_BYTES = 256
+
+
+def register(regions: Regions, memory: SharedObject, change: str) -> None:
+    """Make the region `r` what it is after `change`; cut short is its memory while it stays registered."""
+    memory.resize(64 if change == "cut short" else REGION_BYTES)
+    if change == "cut short":
+        return
+    regions.clear()
+    if change != "gone":
+        regions.add(open_system_region("r", memory.key, 0, 64 if change == "smaller" else REGION_BYTES))
+
+
+def settled(call: Callable[[], Any]) -> Any:
+    try:
+        return call()
+    except (InvalidRequest, RegionNotFound) as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def content_of(one: Array | RegionTensor) -> tuple[Any, ...]:
+    array = one.read() if isinstance(one, RegionTensor) else one
+    return type(one), array.dtype, array.shape, array.tolist()
+
+
+def way_of(codec: ModelCodec, request: AnyRequest, result: Array, memory: SharedObject) -> list[Any]:
+    """What becomes of a request that isn't stacked: its inputs, all else that is read, the answer, the memory then."""
+    decoded = settled(lambda: codec.decode(request))
+    if isinstance(decoded, str):
+        return [decoded]
+    inputs = [settled(lambda one=one: content_of(one)) for one in decoded.inputs]
+    answer = settled(lambda: codec.encode(request, decoded, (result,)).SerializeToString())
+    if isinstance(answer, bytes):
+        answer = pb.ModelInferResponse.FromString(answer)
+    return [inputs, decoded[1:], answer, memory.get(REGION_BYTES)]
+
+
+CONTENTS = {
+    "FP32": struct.pack("<2f", 1, 2),
+    "BYTES": struct.pack("<I1sI1s", 1, b"a", 1, b"b"),
+    "BOOL": b"\0\1",
+}
+
+
+@given(
+    kind=st.sampled_from(sorted(CONTENTS)),
+    input_at=st.none() | st.sampled_from([0, 8, 100, 250, 256]),
+    output_at=st.none() | st.sampled_from([0, 40, 200]),
+    output_bytes=st.sampled_from([7, 8, 16, 300]),
+    changes=st.lists(st.sampled_from(["as it was", "gone", "smaller", "cut short"]), min_size=3, max_size=6),
+)
+def test_requests_in_shared_memory_that_are_alike_are_treated_as_if_each_were_the_first(
+    kind: str, input_at: int | None, output_at: int | None, output_bytes: int, changes: list[str]
+) -> None:
+    inputs = (TensorSpec("x", kind, (2,)), TensorSpec("z", "INT8", (1,)))
+    spec = ModelSpec(inputs, (TensorSpec("y", "FP32", (2,)),), True)
+    content, regions, reader = CONTENTS[kind], Regions(4), RequestReader()
+    codec = ModelCodec("m", "1", spec, 8, regions=regions)
+    with shared_object(REGION_BYTES) as memory:
+        for number, change in enumerate(("as it was", "as it was", *changes)):
+            register(regions, memory, change)
+            message = pb.ModelInferRequest(model_name="m", id=str(number))
+            if input_at is None:
+                message.inputs.add(name="x", datatype=kind, shape=(1, 2))
+                message.raw_input_contents.append(content)
+            else:
+                lies_in(message, "x", kind, (1, 2), "r", len(content), input_at)
+            message.inputs.add(name="z", datatype="INT8", shape=(1, 1))
+            message.raw_input_contents.append(bytes([number]))
+            if output_at is not None:
+                wanted_in(message, "y", "r", output_bytes, output_at)
+            read = reader(message.SerializeToString())
+            assert not isinstance(read, DecodeError)
+            assert isinstance(read, WireRequest) == (number > 0)
+            ways = []
+            for one, asked in ((codec, read), (ModelCodec("m", "1", spec, 8, regions=regions), message)):
+                if change != "cut short":
+                    memory.put(bytes(REGION_BYTES))
+                    memory.put(content[: REGION_BYTES - (input_at or 0)], input_at or 0)
+                ways.append(way_of(one, asked, np.array([[number, 5]], "<f4"), memory))
+            assert ways[0] == ways[1]
+
+
+def test_third_request_of_a_head_in_shared_memory_needs_no_message() -> None:
+    regions, reader = Regions(4), RequestReader()
+    spec = ModelSpec((TensorSpec("x", "FP32", (2,)),), (TensorSpec("y", "FP32", (2,)),), True)
+    codec = ModelCodec("m", "1", spec, 8, regions=regions)
+    with shared_object(REGION_BYTES) as memory:
+        regions.add(open_system_region("r", memory.key, 0, REGION_BYTES))
+        for number in range(3):
+            message = pb.ModelInferRequest(model_name="m", id=str(number))
+            lies_in(message, "x", "FP32", (1, 2), "r", 8)
+            wanted_in(message, "y", "r", 8, 8)
+            request = reader(message.SerializeToString())
+            assert not isinstance(request, DecodeError)
+            decoded = codec.decode(request)
+            answer = codec.encode(request, decoded, (np.array([[number, 5]], "<f4"),))
+        assert isinstance(request, WireRequest)
+        assert request.head in codec._plans
+        assert not isinstance(answer, pb.ModelInferResponse)
+        assert memory.get(8, 8) == struct.pack("<2f", 2, 5)
+        regions.clear()
+        del request, decoded
+        assert held_by() == (1, 0)  # the test's own: no plan keeps a region open
+
+
+def test_heads_with_tensors_in_them_are_not_remembered() -> None:
+    message = pb.ModelInferRequest(model_name="m")
+    message.inputs.add(name="x", datatype="FP32", shape=(1, 2)).contents.fp32_contents.extend([1, 2])
+    reader = RequestReader()
+    assert all(isinstance(reader(message.SerializeToString()), pb.ModelInferRequest) for _ in range(3))
+    assert not reader._known
