@@ -12,12 +12,13 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+from google.protobuf.message import DecodeError
+
 from backends.base import MISSING, Array, Tensors
 from backends.errors import ExecutionError
 from backends.transport.frames import Message
 from backends.transport.link import Link
 from backends.transport.parcel import Parcel
-from protos import inference_pb2 as pb
 from protos.datatypes import by_name
 from protos.tensors import TensorError, encode_raw
 from scheduler.batcher import BatchFacts
@@ -26,12 +27,14 @@ from scheduler.observer import Drop
 from server.batch_facts import told_facts
 from server.calls import TraceParent
 from server.codec import DecodedRequest, tensor_bytes
+from server.errors import InvalidRequest
 from server.fronts import protocol
 from server.fronts.calls import Aborted, CallContext
 from server.fronts.handles import Handles
 from server.gate import Usage
 from server.inference import Inference, Started
 from server.parameters import NO_PARAMETERS, RequestParameters
+from server.wire_request import RequestReader
 
 __all__ = ["Desk"]
 
@@ -56,6 +59,7 @@ class Desk:
         self._inference = inference
         self._handles = handles
         self._handlers = handlers
+        self._read = RequestReader()
         self._on_listens = on_listens
         self._on_end = on_end
         # What the front waits for, by its numbers.
@@ -235,7 +239,10 @@ class Desk:
     async def _infer(self, number: int, deadline_ns: int, parent: TraceParent | None, data: bytes) -> None:
         """A request as it came, headers added."""
         try:
-            response = await self._inference.infer(pb.ModelInferRequest.FromString(data), deadline_ns, parent)
+            request = self._read(data)
+            if isinstance(request, DecodeError):
+                raise InvalidRequest(str(request))
+            response = await self._inference.infer(request, deadline_ns, parent)
         except Exception as error:  # noqa: BLE001 - the front's caller is owed an answer
             self._fail(number, error)
         else:
