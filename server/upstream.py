@@ -138,10 +138,12 @@ class Upstream:
                 "RepositoryIndex", pb.RepositoryIndexRequest(), pb.RepositoryIndexResponse, _ASK_S
             )
         except UpstreamFailed as error:
-            if error.status != "UNIMPLEMENTED":
-                raise
-            what = f"upstream {self._settings.target} has no RepositoryIndex: name its models with --upstream-model"
-            raise UpstreamFailed("UNIMPLEMENTED", what) from None
+            if error.status == "UNIMPLEMENTED":
+                what = f"upstream {self._settings.target} has no RepositoryIndex: name its models with --upstream-model"
+            else:
+                # Triton says UNAVAILABLE where it is restricted, as it is by default under PyTriton.
+                what = f"{error} (asked for its RepositoryIndex, which models named with --upstream-model don't need)"
+            raise UpstreamFailed(error.status, what) from None
         names: dict[str, list[str]] = {}
         for line in index.models:
             # MLServer says "State.READY" where Python is 3.11 or newer.

@@ -55,6 +55,21 @@ async def test_request_that_the_upstream_refuses_fails_alone_with_the_upstreams_
         assert len(stub.calls) == 1 + 1 + 2 * 3
 
 
+async def test_words_of_the_upstream_of_any_length_keep_their_status(tmp_path: Path) -> None:
+    """Triton's are tracebacks; with more than gRPC's limit of headers they would be RESOURCE_EXHAUSTED for everybody."""
+    stub = Upstream()
+    stub.abort = poison(2, Code.INTERNAL, "begin " + "Zeile ü\n" * 5_000 + "end")
+    async with behind(tmp_path, stub) as served:
+        calls = await held(served, stub, *(request(mark) for mark in range(4)))
+        stub.gate.set()
+        outcomes = await asyncio.gather(*calls, return_exceptions=True)
+        assert [mark for mark, one in enumerate(outcomes[1:]) if isinstance(one, Exception)] == [2]
+        code, text = await failure_of(calls[3])
+        assert code is Code.INTERNAL
+        assert text.endswith("end")
+        assert "begin" in text
+
+
 @pytest.mark.parametrize(
     "code",
     [Code.UNAVAILABLE, Code.RESOURCE_EXHAUSTED, Code.DEADLINE_EXCEEDED, Code.UNAUTHENTICATED, Code.PERMISSION_DENIED,
@@ -257,6 +272,24 @@ async def test_upstream_without_an_index_needs_its_models_named(tmp_path: Path) 
     async with upstream(stub) as target, proxying(tmp_path, target) as served:
         assert not served.server.repository.ready
         assert "name its models with --upstream-model" in served.server.repository.waits_for
+
+
+async def test_upstream_whose_index_is_restricted_is_told_of_with_the_way_out(tmp_path: Path) -> None:
+    """As PyTriton's is by default."""
+
+    class Restricted(Upstream):
+        async def RepositoryIndex(self, call: Any, context: Any) -> pb.RepositoryIndexResponse:
+            await context.abort(Code.UNAVAILABLE, "This protocol is restricted, expecting header 'token'")
+            raise AssertionError
+
+    stub = Restricted()
+    async with upstream(stub) as target:
+        async with proxying(tmp_path, target) as served:
+            assert not served.server.repository.ready
+            assert "protocol is restricted" in served.server.repository.waits_for
+            assert "--upstream-model" in served.server.repository.waits_for
+        async with proxying(tmp_path, target, **NAMED) as served:
+            assert tensors_of(await served.infer(request(1)))["x"][0, 0] == 2
 
 
 @pytest.mark.parametrize("state", ["READY", "State.READY"])  # the latter is MLServer's
