@@ -35,7 +35,7 @@ _MOST_METADATA_BYTES = 2**18
 _OPTIONS = (
     ("grpc.max_receive_message_length", -1),
     ("grpc.max_send_message_length", -1),
-    # Words of an error travel in a header, and of one too large gRPC makes RESOURCE_EXHAUSTED: not what the upstream said.
+    # An error's words travel in a header. One that is too large gRPC drops, with the status, and says UNKNOWN.
     ("grpc.max_metadata_size", _MOST_METADATA_BYTES),
     ("grpc.absolute_max_metadata_size", _MOST_METADATA_BYTES),
     # Otherwise channels to the same address share one connection, and one TCP window.

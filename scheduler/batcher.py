@@ -62,7 +62,8 @@ class BatchFacts(NamedTuple):
 
 class Pending(asyncio.Future[R], Generic[P, R]):
     """A submitted request's future result. Cancelling it, as a cancelled task does with what it awaits, takes the
-    request out of the queue at once; once it executes, cancelling only discards its share of the answer.
+    request out of the queue at once; once it executes, cancelling only discards its share of the answer, and calls the
+    execution off, if its runner can, when nobody is left who waits for it.
 
     `facts` are there as soon as there is a result. `refused` says that there is an error for this request alone. `tag`
     is whatever the caller wants an observer of batches to find here.
@@ -425,7 +426,16 @@ class Batcher(Generic[P, R]):
         if entry is not None and self._queue.cancel(entry):
             self._observer.on_drop(Drop.CANCELLED)
             self._request_turn()
+        elif entry is None:
+            self._call_off()
         self._answers.release()
+
+    def _call_off(self) -> None:
+        """End executions that nobody waits for any more, where that can be done."""
+        for runner, batch in self._running.items():
+            # From the end: who cancels many does so in the order of sending, and the last one tells at once.
+            if all(entry.payload.cancelled() for entry in reversed(batch.entries)):
+                runner.call_off()
 
 
 def _failure(cause: BaseException | None) -> ExecutionFailed:

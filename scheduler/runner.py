@@ -56,6 +56,9 @@ class Runner(Protocol[P_contra, R]):
         """Execute `payloads` as one batch of `padded_rows` rows; `done` is called later on the loop. Never before the
         previous one's `done`."""
 
+    def call_off(self) -> None:
+        """Nobody waits for what runs any more: end it early, if that can be done. `done` is called all the same."""
+
     def stop(self) -> None:
         """Finish what runs and end. Doesn't wait."""
 
@@ -84,6 +87,9 @@ class ThreadRunner(Generic[P, R]):
     def run(self, payloads: Sequence[P], padded_rows: int, done: Done[R]) -> None:
         self._done = done
         self._work.put((payloads, padded_rows, self._tell))
+
+    def call_off(self) -> None:
+        """There is no way to interrupt native code."""
 
     def stop(self) -> None:
         self._stopped = True
@@ -153,10 +159,13 @@ class TaskRunner(Generic[P, R]):
         # Not from inside of the task: `done` may hand over the next batch, and what it raises is the loop's to report.
         self._task.add_done_callback(lambda task: done(_outcome_of(task)))
 
-    def stop(self) -> None:
-        """Unlike native code, what runs can be called off; nobody waits for it any more."""
+    def call_off(self) -> None:
         if self._task is not None:
             self._task.cancel()
+
+    def stop(self) -> None:
+        """Unlike native code, what runs can be called off; nobody waits for it any more."""
+        self.call_off()
 
     async def _run_one(self, payloads: Sequence[P], padded_rows: int) -> Outcome[R]:
         started_ns = time.monotonic_ns()

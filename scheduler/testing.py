@@ -69,13 +69,14 @@ class Results(Generic[R]):
 
 class StepRunner(Generic[P, R]):
     """An instance without a thread: holds each batch until the test finishes it. `batches` records all it was given,
-    `padded_rows` the rows of each as the model would see them."""
+    `padded_rows` the rows of each as the model would see them, `called_off` those that it was told to end early."""
 
     def __init__(self, clock: ManualClock) -> None:
         self._clock = clock
         self._current: tuple[Sequence[P], Done[R], int] | None = None
         self.batches: list[Sequence[P]] = []
         self.padded_rows: list[int] = []
+        self.called_off: list[Sequence[P]] = []
         self.started = self.stopped = False
 
     @property
@@ -94,6 +95,9 @@ class StepRunner(Generic[P, R]):
         self.batches.append(payloads)
         self.padded_rows.append(padded_rows)
         self._current = (payloads, done, self._clock.now_ns())
+
+    def call_off(self) -> None:
+        self.called_off.append(self.batches[-1])
 
     def finish(self, answer: Callable[[P], R]) -> None:
         """End the running batch with `answer(payload)` as each request's result."""

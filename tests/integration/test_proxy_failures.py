@@ -56,7 +56,7 @@ async def test_request_that_the_upstream_refuses_fails_alone_with_the_upstreams_
 
 
 async def test_words_of_the_upstream_of_any_length_keep_their_status(tmp_path: Path) -> None:
-    """Triton's are tracebacks; with more than gRPC's limit of headers they would be RESOURCE_EXHAUSTED for everybody."""
+    """Triton's are tracebacks; headers beyond gRPC's default limit would be dropped, and the status with them."""
     stub = Upstream()
     stub.abort = poison(2, Code.INTERNAL, "begin " + "Zeile ü\n" * 5_000 + "end")
     async with behind(tmp_path, stub) as served:
@@ -195,6 +195,24 @@ async def test_upstream_that_hangs_costs_no_more_than_the_flag_says(tmp_path: Pa
         assert code is Code.DEADLINE_EXCEEDED
         assert text.startswith("model 'm': upstream ")
         assert tensors_of(await served.infer(request(2)))["x"][0, 0] == 4  # and the place is free again
+
+
+async def test_call_is_cancelled_when_the_last_who_waits_for_it_is_gone(tmp_path: Path) -> None:
+    stub = Upstream()
+    stub.gates[1] = asyncio.Event()
+    async with behind(tmp_path, stub) as served:
+        _, *waiting = await held(served, stub, request(1), request(2))
+        stub.gate.set()
+        await eventually_async(lambda: stub.marks[1:] == [[1, 2]], "the batch of both")
+        waiting[0].cancel()
+        (behind_them,) = send(served, request(3))
+        await eventually_async(lambda: served.waiting("m") == 1, "waiting")
+        assert stub.under_way == 1
+        waiting[1].cancel()
+        assert tensors_of(await behind_them)["x"][0, 0] == 6  # theirs was the only place
+        assert stub.under_way == 0
+        statistics = await served.stub.ModelStatistics(pb.ModelStatisticsRequest(name="m"))
+        assert statistics.model_stats[0].inference_stats.fail.count == 2
 
 
 async def test_poisoned_request_behind_a_paceline_upstream_fails_alone(tmp_path: Path) -> None:

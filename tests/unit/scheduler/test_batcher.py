@@ -163,6 +163,28 @@ async def test_cancel_in_flight_discards_one_answer_and_the_neighbours_get_their
     assert not bench.seen.drops
 
 
+async def test_execution_is_called_off_when_the_last_who_waits_for_it_is_gone_and_no_other_is() -> None:
+    bench = Bench(BatchPolicy(max_batch_rows=2), instances=2)
+    left, right = bench.runners
+    first, second, third, fourth = bench.submit("a", "b", "c", "d")
+    await one_turn()
+    first.cancel()
+    third.cancel()
+    assert left.called_off == right.called_off == []
+    second.cancel()
+    assert (left.called_off, right.called_off) == ([["a", "b"]], [])
+    left.fail(asyncio.CancelledError())
+    right.finish(str.upper)
+    assert await fourth == "D"
+    (again,) = bench.submit("e")
+    await one_turn()
+    next(runner for runner in bench.runners if runner.busy).finish(str.upper)
+    assert await again == "E"
+    assert sum(report.failed for report in bench.seen.reports) == 0
+    assert sum(report.cancelled for report in bench.seen.reports) + bench.seen.count(Drop.CANCELLED) == 3
+    bench.batcher.close()
+
+
 async def test_cancel_of_the_awaiting_task_takes_the_request_out(bench: Bench) -> None:
     bench.submit("blocker")
     await one_turn()

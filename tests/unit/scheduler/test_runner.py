@@ -138,3 +138,30 @@ async def test_stop_calls_off_a_task_which_is_an_outcome_too(turns: int) -> None
         await asyncio.sleep(0)
     runner.stop()
     assert isinstance((await running).error, asyncio.CancelledError)
+
+
+async def test_task_that_is_called_off_reports_it_and_the_next_one_runs() -> None:
+    async def execute(payloads: Sequence[str], padded_rows: int) -> Results[str]:
+        if payloads == ["long"]:
+            await asyncio.Event().wait()
+        return Results(payloads)
+
+    runner: TaskRunner[str, str] = TaskRunner(execute)
+    runner.start()
+    running = asyncio.create_task(run_on(runner, ["long"]))
+    await asyncio.sleep(0)
+    runner.call_off()
+    assert isinstance((await running).error, asyncio.CancelledError)
+    assert (await run_on(runner, ["next"])).error is None
+    runner.call_off()  # nothing runs
+    assert (await run_on(runner, ["next"])).error is None
+
+
+async def test_thread_goes_on_whoever_calls_it_off() -> None:
+    runner: ThreadRunner[str, str] = ThreadRunner("instance-0", lambda payloads, rows: Results(payloads))
+    runner.start()
+    running = asyncio.create_task(run_on(runner, ["a"]))
+    await asyncio.sleep(0)
+    runner.call_off()
+    assert (await running).error is None
+    runner.stop()
