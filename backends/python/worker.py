@@ -18,6 +18,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Awaitable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,8 @@ __all__ = ["Context", "main"]
 
 _CLASS = "Model"
 _TRITONS = "TritonPythonModel"
+_LONGEST_WORDS, _LONGEST_TRACEBACK = 4_000, 32_000
+"""In characters, of what the server is told of an error, and of what goes to its log."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +64,9 @@ def main(arguments: Sequence[str]) -> None:
     try:
         model = _Model(*start[1:])
     except BaseException as error:  # noqa: BLE001 - a model's file may raise SystemExit; the server is owed the reason
-        traceback.print_exception(error)
-        line.send(FAILED, _in_one_line(error), False)
+        _print(error)
+        where = f" (its interpreter is {sys.executable})" if isinstance(error, ModuleNotFoundError) else ""
+        line.send(FAILED, f"{_in_one_line(error)}{where}", False)
         return
     line.send(READY, model.inputs, model.outputs)
     while (message := line.receive()) is not None:
@@ -108,8 +112,8 @@ class _Model:
         try:
             if (close := getattr(self._model, "close", None)) is not None:
                 self._result(close())
-        except Exception:  # noqa: BLE001 - the model's; nobody waits for it
-            traceback.print_exc()
+        except Exception as error:  # noqa: BLE001 - the model's; nobody waits for it
+            _print(error)
         if self._loop is not None:
             self._loop.close()
 
@@ -118,7 +122,7 @@ class _Model:
         where = [(frame.f_code, number) for frame, number in traceback.walk_tb(error.__traceback__)]
         if where != self._told:
             self._told = where
-            traceback.print_exception(error)
+            _print(error)
 
     def _result(self, value: object) -> object:
         """`value`, or what it comes to if it has to be awaited. One loop for all, so that what is bound to it lives."""
@@ -191,10 +195,24 @@ def _array(name: str, value: object) -> Array:
     return made.reshape(array.shape)
 
 
+def _print(error: BaseException) -> None:
+    """Into the server's log, with where it came from."""
+    with suppress(OSError, ValueError):  # a model may have closed it
+        print(_cut("".join(traceback.format_exception(error)), _LONGEST_TRACEBACK), end="", file=sys.stderr)
+
+
 def _in_one_line(error: BaseException) -> str:
-    # The str of a KeyError is the repr of its text.
-    words = str(error.args[0]) if isinstance(error, KeyError) and error.args else str(error)
-    return ": ".join(filter(None, (type(error).__name__, " ".join(words.split()))))
+    try:
+        # The str of a KeyError is the repr of its text.
+        words = str(error.args[0]) if isinstance(error, KeyError) and error.args else str(error)
+    except Exception:  # noqa: BLE001 - the model's own __str__; those who asked are owed an answer
+        words = ""
+    return ": ".join(filter(None, (type(error).__name__, " ".join(_cut(words, _LONGEST_WORDS).split()))))
+
+
+def _cut(text: str, most: int) -> str:
+    """`text`, its middle left out if it is too long: some put whole tensors into their messages."""
+    return text if len(text) <= most else f"{text[: most // 2]} [...] {text[-(most // 2) :]}"
 
 
 def _end_with_the_server() -> None:

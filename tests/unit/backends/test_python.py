@@ -40,6 +40,7 @@ from tests import puppet
 from tests.polling import eventually
 
 CPU = Device(DeviceKind.CPU)
+SINGLE = ModelSpec((TensorSpec("x", "INT64", (1,)),), (TensorSpec("y", "INT64", (1,)),), batched=True)
 SPEC = ModelSpec((TensorSpec("INPUT0", "INT64", (1,)),), (TensorSpec("OUTPUT0", "INT64", (1,)),), batched=True)
 
 
@@ -117,7 +118,7 @@ def test_spec_of_a_class_that_declares_nothing_is_that_of_the_configuration(fold
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("import nowhere_to_be_found", "ModuleNotFoundError: No module named 'nowhere_to_be_found'"),
+        ("import nowhere_to_be_found", f"No module named 'nowhere_to_be_found' .its interpreter is {sys.executable}"),
         ("class Model(:", r"SyntaxError: invalid syntax \(model.py, line 1\)"),
         ("x = 1", "AttributeError: expected a class Model in model.py, got none"),
         ("class TritonPythonModel: pass", "expected a class Model in model.py, got Triton's TritonPythonModel"),
@@ -214,6 +215,47 @@ def test_execute_that_goes_wrong_says_how_and_the_process_goes_on(
         run(instance, 1, what)
     assert not isinstance(caught.value, SessionError)
     assert run(instance, puppet.PID) == [pid]
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        ('ValueError("begin" + 10_000_000 * "o" + "end")', "^ValueError: begino{9,4000} .* o{9,4000}end$"),
+        ("Wordless()", "^Wordless$"),
+        ('ValueError("\\ud800")', "^ValueError: .*"),
+        ('ExceptionGroup("several", [ValueError("a")])', r"^ExceptionGroup: several \(1 sub-exception\)$"),
+    ],
+)
+def test_exception_whatever_its_words_is_told_in_a_bounded_line_and_the_process_goes_on(
+    folder: Path, caplog: pytest.LogCaptureFixture, error: str, words: str
+) -> None:
+    fails = f"""
+class Wordless(Exception):
+    def __str__(self):
+        raise RuntimeError("no words")
+
+
+class Model:
+    inputs = {{"x": ("INT64", [-1, 1])}}
+    outputs = {{"y": ("INT64", [-1, 1])}}
+
+    def execute(self, inputs):
+        if inputs["x"].any():
+            raise {error}
+        return {{"y": inputs["x"]}}
+"""
+    folder.mkdir()
+    (folder / "model.py").write_text(fails)
+    instance = PythonBackend().open(ModelSource("m", folder / "model.py"), CPU).instance(SINGLE, CPU)
+    with caplog.at_level(logging.INFO, "paceline.models"):
+        try:
+            with pytest.raises(ExecutionError, match=words):
+                run(instance, 1)
+            assert run(instance, 0) == [0]
+        finally:
+            instance.close()
+    eventually(lambda: any("Traceback" in line for line in caplog.messages), "the traceback")
+    assert sum(map(len, caplog.messages)) < 50_000
 
 
 def test_execute_out_of_memory_is_no_requests_fault(instance: PythonInstance) -> None:
