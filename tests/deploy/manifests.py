@@ -68,6 +68,12 @@ class Container:
         return [word.replace("{{.Name}}", "rendered") for word in self.body["args"]]
 
     @property
+    def upstream(self) -> str:
+        """What it stands in front of; empty: it has models of its own."""
+        flag = "--upstream="
+        return next((word.removeprefix(flag) for word in self.args if word.startswith(flag)), "")
+
+    @property
     def pause_s(self) -> float:
         """How long its preStop hook takes."""
         command = self.body.get("lifecycle", {}).get("preStop", {}).get("exec", {}).get("command", ["sleep", "0"])
@@ -85,7 +91,7 @@ def manifests() -> tuple[Manifest, ...]:
 
 
 def containers() -> Iterator[Container]:
-    """Those that say what to run; patches of them are left to kustomize."""
+    """Those of ours that say what to run; patches of them are left to kustomize."""
     for manifest in manifests():
         if manifest.kind == "ClusterServingRuntime":
             pod, kserve, annotations = manifest.spec, True, manifest.spec["annotations"]
@@ -102,7 +108,7 @@ def containers() -> Iterator[Container]:
             continue
         grace_s = pod.get("terminationGracePeriodSeconds", _SHORTEST_GRACE_S)
         for body in pod.get("containers", ()):
-            if "args" in body:
+            if "args" in body and body["image"].partition(":")[0] == "paceline":
                 yield Container(str(manifest), kserve, body, annotations, grace_s)
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import jsonschema
+import numpy as np
 import pytest
 
 from clients import InferenceClient
@@ -20,6 +21,7 @@ from tests import models
 from tests.deploy.commands import accepted
 from tests.deploy.manifests import FOLDERS, Container, Manifest, containers, manifests, schema
 from tests.harness import ServerProcess
+from tests.polling import eventually
 
 INFERENCE = "inference.GRPCInferenceService"
 SCHEMAS = {"ClusterServingRuntime": "clusterservingruntimes", "InferenceService": "inferenceservices"}
@@ -32,6 +34,7 @@ VERSIONS = {
     "HorizontalPodAutoscaler": "autoscaling/v2",
     "ScaledObject": "keda.sh/v1alpha1",
     "Kustomization": "kustomize.config.k8s.io/v1beta1",
+    "Component": "kustomize.config.k8s.io/v1alpha1",
 }
 LAST_WORDS_S = 3
 MODEL_LOAD_S = 300
@@ -58,10 +61,11 @@ def test_manifests_are_there() -> None:
     kinds = [each.kind for each in manifests()]
     assert {kind: kinds.count(kind) for kind in ("ClusterServingRuntime", "InferenceService", "ScaledObject")} == {
         "ClusterServingRuntime": 2,
-        "InferenceService": 3,
+        "InferenceService": 4,
         "ScaledObject": 1,
     }
-    assert len(list(containers())) == 4
+    assert len(list(containers())) == 6
+    assert len([each for each in containers() if each.upstream]) == 2
 
 
 @pytest.mark.parametrize("manifest", [each for each in manifests() if each.kind], ids=str)
@@ -113,6 +117,9 @@ def test_container_declares_the_ports_that_its_command_opens(container: Containe
     if container.kserve:
         # One alone, which Knative and raw mode both take for HTTP/2.
         assert declared == {"h2c": flags["grpc_port"]}
+    elif container.upstream:
+        # Beside others' in the same pod.
+        assert declared == {"paceline-grpc": flags["grpc_port"], "paceline-prom": flags["metrics_port"]}
     else:
         assert declared == {"grpc": flags["grpc_port"], "metrics": flags["metrics_port"]}
 
@@ -180,6 +187,9 @@ def test_container_asks_for_what_it_may_use(container: Container) -> None:
 @every_container
 def test_container_computes_on_as_many_threads_as_it_may(container: Container) -> None:
     backends = parse_backend_config(accepted(container.args)["backend_config"])
+    if container.upstream:
+        assert not backends.parameters
+        return
     assert backends.parameters["intra_op_thread_count"] == container.body["resources"]["limits"]["cpu"]
 
 
@@ -187,7 +197,7 @@ def test_container_computes_on_as_many_threads_as_it_may(container: Container) -
 def test_inference_service_names_a_runtime_that_serves_its_format_and_protocol(manifest: Manifest) -> None:
     model = manifest.spec["predictor"].get("model")
     if model is None:
-        (container,) = manifest.spec["predictor"]["containers"]
+        (container,) = (each for each in manifest.spec["predictor"]["containers"] if each["name"] == "kserve-container")
         assert [each["name"] for each in container["env"]] == ["STORAGE_URI"]
         return
     (runtime,) = (each for each in of_kind("ClusterServingRuntime") if each.name == model["runtime"])
@@ -207,6 +217,23 @@ def test_runtimes_use_nothing_that_knative_refuses() -> None:
         (container,) = manifest.spec["containers"]
         assert container["name"] == "kserve-container"
         assert "lifecycle" not in container
+
+
+def test_sidecar_is_where_kserve_sends_requests_and_its_predictor_is_where_it_looks_for_one() -> None:
+    (manifest,) = (each for each in of_kind("InferenceService") if each.file.name == "proxy.yaml")
+    by_name = {each["name"]: each for each in manifest.spec["predictor"]["containers"]}
+    assert by_name.keys() == {"kserve-container", "transformer-container"}
+    predictor = by_name["kserve-container"]
+    (sidecar,) = (each for each in containers() if each.body is by_name["transformer-container"])
+    assert "ports" not in predictor
+    port = predictor["readinessProbe"]["tcpSocket"]["port"]
+    assert sidecar.upstream == f"localhost:{port}"
+    assert f"--grpc_port={port}" in predictor["args"]
+    (model,) = accepted(sidecar.args)["upstream_model"]
+    assert f"--model_name={model}" in predictor["args"]
+    # It outlives the batcher, which has accepted requests.
+    outlives = Container(str(manifest), True, predictor, {}, 0).pause_s
+    assert sidecar.pause_s + accepted(sidecar.args)["exit_timeout_secs"] + LAST_WORDS_S < outlives < sidecar.grace_s
 
 
 @pytest.mark.parametrize("manifest", of_kind("Service"), ids=str)
@@ -242,14 +269,13 @@ def whole_deployment() -> dict[str, Any]:
     return deployment
 
 
-@pytest.mark.parametrize("manifest", of_kind("Kustomization"), ids=str)
+@pytest.mark.parametrize("manifest", of_kind("Kustomization", "Component"), ids=str)
 def test_kustomization_names_files_that_exist_and_images_that_are_used(manifest: Manifest) -> None:
     folder = manifest.file.parent
-    named = [*manifest.document["resources"], *(each["path"] for each in manifest.document.get("patches", ()))]
+    named = [*manifest.document.get("resources", ()), *(each["path"] for each in manifest.document.get("patches", ()))]
     assert all((folder / name).exists() for name in named)
-    files = {
-        each.file.name for each in manifests() if each.file.parent == folder and each.kind not in ("", "Kustomization")
-    }
+    others = ("", "Kustomization", "Component")
+    files = {each.file.name for each in manifests() if each.file.parent == folder and each.kind not in others}
     assert files <= set(named)
     images = {each.body["image"].partition(":")[0] for each in containers()}
     assert {each["name"] for each in manifest.document.get("images", ())} <= images
@@ -259,7 +285,25 @@ def metrics_named() -> set[str]:
     return {name for folder in FOLDERS for file in folder.rglob("*.yaml") for name in _METRIC.findall(file.read_text())}
 
 
-@pytest.mark.parametrize("container", list(containers()), ids=str)
+@pytest.mark.parametrize("container", [each for each in containers() if each.upstream], ids=str)
+def test_sidecar_serves_what_is_on_the_port_that_it_is_told(container: Container, tmp_path: Path) -> None:
+    """A real one in front of a real server, which has another port here."""
+    models.write(models.add_sub(), tmp_path / "churn" / "1" / "model.onnx")
+    with ServerProcess(tmp_path) as predictor:
+        there = f"localhost:{predictor.grpc_port}"
+        flags = [word.replace(container.upstream, there) for word in container.args[1:]]
+        env = {"INFERENCE_SERVICE_NAME": "rendered"} if container.kserve else {}
+        with ServerProcess(args=flags, env=env) as server, InferenceClient(server.target) as client:
+            eventually(client.server_ready, "ready")
+            ones = np.ones((1, 16), np.int32)
+            assert (client.infer("churn", {"INPUT0": ones, "INPUT1": ones})["OUTPUT0"] == 2).all()
+            assert {client.health(service) for service in ("", LIVENESS)} == {"SERVING"}
+            predictor.kill()
+            eventually(lambda: not client.server_ready(), "not ready")
+            assert client.health(LIVENESS) == "SERVING"
+
+
+@pytest.mark.parametrize("container", [each for each in containers() if not each.upstream], ids=str)
 def test_container_serves_what_its_probes_and_autoscalers_ask_for(container: Container, tmp_path: Path) -> None:
     """A real server, with the container's flags."""
     models.write(models.add_sub(), tmp_path / "model.onnx")
