@@ -98,10 +98,7 @@ class Layout:
                 place, kind = _settled(path)
                 self._kinds[place] = kind
                 if not may_be_empty and not _paths_at(place, kind):
-                    raise StartError(
-                        f"{path}: no models here; expected a model repository "
-                        f"(<model>/<version>/{DEFAULT_MODEL_FILE}), one model's folder or a .onnx file"
-                    )
+                    raise StartError(_why_none(path))
             except OSError as error:
                 raise StartError(_problem(path, error)) from None
         single = [str(place) for place, kind in self._kinds.items() if kind is not _Kind.REPOSITORY]
@@ -191,6 +188,16 @@ def _settled(path: Path) -> tuple[Path, _Kind]:
     if len(files) == 1 and not any(_is_folder(entry) for entry in entries if not _is_not_ours(entry.name)):
         return files[0], _Kind.FILE
     return path, _Kind.REPOSITORY
+
+
+def _why_none(path: Path) -> str:
+    files = sorted(entry.name for entry in path.iterdir() if _is_onnx_file(entry))
+    if files:
+        return f"{path}: expected one .onnx file, or one called {DEFAULT_MODEL_FILE}, got {', '.join(files)}"
+    return (
+        f"{path}: no models here; expected a model repository "
+        f"(<model>/<version>/{DEFAULT_MODEL_FILE}), one model's folder or a .onnx file"
+    )
 
 
 def _is_onnx_file(entry: Path) -> bool:

@@ -197,6 +197,14 @@ def test_refused_folder_without_models_says_what_was_expected(tmp_path: Path, co
     )
 
 
+def test_refused_folder_with_several_files_names_them(tmp_path: Path) -> None:
+    touch(tmp_path / "encoder.onnx")
+    touch(tmp_path / "decoder.onnx")
+    assert refusal(tmp_path) == (
+        f"{tmp_path}: expected one .onnx file, or one called model.onnx, got decoder.onnx, encoder.onnx"
+    )
+
+
 @pytest.fixture
 def folder() -> Iterator[Path]:
     with open_folder() as folder:
