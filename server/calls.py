@@ -21,6 +21,7 @@ __all__ = [
     "NOTHING_SENT",
     "HeaderForwarding",
     "HeaderPassing",
+    "Headers",
     "Sent",
     "TraceParent",
     "add_headers",

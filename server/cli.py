@@ -196,8 +196,6 @@ def serve(
     mode = ControlMode(model_control_mode)
     if upstream is not None and (paths or model_repository or mode is not ControlMode.NONE or allow_client_shm):
         raise click.UsageError("--upstream goes with no PATH, no --model-control-mode and no --allow-client-shm")
-    if upstream is not None and frontends > 1:
-        raise click.UsageError("--upstream goes with no --frontends: start several servers in front of it instead")
     _check_load_models(mode, load_model)
     if Path(model_config_name).name != model_config_name:
         raise click.UsageError(f"--model-config-name: expected the name of a file, got '{model_config_name}'")

@@ -10,9 +10,10 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from backends.base import Tensors
+from backends.remote_messages import RemoteRequest
 from protos import inference_pb2 as pb
 from scheduler.batcher import BatchFacts, Pending
 from scheduler.observer import Drop
@@ -23,7 +24,7 @@ from server.errors import ModelNotReady
 from server.log import debugging
 from server.model_statistics import FailureReason, reason_of
 from server.open_codec import OpenCodec
-from server.passing import remote_request
+from server.passing import NOTHING_CARRIED, Carried, carried_by
 from server.repository import Repository, ServedModel
 from server.splitting import submit_parts
 from server.tracing import Tracer
@@ -125,7 +126,8 @@ class Inference:
             if watch is not None:
                 watch.on_taken(model.version, decoded.rows)
             if model.remote:
-                pending = _submit_remote(model, request, decoded, rpc_deadline_ns, watch, sent)
+                carried = carried_by(request, sent)
+                pending = _submit_remote(model, request.id, decoded, rpc_deadline_ns, watch, carried)
             else:
                 pending = _submit(model, decoded, rpc_deadline_ns, watch)
         except Exception as error:
@@ -145,8 +147,10 @@ class Inference:
         rpc_deadline_ns: int,
         parent: TraceParent | None,
         began_ns: int,
+        carried: Carried = NOTHING_CARRIED,
     ) -> Started:
-        """As `start`, for a request that was looked up and checked elsewhere, from `began_ns` on."""
+        """As `start`, for a request that was looked up and checked elsewhere, from `began_ns` on. `carried` is for
+        another server, should one execute it."""
         request, watch = pb.ModelInferRequest(id=request_id) if request_id else _NAMELESS, None
         if self._spans is not None or debugging.on:
             request = pb.ModelInferRequest(model_name=model.name, model_version=model.version, id=request_id)
@@ -158,7 +162,10 @@ class Inference:
                 watch.on_failure(refusal)
             raise refusal
         try:
-            pending = _submit(model, decoded, rpc_deadline_ns, watch)
+            if model.remote:
+                pending = _submit_remote(model, request_id, decoded, rpc_deadline_ns, watch, carried)
+            else:
+                pending = _submit(model, decoded, rpc_deadline_ns, watch)
         except Exception as error:
             model.statistics.on_failure(error, time.monotonic_ns() - began_ns)
             if watch is not None:
@@ -251,14 +258,17 @@ def _submit(
 
 def _submit_remote(
     model: ServedModel,
-    request: AnyRequest,
+    request_id: str,
     decoded: DecodedRequest,
     rpc_deadline_ns: int,
     watch: RequestWatch | None,
-    sent: Sent,
+    carried: Carried,
 ) -> asyncio.Future[Any]:
     """The same for a model that another server executes: what else than tensors that needs to know goes along."""
-    payload, key = remote_request(request, decoded, rpc_deadline_ns, sent)
+    # Never in shared memory: that and another server exclude each other.
+    inputs = cast("Tensors", decoded.inputs)
+    payload = RemoteRequest(inputs, decoded.outputs, rpc_deadline_ns, request_id, *carried, spec=decoded.spec)
+    key = decoded.key, carried.key
     how = _how(model, decoded, rpc_deadline_ns, watch)
     if model.max_batch_rows and decoded.rows > model.max_batch_rows:
         parts = submit_parts(

@@ -1,43 +1,45 @@
 """What a request takes along to another server, besides its tensors: headers, parameters, its id.
 
-Lives here: what of these keeps requests apart. Must not: send anything. The rule: what is
-the same for all of a batch is part of its key; what may differ (traces) travels where nothing is mixed up by it.
+Lives here: what of these keeps requests apart. Must not: send anything, or import what only the process with the models
+needs. The rule: what is the same for all of a batch is part of its key; what may differ (traces) travels where nothing
+is mixed up by it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
+from typing import NamedTuple
 
-from backends.base import Tensors
-from backends.remote_messages import RemoteRequest
 from protos.inference_pb2 import InferParameter, ModelInferRequest
-from server.calls import Sent
-from server.codec import DecodedRequest
+from server.calls import Headers, Sent
 from server.parameters import is_reserved
 from server.wire_request import AnyRequest, WireRequest, message_of
 
-__all__ = ["remote_request"]
+__all__ = ["NOTHING_CARRIED", "Carried", "carried_by"]
 
 _OF_TENSORS_HERE = ("classification", "binary_data", "binary_data_size")
 """Parameters of tensors that have had their effect here, as have those of shared memory."""
 
 
-def remote_request(
-    request: AnyRequest, decoded: DecodedRequest, rpc_deadline_ns: int, sent: Sent
-) -> tuple[RemoteRequest, Hashable]:
-    """The request as another server is to get it, and what requests must have in common to share a batch there."""
-    extras = b"" if _is_plain(request) else _extras(message_of(request))
-    payload = RemoteRequest(
-        _tensors(decoded),
-        decoded.outputs,
-        rpc_deadline_ns,
-        request.id,
-        sent.headers,
-        sent.tracing,
-        extras,
-        decoded.spec,
-    )
-    return payload, (decoded.key, sent.headers, extras)
+class Carried(NamedTuple):
+    """What travels besides tensors and id, as `RemoteRequest` has it."""
+
+    headers: Headers = ()
+    tracing: Headers = ()
+    extras: bytes = b""
+
+    @property
+    def key(self) -> Hashable:
+        """What requests must have in common to share a batch there."""
+        return self.headers, self.extras
+
+
+NOTHING_CARRIED = Carried()
+
+
+def carried_by(request: AnyRequest, sent: Sent) -> Carried:
+    """What `request`, whose call has `sent`, takes along."""
+    return Carried(sent.headers, sent.tracing, b"" if _is_plain(request) else _extras(message_of(request)))
 
 
 def _is_plain(request: AnyRequest) -> bool:
@@ -49,11 +51,6 @@ def _is_plain(request: AnyRequest) -> bool:
         and not any(one.parameters for one in request.inputs)
         and not any(one.parameters for one in request.outputs)
     )
-
-
-def _tensors(decoded: DecodedRequest) -> Tensors:
-    # Never in shared memory: that and another server exclude each other.
-    return decoded.inputs  # type: ignore[return-value]
 
 
 def _extras(request: ModelInferRequest) -> bytes:

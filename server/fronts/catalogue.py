@@ -27,6 +27,7 @@ class Card:
     spec: ModelSpec
     max_request_rows: int
     batch_id_prefix: str
+    remote: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,11 +40,12 @@ class Catalogue:
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """What a front needs to take a request for a model."""
+    """What a front needs to take a request for a model; of one that is `remote`, another server executes it."""
 
     handle: int
     codec: ModelCodec
     batch_id_prefix: str
+    remote: bool
 
 
 class LookUp:
@@ -64,4 +66,4 @@ class LookUp:
 
 def _model(card: Card) -> Model:
     codec = codec_for(card.name, card.version, card.spec, card.max_request_rows)
-    return Model(card.handle, codec, card.batch_id_prefix)
+    return Model(card.handle, codec, card.batch_id_prefix, card.remote)

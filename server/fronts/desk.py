@@ -25,7 +25,7 @@ from scheduler.batcher import BatchFacts
 from scheduler.errors import QueueFull
 from scheduler.observer import Drop
 from server.batch_facts import told_facts
-from server.calls import TraceParent
+from server.calls import Sent, TraceParent
 from server.codec import DecodedRequest, tensor_bytes
 from server.errors import InvalidRequest
 from server.fronts import protocol
@@ -34,6 +34,7 @@ from server.fronts.handles import Handles
 from server.gate import Usage
 from server.inference import Inference, Started
 from server.parameters import NO_PARAMETERS, RequestParameters
+from server.passing import NOTHING_CARRIED, Carried
 from server.wire_request import RequestReader
 
 __all__ = ["Desk"]
@@ -152,6 +153,7 @@ class Desk:
         outputs: tuple[int, ...],
         parameters: tuple[Any, ...] | None,
         parcel: Parcel,
+        carried: tuple[Any, ...] | None,
     ) -> None:
         inputs = self._link.unpack(parcel)
         model = self._handles.model(handle)
@@ -161,7 +163,8 @@ class Desk:
         told = RequestParameters(*parameters) if parameters else NO_PARAMETERS
         decoded = DecodedRequest(inputs, rows, key, outputs, told)
         try:
-            started = self._inference.take(model, decoded, request_id, deadline_ns, parent, began_ns)
+            told_on = Carried(*carried) if carried else NOTHING_CARRIED
+            started = self._inference.take(model, decoded, request_id, deadline_ns, parent, began_ns, told_on)
         except Exception as error:  # noqa: BLE001 - the front's caller is owed an answer
             self._fail(number, error)
             return
@@ -236,13 +239,15 @@ class Desk:
         self._tasks.pop(number, None)
         self._look_whether_quiet()
 
-    async def _infer(self, number: int, deadline_ns: int, parent: TraceParent | None, data: bytes) -> None:
+    async def _infer(
+        self, number: int, deadline_ns: int, parent: TraceParent | None, sent: tuple[Any, ...], data: bytes
+    ) -> None:
         """A request as it came, headers added."""
         try:
             request = self._read(data)
             if isinstance(request, DecodeError):
                 raise InvalidRequest(str(request))
-            response = await self._inference.infer(request, deadline_ns, parent)
+            response = await self._inference.infer(request, deadline_ns, parent, Sent(*sent))
         except Exception as error:  # noqa: BLE001 - the front's caller is owed an answer
             self._fail(number, error)
         else:

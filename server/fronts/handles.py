@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping
 from itertools import count
 
 from server.fronts.catalogue import Card, Catalogue
+from server.open_codec import OpenCodec
 from server.repository import ServedModel
 
 __all__ = ["Handles"]
@@ -29,12 +30,16 @@ class Handles:
 
     def update(self, served: Mapping[tuple[str, str], ServedModel]) -> Catalogue:
         """Give handles to those who are new, forget those who are gone."""
-        models: Iterable[ServedModel] = dict.fromkeys(served.values())
+        # Of models that don't tell their tensors fronts know nothing: they hand requests for them on as they came.
+        told = {name: model for name, model in served.items() if not isinstance(model.codec, OpenCodec)}
+        models: Iterable[ServedModel] = dict.fromkeys(told.values())
         self._handles = {model: self._handles.get(model) or next(self._numbers) for model in models}
         self._models = {handle: model for model, handle in self._handles.items()}
         cards = tuple(_card(model, handle) for model, handle in self._handles.items())
-        return Catalogue(cards, {name: self._handles[model] for name, model in served.items()})
+        return Catalogue(cards, {name: self._handles[model] for name, model in told.items()})
 
 
 def _card(model: ServedModel, handle: int) -> Card:
-    return Card(handle, model.name, model.version, model.spec, model.max_request_rows, model.batch_id_prefix)
+    return Card(
+        handle, model.name, model.version, model.spec, model.max_request_rows, model.batch_id_prefix, model.remote
+    )

@@ -24,7 +24,7 @@ from backends.transport.gathering import Gathering
 from backends.transport.link import Link, RemoteEnd
 from server import log
 from server.answering import Context, answering
-from server.calls import HeaderForwarding, add_headers, deadline_of, traceparent_of
+from server.calls import NOTHING_SENT, HeaderForwarding, HeaderPassing, add_headers, deadline_of, traceparent_of
 from server.codec import AnyResponse
 from server.config import Settings
 from server.errors import StartError
@@ -75,6 +75,7 @@ class _Front:
         self._replies = Replies(link)
         self._inference = RemoteInference(link, self._replies, self._models)
         self._forwarding: HeaderForwarding | None = None
+        self._passing: HeaderPassing | None = None
         self._listener: Listener
         self._tasks: set[asyncio.Task[None]] = set()
         self._listening: asyncio.Task[None]
@@ -112,7 +113,10 @@ class _Front:
         self._inference.reads_parents = greeting.reads_parents
         if pattern := settings.grpc_header_forward_pattern:
             self._forwarding = HeaderForwarding(pattern)
-        streaming = Streaming(self._inference, settings.grpc_max_stream_requests, self._forwarding)
+        if upstream := settings.upstream:
+            self._passing = HeaderPassing(upstream.headers, upstream.tracing_headers)
+        most = settings.grpc_max_stream_requests
+        streaming = Streaming(self._inference, most, self._forwarding, self._passing)
         self._listener = Listener(settings, partial(self._add_services, streaming), streaming.close, shares_port=True)
         self._listening = self._begin(self._listen(greeting.port))
         self._begin(self._tell_usage())
@@ -134,7 +138,8 @@ class _Front:
             request = message_of(request)
             add_headers(request, self._forwarding.headers(context))
         parent = traceparent_of(context) if self._inference.reads_parents else None
-        return await self._inference.infer(request, deadline_of(context), parent)
+        sent = self._passing.sent(context) if self._passing is not None else NOTHING_SENT
+        return await self._inference.infer(request, deadline_of(context), parent, sent)
 
     async def _listen(self, port: int) -> None:
         try:

@@ -10,7 +10,9 @@ import logging
 
 import grpc
 
+from backends.errors import UpstreamFailed, UpstreamRefused
 from backends.transport.link import FIRST_KIND
+from scheduler.errors import ExecutionFailed
 from server.errors import STATUS_OF, InternalError
 
 __all__ = [
@@ -40,7 +42,7 @@ __all__ = [
 # From the front.
 LISTENS = FIRST_KIND  # port, or 0 and why not
 SUBMIT = FIRST_KIND + 1  # id, as Desk._submit takes it
-INFER = FIRST_KIND + 2  # id, deadline, trace parent or None, bytes of a ModelInferRequest
+INFER = FIRST_KIND + 2  # id, deadline, trace parent or None, Sent, bytes of a ModelInferRequest
 CALL = FIRST_KIND + 3  # id, name of the RPC, deadline or None, headers, bytes of the request
 CANCEL = FIRST_KIND + 4  # id
 REFUSED = FIRST_KIND + 5  # model's handle; there was no room to submit it
@@ -53,7 +55,7 @@ CATALOGUE = FIRST_KIND + 7  # pickled Catalogue
 STATE = FIRST_KIND + 8  # whether it serves, is ready, stops
 RESULT = FIRST_KIND + 9  # id, parcel of outputs, facts; to SUBMIT
 STALE = FIRST_KIND + 10  # id; to SUBMIT, for a model that is gone
-FAILED = FIRST_KIND + 11  # id, words of the error; to SUBMIT and INFER
+FAILED = FIRST_KIND + 11  # id, `words_of` the error; to SUBMIT and INFER
 ANSWER = FIRST_KIND + 12  # id, bytes of the response; to INFER and CALL
 ABORTED = FIRST_KIND + 13  # id, number of the status, text; to CALL
 END = FIRST_KIND + 14  # seconds of grace
@@ -70,16 +72,27 @@ def status_of_number(number: int) -> grpc.StatusCode:
     return _STATUSES[number]
 
 
-def words_of(error: BaseException) -> tuple[str, str]:
-    """What to send of an error: the name of its class, or of the base that the table of statuses has, and its text."""
+def words_of(error: BaseException) -> tuple[str, str, str]:
+    """What to send of an error: the name of its class, or of the base that the table of statuses has, its text, and the
+    status that another server gave it, or ""."""
     for kind in type(error).__mro__:
         if kind in STATUS_OF:
-            return kind.__name__, str(error)
+            return kind.__name__, str(error), _status_elsewhere(error)
     _log.error("a request failed on something unforeseen", exc_info=error)
-    return InternalError.__name__, f"internal error: {type(error).__name__}: {error}"
+    return InternalError.__name__, f"internal error: {type(error).__name__}: {error}", ""
 
 
-def error_of(name: str, text: str) -> BaseException:
+def _status_elsewhere(error: BaseException) -> str:
+    cause = error.__cause__ if isinstance(error, ExecutionFailed) else error
+    return cause.status if isinstance(cause, (UpstreamFailed, UpstreamRefused)) else ""
+
+
+def error_of(name: str, text: str, status: str) -> BaseException:
     """The error again, as far as its status and text go; what else it had is lost."""
     kind = _BY_NAME[name]
-    return kind.__new__(kind, text)
+    if issubclass(kind, (UpstreamFailed, UpstreamRefused)):
+        return kind(status, text)
+    error = kind.__new__(kind, text)
+    if status:
+        error.__cause__ = UpstreamFailed(status, text)
+    return error

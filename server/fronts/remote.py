@@ -28,6 +28,7 @@ from server.fronts import protocol
 from server.fronts.calls import Aborted
 from server.fronts.catalogue import LookUp, Model
 from server.parameters import NO_PARAMETERS, RequestParameters
+from server.passing import carried_by
 from server.shortcuts import WireResponse
 from server.wire_request import AnyRequest, WireRequest
 
@@ -35,6 +36,8 @@ __all__ = ["RemoteInference", "Replies", "Reply", "Started"]
 
 _MOST_UNSENT_BYTES = 64 * 2**20
 """Messages that the engine doesn't take: it hangs, and whoever comes is better told than kept."""
+
+_Sendable = tuple[AnyRequest, int, TraceParent | None, Sent]
 
 _parameter_values: Callable[[RequestParameters], tuple[Any, ...]] = attrgetter(
     *(one.name for one in fields(RequestParameters))
@@ -62,7 +65,7 @@ class Replies:
         self._numbers = count(1)
         self._waiting: dict[int, Reply] = {}
         # As they came, for the case that the engine has them sent again.
-        self._requests: dict[int, tuple[AnyRequest, int, TraceParent | None]] = {}
+        self._requests: dict[int, _Sendable] = {}
 
     def refuse_if_full(self) -> None:
         """Raise QueueFull if the engine takes nothing."""
@@ -79,18 +82,20 @@ class Replies:
         return reply
 
     # hot path
-    def submit(self, request: AnyRequest, deadline_ns: int, parent: TraceParent | None, *fields: Any) -> Reply:
+    def submit(
+        self, request: AnyRequest, deadline_ns: int, parent: TraceParent | None, sent: Sent, *fields: Any
+    ) -> Reply:
         """Have the engine execute what was decoded, which `fields` say."""
         reply = self.expect()
-        self._requests[reply.number] = request, deadline_ns, parent
+        self._requests[reply.number] = request, deadline_ns, parent, sent
         self._link.send((protocol.SUBMIT, reply.number, *fields))
         return reply
 
-    def send_whole(self, request: AnyRequest, deadline_ns: int, parent: TraceParent | None) -> Reply:
+    def send_whole(self, request: AnyRequest, deadline_ns: int, parent: TraceParent | None, sent: Sent) -> Reply:
         """Have the engine do everything."""
         self.refuse_if_full()
         reply = self.expect()
-        self._link.send((protocol.INFER, reply.number, deadline_ns, parent, _bytes_of(request)))
+        self._link.send((protocol.INFER, reply.number, deadline_ns, parent, tuple(sent), _bytes_of(request)))
         return reply
 
     def on_cancel(self, number: int) -> None:
@@ -124,8 +129,8 @@ class Replies:
     def _send_again(self, number: int) -> None:
         """The model that it was decoded for is gone; there may be another of its name."""
         if (found := self._requests.pop(number, None)) is not None:
-            request, deadline_ns, parent = found
-            self._link.send((protocol.INFER, number, deadline_ns, parent, _bytes_of(request)))
+            request, deadline_ns, parent, sent = found
+            self._link.send((protocol.INFER, number, deadline_ns, parent, tuple(sent), _bytes_of(request)))
 
 
 def _bytes_of(request: AnyRequest) -> bytes:
@@ -152,12 +157,19 @@ class RemoteInference:
         self.serving = self.reads_parents = False
 
     # hot path: see bench/
-    async def infer(self, request: AnyRequest, rpc_deadline_ns: int, parent: TraceParent | None = None) -> AnyResponse:
-        """The answer to `request`, whose caller gives up at `rpc_deadline_ns` on the monotonic clock.
+    async def infer(
+        self,
+        request: AnyRequest,
+        rpc_deadline_ns: int,
+        parent: TraceParent | None = None,
+        sent: Sent = NOTHING_SENT,
+    ) -> AnyResponse:
+        """The answer to `request`, whose caller gives up at `rpc_deadline_ns` on the monotonic clock. `sent` are
+        headers for another server, should one execute it.
 
         Cancelling it takes the request back. Raises what `server.errors` has a status for.
         """
-        started = self.start(request, rpc_deadline_ns, parent)
+        started = self.start(request, rpc_deadline_ns, parent, sent)
         try:
             await started.pending
             return self.finish(started, None)
@@ -173,19 +185,18 @@ class RemoteInference:
         parent: TraceParent | None = None,
         sent: Sent = NOTHING_SENT,
     ) -> Started:
-        """Check `request` and hand it to the engine. Raises QueueFull; the rest `finish` does. `sent` is nothing: there
-        are no fronts for models that another server executes."""
+        """Check `request` and hand it to the engine. Raises QueueFull; the rest `finish` does."""
         model = self._models.find(request.model_name, request.model_version)
         if model is None:
-            return Started(request, self._replies.send_whole(request, rpc_deadline_ns, parent))
+            return Started(request, self._replies.send_whole(request, rpc_deadline_ns, parent, sent))
         began_ns = time.monotonic_ns()
         try:
             decoded = model.codec.decode(request)
         except (ServerError, ValueError):
-            return Started(request, self._replies.send_whole(request, rpc_deadline_ns, parent))
+            return Started(request, self._replies.send_whole(request, rpc_deadline_ns, parent, sent))
         told = decoded.parameters
         if told.typed_outputs or decoded.classes:
-            return Started(request, self._replies.send_whole(request, rpc_deadline_ns, parent))
+            return Started(request, self._replies.send_whole(request, rpc_deadline_ns, parent, sent))
         deadline_ns = rpc_deadline_ns
         if told.deadline_ns:
             deadline_ns = min(deadline_ns, leaves_by(told.deadline_ns / 1e9))
@@ -200,6 +211,7 @@ class RemoteInference:
             request,
             rpc_deadline_ns,
             parent,
+            sent,
             model.handle,
             request.id,
             began_ns,
@@ -210,6 +222,7 @@ class RemoteInference:
             decoded.outputs,
             values,
             parcel,
+            tuple(carried_by(request, sent)) if model.remote else None,
         )
         return Started(request, pending, model, decoded)
 

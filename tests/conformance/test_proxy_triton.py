@@ -1,4 +1,4 @@
-"""The batcher in front of NVIDIA's Triton itself, which PyTriton brings along (`make bench-rivals`; skipped without)."""
+"""The batcher in front of NVIDIA's Triton itself, which PyTriton brings along (`make bench-rivals`; else skipped)."""
 
 from __future__ import annotations
 

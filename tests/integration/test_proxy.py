@@ -18,8 +18,11 @@ from server.batch_policy import BatchDefaults
 from server.config import Settings
 from tests.integration.scripted import marked, request, send
 from tests.integration.serving import Served, failure_of
+from tests.integration.test_frontends import held_bytes, nothing_held
 from tests.integration.upstreams import Upstream, proxying, tensors_of, upstream
 from tests.polling import eventually_async
+
+pytestmark = pytest.mark.usefixtures("frontends")
 
 NAMED = {"models": ("m",)}
 
@@ -261,3 +264,20 @@ async def test_requests_of_a_stream_travel_with_its_headers(tmp_path: Path) -> N
         (answer,) = [one async for one in stream]
         assert tensors_of(answer.infer_response)["x"][0, 0] == 10
         assert stub.headers[0]["authorization"] == "Bearer s"
+
+
+async def test_tensors_that_fronts_have_read_reach_the_upstream_from_their_memory(
+    tmp_path: Path, frontends: int
+) -> None:
+    if frontends == 1:
+        pytest.skip("there is no other memory")
+    stub = Upstream()
+    stub.inputs = {"a": ("FP32", [-1, -1])}
+    stub.outputs = {"x": ("FP32", [-1, -1]), "y": ("FP32", [-1, -1])}
+    async with behind(tmp_path, stub) as served:
+        calls = await held(served, stub, request(1, columns=8192))
+        assert await held_bytes(served, "in") == 8192 * 4
+        stub.gate.set()
+        *_, answer = [tensors_of(await call) for call in calls]
+        np.testing.assert_array_equal(answer["x"], 2 * marked(1, columns=8192))
+        await nothing_held(served)

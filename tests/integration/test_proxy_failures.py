@@ -37,6 +37,7 @@ def rows(call: pb.ModelInferRequest) -> list[float]:
     return stub.marks[0]
 
 
+@pytest.mark.usefixtures("frontends")
 @pytest.mark.parametrize("code", [Code.INVALID_ARGUMENT, Code.INTERNAL, Code.UNKNOWN, Code.FAILED_PRECONDITION])
 async def test_request_that_the_upstream_refuses_fails_alone_with_the_upstreams_status(
     tmp_path: Path, code: grpc.StatusCode
@@ -55,6 +56,7 @@ async def test_request_that_the_upstream_refuses_fails_alone_with_the_upstreams_
         assert len(stub.calls) == 1 + 1 + 2 * 3
 
 
+@pytest.mark.usefixtures("frontends")
 async def test_words_of_the_upstream_of_any_length_keep_their_status(tmp_path: Path) -> None:
     """Triton's are tracebacks; headers beyond gRPC's default limit would be dropped, and the status with them."""
     stub = Upstream()
@@ -197,6 +199,7 @@ async def test_upstream_that_hangs_costs_no_more_than_the_flag_says(tmp_path: Pa
         assert tensors_of(await served.infer(request(2)))["x"][0, 0] == 4  # and the place is free again
 
 
+@pytest.mark.usefixtures("frontends")
 async def test_call_is_cancelled_when_the_last_who_waits_for_it_is_gone(tmp_path: Path) -> None:
     stub = Upstream()
     stub.gates[1] = asyncio.Event()
@@ -235,6 +238,7 @@ async def test_poisoned_request_behind_a_paceline_upstream_fails_alone(tmp_path:
         ]
 
 
+@pytest.mark.usefixtures("frontends")
 async def test_upstream_not_ready_is_this_server_not_ready_until_it_is_again(tmp_path: Path) -> None:
     stub = Upstream()
     async with behind(tmp_path, stub) as served:

@@ -21,6 +21,8 @@ from tests.integration.test_proxy import behind, held
 from tests.integration.upstreams import Upstream, double, tensors_of
 from tests.wire import add_raw
 
+pytestmark = pytest.mark.usefixtures("frontends")
+
 Code = grpc.StatusCode
 
 

@@ -265,7 +265,6 @@ def test_every_flag_has_a_variable_and_help_says_which() -> None:
         (("m", "--upstream", "localhost:1"), "--upstream goes with no PATH"),
         (("--upstream", "localhost:1", "--allow-client-shm", "true"), "--upstream goes with no PATH"),
         (("--upstream", "localhost:1", "--model-control-mode", "poll"), "--upstream goes with no PATH"),
-        (("--upstream", "localhost:1", "--frontends", "2"), "--upstream goes with no --frontends"),
         (("--upstream", "localhost:1", "--upstream-health-secs", "nan"), "--upstream-health-secs: expected a number"),
         (("--upstream", "localhost:1", "--upstream-batches", "0"), "Invalid value for '--upstream-batches'"),
         (("m", "--model-config-name", "../x"), "--model-config-name: expected the name of a file, got '../x'"),
