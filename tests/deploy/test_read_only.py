@@ -18,9 +18,18 @@ from clients import InferenceClient
 from tests import models
 from tests.deploy.sandbox import read_only_as_nobody, why_not
 from tests.harness import REPO, ServerProcess
+from tests.polling import eventually
 
 ROOT = Path(os.environ.get("PACELINE_IMAGE_ROOT", REPO / ".witness" / "container"))
 INSTALLED = ROOT / "opt" / "paceline" / "bin"
+_DOUBLE = """
+class Model:
+    inputs = {"x": ("FP32", [-1, 2])}
+    outputs = {"y": ("FP32", [-1, 2])}
+
+    def execute(self, inputs):
+        return {"y": 2 * inputs["x"]}
+"""
 SOURCE_TREE = (sys.executable, "-m", "server")
 
 
@@ -60,6 +69,39 @@ def test_server_where_nothing_is_writable_serves_and_ends_in_order(storage: Path
         assert server.metrics()['nv_inference_request_success{model="m",version="1"}'] == 1
         assert server.terminate() == 0
     assert not [line for line in server.log if line["level"] != "INFO"]
+
+
+def open_to_all(path: Path) -> bool:
+    """Whether user 1000 can run the program."""
+    real = path.resolve()
+    return real.is_file() and all(each.stat().st_mode & 0o001 for each in (real, *real.parents))
+
+
+def python_for_all() -> tuple[str, dict[str, str]]:
+    """A Python of this version that may start itself as user 1000, and what it needs to find all that is here."""
+    for path in (Path(sys.executable), Path(f"/usr/bin/python3.{sys.version_info.minor}")):
+        if open_to_all(path):
+            found = os.pathsep.join([str(REPO), *(each for each in sys.path if each.endswith("-packages"))])
+            return str(path), {"PYTHONPATH": found}
+    pytest.skip("user 1000 can run no Python of this version")
+
+
+def test_processes_that_a_server_starts_need_no_more_than_it_has(storage: Path) -> None:
+    """Those of Python models and those that speak gRPC; and a server in front of another."""
+    python, path = python_for_all()
+    (storage / "py" / "1").mkdir(parents=True)
+    (storage / "py" / "1" / "model.py").write_text(_DOUBLE)
+    env = {"HOME": "/nonexistent", "PYTHONDONTWRITEBYTECODE": "1", **path}
+    command = (*read_only_as_nobody(), python, "-m", "server")
+    flags = ["--allow-python-models", "true", "--frontends", "2"]
+    with (
+        ServerProcess(storage, env=env, program=command, args=flags) as server,
+        ServerProcess(env=env, program=command, args=["--upstream", server.target]) as proxy,
+        InferenceClient(proxy.target) as client,
+    ):
+        eventually(client.server_ready, "ready")
+        assert (client.infer("py", {"x": np.ones((1, 2), np.float32)})["y"] == 2).all()
+        assert not [line for line in (*server.log, *proxy.log) if line["level"] != "INFO"]
 
 
 def test_image_has_no_pip_and_names_all_that_it_has() -> None:
