@@ -79,6 +79,7 @@ class RemoteServer:
         self._limit_s = limit_s
         self._channels: list[grpc.aio.Channel] = []
         self._infer: list[Any] = []
+        self._retired: dict[asyncio.Task[None], grpc.aio.Channel] = {}
 
     def open(self) -> None:
         """Make the channels, on the running event loop; they connect when they are used."""
@@ -86,9 +87,22 @@ class RemoteServer:
         # Bytes in, bytes out.
         self._infer = [channel.unary_unary(f"{_SERVICE}ModelInfer", None, None) for channel in self._channels]
 
+    def renew(self) -> None:
+        """Make new channels: a connection to a machine that is gone looks like one to a server that computes, for as
+        long as the system tries, a quarter of an hour. Calls that are under way go on over the old ones."""
+        for channel in self._channels:
+            task = asyncio.create_task(channel.close(self._limit_s))
+            self._retired[task] = channel
+            task.add_done_callback(self._retired.pop)
+        self.open()
+
     async def close(self) -> None:
         """Take the connections down; calls under way are called off."""
-        for channel in self._channels:
+        retired = dict(self._retired)
+        for task in retired:
+            task.cancel()
+        await asyncio.gather(*retired, return_exceptions=True)
+        for channel in (*retired.values(), *self._channels):
             await channel.close(None)
 
     async def ask(self, rpc: str, request: Message, answer: type[MessageT], timeout_s: float) -> MessageT:

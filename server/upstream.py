@@ -91,8 +91,11 @@ class Upstream:
             ).ready
             names = await self._names()
         except (UpstreamFailed, UpstreamRefused) as error:
-            if not self._is_only_busy(error):
-                await self._lose(str(error))
+            if self._is_only_busy(error):
+                return
+            if error.status == "DEADLINE_EXCEEDED":
+                self._server.renew()
+            await self._lose(str(error))
             return
         self._silent = 0
         full = self._looks % _DESCRIBE_EVERY == 0

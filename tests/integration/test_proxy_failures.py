@@ -272,21 +272,51 @@ async def test_upstream_that_comes_later_than_this_server_is_served_then(tmp_pat
             assert tensors_of(await served.infer(request(1)))["x"][0, 0] == 2
 
 
+class Silent(Upstream):
+    """Once it has got a request it answers no question; `peers` are the connections over which it was asked."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.silent = True
+        self.peers: set[str] = set()
+
+    async def ServerReady(self, call: Any, context: Any) -> pb.ServerReadyResponse:
+        self.peers.add(context.peer())
+        if self.calls and self.silent:
+            await context.abort(Code.DEADLINE_EXCEEDED, "as if no answer had come")
+        return await super().ServerReady(call, context)
+
+
 async def test_upstream_that_answers_no_question_while_it_computes_is_not_taken_for_gone(tmp_path: Path) -> None:
     """As servers do that compute on their event loop."""
 
-    class Blocking(Upstream):
-        async def ServerReady(self, call: Any, context: Any) -> pb.ServerReadyResponse:
-            if self.calls:
-                await context.abort(Code.DEADLINE_EXCEEDED, "as if no answer had come")
-            return await super().ServerReady(call, context)
-
-    stub = Blocking()
+    stub = Silent()
     async with behind(tmp_path, stub) as served:
         for mark in range(100):
             assert tensors_of(await served.infer(request(mark)))["x"][0, 0] == 2 * mark
         assert served.server.repository.ready
         await eventually_async(lambda: not served.server.repository.ready, "silence without any answer is the end")
+
+
+async def test_upstream_that_is_silent_is_looked_for_over_new_connections_and_calls_under_way_go_on(
+    tmp_path: Path,
+) -> None:
+    """A machine that is gone closes no connection; where its address is another's by then, a new one leads there."""
+    stub = Silent()
+    stub.gates[1] = asyncio.Event()
+    async with behind(tmp_path, stub, timeout_secs=20) as served:
+        (call,) = send(served, request(1), timeout_s=None)
+        await eventually_async(lambda: not served.server.repository.ready, "not ready")
+        first = next(iter(stub.peers))
+        await eventually_async(lambda: len(stub.peers) > 1, "another connection")
+        stub.gates[1].set()
+        assert tensors_of(await call)["x"][0, 0] == 2
+        stub.silent = False
+        await eventually_async(lambda: served.server.repository.ready, "ready again")
+        stub.peers.clear()
+        assert tensors_of(await served.infer(request(2)))["x"][0, 0] == 4
+        await eventually_async(lambda: bool(stub.peers), "looked at again")
+        assert first not in stub.peers
 
 
 async def test_upstream_without_an_index_needs_its_models_named(tmp_path: Path) -> None:
