@@ -76,7 +76,8 @@ async def test_reload_under_load_loses_and_refuses_no_request(tmp_path: Path, mo
         traffic = Traffic(served)
         clients = [asyncio.create_task(traffic.client(number)) for number in range(CLIENTS)]
         for number, model in enumerate(generations[1:], 1):
-            await traffic.more(CLIENTS)
+            # One for each of the clients may be of the generation before; one more can't be.
+            await traffic.more(CLIENTS + 1)
             models["m"] = model
             if mode == "explicit":
                 await load(served, "m")
@@ -85,7 +86,7 @@ async def test_reload_under_load_loses_and_refuses_no_request(tmp_path: Path, mo
                 assert await served.server.poller.poll_once()
                 assert not await served.server.poller.poll_once()
             traffic.latest = number
-        await traffic.more(CLIENTS)
+        await traffic.more(CLIENTS + 1)
         traffic.end()
         await asyncio.gather(*clients)
         await all_left(served)
