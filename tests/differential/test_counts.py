@@ -12,7 +12,7 @@ import pytest
 
 from protos import inference_pb2 as pb
 from protos.inference_pb2_grpc import GRPCInferenceServiceStub
-from tests.differential.asking import floats, infer, load, wanting
+from tests.differential.asking import floats, infer, load, unload, wanting
 from tests.differential.comparing import Call, answer_of
 from tests.differential.pair import Both, One
 from tests.polling import eventually
@@ -108,11 +108,16 @@ def test_metrics_have_the_names_and_labels_of_tritons(both: Both) -> None:
     }
 
 
-def test_statistics_begin_anew_with_a_load_and_metrics_as_documented(both: Both) -> None:
+def test_statistics_begin_anew_with_a_load_and_metrics_with_one_after_an_unload(both: Both) -> None:
     name = "serial"
     for one in (both.triton, both.here):
         answer_of(one.channel, Call("", infer(name, GOOD)))
         eventually(lambda one=one: counts(one, name)["nv_count"] == 1, "the answer counted")
         assert answer_of(one.channel, Call("", load(name))).status == "OK"
         after = counts(one, name)
-        assert (after["success"], after["rows"], after["nv_count"]) == (0, 0, 1 if one is both.triton else 0)
+        assert (after["success"], after["rows"], after["nv_count"]) == (0, 0, 1)
+        assert answer_of(one.channel, Call("", unload(name))).status == "OK"
+        series = f'nv_inference_count{{model="{name}"'
+        eventually(lambda one=one, series=series: series not in one.exposition(), "no series")
+        assert answer_of(one.channel, Call("", load(name))).status == "OK"
+        assert counts(one, name)["nv_count"] == 0
