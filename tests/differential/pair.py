@@ -19,7 +19,7 @@ from tests.differential.triton_process import TritonProcess
 from tests.harness import ServerProcess
 from tests.shared_objects import FOLDER
 
-__all__ = ["Both", "One", "serving_both", "serving_here", "shared_objects"]
+__all__ = ["BY_NAME", "Both", "One", "serving_both", "serving_here", "shared_objects"]
 
 BY_NAME = ("--model-control-mode=explicit", "--load-model=*")
 """Models may be loaded and unloaded."""

@@ -18,7 +18,7 @@ from pathlib import Path
 from bench.subjects import RIVALS
 from tests.fault.traffic import free_port
 
-__all__ = ["VERSION", "TritonProcess", "missing"]
+__all__ = ["VERSION", "TritonProcess", "command", "missing"]
 
 VERSION = "2.51.0"
 """That of the server whose behaviour docs/protocol.md and the lists here tell."""
@@ -33,6 +33,11 @@ def missing() -> str:
     """Why Triton can't be started; "" if it can."""
     program = _distribution() / "bin" / "tritonserver"
     return "" if program.is_file() else f"no {program}: make bench-rivals, or PACELINE_PYTRITON"
+
+
+def command() -> tuple[list[str], dict[str, str]]:
+    """What runs its program without any flags: arguments and environment."""
+    return [str(_distribution() / "bin" / "tritonserver")], _environment()
 
 
 class TritonProcess:
@@ -87,8 +92,9 @@ class TritonProcess:
         return self._process.poll()
 
     def _command(self) -> list[str]:
+        program, _ = command()
         return [
-            str(_distribution() / "bin" / "tritonserver"),
+            *program,
             f"--model-repository={self._repository}",
             f"--backend-directory={_backends(self._folder)}",
             "--grpc-address=127.0.0.1",
