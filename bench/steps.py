@@ -212,7 +212,10 @@ def run_module(module: str, *arguments: str, timeout_s: float) -> dict[str, Any]
 
 def _batches(before: _Counters | None, after: _Counters | None) -> Sample:
     """Mean rows of a batch, and the mean time in the model of the batch that a request was in."""
-    if before is None or after is None or after.batches == before.batches:
+    if before is None or after is None:
         return {}
     requests, rows, batches, model_us = (new - old for old, new in zip(before, after, strict=True))
+    # A batch that everybody has left while it executed has no requests.
+    if not requests or not batches:
+        return {}
     return {"rows_per_batch": rows / batches, "model_ms_per_batch": model_us / requests / 1_000}

@@ -17,6 +17,7 @@ from server.model_config import ServingPlan
 __all__ = ["effective_config"]
 
 _ONNX_PLATFORM = "onnxruntime_onnx"
+_OF_FILES = (_ONNX_PLATFORM, "python")
 
 TensorT = TypeVar("TensorT", pb.ModelInput, pb.ModelOutput)
 
@@ -39,9 +40,10 @@ def effective_config(
     if platform == _ONNX_PLATFORM:
         made.backend = config.backend or "onnxruntime"
         made.platform = platform
-        made.default_model_filename = config.default_model_filename or file
     else:
         made.backend = config.backend or platform
+    if platform in _OF_FILES:
+        made.default_model_filename = config.default_model_filename or file
     made.max_batch_size = plan.max_batch_rows
     if made.version_policy.WhichOneof("policy_choice") in (None, "latest"):
         made.version_policy.latest.num_versions = max(1, config.version_policy.latest.num_versions)
@@ -92,7 +94,10 @@ def _fill_batching(made: pb.ModelConfig, plan: ServingPlan) -> None:
 
 
 def _fill_groups(made: pb.ModelConfig, groups: Sequence[Sequence[Device]]) -> None:
-    """One entry per group: where its instances are, which `KIND_AUTO` and a count of 0 leave open."""
+    """One entry per group: where its instances are, which `KIND_AUTO` and a count of 0 leave open. Names are Triton's:
+    the model's for the one group of a configuration without any, else that and a number."""
+    if not made.instance_group:
+        made.instance_group.add(name=made.name)
     for number, devices in enumerate(groups):
         group = made.instance_group[number] if number < len(made.instance_group) else made.instance_group.add()
         group.name = group.name or f"{made.name}_{number}"

@@ -8,7 +8,7 @@ Collecting may happen on any thread.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Protocol
 
@@ -79,12 +79,49 @@ class VersionMetrics:
         return {"model": self.model, "version": self.version, **tags}
 
 
+@dataclass(frozen=True, slots=True)
+class _Line:
+    """A version that serves, and what was counted by those of its name and number whose place it took: `past` may go on
+    counting while they answer what they had; of those in `gone` no more is heard; `settled` is the sum of earlier ones.
+
+    A new line takes the place of one that changes, so that any thread may read.
+    """
+
+    current: VersionMetrics
+    past: tuple[VersionMetrics, ...] = ()
+    gone: tuple[VersionMetrics, ...] = ()
+    settled: VersionStatistics = field(default_factory=VersionStatistics)
+
+    def replaced(self, version: VersionMetrics) -> _Line:
+        """With `version` in the place of the current one. What was gone before this is settled: not sooner, since the
+        last requests of a version are counted a moment after it has gone."""
+        settled = _sum(self.settled, *(one.statistics for one in self.gone))
+        return _Line(version, (*self.past, self.current), (), settled)
+
+    def without(self, version: VersionMetrics) -> _Line:
+        """The same, once one of the past has gone."""
+        left = tuple(one for one in self.past if one is not version)
+        return self if len(left) == len(self.past) else _Line(self.current, left, (*self.gone, version), self.settled)
+
+    def shown(self) -> VersionMetrics:
+        """The current one, with all that was counted."""
+        earlier = [one.statistics for one in (*self.past, *self.gone)]
+        return replace(self.current, statistics=_sum(self.settled, *earlier, self.current.statistics))
+
+
+def _sum(*statistics: VersionStatistics) -> VersionStatistics:
+    total = VersionStatistics()
+    for one in statistics:
+        total.merge(one)
+    return total
+
+
 class Metrics:
     """The metrics of one server. `add`, `remove` and `set_health` are for the event loop, `text` for any thread."""
 
     def __init__(self) -> None:
         self._health = (False, 0)
-        self._versions: dict[tuple[str, str], VersionMetrics] = {}
+        self._versions: dict[tuple[str, str], _Line] = {}
         self._registry = CollectorRegistry()
         self._registry.register(_ModelCollector(self._versions))
         self._registry.register(_ServerCollector(lambda: self._health))
@@ -94,13 +131,21 @@ class Metrics:
         GCCollector(registry=self._registry)
 
     def add(self, version: VersionMetrics) -> None:
-        """Show a version; it takes the place of an earlier one of the same name and number."""
-        self._versions[version.model, version.version] = version
+        """Show a version. If it takes the place of one of the same name and number, its counters go on from there, as
+        they do in Triton: otherwise whatever the earlier one still answers would be lost to whoever scrapes."""
+        line = self._versions.get(_key(version))
+        if line is None or line.current is not version:
+            self._versions[_key(version)] = _Line(version) if line is None else line.replaced(version)
 
     def remove(self, version: VersionMetrics) -> None:
-        """Show it no longer. One whose place was taken isn't shown anyway."""
-        if self._versions.get((version.model, version.version)) is version:
-            del self._versions[version.model, version.version]
+        """Show it no longer. What one counted whose place was taken stays."""
+        line = self._versions.get(_key(version))
+        if line is None:
+            return
+        if line.current is version:
+            del self._versions[_key(version)]
+        else:
+            self._versions[_key(version)] = line.without(version)
 
     def set_health(self, ready: bool, failed_models: int) -> None:
         """Show whether the server is ready, and how many models should serve and don't."""
@@ -117,6 +162,10 @@ class Metrics:
     def text(self) -> bytes:
         """Everything, in Prometheus' text format 0.0.4."""
         return exposition(self._registry.collect()).encode()
+
+
+def _key(version: VersionMetrics) -> tuple[str, str]:
+    return version.model, version.version
 
 
 Samples = Iterable[tuple[str, Mapping[str, str], float]]
@@ -153,11 +202,11 @@ class _FrontsCollector(Collector):
 
 
 class _ModelCollector(Collector):
-    def __init__(self, versions: Mapping[tuple[str, str], VersionMetrics]) -> None:
+    def __init__(self, versions: dict[tuple[str, str], _Line]) -> None:
         self._versions = versions
 
     def collect(self) -> Iterator[Metric]:
-        versions = list(self._versions.values())
+        versions = [line.shown() for line in self._versions.copy().values()]
         for family in _FAMILIES:
             metric = Metric(family.name, family.help, family.kind)
             for version in versions:

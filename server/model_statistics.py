@@ -76,6 +76,10 @@ class DurationHistogram:
             counts[bisect_left(DURATION_BOUNDS_NS, duration_ns)] += 1
         self.total_ns += sum(durations_ns)
 
+    def merge(self, other: DurationHistogram) -> None:
+        self.counts = [mine + others for mine, others in zip(self.counts, other.counts, strict=True)]
+        self.total_ns += other.total_ns
+
 
 class BatchTotals:
     """Executions of one size: how many, and the time that they took, each counted once."""
@@ -84,6 +88,12 @@ class BatchTotals:
 
     def __init__(self) -> None:
         self.count = self.input_ns = self.infer_ns = self.output_ns = 0
+
+    def merge(self, other: BatchTotals) -> None:
+        self.count += other.count
+        self.input_ns += other.input_ns
+        self.infer_ns += other.infer_ns
+        self.output_ns += other.output_ns
 
 
 class VersionStatistics:
@@ -130,6 +140,26 @@ class VersionStatistics:
     def by_size(self) -> dict[int, DurationHistogram]:
         """`executions` in ascending order; a copy, for any thread."""
         return dict(sorted(self.executions.copy().items()))
+
+    def merge(self, other: VersionStatistics) -> None:
+        """Add what `other` has counted so far. Any thread may, to numbers that nobody else writes to."""
+        self.requests.merge(other.requests)
+        self.queue.merge(other.queue)
+        for reason, count in other.failures.items():
+            self.failures[reason] += count
+        for drop, count in other.drops.items():
+            self.drops[drop] += count
+        for rows, totals in other.by_rows().items():
+            self.batches.setdefault(rows, BatchTotals()).merge(totals)
+        for size, histogram in other.by_size().items():
+            self.executions.setdefault(size, DurationHistogram()).merge(histogram)
+        self.failure_ns += other.failure_ns
+        self.input_ns += other.input_ns
+        self.infer_ns += other.infer_ns
+        self.output_ns += other.output_ns
+        self.padding_rows += other.padding_rows
+        self.hung_executions += other.hung_executions
+        self.last_inference_ms = max(self.last_inference_ms, other.last_inference_ms)
 
     # hot path: 0.3 us a request and 1.5 us a batch; see bench/micro.py
     def on_success(self, duration_ns: int) -> None:

@@ -232,6 +232,11 @@ async def test_reload_answers_what_the_old_one_executes_and_has_queued(tmp_path:
             assert answer.raw_output_contents[0] == ROW.tobytes()
         await eventually_async(lambda: old.closed, "the old model closed")
         assert old.batches == [(4,), (1, 1)]
+        # Statistics are those of the new one alone, metrics go on with what both count.
+        told = await served.stub.ModelStatistics(pb.ModelStatisticsRequest(name="m"), timeout=20)
+        assert told.model_stats[0].inference_count == 4
+        assert await served.metric("nv_inference_count", 'model="m",version="1"') == 10
+        assert await served.metric("nv_inference_request_success", 'model="m",version="1"') == 4
 
 
 async def test_reload_answers_a_split_request_whose_parts_are_not_all_queued_yet(tmp_path: Path) -> None:

@@ -110,7 +110,8 @@ async def test_python_model_without_configuration_says_all_itself(tmp_path: Path
     write(tmp_path)
     async with serving(tmp_path, settings=allowing(tmp_path)) as served:
         config = (await served.stub.ModelConfig(pb.ModelConfigRequest(name="m"), timeout=20)).config
-        assert (config.backend, config.max_batch_size) == ("python", 32)
+        assert (config.backend, config.default_model_filename, config.max_batch_size) == ("python", "model.py", 32)
+        assert [(group.name, group.count) for group in config.instance_group] == [("m", 1)]
         assert config.HasField("dynamic_batching")
         metadata = await served.stub.ModelMetadata(pb.ModelMetadataRequest(name="m"), timeout=20)
         assert metadata.platform == "python"

@@ -189,7 +189,7 @@ def test_model_without_configuration_is_told_whole(shelf: Shelf) -> None:
         version_policy {{ latest {{ num_versions: 1 }} }}
         max_batch_size: 32
         dynamic_batching {{ preferred_batch_size: 32 }}
-        instance_group {{ name: "m_0" kind: KIND_CPU count: 1 }}
+        instance_group {{ name: "m" kind: KIND_CPU count: 1 }}
         {IO}
         """,
         pb.ModelConfig(),

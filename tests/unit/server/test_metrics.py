@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+import weakref
+from dataclasses import dataclass, replace
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from scheduler.errors import ExecutionFailed
 from scheduler.observer import Drop
 from server.errors import InvalidRequest
 from server.metrics import Metrics, VersionMetrics
+from server.model_statistics import VersionStatistics
+from server.statistics_service import statistics_message
 from tests.harness import REPO
 from tests.unit.server.counting import US, Waiting, report, samples, version
 
@@ -214,16 +218,71 @@ def test_removed_version_leaves_no_series_and_the_others_alone(metrics: Metrics,
     metrics.remove(model)
 
 
-def test_version_loaded_anew_starts_at_zero_and_outlives_the_removal_of_the_old_one(
+def test_version_loaded_anew_goes_on_counting_with_what_the_old_one_still_answers(
     metrics: Metrics, model: VersionMetrics
 ) -> None:
     model.statistics.on_batch(report(5, [0]))
     anew = version()
     metrics.add(anew)
-    assert value(metrics, "nv_inference_count") == 0
-    metrics.remove(model)
+    assert value(metrics, "nv_inference_count") == 5
+    model.statistics.on_batch(report(3, [0]))
     anew.statistics.on_batch(report(2, [0]))
-    assert value(metrics, "nv_inference_count") == 2
+    metrics.remove(model)
+    # The last of its requests are counted after it has gone.
+    model.statistics.on_success(1_000)
+    model.statistics.on_failure(ExecutionFailed("broken"), 2_000)
+    assert value(metrics, "nv_inference_count") == 10
+    assert value(metrics, "nv_inference_exec_count") == 3
+    assert value(metrics, "nv_inference_request_success") == 1
+    assert value(metrics, "nv_inference_request_failure", 'model="m",reason="BACKEND",version="3"') == 1
+    assert value(metrics, "paceline_batch_rows_count") == 3
+
+
+def test_version_loaded_again_and_again_keeps_the_sum_and_nothing_else(metrics: Metrics) -> None:
+    first = version()
+    metrics.add(first)
+    forgotten, shown = weakref.ref(first.statistics), first
+    first.statistics.on_batch(report(1, [0]))
+    for _ in range(5):
+        anew = version()
+        metrics.add(anew)
+        anew.statistics.on_batch(report(1, [0]))
+        metrics.remove(shown)
+        shown = anew
+    del first
+    assert forgotten() is None
+    assert value(metrics, "nv_inference_count") == 6
+
+
+def test_version_unloaded_and_loaded_starts_at_zero_whatever_the_old_one_still_does(
+    metrics: Metrics, model: VersionMetrics
+) -> None:
+    anew = version()
+    metrics.add(anew)
+    metrics.remove(anew)
+    assert 'version="3"' not in metrics.text().decode()
+    metrics.add(version())
+    model.statistics.on_batch(report(5, [0]))
+    metrics.remove(model)
+    assert value(metrics, "nv_inference_count") == 0
+
+
+def test_sum_of_statistics_has_all_that_they_count() -> None:
+    """Seen by the series themselves, so that no number is left out."""
+    one, total = version(), VersionStatistics()
+    one.statistics.on_batch(report(2, [10, 20], padded_rows=4, input_us=3, infer_us=30, output_us=4))
+    one.statistics.on_batch(report(5, [7]))
+    one.statistics.on_success(5_000)
+    one.statistics.on_failure(ExecutionFailed("broken"), 2_000)
+    one.statistics.on_drop(Drop.CLOSED)
+    one.statistics.hung_executions = 2
+    total.merge(one.statistics)
+    assert statistics_message("m", "3", total) == statistics_message("m", "3", one.statistics)
+    alone, merged = Metrics(), Metrics()
+    alone.add(one)
+    merged.add(replace(one, statistics=total))
+    expected = {name: count for name, count in samples(alone).items() if LABELS in name}
+    assert {name: count for name, count in samples(merged).items() if LABELS in name} == expected
 
 
 # ---- Values ----------------------------------------------------------------------------------------------------------

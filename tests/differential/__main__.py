@@ -1,0 +1,24 @@
+"""What both servers answer to all calls, as text: `python -m tests.differential [WORD …]`, those that say a WORD."""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from pathlib import Path
+
+from tests.differential.calls import CALLS
+from tests.differential.comparing import answer_of, differences
+from tests.differential.pair import serving_both, shared_objects
+
+
+def main(words: list[str]) -> None:
+    with tempfile.TemporaryDirectory() as folder, shared_objects(), serving_both(Path(folder)) as both:
+        for call in CALLS:
+            if not words or any(word in call.what for word in words):
+                triton, here = answer_of(both.triton.channel, call), answer_of(both.here.channel, call)
+                mark = "!" if differences(call, triton, here) else " "
+                print(f"{mark} {call.rpc}: {call.what}\n      Triton: {triton}\n      here:   {here}")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

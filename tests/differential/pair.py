@@ -1,0 +1,88 @@
+"""The two servers, with the same models in folders of their own, and channels to them.
+
+Lives here: starting both alike. Must not: calls, or what is expected of the answers.
+"""
+
+from __future__ import annotations
+
+import urllib.request
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc
+
+from tests.differential.calls_settings import KEY_BYTES, KEYS
+from tests.differential.repository import MODELS, write_repository
+from tests.differential.triton_process import TritonProcess
+from tests.harness import ServerProcess
+from tests.shared_objects import FOLDER
+
+__all__ = ["BY_NAME", "Both", "One", "serving_both", "serving_here", "shared_objects"]
+
+BY_NAME = ("--model-control-mode=explicit", "--load-model=*")
+"""Models may be loaded and unloaded."""
+
+_ALIKE = ("--exit-on-error=false", "--exit-timeout-secs=5")
+# What clients may do to Triton as it comes and to this server when it is told so.
+_OPEN = ("--allow-python-models", "true", "--allow-client-shm", "true", "--allow-remote-settings", "true")  # fmt: skip
+_UNLIMITED = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]
+
+
+@dataclass(frozen=True, slots=True)
+class One:
+    """A server: how to ask it, where its models are."""
+
+    process: TritonProcess | ServerProcess
+    channel: grpc.Channel
+    repository: Path
+
+    def exposition(self) -> str:
+        """What its metrics' port says."""
+        url = f"http://127.0.0.1:{self.process.metrics_port}/metrics"
+        with urllib.request.urlopen(url, timeout=10) as response:
+            text: str = response.read().decode()
+        return text
+
+
+@dataclass(frozen=True, slots=True)
+class Both:
+    triton: One
+    here: One
+
+
+@contextmanager
+def shared_objects() -> Iterator[None]:
+    """The objects that calls name by their keys."""
+    paths = [FOLDER / key[1:] for key in KEYS]
+    for path in paths:
+        path.write_bytes(bytes(KEY_BYTES))
+    try:
+        yield
+    finally:
+        for path in paths:
+            path.unlink()
+
+
+@contextmanager
+def serving_here(folder: Path, models: Mapping[str, str] = MODELS, mode: Sequence[str] = BY_NAME) -> Iterator[One]:
+    """This server on `models`, started with the flags `mode`."""
+    repository = write_repository(folder / "here" / "models", models)
+    with (
+        ServerProcess(repository, args=(*_ALIKE, *mode, *_OPEN)) as here,
+        grpc.insecure_channel(here.target, _UNLIMITED) as channel,
+    ):
+        yield One(here, channel, repository)
+
+
+@contextmanager
+def serving_both(folder: Path, models: Mapping[str, str] = MODELS, mode: Sequence[str] = BY_NAME) -> Iterator[Both]:
+    """Both servers on `models`, started with the flags `mode`."""
+    repository = write_repository(folder / "triton" / "models", models)
+    with (
+        TritonProcess(repository, folder / "triton", (*_ALIKE, *mode)) as triton,
+        grpc.insecure_channel(triton.target, _UNLIMITED) as channel,
+        serving_here(folder, models, mode) as here,
+    ):
+        yield Both(One(triton, channel, repository), here)

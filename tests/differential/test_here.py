@@ -1,0 +1,38 @@
+"""This server gives the answers that the lists of calls say, and its documentation says where they aren't Triton's. For
+all of this Triton needn't be there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.differential.calls import CALLS, HARMFUL
+from tests.differential.comparing import Call, answer_of, faults_here
+from tests.differential.pair import One, serving_here, shared_objects
+from tests.harness import REPO
+
+
+@pytest.fixture(scope="module")
+def here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[One]:
+    with shared_objects(), serving_here(tmp_path_factory.mktemp("here")) as serving:
+        yield serving
+
+
+# In the order of the list: what some change, later ones see.
+@pytest.mark.parametrize("call", [*HARMFUL, *CALLS], ids=lambda call: f"{call.rpc}: {call.what}")
+def test_call_is_answered_as_the_lists_say(call: Call, here: One) -> None:
+    found = faults_here(call, answer_of(here.channel, call))
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize("row", sorted({call.row for call in (*CALLS, *HARMFUL) if call.row}))
+def test_difference_has_a_row_in_the_table_of_deviations(row: str) -> None:
+    table = (
+        (REPO / "docs" / "protocol.md").read_text(encoding="utf-8").partition("## Where this differs from Triton")[2]
+    )
+    assert sum(line.startswith(f"| {row}") for line in table.splitlines()) == 1
+
+
+def test_difference_of_status_always_names_its_row() -> None:
+    assert not [call.what for call in (*CALLS, *HARMFUL) if call.here and not call.row]

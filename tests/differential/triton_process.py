@@ -1,0 +1,137 @@
+"""Triton's own server, of the wheel of PyTriton: `make bench-rivals` installs it.
+
+Lives here: starting and ending it, and why it can't be. Must not: requests. It is a process of its own, with the
+libraries of its wheel, on loopback; its Python backend runs models with the interpreter of that environment.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+from bench.subjects import RIVALS
+from tests.fault.traffic import free_port
+
+__all__ = ["VERSION", "TritonProcess", "command", "missing"]
+
+VERSION = "2.51.0"
+"""That of the server whose behaviour docs/protocol.md and the lists here tell."""
+
+_HOME = Path(os.environ.get("PACELINE_PYTRITON", RIVALS / "pytriton"))
+_PACKAGES = next((_HOME / "lib").glob("python3.*"), _HOME) / "site-packages"
+_STARTED = re.compile(r"Started Metrics Service at ")
+_LIBRARIES = "import sysconfig; print(sysconfig.get_config_var('LIBDIR'))"
+
+
+def missing() -> str:
+    """Why Triton can't be started; "" if it can."""
+    program = _distribution() / "bin" / "tritonserver"
+    return "" if program.is_file() else f"no {program}: make bench-rivals, or PACELINE_PYTRITON"
+
+
+def command() -> tuple[list[str], dict[str, str]]:
+    """What runs its program without any flags: arguments and environment."""
+    return [str(_distribution() / "bin" / "tritonserver")], _environment()
+
+
+class TritonProcess:
+    """`tritonserver` on `repository`, with ports of its own, in `folder`. Entering returns once it serves; leaving ends
+    it and what it has started. `log` holds its lines."""
+
+    def __init__(self, repository: Path, folder: Path, args: Sequence[str] = ()) -> None:
+        self._repository = repository
+        self._folder = folder
+        self._args = args
+        self._process: subprocess.Popen[str]
+        self._started = threading.Event()
+        self._reader: threading.Thread
+        self.log: list[str] = []
+        self.grpc_port, self.metrics_port = free_port(), free_port()
+
+    def __enter__(self) -> TritonProcess:
+        self._process = subprocess.Popen(
+            self._command(),
+            env=_environment(),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            start_new_session=True,
+        )
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+        if not self._started.wait(100) or self._process.poll() is not None:
+            self.__exit__()
+            raise AssertionError("Triton did not start:\n" + "".join(self.log))
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._process.send_signal(signal.SIGINT)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(20)
+        # The processes of its models end with it, unless it was killed.
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        self._reader.join()
+        assert self._process.stdout is not None
+        self._process.stdout.close()
+
+    @property
+    def target(self) -> str:
+        return f"127.0.0.1:{self.grpc_port}"
+
+    @property
+    def returncode(self) -> int | None:
+        return self._process.poll()
+
+    def _command(self) -> list[str]:
+        program, _ = command()
+        return [
+            *program,
+            f"--model-repository={self._repository}",
+            f"--backend-directory={_backends(self._folder)}",
+            "--grpc-address=127.0.0.1",
+            f"--grpc-port={self.grpc_port}",
+            "--allow-http=false",
+            "--metrics-address=127.0.0.1",
+            f"--metrics-port={self.metrics_port}",
+            *self._args,
+        ]
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            self.log.append(line)
+            if _STARTED.search(line):
+                self._started.set()
+        self._started.set()
+
+
+def _distribution() -> Path:
+    return _PACKAGES / "pytriton" / "tritonserver"
+
+
+def _backends(folder: Path) -> Path:
+    """The backends of the wheel, with the stub of this version of Python beside the Python backend, where it looks."""
+    backends = folder / "backends"
+    (backends / "python").mkdir(parents=True)
+    stub = _distribution() / "python_backend_stubs" / _PACKAGES.parent.name.removeprefix("python")
+    for file in (*(_distribution() / "backends" / "python").glob("*[!_]"), stub / "triton_python_backend_stub"):
+        if file.is_file():
+            (backends / "python" / file.name).symlink_to(file)
+    return backends
+
+
+def _environment() -> dict[str, str]:
+    python = _HOME / "bin" / "python"
+    # The stub links to a libpython by its name.
+    libraries = subprocess.run([python, "-c", _LIBRARIES], capture_output=True, text=True, check=True).stdout.strip()
+    paths = os.pathsep.join((str(_PACKAGES / "nvidia_pytriton.libs"), libraries))
+    return {**os.environ, "LD_LIBRARY_PATH": paths, "PATH": os.pathsep.join((str(python.parent), os.environ["PATH"]))}
