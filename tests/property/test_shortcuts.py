@@ -282,17 +282,17 @@ def test_results_that_are_not_laid_out_as_on_the_wire_are_answered_all_the_same(
         assert answer.raw_output_contents[0] == struct.pack("<2f", 1, 2)
 
 
-REGION_BYTES = 256
+REGION_BYTES, CUT_BYTES = 256, 64
 
 
 def register(regions: Regions, memory: SharedObject, change: str) -> None:
     """Make the region `r` what it is after `change`; cut short is its memory while it stays registered."""
-    memory.resize(64 if change == "cut short" else REGION_BYTES)
+    memory.resize(CUT_BYTES if change == "cut short" else REGION_BYTES)
     if change == "cut short":
         return
     regions.clear()
     if change != "gone":
-        regions.add(open_system_region("r", memory.key, 0, 64 if change == "smaller" else REGION_BYTES))
+        regions.add(open_system_region("r", memory.key, 0, CUT_BYTES if change == "smaller" else REGION_BYTES))
 
 
 def settled(call: Callable[[], Any]) -> Any:
@@ -358,9 +358,9 @@ def test_requests_in_shared_memory_that_are_alike_are_treated_as_if_each_were_th
             assert isinstance(read, WireRequest) == (number > 0)
             ways = []
             for one, asked in ((codec, read), (ModelCodec("m", "1", spec, 8, regions=regions), message)):
-                if change != "cut short":
-                    memory.put(bytes(REGION_BYTES))
-                    memory.put(content[: REGION_BYTES - (input_at or 0)], input_at or 0)
+                there = CUT_BYTES if change == "cut short" else REGION_BYTES
+                memory.put(bytes(there))  # each way finds what the other found, and may have written over
+                memory.put(content[: max(0, there - (input_at or 0))], input_at or 0)
                 ways.append(way_of(one, asked, np.array([[number, 5]], "<f4"), memory))
             assert ways[0] == ways[1]
 
