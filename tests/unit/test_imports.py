@@ -31,6 +31,8 @@ EXCEPTIONS = {
     "protos.inference_pb2_grpc": {"grpc"},
     "protos.generate": {"grpc_tools"},
     "backends.onnx": {"onnxruntime"},
+    "backends.onnx_instance": {"onnxruntime"},
+    "backends.onnx_sessions": {"onnxruntime"},
     "clients.scrape": {"prometheus_client"},
     "backends.remote": {"grpc", "google.protobuf"},
     "backends.remote_messages": {"protos", "google.protobuf"},

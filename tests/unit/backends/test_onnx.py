@@ -18,8 +18,9 @@ from onnx import TensorProto, helper
 
 from backends.base import Array, Device, ModelInstance, ModelSource, ModelSpec, Tensors, TensorSpec
 from backends.errors import ExecutionError, LoadError
-from backends.onnx import OnnxBackend, OnnxModel, session_options
+from backends.onnx import OnnxBackend, OnnxModel
 from backends.onnx_options import GraphLevel, OnnxOptions
+from backends.onnx_sessions import session_options
 from protos.datatypes import DATATYPES
 from tests import models
 

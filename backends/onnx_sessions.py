@@ -1,0 +1,166 @@
+"""ONNX Runtime's sessions: how they are opened, what they are told, and what their errors mean.
+
+Lives here: execution providers, session and run options, the reading of its errors. Must not: reading of options
+(`onnx_options`), running (`onnx_instance`, `onnx_staged`). The rule about devices: a model runs where it was asked to
+or is refused. ONNX Runtime itself falls back to the CPU with no more than a line in its log, so each session is asked
+afterwards what it really got.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import io
+import logging
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import onnxruntime as ort  # type: ignore[import-untyped,unused-ignore]
+
+from backends.base import Device, DeviceKind
+from backends.errors import ExecutionError, LoadError, SessionError
+from backends.onnx_options import OnnxOptions
+
+__all__ = [
+    "CUDA",
+    "PROBE_MODEL",
+    "failure",
+    "open_session",
+    "probe_cuda",
+    "run_options",
+    "session_options",
+    "share_threads",
+]
+
+_log = logging.getLogger("paceline.backends.onnx")
+
+CUDA = "CUDAExecutionProvider"
+_CPU = "CPUExecutionProvider"
+_FATAL = 4
+"""Severity for ONNX Runtime's own log: its errors reach us as exceptions, and each bad row would fill the log."""
+
+# A whole ONNX model, one Identity over one float: what only a session can find out is known before any model is read.
+PROBE_MODEL = (
+    b"\x08\x08"  # ir_version 8
+    b":/"  # graph, 47 bytes
+    b"\n\x10\n\x01x\x12\x01y\x22\x08Identity"  # node: x -> y
+    b"\x12\x01p"  # name
+    b"Z\x0b\n\x01x\x12\x06\n\x04\x08\x01\x12\x00"  # input x: float, rank 0
+    b"b\x0b\n\x01y\x12\x06\n\x04\x08\x01\x12\x00"  # output y, likewise
+    b"B\x04\n\x00\x10\x11"  # opset 17
+)
+
+_ERROR = re.compile(r"\[ONNXRuntimeError\] : (\d+) : \w+ : (.*)", re.DOTALL)
+
+
+def open_session(name: str, path: Path, options: OnnxOptions, device: Device) -> ort.InferenceSession:
+    try:
+        return _session(str(path), session_options(options), options.cuda, device)
+    except LoadError as error:
+        raise LoadError(f"model '{name}': can't open '{path}': {error}") from error
+
+
+def probe_cuda(device: Device, options: OnnxOptions) -> None:
+    """Find out whether a session can be had on `device`; LoadError saying why not."""
+    _session(PROBE_MODEL, session_options(options), {}, device)
+
+
+def _session(
+    model: str | bytes, made: ort.SessionOptions, cuda: Mapping[str, str], device: Device
+) -> ort.InferenceSession:
+    providers: list[Any] = [_CPU]
+    if device.kind is DeviceKind.GPU:
+        _prepare_cuda()
+        providers = [(CUDA, {**cuda, "device_id": str(device.index)}), _CPU]
+    try:
+        session = ort.InferenceSession(model, made, providers=providers, enable_fallback=0)
+    except Exception as error:  # its exceptions share no base class below this one
+        raise LoadError(_reason(error)) from error
+    if device.kind is DeviceKind.GPU and CUDA not in session.get_providers():
+        raise LoadError(f"onnxruntime couldn't use GPU {device.index}: {_why_no_cuda()}")
+    return session
+
+
+def _prepare_cuda() -> None:
+    """Make the CUDA libraries of PyPI's nvidia packages known: they lie where the loader doesn't look."""
+    # Its complaints are repeated by what fails next, and there as an error that says what for.
+    ort.set_default_logger_severity(_FATAL)
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):
+        ort.preload_dlls()
+    for line in said.getvalue().splitlines():
+        _log.debug("onnxruntime: %s", line)
+
+
+def _why_no_cuda() -> str:
+    """What ONNX Runtime told only its log: as a rule that a library which its CUDA provider needs is missing."""
+    provider = Path(ort.__file__).with_name("capi") / "libonnxruntime_providers_cuda.so"
+    try:
+        ctypes.CDLL(str(provider))
+    except OSError as error:
+        return f"{error}; the extra 'cuda' of this package installs CUDA and cuDNN"
+    return "its CUDA provider didn't start, although its libraries are there; is the driver recent enough for them?"
+
+
+def share_threads(intra_op: int, inter_op: int) -> None:
+    """`registry.share_threads`."""
+    if not hasattr(ort, "set_global_thread_pool_sizes"):
+        raise LoadError(f"this onnxruntime {ort.__version__} can't share threads between models: it is too old")
+    try:
+        ort.set_global_thread_pool_sizes(intra_op, inter_op)
+    except Exception as error:  # its exceptions share no base class below this one
+        raise LoadError(_reason(error)) from error
+
+
+def session_options(options: OnnxOptions) -> ort.SessionOptions:
+    """`options` in ONNX Runtime's own form. Loads libraries of operators; LoadError for one that can't be."""
+    made = ort.SessionOptions()
+    made.log_severity_level = _FATAL
+    made.graph_optimization_level = getattr(ort.GraphOptimizationLevel, options.graph_level.value)
+    made.intra_op_num_threads = options.intra_op_threads
+    made.inter_op_num_threads = options.inter_op_threads
+    made.execution_mode = ort.ExecutionMode.ORT_PARALLEL if options.parallel else ort.ExecutionMode.ORT_SEQUENTIAL
+    made.enable_cpu_mem_arena = options.cpu_mem_arena
+    made.enable_mem_pattern = options.mem_pattern
+    if options.shared_threads:
+        made.use_per_session_threads = False
+    for key, value in options.session_entries.items():
+        made.add_session_config_entry(key, value)
+    for library in options.op_libraries:
+        try:
+            made.register_custom_ops_library(str(library))
+        except Exception as error:  # its exceptions share no base class below this one
+            raise LoadError(f"operator library '{library}': {_reason(error)}") from error
+    return made
+
+
+def run_options(options: OnnxOptions, device: Device) -> ort.RunOptions | None:
+    # A run fails over an arena that its session doesn't have, and other instances may well be on the other GPUs named.
+    own = {"cpu:0"} if device.kind is DeviceKind.CPU else {"cpu:0", f"gpu:{device.index}"}
+    arenas = [arena for arena in options.shrink_arenas if arena in own]
+    if not arenas:
+        return None
+    made = ort.RunOptions()
+    made.log_severity_level = _FATAL
+    made.add_run_config_entry("memory.enable_memory_arena_shrinkage", ";".join(arenas))
+    return made
+
+
+# What ONNX Runtime says when the session is at fault, not the tensors; it has no code of its own for that.
+_SESSION_FAULT = re.compile(r"bad.?alloc|[Ff]ailed to allocate|out of memory|(CUDA|CUDNN|CUBLAS) failure|device lost")
+
+
+def failure(error: Exception) -> ExecutionError:
+    reason = _reason(error)
+    if isinstance(error, MemoryError) or _SESSION_FAULT.search(reason):
+        return SessionError(reason)
+    return ExecutionError(reason)
+
+
+def _reason(error: Exception) -> str:
+    """One line, in the words that Triton's users know: `onnx runtime error 2: …`."""
+    match = _ERROR.fullmatch(str(error))
+    code, text = (f" {match[1]}", match[2]) if match else ("", str(error))
+    return f"onnx runtime error{code}: {' '.join(text.split())}"
