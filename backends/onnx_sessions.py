@@ -1,7 +1,7 @@
-"""ONNX Runtime's sessions: how they are opened, what they are told, and what their errors mean.
+"""ONNX Runtime's sessions: how they are opened, and what they are told.
 
-Lives here: execution providers, session and run options, the reading of its errors. Must not: reading of options
-(`onnx_options`), running (`onnx_instance`, `onnx_staged`). The rule about devices: a model runs where it was asked to
+Lives here: execution providers, session and run options. Must not: reading of options (`onnx_options`) or of errors
+(`onnx_failures`), running (`onnx_instance`, `onnx_staged`). The rule about devices: a model runs where it was asked to
 or is refused. ONNX Runtime itself falls back to the CPU with no more than a line in its log, so each session is asked
 afterwards what it really got.
 """
@@ -12,7 +12,6 @@ import contextlib
 import ctypes
 import io
 import logging
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,8 @@ from typing import Any
 import onnxruntime as ort  # type: ignore[import-untyped,unused-ignore]
 
 from backends.base import Device, DeviceKind
-from backends.errors import ExecutionError, LoadError, SessionError
+from backends.errors import LoadError
+from backends.onnx_failures import failure, reason_of
 from backends.onnx_options import OnnxOptions
 
 __all__ = [
@@ -52,8 +52,6 @@ PROBE_MODEL = (
     b"B\x04\n\x00\x10\x11"  # opset 17
 )
 
-_ERROR = re.compile(r"\[ONNXRuntimeError\] : (\d+) : \w+ : (.*)", re.DOTALL)
-
 
 def open_session(name: str, path: Path, options: OnnxOptions, device: Device) -> ort.InferenceSession:
     try:
@@ -77,7 +75,7 @@ def _session(
     try:
         session = ort.InferenceSession(model, made, providers=providers, enable_fallback=0)
     except Exception as error:  # its exceptions share no base class below this one
-        raise LoadError(_reason(error)) from error
+        raise LoadError(reason_of(error)) from error
     if device.kind is DeviceKind.GPU and CUDA not in session.get_providers():
         raise LoadError(f"onnxruntime couldn't use GPU {device.index}: {_why_no_cuda()}")
     return session
@@ -111,7 +109,7 @@ def share_threads(intra_op: int, inter_op: int) -> None:
     try:
         ort.set_global_thread_pool_sizes(intra_op, inter_op)
     except Exception as error:  # its exceptions share no base class below this one
-        raise LoadError(_reason(error)) from error
+        raise LoadError(reason_of(error)) from error
 
 
 def session_options(options: OnnxOptions) -> ort.SessionOptions:
@@ -132,7 +130,7 @@ def session_options(options: OnnxOptions) -> ort.SessionOptions:
         try:
             made.register_custom_ops_library(str(library))
         except Exception as error:  # its exceptions share no base class below this one
-            raise LoadError(f"operator library '{library}': {_reason(error)}") from error
+            raise LoadError(f"operator library '{library}': {reason_of(error)}") from error
     return made
 
 
@@ -146,21 +144,3 @@ def run_options(options: OnnxOptions, device: Device) -> ort.RunOptions | None:
     made.log_severity_level = _FATAL
     made.add_run_config_entry("memory.enable_memory_arena_shrinkage", ";".join(arenas))
     return made
-
-
-# What ONNX Runtime says when the session is at fault, not the tensors; it has no code of its own for that.
-_SESSION_FAULT = re.compile(r"bad.?alloc|[Ff]ailed to allocate|out of memory|(CUDA|CUDNN|CUBLAS) failure|device lost")
-
-
-def failure(error: Exception) -> ExecutionError:
-    reason = _reason(error)
-    if isinstance(error, MemoryError) or _SESSION_FAULT.search(reason):
-        return SessionError(reason)
-    return ExecutionError(reason)
-
-
-def _reason(error: Exception) -> str:
-    """One line, in the words that Triton's users know: `onnx runtime error 2: …`."""
-    match = _ERROR.fullmatch(str(error))
-    code, text = (f" {match[1]}", match[2]) if match else ("", str(error))
-    return f"onnx runtime error{code}: {' '.join(text.split())}"

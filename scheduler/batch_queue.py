@@ -76,13 +76,12 @@ class BatchQueue(Generic[T]):
         configured = policy.max_queue_delay_ns or policy.preferred_batch_rows or policy.max_batch_requests
         self._holds = policy.await_returns and not configured and policy.max_batch_rows > 1
         self._sizing = Sizing(policy, self.latency)
+        self._allowance = self._sizing.allowance
         self._instances = instances
         self._max_rows = policy.max_batch_rows
         self._has_levels = policy.priority_levels > 0
         self._queue_policy, self._queue_policies = policy.queue, policy.priority_queue
-        self._preferred = policy.preferred
         self._pads = bool(policy.batch_sizes)
-        self._max_preferred = max(policy.preferred)
         self._delay_ns = policy.max_queue_delay_ns
         self._seq = self._tokens = self._batches = 0
         self._lanes: dict[Hashable, Lane[T]] = {}
@@ -91,6 +90,7 @@ class BatchQueue(Generic[T]):
         self._due: LazyHeap[Lane[T]] = LazyHeap(_is_due)
         self._deadlines: LazyHeap[Watch[T]] = LazyHeap(_is_watched)
         self._running: dict[int, tuple[Batch[T], int]] = {}
+        self._prefer()
 
     @property
     def requests(self) -> int:
@@ -115,6 +115,11 @@ class BatchQueue(Generic[T]):
     def requests_of_level(self, level: int) -> int:
         """How many requests of a priority level wait; of level 0, where there are no levels, all."""
         return self._waiting.requests_of_level(level)
+
+    @property
+    def allowed_rows(self) -> int:
+        """How many rows a batch may have by now: the policy's, or fewer while memory is short."""
+        return self._allowance.rows
 
     @property
     def lanes(self) -> int:
@@ -174,8 +179,18 @@ class BatchQueue(Generic[T]):
         self._remove(entry)
         return True
 
+    def take_all(self) -> list[Entry[T]]:
+        """Everything that waits leaves, in order of arrival within each lane, without executing."""
+        entries = [entry for lane in self._lanes.values() for entry in lane]
+        for entry in entries:
+            self._remove(entry)
+        return entries
+
     def poll(self, now_ns: int, idle: int) -> Step[T]:
         """Decide for this moment, with `idle` instances free: at most that many batches leave."""
+        if self._allowance.due_ns <= now_ns:
+            self._allowance.grow(now_ns)
+            self._prefer()
         deadlines = self._deadlines.items
         expired = self._expire(now_ns) if deadlines and deadlines[0][0] <= now_ns else ()
         if self._stale:
@@ -208,10 +223,16 @@ class BatchQueue(Generic[T]):
             if self._holds:
                 self._returns.answered(batch.key, batch.rows, self.latency.base_ns(batch.key), now_ns)
 
-    def again(self, key: Hashable, entries: Sequence[Entry[T]], now_ns: int) -> Batch[T]:
-        """A batch of entries that have left in an earlier one, which failed; it starts now."""
-        rows = sum(entry.rows for entry in entries)
-        return self._start(key, entries, rows, self._sizing.padded(rows), now_ns)
+    def exhausted(self, rows: int, now_ns: int) -> None:
+        """Learn that memory wasn't enough for an execution of `rows` rows: for a while batches have fewer."""
+        self._allowance.exhausted(rows, now_ns)
+        self._prefer()
+
+    def again(self, key: Hashable, entries: Sequence[Entry[T]], now_ns: int) -> tuple[Batch[T], Sequence[Entry[T]]]:
+        """A batch of entries that have left in an earlier one, which failed; it starts now. And those of them for which
+        it has no room: since then less may have been allowed."""
+        fitting, rows = self._sizing.fitting(entries, len(entries))
+        return self._start(key, fitting, rows, self._sizing.padded(rows), now_ns), entries[len(fitting) :]
 
     def flush(self) -> None:
         """From now on nothing waits for company: whatever is queued leaves as soon as an instance is idle."""
@@ -220,6 +241,16 @@ class BatchQueue(Generic[T]):
         self._stale.clear()
         for lane in self._lanes.values():
             self._file_anew(lane)
+
+    def _prefer(self) -> None:
+        """Prefer what the policy does, as far as it is allowed for now; else the most that is allowed."""
+        allowed = self._allowance.rows
+        self._preferred = frozenset(rows for rows in self.policy.preferred if rows <= allowed) or frozenset((allowed,))
+        self._max_preferred = max(self._preferred)
+        if self._delay_ns:
+            for lane in self._lanes.values():
+                lane.restart()
+                self._stale[lane] = None
 
     def _refuse_unreachable(self, rows: int, key: Hashable, level: int, now_ns: int, rpc_deadline_ns: int) -> None:
         """Refuse what is certain to be late: even if only full batches are ahead of it and it executes alone."""
@@ -375,7 +406,7 @@ class BatchQueue(Generic[T]):
 
     def _hold(self, lane: Lane[T], now_ns: int) -> bool:
         """Keep the lane waiting if those who were just answered will soon make its batch worth more; until then."""
-        if lane.rows >= self.policy.max_batch_rows:
+        if lane.rows >= self._allowance.rows:
             return False
         until_ns = self._returns.hold_until_ns(lane.key, lane.rows, now_ns)
         first_ns = self._deadlines.first_rank()

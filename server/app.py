@@ -98,7 +98,7 @@ class _Front(Protocol):
 
     async def open(self, port: int) -> int: ...
 
-    def set_serving(self, serving: bool) -> None: ...
+    def set_serving(self, serving: bool, live: bool = True) -> None: ...
 
     def announce_end(self) -> None: ...
 
@@ -232,7 +232,7 @@ class Server:
         return fleet
 
     def _tell_health(self) -> None:
-        self._front.set_serving(self.repository.ready)
+        self._front.set_serving(self.repository.ready, not self.repository.why_not_live)
         if not self._why_closed:
             self._metrics.set_health(self.repository.ready, len(self.repository.failures))
 
@@ -243,11 +243,14 @@ class Server:
         if failed:
             return f"models failed to load: {failed}"
         unable = ", ".join(f"'{model.name}'" for model in self.repository.models if not model.able)
-        return f"all instances hang of: {unable}" if unable else "models are loading"
+        return f"no instance can execute of: {unable}" if unable else "models are loading"
 
     def _probes(self) -> dict[str, LoopProbe]:
         loop = asyncio.get_running_loop()
-        return {"/livez": LoopProbe(loop), "/readyz": LoopProbe(loop, self._why_not_ready)}
+        return {
+            "/livez": LoopProbe(loop, lambda: self.repository.why_not_live),
+            "/readyz": LoopProbe(loop, self._why_not_ready),
+        }
 
     def _limits(self) -> LimitCollector:
         settings, limits, regions = self._settings, self._settings.limits, self._regions

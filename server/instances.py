@@ -1,7 +1,10 @@
-"""The instances of one version of a model while it serves, each with its thread, and what becomes of one that hangs.
+"""The instances of one version of a model while it serves, each with its thread, and what becomes of one that hangs or
+is lost.
 
-Lives here: which instances there are. Must not: batches, or the decision that one hangs (`scheduler.watchdog`). The
-rule: what an execution that hangs uses is given back only if it ends after all, which few instances can be made to.
+Lives here: which instances there are. Must not: batches, or the decision that one hangs (`scheduler.watchdog`) or is
+lost (`scheduler.batcher`). The rule: what an execution that hangs uses is given back only if it ends after all, which
+few instances can be made to; and what a lost device held is never given back, since the driver may end the process over
+that.
 """
 
 from __future__ import annotations
@@ -52,6 +55,8 @@ class Instances:
         self._made = 0
         self._live = {self._runner(instance): instance for instance in loaded.instances}
         self._hanging: dict[Runner, Instance] = {}
+        self._lost: list[Instance] = []
+        self._hopeless = ""
         self._replacing: set[asyncio.Task[None]] = set()
         self._closed = False
         self.batcher: Batcher[Any, Tensors]
@@ -67,25 +72,36 @@ class Instances:
         return bool(self._live)
 
     @property
+    def hopeless(self) -> str:
+        """Why nothing can execute any more unless the process is started anew, as far as that can be told: devices were
+        lost, and again when another instance was tried for. "" otherwise."""
+        return "" if self._live else self._hopeless
+
+    @property
     def hangs(self) -> bool:
-        """Whether there are threads that may never end."""
-        return bool(self._hanging or self._replacing)
+        """Whether there are threads that may never end, or instances that can't be taken down."""
+        return bool(self._hanging or self._replacing or self._lost)
 
     def on_hang(self, runner: Runner) -> None:
         """Put another in its place, unless too many hang."""
         instance = self._hanging[runner] = self._live.pop(runner)
         self._statistics.hung_executions += 1
-        name, version, left = self._loaded.name, self._loaded.version, len(self._live)
-        _log.error("model '%s' version %s: an execution hangs; %d instances are left", name, version, left)
-        self._on_change()
+        self._tell("an execution hangs")
         if isinstance(instance, Abandonable):
             instance.abandon()
         if len(self._hanging) > _MOST_HANGING:
+            name, version = self._loaded.name, self._loaded.version
             _log.error("model '%s' version %s: no more instances: %d hang", name, version, len(self._hanging))
             return
-        task = asyncio.get_running_loop().create_task(self._replace(instance.device))
-        self._replacing.add(task)
-        task.add_done_callback(self._replacing.discard)
+        self._start_replacing(instance.device)
+
+    def on_loss(self, runner: Runner, error: BaseException) -> None:
+        """Put another in its place. What it holds is kept until the process ends."""
+        instance = self._live.pop(runner)
+        self._lost.append(instance)
+        self._statistics.lost_instances += 1
+        self._tell(f"an instance is lost: {error}")
+        self._start_replacing(instance.device, str(error))
 
     def on_return(self, runner: Runner) -> None:
         """Give back what it used; on a thread, since that may take as long as a load."""
@@ -96,17 +112,29 @@ class Instances:
     async def close(self) -> None:
         """Give everything back that nothing executes on. What still hangs keeps what it uses."""
         self._closed = True
-        # Closing what loads or hangs isn't safe, and the model is what its instances are made of.
+        # Closing what loads, hangs or is lost isn't safe, and the model is what its instances are made of.
         close_model = not self.hangs
         await asyncio.to_thread(_close, list(self._live.values()), self._loaded if close_model else None)
 
-    async def _replace(self, device: Device) -> None:
+    def _tell(self, what: str) -> None:
+        name, version, left = self._loaded.name, self._loaded.version, len(self._live)
+        _log.error("model '%s' version %s: %s; %d instances are left", name, version, what, left)
+        self._on_change()
+
+    def _start_replacing(self, device: Device, lost: str = "") -> None:
+        task = asyncio.get_running_loop().create_task(self._replace(device, lost))
+        self._replacing.add(task)
+        task.add_done_callback(self._replacing.discard)
+
+    async def _replace(self, device: Device, lost: str) -> None:
+        """Until there is one. `lost`: why the old one was, "" if it hangs."""
         pause_s = _PAUSE_S
         while not self._closed:
             try:
                 instance = await asyncio.to_thread(self._open, device)
             except Exception as error:  # noqa: BLE001 - a backend's; it is tried again
-                _log.error("model '%s': an instance that hangs can't be replaced: %s", self._loaded.name, error)
+                _log.error("model '%s': an instance can't be replaced: %s", self._loaded.name, error)
+                self._on_failed_attempt(lost)
                 await asyncio.sleep(pause_s)
                 pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
                 continue
@@ -116,13 +144,20 @@ class Instances:
                 self._add(instance)
             return
 
+    def _on_failed_attempt(self, lost: str) -> None:
+        """Of what hangs there is hope that it ends; nobody is to wait for a device that may never be back."""
+        if self._live or self._closed or not lost:
+            return
+        self._hopeless = lost
+        self.batcher.suspend()
+        self._on_change()
+
     def _add(self, instance: Instance) -> None:
         runner = self._runner(instance)
         self._live[runner] = instance
+        self._hopeless = ""
         self.batcher.add(runner)
-        _log.warning(
-            "model '%s' version %s: an instance that hangs is replaced", self._loaded.name, self._loaded.version
-        )
+        _log.warning("model '%s' version %s: an instance is replaced", self._loaded.name, self._loaded.version)
         self._on_change()
 
     def _open(self, device: Device) -> Instance:
