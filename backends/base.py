@@ -165,8 +165,9 @@ class ModelSource:
     `path` is the model file (a backend without files ignores it). `declared` is the spec that the configuration
     spells out, dims whole, batch axis included; None where it leaves that to the model. `parameters` are the
     configuration's own `parameters`, `graph_level` its `optimization.graph.level` (None: not given), `accelerators`
-    the GPU and CPU execution accelerators by name with their parameters, in order, `op_libraries` shared libraries with
-    operators of the model's own, which run in this process.
+    the GPU execution accelerators by name with their parameters, in order, `cpu_accelerators` those for the CPU,
+    `op_libraries` shared libraries with operators of the model's own, which run in this process. `largest_rows`: the
+    largest batch that it will see, as far as that is known yet; else 0.
     """
 
     name: str
@@ -176,6 +177,8 @@ class ModelSource:
     graph_level: int | None = None
     accelerators: tuple[tuple[str, Mapping[str, str]], ...] = ()
     op_libraries: tuple[Path, ...] = ()
+    cpu_accelerators: tuple[tuple[str, Mapping[str, str]], ...] = ()
+    largest_rows: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,6 @@ import contextlib
 import ctypes
 import io
 import logging
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,13 @@ from backends.base import Device, DeviceKind
 from backends.errors import LoadError
 from backends.onnx_failures import failure, reason_of
 from backends.onnx_options import OnnxOptions
+from backends.onnx_providers import (
+    accelerator_of,
+    check_taken,
+    missing_library,
+    prepare_accelerator,
+    ready_accelerator,
+)
 
 __all__ = [
     "CUDA",
@@ -55,27 +61,35 @@ PROBE_MODEL = (
 
 def open_session(name: str, path: Path, options: OnnxOptions, device: Device) -> ort.InferenceSession:
     try:
-        return _session(str(path), session_options(options), options.cuda, device)
+        options = ready_accelerator(name, path, options, device)
+        return _session(str(path), session_options(options), options, device)
     except LoadError as error:
         raise LoadError(f"model '{name}': can't open '{path}': {error}") from error
 
 
 def probe_cuda(device: Device, options: OnnxOptions) -> None:
     """Find out whether a session can be had on `device`; LoadError saying why not."""
-    _session(PROBE_MODEL, session_options(options), {}, device)
+    _session(PROBE_MODEL, session_options(options), options, device)
 
 
 def _session(
-    model: str | bytes, made: ort.SessionOptions, cuda: Mapping[str, str], device: Device
+    model: str | bytes, made: ort.SessionOptions, options: OnnxOptions, device: Device
 ) -> ort.InferenceSession:
     providers: list[Any] = [_CPU]
     if device.kind is DeviceKind.GPU:
         _prepare_cuda()
-        providers = [(CUDA, {**cuda, "device_id": str(device.index)}), _CPU]
+        providers = [(CUDA, {**options.cuda, "device_id": str(device.index)}), _CPU]
+    accelerator = accelerator_of(options, device)
+    if accelerator is not None:
+        prepare_accelerator(accelerator[0])
+        providers = [accelerator, *providers]
     try:
         session = ort.InferenceSession(model, made, providers=providers, enable_fallback=0)
     except Exception as error:  # its exceptions share no base class below this one
-        raise LoadError(reason_of(error)) from error
+        missing = missing_library(accelerator[0]) if accelerator is not None else ""
+        raise LoadError(missing or reason_of(error)) from error
+    if accelerator is not None:
+        check_taken(session, accelerator[0])
     if device.kind is DeviceKind.GPU and CUDA not in session.get_providers():
         raise LoadError(f"onnxruntime couldn't use GPU {device.index}: {_why_no_cuda()}")
     return session

@@ -32,6 +32,7 @@ EXCEPTIONS = {
     "protos.generate": {"grpc_tools"},
     "backends.onnx": {"onnxruntime"},
     "backends.onnx_instance": {"onnxruntime"},
+    "backends.onnx_providers": {"onnxruntime"},
     "backends.onnx_sessions": {"onnxruntime"},
     "clients.scrape": {"prometheus_client"},
     "backends.remote": {"grpc", "google.protobuf"},

@@ -233,8 +233,8 @@ class Recorder:
         return (Device(),)
 
     def open(self, source: ModelSource, device: Device) -> MemoryModel:
-        self.asked.append((source.path, source.parameters, source.graph_level, source.accelerators))
-        self.asked.append(source.op_libraries)
+        self.asked.append((source.path, source.parameters, source.graph_level))
+        self.asked.append((source.accelerators, source.cpu_accelerators, source.op_libraries))
         return MemoryModel(self._spec, self._compute)
 
     def _compute(self, inputs: Tensors) -> list[Array]:
