@@ -18,6 +18,7 @@ from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 from server.exposition import exposition
+from server.gpu_metrics import GpuCollector
 from server.host_metrics import HostCollector
 from server.metrics_limits import LimitCollector
 from server.model_statistics import DURATION_BOUNDS_NS, DurationHistogram, VersionStatistics
@@ -161,6 +162,10 @@ class Metrics:
     def add_limits(self, limits: LimitCollector) -> None:
         """Show the server's limits."""
         self._registry.register(limits)
+
+    def add_gpus(self, gpus: GpuCollector) -> None:
+        """Show the GPUs that models may use."""
+        self._registry.register(gpus)
 
     def text(self) -> bytes:
         """Everything, in Prometheus' text format 0.0.4."""
