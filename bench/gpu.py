@@ -20,6 +20,8 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+import grpc
+
 from bench import gpu_models, gpu_steps, report, summary
 from bench.gpu_models import GpuModel
 from bench.gpu_steps import Crowd, Direct
@@ -40,6 +42,9 @@ _START_S = 240.0
 _TINY = "tiny"
 _SMALL = 16
 
+_FAILURES = (BenchError, UnservedError, AssertionError, grpc.RpcError, OSError)
+"""What of one section may fail without the others: a server may die, and take its port along."""
+
 
 @dataclass(frozen=True, slots=True)
 class Plan:
@@ -52,6 +57,7 @@ class Plan:
     frontends: int
     fronts: tuple[int, ...]
     processes: int
+    graphs: bool
     until_s: float
 
     @property
@@ -99,15 +105,14 @@ def run(plan: Plan, chosen: Sequence[GpuModel], folder: Path) -> Iterator[Sectio
     for model in chosen:
         _say(f"making {model.name}")
         files[model.name] = gpu_models.write(model, folder)
-        gpu_models.add(model, files[model.name], folder / "models", plan.device)
+        gpu_models.add(model, files[model.name], folder / "models", plan.device, graphs=plan.graphs)
     with ExitStack() as stack:
         try:
             server = stack.enter_context(_server(folder / "models", plan.frontends))
         except AssertionError as error:
-            reason = " / ".join(str(error).strip().splitlines()[-3:])
-            yield _absent("gpu-correct", "Answers on the device", plan, f"paceline did not start: {reason}")
+            yield _absent("gpu-correct", "Answers on the device", plan, f"paceline did not start: {_reason(error)}")
             return
-        first = {model.name: gpu_steps.first_request(server, model) for model in chosen}
+        first = {model.name: _first(server, model) for model in chosen}
         correct = _correct(plan, server, chosen, files)
         yield correct
         for model in chosen:
@@ -116,6 +121,15 @@ def run(plan: Plan, chosen: Sequence[GpuModel], folder: Path) -> Iterator[Sectio
                 continue
             yield _model(plan, server, model, files[model.name], first[model.name], folder)
     yield _fronts(plan, folder)
+
+
+def _first(server: ServerProcess, model: GpuModel) -> Sample:
+    """Before anybody else asks for anything. What is wrong with a model is told by what comes next."""
+    try:
+        first_ms, later_ms = gpu_steps.first_request(server, model)
+    except grpc.RpcError:
+        return {}
+    return {"first_ms": first_ms, "p50_ms": later_ms}
 
 
 @contextmanager
@@ -141,8 +155,8 @@ def _correct(plan: Plan, server: ServerProcess, chosen: Sequence[GpuModel], file
         try:
             for value in gpu_steps.deviations(server, model, files[model.name], seeds=range(2)):
                 found.add(model.name, {"deviation": value})
-        except BenchError as error:
-            absent[model.name] = str(error)
+        except _FAILURES as error:
+            absent[model.name] = _reason(error)
             continue
         parts = [value / model.tolerance for value in found.of(model.name, "deviation")]
         what = f"{model.name}: largest deviation from the CPU's answers / {model.tolerance:g} of the largest value"
@@ -157,9 +171,7 @@ def _is_wrong(correct: Section, model: GpuModel) -> bool:
     return any(one.what.startswith(f"{model.name}:") and one.verdict != "reached" for one in correct.comparisons)
 
 
-def _model(
-    plan: Plan, server: ServerProcess, model: GpuModel, file: Path, first: tuple[float, float], folder: Path
-) -> Section:
+def _model(plan: Plan, server: ServerProcess, model: GpuModel, file: Path, first: Sample, folder: Path) -> Section:
     """Throughput at saturation beside the ceiling, the GPU's time, latencies at 70 % of the load, the first request."""
     ours, bound, copies, calm = "paceline", "run_with_iobinding", "the same with copies", "paceline at 70 %"
     found, absent = Found(), {}
@@ -179,9 +191,10 @@ def _model(
             _say(f"{model.name}: at {_LOAD:.0%} of the load")
             per_s = _LOAD * spread(found.of(ours, "requests_per_s")).median
             found.add(calm, gpu_steps.latency_at(server, request, per_s, 2 * plan.seconds, plan.warmup_s))
-        except BenchError as error:
-            absent[model.name] = str(error)
-    found.add("the first request", {"first_ms": first[0], "p50_ms": first[1]})
+        except _FAILURES as error:
+            absent[model.name] = _reason(error)
+    if first:
+        found.add("the first request", first)
     points = {ours: str(crowd), calm: "open loop"}
     comparisons = tuple(_compare(plan, found, (ours, bound, copies, calm), str(crowd)))
     measurements = found.measurements(points)
@@ -231,8 +244,9 @@ def _compare(plan: Plan, found: Found, names: tuple[str, str, str, str], point: 
         yield Comparison(
             f"{_LOAD:.0%} of that", "p99 latency / a full batch", spread(times), plan.reach(Reach(False, 2.5))
         )
-    (first,), (steady,) = (found.of("the first request", key) for key in ("first_ms", "p50_ms"))
-    yield Comparison("1 client", "first request / the median of later ones", spread([first / steady]), None)
+    if first := found.of("the first request", "first_ms"):
+        times = ratio(first, found.of("the first request", "p50_ms"))
+        yield Comparison("1 client", "first request / the median of later ones", times, None)
 
 
 def _fronts(plan: Plan, folder: Path) -> Section:
@@ -258,8 +272,8 @@ def _fronts(plan: Plan, folder: Path) -> Section:
                         servers[count], _TINY, 1, crowd, request, plan.seconds / 2, plan.warmup_s
                     )
                     found.add(_fronts_name(count), {key: sample[key] for key in sample if key != "gpu_busy"})
-        except (BenchError, UnservedError, AssertionError) as error:
-            absent["fronts"] = " / ".join(str(error).strip().splitlines()[-3:])
+        except _FAILURES as error:
+            absent["fronts"] = _reason(error)
     alone = found.of(_fronts_name(plan.fronts[0]), "requests_per_s")
     comparisons = []
     for count in plan.fronts[1:]:
@@ -297,6 +311,10 @@ def _absent(name: str, title: str, plan: Plan, reason: str) -> Section:
     return Section(name, title, "", plan.how, False, (), (), {"paceline": reason})
 
 
+def _reason(error: Exception) -> str:
+    return " / ".join(str(error).strip().splitlines()[-3:]) or type(error).__name__
+
+
 def _say(text: str) -> None:
     print(f"{time.strftime('%X')} {text}", file=sys.stderr, flush=True)
 
@@ -312,6 +330,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         frontends=1 if got.quick else got.frontends,
         fronts=(1, 2) if got.quick else (1, 2, 4, 8),
         processes=1 if got.quick else got.processes,
+        graphs=got.graphs,
         until_s=time.monotonic() + 60 * got.minutes,
     )
     chosen = [one for one in gpu_models.chosen(got.device, got.quick) if got.models in one.name]
@@ -336,6 +355,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--models", default="", help="only those in whose names this occurs, such as bert or fp32")
     parser.add_argument("--frontends", type=int, default=8, help="of the server with the models (default: %(default)s)")
     parser.add_argument("--processes", type=int, default=4, help="that make the load (default: %(default)s)")
+    parser.add_argument("--graphs", action="store_true", help="the server replays CUDA graphs")
     parser.add_argument("--minutes", type=float, default=8.0, help="after which nothing begins (default: %(default)s)")
     parser.add_argument("--out", type=Path, help="the JSON of results (default: in bench/results)")
     return parser

@@ -24,6 +24,10 @@ __all__ = ["INPUT", "OUTPUT", "GpuModel", "Sizes", "add", "batch_of", "chosen", 
 
 INPUT, OUTPUT = "INPUT0", "OUTPUT0"
 _OPSET = 18
+_GRAPHS = (
+    'optimization { execution_accelerators { gpu_execution_accelerator { name: "cuda" '
+    'parameters { key: "enable_cuda_graph" value: "1" } } } }'
+)
 _TYPES = {"FP32": np.float32, "FP16": np.float16, "INT64": np.int64}
 
 
@@ -188,8 +192,8 @@ def write(model: GpuModel, folder: Path) -> Path:
     return models.write(model.make(), folder / f"{model.name}.onnx")
 
 
-def add(model: GpuModel, file: Path, repository: Path, device: str) -> None:
-    """Put it into a repository; `file` stays where it is."""
+def add(model: GpuModel, file: Path, repository: Path, device: str, *, graphs: bool = False) -> None:
+    """Put it into a repository; `file` stays where it is. `graphs`: replayed as CUDA graphs."""
     place = repository / model.name
     (place / "1").mkdir(parents=True)
     (place / "1" / "model.onnx").symlink_to(file)
@@ -199,7 +203,7 @@ def add(model: GpuModel, file: Path, repository: Path, device: str) -> None:
     kind = "KIND_CPU" if device == "cpu" else "KIND_GPU"
     (place / "config.pbtxt").write_text(
         f"max_batch_size: {model.batch_rows} dynamic_batching {{ }} "
-        f"instance_group {{ kind: {kind} count: 1 }} {' '.join(lines)}\n"
+        f"instance_group {{ kind: {kind} count: 1 }} {' '.join(lines)} {_GRAPHS if graphs else ''}\n"
     )
 
 
