@@ -9,7 +9,7 @@ as `uint16` bit patterns.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
@@ -35,6 +35,8 @@ __all__ = [
     "ModelSource",
     "ModelSpec",
     "OpenModel",
+    "Slot",
+    "Slotted",
     "TensorSpec",
     "Tensors",
 ]
@@ -167,7 +169,8 @@ class ModelSource:
     configuration's own `parameters`, `graph_level` its `optimization.graph.level` (None: not given), `accelerators`
     the GPU execution accelerators by name with their parameters, in order, `cpu_accelerators` those for the CPU,
     `op_libraries` shared libraries with operators of the model's own, which run in this process. `largest_rows`: the
-    largest batch that it will see, as far as that is known yet; else 0.
+    largest batch that it will see, as far as that is known yet; else 0. `cuda_graphs`: what a GPU does for a batch is
+    to be captured once and replayed.
     """
 
     name: str
@@ -179,6 +182,7 @@ class ModelSource:
     op_libraries: tuple[Path, ...] = ()
     cpu_accelerators: tuple[tuple[str, Mapping[str, str]], ...] = ()
     largest_rows: int = 0
+    cuda_graphs: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,6 +225,26 @@ class Abandonable(Protocol):
     def abandon(self) -> None:
         """Have what executes fail soon, and nothing execute any more. On any thread, and without blocking; `close`
         follows once nothing executes."""
+
+
+class Slot(ModelInstance, Protocol):
+    """One of the places of a `Slotted` instance, where a batch is got ready while another's computes."""
+
+    def prepare(self, requests: Sequence[Tensors], padded_rows: int = 0) -> None:
+        """Execute, on the thread that `start` has run things, and remember what makes that shape quick. Before `start`.
+        Blocks; raises as `execute`."""
+
+    def start(self, name: str, function: Callable[[], None]) -> None:
+        """Have the slot's own thread, called `name` from then on, run `function`. It is to call `execute` there."""
+
+
+@runtime_checkable
+class Slotted(Protocol):
+    """An instance that can be given a batch while it computes another, by several slots. Each slot executes one batch
+    at a time; the device is one, so what hangs in one slot makes all of them suspect."""
+
+    @property
+    def slots(self) -> Sequence[Slot]: ...
 
 
 class OpenModel(Protocol):

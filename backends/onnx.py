@@ -13,16 +13,21 @@ from pathlib import Path
 
 import onnxruntime as ort  # type: ignore[import-untyped,unused-ignore]
 
+from backends.accelerator import Accelerator
 from backends.base import Device, DeviceKind, GroupKind, InstanceGroup, ModelSource, ModelSpec
+from backends.cuda_accelerator import open_cuda
 from backends.cuda_driver import count_gpus
-from backends.errors import LoadError
+from backends.errors import DeviceError, LoadError
 from backends.onnx_instance import OnnxInstance
-from backends.onnx_options import OnnxOptions, parse_options
-from backends.onnx_sessions import CUDA, open_session, probe_cuda
+from backends.onnx_options import OnnxOptions, parse_options, without_graphs
+from backends.onnx_sessions import CUDA, OpenSession, open_session, probe_cuda
+from backends.onnx_staged import StagedInstance, why_not_staged
 from backends.onnx_types import check_served, is_known, tensor_spec
 from backends.placement import on_cpu, on_gpus
 
 __all__ = ["OnnxBackend", "OnnxModel"]
+
+Accelerators = Callable[[Device], Accelerator | None]
 
 _log = logging.getLogger("paceline.backends.onnx")
 
@@ -31,7 +36,7 @@ class OnnxBackend:
     """`Backend` for `.onnx` files.
 
     `count_gpus` says how many GPUs there are or raises LoadError, `available_providers` what onnxruntime has built in,
-    `shared_threads` whether `share_threads` was called.
+    `shared_threads` whether `share_threads` was called, `accelerators` what stages the batches of a device.
     """
 
     def __init__(
@@ -39,10 +44,12 @@ class OnnxBackend:
         count_gpus: Callable[[], int] = count_gpus,
         available_providers: Callable[[], Sequence[str]] = ort.get_available_providers,
         shared_threads: bool = False,
+        accelerators: Accelerators | None = None,
     ) -> None:
         self._count_gpus = count_gpus
         self._available_providers = available_providers
         self._shared_threads = shared_threads
+        self._accelerators = accelerators or accelerator_of
 
     def devices(self, groups: Sequence[InstanceGroup]) -> tuple[Device, ...]:
         """One device per instance; blocks for a second or so when it first asks the CUDA driver for GPUs.
@@ -53,8 +60,7 @@ class OnnxBackend:
 
     def open(self, source: ModelSource, device: Device) -> OnnxModel:
         options = replace(parse_options(source), shared_threads=self._shared_threads)
-        path = _model_file(source)
-        return OnnxModel(source.name, path, options, device, open_session(source.name, path, options, device))
+        return OnnxModel(source.name, device, Opener(source.name, _model_file(source), options, self._accelerators))
 
     def _place(self, group: InstanceGroup) -> list[Device]:
         if group.kind is GroupKind.CPU:
@@ -90,18 +96,15 @@ class OnnxModel:
     """`OpenModel` of one ONNX file.
 
     CPU instances share one session: its Run is thread-safe, and a session per instance would hold the weights once
-    more and start one more pool of threads, all fighting for the same cores. Each GPU instance has its own, because a
-    session computes on one CUDA stream, where a second instance's kernels could only queue.
+    more and start one more pool of threads, all fighting for the same cores. Each instance on an accelerator has its
+    own, because a session computes on one stream, where a second instance's kernels could only queue.
     """
 
-    def __init__(
-        self, name: str, path: Path, options: OnnxOptions, device: Device, session: ort.InferenceSession
-    ) -> None:
+    def __init__(self, name: str, device: Device, opener: Opener) -> None:
         self._name = name
-        self._path = path
-        self._options = options
-        self._sessions = {device: session}
-        self._spec = _spec_of(name, session)
+        self._opener = opener
+        self._sessions = {device: opener.open(device)}
+        self._spec = _spec_of(name, self._sessions[device].session)
 
     @property
     def spec(self) -> ModelSpec:
@@ -111,21 +114,60 @@ class OnnxModel:
     def platform(self) -> str:
         return "onnxruntime_onnx"
 
-    def instance(self, spec: ModelSpec, device: Device) -> OnnxInstance:
+    def instance(self, spec: ModelSpec, device: Device) -> OnnxInstance | StagedInstance:
         check_served(self._name, spec, self._spec)
-        return OnnxInstance(self._session(device), spec, device, self._options)
+        opened, options = self._session(device), self._opener.options
+        if opened.lanes is None:
+            return OnnxInstance(opened, spec, device, options)
+        if reason := why_not_staged(opened, spec):
+            _log.info("model '%s': ONNX Runtime copies its tensors itself, as %s", self._name, reason)
+            return OnnxInstance(opened, spec, device, options)
+        try:
+            return StagedInstance(self._name, opened, spec, device, options, lambda: self._opener.open_plainly(device))
+        except DeviceError as error:
+            raise LoadError(f"model '{self._name}': {error}") from error
 
     def close(self) -> None:
         self._sessions.clear()
 
-    def _session(self, device: Device) -> ort.InferenceSession:
-        """The shared session of the CPU; on a GPU the one that `open` made, once, and fresh ones from then on."""
-        session = self._sessions.pop(device, None)
-        if session is None:
-            session = open_session(self._name, self._path, self._options, device)
-        if device.kind is DeviceKind.CPU:
-            self._sessions[device] = session
-        return session
+    def _session(self, device: Device) -> OpenSession:
+        """The shared session of the CPU; else the one that the model was opened with, once, and fresh ones after."""
+        opened = self._sessions.pop(device, None) or self._opener.open(device)
+        if opened.lanes is None and device.kind is DeviceKind.CPU:
+            self._sessions[device] = opened
+        return opened
+
+
+class Opener:
+    """Opens sessions of one model. `accelerators` gives what stages the batches of a device, or None."""
+
+    def __init__(self, name: str, path: Path, options: OnnxOptions, accelerators: Accelerators) -> None:
+        self.options = options
+        self._name = name
+        self._path = path
+        self._accelerators = accelerators
+
+    def open(self, device: Device) -> OpenSession:
+        """Blocks; raises LoadError."""
+        return self._open(device, self.options)
+
+    def open_plainly(self, device: Device) -> OpenSession:
+        """Without graphs."""
+        return self._open(device, without_graphs(self.options))
+
+    def _open(self, device: Device, options: OnnxOptions) -> OpenSession:
+        try:
+            accelerator = self._accelerators(device)
+        except DeviceError as error:
+            raise LoadError(
+                f"model '{self._name}': can't open '{self._path}': onnxruntime couldn't use GPU {device.index}: {error}"
+            ) from error
+        return open_session(self._name, self._path, options, device, accelerator)
+
+
+def accelerator_of(device: Device) -> Accelerator | None:
+    """What stages the batches of `device`. Raises DeviceError."""
+    return open_cuda(device.index) if device.kind is DeviceKind.GPU else None
 
 
 def _model_file(source: ModelSource) -> Path:

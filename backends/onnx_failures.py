@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import re
 
-from backends.errors import DeviceLost, ExecutionError, OutOfMemory, SessionError
+from backends.errors import DeviceError, DeviceLost, ExecutionError, OutOfMemory, SessionError
 
-__all__ = ["failure", "reason_of"]
+__all__ = ["device_failure", "failure", "reason_of"]
 
 _ERROR = re.compile(r"\[ONNXRuntimeError\] : (\d+) : \w+ : (.*)", re.DOTALL)
 _CUDA_ERROR = re.compile(r"\bCUDA failure (\d+): ")
@@ -36,6 +36,7 @@ _LOST = re.compile(
     r"device lost|busy or unavailable|uncorrectable ECC|illegal memory access|unspecified launch failure"
     r"|illegal instruction was encountered|misaligned address|device-side assert|GPU (?:is lost|has fallen off the bus)"
 )
+_DRIVER_ERROR = re.compile(r"returned (\d+) \(")
 _SESSION_FAULT = re.compile(r"(CUDA|CUDNN|CUBLAS|CUFFT) failure")
 
 
@@ -47,6 +48,15 @@ def failure(error: Exception) -> ExecutionError:
     if isinstance(error, MemoryError) or _OUT_OF_MEMORY.search(reason):
         return OutOfMemory(reason)
     return SessionError(reason) if _SESSION_FAULT.search(reason) else ExecutionError(reason)
+
+
+def device_failure(error: DeviceError) -> SessionError:
+    """What to raise for a driver's refusal while executing. Its numbers are those of CUDA's errors."""
+    reason = str(error)
+    code = _DRIVER_ERROR.search(reason)
+    if code is not None and int(code[1]) in _BROKEN | _GONE:
+        return DeviceLost(reason)
+    return OutOfMemory(reason) if _OUT_OF_MEMORY.search(reason) else SessionError(reason)
 
 
 def reason_of(error: Exception) -> str:

@@ -15,7 +15,7 @@ import onnxruntime as ort  # type: ignore[import-untyped,unused-ignore]
 from backends.base import MISSING, Array, Device, Execution, ModelSpec, Tensors, TensorSpec
 from backends.errors import ExecutionError
 from backends.onnx_options import OnnxOptions
-from backends.onnx_sessions import failure, run_options
+from backends.onnx_sessions import OpenSession, failure, run_options
 from backends.ragged import batch_input_tensors, batch_runner
 from backends.texts import decode_texts, encode_texts
 
@@ -28,8 +28,10 @@ BFLOAT16 = 16
 class OnnxInstance:
     """`ModelInstance` over a session, which other instances may share."""
 
-    def __init__(self, session: ort.InferenceSession, spec: ModelSpec, device: Device, options: OnnxOptions) -> None:
-        self._session: ort.InferenceSession | None = session
+    def __init__(self, opened: OpenSession, spec: ModelSpec, device: Device, options: OnnxOptions) -> None:
+        self._session: ort.InferenceSession | None = opened.session
+        # Computes on one of these, so that they have to stay.
+        self._lanes = opened.lanes
         self._spec = spec
         self._device = device
         self._inputs = [*spec.inputs, *batch_input_tensors(spec)]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from pathlib import Path
 from typing import TypeVar
@@ -19,10 +19,11 @@ from backends.base import ModelSource
 from backends.errors import LoadError
 from backends.onnx_accelerators import cuda_options, openvino_options, tensorrt_options
 
-__all__ = ["CACHE_DIRECTORY", "GraphLevel", "OnnxOptions", "parse_options"]
+__all__ = ["CACHE_DIRECTORY", "GraphLevel", "OnnxOptions", "parse_options", "without_graphs"]
 
 CACHE_DIRECTORY = "paceline.cache_directory"
 """The parameter that a flag of the server's sets; no configuration may."""
+_CUDA_GRAPHS = "enable_cuda_graph"
 
 
 T = TypeVar("T")
@@ -63,6 +64,16 @@ class OnnxOptions:
     openvino: Mapping[str, str] | None = None
     cache_directory: str = ""
     largest_rows: int = 0
+
+    @property
+    def cuda_graphs(self) -> bool:
+        """Whether the CUDA provider is to capture graphs."""
+        return self.cuda.get(_CUDA_GRAPHS, "0").lower() in ("1", "true")
+
+
+def without_graphs(options: OnnxOptions) -> OnnxOptions:
+    """`options` for a model that can't be captured."""
+    return replace(options, cuda={key: value for key, value in options.cuda.items() if key != _CUDA_GRAPHS})
 
 
 # Triton's numbers, which are not ONNX Runtime's: 0 is "not given" there.
@@ -165,6 +176,7 @@ def _cuda(source: ModelSource, read: _Parameters) -> dict[str, str]:
         "cudnn_conv_algo_search": read.choice("cudnn_conv_algo_search", _CONV_SEARCH) or "HEURISTIC",
         "gpu_mem_limit": None if gpu_mem_limit_bytes is None else str(gpu_mem_limit_bytes),
         "arena_extend_strategy": read.choice("arena_extend_strategy", _ARENA_GROWTH),
+        _CUDA_GRAPHS: "1" if source.cuda_graphs else None,
         "do_copy_in_default_stream": None if copy_in_default_stream is None else str(int(copy_in_default_stream)),
     }
     return {key: value for key, value in given.items() if value is not None} | cuda_options(source)

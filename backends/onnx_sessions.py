@@ -12,15 +12,19 @@ import contextlib
 import ctypes
 import io
 import logging
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import onnxruntime as ort  # type: ignore[import-untyped,unused-ignore]
 
+from backends.accelerator import Accelerator, Lanes, open_lanes
 from backends.base import Device, DeviceKind
-from backends.errors import LoadError
+from backends.errors import DeviceError, LoadError
 from backends.onnx_failures import failure, reason_of
-from backends.onnx_options import OnnxOptions
+from backends.onnx_options import OnnxOptions, without_graphs
 from backends.onnx_providers import (
     accelerator_of,
     check_taken,
@@ -31,7 +35,9 @@ from backends.onnx_providers import (
 
 __all__ = [
     "CUDA",
+    "NO_GRAPH",
     "PROBE_MODEL",
+    "OpenSession",
     "failure",
     "open_session",
     "probe_cuda",
@@ -47,6 +53,16 @@ _CPU = "CPUExecutionProvider"
 _FATAL = 4
 """Severity for ONNX Runtime's own log: its errors reach us as exceptions, and each bad row would fill the log."""
 
+NO_GRAPH = -1
+"""The id that says: neither capture nor replay."""
+
+_SHRINKAGE = "memory.enable_memory_arena_shrinkage"
+_GRAPH_ID = "gpu_graph_id"
+_UNSYNCHRONIZED = "disable_synchronize_execution_providers"
+
+_NOT_CAPTURED = re.compile(r"(graph capture|CUDA [Gg]raph) feature")
+"""What ONNX Runtime says of a model that it can't capture, because of control flow or of nodes on the CPU."""
+
 # A whole ONNX model, one Identity over one float: what only a session can find out is known before any model is read.
 PROBE_MODEL = (
     b"\x08\x08"  # ir_version 8
@@ -59,12 +75,54 @@ PROBE_MODEL = (
 )
 
 
-def open_session(name: str, path: Path, options: OnnxOptions, device: Device) -> ort.InferenceSession:
+@dataclass(frozen=True, slots=True)
+class OpenSession:
+    """A session; `lanes` are the streams of its device, on one of which it computes. They have to outlive it. `graphs`:
+    it captures what runs under a graph's id."""
+
+    session: ort.InferenceSession
+    lanes: Lanes | None = None
+    graphs: bool = False
+
+
+def open_session(
+    name: str, path: Path, options: OnnxOptions, device: Device, accelerator: Accelerator | None = None
+) -> OpenSession:
+    """The model in `path` on `device`, computing on a stream of its own of `accelerator`, if there is one.
+
+    Without graphs where the model can't be captured. Blocks; raises LoadError.
+    """
     try:
         options = ready_accelerator(name, path, options, device)
-        return _session(str(path), session_options(options), options, device)
-    except LoadError as error:
+        lanes = open_lanes(accelerator) if accelerator is not None else None
+        # What TensorRT computes isn't the CUDA provider's to capture; it has graphs of its own.
+        graphs = lanes is not None and options.cuda_graphs and options.tensorrt is None
+        if graphs:
+            try:
+                session = _session(str(path), session_options(options), options, device, lanes)
+            except LoadError as error:
+                if not _NOT_CAPTURED.search(str(error)):
+                    raise
+                _log.warning("model '%s' runs without CUDA graphs: %s", name, error)
+            else:
+                return OpenSession(session, lanes, graphs)
+        plain = without_graphs(options)
+        return OpenSession(_session(str(path), session_options(plain), plain, device, lanes), lanes)
+    except (DeviceError, LoadError) as error:
         raise LoadError(f"model '{name}': can't open '{path}': {error}") from error
+
+
+def memory_names(session: ort.InferenceSession) -> tuple[dict[str, str], dict[str, str]]:
+    """Which memory, by ONNX Runtime's name, the model reads each of its inputs from and writes each output to.
+
+    Raises whatever ONNX Runtime does; AttributeError if it is too old to be asked.
+    """
+    asked = (
+        (session.get_inputs(), session.get_input_memory_infos()),
+        (session.get_outputs(), session.get_output_memory_infos()),
+    )
+    inputs, outputs = ({node.name: info.name for node, info in zip(*one, strict=True)} for one in asked)
+    return inputs, outputs
 
 
 def probe_cuda(device: Device, options: OnnxOptions) -> None:
@@ -73,16 +131,22 @@ def probe_cuda(device: Device, options: OnnxOptions) -> None:
 
 
 def _session(
-    model: str | bytes, made: ort.SessionOptions, options: OnnxOptions, device: Device
+    model: str | bytes,
+    made: ort.SessionOptions,
+    options: OnnxOptions,
+    device: Device,
+    lanes: Lanes | None = None,
 ) -> ort.InferenceSession:
     providers: list[Any] = [_CPU]
+    stream: dict[str, str] = {}
     if device.kind is DeviceKind.GPU:
         _prepare_cuda()
-        providers = [(CUDA, {**options.cuda, "device_id": str(device.index)}), _CPU]
+        stream = {"user_compute_stream": str(lanes.compute.handle)} if lanes is not None else {}
+        providers = [(CUDA, {**options.cuda, **stream, "device_id": str(device.index)}), _CPU]
     accelerator = accelerator_of(options, device)
     if accelerator is not None:
         prepare_accelerator(accelerator[0])
-        providers = [accelerator, *providers]
+        providers = [(accelerator[0], {**accelerator[1], **stream}), *providers]
     try:
         session = ort.InferenceSession(model, made, providers=providers, enable_fallback=0)
     except Exception as error:  # its exceptions share no base class below this one
@@ -149,12 +213,34 @@ def session_options(options: OnnxOptions) -> ort.SessionOptions:
 
 
 def run_options(options: OnnxOptions, device: Device) -> ort.RunOptions | None:
+    """What a plain run of a session on `device` is told, if anything."""
+    arenas = _own_arenas(options, device)
+    # Plain runs bring buffers of their own each time, which no graph can do with.
+    graph = str(NO_GRAPH) if options.cuda_graphs and device.kind is DeviceKind.GPU else None
+    if not arenas and graph is None:
+        return None
+    return _run_options({_SHRINKAGE: arenas, _GRAPH_ID: graph})
+
+
+def staged_run_options(options: OnnxOptions, device: Device, graph: int | None) -> ort.RunOptions:
+    """What a run is told whose caller waits for the device itself. `graph` is the graph to capture or to replay,
+    NO_GRAPH for none, None where the session doesn't know graphs."""
+    arenas = None if graph is not None else _own_arenas(options, device)
+    graph_id = None if graph is None else str(graph)
+    return _run_options({_UNSYNCHRONIZED: "1", _SHRINKAGE: arenas, _GRAPH_ID: graph_id})
+
+
+def _own_arenas(options: OnnxOptions, device: Device) -> str | None:
     # A run fails over an arena that its session doesn't have, and other instances may well be on the other GPUs named.
     own = {"cpu:0"} if device.kind is DeviceKind.CPU else {"cpu:0", f"gpu:{device.index}"}
     arenas = [arena for arena in options.shrink_arenas if arena in own]
-    if not arenas:
-        return None
+    return ";".join(arenas) or None
+
+
+def _run_options(entries: Mapping[str, str | None]) -> ort.RunOptions:
     made = ort.RunOptions()
     made.log_severity_level = _FATAL
-    made.add_run_config_entry("memory.enable_memory_arena_shrinkage", ";".join(arenas))
+    for key, value in entries.items():
+        if value is not None:
+            made.add_run_config_entry(key, value)
     return made
