@@ -187,7 +187,8 @@ class ModelSource:
 
 @dataclass(frozen=True, slots=True)
 class Execution:
-    """One batch done: a result per request, in order, and where the time went (monotonic nanoseconds).
+    """One batch done: a result per request, in order, and where the time went (monotonic nanoseconds). `waited_ns`, for
+    another batch to be computed first, is in none of the others.
 
     An exception in the place of a result is what one request meets and the others don't.
     """
@@ -196,6 +197,7 @@ class Execution:
     input_ns: int
     infer_ns: int
     output_ns: int
+    waited_ns: int = 0
 
 
 class ModelInstance(Protocol):

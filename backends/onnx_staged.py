@@ -126,6 +126,9 @@ class _Shared:
         self._options = options
         self._reopen = reopen
         self._run_options: dict[int, Any] = {}
+        # Computations queued so far, which is under the lock, and the number and the end of the last one that is done.
+        self.queued = 0
+        self._done = (0, 0)
 
     @property
     def session(self) -> Any:
@@ -144,6 +147,13 @@ class _Shared:
     def next_graph(self) -> int:
         """An id that no graph has. Under the lock."""
         return max(0, *self._run_options) + 1
+
+    def waited_ns(self, turn: int, staged_ns: int, ended_ns: int) -> int:
+        """How long computation number `turn`, which ended at `ended_ns`, waited for the one before. 0 if that isn't
+        known: its slot may hear of its end after ours does."""
+        done, before_ns = self._done
+        self._done = (turn, ended_ns)
+        return max(0, min(before_ns, ended_ns) - staged_ns) if done == turn - 1 else 0
 
     def give_up_graphs(self, session: Any, error: Exception) -> None:
         """Go on with a session that captures nothing in the place of `session`: one that failed to is past use.
@@ -253,19 +263,20 @@ class StagedSlot:
             self._execute(requests, padded_rows, captures=False)
 
     def _execute(self, requests: Sequence[Tensors], padded_rows: int, captures: bool) -> Execution:
-        spec = self._shared.spec
+        shared, spec = self._shared, self._shared.spec
         if len(requests) != 1 and (not requests or not spec.batched):
             raise wrong_count(spec, len(requests))
         began_ns = monotonic_ns()
         rows = rows_of(requests) if spec.batched else [1]
         padding = max(0, padded_rows - sum(rows)) if spec.batched else 0
-        session = self._shared.session
+        session = shared.session
         try:
             bound = self._stage(session, requests, sum(rows), padding)
             staged_ns = monotonic_ns()
-            self._compute(session, bound, captures)
+            turn = self._compute(session, bound, captures)
             outputs = self._collect(bound)
             ran_ns = monotonic_ns()
+            waited_ns = shared.waited_ns(turn, staged_ns, ran_ns)
         except DeviceError as error:
             self._settle()
             raise device_failure(error) from error
@@ -273,7 +284,8 @@ class StagedSlot:
             self._settle()
             raise
         results = split(outputs, [*rows, padding] if padding else rows, spec)[: len(rows)]
-        return Execution(results, staged_ns - began_ns, ran_ns - staged_ns, monotonic_ns() - ran_ns)
+        infer_ns, output_ns = ran_ns - staged_ns - waited_ns, monotonic_ns() - ran_ns
+        return Execution(results, staged_ns - began_ns, infer_ns, output_ns, waited_ns)
 
     def _stage(self, session: Any, requests: Sequence[Tensors], rows: int, padding: int) -> _Bound:
         """Write the inputs to where the device takes them from, and have it take them."""
@@ -329,8 +341,8 @@ class StagedSlot:
         shape = (rows, *tensor.dims) if self._shared.spec.batched else tensor.dims
         return shape, self._taken[index].fit(tensor.size_bytes(shape)).address
 
-    def _compute(self, session: Any, bound: _Bound, captures: bool) -> None:
-        """Queue the computation behind the copies of its inputs."""
+    def _compute(self, session: Any, bound: _Bound, captures: bool) -> int:
+        """Queue the computation behind the copies of its inputs. Returns its number among those of the instance."""
         shared = self._shared
         if None in bound.shapes:
             self._bind_open(bound)
@@ -344,6 +356,8 @@ class StagedSlot:
             shared.lanes.compute.record(self._computed)
             if captures:
                 bound.graph = graph
+            shared.queued += 1
+            return shared.queued
 
     def _graph(self, bound: _Bound, captures: bool) -> int:
         """The graph to replay or to capture, which reads and writes fixed places on the device only. Graphs belong to

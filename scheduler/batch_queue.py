@@ -186,8 +186,9 @@ class BatchQueue(Generic[T]):
             self._remove(entry)
         return entries
 
-    def poll(self, now_ns: int, idle: int) -> Step[T]:
-        """Decide for this moment, with `idle` instances free: at most that many batches leave."""
+    def poll(self, now_ns: int, idle: int, ahead: int = 0) -> Step[T]:
+        """Decide for this moment, with `idle` instances free: at most that many batches leave, and up to `ahead` more
+        that can't become any larger, for instances that still execute others."""
         if self._allowance.due_ns <= now_ns:
             self._allowance.grow(now_ns)
             self._prefer()
@@ -197,18 +198,27 @@ class BatchQueue(Generic[T]):
             self._settle()
         batches: list[Batch[T]] = []
         unreachable: list[Unreachable[T]] = []
-        while len(batches) < idle:
+        starts_ns = now_ns
+        while len(batches) < idle + ahead:
+            if len(batches) >= idle:
+                if not self._may_be_full():
+                    break
+                starts_ns = max(now_ns, self._first_end_ns(now_ns))
             if self._due.items:
                 self._awake(now_ns)
             lane = self._ready.pop_living()
             if lane is None:
                 break
             lane.ready_token = 0
+            if len(batches) >= idle and not self._is_full(lane):
+                # Nor may a full lane overtake it, or it could wait for ever.
+                self._make_ready_anew(lane)
+                break
             if self._holds and self._hold(lane, now_ns):
                 continue
-            if lane.requests == 1 and not self._may_be_late(now_ns):
-                batches.append(self._take_only(lane, now_ns))
-            elif (batch := self._take(lane, now_ns, unreachable)) is not None:
+            if lane.requests == 1 and not self._may_be_late(starts_ns):
+                batches.append(self._take_only(lane, starts_ns))
+            elif (batch := self._take(lane, now_ns, starts_ns, unreachable)) is not None:
                 batches.append(batch)
         wake_ns = None
         if self._deadlines.items or self._due.items:
@@ -268,8 +278,20 @@ class BatchQueue(Generic[T]):
         full_batches = self._rows_ahead(lane, level) // self._max_rows if lane is not None else 0
         wait_ns = full_batches * self.latency.proven_ns(key, self._max_rows, now_ns) // self._instances
         if len(self._running) >= self._instances:
-            wait_ns += max(0, min(self._end_ns(*running, now_ns) for running in self._running.values()) - now_ns)
+            wait_ns += max(0, self._first_end_ns(now_ns) - now_ns)
         return wait_ns
+
+    def _first_end_ns(self, now_ns: int) -> int:
+        """When the first of the batches that execute is likely to end; `now_ns` if none does."""
+        return min((self._end_ns(*running, now_ns) for running in self._running.values()), default=now_ns)
+
+    def _may_be_full(self) -> bool:
+        """Whether some lane may hold a batch that can't become any larger; a cheap look before the exact one."""
+        waiting, most = self._waiting, self.policy.max_batch_requests
+        return waiting.rows >= self._allowance.rows or 0 < most <= waiting.requests
+
+    def _is_full(self, lane: Lane[T]) -> bool:
+        return lane.rows >= self._allowance.rows or 0 < self.policy.max_batch_requests <= lane.requests
 
     def _end_ns(self, batch: Batch[T], started_ns: int, now_ns: int) -> int:
         """When a batch that executes is likely to end."""
@@ -418,7 +440,7 @@ class BatchQueue(Generic[T]):
         self._due.push(until_ns, lane.due_token, lane)
         return True
 
-    def _take(self, lane: Lane[T], now_ns: int, unreachable: list[Unreachable[T]]) -> Batch[T] | None:
+    def _take(self, lane: Lane[T], now_ns: int, starts_ns: int, unreachable: list[Unreachable[T]]) -> Batch[T] | None:
         """Let the lane's next batch leave: all that fits once somebody is overdue, else the preferred prefix, else all.
 
         None if requests had to be given up instead, which changes what is ready.
@@ -426,8 +448,8 @@ class BatchQueue(Generic[T]):
         key = lane.key
         cut = self._cut(lane, now_ns)
         late: list[Unreachable[T]] = []
-        if self._may_be_late(now_ns):
-            cut, late = self._sizing.most_in_time(key, lane, cut, now_ns)
+        if self._may_be_late(starts_ns):
+            cut, late = self._sizing.most_in_time(key, lane, cut, starts_ns)
         for entry in [one.entry for one in late] if late else cut.entries:
             lane.remove(entry)
             self._leave(entry)
@@ -440,7 +462,7 @@ class BatchQueue(Generic[T]):
         if late:
             unreachable += late
             return None
-        return self._start(key, cut.entries, cut.rows, cut.padded_rows, now_ns)
+        return self._start(key, cut.entries, cut.rows, cut.padded_rows, starts_ns)
 
     def _take_only(self, lane: Lane[T], now_ns: int) -> Batch[T]:
         """What `_take` comes to for one request with time to spare, which needs no thought: all that is in the lane."""

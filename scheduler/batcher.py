@@ -31,6 +31,7 @@ from scheduler.lane import Entry
 from scheduler.observer import BatchReport, Drop, GuardedObserver, NullObserver, Observer
 from scheduler.policy import NEVER, BatchPolicy
 from scheduler.runner import Outcome, Runner
+from scheduler.slots import Slots
 from scheduler.waiting import Room
 from scheduler.watchdog import Watchdog
 
@@ -92,15 +93,16 @@ class Pending(asyncio.Future[R], Generic[P, R]):
 class Hangs(Protocol):
     """Who sees to it that instances given up are replaced. Called on the event loop."""
 
-    def on_hang(self, runner: Any) -> None:
-        """Its execution exceeds the policy's limit. Its batch has failed, and it gets no more. `Batcher.add` takes
-        another in its place."""
+    def on_hang(self, runner: Any, others: Sequence[Any]) -> None:
+        """Its execution exceeds the policy's limit. Its batch has failed, and its instance gets no more. `others` are
+        slots of that which still execute. `Batcher.add` takes another in its place."""
 
     def on_loss(self, runner: Any, error: BaseException) -> None:
-        """Its execution has ended with an error after which none can succeed. Else as `on_hang`."""
+        """Its execution has ended with an error after which none can succeed. Else as `on_hang`; slots that still
+        execute may be told of by `on_return`."""
 
     def on_return(self, runner: Any) -> None:
-        """Its execution has ended after all, or failed; the outcome is nobody's."""
+        """What it executed when its instance was given up has ended after all, or failed."""
 
 
 class Batcher(Generic[P, R]):
@@ -108,7 +110,8 @@ class Batcher(Generic[P, R]):
 
     `runners` are started by `start` and stopped by `close`. `blames` says of an instance's error whose fault it may be;
     by default that of some of the requests. `hangs` is told of runners given up; without it, instances that are to
-    blame are used on. `room` is what its queue shares with those of other models.
+    blame are used on. `room` is what its queue shares with those of other models. `instance_of` tells of runners that
+    are slots of one instance, which one that is (`scheduler.slots`); by default each is an instance.
     All methods must be called on the event loop that ran `start`.
     """
 
@@ -122,6 +125,7 @@ class Batcher(Generic[P, R]):
         blames: Callable[[BaseException], Blame] = lambda error: Blame.REQUESTS,
         hangs: Hangs | None = None,
         room: Room | None = None,
+        instance_of: Callable[[Any], Hashable] = lambda runner: runner,
     ) -> None:
         self.policy = policy
         self._clock: Clock = clock or MonotonicClock()
@@ -129,9 +133,12 @@ class Batcher(Generic[P, R]):
         self._blames = blames
         self._hangs = hangs
         self._watchdog: Watchdog[Runner[P, R]] | None = None
-        self._queue: BatchQueue[Pending[P, R]] = BatchQueue(policy, len(runners), room)
+        self._queue: BatchQueue[Pending[P, R]] = BatchQueue(policy, len({*map(instance_of, runners)}), room)
         self._runners = tuple(runners)
-        self._idle: list[Runner[P, R]] = []
+        self._instance_of = instance_of
+        self._slots: Slots[Runner[P, R]] = Slots(instance_of)
+        # They execute for the last time: their instance was given up over another slot of it.
+        self._leaving: set[Runner[P, R]] = set()
         self._running: dict[Runner[P, R], Batch[Pending[P, R]]] = {}
         self._suspects: deque[Suspects[Pending[P, R]]] = deque()
         self._answers = OrderedAnswers() if policy.preserve_ordering else Answers()
@@ -173,7 +180,8 @@ class Batcher(Generic[P, R]):
         for runner in self._runners:
             runner.start()
         # A stack: the instance that ran last has the warmest caches.
-        self._idle = list(reversed(self._runners))
+        for runner in reversed(self._runners):
+            self._slots.add(runner)
         self._accepts = True
 
     # hot path
@@ -227,7 +235,8 @@ class Batcher(Generic[P, R]):
         return pending
 
     def add(self, runner: Runner[P, R]) -> None:
-        """One more instance, in the place of one that was given up. Into a closed batcher goes none: it is stopped."""
+        """One more instance, or slot of one, in the place of one that was given up. Into a closed batcher goes none: it
+        is stopped."""
         runner.start()
         if self._stopped:
             runner.stop()
@@ -235,7 +244,7 @@ class Batcher(Generic[P, R]):
         self._accepts = self._accepts or self._suspended
         self._suspended = False
         self._runners = (*self._runners, runner)
-        self._idle.append(runner)
+        self._slots.add(runner)
         self._request_turn()
 
     def suspend(self) -> None:
@@ -298,7 +307,7 @@ class Batcher(Generic[P, R]):
 
     def _lacks_company(self) -> bool:
         """Whether there is an instance to be kept waiting, and not a full batch for it already."""
-        return bool(self._idle) and not self._suspects and self._queue.rows < self.policy.max_batch_rows
+        return self._slots.idle > 0 and not self._suspects and self._queue.rows < self.policy.max_batch_rows
 
     def _on_alarm(self) -> None:
         self._wake_ns = None
@@ -310,9 +319,9 @@ class Batcher(Generic[P, R]):
         if self._stopped:
             return
         now_ns = self._clock.now_ns()
-        while self._suspects and self._idle:
+        while self._suspects and self._slots.free:
             self._run_again(self._suspects.popleft(), now_ns)
-        step = self._queue.poll(now_ns, len(self._idle))
+        step = self._queue.poll(now_ns, self._slots.idle, self._slots.ahead)
         for batch in step.batches:
             self._execute(batch, None)
         self._set_alarm(step.wake_ns)
@@ -335,7 +344,7 @@ class Batcher(Generic[P, R]):
             self._alarm.set(wake_ns)
 
     def _execute(self, batch: Batch[Pending[P, R]], suspects: Suspects[Pending[P, R]] | None) -> None:
-        runner = self._idle.pop()
+        runner = self._slots.take()
         self._running[runner] = batch
         self._company.on_start(len(batch.entries), self._queue.requests)
         payloads = []
@@ -355,10 +364,14 @@ class Batcher(Generic[P, R]):
         if self._watchdog is not None:
             self._watchdog.ended(runner)
         batch = self._running.pop(runner)
-        self._idle.append(runner)
+        if runner in self._leaving:
+            self._leave(runner)
+        else:
+            self._slots.back(runner)
         self._company.on_end(len(batch.entries))
         duration_ns = outcome.finished_ns - outcome.started_ns
-        self._queue.done(batch, outcome.finished_ns, None if outcome.error else duration_ns)
+        computed_ns = duration_ns - getattr(outcome.executed, "waited_ns", 0)
+        self._queue.done(batch, outcome.finished_ns, None if outcome.error else computed_ns)
         failed = self._on_failure(runner, batch, outcome.error, suspects) if outcome.error else ()
         try:
             if duration_ns < _LOOP_NS * len(batch.entries) and self._lacks_company():
@@ -375,13 +388,15 @@ class Batcher(Generic[P, R]):
     def _on_late(self, runner: Runner[P, R]) -> None:
         """Give up on what it executes, and on the instance: there is no way to interrupt it."""
         batch = self._running.pop(runner)
-        self._give_up_instance(runner)
+        is_known = runner in self._leaving
+        others = () if is_known else self._give_up_instance(runner)
+        self._leaving.discard(runner)
         self._company.on_end(len(batch.entries))
         self._queue.done(batch, self._clock.now_ns(), None)
         for entry in batch.entries:
             self._fail(entry, ExecutionTimeout(self.policy.execution_limit_ns))
-        if self._hangs is not None:
-            self._hangs.on_hang(runner)
+        if self._hangs is not None and not is_known:
+            self._hangs.on_hang(runner, others)
         self._turn()
 
     def _on_failure(
@@ -395,7 +410,7 @@ class Batcher(Generic[P, R]):
         blame = self._blame_for(error)
         if blame is Blame.SIZE:
             self._queue.exhausted(batch.padded_rows, self._clock.now_ns())
-        if blame is Blame.INSTANCE and self._hangs is not None:
+        if blame is Blame.INSTANCE and self._hangs is not None and runner in self._runners:
             self._give_up_instance(runner)
             self._hangs.on_loss(runner, error)
         if not self.policy.isolate_failures:
@@ -405,10 +420,25 @@ class Batcher(Generic[P, R]):
         self._suspects.extend(groups)
         return () if groups else batch.entries
 
-    def _give_up_instance(self, runner: Runner[P, R]) -> None:
-        self._idle = [one for one in self._idle if one is not runner]
-        self._runners = tuple(one for one in self._runners if one is not runner)
+    def _give_up_instance(self, runner: Runner[P, R]) -> Sequence[Runner[P, R]]:
+        """Nothing more for `runner`, which executes nothing that counts, and the other slots of its instance. Returns
+        those of them that execute: their answers still count."""
+        instance = self._instance_of(runner)
+        slots = [one for one in self._runners if self._instance_of(one) == instance]
+        for one in slots:
+            self._slots.remove(one)
+            if one not in self._running:
+                one.stop()
+        self._runners = tuple(one for one in self._runners if one not in slots)
+        executing = [one for one in slots if one in self._running]
+        self._leaving.update(executing)
+        return executing
+
+    def _leave(self, runner: Runner[P, R]) -> None:
+        """It was given up for another slot's sake, and has executed what it was given before."""
+        self._leaving.discard(runner)
         runner.stop()
+        self._returned(runner)
 
     def _returned(self, runner: Runner[P, R]) -> None:
         if self._hangs is not None:

@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from backends.base import Abandonable, Device, ModelInstance, Tensors
+from backends.base import Abandonable, Device, ModelInstance, Slotted, Tensors
 from backends.remote import RemoteInstance, RemoteModel
 from scheduler.batcher import Batcher
 from scheduler.runner import TaskRunner, ThreadRunner
@@ -38,8 +38,8 @@ Instance = ModelInstance | RemoteInstance
 
 
 class Instances:
-    """Those of `loaded`, executing by what `execute_of` makes of each. `on_change` is called when `able` may have
-    changed."""
+    """Those of `loaded`, executing by what `execute_of` makes of each, or of each of its slots. `on_change` is called
+    when `able` may have changed."""
 
     def __init__(
         self,
@@ -53,7 +53,9 @@ class Instances:
         self._statistics = statistics
         self._on_change = on_change
         self._made = 0
-        self._live = {self._runner(instance): instance for instance in loaded.instances}
+        # Slots of one instance have a runner each.
+        self._live = {runner: one for one in loaded.instances for runner in self._new_runners(one)}
+        # Runners that execute although their instance was given up.
         self._hanging: dict[Runner, Instance] = {}
         self._lost: list[Instance] = []
         self._hopeless = ""
@@ -82,22 +84,28 @@ class Instances:
         """Whether there are threads that may never end, or instances that can't be taken down."""
         return bool(self._hanging or self._replacing or self._lost)
 
-    def on_hang(self, runner: Runner) -> None:
+    def instance_of(self, runner: Runner) -> int:
+        """What slots of one instance have in common, one that doesn't hang."""
+        return id(self._live[runner])
+
+    def on_hang(self, runner: Runner, others: Sequence[Runner]) -> None:
         """Put another in its place, unless too many hang."""
-        instance = self._hanging[runner] = self._live.pop(runner)
+        instance = self._take_out(runner)
+        self._hanging.update((one, instance) for one in (runner, *others))
         self._statistics.hung_executions += 1
         self._tell("an execution hangs")
         if isinstance(instance, Abandonable):
             instance.abandon()
-        if len(self._hanging) > _MOST_HANGING:
+        hanging = _count(self._hanging)
+        if hanging > _MOST_HANGING:
             name, version = self._loaded.name, self._loaded.version
-            _log.error("model '%s' version %s: no more instances: %d hang", name, version, len(self._hanging))
+            _log.error("model '%s' version %s: no more instances: %d hang", name, version, hanging)
             return
         self._start_replacing(instance.device)
 
     def on_loss(self, runner: Runner, error: BaseException) -> None:
         """Put another in its place. What it holds is kept until the process ends."""
-        instance = self._live.pop(runner)
+        instance = self._take_out(runner)
         self._lost.append(instance)
         self._statistics.lost_instances += 1
         self._tell(f"an instance is lost: {error}")
@@ -105,19 +113,29 @@ class Instances:
 
     def on_return(self, runner: Runner) -> None:
         """Give back what it used; on a thread, since that may take as long as a load."""
+        instance = self._hanging.pop(runner, None)
+        if instance is None:
+            return  # of an instance that was lost
         _log.warning("model '%s' version %s: an execution that hung has ended", self._loaded.name, self._loaded.version)
-        instance = self._hanging.pop(runner)
-        asyncio.get_running_loop().run_in_executor(None, instance.close)
+        if all(one is not instance for one in self._hanging.values()):
+            asyncio.get_running_loop().run_in_executor(None, instance.close)
 
     async def close(self) -> None:
         """Give everything back that nothing executes on. What still hangs keeps what it uses."""
         self._closed = True
         # Closing what loads, hangs or is lost isn't safe, and the model is what its instances are made of.
         close_model = not self.hangs
-        await asyncio.to_thread(_close, list(self._live.values()), self._loaded if close_model else None)
+        instances = list({id(one): one for one in self._live.values()}.values())
+        await asyncio.to_thread(_close, instances, self._loaded if close_model else None)
+
+    def _take_out(self, runner: Runner) -> Instance:
+        """The instance that `runner` is a slot of, which isn't among those that live any more."""
+        instance = self._live[runner]
+        self._live = {one: its for one, its in self._live.items() if its is not instance}
+        return instance
 
     def _tell(self, what: str) -> None:
-        name, version, left = self._loaded.name, self._loaded.version, len(self._live)
+        name, version, left = self._loaded.name, self._loaded.version, _count(self._live)
         _log.error("model '%s' version %s: %s; %d instances are left", name, version, what, left)
         self._on_change()
 
@@ -153,10 +171,10 @@ class Instances:
         self._on_change()
 
     def _add(self, instance: Instance) -> None:
-        runner = self._runner(instance)
-        self._live[runner] = instance
         self._hopeless = ""
-        self.batcher.add(runner)
+        for runner in self._new_runners(instance):
+            self._live[runner] = instance
+            self.batcher.add(runner)
         _log.warning("model '%s' version %s: an instance is replaced", self._loaded.name, self._loaded.version)
         self._on_change()
 
@@ -169,12 +187,22 @@ class Instances:
         warm_up_by_default(self._loaded.name, self._loaded.plan, [instance])
         return instance
 
-    def _runner(self, instance: Instance) -> Runner:
+    def _new_runners(self, instance: Instance) -> Sequence[Runner]:
         if isinstance(instance, RemoteInstance):
-            return TaskRunner(instance.execute)
+            return [TaskRunner(instance.execute)]
         name = f"{self._loaded.name}_{self._loaded.version}_{self._made}"
         self._made += 1
-        return ThreadRunner(name, self._execute_of(instance))
+        if not isinstance(instance, Slotted):
+            return [ThreadRunner(name, self._execute_of(instance))]
+        return [
+            ThreadRunner(f"{name}_{number}", self._execute_of(slot), slot.start)
+            for number, slot in enumerate(instance.slots)
+        ]
+
+
+def _count(instances: Mapping[Runner, Instance]) -> int:
+    """How many there are, whatever their slots."""
+    return len({id(one) for one in instances.values()})
 
 
 def _close(instances: Sequence[Instance], loaded: LoadedVersion | None) -> None:

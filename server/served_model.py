@@ -80,6 +80,7 @@ class ServedModel:
             blames=_blame_for,
             hangs=self._instances,
             room=room,
+            instance_of=self._instances.instance_of,
         )
         self._instances.batcher = self.batcher
         self._metrics = metrics

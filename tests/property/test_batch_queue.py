@@ -69,14 +69,22 @@ class NaiveQueue:
         allowed = self.allowed(now_ns)
         return {rows for rows in self.policy.preferred if rows <= allowed} or {allowed}
 
-    def poll(self, now_ns: int, idle: int) -> tuple[list[list[int]], list[int]]:
+    def poll(self, now_ns: int, idle: int, ahead: int) -> tuple[list[list[int]], list[int]]:
         expired = self.expire(now_ns)
         batches = []
-        while len(batches) < idle and (candidates := [b for key in self.lane_keys() if (b := self.batch(key, now_ns))]):
+        while candidates := [b for key in self.lane_keys() if (b := self.batch(key, now_ns))]:
             batch = min(candidates, key=lambda b: b[0].order)
+            if len(batches) >= (idle + ahead if self.is_enough(batch[0].key, now_ns) else idle):
+                break
             self.waiting = [one for one in self.waiting if one not in batch]
             batches.append([one.number for one in batch])
         return batches, [one.number for one in expired]
+
+    def is_enough(self, key: str, now_ns: int) -> bool:
+        """Whether more requests could make the lane's next batch no larger."""
+        lane = [one for one in self.waiting if one.key == key]
+        most = self.policy.max_batch_requests
+        return sum(one.rows for one in lane) >= self.allowed(now_ns) or 0 < most <= len(lane)
 
     def expire(self, now_ns: int) -> list[Waiting]:
         """Refuse those whose time is up; one after the other by deadline, let those that may wait on behind."""
@@ -215,11 +223,11 @@ class QueueAgainstNaive(RuleBasedStateMachine):
         self.naive.waiting = [one for one in self.naive.waiting if one.number != number]
         self.left += was_waiting
 
-    @rule(idle=st.sampled_from([0, 1, 1, 3]))
-    def poll(self, idle: int) -> None:
+    @rule(idle=st.sampled_from([0, 1, 1, 3]), ahead=st.sampled_from([0, 0, 1, 2]))
+    def poll(self, idle: int, ahead: int) -> None:
         deadlines = {one.number: one.rpc_deadline_ns for one in self.naive.waiting}
-        step = self.queue.poll(self.now_ns, idle)
-        batches, expired = self.naive.poll(self.now_ns, idle)
+        step = self.queue.poll(self.now_ns, idle, ahead)
+        batches, expired = self.naive.poll(self.now_ns, idle, ahead)
         assert [[entry.payload for entry in batch.entries] for batch in step.batches] == batches
         assert sorted(entry.payload for entry in step.expired) == sorted(expired)
         assert not step.unreachable
@@ -275,7 +283,7 @@ class QueueAgainstNaive(RuleBasedStateMachine):
         if not hasattr(self, "queue"):
             return
         self.flush()
-        self.poll(idle=10_000)
+        self.poll(idle=10_000, ahead=0)
         assert self.queue.requests == self.queue.rows == self.queue.size_bytes == self.queue.lanes == 0
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import pytest
@@ -37,7 +37,7 @@ class Bench:
         )
         self.batcher.start()
 
-    def on_hang(self, runner: Any) -> None:
+    def on_hang(self, runner: Any, others: Sequence[Any]) -> None:
         raise AssertionError("nothing hangs here")
 
     def on_return(self, runner: Any) -> None:
