@@ -25,7 +25,7 @@ import numpy as np
 from backends.accelerator import HostMemory, Lanes, Memory
 from backends.base import Array, Device, Execution, ModelSpec, Slot, Tensors, TensorSpec
 from backends.batching import rows_of, split, wrong_count
-from backends.errors import DeviceError, ExecutionError, LoadError, SessionError
+from backends.errors import DeviceError, DeviceLost, ExecutionError, LoadError, OutOfMemory, SessionError
 from backends.home import Home
 from backends.onnx_failures import device_failure, failure
 from backends.onnx_instance import BFLOAT16, from_ortvalue
@@ -146,7 +146,7 @@ class _Shared:
 
     def next_graph(self) -> int:
         """An id that no graph has. Under the lock."""
-        return max(0, *self._run_options) + 1
+        return max((0, *self._run_options)) + 1
 
     def waited_ns(self, turn: int, staged_ns: int, ended_ns: int) -> int:
         """How long computation number `turn`, which ended at `ended_ns`, waited for the one before. 0 if that isn't
@@ -252,6 +252,8 @@ class StagedSlot:
         session = self._shared.session
         try:
             self._execute(requests, padded_rows, captures=self._shared.graphs)
+        except (DeviceLost, OutOfMemory):
+            raise  # it ran as it always does before it is captured
         except ExecutionError as error:
             if not self._shared.graphs:
                 raise

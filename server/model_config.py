@@ -117,6 +117,7 @@ def model_source(
         cpu_accelerators=tuple((one.name, dict(one.parameters)) for one in accelerators.cpu_execution_accelerator),
         op_libraries=op_libraries,
         largest_rows=largest_rows,
+        cuda_graphs=config.optimization.cuda.graphs,
     )
 
 
