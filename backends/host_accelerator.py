@@ -75,9 +75,10 @@ class HostAccelerator:
     """`Accelerator` that is the host."""
 
     ort_device = ("cpu", 0)
-    memory_name = "Cpu"
 
-    def __init__(self) -> None:
+    def __init__(self, memory_name: str = "Cpu") -> None:
+        """With another `memory_name`, no model has a tensor on the device: all are in the host's memory."""
+        self.memory_name = memory_name
         self._lock = threading.RLock()
         self.allocations = 0
 

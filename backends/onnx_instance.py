@@ -12,10 +12,12 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import onnxruntime as ort  # type: ignore[import-untyped,unused-ignore]
 
+from backends.accelerator import Lanes
 from backends.base import MISSING, Array, Device, Execution, ModelSpec, Tensors, TensorSpec
-from backends.errors import ExecutionError
+from backends.errors import DeviceError, ExecutionError
+from backends.onnx_failures import device_failure, failure
 from backends.onnx_options import OnnxOptions
-from backends.onnx_sessions import OpenSession, failure, run_options
+from backends.onnx_sessions import OpenSession, run_options
 from backends.ragged import batch_input_tensors, batch_runner
 from backends.texts import decode_texts, encode_texts
 
@@ -46,11 +48,19 @@ class OnnxInstance:
         return self._device
 
     def execute(self, requests: Sequence[Tensors], padded_rows: int = 0) -> Execution:
+        if self._lanes is not None:
+            self._enter(self._lanes)
         return self._run_batch(requests, self._run, padded_rows)
 
     def close(self) -> None:
         # The session goes when its last instance and the model let go; `_run` is bound to self and so must not hold it.
         self._session = None
+
+    def _enter(self, lanes: Lanes) -> None:
+        try:
+            lanes.accelerator.enter()
+        except DeviceError as error:
+            raise device_failure(error) from error
 
     def _runner(self) -> Callable[[Sequence[Array]], Tensors]:
         datatypes = {tensor.datatype for tensor in (*self._inputs, *self._spec.outputs)}

@@ -117,8 +117,12 @@ class _Shared:
         self.accelerator = opened.lanes.accelerator
         self.graphs = opened.graphs
         inputs, outputs = memory_names(opened.session)
-        self.inputs = [_tensor(one, inputs[one.name] == self.accelerator.memory_name) for one in spec.inputs]
-        self.outputs = [_tensor(one, outputs[one.name] == self.accelerator.memory_name) for one in spec.outputs]
+        memory = self.accelerator.memory_name
+        self.inputs = [_tensor(one, inputs[one.name] == memory) for one in spec.inputs]
+        self.outputs = [_tensor(one, outputs[one.name] == memory) for one in spec.outputs]
+        beside = {one.name: (inputs | outputs)[one.name] for one in (*self.inputs, *self.outputs) if not one.on_device}
+        if beside:
+            _log.info("model '%s': tensors that aren't in the device's memory, and in which: %s", name, beside)
         self.pools = [OutputPool(self.accelerator.host_memory) for _ in self.outputs]
         self._name = name
         self._session: Any = opened.session

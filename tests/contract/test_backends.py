@@ -179,6 +179,9 @@ SUBJECTS: dict[str, Callable[[Path], Subject]] = {
     "onnx-staged-bf16": lambda folder: _onnx_identity(folder, "BF16", _bits, backend=_staged()),
     "onnx-staged-floats": lambda folder: _onnx_identity(folder, "FP32", _floats, backend=_staged()),
     "onnx-staged-strings": lambda folder: _onnx_identity(folder, "BYTES", _texts, backend=_staged()),
+    "onnx-staged-beside": lambda folder: _onnx_identity(
+        folder, "FP32", _floats, backend=_staged(HostAccelerator("another"))
+    ),
     "onnx-staged-driver": lambda folder: _onnx_identity(
         folder, "FP32", _floats, backend=_staged(stand_in.accelerator(folder))
     ),
