@@ -32,6 +32,8 @@ What is measured stands in [bench/scenarios](../bench/scenarios), how, in [bench
 is taken within a round, of two that were measured after one another on the same machine; the median of the rounds is
 told, with the lowest and the highest in brackets. Other machines have other requests per second; ratios carry over
 better.
+
+Nothing was measured on a GPU, and [the way to it](decisions/0005-the-way-to-the-gpu.md) has never run on one.
 """
 _CHAPTERS = (
     ("Missed", "missed", "What falls short of what it should reach."),
