@@ -236,6 +236,11 @@ class Slot(ModelInstance, Protocol):
         """Execute, on the thread that `start` has run things, and remember what makes that shape quick. Before `start`.
         Blocks; raises as `execute`."""
 
+    def room(self, index: int, shape: tuple[int, ...]) -> Array:
+        """Where input `index` of that shape may be written, rather than to memory of one's own: of a request that is
+        executed alone, next, and brings it as it is, nothing is copied. What was there before is gone. On the thread
+        that executes; raises as `execute`."""
+
     def start(self, name: str, function: Callable[[], None]) -> None:
         """Have the slot's own thread, called `name` from then on, run `function`. It is to call `execute` there."""
 

@@ -120,7 +120,7 @@ class ServedModel:
         """Where nothing can lie in shared memory, nobody pays for looking."""
         if regions is None:
             return cast("ExecuteInputs", instance.execute)
-        return reading(instance.execute, self.spec)
+        return reading(instance.execute, self.spec, getattr(instance, "room", None))
 
     def start(self) -> None:
         """Take requests, on the running event loop, and show in the metrics."""

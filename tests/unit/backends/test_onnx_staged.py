@@ -155,6 +155,28 @@ def test_execute_without_requests_or_with_two_where_there_is_no_batch_axis_is_th
         slot.execute([])
 
 
+def test_execute_of_what_was_written_to_the_slots_room_copies_nothing_and_is_right(tmp_path: Path) -> None:
+    slot = identity(tmp_path, HostAccelerator()).slots[0]
+    for count in (2, 300, 1):
+        room = slot.room(0, (count, 2))
+        room[...] = count
+        again = slot.room(0, (count, 2))
+        assert again.ctypes.data == room.ctypes.data
+        assert slot.execute([(room,)]).results[0][0].tolist() == [[count, count]] * count
+        # Padded, of another size, or not alone: it is like any other array.
+        assert slot.execute([(room.copy(),)], count + 3).results[0][0].tolist() == [[count, count]] * count
+
+
+def test_room_that_cannot_be_had_says_so(tmp_path: Path) -> None:
+    driver = stand_in.build(tmp_path)
+    slot = identity(tmp_path, stand_in.accelerator(tmp_path, driver)).slots[0]
+    driver.stand_in_fail(b"cuMemHostAlloc", 2)
+    with pytest.raises(OutOfMemory):
+        slot.room(0, (4, 2))
+    slot.room(0, (4, 2))[...] = 3
+    assert slot.execute([(slot.room(0, (4, 2)),)]).results[0][0].tolist() == [[3, 3]] * 4
+
+
 def test_execute_scalars_without_batch_axis(tmp_path: Path) -> None:
     spec = ModelSpec((TensorSpec("INPUT0", "FP32", ()),), (TensorSpec("OUTPUT0", "FP32", ()),))
     instance = opened(tmp_path, models.identity("FP32", ()), spec, HostAccelerator())
