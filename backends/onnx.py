@@ -21,7 +21,8 @@ from backends.errors import DeviceError, LoadError
 from backends.onnx_instance import OnnxInstance
 from backends.onnx_options import OnnxOptions, parse_options, without_graphs
 from backends.onnx_sessions import CUDA, OpenSession, open_session, probe_cuda
-from backends.onnx_staged import StagedInstance, why_not_staged
+from backends.onnx_shared import why_not_staged
+from backends.onnx_staged import StagedInstance
 from backends.onnx_types import check_served, is_known, tensor_spec
 from backends.placement import on_cpu, on_gpus
 

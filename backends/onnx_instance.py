@@ -6,6 +6,7 @@ splitting (`batching`).
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 from collections.abc import Callable, Sequence
 
@@ -54,6 +55,10 @@ class OnnxInstance:
 
     def close(self) -> None:
         # The session goes when its last instance and the model let go; `_run` is bound to self and so must not hold it.
+        if self._lanes is not None:
+            # Giving memory back is among what a capture on another thread would forbid.
+            with contextlib.suppress(DeviceError):
+                self._lanes.accelerator.enter()
         self._session = None
 
     def _enter(self, lanes: Lanes) -> None:

@@ -13,168 +13,31 @@ those of the outputs in the host's memory are the slot's own, and all that it qu
 from __future__ import annotations
 
 import contextlib
-import logging
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from time import monotonic_ns
 from typing import Any
 
-import numpy as np
-
-from backends.accelerator import HostMemory, Lanes, Memory
-from backends.base import Array, Device, Execution, ModelSpec, Slot, Tensors, TensorSpec
+from backends.accelerator import HostMemory, Memory
+from backends.base import Array, Device, Execution, ModelSpec, Slot, Tensors
 from backends.batching import rows_of, split, wrong_count
 from backends.errors import DeviceError, DeviceLost, ExecutionError, LoadError, OutOfMemory, SessionError
 from backends.home import Home
 from backends.onnx_failures import device_failure, failure
-from backends.onnx_instance import BFLOAT16, from_ortvalue
+from backends.onnx_instance import from_ortvalue
 from backends.onnx_options import OnnxOptions
-from backends.onnx_sessions import NO_GRAPH, OpenSession, memory_names, staged_run_options
-from backends.ragged import as_the_model_sees
-from backends.staging import Growing, OutputPool, array_in, join_into
-from protos.datatypes import by_name
+from backends.onnx_sessions import NO_GRAPH, OpenSession
+from backends.onnx_shared import Bound, Shape, Shared, StagedTensor
+from backends.staging import Growing, array_in, join_into
 
-__all__ = ["StagedInstance", "why_not_staged"]
-
-_log = logging.getLogger("paceline.backends.onnx")
+__all__ = ["StagedInstance"]
 
 _SLOTS = 2
 """One computes, one is got ready. A third would only hold requests that could still be joined by others."""
+_RESERVED = _SLOTS + 2
+"""Blocks of memory for each output's results before the first request: one a slot, and those of answers that leave."""
 _MOST_BINDINGS = 64
 """Of shapes, for each slot; those of captured graphs come on top."""
-
-Shape = tuple[int, ...]
-
-
-def why_not_staged(opened: OpenSession, spec: ModelSpec) -> str:
-    """Why batches of `spec` have to go the plain way; "" if they needn't."""
-    if opened.lanes is None:
-        return "its device is the CPU"
-    if not spec.by_rows:
-        return "it has tensors that are more than rows"
-    texts = [tensor.name for tensor in (*spec.inputs, *spec.outputs) if tensor.datatype == "BYTES"]
-    if texts:
-        return f"'{texts[0]}' is text"
-    if not spec.inputs or not spec.outputs:
-        return "it has no inputs or no outputs"
-    try:
-        inputs, outputs = memory_names(opened.session)
-        unknown = [one.name for one in spec.inputs if one.name not in inputs]
-        unknown += [one.name for one in spec.outputs if one.name not in outputs]
-    except Exception as error:  # noqa: BLE001 - its exceptions share no base class; the plain way asks nothing
-        return f"onnxruntime doesn't tell where its tensors lie: {error}"
-    return f"'{unknown[0]}' is none that onnxruntime tells of" if unknown else ""
-
-
-@dataclass(frozen=True, slots=True)
-class _Tensor:
-    """One input or output. `element` is its type in ONNX Runtime's terms, `dims` what the model sees behind the batch
-    axis. `on_device`: the model reads or writes it there, and not in the host's memory."""
-
-    name: str
-    dtype: np.dtype[Any]
-    element: Any
-    dims: Shape
-    on_device: bool
-
-    def size_bytes(self, shape: Shape) -> int:
-        size = self.dtype.itemsize
-        for dim in shape:
-            size *= dim
-        return size
-
-
-class _Bound:
-    """Where the tensors of batches of one shape lie, as ONNX Runtime knows it. `shapes` are those of the outputs, None
-    where only the execution tells. `graph` is the graph that was captured of it."""
-
-    __slots__ = ("addresses", "binding", "graph", "shapes")
-
-    def __init__(self, binding: Any, shapes: list[Shape | None], addresses: list[int]) -> None:
-        self.binding = binding
-        self.shapes = shapes
-        self.addresses = addresses
-        self.graph = NO_GRAPH
-
-
-class _Shared:
-    """What the slots of an instance have in common."""
-
-    def __init__(
-        self,
-        name: str,
-        opened: OpenSession,
-        spec: ModelSpec,
-        device: Device,
-        options: OnnxOptions,
-        reopen: Callable[[], OpenSession],
-    ) -> None:
-        assert opened.lanes is not None
-        self.spec = as_the_model_sees(spec)
-        self.lanes: Lanes = opened.lanes
-        self.lock = threading.Lock()
-        self.accelerator = opened.lanes.accelerator
-        self.graphs = opened.graphs
-        inputs, outputs = memory_names(opened.session)
-        memory = self.accelerator.memory_name
-        self.inputs = [_tensor(one, inputs[one.name] == memory) for one in spec.inputs]
-        self.outputs = [_tensor(one, outputs[one.name] == memory) for one in spec.outputs]
-        beside = {one.name: (inputs | outputs)[one.name] for one in (*self.inputs, *self.outputs) if not one.on_device}
-        if beside:
-            _log.info("model '%s': tensors that aren't in the device's memory, and in which: %s", name, beside)
-        self.pools = [OutputPool(self.accelerator.host_memory) for _ in self.outputs]
-        self._name = name
-        self._session: Any = opened.session
-        self._device = device
-        self._options = options
-        self._reopen = reopen
-        self._run_options: dict[int, Any] = {}
-        # Computations queued so far, which is under the lock, and the number and the end of the last one that is done.
-        self.queued = 0
-        self._done = (0, 0)
-
-    @property
-    def session(self) -> Any:
-        session = self._session
-        if session is None:
-            raise ExecutionError("the instance is closed")
-        return session
-
-    def run_options(self, graph: int) -> Any:
-        made = self._run_options.get(graph)
-        if made is None:
-            made = staged_run_options(self._options, self._device, graph if self.graphs else None)
-            self._run_options[graph] = made
-        return made
-
-    def next_graph(self) -> int:
-        """An id that no graph has. Under the lock."""
-        return max((0, *self._run_options)) + 1
-
-    def waited_ns(self, turn: int, staged_ns: int, ended_ns: int) -> int:
-        """How long computation number `turn`, which ended at `ended_ns`, waited for the one before. 0 if that isn't
-        known: its slot may hear of its end after ours does."""
-        done, before_ns = self._done
-        self._done = (turn, ended_ns)
-        return max(0, min(before_ns, ended_ns) - staged_ns) if done == turn - 1 else 0
-
-    def give_up_graphs(self, session: Any, error: Exception) -> None:
-        """Go on with a session that captures nothing in the place of `session`: one that failed to is past use.
-
-        Raises LoadError.
-        """
-        with self.lock:
-            if self._session is not session:
-                return
-            _log.warning("model '%s' runs without CUDA graphs: %s", self._name, error)
-            opened = self._reopen()
-            assert opened.lanes is not None
-            self._session, self.lanes, self.graphs = opened.session, opened.lanes, False
-            self._run_options.clear()
-
-    def close(self) -> None:
-        self._session = None
 
 
 class StagedInstance:
@@ -193,7 +56,7 @@ class StagedInstance:
         reopen: Callable[[], OpenSession],
     ) -> None:
         self._device = device
-        self._shared = _Shared(name, opened, spec, device, options, reopen)
+        self._shared = Shared(name, opened, spec, device, options, reopen)
         self._slots = tuple(StagedSlot(self._shared, device) for _ in range(_SLOTS))
 
     @property
@@ -217,14 +80,14 @@ class StagedInstance:
 class StagedSlot:
     """`Slot` of a `StagedInstance`."""
 
-    def __init__(self, shared: _Shared, device: Device) -> None:
+    def __init__(self, shared: Shared, device: Device) -> None:
         self._shared = shared
         self._device = device
         self._home = Home()
         accelerator = shared.accelerator
         self._copied_in, self._computed, self._copied_out = (accelerator.event() for _ in range(3))
         # By the shapes of the inputs; good for one session.
-        self._bindings: dict[tuple[Shape, ...], _Bound] = {}
+        self._bindings: dict[tuple[Shape, ...], Bound] = {}
         self._bound_to: Any = None
         # Whatever is bound has to be forgotten when it moves, were it for an allocation that fails.
         forget = self._bindings.clear
@@ -264,6 +127,8 @@ class StagedSlot:
         session = self._shared.session
         try:
             self._execute(requests, padded_rows, captures=self._shared.graphs)
+            for pool in self._shared.pools:
+                pool.reserve(_RESERVED)
         except (DeviceLost, OutOfMemory):
             raise  # it ran as it always does before it is captured
         except ExecutionError as error:
@@ -301,7 +166,7 @@ class StagedSlot:
         infer_ns, output_ns = ran_ns - staged_ns - waited_ns, monotonic_ns() - ran_ns
         return Execution(results, staged_ns - began_ns, infer_ns, output_ns, waited_ns)
 
-    def _stage(self, session: Any, requests: Sequence[Tensors], rows: int, padding: int) -> _Bound:
+    def _stage(self, session: Any, requests: Sequence[Tensors], rows: int, padding: int) -> Bound:
         """Write the inputs to where the device takes them from, and have it take them."""
         shared, batched = self._shared, self._shared.spec.batched
         shared.accelerator.enter()
@@ -328,14 +193,14 @@ class StagedSlot:
         key = tuple(shapes)
         return self._bindings.get(key) or self._bind(session, key, given, rows + padding)
 
-    def _bind(self, session: Any, shapes: tuple[Shape, ...], given: list[int], rows: int) -> _Bound:
+    def _bind(self, session: Any, shapes: tuple[Shape, ...], given: list[int], rows: int) -> Bound:
         shared = self._shared
         fitted = [self._fit_output(index, rows) for index in range(len(shared.outputs))]
         binding = session.io_binding()
         for tensor, shape, address in zip(shared.inputs, shapes, given, strict=True):
             device = shared.accelerator.ort_device if tensor.on_device else ("cpu", 0)
             binding.bind_input(tensor.name, *device, tensor.element, shape, address)
-        bound = _Bound(binding, [shape for shape, _ in fitted], [address for _, address in fitted])
+        bound = Bound(binding, [shape for shape, _ in fitted], [address for _, address in fitted])
         for index, tensor in enumerate(shared.outputs):
             if bound.shapes[index] is None:
                 continue
@@ -356,7 +221,7 @@ class StagedSlot:
         shape = (rows, *tensor.dims) if self._shared.spec.batched else tensor.dims
         return shape, self._taken[index].fit(tensor.size_bytes(shape)).address
 
-    def _compute(self, session: Any, bound: _Bound, captures: bool) -> int:
+    def _compute(self, session: Any, bound: Bound, captures: bool) -> int:
         """Queue the computation behind the copies of its inputs. Returns its number among those of the instance."""
         shared = self._shared
         if None in bound.shapes:
@@ -374,7 +239,7 @@ class StagedSlot:
             shared.queued += 1
             return shared.queued
 
-    def _graph(self, bound: _Bound, captures: bool) -> int:
+    def _graph(self, bound: Bound, captures: bool) -> int:
         """The graph to replay or to capture, which reads and writes fixed places on the device only. Graphs belong to
         the thread that captured them."""
         thread = threading.get_ident()
@@ -383,17 +248,17 @@ class StagedSlot:
             return self._shared.next_graph()
         return bound.graph if thread == self._capturing_thread else NO_GRAPH
 
-    def _is_fixed(self, bound: _Bound) -> bool:
+    def _is_fixed(self, bound: Bound) -> bool:
         return None not in bound.shapes and all(tensor.on_device for tensor in self._shared.inputs)
 
-    def _bind_open(self, bound: _Bound) -> None:
+    def _bind_open(self, bound: Bound) -> None:
         """Have ONNX Runtime allocate anew what it made room for last time: sizes may differ."""
         for tensor, shape in zip(self._shared.outputs, bound.shapes, strict=True):
             if shape is None:
                 device = self._shared.accelerator.ort_device if tensor.on_device else ("cpu", 0)
                 bound.binding.bind_output(tensor.name, *device)
 
-    def _collect(self, bound: _Bound) -> list[Array]:
+    def _collect(self, bound: Bound) -> list[Array]:
         """The outputs, in memory that goes back when their last view is gone. Blocks until they are there."""
         shared = self._shared
         copy_out = shared.lanes.copy_out
@@ -417,13 +282,13 @@ class StagedSlot:
                 outputs.insert(index, from_ortvalue(values[tensor.name]))
         return outputs
 
-    def _values(self, bound: _Bound) -> dict[str, Any]:
+    def _values(self, bound: Bound) -> dict[str, Any]:
         """What ONNX Runtime made room for, by output; it stays while the result is held."""
         if None not in bound.shapes:
             return {}
         return dict(zip(self._order(bound), bound.binding.get_outputs(), strict=True))
 
-    def _order(self, bound: _Bound) -> list[str]:
+    def _order(self, bound: Bound) -> list[str]:
         """Names in the order in which they were bound: those of known shape first."""
         known = [
             tensor.name for tensor, shape in zip(self._shared.outputs, bound.shapes, strict=True) if shape is not None
@@ -442,7 +307,7 @@ class StagedSlot:
                 stream.synchronize()
 
 
-def _is_there(column: Sequence[Array], host: HostMemory, tensor: _Tensor, shape: Shape) -> bool:
+def _is_there(column: Sequence[Array], host: HostMemory, tensor: StagedTensor, shape: Shape) -> bool:
     """Whether it was written to the slot's own memory already."""
     array = column[0]
     same = len(column) == 1 and array.shape == shape and array.dtype == tensor.dtype and array.flags.c_contiguous
@@ -451,9 +316,3 @@ def _is_there(column: Sequence[Array], host: HostMemory, tensor: _Tensor, shape:
 
 def _do_nothing() -> None:
     pass
-
-
-def _tensor(tensor: TensorSpec, on_device: bool) -> _Tensor:
-    dtype = by_name(tensor.datatype).dtype
-    element = BFLOAT16 if tensor.datatype == "BF16" else dtype.type
-    return _Tensor(tensor.name, dtype, element, tensor.model_dims, on_device)

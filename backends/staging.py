@@ -78,6 +78,11 @@ class OutputPool:
         block._memory, block._free = memory, self._free
         return np.ndarray(shape, dtype, block), memory.address
 
+    def reserve(self, count: int) -> None:
+        """Have memory for so many arrays as large as the largest so far. Raises DeviceError."""
+        for _ in range(count - len(self._free)):
+            self._free.append(self._allocate(max(self._size_bytes, _GRANULE_BYTES)))
+
     def _taken(self, size_bytes: int) -> HostMemory:
         if size_bytes > self._size_bytes:
             self._size_bytes = _rounded(max(size_bytes, 2 * self._size_bytes))
