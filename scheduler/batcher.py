@@ -31,7 +31,7 @@ from scheduler.lane import Entry
 from scheduler.observer import BatchReport, Drop, GuardedObserver, NullObserver, Observer
 from scheduler.policy import NEVER, BatchPolicy
 from scheduler.runner import Outcome, Runner
-from scheduler.slots import Slots
+from scheduler.slots import FreeRunners, Slots, Whole
 from scheduler.waiting import Room
 from scheduler.watchdog import Watchdog
 
@@ -125,7 +125,7 @@ class Batcher(Generic[P, R]):
         blames: Callable[[BaseException], Blame] = lambda error: Blame.REQUESTS,
         hangs: Hangs | None = None,
         room: Room | None = None,
-        instance_of: Callable[[Any], Hashable] = lambda runner: runner,
+        instance_of: Callable[[Any], Hashable] | None = None,
     ) -> None:
         self.policy = policy
         self._clock: Clock = clock or MonotonicClock()
@@ -133,10 +133,12 @@ class Batcher(Generic[P, R]):
         self._blames = blames
         self._hangs = hangs
         self._watchdog: Watchdog[Runner[P, R]] | None = None
-        self._queue: BatchQueue[Pending[P, R]] = BatchQueue(policy, len({*map(instance_of, runners)}), room)
+        self._queue: BatchQueue[Pending[P, R]] = BatchQueue(
+            policy, len({*map(instance_of, runners)} if instance_of else runners), room
+        )
         self._runners = tuple(runners)
-        self._instance_of = instance_of
-        self._slots: Slots[Runner[P, R]] = Slots(instance_of)
+        self._instance_of = instance_of or id
+        self._slots: FreeRunners[Runner[P, R]] = Slots(instance_of) if instance_of else Whole()
         # They execute for the last time: their instance was given up over another slot of it.
         self._leaving: set[Runner[P, R]] = set()
         self._running: dict[Runner[P, R], Batch[Pending[P, R]]] = {}

@@ -84,9 +84,12 @@ class Instances:
         """Whether there are threads that may never end, or instances that can't be taken down."""
         return bool(self._hanging or self._replacing or self._lost)
 
-    def instance_of(self, runner: Runner) -> int:
-        """What slots of one instance have in common, one that doesn't hang."""
-        return id(self._live[runner])
+    @property
+    def instance_of(self) -> Callable[[Runner], int] | None:
+        """Tells what slots of one instance have in common, one that doesn't hang; None if none has slots."""
+        if len(self._live) == _count(self._live):
+            return None
+        return lambda runner: id(self._live[runner])
 
     def on_hang(self, runner: Runner, others: Sequence[Runner]) -> None:
         """Put another in its place, unless too many hang."""
