@@ -25,6 +25,8 @@ CONFIG = """
     input { name: "INPUT0" data_type: TYPE_FP32 dims: 2 } output { name: "OUTPUT0" data_type: TYPE_FP32 dims: 2 }
     %s
 """
+# A name that no thread of another test has, even if it hangs for ever.
+LABELS = 'model="staged",version="1"'
 SIZES = 'parameters { key: "paceline.batch_sizes" value { string_value: "1,4,8" } }'
 LIMIT = 'parameters { key: "paceline.execution_timeout_ms" value { string_value: "300" } }'
 
@@ -50,16 +52,16 @@ class Gated(HostAccelerator):
 
 
 def write(repository: Path, more: str = "") -> None:
-    folder = repository / "m" / "1"
+    folder = repository / "staged" / "1"
     folder.mkdir(parents=True)
     node = models.helper.make_node("Neg", ["INPUT0"], ["OUTPUT0"])
     tensors = [models.tensor(name, "FP32", ["batch", 2]) for name in ("INPUT0", "OUTPUT0")]
     models.write(models.model([node], tensors[:1], tensors[1:]), folder / "model.onnx")
-    (repository / "m" / "config.pbtxt").write_text(CONFIG % more)
+    (repository / "staged" / "config.pbtxt").write_text(CONFIG % more)
 
 
 def asking(value: float, rows: int = 1) -> pb.ModelInferRequest:
-    return infer("m", {"INPUT0": np.full((rows, 2), value, np.float32)})
+    return infer("staged", {"INPUT0": np.full((rows, 2), value, np.float32)})
 
 
 def answer(response: pb.ModelInferResponse) -> list[float]:
@@ -67,7 +69,7 @@ def answer(response: pb.ModelInferResponse) -> list[float]:
 
 
 def threads() -> set[str]:
-    return {thread.name for thread in threading.enumerate() if thread.name.startswith("m_1_")}
+    return {thread.name for thread in threading.enumerate() if thread.name.startswith("staged_1_")}
 
 
 @pytest.mark.parametrize("more", ["", SIZES])
@@ -76,8 +78,8 @@ async def test_model_is_warm_in_all_sizes_and_answers_each_its_own(more: str, tm
     accelerator = HostAccelerator()
     backend = OnnxBackend(accelerators=lambda device: accelerator)
     async with serving(tmp_path, backends={"onnxruntime": backend}) as served:
-        assert threads() == {"m_1_0_0", "m_1_0_1"}
-        config = (await served.stub.ModelConfig(pb.ModelConfigRequest(name="m"))).config
+        assert threads() == {"staged_1_0_0", "staged_1_0_1"}
+        config = (await served.stub.ModelConfig(pb.ModelConfigRequest(name="staged"))).config
         assert [group.count for group in config.instance_group] == [1]
         allocations = accelerator.allocations
         for _ in range(3):
@@ -86,7 +88,7 @@ async def test_model_is_warm_in_all_sizes_and_answers_each_its_own(more: str, tm
             assert [answer(one) for one in answers] == [[-n, -n] * rows for n, rows in sent]
         # What answers hold while they leave comes on top of the two slots' own.
         assert accelerator.allocations <= allocations + 8
-        assert await served.metric("nv_inference_count") == 3 * sum(rows for _, rows in sent)
+        assert await served.metric("nv_inference_count", LABELS) == 3 * sum(rows for _, rows in sent)
     assert threads() == set()
 
 
@@ -105,10 +107,10 @@ async def test_hang_in_one_slot_has_the_instance_replaced(tmp_path: Path) -> Non
         assert (await failure_of(served.infer(asking(1, 8))))[0] is grpc.StatusCode.INTERNAL
         assert answer(await served.infer(asking(5))) == [-5, -5]
         assert len(made) == 2
-        assert await served.metric("paceline_hung_executions") == 1
-        assert threads() >= {"m_1_1_0", "m_1_1_1"}
+        assert await served.metric("paceline_hung_executions", LABELS) == 1
+        assert threads() >= {"staged_1_1_0", "staged_1_1_1"}
         first.gate.set()
-        await eventually_async(lambda: threads() == {"m_1_1_0", "m_1_1_1"}, "the old instance to be closed")
+        await eventually_async(lambda: threads() == {"staged_1_1_0", "staged_1_1_1"}, "the old instance to be closed")
     assert threads() == set()
 
 
@@ -116,10 +118,10 @@ async def test_model_of_open_dims_stays_cold_and_says_what_helps(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     write(tmp_path)
-    (tmp_path / "m" / "config.pbtxt").write_text("")
-    models.write(models.identity("FP32", ("batch", "n")), tmp_path / "m" / "1" / "model.onnx")
+    (tmp_path / "staged" / "config.pbtxt").write_text("")
+    models.write(models.identity("FP32", ("batch", "n")), tmp_path / "staged" / "1" / "model.onnx")
     backend = OnnxBackend(accelerators=lambda device: HostAccelerator())
     with caplog.at_level(logging.INFO, "paceline.server.warmup"):
         async with serving(tmp_path, backends={"onnxruntime": backend}) as served:
             assert answer(await served.infer(asking(3))) == [3, 3]
-    assert "model 'm' stays cold, as its dims aren't all known; model_warmup can tell of them" in caplog.messages
+    assert "model 'staged' stays cold, as its dims aren't all known; model_warmup can tell of them" in caplog.messages
