@@ -20,7 +20,7 @@ LOCK_IMAGE := .venv-lock/bin/uv pip compile --quiet --universal --python-version
     --no-emit-index-url --no-annotate --no-header --constraint requirements.lock
 
 .DEFAULT_GOAL := help
-.PHONY: help demo serve test check protos bench bench-quick bench-rivals lock witness witness-kserve fuzz clean
+.PHONY: help demo serve test test-gpu check protos bench bench-gpu bench-quick bench-rivals lock witness witness-kserve fuzz clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
@@ -34,6 +34,9 @@ serve: $(READY) ## serve the demo's model repository on port 8001 until stopped
 
 test: $(READY) ## run all tests
 	$(BIN)/python -m pytest --numprocesses auto --dist loadfile $(ARGS)
+
+test-gpu: $(READY) ## run the tests that need a GPU; without one they skip and say why
+	$(BIN)/python -m pytest -m gpu $(ARGS)
 
 check: $(READY) ## lint, types, imports, generated code, lock file, wheel
 	$(BIN)/ruff check .
@@ -50,6 +53,9 @@ bench: $(READY) ## measure against a bare gRPC server, bare ONNX Runtime and the
 
 bench-quick: $(READY) ## one short round of every scenario: fails on errors, whatever the times
 	$(BIN)/python -m bench --quick $(ARGS)
+
+bench-gpu: $(READY) ## measure on a GPU, ten minutes: correctness first; ARGS='--device cpu --quick' to see that it works
+	$(BIN)/python -m bench.gpu $(ARGS)
 
 bench-rivals: $(RIVALS:%=.bench/rivals/%/installed) ## install the other servers that `make bench` measures, 1.4 GB
 .bench/rivals/%/installed: bench/rivals/%.txt

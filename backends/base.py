@@ -9,7 +9,7 @@ as `uint16` bit patterns.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
@@ -35,6 +35,8 @@ __all__ = [
     "ModelSource",
     "ModelSpec",
     "OpenModel",
+    "Slot",
+    "Slotted",
     "TensorSpec",
     "Tensors",
 ]
@@ -165,8 +167,10 @@ class ModelSource:
     `path` is the model file (a backend without files ignores it). `declared` is the spec that the configuration
     spells out, dims whole, batch axis included; None where it leaves that to the model. `parameters` are the
     configuration's own `parameters`, `graph_level` its `optimization.graph.level` (None: not given), `accelerators`
-    the GPU and CPU execution accelerators by name with their parameters, in order, `op_libraries` shared libraries with
-    operators of the model's own, which run in this process.
+    the GPU execution accelerators by name with their parameters, in order, `cpu_accelerators` those for the CPU,
+    `op_libraries` shared libraries with operators of the model's own, which run in this process. `largest_rows`: the
+    largest batch that it will see, as far as that is known yet; else 0. `cuda_graphs`: what a GPU does for a batch is
+    to be captured once and replayed.
     """
 
     name: str
@@ -176,11 +180,15 @@ class ModelSource:
     graph_level: int | None = None
     accelerators: tuple[tuple[str, Mapping[str, str]], ...] = ()
     op_libraries: tuple[Path, ...] = ()
+    cpu_accelerators: tuple[tuple[str, Mapping[str, str]], ...] = ()
+    largest_rows: int = 0
+    cuda_graphs: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Execution:
-    """One batch done: a result per request, in order, and where the time went (monotonic nanoseconds).
+    """One batch done: a result per request, in order, and where the time went (monotonic nanoseconds). `waited_ns`, for
+    another batch to be computed first, is in none of the others.
 
     An exception in the place of a result is what one request meets and the others don't.
     """
@@ -189,6 +197,7 @@ class Execution:
     input_ns: int
     infer_ns: int
     output_ns: int
+    waited_ns: int = 0
 
 
 class ModelInstance(Protocol):
@@ -218,6 +227,31 @@ class Abandonable(Protocol):
     def abandon(self) -> None:
         """Have what executes fail soon, and nothing execute any more. On any thread, and without blocking; `close`
         follows once nothing executes."""
+
+
+class Slot(ModelInstance, Protocol):
+    """One of the places of a `Slotted` instance, where a batch is got ready while another's computes."""
+
+    def prepare(self, requests: Sequence[Tensors], padded_rows: int = 0) -> None:
+        """Execute, on the thread that `start` has run things, and remember what makes that shape quick. Before `start`.
+        Blocks; raises as `execute`."""
+
+    def room(self, index: int, shape: tuple[int, ...]) -> Array:
+        """Where input `index` of that shape may be written, rather than to memory of one's own: of a request that is
+        executed alone, next, and brings it as it is, nothing is copied. What was there before is gone. On the thread
+        that executes; raises as `execute`."""
+
+    def start(self, name: str, function: Callable[[], None]) -> None:
+        """Have the slot's own thread, called `name` from then on, run `function`. It is to call `execute` there."""
+
+
+@runtime_checkable
+class Slotted(Protocol):
+    """An instance that can be given a batch while it computes another, by several slots. Each slot executes one batch
+    at a time; the device is one, so what hangs in one slot makes all of them suspect."""
+
+    @property
+    def slots(self) -> Sequence[Slot]: ...
 
 
 class OpenModel(Protocol):

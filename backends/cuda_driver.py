@@ -1,18 +1,19 @@
 """Is there a GPU? Asked of the CUDA driver itself, which every machine with a usable GPU has.
 
-Lives here: two calls into libcuda through ctypes. Must not: a runtime; whether one can use the GPU is its backend's
+Lives here: a few calls into libcuda through ctypes. Must not: a runtime; whether one can use the GPU is its backend's
 question.
 """
 
 from __future__ import annotations
 
 import ctypes
+import uuid
 from collections.abc import Callable
 from typing import Any
 
 from backends.errors import LoadError
 
-__all__ = ["LIBRARY", "count_gpus", "failure_text"]
+__all__ = ["LIBRARY", "count_gpus", "failure_text", "gpu_uuids"]
 
 LIBRARY = "libcuda.so.1"
 _NO_DEVICE = 100  # CUDA_ERROR_NO_DEVICE
@@ -24,11 +25,33 @@ def count_gpus(load: Callable[[str], Any] = ctypes.CDLL) -> int:
     CUDA_VISIBLE_DEVICES counts. Initialises the driver, which the first time takes up to a second. `load` opens a
     shared library by name.
     """
+    return _count(_open(load))
+
+
+def gpu_uuids(load: Callable[[str], Any] = ctypes.CDLL) -> list[str]:
+    """The names, such as `GPU-8f2b…`, of the GPUs that `count_gpus` counts, in the order of their indices; as there."""
+    driver = _open(load)
+    names = []
+    for index in range(_count(driver)):
+        device, raw = ctypes.c_int(0), (ctypes.c_ubyte * 16)()
+        _check(driver, "cuDeviceGet", driver.cuDeviceGet(ctypes.byref(device), index))
+        # The second version tells a slice of a GPU (MIG) from the whole; drivers before CUDA 11.4 have only the first.
+        ask = getattr(driver, "cuDeviceGetUuid_v2", None) or driver.cuDeviceGetUuid
+        _check(driver, "cuDeviceGetUuid", ask(raw, device))
+        names.append(f"GPU-{uuid.UUID(bytes=bytes(raw))}")
+    return names
+
+
+def _open(load: Callable[[str], Any]) -> Any:
     try:
         driver = load(LIBRARY)
     except OSError as error:
         raise LoadError(f"no NVIDIA driver: {LIBRARY} can't be loaded ({error})") from error
     _check(driver, "cuInit", driver.cuInit(0))
+    return driver
+
+
+def _count(driver: Any) -> int:
     count = ctypes.c_int(0)
     _check(driver, "cuDeviceGetCount", driver.cuDeviceGetCount(ctypes.byref(count)))
     if count.value < 1:

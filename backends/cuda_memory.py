@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import ctypes
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
-from backends.cuda_driver import LIBRARY, failure_text
+from backends.cuda_context import PrimaryContext, check, load_driver
 from backends.errors import DeviceError
 
 __all__ = ["HANDLE_BYTES", "CudaMemory", "open_cuda_memory"]
@@ -28,34 +27,10 @@ class _Handle(ctypes.Structure):
     _fields_ = (("reserved", ctypes.c_ubyte * HANDLE_BYTES),)
 
 
-class _Context:
-    """The primary context of one device, retained for as long as memory in it is open."""
-
-    def __init__(self, driver: Any, device: int) -> None:
-        self._driver = driver
-        number = ctypes.c_int()
-        _check(driver, "cuDeviceGet", driver.cuDeviceGet(ctypes.byref(number), device))
-        handle = ctypes.c_void_p()
-        _check(driver, "cuDevicePrimaryCtxRetain", driver.cuDevicePrimaryCtxRetain(ctypes.byref(handle), number))
-        self._number, self._handle = number, handle
-
-    @contextmanager
-    def current(self) -> Iterator[None]:
-        """On this thread, while in the block."""
-        _check(self._driver, "cuCtxPushCurrent", self._driver.cuCtxPushCurrent_v2(self._handle))
-        try:
-            yield
-        finally:
-            self._driver.cuCtxPopCurrent_v2(ctypes.byref(ctypes.c_void_p()))
-
-    def release(self) -> None:
-        self._driver.cuDevicePrimaryCtxRelease_v2(self._number)
-
-
 class CudaMemory:
     """One allocation of another process, of `byte_size` bytes; closed when nobody holds it any more."""
 
-    def __init__(self, driver: Any, context: _Context, address: int, byte_size: int) -> None:
+    def __init__(self, driver: Any, context: PrimaryContext, address: int, byte_size: int) -> None:
         self._driver = driver
         self._context = context
         self._address = address
@@ -70,7 +45,7 @@ class CudaMemory:
             code = self._driver.cuMemcpyDtoH_v2(
                 ctypes.c_void_p(target), ctypes.c_uint64(self._address + offset), ctypes.c_size_t(byte_size)
             )
-        _check(self._driver, "cuMemcpyDtoH", code)
+        check(self._driver, "cuMemcpyDtoH", code)
 
     def write(self, source: int, byte_size: int, offset: int) -> None:
         """Copy `byte_size` bytes of host memory at address `source` to `offset`. Blocks; raises DeviceError."""
@@ -78,7 +53,7 @@ class CudaMemory:
             code = self._driver.cuMemcpyHtoD_v2(
                 ctypes.c_uint64(self._address + offset), ctypes.c_void_p(source), ctypes.c_size_t(byte_size)
             )
-        _check(self._driver, "cuMemcpyHtoD", code)
+        check(self._driver, "cuMemcpyHtoD", code)
 
 
 def open_cuda_memory(handle: bytes, device: int, load: Callable[[str], Any] = ctypes.CDLL) -> CudaMemory:
@@ -89,12 +64,8 @@ def open_cuda_memory(handle: bytes, device: int, load: Callable[[str], Any] = ct
     """
     if len(handle) != HANDLE_BYTES:
         raise DeviceError(f"expected a handle of {HANDLE_BYTES} bytes, got {len(handle)}")
-    try:
-        driver = load(LIBRARY)
-    except OSError as error:
-        raise DeviceError(f"no NVIDIA driver: {LIBRARY} can't be loaded ({error})") from error
-    _check(driver, "cuInit", driver.cuInit(0))
-    context = _Context(driver, device)
+    driver = load_driver(load)
+    context = PrimaryContext(driver, device)
     try:
         return _open(driver, context, handle)
     except BaseException:
@@ -102,21 +73,21 @@ def open_cuda_memory(handle: bytes, device: int, load: Callable[[str], Any] = ct
         raise
 
 
-def _open(driver: Any, context: _Context, handle: bytes) -> CudaMemory:
+def _open(driver: Any, context: PrimaryContext, handle: bytes) -> CudaMemory:
     address, base, size = ctypes.c_uint64(), ctypes.c_uint64(), ctypes.c_size_t()
     with context.current():
         code = driver.cuIpcOpenMemHandle_v2(
             ctypes.byref(address), _Handle.from_buffer_copy(handle), ctypes.c_uint(_LAZY_ENABLE_PEER_ACCESS)
         )
-        _check(driver, "cuIpcOpenMemHandle", code)
+        check(driver, "cuIpcOpenMemHandle", code)
         code = driver.cuMemGetAddressRange_v2(ctypes.byref(base), ctypes.byref(size), address)
         if code:
             driver.cuIpcCloseMemHandle(address)
-        _check(driver, "cuMemGetAddressRange", code)
+        check(driver, "cuMemGetAddressRange", code)
     return CudaMemory(driver, context, address.value, base.value + size.value - address.value)
 
 
-def _close(driver: Any, context: _Context, address: int) -> None:
+def _close(driver: Any, context: PrimaryContext, address: int) -> None:
     """Errors are nobody's any more: the memory's owner may be gone already."""
     try:
         with context.current():
@@ -124,9 +95,3 @@ def _close(driver: Any, context: _Context, address: int) -> None:
     except DeviceError:
         pass
     context.release()
-
-
-def _check(driver: Any, call: str, code: int) -> None:
-    """Raise DeviceError unless `call` succeeded."""
-    if code != 0:
-        raise DeviceError(failure_text(driver, call, code))

@@ -5,7 +5,9 @@ BackendError
 ├── LoadError          the model can't be opened as asked: bad file, missing device, unsupported option
 └── ExecutionError     one execution failed: the runtime raised, or the model's outputs don't fit its spec
     ├── UpstreamRefused     another server, which executes, has something against this batch
-    └── SessionError   it failed whatever the requests: out of memory, device lost
+    └── SessionError   it failed whatever the requests
+        ├── OutOfMemory     there wasn't memory enough, on the device or beside it, for so large a batch
+        ├── DeviceLost      the device is gone, or refuses everything from now on; so will the next execution
         ├── ProcessError    the process that runs the model ended
         └── UpstreamFailed  another server, which executes, isn't there or takes nothing
 """
@@ -13,8 +15,10 @@ BackendError
 __all__ = [
     "BackendError",
     "DeviceError",
+    "DeviceLost",
     "ExecutionError",
     "LoadError",
+    "OutOfMemory",
     "ProcessError",
     "SessionError",
     "UpstreamFailed",
@@ -40,6 +44,14 @@ class ExecutionError(BackendError):
 
 class SessionError(ExecutionError):
     """The instance failed as a whole; running the requests apart from each other won't help."""
+
+
+class OutOfMemory(SessionError):
+    """There wasn't memory enough. A smaller batch may succeed, at once."""
+
+
+class DeviceLost(SessionError):
+    """The instance won't execute anything any more; another may, on the same device or not."""
 
 
 class UpstreamRefused(ExecutionError):

@@ -1,23 +1,29 @@
 """What a model's configuration asks of ONNX Runtime, as values.
 
-Lives here: reading `parameters`, the graph level and the execution accelerators, named and meant as by Triton's
-backend (github.com/triton-inference-server/onnxruntime_backend). Must not: onnxruntime; `onnx.py` turns the values
-into its objects. Parameters with other names belong to somebody else and are left alone.
+Lives here: reading `parameters` and the graph level, named and meant as by Triton's backend
+(github.com/triton-inference-server/onnxruntime_backend). Must not: execution accelerators (`onnx_accelerators`), or
+onnxruntime; `onnx_sessions` turns the values into its objects. Parameters with other names belong to somebody else and
+are left alone.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from pathlib import Path
 from typing import TypeVar
 
 from backends.base import ModelSource
 from backends.errors import LoadError
+from backends.onnx_accelerators import cuda_options, openvino_options, tensorrt_options
 
-__all__ = ["GraphLevel", "OnnxOptions", "parse_options"]
+__all__ = ["CACHE_DIRECTORY", "GraphLevel", "OnnxOptions", "parse_options", "without_graphs"]
+
+CACHE_DIRECTORY = "paceline.cache_directory"
+"""The parameter that a flag of the server's sets; no configuration may."""
+_CUDA_GRAPHS = "enable_cuda_graph"
 
 
 T = TypeVar("T")
@@ -37,7 +43,9 @@ class OnnxOptions:
     """Options of one model's sessions. Thread counts of 0 leave the number to ONNX Runtime.
 
     `session_entries` and `shrink_arenas` are its configuration strings, `cuda` the options of its CUDA provider.
-    `shared_threads`: compute on the pool that all sessions share, whatever the thread counts say.
+    `shared_threads`: compute on the pool that all sessions share, whatever the thread counts say. `tensorrt` and
+    `openvino` are those of the providers that execution accelerators ask for, None where none does; what TensorRT keeps
+    goes below `cache_directory`, and is for batches of up to `largest_rows` rows (0: not known).
     `op_libraries` bring operators of the model's own.
     """
 
@@ -52,6 +60,20 @@ class OnnxOptions:
     cuda: Mapping[str, str] = field(default_factory=dict)
     shared_threads: bool = False
     op_libraries: tuple[Path, ...] = ()
+    tensorrt: Mapping[str, str] | None = None
+    openvino: Mapping[str, str] | None = None
+    cache_directory: str = ""
+    largest_rows: int = 0
+
+    @property
+    def cuda_graphs(self) -> bool:
+        """Whether the CUDA provider is to capture graphs."""
+        return self.cuda.get(_CUDA_GRAPHS, "0").lower() in ("1", "true")
+
+
+def without_graphs(options: OnnxOptions) -> OnnxOptions:
+    """`options` for a model that can't be captured."""
+    return replace(options, cuda={key: value for key, value in options.cuda.items() if key != _CUDA_GRAPHS})
 
 
 # Triton's numbers, which are not ONNX Runtime's: 0 is "not given" there.
@@ -69,9 +91,10 @@ def parse_options(source: ModelSource) -> OnnxOptions:
     """Options of `source`; LoadError naming the model, the parameter, what was expected and what came."""
     read = _Parameters(source)
     cpu_mem_arena = read.choice("enable_mem_arena", _SWITCH) is not False
+    intra_op_threads = read.integer("intra_op_thread_count", minimum=0) or 0
     return OnnxOptions(
         graph_level=_graph_level(source),
-        intra_op_threads=read.integer("intra_op_thread_count", minimum=0) or 0,
+        intra_op_threads=intra_op_threads,
         inter_op_threads=read.integer("inter_op_thread_count", minimum=0) or 0,
         parallel=read.choice("execution_mode", {"0": False, "1": True}) or False,
         cpu_mem_arena=cpu_mem_arena,
@@ -80,6 +103,10 @@ def parse_options(source: ModelSource) -> OnnxOptions:
         shrink_arenas=_shrink_arenas(read, cpu_mem_arena),
         cuda=_cuda(source, read),
         op_libraries=source.op_libraries,
+        tensorrt=tensorrt_options(source),
+        openvino=openvino_options(source, intra_op_threads),
+        cache_directory=source.parameters.get(CACHE_DIRECTORY, ""),
+        largest_rows=source.largest_rows,
     )
 
 
@@ -149,22 +176,7 @@ def _cuda(source: ModelSource, read: _Parameters) -> dict[str, str]:
         "cudnn_conv_algo_search": read.choice("cudnn_conv_algo_search", _CONV_SEARCH) or "HEURISTIC",
         "gpu_mem_limit": None if gpu_mem_limit_bytes is None else str(gpu_mem_limit_bytes),
         "arena_extend_strategy": read.choice("arena_extend_strategy", _ARENA_GROWTH),
+        _CUDA_GRAPHS: "1" if source.cuda_graphs else None,
         "do_copy_in_default_stream": None if copy_in_default_stream is None else str(int(copy_in_default_stream)),
     }
-    return {key: value for key, value in given.items() if value is not None} | _accelerator_options(source)
-
-
-def _accelerator_options(source: ModelSource) -> dict[str, str]:
-    options: dict[str, str] = {}
-    for name, parameters in source.accelerators:
-        if name != "cuda":
-            raise LoadError(
-                f"model '{source.name}': execution accelerator '{name}' is not supported by this build, only 'cuda' is"
-            )
-        options.update(parameters)
-    if "device_id" in options:
-        raise LoadError(
-            f"model '{source.name}': execution accelerator 'cuda': expected no 'device_id' (instance_group says which "
-            f"GPUs serve the model), got '{options['device_id']}'"
-        )
-    return options
+    return {key: value for key, value in given.items() if value is not None} | cuda_options(source)

@@ -23,7 +23,7 @@ from backends.batching import Run, check_outputs, rows_of, run_batch, split, sta
 from backends.errors import ExecutionError
 from protos.datatypes import by_name
 
-__all__ = ["BatchRunner", "batch_input_tensors", "batch_runner", "row_counter"]
+__all__ = ["BatchRunner", "as_the_model_sees", "batch_input_tensors", "batch_runner", "row_counter"]
 
 BatchRunner = Callable[[Sequence[Tensors], Run, int], Execution]
 """Requests, what runs the model, the rows it is to see. `run` gets one array per input of the spec, MISSING where it is
@@ -36,7 +36,7 @@ Cut = Callable[[Array, Sequence[Tensors], list[int]], Sequence[Array]]
 
 def batch_runner(spec: ModelSpec) -> BatchRunner:
     """How instances that serve `spec` execute a batch."""
-    seen = _as_the_model_sees(spec)
+    seen = as_the_model_sees(spec)
     return partial(run_batch, seen) if spec.by_rows else _MixedBatches(seen).run
 
 
@@ -57,7 +57,8 @@ def batch_input_tensors(spec: ModelSpec) -> list[TensorSpec]:
     return [TensorSpec(name, one.datatype, (-1,)) for one in spec.batch_inputs for name in one.targets]
 
 
-def _as_the_model_sees(spec: ModelSpec) -> ModelSpec:
+def as_the_model_sees(spec: ModelSpec) -> ModelSpec:
+    """`spec` with the dims of `reshape` in the place of those that clients see."""
     return replace(
         spec,
         inputs=tuple(replace(tensor, dims=tensor.model_dims) for tensor in spec.inputs),

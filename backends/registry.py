@@ -39,6 +39,6 @@ def backend(name: str, shared_threads: bool = False) -> Backend:
 def share_threads(intra_op: int, inter_op: int) -> None:
     """Let all of ONNX Runtime's sessions compute on one pool of so many threads (0: as many as it thinks best). Once in
     the life of a process, before any model is opened; LoadError if that isn't possible."""
-    from backends import onnx
+    from backends import onnx_sessions
 
-    onnx.share_threads(intra_op, inter_op)
+    onnx_sessions.share_threads(intra_op, inter_op)

@@ -32,6 +32,8 @@ What is measured stands in [bench/scenarios](../bench/scenarios), how, in [bench
 is taken within a round, of two that were measured after one another on the same machine; the median of the rounds is
 told, with the lowest and the highest in brackets. Other machines have other requests per second; ratios carry over
 better.
+
+Nothing was measured on a GPU, and [the way to it](decisions/0005-the-way-to-the-gpu.md) has never run on one.
 """
 _CHAPTERS = (
     ("Missed", "missed", "What falls short of what it should reach."),
@@ -101,6 +103,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         default=[RESULTS],
         help="JSON files of runs; of a scenario in several, the last",
     )
+    parser.add_argument("--name", default="performance", help="of the document (default: %(default)s)")
     parser.add_argument("--date", help="when it was measured (default: what the results say, or nothing)")
     got = parser.parse_args(arguments)
     try:
@@ -111,9 +114,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 figures.draw_latency(section, FIGURES / f"{section.name}.svg")
     except (OSError, SummaryError, BenchError) as error:
         sys.exit(f"bench: {error}")
-    RESULTS.write_text(summary.dump(found), encoding="utf-8")
-    DOCUMENT.write_text(markdown(found, os.path.relpath(FIGURES, DOCUMENT.parent)), encoding="utf-8")
-    print(f"{DOCUMENT}\n{RESULTS}")
+    document, results = (path.with_stem(got.name) for path in (DOCUMENT, RESULTS))
+    results.write_text(summary.dump(found), encoding="utf-8")
+    document.write_text(markdown(found, os.path.relpath(FIGURES, document.parent)), encoding="utf-8")
+    print(f"{document}\n{results}")
 
 
 if __name__ == "__main__":

@@ -19,8 +19,11 @@ _PACKAGES = ("paceline", "grpcio", "protobuf", "numpy", "uvloop")
 
 
 def facts() -> dict[str, Any]:
-    """Cores, processor, system, versions, and how busy the machine was before the first measurement."""
+    """Cores, processor, system, versions, GPUs if there are any, and how busy the machine was before the first
+    measurement."""
+    gpus = _gpus()
     return {
+        **({"gpu": gpus} if gpus else {}),
         "processor": _processor(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
@@ -37,6 +40,21 @@ def _processor() -> str:
     except OSError:
         return platform.processor()
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown")
+
+
+def _gpus() -> str:
+    """Names of the GPUs and the version of their driver; "" where there are none, or nobody to ask."""
+    try:
+        import pynvml  # type: ignore[import-untyped,unused-ignore]
+
+        pynvml.nvmlInit()
+        names = [
+            pynvml.nvmlDeviceGetName(pynvml.nvmlDeviceGetHandleByIndex(i)) for i in range(pynvml.nvmlDeviceGetCount())
+        ]
+        driver = pynvml.nvmlSystemGetDriverVersion()
+    except Exception:  # noqa: BLE001 - the library's errors share no base class with its absence
+        return ""
+    return f"{', '.join(names)}, driver {driver}" if names else ""
 
 
 def _version(package: str) -> str:

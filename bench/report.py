@@ -33,6 +33,11 @@ _COLUMNS = (
     ("cores", "load's cores", 2),
     ("lag_p99_ms", "load's lag p99 ms", 2),
     ("answered", "answered", 2),
+    ("rows_per_s", "rows/s", 0),
+    ("gpu_busy", "GPU busy", 2),
+    ("batch_ms", "batch ms", 2),
+    ("first_ms", "first ms", 2),
+    ("deviation", "deviation", 6),
     ("stack_us", "stack us", 1),
     ("split_us", "split us", 1),
     ("memcpy_us", "memcpy us", 1),
@@ -152,11 +157,12 @@ def _absolute(section: Section, columns: Sequence[tuple[str, str, int]]) -> Iter
         yield [one.who, one.point, *cells]
 
 
-def facts(machine: Mapping[str, Any]) -> tuple[str, str]:
-    """The machine and its software, a line each."""
+def facts(machine: Mapping[str, Any]) -> tuple[str, ...]:
+    """The machine, its GPUs if it has any, and its software, a line each."""
     versions = ", ".join(f"{name} {number}" for name, number in machine["versions"].items())
     return (
         f"{machine['processor']}, {machine['cores']} cores, {machine['system']}, load {machine['load_before']} before",
+        *([machine["gpu"]] if "gpu" in machine else []),
         f"Python {machine['python']}, {versions}, protobuf runs on {machine['protobuf_implementation']}",
     )
 

@@ -76,13 +76,12 @@ class BatchQueue(Generic[T]):
         configured = policy.max_queue_delay_ns or policy.preferred_batch_rows or policy.max_batch_requests
         self._holds = policy.await_returns and not configured and policy.max_batch_rows > 1
         self._sizing = Sizing(policy, self.latency)
+        self._allowance = self._sizing.allowance
         self._instances = instances
         self._max_rows = policy.max_batch_rows
         self._has_levels = policy.priority_levels > 0
         self._queue_policy, self._queue_policies = policy.queue, policy.priority_queue
-        self._preferred = policy.preferred
         self._pads = bool(policy.batch_sizes)
-        self._max_preferred = max(policy.preferred)
         self._delay_ns = policy.max_queue_delay_ns
         self._seq = self._tokens = self._batches = 0
         self._lanes: dict[Hashable, Lane[T]] = {}
@@ -91,6 +90,7 @@ class BatchQueue(Generic[T]):
         self._due: LazyHeap[Lane[T]] = LazyHeap(_is_due)
         self._deadlines: LazyHeap[Watch[T]] = LazyHeap(_is_watched)
         self._running: dict[int, tuple[Batch[T], int]] = {}
+        self._prefer()
 
     @property
     def requests(self) -> int:
@@ -115,6 +115,11 @@ class BatchQueue(Generic[T]):
     def requests_of_level(self, level: int) -> int:
         """How many requests of a priority level wait; of level 0, where there are no levels, all."""
         return self._waiting.requests_of_level(level)
+
+    @property
+    def allowed_rows(self) -> int:
+        """How many rows a batch may have by now: the policy's, or fewer while memory is short."""
+        return self._allowance.rows
 
     @property
     def lanes(self) -> int:
@@ -174,26 +179,46 @@ class BatchQueue(Generic[T]):
         self._remove(entry)
         return True
 
-    def poll(self, now_ns: int, idle: int) -> Step[T]:
-        """Decide for this moment, with `idle` instances free: at most that many batches leave."""
+    def take_all(self) -> list[Entry[T]]:
+        """Everything that waits leaves, in order of arrival within each lane, without executing."""
+        entries = [entry for lane in self._lanes.values() for entry in lane]
+        for entry in entries:
+            self._remove(entry)
+        return entries
+
+    def poll(self, now_ns: int, idle: int, ahead: int = 0) -> Step[T]:
+        """Decide for this moment, with `idle` instances free: at most that many batches leave, and up to `ahead` more
+        that can't become any larger, for instances that still execute others."""
+        if self._allowance.due_ns <= now_ns:
+            self._allowance.grow(now_ns)
+            self._prefer()
         deadlines = self._deadlines.items
         expired = self._expire(now_ns) if deadlines and deadlines[0][0] <= now_ns else ()
         if self._stale:
             self._settle()
         batches: list[Batch[T]] = []
         unreachable: list[Unreachable[T]] = []
-        while len(batches) < idle:
+        starts_ns = now_ns
+        while len(batches) < idle + ahead:
+            if len(batches) >= idle:
+                if not self._may_be_full():
+                    break
+                starts_ns = max(now_ns, self._first_end_ns(now_ns))
             if self._due.items:
                 self._awake(now_ns)
             lane = self._ready.pop_living()
             if lane is None:
                 break
             lane.ready_token = 0
+            if len(batches) >= idle and not self._is_full(lane):
+                # Nor may a full lane overtake it, or it could wait for ever.
+                self._make_ready_anew(lane)
+                break
             if self._holds and self._hold(lane, now_ns):
                 continue
-            if lane.requests == 1 and not self._may_be_late(now_ns):
-                batches.append(self._take_only(lane, now_ns))
-            elif (batch := self._take(lane, now_ns, unreachable)) is not None:
+            if lane.requests == 1 and not self._may_be_late(starts_ns):
+                batches.append(self._take_only(lane, starts_ns))
+            elif (batch := self._take(lane, now_ns, starts_ns, unreachable)) is not None:
                 batches.append(batch)
         wake_ns = None
         if self._deadlines.items or self._due.items:
@@ -208,10 +233,16 @@ class BatchQueue(Generic[T]):
             if self._holds:
                 self._returns.answered(batch.key, batch.rows, self.latency.base_ns(batch.key), now_ns)
 
-    def again(self, key: Hashable, entries: Sequence[Entry[T]], now_ns: int) -> Batch[T]:
-        """A batch of entries that have left in an earlier one, which failed; it starts now."""
-        rows = sum(entry.rows for entry in entries)
-        return self._start(key, entries, rows, self._sizing.padded(rows), now_ns)
+    def exhausted(self, rows: int, now_ns: int) -> None:
+        """Learn that memory wasn't enough for an execution of `rows` rows: for a while batches have fewer."""
+        self._allowance.exhausted(rows, now_ns)
+        self._prefer()
+
+    def again(self, key: Hashable, entries: Sequence[Entry[T]], now_ns: int) -> tuple[Batch[T], Sequence[Entry[T]]]:
+        """A batch of entries that have left in an earlier one, which failed; it starts now. And those of them for which
+        it has no room: since then less may have been allowed."""
+        fitting, rows = self._sizing.fitting(entries, len(entries))
+        return self._start(key, fitting, rows, self._sizing.padded(rows), now_ns), entries[len(fitting) :]
 
     def flush(self) -> None:
         """From now on nothing waits for company: whatever is queued leaves as soon as an instance is idle."""
@@ -220,6 +251,16 @@ class BatchQueue(Generic[T]):
         self._stale.clear()
         for lane in self._lanes.values():
             self._file_anew(lane)
+
+    def _prefer(self) -> None:
+        """Prefer what the policy does, as far as it is allowed for now; else the most that is allowed."""
+        allowed = self._allowance.rows
+        self._preferred = frozenset(rows for rows in self.policy.preferred if rows <= allowed) or frozenset((allowed,))
+        self._max_preferred = max(self._preferred)
+        if self._delay_ns:
+            for lane in self._lanes.values():
+                lane.restart()
+                self._stale[lane] = None
 
     def _refuse_unreachable(self, rows: int, key: Hashable, level: int, now_ns: int, rpc_deadline_ns: int) -> None:
         """Refuse what is certain to be late: even if only full batches are ahead of it and it executes alone."""
@@ -237,8 +278,20 @@ class BatchQueue(Generic[T]):
         full_batches = self._rows_ahead(lane, level) // self._max_rows if lane is not None else 0
         wait_ns = full_batches * self.latency.proven_ns(key, self._max_rows, now_ns) // self._instances
         if len(self._running) >= self._instances:
-            wait_ns += max(0, min(self._end_ns(*running, now_ns) for running in self._running.values()) - now_ns)
+            wait_ns += max(0, self._first_end_ns(now_ns) - now_ns)
         return wait_ns
+
+    def _first_end_ns(self, now_ns: int) -> int:
+        """When the first of the batches that execute is likely to end; `now_ns` if none does."""
+        return min((self._end_ns(*running, now_ns) for running in self._running.values()), default=now_ns)
+
+    def _may_be_full(self) -> bool:
+        """Whether some lane may hold a batch that can't become any larger; a cheap look before the exact one."""
+        waiting, most = self._waiting, self.policy.max_batch_requests
+        return waiting.rows >= self._allowance.rows or 0 < most <= waiting.requests
+
+    def _is_full(self, lane: Lane[T]) -> bool:
+        return lane.rows >= self._allowance.rows or 0 < self.policy.max_batch_requests <= lane.requests
 
     def _end_ns(self, batch: Batch[T], started_ns: int, now_ns: int) -> int:
         """When a batch that executes is likely to end."""
@@ -375,7 +428,7 @@ class BatchQueue(Generic[T]):
 
     def _hold(self, lane: Lane[T], now_ns: int) -> bool:
         """Keep the lane waiting if those who were just answered will soon make its batch worth more; until then."""
-        if lane.rows >= self.policy.max_batch_rows:
+        if lane.rows >= self._allowance.rows:
             return False
         until_ns = self._returns.hold_until_ns(lane.key, lane.rows, now_ns)
         first_ns = self._deadlines.first_rank()
@@ -387,7 +440,7 @@ class BatchQueue(Generic[T]):
         self._due.push(until_ns, lane.due_token, lane)
         return True
 
-    def _take(self, lane: Lane[T], now_ns: int, unreachable: list[Unreachable[T]]) -> Batch[T] | None:
+    def _take(self, lane: Lane[T], now_ns: int, starts_ns: int, unreachable: list[Unreachable[T]]) -> Batch[T] | None:
         """Let the lane's next batch leave: all that fits once somebody is overdue, else the preferred prefix, else all.
 
         None if requests had to be given up instead, which changes what is ready.
@@ -395,8 +448,8 @@ class BatchQueue(Generic[T]):
         key = lane.key
         cut = self._cut(lane, now_ns)
         late: list[Unreachable[T]] = []
-        if self._may_be_late(now_ns):
-            cut, late = self._sizing.most_in_time(key, lane, cut, now_ns)
+        if self._may_be_late(starts_ns):
+            cut, late = self._sizing.most_in_time(key, lane, cut, starts_ns)
         for entry in [one.entry for one in late] if late else cut.entries:
             lane.remove(entry)
             self._leave(entry)
@@ -409,7 +462,7 @@ class BatchQueue(Generic[T]):
         if late:
             unreachable += late
             return None
-        return self._start(key, cut.entries, cut.rows, cut.padded_rows, now_ns)
+        return self._start(key, cut.entries, cut.rows, cut.padded_rows, starts_ns)
 
     def _take_only(self, lane: Lane[T], now_ns: int) -> Batch[T]:
         """What `_take` comes to for one request with time to spare, which needs no thought: all that is in the lane."""

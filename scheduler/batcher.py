@@ -21,15 +21,17 @@ from scheduler.errors import (
     DeadlineUnreachable,
     ExecutionFailed,
     ExecutionTimeout,
+    NoInstance,
     QueueFull,
     QueueTimeout,
     SchedulerError,
 )
-from scheduler.isolation import Suspects
+from scheduler.isolation import Blame, Suspects
 from scheduler.lane import Entry
 from scheduler.observer import BatchReport, Drop, GuardedObserver, NullObserver, Observer
 from scheduler.policy import NEVER, BatchPolicy
 from scheduler.runner import Outcome, Runner
+from scheduler.slots import FreeRunners, Slots, Whole
 from scheduler.waiting import Room
 from scheduler.watchdog import Watchdog
 
@@ -89,21 +91,27 @@ class Pending(asyncio.Future[R], Generic[P, R]):
 
 
 class Hangs(Protocol):
-    """Who wants to know of executions that exceed the policy's limit. Called on the event loop."""
+    """Who sees to it that instances given up are replaced. Called on the event loop."""
 
-    def on_hang(self, runner: Any) -> None:
-        """Its batch has failed, and it gets no more. `Batcher.add` takes another in its place."""
+    def on_hang(self, runner: Any, others: Sequence[Any]) -> None:
+        """Its execution exceeds the policy's limit. Its batch has failed, and its instance gets no more. `others` are
+        slots of that which still execute. `Batcher.add` takes another in its place."""
+
+    def on_loss(self, runner: Any, error: BaseException) -> None:
+        """Its execution has ended with an error after which none can succeed. Else as `on_hang`; slots that still
+        execute may be told of by `on_return`."""
 
     def on_return(self, runner: Any) -> None:
-        """Its execution has ended after all, or failed; the outcome is nobody's."""
+        """What it executed when its instance was given up has ended after all, or failed."""
 
 
 class Batcher(Generic[P, R]):
     """Batches the requests of one model over its instances.
 
-    `runners` are started by `start` and stopped by `close`. `isolates` says of an instance's error whether some of the
-    requests may be to blame, so that running the batch again in halves could help; by default every error is. `hangs`
-    is told of runners given up. `room` is what its queue shares with those of other models.
+    `runners` are started by `start` and stopped by `close`. `blames` says of an instance's error whose fault it may be;
+    by default that of some of the requests. `hangs` is told of runners given up; without it, instances that are to
+    blame are used on. `room` is what its queue shares with those of other models. `instance_of` tells of runners that
+    are slots of one instance, which one that is (`scheduler.slots`); by default each is an instance.
     All methods must be called on the event loop that ran `start`.
     """
 
@@ -114,23 +122,29 @@ class Batcher(Generic[P, R]):
         *,
         clock: Clock | None = None,
         observer: Observer | None = None,
-        isolates: Callable[[BaseException], bool] = lambda error: True,
+        blames: Callable[[BaseException], Blame] = lambda error: Blame.REQUESTS,
         hangs: Hangs | None = None,
         room: Room | None = None,
+        instance_of: Callable[[Any], Hashable] | None = None,
     ) -> None:
         self.policy = policy
         self._clock: Clock = clock or MonotonicClock()
         self._observer: Observer = GuardedObserver(observer) if observer else NullObserver()
-        self._isolates = isolates
+        self._blames = blames
         self._hangs = hangs
         self._watchdog: Watchdog[Runner[P, R]] | None = None
-        self._queue: BatchQueue[Pending[P, R]] = BatchQueue(policy, len(runners), room)
+        self._queue: BatchQueue[Pending[P, R]] = BatchQueue(
+            policy, len({*map(instance_of, runners)} if instance_of else runners), room
+        )
         self._runners = tuple(runners)
-        self._idle: list[Runner[P, R]] = []
+        self._instance_of = instance_of or id
+        self._slots: FreeRunners[Runner[P, R]] = Slots(instance_of) if instance_of else Whole()
+        # They execute for the last time: their instance was given up over another slot of it.
+        self._leaving: set[Runner[P, R]] = set()
         self._running: dict[Runner[P, R], Batch[Pending[P, R]]] = {}
         self._suspects: deque[Suspects[Pending[P, R]]] = deque()
         self._answers = OrderedAnswers() if policy.preserve_ordering else Answers()
-        self._accepts = self._stopped = False
+        self._accepts = self._stopped = self._suspended = False
         self._turn_is_due = False
         self._company = Company()
         self._arrivals = 0
@@ -149,6 +163,11 @@ class Batcher(Generic[P, R]):
         """Shape keys that have requests waiting."""
         return self._queue.lanes
 
+    @property
+    def allowed_rows(self) -> int:
+        """How many rows a batch may have; fewer than the policy says for a while after memory ran out."""
+        return self._queue.allowed_rows
+
     def waiting_of_level(self, level: int) -> int:
         """Requests of one priority level that wait."""
         return self._queue.requests_of_level(level)
@@ -163,7 +182,8 @@ class Batcher(Generic[P, R]):
         for runner in self._runners:
             runner.start()
         # A stack: the instance that ran last has the warmest caches.
-        self._idle = list(reversed(self._runners))
+        for runner in reversed(self._runners):
+            self._slots.add(runner)
         self._accepts = True
 
     # hot path
@@ -182,12 +202,13 @@ class Batcher(Generic[P, R]):
         """Queue a request of `rows` rows; only requests of equal `key` share a batch.
 
         `timeout_ns` is the request's own queue timeout (0: none), `rpc_deadline_ns` the moment its caller gives up.
-        Raises RequestTooLarge, QueueFull, DeadlineUnreachable or BatcherClosed at once; the future gets QueueTimeout,
-        DeadlineUnreachable, BatcherClosed or ExecutionFailed, or what the instance has for it instead of a result.
+        Raises RequestTooLarge, QueueFull, DeadlineUnreachable, NoInstance or BatcherClosed at once; the future gets
+        QueueTimeout, DeadlineUnreachable, NoInstance, BatcherClosed or ExecutionFailed, or what the instance has for it
+        instead of a result.
         """
         if not self._accepts:
-            self._observer.on_drop(Drop.CLOSED)
-            raise BatcherClosed
+            self._observer.on_drop(Drop.NO_INSTANCE if self._suspended else Drop.CLOSED)
+            raise NoInstance if self._suspended else BatcherClosed
         pending: Pending[P, R] = Pending(loop=self._loop)
         pending.payload = payload
         pending._batcher = self
@@ -216,14 +237,27 @@ class Batcher(Generic[P, R]):
         return pending
 
     def add(self, runner: Runner[P, R]) -> None:
-        """One more instance, in the place of one that was given up. Into a closed batcher goes none: it is stopped."""
+        """One more instance, or slot of one, in the place of one that was given up. Into a closed batcher goes none: it
+        is stopped."""
         runner.start()
         if self._stopped:
             runner.stop()
             return
+        self._accepts = self._accepts or self._suspended
+        self._suspended = False
         self._runners = (*self._runners, runner)
-        self._idle.append(runner)
+        self._slots.add(runner)
         self._request_turn()
+
+    def suspend(self) -> None:
+        """Until `add` brings an instance, of which none is left: refuse what comes, and whoever waits already."""
+        self._suspended = self._suspended or self._accepts
+        self._accepts = False
+        self._give_up(self._queue.take_all(), Drop.NO_INSTANCE, NoInstance)
+        for group in self._suspects:
+            self._give_up(group.entries, Drop.NO_INSTANCE, NoInstance)
+        self._suspects.clear()
+        self._turn()
 
     def flush(self) -> None:
         """From now on let nothing wait for company: execute what is queued, and what still comes, at once."""
@@ -232,7 +266,7 @@ class Batcher(Generic[P, R]):
 
     async def drain(self) -> None:
         """Take no more requests, execute what is queued without further delay, return when all is answered."""
-        self._accepts = False
+        self._accepts = self._suspended = False
         self._queue.flush()
         self._turn()
         await self._drained.wait()
@@ -275,7 +309,7 @@ class Batcher(Generic[P, R]):
 
     def _lacks_company(self) -> bool:
         """Whether there is an instance to be kept waiting, and not a full batch for it already."""
-        return bool(self._idle) and not self._suspects and self._queue.rows < self.policy.max_batch_rows
+        return self._slots.idle > 0 and not self._suspects and self._queue.rows < self.policy.max_batch_rows
 
     def _on_alarm(self) -> None:
         self._wake_ns = None
@@ -287,9 +321,9 @@ class Batcher(Generic[P, R]):
         if self._stopped:
             return
         now_ns = self._clock.now_ns()
-        while self._suspects and self._idle:
+        while self._suspects and self._slots.free:
             self._run_again(self._suspects.popleft(), now_ns)
-        step = self._queue.poll(now_ns, len(self._idle))
+        step = self._queue.poll(now_ns, self._slots.idle, self._slots.ahead)
         for batch in step.batches:
             self._execute(batch, None)
         self._set_alarm(step.wake_ns)
@@ -298,7 +332,8 @@ class Batcher(Generic[P, R]):
         for late in step.unreachable:
             error = DeadlineUnreachable(late.entry.rpc_deadline_ns - now_ns, late.needed_ns)
             self._drop(late.entry, Drop.UNREACHABLE, error)
-        if not self._accepts and not (self._queue.requests or self._running or self._suspects):
+        busy = self._accepts or self._suspended or self._queue.requests or self._running or self._suspects
+        if not busy:
             self._drained.set()
 
     def _set_alarm(self, wake_ns: int | None) -> None:
@@ -311,7 +346,7 @@ class Batcher(Generic[P, R]):
             self._alarm.set(wake_ns)
 
     def _execute(self, batch: Batch[Pending[P, R]], suspects: Suspects[Pending[P, R]] | None) -> None:
-        runner = self._idle.pop()
+        runner = self._slots.take()
         self._running[runner] = batch
         self._company.on_start(len(batch.entries), self._queue.requests)
         payloads = []
@@ -331,11 +366,15 @@ class Batcher(Generic[P, R]):
         if self._watchdog is not None:
             self._watchdog.ended(runner)
         batch = self._running.pop(runner)
-        self._idle.append(runner)
+        if runner in self._leaving:
+            self._leave(runner)
+        else:
+            self._slots.back(runner)
         self._company.on_end(len(batch.entries))
         duration_ns = outcome.finished_ns - outcome.started_ns
-        self._queue.done(batch, outcome.finished_ns, None if outcome.error else duration_ns)
-        failed = self._search(batch, outcome.error, suspects) if outcome.error else ()
+        computed_ns = duration_ns - getattr(outcome.executed, "waited_ns", 0)
+        self._queue.done(batch, outcome.finished_ns, None if outcome.error else computed_ns)
+        failed = self._on_failure(runner, batch, outcome.error, suspects) if outcome.error else ()
         try:
             if duration_ns < _LOOP_NS * len(batch.entries) and self._lacks_company():
                 self._request_turn()
@@ -351,15 +390,57 @@ class Batcher(Generic[P, R]):
     def _on_late(self, runner: Runner[P, R]) -> None:
         """Give up on what it executes, and on the instance: there is no way to interrupt it."""
         batch = self._running.pop(runner)
-        self._runners = tuple(one for one in self._runners if one is not runner)
-        runner.stop()
+        is_known = runner in self._leaving
+        others = () if is_known else self._give_up_instance(runner)
+        self._leaving.discard(runner)
         self._company.on_end(len(batch.entries))
         self._queue.done(batch, self._clock.now_ns(), None)
         for entry in batch.entries:
             self._fail(entry, ExecutionTimeout(self.policy.execution_limit_ns))
-        if self._hangs is not None:
-            self._hangs.on_hang(runner)
+        if self._hangs is not None and not is_known:
+            self._hangs.on_hang(runner, others)
         self._turn()
+
+    def _on_failure(
+        self,
+        runner: Runner[P, R],
+        batch: Batch[Pending[P, R]],
+        error: BaseException,
+        suspects: Suspects[Pending[P, R]] | None,
+    ) -> Sequence[Entry[Pending[P, R]]]:
+        """Learn from it, and plan to run again what may succeed. Returns the requests that fail for good."""
+        blame = self._blame_for(error)
+        if blame is Blame.SIZE:
+            self._queue.exhausted(batch.padded_rows, self._clock.now_ns())
+        if blame is Blame.INSTANCE and self._hangs is not None and runner in self._runners:
+            self._give_up_instance(runner)
+            self._hangs.on_loss(runner, error)
+        if not self.policy.isolate_failures:
+            return batch.entries
+        suspects = suspects or Suspects.of_batch(batch.key, batch.entries)
+        groups = suspects.again(blame, batch.padded_rows, self._queue.allowed_rows)
+        self._suspects.extend(groups)
+        return () if groups else batch.entries
+
+    def _give_up_instance(self, runner: Runner[P, R]) -> Sequence[Runner[P, R]]:
+        """Nothing more for `runner`, which executes nothing that counts, and the other slots of its instance. Returns
+        those of them that execute: their answers still count."""
+        instance = self._instance_of(runner)
+        slots = [one for one in self._runners if self._instance_of(one) == instance]
+        for one in slots:
+            self._slots.remove(one)
+            if one not in self._running:
+                one.stop()
+        self._runners = tuple(one for one in self._runners if one not in slots)
+        executing = [one for one in slots if one in self._running]
+        self._leaving.update(executing)
+        return executing
+
+    def _leave(self, runner: Runner[P, R]) -> None:
+        """It was given up for another slot's sake, and has executed what it was given before."""
+        self._leaving.discard(runner)
+        runner.stop()
+        self._returned(runner)
 
     def _returned(self, runner: Runner[P, R]) -> None:
         if self._hangs is not None:
@@ -380,23 +461,12 @@ class Batcher(Generic[P, R]):
             else:
                 self._answers.succeed(entry.payload, result)
 
-    def _search(
-        self, batch: Batch[Pending[P, R]], error: BaseException, suspects: Suspects[Pending[P, R]] | None
-    ) -> Sequence[Entry[Pending[P, R]]]:
-        """Plan to run a failed batch again in halves. Returns the requests that fail for good."""
-        if not self.policy.isolate_failures or not self._may_isolate(error):
-            return batch.entries
-        suspects = suspects or Suspects.of_batch(batch.key, batch.entries)
-        halves = suspects.halves()
-        self._suspects.extend(halves)
-        return () if halves else batch.entries
-
-    def _may_isolate(self, error: BaseException) -> bool:
+    def _blame_for(self, error: BaseException) -> Blame:
         try:
-            return self._isolates(error)
+            return self._blames(error)
         except Exception:  # noqa: BLE001 - the requests are owed an answer all the same
-            _log.exception("can't tell whether a failure may be isolated")
-            return False
+            _log.exception("can't tell whose fault a failure is")
+            return Blame.NOBODY
 
     def _run_again(self, suspects: Suspects[Pending[P, R]], now_ns: int) -> None:
         waiting = []
@@ -407,16 +477,25 @@ class Batcher(Generic[P, R]):
                 self._drop(entry, Drop.EXPIRED, QueueTimeout(now_ns - entry.enqueued_ns))
             else:
                 waiting.append(entry)
-        if waiting:
-            self._execute(self._queue.again(suspects.key, waiting, now_ns), suspects.narrowed(waiting))
+        if not waiting:
+            return
+        batch, rest = self._queue.again(suspects.key, waiting, now_ns)
+        if rest:
+            self._suspects.appendleft(suspects.narrowed(rest))
+        self._execute(batch, suspects.narrowed(batch.entries))
 
     def _drop(self, entry: Entry[Pending[P, R]], drop: Drop, error: SchedulerError) -> None:
         self._observer.on_drop(drop)
         self._fail(entry, error)
 
-    def _give_up(self, entries: Sequence[Entry[Pending[P, R]]]) -> None:
+    def _give_up(
+        self,
+        entries: Sequence[Entry[Pending[P, R]]],
+        drop: Drop = Drop.CLOSED,
+        error: Callable[[], SchedulerError] = BatcherClosed,
+    ) -> None:
         for entry in entries:
-            self._drop(entry, Drop.CANCELLED if entry.payload.done() else Drop.CLOSED, BatcherClosed())
+            self._drop(entry, Drop.CANCELLED if entry.payload.done() else drop, error())
 
     def _fail(self, entry: Entry[Pending[P, R]], error: SchedulerError) -> None:
         entry.payload.left_queue()

@@ -7,6 +7,7 @@ SchedulerError
 │   ├── QueueTimeout         its queue timeout or its RPC's deadline passed while it waited
 │   └── DeadlineUnreachable  it could not be answered before its RPC's deadline, so it was not executed
 ├── BatcherClosed      the batcher stops; refused, or dropped at the end of the grace period
+├── NoInstance         no instance is left, and no other is to be had for now; refused, or dropped
 └── ExecutionFailed    the instance raised; `__cause__` is what it raised
     └── ExecutionTimeout     it took longer than it may, and was given up
 """
@@ -19,6 +20,7 @@ __all__ = [
     "DeadlineUnreachable",
     "ExecutionFailed",
     "ExecutionTimeout",
+    "NoInstance",
     "QueueFull",
     "QueueTimeout",
     "RequestTooLarge",
@@ -71,6 +73,13 @@ class BatcherClosed(SchedulerError):
 
     def __init__(self) -> None:
         super().__init__("the model is being unloaded or the server is stopping")
+
+
+class NoInstance(SchedulerError):
+    """Nothing can execute until another instance is there."""
+
+    def __init__(self) -> None:
+        super().__init__("no instance of the model is left that can execute; another is being tried for")
 
 
 class ExecutionFailed(SchedulerError):

@@ -19,7 +19,7 @@ _log = logging.getLogger("paceline.scheduler")
 
 class Drop(Enum):
     """Why a request left, or never entered, the queue without being executed: a bound of the queue was reached, the
-    batcher closed, its time was up or would have been, its caller went away.
+    batcher closed, nothing is left to execute it, its time was up or would have been, its caller went away.
 
     Those that a batcher gives up in the middle of an execution when it closes are CLOSED too.
     """
@@ -28,6 +28,7 @@ class Drop(Enum):
     FULL_ROWS = "queue_full_rows"
     FULL_BYTES = "queue_full_bytes"
     CLOSED = "closed"
+    NO_INSTANCE = "no_instance"
     EXPIRED = "expired"
     UNREACHABLE = "unreachable"
     CANCELLED = "cancelled"

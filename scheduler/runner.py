@@ -27,7 +27,8 @@ R_co = TypeVar("R_co", covariant=True)
 
 class Executed(Protocol[R_co]):
     """What an instance returns: at least the results, one per payload and in their order. An exception in the place of
-    a result is for that payload alone."""
+    a result is for that payload alone. Where there is a `waited_ns`, so much of the execution was waiting for another
+    one of the same instance."""
 
     @property
     def results(self) -> Sequence[R_co | Exception]: ...
@@ -63,16 +64,27 @@ class Runner(Protocol[P_contra, R]):
         """Finish what runs and end. Doesn't wait."""
 
 
+def _start_thread(name: str, run: Callable[[], None]) -> None:
+    # A daemon: an instance that hangs must not keep the process from ending.
+    threading.Thread(target=run, name=name, daemon=True).start()
+
+
 class ThreadRunner(Generic[P, R]):
     """Runs `execute(payloads, padded_rows)`, which may block, on a thread of its own.
 
     Should the thread die, which no error of `execute` makes it do, another takes its place; a batch that went with it
-    has failed.
+    has failed. `start_thread` has a thread of that name run a function.
     """
 
-    def __init__(self, name: str, execute: Callable[[Sequence[P], int], Executed[R]]) -> None:
+    def __init__(
+        self,
+        name: str,
+        execute: Callable[[Sequence[P], int], Executed[R]],
+        start_thread: Callable[[str, Callable[[], None]], None] = _start_thread,
+    ) -> None:
         self._name = name
         self._execute = execute
+        self._start = start_thread
         self._work: SimpleQueue[tuple[Sequence[P], int, Done[R]] | None] = SimpleQueue()
         self._loop: asyncio.AbstractEventLoop
         # Set on the loop alone, so that only the loop can tell, and without a lock, what a dead thread owes.
@@ -96,8 +108,7 @@ class ThreadRunner(Generic[P, R]):
         self._work.put(None)
 
     def _start_thread(self) -> None:
-        # A daemon: an instance that hangs must not keep the process from ending.
-        threading.Thread(target=self._live, name=self._name, daemon=True).start()
+        self._start(self._name, self._live)
 
     def _tell(self, outcome: Outcome[R]) -> None:
         done, self._done = self._done, None

@@ -1,7 +1,8 @@
 """How many of a lane's first requests make the next batch, once it is decided that one leaves.
 
 Lives here: sizes, padding and what deadlines do to them, by measured execution times. Must not: lanes, heaps, state
-of its own. Entries come in the order of service, and a batch is always some of the first ones.
+of its own but for what is allowed for now. Entries come in the order of service, and a batch is always some of the
+first ones.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections.abc import Hashable, Iterable, Sequence
 from itertools import islice
 from typing import Generic, NamedTuple, TypeVar
 
+from scheduler.allowance import Allowance
 from scheduler.lane import Entry
 from scheduler.latency import LatencyModel
 from scheduler.policy import BatchPolicy
@@ -39,11 +41,12 @@ class Cut(NamedTuple, Generic[T]):
 
 
 class Sizing:
-    """Decides sizes by `policy` and what `latency` has learned."""
+    """Decides sizes by `policy`, what `latency` has learned and what `allowance` leaves."""
 
     def __init__(self, policy: BatchPolicy, latency: LatencyModel) -> None:
         self._policy = policy
         self._latency = latency
+        self.allowance = Allowance(policy.max_batch_rows, policy.batch_sizes)
 
     def padded(self, rows: int) -> int:
         """The smallest size that a batch of `rows` rows may have."""
@@ -53,10 +56,19 @@ class Sizing:
     def cut(self, key: Hashable, entries: Iterable[Entry[T]], max_requests: int) -> Cut[T]:
         """As many of the first entries as fit into a batch, or into a smaller allowed size if that costs less a row.
 
-        The cost is measured execution time; as long as none is known, padding up wins.
+        The cost is measured execution time; as long as none is known, padding up wins. An entry that is larger than
+        what is allowed for now is a batch of its own.
         """
-        fitting, rows = _fitting(entries, self._policy.max_batch_rows, max_requests)
+        fitting, rows = self.fitting(entries, max_requests)
         return self._to_allowed_size(key, fitting, rows) if self._policy.batch_sizes else Cut(fitting, rows, rows)
+
+    def fitting(self, entries: Iterable[Entry[T]], max_requests: int) -> tuple[list[Entry[T]], int]:
+        """As many of the first entries as fit into a batch, at least one; and their rows."""
+        fitting, rows = _fitting(entries, self.allowance.rows, max_requests)
+        if fitting:
+            return fitting, rows
+        first = next(iter(entries))
+        return [first], first.rows
 
     def most_in_time(
         self, key: Hashable, entries: Iterable[Entry[T]], cut: Cut[T], now_ns: int

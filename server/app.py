@@ -19,7 +19,7 @@ from typing import Protocol
 
 from backends import registry
 from backends.base import Backend
-from backends.errors import LoadError
+from backends.errors import DeviceError, LoadError
 from scheduler.waiting import Room
 from server.addresses import host_and_port, resolve
 from server.calls import HeaderForwarding, HeaderPassing
@@ -28,6 +28,7 @@ from server.configuration import Configuration
 from server.errors import StartError
 from server.fronts.fleet import Fleet
 from server.gate import Usage
+from server.gpu_metrics import GpuCollector
 from server.inference import Inference
 from server.layout import Layout, ModelFolder
 from server.listener import Listener, check_access
@@ -36,6 +37,7 @@ from server.metrics import Metrics
 from server.metrics_endpoint import MetricsEndpoint
 from server.metrics_limits import LimitCollector, LimitShown
 from server.model_control import ModelControl
+from server.nvml import open_nvml
 from server.poller import Poller
 from server.probes import LoopProbe
 from server.regions import Regions
@@ -98,7 +100,7 @@ class _Front(Protocol):
 
     async def open(self, port: int) -> int: ...
 
-    def set_serving(self, serving: bool) -> None: ...
+    def set_serving(self, serving: bool, live: bool = True) -> None: ...
 
     def announce_end(self) -> None: ...
 
@@ -172,6 +174,7 @@ class Server:
             _refuse_port_in_use(self._settings.grpc_address, self._settings.grpc_port)
             check_access(self._settings)
             self._start_tracer()
+            await self._show_gpus()
             await self._shared_memory.look_for_gpus()
             await self._load()
             self.grpc_port = await self._front.open(self._settings.grpc_port)
@@ -232,7 +235,7 @@ class Server:
         return fleet
 
     def _tell_health(self) -> None:
-        self._front.set_serving(self.repository.ready)
+        self._front.set_serving(self.repository.ready, not self.repository.why_not_live)
         if not self._why_closed:
             self._metrics.set_health(self.repository.ready, len(self.repository.failures))
 
@@ -243,11 +246,14 @@ class Server:
         if failed:
             return f"models failed to load: {failed}"
         unable = ", ".join(f"'{model.name}'" for model in self.repository.models if not model.able)
-        return f"all instances hang of: {unable}" if unable else "models are loading"
+        return f"no instance can execute of: {unable}" if unable else "models are loading"
 
     def _probes(self) -> dict[str, LoopProbe]:
         loop = asyncio.get_running_loop()
-        return {"/livez": LoopProbe(loop), "/readyz": LoopProbe(loop, self._why_not_ready)}
+        return {
+            "/livez": LoopProbe(loop, lambda: self.repository.why_not_live),
+            "/readyz": LoopProbe(loop, self._why_not_ready),
+        }
 
     def _limits(self) -> LimitCollector:
         settings, limits, regions = self._settings, self._settings.limits, self._regions
@@ -276,6 +282,15 @@ class Server:
         except OSError as error:
             where = host_and_port(address, settings.metrics_port)
             raise StartError(f"metrics can't listen on {where}: {error.strerror}") from None
+
+    async def _show_gpus(self) -> None:
+        """Asking for them takes up to a second."""
+        if self._endpoint is None or not self._settings.allow_gpu_metrics:
+            return
+        try:
+            self._metrics.add_gpus(await asyncio.to_thread(lambda: GpuCollector(open_nvml())))
+        except DeviceError as error:
+            _log.info("no metrics of GPUs: %s", error)
 
     async def _load(self) -> None:
         if self._upstream is not None:

@@ -83,6 +83,7 @@ _AMOUNT = _Amount(0, 1_000_000)
     type=click.IntRange(1, 1_048_576),
 )
 @flag("allow-metrics", True, "Whether to serve metrics.", type=bool)
+@flag("allow-gpu-metrics", True, "Whether these have the GPUs that models may use.", type=bool)
 @flag("metrics-address", None, "Address to listen on for metrics; by default that of gRPC.")
 @flag("metrics-port", 8002, "Port for GET /metrics; 0 takes a free one.", type=click.IntRange(0, 65535))
 @flag("allow-client-shm", False, "Whether clients may register shared memory of theirs.", type=bool)
@@ -152,6 +153,7 @@ def serve(
     frontends: int,
     frontend_memory_mb: int,
     allow_metrics: bool,
+    allow_gpu_metrics: bool,
     metrics_address: str | None,
     metrics_port: int,
     allow_client_shm: bool,
@@ -213,6 +215,7 @@ def serve(
         frontend_memory_mb=frontend_memory_mb,
         metrics_address=metrics_address,
         metrics_port=metrics_port if allow_metrics else None,
+        allow_gpu_metrics=allow_gpu_metrics,
         allow_client_shm=allow_client_shm,
         max_client_shm_regions=max_client_shm_regions,
         exit_timeout_secs=exit_timeout_secs,

@@ -29,10 +29,11 @@ class ControlMode(Enum):
 @dataclass(frozen=True, slots=True)
 class Settings:
     """How to serve. `paths` are model repositories, single models' folders or `.onnx` files. Ports: 0 takes a free one;
-    `metrics_port` None switches metrics off. `batching` is for models without configuration, `backend_config` for all;
-    without `auto_complete` they have to spell out their tensors. `model_config_name`: the configuration to read in a
-    model's folder `configs`, instead of `config.pbtxt`. `model_name`: what the one model is called that is not in a
-    repository. `allow_op_libraries`: whether models may bring code. `allow_python_models`: whether they may be nothing
+    `metrics_port` None switches metrics off, `allow_gpu_metrics` False those of GPUs. `batching` is for models without
+    configuration, `backend_config` for all; without `auto_complete` they have to spell out their tensors.
+    `model_config_name`: the configuration to read in a model's folder `configs`, instead of `config.pbtxt`.
+    `model_name`: what the one model is called that is not in a repository. `allow_op_libraries`: whether models may
+    bring code. `allow_python_models`: whether they may be nothing
     else.
     `allow_remote_settings`: whether RPCs may change how the server logs and traces, which begins with `trace`.
     `execution_timeout_secs`: how long a batch may execute before its instance is given up, 0: for ever.
@@ -51,6 +52,7 @@ class Settings:
     frontend_memory_mb: int = 1024
     metrics_address: str | None = None
     metrics_port: int | None = 8002
+    allow_gpu_metrics: bool = True
     allow_client_shm: bool = False
     max_client_shm_regions: int = 256
     exit_timeout_secs: float = 30.0

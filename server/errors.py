@@ -24,8 +24,10 @@ import grpc
 from backends.errors import (
     BackendError,
     DeviceError,
+    DeviceLost,
     ExecutionError,
     LoadError,
+    OutOfMemory,
     ProcessError,
     SessionError,
     UpstreamFailed,
@@ -39,6 +41,7 @@ from scheduler.errors import (
     DeadlineUnreachable,
     ExecutionFailed,
     ExecutionTimeout,
+    NoInstance,
     QueueFull,
     QueueTimeout,
     RequestTooLarge,
@@ -134,6 +137,7 @@ STATUS_OF: dict[type[BaseException], grpc.StatusCode] = {
     RegionExists: grpc.StatusCode.ALREADY_EXISTS,
     TooManyRegions: grpc.StatusCode.RESOURCE_EXHAUSTED,
     BatcherClosed: grpc.StatusCode.UNAVAILABLE,
+    NoInstance: grpc.StatusCode.UNAVAILABLE,
     QueueFull: grpc.StatusCode.RESOURCE_EXHAUSTED,
     DeadlineExceeded: grpc.StatusCode.DEADLINE_EXCEEDED,
     QueueTimeout: grpc.StatusCode.DEADLINE_EXCEEDED,
@@ -146,6 +150,9 @@ STATUS_OF: dict[type[BaseException], grpc.StatusCode] = {
     ExecutionTimeout: grpc.StatusCode.INTERNAL,
     ExecutionError: grpc.StatusCode.INTERNAL,
     SessionError: grpc.StatusCode.INTERNAL,
+    OutOfMemory: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    # Not a status that clients take elsewhere: tensors can break a device, the next one too.
+    DeviceLost: grpc.StatusCode.INTERNAL,
     # Their own is the upstream's, see status_of.
     UpstreamFailed: grpc.StatusCode.UNAVAILABLE,
     UpstreamRefused: grpc.StatusCode.INTERNAL,
@@ -169,6 +176,8 @@ def status_of(error: BaseException) -> grpc.StatusCode | None:
     cause = error.__cause__ if isinstance(error, ExecutionFailed) else error
     if isinstance(cause, (UpstreamFailed, UpstreamRefused)) and cause.status in grpc.StatusCode.__members__:
         return grpc.StatusCode[cause.status]
+    if isinstance(cause, (OutOfMemory, MemoryError)) and error is not cause:
+        return STATUS_OF[OutOfMemory]
     for kind in type(error).__mro__:
         if kind in STATUS_OF:
             return STATUS_OF[kind]

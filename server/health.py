@@ -16,25 +16,29 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 __all__ = ["LIVENESS", "HealthService"]
 
 LIVENESS = "liveness"
-"""The service that is SERVING as long as anybody answers. Whoever restarts what isn't live asks for this one: a server
-that isn't ready, because a model is missing or it is about to end, gains nothing by a restart."""
+"""The service that is SERVING as long as anybody answers, and a restart of the server wouldn't help. Whoever restarts
+what isn't live asks for this one: a server that isn't ready, because a model is missing or it is about to end, gains
+nothing by that; one that has lost its devices does."""
 
 _Response = health_pb2.HealthCheckResponse
 
 
 class HealthService(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
     """Every one of `services`, and "" for the server, has the same status: SERVING once `set_serving(True)` was
-    called. LIVENESS is SERVING from the beginning, and until `close` for its watchers."""
+    called. LIVENESS is SERVING from the beginning, and until `close` for its watchers, unless it was told otherwise."""
 
     def __init__(self, services: Iterable[str]) -> None:
         self._services = frozenset(("", LIVENESS, *services))
         self._serving = False
+        self._live = True
         self._closed = False
         self._changed = asyncio.Event()
 
-    def set_serving(self, serving: bool) -> None:
-        """Change the status and tell the watchers; after `close` nothing changes any more."""
-        self._serving = serving and not self._closed
+    def set_serving(self, serving: bool, live: bool = True) -> None:
+        """Change the status, and that of LIVENESS, and tell the watchers; after `close` nothing changes any more."""
+        if self._closed:
+            return
+        self._serving, self._live = serving, live
         self._tell()
 
     def close(self) -> None:
@@ -65,7 +69,7 @@ class HealthService(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
     def _status(self, service: str) -> int:
         if service not in self._services:
             return int(_Response.SERVICE_UNKNOWN)
-        serving = self._serving or service == LIVENESS
+        serving = self._live if service == LIVENESS else self._serving
         status: int = _Response.SERVING if serving else _Response.NOT_SERVING
         return status
 

@@ -1,17 +1,20 @@
-"""The instances of one version of a model while it serves, each with its thread, and what becomes of one that hangs.
+"""The instances of one version of a model while it serves, each with its thread, and what becomes of one that hangs or
+is lost.
 
-Lives here: which instances there are. Must not: batches, or the decision that one hangs (`scheduler.watchdog`). The
-rule: what an execution that hangs uses is given back only if it ends after all, which few instances can be made to.
+Lives here: which instances there are. Must not: batches, or the decision that one hangs (`scheduler.watchdog`) or is
+lost (`scheduler.batcher`). The rule: what an execution that hangs uses is given back only if it ends after all, which
+few instances can be made to; and what a lost device held is never given back, since the driver may end the process over
+that.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from backends.base import Abandonable, Device, ModelInstance, Tensors
+from backends.base import Abandonable, Device, ModelInstance, Slotted, Tensors
 from backends.remote import RemoteInstance, RemoteModel
 from scheduler.batcher import Batcher
 from scheduler.runner import TaskRunner, ThreadRunner
@@ -35,8 +38,8 @@ Instance = ModelInstance | RemoteInstance
 
 
 class Instances:
-    """Those of `loaded`, executing by what `execute_of` makes of each. `on_change` is called when `able` may have
-    changed."""
+    """Those of `loaded`, executing by what `execute_of` makes of each, or of each of its slots. `on_change` is called
+    when `able` may have changed."""
 
     def __init__(
         self,
@@ -50,8 +53,12 @@ class Instances:
         self._statistics = statistics
         self._on_change = on_change
         self._made = 0
-        self._live = {self._runner(instance): instance for instance in loaded.instances}
+        # Slots of one instance have a runner each.
+        self._live = {runner: one for one in loaded.instances for runner in self._new_runners(one)}
+        # Runners that execute although their instance was given up.
         self._hanging: dict[Runner, Instance] = {}
+        self._lost: list[Instance] = []
+        self._hopeless = ""
         self._replacing: set[asyncio.Task[None]] = set()
         self._closed = False
         self.batcher: Batcher[Any, Tensors]
@@ -67,46 +74,88 @@ class Instances:
         return bool(self._live)
 
     @property
-    def hangs(self) -> bool:
-        """Whether there are threads that may never end."""
-        return bool(self._hanging or self._replacing)
+    def hopeless(self) -> str:
+        """Why nothing can execute any more unless the process is started anew, as far as that can be told: devices were
+        lost, and again when another instance was tried for. "" otherwise."""
+        return "" if self._live else self._hopeless
 
-    def on_hang(self, runner: Runner) -> None:
+    @property
+    def hangs(self) -> bool:
+        """Whether there are threads that may never end, or instances that can't be taken down."""
+        return bool(self._hanging or self._replacing or self._lost)
+
+    @property
+    def instance_of(self) -> Callable[[Runner], int] | None:
+        """Tells what slots of one instance have in common, one that doesn't hang; None if none has slots."""
+        if len(self._live) == _count(self._live):
+            return None
+        return lambda runner: id(self._live[runner])
+
+    def on_hang(self, runner: Runner, others: Sequence[Runner]) -> None:
         """Put another in its place, unless too many hang."""
-        instance = self._hanging[runner] = self._live.pop(runner)
+        instance = self._take_out(runner)
+        self._hanging.update((one, instance) for one in (runner, *others))
         self._statistics.hung_executions += 1
-        name, version, left = self._loaded.name, self._loaded.version, len(self._live)
-        _log.error("model '%s' version %s: an execution hangs; %d instances are left", name, version, left)
-        self._on_change()
+        self._tell("an execution hangs")
         if isinstance(instance, Abandonable):
             instance.abandon()
-        if len(self._hanging) > _MOST_HANGING:
-            _log.error("model '%s' version %s: no more instances: %d hang", name, version, len(self._hanging))
+        hanging = _count(self._hanging)
+        if hanging > _MOST_HANGING:
+            name, version = self._loaded.name, self._loaded.version
+            _log.error("model '%s' version %s: no more instances: %d hang", name, version, hanging)
             return
-        task = asyncio.get_running_loop().create_task(self._replace(instance.device))
-        self._replacing.add(task)
-        task.add_done_callback(self._replacing.discard)
+        self._start_replacing(instance.device)
+
+    def on_loss(self, runner: Runner, error: BaseException) -> None:
+        """Put another in its place. What it holds is kept until the process ends."""
+        instance = self._take_out(runner)
+        self._lost.append(instance)
+        self._statistics.lost_instances += 1
+        self._tell(f"an instance is lost: {error}")
+        self._start_replacing(instance.device, str(error))
 
     def on_return(self, runner: Runner) -> None:
         """Give back what it used; on a thread, since that may take as long as a load."""
+        instance = self._hanging.pop(runner, None)
+        if instance is None:
+            return  # of an instance that was lost
         _log.warning("model '%s' version %s: an execution that hung has ended", self._loaded.name, self._loaded.version)
-        instance = self._hanging.pop(runner)
-        asyncio.get_running_loop().run_in_executor(None, instance.close)
+        if all(one is not instance for one in self._hanging.values()):
+            asyncio.get_running_loop().run_in_executor(None, instance.close)
 
     async def close(self) -> None:
         """Give everything back that nothing executes on. What still hangs keeps what it uses."""
         self._closed = True
-        # Closing what loads or hangs isn't safe, and the model is what its instances are made of.
+        # Closing what loads, hangs or is lost isn't safe, and the model is what its instances are made of.
         close_model = not self.hangs
-        await asyncio.to_thread(_close, list(self._live.values()), self._loaded if close_model else None)
+        instances = list({id(one): one for one in self._live.values()}.values())
+        await asyncio.to_thread(_close, instances, self._loaded if close_model else None)
 
-    async def _replace(self, device: Device) -> None:
+    def _take_out(self, runner: Runner) -> Instance:
+        """The instance that `runner` is a slot of, which isn't among those that live any more."""
+        instance = self._live[runner]
+        self._live = {one: its for one, its in self._live.items() if its is not instance}
+        return instance
+
+    def _tell(self, what: str) -> None:
+        name, version, left = self._loaded.name, self._loaded.version, _count(self._live)
+        _log.error("model '%s' version %s: %s; %d instances are left", name, version, what, left)
+        self._on_change()
+
+    def _start_replacing(self, device: Device, lost: str = "") -> None:
+        task = asyncio.get_running_loop().create_task(self._replace(device, lost))
+        self._replacing.add(task)
+        task.add_done_callback(self._replacing.discard)
+
+    async def _replace(self, device: Device, lost: str) -> None:
+        """Until there is one. `lost`: why the old one was, "" if it hangs."""
         pause_s = _PAUSE_S
         while not self._closed:
             try:
                 instance = await asyncio.to_thread(self._open, device)
             except Exception as error:  # noqa: BLE001 - a backend's; it is tried again
-                _log.error("model '%s': an instance that hangs can't be replaced: %s", self._loaded.name, error)
+                _log.error("model '%s': an instance can't be replaced: %s", self._loaded.name, error)
+                self._on_failed_attempt(lost)
                 await asyncio.sleep(pause_s)
                 pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
                 continue
@@ -116,13 +165,20 @@ class Instances:
                 self._add(instance)
             return
 
+    def _on_failed_attempt(self, lost: str) -> None:
+        """Of what hangs there is hope that it ends; nobody is to wait for a device that may never be back."""
+        if self._live or self._closed or not lost:
+            return
+        self._hopeless = lost
+        self.batcher.suspend()
+        self._on_change()
+
     def _add(self, instance: Instance) -> None:
-        runner = self._runner(instance)
-        self._live[runner] = instance
-        self.batcher.add(runner)
-        _log.warning(
-            "model '%s' version %s: an instance that hangs is replaced", self._loaded.name, self._loaded.version
-        )
+        self._hopeless = ""
+        for runner in self._new_runners(instance):
+            self._live[runner] = instance
+            self.batcher.add(runner)
+        _log.warning("model '%s' version %s: an instance is replaced", self._loaded.name, self._loaded.version)
         self._on_change()
 
     def _open(self, device: Device) -> Instance:
@@ -134,12 +190,22 @@ class Instances:
         warm_up_by_default(self._loaded.name, self._loaded.plan, [instance])
         return instance
 
-    def _runner(self, instance: Instance) -> Runner:
+    def _new_runners(self, instance: Instance) -> Sequence[Runner]:
         if isinstance(instance, RemoteInstance):
-            return TaskRunner(instance.execute)
+            return [TaskRunner(instance.execute)]
         name = f"{self._loaded.name}_{self._loaded.version}_{self._made}"
         self._made += 1
-        return ThreadRunner(name, self._execute_of(instance))
+        if not isinstance(instance, Slotted):
+            return [ThreadRunner(name, self._execute_of(instance))]
+        return [
+            ThreadRunner(f"{name}_{number}", self._execute_of(slot), slot.start)
+            for number, slot in enumerate(instance.slots)
+        ]
+
+
+def _count(instances: Mapping[Runner, Instance]) -> int:
+    """How many there are, whatever their slots."""
+    return len({id(one) for one in instances.values()})
 
 
 def _close(instances: Sequence[Instance], loaded: LoadedVersion | None) -> None:

@@ -104,9 +104,9 @@ class Listener:
         """What is under way, and what was refused."""
         return self.admission.usage()
 
-    def set_serving(self, serving: bool) -> None:
+    def set_serving(self, serving: bool, live: bool = True) -> None:
         """What health says."""
-        self._health.set_serving(serving)
+        self._health.set_serving(serving, live)
 
     def announce_end(self) -> None:
         """Health says NOT_SERVING for good; its streams and those of reflection end."""

@@ -120,6 +120,8 @@ def _check_allowed(config: pb.ModelConfig, defaults: LoadDefaults, *, brought: b
     """Raise ConfigError for what the flags don't allow, or don't allow to a configuration `brought` by a client."""
     if not (defaults.auto_complete or is_complete(config)):
         raise ConfigError("expected input and output in its configuration, as --disable-auto-complete-config is given")
+    if brought and (setting := _writes(config)):
+        raise ConfigError(f"{setting}: no client may say where the server writes files; put it into the repository")
     if not config.model_operations.op_library_filename:
         return
     if brought:
@@ -129,6 +131,16 @@ def _check_allowed(config: pb.ModelConfig, defaults: LoadDefaults, *, brought: b
             "model_operations.op_library_filename: a library's code would run in the server; "
             "start it with --allow-op-libraries true if you trust whoever writes the model repository"
         )
+
+
+def _writes(config: pb.ModelConfig) -> str:
+    """The first parameter of an execution accelerator that makes the server write files in places of its choice."""
+    accelerators = config.optimization.execution_accelerators
+    for one in (*accelerators.gpu_execution_accelerator, *accelerators.cpu_execution_accelerator):
+        for key in sorted(one.parameters):
+            if key.endswith(("_path", "_dir")) or "_dump_" in key:
+                return f"execution accelerator '{one.name}': {key}"
+    return ""
 
 
 def _configuration(folder: ModelFolder, override: pb.ModelConfig | None) -> pb.ModelConfig:
@@ -188,7 +200,9 @@ def _load_version(
     with ExitStack() as undo:
         file = _model_file(folder, version, config)
         libraries = _op_libraries(folder, version, config)
-        opened = backend.open(model_source(config, folder.name, file, defaults.parameters, libraries), devices[0])
+        rows = batching.max_batch_rows if batching else defaults.max_batch_rows
+        source = model_source(config, folder.name, file, defaults.parameters, libraries, rows)
+        opened = backend.open(source, devices[0])
         undo.callback(opened.close)
         served = plan(config, opened.spec, batching, defaults.max_batch_rows, defaults.execution_limit_ns)
         for device in devices:

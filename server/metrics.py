@@ -18,6 +18,7 @@ from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 from server.exposition import exposition
+from server.gpu_metrics import GpuCollector
 from server.host_metrics import HostCollector
 from server.metrics_limits import LimitCollector
 from server.model_statistics import DURATION_BOUNDS_NS, DurationHistogram, VersionStatistics
@@ -37,6 +38,9 @@ class WaitingRoom(Protocol):
 
     @property
     def lanes(self) -> int: ...
+
+    @property
+    def allowed_rows(self) -> int: ...
 
     def waiting_of_level(self, level: int) -> int: ...
 
@@ -158,6 +162,10 @@ class Metrics:
     def add_limits(self, limits: LimitCollector) -> None:
         """Show the server's limits."""
         self._registry.register(limits)
+
+    def add_gpus(self, gpus: GpuCollector) -> None:
+        """Show the GPUs that models may use."""
+        self._registry.register(gpus)
 
     def text(self) -> bytes:
         """Everything, in Prometheus' text format 0.0.4."""
@@ -315,6 +323,15 @@ _FAMILIES = (
     _Family("paceline_dropped_requests", "counter", "Requests that were not executed, by reason", _drops),
     _Family("paceline_pending_requests", "gauge", "Requests waiting to execute, by priority level", _by_level),
     _counter("paceline_hung_executions", "Executions given up, each with its instance", lambda s: s.hung_executions),
+    _counter(
+        "paceline_lost_instances", "Instances whose device was lost or refused everything", lambda s: s.lost_instances
+    ),
+    _counter("paceline_out_of_memory", "Executions for which memory didn't suffice", lambda s: s.shortages),
+    _gauge(
+        "paceline_allowed_batch_rows",
+        "Rows that a batch may have, fewer than configured for a while after memory ran out",
+        lambda version: version.waiting.allowed_rows,
+    ),
     _gauge("paceline_lanes", "Shape keys with requests waiting", lambda version: version.waiting.lanes),
     _counter("paceline_padding_rows", "Rows executed to fill batches up to an allowed size", lambda s: s.padding_rows),
     _gauge("paceline_padding_share", "Share of padding among all rows that the model saw", _padding_share),

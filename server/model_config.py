@@ -97,9 +97,12 @@ def model_source(
     path: Path,
     parameters: Mapping[str, str] | None = None,
     op_libraries: tuple[Path, ...] = (),
+    default_rows: int = 0,
 ) -> ModelSource:
     """What the backend needs to open the model file `path`; `parameters` hold where the configuration doesn't,
-    `op_libraries` are where its libraries of operators were found."""
+    `op_libraries` are where its libraries of operators were found, `default_rows` those of a batch where neither
+    `max_batch_size` nor tensors are given."""
+    largest_rows = max(0, config.max_batch_size) or (0 if is_complete(config) else default_rows)
     accelerators = config.optimization.execution_accelerators
     return ModelSource(
         name=name,
@@ -110,11 +113,11 @@ def model_source(
             **{key: parameter.string_value for key, parameter in config.parameters.items()},
         },
         graph_level=config.optimization.graph.level if config.optimization.HasField("graph") else None,
-        accelerators=tuple(
-            (one.name, dict(one.parameters))
-            for one in (*accelerators.gpu_execution_accelerator, *accelerators.cpu_execution_accelerator)
-        ),
+        accelerators=tuple((one.name, dict(one.parameters)) for one in accelerators.gpu_execution_accelerator),
+        cpu_accelerators=tuple((one.name, dict(one.parameters)) for one in accelerators.cpu_execution_accelerator),
         op_libraries=op_libraries,
+        largest_rows=largest_rows,
+        cuda_graphs=config.optimization.cuda.graphs,
     )
 
 

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from enum import Enum
 
 from backends.base import Execution
-from backends.errors import BackendError
+from backends.errors import BackendError, OutOfMemory
 from scheduler.errors import BatcherClosed, DeadlineExceeded, ExecutionFailed, QueueFull
 from scheduler.observer import BatchReport, Drop
 from server.errors import ModelNotReady
@@ -104,7 +104,8 @@ class VersionStatistics:
     was executed and answered, parts one by one; `input_ns`, `infer_ns` and `output_ns` add up the whole batch's times
     once for each of these. `batches` has executions by their rows, padding left out; `executions` how long they took,
     by the power of two that covers the rows that the model saw. `hung_executions`: those given up, each of which cost
-    an instance.
+    an instance. `lost_instances`: those that nothing could be executed on any more. `shortages`: executions for which
+    there wasn't memory enough.
     """
 
     def __init__(self) -> None:
@@ -115,7 +116,7 @@ class VersionStatistics:
         self.queue = DurationHistogram()
         self.input_ns = self.infer_ns = self.output_ns = 0
         self.padding_rows = 0
-        self.hung_executions = 0
+        self.hung_executions = self.lost_instances = self.shortages = 0
         self.batches: dict[int, BatchTotals] = {}
         self.executions: dict[int, DurationHistogram] = {}
         self.last_inference_ms = 0
@@ -177,6 +178,8 @@ class VersionStatistics:
     def on_batch(self, report: BatchReport) -> None:
         if report.error is None:
             self._add(report, report.execution)
+        elif isinstance(report.error, (OutOfMemory, MemoryError)):
+            self.shortages += 1
 
     def _add(self, report: BatchReport, execution: Execution) -> None:
         input_ns, infer_ns, output_ns = execution.input_ns, execution.infer_ns, execution.output_ns

@@ -19,17 +19,20 @@ from backends.base import Array, Execution, ModelSpec, Tensors
 from server.errors import InvalidRequest
 from server.region_tensors import Inputs, RegionTensor
 
-__all__ = ["Execute", "ExecuteInputs", "reading"]
+__all__ = ["Execute", "ExecuteInputs", "Room", "reading"]
 
 Execute = Callable[[Sequence[Tensors], int], Execution]
 ExecuteInputs = Callable[[Sequence[Inputs], int], Execution]
+
+Room = Callable[[int, tuple[int, ...]], Array]
+"""Where to read input number so and so of that shape to."""
 
 _Failures = dict[int, InvalidRequest]
 """By the place of the request in its batch."""
 
 
-def reading(execute: Execute, spec: ModelSpec) -> ExecuteInputs:
-    """`execute`, an instance's, for requests some of whose inputs aren't read yet.
+def reading(execute: Execute, spec: ModelSpec, room: Room | None = None) -> ExecuteInputs:
+    """`execute`, an instance's, for requests some of whose inputs aren't read yet. `room`: its own (`Slot.room`).
 
     A request whose inputs can't be read gets an InvalidRequest in the place of its results.
     """
@@ -40,10 +43,11 @@ def reading(execute: Execute, spec: ModelSpec) -> ExecuteInputs:
         if not any(type(one) is RegionTensor for inputs in requests for one in inputs):
             return execute(cast("Sequence[Tensors]", requests), padded_rows)
         began_ns = monotonic_ns()
-        joined = stackable and len(requests) > 1
-        run = _joined if joined else _one_by_one
         failures: _Failures = {}
-        done = run(execute, requests, padded_rows, failures, began_ns)
+        if stackable and (len(requests) > 1 or room is not None):
+            done = _joined(execute, requests, padded_rows, failures, began_ns, room)
+        else:
+            done = _one_by_one(execute, requests, padded_rows, failures, began_ns)
         results = iter(done.results)
         return replace(done, results=[failures.get(number) or next(results) for number in range(len(requests))])
 
@@ -64,11 +68,20 @@ def _one_by_one(
 
 
 def _joined(
-    execute: Execute, requests: Sequence[Inputs], padded_rows: int, failures: _Failures, began_ns: int
+    execute: Execute,
+    requests: Sequence[Inputs],
+    padded_rows: int,
+    failures: _Failures,
+    began_ns: int,
+    room: Room | None,
 ) -> Execution:
     """All read into the rows of one request as large as the batch: stacking would be a second copy."""
     rows = max(sum(inputs[0].shape[0] for inputs in requests), padded_rows)
-    columns: list[Array] = [np.empty((rows, *first.shape[1:]), first.dtype) for first in requests[0]]
+    columns: list[Array] = [
+        np.empty(shape, first.dtype) if room is None else room(index, shape)
+        for index, first in enumerate(requests[0])
+        for shape in ((rows, *first.shape[1:]),)
+    ]
     bounds = [0]
     for number, inputs in enumerate(requests):
         start, stop = bounds[-1], bounds[-1] + inputs[0].shape[0]

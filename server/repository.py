@@ -85,7 +85,7 @@ class Repository:
         self._loads: set[Future[list[LoadedVersion]]] = set()
         self._leaving: dict[ServedModel, asyncio.Task[None]] = {}
         self._stopping = False
-        self._hung = False
+        self._hung: list[ServedModel] = []
 
     @property
     def ready(self) -> bool:
@@ -94,6 +94,11 @@ class Repository:
             return True
         missing = self.waits_for or any(entry.missing for entry in self._entries.values())
         return not missing and all(model.able for model in self.models)
+
+    @property
+    def why_not_live(self) -> str:
+        """Why the process should be started anew: a model has lost its devices, and can't have them again here."""
+        return "; ".join(f"model '{model.name}': {model.hopeless}" for model in self.models if model.hopeless)
 
     @property
     def failures(self) -> dict[str, str]:
@@ -128,7 +133,7 @@ class Repository:
     @property
     def hangs(self) -> bool:
         """Whether there are executions that may never end; they can't be interrupted either."""
-        return self._hung or any(model.hangs for model in (*self.models, *self._leaving))
+        return bool(self._hung) or any(model.hangs for model in (*self.models, *self._leaving))
 
     # hot path
     def get(self, name: str, version: str) -> ServedModel:
@@ -375,7 +380,8 @@ class Repository:
         except Exception:  # noqa: BLE001 - a backend's; nobody waits for it
             _log.exception("model '%s' version %s could not be closed", model.name, model.version)
         finally:
-            self._hung = self._hung or model.hangs
+            if model.hangs:
+                self._hung.append(model)
             del self._leaving[model]
             entry.left(model.version)
             self.on_change()

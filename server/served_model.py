@@ -11,9 +11,10 @@ from collections.abc import Callable
 from typing import Any, cast
 
 from backends.base import ModelInstance, Tensors
-from backends.errors import SessionError
+from backends.errors import DeviceLost, OutOfMemory, SessionError
 from backends.remote import RemoteModel
 from scheduler.batcher import Batcher
+from scheduler.isolation import Blame
 from scheduler.observer import Observer
 from scheduler.waiting import Room
 from server.adapting_codec import codec_for
@@ -76,9 +77,10 @@ class ServedModel:
             loaded.plan.policy,
             self._instances.runners,
             observer=self._observer(tracer),
-            isolates=_may_be_a_requests_fault,
+            blames=_blame_for,
             hangs=self._instances,
             room=room,
+            instance_of=self._instances.instance_of,
         )
         self._instances.batcher = self.batcher
         self._metrics = metrics
@@ -99,8 +101,14 @@ class ServedModel:
 
     @property
     def hangs(self) -> bool:
-        """Whether there are threads of it that may never end."""
+        """Whether there are threads of it that may never end, or instances that can't be taken down. Whoever lets go
+        of it takes them down."""
         return self._instances.hangs
+
+    @property
+    def hopeless(self) -> str:
+        """Why none of its instances will execute again in this process; "" if some may."""
+        return self._instances.hopeless
 
     def _observer(self, tracer: Tracer | None) -> Observer:
         """Where batches aren't traced, nobody pays for looking."""
@@ -112,7 +120,7 @@ class ServedModel:
         """Where nothing can lie in shared memory, nobody pays for looking."""
         if regions is None:
             return cast("ExecuteInputs", instance.execute)
-        return reading(instance.execute, self.spec)
+        return reading(instance.execute, self.spec, getattr(instance, "room", None))
 
     def start(self) -> None:
         """Take requests, on the running event loop, and show in the metrics."""
@@ -146,5 +154,9 @@ class ServedModel:
         self._metrics.remove(self._shown)
 
 
-def _may_be_a_requests_fault(error: BaseException) -> bool:
-    return isinstance(error, Exception) and not isinstance(error, (SessionError, MemoryError))
+def _blame_for(error: BaseException) -> Blame:
+    if isinstance(error, (OutOfMemory, MemoryError)):
+        return Blame.SIZE
+    if isinstance(error, DeviceLost):
+        return Blame.INSTANCE
+    return Blame.NOBODY if isinstance(error, SessionError) or not isinstance(error, Exception) else Blame.REQUESTS

@@ -1,19 +1,21 @@
 """Executions before a model is ready, so that the first caller doesn't pay for what is done once.
 
 Lives here: `model_warmup` of the configuration, and the modest default: one batch of one row of zeros where all
-dimensions are known. Must not: count as inference; warm-up calls instances directly, past batcher and metrics.
+dimensions are known. Instances with slots are devices that prepare for each shape, and allocate for the largest: each
+slot of theirs runs what all sizes of batches look like. Must not: count as inference; warm-up calls instances directly,
+past batcher and metrics.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 
-from backends.base import MISSING, Array, ModelInstance, ModelSpec, Tensors, TensorSpec
-from backends.errors import BackendError
+from backends.base import MISSING, Array, ModelInstance, ModelSpec, Slotted, Tensors, TensorSpec
+from backends.errors import BackendError, OutOfMemory
 from protos import model_config_pb2 as pb
 from protos.datatypes import CONFIG_DATATYPES, by_name
 from protos.tensors import TensorError, decode_raw, element_count
@@ -23,6 +25,8 @@ from server.model_config import ServingPlan
 from server.reshaping import to_model
 
 __all__ = ["warm_up", "warm_up_by_default"]
+
+Run = Callable[[Sequence[Tensors], int], object]
 
 _log = logging.getLogger("paceline.server.warmup")
 
@@ -39,30 +43,69 @@ def warm_up(config: pb.ModelConfig, plan: ServingPlan, folder: Path, instances: 
     for sample in config.model_warmup:
         requests = list(_requests(sample, plan, folder))
         for instance in instances:
-            for iteration in range(1, max(1, sample.count) + 1):
-                _log.debug(
-                    "model '%s' is running warmup sample '%s' for iteration %d", config.name, sample.name, iteration
-                )
-                try:
-                    if requests:
-                        instance.execute(requests)
-                except (BackendError, MemoryError) as error:
-                    raise ConfigError(f"failed to run warmup sample '{sample.name}': {_words(error)}") from error
+            for run in _ways(instance):
+                for iteration in range(1, max(1, sample.count) + 1):
+                    _log.debug(
+                        "model '%s' is running warmup sample '%s' for iteration %d", config.name, sample.name, iteration
+                    )
+                    try:
+                        if requests:
+                            _run_sizes(run, requests, _sizes(instance, plan) if iteration == 1 else [0])
+                    except (BackendError, MemoryError) as error:
+                        raise ConfigError(f"failed to run warmup sample '{sample.name}': {_words(error)}") from error
 
 
 def warm_up_by_default(name: str, plan: ServingPlan, instances: Sequence[ModelInstance]) -> None:
-    """Run one batch of one row of zeros on each instance, if the model's dimensions are known. Blocks."""
+    """Run one batch of one row of zeros on each instance, where batches of other sizes are worth it of these too, if
+    the model's dimensions are known. Blocks."""
     needed = [tensor for tensor in plan.spec.inputs if not tensor.optional]
     if any(tensor.shape_tensor or min(tensor.dims, default=0) < 0 for tensor in needed):
+        if any(isinstance(instance, Slotted) for instance in instances):
+            _log.info("model '%s' stays cold, as its dims aren't all known; model_warmup can tell of them", name)
         return
     if plan.spec.batched and not needed:
         return
     lead = (1,) if plan.spec.batched else ()
     for instance in instances:
         try:
-            instance.execute([_all_zeros(plan.spec, lead)])
+            for run in _ways(instance):
+                _run_sizes(run, [_all_zeros(plan.spec, lead)], _sizes(instance, plan))
         except (BackendError, TensorError, MemoryError) as error:
             _log.warning("model '%s' stays cold, as it doesn't take zeros for a warm-up: %s", name, _words(error))
+
+
+def _ways(instance: ModelInstance) -> Sequence[Run]:
+    """What has to run a sample for all of `instance` to be warm."""
+    if isinstance(instance, Slotted):
+        return [slot.prepare for slot in instance.slots]
+    return [instance.execute]
+
+
+def _sizes(instance: ModelInstance, plan: ServingPlan) -> Sequence[int]:
+    """The rows that warm-up batches are padded to, largest first, so that what is allocated for one suffices for the
+    next; 0: to none. Where any size is allowed, powers of two stand for all."""
+    if not (isinstance(instance, Slotted) and plan.spec.batched and plan.spec.paddable):
+        return [0]
+    most = max(1, plan.max_batch_rows)
+    sizes = plan.policy.batch_sizes or (*(1 << power for power in range(most.bit_length())), most)
+    return sorted(set(sizes), reverse=True)
+
+
+def _run_sizes(run: Run, requests: Sequence[Tensors], sizes: Sequence[int]) -> None:
+    """The sample in each of the sizes. Those that memory isn't enough for are left out, unless it is none of them."""
+    shortage: OutOfMemory | None = None
+    done = 0
+    # What is larger than a size isn't padded to it: that would be the sample as it is once more.
+    rows = sum(len(request[0]) for request in requests) if max(sizes) else 0
+    for size in [size for size in sizes if size >= rows]:
+        try:
+            run(requests, size)
+            done += 1
+        except OutOfMemory as error:
+            _log.warning("a batch of %d rows is too large for the device's memory: %s", size, error)
+            shortage = error
+    if shortage is not None and not done:
+        raise shortage
 
 
 def _all_zeros(spec: ModelSpec, lead: tuple[int, ...]) -> Tensors:

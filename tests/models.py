@@ -273,3 +273,22 @@ def float8_output() -> onnx.ModelProto:
         [helper.make_tensor_value_info("OUTPUT0", TensorProto.FLOAT8E4M3FN, ["batch", 2])],
         opset=19,
     )
+
+
+def hungry(rows: int) -> onnx.ModelProto:
+    """INPUT0 [batch, 1] FP32 as it came, by way of a tensor of 2^47 bytes, which no machine has, if it has more than
+    `rows` rows."""
+    constants = [
+        numpy_helper.from_array(np.array(value, np.int64), name)
+        for name, value in (("zero", [0]), ("most", [rows]), ("one", [1]), ("huge", [1 << 45]), ("axes", [1]))
+    ]
+    nodes = [
+        helper.make_node("Shape", ["INPUT0"], ["shape"]),
+        helper.make_node("Gather", ["shape", "zero"], ["rows"]),
+        helper.make_node("Greater", ["rows", "most"], ["too_many"]),
+        helper.make_node("Where", ["too_many", "huge", "one"], ["columns"]),
+        helper.make_node("Concat", ["rows", "columns"], ["wide"], axis=0),
+        helper.make_node("Expand", ["INPUT0", "wide"], ["expanded"]),
+        helper.make_node("ReduceMax", ["expanded", "axes"], ["OUTPUT0"], keepdims=1),
+    ]
+    return model(nodes, [tensor("INPUT0", "FP32", ["batch", 1])], [tensor("OUTPUT0", "FP32", ["batch", 1])], constants)

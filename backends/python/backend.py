@@ -66,7 +66,7 @@ class PythonBackend:
     def open(self, source: ModelSource, device: Device) -> PythonModel:
         for asked, what in (
             (source.op_libraries, "libraries of operators"),
-            (source.accelerators, "execution accelerators"),
+            (source.accelerators or source.cpu_accelerators, "execution accelerators"),
         ):
             if asked:
                 raise LoadError(f"model '{source.name}': backend 'python' has no use for {what}")

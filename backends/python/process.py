@@ -18,7 +18,7 @@ from pathlib import Path
 
 import backends
 from backends.base import Array, Device, ModelSource, Tensors
-from backends.errors import ExecutionError, LoadError, ProcessError, SessionError
+from backends.errors import ExecutionError, LoadError, OutOfMemory, ProcessError
 from backends.python import EXECUTABLE
 from backends.python.protocol import CLOSE, DONE, FAILED, RUN, START, Declared
 from backends.transport.frames import Message
@@ -128,7 +128,7 @@ class ModelProcess:
     def execute(self, arrays: Sequence[Array], names: Sequence[str], wanted: Sequence[str]) -> Tensors:
         """The outputs that the model makes of `arrays`: views of memory that is free again once they are dropped.
 
-        Blocks. Raises ExecutionError with the model's own words, SessionError if it ran out of memory, ProcessError, or
+        Blocks. Raises ExecutionError with the model's own words, OutOfMemory if it ran out of memory, ProcessError, or
         GoneBefore.
         """
         with self._asking:
@@ -141,7 +141,7 @@ class ModelProcess:
                 return self._line.unpack(answer[1])
         if answer is None:
             raise self._why_no_answer()
-        raise (SessionError if answer[2] else ExecutionError)(answer[1])
+        raise (OutOfMemory if answer[2] else ExecutionError)(answer[1])
 
     def when_ended(self, call: Callable[[], None]) -> None:
         """Have `call` called, on a thread of its own, once it has ended, unless `close` or `kill` came before."""

@@ -59,7 +59,7 @@ class Fleet:
         self._port_holder: socket.socket | None = None
         self._changed = False
         self._stopping = False
-        self._ready = False
+        self._ready, self._live = False, True
         self._catalogue: Message = (protocol.CATALOGUE, b"")
         self.restarts = 0
         self._usage_before = Usage()
@@ -114,9 +114,9 @@ class Fleet:
             raise
         return self.port
 
-    def set_serving(self, serving: bool) -> None:
+    def set_serving(self, serving: bool, live: bool = True) -> None:
         """What health says, in all fronts."""
-        self._ready = serving
+        self._ready, self._live = serving, live
         self._tell(self.state)
 
     def announce_end(self) -> None:
@@ -149,7 +149,7 @@ class Fleet:
     @property
     def state(self) -> Message:
         """What fronts are told of the server as a whole."""
-        return protocol.STATE, self._inference.serving, self._ready and not self._stopping, self._stopping
+        return protocol.STATE, self._inference.serving, self._ready and not self._stopping, self._stopping, self._live
 
     @property
     def port(self) -> int:

@@ -156,9 +156,9 @@ class _Front:
                 self._link.send((protocol.USAGE, *usage))
             await asyncio.sleep(_TELL_EVERY_S)
 
-    def _set_state(self, serving: bool, ready: bool, stops: bool) -> None:
+    def _set_state(self, serving: bool, ready: bool, stops: bool, live: bool) -> None:
         self._inference.serving = serving
-        self._listener.set_serving(ready)
+        self._listener.set_serving(ready, live)
         if stops:
             self._listener.announce_end()
 

@@ -52,7 +52,7 @@ USAGE = FIRST_KIND + 16  # calls and streams under way, those refused by reason
 # From the engine.
 HELLO = FIRST_KIND + 6  # pickled Greeting
 CATALOGUE = FIRST_KIND + 7  # pickled Catalogue
-STATE = FIRST_KIND + 8  # whether it serves, is ready, stops
+STATE = FIRST_KIND + 8  # whether it serves, is ready, stops, is live
 RESULT = FIRST_KIND + 9  # id, parcel of outputs, facts; to SUBMIT
 STALE = FIRST_KIND + 10  # id; to SUBMIT, for a model that is gone
 FAILED = FIRST_KIND + 11  # id, `words_of` the error; to SUBMIT and INFER

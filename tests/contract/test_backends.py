@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from time import monotonic_ns
 
 import numpy as np
 import pytest
 
+from backends.accelerator import Accelerator
 from backends.base import (
     Array,
     Backend,
@@ -30,11 +31,13 @@ from backends.base import (
 )
 from backends.cuda_driver import count_gpus
 from backends.errors import ExecutionError, LoadError
+from backends.host_accelerator import HostAccelerator
 from backends.memory import IdentityBackend, MemoryBackend, MemoryModel
 from backends.onnx import OnnxBackend
 from backends.python.backend import PythonBackend
 from protos.datatypes import by_name
 from tests import models
+from tests.cuda import stand_in
 
 CPU = Device(DeviceKind.CPU)
 
@@ -94,13 +97,26 @@ def _onnx_gather(folder: Path) -> Subject:
 
 
 def _onnx_identity(
-    folder: Path, datatype: str, request: Callable[[int, int], tuple[Array, ...]], device: Device = CPU
+    folder: Path,
+    datatype: str,
+    request: Callable[[int, int], tuple[Array, ...]],
+    device: Device = CPU,
+    backend: OnnxBackend | None = None,
 ) -> Subject:
     path = models.write(models.identity(datatype, ("batch", 2)), folder / "model.onnx")
     (array,) = request(1, 0)
     poisoned = [(np.concatenate([array, array], axis=1),)]
     spec = _spec(datatype, datatype, 2)
-    return Subject(OnnxBackend(), ModelSource("identity", path), device, spec, request, poisoned)
+    return Subject(backend or OnnxBackend(), ModelSource("identity", path), device, spec, request, poisoned)
+
+
+def _staged(accelerator: Accelerator | None = None) -> OnnxBackend:
+    """Batches go through buffers, streams and bindings as on a GPU; what computes is the CPU."""
+    return OnnxBackend(accelerators=lambda device: accelerator or HostAccelerator())
+
+
+def _onnx_staged(folder: Path) -> Subject:
+    return replace(_onnx_gather(folder), backend=_staged())
 
 
 def _onnx_on_gpu(folder: Path) -> Subject:
@@ -159,6 +175,16 @@ SUBJECTS: dict[str, Callable[[Path], Subject]] = {
     "onnx-cpu": _onnx_gather,
     "onnx-cpu-strings": lambda folder: _onnx_identity(folder, "BYTES", _texts),
     "onnx-cpu-bf16": lambda folder: _onnx_identity(folder, "BF16", _bits),
+    "onnx-staged": _onnx_staged,
+    "onnx-staged-bf16": lambda folder: _onnx_identity(folder, "BF16", _bits, backend=_staged()),
+    "onnx-staged-floats": lambda folder: _onnx_identity(folder, "FP32", _floats, backend=_staged()),
+    "onnx-staged-strings": lambda folder: _onnx_identity(folder, "BYTES", _texts, backend=_staged()),
+    "onnx-staged-beside": lambda folder: _onnx_identity(
+        folder, "FP32", _floats, backend=_staged(HostAccelerator("another"))
+    ),
+    "onnx-staged-driver": lambda folder: _onnx_identity(
+        folder, "FP32", _floats, backend=_staged(stand_in.accelerator(folder))
+    ),
     "memory": _memory,
     "identity": _identity,
     "python": lambda folder: _python(folder, "INT64", 3, _numbers, _OUTSIDE),

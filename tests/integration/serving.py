@@ -98,14 +98,18 @@ async def serving(
     *,
     config: str = "",
     settings: Settings | None = None,
+    backends: Mapping[str, Backend] | None = None,
 ) -> AsyncIterator[Served]:
-    """Serve `repository`, in which a folder is written for each of `models` that has none, with `config`."""
+    """Serve `repository`, in which a folder is written for each of `models` that has none, with `config`. `backends`
+    take the place of those of the same names."""
     models = models or {}
     for name in models:
         if not (repository / name).exists():
             write_model(repository, name, config)
 
     def backend_of(name: str) -> Backend:
+        if backends is not None and name in backends:
+            return backends[name]
         return MemoryBackend(models) if name == "memory" else registered(name)
 
     given = settings or Settings(paths=(repository,))

@@ -9,9 +9,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from backends.cuda_driver import count_gpus
+from backends.errors import LoadError
+from bench.document import markdown
 from bench.rounds import Settings
 from bench.run import run
 from bench.scenario import parse
+from bench.summary import load
 from tests.harness import REPO
 
 SHORT = Settings(rounds=2, seconds=0.1, warmup_s=0.0, rivals=False)
@@ -74,4 +80,44 @@ def test_command_with_an_unknown_scenario_says_which_there_are(tmp_path: Path) -
 def command(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "bench", *arguments], cwd=REPO, capture_output=True, text=True, timeout=60, check=False
+    )
+
+
+@pytest.mark.timeout(240)
+def test_gpu_benchmark_runs_through_on_a_cpu_and_its_results_make_a_document(tmp_path: Path) -> None:
+    out = tmp_path / "gpu.json"
+    done = python("bench.gpu", "--device", "cpu", "--quick", "--models", "fp32", "--out", str(out))
+    assert done.returncode == 0, done.stderr
+    found = load(out.read_text())
+    names = ["gpu-correct", "gpu-resnet50-fp32", "gpu-bert-base-fp32", "gpu-frontends"]
+    assert [section.name for section in found.sections] == names
+    assert not any(section.absent for section in found.sections)
+    assert [one.verdict for one in found.sections[0].comparisons] == ["reached", "reached"]
+    for section in found.sections[1:3]:
+        assert {one.who for one in section.measurements} >= {"paceline", "run_with_iobinding", "paceline at 70 %"}
+        assert not any(one.reach for one in section.comparisons)
+    assert "rows/s / run_with_iobinding of full batches" in markdown(found, "figures")
+
+
+def test_gpu_benchmark_without_what_it_asks_for_fails_with_the_reason(tmp_path: Path) -> None:
+    if can_use_gpu():
+        pytest.skip("there is a GPU")
+    done = python(
+        "bench.gpu", "--device", "cuda", "--quick", "--models", "bert_base_fp16", "--out", str(tmp_path / "x")
+    )
+    assert done.returncode == 1
+    assert "paceline did not start" in done.stderr
+    assert "no NVIDIA driver" in done.stderr
+
+
+def can_use_gpu() -> bool:
+    try:
+        return count_gpus() > 0
+    except LoadError:
+        return False
+
+
+def python(module: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", module, *arguments], cwd=REPO, capture_output=True, text=True, timeout=200, check=False
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,8 +12,10 @@ import grpc
 import numpy as np
 import pytest
 
-from backends.errors import ExecutionError
+from backends.cuda_driver import count_gpus
+from backends.errors import ExecutionError, LoadError
 from protos import inference_pb2 as pb
+from server.config import Settings
 from tests.integration.scripted import Script, busy, own, queued, request, send, totals
 from tests.integration.serving import Served, echo_model, failure_of, serving, write_model
 from tests.polling import eventually_async
@@ -370,3 +373,27 @@ async def test_metrics_with_a_tag_that_no_label_can_bear_fail_the_load(tmp_path:
         assert code is Code.UNAVAILABLE
         assert "metric_tags: expected names of ASCII letters, digits and _" in text
         assert "got 'my-team'" in text
+
+
+async def test_gpus_are_left_out_where_there_is_no_driver_and_one_line_says_why(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    try:
+        pytest.skip(f"there are {count_gpus()} GPUs")
+    except LoadError as error:
+        reason = str(error)
+    with caplog.at_level(logging.INFO, "paceline.server"):
+        async with serving(tmp_path, {"m": echo_model()}) as served:
+            assert not any(name.startswith("nv_gpu") for name in await served.metrics())
+    told = [record.getMessage() for record in caplog.records if "GPU" in record.getMessage()]
+    assert told == [f"no metrics of GPUs: {reason}"]
+
+
+async def test_gpus_that_nobody_wants_to_know_of_are_not_looked_for(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    settings = Settings(paths=(tmp_path,), allow_gpu_metrics=False)
+    with caplog.at_level(logging.INFO, "paceline.server"):
+        async with serving(tmp_path, {"m": echo_model()}, settings=settings) as served:
+            assert not any(name.startswith("nv_gpu") for name in await served.metrics())
+    assert "GPU" not in caplog.text

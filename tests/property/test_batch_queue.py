@@ -8,6 +8,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from scheduler.allowance import LONGEST_PAUSE_NS, PAUSE_NS
 from scheduler.batch_queue import BatchQueue, Entry
 from scheduler.errors import QueueFull, RequestTooLarge
 from scheduler.policy import NEVER, BatchPolicy, QueueLimits, QueuePolicy, TimeoutAction
@@ -43,15 +44,47 @@ class NaiveQueue:
     flushing: bool = False
     delays: int = 0
     waiting: list[Waiting] = field(default_factory=list)
+    shortages: list[tuple[int, int]] = field(default_factory=list)
 
-    def poll(self, now_ns: int, idle: int) -> tuple[list[list[int]], list[int]]:
+    def allowed(self, now_ns: int) -> int:
+        """What a batch may have, going through all times that memory was short, (moment, rows of the execution)."""
+        most = self.policy.max_batch_rows
+        sizes = self.policy.batch_sizes or range(1, most + 1)
+        rows, pause_ns, quiet_since_ns, is_attempt = most, PAUSE_NS, NEVER, False
+        for at_ns, failed_rows in [*self.shortages, (now_ns, 0)]:
+            while quiet_since_ns + pause_ns <= at_ns:
+                quiet_since_ns += pause_ns
+                if rows == most:
+                    pause_ns, quiet_since_ns, is_attempt = PAUSE_NS, NEVER, False
+                    break
+                larger = [size for size in sizes if size > rows]
+                rows, is_attempt = max([larger[0], *(size for size in larger if size <= 2 * rows)]), True
+            if failed_rows:
+                pause_ns = min(2 * pause_ns, LONGEST_PAUSE_NS) if is_attempt else pause_ns
+                half = max([sizes[0], *(size for size in sizes if size <= failed_rows // 2)])
+                rows, quiet_since_ns, is_attempt = min(rows, half), at_ns, False
+        return rows
+
+    def preferred(self, now_ns: int) -> set[int]:
+        allowed = self.allowed(now_ns)
+        return {rows for rows in self.policy.preferred if rows <= allowed} or {allowed}
+
+    def poll(self, now_ns: int, idle: int, ahead: int) -> tuple[list[list[int]], list[int]]:
         expired = self.expire(now_ns)
         batches = []
-        while len(batches) < idle and (candidates := [b for key in self.lane_keys() if (b := self.batch(key, now_ns))]):
+        while candidates := [b for key in self.lane_keys() if (b := self.batch(key, now_ns))]:
             batch = min(candidates, key=lambda b: b[0].order)
+            if len(batches) >= (idle + ahead if self.is_enough(batch[0].key, now_ns) else idle):
+                break
             self.waiting = [one for one in self.waiting if one not in batch]
             batches.append([one.number for one in batch])
         return batches, [one.number for one in expired]
+
+    def is_enough(self, key: str, now_ns: int) -> bool:
+        """Whether more requests could make the lane's next batch no larger."""
+        lane = [one for one in self.waiting if one.key == key]
+        most = self.policy.max_batch_requests
+        return sum(one.rows for one in lane) >= self.allowed(now_ns) or 0 < most <= len(lane)
 
     def expire(self, now_ns: int) -> list[Waiting]:
         """Refuse those whose time is up; one after the other by deadline, let those that may wait on behind."""
@@ -71,15 +104,16 @@ class NaiveQueue:
         return {one.key for one in self.waiting}
 
     def batch(self, key: str, now_ns: int) -> list[Waiting]:
-        """What may leave this lane now; empty if it has to wait."""
+        """What may leave this lane now; empty if it has to wait. A head too large for what is allowed goes alone."""
         lane = [one for one in self.waiting if one.key == key]
         delay_ns = 0 if self.flushing else self.policy.max_queue_delay_ns
-        largest = max(self.policy.preferred)
+        preferred = self.preferred(now_ns)
+        largest = max(preferred)
         reach = self.fitting(lane, largest)
         if delay_ns and min(one.enqueued_ns for one in reach) + delay_ns <= now_ns:
-            return self.fitting(lane, self.policy.max_batch_rows)
+            return self.fitting(lane, self.allowed(now_ns))
         sums = [sum(one.rows for one in reach[: n + 1]) for n in range(len(reach))]
-        hits = [n + 1 for n, rows in enumerate(sums) if rows in self.policy.preferred]
+        hits = [n + 1 for n, rows in enumerate(sums) if rows in preferred]
         overshoots = len(reach) < len(lane) or sums[-1] > largest
         if len(reach) == self.policy.max_batch_requests or (overshoots and not hits):
             return reach
@@ -126,6 +160,9 @@ def policies(draw: st.DrawFn) -> BatchPolicy:
         default_priority_level=min(2, levels),
         queue=draw(queue_policies()),
         priority_queue=draw(st.dictionaries(st.integers(1, levels), queue_policies())) if levels else {},
+        batch_sizes=draw(st.sampled_from([(), (), (), (1, max_rows), (max_rows // 2, max_rows)]))
+        if max_rows > 2
+        else (),
         limits=QueueLimits(max_rows=draw(st.sampled_from([0, 0, 20])), max_bytes=draw(st.sampled_from([0, 0, 70]))),
     )
 
@@ -186,18 +223,20 @@ class QueueAgainstNaive(RuleBasedStateMachine):
         self.naive.waiting = [one for one in self.naive.waiting if one.number != number]
         self.left += was_waiting
 
-    @rule(idle=st.sampled_from([0, 1, 1, 3]))
-    def poll(self, idle: int) -> None:
+    @rule(idle=st.sampled_from([0, 1, 1, 3]), ahead=st.sampled_from([0, 0, 1, 2]))
+    def poll(self, idle: int, ahead: int) -> None:
         deadlines = {one.number: one.rpc_deadline_ns for one in self.naive.waiting}
-        step = self.queue.poll(self.now_ns, idle)
-        batches, expired = self.naive.poll(self.now_ns, idle)
+        step = self.queue.poll(self.now_ns, idle, ahead)
+        batches, expired = self.naive.poll(self.now_ns, idle, ahead)
         assert [[entry.payload for entry in batch.entries] for batch in step.batches] == batches
         assert sorted(entry.payload for entry in step.expired) == sorted(expired)
         assert not step.unreachable
         for batch in step.batches:
             assert 0 < batch.rows == sum(entry.rows for entry in batch.entries) <= self.policy.max_batch_rows
+            assert batch.rows <= self.queue.allowed_rows or len(batch.entries) == 1
             assert all(deadlines[entry.payload] > self.now_ns for entry in batch.entries)
             self.queue.done(batch, self.now_ns, None)
+        assert self.queue.allowed_rows == self.naive.allowed(self.now_ns)
         self.left += len(expired) + sum(map(len, batches))
         self.check_wake(step.wake_ns, may_start=len(batches) < idle)
 
@@ -212,7 +251,12 @@ class QueueAgainstNaive(RuleBasedStateMachine):
     def oldest_ns(self, key: str) -> int:
         return min(one.enqueued_ns for one in self.naive.waiting if one.key == key)
 
-    @rule(by_ns=st.sampled_from([1, 7, 20, 40]))
+    @rule(rows=st.sampled_from([1, 2, 3, 5, 8, 12]))
+    def run_out_of_memory(self, rows: int) -> None:
+        self.naive.shortages.append((self.now_ns, rows))
+        self.queue.exhausted(rows, self.now_ns)
+
+    @rule(by_ns=st.sampled_from([1, 7, 20, 40, PAUSE_NS]))
     def advance(self, by_ns: int) -> None:
         self.now_ns += by_ns
 
@@ -239,7 +283,7 @@ class QueueAgainstNaive(RuleBasedStateMachine):
         if not hasattr(self, "queue"):
             return
         self.flush()
-        self.poll(idle=10_000)
+        self.poll(idle=10_000, ahead=0)
         assert self.queue.requests == self.queue.rows == self.queue.size_bytes == self.queue.lanes == 0
 
 

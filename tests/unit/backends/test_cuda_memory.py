@@ -68,6 +68,10 @@ class Driver:
         self.current.pop()
         return 0
 
+    def cuThreadExchangeStreamCaptureMode(self, mode: Any) -> int:
+        assert (self.current, mode._obj.value) == ([7], 1)
+        return 0
+
     def cuIpcOpenMemHandle_v2(self, address: Any, handle: Any, flags: Any) -> int:
         assert (self.current, flags.value, bytes(handle)) == ([7], 1, HANDLE)
         address._obj.value = self.base + self.begin

@@ -18,8 +18,9 @@ from onnx import TensorProto, helper
 
 from backends.base import Array, Device, ModelInstance, ModelSource, ModelSpec, Tensors, TensorSpec
 from backends.errors import ExecutionError, LoadError
-from backends.onnx import OnnxBackend, OnnxModel, session_options
+from backends.onnx import OnnxBackend, OnnxModel
 from backends.onnx_options import GraphLevel, OnnxOptions
+from backends.onnx_sessions import session_options
 from protos.datatypes import DATATYPES
 from tests import models
 
@@ -181,8 +182,8 @@ def test_open_type_the_protocol_lacks_is_refused_by_name(model: onnx.ModelProto,
 def test_open_unsupported_option_is_refused(tmp_path: Path) -> None:
     path = models.write(models.add_sub(), tmp_path / "model.onnx")
 
-    with pytest.raises(LoadError, match="execution accelerator 'tensorrt' is not supported by this build"):
-        OnnxBackend().open(ModelSource("m", path, accelerators=(("tensorrt", {}),)), CPU)
+    with pytest.raises(LoadError, match="expected one of cuda, tensorrt, got 'amp'"):
+        OnnxBackend().open(ModelSource("m", path, accelerators=(("amp", {}),)), CPU)
 
 
 # --- instances -------------------------------------------------------------------------------------------------------

@@ -14,7 +14,8 @@ import pytest
 from backends.base import Device, DeviceKind, GroupKind, InstanceGroup, ModelSource, ModelSpec, TensorSpec
 from backends.cuda_driver import count_gpus
 from backends.errors import ExecutionError, LoadError
-from backends.onnx import PROBE_MODEL, OnnxBackend
+from backends.onnx import OnnxBackend
+from backends.onnx_sessions import PROBE_MODEL
 from tests import models
 
 CPU = Device(DeviceKind.CPU)

@@ -12,7 +12,8 @@ import pytest
 
 from backends.base import MISSING, BatchInput, BatchInputKind, BatchOutput, Device, ModelSource, ModelSpec, TensorSpec
 from backends.errors import ExecutionError, LoadError
-from backends.onnx import OnnxBackend, OnnxInstance, OnnxModel
+from backends.onnx import OnnxBackend, OnnxModel
+from backends.onnx_instance import OnnxInstance
 from tests import models
 
 CPU = Device()

@@ -139,15 +139,3 @@ def test_parse_options_unknown_graph_level_is_refused(level: int) -> None:
     message = f"model 'm': optimization graph level: expected one of -1, 0, 1, 2, got {level}"
     with pytest.raises(LoadError, match=re.escape(message)):
         parse_options(_source(graph_level=level))
-
-
-@pytest.mark.parametrize("name", ["tensorrt", "openvino", "auto_mixed_precision"])
-def test_parse_options_other_accelerator_is_refused_by_name(name: str) -> None:
-    message = f"model 'm': execution accelerator '{name}' is not supported by this build"
-    with pytest.raises(LoadError, match=re.escape(message)):
-        parse_options(_source(accelerators=((name, {}),)))
-
-
-def test_parse_options_cuda_device_id_is_refused() -> None:
-    with pytest.raises(LoadError, match=r"'cuda': expected no 'device_id' .* got '1'"):
-        parse_options(_source(accelerators=(("cuda", {"device_id": "1"}),)))

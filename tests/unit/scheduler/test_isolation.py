@@ -9,7 +9,7 @@ import pytest
 
 from scheduler.batcher import Batcher, Pending
 from scheduler.errors import DeadlineUnreachable, ExecutionFailed, QueueTimeout
-from scheduler.isolation import budget_for
+from scheduler.isolation import Blame, budget_for
 from scheduler.observer import Drop
 from scheduler.policy import BatchPolicy
 from scheduler.testing import ManualClock, RecordingObserver, StepRunner
@@ -112,7 +112,7 @@ async def test_isolation_names_each_culprit_with_its_own_error() -> None:
 async def test_isolation_switched_off_or_for_an_error_of_the_whole_session_fails_all_at_once(off: str) -> None:
     bench = Bench(
         BatchPolicy(max_batch_rows=4, isolate_failures=off != "policy"),
-        isolates=lambda error: not isinstance(error, MemoryError),
+        blames=lambda error: Blame.NOBODY if isinstance(error, MemoryError) else Blame.REQUESTS,
     )
     futures = await bench.submit("a", "b")
     bench.runner.fail(MemoryError() if off == "error" else ValueError("x"))

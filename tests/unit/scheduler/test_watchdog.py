@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import pytest
@@ -56,7 +56,7 @@ class Bench:
         self.batcher: Batcher[str, str] = Batcher(policy, self.runners, clock=self.clock, hangs=self)
         self.batcher.start()
 
-    def on_hang(self, runner: Any) -> None:
+    def on_hang(self, runner: Any, others: Sequence[Any]) -> None:
         self.told.append(("hang", runner))
 
     def on_return(self, runner: Any) -> None:

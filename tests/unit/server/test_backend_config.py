@@ -28,6 +28,11 @@ def test_shared_threads_take_the_counts_from_the_models(text: str, shared: bool)
     assert given.parameters == ({} if shared else {"intra_op_thread_count": "2"})
 
 
+def test_cache_directory_is_told_to_sessions_and_left_out_where_it_is_not_given() -> None:
+    given = parse_backend_config(["onnxruntime,cache-directory=/some/where", "onnxruntime,enable-global-threadpool=1"])
+    assert given.parameters == {"paceline.cache_directory": "/some/where"}
+
+
 def test_later_values_overrule_earlier_ones() -> None:
     given = parse_backend_config(["onnxruntime,default-max-batch-size=8", "onnxruntime,default-max-batch-size=0"])
     assert given.max_batch_rows == 0
@@ -44,7 +49,7 @@ def test_later_values_overrule_earlier_ones() -> None:
         (
             "onnxruntime,version=2",
             "expected one of default-max-batch-size, enable-global-threadpool, intra_op_thread_count, "
-            "inter_op_thread_count, got 'version', which this build doesn't have",
+            "inter_op_thread_count, cache-directory, got 'version', which this build doesn't have",
         ),
         ("onnxruntime,default-max-batch-size=", "default-max-batch-size: expected a whole number >= 0, got ''"),
         ("onnxruntime,default-max-batch-size=-1", "default-max-batch-size: expected a whole number >= 0, got '-1'"),

@@ -98,6 +98,7 @@ READ: dict[str, tuple[str, str]] = {
         f"{RAGGED} {ALSO} batch_output {{ {SCATTERED.replace(chr(39) + 'r' + chr(39), chr(39) + 'rows' + chr(39))} }}",
     ),
     "optimization.graph.level": ("", "optimization { graph { level: 1 } }"),
+    "optimization.cuda.graphs": ("", "optimization { cuda { graphs: true } }"),
     "optimization.execution_accelerators.gpu_execution_accelerator.name": ("", GPU % 'name: "cuda"'),
     "optimization.execution_accelerators.gpu_execution_accelerator.parameters": (
         GPU % 'name: "cuda"',
@@ -165,9 +166,7 @@ READ: dict[str, tuple[str, str]] = {
     "model_operations.op_library_filename": ("", 'model_operations { op_library_filename: "one.txt" }'),
 }
 
-GRAPHS = """
-    graphs: true busy_wait_events: true output_copy_stream: true
-    graph_spec {
+GRAPH_SPEC = """graph_spec {
       batch_size: 1 input { key: "a" value { dim: 4 } }
       graph_lower_bound { batch_size: 1 input { key: "a" value { dim: 1 } } }
     }
@@ -176,7 +175,9 @@ IGNORED: dict[str, tuple[str, str]] = {
     "runtime": ("", 'runtime: "r"'),
     "input.format": (TENSORS, TENSORS.replace("[ 4 ]", "[ 4 ] format: FORMAT_NCHW", 1)),
     "optimization.priority": ("", "optimization { priority: PRIORITY_MAX }"),
-    "optimization.cuda": ("", f"optimization {{ cuda {{ {GRAPHS} }} }}"),
+    "optimization.cuda.busy_wait_events": ("", "optimization { cuda { busy_wait_events: true } }"),
+    "optimization.cuda.output_copy_stream": ("", "optimization { cuda { output_copy_stream: true } }"),
+    "optimization.cuda.graph_spec": ("", f"optimization {{ cuda {{ {GRAPH_SPEC} }} }}"),
     "optimization.input_pinned_memory": ("", "optimization { input_pinned_memory { enable: true } }"),
     "optimization.output_pinned_memory": ("", "optimization { output_pinned_memory { enable: true } }"),
     "optimization.gather_kernel_buffer_threshold": ("", "optimization { gather_kernel_buffer_threshold: 1 }"),
@@ -233,8 +234,8 @@ class Recorder:
         return (Device(),)
 
     def open(self, source: ModelSource, device: Device) -> MemoryModel:
-        self.asked.append((source.path, source.parameters, source.graph_level, source.accelerators))
-        self.asked.append(source.op_libraries)
+        self.asked.append((source.path, source.parameters, source.graph_level))
+        self.asked.append((source.accelerators, source.cpu_accelerators, source.op_libraries, source.cuda_graphs))
         return MemoryModel(self._spec, self._compute)
 
     def _compute(self, inputs: Tensors) -> list[Array]:

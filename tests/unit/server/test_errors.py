@@ -18,8 +18,10 @@ import server
 from backends.errors import (
     BackendError,
     DeviceError,
+    DeviceLost,
     ExecutionError,
     LoadError,
+    OutOfMemory,
     SessionError,
     UpstreamFailed,
     UpstreamRefused,
@@ -31,6 +33,7 @@ from scheduler.errors import (
     BatcherClosed,
     DeadlineUnreachable,
     ExecutionFailed,
+    NoInstance,
     QueueFull,
     QueueTimeout,
     RequestTooLarge,
@@ -112,6 +115,9 @@ def test_table_names_nothing_that_is_gone() -> None:
         (ExecutionFailed("x"), Code.INTERNAL),
         (ExecutionError("x"), Code.INTERNAL),
         (SessionError("x"), Code.INTERNAL),
+        (OutOfMemory("x"), Code.RESOURCE_EXHAUSTED),
+        (DeviceLost("x"), Code.INTERNAL),
+        (NoInstance(), Code.UNAVAILABLE),
         (LoadError("x"), Code.INTERNAL),
         (DeviceError("x"), Code.INTERNAL),
         (RegionNotFound("x"), Code.NOT_FOUND),
@@ -150,6 +156,13 @@ def test_status_of_what_is_none_of_ours_is_none(error: BaseException) -> None:
 )
 def test_texts_that_clients_of_triton_match_on_are_there(error: Exception, phrase: str) -> None:
     assert phrase in str(error)
+
+
+@pytest.mark.parametrize("cause", [OutOfMemory("x"), MemoryError()])
+def test_status_of_an_execution_without_memory_enough_tells_so(cause: Exception) -> None:
+    failed = ExecutionFailed("x")
+    failed.__cause__ = cause
+    assert status_of(failed) is Code.RESOURCE_EXHAUSTED
 
 
 @pytest.mark.parametrize("kind", [UpstreamFailed, UpstreamRefused])

@@ -143,3 +143,13 @@ async def test_set_serving_after_close_does_not_bring_the_server_back(bench: Ben
     bench.service.close()
     bench.service.set_serving(True)
     assert await bench.check() == Status.NOT_SERVING
+
+
+async def test_liveness_that_is_lost_is_told_and_comes_back(bench: Bench) -> None:
+    watch = bench.watch(LIVENESS)
+    assert (await watch.read()).status == Status.SERVING
+    bench.service.set_serving(False, live=False)
+    assert (await watch.read()).status == Status.NOT_SERVING
+    assert await bench.check(LIVENESS) == Status.NOT_SERVING
+    bench.service.set_serving(True)
+    assert (await watch.read()).status == Status.SERVING

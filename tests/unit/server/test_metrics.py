@@ -43,6 +43,9 @@ OURS = {
     "paceline_dropped_requests": "counter",
     "paceline_pending_requests": "gauge",
     "paceline_hung_executions": "counter",
+    "paceline_lost_instances": "counter",
+    "paceline_out_of_memory": "counter",
+    "paceline_allowed_batch_rows": "gauge",
     "paceline_lanes": "gauge",
     "paceline_padding_rows": "counter",
     "paceline_padding_share": "gauge",
@@ -153,9 +156,19 @@ def test_tags_become_labels_and_models_with_other_tags_share_the_family(metrics:
     assert all('_0="x",_team="blue",' in line for line in series)
 
 
+OF_GPUS = {
+    "nv_gpu_utilization",
+    "nv_gpu_memory_total_bytes",
+    "nv_gpu_memory_used_bytes",
+    "nv_gpu_power_usage",
+    "nv_gpu_power_limit",
+    "nv_energy_consumption",
+}
+
+
 def test_names_are_all_told_in_the_docs(metrics: Metrics) -> None:
     told = set(re.findall(r"`((?:nv|paceline)_\w+)`", (REPO / "docs" / "metrics.md").read_text(encoding="utf-8")))
-    assert told == {*OURS, *OF_LIMITS, *OF_FRONTS, *TRITON_COUNTERS, *TRITON_GAUGES}
+    assert told == {*OURS, *OF_LIMITS, *OF_FRONTS, *OF_GPUS, *TRITON_COUNTERS, *TRITON_GAUGES}
 
 
 def test_fronts_are_shown_where_there_are_such(metrics: Metrics) -> None:

@@ -161,7 +161,8 @@ def test_model_source_carries_parameters_level_and_accelerators_in_order() -> No
     source = model_source(config(text), "m", Path("x.onnx"))
     assert (source.name, source.path, source.graph_level) == ("m", Path("x.onnx"), -1)
     assert source.parameters == {"intra_op_thread_count": "2"}
-    assert source.accelerators == (("cuda", {"k": "v"}), ("openvino", {}))
+    assert source.accelerators == (("cuda", {"k": "v"}),)
+    assert source.cpu_accelerators == (("openvino", {}),)
 
 
 def test_model_source_of_an_empty_configuration_says_nothing() -> None:

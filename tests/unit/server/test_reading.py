@@ -86,6 +86,41 @@ def test_results_are_the_same_wherever_inputs_lay(
     assert bench.seen[0][0].tolist() == plain.seen[0][0].tolist()
 
 
+class Slot:
+    """An instance with room of its own, that notes whether its inputs lay there."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        self.rooms: list[Array] = []
+        self.there: list[bool] = []
+        self._instance = MemoryModel(spec).instance(spec, Device())
+
+    def room(self, index: int, shape: tuple[int, ...]) -> Array:
+        self.rooms.append(np.full(shape, np.nan, np.float32))
+        return self.rooms[-1]
+
+    def execute(self, requests: Sequence[Tensors], padded_rows: int = 0) -> Execution:
+        self.there.append(len(requests) == 1 and requests[0][0] is self.rooms[-1])
+        return self._instance.execute(requests, padded_rows)
+
+
+@pytest.mark.parametrize("padded", [0, 6])
+@pytest.mark.parametrize("count", [1, 3])
+def test_inputs_are_read_to_where_the_instance_wants_them(region: SystemRegion, count: int, padded: int) -> None:
+    slot = Slot(STACKED)
+    run = reading(slot.execute, STACKED, slot.room)
+    results = run([(lying(region, 2, 10 * number),) for number in range(count)], padded).results
+    assert values(results) == [[brought(2, 10 * number).tolist()] for number in range(count)]
+    assert slot.there == [True]
+    assert [room.shape for room in slot.rooms] == [(max(padded, 2 * count), 2)]
+
+
+def test_inputs_that_were_brought_need_no_room() -> None:
+    slot = Slot(STACKED)
+    slot.room(0, (0, 2))
+    reading(slot.execute, STACKED, slot.room)([(brought(2),)], 0)
+    assert (slot.there, len(slot.rooms)) == ([False], 1)
+
+
 def test_inputs_beside_those_in_shared_memory_are_joined_too(region: SystemRegion) -> None:
     texts = [np.array([[b"p"]], object), np.array([[b"q"], [b"r"]], object)]
     bench = Bench(PAIR)

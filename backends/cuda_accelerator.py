@@ -1,0 +1,169 @@
+"""A GPU through the CUDA driver: page-locked memory, device memory, streams, events.
+
+Lives here: the driver's calls, by ctypes, which lets other Python threads run during each. Must not: ONNX Runtime,
+tensors. The rules: every call is made with the device's primary context current, and giving back makes no error, since
+nobody is left to hear of it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from backends.accelerator import Buffer, Event, Stream
+from backends.cuda_context import PrimaryContext, check, load_driver
+from backends.errors import DeviceError
+
+__all__ = ["CudaAccelerator", "open_cuda"]
+
+_PORTABLE = 1  # CU_MEMHOSTALLOC_PORTABLE: page-locked for all contexts
+_NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING: not ordered with the default stream, which others may use
+_WAITED_FOR = 1 | 2  # CU_EVENT_BLOCKING_SYNC | CU_EVENT_DISABLE_TIMING: who waits sleeps, as others need the core
+
+_pointer, _size, _address, _number = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_uint64, ctypes.c_uint
+# Without these, ctypes would pass addresses as C ints.
+_ARGUMENTS: dict[str, tuple[Any, ...]] = {
+    "cuMemHostAlloc": (ctypes.POINTER(_pointer), _size, _number),
+    "cuMemFreeHost": (_pointer,),
+    "cuMemAlloc_v2": (ctypes.POINTER(_address), _size),
+    "cuMemFree_v2": (_address,),
+    "cuStreamCreate": (ctypes.POINTER(_pointer), _number),
+    "cuStreamDestroy_v2": (_pointer,),
+    "cuStreamSynchronize": (_pointer,),
+    "cuStreamWaitEvent": (_pointer, _pointer, _number),
+    "cuEventCreate": (ctypes.POINTER(_pointer), _number),
+    "cuEventDestroy_v2": (_pointer,),
+    "cuEventRecord": (_pointer, _pointer),
+    "cuEventSynchronize": (_pointer,),
+    "cuMemcpyHtoDAsync_v2": (_address, _pointer, _size, _pointer),
+    "cuMemcpyDtoHAsync_v2": (_pointer, _address, _size, _pointer),
+}
+
+
+class _Device:
+    """The driver and a device's context, which stays as long as anything made with it."""
+
+    def __init__(self, driver: Any, index: int) -> None:
+        self.driver = driver
+        self.context = PrimaryContext(driver, index)
+        closing = weakref.finalize(self, self.context.release)
+        # At the end of the process the driver may be gone first; so below.
+        closing.atexit = False
+
+    def call(self, name: str, *arguments: Any) -> None:
+        check(self.driver, name, getattr(self.driver, name)(*arguments))
+
+    def made(self, owner: object, give_back: str, handle: int) -> None:
+        """Have `handle` given back by the driver's call of that name when `owner` goes, on whichever thread."""
+        closing = weakref.finalize(owner, _give_back, self, give_back, handle)
+        closing.atexit = False
+
+
+def _give_back(device: _Device, call: str, handle: int) -> None:
+    try:
+        with device.context.current():
+            getattr(device.driver, call)(handle)
+    except DeviceError:
+        pass
+
+
+class _DeviceMemory:
+    def __init__(self, device: _Device, size_bytes: int) -> None:
+        address = _address()
+        device.call("cuMemAlloc_v2", ctypes.byref(address), size_bytes)
+        device.made(self, "cuMemFree_v2", address.value)
+        self.address, self.size_bytes = address.value, size_bytes
+
+
+class _HostMemory:
+    def __init__(self, device: _Device, size_bytes: int) -> None:
+        address = _pointer()
+        device.call("cuMemHostAlloc", ctypes.byref(address), size_bytes, _PORTABLE)
+        assert address.value is not None
+        device.made(self, "cuMemFreeHost", address.value)
+        self.address, self.size_bytes = address.value, size_bytes
+        self.buffer: Buffer = (ctypes.c_uint8 * size_bytes).from_address(self.address)
+
+
+class _Event:
+    def __init__(self, device: _Device) -> None:
+        self._device = device
+        handle = _pointer()
+        device.call("cuEventCreate", ctypes.byref(handle), _WAITED_FOR)
+        assert handle.value is not None
+        device.made(self, "cuEventDestroy_v2", handle.value)
+        self.handle = handle.value
+
+    def synchronize(self) -> None:
+        self._device.call("cuEventSynchronize", self.handle)
+
+
+class _Stream:
+    def __init__(self, device: _Device) -> None:
+        self._device = device
+        handle = _pointer()
+        device.call("cuStreamCreate", ctypes.byref(handle), _NON_BLOCKING)
+        assert handle.value is not None
+        device.made(self, "cuStreamDestroy_v2", handle.value)
+        self.handle = handle.value
+
+    def copy_in(self, target: int, source: int, size_bytes: int) -> None:
+        self._device.call("cuMemcpyHtoDAsync_v2", target, source, size_bytes, self.handle)
+
+    def copy_out(self, target: int, source: int, size_bytes: int) -> None:
+        self._device.call("cuMemcpyDtoHAsync_v2", target, source, size_bytes, self.handle)
+
+    def record(self, event: Event) -> None:
+        assert isinstance(event, _Event)
+        self._device.call("cuEventRecord", event.handle, self.handle)
+
+    def wait(self, event: Event) -> None:
+        assert isinstance(event, _Event)
+        self._device.call("cuStreamWaitEvent", self.handle, event.handle, 0)
+
+    def synchronize(self) -> None:
+        self._device.call("cuStreamSynchronize", self.handle)
+
+
+class CudaAccelerator:
+    """`Accelerator` that is GPU `index`. `ort_device` and `memory_name` are what ONNX Runtime's CUDA provider says."""
+
+    def __init__(
+        self, driver: Any, index: int, ort_device: tuple[str, int] | None = None, memory_name: str = "Cuda"
+    ) -> None:
+        for name, arguments in _ARGUMENTS.items():
+            getattr(driver, name).argtypes = arguments
+        self._device = _Device(driver, index)
+        self._lock = threading.Lock()
+        self.allocations = 0
+        self.ort_device = ort_device or ("cuda", index)
+        self.memory_name = memory_name
+
+    def enter(self) -> None:
+        self._device.context.enter()
+
+    def host_memory(self, size_bytes: int) -> _HostMemory:
+        self._count()
+        return _HostMemory(self._device, size_bytes)
+
+    def device_memory(self, size_bytes: int) -> _DeviceMemory:
+        self._count()
+        return _DeviceMemory(self._device, size_bytes)
+
+    def stream(self) -> Stream:
+        return _Stream(self._device)
+
+    def event(self) -> Event:
+        return _Event(self._device)
+
+    def _count(self) -> None:
+        with self._lock:
+            self.allocations += 1
+
+
+def open_cuda(index: int, load: Callable[[str], Any] = ctypes.CDLL) -> CudaAccelerator:
+    """GPU `index`. Blocks, the first time for as long as its context takes to make; raises DeviceError."""
+    return CudaAccelerator(load_driver(load), index)

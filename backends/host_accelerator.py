@@ -1,0 +1,99 @@
+"""The host itself as a device: its "device memory" is ordinary memory, its copies are carried out as late as allowed.
+
+Lives here: an `Accelerator` without hardware, on which all of staging runs with ONNX Runtime's CPU provider. It brings
+no speed. Since nothing is copied before somebody waits for it, whoever forgets to wait reads what was there before:
+faults in the order of things show where there is no device. Must not: ONNX Runtime.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections import deque
+
+from backends.accelerator import Buffer, Event, Stream
+
+__all__ = ["HostAccelerator"]
+
+_ALIGNMENT = 64
+
+
+class _Memory:
+    def __init__(self, size_bytes: int) -> None:
+        whole = ctypes.create_string_buffer(size_bytes + _ALIGNMENT)
+        begin = -ctypes.addressof(whole) % _ALIGNMENT
+        self.buffer: Buffer = (ctypes.c_uint8 * size_bytes).from_buffer(whole, begin)
+        self.address = ctypes.addressof(self.buffer)
+        self.size_bytes = size_bytes
+
+
+class _Event:
+    def __init__(self) -> None:
+        self.stream: _Stream | None = None
+        self.place = 0
+
+    def synchronize(self) -> None:
+        if self.stream is not None:
+            self.stream.carry_out(self.place)
+
+
+class _Stream:
+    handle = 0
+
+    def __init__(self, lock: threading.RLock) -> None:
+        self._lock = lock
+        self._waiting: deque[tuple[int, int, int]] = deque()
+        self._done = 0
+
+    def copy_in(self, target: int, source: int, size_bytes: int) -> None:
+        with self._lock:
+            self._waiting.append((target, source, size_bytes))
+
+    copy_out = copy_in
+
+    def record(self, event: Event) -> None:
+        assert isinstance(event, _Event)
+        with self._lock:
+            event.stream, event.place = self, self._done + len(self._waiting)
+
+    def wait(self, event: Event) -> None:
+        event.synchronize()
+
+    def synchronize(self) -> None:
+        with self._lock:
+            self.carry_out(self._done + len(self._waiting))
+
+    def carry_out(self, place: int) -> None:
+        """All that came before `place`."""
+        with self._lock:
+            while self._done < place:
+                ctypes.memmove(*self._waiting.popleft())
+                self._done += 1
+
+
+class HostAccelerator:
+    """`Accelerator` that is the host."""
+
+    ort_device = ("cpu", 0)
+
+    def __init__(self, memory_name: str = "Cpu") -> None:
+        """With another `memory_name`, no model has a tensor on the device: all are in the host's memory."""
+        self.memory_name = memory_name
+        self._lock = threading.RLock()
+        self.allocations = 0
+
+    def enter(self) -> None:
+        pass
+
+    def host_memory(self, size_bytes: int) -> _Memory:
+        with self._lock:
+            self.allocations += 1
+        return _Memory(size_bytes)
+
+    device_memory = host_memory
+
+    def stream(self) -> Stream:
+        return _Stream(self._lock)
+
+    def event(self) -> Event:
+        return _Event()

@@ -1,0 +1,220 @@
+"""Execution accelerators of a model's configuration, as options of ONNX Runtime's execution providers.
+
+Lives here: which accelerators and parameters there are, named and meant as by Triton's backend, and what ONNX Runtime
+calls them. Must not: onnxruntime; files. What isn't known is refused by name. So is what would let whoever writes a
+configuration run code or call addresses: `trt_extra_plugin_lib_paths`, and of CUDA's options those that are pointers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from backends.base import ModelSource, TensorSpec
+from backends.errors import LoadError
+
+__all__ = [
+    "ENGINE_CACHE",
+    "ENGINE_CACHE_PATH",
+    "cuda_options",
+    "openvino_options",
+    "profile_shapes",
+    "tensorrt_options",
+]
+
+ENGINE_CACHE, ENGINE_CACHE_PATH = "trt_engine_cache_enable", "trt_engine_cache_path"
+
+_GPU, _CPU = ("cuda", "tensorrt"), ("openvino",)
+
+Reader = Callable[[str], str | None]
+"""A value as ONNX Runtime wants it; None for one that it can't be."""
+
+
+def _text(value: str) -> str | None:
+    return value or None
+
+
+def _whole(value: str) -> str | None:
+    return value if value.isascii() and value.isdecimal() else None
+
+
+def _switch(value: str) -> str | None:
+    return {"0": "False", "1": "True", "false": "False", "true": "True"}.get(value.lower())
+
+
+def _bit(value: str) -> str | None:
+    return {"0": "0", "1": "1", "false": "0", "true": "1"}.get(value.lower())
+
+
+def _one_of(*choices: str) -> Reader:
+    return lambda value: value if value in choices else None
+
+
+_EXPECTED: Mapping[Reader, str] = {
+    _text: "a text",
+    _whole: "a whole number",
+    _switch: "0, 1, false or true",
+    _bit: "0, 1, false or true",
+}
+
+# Source: github.com/triton-inference-server/onnxruntime_backend; what they are called by ONNX Runtime, if otherwise.
+_TENSORRT: Mapping[str, tuple[str, Reader]] = {
+    "max_workspace_size_bytes": ("trt_max_workspace_size", _whole),
+    "int8_calibration_table_name": ("trt_int8_calibration_table_name", _text),
+    "int8_use_native_calibration_table": ("trt_int8_use_native_calibration_table", _switch),
+    **{
+        f"trt_{name}": (f"trt_{name}", read)
+        for read, names in (
+            (
+                _switch,
+                "engine_cache_enable timing_cache_enable force_timing_cache dla_enable dump_subgraphs "
+                "force_sequential_engine_build context_memory_sharing_enable layer_norm_fp32_fallback "
+                "detailed_build_log build_heuristics_enable sparsity_enable cuda_graph_enable dump_ep_context_model",
+            ),
+            (
+                _whole,
+                "max_partition_iterations min_subgraph_size dla_core builder_optimization_level auxiliary_streams "
+                "ep_context_embed_mode",
+            ),
+            (
+                _text,
+                "engine_cache_path engine_cache_prefix timing_cache_path tactic_sources profile_min_shapes "
+                "profile_max_shapes profile_opt_shapes ep_context_file_path",
+            ),
+        )
+        for name in names.split()
+    },
+}
+_PRECISIONS = {
+    "FP32": {},
+    "FP16": {"trt_fp16_enable": "True"},
+    "BF16": {"trt_bf16_enable": "True"},
+    "INT8": {"trt_int8_enable": "True"},
+}
+_CUDA: Mapping[str, Reader] = {
+    "arena_extend_strategy": _one_of("kNextPowerOfTwo", "kSameAsRequested"),
+    "cudnn_conv_algo_search": _one_of("EXHAUSTIVE", "HEURISTIC", "DEFAULT"),
+    "gpu_mem_limit": _whole,
+    "sdpa_kernel": _whole,
+    "tunable_op_max_tuning_duration_ms": _whole,
+    **dict.fromkeys(
+        (
+            "cudnn_conv1d_pad_to_nc1d",
+            "cudnn_conv_use_max_workspace",
+            "do_copy_in_default_stream",
+            "enable_cuda_graph",
+            "enable_skip_layer_norm_strict_mode",
+            "fuse_conv_bias",
+            "prefer_nhwc",
+            "tunable_op_enable",
+            "tunable_op_tuning_enable",
+            "use_ep_level_unified_stream",
+            "use_tf32",
+        ),
+        _bit,
+    ),
+}
+_OPENVINO: Mapping[str, Reader] = {
+    "cache_dir": _text,
+    "num_of_threads": _whole,
+    "num_streams": _whole,
+    "precision": _one_of("FP32", "FP16", "ACCURACY"),
+}
+
+
+def cuda_options(source: ModelSource) -> dict[str, str]:
+    """What the accelerator `cuda` says, if it is there. LoadError for an accelerator, of whatever device, or an option
+    that isn't known."""
+    for known, given, kind in ((_GPU, source.accelerators, "gpu"), (_CPU, source.cpu_accelerators, "cpu")):
+        for name, _ in given:
+            if name not in known:
+                raise LoadError(
+                    f"model '{source.name}': {kind}_execution_accelerator: expected one of {', '.join(known)}, "
+                    f"got '{name}'"
+                )
+    options: dict[str, str] = {}
+    for key, value in _given(source, source.accelerators, "cuda"):
+        if key == "device_id":
+            raise LoadError(
+                f"model '{source.name}': execution accelerator 'cuda': expected no 'device_id' (instance_group says "
+                f"which GPUs serve the model), got '{value}'"
+            )
+        options[key] = _read(source, "cuda", key, value, _CUDA.get(key), _CUDA)
+    return options
+
+
+def tensorrt_options(source: ModelSource) -> dict[str, str] | None:
+    """What the accelerator `tensorrt` says; None if it isn't asked for. LoadError for what isn't known."""
+    if not _has(source.accelerators, "tensorrt"):
+        return None
+    options: dict[str, str] = {}
+    for key, value in _given(source, source.accelerators, "tensorrt"):
+        if key == "precision_mode":
+            _read(source, "tensorrt", key, value, _one_of(*_PRECISIONS), _TENSORRT)
+            options.update(_PRECISIONS[value])
+            continue
+        name, read = _TENSORRT.get(key, (key, None))
+        options[name] = _read(source, "tensorrt", key, value, read, ("precision_mode", *_TENSORRT))
+    return options
+
+
+def openvino_options(source: ModelSource, threads: int) -> dict[str, str] | None:
+    """What the accelerator `openvino` says; None if it isn't asked for. `threads`: those of the model, 0 if
+    it doesn't say. LoadError for what isn't known."""
+    if not _has(source.cpu_accelerators, "openvino"):
+        return None
+    given = _given(source, source.cpu_accelerators, "openvino")
+    return {
+        "device_type": "CPU",
+        **({"num_of_threads": str(threads)} if threads else {}),
+        **{key: _read(source, "openvino", key, value, _OPENVINO.get(key), _OPENVINO) for key, value in given},
+    }
+
+
+def profile_shapes(inputs: Sequence[TensorSpec], largest_rows: int) -> dict[str, str]:
+    """Shapes for which TensorRT is to build one engine: batches of 1 to `largest_rows` rows, best at that. Empty where
+    something else than the first dimension of the `inputs`, dims whole, is free, or their names can't be told."""
+    batched = [tensor for tensor in inputs if tensor.dims[:1] == (-1,)]
+    closed = all(min(tensor.dims[1:], default=1) > 0 for tensor in batched)
+    others = all(min(tensor.dims, default=1) > 0 for tensor in inputs if tensor not in batched)
+    if not (batched and closed and others and largest_rows) or any(set(one.name) & set(":,") for one in batched):
+        return {}
+
+    def shapes(rows: int) -> str:
+        return ",".join(f"{one.name}:{'x'.join(map(str, (rows, *one.dims[1:])))}" for one in batched)
+
+    largest = shapes(largest_rows)
+    return {
+        "trt_profile_min_shapes": shapes(1),
+        "trt_profile_opt_shapes": largest,
+        "trt_profile_max_shapes": largest,
+    }
+
+
+Given = Sequence[tuple[str, Mapping[str, str]]]
+
+
+def _has(accelerators: Given, name: str) -> bool:
+    return any(one == name for one, _ in accelerators)
+
+
+def _given(source: ModelSource, accelerators: Given, name: str) -> list[tuple[str, str]]:
+    return [
+        (key, value.strip()) for one, parameters in accelerators if one == name for key, value in parameters.items()
+    ]
+
+
+def _read(
+    source: ModelSource,
+    accelerator: str,
+    key: str,
+    value: str,
+    read: Reader | None,
+    known: Sequence[str] | Mapping[str, object],
+) -> str:
+    where = f"model '{source.name}': execution accelerator '{accelerator}'"
+    if read is None:
+        raise LoadError(f"{where}: expected one of {', '.join(sorted(known))}, got '{key}'")
+    text = read(value)
+    if text is None:
+        raise LoadError(f"{where}: '{key}': expected {_EXPECTED.get(read, 'another value')}, got '{value}'")
+    return text

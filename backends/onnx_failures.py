@@ -1,0 +1,71 @@
+"""What an exception of ONNX Runtime means: its texts are all there is to tell by.
+
+Lives here: the texts. Must not: onnxruntime. They are those of onnxruntime 1.31 and earlier ones
+(onnxruntime/core/framework/bfc_arena.cc, core/providers/cuda/cuda_call.cc); CUDA's errors come as
+`CUDA failure NUMBER: TEXT ; GPU=…`, the numbers being cudaError_t's, CUBLAS's and CUDNN's likewise with their own.
+"""
+
+from __future__ import annotations
+
+import re
+
+from backends.errors import DeviceError, DeviceLost, ExecutionError, OutOfMemory, SessionError
+
+__all__ = ["device_failure", "failure", "reason_of"]
+
+_ERROR = re.compile(r"\[ONNXRuntimeError\] : (\d+) : \w+ : (.*)", re.DOTALL)
+_CUDA_ERROR = re.compile(r"\bCUDA failure (\d+): ")
+
+_OUT_OF_MEMORY = re.compile(
+    r"bad.?alloc"
+    r"|[Ff]ailed to allocate memory"
+    r"|Failed to find a free memory block"
+    r"|Available memory of \d+ is smaller than requested bytes"
+    r"|[Oo]ut of memory"  # CUDA failure 2, TensorRT
+    r"|OUT_OF_MEMORY|MallocAsync failed|cudaMallocFromPoolAsync failed"
+    r"|CUBLAS_STATUS_ALLOC_FAILED|CUDNN_STATUS_ALLOC_FAILED|CUDNN_STATUS_INTERNAL_ERROR_\w*ALLOCATION_FAILED"
+    r"|CUFFT_ALLOC_FAILED"
+)
+# cudaError_t of which NVIDIA says that the process must be terminated and relaunched to use CUDA again: every further
+# call fails with the same. ECC and NVLink errors, and what kernels did wrong: addresses, instructions, asserts, time.
+_BROKEN = frozenset((214, 220, 226, 700, 702, 710, 714, 715, 716, 717, 718, 719, 721))
+# The device isn't there any more, or not for this process: the driver was shut down, the device is unavailable, there
+# is none, its context is gone, or something that CUDA has no name for, which is what it says after a reset.
+_GONE = frozenset((3, 4, 46, 100, 101, 201, 709, 999))
+_LOST = re.compile(
+    r"device lost|busy or unavailable|uncorrectable ECC|illegal memory access|unspecified launch failure"
+    r"|illegal instruction was encountered|misaligned address|device-side assert|GPU (?:is lost|has fallen off the bus)"
+)
+_DRIVER_ERROR = re.compile(r"returned (\d+) \(")
+_SESSION_FAULT = re.compile(r"(CUDA|CUDNN|CUBLAS|CUFFT) failure")
+
+
+def failure(error: Exception) -> ExecutionError:
+    """What to raise for `error`, which an execution raised."""
+    reason = reason_of(error)
+    if _is_lost(reason):
+        return DeviceLost(reason)
+    if isinstance(error, MemoryError) or _OUT_OF_MEMORY.search(reason):
+        return OutOfMemory(reason)
+    return SessionError(reason) if _SESSION_FAULT.search(reason) else ExecutionError(reason)
+
+
+def device_failure(error: DeviceError) -> SessionError:
+    """What to raise for a driver's refusal while executing. Its numbers are those of CUDA's errors."""
+    reason = str(error)
+    code = _DRIVER_ERROR.search(reason)
+    if code is not None and int(code[1]) in _BROKEN | _GONE:
+        return DeviceLost(reason)
+    return OutOfMemory(reason) if _OUT_OF_MEMORY.search(reason) else SessionError(reason)
+
+
+def reason_of(error: Exception) -> str:
+    """One line, in the words that Triton's users know: `onnx runtime error 2: …`."""
+    match = _ERROR.fullmatch(str(error))
+    code, text = (f" {match[1]}", match[2]) if match else ("", str(error))
+    return f"onnx runtime error{code}: {' '.join(text.split())}"
+
+
+def _is_lost(reason: str) -> bool:
+    codes = {int(code) for code in _CUDA_ERROR.findall(reason)}
+    return bool(codes & (_BROKEN | _GONE)) or bool(_LOST.search(reason))

@@ -1,0 +1,246 @@
+"""ONNX Runtime's sessions: how they are opened, and what they are told.
+
+Lives here: execution providers, session and run options. Must not: reading of options (`onnx_options`) or of errors
+(`onnx_failures`), running (`onnx_instance`, `onnx_staged`). The rule about devices: a model runs where it was asked to
+or is refused. ONNX Runtime itself falls back to the CPU with no more than a line in its log, so each session is asked
+afterwards what it really got.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import io
+import logging
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import onnxruntime as ort  # type: ignore[import-untyped,unused-ignore]
+
+from backends.accelerator import Accelerator, Lanes, open_lanes
+from backends.base import Device, DeviceKind
+from backends.errors import DeviceError, LoadError
+from backends.onnx_failures import failure, reason_of
+from backends.onnx_options import OnnxOptions, without_graphs
+from backends.onnx_providers import (
+    accelerator_of,
+    check_taken,
+    missing_library,
+    prepare_accelerator,
+    ready_accelerator,
+)
+
+__all__ = [
+    "CUDA",
+    "NO_GRAPH",
+    "PROBE_MODEL",
+    "OpenSession",
+    "failure",
+    "open_session",
+    "probe_cuda",
+    "run_options",
+    "session_options",
+    "share_threads",
+]
+
+_log = logging.getLogger("paceline.backends.onnx")
+
+CUDA = "CUDAExecutionProvider"
+_CPU = "CPUExecutionProvider"
+_FATAL = 4
+"""Severity for ONNX Runtime's own log: its errors reach us as exceptions, and each bad row would fill the log."""
+
+NO_GRAPH = -1
+"""The id that says: neither capture nor replay."""
+
+_SHRINKAGE = "memory.enable_memory_arena_shrinkage"
+_GRAPH_ID = "gpu_graph_id"
+_UNSYNCHRONIZED = "disable_synchronize_execution_providers"
+
+_NOT_CAPTURED = re.compile(r"(graph capture|CUDA [Gg]raph) feature")
+"""What ONNX Runtime says of a model that it can't capture, because of control flow or of nodes on the CPU."""
+
+# A whole ONNX model, one Identity over one float: what only a session can find out is known before any model is read.
+PROBE_MODEL = (
+    b"\x08\x08"  # ir_version 8
+    b":/"  # graph, 47 bytes
+    b"\n\x10\n\x01x\x12\x01y\x22\x08Identity"  # node: x -> y
+    b"\x12\x01p"  # name
+    b"Z\x0b\n\x01x\x12\x06\n\x04\x08\x01\x12\x00"  # input x: float, rank 0
+    b"b\x0b\n\x01y\x12\x06\n\x04\x08\x01\x12\x00"  # output y, likewise
+    b"B\x04\n\x00\x10\x11"  # opset 17
+)
+
+
+@dataclass(frozen=True, slots=True)
+class OpenSession:
+    """A session; `lanes` are the streams of its device, on one of which it computes. They have to outlive it. `graphs`:
+    it captures what runs under a graph's id."""
+
+    session: ort.InferenceSession
+    lanes: Lanes | None = None
+    graphs: bool = False
+
+
+def open_session(
+    name: str, path: Path, options: OnnxOptions, device: Device, accelerator: Accelerator | None = None
+) -> OpenSession:
+    """The model in `path` on `device`, computing on a stream of its own of `accelerator`, if there is one.
+
+    Without graphs where the model can't be captured. Blocks; raises LoadError.
+    """
+    try:
+        options = ready_accelerator(name, path, options, device)
+        lanes = open_lanes(accelerator) if accelerator is not None else None
+        # What TensorRT computes isn't the CUDA provider's to capture; it has graphs of its own.
+        graphs = lanes is not None and options.cuda_graphs and options.tensorrt is None
+        if graphs:
+            try:
+                session = _session(str(path), session_options(options), options, device, lanes)
+            except LoadError as error:
+                if not _NOT_CAPTURED.search(str(error)):
+                    raise
+                _log.warning("model '%s' runs without CUDA graphs: %s", name, error)
+            else:
+                return OpenSession(session, lanes, graphs)
+        plain = without_graphs(options)
+        return OpenSession(_session(str(path), session_options(plain), plain, device, lanes), lanes)
+    except (DeviceError, LoadError) as error:
+        raise LoadError(f"model '{name}': can't open '{path}': {error}") from error
+
+
+def memory_names(session: ort.InferenceSession) -> tuple[dict[str, str], dict[str, str]]:
+    """Which memory, by ONNX Runtime's name, the model reads each of its inputs from and writes each output to.
+
+    Raises whatever ONNX Runtime does; AttributeError if it is too old to be asked.
+    """
+    asked = (
+        (session.get_inputs(), session.get_input_memory_infos()),
+        (session.get_outputs(), session.get_output_memory_infos()),
+    )
+    inputs, outputs = ({node.name: info.name for node, info in zip(*one, strict=True)} for one in asked)
+    return inputs, outputs
+
+
+def probe_cuda(device: Device, options: OnnxOptions) -> None:
+    """Find out whether a session can be had on `device`; LoadError saying why not."""
+    _session(PROBE_MODEL, session_options(options), options, device)
+
+
+def _session(
+    model: str | bytes,
+    made: ort.SessionOptions,
+    options: OnnxOptions,
+    device: Device,
+    lanes: Lanes | None = None,
+) -> ort.InferenceSession:
+    providers: list[Any] = [_CPU]
+    stream: dict[str, str] = {}
+    if device.kind is DeviceKind.GPU:
+        _prepare_cuda()
+        stream = {"user_compute_stream": str(lanes.compute.handle)} if lanes is not None else {}
+        providers = [(CUDA, {**options.cuda, **stream, "device_id": str(device.index)}), _CPU]
+    accelerator = accelerator_of(options, device)
+    if accelerator is not None:
+        prepare_accelerator(accelerator[0])
+        providers = [(accelerator[0], {**accelerator[1], **stream}), *providers]
+    try:
+        session = ort.InferenceSession(model, made, providers=providers, enable_fallback=0)
+    except Exception as error:  # its exceptions share no base class below this one
+        missing = missing_library(accelerator[0]) if accelerator is not None else ""
+        raise LoadError(missing or reason_of(error)) from error
+    if accelerator is not None:
+        check_taken(session, accelerator[0])
+    if device.kind is DeviceKind.GPU and CUDA not in session.get_providers():
+        raise LoadError(f"onnxruntime couldn't use GPU {device.index}: {_why_no_cuda()}")
+    return session
+
+
+def _prepare_cuda() -> None:
+    """Make the CUDA libraries of PyPI's nvidia packages known: they lie where the loader doesn't look."""
+    # Its complaints are repeated by what fails next, and there as an error that says what for.
+    ort.set_default_logger_severity(_FATAL)
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):
+        ort.preload_dlls()
+    for line in said.getvalue().splitlines():
+        _log.debug("onnxruntime: %s", line)
+
+
+def _why_no_cuda() -> str:
+    """What ONNX Runtime told only its log: as a rule that a library which its CUDA provider needs is missing."""
+    provider = Path(ort.__file__).with_name("capi") / "libonnxruntime_providers_cuda.so"
+    try:
+        ctypes.CDLL(str(provider))
+    except OSError as error:
+        return f"{error}; the extra 'cuda' of this package installs CUDA and cuDNN"
+    return "its CUDA provider didn't start, although its libraries are there; is the driver recent enough for them?"
+
+
+def share_threads(intra_op: int, inter_op: int) -> None:
+    """`registry.share_threads`."""
+    if not hasattr(ort, "set_global_thread_pool_sizes"):
+        raise LoadError(f"this onnxruntime {ort.__version__} can't share threads between models: it is too old")
+    try:
+        ort.set_global_thread_pool_sizes(intra_op, inter_op)
+    except Exception as error:  # its exceptions share no base class below this one
+        raise LoadError(reason_of(error)) from error
+
+
+def session_options(options: OnnxOptions) -> ort.SessionOptions:
+    """`options` in ONNX Runtime's own form. Loads libraries of operators; LoadError for one that can't be."""
+    made = ort.SessionOptions()
+    made.log_severity_level = _FATAL
+    made.graph_optimization_level = getattr(ort.GraphOptimizationLevel, options.graph_level.value)
+    made.intra_op_num_threads = options.intra_op_threads
+    made.inter_op_num_threads = options.inter_op_threads
+    made.execution_mode = ort.ExecutionMode.ORT_PARALLEL if options.parallel else ort.ExecutionMode.ORT_SEQUENTIAL
+    made.enable_cpu_mem_arena = options.cpu_mem_arena
+    made.enable_mem_pattern = options.mem_pattern
+    if options.shared_threads:
+        made.use_per_session_threads = False
+    for key, value in options.session_entries.items():
+        made.add_session_config_entry(key, value)
+    for library in options.op_libraries:
+        try:
+            made.register_custom_ops_library(str(library))
+        except Exception as error:  # its exceptions share no base class below this one
+            raise LoadError(f"operator library '{library}': {reason_of(error)}") from error
+    return made
+
+
+def run_options(options: OnnxOptions, device: Device) -> ort.RunOptions | None:
+    """What a plain run of a session on `device` is told, if anything."""
+    arenas = _own_arenas(options, device)
+    # Plain runs bring buffers of their own each time, which no graph can do with.
+    graph = str(NO_GRAPH) if options.cuda_graphs and device.kind is DeviceKind.GPU else None
+    if not arenas and graph is None:
+        return None
+    return _run_options({_SHRINKAGE: arenas, _GRAPH_ID: graph})
+
+
+def staged_run_options(options: OnnxOptions, device: Device, graph: int | None) -> ort.RunOptions:
+    """What a run is told whose caller waits for the device itself. `graph` is the graph to capture or to replay,
+    NO_GRAPH for none, None where the session doesn't know graphs."""
+    arenas = None if graph is not None else _own_arenas(options, device)
+    graph_id = None if graph is None else str(graph)
+    return _run_options({_UNSYNCHRONIZED: "1", _SHRINKAGE: arenas, _GRAPH_ID: graph_id})
+
+
+def _own_arenas(options: OnnxOptions, device: Device) -> str | None:
+    # A run fails over an arena that its session doesn't have, and other instances may well be on the other GPUs named.
+    own = {"cpu:0"} if device.kind is DeviceKind.CPU else {"cpu:0", f"gpu:{device.index}"}
+    arenas = [arena for arena in options.shrink_arenas if arena in own]
+    return ";".join(arenas) or None
+
+
+def _run_options(entries: Mapping[str, str | None]) -> ort.RunOptions:
+    made = ort.RunOptions()
+    made.log_severity_level = _FATAL
+    for key, value in entries.items():
+        if value is not None:
+            made.add_run_config_entry(key, value)
+    return made

@@ -1,0 +1,318 @@
+"""Running batches on a device through buffers of our own, so that one batch is got ready while another computes.
+
+Lives here: `StagedInstance` and its slots: what is copied when, on which stream, and what waits for what. Must not: how
+buffers live (`staging`), how sessions are opened (`onnx_sessions`).
+
+A batch's way, in one slot: its rows are written into page-locked memory, the one copy by the CPU; a copy to the device
+for each input, in the stream of copies in; the computation, in the session's stream, which waits for these; a copy to
+page-locked memory for each output, in the stream of copies out, which waits for the computation. Only queueing the
+computation is under the session's lock: slots take turns there, and wait for the device outside of it. All buffers but
+those of the outputs in the host's memory are the slot's own, and all that it queued is done when `execute` returns.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Sequence
+from time import monotonic_ns
+from typing import Any
+
+from backends.accelerator import HostMemory, Memory
+from backends.base import Array, Device, Execution, ModelSpec, Slot, Tensors
+from backends.batching import rows_of, split, wrong_count
+from backends.errors import DeviceError, DeviceLost, ExecutionError, LoadError, OutOfMemory, SessionError
+from backends.home import Home
+from backends.onnx_failures import device_failure, failure
+from backends.onnx_instance import from_ortvalue
+from backends.onnx_options import OnnxOptions
+from backends.onnx_sessions import NO_GRAPH, OpenSession
+from backends.onnx_shared import Bound, Shape, Shared, StagedTensor
+from backends.staging import Growing, array_in, join_into
+
+__all__ = ["StagedInstance"]
+
+_SLOTS = 2
+"""One computes, one is got ready. A third would only hold requests that could still be joined by others."""
+_RESERVED = _SLOTS + 2
+"""Blocks of memory for each output's results before the first request: one a slot, and those of answers that leave."""
+_MOST_BINDINGS = 64
+"""Of shapes, for each slot; those of captured graphs come on top."""
+
+
+class StagedInstance:
+    """`ModelInstance` on a device, with slots, over a session of its own.
+
+    `reopen` gives another session for the same, without graphs. Raises DeviceError if there is no memory for it.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        opened: OpenSession,
+        spec: ModelSpec,
+        device: Device,
+        options: OnnxOptions,
+        reopen: Callable[[], OpenSession],
+    ) -> None:
+        self._device = device
+        self._shared = Shared(name, opened, spec, device, options, reopen)
+        self._slots = tuple(StagedSlot(self._shared, device) for _ in range(_SLOTS))
+
+    @property
+    def device(self) -> Device:
+        return self._device
+
+    @property
+    def slots(self) -> Sequence[Slot]:
+        return self._slots
+
+    def execute(self, requests: Sequence[Tensors], padded_rows: int = 0) -> Execution:
+        """In the first slot."""
+        return self._slots[0].execute(requests, padded_rows)
+
+    def close(self) -> None:
+        for slot in self._slots:
+            slot.close()
+        self._shared.close()
+
+
+class StagedSlot:
+    """`Slot` of a `StagedInstance`."""
+
+    def __init__(self, shared: Shared, device: Device) -> None:
+        self._shared = shared
+        self._device = device
+        self._home = Home()
+        accelerator = shared.accelerator
+        self._copied_in, self._computed, self._copied_out = (accelerator.event() for _ in range(3))
+        # By the shapes of the inputs; good for one session.
+        self._bindings: dict[tuple[Shape, ...], Bound] = {}
+        self._bound_to: Any = None
+        # Whatever is bound has to be forgotten when it moves, were it for an allocation that fails.
+        forget = self._bindings.clear
+        self._pinned: list[Growing[HostMemory]] = [
+            Growing(accelerator.host_memory, _do_nothing if tensor.on_device else forget) for tensor in shared.inputs
+        ]
+        self._given: list[Growing[Memory]] = [Growing(accelerator.device_memory, forget) for _ in shared.inputs]
+        self._taken: list[Growing[Memory]] = [Growing(accelerator.device_memory, forget) for _ in shared.outputs]
+        self._capturing_thread = 0
+
+    @property
+    def device(self) -> Device:
+        return self._device
+
+    def execute(self, requests: Sequence[Tensors], padded_rows: int = 0) -> Execution:
+        return self._execute(requests, padded_rows, captures=False)
+
+    def room(self, index: int, shape: Shape) -> Array:
+        tensor = self._shared.inputs[index]
+        try:
+            self._shared.accelerator.enter()
+            return array_in(self._pinned[index].fit(tensor.size_bytes(shape)), tensor.dtype, shape)
+        except DeviceError as error:
+            raise device_failure(error) from error
+
+    def prepare(self, requests: Sequence[Tensors], padded_rows: int = 0) -> None:
+        self._home.call(lambda: self._prepare(requests, padded_rows))
+
+    def start(self, name: str, function: Callable[[], None]) -> None:
+        self._home.start(name, function)
+
+    def close(self) -> None:
+        self._home.close()
+        self._forget()
+
+    def _prepare(self, requests: Sequence[Tensors], padded_rows: int) -> None:
+        session = self._shared.session
+        try:
+            self._execute(requests, padded_rows, captures=self._shared.graphs)
+            for pool in self._shared.pools:
+                pool.reserve(_RESERVED)
+        except (DeviceLost, OutOfMemory):
+            raise  # it ran as it always does before it is captured
+        except ExecutionError as error:
+            if not self._shared.graphs:
+                raise
+            self._forget()
+            try:
+                self._shared.give_up_graphs(session, error)
+            except LoadError as problem:
+                raise SessionError(str(problem)) from problem
+            self._execute(requests, padded_rows, captures=False)
+
+    def _execute(self, requests: Sequence[Tensors], padded_rows: int, captures: bool) -> Execution:
+        shared, spec = self._shared, self._shared.spec
+        if len(requests) != 1 and (not requests or not spec.batched):
+            raise wrong_count(spec, len(requests))
+        began_ns = monotonic_ns()
+        rows = rows_of(requests) if spec.batched else [1]
+        padding = max(0, padded_rows - sum(rows)) if spec.batched else 0
+        session = shared.session
+        try:
+            bound = self._stage(session, requests, sum(rows), padding)
+            staged_ns = monotonic_ns()
+            turn = self._compute(session, bound, captures)
+            outputs = self._collect(bound)
+            ran_ns = monotonic_ns()
+            waited_ns = shared.waited_ns(turn, staged_ns, ran_ns)
+        except DeviceError as error:
+            self._settle()
+            raise device_failure(error) from error
+        except BaseException:
+            self._settle()
+            raise
+        results = split(outputs, [*rows, padding] if padding else rows, spec)[: len(rows)]
+        infer_ns, output_ns = ran_ns - staged_ns - waited_ns, monotonic_ns() - ran_ns
+        return Execution(results, staged_ns - began_ns, infer_ns, output_ns, waited_ns)
+
+    def _stage(self, session: Any, requests: Sequence[Tensors], rows: int, padding: int) -> Bound:
+        """Write the inputs to where the device takes them from, and have it take them."""
+        shared, batched = self._shared, self._shared.spec.batched
+        shared.accelerator.enter()
+        if session is not self._bound_to:
+            self._forget()
+            self._bound_to = session
+        shapes, given = [], []
+        for index, tensor in enumerate(shared.inputs):
+            column = [request[index] for request in requests]
+            shape = (rows + padding, *column[0].shape[1:]) if batched else column[0].shape
+            size_bytes = tensor.size_bytes(shape)
+            host = self._pinned[index].fit(size_bytes)
+            if not _is_there(column, host, tensor, shape):
+                join_into(array_in(host, tensor.dtype, shape), column, padding)
+            if tensor.on_device:
+                address = self._given[index].fit(size_bytes).address
+                if size_bytes:
+                    shared.lanes.copy_in.copy_in(address, host.address, size_bytes)
+            else:
+                address = host.address
+            shapes.append(shape)
+            given.append(address)
+        shared.lanes.copy_in.record(self._copied_in)
+        key = tuple(shapes)
+        return self._bindings.get(key) or self._bind(session, key, given, rows + padding)
+
+    def _bind(self, session: Any, shapes: tuple[Shape, ...], given: list[int], rows: int) -> Bound:
+        shared = self._shared
+        fitted = [self._fit_output(index, rows) for index in range(len(shared.outputs))]
+        binding = session.io_binding()
+        for tensor, shape, address in zip(shared.inputs, shapes, given, strict=True):
+            device = shared.accelerator.ort_device if tensor.on_device else ("cpu", 0)
+            binding.bind_input(tensor.name, *device, tensor.element, shape, address)
+        bound = Bound(binding, [shape for shape, _ in fitted], [address for _, address in fitted])
+        for index, tensor in enumerate(shared.outputs):
+            if bound.shapes[index] is None:
+                continue
+            binding.bind_output(
+                tensor.name, *shared.accelerator.ort_device, tensor.element, bound.shapes[index], bound.addresses[index]
+            )
+        if len(self._bindings) >= _MOST_BINDINGS:
+            for key in [key for key, one in self._bindings.items() if one.graph == NO_GRAPH]:
+                del self._bindings[key]
+        self._bindings[shapes] = bound
+        return bound
+
+    def _fit_output(self, index: int, rows: int) -> tuple[Shape | None, int]:
+        """Shape and address of an output on the device whose shape is known beforehand; else None and no address."""
+        tensor = self._shared.outputs[index]
+        if not tensor.on_device or min(tensor.dims, default=0) < 0:
+            return None, 0
+        shape = (rows, *tensor.dims) if self._shared.spec.batched else tensor.dims
+        return shape, self._taken[index].fit(tensor.size_bytes(shape)).address
+
+    def _compute(self, session: Any, bound: Bound, captures: bool) -> int:
+        """Queue the computation behind the copies of its inputs. Returns its number among those of the instance."""
+        shared = self._shared
+        if None in bound.shapes:
+            self._bind_open(bound)
+        with shared.lock:
+            graph = self._graph(bound, captures)
+            shared.lanes.compute.wait(self._copied_in)
+            try:
+                session.run_with_iobinding(bound.binding, shared.run_options(graph))
+            except Exception as error:  # its exceptions share no base class below this one
+                raise failure(error) from error
+            shared.lanes.compute.record(self._computed)
+            if captures:
+                bound.graph = graph
+            shared.queued += 1
+            return shared.queued
+
+    def _graph(self, bound: Bound, captures: bool) -> int:
+        """The graph to replay or to capture, which reads and writes fixed places on the device only. Graphs belong to
+        the thread that captured them."""
+        thread = threading.get_ident()
+        if captures and bound.graph == NO_GRAPH and self._is_fixed(bound):
+            self._capturing_thread = thread
+            return self._shared.next_graph()
+        return bound.graph if thread == self._capturing_thread else NO_GRAPH
+
+    def _is_fixed(self, bound: Bound) -> bool:
+        return None not in bound.shapes and all(tensor.on_device for tensor in self._shared.inputs)
+
+    def _bind_open(self, bound: Bound) -> None:
+        """Have ONNX Runtime allocate anew what it made room for last time: sizes may differ."""
+        for tensor, shape in zip(self._shared.outputs, bound.shapes, strict=True):
+            if shape is None:
+                device = self._shared.accelerator.ort_device if tensor.on_device else ("cpu", 0)
+                bound.binding.bind_output(tensor.name, *device)
+
+    def _collect(self, bound: Bound) -> list[Array]:
+        """The outputs, in memory that goes back when their last view is gone. Blocks until they are there."""
+        shared = self._shared
+        copy_out = shared.lanes.copy_out
+        values = self._values(bound)
+        outputs: list[Array] = []
+        copy_out.wait(self._computed)
+        for index, tensor in enumerate(shared.outputs):
+            shape, address = bound.shapes[index], bound.addresses[index]
+            if shape is None:
+                if not tensor.on_device:
+                    continue
+                shape, address = tuple(values[tensor.name].shape()), values[tensor.name].data_ptr()
+            array, target = shared.pools[index].lease(tensor.dtype, shape)
+            if array.nbytes:
+                copy_out.copy_out(target, address, array.nbytes)
+            outputs.append(array)
+        copy_out.record(self._copied_out)
+        self._copied_out.synchronize()
+        for index, tensor in enumerate(shared.outputs):
+            if not tensor.on_device:
+                outputs.insert(index, from_ortvalue(values[tensor.name]))
+        return outputs
+
+    def _values(self, bound: Bound) -> dict[str, Any]:
+        """What ONNX Runtime made room for, by output; it stays while the result is held."""
+        if None not in bound.shapes:
+            return {}
+        return dict(zip(self._order(bound), bound.binding.get_outputs(), strict=True))
+
+    def _order(self, bound: Bound) -> list[str]:
+        """Names in the order in which they were bound: those of known shape first."""
+        known = [
+            tensor.name for tensor, shape in zip(self._shared.outputs, bound.shapes, strict=True) if shape is not None
+        ]
+        return [*known, *(tensor.name for tensor in self._shared.outputs if tensor.name not in known)]
+
+    def _forget(self) -> None:
+        """Bindings are of no use for another session; nor are graphs."""
+        self._bindings.clear()
+        self._bound_to = None
+
+    def _settle(self) -> None:
+        """Wait for what was queued before something failed: the next batch writes to the same places."""
+        for stream in self._shared.lanes.streams:
+            with contextlib.suppress(DeviceError):
+                stream.synchronize()
+
+
+def _is_there(column: Sequence[Array], host: HostMemory, tensor: StagedTensor, shape: Shape) -> bool:
+    """Whether it was written to the slot's own memory already."""
+    array = column[0]
+    same = len(column) == 1 and array.shape == shape and array.dtype == tensor.dtype and array.flags.c_contiguous
+    return same and array.ctypes.data == host.address
+
+
+def _do_nothing() -> None:
+    pass

@@ -1,0 +1,81 @@
+"""The ceiling on a GPU: the model without any server, its tensors bound, in one process.
+
+Lives here: `session.run_with_iobinding` in a loop, for as many seconds as each line of stdin says; a line of JSON each
+time. Must not: use the product. Tensors stay on the device, or go there from memory of the host and back each time.
+A run ends when the device has finished: ONNX Runtime waits for it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnxruntime as ort  # type: ignore[import-untyped,unused-ignore]
+
+__all__ = ["open_session"]
+
+
+def open_session(model: Path, device: str) -> ort.InferenceSession:
+    """With the options that the product gives its own: the convolutions' algorithm by HEURISTIC, one thread."""
+    options = ort.SessionOptions()
+    options.intra_op_num_threads = 1
+    options.log_severity_level = 4
+    providers: list[Any] = ["CPUExecutionProvider"]
+    if device == "cuda":
+        with contextlib.redirect_stdout(sys.stderr):  # it may have something to say, and stdout is for answers
+            ort.preload_dlls()
+        providers.insert(0, ("CUDAExecutionProvider", {"cudnn_conv_algo_search": "HEURISTIC", "device_id": "0"}))
+    session = ort.InferenceSession(str(model), options, providers=providers, enable_fallback=0)
+    if device == "cuda" and "CUDAExecutionProvider" not in session.get_providers():
+        sys.exit("onnxruntime couldn't use the GPU")
+    return session
+
+
+def measure(session: ort.InferenceSession, batch: Any, device: str, copies: bool, seconds: float) -> dict[str, float]:
+    """Rows a second, and the median of one run."""
+    (taken,), (given,) = session.get_inputs(), session.get_outputs()
+    binding = session.io_binding()
+    value = ort.OrtValue.ortvalue_from_numpy(batch, device, 0)
+    times: list[float] = []
+    until = time.perf_counter() + seconds
+    began = time.perf_counter()
+    while len(times) < 3 or time.perf_counter() < until:
+        start = time.perf_counter()
+        if copies:
+            binding.bind_cpu_input(taken.name, batch)
+            binding.bind_output(given.name, "cpu")
+        else:
+            binding.bind_ortvalue_input(taken.name, value)
+            binding.bind_output(given.name, device, 0)
+        session.run_with_iobinding(binding)
+        times.append(time.perf_counter() - start)
+    rows_per_s = len(batch) * len(times) / (time.perf_counter() - began)
+    return {"rows_per_s": rows_per_s, "batch_ms": 1e3 * statistics.median(times)}
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m bench.gpu_direct", description=__doc__.partition("\n")[0])
+    parser.add_argument("model", type=Path, help="an ONNX file of one input and one output")
+    parser.add_argument("batch", type=Path, help="a .npy file with the batch")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda")
+    got = parser.parse_args(arguments)
+    session, batch = open_session(got.model, got.device), np.load(got.batch)
+    for copies in (True, False):
+        measure(session, batch, got.device, copies, 0)
+    print("{}", flush=True)
+    for line in sys.stdin:
+        seconds = float(line)
+        found = {how: measure(session, batch, got.device, how == "copies", seconds) for how in ("bound", "copies")}
+        print(json.dumps(found), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,256 @@
+"""Single measurements of `bench.gpu`: correctness, saturation, the ceiling, an open loop, the first request.
+
+Lives here: what measures, and the processes that it takes. Must not: start servers, repeat, compare or print.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+import numpy as np
+import onnxruntime as ort  # type: ignore[import-untyped,unused-ignore]
+
+from backends.errors import DeviceError
+from bench import gpu_models
+from bench.gpu_models import GpuModel
+from bench.stats import Sample
+from bench.steps import BenchError, open_loop, run_module
+from bench.subjects import stub
+from protos import inference_pb2 as pb
+from server.nvml import Nvml, open_nvml
+from tests.harness import REPO, ServerProcess
+from tests.wire import Array
+
+__all__ = ["Crowd", "Direct", "deviations", "first_request", "latency_at", "region", "saturation"]
+
+_SPARE_S = 60.0
+_START_S = 120.0
+_SAMPLE_S = 0.1
+_SINGLE = 30
+_ANSWER_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Crowd:
+    """`clients` in each of so many processes, over so many connections each, one request in flight each; over streams
+    or by calls."""
+
+    processes: int
+    clients: int
+    channels: int
+    stream: bool
+
+    def __str__(self) -> str:
+        return f"{self.processes * self.clients} clients"
+
+    def send(self, target: str, request: Path, seconds: float, warmup_s: float) -> Sample:
+        """Load `target`; BenchError for an answer that is an error."""
+        arguments = [target, str(request), "--clients", str(self.clients), "--channels", str(self.channels)]
+        arguments += ["--seconds", str(seconds), "--warmup", str(warmup_s), *(["--stream"] if self.stream else [])]
+
+        def one(_: int) -> dict[str, Any]:
+            return run_module("load", *arguments, timeout_s=seconds + warmup_s + _SPARE_S)
+
+        with ThreadPoolExecutor(self.processes) as pool:
+            answers = list(pool.map(one, range(self.processes)))
+        for answer in answers:
+            if answer["errors"] or not answer["ok"]:
+                raise BenchError(f"{answer['ok']} answers, errors {answer['errors']}")
+        return {
+            "requests_per_s": sum(answer["requests_per_s"] for answer in answers),
+            "p50_ms": statistics.median(answer["p50_ms"] for answer in answers),
+            "p99_ms": max(answer["p99_ms"] for answer in answers),
+            "cores": sum(answer["cores"] for answer in answers),
+        }
+
+
+class Direct:
+    """`bench.gpu_direct` in a process of its own, for as long as the context lasts: `session.run_with_iobinding`."""
+
+    def __init__(self, file: Path, batch: Array, device: str, folder: Path) -> None:
+        self._batch = folder / f"{file.stem}.npy"
+        np.save(self._batch, batch)
+        self._command = [sys.executable, "-m", "bench.gpu_direct", str(file), str(self._batch), "--device", device]
+
+    def __enter__(self) -> Direct:
+        self._process = subprocess.Popen(
+            self._command, cwd=REPO, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, process_group=0
+        )
+        try:
+            self._answer(_START_S)
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        process = self._process
+        assert process.stdin is not None
+        assert process.stdout is not None
+        with suppress(OSError):
+            process.stdin.close()
+        try:
+            process.wait(10)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        process.stdout.close()
+
+    def measure(self, seconds: float) -> tuple[Sample, Sample]:
+        """With tensors that stay on the device, and with those of the host."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(f"{seconds}\n")
+        self._process.stdin.flush()
+        found = self._answer(2 * seconds + _SPARE_S)
+        return found["bound"], found["copies"]
+
+    def _answer(self, timeout_s: float) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        readable, _, _ = select.select([self._process.stdout], [], [], timeout_s)
+        line = self._process.stdout.readline() if readable else ""
+        if not line:
+            raise BenchError(f"bench.gpu_direct gave no answer within {timeout_s:g} s")
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+
+def deviations(server: ServerProcess, model: GpuModel, file: Path, seeds: Sequence[int]) -> list[float]:
+    """How far the server's answers to a request per seed are from what the CPU computes, in parts of the largest
+    value."""
+    options = ort.SessionOptions()
+    options.log_severity_level = 4
+    session = ort.InferenceSession(str(file), options, providers=["CPUExecutionProvider"])
+    channel, service = stub(server.target)
+    found = []
+    with channel:
+        for seed in seeds:
+            batch = gpu_models.batch_of(model, model.rows, seed)
+            (expected,) = session.run(None, {gpu_models.INPUT: batch})
+            try:
+                answer = service.ModelInfer(gpu_models.request(model, batch), timeout=_ANSWER_S)
+            except grpc.RpcError as error:
+                raise BenchError(f"{error.code().name}: {error.details()}") from None
+            found.append(_deviation(answer.raw_output_contents[0], expected))
+    return found
+
+
+def _deviation(raw: bytes, expected: Array) -> float:
+    answer = np.frombuffer(raw, expected.dtype).reshape(expected.shape).astype(np.float64)
+    if not np.isfinite(answer).all():
+        return float("inf")
+    return float(np.abs(answer - expected).max() / np.abs(expected).max())
+
+
+def saturation(
+    server: ServerProcess, model: str, rows: int, crowd: Crowd, request: Path, seconds: float, warmup_s: float
+) -> Sample:
+    """What `crowd` gets out of the server when each request has `rows` rows."""
+    before = _counters(server, model)
+    with _busy() as shares:
+        sample = crowd.send(server.target, request, seconds, warmup_s)
+    batches = [new - old for old, new in zip(before, _counters(server, model), strict=True)]
+    busy = {"gpu_busy": statistics.median(shares[len(shares) // 4 :])} if shares else {}
+    return {
+        **sample,
+        "rows_per_s": rows * sample["requests_per_s"],
+        "rows_per_batch": batches[0] / max(1.0, batches[1]),
+        "model_ms_per_batch": batches[2] / max(1.0, batches[3]) / 1000,
+        **busy,
+    }
+
+
+def latency_at(server: ServerProcess, request: Path, per_s: float, seconds: float, warmup_s: float) -> Sample:
+    """Times of answers to requests that come at random, so many a second."""
+    found = open_loop(server.target, (request,), per_s, 30.0, seconds, warmup_s)
+    if not found["ok"] or found["errors"]:
+        raise BenchError(f"{found['ok']} answers, errors {found['errors']}")
+    return {key: found[key] for key in ("requests_per_s", "p50_ms", "p99_ms", "lag_p99_ms", "cores")}
+
+
+def first_request(server: ServerProcess, model: GpuModel) -> tuple[float, float]:
+    """Milliseconds that the first request of all takes on a connection that is there, and the median of the next."""
+    message = gpu_models.request(model, gpu_models.batch_of(model, model.rows))
+    channel, service = stub(server.target)
+    with channel:
+        service.ServerReady(pb.ServerReadyRequest(), timeout=_ANSWER_S)
+        times_ms = []
+        for _ in range(1 + _SINGLE):
+            began = time.perf_counter()
+            service.ModelInfer(message, timeout=_ANSWER_S)
+            times_ms.append(1e3 * (time.perf_counter() - began))
+    return times_ms[0], statistics.median(times_ms[1:])
+
+
+@contextmanager
+def region(server: ServerProcess, batch: Array) -> Iterator[str]:
+    """Shared memory that the server knows, with `batch` in it; its name."""
+    name = f"paceline-bench-gpu-{os.getpid()}"
+    path = Path("/dev/shm") / name
+    channel, service = stub(server.target)
+    with channel:
+        try:
+            path.write_bytes(batch.tobytes())
+            service.SystemSharedMemoryRegister(
+                pb.SystemSharedMemoryRegisterRequest(name=name, key=f"/{name}", byte_size=batch.nbytes)
+            )
+            yield name
+            service.SystemSharedMemoryUnregister(pb.SystemSharedMemoryUnregisterRequest(name=name))
+        except grpc.RpcError as error:
+            raise BenchError(f"{error.code().name}: {error.details()}") from None
+        finally:
+            path.unlink(missing_ok=True)
+
+
+def _counters(server: ServerProcess, model: str) -> list[float]:
+    """Rows, batches, microseconds in the model per request, requests."""
+    metrics, labels = server.metrics(), f'{{model="{model}",version="1"}}'
+    names = ("count", "exec_count", "compute_infer_duration_us", "request_success")
+    return [metrics[f"nv_inference_{name}{labels}"] for name in names]
+
+
+@contextmanager
+def _busy() -> Iterator[list[float]]:
+    """Shares of the time that the first GPU computed, as NVML tells them, ten a second; none where it can't be
+    asked."""
+    shares: list[float] = []
+    ended = threading.Event()
+    try:
+        nvml = open_nvml()
+    except DeviceError:
+        yield shares
+        return
+    thread = threading.Thread(target=_sample, args=(nvml, shares, ended.wait), daemon=True)
+    thread.start()
+    try:
+        yield shares
+    finally:
+        ended.set()
+        thread.join(5)
+
+
+def _sample(nvml: Nvml, shares: list[float], wait: Callable[[float], bool]) -> None:
+    while not wait(_SAMPLE_S):
+        share = nvml.read()[0].utilization
+        if share is not None:
+            shares.append(share)
+
+
+def requests_of(model: GpuModel, batch: Array, region_name: str, folder: Path) -> Path:
+    """A file with the request that brings `batch`."""
+    path = folder / f"{model.name}.request"
+    path.write_bytes(gpu_models.request(model, batch, region_name).SerializeToString())
+    return path

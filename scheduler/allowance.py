@@ -1,0 +1,65 @@
+"""How many rows a batch may have while memory is short.
+
+Lives here: one number, halved when an execution runs out of memory and doubled again as time passes without. Must not:
+batches, or a clock. Whoever runs out again right after the number grew waits twice as long before the next attempt, so
+that a `max_batch_rows` which never fits costs an execution every ten minutes, and a neighbour on the device that was
+large for a moment costs ten seconds of smaller batches.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+
+from scheduler.policy import NEVER
+
+__all__ = ["LONGEST_PAUSE_NS", "PAUSE_NS", "Allowance"]
+
+PAUSE_NS = 10_000_000_000
+"""Without running out of memory, until twice as many rows are tried."""
+LONGEST_PAUSE_NS = 600_000_000_000
+
+
+class Allowance:
+    """`rows` is what a batch may have: `most`, or fewer for a while. `sizes`: the only ones there are, if any."""
+
+    __slots__ = ("_grew", "_most", "_pause_ns", "_sizes", "due_ns", "rows")
+
+    def __init__(self, most: int, sizes: Sequence[int] = ()) -> None:
+        self._most = most
+        self._sizes = sizes
+        self._pause_ns = PAUSE_NS
+        self._grew = False
+        self.rows = most
+        self.due_ns = NEVER
+
+    def exhausted(self, rows: int, now_ns: int) -> None:
+        """Learn that memory wasn't enough for `rows` rows. What ran at the same time and failed likewise is the same
+        shortage: it halves nothing twice."""
+        self.grow(now_ns)
+        if self._grew:
+            self._pause_ns = min(2 * self._pause_ns, LONGEST_PAUSE_NS)
+            self._grew = False
+        self.rows = min(self.rows, self._allowed(max(1, rows // 2)))
+        self.due_ns = now_ns + self._pause_ns
+
+    def grow(self, now_ns: int) -> None:
+        """Double what is due to be, and forget the shortage once all that may be has been for a whole pause."""
+        while self.due_ns <= now_ns:
+            self.due_ns += self._pause_ns
+            if self.rows < self._most:
+                self._grew = True
+                self.rows = self._allowed(max(2 * self.rows, self._next_size()))
+            else:
+                self._grew = False
+                self._pause_ns, self.due_ns = PAUSE_NS, NEVER
+
+    def _allowed(self, rows: int) -> int:
+        """The largest size that isn't above `rows`, or the smallest."""
+        rows = min(rows, self._most)
+        return self._sizes[max(0, bisect_right(self._sizes, rows) - 1)] if self._sizes else rows
+
+    def _next_size(self) -> int:
+        """What is the least to grow to, where sizes are further apart than by a factor of two."""
+        place = bisect_right(self._sizes, self.rows)
+        return self._sizes[place] if place < len(self._sizes) else 0

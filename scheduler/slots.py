@@ -1,0 +1,144 @@
+"""Which runners are free, where several may share what computes.
+
+Lives here: counting. Must not: batches. Runners of one group, *slots* of one instance, execute side by side, but one at
+a time computes: what another is given meanwhile is only got ready. So the first batch of an instance is its turn, and
+further ones are taken ahead of theirs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from typing import Generic, Protocol, TypeVar
+
+__all__ = ["FreeRunners", "Slots", "Whole"]
+
+R = TypeVar("R")
+
+
+class FreeRunners(Protocol[R]):
+    """What the batcher asks of them."""
+
+    @property
+    def idle(self) -> int:
+        """Instances that execute nothing."""
+
+    @property
+    def ahead(self) -> int:
+        """Batches that could be taken besides those of `idle`, ahead of their turn."""
+
+    @property
+    def free(self) -> int:
+        """Runners, of whichever instances."""
+
+    def add(self, runner: R) -> None:
+        """`runner` is free, for the first time."""
+
+    def back(self, runner: R) -> None:
+        """`runner`, which `take` gave, is free again."""
+
+    def take(self) -> R:
+        """A runner of an instance that is idle, the one that was so last, as its caches are warm; else one of a busy
+        instance. There has to be one."""
+
+    def remove(self, runner: R) -> None:
+        """`runner` gets nothing more, free or not."""
+
+
+class Whole(Generic[R]):
+    """Free runners of which each is an instance."""
+
+    def __init__(self) -> None:
+        self._free: list[R] = []
+
+    @property
+    def idle(self) -> int:
+        return len(self._free)
+
+    free = idle
+    ahead = 0
+
+    def add(self, runner: R) -> None:
+        self._free.append(runner)
+
+    back = add
+
+    def take(self) -> R:
+        return self._free.pop()
+
+    def remove(self, runner: R) -> None:
+        if runner in self._free:
+            self._free.remove(runner)
+
+
+class Slots(Generic[R]):
+    """Free runners. `group_of` tells which instance a runner is a slot of."""
+
+    def __init__(self, group_of: Callable[[R], Hashable]) -> None:
+        self._group_of = group_of
+        self._free: dict[Hashable, list[R]] = {}
+        self._taken: dict[Hashable, int] = {}
+        # Groups that have free runners: those of which none executes, most recent last, and the others, in the order in
+        # which they will be done.
+        self._idle: dict[Hashable, None] = {}
+        self._busy: dict[Hashable, None] = {}
+        self.free = 0
+
+    @property
+    def idle(self) -> int:
+        return len(self._idle)
+
+    @property
+    def ahead(self) -> int:
+        return self.free - len(self._idle)
+
+    def add(self, runner: R) -> None:
+        group = self._group_of(runner)
+        self._free.setdefault(group, []).append(runner)
+        self.free += 1
+        self._file(group)
+
+    # hot path of instances with slots
+    def back(self, runner: R) -> None:
+        self._end(self._group_of(runner))
+        self.add(runner)
+
+    def take(self) -> R:
+        group = self._idle.popitem()[0] if self._idle else next(iter(self._busy))
+        free = self._free[group]
+        runner = free.pop()
+        self.free -= 1
+        self._taken[group] = self._taken.get(group, 0) + 1
+        if free:
+            self._busy[group] = None
+        else:
+            del self._free[group]
+            self._busy.pop(group, None)
+        return runner
+
+    def remove(self, runner: R) -> None:
+        group = self._group_of(runner)
+        free = self._free.get(group, [])
+        if runner not in free:
+            self._end(group)
+        else:
+            free.remove(runner)
+            self.free -= 1
+        if not free:
+            self._free.pop(group, None)
+            self._idle.pop(group, None)
+            self._busy.pop(group, None)
+        else:
+            self._file(group)
+
+    def _end(self, group: Hashable) -> None:
+        taken = self._taken.pop(group) - 1
+        if taken:
+            self._taken[group] = taken
+
+    def _file(self, group: Hashable) -> None:
+        if group in self._taken:
+            self._idle.pop(group, None)
+            self._busy.setdefault(group)
+        else:
+            self._busy.pop(group, None)
+            self._idle[group] = None

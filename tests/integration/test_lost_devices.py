@@ -1,0 +1,119 @@
+"""Instances whose device is lost: who gets which answer, what health says, and what brings the model back."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from backends.base import Device, ModelSpec
+from backends.errors import DeviceLost, LoadError
+from backends.memory import MemoryInstance, MemoryModel
+from tests.integration.serving import Served, echo_model, failure_of, serving
+from tests.integration.test_probes import probe
+from tests.polling import eventually_async
+from tests.wire import infer, rows_of_floats
+
+ONE = infer("m", {"a": rows_of_floats(1)})
+BATCHED = "max_batch_size: 4"
+BROKEN = DeviceLost("onnx runtime error 1: CUDA failure 700: an illegal memory access was encountered ; GPU=0")
+SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
+
+
+class Device0(MemoryModel):
+    """A model whose instances can't be made while its device is `broken`."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        super().__init__(spec)
+        self.broken = False
+
+    def instance(self, spec: ModelSpec, device: Device) -> MemoryInstance:
+        if self.broken:
+            raise LoadError("onnxruntime couldn't use GPU 0")
+        return super().instance(spec, device)
+
+
+async def health(served: Served, service: str = "") -> int:
+    stub: Any = health_pb2_grpc.HealthStub(served.channel)
+    return int((await stub.Check(health_pb2.HealthCheckRequest(service=service))).status)
+
+
+async def test_lost_instance_fails_its_batch_and_the_next_request_waits_for_the_one_in_its_place(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = echo_model()
+    with caplog.at_level(logging.WARNING, "paceline.server.instances"):
+        async with serving(tmp_path, {"m": model}, config=BATCHED) as served:
+            model.faults.raise_next(BROKEN)
+            assert await failure_of(served.infer(ONE)) == (grpc.StatusCode.INTERNAL, f"model 'm': {BROKEN}")
+            assert (await served.infer(ONE)).raw_output_contents[0] == ONE.raw_input_contents[0]
+            assert await served.metric("paceline_lost_instances") == 1
+            assert served.server.repository.ready
+    assert [record.getMessage() for record in caplog.records if record.name.endswith("instances")] == [
+        f"model 'm' version 1: an instance is lost: {BROKEN}; 0 instances are left",
+        "model 'm' version 1: an instance is replaced",
+    ]
+
+
+async def test_lost_batch_is_not_run_again_since_its_tensors_may_be_what_broke_the_device(tmp_path: Path) -> None:
+    model = echo_model()
+    delay = "dynamic_batching { max_queue_delay_microseconds: 60000000 }"
+    config = f"{BATCHED} {delay} instance_group {{ count: 2 kind: KIND_CPU }}"
+    async with serving(tmp_path, {"m": model}, config=config) as served:
+        model.faults.raise_next(BROKEN)
+        failures = await asyncio.gather(*(failure_of(served.infer(ONE)) for _ in range(4)))
+        assert failures == [(grpc.StatusCode.INTERNAL, f"model 'm': {BROKEN}")] * 4
+        assert model.batches == [(1, 1, 1, 1)]
+        assert served.server.repository.ready
+
+
+async def test_device_that_stays_lost_is_unavailable_not_ready_and_not_live_until_it_is_back(
+    tmp_path: Path, frontends: int
+) -> None:
+    model = Device0(echo_model().spec)
+    async with serving(tmp_path, {"m": model}, config=BATCHED) as served:
+        model.gate.close()
+        first = asyncio.create_task(failure_of(served.infer(ONE)))
+        await asyncio.to_thread(model.gate.wait_entered, 1)
+        waiting = asyncio.create_task(failure_of(served.infer(ONE)))
+        await eventually_async(lambda: served.waiting("m") == 1, "one that waits")
+        model.faults.raise_next(BROKEN)
+        model.broken = True
+        assert await health(served, "liveness") == SERVING
+        model.gate.open()
+        gone = (
+            grpc.StatusCode.UNAVAILABLE,
+            "model 'm': no instance of the model is left that can execute; another is being tried for",
+        )
+        assert (await first)[0] is grpc.StatusCode.INTERNAL
+        assert await waiting == gone
+        assert await failure_of(served.infer(ONE)) == gone
+        assert await probe(served, "/readyz") == (503, "no instance can execute of: 'm'\n")
+        assert await probe(served, "/livez") == (503, f"model 'm': {BROKEN}\n")
+        while (await health(served), await health(served, "liveness")) != (NOT_SERVING, NOT_SERVING):
+            await asyncio.sleep(0.01)
+        model.broken = False
+        await eventually_async(lambda: served.server.repository.ready, "an instance again")
+        assert (await served.infer(ONE)).raw_output_contents[0] == ONE.raw_input_contents[0]
+        assert await probe(served, "/livez") == (200, "ok\n")
+        while (await health(served), await health(served, "liveness")) != (SERVING, SERVING):
+            await asyncio.sleep(0.01)
+        drops = await served.metrics()
+        assert drops['paceline_dropped_requests{model="m",reason="no_instance",version="1"}'] == 2
+
+
+async def test_model_whose_device_is_lost_can_be_stopped_and_keeps_what_it_held(tmp_path: Path) -> None:
+    model = Device0(echo_model().spec)
+    async with serving(tmp_path, {"m": model}, config=BATCHED) as served:
+        model.faults.raise_next(BROKEN)
+        model.broken = True
+        await failure_of(served.infer(ONE))
+        await eventually_async(lambda: not served.server.repository.ready, "a model that can't")
+        assert served.server.repository.hangs
+    assert model.open_instances == 1
+    assert not model.closed

@@ -1,0 +1,53 @@
+"""A thread that is known before it has its work."""
+
+from __future__ import annotations
+
+import threading
+from queue import SimpleQueue
+
+import pytest
+
+from backends.home import Home
+from tests.polling import eventually
+
+
+def test_all_functions_run_on_one_thread_that_takes_the_name_of_its_work() -> None:
+    home = Home()
+    first = home.call(threading.current_thread)
+    seen: SimpleQueue[threading.Thread] = SimpleQueue()
+    home.start("worker", lambda: seen.put(threading.current_thread()))
+    assert seen.get(timeout=30) is first is home.call(threading.current_thread)
+    assert (first.name, first.daemon) == ("worker", True)
+    home.close()
+    first.join(30)
+    assert not first.is_alive()
+
+
+def test_call_raises_what_the_function_does_and_the_thread_goes_on() -> None:
+    home = Home()
+    thread = home.call(threading.current_thread)
+    with pytest.raises(ZeroDivisionError):
+        home.call(lambda: 1 // 0)
+    assert home.call(threading.current_thread) is thread
+    home.close()
+
+
+def test_close_lets_what_runs_end_first() -> None:
+    home = Home()
+    gate, done = threading.Event(), threading.Event()
+
+    def work() -> None:
+        gate.wait(30)
+        done.set()
+
+    home.start("worker", work)
+    home.close()
+    assert not done.is_set()
+    gate.set()
+    eventually(done.is_set, "the work to end")
+
+
+def test_close_without_work_starts_no_thread() -> None:
+    before = threading.active_count()
+    Home().close()
+    assert threading.active_count() == before

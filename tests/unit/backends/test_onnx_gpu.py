@@ -1,0 +1,274 @@
+"""Staging and graphs on a GPU. The CPU's answers are the measure."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any, TypeVar
+
+import numpy as np
+import onnx
+import pytest
+from onnx import helper
+
+from backends.base import Array, Device, DeviceKind, ModelSource, ModelSpec, Slot, TensorSpec
+from backends.cuda_accelerator import CudaAccelerator, open_cuda
+from backends.cuda_driver import count_gpus
+from backends.errors import LoadError
+from backends.onnx import OnnxBackend
+from backends.onnx_sessions import NO_GRAPH
+from backends.onnx_staged import StagedInstance
+from tests import models
+
+pytestmark = pytest.mark.gpu
+
+T = TypeVar("T")
+
+CPU, GPU = Device(), Device(DeviceKind.GPU)
+GRAPHS = (("cuda", {"enable_cuda_graph": "1", "use_tf32": "0"}),)
+EXACT = (("cuda", {"use_tf32": "0"}),)
+MLP = ModelSpec((TensorSpec("INPUT0", "FP32", (64,)),), (TensorSpec("OUTPUT0", "FP32", (16,)),), batched=True)
+_HOST = 1  # CU_MEMORYTYPE_HOST
+_MEMORY_TYPE = 2  # CU_POINTER_ATTRIBUTE_MEMORY_TYPE
+
+
+@pytest.fixture
+def accelerator() -> CudaAccelerator:
+    try:
+        count_gpus()
+    except LoadError as reason:
+        pytest.skip(str(reason))
+    return open_cuda(0)
+
+
+class Pair:
+    """A model on the GPU, with `accelerators` as its options, and on the CPU."""
+
+    def __init__(
+        self,
+        folder: Path,
+        model: onnx.ModelProto,
+        spec: ModelSpec,
+        accelerator: CudaAccelerator,
+        accelerators: Any = EXACT,
+    ) -> None:
+        path = models.write(model, folder / "model.onnx")
+        backend = OnnxBackend(accelerators=lambda device: accelerator if device == GPU else None)
+        source = ModelSource("m", path, accelerators=accelerators)
+        self.opened = backend.open(source, GPU)
+        instance = self.opened.instance(spec, GPU)
+        assert isinstance(instance, StagedInstance)
+        self.gpu = instance
+        self.cpu = backend.open(ModelSource("m", path), CPU).instance(spec, CPU)
+
+    def check(self, slot: Slot, requests: Sequence[Sequence[Array]], padded_rows: int = 0) -> None:
+        ours = slot.execute(requests, padded_rows).results
+        reference = self.cpu.execute(requests, padded_rows).results
+        for one, other in zip(ours, reference, strict=True):
+            assert not isinstance(one, Exception)
+            assert not isinstance(other, Exception)
+            for got, expected in zip(one, other, strict=True):
+                assert got.dtype == expected.dtype
+                np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-4)
+
+
+def floats(rng: np.random.Generator, *shape: int) -> tuple[Array]:
+    return (rng.standard_normal(shape).astype(np.float32),)
+
+
+def on_thread_of(slot: Slot, function: Callable[[], T]) -> T:
+    answers: SimpleQueue[Any] = SimpleQueue()
+
+    def run() -> None:
+        try:
+            answers.put((function(), None))
+        except BaseException as error:  # noqa: BLE001 - raised below
+            answers.put((None, error))
+
+    slot.start("slot", run)
+    result, error = answers.get(timeout=60)
+    if error is not None:
+        raise error
+    return result  # type: ignore[no-any-return]
+
+
+def free_bytes(accelerator: CudaAccelerator) -> int:
+    accelerator.enter()
+    free, total = ctypes.c_size_t(), ctypes.c_size_t()
+    driver = ctypes.CDLL("libcuda.so.1")
+    assert driver.cuMemGetInfo_v2(ctypes.byref(free), ctypes.byref(total)) == 0
+    return free.value
+
+
+def test_batches_equal_those_of_the_cpu_in_both_slots_at_a_time(tmp_path: Path, accelerator: CudaAccelerator) -> None:
+    pair = Pair(tmp_path, models.mlp((64, 256, 16)), MLP, accelerator)
+
+    def run(number: int) -> None:
+        rng = np.random.default_rng(number)
+        for _ in range(100):
+            requests = [floats(rng, int(rng.integers(1, 5)), 64) for _ in range(int(rng.integers(1, 9)))]
+            pair.check(pair.gpu.slots[number], requests, int(rng.choice([0, 16, 32])))
+
+    with ThreadPoolExecutor(2) as threads:
+        list(threads.map(run, [0, 1]))
+
+
+def test_tensors_lie_on_the_device_and_results_in_page_locked_memory(
+    tmp_path: Path, accelerator: CudaAccelerator
+) -> None:
+    pair = Pair(tmp_path, models.mlp((64, 256, 16)), MLP, accelerator)
+    shared = pair.gpu._shared
+    assert [tensor.on_device for tensor in (*shared.inputs, *shared.outputs)] == [True, True]
+    result = pair.gpu.execute([floats(np.random.default_rng(1), 4, 64)]).results[0]
+    assert not isinstance(result, Exception)
+    kind = ctypes.c_uint()
+    address = ctypes.c_uint64(result[0].ctypes.data)
+    accelerator.enter()
+    assert ctypes.CDLL("libcuda.so.1").cuPointerGetAttribute(ctypes.byref(kind), _MEMORY_TYPE, address) == 0
+    assert kind.value == _HOST
+
+
+def test_steady_state_allocates_nothing(tmp_path: Path, accelerator: CudaAccelerator) -> None:
+    pair = Pair(tmp_path, models.mlp((64, 256, 16)), MLP, accelerator)
+    rng = np.random.default_rng(1)
+    for slot in pair.gpu.slots:
+        for size in (32, 16, 8, 4, 2, 1):
+            slot.execute([floats(rng, 1, 64)], size)
+    allocations, free = accelerator.allocations, free_bytes(accelerator)
+    for _ in range(200):
+        for slot in pair.gpu.slots:
+            slot.execute([floats(rng, int(rng.integers(1, 33)), 64)])
+    assert accelerator.allocations == allocations
+    assert free_bytes(accelerator) == free
+
+
+def test_graphs_are_captured_and_replayed_with_other_data_and_sizes(
+    tmp_path: Path, accelerator: CudaAccelerator, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, "paceline.backends.onnx"):
+        pair = Pair(tmp_path, models.mlp((64, 256, 16)), MLP, accelerator, GRAPHS)
+        rng = np.random.default_rng(1)
+        for slot in pair.gpu.slots:
+            for size in (32, 8, 1):
+                slot.prepare([floats(rng, 1, 64)], size)
+    assert not caplog.records
+    assert pair.gpu._shared.graphs
+    graphs = [bound.graph for slot in pair.gpu._slots for bound in slot._bindings.values()]
+    assert len(set(graphs)) == 6
+    assert NO_GRAPH not in graphs
+    for _ in range(50):
+        for slot in pair.gpu.slots:
+            rows, padded = ((5, 8), (1, 1), (32, 32), (20, 32), (3, 3), (13, 0))[int(rng.integers(6))]
+            on_thread_of(slot, lambda: pair.check(slot, [floats(rng, 1, 64)] * rows, padded))  # noqa: B023
+            # A thread that has captured nothing computes as without graphs.
+            pair.check(slot, [floats(rng, rows, 64)], padded)
+
+
+def test_graph_replays_at_the_same_time_keep_batches_apart(tmp_path: Path, accelerator: CudaAccelerator) -> None:
+    pair = Pair(tmp_path, models.mlp((64, 256, 16)), MLP, accelerator, GRAPHS)
+    for slot in pair.gpu.slots:
+        slot.prepare([floats(np.random.default_rng(0), 1, 64)], 8)
+
+    def run(number: int) -> None:
+        rng, slot = np.random.default_rng(number), pair.gpu.slots[number]
+        for _ in range(100):
+            on_thread_of(slot, lambda: pair.check(slot, [floats(rng, 8, 64)]))
+
+    with ThreadPoolExecutor(2) as threads:
+        list(threads.map(run, [0, 1]))
+
+
+def test_model_with_control_flow_runs_without_graphs_and_says_so(
+    tmp_path: Path, accelerator: CudaAccelerator, caplog: pytest.LogCaptureFixture
+) -> None:
+    result = models.tensor("RESULT", "FP32", ["batch", 64])
+    branches = [
+        helper.make_graph([helper.make_node(kind, ["INPUT0"], ["RESULT"])], kind, [], [result])
+        for kind in ("Neg", "Abs")
+    ]
+    nodes = [
+        helper.make_node("ReduceSum", ["INPUT0"], ["SUM"], keepdims=0),
+        helper.make_node("Greater", ["SUM", "ZERO"], ["POSITIVE"]),
+        helper.make_node("If", ["POSITIVE"], ["OUTPUT0"], then_branch=branches[0], else_branch=branches[1]),
+    ]
+    model = models.model(
+        nodes,
+        [models.tensor("INPUT0", "FP32", ["batch", 64])],
+        [models.tensor("OUTPUT0", "FP32", ["batch", 64])],
+        [onnx.numpy_helper.from_array(np.array(0, np.float32), "ZERO")],
+    )
+    spec = ModelSpec((TensorSpec("INPUT0", "FP32", (64,)),), (TensorSpec("OUTPUT0", "FP32", (64,)),), batched=True)
+    with caplog.at_level(logging.WARNING, "paceline.backends.onnx"):
+        pair = Pair(tmp_path, model, spec, accelerator, GRAPHS)
+    assert [record.getMessage()[:38] for record in caplog.records] == ["model 'm' runs without CUDA graphs: on"]
+    rng = np.random.default_rng(1)
+    for slot in pair.gpu.slots:
+        slot.prepare([floats(rng, 1, 64)], 8)
+        pair.check(slot, [floats(rng, 3, 64)], 8)
+
+
+def test_outputs_of_open_size_are_those_of_the_cpu(tmp_path: Path, accelerator: CudaAccelerator) -> None:
+    spec = ModelSpec((TensorSpec("INPUT0", "FP32", (-1,)),), (TensorSpec("OUTPUT0", "FP32", (-1,)),), batched=True)
+    node = helper.make_node("Neg", ["INPUT0"], ["OUTPUT0"])
+    tensors = [models.tensor(name, "FP32", ["batch", "n"]) for name in ("INPUT0", "OUTPUT0")]
+    pair = Pair(tmp_path, models.model([node], tensors[:1], tensors[1:]), spec, accelerator)
+    rng = np.random.default_rng(1)
+    for _ in range(50):
+        dims = int(rng.integers(0, 3000))
+        for slot in pair.gpu.slots:
+            pair.check(slot, [floats(rng, 2, dims), floats(rng, 1, dims)])
+
+
+def test_tensors_in_the_hosts_memory_are_those_of_the_cpu(tmp_path: Path, accelerator: CudaAccelerator) -> None:
+    # The shape is read by the CPU, and that of the result is made there.
+    model = models.model(
+        [
+            helper.make_node("Reshape", ["INPUT0", "INPUT1"], ["OUTPUT0"]),
+            helper.make_node("Shape", ["OUTPUT0"], ["OUTPUT1"]),
+        ],
+        [models.tensor("INPUT0", "FP32", ["a", "b"]), models.tensor("INPUT1", "INT64", [2])],
+        [models.tensor("OUTPUT0", "FP32", ["c", "d"]), models.tensor("OUTPUT1", "INT64", [2])],
+    )
+    spec = ModelSpec(
+        (TensorSpec("INPUT0", "FP32", (-1, -1)), TensorSpec("INPUT1", "INT64", (2,))),
+        (TensorSpec("OUTPUT0", "FP32", (-1, -1)), TensorSpec("OUTPUT1", "INT64", (2,))),
+    )
+    pair = Pair(tmp_path, model, spec, accelerator)
+    rng = np.random.default_rng(1)
+    for shape in ((2, 6), (6, 2), (1, 12), (3, 4)) * 5:
+        pair.check(pair.gpu.slots[0], [(*floats(rng, 4, 3), np.array(shape, np.int64))])
+
+
+def test_two_instances_on_one_gpu_compute_side_by_side(tmp_path: Path, accelerator: CudaAccelerator) -> None:
+    pair = Pair(tmp_path, models.mlp((64, 256, 16)), MLP, accelerator)
+    second = pair.opened.instance(MLP, GPU)
+    assert isinstance(second, StagedInstance)
+    slots = [*pair.gpu.slots, *second.slots]
+
+    def run(number: int) -> None:
+        rng = np.random.default_rng(number)
+        for _ in range(50):
+            pair.check(slots[number], [floats(rng, int(rng.integers(1, 33)), 64)])
+
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(run, range(4)))
+    second.close()
+    pair.check(pair.gpu.slots[0], [floats(np.random.default_rng(1), 4, 64)])
+
+
+def test_closing_gives_the_devices_memory_back(tmp_path: Path, accelerator: CudaAccelerator) -> None:
+    def once() -> None:
+        pair = Pair(tmp_path, models.mlp((64, 4096, 4096, 16)), MLP, accelerator)
+        pair.gpu.execute([floats(np.random.default_rng(1), 32, 64)])
+        pair.gpu.close()
+        pair.opened.close()
+
+    once()
+    free = free_bytes(accelerator)
+    for _ in range(5):
+        once()
+    assert free_bytes(accelerator) >= free - 2**24

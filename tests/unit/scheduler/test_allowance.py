@@ -1,0 +1,86 @@
+"""How many rows are allowed while memory is short: pure numbers over a clock that tests turn."""
+
+from __future__ import annotations
+
+import pytest
+
+from scheduler.allowance import LONGEST_PAUSE_NS, PAUSE_NS, Allowance
+from scheduler.policy import NEVER
+
+
+def test_shortage_halves_what_failed_and_time_doubles_it_again() -> None:
+    allowance = Allowance(32)
+    allowance.exhausted(32, 0)
+    assert allowance.rows == 16
+    allowance.exhausted(16, 5)
+    assert allowance.rows == 8
+    seen = []
+    for pauses in range(1, 4):
+        allowance.grow(5 + pauses * PAUSE_NS - 1)
+        seen.append(allowance.rows)
+    allowance.grow(5 + 3 * PAUSE_NS)
+    assert [*seen, allowance.rows] == [8, 16, 32, 32]
+    assert allowance.due_ns == NEVER
+
+
+def test_shortage_of_a_small_batch_allows_less_than_the_half_of_what_is_allowed() -> None:
+    allowance = Allowance(32)
+    allowance.exhausted(6, 0)
+    assert allowance.rows == 3
+
+
+def test_shortages_of_executions_side_by_side_halve_once() -> None:
+    allowance = Allowance(32)
+    for at_ns in (0, 1, 2):
+        allowance.exhausted(32, at_ns)
+    assert allowance.rows == 16
+
+
+def test_shortage_of_one_row_leaves_one_row() -> None:
+    allowance = Allowance(4)
+    allowance.exhausted(1, 0)
+    assert allowance.rows == 1
+
+
+def test_attempts_that_fail_come_at_ever_longer_intervals_up_to_a_longest() -> None:
+    allowance, now_ns, pauses_ns = Allowance(32), 0, []
+    for _ in range(10):
+        allowance.exhausted(32, now_ns)
+        pauses_ns.append(allowance.due_ns - now_ns)
+        now_ns = allowance.due_ns
+        allowance.grow(now_ns)
+        assert allowance.rows == 32
+    assert pauses_ns == [min(PAUSE_NS << n, LONGEST_PAUSE_NS) for n in range(10)]
+    assert pauses_ns[-1] == LONGEST_PAUSE_NS
+
+
+def test_going_down_step_by_step_is_one_failed_attempt() -> None:
+    allowance = Allowance(32)
+    allowance.exhausted(32, 0)
+    allowance.grow(PAUSE_NS)
+    for rows in (32, 16, 8):
+        allowance.exhausted(rows, PAUSE_NS)
+    assert allowance.rows == 4
+    assert allowance.due_ns == PAUSE_NS + 2 * PAUSE_NS
+
+
+def test_shortage_after_a_pause_with_all_that_may_be_is_a_new_one() -> None:
+    allowance = Allowance(2)
+    allowance.exhausted(2, 0)
+    allowance.grow(PAUSE_NS)
+    allowance.exhausted(2, PAUSE_NS)
+    allowance.grow(10 * PAUSE_NS)
+    assert (allowance.rows, allowance.due_ns) == (2, NEVER)
+    allowance.exhausted(2, 11 * PAUSE_NS)
+    assert allowance.due_ns == 12 * PAUSE_NS
+
+
+@pytest.mark.parametrize(
+    ("failed", "expected"), [(64, 16), (32, 16), (31, 4), (16, 4), (4, 4)], ids=lambda rows: str(rows)
+)
+def test_allowed_sizes_are_the_only_ones_and_the_smallest_stays(failed: int, expected: int) -> None:
+    allowance = Allowance(64, (4, 16, 64))
+    allowance.exhausted(failed, 0)
+    assert allowance.rows == expected
+    allowance.grow(PAUSE_NS)
+    assert allowance.rows == {16: 64, 4: 16}[expected]
