@@ -160,6 +160,8 @@ class VersionStatistics:
         self.output_ns += other.output_ns
         self.padding_rows += other.padding_rows
         self.hung_executions += other.hung_executions
+        self.lost_instances += other.lost_instances
+        self.shortages += other.shortages
         self.last_inference_ms = max(self.last_inference_ms, other.last_inference_ms)
 
     # hot path: 0.3 us a request and 1.5 us a batch; see bench/micro.py
