@@ -186,9 +186,10 @@ class BatchQueue(Generic[T]):
             self._remove(entry)
         return entries
 
-    def poll(self, now_ns: int, idle: int, ahead: int = 0) -> Step[T]:
+    def poll(self, now_ns: int, idle: int, ahead: int = 0, starts_ns: int = 0) -> Step[T]:
         """Decide for this moment, with `idle` instances free: at most that many batches leave, and up to `ahead` more
-        that can't become any larger, for instances that still execute others."""
+        that can't become any larger, for instances that still execute others. They start at once, or at `starts_ns` if
+        that is later: the instances are about to be free."""
         if self._allowance.due_ns <= now_ns:
             self._allowance.grow(now_ns)
             self._prefer()
@@ -198,7 +199,7 @@ class BatchQueue(Generic[T]):
             self._settle()
         batches: list[Batch[T]] = []
         unreachable: list[Unreachable[T]] = []
-        starts_ns = now_ns
+        starts_ns = max(now_ns, starts_ns)
         while len(batches) < idle + ahead:
             if len(batches) >= idle:
                 if not self._may_be_full():
@@ -232,6 +233,27 @@ class BatchQueue(Generic[T]):
             self.latency.observe(batch.key, batch.padded_rows, duration_ns, now_ns)
             if self._holds:
                 self._returns.answered(batch.key, batch.rows, self.latency.base_ns(batch.key), now_ns)
+
+    def put_back(self, batch: Batch[T], entries: Sequence[Entry[T]]) -> None:
+        """A batch won't execute. Those of its `entries` that still want to wait where they did before, as if it hadn't
+        left."""
+        self._running.pop(batch.number, None)
+        if not entries:
+            return
+        lane = self._lanes.get(batch.key)
+        if lane is None:
+            lane = self._lanes[batch.key] = Lane(batch.key)
+        for entry in entries:
+            entry.lane = lane
+            self._waiting.count(entry, 1)
+            if entry.deadline_ns != NEVER:
+                self._watch_deadline(entry)
+        lane.put_back(entries)
+        if self._delay_ns:
+            lane.restart()
+            self._stale[lane] = None
+        else:
+            self._file_anew(lane)
 
     def exhausted(self, rows: int, now_ns: int) -> None:
         """Learn that memory wasn't enough for an execution of `rows` rows: for a while batches have fewer."""

@@ -10,16 +10,16 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
+from scheduler.ahead import Ahead
 from scheduler.answers import Answers, OrderedAnswers
-from scheduler.batch_queue import Batch, BatchQueue
+from scheduler.batch_queue import Batch, BatchQueue, Step
 from scheduler.clock import Alarm, Clock, MonotonicClock
 from scheduler.company import Company
 from scheduler.errors import (
     BatcherClosed,
     DeadlineUnreachable,
-    ExecutionFailed,
     ExecutionTimeout,
     NoInstance,
     QueueFull,
@@ -28,14 +28,16 @@ from scheduler.errors import (
 )
 from scheduler.isolation import Blame, Suspects
 from scheduler.lane import Entry
-from scheduler.observer import BatchReport, Drop, GuardedObserver, NullObserver, Observer
+from scheduler.observer import Drop, GuardedObserver, NullObserver, Observer
+from scheduler.pending import BatchFacts, Pending
 from scheduler.policy import NEVER, BatchPolicy
+from scheduler.reports import failure, report
 from scheduler.runner import Outcome, Runner
 from scheduler.slots import FreeRunners, Slots, Whole
 from scheduler.waiting import Room
 from scheduler.watchdog import Watchdog
 
-__all__ = ["BatchFacts", "Batcher", "Hangs", "Pending"]
+__all__ = ["Batcher", "Hangs"]
 
 P = TypeVar("P")
 R = TypeVar("R")
@@ -46,48 +48,9 @@ _log = logging.getLogger("paceline.scheduler")
 # at once, but when the answers are on their way and requests that have arrived are queued: fewer and larger batches.
 _LOOP_NS = 150_000
 
+_NOTHING: Step[Any] = Step()
+
 _FULL = {"requests": Drop.FULL_REQUESTS, "rows": Drop.FULL_ROWS, "bytes": Drop.FULL_BYTES}
-
-
-class BatchFacts(NamedTuple):
-    """What became of a request: the batch it was executed in, how long it waited and was executed, when that began on
-    the monotonic clock, and what the instance returned."""
-
-    number: int
-    rows: int
-    padded_rows: int
-    queue_ns: int
-    compute_ns: int
-    started_ns: int
-    executed: Any
-
-
-class Pending(asyncio.Future[R], Generic[P, R]):
-    """A submitted request's future result. Cancelling it, as a cancelled task does with what it awaits, takes the
-    request out of the queue at once; once it executes, cancelling only discards its share of the answer, and calls the
-    execution off, if its runner can, when nobody is left who waits for it.
-
-    `facts` are there as soon as there is a result. `refused` says that there is an error for this request alone. `tag`
-    is whatever the caller wants an observer of batches to find here.
-    """
-
-    payload: P
-    tag: Any = None
-    facts: BatchFacts | None = None
-    refused = False
-    _entry: Entry[Pending[P, R]] | None = None
-    _batcher: Batcher[P, R]
-
-    def cancel(self, msg: Any | None = None) -> bool:
-        cancelled = super().cancel(msg)
-        if cancelled:
-            entry, self._entry = self._entry, None
-            self._batcher._on_cancel(entry)
-        return cancelled
-
-    def left_queue(self) -> None:
-        """Forget the entry, which points back here: no cycle may be left for the garbage collector to find."""
-        self._entry = None
 
 
 class Hangs(Protocol):
@@ -142,6 +105,7 @@ class Batcher(Generic[P, R]):
         # They execute for the last time: their instance was given up over another slot of it.
         self._leaving: set[Runner[P, R]] = set()
         self._running: dict[Runner[P, R], Batch[Pending[P, R]]] = {}
+        self._ahead: Ahead[Runner[P, R], Pending[P, R]] = Ahead()
         self._suspects: deque[Suspects[Pending[P, R]]] = deque()
         self._answers = OrderedAnswers() if policy.preserve_ordering else Answers()
         self._accepts = self._stopped = self._suspended = False
@@ -211,11 +175,11 @@ class Batcher(Generic[P, R]):
             raise NoInstance if self._suspended else BatcherClosed
         pending: Pending[P, R] = Pending(loop=self._loop)
         pending.payload = payload
-        pending._batcher = self
+        pending.batcher = self
         if tag is not None:
             pending.tag = tag
         try:
-            pending._entry = self._queue.push(
+            pending.entry = self._queue.push(
                 pending,
                 rows,
                 key,
@@ -282,7 +246,9 @@ class Batcher(Generic[P, R]):
         # With an instance for each request, everything leaves.
         step = self._queue.poll(self._clock.now_ns(), self._queue.requests)
         self._give_up((*step.expired, *(late.entry for late in step.unreachable)))
-        for batch in (*step.batches, *self._running.values()):
+        for runner in self._ahead.next:
+            runner.take_back()
+        for batch in (*step.batches, *self._running.values(), *self._ahead.next.values()):
             self._give_up(batch.entries)
         for suspects in self._suspects:
             self._give_up(suspects.entries)
@@ -309,7 +275,9 @@ class Batcher(Generic[P, R]):
 
     def _lacks_company(self) -> bool:
         """Whether there is an instance to be kept waiting, and not a full batch for it already."""
-        return self._slots.idle > 0 and not self._suspects and self._queue.rows < self.policy.max_batch_rows
+        if self._suspects or self._queue.rows >= self.policy.max_batch_rows:
+            return False
+        return self._slots.idle > 0 or bool(self._ahead and self._ahead.about_to_end(self._clock.now_ns()))
 
     def _on_alarm(self) -> None:
         self._wake_ns = None
@@ -321,20 +289,53 @@ class Batcher(Generic[P, R]):
         if self._stopped:
             return
         now_ns = self._clock.now_ns()
+        if self._ahead.next:
+            self._recall(now_ns)
         while self._suspects and self._slots.free:
             self._run_again(self._suspects.popleft(), now_ns)
         step = self._queue.poll(now_ns, self._slots.idle, self._slots.ahead)
         for batch in step.batches:
             self._execute(batch, None)
-        self._set_alarm(step.wake_ns)
-        for entry in step.expired:
+        further = self._hand_over_ahead(now_ns) if self._ahead else _NOTHING
+        self._set_alarm(_first(step.wake_ns, further.wake_ns))
+        for entry in (*step.expired, *further.expired):
             self._drop(entry, Drop.EXPIRED, QueueTimeout(now_ns - entry.enqueued_ns))
-        for late in step.unreachable:
+        for late in (*step.unreachable, *further.unreachable):
             error = DeadlineUnreachable(late.entry.rpc_deadline_ns - now_ns, late.needed_ns)
             self._drop(late.entry, Drop.UNREACHABLE, error)
         busy = self._accepts or self._suspended or self._queue.requests or self._running or self._suspects
         if not busy:
             self._drained.set()
+
+    def _hand_over_ahead(self, now_ns: int) -> Step[Pending[P, R]]:
+        """Instances that are about to be done get what they go on with. `wake_ns` says when to look again."""
+        step: Step[Pending[P, R]] = _NOTHING
+        wanted = self._queue.requests and not self._suspects and not self._slots.idle
+        if wanted and (runners := self._ahead.about_to_end(now_ns)):
+            step = self._queue.poll(now_ns, len(runners), starts_ns=self._ahead.ends_ns(runners[-1]))
+            for runner, batch in zip(runners, step.batches, strict=False):
+                self._ahead.next[runner] = batch
+                self._run(runner, batch, None)
+        return step._replace(wake_ns=_first(step.wake_ns, self._ahead.wake_ns(now_ns, requests=self._queue.requests)))
+
+    def _recall(self, now_ns: int) -> None:
+        """An execution takes longer than expected: what was to follow waits on like everything else."""
+        for runner in self._ahead.overdue(now_ns):
+            if self._take_back(runner, self._ahead.next[runner]):
+                self._ahead.end(runner)
+
+    def _take_back(self, runner: Runner[P, R], batch: Batch[Pending[P, R]]) -> bool:
+        """Have what this instance hasn't begun wait on. False if it has begun it."""
+        if not runner.take_back():
+            return False
+        self._company.on_end(len(batch.entries))
+        waiting = [entry for entry in batch.entries if not entry.payload.done()]
+        for entry in waiting:
+            entry.payload.entry = entry
+        for _ in range(len(batch.entries) - len(waiting)):
+            self._observer.on_drop(Drop.CANCELLED)
+        self._queue.put_back(batch, waiting)
+        return True
 
     def _set_alarm(self, wake_ns: int | None) -> None:
         if wake_ns == self._wake_ns:
@@ -347,14 +348,27 @@ class Batcher(Generic[P, R]):
 
     def _execute(self, batch: Batch[Pending[P, R]], suspects: Suspects[Pending[P, R]] | None) -> None:
         runner = self._slots.take()
+        self._begin(runner, batch)
+        self._run(runner, batch, suspects)
+
+    # hot path
+    def _begin(self, runner: Runner[P, R], batch: Batch[Pending[P, R]]) -> None:
+        """From now on it executes that."""
         self._running[runner] = batch
+        if runner.stages:
+            now_ns = self._clock.now_ns()
+            expected_ns = self._queue.latency.proven_ns(batch.key, batch.padded_rows, now_ns)
+            self._ahead.begin(runner, now_ns, expected_ns)
+        if self._watchdog is not None:
+            self._watchdog.began(runner)
+
+    # hot path
+    def _run(self, runner: Runner[P, R], batch: Batch[Pending[P, R]], suspects: Suspects[Pending[P, R]] | None) -> None:
         self._company.on_start(len(batch.entries), self._queue.requests)
         payloads = []
         for entry in batch.entries:
             entry.payload.left_queue()
             payloads.append(entry.payload.payload)
-        if self._watchdog is not None:
-            self._watchdog.began(runner)
         runner.run(payloads, batch.padded_rows, lambda outcome: self._on_done(runner, outcome, suspects))
 
     def _on_done(self, runner: Runner[P, R], outcome: Outcome[R], suspects: Suspects[Pending[P, R]] | None) -> None:
@@ -366,7 +380,9 @@ class Batcher(Generic[P, R]):
         if self._watchdog is not None:
             self._watchdog.ended(runner)
         batch = self._running.pop(runner)
-        if runner in self._leaving:
+        if (following := self._ahead.end(runner)) is not None:
+            self._begin(runner, following)
+        elif runner in self._leaving:
             self._leave(runner)
         else:
             self._slots.back(runner)
@@ -384,11 +400,18 @@ class Batcher(Generic[P, R]):
         finally:
             self._answer(batch, outcome, duration_ns)
             for entry in failed:
-                self._fail(entry, _failure(outcome.error))
-            self._observer.on_batch(_report(batch, outcome, failed))
+                self._fail(entry, failure(outcome.error))
+            self._observer.on_batch(report(batch, outcome, failed))
 
     def _on_late(self, runner: Runner[P, R]) -> None:
         """Give up on what it executes, and on the instance: there is no way to interrupt it."""
+        following = self._ahead.next.get(runner)
+        if following is not None and not self._take_back(runner, following):
+            # It has ended after all, this very moment, and begun the next one.
+            if self._watchdog is not None:
+                self._watchdog.began(runner)
+            return
+        self._ahead.end(runner)
         batch = self._running.pop(runner)
         is_known = runner in self._leaving
         others = () if is_known else self._give_up_instance(runner)
@@ -413,6 +436,12 @@ class Batcher(Generic[P, R]):
         if blame is Blame.SIZE:
             self._queue.exhausted(batch.padded_rows, self._clock.now_ns())
         if blame is Blame.INSTANCE and self._hangs is not None and runner in self._runners:
+            following = self._running.get(runner)
+            if following is not None and self._take_back(runner, following):
+                del self._running[runner]
+                self._ahead.end(runner)
+                if self._watchdog is not None:
+                    self._watchdog.ended(runner)
             self._give_up_instance(runner)
             self._hangs.on_loss(runner, error)
         if not self.policy.isolate_failures:
@@ -501,7 +530,7 @@ class Batcher(Generic[P, R]):
         entry.payload.left_queue()
         self._answers.fail(entry.payload, error)
 
-    def _on_cancel(self, entry: Entry[Pending[P, R]] | None) -> None:
+    def on_cancel(self, entry: Entry[Pending[P, R]] | None) -> None:
         if entry is not None and self._queue.cancel(entry):
             self._observer.on_drop(Drop.CANCELLED)
             self._request_turn()
@@ -517,34 +546,7 @@ class Batcher(Generic[P, R]):
                 runner.call_off()
 
 
-def _failure(cause: BaseException | None) -> ExecutionFailed:
-    """An exception for one request of a failed batch; each gets its own, as tracebacks grow on shared ones."""
-    try:
-        text = str(cause)
-    except Exception:  # noqa: BLE001 - the requests are owed an answer all the same
-        _log.exception("an instance's error can't be told in words")
-        text = ""
-    failed = ExecutionFailed(text or type(cause).__name__)
-    failed.__cause__ = cause
-    return failed
-
-
-def _report(batch: Batch[Any], outcome: Outcome[Any], failed: Sequence[Entry[Any]]) -> BatchReport:
-    """To be made once those who get an answer have it: who is cancelled by then gets none."""
-    leaving = failed if outcome.error else batch.entries
-    there = [entry for entry in leaving if not entry.payload.cancelled()]
-    answered = [] if outcome.error else [entry for entry in there if not entry.payload.refused]
-    waits_ns = [outcome.started_ns - entry.enqueued_ns for entry in answered]
-    return BatchReport(
-        rows=batch.rows,
-        padded_rows=batch.padded_rows,
-        waits_ns=waits_ns,
-        started_ns=outcome.started_ns,
-        finished_ns=outcome.finished_ns,
-        execution=outcome.executed,
-        error=outcome.error,
-        failed=len(there) - len(waits_ns),
-        cancelled=len(leaving) - len(there),
-        number=batch.number,
-        entries=batch.entries,
-    )
+def _first(one_ns: int | None, other_ns: int | None) -> int | None:
+    if one_ns is None or other_ns is None:
+        return other_ns if one_ns is None else one_ns
+    return min(one_ns, other_ns)

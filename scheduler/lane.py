@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from bisect import insort
 from collections import OrderedDict
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Sequence
+from itertools import islice
 from typing import Generic, TypeVar
 
 __all__ = ["DELAYED", "LEVEL", "Entry", "Lane", "Watch"]
@@ -151,6 +152,13 @@ class Lane(Generic[T]):
         self.requests += 1
         self.rows += entry.rows
 
+    def put_back(self, entries: Sequence[Entry[T]]) -> None:
+        """Add entries that were there before; whatever their order, they are likely to belong in front."""
+        for entry in reversed(entries):
+            self.add(entry)
+            if self.only is None:
+                self._sort_in(entry)
+
     def remove(self, entry: Entry[T]) -> None:
         if entry is self.only:
             self.only = None
@@ -166,6 +174,14 @@ class Lane(Generic[T]):
             entries = self.sections[section] = OrderedDict()
             insort(self.sections_order, section)
         entries[entry.order] = entry
+
+    def _sort_in(self, entry: Entry[T]) -> None:
+        """The entry, the last one of its section, goes to its place there."""
+        section = entry.order >> _SECTION_BITS
+        entries = self.sections[section]
+        entries.move_to_end(entry.order, last=False)
+        if any(order < entry.order for order in islice(entries, 1, 2)):
+            self.sections[section] = OrderedDict(sorted(entries.items()))
 
     def _unfile(self, entry: Entry[T]) -> None:
         section = entry.order >> _SECTION_BITS

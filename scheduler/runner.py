@@ -10,6 +10,7 @@ import asyncio
 import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from queue import SimpleQueue
@@ -46,16 +47,27 @@ class Outcome(Generic[R]):
 
 Done = Callable[[Outcome[R]], None]
 
+_Work = list[tuple[Sequence[P], int]]
+"""Payloads and rows of a batch, until somebody pops it: the thread to execute it, or the loop to take it back. Only one
+of them can."""
+
 
 class Runner(Protocol[P_contra, R]):
-    """Executes one batch at a time."""
+    """Executes one batch at a time. One that `stages` may be handed the next batch while it executes one."""
+
+    @property
+    def stages(self) -> bool: ...
 
     def start(self) -> None:
         """Get ready, on the running event loop."""
 
     def run(self, payloads: Sequence[P_contra], padded_rows: int, done: Done[R]) -> None:
         """Execute `payloads` as one batch of `padded_rows` rows; `done` is called later on the loop. Never before the
-        previous one's `done`."""
+        previous one's `done`, or, if it stages, the one's before that."""
+
+    def take_back(self) -> bool:
+        """Take back the batch that was handed over while another one executes. False if it has begun to execute; then
+        the other one's `done` is on its way."""
 
     def call_off(self) -> None:
         """Nobody waits for what runs any more: end it early, if that can be done. `done` is called all the same."""
@@ -81,14 +93,17 @@ class ThreadRunner(Generic[P, R]):
         name: str,
         execute: Callable[[Sequence[P], int], Executed[R]],
         start_thread: Callable[[str, Callable[[], None]], None] = _start_thread,
+        *,
+        stages: bool = True,
     ) -> None:
+        self.stages = stages
         self._name = name
         self._execute = execute
         self._start = start_thread
-        self._work: SimpleQueue[tuple[Sequence[P], int, Done[R]] | None] = SimpleQueue()
+        self._work: SimpleQueue[_Work[P] | None] = SimpleQueue()
         self._loop: asyncio.AbstractEventLoop
-        # Set on the loop alone, so that only the loop can tell, and without a lock, what a dead thread owes.
-        self._done: Done[R] | None = None
+        # Touched on the loop alone, so that only the loop can tell, and without a lock, what a dead thread owes.
+        self._owed: deque[tuple[_Work[P], Done[R]]] = deque()
         self._stopped = False
 
     def start(self) -> None:
@@ -97,8 +112,18 @@ class ThreadRunner(Generic[P, R]):
 
     # hot path
     def run(self, payloads: Sequence[P], padded_rows: int, done: Done[R]) -> None:
-        self._done = done
-        self._work.put((payloads, padded_rows, self._tell))
+        work = [(payloads, padded_rows)]
+        self._owed.append((work, done))
+        self._work.put(work)
+
+    def take_back(self) -> bool:
+        work, _ = self._owed[-1]
+        try:
+            work.pop()
+        except IndexError:
+            return False
+        self._owed.pop()
+        return True
 
     def call_off(self) -> None:
         """There is no way to interrupt native code."""
@@ -111,8 +136,7 @@ class ThreadRunner(Generic[P, R]):
         self._start(self._name, self._live)
 
     def _tell(self, outcome: Outcome[R]) -> None:
-        done, self._done = self._done, None
-        assert done is not None
+        _, done = self._owed.popleft()
         done(outcome)
 
     def _live(self) -> None:
@@ -127,21 +151,27 @@ class ThreadRunner(Generic[P, R]):
         if self._stopped:
             return
         _log.error("a thread died and is replaced: %s", self._name, exc_info=error)
-        lost = self._done is not None and self._work.empty()
+        waiting = [self._work.get() for _ in range(self._work.qsize())]
+        lost = bool(self._owed) and not any(work is self._owed[0][0] for work in waiting)
+        for work in waiting:
+            self._work.put(work)
         self._start_thread()
         if lost:
             now_ns = time.monotonic_ns()
             self._tell(Outcome(now_ns, now_ns, error=RuntimeError(f"the instance's thread died: {error!r}")))
 
     def _loop_forever(self) -> None:
-        while (item := self._work.get()) is not None:
-            payloads, padded_rows, done = item
+        while (work := self._work.get()) is not None:
+            try:
+                payloads, padded_rows = work.pop()
+            except IndexError:
+                continue  # taken back
             outcome = self._run_one(payloads, padded_rows)
             if self._loop.is_closed():
                 return
-            self._loop.call_soon_threadsafe(done, outcome)
+            self._loop.call_soon_threadsafe(self._tell, outcome)
             # The next batch may be long in coming; its predecessor's tensors must not wait here for it.
-            del item, payloads, done, outcome
+            del work, payloads, outcome
 
     def _run_one(self, payloads: Sequence[P], padded_rows: int) -> Outcome[R]:
         started_ns = time.monotonic_ns()
@@ -156,6 +186,8 @@ class ThreadRunner(Generic[P, R]):
 class TaskRunner(Generic[P, R]):
     """Awaits `execute(payloads, padded_rows)`, which must not block, on the event loop."""
 
+    stages = False  # it lives where batches are handed over, and waits for nobody
+
     def __init__(self, execute: Callable[[Sequence[P], int], Awaitable[Executed[R]]]) -> None:
         self._execute = execute
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -169,6 +201,9 @@ class TaskRunner(Generic[P, R]):
         self._task = self._loop.create_task(self._run_one(payloads, padded_rows))
         # Not from inside of the task: `done` may hand over the next batch, and what it raises is the loop's to report.
         self._task.add_done_callback(lambda task: done(_outcome_of(task)))
+
+    def take_back(self) -> bool:
+        return False
 
     def call_off(self) -> None:
         if self._task is not None:

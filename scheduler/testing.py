@@ -69,11 +69,15 @@ class Results(Generic[R]):
 
 class StepRunner(Generic[P, R]):
     """An instance without a thread: holds each batch until the test finishes it. `batches` records all it was given,
-    `padded_rows` the rows of each as the model would see them, `called_off` those that it was told to end early."""
+    `padded_rows` the rows of each as the model would see them, `called_off` those that it was told to end early. One
+    that `stages` takes the next batch while it holds one, begins it when that is finished, and until then `gives_back`.
+    """
 
-    def __init__(self, clock: ManualClock) -> None:
+    def __init__(self, clock: ManualClock, *, stages: bool = False) -> None:
+        self.stages, self.gives_back = stages, True
         self._clock = clock
         self._current: tuple[Sequence[P], Done[R], int] | None = None
+        self._next: tuple[Sequence[P], Done[R]] | None = None
         self.batches: list[Sequence[P]] = []
         self.padded_rows: list[int] = []
         self.called_off: list[Sequence[P]] = []
@@ -83,6 +87,11 @@ class StepRunner(Generic[P, R]):
     def busy(self) -> bool:
         return self._current is not None
 
+    @property
+    def next(self) -> Sequence[P] | None:
+        """What it goes on with."""
+        return self._next[0] if self._next is not None else None
+
     def start(self) -> None:
         self.started = True
 
@@ -90,11 +99,19 @@ class StepRunner(Generic[P, R]):
         self.stopped = True
 
     def run(self, payloads: Sequence[P], padded_rows: int, done: Done[R]) -> None:
-        if self._current is not None:
+        if self._next is not None or (self._current is not None and not self.stages):
             raise AssertionError("a batch was handed over while another one runs")
         self.batches.append(payloads)
         self.padded_rows.append(padded_rows)
-        self._current = (payloads, done, self._clock.now_ns())
+        if self._current is None:
+            self._current = (payloads, done, self._clock.now_ns())
+        else:
+            self._next = (payloads, done)
+
+    def take_back(self) -> bool:
+        if self.gives_back:
+            self._next = None
+        return self.gives_back
 
     def call_off(self) -> None:
         self.called_off.append(self.batches[-1])
@@ -113,6 +130,8 @@ class StepRunner(Generic[P, R]):
         if self._current is None:
             raise AssertionError("no batch is running")
         current, self._current = self._current, None
+        if self._next is not None:
+            self._current, self._next = (*self._next, self._clock.now_ns()), None
         return current
 
 

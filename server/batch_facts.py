@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, TypeAlias
 from protos import inference_pb2 as pb
 
 if TYPE_CHECKING:
-    from scheduler.batcher import BatchFacts
+    from scheduler.pending import BatchFacts
 
 __all__ = ["Facts", "tell_facts", "told_facts"]
 

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple, cast
 from backends.base import Tensors
 from backends.remote_messages import RemoteRequest
 from protos import inference_pb2 as pb
-from scheduler.batcher import BatchFacts, Pending
 from scheduler.observer import Drop
+from scheduler.pending import BatchFacts, Pending
 from server.batch_facts import tell_facts, told_facts
 from server.calls import NOTHING_SENT, Sent, TraceParent, leaves_by
 from server.codec import AnyResponse, DecodedRequest, tensor_bytes

@@ -198,7 +198,7 @@ class Instances:
         if not isinstance(instance, Slotted):
             return [ThreadRunner(name, self._execute_of(instance))]
         return [
-            ThreadRunner(f"{name}_{number}", self._execute_of(slot), slot.start)
+            ThreadRunner(f"{name}_{number}", self._execute_of(slot), slot.start, stages=False)
             for number, slot in enumerate(instance.slots)
         ]
 

@@ -12,8 +12,9 @@ from typing import Any
 import numpy as np
 
 from backends.base import Array, Tensors
-from scheduler.batcher import Batcher, Pending
+from scheduler.batcher import Batcher
 from scheduler.errors import ExecutionFailed
+from scheduler.pending import Pending
 from scheduler.policy import BatchPolicy
 from server.region_tensors import Inputs
 

@@ -13,7 +13,7 @@ from time import monotonic_ns
 from typing import TYPE_CHECKING, Any
 
 from backends.base import Execution
-from scheduler.batcher import BatchFacts
+from scheduler.pending import BatchFacts
 from server.errors import StartError
 from server.trace_settings import OtlpTarget, TraceConfig, TraceSettings, TraceStore
 from server.trace_writer import TraceWriter

@@ -9,7 +9,7 @@ import logging
 import time
 from typing import TYPE_CHECKING, Any
 
-from scheduler.batcher import BatchFacts
+from scheduler.pending import BatchFacts
 from server.calls import TraceParent
 from server.errors import status_of
 from server.log import debugging

@@ -21,9 +21,9 @@ from backends.transport.link import Link
 from backends.transport.parcel import Parcel
 from protos.datatypes import by_name
 from protos.tensors import TensorError, encode_raw
-from scheduler.batcher import BatchFacts
 from scheduler.errors import QueueFull
 from scheduler.observer import Drop
+from scheduler.pending import BatchFacts
 from server.batch_facts import told_facts
 from server.calls import Sent, TraceParent
 from server.codec import DecodedRequest, tensor_bytes

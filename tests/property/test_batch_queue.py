@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from scheduler.allowance import LONGEST_PAUSE_NS, PAUSE_NS
-from scheduler.batch_queue import BatchQueue, Entry
+from scheduler.batch_queue import Batch, BatchQueue, Entry
 from scheduler.errors import QueueFull, RequestTooLarge
 from scheduler.policy import NEVER, BatchPolicy, QueueLimits, QueuePolicy, TimeoutAction
 
@@ -176,6 +176,7 @@ class QueueAgainstNaive(RuleBasedStateMachine):
         self.entries: dict[int, Entry[int]] = {}
         self.now_ns = 1_000
         self.pushed = self.left = 0
+        self.out: list[tuple[Batch[int], list[Waiting]]] = []
 
     @rule(
         rows=st.sampled_from([1, 1, 1, 2, 3, 5, 9]),
@@ -226,6 +227,7 @@ class QueueAgainstNaive(RuleBasedStateMachine):
     @rule(idle=st.sampled_from([0, 1, 1, 3]), ahead=st.sampled_from([0, 0, 1, 2]))
     def poll(self, idle: int, ahead: int) -> None:
         deadlines = {one.number: one.rpc_deadline_ns for one in self.naive.waiting}
+        before = {one.number: one for one in self.naive.waiting}
         step = self.queue.poll(self.now_ns, idle, ahead)
         batches, expired = self.naive.poll(self.now_ns, idle, ahead)
         assert [[entry.payload for entry in batch.entries] for batch in step.batches] == batches
@@ -235,10 +237,24 @@ class QueueAgainstNaive(RuleBasedStateMachine):
             assert 0 < batch.rows == sum(entry.rows for entry in batch.entries) <= self.policy.max_batch_rows
             assert batch.rows <= self.queue.allowed_rows or len(batch.entries) == 1
             assert all(deadlines[entry.payload] > self.now_ns for entry in batch.entries)
-            self.queue.done(batch, self.now_ns, None)
+            self.out.append((batch, [before[entry.payload] for entry in batch.entries]))
         assert self.queue.allowed_rows == self.naive.allowed(self.now_ns)
         self.left += len(expired) + sum(map(len, batches))
         self.check_wake(step.wake_ns, may_start=len(batches) < idle)
+
+    @precondition(lambda self: self.out)
+    @rule(data=st.data(), executes=st.booleans())
+    def end(self, data: st.DataObject, executes: bool) -> None:
+        """A batch has ended, or won't execute, and those who weren't cancelled meanwhile wait on."""
+        batch, members = self.out.pop(data.draw(st.integers(0, len(self.out) - 1)))
+        if executes:
+            self.queue.done(batch, self.now_ns, None)
+            return
+        keep = data.draw(st.lists(st.booleans(), min_size=len(members), max_size=len(members)))
+        self.queue.put_back(batch, [entry for entry, stays in zip(batch.entries, keep, strict=True) if stays])
+        stay = [one for one, stays in zip(members, keep, strict=True) if stays]
+        self.naive.waiting = sorted([*self.naive.waiting, *stay], key=lambda one: one.order)
+        self.left -= len(stay)
 
     def check_wake(self, wake_ns: int | None, *, may_start: bool) -> None:
         """The wake-up is the first moment at which the naive model would decide something new, and lies ahead."""

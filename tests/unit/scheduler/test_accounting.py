@@ -6,9 +6,10 @@ import asyncio
 
 import pytest
 
-from scheduler.batcher import Batcher, Pending
+from scheduler.batcher import Batcher
 from scheduler.errors import BatcherClosed, QueueFull
 from scheduler.observer import Drop
+from scheduler.pending import Pending
 from scheduler.policy import BatchPolicy, QueueLimits, QueuePolicy
 from scheduler.testing import ManualClock, RecordingObserver, StepRunner
 

@@ -7,10 +7,11 @@ from collections.abc import Sequence
 
 import pytest
 
-from scheduler.batcher import Batcher, Pending
+from scheduler.batcher import Batcher
 from scheduler.errors import DeadlineUnreachable, ExecutionFailed, QueueTimeout
 from scheduler.isolation import Blame, budget_for
 from scheduler.observer import Drop
+from scheduler.pending import Pending
 from scheduler.policy import BatchPolicy
 from scheduler.testing import ManualClock, RecordingObserver, StepRunner
 

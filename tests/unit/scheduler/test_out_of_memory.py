@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 
 from scheduler.allowance import PAUSE_NS
-from scheduler.batcher import Batcher, Pending
+from scheduler.batcher import Batcher
 from scheduler.errors import BatcherClosed, ExecutionFailed, NoInstance, QueueTimeout
 from scheduler.isolation import Blame
 from scheduler.observer import Drop
+from scheduler.pending import Pending
 from scheduler.policy import BatchPolicy
 from scheduler.testing import ManualClock, RecordingObserver, StepRunner
 

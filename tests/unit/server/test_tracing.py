@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from backends.base import Execution
-from scheduler.batcher import BatchFacts
+from scheduler.pending import BatchFacts
 from server.trace_settings import TraceConfig, TraceSettings
 from server.tracing import Tracer
 

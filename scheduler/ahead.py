@@ -1,0 +1,78 @@
+"""When the instances that execute will be done, and what they go on with.
+
+Lives here: from when on an instance counts as about to be done, and bookkeeping. Must not: choose batches, or call a
+runner. An instance that gets its next batch when it has told that it is done waits for the event loop and for the
+interpreter, a millisecond or two: as much as a tenth of many a batch. So it gets it shortly before; not sooner, as
+requests that are yet to come, cancelled ones and urgent ones all fare better while what waits isn't chosen.
+"""
+
+from __future__ import annotations
+
+from typing import Generic, NamedTuple, TypeVar
+
+from scheduler.batch_queue import Batch
+
+__all__ = ["Ahead"]
+
+T = TypeVar("T")
+RunnerT = TypeVar("RunnerT")
+
+_LEAD_NS = 2_000_000
+_LEAD_SHARE = 4
+"""An instance is about to be done for the last 2 ms of an execution, but no longer than for a quarter of it."""
+_WORTH_NS = 1_000_000
+"""Of shorter ones the end can't be told so exactly."""
+
+
+class _End(NamedTuple):
+    """An execution is likely to end at `at_ns`. From `due_ns` on the instance is about to be done, and at `over_ns`, as
+    long after the end, it turns out that this was wrong."""
+
+    due_ns: int
+    at_ns: int
+    over_ns: int
+
+
+class Ahead(Generic[RunnerT, T]):
+    """`next` is what each instance, by its runner, goes on with."""
+
+    def __init__(self) -> None:
+        self.next: dict[RunnerT, Batch[T]] = {}
+        self._ends: dict[RunnerT, _End] = {}
+
+    def __bool__(self) -> bool:
+        """Whether of any of them the end can be told."""
+        return bool(self._ends)
+
+    # hot path
+    def begin(self, runner: RunnerT, now_ns: int, expected_ns: int) -> None:
+        """It begins an execution that is expected to take so long; 0 if that isn't known."""
+        if expected_ns >= _WORTH_NS:
+            lead_ns, at_ns = min(_LEAD_NS, expected_ns // _LEAD_SHARE), now_ns + expected_ns
+            self._ends[runner] = _End(at_ns - lead_ns, at_ns, at_ns + lead_ns)
+
+    # hot path
+    def end(self, runner: RunnerT) -> Batch[T] | None:
+        """Its execution is over; what it goes on with."""
+        self._ends.pop(runner, None)
+        return self.next.pop(runner, None)
+
+    def ends_ns(self, runner: RunnerT) -> int:
+        """When one of `about_to_end` is likely to."""
+        return self._ends[runner].at_ns
+
+    def about_to_end(self, now_ns: int) -> list[RunnerT]:
+        """Those that may get something to go on with, and haven't got it; the next to end first."""
+        due = [runner for runner, end in self._ends.items() if end.due_ns <= now_ns < end.over_ns]
+        return sorted((runner for runner in due if runner not in self.next), key=self.ends_ns)
+
+    def overdue(self, now_ns: int) -> list[RunnerT]:
+        """Those that have something to go on with, and should have begun it by now."""
+        return [runner for runner in self.next if self._ends[runner].over_ns <= now_ns]
+
+    def wake_ns(self, now_ns: int, *, requests: int) -> int | None:
+        """When the next one will be overdue, or, if there are `requests` for it, about to end."""
+        moments = [self._ends[runner].over_ns for runner in self.next]
+        if requests:
+            moments += [end.due_ns for runner, end in self._ends.items() if runner not in self.next]
+        return min((moment for moment in moments if moment > now_ns), default=None)

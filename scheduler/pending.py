@@ -1,0 +1,61 @@
+"""A request that was submitted, as whoever awaits its result has it.
+
+Lives here: the future, and what became of the request. Must not: decide anything; that is `batcher`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+
+from scheduler.lane import Entry
+
+__all__ = ["BatchFacts", "Pending"]
+
+P = TypeVar("P")
+R = TypeVar("R")
+
+
+class BatchFacts(NamedTuple):
+    """What became of a request: the batch it was executed in, how long it waited and was executed, when that began on
+    the monotonic clock, and what the instance returned."""
+
+    number: int
+    rows: int
+    padded_rows: int
+    queue_ns: int
+    compute_ns: int
+    started_ns: int
+    executed: Any
+
+
+class Pending(asyncio.Future[R], Generic[P, R]):
+    """A submitted request's future result. Cancelling it, as a cancelled task does with what it awaits, takes the
+    request out of the queue at once; once it executes, cancelling only discards its share of the answer, and calls the
+    execution off, if its runner can, when nobody is left who waits for it.
+
+    `facts` are there as soon as there is a result. `refused` says that there is an error for this request alone. `tag`
+    is whatever the caller wants an observer of batches to find here.
+    """
+
+    payload: P
+    tag: Any = None
+    facts: BatchFacts | None = None
+    refused = False
+    entry: Entry[Pending[P, R]] | None = None
+    batcher: _HearsOfCancelling
+
+    def cancel(self, msg: Any | None = None) -> bool:
+        cancelled = super().cancel(msg)
+        if cancelled:
+            entry, self.entry = self.entry, None
+            self.batcher.on_cancel(entry)
+        return cancelled
+
+    def left_queue(self) -> None:
+        """Forget the entry, which points back here: no cycle may be left for the garbage collector to find."""
+        self.entry = None
+
+
+class _HearsOfCancelling(Protocol):
+    def on_cancel(self, entry: Entry[Any] | None) -> None: ...

@@ -1,0 +1,356 @@
+"""Instances that get their next batch shortly before they are done with the last one."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+import pytest
+
+from scheduler.ahead import Ahead
+from scheduler.batch_queue import Batch, BatchQueue
+from scheduler.batcher import Batcher
+from scheduler.errors import BatcherClosed, ExecutionFailed, ExecutionTimeout, QueueTimeout
+from scheduler.isolation import Blame
+from scheduler.observer import Drop
+from scheduler.policy import BatchPolicy, QueuePolicy
+from scheduler.runner import Outcome, ThreadRunner
+from scheduler.testing import ManualClock, RecordingObserver, Results, StepRunner
+
+MS = 1_000_000
+LONG_NS = 20 * MS
+DUE_NS = 18 * MS
+"""When an instance is about to be done, for the last 2 ms of 20."""
+
+
+@pytest.mark.parametrize(
+    ("expected_ns", "due_ns"), [(0, 0), (MS - 1, 0), (MS, MS * 3 // 4), (8 * MS, 6 * MS), (LONG_NS, DUE_NS)]
+)
+def test_instance_is_about_to_end_for_the_last_2_ms_but_no_longer_than_a_quarter(expected_ns: int, due_ns: int) -> None:
+    ahead: Ahead[str, str] = Ahead()
+    ahead.begin("one", 0, expected_ns)
+    assert ahead.wake_ns(0, requests=1) == (due_ns or None)
+    assert ahead.wake_ns(0, requests=0) is None
+    assert bool(ahead) == bool(due_ns)
+    over_ns = 2 * expected_ns - due_ns  # by then it isn't known any more when it will end
+    for now_ns, expected in ((due_ns - 1, []), (due_ns, ["one"]), (over_ns - 1, ["one"]), (over_ns, [])):
+        assert ahead.about_to_end(now_ns) == (expected if due_ns else [])
+
+
+def test_instances_are_asked_in_the_order_of_their_ends_and_once() -> None:
+    ahead: Ahead[str, str] = Ahead()
+    for number, runner in enumerate(("one", "two", "three")):
+        ahead.begin(runner, -number * MS, LONG_NS)
+    assert ahead.about_to_end(DUE_NS) == ["three", "two", "one"]
+    assert ahead.ends_ns("two") == LONG_NS - MS
+    ahead.next["two"] = Batch(1, "k", 1, 1, ())
+    assert ahead.end("three") is None
+    assert ahead.about_to_end(DUE_NS) == ["one"]
+    assert ahead.wake_ns(DUE_NS - 1, requests=1) == DUE_NS
+    # "two" was to end at 19 ms, and may be wrong by 2.
+    assert ahead.wake_ns(DUE_NS - 1, requests=0) == 21 * MS
+    assert (ahead.overdue(21 * MS - 1), ahead.overdue(21 * MS)) == ([], ["two"])
+    assert ahead.end("one") is None
+    assert ahead.wake_ns(DUE_NS - 1, requests=1) == 21 * MS
+    assert ahead.end("two") is not None
+    assert not ahead
+
+
+class Bench:
+    """A batcher that knows that its batches of one or two rows take 20 ms."""
+
+    def __init__(self, instances: int = 1, blame: Blame = Blame.REQUESTS, limit_ns: int = 0) -> None:
+        self.clock = ManualClock(now_ns=1)
+        self.runners = [StepRunner[str, str](self.clock, stages=True) for _ in range(instances)]
+        self.seen = RecordingObserver()
+        self.told: list[tuple[str, Any]] = []
+        self.batcher: Batcher[str, str] = Batcher(
+            BatchPolicy(max_batch_rows=2, execution_limit_ns=limit_ns, queue=QueuePolicy(allow_timeout_override=True)),
+            self.runners,
+            clock=self.clock,
+            observer=self.seen,
+            blames=lambda error: blame,
+            hangs=self,
+        )
+        self.batcher.start()
+
+    @property
+    def runner(self) -> StepRunner[str, str]:
+        return self.runners[0]
+
+    def on_hang(self, runner: Any, others: Sequence[Any]) -> None:
+        self.told.append(("hang", runner))
+
+    def on_loss(self, runner: Any, error: BaseException) -> None:
+        self.told.append(("loss", runner))
+
+    def on_return(self, runner: Any) -> None:
+        self.told.append(("return", runner))
+
+    async def submit(self, *payloads: str, **how: Any) -> list[asyncio.Future[str]]:
+        futures: list[asyncio.Future[str]] = [self.batcher.submit(one, 1, "k", **how) for one in payloads]
+        await turns()
+        return futures
+
+    async def learn(self) -> None:
+        for payloads in (["a"], ["a", "b"]) * 3:
+            futures = await self.submit(*payloads)
+            self.clock.advance(LONG_NS)
+            self.runner.finish(str.upper)
+            await asyncio.gather(*futures)
+        await turns()
+        self.runner.batches.clear()
+
+
+async def turns() -> None:
+    for _ in range(70):
+        await asyncio.sleep(0)
+
+
+@pytest.fixture
+async def bench() -> AsyncIterator[Bench]:
+    bench = Bench()
+    await bench.learn()
+    yield bench
+    bench.batcher.close()
+
+
+async def test_next_batch_is_handed_over_shortly_before_the_end_and_not_sooner(bench: Bench) -> None:
+    first = await bench.submit("a", "b")
+    second = await bench.submit("c")
+    bench.clock.advance(DUE_NS - 1)
+    await turns()
+    assert bench.runner.next is None
+    later = await bench.submit("d")
+    bench.clock.advance(1)
+    assert bench.runner.next == ["c", "d"]
+    assert bench.batcher.waiting_requests == 0
+    bench.clock.advance(2 * MS)
+    bench.runner.finish(str.upper)
+    assert await asyncio.gather(*first) == ["A", "B"]
+    bench.clock.advance(LONG_NS)
+    bench.runner.finish(str.upper)
+    assert await asyncio.gather(*second, *later) == ["C", "D"]
+    # From when it executed, not from when it was handed over.
+    assert bench.seen.reports[-1].finished_ns - bench.seen.reports[-1].started_ns == LONG_NS
+    assert bench.seen.reports[-1].waits_ns == [LONG_NS, 2 * MS + 1]
+
+
+async def test_request_that_comes_when_the_end_is_near_is_handed_over_at_once(bench: Bench) -> None:
+    await bench.submit("a", "b")
+    bench.clock.advance(DUE_NS)
+    await bench.submit("c")
+    assert bench.runner.next == ["c"]
+    await bench.submit("d")  # what is handed over stays as it is
+    assert bench.runner.next == ["c"]
+    assert bench.batcher.waiting_requests == 1
+
+
+async def test_idle_instance_comes_first() -> None:
+    bench = Bench(instances=2)
+    await bench.learn()
+    await bench.submit("a", "b")
+    bench.clock.advance(DUE_NS)
+    await bench.submit("c")
+    assert [runner.next for runner in bench.runners] == [None, None]
+    assert [runner.busy for runner in bench.runners] == [True, True]
+    bench.batcher.close()
+
+
+async def test_execution_of_unknown_length_is_awaited() -> None:
+    bench = Bench()
+    await bench.submit("a", "b")
+    bench.clock.advance(10 * LONG_NS)
+    await bench.submit("c")
+    assert bench.runner.next is None
+    bench.runner.finish(str.upper)
+    assert bench.runner.busy
+    bench.batcher.close()
+
+
+def test_request_is_in_time_or_not_by_when_its_batch_will_start() -> None:
+    for starts_ns, in_time in ((0, True), (MS, True), (2 * MS, False)):
+        queue: BatchQueue[str] = BatchQueue(BatchPolicy(max_batch_rows=2))
+        for _ in range(3):
+            queue.push("before", 1, "k", 0)
+            (batch,) = queue.poll(0, idle=1).batches
+            queue.done(batch, LONG_NS, LONG_NS)
+        queue.push("x", 1, "k", LONG_NS, rpc_deadline_ns=2 * LONG_NS + MS)
+        step = queue.poll(LONG_NS, idle=1, starts_ns=starts_ns and LONG_NS + starts_ns)
+        assert (len(step.batches), len(step.unreachable)) == ((1, 0) if in_time else (0, 1))
+
+
+async def test_what_was_handed_over_waits_on_if_the_execution_takes_longer(bench: Bench) -> None:
+    await bench.submit("a", "b")
+    (gone, kept) = await bench.submit("x", "c")
+    bench.clock.advance(DUE_NS)
+    assert bench.runner.next == ["x", "c"]
+    gone.cancel()  # too late to be taken out
+    (later,) = await bench.submit("d", timeout_ns=LONG_NS)
+    bench.clock.advance(4 * MS)
+    assert bench.runner.next is None
+    assert bench.batcher.waiting_requests == 2
+    (cancelled,) = await bench.submit("y")
+    bench.clock.advance(LONG_NS)
+    await turns()
+    assert bench.runner.next is None  # when it will end nobody can tell
+    cancelled.cancel()
+    with pytest.raises(QueueTimeout):
+        await later
+    bench.runner.finish(str.upper)
+    await turns()
+    assert bench.runner.batches[-1] == ["c"]
+    bench.runner.finish(str.upper)
+    assert await kept == "C"
+    assert bench.batcher.waiting_requests == 0
+    assert bench.seen.count(Drop.CANCELLED) == 2
+
+
+async def test_failed_batch_comes_before_what_waits_and_nothing_is_handed_over_meanwhile(bench: Bench) -> None:
+    first = await bench.submit("a", "b")
+    await bench.submit("c")
+    bench.clock.advance(DUE_NS)
+    assert bench.runner.next == ["c"]
+    await bench.submit("d")
+    bench.runner.fail(ValueError("bad row"))
+    await turns()
+    bench.clock.advance(DUE_NS)
+    await turns()
+    assert bench.runner.next is None  # "c" executes; the halves of the failed one are next
+    for payloads in (["c"], ["a"], ["b"], ["d"]):
+        assert bench.runner.batches[-1] == payloads
+        bench.runner.finish(str.upper)
+        await turns()
+    assert await asyncio.gather(*first) == ["A", "B"]
+
+
+async def test_what_was_handed_to_an_instance_that_hangs_executes_elsewhere() -> None:
+    bench = Bench(instances=2, limit_ns=2 * LONG_NS)
+    hanging, other = bench.runners
+    await bench.learn()
+    (stuck,) = await bench.submit("a")
+    (busy,) = await bench.submit("b")
+    bench.clock.advance(DUE_NS)
+    waiting = await bench.submit("c", "d")
+    assert hanging.next == ["c", "d"]
+    other.finish(str.upper)
+    other_first = await bench.submit("e")
+    assert await busy == "B"
+    bench.clock.advance(2 * LONG_NS - DUE_NS)
+    await turns()
+    with pytest.raises(ExecutionTimeout):
+        await stuck
+    assert hanging.next is None
+    assert bench.told == [("hang", hanging)]
+    for _ in range(2):
+        other.finish(str.upper)
+        await turns()
+    assert await asyncio.gather(*other_first, *waiting) == ["E", "C", "D"]
+    bench.batcher.close()
+
+
+async def test_execution_that_ended_as_its_limit_passed_does_not_hang() -> None:
+    bench = Bench(limit_ns=2 * LONG_NS)
+    await bench.learn()
+    first = await bench.submit("a", "b")
+    second = await bench.submit("c")
+    bench.clock.advance(DUE_NS)
+    bench.runner.gives_back = False  # it has begun "c"; that "a" and "b" are done is still to be told
+    bench.clock.advance(2 * LONG_NS)
+    assert bench.told == []
+    for _ in range(2):
+        bench.runner.finish(str.upper)
+        await turns()
+    assert await asyncio.gather(*first, *second) == ["A", "B", "C"]
+    bench.batcher.close()
+
+
+async def test_what_was_handed_to_an_instance_that_is_lost_executes_elsewhere() -> None:
+    bench = Bench(blame=Blame.INSTANCE)
+    await bench.learn()
+    first = await bench.submit("a", "b")
+    second = await bench.submit("c")
+    bench.clock.advance(DUE_NS)
+    assert bench.runner.next == ["c"]
+    bench.runner.fail(ValueError("no device any more"))
+    await turns()
+    with pytest.raises(ExecutionFailed):
+        await first[0]
+    assert bench.told == [("loss", bench.runner)]
+    assert bench.runner.stopped
+    fresh = StepRunner[str, str](bench.clock, stages=True)
+    bench.batcher.add(fresh)
+    await turns()
+    fresh.finish(str.upper)
+    assert await asyncio.gather(*second) == ["C"]
+    bench.batcher.close()
+
+
+async def test_close_gives_up_what_was_handed_over(bench: Bench) -> None:
+    await bench.submit("a", "b")
+    waiting = await bench.submit("c")
+    bench.clock.advance(DUE_NS)
+    bench.batcher.close()
+    with pytest.raises(BatcherClosed):
+        await waiting[0]
+    assert bench.runner.next is None
+    assert bench.seen.count(Drop.CLOSED) == 3
+
+
+async def test_drain_waits_for_what_was_handed_over(bench: Bench) -> None:
+    await bench.submit("a", "b")
+    waiting = await bench.submit("c")
+    bench.clock.advance(DUE_NS)
+    drained = asyncio.ensure_future(bench.batcher.drain())
+    for _ in range(2):
+        await turns()
+        assert not drained.done()
+        bench.runner.finish(str.upper)
+    await drained
+    assert await waiting[0] == "C"
+
+
+async def test_timeout_in_the_queue_ends_with_the_handing_over(bench: Bench) -> None:
+    await bench.submit("a", "b")
+    (in_time,) = await bench.submit("c", timeout_ns=DUE_NS + MS)
+    (too_late,) = await bench.submit("x", timeout_ns=MS)
+    bench.clock.advance(LONG_NS)
+    bench.runner.finish(str.upper)
+    await turns()
+    bench.runner.finish(str.upper)
+    assert await in_time == "C"
+    with pytest.raises(QueueTimeout):
+        await too_late
+
+
+async def test_thread_goes_on_by_itself_and_gives_back_only_what_it_has_not_begun() -> None:
+    begun: list[Sequence[str]] = []
+    gates = {name: threading.Event() for name in "ab"}
+    entered = {name: threading.Event() for name in "ab"}
+
+    def execute(payloads: Sequence[str], padded_rows: int) -> Results[str]:
+        begun.append(payloads)
+        entered[payloads[0]].set()
+        gates[payloads[0]].wait(10)
+        return Results(payloads)
+
+    runner: ThreadRunner[str, str] = ThreadRunner("ahead", execute)
+    runner.start()
+    ends: list[Outcome[str]] = []
+    last: asyncio.Future[Outcome[str]] = asyncio.get_running_loop().create_future()
+    runner.run(["a"], 1, ends.append)
+    await asyncio.to_thread(entered["a"].wait, 10)
+    runner.run(["gone"], 1, ends.append)
+    assert runner.take_back()
+    runner.run(["b"], 1, last.set_result)
+    gates["a"].set()
+    # Without the loop: it blocks until the thread has begun the next one.
+    assert entered["b"].wait(10)
+    assert not runner.take_back()
+    gates["b"].set()
+    ends.append(await asyncio.wait_for(last, 10))
+    assert [end.executed.results for end in ends if end.executed] == [["a"], ["b"]]
+    assert begun == [["a"], ["b"]]
+    runner.stop()
