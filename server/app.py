@@ -279,9 +279,12 @@ class Server:
             LimitShown("queued_requests", limits.queued_requests, lambda: self._room.requests),
             LimitShown("queued_bytes", limits.queued_bytes, lambda: self._room.size_bytes),
             LimitShown(
-                "client_shm_regions", settings.max_client_shm_regions, lambda: regions.registered if regions else 0
+                "client_shm_regions",
+                settings.max_client_shm_regions,
+                lambda: regions.registered if regions else 0,
+                lambda: regions.refused if regions else 0,
             ),
-            LimitShown("models", limits.models, lambda: self.repository.places),
+            LimitShown("models", limits.models, lambda: self.repository.places, lambda: self.repository.refused_loads),
         )
         return LimitCollector(shown, lambda: self._front.usage.refused_by_reason)
 

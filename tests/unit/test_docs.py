@@ -15,6 +15,8 @@ from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2
 
 from protos import inference_pb2 as pb
+from protos import model_config_pb2
+from server.batch_policy import OwnSettings
 from server.cli import serve
 from server.parameters import KNOWN
 from server.reflection import HEALTH_SERVICE, INFERENCE_SERVICE, SERVICES
@@ -182,11 +184,15 @@ def test_limits_are_told_with_the_defaults_of_their_flags_and_their_metrics() ->
     defaults = {option: parameter.default for parameter in serve.params for option in parameter.opts}
     told = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line[:1] == "|"][2:]
     assert len(told) >= 12
-    for _, flag, default, metric in told:
+    for _, flag, default, shown, refusals in told:
         (name,) = names_of(flag)
-        assert metric.startswith("`"), name
+        assert shown.startswith("`"), name
+        assert refusals.startswith(("`", "by gRPC", "none")), name
         if name.startswith("--"):
             assert int(default) == defaults[name], name
+        else:
+            owner = OwnSettings() if name.startswith("paceline.") else model_config_pb2.ModelQueuePolicy()
+            assert default == f"{getattr(owner, name.rpartition('.')[2])}, none"
     flags = {name for _, flag, *_ in told for name in names_of(flag)}
     assert {
         option for option in defaults if re.match(r"--(grpc-)?max-(?!batch|queue-|latency|connection)", option)
