@@ -190,6 +190,13 @@ def test_container_asks_for_what_it_may_use(container: Container) -> None:
 
 
 @every_container
+def test_container_has_memory_for_what_may_wait(container: Container) -> None:
+    queued_bytes = accepted(container.args)["max_queued_bytes"]
+    number, unit = re.fullmatch(r"(\d+)(Mi|Gi)", container.body["resources"]["limits"]["memory"]).groups()
+    assert 4 * queued_bytes == int(number) * {"Mi": 2**20, "Gi": 2**30}[unit]
+
+
+@every_container
 def test_container_computes_on_as_many_threads_as_it_may(container: Container) -> None:
     backends = parse_backend_config(accepted(container.args)["backend_config"])
     if container.upstream:
