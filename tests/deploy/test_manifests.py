@@ -244,8 +244,11 @@ def test_sidecar_is_where_kserve_sends_requests_and_its_predictor_is_where_it_lo
     (model,) = accepted(sidecar.args)["upstream_model"]
     assert f"--model_name={model}" in predictor["args"]
     # It outlives the batcher, which has accepted requests.
-    outlives = Container(str(manifest), True, predictor, {}, 0).pause_s
-    assert sidecar.pause_s + accepted(sidecar.args)["exit_timeout_secs"] + LAST_WORDS_S < outlives < sidecar.grace_s
+    program, seconds = predictor["lifecycle"]["preStop"]["exec"]["command"]
+    assert program == "sleep"
+    flags = accepted(sidecar.args)
+    ends_s = flags["drain_grace_secs"] + flags["exit_timeout_secs"] + LAST_WORDS_S
+    assert ends_s < int(seconds) < sidecar.grace_s
 
 
 @pytest.mark.parametrize("manifest", of_kind("Service"), ids=str)
