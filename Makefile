@@ -74,12 +74,14 @@ lock: ## resolve requirements.lock anew from pyproject.toml
 	$(LOCK_IMAGE) deploy/container/build.in -o deploy/container/build.lock
 	rm -rf .venv-lock
 
-witness: $(READY) ## install the programs of others that tests put to the server: buf, grpc-js, perf_analyzer, hadolint, kubectl, the image's environment
+witness: $(READY) ## install the programs of others that tests put to the server: buf, grpc-js, perf_analyzer, promtool, faketime, hadolint, kubectl, the image's environment
 	npm install --no-audit --no-fund --prefix .witness @bufbuild/buf@1.75.0 || echo "no buf: its tests will skip"
 	npm ci --ignore-scripts --no-audit --no-fund --prefix examples/node || echo "no @grpc/grpc-js: its tests will skip"
 	$(BIN)/python -m tests.deploy.dockerfile .witness/container || echo "no build of the image: its tests will skip"
 	tests/deploy/programs.sh .witness/deploy $(BIN)/python || echo "no hadolint, no kubectl: their tests will skip"
 	tests/conformance/perf_analyzer.sh .witness/perf_analyzer $(BIN)/python || echo "no perf_analyzer: its tests will skip"
+	tests/from_debian.sh .witness prometheus usr/bin/promtool || echo "no promtool: its tests will skip"
+	tests/from_debian.sh .witness libfaketime 'usr/lib/*/faketime/libfaketimeMT.so.1' || echo "no faketime: its tests will skip"
 
 witness-kserve: .bench/rivals/kserve/installed ## install KServe's SDK, whose clients tests put to the server, 400 MB
 

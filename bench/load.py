@@ -60,6 +60,7 @@ class Tally:
 
     latencies_ns: list[int] = field(default_factory=list)
     errors: Counter[str] = field(default_factory=Counter)
+    refused_ns: list[int] = field(default_factory=list)
 
     @property
     def answers(self) -> int:

@@ -68,9 +68,16 @@ async def drive(plan: Plan) -> dict[str, Any]:
         **summary(sender.tally, plan.seconds),
         "offered": len(sender.lags_ns),
         "lag_p99_ms": percentile(sorted(sender.lags_ns), 99) / 1e6 if sender.lags_ns else 0.0,
+        "refused_p50_ms": _percentile_ms(sender.tally.refused_ns, 50),
+        "refused_p99_ms": _percentile_ms(sender.tally.refused_ns, 99),
+        "until_last_s": max(plan.seconds, (sender.last_ns - began_ns) / 1e9 - plan.warmup_s),
         "cores": cores,
         "answers_in_all": sender.answers_in_all,
     }
+
+
+def _percentile_ms(times_ns: Sequence[int], percent: float) -> float | None:
+    return percentile(sorted(times_ns), percent) / 1e6 if times_ns else None
 
 
 class _Sender:
@@ -83,7 +90,7 @@ class _Sender:
         self._tasks: set[asyncio.Task[None]] = set()
         self.tally = Tally()
         self.lags_ns: list[int] = []
-        self.answers_in_all = 0
+        self.answers_in_all = self.last_ns = 0
 
     async def send_all(self) -> None:
         """Returns when all are answered or past their deadlines."""
@@ -117,8 +124,11 @@ class _Sender:
             answer = await self._call(payload, timeout=max(0.0, left_s))
         except grpc.aio.AioRpcError as error:
             tally.errors[error.code().name] += 1
+            if error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED:
+                tally.refused_ns.append(time.monotonic_ns() - meant_ns)
             return
-        taken_ns = time.monotonic_ns() - meant_ns
+        self.last_ns = time.monotonic_ns()
+        taken_ns = self.last_ns - meant_ns
         self.answers_in_all += 1
         if not answer:
             tally.errors["EMPTY"] += 1

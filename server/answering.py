@@ -15,7 +15,8 @@ import grpc
 from google.protobuf.message import DecodeError
 
 from scheduler.errors import SchedulerError
-from server.errors import InvalidRequest, status_of
+from server.errors import InvalidRequest, ServerStopping, status_of
+from server.quiet import TRY_AGAIN_MS
 from server.wire_request import AnyRequest
 
 __all__ = ["Context", "Method", "answering", "status_and_text"]
@@ -25,6 +26,8 @@ _log = logging.getLogger("paceline.server.service")
 _MAX_TEXT_BYTES = 2_000
 """Of a status's message. It travels in a header, each byte written as up to three, and a client that gets more than
 8 KiB of headers drops the answer and reports RESOURCE_EXHAUSTED instead."""
+
+_TRY_LATER = (("grpc-retry-pushback-ms", str(TRY_AGAIN_MS)),)
 
 RequestT = TypeVar("RequestT")
 ResponseT = TypeVar("ResponseT")
@@ -45,6 +48,8 @@ def answering(method: Method[RequestT, ResponseT]) -> Method[RequestT, ResponseT
             raise
         except Exception as error:  # noqa: BLE001 - the caller is owed an answer
             code, text = status_and_text(error, request, method.__name__)
+            if isinstance(error, ServerStopping):
+                context.set_trailing_metadata(_TRY_LATER)
         await context.abort(code, text)
         raise AssertionError("abort returned")
 

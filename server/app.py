@@ -104,6 +104,8 @@ class _Front(Protocol):
 
     def announce_end(self) -> None: ...
 
+    def leave(self) -> None: ...
+
     async def stop(self, grace_s: float) -> None: ...
 
     async def wait_for_termination(self) -> None: ...
@@ -182,7 +184,7 @@ class Server:
             await self.repository.stop()
             await self._take_down()
             raise
-        self._inference.serving = True
+        self._inference.serving = self._inference.ready = True
         self._why_closed = ""
         self.repository.on_change = self._tell_health
         self._tell_health()
@@ -192,34 +194,51 @@ class Server:
         _log.info("ready: gRPC on %s%s", where, self._say_metrics())
 
     async def stop(self, grace_s: float | None = None) -> bool:
-        """Tell everybody, answer what was accepted within `grace_s` (by default the configured time), take down.
+        """Tell everybody, and after the configured grace for load balancers take no more. Then answer what was accepted
+        within `grace_s`, by default the configured time, and take down.
 
         False if executions ran longer than that or hang, or a model is being loaded; those threads go on until the
         process ends.
         """
+        await self._say_goodbye()
         grace_s = self._settings.exit_timeout_secs if grace_s is None else grace_s
         began = time.monotonic()
         _log.info("stopping: accepted requests have %g s to end", grace_s)
         self._inference.serving = False
-        self._why_closed = "stopping"
-        self._metrics.set_health(False, 0)
         if self._polling is not None:
             self._polling.cancel()
         if self._upstream is not None:
             self._upstream.stop()
         self._front.announce_end()
+        leaving = asyncio.get_running_loop().create_task(self._leave())
         in_time = True
         try:
             await asyncio.wait_for(self.repository.stop(), max(grace_s, _LEAST_GRACE_S))
         except TimeoutError:
             in_time = False
             _log.warning("gave up on executions that ran longer than the %g s of grace", grace_s)
-        else:
-            await self._inference.refuse_until_quiet()
+        await leaving
         left_s = grace_s - (time.monotonic() - began)
         await self._take_down(min(max(_LAST_WORDS_S, left_s), _LONGEST_WORDS_S))
         _log.info("stopped after %.1f s", time.monotonic() - began)
         return in_time and not (self.repository.loads or self.repository.hangs)
+
+    async def _say_goodbye(self) -> None:
+        """Be unready, and serve until those who look at that have stopped sending."""
+        self._why_closed = "stopping"
+        self._inference.ready = False
+        self._metrics.set_health(False, 0)
+        self._front.set_serving(False)
+        if (pause_s := self._settings.drain_grace_secs) > 0:
+            _log.info("not ready any more: requests are taken for another %g s", pause_s)
+            await asyncio.sleep(pause_s)
+
+    async def _leave(self) -> None:
+        """Refuse what still comes for a moment, then have clients go elsewhere; what was accepted goes on. Fronts wait
+        for that moment themselves: what has reached them isn't known here."""
+        if self._settings.frontends == 1:
+            await self._inference.refuse_until_quiet()
+        self._front.leave()
 
     async def wait_for_termination(self) -> None:
         """Return once the gRPC server has ended."""
@@ -235,8 +254,8 @@ class Server:
         return fleet
 
     def _tell_health(self) -> None:
-        self._front.set_serving(self.repository.ready, not self.repository.why_not_live)
         if not self._why_closed:
+            self._front.set_serving(self.repository.ready, not self.repository.why_not_live)
             self._metrics.set_health(self.repository.ready, len(self.repository.failures))
 
     def _why_not_ready(self) -> str:
@@ -266,9 +285,12 @@ class Server:
             LimitShown("queued_requests", limits.queued_requests, lambda: self._room.requests),
             LimitShown("queued_bytes", limits.queued_bytes, lambda: self._room.size_bytes),
             LimitShown(
-                "client_shm_regions", settings.max_client_shm_regions, lambda: regions.registered if regions else 0
+                "client_shm_regions",
+                settings.max_client_shm_regions,
+                lambda: regions.registered if regions else 0,
+                lambda: regions.refused if regions else 0,
             ),
-            LimitShown("models", limits.models, lambda: self.repository.places),
+            LimitShown("models", limits.models, lambda: self.repository.places, lambda: self.repository.refused_loads),
         )
         return LimitCollector(shown, lambda: self._front.usage.refused_by_reason)
 

@@ -88,6 +88,7 @@ _AMOUNT = _Amount(0, 1_000_000)
 @flag("metrics-port", 8002, "Port for GET /metrics; 0 takes a free one.", type=click.IntRange(0, 65535))
 @flag("allow-client-shm", False, "Whether clients may register shared memory of theirs.", type=bool)
 @flag("max-client-shm-regions", 256, "Shared memory regions that may be registered.", type=click.IntRange(1))
+@flag("drain-grace-secs", 0.0, "How long to take requests at the end, while not ready any more.", type=_AMOUNT)
 @flag("exit-timeout-secs", 30.0, "Grace for accepted requests at the end.", type=_AMOUNT)
 @flag("execution-timeout-secs", 0.0, "Longest execution before its instance is replaced; 0: none is.", type=_AMOUNT)
 @flag("exit-on-error", False, "End if any model fails to load, instead of serving the others.", type=bool)
@@ -158,6 +159,7 @@ def serve(
     metrics_port: int,
     allow_client_shm: bool,
     max_client_shm_regions: int,
+    drain_grace_secs: float,
     exit_timeout_secs: float,
     execution_timeout_secs: float,
     exit_on_error: bool,
@@ -218,6 +220,7 @@ def serve(
         allow_gpu_metrics=allow_gpu_metrics,
         allow_client_shm=allow_client_shm,
         max_client_shm_regions=max_client_shm_regions,
+        drain_grace_secs=drain_grace_secs,
         exit_timeout_secs=exit_timeout_secs,
         execution_timeout_secs=execution_timeout_secs,
         exit_on_error=exit_on_error,

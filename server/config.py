@@ -36,6 +36,7 @@ class Settings:
     bring code. `allow_python_models`: whether they may be nothing
     else.
     `allow_remote_settings`: whether RPCs may change how the server logs and traces, which begins with `trace`.
+    `drain_grace_secs`: how long requests are taken at the end, while the server isn't ready any more.
     `execution_timeout_secs`: how long a batch may execute before its instance is given up, 0: for ever.
     `frontends` are the processes that speak gRPC, 1 being the one with the models; `frontend_memory_mb` MiB of tensors
     may be on their way to each of them, and as many from it. `load_models` are those to load at the start in mode
@@ -55,6 +56,7 @@ class Settings:
     allow_gpu_metrics: bool = True
     allow_client_shm: bool = False
     max_client_shm_regions: int = 256
+    drain_grace_secs: float = 0.0
     exit_timeout_secs: float = 30.0
     execution_timeout_secs: float = 0.0
     exit_on_error: bool = False

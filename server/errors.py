@@ -4,6 +4,7 @@ ServerError
 ├── InvalidRequest   the request is at fault; nothing was queued
 ├── ModelNotFound    no such model, or no such version of it
 ├── ModelNotReady    known, but not serving: loading, failed to load, or the server stops
+│   └── ServerStopping   the server takes nothing more; another one may
 ├── RegionNotFound   no shared memory region of that name
 ├── RegionExists     a shared memory region of that name is registered already
 ├── TooManyRegions   as many shared memory regions as allowed
@@ -60,6 +61,7 @@ __all__ = [
     "RegionExists",
     "RegionNotFound",
     "ServerError",
+    "ServerStopping",
     "StartError",
     "TooManyModels",
     "TooManyRegions",
@@ -81,6 +83,13 @@ class ModelNotFound(ServerError):
 
 class ModelNotReady(ServerError):
     """The model is known but can't be used now."""
+
+
+class ServerStopping(ModelNotReady):
+    """The server takes nothing more. Whoever tries again should find another one, or this one's successor."""
+
+    def __init__(self) -> None:
+        super().__init__("the server is stopping")
 
 
 class RegionNotFound(ServerError):
@@ -133,6 +142,7 @@ STATUS_OF: dict[type[BaseException], grpc.StatusCode] = {
     RequestTooLarge: grpc.StatusCode.INVALID_ARGUMENT,
     ModelNotFound: grpc.StatusCode.NOT_FOUND,
     ModelNotReady: grpc.StatusCode.UNAVAILABLE,
+    ServerStopping: grpc.StatusCode.UNAVAILABLE,
     RegionNotFound: grpc.StatusCode.NOT_FOUND,
     RegionExists: grpc.StatusCode.ALREADY_EXISTS,
     TooManyRegions: grpc.StatusCode.RESOURCE_EXHAUSTED,

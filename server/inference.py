@@ -20,11 +20,12 @@ from scheduler.pending import BatchFacts, Pending
 from server.batch_facts import tell_facts, told_facts
 from server.calls import NOTHING_SENT, Sent, TraceParent, leaves_by
 from server.codec import AnyResponse, DecodedRequest, tensor_bytes
-from server.errors import ModelNotReady
+from server.errors import ServerStopping
 from server.log import debugging
 from server.model_statistics import FailureReason, reason_of
 from server.open_codec import OpenCodec
 from server.passing import NOTHING_CARRIED, Carried, carried_by
+from server.quiet import until_quiet
 from server.repository import Repository, ServedModel
 from server.splitting import submit_parts
 from server.tracing import Tracer
@@ -36,8 +37,6 @@ __all__ = ["Inference", "Started"]
 _log = logging.getLogger("paceline.server.inference")
 
 _NAMELESS = pb.ModelInferRequest()
-_QUIET_S = 0.05
-_QUIET_TRIES = 20
 
 
 class Started(NamedTuple):  # made for each request, and in a third of the time of a frozen dataclass
@@ -62,13 +61,14 @@ class Started(NamedTuple):  # made for each request, and in a third of the time 
 
 
 class Inference:
-    """Answers inference requests while `serving`; `tracer` may want to know when."""
+    """Answers inference requests while `serving`; while it is `ready` they should come. `tracer` may want to know
+    when."""
 
     def __init__(self, repository: Repository, tracer: Tracer | None = None) -> None:
         self._repository = repository
         self._tracer = tracer or Tracer()
         self._spans = self._tracer.spans
-        self.serving = False
+        self.serving = self.ready = False
         self._refused = 0
 
     @property
@@ -209,20 +209,14 @@ class Inference:
         started.on_failure(asyncio.CancelledError())
 
     def check_serving(self) -> None:
-        """Raises ModelNotReady, and counts it, while nothing is taken."""
+        """Raises ServerStopping, and counts it, while nothing is taken."""
         if not self.serving:
             raise self._refusal(None)
 
     async def refuse_until_quiet(self) -> None:
-        """Refuse requests until none has come for a moment, or for a second. gRPC takes up one call at a time; those
-        that have arrived and wait for their turn when its server stops would be told CANCELLED, for no doing of their
-        own, and their clients wouldn't try elsewhere."""
-        self.serving = False
-        for _ in range(_QUIET_TRIES):
-            seen = self._refused
-            await asyncio.sleep(_QUIET_S)
-            if self._refused == seen:
-                return
+        """Refuse requests until hardly any come, a second at most."""
+        self.serving = self.ready = False
+        await until_quiet(lambda: self._refused)
 
     def _on_success(self, started: Started, facts: BatchFacts | None) -> None:
         """Count the request as one that has its answer."""
@@ -233,11 +227,11 @@ class Inference:
         if self._tracer.active and facts is not None:
             self._tracer.record(model.name, model.version, started.request.id, started.began_ns, facts)
 
-    def _refusal(self, model: ServedModel | None) -> ModelNotReady:
+    def _refusal(self, model: ServedModel | None) -> ServerStopping:
         """What a request, or a call that hasn't brought one yet, gets once the server stops; counted as its model's if
         there is one."""
         self._refused += 1
-        error = ModelNotReady("the server is stopping")
+        error = ServerStopping()
         if model is not None:
             model.statistics.on_drop(Drop.CLOSED)
             model.statistics.on_failure(error, 0)

@@ -31,6 +31,9 @@ GRPC_OPTIONS = (
     ("grpc.so_reuseport", 0),
 )
 
+_UNTIL_STOP_S = 1e6
+"""gRPC keeps to the shortest grace that it is given."""
+
 # gRPC chooses the algorithm: the level's, among those that the client accepts.
 COMPRESSION_LEVELS = {"none": 0, "low": 1, "medium": 2, "high": 3}
 
@@ -70,6 +73,7 @@ class Listener:
         self._health = HealthService([INFERENCE_SERVICE])
         self._reflection = Reflection()
         self._server: grpc.aio.Server | None = None
+        self._leaving: asyncio.Task[None] | None = None
         # All processes together have the limits.
         self.admission = Admission(
             max_rpcs=-(-settings.limits.rpcs // settings.frontends),
@@ -113,11 +117,19 @@ class Listener:
         self._health.close()
         self._reflection.close()
 
+    def leave(self) -> None:
+        """Stop listening and tell clients to go, by GOAWAY; calls under way go on until `stop`. What crosses with the
+        GOAWAY gRPC cancels, so be sure that little does."""
+        if self._server is not None and self._leaving is None:
+            self._leaving = asyncio.get_running_loop().create_task(self._server.stop(_UNTIL_STOP_S))
+
     async def stop(self, grace_s: float) -> None:
-        """Stop listening, give answers on their way out `grace_s`. Without `open` before it is fine too."""
+        """End streams, give answers on their way out `grace_s`. Without `open` before it is fine too."""
         self._end_streams()
         if self._server is not None:
             await self._server.stop(grace_s)
+        if self._leaving is not None:
+            await self._leaving
 
     async def wait_for_termination(self) -> None:
         """Return once gRPC's server has ended."""

@@ -16,11 +16,13 @@ __all__ = ["LimitCollector", "LimitShown"]
 
 @dataclass(frozen=True, slots=True)
 class LimitShown:
-    """One limit. `used` is left out where gRPC keeps it and tells nobody."""
+    """One limit. `used` is left out where gRPC keeps it and tells nobody, `refused` where refusals are counted
+    elsewhere, or by nobody."""
 
     name: str
     bound: int
     used: Callable[[], int] | None = None
+    refused: Callable[[], int] | None = None
 
 
 class LimitCollector(Collector):
@@ -33,12 +35,16 @@ class LimitCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         bounds = GaugeMetricFamily("paceline_limit", "How much the server bears, by limit", labels=["limit"])
         used = GaugeMetricFamily("paceline_limit_used", "How much of a limit is taken", labels=["limit"])
+        refusals = Metric("paceline_limit_refusals", "What was refused as a limit was reached", "counter")
         for limit in self._limits:
             bounds.add_metric([limit.name], limit.bound)
             if limit.used is not None:
                 used.add_metric([limit.name], limit.used())
+            if limit.refused is not None:
+                refusals.add_sample("paceline_limit_refusals", {"limit": limit.name}, limit.refused())
         yield bounds
         yield used
+        yield refusals
         refused = Metric("paceline_refused_rpcs", "Calls refused before anything was done for them", "counter")
         for reason, count in self._refused().items():
             refused.add_sample("paceline_refused_rpcs", {"reason": reason}, count)

@@ -42,13 +42,14 @@ class Region(Protocol):
 
 
 class Regions:
-    """At most `limit` regions, system and CUDA ones in one space of names.
+    """At most `limit` regions, system and CUDA ones in one space of names; so many were `refused` beyond that.
 
     A region that is unregistered while requests use it can be found until the last of them has ended, as in Triton.
     """
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
+        self.refused = 0
         self._registered: dict[str, Region] = {}
         self._leaving: WeakValueDictionary[str, Region] = WeakValueDictionary()
 
@@ -64,6 +65,7 @@ class Regions:
         if name in self._registered:
             raise RegionExists(f"shared memory region '{name}' already in manager: unregister it before")
         if len(self._registered) >= self.limit:
+            self.refused += 1
             raise TooManyRegions(
                 f"failed to register shared memory region '{name}': there are {self.limit} regions already, "
                 "as many as --max-client-shm-regions allows"

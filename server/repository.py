@@ -64,6 +64,7 @@ class Repository:
     ) -> None:
         self._room = room
         self._max_models = max_models
+        self.refused_loads = 0
         # Names that have taken one of so many places: those that serve, and those that are being loaded.
         self._places: set[str] = set()
         self._regions = regions
@@ -298,6 +299,7 @@ class Repository:
     def _take_place(self, name: str) -> None:
         """Raise TooManyModels if there is no place for one more."""
         if name not in self._places and self._max_models and len(self._places) >= self._max_models:
+            self.refused_loads += 1
             raise TooManyModels(name, self._max_models)
         self._places.add(name)
 

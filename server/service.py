@@ -89,12 +89,12 @@ class InferenceService:
 
     @answering
     async def ServerReady(self, request: pb.ServerReadyRequest, context: Context) -> pb.ServerReadyResponse:
-        return pb.ServerReadyResponse(ready=self._inference.serving and self._repository.ready)
+        return pb.ServerReadyResponse(ready=self._inference.ready and self._repository.ready)
 
     @answering
     async def ModelReady(self, request: pb.ModelReadyRequest, context: Context) -> pb.ModelReadyResponse:
         ready = self._repository.is_ready(request.name, request.version)
-        return pb.ModelReadyResponse(ready=ready and self._inference.serving)
+        return pb.ModelReadyResponse(ready=ready and self._inference.ready)
 
     @answering
     async def ServerMetadata(self, request: pb.ServerMetadataRequest, context: Context) -> pb.ServerMetadataResponse:

@@ -124,6 +124,10 @@ class Fleet:
         self._stopping = True
         self._tell(self.state)
 
+    def leave(self) -> None:
+        """Once hardly any call comes, listen no more and have clients go, in all fronts; calls under way go on."""
+        self._tell((protocol.LEAVE,))
+
     def tell_log_settings(self) -> None:
         """Have all fronts log as this process does now."""
         self._tell((protocol.LOG, pickle.dumps(log.current())))

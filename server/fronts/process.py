@@ -36,6 +36,7 @@ from server.gate import Registry
 from server.handlers import METHODS, add_handlers, handler_of
 from server.listener import Listener
 from server.loop import SWITCH_INTERVAL_S, new_loop
+from server.quiet import until_quiet
 from server.streaming import Streaming
 from server.tuning import keep_freed_memory
 from server.wire_request import AnyRequest, message_of
@@ -79,6 +80,7 @@ class _Front:
         self._listener: Listener
         self._tasks: set[asyncio.Task[None]] = set()
         self._listening: asyncio.Task[None]
+        self._leaving: asyncio.Task[None] | None = None
 
     async def run(self) -> None:
         """Return when the engine has said that it is the end, and everything is answered."""
@@ -104,6 +106,8 @@ class _Front:
         elif kind == protocol.LOG:
             log.apply(pickle.loads(fields[0]))
             _log.debug("a front logs as it was told")
+        elif kind == protocol.LEAVE:
+            self._leaving = self._begin(self._leave())
         elif kind == protocol.END:
             self._begin(self._end(*fields))
 
@@ -162,8 +166,13 @@ class _Front:
         if stops:
             self._listener.announce_end()
 
-    async def _end(self, grace_s: float) -> None:
+    async def _leave(self) -> None:
         await self._listening
+        await until_quiet(lambda: self._replies.last_number)
+        self._listener.leave()
+
+    async def _end(self, grace_s: float) -> None:
+        await (self._leaving or self._listening)
         await self._listener.stop(grace_s)
         self._ended.set()
 

@@ -25,6 +25,7 @@ __all__ = [
     "FAILED",
     "HELLO",
     "INFER",
+    "LEAVE",
     "LISTENS",
     "LOG",
     "REFUSED",
@@ -60,6 +61,7 @@ ANSWER = FIRST_KIND + 12  # id, bytes of the response; to INFER and CALL
 ABORTED = FIRST_KIND + 13  # id, number of the status, text; to CALL
 END = FIRST_KIND + 14  # seconds of grace
 LOG = FIRST_KIND + 15  # pickled LogSettings
+LEAVE = FIRST_KIND + 17  # nothing: take no more connections, and tell those that are there to go
 
 WHAT_IS_FULL = "bytes of tensors on their way between processes (--frontend-memory-mb)"
 

@@ -23,7 +23,7 @@ from scheduler.errors import QueueFull
 from server.batch_facts import tell_facts
 from server.calls import NOTHING_SENT, Sent, TraceParent, leaves_by
 from server.codec import AnyResponse, DecodedRequest
-from server.errors import ModelNotReady, ServerError
+from server.errors import ServerError, ServerStopping
 from server.fronts import protocol
 from server.fronts.calls import Aborted
 from server.fronts.catalogue import LookUp, Model
@@ -63,6 +63,7 @@ class Replies:
     def __init__(self, link: Link) -> None:
         self._link = link
         self._numbers = count(1)
+        self.last_number = 0
         self._waiting: dict[int, Reply] = {}
         # As they came, for the case that the engine has them sent again.
         self._requests: dict[int, _Sendable] = {}
@@ -77,7 +78,7 @@ class Replies:
         """A new one; its number is to be sent along."""
         reply = Reply()
         reply.replies = self
-        reply.number = number = next(self._numbers)
+        reply.number = self.last_number = number = next(self._numbers)
         self._waiting[number] = reply
         return reply
 
@@ -246,6 +247,6 @@ class RemoteInference:
         started.pending.cancel()
 
     def check_serving(self) -> None:
-        """Raises ModelNotReady while nothing is taken."""
+        """Raises ServerStopping while nothing is taken."""
         if not self.serving:
-            raise ModelNotReady("the server is stopping")
+            raise ServerStopping

@@ -73,15 +73,6 @@ class Container:
         flag = "--upstream="
         return next((word.removeprefix(flag) for word in self.args if word.startswith(flag)), "")
 
-    @property
-    def pause_s(self) -> float:
-        """How long its preStop hook takes."""
-        command = self.body.get("lifecycle", {}).get("preStop", {}).get("exec", {}).get("command", ["sleep", "0"])
-        program, seconds = command
-        if program != "sleep":
-            raise ValueError(f"{self}: expected preStop to sleep, got {command}")
-        return float(seconds)
-
 
 @cache
 def manifests() -> tuple[Manifest, ...]:

@@ -147,22 +147,27 @@ def runtime_of(service: Manifest) -> Container:
 
 
 def graces() -> Iterator[Any]:
-    """What runs, with the pod's grace and the pause before SIGTERM; an InferenceService may change its runtime's."""
+    """What runs, with the pod's grace; an InferenceService may change its runtime's."""
     for each in containers():
-        yield pytest.param(each, each.grace_s, each.pause_s, id=str(each))
+        yield pytest.param(each, each.grace_s, id=str(each))
     for service in of_kind("InferenceService"):
         predictor = service.spec["predictor"]
         if "model" in predictor:
-            runtime = runtime_of(service)
-            own = Container(
-                str(service), True, predictor["model"], {}, predictor.get("terminationGracePeriodSeconds", 30)
-            )
-            yield pytest.param(runtime, own.grace_s, own.pause_s, id=str(service))
+            grace_s = predictor.get("terminationGracePeriodSeconds", 30)
+            yield pytest.param(runtime_of(service), grace_s, id=str(service))
 
 
-@pytest.mark.parametrize(("container", "grace_s", "pause_s"), list(graces()))
-def test_container_has_the_time_to_end_in_order(container: Container, grace_s: int, pause_s: float) -> None:
-    assert pause_s + accepted(container.args)["exit_timeout_secs"] + LAST_WORDS_S < grace_s
+@pytest.mark.parametrize(("container", "grace_s"), list(graces()))
+def test_container_has_the_time_to_end_in_order(container: Container, grace_s: int) -> None:
+    flags = accepted(container.args)
+    assert flags["drain_grace_secs"] + flags["exit_timeout_secs"] + LAST_WORDS_S < grace_s
+
+
+@every_container
+def test_container_takes_requests_until_endpoints_have_forgotten_it(container: Container) -> None:
+    """By its flag alone: a hook that sleeps would add to it, and the server would be ready all the while."""
+    assert accepted(container.args)["drain_grace_secs"] >= 5
+    assert "preStop" not in container.body.get("lifecycle", {})
 
 
 def test_last_words_take_as_long_as_the_manifests_assume() -> None:
@@ -182,6 +187,13 @@ def test_container_asks_for_what_it_may_use(container: Container) -> None:
     resources = container.body["resources"]
     assert resources["requests"].keys() == resources["limits"].keys() >= {"cpu", "memory"}
     assert ("nvidia.com/gpu" in resources["limits"]) == container.body["image"].endswith(":cuda")
+
+
+@every_container
+def test_container_has_memory_for_what_may_wait(container: Container) -> None:
+    queued_bytes = accepted(container.args)["max_queued_bytes"]
+    number, unit = re.fullmatch(r"(\d+)(Mi|Gi)", container.body["resources"]["limits"]["memory"]).groups()
+    assert 4 * queued_bytes == int(number) * {"Mi": 2**20, "Gi": 2**30}[unit]
 
 
 @every_container
@@ -232,8 +244,11 @@ def test_sidecar_is_where_kserve_sends_requests_and_its_predictor_is_where_it_lo
     (model,) = accepted(sidecar.args)["upstream_model"]
     assert f"--model_name={model}" in predictor["args"]
     # It outlives the batcher, which has accepted requests.
-    outlives = Container(str(manifest), True, predictor, {}, 0).pause_s
-    assert sidecar.pause_s + accepted(sidecar.args)["exit_timeout_secs"] + LAST_WORDS_S < outlives < sidecar.grace_s
+    program, seconds = predictor["lifecycle"]["preStop"]["exec"]["command"]
+    assert program == "sleep"
+    flags = accepted(sidecar.args)
+    ends_s = flags["drain_grace_secs"] + flags["exit_timeout_secs"] + LAST_WORDS_S
+    assert ends_s < int(seconds) < sidecar.grace_s
 
 
 @pytest.mark.parametrize("manifest", of_kind("Service"), ids=str)

@@ -22,10 +22,9 @@ from tests.harness import ServerProcess, write_identity
 from tests.polling import eventually, eventually_async
 
 OK, UNAVAILABLE = grpc.StatusCode.OK, grpc.StatusCode.UNAVAILABLE
+CLIENTS = 16
 RETRIES = {
     "loadBalancingConfig": [{"round_robin": {}}],
-    # Without it, every other attempt goes to the server that stops for as long as that answers UNAVAILABLE.
-    "healthCheckConfig": {"serviceName": "inference.GRPCInferenceService"},
     "methodConfig": [
         {
             "name": [{"service": "inference.GRPCInferenceService"}],
@@ -41,12 +40,14 @@ RETRIES = {
     ],
 }
 """What a client says to try again what may be tried again, and elsewhere."""
+HEALTH = {"healthCheckConfig": {"serviceName": "inference.GRPCInferenceService"}}
+"""So that it sends nothing to a server that says that it stops."""
 QUICK = [("grpc.initial_reconnect_backoff_ms", 50), ("grpc.min_reconnect_backoff_ms", 50)]
 QUICK += [("grpc.max_reconnect_backoff_ms", 200)]
 
 
-def server_on(port: int, repository: Path) -> ServerProcess:
-    return ServerProcess(repository, args=("--grpc-port", str(port)))
+def server_on(port: int, repository: Path, *args: str) -> ServerProcess:
+    return ServerProcess(repository, args=("--grpc-port", str(port), *args))
 
 
 @pytest.fixture
@@ -71,14 +72,20 @@ def test_sigkill_fails_what_is_under_way_and_the_next_server_serves_the_same_cha
             assert total(again, "nv_inference_request_success") == 1
 
 
+@pytest.mark.parametrize(
+    ("config", "args", "crossing"),
+    [(RETRIES | HEALTH, ["--drain-grace-secs=1"], 0), (RETRIES, [], CLIENTS), (RETRIES, ["--frontends=2"], CLIENTS)],
+    ids=["looking-at-health", "trying-again", "trying-again-fronts"],
+)
 async def test_rolling_restart_under_load_loses_no_request_of_clients_that_try_again(
-    tmp_path: Path, ports: list[int]
+    tmp_path: Path, ports: list[int], config: dict[str, Any], args: list[str], crossing: int
 ) -> None:
-    """Two servers, one after the other ended and started anew on its port, under clients of both."""
+    """Two servers, one after the other ended and started anew on its port, under clients of both. gRPC's server cancels
+    what crosses with its GOAWAY: of clients that don't look at health, rarely any, never more than each one call."""
     write_identity(
         tmp_path, extra='dynamic_batching { } parameters { key: "execute_delay_ms" value { string_value: "5" } }'
     )
-    options: list[tuple[str, Any]] = [*QUICK, ("grpc.service_config", json.dumps(RETRIES)), ("grpc.enable_retries", 1)]
+    options: list[tuple[str, Any]] = [*QUICK, ("grpc.service_config", json.dumps(config)), ("grpc.enable_retries", 1)]
     target = "ipv4:" + ",".join(f"127.0.0.1:{port}" for port in ports)
     codes: Counter[grpc.StatusCode] = Counter()
     ended = False
@@ -104,21 +111,23 @@ async def test_rolling_restart_under_load_loses_no_request_of_clients_that_try_a
         )
 
     with ExitStack() as stack:
-        servers = [stack.enter_context(server_on(port, tmp_path)) for port in ports]
+        servers = [stack.enter_context(server_on(port, tmp_path, *args)) for port in ports]
         async with grpc.aio.insecure_channel(target, options=options) as channel:
             stub: Any = GRPCInferenceServiceStub(channel)  # type: ignore[no-untyped-call]
-            clients = [asyncio.create_task(client(stub, number)) for number in range(16)]
+            clients = [asyncio.create_task(client(stub, number)) for number in range(CLIENTS)]
             for number, port in enumerate(ports):
                 await both_answer(servers)
                 assert await asyncio.to_thread(servers[number].terminate) == 0
-                servers[number] = server_on(port, tmp_path)
+                servers[number] = server_on(port, tmp_path, *args)
                 stack.callback(servers[number].kill)
                 servers[number].start()  # on this thread, with which it would end
                 await asyncio.to_thread(servers[number].wait_ready)
             await both_answer(servers)
             ended = True
             await asyncio.gather(*clients)
-        assert set(codes) == {OK}, codes
+        assert codes[grpc.StatusCode.CANCELLED] <= crossing, codes
+        assert set(codes) <= {OK, grpc.StatusCode.CANCELLED}, codes
+        assert codes[OK] > CLIENTS
         for server in servers:
             assert quiet(server)
 

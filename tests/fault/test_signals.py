@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import signal
 import time
+import urllib.error
+import urllib.request
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from protos import inference_pb2 as pb
 from protos.inference_pb2_grpc import GRPCInferenceServiceStub
 from tests.fault.traffic import connected, pending, request, says, total
 from tests.harness import ServerProcess, write_identity
@@ -67,6 +70,44 @@ def test_sigterm_with_open_health_streams_tells_them_and_ends_at_once(tmp_path: 
     status = health_pb2.HealthCheckResponse
     assert first == [status.SERVING, status.SERVICE_UNKNOWN]
     assert last == [[status.NOT_SERVING], []]
+
+
+def test_sigterm_with_a_grace_for_load_balancers_serves_on_while_unready_until_the_second(tmp_path: Path) -> None:
+    write_identity(tmp_path)
+    with ServerProcess(tmp_path, args=["--drain-grace-secs", "600"]) as server, connected(server) as client:
+        watch = health_pb2_grpc.HealthStub(client.channel).Watch(health_pb2.HealthCheckRequest())
+        status = health_pb2.HealthCheckResponse
+        assert next(watch).status == status.SERVING
+        server.signal(signal.SIGTERM)
+        assert next(watch).status == status.NOT_SERVING
+        assert client.code(request()) is OK
+        stub: Any = GRPCInferenceServiceStub(client.channel)  # type: ignore[no-untyped-call]
+        assert not stub.ServerReady(pb.ServerReadyRequest(), timeout=20).ready
+        assert not stub.ModelReady(pb.ModelReadyRequest(name="echo"), timeout=20).ready
+        assert stub.ServerLive(pb.ServerLiveRequest(), timeout=20).live
+        with pytest.raises(urllib.error.HTTPError, match="503"):
+            urllib.request.urlopen(f"http://127.0.0.1:{server.metrics_port}/readyz", timeout=20)
+        with connected(server) as newcomer:
+            assert newcomer.code(request()) is OK
+        # Clients that look at health would ask again at once, and again, if it ended.
+        assert watch.is_active()
+        server.signal(signal.SIGTERM)
+        assert ends(server, 15) == 128 + signal.SIGTERM
+
+
+def test_sigterm_with_a_grace_for_load_balancers_ends_in_order_after_it(tmp_path: Path) -> None:
+    write_identity(tmp_path, extra="dynamic_batching { max_queue_delay_microseconds: 100000000 }")
+    with ServerProcess(tmp_path, args=["--drain-grace-secs", "0.6"]) as server, connected(server) as client:
+        call = client.send(request())
+        eventually(lambda: pending(server) == 1, "a request waiting for company")
+        began_s = time.monotonic()
+        server.signal(signal.SIGTERM)
+        eventually(lambda: says(server, "not ready any more"), "the grace")
+        assert call.code() is OK  # it waits until nothing more is taken
+        assert time.monotonic() - began_s > 0.5
+        assert ends(server, 15) == 0
+        said = [record["message"].partition(":")[0] for record in server.log]
+        assert said.index("not ready any more") < said.index("stopping")
 
 
 def test_sigterm_under_load_answers_what_was_accepted_and_refuses_the_rest(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import pytest
 
 from backends.cuda_driver import count_gpus
 from backends.errors import LoadError
+from bench import overload
 from bench.document import markdown
 from bench.rounds import Settings
 from bench.run import run
@@ -60,6 +61,16 @@ def test_run_of_a_product_that_does_not_start_is_a_failure_with_its_reason() -> 
     (absence,) = result.absent.values()
     assert absence.failed
     assert "--no-such-flag" in absence.reason
+
+
+def test_overload_tells_peak_surplus_and_what_comes_after() -> None:
+    case = overload.Case("few", ("--max-queued-requests=8",), 5.0)
+    found = overload.measure(case, 0.5)
+    assert list(found) == ["1x", "10x", "after"]
+    assert found["10x"].refused > 0
+    assert all(one.answered_per_s > 0 and one.too_late == 0 for one in found.values())
+    lines = overload.table(case, [found, found]).splitlines()
+    assert [line.partition("|")[2].split("|")[0].strip() for line in lines[4:]] == ["1x", "10x", "after"]
 
 
 def test_command_writes_results_and_prints_the_table(tmp_path: Path) -> None:

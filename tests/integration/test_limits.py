@@ -220,6 +220,7 @@ async def test_models_beyond_the_limit_are_refused_until_another_goes(tmp_path: 
         await served.infer(one("n"))
         assert (await failure_of(load(served, "m")))[0] is Code.RESOURCE_EXHAUSTED
         assert await used(served, "models") == 1
+        assert await served.metric("paceline_limit_refusals", 'limit="models"') == 2
 
 
 async def test_models_beyond_the_limit_at_the_start_are_missing_and_the_others_serve(tmp_path: Path) -> None:
@@ -264,14 +265,38 @@ async def test_connection_of_a_client_that_pings_too_often_is_closed(tmp_path: P
         await served.infer(one())
 
 
+# ---- The table of the docs -------------------------------------------------------------------------------------------
+
+
+def rows() -> list[list[str]]:
+    """For each limit what the docs name as its metrics, refusals last: `name{label="value"}`, as in a scrape."""
+    text = DOCS.read_text(encoding="utf-8").partition("### Limits\n")[2].partition("\n### ")[0]
+    lines = [line.strip("|").split("|") for line in text.splitlines() if line.startswith("|")]
+    return [[sample for cell in line[3:] for sample in re.findall("`(.+?)`", cell)] for line in lines[2:]]
+
+
+def is_among(sample: str, metrics: set[str]) -> bool:
+    """Whether the scrape has it; those of models have these labels besides."""
+    name, brace, labels = sample.rstrip("}").partition("{")
+    wanted = {*labels.split(",")} if brace else set()
+    return any(
+        one.partition("{")[0] == name and wanted <= {*one.rstrip("}").partition("{")[2].split(",")} for one in metrics
+    )
+
+
 async def test_limits_are_all_shown_as_the_docs_have_them(tmp_path: Path) -> None:
-    async with serving(tmp_path, {"m": echo_model()}) as served:
+    async with serving(tmp_path, {"m": echo_model()}, settings=Settings(paths=(tmp_path,), frontends=2)) as served:
         metrics = set(await served.metrics())
     kept_by_grpc = {"message_bytes", "metadata_bytes", "stream_requests"}
     limits = {name.partition('"')[2].rstrip('"}') for name in metrics if name.startswith("paceline_limit{")}
-    told = set(re.findall(r"`(paceline_(?:limit|refused)\w*\{.*?\})`", DOCS.read_text(encoding="utf-8")))
-    assert told <= metrics
-    assert {name.partition('"')[2].rstrip('"}') for name in told if "paceline_limit" in name} == limits
+    told = [sample for row in rows() for sample in row]
+    assert [sample for sample in told if not is_among(sample, metrics)] == []
+    assert {sample for sample in told if sample.startswith("paceline_limit{")} == {
+        f'paceline_limit{{limit="{name}"}}' for name in limits
+    }
     assert {name for name in metrics if name.startswith("paceline_limit_used{")} == {
         f'paceline_limit_used{{limit="{name}"}}' for name in limits - kept_by_grpc
     }
+    # Whatever refuses and counts is in the table.
+    refusing = {name for name in metrics if "queue_full_" in name or name.startswith("paceline_limit_refusals{")}
+    assert {name for name in refusing if not any(is_among(sample, {name}) for row in rows() for sample in row)} == set()

@@ -136,6 +136,7 @@ async def test_register_more_regions_than_allowed_is_refused_until_one_goes(
         code, text = await failure_of(register(served, "3", memory.key, 1))
         assert code is Code.RESOURCE_EXHAUSTED
         assert "--max-client-shm-regions" in text
+        assert await served.metric("paceline_limit_refusals", 'limit="client_shm_regions"') == 1
         await unregister(served, "1")
         await register(served, "3", memory.key, 1)
         assert (await regions(served)).keys() == {"2", "3"}

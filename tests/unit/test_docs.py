@@ -15,14 +15,17 @@ from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2
 
 from protos import inference_pb2 as pb
-from server.cli import serve
+from protos import model_config_pb2
+from server.batch_policy import OwnSettings
+from server.cli import main, serve
+from server.errors import STATUS_OF
 from server.parameters import KNOWN
 from server.reflection import HEALTH_SERVICE, INFERENCE_SERVICE, SERVICES
 from tests.harness import REPO
 from tests.unit.server.test_config_fields import IGNORED, READ, REFUSED
 
 BEHAVIOUR, PROTOCOL = REPO / "docs" / "behaviour.md", REPO / "docs" / "protocol.md"
-CONFIGURATION = REPO / "docs" / "configuration.md"
+CONFIGURATION, OPERATIONS = REPO / "docs" / "configuration.md", REPO / "docs" / "operations.md"
 _REFERENCE = re.compile(r"`([\w/]+\.py)::(\w+)`")
 _PROMISE = re.compile(r"^(- |\| (?!what|---))")
 
@@ -182,11 +185,15 @@ def test_limits_are_told_with_the_defaults_of_their_flags_and_their_metrics() ->
     defaults = {option: parameter.default for parameter in serve.params for option in parameter.opts}
     told = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line[:1] == "|"][2:]
     assert len(told) >= 12
-    for _, flag, default, metric in told:
+    for _, flag, default, shown, refusals in told:
         (name,) = names_of(flag)
-        assert metric.startswith("`"), name
+        assert shown.startswith("`"), name
+        assert refusals.startswith(("`", "by gRPC", "none")), name
         if name.startswith("--"):
             assert int(default) == defaults[name], name
+        else:
+            owner = OwnSettings() if name.startswith("paceline.") else model_config_pb2.ModelQueuePolicy()
+            assert default == f"{getattr(owner, name.rpartition('.')[2])}, none"
     flags = {name for _, flag, *_ in told for name in names_of(flag)}
     assert {
         option for option in defaults if re.match(r"--(grpc-)?max-(?!batch|queue-|latency|connection)", option)
@@ -208,3 +215,64 @@ def test_security_names_files_that_exist() -> None:
     assert [file for file in files if not (REPO / "tests" / file).is_file()] == []
     links = re.findall(r"\]\(([\w./]+)(?:#[\w-]+)?\)", text)
     assert [link for link in links if not (REPO / link).exists()] == []
+
+
+# ---- docs/operations.md ---------------------------------------------------------------------------------------------
+
+
+def table(heading: str) -> list[list[str]]:
+    text = OPERATIONS.read_text(encoding="utf-8").partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
+    lines = [line.strip("|").split("|") for line in text.splitlines() if line.startswith("|")]
+    return [[cell.strip() for cell in line] for line in lines[2:]]
+
+
+def quoted() -> set[str]:
+    return set(re.findall(r"`([^`\n]+)`", OPERATIONS.read_text(encoding="utf-8")))
+
+
+def test_operations_names_flags_that_there_are() -> None:
+    options = {option for command in main.commands.values() for one in command.params for option in one.opts}
+    told = {flag for text in quoted() for flag in re.findall(r"(?:^| )(--[\w-]+)", text)}
+    assert len(told) > 15
+    assert told - options == set()
+
+
+def test_operations_names_metrics_that_there_are() -> None:
+    exported = set(re.findall(r"\b(?:nv|paceline)_\w+", (REPO / "docs" / "metrics.md").read_text(encoding="utf-8")))
+    exported |= {"process_cpu_seconds_total", "process_resident_memory_bytes"}
+    told = {name for text in quoted() for name in re.findall(r"\b(?:nv|paceline|process)_\w+", text)}
+    assert len(told) > 10
+    assert told - exported - KNOWN == set()
+
+
+def test_operations_has_each_alert_once_and_no_other() -> None:
+    rules = (REPO / "deploy" / "observability" / "prometheus-rules.yaml").read_text(encoding="utf-8")
+    alerts = re.findall(r"- alert: (\w+)", rules)
+    assert sorted(name for row in table("Alerts") for name in names_of(row[0])) == sorted(alerts)
+
+
+def test_operations_has_each_status_with_words_that_callers_get() -> None:
+    said = "\n".join(
+        text
+        for package in ("server", "scheduler", "backends")
+        for path in sorted((REPO / package).rglob("*.py"))
+        for text in strings(ast.parse(path.read_text(encoding="utf-8")))
+    )
+    rows = table("What callers are told")
+    words = [word for row in rows for word in re.findall("`(.+?)`", row[1])]
+    assert len(words) > 20
+    assert [word for word in words if word not in said] == []
+    statuses = {status.name for status in STATUS_OF.values()} | {"UNAUTHENTICATED"}
+    assert {name for row in rows for name in row[0].split(", ")} == statuses
+
+
+@pytest.mark.parametrize("name", sorted(path.name for path in (REPO / "docs").glob("*.md")))
+def test_links_lead_to_what_is_there(name: str) -> None:
+    path = REPO / "docs" / name
+    for target, anchor in re.findall(r"\]\((?!https?:)([\w./-]*)(?:#([\w-]+))?\)", path.read_text(encoding="utf-8")):
+        found = path.parent / target if target else path
+        assert found.exists(), target
+        if anchor:
+            headings = re.findall(r"^#+ (.+)$", found.read_text(encoding="utf-8"), re.MULTILINE)
+            slugs = {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+            assert anchor in slugs, f"{target}#{anchor}"

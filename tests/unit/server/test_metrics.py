@@ -54,7 +54,12 @@ OURS = {
     "paceline_queue_wait_us": "histogram",
     "paceline_execution_us": "histogram",
 }
-OF_LIMITS = {"paceline_limit": "gauge", "paceline_limit_used": "gauge", "paceline_refused_rpcs": "counter"}
+OF_LIMITS = {
+    "paceline_limit": "gauge",
+    "paceline_limit_used": "gauge",
+    "paceline_limit_refusals": "counter",
+    "paceline_refused_rpcs": "counter",
+}
 OF_FRONTS = {
     "paceline_frontends": "gauge",
     "paceline_frontend_restarts": "counter",

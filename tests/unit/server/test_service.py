@@ -14,6 +14,7 @@ from protos import inference_pb2 as pb
 from protos.inference_pb2_grpc import GRPCInferenceServiceStub
 from server.inference import Inference
 from server.metrics import Metrics
+from server.quiet import TRY_AGAIN_MS
 from server.repository import Repository, ServedModel
 from server.service import InferenceService
 
@@ -46,7 +47,7 @@ class Bench:
 async def bench() -> AsyncIterator[Bench]:
     repository = Broken(KeyError("x"))
     inference = Inference(repository)
-    inference.serving = True
+    inference.serving = inference.ready = True
     service = InferenceService(inference, repository, "id", "1")
     server = grpc.aio.server()
     service.add_to(server)
@@ -87,9 +88,17 @@ async def test_not_serving_refuses_inference_before_anything_else(bench: Bench) 
     assert await bench.outcome() == (Code.UNAVAILABLE, "the server is stopping")
 
 
+async def test_not_serving_says_to_clients_that_try_again_when_to(bench: Bench) -> None:
+    pushback = ("grpc-retry-pushback-ms", str(TRY_AGAIN_MS))
+    for serving in (False, True):
+        bench.inference.serving = serving
+        call = bench.stub.ModelInfer(pb.ModelInferRequest(model_name="nosuch"), timeout=10)
+        assert (pushback in list(await call.trailing_metadata())) == (not serving)
+
+
 async def test_not_serving_is_live_and_not_ready(bench: Bench) -> None:
     assert (await bench.stub.ServerReady(pb.ServerReadyRequest())).ready
-    bench.inference.serving = False
+    bench.inference.ready = False
     assert not (await bench.stub.ServerReady(pb.ServerReadyRequest())).ready
     assert (await bench.stub.ServerLive(pb.ServerLiveRequest())).live
 
