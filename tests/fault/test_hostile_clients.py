@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import socket
+from contextlib import ExitStack
 from pathlib import Path
 
 from tests.certificates import Authority
 from tests.harness import ServerProcess, write_identity
+from tests.polling import eventually
 
 
 def test_handshakes_that_fail_leave_no_lines(tmp_path: Path) -> None:
@@ -23,3 +25,25 @@ def test_handshakes_that_fail_leave_no_lines(tmp_path: Path) -> None:
         assert server.terminate() == 0
         said = server.stderr[lines:]
     assert all(line.startswith("{") for line in said), said
+
+
+def threads(server: ServerProcess) -> int:
+    return len(list(Path(f"/proc/{server.pid}/task").iterdir()))
+
+
+def test_connections_to_the_metrics_port_that_say_nothing_are_few_and_keep_nobody_out(tmp_path: Path) -> None:
+    write_identity(tmp_path)
+    with ServerProcess(tmp_path) as server, ExitStack() as silent:
+        before = threads(server)
+        connections = [
+            silent.enter_context(socket.create_connection(("127.0.0.1", server.metrics_port), timeout=20))
+            for _ in range(100)
+        ]
+        for number, one in enumerate(connections):
+            one.sendall(b"GET /met"[: number % 8])
+        # The one that came first is the first to go, whatever it has said.
+        assert connections[0].recv(1) == b""
+        eventually(lambda: threads(server) <= before + 64, "no thread for each of them")
+        assert server.metrics()["paceline_ready"] == 1
+        assert threads(server) <= before + 64
+    assert not any("Traceback" in line for line in server.stderr)
