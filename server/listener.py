@@ -81,7 +81,7 @@ class Listener:
         level = COMPRESSION_LEVELS[self._settings.grpc_infer_response_compression_level]
         settings = self._settings
         options = dict(GRPC_OPTIONS) | {"grpc.default_compression_level": level}
-        options |= dict(settings.limits.grpc_options()) | dict(settings.connections.grpc_options())
+        options |= dict(settings.limits.grpc_options(settings.frontends)) | dict(settings.connections.grpc_options())
         if self._shares_port:
             options["grpc.so_reuseport"] = 1
         server = grpc.aio.server(options=list(options.items()))

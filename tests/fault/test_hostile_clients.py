@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import socket
-from contextlib import ExitStack
+import sys
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
+from clients import InferenceClient
 from tests.certificates import Authority
 from tests.harness import ServerProcess, write_identity
+from tests.integration.http2 import begun_calls
 from tests.polling import eventually
+
+PREFACE = begun_calls(0)
 
 
 def test_handshakes_that_fail_leave_no_lines(tmp_path: Path) -> None:
@@ -47,3 +52,63 @@ def test_connections_to_the_metrics_port_that_say_nothing_are_few_and_keep_nobod
         assert server.metrics()["paceline_ready"] == 1
         assert threads(server) <= before + 64
     assert not any("Traceback" in line for line in server.stderr)
+
+
+def is_open(connection: socket.socket) -> bool:
+    """Whether the server says its first word on it."""
+    try:
+        return bool(connection.recv(1))
+    except ConnectionError:
+        return False
+
+
+def test_connections_beyond_the_limit_are_closed_and_those_before_them_go_on(tmp_path: Path) -> None:
+    write_identity(tmp_path)
+    with ServerProcess(tmp_path, args=["--grpc-max-connections=5"]) as server, ExitStack() as idle:
+        with InferenceClient(server.target) as client:
+            assert client.server_live()
+            connections = [
+                idle.enter_context(socket.create_connection(("127.0.0.1", server.grpc_port), timeout=20))
+                for _ in range(20)
+            ]
+            for one in connections:
+                with suppress(ConnectionError):
+                    one.sendall(PREFACE)
+            assert sum(map(is_open, connections)) == 4
+            assert client.server_live()
+            for one in connections:
+                one.close()
+        with InferenceClient(server.target) as client:
+            client.wait_ready(20)
+
+
+def test_connections_leave_descriptors_for_all_else(tmp_path: Path) -> None:
+    write_identity(tmp_path)
+    program = ("/bin/sh", "-c", f'ulimit -n 128; exec "{sys.executable}" -m server "$@"', "sh")
+    with ServerProcess(tmp_path, program=program) as server, ExitStack() as idle:
+        connections = [
+            idle.enter_context(socket.create_connection(("127.0.0.1", server.grpc_port), timeout=20))
+            for _ in range(200)
+        ]
+        for one in connections:
+            with suppress(ConnectionError):
+                one.sendall(PREFACE)
+        assert sum(map(is_open, connections)) == 96
+        assert server.metrics()["paceline_ready"] == 1
+
+
+def test_calls_begun_on_a_connection_beyond_its_limit_are_reset(tmp_path: Path) -> None:
+    write_identity(tmp_path)
+    with (
+        ServerProcess(tmp_path, args=["--grpc-max-connection-calls=5"]) as server,
+        socket.create_connection(("127.0.0.1", server.grpc_port), timeout=20) as connection,
+        InferenceClient(server.target) as client,
+    ):
+        connection.sendall(begun_calls(20))
+        refused = bytes([0, 0, 4, 3, 0])  # RST_STREAM
+        received = b""
+        while received.count(refused) < 15:
+            more = connection.recv(4096)
+            assert more
+            received += more
+        assert client.server_live()
