@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Tracer"]
 
+_MOST_CHARACTERS = 200
+"""Of an id that a client sent: a file must not grow by what clients like."""
+
 
 class _Sampler:
     """Picks one request in `settings.rate`, up to `settings.count`."""
@@ -98,7 +101,7 @@ class Tracer:
         self._traces += 1
         head: dict[str, Any] = {"id": self._traces, "model_name": model, "model_version": int(version)}
         if request_id:
-            head["request_id"] = request_id
+            head["request_id"] = request_id[:_MOST_CHARACTERS]
         times = [{"name": name, "ns": ns} for name, ns in _times(began_ns, facts, monotonic_ns()).items()]
         self._writer.put((head, {"id": self._traces, "timestamps": times}), sampler.settings.log_frequency)
 
