@@ -99,7 +99,9 @@ class Tracer:
         if self._writer is None or not sampler.sample():
             return
         self._traces += 1
-        head: dict[str, Any] = {"id": self._traces, "model_name": model, "model_version": int(version)}
+        # Other servers' versions may have other names, or none.
+        number = int(version) if version.isdecimal() else version
+        head: dict[str, Any] = {"id": self._traces, "model_name": model, "model_version": number}
         if request_id:
             head["request_id"] = request_id[:_MOST_CHARACTERS]
         times = [{"name": name, "ns": ns} for name, ns in _times(began_ns, facts, monotonic_ns()).items()]
