@@ -11,7 +11,7 @@ import sys
 import time
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from typing import TextIO
+from typing import Any, TextIO
 
 from server.log_storms import Storms
 
@@ -46,6 +46,10 @@ class _Text(logging.Formatter):
     def formatMessage(self, record: logging.LogRecord) -> str:
         return super().formatMessage(record).translate(_CONTROLS)
 
+    def formatException(self, ei: Any) -> str:
+        """Indented, as an exception's text may have lines that look like ours."""
+        return "\n".join(f"    {line}".translate(_CONTROLS) for line in super().formatException(ei).split("\n"))
+
 
 class _Json(_Text):
     def format(self, record: logging.LogRecord) -> str:
@@ -57,7 +61,7 @@ class _Json(_Text):
             **getattr(record, "fields", {}),
         }
         if record.exc_info:
-            line["exception"] = self.formatException(record.exc_info)
+            line["exception"] = logging.Formatter.formatException(self, record.exc_info)
         return json.dumps(line)
 
 

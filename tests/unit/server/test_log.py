@@ -47,6 +47,18 @@ def test_json_carries_the_traceback_of_an_exception(capsys: pytest.CaptureFixtur
     assert record["exception"].endswith("ValueError: no good")
 
 
+def test_text_of_an_exception_forges_no_line_and_moves_no_cursor(capsys: pytest.CaptureFixture[str]) -> None:
+    log.configure("info", "text")
+    try:
+        raise ValueError("no good\n2026-11-21T00:00:00.000Z ERROR paceline.x: forged \x1b[31m\r\u2028")
+    except ValueError:
+        logging.getLogger("paceline.x").exception("failed")
+    first, *traceback = lines(capsys)
+    assert first.endswith("ERROR paceline.x: failed")
+    assert all(line.startswith("    ") for line in traceback)
+    assert traceback[-1].endswith("forged \\x1b[31m\\r\\u2028")
+
+
 @pytest.mark.parametrize(
     ("level", "shown"),
     [
