@@ -16,6 +16,8 @@ from clients import ClientError, InferenceClient
 from server.tokens import line_of
 from tests.certificates import Authority, Pair
 from tests.harness import REPO, ServerProcess, write_identity
+from tests.integration.http2 import call_by_hand
+from tests.integration.scripted import request
 from tests.integration.upstreams import Upstream, upstream
 
 HERS, OURS = "tok-hers", "tok-ours"
@@ -143,3 +145,30 @@ async def test_upstream_learns_no_token_that_is_for_us(tmp_path: Path, args: Seq
         finally:
             proxy.kill()
     assert [headers.get("authorization") for headers in stub.headers] == [learns]
+
+
+@pytest.mark.parametrize(
+    ("header", "travels"),
+    [("authorization", False), ("x-tenant-bin", True), ("traceparent", True)],
+)
+async def test_header_that_cannot_be_sent_is_its_callers_fault_or_left_out_and_nobodys_line(
+    tmp_path: Path, header: str, travels: bool
+) -> None:
+    """gRPC receives what it doesn't send. Of a trace, which accompanies a request, nothing is missed."""
+    stub, passed = Upstream(), ["--upstream-header=authorization", "--upstream-header=x-tenant-bin"]
+    value = "AAAA" if header.endswith("-bin") else "a\x01\u00e9"
+    data = request(1).SerializeToString()
+    async with upstream(stub) as target:
+        proxy = ServerProcess(args=["--upstream", target, "--upstream-model=m", *passed])
+        proxy.start()
+        try:
+            await asyncio.to_thread(proxy.wait_ready)
+            said = await call_by_hand(proxy.grpc_port, data, {header: value})
+            assert (b"can't be passed on" in said) is not travels
+            assert len(stub.calls) == travels
+            await call_by_hand(proxy.grpc_port, data, {"authorization": "fine"})
+        finally:
+            proxy.kill()
+    assert stub.headers[-1]["authorization"] == "fine"
+    assert all(line.startswith("{") for line in proxy.stderr)
+    assert {line["level"] for line in proxy.log} == {"INFO"}
