@@ -13,6 +13,9 @@ __all__ = ["Connections", "Limits"]
 
 LARGEST_MESSAGE_BYTES = 2**31 - 1
 """gRPC has no larger ones."""
+_MOST_PENDING = 16_384
+"""Each may take some 10 KB, which a client that begins calls and resets them has for nothing: no more than there may be
+calls under way by default."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +41,10 @@ class Limits:
             # Some descriptors are left for all else: models, metrics, other processes.
             ("grpc.max_allowed_incoming_connections", min(share, max(1, _descriptors() * 3 // 4))),
             ("grpc.max_concurrent_streams", self.connection_calls),
+            # Calls that have come and weren't looked at yet. By default gRPC begins at 1000 to end some of them with
+            # CANCELLED, and at 3000 all, whosever they are: a burst is enough. Who is one too many is told so instead.
+            ("grpc.server.max_pending_requests", _MOST_PENDING),
+            ("grpc.server.max_pending_requests_hard_limit", _MOST_PENDING),
             ("grpc.max_receive_message_length", self.message_bytes),
             ("grpc.max_send_message_length", LARGEST_MESSAGE_BYTES),
             # gRPC would begin to refuse some calls at the first and all at the second.
