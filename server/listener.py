@@ -45,10 +45,13 @@ def open_tokens(settings: Settings) -> Tokens | None:
 
 
 def check_access(settings: Settings) -> None:
-    """Find out before minutes go into loading whether what callers need can be read. Raises StartError."""
+    """Find out before minutes go into loading whether what callers need can be read, and not by everybody. Raises
+    StartError."""
     open_tokens(settings)
     if settings.tls is not None:
-        Certificates(settings.tls).credentials()
+        certificates = Certificates(settings.tls)
+        certificates.credentials()
+        certificates.warn()
 
 
 class Listener:
