@@ -35,6 +35,11 @@ _CONTROLS = {code: repr(chr(code))[1:-1] for code in (*range(32), *range(127, 16
 """Of a text that a client sent, nothing may end the line or move a terminal's cursor."""
 
 
+_LOOPS = "asyncio"
+"""The logger of those who run our code, and say so when it fails in a way that nobody foresaw. Not gRPC's: that has
+nobody who writes its lines, and values of headers are in them."""
+
+
 class _Text(logging.Formatter):
     converter = time.gmtime  # type: ignore[assignment]
     default_msec_format = "%s.%03dZ"
@@ -130,14 +135,19 @@ def configure(level: str, form: str) -> None:
 
 def apply(settings: LogSettings) -> None:
     """Log to stderr as `settings` say, from now on."""
-    logger = logging.getLogger("paceline")
-    before, logger.handlers = logger.handlers, [_Handler(settings)]
+    logger, ours = logging.getLogger("paceline"), _Handler(settings)
+    before, logger.handlers = logger.handlers, [ours]
     for handler in before:
         if isinstance(handler, _Handler):
             handler.close()
     logger.setLevel(settings.threshold)
     debugging.on = settings.verbose_level > 0
     logger.propagate = False
+    # By default its lines go past format, level and bounds.
+    loops = logging.getLogger(_LOOPS)
+    loops.handlers = [ours]
+    loops.propagate = False
+    loops.setLevel(max(settings.threshold, logging.WARNING))
 
 
 def current() -> LogSettings:
