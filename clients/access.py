@@ -18,6 +18,7 @@ from typing import Any
 import click
 
 from clients.errors import ClientError
+from clients.printable import printable
 from clients.tls import Tls
 from clients.tokens import authorization, read_token
 
@@ -129,4 +130,4 @@ def _hint(said: str, access: Access) -> str:
 
 
 def _one_line(text: str) -> str:
-    return " ".join(text.split())
+    return printable(" ".join(text.split()))

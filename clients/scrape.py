@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from clients.errors import ClientError
+from clients.printable import printable
 from clients.tls import Tls
 from clients.tokens import authorization
 
@@ -97,9 +98,9 @@ class Scraper:
         except urllib.error.URLError as error:
             raise ScrapeError(f"no answer from {url}: {error.reason}") from None
         except (OSError, http.client.HTTPException) as error:
-            raise ScrapeError(f"no answer from {url}: {error or type(error).__name__}") from None
+            raise ScrapeError(f"no answer from {url}: {printable(str(error)) or type(error).__name__}") from None
         except ValueError as error:
-            raise ScrapeError(f"no metrics at {url}: {error}") from None
+            raise ScrapeError(f"no metrics at {url}: {printable(str(error))}") from None
 
 
 def parse(text: str, taken_s: float) -> Snapshot:
