@@ -171,4 +171,4 @@ async def test_header_that_cannot_be_sent_is_its_callers_fault_or_left_out_and_n
             proxy.kill()
     assert stub.headers[-1]["authorization"] == "fine"
     assert all(line.startswith("{") for line in proxy.stderr)
-    assert {line["level"] for line in proxy.log} == {"INFO"}
+    assert [line for line in proxy.log if line["level"] != "INFO"] == []
