@@ -64,8 +64,8 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
 
 
 def test_proxy_speaks_tls_with_its_own_certificate_and_token(world: World) -> None:
-    for name in ((), ("--upstream-server-name", "localhost")):
-        args = [*world.args(world.ours.roots, world.own), *name]
+    for more in ((), ("--upstream-server-name", "localhost"), ("--frontends", "2")):
+        args = [*world.args(world.ours.roots, world.own), *more]
         with ServerProcess(args=args) as proxy, InferenceClient(proxy.target) as client:
             assert client.server_ready()
             assert client.infer("echo", ROW)["OUTPUT0"].tolist() == ROW["INPUT0"].tolist()

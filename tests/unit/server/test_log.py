@@ -55,6 +55,8 @@ def test_lines_of_the_event_loop_are_like_ours(capsys: pytest.CaptureFixture[str
     (line,) = lines(capsys)  # and a storm is one
     assert json.loads(line)["logger"] == "asyncio"
     assert json.loads(line)["message"] == "unexpected:\nx"
+    log.configure("info", "json")  # the end of the one before, which tells what it counted
+    assert [json.loads(line)["repeated"] for line in lines(capsys)] == [2]
 
 
 def test_lines_of_grpc_are_not_written_since_headers_are_in_them(capsys: pytest.CaptureFixture[str]) -> None:
