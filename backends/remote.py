@@ -65,27 +65,44 @@ MessageT = TypeVar("MessageT", bound=Message)
 
 
 class RemoteServer:
-    """Connections to the server at `target`. A call takes at most `limit_s`.
+    """Connections to the server at `target`, by TLS with `credentials`; `options` are gRPC's, beside ours. A call takes
+    at most `limit_s`, and `own_headers` along.
 
     `suspected` is set when a call finds it gone, so that whoever watches it looks at once.
     """
 
-    def __init__(self, target: str, connections: int = 1, limit_s: float = 300.0) -> None:
+    def __init__(
+        self,
+        target: str,
+        connections: int = 1,
+        limit_s: float = 300.0,
+        credentials: grpc.ChannelCredentials | None = None,
+        options: Sequence[tuple[str, Any]] = (),
+        own_headers: Headers = (),
+    ) -> None:
         self.target = target
         self.suspected = asyncio.Event()
         self.answered = 0
         """Calls of inference that got an answer, whichever: a sign of life."""
         self._connections = connections
         self._limit_s = limit_s
+        self._credentials = credentials
+        self._options = (*_OPTIONS, *options)
+        self._own_headers = own_headers
         self._channels: list[grpc.aio.Channel] = []
         self._infer: list[Any] = []
         self._retired: dict[asyncio.Task[None], grpc.aio.Channel] = {}
 
     def open(self) -> None:
         """Make the channels, on the running event loop; they connect when they are used."""
-        self._channels = [grpc.aio.insecure_channel(self.target, options=_OPTIONS) for _ in range(self._connections)]
+        self._channels = [self._channel() for _ in range(self._connections)]
         # Bytes in, bytes out.
         self._infer = [channel.unary_unary(f"{_SERVICE}ModelInfer", None, None) for channel in self._channels]
+
+    def _channel(self) -> grpc.aio.Channel:
+        if self._credentials is None:
+            return grpc.aio.insecure_channel(self.target, options=self._options)
+        return grpc.aio.secure_channel(self.target, self._credentials, options=self._options)
 
     def renew(self) -> None:
         """Make new channels: a connection to a machine that is gone looks like one to a server that computes, for as
@@ -109,7 +126,7 @@ class RemoteServer:
         """Call `rpc`. Raises UpstreamFailed or UpstreamRefused."""
         call: Any = self._channels[0].unary_unary(f"{_SERVICE}{rpc}", type(request).SerializeToString, None)
         try:
-            return answer.FromString(await call(request, timeout=timeout_s))
+            return answer.FromString(await call(request, timeout=timeout_s, metadata=self._own_headers or None))
         except grpc.aio.AioRpcError as error:
             raise self._failure(error) from None
         except DecodeError as error:
@@ -121,7 +138,7 @@ class RemoteServer:
         timeout_s = min(self._limit_s, left_s)
         try:
             answer: bytes = await self._infer[connection % len(self._infer)](
-                request, timeout=timeout_s, metadata=headers or None
+                request, timeout=timeout_s, metadata=(*self._own_headers, *headers) or None
             )
         except grpc.aio.AioRpcError as error:
             failure = self._failure(error)

@@ -26,7 +26,7 @@ from bench.subjects import Subject, UnservedError, cpu_s, stub
 from protos import inference_pb2 as pb
 from tests.harness import REPO, ServerProcess
 
-__all__ = ["BenchError", "Load", "Module", "Step", "open_loop", "region", "run_module"]
+__all__ = ["BenchError", "Counters", "Load", "Module", "Step", "batch_figures", "open_loop", "region", "run_module"]
 
 _SPARE_S = 60.0
 _STRETCHES = 4  # how often a measurement is made twice as long because too few answers came
@@ -45,7 +45,7 @@ class BenchError(Exception):
     """A measurement failed, so there is nothing to report."""
 
 
-class _Counters(NamedTuple):
+class Counters(NamedTuple):
     """What a server says of one model since it started."""
 
     requests: float
@@ -96,7 +96,7 @@ class Load:
         cpu_after_s = cpu_s(self.subject.pid)
         if cpu_before_s is not None and cpu_after_s is not None and answer["answers_in_all"]:
             sample["server_cpu_us"] = 1e6 * (cpu_after_s - cpu_before_s) / answer["answers_in_all"]
-        return {**sample, **_batches(before, self._counters())}
+        return {**sample, **batch_figures(before, self._counters())}
 
     def _perf_analyzer(self, seconds: float) -> dict[str, Any]:
         assert self.binary is not None
@@ -127,11 +127,11 @@ class Load:
             raise BenchError(f"{answer['ok']} answers, errors {answer['errors']}")
         return answer
 
-    def _counters(self) -> _Counters | None:
+    def _counters(self) -> Counters | None:
         if not isinstance(self.subject, ServerProcess):
             return None
         metrics, labels = self.subject.metrics(), f'{{model="{self.model}",version="1"}}'
-        return _Counters(*(metrics[name + labels] for name in _METRICS))
+        return Counters(*(metrics[name + labels] for name in _METRICS))
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,12 +210,12 @@ def run_module(module: str, *arguments: str, timeout_s: float) -> dict[str, Any]
     return answer
 
 
-def _batches(before: _Counters | None, after: _Counters | None) -> Sample:
-    """Mean rows of a batch, and the mean time in the model of the batch that a request was in."""
+def batch_figures(before: Counters | None, after: Counters | None) -> Sample:
+    """Mean rows of a batch, and the mean time in the model of the batch that a request was in; nothing if no request
+    was answered: batches that came too late for their callers were executed, and count as nobody's."""
     if before is None or after is None:
         return {}
     requests, rows, batches, model_us = (new - old for old, new in zip(before, after, strict=True))
-    # A batch that everybody has left while it executed has no requests.
     if not requests or not batches:
         return {}
     return {"rows_per_batch": rows / batches, "model_ms_per_batch": model_us / requests / 1_000}

@@ -6,7 +6,8 @@
         result = client.infer("scorer", {"x": np.zeros((1, 4), np.float32)})
         print(result["y"])
 
-`AsyncInferenceClient` is the same with `async with` and `await`.
+`AsyncInferenceClient` is the same with `async with` and `await`. `tls=True` or `tls=Tls(ca="ca.crt")` speaks TLS, and
+`token=` says who calls.
 """
 
 from clients.aio import InferenceClient as AsyncInferenceClient
@@ -28,6 +29,7 @@ from clients.errors import (
 )
 from clients.messages import InferResult, ModelMetadata, ServerMetadata, TensorMetadata
 from clients.sync import InferenceClient
+from clients.tls import Tls
 
 __all__ = [
     "AsyncInferenceClient",
@@ -47,6 +49,7 @@ __all__ = [
     "ResponseError",
     "ServerMetadata",
     "TensorMetadata",
+    "Tls",
     "Unauthenticated",
     "Unavailable",
     "Unimplemented",

@@ -21,6 +21,7 @@ from clients.coalescing import Coalescer
 from clients.errors import Cancelled, DeadlineExceeded, Unavailable, rpc_failure
 from clients.messages import InferResult, Inputs, ModelMetadata, Parameters, ServerMetadata, infer_request
 from clients.streams import Streams
+from clients.tls import Tls
 from protos.inference_pb2 import ModelInferRequest
 
 __all__ = ["InferenceClient"]
@@ -54,11 +55,21 @@ class InferenceClient(BaseClient):
         transport: Literal["call", "stream"] = "call",
         coalesce: int | None = None,
         timeout_s: float | None = DEFAULT_TIMEOUT_S,
+        tls: bool | Tls = False,
+        token: str | None = None,
         credentials: grpc.ChannelCredentials | None = None,
         options: Sequence[tuple[str, Any]] = (),
         metadata: Metadata = (),
     ) -> None:
-        super().__init__(target, timeout_s=timeout_s, credentials=credentials, options=options, metadata=metadata)
+        super().__init__(
+            target,
+            timeout_s=timeout_s,
+            tls=tls,
+            token=token,
+            credentials=credentials,
+            options=options,
+            metadata=metadata,
+        )
         if transport not in ("call", "stream"):
             raise ValueError(f"transport: expected 'call' or 'stream', got {transport!r}")
         if coalesce is not None and coalesce < 2:

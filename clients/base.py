@@ -15,6 +15,8 @@ import grpc
 
 from clients.calls import Call, Method, stubs
 from clients.errors import ClientClosed, DeadlineExceeded
+from clients.tls import Tls
+from clients.tokens import authorization
 
 __all__ = ["DEFAULT_TIMEOUT_S", "BaseClient", "Metadata", "ReadyWait", "Timeout"]
 
@@ -43,12 +45,15 @@ class BaseClient:
     """What both clients are told when made, and their one channel.
 
     `target` is a gRPC name such as `127.0.0.1:8001`, `dns:///host:8001` or `unix:/path`. `timeout_s` bounds each call
-    that names no timeout of its own, in seconds; None is no bound. `credentials` makes the connection TLS. `options`
-    are gRPC channel options and override ours: message sizes are unlimited, and reconnecting is tried at least once a
-    second. `metadata` goes with every call, before the call's own.
+    that names no timeout of its own, in seconds; None is no bound. `tls` makes the connection TLS: True, believing the
+    authorities that gRPC brings along, or `Tls` with files of one's own. `token` goes with every call, in the header
+    `authorization`; without TLS whoever is on the way reads it. `credentials` are gRPC's own, for what `tls` can't say;
+    one of the two. `options` are gRPC channel options and override ours: message sizes are unlimited, and reconnecting
+    is tried at least once a second. `metadata` goes with every call, before the call's own.
 
-    Making a client opens nothing; the first call does, or entering it as a context manager. No failed call is
-    repeated: it raises at once, and whether to try again is the caller's decision.
+    Making a client opens nothing; the first call does, or entering it as a context manager, and raises ValueError for
+    files of `tls` that are no good. No failed call is repeated: it raises at once, and whether to try again is the
+    caller's decision.
     """
 
     _transport: ClassVar[ModuleType]
@@ -59,15 +64,20 @@ class BaseClient:
         target: str,
         *,
         timeout_s: float | None = DEFAULT_TIMEOUT_S,
+        tls: bool | Tls = False,
+        token: str | None = None,
         credentials: grpc.ChannelCredentials | None = None,
         options: Sequence[tuple[str, Any]] = (),
         metadata: Metadata = (),
     ) -> None:
+        if tls and credentials is not None:
+            raise ValueError("expected one of tls and credentials, got both")
         self._target = target
         self._timeout_s = timeout_s
+        self._tls = tls if isinstance(tls, Tls) else Tls() if tls else None
         self._credentials = credentials
         self._options = options
-        self._metadata = metadata
+        self._metadata = (*([authorization(token)] if token is not None else []), *metadata)
         self._lock = threading.Lock()
         self._closed = False
         self._channel: Any = None
@@ -87,10 +97,12 @@ class BaseClient:
             return self._stubs
 
     def _new_channel(self) -> Any:
-        options = list({**_CHANNEL_OPTIONS, **dict(self._options)}.items())
-        if self._credentials is None:
+        of_tls = self._tls.channel_options() if self._tls is not None else ()
+        options = list({**_CHANNEL_OPTIONS, **dict(of_tls), **dict(self._options)}.items())
+        credentials = self._tls.credentials() if self._tls is not None else self._credentials
+        if credentials is None:
             return self._transport.insecure_channel(self._target, options=options)
-        return self._transport.secure_channel(self._target, self._credentials, options=options)
+        return self._transport.secure_channel(self._target, credentials, options=options)
 
     def _detach(self) -> Any:
         """Marks the client as closed; returns the channel to be closed, None where there is none (any more)."""

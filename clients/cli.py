@@ -1,22 +1,21 @@
 """The command `infer`: one request, or many, to any server of the protocol. `paceline` mounts it.
 
 Lives here: options and exit codes. Must not live here: reading inputs (inputs.py), printing (report.py), calling
-(sync.py). Exit code 1 when the server or the connection fails, 2 when what the user gave can't be used; either way
-one line on stderr.
+(sync.py), how the server is spoken to (access.py). Exit code 1 when the server or the connection fails, 2 when what the
+user gave can't be used; either way one line on stderr.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
 import click
 
+from clients.access import Access, access_options, one_line_errors
 from clients.base import DEFAULT_TIMEOUT_S
-from clients.errors import ClientError
 from clients.inputs import InputError, RandomInputs, parse_shape, prepare, read_inputs
 from clients.messages import InferResult, ParameterValue
 from clients.repeat import Outcome, repeated
@@ -24,12 +23,6 @@ from clients.report import outcome_json, outcome_text, result_json, result_text,
 from clients.sync import InferenceClient
 
 __all__ = ["infer"]
-
-
-class _Unusable(click.ClickException):
-    """What the user gave can't be used."""
-
-    exit_code = 2
 
 
 @click.command()
@@ -69,6 +62,7 @@ class _Unusable(click.ClickException):
     "--format", "form", type=click.Choice(["table", "json"]), default="table", show_default=True, help="How to print."
 )
 @click.option("--save", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE.npz", help="Keep the outputs.")
+@access_options
 def infer(
     model: str,
     server: str,
@@ -85,12 +79,17 @@ def infer(
     concurrency: int,
     form: str,
     save: Path | None,
+    access: Access,
 ) -> None:
     """Run MODEL on a server and print what it answers.
 
     Numbers are converted to the datatypes that the model asks for, as long as no value is lost.
     """
-    with _one_line_errors(), InferenceClient(server, timeout_s=timeout_s) as client:
+    tls = access.tls or False
+    with (
+        one_line_errors(access),
+        InferenceClient(server, timeout_s=timeout_s, tls=tls, token=access.token) as client,
+    ):
         _refuse_contradictions(repeat, concurrency, save)
         random = _random_inputs(make_up, rows, shapes, seed)
         given = read_inputs(inputs)
@@ -111,20 +110,6 @@ def infer(
             _print_outcome(repeated(call, repeat=repeat, concurrency=concurrency), form)
         else:
             _print_result(call(), form, save)
-
-
-@contextmanager
-def _one_line_errors() -> Iterator[None]:
-    try:
-        yield
-    except ClientError as error:
-        raise click.ClickException(_one_line(error)) from error
-    except (ValueError, OSError) as error:
-        raise _Unusable(_one_line(error)) from error
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())
 
 
 def _refuse_contradictions(repeat: int, concurrency: int, save: Path | None) -> None:

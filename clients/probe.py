@@ -1,13 +1,14 @@
 """The command `health`: whether a server takes requests, as an exit code. `paceline` mounts it.
 
-For where nothing but a command can ask, such as a container's HEALTHCHECK; Kubernetes asks grpc.health.v1 itself.
+For where nothing but a command can ask, such as a container's HEALTHCHECK, and for Kubernetes where the server speaks
+TLS: its own gRPC probes don't. Every option is an environment variable too, as a HEALTHCHECK's command is fixed.
 """
 
 from __future__ import annotations
 
 import click
 
-from clients.errors import ClientError
+from clients.access import Access, access_options, one_line_errors
 from clients.sync import InferenceClient
 
 __all__ = ["health"]
@@ -35,13 +36,18 @@ _SERVING = "SERVING"
     metavar="SECONDS",
     help="Longest wait for the answer.",
 )
-def health(server: str, service: str, timeout_s: float) -> None:
-    """Ask a server's health service; exit code 0 if it says SERVING, else 1."""
-    try:
-        with InferenceClient(server, timeout_s=timeout_s) as client:
-            status = client.health(service)
-    except ClientError as error:
-        raise click.ClickException(" ".join(str(error).split())) from error
+@access_options
+def health(server: str, service: str, timeout_s: float, access: Access) -> None:
+    """Ask a server's health service; exit code 0 if it says SERVING, 2 if an option can't be used, else 1.
+
+    Health needs no token.
+    """
+    tls = access.tls or False
+    with (
+        one_line_errors(access),
+        InferenceClient(server, timeout_s=timeout_s, tls=tls, token=access.token) as client,
+    ):
+        status = client.health(service)
     click.echo(status)
     if status != _SERVING:
         raise click.exceptions.Exit(click.ClickException.exit_code)

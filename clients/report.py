@@ -16,6 +16,7 @@ import numpy as np
 
 from clients.casting import Array
 from clients.messages import InferResult
+from clients.printable import printable
 from clients.repeat import Outcome
 
 __all__ = ["outcome_json", "outcome_text", "result_json", "result_text", "save_npz"]
@@ -28,9 +29,10 @@ def result_text(result: InferResult) -> str:
     if result.id:
         lines.append(f"id {result.id}")
     lines += [f"{name} = {value}" for name, value in result.parameters.items()]
+    lines = list(map(printable, lines))
     for name, array in result.outputs.items():
-        lines.append(f"{name}  {result.datatypes[name]}  {list(array.shape)}")
-        lines.append(np.array2string(_readable(array)))
+        lines.append(printable(f"{name}  {result.datatypes[name]}  {list(array.shape)}"))
+        lines.append(np.array2string(_readable(array)))  # of text its repr
     return "\n".join(lines)
 
 

@@ -13,8 +13,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from clients.errors import ClientError
+from clients.printable import printable
+from clients.tls import Tls
+from clients.tokens import authorization
 
-__all__ = ["Histogram", "Model", "ScrapeError", "Snapshot", "parse", "scrape"]
+__all__ = ["Histogram", "Model", "ScrapeError", "Scraper", "Snapshot", "parse"]
 
 _MOST_BYTES = 64 * 2**20
 
@@ -67,21 +70,37 @@ _OF_PROCESS = {
 }
 
 
-def scrape(url: str, timeout_s: float) -> Snapshot:
-    """What the server says now. Raises ScrapeError."""
-    try:
-        with urllib.request.urlopen(url, timeout=timeout_s) as response:
-            text = response.read(_MOST_BYTES).decode()
-        return parse(text, time.monotonic())
-    except urllib.error.HTTPError as error:
-        with error:
-            raise ScrapeError(f"no metrics at {url}: HTTP status {error.code}") from None
-    except urllib.error.URLError as error:
-        raise ScrapeError(f"no answer from {url}: {error.reason}") from None
-    except (OSError, http.client.HTTPException) as error:
-        raise ScrapeError(f"no answer from {url}: {error or type(error).__name__}") from None
-    except ValueError as error:
-        raise ScrapeError(f"no metrics at {url}: {error}") from None
+class Scraper:
+    """Asks for the metrics at `url`, an HTTP or HTTPS one, no longer than `timeout_s`. Raises ValueError for files of
+    `tls` that are no good, and for a `token` that is none."""
+
+    def __init__(self, url: str, timeout_s: float, tls: Tls | None = None, token: str | None = None) -> None:
+        self.url = url
+        self._timeout_s = timeout_s
+        handlers = [] if tls is None else [urllib.request.HTTPSHandler(context=tls.context())]
+        self._opener = urllib.request.build_opener(*handlers)
+        self._headers = [] if token is None else [authorization(token)]
+
+    def scrape(self) -> Snapshot:
+        """What the server says now. Raises ScrapeError."""
+        url = self.url
+        request = urllib.request.Request(url)
+        for key, value in self._headers:
+            # A server that sends us elsewhere must not have our token go there.
+            request.add_unredirected_header(key, value)
+        try:
+            with self._opener.open(request, timeout=self._timeout_s) as response:
+                text = response.read(_MOST_BYTES).decode()
+            return parse(text, time.monotonic())
+        except urllib.error.HTTPError as error:
+            with error:
+                raise ScrapeError(f"no metrics at {url}: HTTP status {error.code}") from None
+        except urllib.error.URLError as error:
+            raise ScrapeError(f"no answer from {url}: {error.reason}") from None
+        except (OSError, http.client.HTTPException) as error:
+            raise ScrapeError(f"no answer from {url}: {printable(str(error)) or type(error).__name__}") from None
+        except ValueError as error:
+            raise ScrapeError(f"no metrics at {url}: {printable(str(error))}") from None
 
 
 def parse(text: str, taken_s: float) -> Snapshot:

@@ -14,7 +14,8 @@ from typing import TextIO
 
 import click
 
-from clients.scrape import ScrapeError, Snapshot, scrape
+from clients.access import Access, Unusable, access_options
+from clients.scrape import ScrapeError, Scraper, Snapshot
 from clients.top_table import table
 
 __all__ = ["top"]
@@ -43,31 +44,36 @@ _HOME, _END_LINE, _END_SCREEN = "\x1b[H", "\x1b[K", "\x1b[J"
     help="How often to look.",
 )
 @click.option("--once", is_flag=True, help="Print one table, of one interval, and end.")
-def top(metrics: str, interval_s: float, once: bool) -> None:
+@access_options
+def top(metrics: str, interval_s: float, once: bool, access: Access) -> None:
     """Show what a running server does: requests, batches, waits and latencies of each model, until Ctrl-C.
 
-    Times are the 50th and 99th percentile of the last interval; COMPUTE is a mean.
+    Times are the 50th and 99th percentile of the last interval; COMPUTE is a mean. A server's own metrics need neither
+    TLS nor a token; a proxy in front of them may.
     """
-    url = metrics if "://" in metrics else f"http://{metrics}/metrics"
+    url = metrics if "://" in metrics else f"{'https' if access.tls else 'http'}://{metrics}/metrics"
     if not url.startswith(("http://", "https://")):
         raise click.UsageError(f"--metrics: expected HOST:PORT or the URL of an HTTP server, got '{metrics}'")
+    if access.tls and not url.startswith("https://"):
+        raise Unusable(f"--metrics: expected an https URL, as --tls asks for, got '{metrics}'")
+    scraper = Scraper(url, _TIMEOUT_S, access.tls, access.token)
     if once:
-        click.echo(_one_table(url, interval_s))
+        click.echo(_one_table(scraper, interval_s))
         return
     with contextlib.suppress(KeyboardInterrupt):
-        _watch(url, interval_s, sys.stdout)
+        _watch(scraper, interval_s, sys.stdout)
 
 
-def _one_table(url: str, interval_s: float) -> str:
+def _one_table(scraper: Scraper, interval_s: float) -> str:
     try:
-        before = scrape(url, _TIMEOUT_S)
+        before = scraper.scrape()
         time.sleep(interval_s)
-        return table(before, scrape(url, _TIMEOUT_S))
+        return table(before, scraper.scrape())
     except ScrapeError as error:
         raise click.ClickException(str(error)) from None
 
 
-def _watch(url: str, interval_s: float, out: TextIO) -> None:
+def _watch(scraper: Scraper, interval_s: float, out: TextIO) -> None:
     """Look again and again. Where `out` is no terminal, tables follow each other."""
     terminal = out.isatty()
     before: Snapshot | None = None
@@ -76,11 +82,11 @@ def _watch(url: str, interval_s: float, out: TextIO) -> None:
         while True:
             began_s = time.monotonic()
             try:
-                now = scrape(url, _TIMEOUT_S)
+                now = scraper.scrape()
                 what, before = table(before, now), now
             except ScrapeError as error:
                 what = f"{error}; asking again every {interval_s:g} s"
-            _show(f"{time.strftime('%H:%M:%S')}  {url}\n{what}", out, terminal)
+            _show(f"{time.strftime('%H:%M:%S')}  {scraper.url}\n{what}", out, terminal)
             time.sleep(max(0.0, began_s + interval_s - time.monotonic()))
     finally:
         out.write(_LEAVE if terminal else "")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from clients.printable import printable
 from clients.scrape import Histogram, Model, Snapshot
 
 __all__ = ["quantile", "table"]
@@ -27,7 +28,7 @@ def table(before: Snapshot | None, now: Snapshot) -> str:
     changes = [(key, _since(model, base.models.get(key))) for key, model in now.models.items()]
     # The busiest first; names are what is left to go by.
     changes.sort(key=lambda item: (-item[1].succeeded - item[1].failed, item[0][0], item[0][1].zfill(10)))
-    rows = [(_printable(name), version, *_cells(change, seconds)) for (name, version), change in changes]
+    rows = [(printable(name), printable(version), *_cells(change, seconds)) for (name, version), change in changes]
     lines = [_summary([change for _, change in changes], base, now, seconds), ""]
     lines += _aligned([_HEADINGS, *rows]) if rows else ["no models"]
     return "\n".join(lines)
@@ -116,11 +117,6 @@ def _time(us: float | None) -> str:
         if us >= size:
             return f"{us / size:.3g} {unit}"
     return f"{us:.0f} us"
-
-
-def _printable(text: str) -> str:
-    """What a server says must not move the cursor."""
-    return "".join(letter if letter.isprintable() else "?" for letter in text)
 
 
 def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:

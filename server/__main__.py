@@ -1,6 +1,19 @@
-"""`python -m server`: the command `paceline`, for when it isn't installed."""
+"""The command `paceline`, also as `python -m server` for when it isn't installed."""
 
-from server.cli import main
+import os
+
+__all__ = ["main"]
+
+
+def main() -> None:
+    """Run the command."""
+    # By default gRPC writes a line to stderr for every handshake that fails: one for each connection that anybody
+    # makes to a server, past the log's format, level and bounds. It looks when it is imported.
+    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
+    from server.cli import main as command
+
+    command(prog_name="paceline")
+
 
 if __name__ == "__main__":
-    main(prog_name="paceline")
+    main()

@@ -279,6 +279,8 @@ class Server:
         shown = (
             LimitShown("message_bytes", limits.message_bytes),
             LimitShown("metadata_bytes", limits.metadata_bytes),
+            LimitShown("connections", limits.connections),
+            LimitShown("connection_calls", limits.connection_calls),
             LimitShown("rpcs", limits.rpcs, lambda: self._front.usage.rpcs),
             LimitShown("streams", limits.streams, lambda: self._front.usage.streams),
             LimitShown("stream_requests", settings.grpc_max_stream_requests),

@@ -90,13 +90,22 @@ class HeaderPassing:
         self._tracing = frozenset(map(str.lower, tracing)) - self._headers
 
     def sent(self, context: Context) -> Sent:
-        """Those of a call, in its order."""
+        """Those of a call, in its order. Raises InvalidRequest for one that can't be sent; a trace's is left out."""
         metadata = context.invocation_metadata() or ()
-        return Sent(_among(metadata, self._headers), _among(metadata, self._tracing))
+        headers = _among(metadata, self._headers)
+        for key, value in headers:
+            if not _can_be_sent(value):
+                raise InvalidRequest(f"header '{key}' can't be passed on: expected printable ASCII characters")
+        return Sent(headers, tuple(one for one in _among(metadata, self._tracing) if _can_be_sent(one[1])))
 
 
 def _among(metadata: Sequence[tuple[str, str | bytes]], names: frozenset[str]) -> Headers:
     return tuple((key, value) for key, value in metadata if key in names)
+
+
+def _can_be_sent(value: str | bytes) -> bool:
+    """gRPC takes more than it sends, and would end the call with words of its own, and lines on stderr."""
+    return isinstance(value, bytes) or (value.isascii() and value.isprintable())
 
 
 class HeaderForwarding:

@@ -54,6 +54,8 @@ _FLAGS: tuple[Decorator, ...] = (
     ),
     _bound("grpc-max-message-bytes", _LIMITS.message_bytes, "Largest request.", high=LARGEST_MESSAGE_BYTES),
     _bound("grpc-max-metadata-bytes", _LIMITS.metadata_bytes, "Largest headers of a call.", low=1024),
+    _bound("grpc-max-connections", _LIMITS.connections, "Connections; at most 3/4 of the descriptors there may be."),
+    _bound("grpc-max-connection-calls", _LIMITS.connection_calls, "Calls begun on a connection; others wait."),
     _bound("grpc-max-concurrent-rpcs", _LIMITS.rpcs, "Calls under way, besides streams."),
     _bound("grpc-max-streams", _LIMITS.streams, "Open streams of each RPC."),
     _bound("max-queued-requests", _LIMITS.queued_requests, "Requests in all queues."),
@@ -86,6 +88,7 @@ _FLAGS: tuple[Decorator, ...] = (
         "Pings too many before a connection is closed; 0: any number.",
         low=0,
     ),
+    _bound("grpc-max-connection-idle", 0, "ms without a call until it is closed; 0: any time.", low=0, high=_MOST_MS),
     _bound("grpc-max-connection-age", 0, "ms that a connection lives; 0: any time.", low=0, high=_MOST_MS),
     _bound("grpc-max-connection-age-grace", 0, "ms after that for its calls; 0: any time.", low=0, high=_MOST_MS),
 )
@@ -111,6 +114,8 @@ def network_settings(given: Mapping[str, Any]) -> dict[str, Any]:
         "limits": Limits(
             message_bytes=given["grpc_max_message_bytes"],
             metadata_bytes=given["grpc_max_metadata_bytes"],
+            connections=given["grpc_max_connections"],
+            connection_calls=given["grpc_max_connection_calls"],
             rpcs=given["grpc_max_concurrent_rpcs"],
             streams=given["grpc_max_streams"],
             queued_requests=given["max_queued_requests"],
@@ -124,6 +129,7 @@ def network_settings(given: Mapping[str, Any]) -> dict[str, Any]:
             max_pings_without_data=given["grpc_http2_max_pings_without_data"],
             min_recv_ping_interval_without_data_ms=given["grpc_http2_min_recv_ping_interval_without_data"],
             max_ping_strikes=given["grpc_http2_max_ping_strikes"],
+            max_idle_ms=given["grpc_max_connection_idle"],
             max_age_ms=given["grpc_max_connection_age"],
             max_age_grace_ms=given["grpc_max_connection_age_grace"],
         ),

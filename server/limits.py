@@ -5,6 +5,7 @@ Lives here: values, and the options of gRPC's server that they are. Must not: co
 
 from __future__ import annotations
 
+import resource
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -12,23 +13,38 @@ __all__ = ["Connections", "Limits"]
 
 LARGEST_MESSAGE_BYTES = 2**31 - 1
 """gRPC has no larger ones."""
+_MOST_PENDING = 16_384
+"""Each may take some 10 KB, which a client that begins calls and resets them has for nothing: no more than there may be
+calls under way by default."""
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Of a request and of the server: the RPCs, streams (of each RPC) and requests in queues that there may be at a
-    time, and how many bytes of tensors those have."""
+    """Of a request and of the server: the connections, calls on each of them whether or not they have sent anything,
+    RPCs, streams (of each RPC) and requests in queues that there may be at a time, and how many bytes of tensors those
+    have."""
 
     message_bytes: int = LARGEST_MESSAGE_BYTES
     metadata_bytes: int = 16_384
+    connections: int = 8_192
+    connection_calls: int = 16_384
     rpcs: int = 16_384
     streams: int = 1_024
     queued_requests: int = 65_536
     queued_bytes: int = 4 * 2**30
     models: int = 1_024
 
-    def grpc_options(self) -> Sequence[tuple[str, int]]:
+    def grpc_options(self, processes: int = 1) -> Sequence[tuple[str, int]]:
+        """For each of so many that listen on the same port."""
+        share = -(-self.connections // processes)
         return (
+            # Some descriptors are left for all else: models, metrics, other processes.
+            ("grpc.max_allowed_incoming_connections", min(share, max(1, _descriptors() * 3 // 4))),
+            ("grpc.max_concurrent_streams", self.connection_calls),
+            # Calls that have come and weren't looked at yet. By default gRPC begins at 1000 to end some of them with
+            # CANCELLED, and at 3000 all, whosever they are: a burst is enough. Who is one too many is told so instead.
+            ("grpc.server.max_pending_requests", _MOST_PENDING),
+            ("grpc.server.max_pending_requests_hard_limit", _MOST_PENDING),
             ("grpc.max_receive_message_length", self.message_bytes),
             ("grpc.max_send_message_length", LARGEST_MESSAGE_BYTES),
             # gRPC would begin to refuse some calls at the first and all at the second.
@@ -39,7 +55,8 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Connections:
-    """How long connections live, by Triton's names and with its defaults. An age of 0 is none."""
+    """How long connections live, by Triton's names and with its defaults. An age or idleness of 0 is
+    none."""
 
     keepalive_time_ms: int = 7_200_000
     keepalive_timeout_ms: int = 20_000
@@ -47,6 +64,7 @@ class Connections:
     max_pings_without_data: int = 2
     min_recv_ping_interval_without_data_ms: int = 300_000
     max_ping_strikes: int = 2
+    max_idle_ms: int = 0
     max_age_ms: int = 0
     max_age_grace_ms: int = 0
 
@@ -61,8 +79,16 @@ class Connections:
             ("grpc.http2.min_ping_interval_without_data_ms", self.min_recv_ping_interval_without_data_ms),
             ("grpc.http2.max_ping_strikes", self.max_ping_strikes),
         ]
+        if self.max_idle_ms:
+            options.append(("grpc.max_connection_idle_ms", self.max_idle_ms))
         if self.max_age_ms:
             options.append(("grpc.max_connection_age_ms", self.max_age_ms))
         if self.max_age_grace_ms:
             options.append(("grpc.max_connection_age_grace_ms", self.max_age_grace_ms))
         return options
+
+
+def _descriptors() -> int:
+    """How many this process may have; a great many if there is no bound."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return LARGEST_MESSAGE_BYTES if soft == resource.RLIM_INFINITY else soft

@@ -48,10 +48,13 @@ def open_tokens(settings: Settings) -> Tokens | None:
 
 
 def check_access(settings: Settings) -> None:
-    """Find out before minutes go into loading whether what callers need can be read. Raises StartError."""
+    """Find out before minutes go into loading whether what callers need can be read, and not by everybody. Raises
+    StartError."""
     open_tokens(settings)
     if settings.tls is not None:
-        Certificates(settings.tls).credentials()
+        certificates = Certificates(settings.tls)
+        certificates.credentials()
+        certificates.warn()
 
 
 class Listener:
@@ -85,7 +88,7 @@ class Listener:
         level = COMPRESSION_LEVELS[self._settings.grpc_infer_response_compression_level]
         settings = self._settings
         options = dict(GRPC_OPTIONS) | {"grpc.default_compression_level": level}
-        options |= dict(settings.limits.grpc_options()) | dict(settings.connections.grpc_options())
+        options |= dict(settings.limits.grpc_options(settings.frontends)) | dict(settings.connections.grpc_options())
         if self._shares_port:
             options["grpc.so_reuseport"] = 1
         server = grpc.aio.server(options=list(options.items()))

@@ -11,7 +11,7 @@ import sys
 import time
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from typing import TextIO
+from typing import Any, TextIO
 
 from server.log_storms import Storms
 
@@ -35,6 +35,11 @@ _CONTROLS = {code: repr(chr(code))[1:-1] for code in (*range(32), *range(127, 16
 """Of a text that a client sent, nothing may end the line or move a terminal's cursor."""
 
 
+_LOOPS = "asyncio"
+"""The logger of those who run our code, and say so when it fails in a way that nobody foresaw. Not gRPC's: that has
+nobody who writes its lines, and values of headers are in them."""
+
+
 class _Text(logging.Formatter):
     converter = time.gmtime  # type: ignore[assignment]
     default_msec_format = "%s.%03dZ"
@@ -45,6 +50,10 @@ class _Text(logging.Formatter):
 
     def formatMessage(self, record: logging.LogRecord) -> str:
         return super().formatMessage(record).translate(_CONTROLS)
+
+    def formatException(self, ei: Any) -> str:
+        """Indented, as an exception's text may have lines that look like ours."""
+        return "\n".join(f"    {line}".translate(_CONTROLS) for line in super().formatException(ei).split("\n"))
 
 
 class _Json(_Text):
@@ -57,7 +66,7 @@ class _Json(_Text):
             **getattr(record, "fields", {}),
         }
         if record.exc_info:
-            line["exception"] = self.formatException(record.exc_info)
+            line["exception"] = logging.Formatter.formatException(self, record.exc_info)
         return json.dumps(line)
 
 
@@ -126,14 +135,19 @@ def configure(level: str, form: str) -> None:
 
 def apply(settings: LogSettings) -> None:
     """Log to stderr as `settings` say, from now on."""
-    logger = logging.getLogger("paceline")
-    before, logger.handlers = logger.handlers, [_Handler(settings)]
+    logger, ours = logging.getLogger("paceline"), _Handler(settings)
+    before, logger.handlers = logger.handlers, [ours]
     for handler in before:
         if isinstance(handler, _Handler):
             handler.close()
     logger.setLevel(settings.threshold)
     debugging.on = settings.verbose_level > 0
     logger.propagate = False
+    # By default its lines go past format, level and bounds.
+    loops = logging.getLogger(_LOOPS)
+    loops.handlers = [ours]
+    loops.propagate = False
+    loops.setLevel(max(settings.threshold, logging.WARNING))
 
 
 def current() -> LogSettings:

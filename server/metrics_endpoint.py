@@ -11,8 +11,9 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from socketserver import TCPServer
-from threading import Thread
+from threading import Lock, Thread
 from types import MappingProxyType
+from typing import Any
 
 from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4
 
@@ -25,15 +26,38 @@ _log = logging.getLogger("paceline.server.metrics")
 
 _PLAIN = "text/plain; charset=utf-8"
 _SILENCE_S = 10
-"""How long a connection may keep a thread waiting for its request."""
+"""How long a connection may be silent."""
+_MOST_CONNECTIONS = 64
+"""Each has a thread. Those who speak a little now and then would have it for ever."""
 
 
 class _HttpServer(ThreadingHTTPServer):
+    """A connection too many takes the place of the oldest, so that nobody can keep scrapers and probes out."""
+
     daemon_threads = True
+    # The base class has 5: a burst of more would wait for a second, until they try again.
+    request_queue_size = 128
 
     def __init__(self, address: str, port: int, handler: type[BaseHTTPRequestHandler]) -> None:
         self.address_family, where = resolve(address, port)
+        self._lock = Lock()
+        self._connections: dict[socket.socket, None] = {}  # the oldest first
         super().__init__(where, handler)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        with self._lock:
+            self._connections[request] = None
+            oldest = next(iter(self._connections)) if len(self._connections) > _MOST_CONNECTIONS else None
+            if oldest is not None:
+                del self._connections[oldest]
+                with suppress(OSError):
+                    oldest.shutdown(socket.SHUT_RDWR)
+        super().process_request(request, client_address)
+
+    def shutdown_request(self, request: Any) -> None:
+        with self._lock:
+            self._connections.pop(request, None)
+        super().shutdown_request(request)
 
     def server_bind(self) -> None:
         """Without the base class's look-up of a name for the address, which waits for a name service out of reach."""

@@ -22,6 +22,9 @@ CANCEL = "paceline_cancel"
 """On a stream, instead of a request: the requests of the same id are taken back."""
 _DEADLINE = "paceline_deadline_us"
 
+_MOST = 1_024
+"""Of a request. A MB of them, and the event loop would do nothing else for a fifth of a second."""
+
 _INTEGERS = ("int64_param", "uint64_param")
 _TYPES: dict[str, tuple[str, ...]] = {
     "priority": _INTEGERS,
@@ -62,6 +65,8 @@ NO_PARAMETERS = RequestParameters()
 
 def parse_parameters(parameters: Mapping[str, InferParameter]) -> RequestParameters:
     """Check and read; raises InvalidRequest naming the key, what was expected and what came."""
+    if len(parameters) > _MOST:
+        raise InvalidRequest(f"expected at most {_MOST} parameters, got {len(parameters)}")
     values = {key: _checked(key, parameter) for key, parameter in parameters.items()}
     timeout_us, deadline_us, priority = (values.get(key, 0) for key in ("timeout", _DEADLINE, "priority"))
     assert isinstance(timeout_us, int)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import ssl
+import stat
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -61,6 +62,12 @@ class Certificates:
         # The stubs know nothing of None, which gRPC documents as "no change".
         fetch = cast("Callable[[], grpc.ServerCertificateConfiguration]", self._if_changed)
         return grpc.dynamic_ssl_server_credentials(first, fetch, self._files.mutual)
+
+    def warn(self) -> None:
+        """Log what is no fault and no good either: a key that is anybody's."""
+        key = self._files.key
+        if key.stat().st_mode & stat.S_IROTH:
+            _log.warning("TLS: every user of this machine can read the key %s; chmod o-r makes it yours alone", key)
 
     def _if_changed(self) -> grpc.ServerCertificateConfiguration | None:
         """The certificates, if they aren't those that gRPC has; called on any thread, before each handshake."""

@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Tracer"]
 
+_MOST_CHARACTERS = 200
+"""Of an id that a client sent: a file must not grow by what clients like."""
+
 
 class _Sampler:
     """Picks one request in `settings.rate`, up to `settings.count`."""
@@ -96,9 +99,11 @@ class Tracer:
         if self._writer is None or not sampler.sample():
             return
         self._traces += 1
-        head: dict[str, Any] = {"id": self._traces, "model_name": model, "model_version": int(version)}
+        # Other servers' versions may have other names, or none.
+        number = int(version) if version.isdecimal() else version
+        head: dict[str, Any] = {"id": self._traces, "model_name": model, "model_version": number}
         if request_id:
-            head["request_id"] = request_id
+            head["request_id"] = request_id[:_MOST_CHARACTERS]
         times = [{"name": name, "ns": ns} for name, ns in _times(began_ns, facts, monotonic_ns()).items()]
         self._writer.put((head, {"id": self._traces, "timestamps": times}), sampler.settings.log_frequency)
 

@@ -14,11 +14,12 @@ from contextlib import suppress
 
 from backends.errors import BackendError, UpstreamFailed, UpstreamRefused
 from backends.remote import RemoteServer
+from clients.tokens import authorization, read_token
 from protos import inference_pb2 as pb
 from protos import model_config_pb2 as config_pb
 from server.batch_policy import BatchDefaults
 from server.entry import version_order
-from server.errors import LoadFailed
+from server.errors import LoadFailed, StartError
 from server.loader import LoadedVersion
 from server.repository import Repository
 from server.upstream_model import UpstreamVersion, bring
@@ -56,7 +57,9 @@ class Upstream:
         self._watching: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Look once, and from then on until `stop`. Models that aren't there yet are served when they are."""
+        """Look once, and from then on until `stop`. Models that aren't there yet are served when they are. Raises
+        StartError for files that can't be used."""
+        self._server = self._remote_server()
         self._server.open()
         self._repository.waits_for = self._said
         await self._look()
@@ -71,6 +74,18 @@ class Upstream:
         """Take the connections down."""
         self.stop()
         await self._server.close()
+
+    def _remote_server(self) -> RemoteServer:
+        settings, tls = self._settings, self._settings.tls
+        try:
+            headers = () if settings.token_file is None else (authorization(read_token(settings.token_file)),)
+            credentials = None if tls is None else tls.credentials()
+        except OSError as error:
+            raise StartError(f"--upstream-token-file: {error.filename}: {error.strerror}") from None
+        except ValueError as error:
+            raise StartError(f"upstream: {error}") from None
+        options = () if tls is None else tls.channel_options()
+        return RemoteServer(settings.target, settings.connections, settings.timeout_secs, credentials, options, headers)
 
     async def _watch(self) -> None:
         while True:

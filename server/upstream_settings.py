@@ -6,9 +6,13 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from functools import wraps
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import click
+
+if TYPE_CHECKING:
+    from clients.tls import Tls
 
 __all__ = ["TRACING_HEADERS", "UpstreamSettings", "upstream_flags"]
 
@@ -24,7 +28,8 @@ class UpstreamSettings:
     """The server at `target`, HOST:PORT. `models` are those to serve, none: all that it tells of; `unbatched` those of
     which each request travels alone. `batches` are under way at the same time for a model that batches, `calls` for
     one that doesn't, over `connections`; none takes longer than `timeout_secs`. Every `health_secs` it is asked how it
-    is. Requests take `headers` along, which keep them apart, and `tracing_headers`, which don't."""
+    is. Requests take `headers` along, which keep them apart, and `tracing_headers`, which don't. Without `tls` it is
+    spoken to in plain text; every call has the token in `token_file`, if there is one."""
 
     target: str
     models: tuple[str, ...] = ()
@@ -36,6 +41,8 @@ class UpstreamSettings:
     health_secs: float = 1.0
     headers: tuple[str, ...] = ("authorization",)
     tracing_headers: tuple[str, ...] = TRACING_HEADERS
+    tls: Tls | None = None
+    token_file: Path | None = None
 
 
 def _flag(name: str, default: Any, what: str, **more: Any) -> Callable[[Any], Any]:
@@ -43,6 +50,7 @@ def _flag(name: str, default: Any, what: str, **more: Any) -> Callable[[Any], An
     return click.option(f"--{name}", default=default, show_default=shown, show_envvar=True, help=what, **more)
 
 
+_PATH = click.Path(path_type=Path)
 _SECONDS = click.FloatRange(0, 1_000_000, min_open=True)
 _DEFAULTS = UpstreamSettings("")
 _FLAGS = (
@@ -56,8 +64,9 @@ _FLAGS = (
     _flag("upstream-health-secs", _DEFAULTS.health_secs, "How often to ask how it is.", type=_SECONDS),
     _flag(
         "upstream-header",
-        _DEFAULTS.headers,
-        "A header to pass on; requests that differ in it share no batch. '' alone: none.",
+        (),
+        "A header to pass on; requests that differ in it share no batch. '' alone: none. By default authorization, "
+        "unless a token file says that it is for this server.",
         multiple=True,
         metavar="NAME",
     ),
@@ -68,6 +77,14 @@ _FLAGS = (
         multiple=True,
         metavar="NAME",
     ),
+    _flag("upstream-use-ssl", False, "Whether to speak TLS to it.", type=bool),
+    _flag(
+        "upstream-root-cert", None, "Who signs its certificate, PEM; by default who is known everywhere.", type=_PATH
+    ),
+    _flag("upstream-client-cert", None, "Certificate to show to it, PEM.", type=_PATH),
+    _flag("upstream-client-key", None, "Its key, PEM, without a password.", type=_PATH),
+    _flag("upstream-server-name", None, "What its certificate is for; by default the host.", metavar="NAME"),
+    _flag("upstream-token-file", None, "Token to show to it, alone in a file.", type=_PATH),
 )
 
 
@@ -77,18 +94,19 @@ def upstream_flags(command: Callable[..., None]) -> Callable[..., None]:
     @wraps(command)
     def serve(**given: Any) -> None:
         own = {name: given.pop(name) for name in [key for key in given if key.startswith("upstream")]}
-        command(upstream=_settings(own), **given)
+        command(upstream=_settings(own, has_tokens=given["grpc_token_file"] is not None), **given)
 
     for flag in reversed(_FLAGS):
         serve = flag(serve)
     return serve
 
 
-def _settings(given: dict[str, Any]) -> UpstreamSettings | None:
+def _settings(given: dict[str, Any], *, has_tokens: bool) -> UpstreamSettings | None:
     target = given.pop("upstream")
     given["upstream_models"] = given.pop("upstream_model")
-    given["upstream_headers"] = _names(given.pop("upstream_header"))
+    given["upstream_headers"] = _headers(given.pop("upstream_header"), has_tokens, given["upstream_token_file"])
     given["upstream_tracing_headers"] = _names(given.pop("upstream_trace_header"))
+    given["upstream_tls"] = _tls(given)
     if target is None:
         return None
     host, _, port = target.rpartition(":")
@@ -101,6 +119,29 @@ def _settings(given: dict[str, Any]) -> UpstreamSettings | None:
     values = {name.removeprefix("upstream_"): value for name, value in given.items()}
     assert values.keys() <= known
     return UpstreamSettings(target, **values)
+
+
+def _headers(given: tuple[str, ...], has_tokens: bool, token_file: Path | None) -> tuple[str, ...]:
+    """A token that is good here is this server's business: another learns it only if somebody says so."""
+    if not given:
+        return () if has_tokens or token_file is not None else _DEFAULTS.headers
+    names = _names(given)
+    if token_file is not None and "authorization" in map(str.lower, names):
+        raise click.UsageError("--upstream-header authorization and --upstream-token-file: expected one, got both")
+    return names
+
+
+def _tls(given: dict[str, Any]) -> Tls | None:
+    from clients.tls import Tls  # which fronts, who read settings too, do without
+
+    used = given.pop("upstream_use_ssl")
+    ca, name = given.pop("upstream_root_cert"), given.pop("upstream_server_name")
+    certificate, key = given.pop("upstream_client_cert"), given.pop("upstream_client_key")
+    if not used and (ca or name or certificate or key):
+        raise click.UsageError("the upstream's certificates need --upstream-use-ssl true")
+    if (certificate is None) != (key is None):
+        raise click.UsageError("--upstream-client-cert and --upstream-client-key: expected both, got one")
+    return Tls(ca, certificate, key, name) if used else None
 
 
 def _names(given: tuple[str, ...]) -> tuple[str, ...]:

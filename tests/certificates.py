@@ -11,7 +11,9 @@ from pathlib import Path
 
 __all__ = ["Authority", "Pair"]
 
-_NEW = ("openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2")
+_REQUEST = ("openssl", "req", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes")
+_NEW = (*_REQUEST, "-x509", "-days", "2")
+_NAMES = "subjectAltName=IP:127.0.0.1,DNS:localhost"
 
 
 @dataclass(frozen=True)
@@ -43,8 +45,17 @@ class Authority:
         """A certificate for whoever is reached at 127.0.0.1 and localhost, or calls from there."""
         pair = Pair(self._folder / f"{name}.crt", self._folder / f"{name}.key")
         signer = ("-CA", self.pair.certificate, "-CAkey", self.pair.key)
-        names = ("-addext", "subjectAltName=IP:127.0.0.1,DNS:localhost", "-addext", "basicConstraints=CA:FALSE")
+        names = ("-addext", _NAMES, "-addext", "basicConstraints=CA:FALSE")
         _run(*_NEW, *signer, "-subj", f"/CN={name}", *names, "-keyout", pair.key, "-out", pair.certificate)
+        return pair
+
+    def sign_expired(self, name: str) -> Pair:
+        """The same, no good since yesterday."""
+        pair = Pair(self._folder / f"{name}.crt", self._folder / f"{name}.key")
+        request = self._folder / f"{name}.csr"
+        _run(*_REQUEST, "-subj", f"/CN={name}", "-addext", _NAMES, "-keyout", pair.key, "-out", request)
+        signer = ("-CA", self.pair.certificate, "-CAkey", self.pair.key, "-copy_extensions", "copy")
+        _run("openssl", "x509", "-req", "-in", request, *signer, "-days", "-1", "-out", pair.certificate)
         return pair
 
     def lock(self, pair: Pair) -> None:

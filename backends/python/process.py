@@ -35,6 +35,7 @@ _CLOSE_S = 5.0
 """For the model's `close` and the interpreter's end."""
 _LAST_WORDS_S = 1.0
 """For what it has written to come out, where something that it has started has its output too."""
+_SETTINGS = "PACELINE_"
 _REAP_S = 10.0
 """From the end of its connection to that of a process that was killed, which swapping may delay."""
 
@@ -234,9 +235,10 @@ def _executable(source: ModelSource) -> str:
 
 
 def _environment(source: ModelSource) -> dict[str, str]:
-    """That of the server; for another interpreter without what is meant for this one."""
+    """That of the server without its settings, some of which are secrets that nobody means to tell whatever prints or
+    reports its environment; for another interpreter without what is meant for this one."""
     own = {"PYTHONHOME", "PYTHONPATH", "VIRTUAL_ENV"} if source.parameters.get(EXECUTABLE) else set()
-    return {key: value for key, value in os.environ.items() if key not in own}
+    return {key: value for key, value in os.environ.items() if key not in own and not key.startswith(_SETTINGS)}
 
 
 def _package() -> str:

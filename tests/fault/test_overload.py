@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import signal
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -128,6 +129,20 @@ async def test_ten_times_the_load_is_answered_once_each_and_leaves_nothing(tmp_p
 
 def _until_nothing_left(server: ServerProcess) -> None:
     eventually(lambda: nothing_left(server), "all counters at zero")
+
+
+async def test_burst_of_calls_is_answered_and_none_of_them_cancelled(tmp_path: Path) -> None:
+    """More at once than gRPC by itself would let wait until somebody looks at them."""
+    write_identity(tmp_path, rows=32)
+    with ServerProcess(tmp_path) as server:
+        async with grpc.aio.insecure_channel(server.target) as channel:
+            stub: Any = GRPCInferenceServiceStub(channel)  # type: ignore[no-untyped-call]
+            server.signal(signal.SIGSTOP)
+            calls = [asyncio.create_task(outcome(stub, number, 16)) for number in range(6_000)]
+            await asyncio.wait(calls, timeout=0.5)  # so that they are on their way
+            server.signal(signal.SIGCONT)
+            assert Counter(await asyncio.gather(*calls)) == {Code.OK: 6_000}
+        eventually(lambda: nothing_left(server), "nothing to be left")
 
 
 def _until_refusals_are(server: ServerProcess, count: int) -> None:

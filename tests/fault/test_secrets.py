@@ -19,6 +19,18 @@ from tests.wire import infer, rows_of_floats
 pytestmark = pytest.mark.usefixtures("frontends")
 
 TOKEN, WRONG, KEY, WRONG_KEY = "tok-5e1f-good", "tok-77aa-wrong", "key-9b2c-good", "key-41dd-wrong"
+MODEL = """
+import os
+
+print(dict(os.environ))
+
+
+class Model:
+    inputs = outputs = {"x": ("FP32", [-1, 1])}
+
+    def execute(self, inputs):
+        return inputs
+"""
 HEADER = "triton-grpc-protocol-admin"
 
 
@@ -65,6 +77,22 @@ def test_secrets_are_not_in_logs_traces_or_metrics(tmp_path: Path) -> None:
 def _asked_and_reported(stub: Any, headers: Any, server: ServerProcess) -> bool:
     stub.ServerMetadata(pb.ServerMetadataRequest(), metadata=headers, timeout=20)
     return any("tokens are not read again" in line["message"] for line in server.log)
+
+
+def test_secrets_in_the_servers_environment_are_not_in_that_of_models(tmp_path: Path) -> None:
+    version = tmp_path / "m" / "1"
+    version.mkdir(parents=True)
+    (version / "model.py").write_text(MODEL)
+    env = {
+        "PACELINE_GRPC_RESTRICTED_PROTOCOL": f"metadata:admin={KEY}",
+        "PACELINE_CLIENT_TOKEN": TOKEN,
+        "OF_THE_MODEL": "weights-in-a-bucket",
+    }
+    with ServerProcess(tmp_path, args=["--allow-python-models=true"], env=env) as server:
+        said = "".join(server.stderr)
+    assert "weights-in-a-bucket" in said
+    assert KEY not in said
+    assert TOKEN not in said
 
 
 def test_secrets_in_flags_that_are_wrong_are_not_said(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import Mapping
 from types import MappingProxyType
 
-__all__ = ["call_by_hand", "call_frames", "frames_until_the_end"]
+__all__ = ["begun_calls", "call_by_hand", "call_frames", "frames_until_the_end"]
 
 _DATA, _HEADERS, _SETTINGS, _PING = 0, 1, 4, 6
 _END_STREAM, _END_HEADERS = 1, 4
@@ -17,19 +17,14 @@ _END_STREAM, _END_HEADERS = 1, 4
 
 def call_frames(data: bytes, headers: Mapping[str, str] = MappingProxyType({}), *, compressed: bool = False) -> bytes:
     """All that a client sends to call ModelInfer with one message of `data` and more `headers`."""
-    fields = {
-        ":method": "POST",
-        ":scheme": "http",
-        ":path": "/inference.GRPCInferenceService/ModelInfer",
-        ":authority": "x",
-        "te": "trailers",
-        "content-type": "application/grpc",
-        **headers,
-    }
-    names = b"".join(b"\x00" + _text(name) + _text(value) for name, value in fields.items())
     message = bytes([compressed]) + len(data).to_bytes(4, "big") + data
-    preface = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + _frame(_SETTINGS, 0, 0, b"")
-    return preface + _frame(_HEADERS, _END_HEADERS, 1, names) + _frame(_DATA, _END_STREAM, 1, message)
+    return _PREFACE + _headers(1, headers) + _frame(_DATA, _END_STREAM, 1, message)
+
+
+def begun_calls(number: int) -> bytes:
+    """What a client sends to begin so many calls of ModelInfer, and nothing of their messages."""
+    acknowledged = _frame(_SETTINGS, 1, 0, b"")
+    return _PREFACE + acknowledged + b"".join(_headers(1 + 2 * one, {}) for one in range(number))
 
 
 async def call_by_hand(port: int, data: bytes, headers: Mapping[str, str], *, compressed: bool = False) -> bytes:
@@ -51,7 +46,7 @@ async def frames_until_the_end(port: int, *, pings: int = 0) -> list[int]:
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     kinds = []
     try:
-        writer.write(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + _frame(_SETTINGS, 0, 0, b""))
+        writer.write(_PREFACE)
         for number in range(pings):
             writer.write(_frame(_PING, 0, 0, number.to_bytes(8, "big")))
         while head := await asyncio.wait_for(reader.read(1), 20):
@@ -65,9 +60,26 @@ async def frames_until_the_end(port: int, *, pings: int = 0) -> list[int]:
     return kinds
 
 
+def _headers(stream: int, more: Mapping[str, str]) -> bytes:
+    fields = {
+        ":method": "POST",
+        ":scheme": "http",
+        ":path": "/inference.GRPCInferenceService/ModelInfer",
+        ":authority": "x",
+        "te": "trailers",
+        "content-type": "application/grpc",
+        **more,
+    }
+    names = b"".join(b"\x00" + _text(name) + _text(value) for name, value in fields.items())
+    return _frame(_HEADERS, _END_HEADERS, stream, names)
+
+
 def _frame(kind: int, flags: int, stream: int, payload: bytes) -> bytes:
     return len(payload).to_bytes(3, "big") + bytes([kind, flags]) + stream.to_bytes(4, "big") + payload
 
 
 def _text(value: str) -> bytes:
     return bytes([len(value)]) + value.encode()
+
+
+_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + _frame(_SETTINGS, 0, 0, b"")

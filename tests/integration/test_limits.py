@@ -265,6 +265,14 @@ async def test_connection_of_a_client_that_pings_too_often_is_closed(tmp_path: P
         await served.infer(one())
 
 
+@pytest.mark.usefixtures("frontends")
+async def test_connection_without_a_call_for_long_enough_is_told_to_go_and_closed(tmp_path: Path) -> None:
+    settings = Settings(paths=(tmp_path,), connections=Connections(max_idle_ms=50))
+    async with serving(tmp_path, {"m": echo_model()}, settings=settings) as served:
+        assert _GOAWAY in await frames_until_the_end(served.server.grpc_port)
+        await served.infer(one())
+
+
 # ---- The table of the docs -------------------------------------------------------------------------------------------
 
 
@@ -287,7 +295,7 @@ def is_among(sample: str, metrics: set[str]) -> bool:
 async def test_limits_are_all_shown_as_the_docs_have_them(tmp_path: Path) -> None:
     async with serving(tmp_path, {"m": echo_model()}, settings=Settings(paths=(tmp_path,), frontends=2)) as served:
         metrics = set(await served.metrics())
-    kept_by_grpc = {"message_bytes", "metadata_bytes", "stream_requests"}
+    kept_by_grpc = {"message_bytes", "metadata_bytes", "connections", "connection_calls", "stream_requests"}
     limits = {name.partition('"')[2].rstrip('"}') for name in metrics if name.startswith("paceline_limit{")}
     told = [sample for row in rows() for sample in row]
     assert [sample for sample in told if not is_among(sample, metrics)] == []

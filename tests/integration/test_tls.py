@@ -21,6 +21,7 @@ from server.errors import StartError
 from server.tls import TlsFiles
 from server.tokens import line_of
 from tests.certificates import Authority, Pair
+from tests.harness import ServerProcess, write_identity
 from tests.integration.scripted import Script, mark_of, request
 from tests.integration.serving import Served, failure_of, serving
 
@@ -178,3 +179,15 @@ async def test_files_that_are_no_good_keep_the_server_from_starting(tmp_path: Pa
     server = Server(settings(tmp_path, pair, roots, mutual=True))
     with pytest.raises(StartError, match=reason):
         await server.start()
+
+
+@pytest.mark.parametrize(("mode", "warnings"), [(0o600, 0), (0o640, 0), (0o644, 1)])
+def test_key_that_everybody_can_read_is_a_warning(tmp_path: Path, mode: int, warnings: int) -> None:
+    pair = Authority(tmp_path).sign("server")
+    pair.key.chmod(mode)
+    write_identity(tmp_path / "models")
+    args = ["--grpc-use-ssl=true", f"--grpc-server-cert={pair.certificate}", f"--grpc-server-key={pair.key}"]
+    with ServerProcess(tmp_path / "models", args=args) as server:
+        said = [line["message"] for line in server.log if line["level"] == "WARNING"]
+    assert len(said) == warnings
+    assert all("every user of this machine can read the key" in one for one in said)

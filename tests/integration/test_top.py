@@ -100,6 +100,7 @@ def other_server(status: int, body: bytes) -> Iterator[int]:
         (200, b"<html>", "no metrics at"),
         (200, b"up 1\n", "expected those of a paceline server"),
         (200, b"\xff\xfe", "no metrics at"),
+        (200, b"\x1b[2J{\x07=\r1} x\n", "no metrics at"),
     ],
 )
 def test_once_at_another_server_is_one_line_and_status_1(status: int, body: bytes, fault: str) -> None:
@@ -108,6 +109,7 @@ def test_once_at_another_server_is_one_line_and_status_1(status: int, body: byte
     assert (result.exit_code, result.stdout) == (1, "")
     assert fault in result.stderr
     assert len(result.stderr.splitlines()) == 1
+    assert result.stderr.rstrip("\n").isprintable()
 
 
 @pytest.mark.parametrize("given", ["ftp://x/metrics", "file:///etc/passwd"])

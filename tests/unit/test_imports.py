@@ -38,6 +38,8 @@ EXCEPTIONS = {
     "backends.remote": {"grpc", "google.protobuf"},
     "backends.remote_messages": {"protos", "google.protobuf"},
     "server.cli": {"clients"},
+    "server.upstream": {"clients"},
+    "server.upstream_settings": {"clients"},
     "server.spans": {"opentelemetry"},
 }
 

@@ -37,7 +37,7 @@ def test_wheel_contains_the_five_packages_whole_and_nothing_else(wheel: zipfile.
 
 def test_wheel_installs_the_command_paceline(wheel: zipfile.ZipFile) -> None:
     (entry_points,) = (name for name in wheel.namelist() if name.endswith("entry_points.txt"))
-    assert "paceline = server.cli:main" in wheel.read(entry_points).decode()
+    assert "paceline = server.__main__:main" in wheel.read(entry_points).decode()
 
 
 def locked() -> dict[str, list[tuple[Version, Requirement]]]:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from bench.scenario import Closed, Side
-from bench.steps import BenchError, Load
+from bench.steps import BenchError, Counters, Load, batch_figures
 from bench.subjects import cpu_s
 
 REPORT = "Inferences/Second,p50 latency,p90 latency,p99 latency\n100.0,1000,2000,3000\n"
@@ -64,6 +64,17 @@ def test_load_with_next_to_no_answers_fails_in_the_end(tmp_path: Path) -> None:
     with pytest.raises(BenchError, match="no answer in some of 3 windows"):
         analyzer(tmp_path, unstable=99).measure(3.0, 1.5)
     assert len(windows_ms(tmp_path)) == 5
+
+
+def test_batches_are_told_as_rows_and_time_of_each() -> None:
+    before, after = Counters(10, 20, 5, 1_000), Counters(14, 28, 7, 9_000)
+    assert batch_figures(before, after) == {"rows_per_batch": 4, "model_ms_per_batch": 2}
+
+
+def test_batches_whose_requests_all_gave_up_tell_nothing() -> None:
+    before = Counters(10, 20, 5, 1_000)
+    assert batch_figures(before, before._replace(batches=7, model_us=9_000)) == {}
+    assert batch_figures(before, before) == batch_figures(None, before) == {}
 
 
 def test_cpu_time_includes_processes_that_a_process_started() -> None:

@@ -164,6 +164,24 @@ def test_infer_error_of_the_server_is_one_line_and_exit_1(run: Run, peer: Peer) 
     assert result.stderr == "Error: NOT_FOUND: no model 'm'\n"
 
 
+def test_infer_what_a_server_says_moves_no_cursor(run: Run, peer: Peer) -> None:
+    evil = "a\x1b[2J\r\x9b1m\u2028"
+
+    def answer(request: pb.ModelInferRequest, context: grpc.ServicerContext) -> pb.ModelInferResponse:
+        response = echo(request, context)
+        response.model_name = response.id = response.outputs[0].name = evil
+        response.parameters[evil].string_param = evil
+        return response
+
+    peer.answer = answer
+    said = run("--random").stdout
+    assert all(line.isprintable() for line in said.splitlines())
+    assert said.count("a?[2J??1m?") == 5
+    peer.answer = refuse(grpc.StatusCode.NOT_FOUND, evil)
+    result = run("--random")
+    assert result.stderr == "Error: NOT_FOUND: a?[2J ?1m\n"
+
+
 def test_infer_nobody_there_is_unavailable(run: Run) -> None:
     result = run("--random", "--server", "unix:/nonexistent/socket")
     assert result.exit_code == 1

@@ -34,6 +34,12 @@ def lines(before: Snapshot | None, now: Snapshot) -> list[list[str]]:
     return [line.split() for line in table(before, now).splitlines()]
 
 
+def test_table_of_a_server_that_says_anything_moves_no_cursor() -> None:
+    text = table(None, Snapshot(1.0, {("m\x1b[2J", "1\r\x9b1m"): model(1)}, True))
+    assert all(line.isprintable() for line in text.split("\n"))
+    assert "m?[2J" in text
+
+
 def test_table_has_what_happened_between_two_looks() -> None:
     text = table(look(10, m=model(100)), look(12, m=model(300, waiting=4, failed=10)))
     assert text == "\n".join(

@@ -47,6 +47,36 @@ def test_json_carries_the_traceback_of_an_exception(capsys: pytest.CaptureFixtur
     assert record["exception"].endswith("ValueError: no good")
 
 
+def test_lines_of_the_event_loop_are_like_ours(capsys: pytest.CaptureFixture[str]) -> None:
+    log.configure("info", "json")
+    for _ in range(3):
+        logging.getLogger("asyncio").error("unexpected:\n%s", "x")
+    logging.getLogger("asyncio").info("nobody's business")
+    (line,) = lines(capsys)  # and a storm is one
+    assert json.loads(line)["logger"] == "asyncio"
+    assert json.loads(line)["message"] == "unexpected:\nx"
+    log.configure("info", "json")  # the end of the one before, which tells what it counted
+    assert [json.loads(line)["repeated"] for line in lines(capsys)] == [2]
+
+
+def test_lines_of_grpc_are_not_written_since_headers_are_in_them(capsys: pytest.CaptureFixture[str]) -> None:
+    log.configure("debug", "json")
+    logging.getLogger("grpc._cython.cygrpc").error("Invalid encoding on %s", b"Bearer secret\xff")
+    assert lines(capsys) == []
+
+
+def test_text_of_an_exception_forges_no_line_and_moves_no_cursor(capsys: pytest.CaptureFixture[str]) -> None:
+    log.configure("info", "text")
+    try:
+        raise ValueError("no good\n2026-11-21T00:00:00.000Z ERROR paceline.x: forged \x1b[31m\r\u2028")
+    except ValueError:
+        logging.getLogger("paceline.x").exception("failed")
+    first, *traceback = lines(capsys)
+    assert first.endswith("ERROR paceline.x: failed")
+    assert all(line.startswith("    ") for line in traceback)
+    assert traceback[-1].endswith("forged \\x1b[31m\\r\\u2028")
+
+
 @pytest.mark.parametrize(
     ("level", "shown"),
     [

@@ -33,6 +33,12 @@ def test_parse_none_says_nothing() -> None:
     assert parse() == NO_PARAMETERS == RequestParameters(timeout_ns=0, typed_outputs=False)
 
 
+def test_parse_takes_so_many_and_no_more() -> None:
+    assert len(parse(**{f"p{number}": number for number in range(1_024)}).custom) == 1_024
+    with pytest.raises(InvalidRequest, match="expected at most 1024 parameters, got 1025"):
+        parse(**{f"p{number}": number for number in range(1_025)})
+
+
 @pytest.mark.parametrize(("timeout", "ns"), [(0, 0), (1, 1_000), (uint(7), 7_000), (2**63 - 1, (2**63 - 1) * 1_000)])
 def test_parse_timeout_is_in_microseconds(timeout: object, ns: int) -> None:
     assert parse(timeout=timeout).timeout_ns == ns

@@ -65,6 +65,19 @@ def test_trace_tells_the_request_and_when_it_was_where(everything: Traced) -> No
     assert ends["ns"] > 6_000
 
 
+def test_trace_of_a_version_that_is_no_number_has_its_name(everything: Traced) -> None:
+    everything.tracer.record("m", "v1.2", "r", 4_000, FACTS)
+    everything.tracer.record("m", "", "r", 4_000, FACTS)
+    everything.tracer.close()
+    told = json.loads((everything.folder / "t.json").read_text())
+    assert [one["model_version"] for one in told[::2]] == ["v1.2", ""]
+
+
+def test_trace_of_a_request_with_a_long_id_has_its_beginning(everything: Traced) -> None:
+    everything.record("0123456789" * 1_000)
+    assert everything.written() == {"t.json": ["0123456789" * 20]}
+
+
 def test_trace_of_an_instance_that_tells_nothing_leaves_its_parts_out(everything: Traced) -> None:
     everything.tracer.record("m", "1", "r", 4_000, BatchFacts(1, 2, 2, 300, 1000, 5_000, None))
     everything.tracer.close()

@@ -1,0 +1,133 @@
+"""What commands share: the options that say how a server is spoken to and who calls, and errors in one line.
+
+Lives here: these options, their environment variables, exit codes. Must not: call anything. The rule: no option takes a
+token itself, as everybody on a machine can read the arguments of its processes. Exit code 1 when the server or the
+connection fails, 2 when what the user gave can't be used.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import wraps
+from pathlib import Path
+from typing import Any
+
+import click
+
+from clients.errors import ClientError
+from clients.printable import printable
+from clients.tls import Tls
+from clients.tokens import authorization, read_token
+
+__all__ = ["Access", "Unusable", "access_options", "one_line_errors"]
+
+_TOKEN_VARIABLE = "PACELINE_CLIENT_TOKEN"
+
+
+@dataclass(frozen=True, slots=True)
+class Access:
+    """How to speak to a server: in plain text without `tls`, for anybody without `token`."""
+
+    tls: Tls | None = None
+    token: str | None = field(default=None, repr=False)
+
+
+class Unusable(click.ClickException):
+    """What the user gave can't be used."""
+
+    exit_code = 2
+
+
+@contextmanager
+def one_line_errors(access: Access) -> Iterator[None]:
+    """Ends the command with one line for whatever clients raise."""
+    try:
+        yield
+    except ClientError as error:
+        raise click.ClickException(_one_line(f"{error}{_hint(str(error), access)}")) from error
+    except (ValueError, OSError) as error:
+        raise Unusable(_one_line(str(error))) from error
+
+
+def access_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Give `command` the options; it gets `access`, and raises Unusable for what they can't mean."""
+
+    @wraps(command)
+    def run(**given: Any) -> None:
+        own = {name: given.pop(name) for name in [*(key for key in given if key.startswith("tls")), "token_file"]}
+        try:
+            access = _access(own, os.environ)
+        except (ValueError, OSError) as error:
+            raise Unusable(_one_line(str(error))) from error
+        command(access=access, **given)
+
+    for option in reversed(_OPTIONS):
+        run = option(run)
+    return run
+
+
+def _option(name: str, what: str, **more: Any) -> Callable[[Any], Any]:
+    variable = f"PACELINE_CLIENT_{name.upper().replace('-', '_')}"
+    return click.option(f"--{name}", envvar=variable, show_envvar=True, help=what, **more)
+
+
+_FILE = {"type": click.Path(path_type=Path), "metavar": "FILE"}
+_OPTIONS = (
+    _option("tls", "Speak TLS. The options --tls-... say so too.", is_flag=True),
+    _option("tls-ca", "Who signs servers' certificates, PEM; by default who is known everywhere.", **_FILE),
+    _option("tls-cert", "Certificate to show to the server, PEM.", **_FILE),
+    _option("tls-key", "Its key, PEM, without a password.", **_FILE),
+    _option("tls-server-name", "What the server's certificate is for; by default the host.", metavar="NAME"),
+    _option(
+        "token-file",
+        f"Token to show to the server, alone in a file; without one that in ${_TOKEN_VARIABLE}. "
+        "No option takes the token itself: all users of a machine can read arguments.",
+        **_FILE,
+    ),
+)
+
+
+def _access(given: Mapping[str, Any], environment: Mapping[str, str]) -> Access:
+    """Raises ValueError and OSError."""
+    ca, certificate, key = given["tls_ca"], given["tls_cert"], given["tls_key"]
+    name = given["tls_server_name"]
+    if (certificate is None) != (key is None):
+        raise ValueError("--tls-cert and --tls-key: expected both, got one")
+    tls = Tls(ca, certificate, key, name) if given["tls"] or ca or certificate or name else None
+    if tls is not None:
+        tls.context()
+    return Access(tls, _token(given["token_file"], environment))
+
+
+def _token(file: Path | None, environment: Mapping[str, str]) -> str | None:
+    if file is not None:
+        try:
+            return read_token(file)
+        except OSError as error:
+            raise ValueError(f"--token-file {file}: {error.strerror}") from None
+    token = environment.get(_TOKEN_VARIABLE) or None
+    if token is not None:
+        try:
+            authorization(token)
+        except ValueError as error:
+            raise ValueError(f"{_TOKEN_VARIABLE}: {error}") from None
+    return token
+
+
+def _hint(said: str, access: Access) -> str:
+    """What is likely to be meant where gRPC says little."""
+    if access.tls is not None and "WRONG_VERSION_NUMBER" in said:
+        return " (the server speaks no TLS)"
+    if "failed to connect" not in said or "Socket closed" not in said:
+        return ""
+    if access.tls is None:
+        return " (does the server speak TLS? --tls, --tls-ca)"
+    # With TLS 1.3 a client has shaken hands before the server looks at its certificate.
+    return " (does the server want another certificate from its clients? --tls-cert, --tls-key)"
+
+
+def _one_line(text: str) -> str:
+    return printable(" ".join(text.split()))

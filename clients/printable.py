@@ -1,0 +1,10 @@
+"""What a server says, as it may be printed: it must not move the cursor, change colours or begin lines."""
+
+from __future__ import annotations
+
+__all__ = ["printable"]
+
+
+def printable(text: str) -> str:
+    """`text` with a question mark for each character that prints nothing."""
+    return text if text.isprintable() else "".join(letter if letter.isprintable() else "?" for letter in text)

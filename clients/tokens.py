@@ -1,0 +1,26 @@
+"""Tokens that say who calls: what can be one, and the header that carries it. No text of an error has one in it."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+__all__ = ["authorization", "read_token"]
+
+# RFC 6750, section 2.1. Whatever else a header can't have, gRPC would complain of in words that have the token in them.
+_TOKEN = re.compile(r"[\w.~+/-]+=*", re.ASCII)
+
+
+def authorization(token: str) -> tuple[str, str]:
+    """The header, as key and value. Raises ValueError for what is no token."""
+    if not _TOKEN.fullmatch(token):
+        raise ValueError("token: expected letters, digits, '-', '.', '_', '~', '+', '/', and '=' at the end")
+    return "authorization", f"Bearer {token}"
+
+
+def read_token(path: Path) -> str:
+    """The token that is all of a file but for space around it. Raises ValueError for what is no token, OSError."""
+    token = path.read_bytes().decode("utf-8", errors="replace").strip()
+    if not _TOKEN.fullmatch(token):
+        raise ValueError(f"{path}: expected a token and nothing else")
+    return token

@@ -1,0 +1,114 @@
+"""Whoever can reach a port can't fill the log, hold the server up or take its memory."""
+
+from __future__ import annotations
+
+import socket
+import sys
+from contextlib import ExitStack, suppress
+from pathlib import Path
+
+from clients import InferenceClient
+from tests.certificates import Authority
+from tests.harness import ServerProcess, write_identity
+from tests.integration.http2 import begun_calls
+from tests.polling import eventually
+
+PREFACE = begun_calls(0)
+
+
+def test_handshakes_that_fail_leave_no_lines(tmp_path: Path) -> None:
+    pair = Authority(tmp_path).sign("server")
+    write_identity(tmp_path / "models")
+    args = ["--grpc-use-ssl=true", f"--grpc-server-cert={pair.certificate}", f"--grpc-server-key={pair.key}"]
+    with ServerProcess(tmp_path / "models", args=args) as server:
+        lines = len(server.stderr)
+        for _ in range(20):
+            with socket.create_connection(("127.0.0.1", server.grpc_port), timeout=20) as connection:
+                connection.sendall(b"GET / HTTP/1.1\r\n\r\n")
+                while connection.recv(4096):
+                    pass
+        assert server.terminate() == 0
+        said = server.stderr[lines:]
+    assert all(line.startswith("{") for line in said), said
+
+
+def threads(server: ServerProcess) -> int:
+    return len(list(Path(f"/proc/{server.pid}/task").iterdir()))
+
+
+def test_connections_to_the_metrics_port_that_say_nothing_are_few_and_keep_nobody_out(tmp_path: Path) -> None:
+    write_identity(tmp_path)
+    with ServerProcess(tmp_path) as server, ExitStack() as silent:
+        before = threads(server)
+        connections = [
+            silent.enter_context(socket.create_connection(("127.0.0.1", server.metrics_port), timeout=20))
+            for _ in range(100)
+        ]
+        for number, one in enumerate(connections):
+            one.sendall(b"GET /met"[: number % 8])
+        # The one that came first is the first to go, whatever it has said.
+        assert connections[0].recv(1) == b""
+        eventually(lambda: threads(server) <= before + 64, "no thread for each of them")
+        assert server.metrics()["paceline_ready"] == 1
+        assert threads(server) <= before + 64
+    assert not any("Traceback" in line for line in server.stderr)
+
+
+def is_open(connection: socket.socket) -> bool:
+    """Whether the server says its first word on it."""
+    try:
+        return bool(connection.recv(1))
+    except ConnectionError:
+        return False
+
+
+def test_connections_beyond_the_limit_are_closed_and_those_before_them_go_on(tmp_path: Path) -> None:
+    write_identity(tmp_path)
+    with ServerProcess(tmp_path, args=["--grpc-max-connections=5"]) as server, ExitStack() as idle:
+        with InferenceClient(server.target) as client:
+            assert client.server_live()
+            connections = [
+                idle.enter_context(socket.create_connection(("127.0.0.1", server.grpc_port), timeout=20))
+                for _ in range(20)
+            ]
+            for one in connections:
+                with suppress(ConnectionError):
+                    one.sendall(PREFACE)
+            assert sum(map(is_open, connections)) == 4
+            assert client.server_live()
+            for one in connections:
+                one.close()
+        with InferenceClient(server.target) as client:
+            client.wait_ready(20)
+
+
+def test_connections_leave_descriptors_for_all_else(tmp_path: Path) -> None:
+    write_identity(tmp_path)
+    program = ("/bin/sh", "-c", f'ulimit -n 128; exec "{sys.executable}" -m server "$@"', "sh")
+    with ServerProcess(tmp_path, program=program) as server, ExitStack() as idle:
+        connections = [
+            idle.enter_context(socket.create_connection(("127.0.0.1", server.grpc_port), timeout=20))
+            for _ in range(200)
+        ]
+        for one in connections:
+            with suppress(ConnectionError):
+                one.sendall(PREFACE)
+        assert sum(map(is_open, connections)) == 96
+        assert server.metrics()["paceline_ready"] == 1
+
+
+def test_calls_begun_on_a_connection_beyond_its_limit_are_reset(tmp_path: Path) -> None:
+    write_identity(tmp_path)
+    with (
+        ServerProcess(tmp_path, args=["--grpc-max-connection-calls=5"]) as server,
+        socket.create_connection(("127.0.0.1", server.grpc_port), timeout=20) as connection,
+        InferenceClient(server.target) as client,
+    ):
+        connection.sendall(begun_calls(20))
+        refused = bytes([0, 0, 4, 3, 0])  # RST_STREAM
+        received = b""
+        while received.count(refused) < 15:
+            more = connection.recv(4096)
+            assert more
+            received += more
+        assert client.server_live()
