@@ -355,7 +355,7 @@ class Batcher(Generic[P, R]):
     def _begin(self, runner: Runner[P, R], batch: Batch[Pending[P, R]]) -> None:
         """From now on it executes that."""
         self._running[runner] = batch
-        if runner.stages:
+        if runner.stages and runner not in self._leaving:
             now_ns = self._clock.now_ns()
             expected_ns = self._queue.latency.proven_ns(batch.key, batch.padded_rows, now_ns)
             self._ahead.begin(runner, now_ns, expected_ns)
@@ -443,6 +443,7 @@ class Batcher(Generic[P, R]):
                 if self._watchdog is not None:
                     self._watchdog.ended(runner)
             self._give_up_instance(runner)
+            self._ahead.end(runner)
             self._hangs.on_loss(runner, error)
         if not self.policy.isolate_failures:
             return batch.entries

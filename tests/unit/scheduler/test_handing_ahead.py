@@ -288,6 +288,28 @@ async def test_what_was_handed_to_an_instance_that_is_lost_executes_elsewhere() 
     bench.batcher.close()
 
 
+async def test_instance_that_is_lost_executes_what_it_has_begun_and_nothing_more() -> None:
+    bench = Bench(blame=Blame.INSTANCE)
+    await bench.learn()
+    first = await bench.submit("a", "b")
+    second = await bench.submit("c")
+    bench.clock.advance(DUE_NS)
+    bench.runner.gives_back = False  # it has begun "c" already
+    bench.runner.fail(ValueError("no device any more"))
+    third = await bench.submit("d")
+    bench.clock.advance(DUE_NS)
+    await turns()
+    assert bench.runner.next is None
+    bench.runner.finish(str.upper)
+    await turns()
+    assert await second[0] == "C"
+    assert isinstance(first[0].exception(), ExecutionFailed)
+    assert (bench.runner.stopped, bench.runner.busy) == (True, False)
+    assert [what for what, _ in bench.told] == ["loss", "return"]
+    assert not third[0].done()
+    bench.batcher.close()
+
+
 async def test_close_gives_up_what_was_handed_over(bench: Bench) -> None:
     await bench.submit("a", "b")
     waiting = await bench.submit("c")
