@@ -98,6 +98,11 @@ class BatchQueue(Generic[T]):
         return self._waiting.requests
 
     @property
+    def held(self) -> int:
+        """How many requests have left and may come back."""
+        return self._waiting.held
+
+    @property
     def rows(self) -> int:
         """How many rows they have."""
         return self._waiting.rows
@@ -233,6 +238,16 @@ class BatchQueue(Generic[T]):
             self.latency.observe(batch.key, batch.padded_rows, duration_ns, now_ns)
             if self._holds:
                 self._returns.answered(batch.key, batch.rows, self.latency.base_ns(batch.key), now_ns)
+
+    def hold(self, batch: Batch[T]) -> None:
+        """The batch hasn't begun, and may be put back: until `release` it takes as much room as if it waited."""
+        for entry in batch.entries:
+            self._waiting.hold(entry, 1)
+
+    def release(self, batch: Batch[T]) -> None:
+        """It has begun, or is about to be put back."""
+        for entry in batch.entries:
+            self._waiting.hold(entry, -1)
 
     def put_back(self, batch: Batch[T], entries: Sequence[Entry[T]]) -> None:
         """A batch won't execute. Those of its `entries` that still want to wait where they did before, as if it hadn't

@@ -120,7 +120,7 @@ class Batcher(Generic[P, R]):
     @property
     def waiting_requests(self) -> int:
         """Requests accepted and not yet executing."""
-        return self._queue.requests
+        return self._queue.requests + self._queue.held
 
     @property
     def lanes(self) -> int:
@@ -246,8 +246,9 @@ class Batcher(Generic[P, R]):
         # With an instance for each request, everything leaves.
         step = self._queue.poll(self._clock.now_ns(), self._queue.requests)
         self._give_up((*step.expired, *(late.entry for late in step.unreachable)))
-        for runner in self._ahead.next:
+        for runner, batch in self._ahead.next.items():
             runner.take_back()
+            self._queue.release(batch)
         for batch in (*step.batches, *self._running.values(), *self._ahead.next.values()):
             self._give_up(batch.entries)
         for suspects in self._suspects:
@@ -315,13 +316,16 @@ class Batcher(Generic[P, R]):
             step = self._queue.poll(now_ns, len(runners), starts_ns=self._ahead.ends_ns(runners[-1]))
             for runner, batch in zip(runners, step.batches, strict=False):
                 self._ahead.next[runner] = batch
+                self._queue.hold(batch)
                 self._run(runner, batch, None)
         return step._replace(wake_ns=_first(step.wake_ns, self._ahead.wake_ns(now_ns, requests=self._queue.requests)))
 
     def _recall(self, now_ns: int) -> None:
         """An execution takes longer than expected: what was to follow waits on like everything else."""
         for runner in self._ahead.overdue(now_ns):
-            if self._take_back(runner, self._ahead.next[runner]):
+            batch = self._ahead.next[runner]
+            if self._take_back(runner, batch):
+                self._queue.release(batch)
                 self._ahead.end(runner)
 
     def _take_back(self, runner: Runner[P, R], batch: Batch[Pending[P, R]]) -> bool:
@@ -381,6 +385,7 @@ class Batcher(Generic[P, R]):
             self._watchdog.ended(runner)
         batch = self._running.pop(runner)
         if (following := self._ahead.end(runner)) is not None:
+            self._queue.release(following)
             self._begin(runner, following)
         elif runner in self._leaving:
             self._leave(runner)
@@ -411,6 +416,8 @@ class Batcher(Generic[P, R]):
             if self._watchdog is not None:
                 self._watchdog.began(runner)
             return
+        if following is not None:
+            self._queue.release(following)
         self._ahead.end(runner)
         batch = self._running.pop(runner)
         is_known = runner in self._leaving

@@ -6,6 +6,7 @@ the queue is counted here, at that moment.
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 from scheduler.errors import QueueFull
@@ -41,14 +42,19 @@ class _Level:
 
 
 class Waiting:
-    """Requests, rows and bytes that wait in one queue, which shares `room` with others."""
+    """Requests, rows and bytes that wait in one queue, which shares `room` with others. `held` are requests that have
+    left it and may come back: they take room until they don't any more."""
 
     __slots__ = (
         "_has_levels",
+        "_held_bytes",
+        "_held_of_level",
+        "_held_rows",
         "_levels",
         "_max_bytes",
         "_max_rows",
         "_room",
+        "held",
         "is_bounded",
         "requests",
         "rows",
@@ -57,6 +63,8 @@ class Waiting:
 
     def __init__(self, policy: BatchPolicy, room: Room | None = None) -> None:
         self.requests = self.rows = self.size_bytes = 0
+        self.held = self._held_rows = self._held_bytes = 0
+        self._held_of_level: Counter[int] = Counter()
         self._max_rows, self._max_bytes = policy.limits.max_rows, policy.limits.max_bytes
         self._room = room
         self.is_bounded = bool(self._max_rows or self._max_bytes or room is not None)
@@ -81,11 +89,11 @@ class Waiting:
 
     def refuse_if_full(self, rows: int, size_bytes: int, level: int, max_queue_size: int) -> None:
         """Raise QueueFull if a request of that size, of a level that may hold so many, would be one too many."""
-        if max_queue_size and self.requests_of_level(level) >= max_queue_size:
+        if max_queue_size and self.requests_of_level(level) + self._held_of_level[level] >= max_queue_size:
             raise QueueFull(max_queue_size)
-        if self._max_rows and self.rows + rows > self._max_rows:
+        if self._max_rows and self.rows + self._held_rows + rows > self._max_rows:
             raise QueueFull(self._max_rows, "rows")
-        if self._max_bytes and self.size_bytes + size_bytes > self._max_bytes:
+        if self._max_bytes and self.size_bytes + self._held_bytes + size_bytes > self._max_bytes:
             raise QueueFull(self._max_bytes, "bytes")
         if self._room is not None:
             self._room.refuse_if_full(size_bytes)
@@ -100,6 +108,18 @@ class Waiting:
             room.size_bytes += sign * entry.size_bytes
         if self._has_levels:
             self._count_level(entry, sign)
+
+    def hold(self, entry: Entry[Any], sign: int) -> None:
+        """An entry that has left may come back (`sign` 1), or no more (-1)."""
+        self.held += sign
+        self._held_rows += sign * entry.rows
+        self._held_bytes += sign * entry.size_bytes
+        self._held_of_level[entry.level] += sign
+        if not self._held_of_level[entry.level]:
+            del self._held_of_level[entry.level]
+        if (room := self._room) is not None:
+            room.requests += sign
+            room.size_bytes += sign * entry.size_bytes
 
     def _count_level(self, entry: Entry[Any], sign: int) -> None:
         counts = self._levels.get(entry.level)

@@ -314,7 +314,7 @@ class Server:
         try:
             self._metrics.add_gpus(await asyncio.to_thread(lambda: GpuCollector(open_nvml())))
         except DeviceError as error:
-            _log.info("no metrics of GPUs: %s", error)
+            _log.debug("no metrics of GPUs: %s", error)
 
     async def _load(self) -> None:
         if self._upstream is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import subprocess
 from pathlib import Path
 
 import grpc
@@ -24,8 +25,9 @@ DELAYED = "dynamic_batching { max_queue_delay_microseconds: 600000000 }"
 class Day:
     """The time of day as a server has it, so many seconds from the machine's."""
 
-    def __init__(self, file: Path) -> None:
+    def __init__(self, file: Path, timers: Path) -> None:
         self._file = file
+        self._timers = timers
         self.set(0)
 
     def set(self, offset_s: int) -> None:
@@ -37,7 +39,7 @@ class Day:
     @property
     def env(self) -> dict[str, str]:
         return {
-            "LD_PRELOAD": str(LIBRARY),
+            "LD_PRELOAD": f"{self._timers} {LIBRARY}",
             "FAKETIME_TIMESTAMP_FILE": str(self._file),
             "FAKETIME_NO_CACHE": "1",
             "FAKETIME_DONT_FAKE_MONOTONIC": "1",
@@ -53,7 +55,11 @@ def full(number: int) -> pb.ModelInferRequest:
 def day(tmp_path: Path) -> Day:
     if not LIBRARY.is_file():
         pytest.skip(f"no {LIBRARY}: `make witness` fetches it")
-    return Day(tmp_path / "day")
+    timers = tmp_path / "monotonic_timers.so"
+    subprocess.run(
+        ["gcc", "-shared", "-fPIC", "-o", timers, Path(__file__).with_name("monotonic_timers.c")], check=True
+    )
+    return Day(tmp_path / "day", timers)
 
 
 @pytest.mark.parametrize("jumps_s", [(3 * DAY_S, DAY_S), (-3 * DAY_S, -DAY_S)], ids=["forward-first", "back-first"])

@@ -88,7 +88,7 @@ def says(server: ServerProcess, text: str) -> bool:
 
 def quiet(server: ServerProcess) -> bool:
     """Whether nothing waits and nothing was logged that shouldn't be: no traceback, no line of somebody else's."""
-    assert not [record for record in server.log if "exception" in record]
+    assert not [record for record in server.log if "exception" in record], server.log
     return pending(server) == 0
 
 

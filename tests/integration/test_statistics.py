@@ -382,7 +382,7 @@ async def test_gpus_are_left_out_where_there_is_no_driver_and_one_line_says_why(
         pytest.skip(f"there are {count_gpus()} GPUs")
     except LoadError as error:
         reason = str(error)
-    with caplog.at_level(logging.INFO, "paceline.server"):
+    with caplog.at_level(logging.DEBUG, "paceline.server"):
         async with serving(tmp_path, {"m": echo_model()}) as served:
             assert not any(name.startswith("nv_gpu") for name in await served.metrics())
     told = [record.getMessage() for record in caplog.records if "GPU" in record.getMessage()]

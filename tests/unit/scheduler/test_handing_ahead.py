@@ -12,12 +12,13 @@ import pytest
 from scheduler.ahead import Ahead
 from scheduler.batch_queue import Batch, BatchQueue
 from scheduler.batcher import Batcher
-from scheduler.errors import BatcherClosed, ExecutionFailed, ExecutionTimeout, QueueTimeout
+from scheduler.errors import BatcherClosed, ExecutionFailed, ExecutionTimeout, QueueFull, QueueTimeout
 from scheduler.isolation import Blame
 from scheduler.observer import Drop
-from scheduler.policy import BatchPolicy, QueuePolicy
+from scheduler.policy import BatchPolicy, QueueLimits, QueuePolicy
 from scheduler.runner import Outcome, ThreadRunner
 from scheduler.testing import ManualClock, RecordingObserver, Results, StepRunner
+from scheduler.waiting import Room
 
 MS = 1_000_000
 LONG_NS = 20 * MS
@@ -66,6 +67,7 @@ class Bench:
         self.runners = [StepRunner[str, str](self.clock, stages=True) for _ in range(instances)]
         self.seen = RecordingObserver()
         self.told: list[tuple[str, Any]] = []
+        self.room = Room(max_requests=4, max_bytes=0)
         self.batcher: Batcher[str, str] = Batcher(
             BatchPolicy(max_batch_rows=2, execution_limit_ns=limit_ns, queue=QueuePolicy(allow_timeout_override=True)),
             self.runners,
@@ -73,6 +75,7 @@ class Bench:
             observer=self.seen,
             blames=lambda error: blame,
             hangs=self,
+            room=self.room,
         )
         self.batcher.start()
 
@@ -126,10 +129,11 @@ async def test_next_batch_is_handed_over_shortly_before_the_end_and_not_sooner(b
     later = await bench.submit("d")
     bench.clock.advance(1)
     assert bench.runner.next == ["c", "d"]
-    assert bench.batcher.waiting_requests == 0
+    assert bench.batcher.waiting_requests == 2
     bench.clock.advance(2 * MS)
     bench.runner.finish(str.upper)
     assert await asyncio.gather(*first) == ["A", "B"]
+    assert bench.batcher.waiting_requests == 0
     bench.clock.advance(LONG_NS)
     bench.runner.finish(str.upper)
     assert await asyncio.gather(*second, *later) == ["C", "D"]
@@ -145,7 +149,49 @@ async def test_request_that_comes_when_the_end_is_near_is_handed_over_at_once(be
     assert bench.runner.next == ["c"]
     await bench.submit("d")  # what is handed over stays as it is
     assert bench.runner.next == ["c"]
-    assert bench.batcher.waiting_requests == 1
+    assert bench.batcher.waiting_requests == 2
+
+
+async def test_what_is_handed_over_takes_room_until_it_executes(bench: Bench) -> None:
+    await bench.submit("a", "b")
+    waiting = await bench.submit("c", "d", size_bytes=10)
+    bench.clock.advance(DUE_NS)
+    assert bench.runner.next == ["c", "d"]
+    assert (bench.room.requests, bench.room.size_bytes) == (2, 20)
+    await bench.submit("e", "f")
+    with pytest.raises(QueueFull):
+        await bench.submit("g")
+    bench.runner.finish(str.upper)
+    assert (bench.room.requests, bench.room.size_bytes) == (2, 0)
+    await bench.submit("g", "h")
+    assert not any(one.done() for one in waiting)
+
+
+async def test_what_is_handed_over_takes_the_room_of_its_model_and_level() -> None:
+    queue: BatchQueue[str] = BatchQueue(
+        BatchPolicy(
+            max_batch_rows=2,
+            priority_levels=2,
+            default_priority_level=1,
+            limits=QueueLimits(max_rows=3, max_bytes=30),
+            queue=QueuePolicy(max_queue_size=2),
+        )
+    )
+    for payload in "ab":
+        queue.push(payload, 1, "k", 0, size_bytes=10)
+    (batch,) = queue.poll(0, idle=1).batches
+    queue.hold(batch)
+    assert (queue.requests, queue.held) == (0, 2)
+    with pytest.raises(QueueFull, match="2 requests"):
+        queue.push("c", 1, "k", 0)
+    with pytest.raises(QueueFull, match="3 rows"):
+        queue.push("c", 2, "k", 0, priority=2)
+    with pytest.raises(QueueFull, match="30 bytes"):
+        queue.push("c", 1, "k", 0, priority=2, size_bytes=11)
+    queue.push("c", 1, "k", 0, priority=2, size_bytes=10)
+    queue.release(batch)
+    queue.push("d", 2, "k", 0, size_bytes=20)
+    assert queue.held == 0
 
 
 async def test_idle_instance_comes_first() -> None:
@@ -319,6 +365,7 @@ async def test_close_gives_up_what_was_handed_over(bench: Bench) -> None:
         await waiting[0]
     assert bench.runner.next is None
     assert bench.seen.count(Drop.CLOSED) == 3
+    assert bench.room.requests == bench.room.size_bytes == 0
 
 
 async def test_drain_waits_for_what_was_handed_over(bench: Bench) -> None:
