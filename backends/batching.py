@@ -21,6 +21,10 @@ __all__ = ["Run", "check_outputs", "rows_of", "run_batch", "split", "stack", "wr
 _ALIGNMENT_BYTES = 16
 """Of what malloc gives, and so of the arrays and the bytes objects of C and Python."""
 
+_LEAST_ELEMENTS = 500
+"""From so many on numpy lets go of the interpreter for each array that it copies. Beside a busy event loop each time may
+cost as long as threads hold on to it: half a millisecond, for a copy of half a microsecond."""
+
 Run = Callable[[list[Array]], Tensors]
 
 
@@ -37,16 +41,34 @@ def stack(requests: Sequence[Tensors], padding_rows: int = 0) -> list[Array]:
     All requests must agree, input by input, in datatype and trailing dimensions; ExecutionError if dimensions differ.
     `padding_rows` copies of the last row follow: the model has to cope with that one anyhow.
     """
-    # hot path: 0.2 us per array above the copy itself; what page faults of fresh memory add, see bench/README.md
+    # hot path: 0.3 us per array above the copy itself; what page faults of fresh memory add, see bench/README.md
     if padding_rows:
         requests = [*requests, _copies_of_last_row(requests[-1], padding_rows)]
     if len(requests) == 1:
         return [array if _is_ready(array) else array.copy(order="C") for array in requests[0]]
     try:
-        # np.concatenate keeps Fortran order if every array has it; ascontiguousarray is free for everybody else.
-        return [np.ascontiguousarray(np.concatenate(column)) for column in zip(*requests, strict=True)]
+        return [_joined(column) for column in zip(*requests, strict=True)]
     except ValueError as error:
         raise ExecutionError(f"requests of one batch don't fit together: {error}") from error
+
+
+def _joined(column: Sequence[Array]) -> Array:
+    """`column` along axis 0, in memory of its own. Raises ValueError if they don't fit together."""
+    if column[0].size < _LEAST_ELEMENTS or not _are_alike(column):
+        # It keeps Fortran order if every array has it; ascontiguousarray is free for everybody else.
+        return np.ascontiguousarray(np.concatenate(column))
+    # Lets go of the interpreter once if it is more than a MiB, else never. Not `bytes`: nobody knows who writes to it.
+    data = bytearray().join(column)
+    rows = sum(array.shape[0] for array in column)
+    return np.frombuffer(data, column[0].dtype).reshape(rows, *column[0].shape[1:])
+
+
+def _are_alike(column: Sequence[Array]) -> bool:
+    """Whether their bytes one after the other are the joined array's."""
+    dims, dtype = column[0].shape[1:], column[0].dtype
+    if dtype.hasobject or not column[0].ndim:
+        return False
+    return all(one.shape[1:] == dims and one.dtype == dtype and one.flags.c_contiguous for one in column)
 
 
 def _is_ready(array: Array) -> bool:
@@ -54,7 +76,7 @@ def _is_ready(array: Array) -> bool:
 
 
 def _copies_of_last_row(request: Tensors, rows: int) -> Tensors:
-    return [np.broadcast_to(array[-1:], (rows, *array.shape[1:])) for array in request]
+    return [np.repeat(array[-1:], rows, axis=0) for array in request]
 
 
 def split(outputs: Tensors, rows: Sequence[int], spec: ModelSpec) -> list[tuple[Array, ...]]:

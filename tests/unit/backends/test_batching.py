@@ -219,3 +219,43 @@ def test_run_batch_padded_shows_the_model_more_rows_and_returns_only_the_request
     assert (seen[0][sum(rows) :] == requests[-1][0][-1]).all()
     for (given,), (answer,) in zip(requests, execution.results, strict=True):
         np.testing.assert_array_equal(answer, given + 1)
+
+
+@pytest.mark.parametrize("elements", [2, 499, 500, 5_000])
+@pytest.mark.parametrize("dtype", ["<f4", "<f2", "<u2", "|b1", "<i8"])
+def test_stack_of_any_size_is_aligned_writable_and_its_own(elements: int, dtype: str) -> None:
+    raw = np.random.default_rng(0).integers(0, 2, (5, elements)).astype(dtype)
+    unaligned = [np.ndarray((1, elements), dtype, b"x" + row.tobytes(), 1) for row in raw]
+
+    (stacked,) = stack([(row,) for row in unaligned])
+
+    assert stacked.shape == (5, elements)
+    assert stacked.tobytes() == raw.tobytes()
+    assert stacked.flags.writeable
+    assert stacked.flags.c_contiguous
+    assert stacked.ctypes.data % 16 == 0
+    assert not any(np.shares_memory(stacked, row) for row in unaligned)
+
+
+def test_stack_of_large_rows_pads_with_the_last_one() -> None:
+    (stacked,) = stack([(_floats(1, 1_000),), (_floats(2, 1_000) + 7,)], padding_rows=3)
+
+    assert stacked.shape == (6, 1_000)
+    np.testing.assert_array_equal(stacked[3:], np.broadcast_to(_floats(2, 1_000)[1:] + 7, (3, 1_000)))
+
+
+@pytest.mark.parametrize(
+    "other", [np.zeros((1, 25, 40), np.float32), np.zeros((1, 999), np.float32), np.zeros((1, 1_000, 1), np.float32)]
+)
+def test_stack_of_large_rows_that_differ_in_dims_is_an_execution_error(other: np.ndarray) -> None:
+    with pytest.raises(ExecutionError, match="don't fit together"):
+        stack([(np.zeros((1, 1_000), np.float32),), (other,)])
+
+
+def test_stack_of_large_rows_in_any_layout_gives_c_order() -> None:
+    straight, across = _floats(2, 30, 40), np.asfortranarray(_floats(3, 30, 40) + 1)
+
+    for pair in ((straight, across), (across, straight), (straight[:, ::-1], straight)):
+        (stacked,) = stack([(one,) for one in pair])
+        assert stacked.flags.c_contiguous
+        np.testing.assert_array_equal(stacked, np.concatenate(pair))
