@@ -22,8 +22,8 @@ _ALIGNMENT_BYTES = 16
 """Of what malloc gives, and so of the arrays and the bytes objects of C and Python."""
 
 _LEAST_ELEMENTS = 500
-"""From so many on numpy lets go of the interpreter for each array that it copies. Beside a busy event loop each time may
-cost as long as threads hold on to it: half a millisecond, for a copy of half a microsecond."""
+"""From so many on numpy lets go of the interpreter for each array that it copies. Beside a busy event loop each time
+may cost as long as threads hold on to it: half a millisecond, for a copy of half a microsecond."""
 
 Run = Callable[[list[Array]], Tensors]
 
@@ -55,20 +55,27 @@ def stack(requests: Sequence[Tensors], padding_rows: int = 0) -> list[Array]:
 def _joined(column: Sequence[Array]) -> Array:
     """`column` along axis 0, in memory of its own. Raises ValueError if they don't fit together."""
     if column[0].size < _LEAST_ELEMENTS or not _are_alike(column):
-        # It keeps Fortran order if every array has it; ascontiguousarray is free for everybody else.
-        return np.ascontiguousarray(np.concatenate(column))
-    # Lets go of the interpreter once if it is more than a MiB, else never. Not `bytes`: nobody knows who writes to it.
-    data = bytearray().join(column)
+        return _joined_by_numpy(column)
+    try:
+        # Lets go of the interpreter once if it is more than a MiB, else never. Unlike `bytes` it may be written to.
+        data = bytearray().join(column)
+    except (TypeError, ValueError):  # not in C order
+        return _joined_by_numpy(column)
     rows = sum(array.shape[0] for array in column)
     return np.frombuffer(data, column[0].dtype).reshape(rows, *column[0].shape[1:])
 
 
+def _joined_by_numpy(column: Sequence[Array]) -> Array:
+    # np.concatenate keeps Fortran order if every array has it; ascontiguousarray is free for everybody else.
+    return np.ascontiguousarray(np.concatenate(column))
+
+
 def _are_alike(column: Sequence[Array]) -> bool:
-    """Whether their bytes one after the other are the joined array's."""
+    """Whether their elements one after the other are the joined array's."""
     dims, dtype = column[0].shape[1:], column[0].dtype
     if dtype.hasobject or not column[0].ndim:
         return False
-    return all(one.shape[1:] == dims and one.dtype == dtype and one.flags.c_contiguous for one in column)
+    return all(one.shape[1:] == dims and one.dtype == dtype for one in column)
 
 
 def _is_ready(array: Array) -> bool:
