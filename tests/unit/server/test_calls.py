@@ -79,8 +79,8 @@ class Remaining:
         return self._seconds
 
 
-@pytest.mark.parametrize(("remaining_s", "way_back_s"), [(0.1, 0.005), (0.2, 0.01), (1_000.0, 0.01)])
-def test_deadline_leaves_a_twentieth_of_the_time_and_at_most_10_ms_for_the_way_back(
+@pytest.mark.parametrize(("remaining_s", "way_back_s"), [(0.1, 0.01), (0.2, 0.02), (1_000.0, 0.1)])
+def test_deadline_leaves_a_tenth_of_the_time_and_at_most_100_ms_for_the_way_back(
     remaining_s: float, way_back_s: float
 ) -> None:
     before_ns = time.monotonic_ns()
