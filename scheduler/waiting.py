@@ -89,7 +89,8 @@ class Waiting:
 
     def refuse_if_full(self, rows: int, size_bytes: int, level: int, max_queue_size: int) -> None:
         """Raise QueueFull if a request of that size, of a level that may hold so many, would be one too many."""
-        if max_queue_size and self.requests_of_level(level) + self._held_of_level[level] >= max_queue_size:
+        held = self._held_of_level[level] if self.held else 0
+        if max_queue_size and self.requests_of_level(level) + held >= max_queue_size:
             raise QueueFull(max_queue_size)
         if self._max_rows and self.rows + self._held_rows + rows > self._max_rows:
             raise QueueFull(self._max_rows, "rows")

@@ -11,7 +11,6 @@ from collections.abc import Hashable, Sequence
 from typing import cast
 
 from backends.base import MISSING, Array, ModelSpec, Tensors
-from protos.inference_pb2 import ModelInferResponse
 from server.classification import Labels
 from server.codec import AnyResponse, DecodedRequest, InputTensor, ModelCodec
 from server.regions import Regions
@@ -72,13 +71,7 @@ class AdaptingCodec(ModelCodec):
                 inputs[index] = array.reshape(to_model(self._spec.inputs[index], array.shape, self._lead[index]))
         return decoded._replace(inputs=tuple(inputs), key=key)
 
-    def encode(
-        self,
-        request: AnyRequest,
-        decoded: DecodedRequest,
-        results: Tensors,
-        response: ModelInferResponse | None = None,
-    ) -> AnyResponse:
+    def encode(self, request: AnyRequest, decoded: DecodedRequest, results: Tensors) -> AnyResponse:
         shown = list(results)
         for index in self._reshaped_outputs:
             tensor, array = self._spec.outputs[index], results[index]
@@ -86,7 +79,7 @@ class AdaptingCodec(ModelCodec):
                 lead = 1 if self._max_batch_rows and not tensor.shape_tensor else 0
                 shown[index] = array.reshape(to_client(tensor, array.shape, lead))
         there = tuple(index for index in decoded.outputs if shown[index] is not MISSING)
-        return super().encode(request, decoded._replace(outputs=there), shown, response)
+        return super().encode(request, decoded._replace(outputs=there), shown)
 
     def _rows(self, tensors: Sequence[InputTensor], shapes: Sequence[tuple[int, ...]]) -> int:
         if not self._max_batch_rows:

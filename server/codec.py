@@ -141,25 +141,16 @@ class ModelCodec:
         classes = self._wanted_classes(request, outputs) if request.outputs else None
         return DecodedRequest(inputs, rows, free, outputs, parameters, targets, classes)
 
-    def encode(
-        self,
-        request: AnyRequest,
-        decoded: DecodedRequest,
-        results: Tensors,
-        response: ModelInferResponse | None = None,
-    ) -> AnyResponse:
+    def encode(self, request: AnyRequest, decoded: DecodedRequest, results: Tensors) -> AnyResponse:
         """The response with the wanted outputs: raw, or in typed contents if the request asked for them. What belongs
-        into shared memory is written there, in the order asked for, if all of it has room. An empty `response` that is
-        part of another message is filled in place, where putting it there later would copy it; unless the request came
-        without a message, whose response may be none either.
+        into shared memory is written there, in the order asked for, if all of it has room.
 
         Raises ExecutionError for elements that no message can carry, InvalidRequest for classes of too large an output
         and for shared memory that is too small or gone; what else could be wrong the backend has checked.
         """
         if isinstance(request, WireRequest) and (short := self._respond(request.id, decoded, results)) is not None:
             return short
-        response = ModelInferResponse() if response is None else response
-        response.model_name, response.model_version, response.id = self._model, self._version, request.id
+        response = ModelInferResponse(model_name=self._model, model_version=self._version, id=request.id)
         writes: list[Write] = []
         for index in decoded.outputs:
             tensor, array, datatype = self._spec.outputs[index], results[index], self._output_types[index]

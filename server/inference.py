@@ -92,7 +92,7 @@ class Inference:
         started = self.start(request, rpc_deadline_ns, parent, sent)
         try:
             await started.pending
-            response, facts = _answer(started, None)
+            response, facts = _answer(started)
         except BaseException as error:
             started.on_failure(error)
             raise
@@ -174,12 +174,11 @@ class Inference:
         return Started(request, model, decoded, pending, began_ns, watch)
 
     # hot path: see bench/
-    def finish(self, started: Started, response: pb.ModelInferResponse) -> AnyResponse:
-        """The answer, once `started.pending` is done: in `response`, which is empty, or apart from it if the request
-        came without a message. Raises what came instead.
+    def finish(self, started: Started) -> AnyResponse:
+        """The answer, once `started.pending` is done. Raises what came instead.
         The caller must not keep `started`: what was raised would keep it."""
         try:
-            answer, facts = _answer(started, response)
+            answer, facts = _answer(started)
         except BaseException as error:
             started.on_failure(error)
             raise
@@ -292,12 +291,12 @@ def _how(
     }
 
 
-def _answer(started: Started, response: pb.ModelInferResponse | None) -> tuple[AnyResponse, BatchFacts | None]:
-    """What the request gets, in `response` if there is one, and what became of it."""
+def _answer(started: Started) -> tuple[AnyResponse, BatchFacts | None]:
+    """What the request gets, and what became of it."""
     model, decoded = started.model, started.decoded
     try:
         results, facts = _results(started.pending)
-        answer = model.codec.encode(started.request, decoded, results, response)
+        answer = model.codec.encode(started.request, decoded, results)
         if isinstance(answer, pb.ModelInferResponse) and decoded.parameters.batch_info and facts is not None:
             tell_facts(answer, model.batch_id_prefix, told_facts(facts))
         return answer, facts

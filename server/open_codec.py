@@ -52,16 +52,9 @@ class OpenCodec:
         # Nobody else has the key of one that travels alone.
         return decoded._replace(key=(layout, decoded.key if batched else object()), spec=spec)
 
-    def encode(
-        self,
-        request: AnyRequest,
-        decoded: DecodedRequest,
-        results: Any,
-        response: ModelInferResponse | None = None,
-    ) -> ModelInferResponse:
+    def encode(self, request: AnyRequest, decoded: DecodedRequest, results: Any) -> ModelInferResponse:
         """The response with all of `results`. Raises ExecutionError for elements that no message can carry."""
-        response = ModelInferResponse() if response is None else response
-        response.model_name, response.model_version, response.id = self._model, self._version, request.id
+        response = ModelInferResponse(model_name=self._model, model_version=self._version, id=request.id)
         for name, datatype, array in results:
             output = response.outputs.add(name=name, datatype=datatype, shape=array.shape)
             try:

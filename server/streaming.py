@@ -77,7 +77,7 @@ class Inferring(Protocol):
 
     def start(self, request: AnyRequest, rpc_deadline_ns: int, parent: TraceParent | None, sent: Sent) -> UnderWay: ...
 
-    def finish(self, started: Any, response: pb.ModelInferResponse) -> AnyResponse: ...
+    def finish(self, started: Any) -> AnyResponse: ...
 
     def give_up(self, started: Any) -> None: ...
 
@@ -283,22 +283,23 @@ class _Stream:
 
     def _message(self, slot: _Slot) -> pb.ModelStreamInferResponse | WireResponse | None:
         """What to write for the request; None if its failure has ended the stream."""
-        message = pb.ModelStreamInferResponse()
-        answer = slot.failure or self._finish(slot, message.infer_response)
+        answer = slot.failure or self._finish(slot)
         if isinstance(answer, WireResponse):
             return answer.in_field(_INFER_RESPONSE_TAG, _FINAL_FIELD)
-        if not isinstance(answer, pb.ModelInferResponse):
-            if self._ends_at_error:
-                self._end(*answer)
-                return None
+        if isinstance(answer, pb.ModelInferResponse):
+            message = pb.ModelStreamInferResponse(infer_response=answer)
+        elif self._ends_at_error:
+            self._end(*answer)
+            return None
+        else:
             message = _failure_message(slot.request, *answer)
         message.infer_response.parameters[FINAL].bool_param = True
         return message
 
-    def _finish(self, slot: _Slot, response: pb.ModelInferResponse) -> AnyResponse | Failure:
+    def _finish(self, slot: _Slot) -> AnyResponse | Failure:
         """The answer, or what came instead."""
         try:
-            return self._inference.finish(slot.take(), response)
+            return self._inference.finish(slot.take())
         except asyncio.CancelledError:
             return grpc.StatusCode.CANCELLED, "the request was cancelled"
         except Exception as error:  # noqa: BLE001 - the caller is owed an answer

@@ -173,7 +173,7 @@ class RemoteInference:
         started = self.start(request, rpc_deadline_ns, parent, sent)
         try:
             await started.pending
-            return self.finish(started, None)
+            return self.finish(started)
         finally:
             # An error has a traceback, that this frame, and this frame, by what it waited for, would have the error.
             del started
@@ -228,16 +228,15 @@ class RemoteInference:
         return Started(request, pending, model, decoded)
 
     # hot path: see bench/
-    def finish(self, started: Started, response: pb.ModelInferResponse | None) -> AnyResponse:
-        """The answer, once `started.pending` is done: in `response`, which is empty, or apart from it. Raises what came
-        instead."""
+    def finish(self, started: Started) -> AnyResponse:
+        """The answer, once `started.pending` is done. Raises what came instead."""
         model, decoded, result = started.model, started.decoded, started.pending.result()
         if isinstance(result, bytes):
             return WireResponse((result,), len(result))
         assert model is not None
         assert decoded is not None
         outputs, facts = result
-        answer = model.codec.encode(started.request, decoded, outputs, response)
+        answer = model.codec.encode(started.request, decoded, outputs)
         if isinstance(answer, pb.ModelInferResponse) and facts is not None:
             tell_facts(answer, model.batch_id_prefix, facts)
         return answer
