@@ -27,6 +27,10 @@ class CudaRegion:
         self.byte_size = byte_size
         self._memory = memory
 
+    @property
+    def mapped_at(self) -> None:
+        """It isn't in the host's memory."""
+
     def check(self) -> None:
         """Nothing to see: what is open can't become smaller."""
 

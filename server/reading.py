@@ -7,17 +7,19 @@ request whose memory is gone fails alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from time import monotonic_ns
 from typing import cast
 
 import numpy as np
 
 from backends.base import Array, Execution, ModelSpec, Tensors
+from server.bulk_copy import Piece, copy_all
 from server.errors import InvalidRequest
 from server.region_tensors import Inputs, RegionTensor
+from server.regions import Region
 
 __all__ = ["Execute", "ExecuteInputs", "Room", "reading"]
 
@@ -82,6 +84,49 @@ def _joined(
         for index, first in enumerate(requests[0])
         for shape in ((rows, *first.shape[1:]),)
     ]
+    bounds = _fill_at_once(columns, requests) or _fill_one_by_one(columns, requests, failures)
+    if len(bounds) == 1:
+        return _timed(execute, [], rows, began_ns)
+    for column in columns:
+        # Padding, as for any other batch; also in the place of those that failed, as sizes may not be free.
+        column[bounds[-1] :] = column[bounds[-1] - 1]
+    done = _timed(execute, [columns], rows, began_ns)
+    outputs = cast("Tensors", done.results[0])
+    return replace(done, results=[tuple(output[start:stop] for output in outputs) for start, stop in pairwise(bounds)])
+
+
+def _fill_at_once(columns: Sequence[Array], requests: Sequence[Inputs]) -> list[int] | None:
+    """Fill `columns` with all of `requests`; where each begins, and the last ends. None if that can't be done at once,
+    as when the memory of one of them is gone: then which one it is has to be found out."""
+    bounds = [0, *accumulate(inputs[0].shape[0] for inputs in requests)]
+    pieces: list[Piece] = []
+    regions: set[Region] = set()
+    for index, column in enumerate(columns):
+        begin, row_bytes = column.ctypes.data, column.strides[0]
+        for start, stop, inputs in zip(bounds, bounds[1:], requests, strict=False):
+            one = inputs[index]
+            if not isinstance(one, RegionTensor):
+                column[start:stop] = one
+            elif (source := one.mapped_at) is not None:
+                pieces.append((begin + start * row_bytes, source, (stop - start) * row_bytes))
+                regions.add(one.region)
+            else:
+                return None
+    return bounds if len(pieces) > 1 and copy_all(pieces) and _are_whole(regions) else None
+
+
+def _are_whole(regions: Collection[Region]) -> bool:
+    """What is beyond a file's end, but in its last page, can be read, and is zero."""
+    try:
+        for region in regions:
+            region.check()
+    except InvalidRequest:
+        return False
+    return True
+
+
+def _fill_one_by_one(columns: Sequence[Array], requests: Sequence[Inputs], failures: _Failures) -> list[int]:
+    """Fill `columns` with those of `requests` that can be read; where each of them begins, and the last ends."""
     bounds = [0]
     for number, inputs in enumerate(requests):
         start, stop = bounds[-1], bounds[-1] + inputs[0].shape[0]
@@ -93,14 +138,7 @@ def _joined(
             failures[number] = _bare(error)
         else:
             bounds.append(stop)
-    if len(bounds) == 1:
-        return _timed(execute, [], rows, began_ns)
-    for column in columns:
-        # Padding, as for any other batch; also in the place of those that failed, as sizes may not be free.
-        column[bounds[-1] :] = column[bounds[-1] - 1]
-    done = _timed(execute, [columns], rows, began_ns)
-    outputs = cast("Tensors", done.results[0])
-    return replace(done, results=[tuple(output[start:stop] for output in outputs) for start, stop in pairwise(bounds)])
+    return bounds
 
 
 def _fill(target: Array, one: Array | RegionTensor) -> None:

@@ -156,6 +156,16 @@ class RegionTensor:
         offset = self._offset + start * math.prod(dims) * self.dtype.itemsize
         return RegionTensor(self._what, self._region, offset, self.dtype, (stop - start, *dims))
 
+    @property
+    def region(self) -> Region:
+        return self._region
+
+    @property
+    def mapped_at(self) -> int | None:
+        """As that of regions."""
+        begin = self._region.mapped_at
+        return None if begin is None else begin + self._offset
+
     def read(self) -> Array:
         """A new array of what is there now. Blocks for the copy; raises InvalidRequest."""
         array: Array = np.empty(self.shape, self.dtype)

@@ -31,6 +31,10 @@ class Region(Protocol):
     @property
     def byte_size(self) -> int: ...
 
+    @property
+    def mapped_at(self) -> int | None:
+        """Its address, for `bulk_copy` and nobody else, as it may be gone; None if it has none."""
+
     def check(self) -> None:
         """See that it is still there."""
 

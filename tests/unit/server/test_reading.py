@@ -12,6 +12,7 @@ from backends.base import Array, Device, Execution, ModelSpec, Tensors, TensorSp
 from backends.errors import ExecutionError
 from backends.memory import MemoryModel
 from protos.datatypes import by_name
+from server import bulk_copy
 from server.errors import InvalidRequest
 from server.reading import reading
 from server.region_tensors import Input, RegionTensor, Span
@@ -69,9 +70,12 @@ def values(results: Sequence[Any]) -> list[Any]:
 @pytest.mark.parametrize("spec", [STACKED, RAGGED], ids=["joined", "one by one"])
 @pytest.mark.parametrize("padded", [0, 6, 9])
 @pytest.mark.parametrize("inside", range(8))
+@pytest.mark.parametrize("at_once", [False, True])
 def test_results_are_the_same_wherever_inputs_lay(
-    region: SystemRegion, spec: ModelSpec, padded: int, inside: int
+    region: SystemRegion, spec: ModelSpec, padded: int, inside: int, at_once: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    if not at_once:  # as in a sandbox that forbids it
+        monkeypatch.setattr(bulk_copy.Allowed, "now", False)
     rows, firsts = [1, 3, 2], [5, 40, 7]
     requests: list[tuple[Input]] = [
         (lying(region, count, first),) if inside >> number & 1 else (brought(count, first),)
@@ -84,6 +88,32 @@ def test_results_are_the_same_wherever_inputs_lay(
     )
     assert values(done.results) == values(expected.results)
     assert bench.seen[0][0].tolist() == plain.seen[0][0].tolist()
+
+
+class OnlyMapped:
+    """A region that can't be read tensor by tensor."""
+
+    kind = "system"
+
+    def __init__(self, region: SystemRegion) -> None:
+        self.name, self.byte_size, self.mapped_at = region.name, region.byte_size, region.mapped_at
+        self.check, self.write = region.check, region.write
+
+    def read_into(self, target: Array, offset: int) -> None:
+        raise AssertionError("it was read tensor by tensor")
+
+
+@pytest.mark.parametrize("padded", [0, 9])
+def test_tensors_of_a_batch_are_read_in_one_call(region: SystemRegion, padded: int) -> None:
+    whole = OnlyMapped(region)
+    requests: list[tuple[Input]] = [
+        (RegionTensor("input 'a'", whole, 8 * first, np.dtype(np.float32), (rows, 2)),)
+        for rows, first in ((1, 5), (3, 40))
+    ]
+    bench = Bench(STACKED)
+    done = bench.run([requests[0], (brought(2, 7),), requests[1]], padded)
+    assert values(done.results) == [[brought(rows, first).tolist()] for rows, first in ((1, 5), (2, 7), (3, 40))]
+    assert len(bench.seen[0][0]) == max(6, padded)
 
 
 class Slot:
@@ -147,11 +177,14 @@ def test_one_request_alone_is_read_and_executed(region: SystemRegion, spec: Mode
 
 
 @pytest.mark.parametrize("spec", [STACKED, RAGGED], ids=["joined", "one by one"])
+@pytest.mark.parametrize("was_read", [False, True])
 @pytest.mark.parametrize("gone", [{0}, {1}, {2}, {0, 1}, {1, 2}, {0, 1, 2}])
 def test_requests_whose_memory_is_gone_fail_alone(
-    memory: SharedObject, region: SystemRegion, spec: ModelSpec, gone: set[int]
+    memory: SharedObject, region: SystemRegion, spec: ModelSpec, was_read: bool, gone: set[int]
 ) -> None:
     requests = [(lying(region, 2, 90 if number in gone else 2 * number),) for number in range(3)]
+    if was_read:
+        Bench(spec).run(requests, 6)
     memory.resize(90 * 8 + 3)
     bench = Bench(spec)
     done = bench.run(requests, 6)

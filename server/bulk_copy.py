@@ -1,0 +1,60 @@
+"""Many copies out of mapped memory in one call, which comes back short where the memory is gone.
+
+Lives here: the system call. Must not: know whose memory it is. Whoever reads a mapping whose file was cut short dies of
+SIGBUS; the kernel that reads it in his stead, as it reads the memory of any process, says how far it got.
+
+One call is what it is about: each time a thread lets go of the interpreter, and each read from a file is such a time,
+it may cost as long as the event loop holds on to it, half a millisecond, for a copy of 40 us.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import logging
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+__all__ = ["Allowed", "Piece", "copy_all"]
+
+_log = logging.getLogger("paceline.server")
+
+Piece = tuple[int, int, int]
+"""Where to, where from, how many bytes."""
+
+_MOST_PIECES = 1024
+"""IOV_MAX of Linux."""
+_MOST_BYTES = 0x7FFF0000
+"""A little less than what Linux moves in a call."""
+
+_process_vm_readv: Any = getattr(ctypes.CDLL(None, use_errno=True), "process_vm_readv", None)
+if _process_vm_readv is not None:
+    _process_vm_readv.restype = ctypes.c_ssize_t
+    _process_vm_readv.argtypes = [ctypes.c_int, *2 * (ctypes.c_void_p, ctypes.c_ulong), ctypes.c_ulong]
+
+
+class Allowed:
+    """Whether the system lets us: some sandboxes never do."""
+
+    now = _process_vm_readv is not None
+
+
+def copy_all(pieces: Sequence[Piece]) -> bool:
+    """Do it, if that can be done in one call. False: do it another way; some of it may have been done.
+
+    All targets must be there; sources need not. Blocks, the interpreter free for other threads meanwhile.
+    """
+    size = sum(piece[2] for piece in pieces)
+    if not Allowed.now or len(pieces) > _MOST_PIECES or size > _MOST_BYTES:
+        return False
+    # struct iovec: address and length
+    to = np.array([(target, count) for target, _, count in pieces], np.uint64)
+    come = np.array([(source, count) for _, source, count in pieces], np.uint64)
+    done = _process_vm_readv(os.getpid(), to.ctypes.data, len(pieces), come.ctypes.data, len(pieces), 0)
+    if done < 0 and (code := ctypes.get_errno()) in (errno.EPERM, errno.ENOSYS):
+        Allowed.now = False
+        _log.info("shared memory is read tensor by tensor: process_vm_readv: %s", os.strerror(code))
+    return bool(done == size)
