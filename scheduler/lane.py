@@ -64,7 +64,6 @@ class Entry(Generic[T]):
         enqueued_ns: int,
         deadline_ns: int,
         rpc_deadline_ns: int,
-        lane: Lane[T],
     ) -> None:
         self.payload = payload
         self.rows = rows
@@ -75,7 +74,7 @@ class Entry(Generic[T]):
         self.deadline_ns = deadline_ns
         self.rpc_deadline_ns = rpc_deadline_ns
         self.watch: Watch[T] | None = None
-        self.lane: Lane[T] | None = lane
+        self.lane: Lane[T] | None = None
 
     def unwatch(self) -> None:
         """Nothing is to be done about it any more when its deadline comes."""

@@ -9,8 +9,8 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
-from scheduler.batch_queue import Batch
 from scheduler.errors import ExecutionFailed
+from scheduler.executing import Batch
 from scheduler.lane import Entry
 from scheduler.observer import BatchReport
 from scheduler.runner import Outcome

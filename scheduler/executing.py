@@ -1,0 +1,67 @@
+"""The batches that execute, and when an instance is likely to be free.
+
+Lives here: which batches have left and aren't done, and what measured executions say of their ends. Must not: know
+which instance has which; that is `batcher`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from typing import Generic, NamedTuple, TypeVar
+
+from scheduler.lane import Entry
+from scheduler.latency import LatencyModel
+
+__all__ = ["Batch", "Executing"]
+
+T = TypeVar("T")
+
+
+class Batch(NamedTuple, Generic[T]):
+    """Requests that execute together; all of one `key`, in the order of service. `padded_rows` is what the model sees:
+    `rows`, or more where only some sizes are allowed. `number` counts the batches of the queue, from 1."""
+
+    number: int
+    key: Hashable
+    rows: int
+    padded_rows: int
+    entries: tuple[Entry[T], ...]
+
+
+class Executing(Generic[T]):
+    """Batches on so many `instances`, of up to `max_rows` rows."""
+
+    def __init__(self, latency: LatencyModel, instances: int, max_rows: int) -> None:
+        self._latency = latency
+        self._instances = instances
+        self._max_rows = max_rows
+        self._begun = 0
+        self._batches: dict[int, tuple[Batch[T], int]] = {}
+
+    # hot path
+    def begin(self, key: Hashable, entries: Sequence[Entry[T]], rows: int, padded_rows: int, now_ns: int) -> Batch[T]:
+        """A batch of these; it starts at `now_ns`."""
+        self._begun += 1
+        batch = Batch(self._begun, key, rows, padded_rows, tuple(entries))
+        self._batches[self._begun] = (batch, now_ns)
+        return batch
+
+    def end(self, batch: Batch[T]) -> None:
+        """It is done, or won't execute."""
+        self._batches.pop(batch.number, None)
+
+    def first_end_ns(self, now_ns: int) -> int:
+        """When the first of them is likely to end; `now_ns` if there is none."""
+        return min((self._end_ns(*one, now_ns) for one in self._batches.values()), default=now_ns)
+
+    def least_wait_ns(self, key: Hashable, rows_ahead: int, now_ns: int) -> int:
+        """How long a request of `key` that arrives now will wait at least: until an instance is free, and for the full
+        batches of the `rows_ahead` of it in its own lane. What other lanes hold may take turns."""
+        full_batches = rows_ahead // self._max_rows
+        wait_ns = full_batches * self._latency.proven_ns(key, self._max_rows, now_ns) // self._instances
+        if len(self._batches) >= self._instances:
+            wait_ns += max(0, self.first_end_ns(now_ns) - now_ns)
+        return wait_ns
+
+    def _end_ns(self, batch: Batch[T], started_ns: int, now_ns: int) -> int:
+        return started_ns + self._latency.proven_ns(batch.key, batch.padded_rows, now_ns)

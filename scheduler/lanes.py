@@ -1,0 +1,228 @@
+"""The lanes of a queue: which may be served now, which of those first, and when waiting alone makes another one ready.
+
+Lives here: the heaps of ready lanes and of due ones, kept right with all that comes and goes. Must not: deadlines,
+instances, or a batch's size.
+
+A lane is *ready* when its head may leave with an idle instance: a preferred prefix has formed, or somebody in it has
+waited long enough. Ready lanes compete by the order of their heads: priority, then age. Every lane that isn't ready has
+an item in `_due`, the heap of moments when waiting alone makes it ready. Where nobody waits for company every lane is
+ready, and no walk is needed until it is its turn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Sequence
+from typing import Generic, TypeVar
+
+from scheduler.lane import Entry, Lane
+from scheduler.lazy_heap import LazyHeap
+from scheduler.policy import BatchPolicy
+
+__all__ = ["Lanes"]
+
+T = TypeVar("T")
+
+
+def _is_ready(lane: Lane[T], token: int) -> bool:
+    return lane.ready_token == token
+
+
+def _is_due(lane: Lane[T], token: int) -> bool:
+    return lane.due_token == token
+
+
+class Lanes(Generic[T]):
+    """One by each shape key of which somebody waits."""
+
+    def __init__(self, policy: BatchPolicy) -> None:
+        self._policy = policy
+        self._max_requests = policy.max_batch_requests
+        self._delay_ns = policy.max_queue_delay_ns
+        self._by_key: dict[Hashable, Lane[T]] = {}
+        # To be walked anew before the next one is chosen.
+        self._stale: dict[Lane[T], None] = {}
+        self._ready: LazyHeap[Lane[T]] = LazyHeap(_is_ready)
+        self._due: LazyHeap[Lane[T]] = LazyHeap(_is_due)
+        self._tokens = 0
+        self.prefer(policy.max_batch_rows)
+
+    def __len__(self) -> int:
+        return len(self._by_key)
+
+    def __iter__(self) -> Iterator[Entry[T]]:
+        """Whoever waits, lane by lane."""
+        for lane in self._by_key.values():
+            yield from lane
+
+    def get(self, key: Hashable) -> Lane[T] | None:
+        return self._by_key.get(key)
+
+    def prefer(self, allowed_rows: int) -> None:
+        """Prefer what the policy does, as far as it is allowed for now; else the most that is allowed."""
+        preferred = (rows for rows in self._policy.preferred if rows <= allowed_rows)
+        self._preferred = frozenset(preferred) or frozenset((allowed_rows,))
+        self._max_preferred = max(self._preferred)
+        if self._delay_ns:
+            for lane in self._by_key.values():
+                self._walk_later(lane)
+
+    def flush(self) -> None:
+        """From now on nobody waits for company."""
+        self._delay_ns = 0
+        self._stale.clear()
+        for lane in self._by_key.values():
+            self._file(lane)
+
+    # hot path
+    def add(self, key: Hashable, entry: Entry[T]) -> None:
+        lane = self._by_key.get(key)
+        if lane is None:
+            lane = self._by_key[key] = Lane(key)
+        entry.lane = lane
+        lane.add(entry)
+        if not self._delay_ns:
+            if not lane.ready_token or entry.order < lane.filed_order:
+                self._file(lane)
+        elif entry.order < lane.walked_order:
+            self._walk_later(lane)
+        elif not lane.closed and lane not in self._stale:
+            lane.walk_over(entry, self._preferred, self._max_preferred, self._max_requests)
+            self._file_walked(lane)
+
+    def put_back(self, key: Hashable, entries: Sequence[Entry[T]]) -> None:
+        """Entries that have left in a batch wait on where they did before."""
+        lane = self._by_key.get(key)
+        if lane is None:
+            lane = self._by_key[key] = Lane(key)
+        for entry in entries:
+            entry.lane = lane
+        lane.put_back(entries)
+        if self._delay_ns:
+            self._walk_later(lane)
+        else:
+            self._file(lane)
+
+    def remove(self, entry: Entry[T]) -> Hashable:
+        """Somebody leaves, from wherever in its lane. Returns the key of that."""
+        lane = entry.lane
+        assert lane is not None
+        lane.remove(entry)
+        entry.lane = None
+        if not lane.requests:
+            self._drop(lane)
+        elif not self._delay_ns:
+            if entry.order == lane.filed_order:
+                self._file(lane)
+        elif entry.order <= lane.walked_order:
+            self._walk_later(lane)
+        return lane.key
+
+    # hot path
+    def next_ready(self, now_ns: int) -> Lane[T] | None:
+        """The ready lane to be served first. It counts as ready no more until it is filed anew, by one of those
+        below or by what comes and goes."""
+        if self._stale:
+            for lane in self._stale:
+                self._walk(lane)
+            self._stale.clear()
+        if self._due.items:
+            self._awake(now_ns)
+        first = self._ready.pop_living()
+        if first is not None:
+            first.ready_token = 0
+        return first
+
+    # hot path
+    def take(self, lane: Lane[T], entries: Sequence[Entry[T]]) -> None:
+        """Some of its entries leave; now the others have their turn."""
+        for entry in entries:
+            lane.remove(entry)
+            entry.lane = None
+        if not lane.requests:
+            self._drop(lane)
+        elif self._delay_ns:
+            self._walk(lane)
+        else:
+            self._file(lane)
+
+    # hot path
+    def take_only(self, lane: Lane[T]) -> Entry[T]:
+        """What `take` comes to for the one entry of a lane."""
+        entry = lane.head
+        lane.remove(entry)
+        entry.lane = None
+        self._drop(lane)
+        return entry
+
+    def pass_over(self, lane: Lane[T]) -> None:
+        """It is as ready as it was."""
+        self._make_ready(lane)
+
+    def hold(self, lane: Lane[T], until_ns: int) -> None:
+        """It isn't ready before `until_ns`, unless somebody comes or goes."""
+        self._make_due(lane, until_ns)
+
+    def releasable(self, lane: Lane[T], now_ns: int) -> int:
+        """How many of its first entries leave with an instance that has room for them: all once somebody is overdue,
+        else the preferred prefix, else all."""
+        if not self._delay_ns:
+            return self._preferred_prefix(lane) or lane.requests
+        if lane.prefix and lane.oldest_ns + self._delay_ns > now_ns:
+            return lane.prefix
+        return lane.requests
+
+    def due_ns(self) -> int | None:
+        """When waiting alone makes the next one ready."""
+        return self._due.first_rank() if self._due.items else None
+
+    def _preferred_prefix(self, lane: Lane[T]) -> int:
+        """Of a lane that wasn't walked so far. Where the largest batch is preferred that is whatever fits into it."""
+        if not self._policy.preferred_batch_rows:
+            return 0
+        lane.walk(self._preferred, self._max_preferred, self._max_requests)
+        return lane.prefix
+
+    def _drop(self, lane: Lane[T]) -> None:
+        """Nobody is left in it."""
+        lane.ready_token = lane.due_token = 0
+        del self._by_key[lane.key]
+        if self._stale:
+            self._stale.pop(lane, None)
+
+    def _awake(self, now_ns: int) -> None:
+        """Lanes in which somebody has waited long enough become ready."""
+        due = self._due
+        while (first := due.first_rank()) is not None and first <= now_ns:
+            lane = due.pop()
+            lane.due_token = 0
+            if not lane.ready_token:
+                self._make_ready(lane)
+
+    def _walk_later(self, lane: Lane[T]) -> None:
+        lane.restart()
+        self._stale[lane] = None
+
+    def _walk(self, lane: Lane[T]) -> None:
+        lane.walk(self._preferred, self._max_preferred, self._max_requests)
+        self._file_walked(lane)
+
+    def _file_walked(self, lane: Lane[T]) -> None:
+        if not lane.prefix:
+            if not lane.due_token:
+                self._make_due(lane, lane.oldest_ns + self._delay_ns)
+        elif not lane.ready_token:
+            self._make_ready(lane)
+
+    def _file(self, lane: Lane[T]) -> None:
+        """Where nobody waits for company."""
+        lane.due_token = 0
+        self._make_ready(lane)
+
+    def _make_due(self, lane: Lane[T], due_ns: int) -> None:
+        lane.due_token = self._tokens = self._tokens + 1
+        self._due.push(due_ns, lane.due_token, lane)
+
+    def _make_ready(self, lane: Lane[T]) -> None:
+        lane.ready_token = self._tokens = self._tokens + 1
+        lane.filed_order = lane.head.order
+        self._ready.push(lane.filed_order, lane.ready_token, lane)

@@ -1,0 +1,54 @@
+"""When an instance is likely to be free, by what executes and what was measured."""
+
+from __future__ import annotations
+
+import pytest
+
+from scheduler.executing import Executing
+from scheduler.latency import LatencyModel
+
+MS = 1_000_000
+
+
+@pytest.fixture
+def latency() -> LatencyModel:
+    """Batches of 4 rows take 10 ms, those of 1 row 4."""
+    latency = LatencyModel(4)
+    for rows, duration_ms in ((4, 10), (1, 4)) * 3:
+        latency.observe("k", rows, duration_ms * MS, 0)
+    return latency
+
+
+def test_batches_are_numbered_from_1(latency: LatencyModel) -> None:
+    executing: Executing[str] = Executing(latency, 1, 4)
+    assert [executing.begin("k", (), 1, 1, 0).number for _ in range(3)] == [1, 2, 3]
+
+
+def test_first_end_is_that_of_the_batch_that_takes_least(latency: LatencyModel) -> None:
+    executing: Executing[str] = Executing(latency, 2, 4)
+    assert executing.first_end_ns(7) == 7
+    executing.begin("k", (), 4, 4, 0)
+    assert executing.first_end_ns(0) == 10 * MS
+    short = executing.begin("k", (), 1, 1, 5 * MS)
+    assert executing.first_end_ns(5 * MS) == 9 * MS
+    executing.end(short)
+    executing.end(short)
+    assert executing.first_end_ns(5 * MS) == 10 * MS
+
+
+def test_execution_of_unknown_length_may_end_any_time(latency: LatencyModel) -> None:
+    executing: Executing[str] = Executing(latency, 1, 4)
+    executing.begin("never seen", (), 4, 4, 3)
+    assert executing.first_end_ns(5) == 3
+    assert executing.least_wait_ns("never seen", 100, 5) == 0
+
+
+@pytest.mark.parametrize(
+    ("instances", "rows_ahead", "wait_ms"), [(1, 0, 10), (1, 3, 10), (1, 4, 20), (1, 9, 30), (2, 0, 0), (2, 9, 10)]
+)
+def test_least_wait_is_for_an_instance_and_the_full_batches_ahead(
+    latency: LatencyModel, instances: int, rows_ahead: int, wait_ms: int
+) -> None:
+    executing: Executing[str] = Executing(latency, instances, 4)
+    executing.begin("k", (), 4, 4, 0)
+    assert executing.least_wait_ns("k", rows_ahead, 0) == wait_ms * MS

@@ -1,0 +1,143 @@
+"""Whose turn it is among shape keys, as requests come, go and come back."""
+
+from __future__ import annotations
+
+from scheduler.lane import Entry
+from scheduler.lanes import Lanes
+from scheduler.policy import NEVER, BatchPolicy
+
+DELAY_NS = 1_000
+GREEDY = BatchPolicy(max_batch_rows=4)
+PATIENT = BatchPolicy(max_batch_rows=4, preferred_batch_rows=(2,), max_queue_delay_ns=DELAY_NS)
+
+
+def entry(order: int, rows: int = 1) -> Entry[int]:
+    return Entry(order, rows, 0, 0, order, enqueued_ns=order, deadline_ns=NEVER, rpc_deadline_ns=NEVER)
+
+
+def filled(policy: BatchPolicy, keys: str) -> tuple[Lanes[int], list[Entry[int]]]:
+    """One request of each key, in that order."""
+    lanes: Lanes[int] = Lanes(policy)
+    entries = [entry(order) for order in range(len(keys))]
+    for key, one in zip(keys, entries, strict=True):
+        lanes.add(key, one)
+    return lanes, entries
+
+
+def keys_served(lanes: Lanes[int], now_ns: int = 0) -> str:
+    """Whose turn it is, one request at a time, until nobody is ready."""
+    keys = ""
+    while (lane := lanes.next_ready(now_ns)) is not None:
+        keys += str(lane.key)
+        lanes.take(lane, [lane.head])
+    return keys
+
+
+def test_lanes_take_turns_by_the_age_of_their_heads() -> None:
+    lanes, _ = filled(GREEDY, "abbac")
+    assert keys_served(lanes) == "abbac"
+    assert len(lanes) == 0
+
+
+def test_lane_whose_head_has_left_goes_by_the_next_one() -> None:
+    lanes, (first, *_) = filled(GREEDY, "aba")
+    assert lanes.remove(first) == "a"
+    assert first.lane is None
+    assert keys_served(lanes) == "ba"
+
+
+def test_lane_that_was_chosen_is_ready_no_more_until_it_is_filed_anew() -> None:
+    lanes, _ = filled(GREEDY, "ab")
+    chosen = lanes.next_ready(0)
+    assert chosen is not None
+    assert keys_served(lanes) == "b"
+    lanes.pass_over(chosen)
+    assert keys_served(lanes) == "a"
+
+
+def test_lane_that_is_held_is_ready_when_its_moment_comes_or_somebody_older_does() -> None:
+    lanes, _ = filled(GREEDY, "bb")
+    for waken in (lambda: None, lambda: lanes.add("b", entry(-1))):
+        lane = lanes.next_ready(0)
+        assert lane is not None
+        lanes.hold(lane, 10)
+        assert lanes.due_ns() == 10
+        assert lanes.next_ready(9) is None
+        waken()
+        again = lanes.next_ready(10)
+        assert again is lane
+        lanes.pass_over(lane)
+
+
+def test_lane_with_a_delay_is_ready_with_a_preferred_prefix_or_when_the_delay_has_passed() -> None:
+    lanes, _ = filled(PATIENT, "baa")
+    assert lanes.due_ns() == DELAY_NS
+    ready = lanes.next_ready(2)
+    assert ready is not None
+    assert (ready.key, lanes.releasable(ready, 2)) == ("a", 2)
+    assert lanes.next_ready(DELAY_NS - 1) is None
+    late = lanes.next_ready(DELAY_NS)
+    assert late is not None
+    assert (late.key, lanes.releasable(late, DELAY_NS)) == ("b", 1)
+
+
+def test_lane_somebody_of_whom_is_overdue_releases_all() -> None:
+    lanes, _ = filled(PATIENT, "aaa")
+    lane = lanes.next_ready(DELAY_NS)
+    assert lane is not None
+    assert [lanes.releasable(lane, now_ns) for now_ns in (DELAY_NS - 1, DELAY_NS)] == [2, 3]
+
+
+def test_lane_without_delay_releases_the_preferred_prefix_else_all() -> None:
+    lanes, _ = filled(BatchPolicy(max_batch_rows=4, preferred_batch_rows=(2,)), "aaab")
+    released = []
+    while (lane := lanes.next_ready(0)) is not None:
+        count = lanes.releasable(lane, 0)
+        released.append((lane.key, count))
+        lanes.take(lane, list(lane)[:count])
+    assert released == [("a", 2), ("a", 1), ("b", 1)]
+
+
+def test_prefix_that_loses_a_request_is_preferred_no_more() -> None:
+    lanes, (_, second) = filled(PATIENT, "aa")
+    lanes.remove(second)
+    assert lanes.next_ready(2) is None
+    assert lanes.due_ns() == DELAY_NS
+
+
+def test_less_that_is_allowed_is_preferred_in_the_place_of_what_is_not() -> None:
+    lanes, _ = filled(PATIENT, "a")
+    lanes.prefer(1)
+    lane = lanes.next_ready(0)
+    assert lane is not None
+    assert lanes.releasable(lane, 0) == 1
+
+
+def test_entries_put_back_have_the_turn_that_they_had() -> None:
+    for policy in (GREEDY, PATIENT):
+        lanes, (first, *_) = filled(policy, "abc")
+        lane = lanes.next_ready(DELAY_NS)
+        assert lane is not None
+        assert lanes.take_only(lane) is first
+        assert (first.lane, lanes.get("a")) == (None, None)
+        lanes.put_back("a", [first])
+        assert first.lane is lanes.get("a")
+        assert keys_served(lanes, 3 * DELAY_NS) == "abc"
+
+
+def test_flush_makes_every_lane_ready() -> None:
+    lanes, _ = filled(PATIENT, "ab")
+    assert lanes.next_ready(0) is None
+    lanes.flush()
+    assert lanes.due_ns() is None
+    assert keys_served(lanes) == "ab"
+
+
+def test_lanes_that_are_gone_leave_little_behind_in_the_heaps() -> None:
+    for policy in (GREEDY, PATIENT):
+        lanes: Lanes[int] = Lanes(policy)
+        for number in range(10_000):
+            one = entry(number)
+            lanes.add(number, one)
+            lanes.remove(one)
+        assert len(lanes._due) + len(lanes._ready) < 200
