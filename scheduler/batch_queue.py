@@ -195,7 +195,7 @@ class BatchQueue(Generic[T]):
             elif (batch := self._take(lane, now_ns, starts_ns, unreachable)) is not None:
                 batches.append(batch)
         wake_ns = self._deadlines.first_rank() if self._deadlines.items else None
-        if len(batches) < idle and (due_ns := self._lanes.due_ns()) is not None:
+        if len(batches) < idle and self._lanes.due.items and (due_ns := self._lanes.due.first_rank()) is not None:
             wake_ns = due_ns if wake_ns is None else min(wake_ns, due_ns)
         return Step(tuple(batches), expired, tuple(unreachable), wake_ns)
 

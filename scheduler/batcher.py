@@ -1,48 +1,35 @@
 """The asyncio shell around the pure queue: futures in, batches to instances, answers back.
 
-Lives here: the loop's side of batching (one alarm, idle instances, drain). Must not: any decision about what batches;
-that is `batch_queue`. Everything runs on one event loop; only runners use other threads.
+Lives here: when the queue is asked, what is done of what it says, start and end. Must not: any decision about what
+batches; that is `batch_queue`. Everything runs on one event loop; only runners use other threads.
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
-from collections import deque
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
-from scheduler.ahead import Ahead
 from scheduler.answers import Answers, OrderedAnswers
-from scheduler.batch_queue import Batch, BatchQueue, Step
+from scheduler.batch_queue import BatchQueue, Step
 from scheduler.clock import Alarm, Clock, MonotonicClock
 from scheduler.company import Company
-from scheduler.errors import (
-    BatcherClosed,
-    DeadlineUnreachable,
-    ExecutionTimeout,
-    NoInstance,
-    QueueFull,
-    QueueTimeout,
-    SchedulerError,
-)
-from scheduler.isolation import Blame, Suspects
+from scheduler.delivery import Delivery
+from scheduler.errors import BatcherClosed, DeadlineUnreachable, ExecutionTimeout, NoInstance, QueueFull, QueueTimeout
+from scheduler.executing import Batch
+from scheduler.instances import Hangs, Instances
+from scheduler.isolation import Blame, Retries, Suspects
 from scheduler.lane import Entry
 from scheduler.observer import Drop, GuardedObserver, NullObserver, Observer
-from scheduler.pending import BatchFacts, Pending
+from scheduler.pending import Pending
 from scheduler.policy import NEVER, BatchPolicy
-from scheduler.reports import failure, report
 from scheduler.runner import Outcome, Runner
-from scheduler.slots import FreeRunners, Slots, Whole
 from scheduler.waiting import Room
-from scheduler.watchdog import Watchdog
 
-__all__ = ["Batcher", "Hangs"]
+__all__ = ["Batcher"]
 
 P = TypeVar("P")
 R = TypeVar("R")
-
-_log = logging.getLogger("paceline.scheduler")
 
 # About what gRPC takes of the loop's time for a request. An instance that is done sooner doesn't get its next batch
 # at once, but when the answers are on their way and requests that have arrived are queued: fewer and larger batches.
@@ -51,21 +38,6 @@ _LOOP_NS = 150_000
 _NOTHING: Step[Any] = Step()
 
 _FULL = {"requests": Drop.FULL_REQUESTS, "rows": Drop.FULL_ROWS, "bytes": Drop.FULL_BYTES}
-
-
-class Hangs(Protocol):
-    """Who sees to it that instances given up are replaced. Called on the event loop."""
-
-    def on_hang(self, runner: Any, others: Sequence[Any]) -> None:
-        """Its execution exceeds the policy's limit. Its batch has failed, and its instance gets no more. `others` are
-        slots of that which still execute. `Batcher.add` takes another in its place."""
-
-    def on_loss(self, runner: Any, error: BaseException) -> None:
-        """Its execution has ended with an error after which none can succeed. Else as `on_hang`; slots that still
-        execute may be told of by `on_return`."""
-
-    def on_return(self, runner: Any) -> None:
-        """What it executed when its instance was given up has ended after all, or failed."""
 
 
 class Batcher(Generic[P, R]):
@@ -93,21 +65,15 @@ class Batcher(Generic[P, R]):
         self.policy = policy
         self._clock: Clock = clock or MonotonicClock()
         self._observer: Observer = GuardedObserver(observer) if observer else NullObserver()
-        self._blames = blames
-        self._hangs = hangs
-        self._watchdog: Watchdog[Runner[P, R]] | None = None
         self._queue: BatchQueue[Pending[P, R]] = BatchQueue(
             policy, len({*map(instance_of, runners)} if instance_of else runners), room
         )
-        self._runners = tuple(runners)
-        self._instance_of = instance_of or id
-        self._slots: FreeRunners[Runner[P, R]] = Slots(instance_of) if instance_of else Whole()
-        # They execute for the last time: their instance was given up over another slot of it.
-        self._leaving: set[Runner[P, R]] = set()
-        self._running: dict[Runner[P, R], Batch[Pending[P, R]]] = {}
-        self._ahead: Ahead[Runner[P, R], Pending[P, R]] = Ahead()
-        self._suspects: deque[Suspects[Pending[P, R]]] = deque()
+        self._instances: Instances[P, R] = Instances(runners, self._clock, self._queue.latency, hangs, instance_of)
+        self._running, self._slots, self._ahead = self._instances.running, self._instances.slots, self._instances.ahead
+        self._retries: Retries[Pending[P, R]] = Retries(blames, isolates=policy.isolate_failures)
+        self._suspects = self._retries.groups
         self._answers = OrderedAnswers() if policy.preserve_ordering else Answers()
+        self._delivery = Delivery(self._answers, self._observer)
         self._accepts = self._stopped = self._suspended = False
         self._turn_is_due = False
         self._company = Company()
@@ -141,13 +107,7 @@ class Batcher(Generic[P, R]):
         self._loop = asyncio.get_running_loop()
         self._drained = asyncio.Event()
         self._alarm = self._clock.alarm(self._on_alarm)
-        if self.policy.execution_limit_ns:
-            self._watchdog = Watchdog(self.policy.execution_limit_ns, self._clock, self._on_late)
-        for runner in self._runners:
-            runner.start()
-        # A stack: the instance that ran last has the warmest caches.
-        for runner in reversed(self._runners):
-            self._slots.add(runner)
+        self._instances.start(self.policy.execution_limit_ns, self._on_late)
         self._accepts = True
 
     # hot path
@@ -209,17 +169,15 @@ class Batcher(Generic[P, R]):
             return
         self._accepts = self._accepts or self._suspended
         self._suspended = False
-        self._runners = (*self._runners, runner)
-        self._slots.add(runner)
+        self._instances.add(runner)
         self._request_turn()
 
     def suspend(self) -> None:
         """Until `add` brings an instance, of which none is left: refuse what comes, and whoever waits already."""
         self._suspended = self._suspended or self._accepts
         self._accepts = False
-        self._give_up(self._queue.take_all(), Drop.NO_INSTANCE, NoInstance)
-        for group in self._suspects:
-            self._give_up(group.entries, Drop.NO_INSTANCE, NoInstance)
+        for entries in (self._queue.take_all(), *(group.entries for group in self._suspects)):
+            self._delivery.give_up(entries, Drop.NO_INSTANCE, NoInstance)
         self._suspects.clear()
         self._turn()
 
@@ -245,20 +203,16 @@ class Batcher(Generic[P, R]):
         self._queue.flush()
         # With an instance for each request, everything leaves.
         step = self._queue.poll(self._clock.now_ns(), self._queue.requests)
-        self._give_up((*step.expired, *(late.entry for late in step.unreachable)))
         for runner, batch in self._ahead.next.items():
             runner.take_back()
             self._queue.release(batch)
-        for batch in (*step.batches, *self._running.values(), *self._ahead.next.values()):
-            self._give_up(batch.entries)
-        for suspects in self._suspects:
-            self._give_up(suspects.entries)
+        late = (*step.expired, *(one.entry for one in step.unreachable))
+        batches = (*step.batches, *self._running.values(), *self._ahead.next.values())
+        for entries in (late, *(batch.entries for batch in batches), *(group.entries for group in self._suspects)):
+            self._delivery.give_up(entries, Drop.CLOSED, BatcherClosed)
         self._alarm.close()
-        if self._watchdog is not None:
-            self._watchdog.close()
         self._drained.set()
-        for runner in self._runners:
-            runner.stop()
+        self._instances.close()
 
     def _request_turn(self) -> None:
         """Poll once all that is ready on the loop has run: requests that arrive together share a batch."""
@@ -296,14 +250,14 @@ class Batcher(Generic[P, R]):
             self._run_again(self._suspects.popleft(), now_ns)
         step = self._queue.poll(now_ns, self._slots.idle, self._slots.ahead)
         for batch in step.batches:
-            self._execute(batch, None)
+            self._run(self._instances.take(batch), batch, None)
         further = self._hand_over_ahead(now_ns) if self._ahead else _NOTHING
         self._set_alarm(_first(step.wake_ns, further.wake_ns))
         for entry in (*step.expired, *further.expired):
-            self._drop(entry, Drop.EXPIRED, QueueTimeout(now_ns - entry.enqueued_ns))
+            self._delivery.drop(entry, Drop.EXPIRED, QueueTimeout(now_ns - entry.enqueued_ns))
         for late in (*step.unreachable, *further.unreachable):
             error = DeadlineUnreachable(late.entry.rpc_deadline_ns - now_ns, late.needed_ns)
-            self._drop(late.entry, Drop.UNREACHABLE, error)
+            self._delivery.drop(late.entry, Drop.UNREACHABLE, error)
         busy = self._accepts or self._suspended or self._queue.requests or self._running or self._suspects
         if not busy:
             self._drained.set()
@@ -333,11 +287,9 @@ class Batcher(Generic[P, R]):
         if not runner.take_back():
             return False
         self._company.on_end(len(batch.entries))
-        waiting = [entry for entry in batch.entries if not entry.payload.done()]
+        waiting = self._delivery.still_wanted(batch.entries)
         for entry in waiting:
             entry.payload.entry = entry
-        for _ in range(len(batch.entries) - len(waiting)):
-            self._observer.on_drop(Drop.CANCELLED)
         self._queue.put_back(batch, waiting)
         return True
 
@@ -350,22 +302,6 @@ class Batcher(Generic[P, R]):
         else:
             self._alarm.set(wake_ns)
 
-    def _execute(self, batch: Batch[Pending[P, R]], suspects: Suspects[Pending[P, R]] | None) -> None:
-        runner = self._slots.take()
-        self._begin(runner, batch)
-        self._run(runner, batch, suspects)
-
-    # hot path
-    def _begin(self, runner: Runner[P, R], batch: Batch[Pending[P, R]]) -> None:
-        """From now on it executes that."""
-        self._running[runner] = batch
-        if runner.stages and runner not in self._leaving:
-            now_ns = self._clock.now_ns()
-            expected_ns = self._queue.latency.proven_ns(batch.key, batch.padded_rows, now_ns)
-            self._ahead.begin(runner, now_ns, expected_ns)
-        if self._watchdog is not None:
-            self._watchdog.began(runner)
-
     # hot path
     def _run(self, runner: Runner[P, R], batch: Batch[Pending[P, R]], suspects: Suspects[Pending[P, R]] | None) -> None:
         self._company.on_start(len(batch.entries), self._queue.requests)
@@ -376,21 +312,14 @@ class Batcher(Generic[P, R]):
         runner.run(payloads, batch.padded_rows, lambda outcome: self._on_done(runner, outcome, suspects))
 
     def _on_done(self, runner: Runner[P, R], outcome: Outcome[R], suspects: Suspects[Pending[P, R]] | None) -> None:
-        if self._watchdog is not None and runner not in self._running:
-            self._returned(runner)
+        if runner not in self._running:
+            self._instances.returned(runner)
             return
         if self._stopped:
             return
-        if self._watchdog is not None:
-            self._watchdog.ended(runner)
-        batch = self._running.pop(runner)
-        if (following := self._ahead.end(runner)) is not None:
+        batch, following = self._instances.end(runner)
+        if following is not None:
             self._queue.release(following)
-            self._begin(runner, following)
-        elif runner in self._leaving:
-            self._leave(runner)
-        else:
-            self._slots.back(runner)
         self._company.on_end(len(batch.entries))
         duration_ns = outcome.finished_ns - outcome.started_ns
         computed_ns = duration_ns - getattr(outcome.executed, "waited_ns", 0)
@@ -403,32 +332,22 @@ class Batcher(Generic[P, R]):
                 # The instance first: it starts on the next batch while the loop answers this one.
                 self._turn()
         finally:
-            self._answer(batch, outcome, duration_ns)
-            for entry in failed:
-                self._fail(entry, failure(outcome.error))
-            self._observer.on_batch(report(batch, outcome, failed))
+            self._delivery.end(batch, outcome, failed)
 
     def _on_late(self, runner: Runner[P, R]) -> None:
-        """Give up on what it executes, and on the instance: there is no way to interrupt it."""
+        """Its execution takes longer than it may."""
         following = self._ahead.next.get(runner)
-        if following is not None and not self._take_back(runner, following):
-            # It has ended after all, this very moment, and begun the next one.
-            if self._watchdog is not None:
-                self._watchdog.began(runner)
-            return
         if following is not None:
+            if not self._take_back(runner, following):
+                self._instances.has_begun(runner)
+                return
             self._queue.release(following)
-        self._ahead.end(runner)
-        batch = self._running.pop(runner)
-        is_known = runner in self._leaving
-        others = () if is_known else self._give_up_instance(runner)
-        self._leaving.discard(runner)
+        batch = self._running[runner]
         self._company.on_end(len(batch.entries))
         self._queue.done(batch, self._clock.now_ns(), None)
         for entry in batch.entries:
-            self._fail(entry, ExecutionTimeout(self.policy.execution_limit_ns))
-        if self._hangs is not None and not is_known:
-            self._hangs.on_hang(runner, others)
+            self._delivery.fail(entry, ExecutionTimeout(self.policy.execution_limit_ns))
+        self._instances.hang(runner)
         self._turn()
 
     def _on_failure(
@@ -439,79 +358,21 @@ class Batcher(Generic[P, R]):
         suspects: Suspects[Pending[P, R]] | None,
     ) -> Sequence[Entry[Pending[P, R]]]:
         """Learn from it, and plan to run again what may succeed. Returns the requests that fail for good."""
-        blame = self._blame_for(error)
+        blame = self._retries.blame_for(error)
         if blame is Blame.SIZE:
             self._queue.exhausted(batch.padded_rows, self._clock.now_ns())
-        if blame is Blame.INSTANCE and self._hangs is not None and runner in self._runners:
+        if blame is Blame.INSTANCE and self._instances.may_be_lost(runner):
             following = self._running.get(runner)
             if following is not None and self._take_back(runner, following):
-                del self._running[runner]
-                self._ahead.end(runner)
-                if self._watchdog is not None:
-                    self._watchdog.ended(runner)
-            self._give_up_instance(runner)
-            self._ahead.end(runner)
-            self._hangs.on_loss(runner, error)
-        if not self.policy.isolate_failures:
-            return batch.entries
-        suspects = suspects or Suspects.of_batch(batch.key, batch.entries)
-        groups = suspects.again(blame, batch.padded_rows, self._queue.allowed_rows)
-        self._suspects.extend(groups)
-        return () if groups else batch.entries
-
-    def _give_up_instance(self, runner: Runner[P, R]) -> Sequence[Runner[P, R]]:
-        """Nothing more for `runner`, which executes nothing that counts, and the other slots of its instance. Returns
-        those of them that execute: their answers still count."""
-        instance = self._instance_of(runner)
-        slots = [one for one in self._runners if self._instance_of(one) == instance]
-        for one in slots:
-            self._slots.remove(one)
-            if one not in self._running:
-                one.stop()
-        self._runners = tuple(one for one in self._runners if one not in slots)
-        executing = [one for one in slots if one in self._running]
-        self._leaving.update(executing)
-        return executing
-
-    def _leave(self, runner: Runner[P, R]) -> None:
-        """It was given up for another slot's sake, and has executed what it was given before."""
-        self._leaving.discard(runner)
-        runner.stop()
-        self._returned(runner)
-
-    def _returned(self, runner: Runner[P, R]) -> None:
-        if self._hangs is not None:
-            self._hangs.on_return(runner)
-
-    def _answer(self, batch: Batch[Pending[P, R]], outcome: Outcome[R], duration_ns: int) -> None:
-        if outcome.executed is None:
-            return
-        started_ns, executed = outcome.started_ns, outcome.executed
-        for entry, result in zip(batch.entries, executed.results, strict=True):
-            waited_ns = started_ns - entry.enqueued_ns
-            entry.payload.facts = BatchFacts(
-                batch.number, batch.rows, batch.padded_rows, waited_ns, duration_ns, started_ns, executed
-            )
-            if isinstance(result, Exception):
-                entry.payload.refused = True
-                self._answers.fail(entry.payload, result)
-            else:
-                self._answers.succeed(entry.payload, result)
-
-    def _blame_for(self, error: BaseException) -> Blame:
-        try:
-            return self._blames(error)
-        except Exception:  # noqa: BLE001 - the requests are owed an answer all the same
-            _log.exception("can't tell whose fault a failure is")
-            return Blame.NOBODY
+                self._instances.forget(runner)
+            self._instances.lose(runner, error)
+        return self._retries.plan(batch, blame, suspects, self._queue.allowed_rows)
 
     def _run_again(self, suspects: Suspects[Pending[P, R]], now_ns: int) -> None:
         waiting = []
-        for entry in suspects.entries:
-            if entry.payload.done():
-                self._observer.on_drop(Drop.CANCELLED)
-            elif entry.rpc_deadline_ns <= now_ns:
-                self._drop(entry, Drop.EXPIRED, QueueTimeout(now_ns - entry.enqueued_ns))
+        for entry in self._delivery.still_wanted(suspects.entries):
+            if entry.rpc_deadline_ns <= now_ns:
+                self._delivery.drop(entry, Drop.EXPIRED, QueueTimeout(now_ns - entry.enqueued_ns))
             else:
                 waiting.append(entry)
         if not waiting:
@@ -519,39 +380,15 @@ class Batcher(Generic[P, R]):
         batch, rest = self._queue.again(suspects.key, waiting, now_ns)
         if rest:
             self._suspects.appendleft(suspects.narrowed(rest))
-        self._execute(batch, suspects.narrowed(batch.entries))
-
-    def _drop(self, entry: Entry[Pending[P, R]], drop: Drop, error: SchedulerError) -> None:
-        self._observer.on_drop(drop)
-        self._fail(entry, error)
-
-    def _give_up(
-        self,
-        entries: Sequence[Entry[Pending[P, R]]],
-        drop: Drop = Drop.CLOSED,
-        error: Callable[[], SchedulerError] = BatcherClosed,
-    ) -> None:
-        for entry in entries:
-            self._drop(entry, Drop.CANCELLED if entry.payload.done() else drop, error())
-
-    def _fail(self, entry: Entry[Pending[P, R]], error: SchedulerError) -> None:
-        entry.payload.left_queue()
-        self._answers.fail(entry.payload, error)
+        self._run(self._instances.take(batch), batch, suspects.narrowed(batch.entries))
 
     def on_cancel(self, entry: Entry[Pending[P, R]] | None) -> None:
         if entry is not None and self._queue.cancel(entry):
             self._observer.on_drop(Drop.CANCELLED)
             self._request_turn()
         elif entry is None:
-            self._call_off()
+            self._instances.call_off()
         self._answers.release()
-
-    def _call_off(self) -> None:
-        """End executions that nobody waits for any more, where that can be done."""
-        for runner, batch in self._running.items():
-            # From the end: who cancels many does so in the order of sending, and the last one tells at once.
-            if all(entry.payload.cancelled() for entry in reversed(batch.entries)):
-                runner.call_off()
 
 
 def _first(one_ns: int | None, other_ns: int | None) -> int | None:

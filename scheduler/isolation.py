@@ -10,14 +10,19 @@ whatever failed once is only tried with fewer rows. What fails for good is a req
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+import logging
+from collections import deque
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Generic, TypeVar
 
+from scheduler.executing import Batch
 from scheduler.lane import Entry
 
-__all__ = ["Blame", "Suspects", "budget_for"]
+__all__ = ["Blame", "Retries", "Suspects", "budget_for"]
+
+_log = logging.getLogger("paceline.scheduler")
 
 T = TypeVar("T")
 
@@ -78,3 +83,32 @@ class Suspects(Generic[T]):
         self.budget.left -= 2
         middle = len(self.entries) // 2
         return [Suspects(self.key, half, self.budget) for half in (self.entries[:middle], self.entries[middle:])]
+
+
+class Retries(Generic[T]):
+    """The `groups` that wait to run again. `blames` says of an error whose fault it may be; where nothing `isolates`,
+    none run again."""
+
+    def __init__(self, blames: Callable[[BaseException], Blame], *, isolates: bool) -> None:
+        self._blames = blames
+        self._isolates = isolates
+        self.groups: deque[Suspects[T]] = deque()
+
+    def blame_for(self, error: BaseException) -> Blame:
+        try:
+            return self._blames(error)
+        except Exception:  # noqa: BLE001 - the requests are owed an answer all the same
+            _log.exception("can't tell whose fault a failure is")
+            return Blame.NOBODY
+
+    def plan(
+        self, batch: Batch[T], blame: Blame, suspects: Suspects[T] | None, allowed_rows: int
+    ) -> Sequence[Entry[T]]:
+        """Have what may succeed of a failed batch, which was of `suspects` if it ran again itself, wait here. Returns
+        the requests that fail for good."""
+        if not self._isolates:
+            return batch.entries
+        suspects = suspects or Suspects.of_batch(batch.key, batch.entries)
+        groups = suspects.again(blame, batch.padded_rows, allowed_rows)
+        self.groups.extend(groups)
+        return () if groups else batch.entries

@@ -5,7 +5,7 @@ instances, or a batch's size.
 
 A lane is *ready* when its head may leave with an idle instance: a preferred prefix has formed, or somebody in it has
 waited long enough. Ready lanes compete by the order of their heads: priority, then age. Every lane that isn't ready has
-an item in `_due`, the heap of moments when waiting alone makes it ready. Where nobody waits for company every lane is
+an item in `due`, the heap of moments when waiting alone makes it ready. Where nobody waits for company every lane is
 ready, and no walk is needed until it is its turn.
 """
 
@@ -32,7 +32,7 @@ def _is_due(lane: Lane[T], token: int) -> bool:
 
 
 class Lanes(Generic[T]):
-    """One by each shape key of which somebody waits."""
+    """One by each shape key of which somebody waits. `due` is for others to see when the first one is."""
 
     def __init__(self, policy: BatchPolicy) -> None:
         self._policy = policy
@@ -42,7 +42,7 @@ class Lanes(Generic[T]):
         # To be walked anew before the next one is chosen.
         self._stale: dict[Lane[T], None] = {}
         self._ready: LazyHeap[Lane[T]] = LazyHeap(_is_ready)
-        self._due: LazyHeap[Lane[T]] = LazyHeap(_is_due)
+        self.due: LazyHeap[Lane[T]] = LazyHeap(_is_due)
         self._tokens = 0
         self.prefer(policy.max_batch_rows)
 
@@ -125,7 +125,7 @@ class Lanes(Generic[T]):
             for lane in self._stale:
                 self._walk(lane)
             self._stale.clear()
-        if self._due.items:
+        if self.due.items:
             self._awake(now_ns)
         first = self._ready.pop_living()
         if first is not None:
@@ -171,10 +171,6 @@ class Lanes(Generic[T]):
             return lane.prefix
         return lane.requests
 
-    def due_ns(self) -> int | None:
-        """When waiting alone makes the next one ready."""
-        return self._due.first_rank() if self._due.items else None
-
     def _preferred_prefix(self, lane: Lane[T]) -> int:
         """Of a lane that wasn't walked so far. Where the largest batch is preferred that is whatever fits into it."""
         if not self._policy.preferred_batch_rows:
@@ -191,7 +187,7 @@ class Lanes(Generic[T]):
 
     def _awake(self, now_ns: int) -> None:
         """Lanes in which somebody has waited long enough become ready."""
-        due = self._due
+        due = self.due
         while (first := due.first_rank()) is not None and first <= now_ns:
             lane = due.pop()
             lane.due_token = 0
@@ -220,7 +216,7 @@ class Lanes(Generic[T]):
 
     def _make_due(self, lane: Lane[T], due_ns: int) -> None:
         lane.due_token = self._tokens = self._tokens + 1
-        self._due.push(due_ns, lane.due_token, lane)
+        self.due.push(due_ns, lane.due_token, lane)
 
     def _make_ready(self, lane: Lane[T]) -> None:
         lane.ready_token = self._tokens = self._tokens + 1

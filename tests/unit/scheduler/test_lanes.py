@@ -61,7 +61,7 @@ def test_lane_that_is_held_is_ready_when_its_moment_comes_or_somebody_older_does
         lane = lanes.next_ready(0)
         assert lane is not None
         lanes.hold(lane, 10)
-        assert lanes.due_ns() == 10
+        assert lanes.due.first_rank() == 10
         assert lanes.next_ready(9) is None
         waken()
         again = lanes.next_ready(10)
@@ -71,7 +71,7 @@ def test_lane_that_is_held_is_ready_when_its_moment_comes_or_somebody_older_does
 
 def test_lane_with_a_delay_is_ready_with_a_preferred_prefix_or_when_the_delay_has_passed() -> None:
     lanes, _ = filled(PATIENT, "baa")
-    assert lanes.due_ns() == DELAY_NS
+    assert lanes.due.first_rank() == DELAY_NS
     ready = lanes.next_ready(2)
     assert ready is not None
     assert (ready.key, lanes.releasable(ready, 2)) == ("a", 2)
@@ -102,7 +102,7 @@ def test_prefix_that_loses_a_request_is_preferred_no_more() -> None:
     lanes, (_, second) = filled(PATIENT, "aa")
     lanes.remove(second)
     assert lanes.next_ready(2) is None
-    assert lanes.due_ns() == DELAY_NS
+    assert lanes.due.first_rank() == DELAY_NS
 
 
 def test_less_that_is_allowed_is_preferred_in_the_place_of_what_is_not() -> None:
@@ -129,7 +129,7 @@ def test_flush_makes_every_lane_ready() -> None:
     lanes, _ = filled(PATIENT, "ab")
     assert lanes.next_ready(0) is None
     lanes.flush()
-    assert lanes.due_ns() is None
+    assert lanes.due.first_rank() is None
     assert keys_served(lanes) == "ab"
 
 
@@ -140,4 +140,4 @@ def test_lanes_that_are_gone_leave_little_behind_in_the_heaps() -> None:
             one = entry(number)
             lanes.add(number, one)
             lanes.remove(one)
-        assert len(lanes._due) + len(lanes._ready) < 200
+        assert len(lanes.due) + len(lanes._ready) < 200

@@ -1,0 +1,114 @@
+"""What callers and observers are told of requests: how each ended, and of each batch that did.
+
+Lives here: making that, and handing it over. Must not: decide how anything ends; that is `batcher`. The rule: every
+request is told to an observer once, as dropped or in the report of its batch.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from scheduler.answers import Answers
+from scheduler.errors import ExecutionFailed, SchedulerError
+from scheduler.executing import Batch
+from scheduler.lane import Entry
+from scheduler.observer import BatchReport, Drop, Observer
+from scheduler.pending import BatchFacts, Pending
+from scheduler.runner import Outcome
+
+__all__ = ["Delivery"]
+
+_log = logging.getLogger("paceline.scheduler")
+
+Requests = Sequence[Entry[Pending[Any, Any]]]
+
+
+class Delivery:
+    """To futures by way of `answers`, and to `observer`."""
+
+    def __init__(self, answers: Answers, observer: Observer) -> None:
+        self._answers = answers
+        self._observer = observer
+
+    def drop(self, entry: Entry[Pending[Any, Any]], drop: Drop, error: SchedulerError) -> None:
+        """It leaves without being executed."""
+        self._observer.on_drop(drop)
+        self.fail(entry, error)
+
+    def give_up(
+        self, entries: Iterable[Entry[Pending[Any, Any]]], drop: Drop, error: Callable[[], SchedulerError]
+    ) -> None:
+        """They leave, each with an error of its own, and those with none that were cancelled in time."""
+        for entry in entries:
+            self.drop(entry, Drop.CANCELLED if entry.payload.done() else drop, error())
+
+    def still_wanted(self, entries: Requests) -> Requests:
+        """Those whose callers still wait; the others leave here."""
+        wanted = [entry for entry in entries if not entry.payload.done()]
+        for _ in range(len(entries) - len(wanted)):
+            self._observer.on_drop(Drop.CANCELLED)
+        return wanted
+
+    def fail(self, entry: Entry[Pending[Any, Any]], error: SchedulerError) -> None:
+        entry.payload.left_queue()
+        self._answers.fail(entry.payload, error)
+
+    # hot path
+    def end(self, batch: Batch[Pending[Any, Any]], outcome: Outcome[Any], failed: Requests) -> None:
+        """A batch has ended: with a result for each, or, if there is an error, with that for those who `failed` for
+        good."""
+        if outcome.executed is not None:
+            self._answer(batch, outcome)
+        for entry in failed:
+            self.fail(entry, _failure(outcome.error))
+        self._observer.on_batch(_report(batch, outcome, failed))
+
+    def _answer(self, batch: Batch[Pending[Any, Any]], outcome: Outcome[Any]) -> None:
+        started_ns, executed = outcome.started_ns, outcome.executed
+        assert executed is not None
+        duration_ns = outcome.finished_ns - started_ns
+        for entry, result in zip(batch.entries, executed.results, strict=True):
+            waited_ns = started_ns - entry.enqueued_ns
+            entry.payload.facts = BatchFacts(
+                batch.number, batch.rows, batch.padded_rows, waited_ns, duration_ns, started_ns, executed
+            )
+            if isinstance(result, Exception):
+                entry.payload.refused = True
+                self._answers.fail(entry.payload, result)
+            else:
+                self._answers.succeed(entry.payload, result)
+
+
+def _failure(cause: BaseException | None) -> ExecutionFailed:
+    """An exception for one request of a failed batch; each gets its own, as tracebacks grow on shared ones."""
+    try:
+        text = str(cause)
+    except Exception:  # noqa: BLE001 - the requests are owed an answer all the same
+        _log.exception("an instance's error can't be told in words")
+        text = ""
+    failed = ExecutionFailed(text or type(cause).__name__)
+    failed.__cause__ = cause
+    return failed
+
+
+def _report(batch: Batch[Any], outcome: Outcome[Any], failed: Requests) -> BatchReport:
+    """To be made once those who get an answer have it: who is cancelled by then gets none."""
+    leaving = failed if outcome.error else batch.entries
+    there = [entry for entry in leaving if not entry.payload.cancelled()]
+    answered = [] if outcome.error else [entry for entry in there if not entry.payload.refused]
+    waits_ns = [outcome.started_ns - entry.enqueued_ns for entry in answered]
+    return BatchReport(
+        rows=batch.rows,
+        padded_rows=batch.padded_rows,
+        waits_ns=waits_ns,
+        started_ns=outcome.started_ns,
+        finished_ns=outcome.finished_ns,
+        execution=outcome.executed,
+        error=outcome.error,
+        failed=len(there) - len(waits_ns),
+        cancelled=len(leaving) - len(there),
+        number=batch.number,
+        entries=batch.entries,
+    )

@@ -1,0 +1,177 @@
+"""The instances of a batcher, by their runners: which are free, what the others execute, and which were given up.
+
+Lives here: bookkeeping, and telling runners to start and end. Must not: futures, or what becomes of requests; that is
+`batcher`. The rule: a runner is free, or it executes what `running` says, or it was given up. One that was given up
+over another slot of its instance executes for the last time; of one that hangs nothing counts any more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, Generic, Protocol, TypeVar
+
+from scheduler.ahead import Ahead
+from scheduler.clock import Clock
+from scheduler.executing import Batch
+from scheduler.latency import LatencyModel
+from scheduler.pending import Pending
+from scheduler.runner import Runner
+from scheduler.slots import FreeRunners, Slots, Whole
+from scheduler.watchdog import Watchdog
+
+__all__ = ["Hangs", "Instances"]
+
+P = TypeVar("P")
+R = TypeVar("R")
+
+
+class Hangs(Protocol):
+    """Who sees to it that instances given up are replaced. Called on the event loop."""
+
+    def on_hang(self, runner: Any, others: Sequence[Any]) -> None:
+        """Its execution exceeds the policy's limit. Its batch has failed, and its instance gets no more. `others` are
+        slots of that which still execute. `Batcher.add` takes another in its place."""
+
+    def on_loss(self, runner: Any, error: BaseException) -> None:
+        """Its execution has ended with an error after which none can succeed. Else as `on_hang`; slots that still
+        execute may be told of by `on_return`."""
+
+    def on_return(self, runner: Any) -> None:
+        """What it executed when its instance was given up has ended after all, or failed."""
+
+
+class Instances(Generic[P, R]):
+    """`running` is what each runner executes, `ahead` when it is likely to be done and what it goes on with. `hangs` is
+    told of those given up. `instance_of` as in `Batcher`."""
+
+    def __init__(
+        self,
+        runners: Sequence[Runner[P, R]],
+        clock: Clock,
+        latency: LatencyModel,
+        hangs: Hangs | None,
+        instance_of: Callable[[Any], Hashable] | None,
+    ) -> None:
+        self._runners = tuple(runners)
+        self._clock = clock
+        self._latency = latency
+        self._hangs = hangs
+        self._instance_of = instance_of or id
+        self._watchdog: Watchdog[Runner[P, R]] | None = None
+        self._leaving: set[Runner[P, R]] = set()
+        self.slots: FreeRunners[Runner[P, R]] = Slots(instance_of) if instance_of else Whole()
+        self.running: dict[Runner[P, R], Batch[Pending[P, R]]] = {}
+        self.ahead: Ahead[Runner[P, R], Pending[P, R]] = Ahead()
+
+    def start(self, limit_ns: int, on_late: Callable[[Runner[P, R]], None]) -> None:
+        """`on_late` is told of runners whose executions take longer than `limit_ns`; 0: they may take any time."""
+        if limit_ns:
+            self._watchdog = Watchdog(limit_ns, self._clock, on_late)
+        for runner in self._runners:
+            runner.start()
+        # A stack: the instance that ran last has the warmest caches.
+        for runner in reversed(self._runners):
+            self.slots.add(runner)
+
+    def close(self) -> None:
+        if self._watchdog is not None:
+            self._watchdog.close()
+        for runner in self._runners:
+            runner.stop()
+
+    def add(self, runner: Runner[P, R]) -> None:
+        """One more, which has been started."""
+        self._runners = (*self._runners, runner)
+        self.slots.add(runner)
+
+    # hot path
+    def take(self, batch: Batch[Pending[P, R]]) -> Runner[P, R]:
+        """A free runner, which from now on executes `batch`."""
+        runner = self.slots.take()
+        self._begin(runner, batch)
+        return runner
+
+    # hot path
+    def end(self, runner: Runner[P, R]) -> tuple[Batch[Pending[P, R]], Batch[Pending[P, R]] | None]:
+        """Its execution is over. Returns the batch, and the one that it has begun on instead, if there is one."""
+        if self._watchdog is not None:
+            self._watchdog.ended(runner)
+        batch = self.running.pop(runner)
+        following = self.ahead.end(runner)
+        if following is not None:
+            self._begin(runner, following)
+        elif runner in self._leaving:
+            self._leaving.discard(runner)
+            runner.stop()
+            self.returned(runner)
+        else:
+            self.slots.back(runner)
+        return batch, following
+
+    def has_begun(self, runner: Runner[P, R]) -> None:
+        """It has ended its execution and begun the next one, and will tell so; until then it isn't late."""
+        if self._watchdog is not None:
+            self._watchdog.began(runner)
+
+    def forget(self, runner: Runner[P, R]) -> None:
+        """It won't execute what it was about to."""
+        del self.running[runner]
+        self.ahead.end(runner)
+        if self._watchdog is not None:
+            self._watchdog.ended(runner)
+
+    def hang(self, runner: Runner[P, R]) -> None:
+        """Give up on what it executes, and on its instance: there is no way to interrupt it."""
+        del self.running[runner]
+        self.ahead.end(runner)
+        if runner in self._leaving:
+            self._leaving.discard(runner)
+            return
+        others = self._give_up(runner)
+        if self._hangs is not None:
+            self._hangs.on_hang(runner, others)
+
+    def may_be_lost(self, runner: Runner[P, R]) -> bool:
+        """Whether its instance wasn't given up before, and somebody sees to another one."""
+        return self._hangs is not None and runner in self._runners
+
+    def lose(self, runner: Runner[P, R], error: BaseException) -> None:
+        """Give up on its instance, which can't execute any more."""
+        self._give_up(runner)
+        self.ahead.end(runner)
+        if self._hangs is not None:
+            self._hangs.on_loss(runner, error)
+
+    def returned(self, runner: Runner[P, R]) -> None:
+        """It executes no more, long after its instance was given up."""
+        if self._hangs is not None:
+            self._hangs.on_return(runner)
+
+    def call_off(self) -> None:
+        """End executions that nobody waits for any more, where that can be done."""
+        for runner, batch in self.running.items():
+            # From the end: who cancels many does so in the order of sending, and the last one tells at once.
+            if all(entry.payload.cancelled() for entry in reversed(batch.entries)):
+                runner.call_off()
+
+    def _begin(self, runner: Runner[P, R], batch: Batch[Pending[P, R]]) -> None:
+        self.running[runner] = batch
+        if runner.stages and runner not in self._leaving:
+            now_ns = self._clock.now_ns()
+            self.ahead.begin(runner, now_ns, self._latency.proven_ns(batch.key, batch.padded_rows, now_ns))
+        if self._watchdog is not None:
+            self._watchdog.began(runner)
+
+    def _give_up(self, runner: Runner[P, R]) -> Sequence[Runner[P, R]]:
+        """Nothing more for `runner`, which executes nothing that counts, and the other slots of its instance. Returns
+        those of them that execute: their answers still count."""
+        instance = self._instance_of(runner)
+        slots = [one for one in self._runners if self._instance_of(one) == instance]
+        for one in slots:
+            self.slots.remove(one)
+            if one not in self.running:
+                one.stop()
+        self._runners = tuple(one for one in self._runners if one not in slots)
+        executing = [one for one in slots if one in self.running]
+        self._leaving.update(executing)
+        return executing

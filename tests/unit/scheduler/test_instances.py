@@ -1,0 +1,127 @@
+"""What each instance executes, and what is told of those that are given up."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from scheduler.executing import Batch
+from scheduler.instances import Instances
+from scheduler.latency import LatencyModel
+from scheduler.pending import Pending
+from scheduler.testing import ManualClock, StepRunner
+
+MS = 1_000_000
+LIMIT_NS = 100 * MS
+Runner = StepRunner[str, str]
+
+
+class Bench:
+    """Instances of two slots each, and whoever is told of them."""
+
+    def __init__(self, slots: int = 2) -> None:
+        self.clock = ManualClock(now_ns=1)
+        self.runners = [Runner(self.clock, stages=True) for _ in range(slots)]
+        self.told: list[tuple[Any, ...]] = []
+        latency = LatencyModel(4)
+        for _ in range(3):
+            latency.observe("k", 1, 20 * MS, 0)
+        self.instances: Instances[str, str] = Instances(
+            self.runners, self.clock, latency, self, lambda runner: self.runners.index(runner) // 2
+        )
+        self.instances.start(LIMIT_NS, lambda runner: self.told.append(("late", runner)))
+
+    def on_hang(self, runner: Any, others: Sequence[Any]) -> None:
+        self.told.append(("hang", runner, *others))
+
+    def on_loss(self, runner: Any, error: BaseException) -> None:
+        self.told.append(("loss", runner))
+
+    def on_return(self, runner: Any) -> None:
+        self.told.append(("return", runner))
+
+
+def batch(number: int = 1) -> Batch[Pending[str, str]]:
+    return Batch(number, "k", 1, 1, ())
+
+
+@pytest.fixture
+def bench() -> Bench:
+    return Bench()
+
+
+def test_start_starts_all_and_the_first_one_is_taken_first(bench: Bench) -> None:
+    assert all(runner.started for runner in bench.runners)
+    first = bench.instances.take(batch())
+    assert first is bench.runners[0]
+    assert bench.instances.running == {first: batch()}
+    assert bench.instances.end(first) == (batch(), None)
+    assert (bench.instances.running, bench.instances.slots.free) == ({}, 2)
+
+
+def test_runner_with_something_to_go_on_with_has_begun_it_when_it_ends(bench: Bench) -> None:
+    runner = bench.instances.take(batch(1))
+    bench.instances.ahead.next[runner] = batch(2)
+    assert bench.instances.end(runner) == (batch(1), batch(2))
+    assert bench.instances.running == {runner: batch(2)}
+    assert bench.instances.slots.free == 1
+    assert bench.instances.ahead.ends_ns(runner) == 1 + 20 * MS
+
+
+def test_execution_is_late_when_its_limit_has_passed_unless_it_ended(bench: Bench) -> None:
+    one, two = bench.instances.take(batch(1)), bench.instances.take(batch(2))
+    bench.instances.end(one)
+    bench.clock.advance(LIMIT_NS)
+    assert bench.told == [("late", two)]
+    bench.instances.has_begun(two)
+    bench.clock.advance(LIMIT_NS)
+    assert bench.told == [("late", two)] * 2
+
+
+def test_hang_gives_the_instance_up_and_its_other_slot_executes_for_the_last_time(bench: Bench) -> None:
+    one, two = bench.instances.take(batch(1)), bench.instances.take(batch(2))
+    bench.instances.hang(one)
+    assert bench.told == [("hang", one, two)]
+    assert one.stopped  # type: ignore[attr-defined]
+    assert bench.instances.running == {two: batch(2)}
+    assert bench.instances.end(two) == (batch(2), None)
+    assert bench.told[1:] == [("return", two)]
+    assert two.stopped  # type: ignore[attr-defined]
+    assert bench.instances.slots.free == 0
+
+
+def test_hang_of_the_slot_that_was_left_is_not_told_again(bench: Bench) -> None:
+    one, two = bench.instances.take(batch(1)), bench.instances.take(batch(2))
+    bench.instances.hang(one)
+    bench.instances.hang(two)
+    assert bench.told == [("hang", one, two)]
+    assert bench.instances.running == {}
+
+
+def test_loss_stops_the_idle_slot_and_is_told_once() -> None:
+    bench = Bench(slots=4)
+    one = bench.instances.take(batch())
+    bench.instances.end(one)
+    assert bench.instances.may_be_lost(one)
+    bench.instances.lose(one, OSError())
+    assert bench.told == [("loss", one)]
+    assert [runner.stopped for runner in bench.runners] == [True, True, False, False]
+    assert not bench.instances.may_be_lost(one)
+    assert bench.instances.slots.free == 2
+
+
+def test_batch_that_is_forgotten_is_never_late(bench: Bench) -> None:
+    runner = bench.instances.take(batch())
+    bench.instances.forget(runner)
+    bench.clock.advance(LIMIT_NS)
+    assert (bench.told, bench.instances.running) == ([], {})
+
+
+def test_close_stops_all_and_watches_none(bench: Bench) -> None:
+    bench.instances.take(batch())
+    bench.instances.close()
+    bench.clock.advance(LIMIT_NS)
+    assert bench.told == []
+    assert all(runner.stopped for runner in bench.runners)
