@@ -2,45 +2,24 @@
 
 from __future__ import annotations
 
-import asyncio
-
 import pytest
 
-from scheduler.batcher import Batcher
 from scheduler.errors import BatcherClosed, QueueFull
 from scheduler.observer import Drop
-from scheduler.pending import Pending
 from scheduler.policy import BatchPolicy, QueueLimits, QueuePolicy
-from scheduler.testing import ManualClock, RecordingObserver, StepRunner
+from tests.unit.scheduler.workbench import Bench
 
 
-class Bench:
-    def __init__(self, policy: BatchPolicy) -> None:
-        self.clock = ManualClock(now_ns=1)
-        self.runner: StepRunner[str, str] = StepRunner(self.clock)
-        self.seen = RecordingObserver()
-        self.batcher: Batcher[str, str] = Batcher(policy, [self.runner], clock=self.clock, observer=self.seen)
-        self.batcher.start()
-
-    async def submit(self, *payloads: str) -> list[Pending[str, str]]:
-        futures = [self.batcher.submit(payload, 1, "k") for payload in payloads]
-        await several_turns()
-        return futures
-
+class CountingBench(Bench):
     @property
     def counted(self) -> int:
         left = sum(len(report.waits_ns) + report.failed + report.cancelled for report in self.seen.reports)
         return left + len(self.seen.drops)
 
 
-async def several_turns() -> None:
-    for _ in range(70):
-        await asyncio.sleep(0)
-
-
 @pytest.mark.parametrize("gone", [0, 1, 2, 3])
 async def test_counters_with_a_request_cancelled_in_a_failing_batch_still_add_up(gone: int) -> None:
-    bench = Bench(BatchPolicy(max_batch_rows=4))
+    bench = CountingBench(BatchPolicy(max_batch_rows=4))
     futures = await bench.submit("a", "b", "c", "d")
     futures[gone].cancel()
     bench.runner.fail(ValueError("x"))
@@ -56,7 +35,7 @@ async def test_counters_with_a_request_cancelled_in_a_failing_batch_still_add_up
 
 @pytest.mark.parametrize("gone", [set(), {0}, {1, 3}, {0, 1, 2, 3}], ids=str)
 async def test_counters_with_requests_cancelled_while_they_execute_tell_them_from_the_answered(gone: set[int]) -> None:
-    bench = Bench(BatchPolicy(max_batch_rows=4))
+    bench = CountingBench(BatchPolicy(max_batch_rows=4))
     futures = await bench.submit("a", "b", "c", "d")
     bench.clock.advance(7)
     for number in gone:
@@ -70,7 +49,7 @@ async def test_counters_with_requests_cancelled_while_they_execute_tell_them_fro
 
 
 async def test_counters_with_a_request_cancelled_in_a_batch_that_fails_for_good_tell_it_from_the_failed() -> None:
-    bench = Bench(BatchPolicy(max_batch_rows=4, isolate_failures=False))
+    bench = CountingBench(BatchPolicy(max_batch_rows=4, isolate_failures=False))
     futures = await bench.submit("a", "b", "c")
     futures[1].cancel()
     bench.runner.fail(ValueError("x"))
@@ -81,7 +60,7 @@ async def test_counters_with_a_request_cancelled_in_a_batch_that_fails_for_good_
 
 
 async def test_counters_of_a_batcher_that_closes_have_everybody_once() -> None:
-    bench = Bench(BatchPolicy(max_batch_rows=2))
+    bench = CountingBench(BatchPolicy(max_batch_rows=2))
     runs, left = await bench.submit("a", "b")
     waits = await bench.submit("c", "d", "e")
     left.cancel()
@@ -95,7 +74,7 @@ async def test_counters_of_a_batcher_that_closes_have_everybody_once() -> None:
 
 
 async def test_counters_of_a_batcher_that_closes_in_a_search_for_culprits_have_everybody_once() -> None:
-    bench = Bench(BatchPolicy(max_batch_rows=4))
+    bench = CountingBench(BatchPolicy(max_batch_rows=4))
     futures = await bench.submit("a", "b", "c", "d")
     bench.runner.fail(ValueError("x"))
     futures[0].cancel()  # executes again
@@ -115,7 +94,7 @@ async def test_counters_of_a_batcher_that_closes_in_a_search_for_culprits_have_e
     ids=lambda value: value.value if isinstance(value, Drop) else "",
 )
 async def test_counters_of_refusals_tell_the_bound(policy: BatchPolicy, drop: Drop) -> None:
-    bench = Bench(policy)
+    bench = CountingBench(policy)
     await bench.submit("runs")
     bench.batcher.submit("waits", 1, "k", size_bytes=10)
     with pytest.raises(QueueFull):

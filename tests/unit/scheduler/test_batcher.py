@@ -11,33 +11,10 @@ from scheduler.batcher import Batcher
 from scheduler.errors import BatcherClosed, ExecutionFailed, QueueFull, QueueTimeout, RequestTooLarge
 from scheduler.observer import Drop
 from scheduler.policy import BatchPolicy, QueuePolicy
-from scheduler.testing import ManualClock, RecordingObserver, StepRunner
+from scheduler.testing import ManualClock, StepRunner
+from tests.unit.scheduler.workbench import Bench, one_turn
 
 MS = 1_000_000
-
-
-class Bench:
-    """A batcher with one instance on a manual clock."""
-
-    def __init__(self, policy: BatchPolicy, instances: int = 1) -> None:
-        self.clock = ManualClock(now_ns=1)
-        self.runners: list[StepRunner[str, str]] = [StepRunner(self.clock) for _ in range(instances)]
-        self.seen = RecordingObserver()
-        self.batcher: Batcher[str, str] = Batcher(policy, self.runners, clock=self.clock, observer=self.seen)
-        self.batcher.start()
-
-    @property
-    def runner(self) -> StepRunner[str, str]:
-        return self.runners[0]
-
-    def submit(self, *payloads: str, key: str = "k", timeout_ns: int = 0) -> list[asyncio.Future[str]]:
-        return [self.batcher.submit(payload, 1, key, timeout_ns=timeout_ns) for payload in payloads]
-
-
-async def one_turn() -> None:
-    """Let what is scheduled on the loop run, and what that schedules."""
-    for _ in range(70):
-        await asyncio.sleep(0)
 
 
 @pytest.fixture
@@ -48,7 +25,7 @@ async def bench() -> AsyncIterator[Bench]:
 
 
 async def test_submit_of_several_in_one_turn_makes_one_batch_and_answers_each(bench: Bench) -> None:
-    futures = bench.submit("a", "b", "c")
+    futures = bench.put("a", "b", "c")
     await one_turn()
     bench.runner.finish(str.upper)
     assert await asyncio.gather(*futures) == ["A", "B", "C"]
@@ -57,7 +34,7 @@ async def test_submit_of_several_in_one_turn_makes_one_batch_and_answers_each(be
 
 
 async def test_result_that_is_an_exception_fails_its_request_and_no_other(bench: Bench) -> None:
-    futures = bench.submit("a", "b", "c")
+    futures = bench.put("a", "b", "c")
     await one_turn()
     refused = ValueError("not this one")
     bench.runner.finish(lambda payload: refused if payload == "b" else payload.upper())  # type: ignore[arg-type,return-value]
@@ -69,9 +46,9 @@ async def test_result_that_is_an_exception_fails_its_request_and_no_other(bench:
 
 
 async def test_submit_while_busy_queues_and_batches_when_the_instance_is_free(bench: Bench) -> None:
-    first = bench.submit("a")
+    first = bench.put("a")
     await one_turn()
-    later = bench.submit("b", "c")
+    later = bench.put("b", "c")
     await one_turn()
     assert bench.batcher.waiting_requests == 2
     bench.runner.finish(str.upper)
@@ -82,20 +59,20 @@ async def test_submit_while_busy_queues_and_batches_when_the_instance_is_free(be
 
 
 async def test_instance_that_is_done_early_gets_what_arrives_while_its_answers_leave(bench: Bench) -> None:
-    first = bench.submit("a", "b", "c")
+    first = bench.put("a", "b", "c")
     await one_turn()
-    bench.submit("d")
+    bench.put("d")
     await one_turn()
-    first[0].add_done_callback(lambda _: bench.submit("e"))
+    first[0].add_done_callback(lambda _: bench.put("e"))
     bench.runner.finish(str.upper)
     await one_turn()
     assert bench.runner.batches == [["a", "b", "c"], ["d", "e"]]
 
 
 async def test_instance_that_is_done_late_starts_on_what_waits_before_its_answers_leave(bench: Bench) -> None:
-    bench.submit("a")
+    bench.put("a")
     await one_turn()
-    bench.submit("b")
+    bench.put("b")
     await one_turn()
     bench.clock.advance(5 * MS)
     bench.runner.finish(str.upper)
@@ -103,9 +80,9 @@ async def test_instance_that_is_done_late_starts_on_what_waits_before_its_answer
 
 
 async def test_instance_that_is_done_early_starts_on_a_full_batch_at_once(bench: Bench) -> None:
-    bench.submit("a")
+    bench.put("a")
     await one_turn()
-    bench.submit("b", "c", "d", "e")
+    bench.put("b", "c", "d", "e")
     await one_turn()
     bench.runner.finish(str.upper)
     assert bench.runner.batches == [["a"], ["b", "c", "d", "e"]]
@@ -113,7 +90,7 @@ async def test_instance_that_is_done_early_starts_on_a_full_batch_at_once(bench:
 
 async def test_submit_with_two_instances_keeps_both_busy() -> None:
     bench = Bench(BatchPolicy(max_batch_rows=1), instances=2)
-    futures = bench.submit("a", "b", "c")
+    futures = bench.put("a", "b", "c")
     await one_turn()
     assert [runner.busy for runner in bench.runners] == [True, True]
     assert bench.batcher.waiting_requests == 1
@@ -125,7 +102,7 @@ async def test_submit_with_two_instances_keeps_both_busy() -> None:
 
 async def test_delay_with_idle_instance_is_waited_for_and_ends_with_the_alarm() -> None:
     bench = Bench(BatchPolicy(max_batch_rows=4, max_queue_delay_ns=5 * MS))
-    futures = bench.submit("a")
+    futures = bench.put("a")
     await one_turn()
     bench.clock.advance(5 * MS - 1)
     assert not bench.runner.busy
@@ -138,9 +115,9 @@ async def test_delay_with_idle_instance_is_waited_for_and_ends_with_the_alarm() 
 
 @pytest.mark.parametrize("victim", [0, 1, 2, 3])
 async def test_cancel_in_the_queue_leaves_at_once_and_the_neighbours_are_answered(bench: Bench, victim: int) -> None:
-    blocker = bench.submit("blocker")
+    blocker = bench.put("blocker")
     await one_turn()
-    futures = bench.submit("a", "b", "c", "d")
+    futures = bench.put("a", "b", "c", "d")
     futures[victim].cancel()
     assert bench.batcher.waiting_requests == 3
     bench.runner.finish(str.upper)
@@ -153,7 +130,7 @@ async def test_cancel_in_the_queue_leaves_at_once_and_the_neighbours_are_answere
 
 @pytest.mark.parametrize("victim", [0, 1, 2, 3])
 async def test_cancel_in_flight_discards_one_answer_and_the_neighbours_get_theirs(bench: Bench, victim: int) -> None:
-    futures = bench.submit("a", "b", "c", "d")
+    futures = bench.put("a", "b", "c", "d")
     await one_turn()
     futures[victim].cancel()
     bench.runner.finish(str.upper)
@@ -166,7 +143,7 @@ async def test_cancel_in_flight_discards_one_answer_and_the_neighbours_get_their
 async def test_execution_is_called_off_when_the_last_who_waits_for_it_is_gone_and_no_other_is() -> None:
     bench = Bench(BatchPolicy(max_batch_rows=2), instances=2)
     left, right = bench.runners
-    first, second, third, fourth = bench.submit("a", "b", "c", "d")
+    first, second, third, fourth = bench.put("a", "b", "c", "d")
     await one_turn()
     first.cancel()
     third.cancel()
@@ -176,7 +153,7 @@ async def test_execution_is_called_off_when_the_last_who_waits_for_it_is_gone_an
     left.fail(asyncio.CancelledError())
     right.finish(str.upper)
     assert await fourth == "D"
-    (again,) = bench.submit("e")
+    (again,) = bench.put("e")
     await one_turn()
     next(runner for runner in bench.runners if runner.busy).finish(str.upper)
     assert await again == "E"
@@ -186,7 +163,7 @@ async def test_execution_is_called_off_when_the_last_who_waits_for_it_is_gone_an
 
 
 async def test_cancel_of_the_awaiting_task_takes_the_request_out(bench: Bench) -> None:
-    bench.submit("blocker")
+    bench.put("blocker")
     await one_turn()
 
     async def call() -> str:
@@ -203,7 +180,7 @@ async def test_cancel_of_the_awaiting_task_takes_the_request_out(bench: Bench) -
 
 
 async def test_failure_of_the_instance_reaches_each_request_as_an_exception_of_its_own(bench: Bench) -> None:
-    futures = bench.submit("a", "b")
+    futures = bench.put("a", "b")
     await one_turn()
     for _ in range(3):
         bench.runner.fail(RuntimeError("bad weights"))
@@ -211,7 +188,7 @@ async def test_failure_of_the_instance_reaches_each_request_as_an_exception_of_i
     assert all(isinstance(error, ExecutionFailed) and str(error) == "bad weights" for error in errors)
     assert errors[0] is not errors[1]
     assert [report.failed for report in bench.seen.reports] == [0, 1, 1]
-    again = bench.submit("c")
+    again = bench.put("c")
     await one_turn()
     bench.runner.finish(str.upper)
     assert await again[0] == "C"
@@ -220,9 +197,9 @@ async def test_failure_of_the_instance_reaches_each_request_as_an_exception_of_i
 async def test_timeout_in_the_queue_answers_at_its_moment_though_no_instance_is_free() -> None:
     policy = BatchPolicy(max_batch_rows=4, queue=QueuePolicy(default_timeout_ns=50 * MS, allow_timeout_override=True))
     bench = Bench(policy)
-    bench.submit("blocker")
+    bench.put("blocker")
     await one_turn()
-    hasty, patient = bench.submit("a", timeout_ns=10 * MS), bench.submit("b")
+    hasty, patient = bench.put("a", timeout_ns=10 * MS), bench.put("b")
     await one_turn()
     bench.clock.advance(10 * MS)
     with pytest.raises(QueueTimeout, match="Request timeout expired after 10000 us"):
@@ -236,7 +213,7 @@ async def test_timeout_in_the_queue_answers_at_its_moment_though_no_instance_is_
 
 
 async def test_rpc_deadline_bounds_the_wait(bench: Bench) -> None:
-    bench.submit("blocker")
+    bench.put("blocker")
     await one_turn()
     future = bench.batcher.submit("a", 1, "k", rpc_deadline_ns=bench.clock.now_ns() + MS)
     await one_turn()
@@ -247,11 +224,11 @@ async def test_rpc_deadline_bounds_the_wait(bench: Bench) -> None:
 
 async def test_submit_beyond_the_queue_bound_is_refused_and_counted() -> None:
     bench = Bench(BatchPolicy(max_batch_rows=1, queue=QueuePolicy(max_queue_size=1)))
-    bench.submit("runs")
+    bench.put("runs")
     await one_turn()
-    bench.submit("waits")
+    bench.put("waits")
     with pytest.raises(QueueFull):
-        bench.submit("too many")
+        bench.put("too many")
     assert bench.seen.drops == [Drop.FULL_REQUESTS]
     assert bench.batcher.waiting_requests == 1
     bench.batcher.close()
@@ -264,13 +241,13 @@ async def test_submit_of_too_many_rows_is_refused(bench: Bench) -> None:
 
 async def test_drain_executes_what_is_queued_without_further_delay_and_refuses_the_rest() -> None:
     bench = Bench(BatchPolicy(max_batch_rows=4, max_queue_delay_ns=10**12))
-    futures = bench.submit("a", "b")
+    futures = bench.put("a", "b")
     await one_turn()
     assert not bench.runner.busy
     drained = asyncio.create_task(bench.batcher.drain())
     await one_turn()
     with pytest.raises(BatcherClosed):
-        bench.submit("late")
+        bench.put("late")
     assert not drained.done()
     bench.runner.finish(str.upper)
     await drained
@@ -283,9 +260,9 @@ async def test_drain_with_nothing_to_do_returns_at_once(bench: Bench) -> None:
 
 
 async def test_close_answers_everybody_that_still_waits_and_ignores_late_results(bench: Bench) -> None:
-    running, queued = bench.submit("a"), []
+    running, queued = bench.put("a"), []
     await one_turn()
-    queued = bench.submit("b", key="1") + bench.submit("c", key="2")
+    queued = bench.put("b", key="1") + bench.put("c", key="2")
     bench.batcher.close()
     errors = await asyncio.gather(*running, *queued, return_exceptions=True)
     assert all(isinstance(error, BatcherClosed) for error in errors)
@@ -367,7 +344,7 @@ async def test_observer_that_raises_loses_nobody() -> None:
 
 async def test_error_that_cannot_be_told_in_words_still_answers() -> None:
     bench = Bench(BatchPolicy(max_batch_rows=1))
-    (future,) = bench.submit("a")
+    (future,) = bench.put("a")
     await one_turn()
     bench.runner.fail(Unspeakable())
     with pytest.raises(ExecutionFailed, match="Unspeakable"):

@@ -11,14 +11,14 @@ import pytest
 
 from scheduler.ahead import Ahead
 from scheduler.batch_queue import Batch, BatchQueue
-from scheduler.batcher import Batcher
 from scheduler.errors import BatcherClosed, ExecutionFailed, ExecutionTimeout, QueueFull, QueueTimeout
 from scheduler.isolation import Blame
 from scheduler.observer import Drop
 from scheduler.policy import BatchPolicy, QueueLimits, QueuePolicy
 from scheduler.runner import Outcome, ThreadRunner
-from scheduler.testing import ManualClock, RecordingObserver, Results, StepRunner
+from scheduler.testing import Results, StepRunner
 from scheduler.waiting import Room
+from tests.unit.scheduler.workbench import Bench, one_turn
 
 MS = 1_000_000
 LONG_NS = 20 * MS
@@ -59,29 +59,16 @@ def test_instances_are_asked_in_the_order_of_their_ends_and_once() -> None:
     assert not ahead
 
 
-class Bench:
-    """A batcher that knows that its batches of one or two rows take 20 ms."""
+class StagingBench(Bench):
+    """Batches of one or two rows take 20 ms, once it has learned."""
 
     def __init__(self, instances: int = 1, blame: Blame = Blame.REQUESTS, limit_ns: int = 0) -> None:
-        self.clock = ManualClock(now_ns=1)
-        self.runners = [StepRunner[str, str](self.clock, stages=True) for _ in range(instances)]
-        self.seen = RecordingObserver()
         self.told: list[tuple[str, Any]] = []
         self.room = Room(max_requests=4, max_bytes=0)
-        self.batcher: Batcher[str, str] = Batcher(
-            BatchPolicy(max_batch_rows=2, execution_limit_ns=limit_ns, queue=QueuePolicy(allow_timeout_override=True)),
-            self.runners,
-            clock=self.clock,
-            observer=self.seen,
-            blames=lambda error: blame,
-            hangs=self,
-            room=self.room,
+        policy = BatchPolicy(
+            max_batch_rows=2, execution_limit_ns=limit_ns, queue=QueuePolicy(allow_timeout_override=True)
         )
-        self.batcher.start()
-
-    @property
-    def runner(self) -> StepRunner[str, str]:
-        return self.runners[0]
+        super().__init__(policy, instances, stages=True, blames=lambda error: blame, hangs=self, room=self.room)
 
     def on_hang(self, runner: Any, others: Sequence[Any]) -> None:
         self.told.append(("hang", runner))
@@ -92,39 +79,29 @@ class Bench:
     def on_return(self, runner: Any) -> None:
         self.told.append(("return", runner))
 
-    async def submit(self, *payloads: str, **how: Any) -> list[asyncio.Future[str]]:
-        futures: list[asyncio.Future[str]] = [self.batcher.submit(one, 1, "k", **how) for one in payloads]
-        await turns()
-        return futures
-
     async def learn(self) -> None:
         for payloads in (["a"], ["a", "b"]) * 3:
             futures = await self.submit(*payloads)
             self.clock.advance(LONG_NS)
             self.runner.finish(str.upper)
             await asyncio.gather(*futures)
-        await turns()
+        await one_turn()
         self.runner.batches.clear()
 
 
-async def turns() -> None:
-    for _ in range(70):
-        await asyncio.sleep(0)
-
-
 @pytest.fixture
-async def bench() -> AsyncIterator[Bench]:
-    bench = Bench()
+async def bench() -> AsyncIterator[StagingBench]:
+    bench = StagingBench()
     await bench.learn()
     yield bench
     bench.batcher.close()
 
 
-async def test_next_batch_is_handed_over_shortly_before_the_end_and_not_sooner(bench: Bench) -> None:
+async def test_next_batch_is_handed_over_shortly_before_the_end_and_not_sooner(bench: StagingBench) -> None:
     first = await bench.submit("a", "b")
     second = await bench.submit("c")
     bench.clock.advance(DUE_NS - 1)
-    await turns()
+    await one_turn()
     assert bench.runner.next is None
     later = await bench.submit("d")
     bench.clock.advance(1)
@@ -142,7 +119,7 @@ async def test_next_batch_is_handed_over_shortly_before_the_end_and_not_sooner(b
     assert bench.seen.reports[-1].waits_ns == [LONG_NS, 2 * MS + 1]
 
 
-async def test_request_that_comes_when_the_end_is_near_is_handed_over_at_once(bench: Bench) -> None:
+async def test_request_that_comes_when_the_end_is_near_is_handed_over_at_once(bench: StagingBench) -> None:
     await bench.submit("a", "b")
     bench.clock.advance(DUE_NS)
     await bench.submit("c")
@@ -152,7 +129,7 @@ async def test_request_that_comes_when_the_end_is_near_is_handed_over_at_once(be
     assert bench.batcher.waiting_requests == 2
 
 
-async def test_what_is_handed_over_takes_room_until_it_executes(bench: Bench) -> None:
+async def test_what_is_handed_over_takes_room_until_it_executes(bench: StagingBench) -> None:
     await bench.submit("a", "b")
     waiting = await bench.submit("c", "d", size_bytes=10)
     bench.clock.advance(DUE_NS)
@@ -195,7 +172,7 @@ async def test_what_is_handed_over_takes_the_room_of_its_model_and_level() -> No
 
 
 async def test_idle_instance_comes_first() -> None:
-    bench = Bench(instances=2)
+    bench = StagingBench(instances=2)
     await bench.learn()
     await bench.submit("a", "b")
     bench.clock.advance(DUE_NS)
@@ -206,7 +183,7 @@ async def test_idle_instance_comes_first() -> None:
 
 
 async def test_execution_of_unknown_length_is_awaited() -> None:
-    bench = Bench()
+    bench = StagingBench()
     await bench.submit("a", "b")
     bench.clock.advance(10 * LONG_NS)
     await bench.submit("c")
@@ -228,7 +205,7 @@ def test_request_is_in_time_or_not_by_when_its_batch_will_start() -> None:
         assert (len(step.batches), len(step.unreachable)) == ((1, 0) if in_time else (0, 1))
 
 
-async def test_what_was_handed_over_waits_on_if_the_execution_takes_longer(bench: Bench) -> None:
+async def test_what_was_handed_over_waits_on_if_the_execution_takes_longer(bench: StagingBench) -> None:
     await bench.submit("a", "b")
     (gone, kept) = await bench.submit("x", "c")
     bench.clock.advance(DUE_NS)
@@ -240,13 +217,13 @@ async def test_what_was_handed_over_waits_on_if_the_execution_takes_longer(bench
     assert bench.batcher.waiting_requests == 2
     (cancelled,) = await bench.submit("y")
     bench.clock.advance(LONG_NS)
-    await turns()
+    await one_turn()
     assert bench.runner.next is None  # when it will end nobody can tell
     cancelled.cancel()
     with pytest.raises(QueueTimeout):
         await later
     bench.runner.finish(str.upper)
-    await turns()
+    await one_turn()
     assert bench.runner.batches[-1] == ["c"]
     bench.runner.finish(str.upper)
     assert await kept == "C"
@@ -254,26 +231,26 @@ async def test_what_was_handed_over_waits_on_if_the_execution_takes_longer(bench
     assert bench.seen.count(Drop.CANCELLED) == 2
 
 
-async def test_failed_batch_comes_before_what_waits_and_nothing_is_handed_over_meanwhile(bench: Bench) -> None:
+async def test_failed_batch_comes_before_what_waits_and_nothing_is_handed_over_meanwhile(bench: StagingBench) -> None:
     first = await bench.submit("a", "b")
     await bench.submit("c")
     bench.clock.advance(DUE_NS)
     assert bench.runner.next == ["c"]
     await bench.submit("d")
     bench.runner.fail(ValueError("bad row"))
-    await turns()
+    await one_turn()
     bench.clock.advance(DUE_NS)
-    await turns()
+    await one_turn()
     assert bench.runner.next is None  # "c" executes; the halves of the failed one are next
     for payloads in (["c"], ["a"], ["b"], ["d"]):
         assert bench.runner.batches[-1] == payloads
         bench.runner.finish(str.upper)
-        await turns()
+        await one_turn()
     assert await asyncio.gather(*first) == ["A", "B"]
 
 
 async def test_what_was_handed_to_an_instance_that_hangs_executes_elsewhere() -> None:
-    bench = Bench(instances=2, limit_ns=2 * LONG_NS)
+    bench = StagingBench(instances=2, limit_ns=2 * LONG_NS)
     hanging, other = bench.runners
     await bench.learn()
     (stuck,) = await bench.submit("a")
@@ -285,20 +262,20 @@ async def test_what_was_handed_to_an_instance_that_hangs_executes_elsewhere() ->
     other_first = await bench.submit("e")
     assert await busy == "B"
     bench.clock.advance(2 * LONG_NS - DUE_NS)
-    await turns()
+    await one_turn()
     with pytest.raises(ExecutionTimeout):
         await stuck
     assert hanging.next is None
     assert bench.told == [("hang", hanging)]
     for _ in range(2):
         other.finish(str.upper)
-        await turns()
+        await one_turn()
     assert await asyncio.gather(*other_first, *waiting) == ["E", "C", "D"]
     bench.batcher.close()
 
 
 async def test_execution_that_ended_as_its_limit_passed_does_not_hang() -> None:
-    bench = Bench(limit_ns=2 * LONG_NS)
+    bench = StagingBench(limit_ns=2 * LONG_NS)
     await bench.learn()
     first = await bench.submit("a", "b")
     second = await bench.submit("c")
@@ -308,34 +285,34 @@ async def test_execution_that_ended_as_its_limit_passed_does_not_hang() -> None:
     assert bench.told == []
     for _ in range(2):
         bench.runner.finish(str.upper)
-        await turns()
+        await one_turn()
     assert await asyncio.gather(*first, *second) == ["A", "B", "C"]
     bench.batcher.close()
 
 
 async def test_what_was_handed_to_an_instance_that_is_lost_executes_elsewhere() -> None:
-    bench = Bench(blame=Blame.INSTANCE)
+    bench = StagingBench(blame=Blame.INSTANCE)
     await bench.learn()
     first = await bench.submit("a", "b")
     second = await bench.submit("c")
     bench.clock.advance(DUE_NS)
     assert bench.runner.next == ["c"]
     bench.runner.fail(ValueError("no device any more"))
-    await turns()
+    await one_turn()
     with pytest.raises(ExecutionFailed):
         await first[0]
     assert bench.told == [("loss", bench.runner)]
     assert bench.runner.stopped
     fresh = StepRunner[str, str](bench.clock, stages=True)
     bench.batcher.add(fresh)
-    await turns()
+    await one_turn()
     fresh.finish(str.upper)
     assert await asyncio.gather(*second) == ["C"]
     bench.batcher.close()
 
 
 async def test_instance_that_is_lost_executes_what_it_has_begun_and_nothing_more() -> None:
-    bench = Bench(blame=Blame.INSTANCE)
+    bench = StagingBench(blame=Blame.INSTANCE)
     await bench.learn()
     first = await bench.submit("a", "b")
     second = await bench.submit("c")
@@ -344,10 +321,10 @@ async def test_instance_that_is_lost_executes_what_it_has_begun_and_nothing_more
     bench.runner.fail(ValueError("no device any more"))
     third = await bench.submit("d")
     bench.clock.advance(DUE_NS)
-    await turns()
+    await one_turn()
     assert bench.runner.next is None
     bench.runner.finish(str.upper)
-    await turns()
+    await one_turn()
     assert await second[0] == "C"
     assert isinstance(first[0].exception(), ExecutionFailed)
     assert (bench.runner.stopped, bench.runner.busy) == (True, False)
@@ -356,7 +333,7 @@ async def test_instance_that_is_lost_executes_what_it_has_begun_and_nothing_more
     bench.batcher.close()
 
 
-async def test_close_gives_up_what_was_handed_over(bench: Bench) -> None:
+async def test_close_gives_up_what_was_handed_over(bench: StagingBench) -> None:
     await bench.submit("a", "b")
     waiting = await bench.submit("c")
     bench.clock.advance(DUE_NS)
@@ -368,26 +345,26 @@ async def test_close_gives_up_what_was_handed_over(bench: Bench) -> None:
     assert bench.room.requests == bench.room.size_bytes == 0
 
 
-async def test_drain_waits_for_what_was_handed_over(bench: Bench) -> None:
+async def test_drain_waits_for_what_was_handed_over(bench: StagingBench) -> None:
     await bench.submit("a", "b")
     waiting = await bench.submit("c")
     bench.clock.advance(DUE_NS)
     drained = asyncio.ensure_future(bench.batcher.drain())
     for _ in range(2):
-        await turns()
+        await one_turn()
         assert not drained.done()
         bench.runner.finish(str.upper)
     await drained
     assert await waiting[0] == "C"
 
 
-async def test_timeout_in_the_queue_ends_with_the_handing_over(bench: Bench) -> None:
+async def test_timeout_in_the_queue_ends_with_the_handing_over(bench: StagingBench) -> None:
     await bench.submit("a", "b")
     (in_time,) = await bench.submit("c", timeout_ns=DUE_NS + MS)
     (too_late,) = await bench.submit("x", timeout_ns=MS)
     bench.clock.advance(LONG_NS)
     bench.runner.finish(str.upper)
-    await turns()
+    await one_turn()
     bench.runner.finish(str.upper)
     assert await in_time == "C"
     with pytest.raises(QueueTimeout):

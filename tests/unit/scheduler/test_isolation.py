@@ -7,39 +7,17 @@ from collections.abc import Sequence
 
 import pytest
 
-from scheduler.batcher import Batcher
 from scheduler.errors import DeadlineUnreachable, ExecutionFailed, QueueTimeout
 from scheduler.isolation import Blame, budget_for
 from scheduler.observer import Drop
-from scheduler.pending import Pending
 from scheduler.policy import BatchPolicy
-from scheduler.testing import ManualClock, RecordingObserver, StepRunner
+from tests.unit.scheduler.workbench import Bench, one_turn
 
 MS = 1_000_000
 
 
-class Bench:
-    def __init__(self, policy: BatchPolicy, instances: int = 1, **more: object) -> None:
-        self.clock = ManualClock(now_ns=1)
-        self.runners: list[StepRunner[str, str]] = [StepRunner(self.clock) for _ in range(instances)]
-        self.seen = RecordingObserver()
-        self.batcher: Batcher[str, str] = Batcher(
-            policy,
-            self.runners,
-            clock=self.clock,
-            observer=self.seen,
-            **more,  # type: ignore[arg-type]
-        )
-        self.batcher.start()
-
-    @property
-    def runner(self) -> StepRunner[str, str]:
-        return self.runners[0]
-
-    async def submit(self, *payloads: str) -> list[Pending[str, str]]:
-        futures = [self.batcher.submit(payload, 1, "k") for payload in payloads]
-        await one_turn()
-        return futures
+class SearchBench(Bench):
+    """Runs what is poisoned."""
 
     async def measure(self, duration_ns: int) -> None:
         """Let the batcher learn what one row takes."""
@@ -61,18 +39,13 @@ class Bench:
         return runs
 
 
-async def one_turn() -> None:
-    for _ in range(70):
-        await asyncio.sleep(0)
-
-
 def outcomes(futures: Sequence[asyncio.Future[str]]) -> list[str]:
     return ["failed" if future.exception() else future.result() for future in futures]
 
 
 @pytest.mark.parametrize("place", [0, 13, 31])
 async def test_one_poisoned_row_among_31_good_ones_fails_alone_within_the_budget(place: int) -> None:
-    bench = Bench(BatchPolicy(max_batch_rows=32))
+    bench = SearchBench(BatchPolicy(max_batch_rows=32))
     payloads = [f"p{number}" for number in range(32)]
     payloads[place] = "bad!"
     futures = await bench.submit(*payloads)
@@ -83,7 +56,7 @@ async def test_one_poisoned_row_among_31_good_ones_fails_alone_within_the_budget
 
 
 async def test_two_poisoned_rows_fail_alone() -> None:
-    bench = Bench(BatchPolicy(max_batch_rows=32))
+    bench = SearchBench(BatchPolicy(max_batch_rows=32))
     payloads = [f"p{number}!" if number in (3, 20) else f"p{number}" for number in range(32)]
     futures = await bench.submit(*payloads)
     bench.run_all()
@@ -92,7 +65,7 @@ async def test_two_poisoned_rows_fail_alone() -> None:
 
 
 async def test_poison_everywhere_stops_at_the_budget_and_everybody_is_answered() -> None:
-    bench = Bench(BatchPolicy(max_batch_rows=32))
+    bench = SearchBench(BatchPolicy(max_batch_rows=32))
     futures = await bench.submit(*[f"p{number}!" for number in range(32)])
     assert bench.run_all() <= 1 + budget_for(32)
     assert outcomes(futures) == ["failed"] * 32
@@ -101,7 +74,7 @@ async def test_poison_everywhere_stops_at_the_budget_and_everybody_is_answered()
 
 
 async def test_isolation_names_each_culprit_with_its_own_error() -> None:
-    bench = Bench(BatchPolicy(max_batch_rows=4))
+    bench = SearchBench(BatchPolicy(max_batch_rows=4))
     futures = await bench.submit("a", "b!", "c", "d")
     bench.run_all()
     with pytest.raises(ExecutionFailed, match=r"poisoned: \['b!'\]"):
@@ -111,7 +84,7 @@ async def test_isolation_names_each_culprit_with_its_own_error() -> None:
 
 @pytest.mark.parametrize("off", ["policy", "error"])
 async def test_isolation_switched_off_or_for_an_error_of_the_whole_session_fails_all_at_once(off: str) -> None:
-    bench = Bench(
+    bench = SearchBench(
         BatchPolicy(max_batch_rows=4, isolate_failures=off != "policy"),
         blames=lambda error: Blame.NOBODY if isinstance(error, MemoryError) else Blame.REQUESTS,
     )
@@ -124,7 +97,7 @@ async def test_isolation_switched_off_or_for_an_error_of_the_whole_session_fails
 
 
 async def test_isolation_leaves_out_who_has_gone_or_is_late_meanwhile() -> None:
-    bench = Bench(BatchPolicy(max_batch_rows=4))
+    bench = SearchBench(BatchPolicy(max_batch_rows=4))
     late = bench.batcher.submit("late", 1, "k", rpc_deadline_ns=bench.clock.now_ns() + MS)
     gone, good = await bench.submit("gone", "good")
     gone.cancel()
@@ -139,7 +112,7 @@ async def test_isolation_leaves_out_who_has_gone_or_is_late_meanwhile() -> None:
 
 
 async def test_drain_waits_for_the_search_for_culprits() -> None:
-    bench = Bench(BatchPolicy(max_batch_rows=4))
+    bench = SearchBench(BatchPolicy(max_batch_rows=4))
     futures = await bench.submit("a", "b!")
     drained = asyncio.create_task(bench.batcher.drain())
     bench.runner.fail(ValueError("x"))
@@ -152,7 +125,7 @@ async def test_drain_waits_for_the_search_for_culprits() -> None:
 
 
 async def test_close_during_the_search_answers_everybody() -> None:
-    bench = Bench(BatchPolicy(max_batch_rows=4))
+    bench = SearchBench(BatchPolicy(max_batch_rows=4))
     futures = await bench.submit("a", "b", "c", "d")
     bench.runner.fail(ValueError("x"))
     bench.batcher.close()
@@ -160,7 +133,7 @@ async def test_close_during_the_search_answers_everybody() -> None:
 
 
 async def test_preserve_ordering_with_two_instances_answers_in_order_of_arrival() -> None:
-    bench = Bench(BatchPolicy(max_batch_rows=1, preserve_ordering=True), instances=2)
+    bench = SearchBench(BatchPolicy(max_batch_rows=1, preserve_ordering=True), instances=2)
     order: list[str] = []
     futures = await bench.submit("a", "b", "c")
     for name, future in zip("abc", futures, strict=True):
@@ -180,7 +153,7 @@ async def test_preserve_ordering_with_two_instances_answers_in_order_of_arrival(
 
 
 async def test_preserve_ordering_is_not_held_up_by_a_cancelled_or_failed_predecessor() -> None:
-    bench = Bench(BatchPolicy(max_batch_rows=1, preserve_ordering=True), instances=3)
+    bench = SearchBench(BatchPolicy(max_batch_rows=1, preserve_ordering=True), instances=3)
     gone, failed, good = await bench.submit("gone", "failed", "good")
     bench.runners[2].finish(str.upper)
     bench.runners[1].fail(ValueError("x"))
@@ -193,7 +166,7 @@ async def test_preserve_ordering_is_not_held_up_by_a_cancelled_or_failed_predece
 
 
 async def test_facts_tell_batch_rows_padding_and_times() -> None:
-    bench = Bench(BatchPolicy(max_batch_rows=4, batch_sizes=(2, 4)))
+    bench = SearchBench(BatchPolicy(max_batch_rows=4, batch_sizes=(2, 4)))
     futures = await bench.submit("a", "b", "c")
     bench.clock.advance(5)
     bench.runner.finish(str.upper)
@@ -207,7 +180,7 @@ async def test_facts_tell_batch_rows_padding_and_times() -> None:
 
 
 async def test_deadline_that_cannot_be_met_is_refused_and_counted() -> None:
-    bench = Bench(BatchPolicy(max_batch_rows=4))
+    bench = SearchBench(BatchPolicy(max_batch_rows=4))
     await bench.measure(10 * MS)
     with pytest.raises(DeadlineUnreachable):
         bench.batcher.submit("b", 1, "k", rpc_deadline_ns=bench.clock.now_ns() + MS)
@@ -216,7 +189,7 @@ async def test_deadline_that_cannot_be_met_is_refused_and_counted() -> None:
 
 
 async def test_deadline_that_cannot_be_met_any_more_is_given_up_instead_of_executed() -> None:
-    bench = Bench(BatchPolicy(max_batch_rows=4))
+    bench = SearchBench(BatchPolicy(max_batch_rows=4))
     await bench.measure(10 * MS)
     await bench.submit("a")
     doomed = bench.batcher.submit("b", 1, "k", rpc_deadline_ns=bench.clock.now_ns() + 25 * MS)

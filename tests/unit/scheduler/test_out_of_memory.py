@@ -9,34 +9,22 @@ from typing import Any
 import pytest
 
 from scheduler.allowance import PAUSE_NS
-from scheduler.batcher import Batcher
 from scheduler.errors import BatcherClosed, ExecutionFailed, NoInstance, QueueTimeout
 from scheduler.isolation import Blame
 from scheduler.observer import Drop
-from scheduler.pending import Pending
 from scheduler.policy import BatchPolicy
-from scheduler.testing import ManualClock, RecordingObserver, StepRunner
+from scheduler.testing import StepRunner
+from tests.unit.scheduler.workbench import Bench, one_turn
 
 BLAMES = {MemoryError: Blame.SIZE, OSError: Blame.INSTANCE, ValueError: Blame.REQUESTS}
 
 
-class Bench:
-    """A batcher over step runners with room for `fits` rows that keeps what it is told of lost instances."""
+class ShortBench(Bench):
+    """Has room for `fits` rows, and keeps what it is told of lost instances."""
 
     def __init__(self, policy: BatchPolicy, instances: int = 1) -> None:
-        self.clock = ManualClock(now_ns=1)
-        self.runners: list[StepRunner[str, str]] = [StepRunner(self.clock) for _ in range(instances)]
-        self.seen = RecordingObserver()
         self.lost: list[Any] = []
-        self.batcher: Batcher[str, str] = Batcher(
-            policy,
-            self.runners,
-            clock=self.clock,
-            observer=self.seen,
-            blames=lambda error: BLAMES[type(error)],
-            hangs=self,
-        )
-        self.batcher.start()
+        super().__init__(policy, instances, blames=lambda error: BLAMES[type(error)], hangs=self)
 
     def on_hang(self, runner: Any, others: Sequence[Any]) -> None:
         raise AssertionError("nothing hangs here")
@@ -46,11 +34,6 @@ class Bench:
 
     def on_loss(self, runner: Any, error: BaseException) -> None:
         self.lost.append((runner, error))
-
-    async def submit(self, *payloads: str, rows: int = 1) -> list[Pending[str, str]]:
-        futures = [self.batcher.submit(payload, rows, "k") for payload in payloads]
-        await one_turn()
-        return futures
 
     async def run_all(self, fits: int) -> list[tuple[int, bool]]:
         """Let batches run until none is left; more rows than `fits` are too many. Sizes, and whether they failed."""
@@ -75,14 +58,9 @@ class Bench:
         return runner
 
 
-async def one_turn() -> None:
-    for _ in range(70):
-        await asyncio.sleep(0)
-
-
 @pytest.fixture
-async def bench() -> AsyncIterator[Bench]:
-    bench = Bench(BatchPolicy(max_batch_rows=16))
+async def bench() -> AsyncIterator[ShortBench]:
+    bench = ShortBench(BatchPolicy(max_batch_rows=16))
     yield bench
     bench.batcher.close()
 
@@ -91,14 +69,14 @@ def names(count: int) -> list[str]:
     return [f"p{number}" for number in range(count)]
 
 
-async def test_batch_too_large_for_the_memory_runs_again_smaller_and_nobody_fails(bench: Bench) -> None:
+async def test_batch_too_large_for_the_memory_runs_again_smaller_and_nobody_fails(bench: ShortBench) -> None:
     futures = await bench.submit(*names(16))
     assert await bench.run_all(fits=5) == [(16, True), (8, True), (4, False), (4, False), (4, False), (4, False)]
     assert [future.result() for future in futures] == [name.upper() for name in names(16)]
     assert bench.batcher.allowed_rows == 4
 
 
-async def test_batches_are_smaller_for_a_while_and_then_grow_again(bench: Bench) -> None:
+async def test_batches_are_smaller_for_a_while_and_then_grow_again(bench: ShortBench) -> None:
     await bench.submit(*names(16))
     await bench.run_all(fits=8)
     await bench.submit(*names(20))
@@ -109,7 +87,7 @@ async def test_batches_are_smaller_for_a_while_and_then_grow_again(bench: Bench)
     assert bench.batcher.allowed_rows == 16
 
 
-async def test_request_too_large_alone_fails_and_the_others_do_not(bench: Bench) -> None:
+async def test_request_too_large_alone_fails_and_the_others_do_not(bench: ShortBench) -> None:
     (large,) = await bench.submit("large", rows=6)
     small = await bench.submit(*names(4), rows=2)
     await bench.run_all(fits=2)
@@ -119,7 +97,7 @@ async def test_request_too_large_alone_fails_and_the_others_do_not(bench: Bench)
     assert bench.seen.reports[0].failed == 1
 
 
-async def test_request_of_more_rows_than_allowed_for_now_runs_alone(bench: Bench) -> None:
+async def test_request_of_more_rows_than_allowed_for_now_runs_alone(bench: ShortBench) -> None:
     await bench.submit(*names(16))
     await bench.run_all(fits=4)
     first, large, last = (bench.batcher.submit(name, rows, "k") for name, rows in (("a", 2), ("b", 10), ("c", 2)))
@@ -128,7 +106,7 @@ async def test_request_of_more_rows_than_allowed_for_now_runs_alone(bench: Bench
     assert [await first, await large, await last] == ["A", "B", "C"]
 
 
-async def test_nothing_fits_at_all_and_each_request_fails_once(bench: Bench) -> None:
+async def test_nothing_fits_at_all_and_each_request_fails_once(bench: ShortBench) -> None:
     futures = await bench.submit(*names(16))
     ran = await bench.run_all(fits=0)
     assert [rows for rows, _ in ran] == [16, 8, 4, 2, *[1] * 16]
@@ -137,7 +115,7 @@ async def test_nothing_fits_at_all_and_each_request_fails_once(bench: Bench) -> 
 
 
 async def test_where_failures_are_not_isolated_the_batch_fails_and_the_next_is_smaller() -> None:
-    bench = Bench(BatchPolicy(max_batch_rows=16, isolate_failures=False))
+    bench = ShortBench(BatchPolicy(max_batch_rows=16, isolate_failures=False))
     futures = await bench.submit(*names(16))
     assert await bench.run_all(fits=8) == [(16, True)]
     assert all(isinstance(future.exception(), ExecutionFailed) for future in futures)
@@ -147,14 +125,14 @@ async def test_where_failures_are_not_isolated_the_batch_fails_and_the_next_is_s
 
 
 async def test_allowed_sizes_that_cannot_get_smaller_run_nothing_again() -> None:
-    bench = Bench(BatchPolicy(max_batch_rows=16, batch_sizes=(8, 16)))
+    bench = ShortBench(BatchPolicy(max_batch_rows=16, batch_sizes=(8, 16)))
     futures = await bench.submit(*names(16))
     assert await bench.run_all(fits=0) == [(16, True), (8, True), (8, True)]
     assert all(isinstance(future.exception(), ExecutionFailed) for future in futures)
     bench.batcher.close()
 
 
-async def test_who_has_gone_or_is_late_meanwhile_does_not_run_again(bench: Bench) -> None:
+async def test_who_has_gone_or_is_late_meanwhile_does_not_run_again(bench: ShortBench) -> None:
     late = bench.batcher.submit("late", 1, "k", rpc_deadline_ns=bench.clock.now_ns() + 5)
     gone, good, other = await bench.submit("gone", "good", "other")
     gone.cancel()
@@ -166,7 +144,7 @@ async def test_who_has_gone_or_is_late_meanwhile_does_not_run_again(bench: Bench
     assert bench.runners[0].batches[1:] == [["good", "other"]]
 
 
-async def test_culprits_are_searched_for_within_what_is_allowed(bench: Bench) -> None:
+async def test_culprits_are_searched_for_within_what_is_allowed(bench: ShortBench) -> None:
     await bench.submit(*names(16))
     await bench.run_all(fits=4)
     futures = await bench.submit("a", "b!", "c", "d")
@@ -182,7 +160,7 @@ async def test_culprits_are_searched_for_within_what_is_allowed(bench: Bench) ->
 
 
 async def test_instances_side_by_side_share_the_work_of_a_batch_that_was_too_large() -> None:
-    bench = Bench(BatchPolicy(max_batch_rows=16), instances=2)
+    bench = ShortBench(BatchPolicy(max_batch_rows=16), instances=2)
     futures = await bench.submit(*names(16))
     busy = next(runner for runner in bench.runners if runner.busy)
     busy.fail(MemoryError())
@@ -193,7 +171,7 @@ async def test_instances_side_by_side_share_the_work_of_a_batch_that_was_too_lar
     bench.batcher.close()
 
 
-async def test_lost_instance_fails_its_batch_and_those_who_wait_are_executed_by_the_next(bench: Bench) -> None:
+async def test_lost_instance_fails_its_batch_and_those_who_wait_are_executed_by_the_next(bench: ShortBench) -> None:
     lost = await bench.submit("a", "b")
     waiting = await bench.submit("c")
     error = OSError("device lost")
@@ -209,7 +187,7 @@ async def test_lost_instance_fails_its_batch_and_those_who_wait_are_executed_by_
 
 
 async def test_lost_instance_leaves_the_work_to_the_others() -> None:
-    bench = Bench(BatchPolicy(max_batch_rows=1), instances=2)
+    bench = ShortBench(BatchPolicy(max_batch_rows=1), instances=2)
     await bench.submit("a", "b")
     waiting = await bench.submit("c")
     bench.runners[0].fail(OSError())
@@ -221,7 +199,7 @@ async def test_lost_instance_leaves_the_work_to_the_others() -> None:
     bench.batcher.close()
 
 
-async def test_suspended_refuses_who_waits_and_who_comes_until_there_is_an_instance(bench: Bench) -> None:
+async def test_suspended_refuses_who_waits_and_who_comes_until_there_is_an_instance(bench: ShortBench) -> None:
     await bench.submit("a")
     waiting = await bench.submit("b")
     bench.runners[0].fail(OSError())
@@ -237,7 +215,7 @@ async def test_suspended_refuses_who_waits_and_who_comes_until_there_is_an_insta
     assert served[0].result() == "D"
 
 
-async def test_drain_of_one_that_was_suspended_waits_for_those_who_came_since(bench: Bench) -> None:
+async def test_drain_of_one_that_was_suspended_waits_for_those_who_came_since(bench: ShortBench) -> None:
     await bench.submit("a")
     bench.runners[0].fail(OSError())
     bench.batcher.suspend()
@@ -251,7 +229,7 @@ async def test_drain_of_one_that_was_suspended_waits_for_those_who_came_since(be
     assert served[0].result() == "D"
 
 
-async def test_drain_of_a_suspended_one_ends_at_once_and_refuses_as_closed(bench: Bench) -> None:
+async def test_drain_of_a_suspended_one_ends_at_once_and_refuses_as_closed(bench: ShortBench) -> None:
     await bench.submit("a")
     bench.runners[0].fail(OSError())
     bench.batcher.suspend()

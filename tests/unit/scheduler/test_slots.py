@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import pytest
 
-from scheduler.batcher import Batcher
 from scheduler.errors import ExecutionTimeout
 from scheduler.isolation import Blame
 from scheduler.policy import BatchPolicy
 from scheduler.slots import Slots
-from scheduler.testing import ManualClock, StepRunner
+from scheduler.testing import StepRunner
+from tests.unit.scheduler.workbench import Bench, one_turn
 
 MS = 1_000_000
 
@@ -67,24 +66,20 @@ def test_slots_removed_get_nothing_more_whether_they_execute_or_not(taken: int, 
     assert slots.take() != gone
 
 
-class Bench:
-    """A batcher with one instance of two slots on a manual clock."""
+class SlotsBench(Bench):
+    """Instances of two slots each."""
 
     def __init__(self, policy: BatchPolicy, instances: int = 1) -> None:
-        self.clock = ManualClock(now_ns=1)
-        self.runners: list[StepRunner[str, str]] = [StepRunner(self.clock) for _ in range(2 * instances)]
         self.hung: list[tuple[Any, Sequence[Any]]] = []
         self.lost: list[Any] = []
         self.returned: list[Any] = []
-        self.batcher: Batcher[str, str] = Batcher(
+        super().__init__(
             policy,
-            self.runners,
-            clock=self.clock,
+            2 * instances,
             hangs=self,
             instance_of=lambda runner: self.runners.index(runner) // 2,
             blames=lambda error: Blame.INSTANCE if isinstance(error, OSError) else Blame.NOBODY,
         )
-        self.batcher.start()
 
     def on_hang(self, runner: Any, others: Sequence[Any]) -> None:
         self.hung.append((runner, others))
@@ -94,11 +89,6 @@ class Bench:
 
     def on_return(self, runner: Any) -> None:
         self.returned.append(runner)
-
-    async def submit(self, payloads: str, key: str = "k") -> list[asyncio.Future[str]]:
-        futures = [self.batcher.submit(payload, 1, key) for payload in payloads]
-        await one_turn()
-        return futures
 
     @property
     def executing(self) -> list[str]:
@@ -112,29 +102,24 @@ class Bench:
         await one_turn()
 
 
-async def one_turn() -> None:
-    for _ in range(70):
-        await asyncio.sleep(0)
-
-
 @pytest.fixture
-async def bench() -> AsyncIterator[Bench]:
-    bench = Bench(BatchPolicy(max_batch_rows=4, execution_limit_ns=100 * MS, isolate_failures=False))
+async def bench() -> AsyncIterator[SlotsBench]:
+    bench = SlotsBench(BatchPolicy(max_batch_rows=4, execution_limit_ns=100 * MS, isolate_failures=False))
     yield bench
     bench.batcher.close()
 
 
-async def test_slot_beside_one_that_executes_takes_no_batch_that_others_could_join(bench: Bench) -> None:
-    await bench.submit("a")
-    await bench.submit("bcd")
+async def test_slot_beside_one_that_executes_takes_no_batch_that_others_could_join(bench: SlotsBench) -> None:
+    await bench.submit(*"a")
+    await bench.submit(*"bcd")
     assert bench.executing == ["a"]
     await bench.finish("a")
     assert bench.executing == ["bcd"]
 
 
-async def test_slot_beside_one_that_executes_takes_a_full_batch_and_the_rest_waits(bench: Bench) -> None:
-    await bench.submit("a")
-    await bench.submit("bcdefg")
+async def test_slot_beside_one_that_executes_takes_a_full_batch_and_the_rest_waits(bench: SlotsBench) -> None:
+    await bench.submit(*"a")
+    await bench.submit(*"bcdefg")
     assert bench.executing == ["a", "bcde"]
     await bench.finish("a")
     assert bench.executing == ["bcde"]
@@ -143,8 +128,8 @@ async def test_slot_beside_one_that_executes_takes_a_full_batch_and_the_rest_wai
     assert bench.executing == ["fg"]
 
 
-async def test_slots_at_saturation_are_both_at_work_all_the_time(bench: Bench) -> None:
-    futures = await bench.submit("abcdefghijklmnop")
+async def test_slots_at_saturation_are_both_at_work_all_the_time(bench: SlotsBench) -> None:
+    futures = await bench.submit(*"abcdefghijklmnop")
     assert bench.executing == ["abcd", "efgh"]
     await bench.finish("abcd")
     assert bench.executing == ["efgh", "ijkl"]
@@ -153,18 +138,18 @@ async def test_slots_at_saturation_are_both_at_work_all_the_time(bench: Bench) -
     assert [future.result() for future in futures] == list("ABCDEFGHIJKLMNOP")
 
 
-async def test_full_batch_does_not_overtake_an_older_request_of_another_shape(bench: Bench) -> None:
-    await bench.submit("a")
-    await bench.submit("x", key="rare")
-    await bench.submit("bcdefghi")
+async def test_full_batch_does_not_overtake_an_older_request_of_another_shape(bench: SlotsBench) -> None:
+    await bench.submit(*"a")
+    await bench.submit(*"x", key="rare")
+    await bench.submit(*"bcdefghi")
     assert bench.executing == ["a"]
     await bench.finish("a")
     assert bench.executing == ["bcde", "x"]
 
 
 async def test_requests_that_never_share_a_batch_are_taken_ahead_one_by_one() -> None:
-    bench = Bench(BatchPolicy(max_batch_rows=4, max_batch_requests=1))
-    await bench.submit("abc")
+    bench = SlotsBench(BatchPolicy(max_batch_rows=4, max_batch_requests=1))
+    await bench.submit(*"abc")
     assert bench.executing == ["a", "b"]
     await bench.finish("a")
     assert bench.executing == ["b", "c"]
@@ -172,19 +157,19 @@ async def test_requests_that_never_share_a_batch_are_taken_ahead_one_by_one() ->
 
 
 async def test_two_instances_are_both_given_batches_before_either_gets_a_second() -> None:
-    bench = Bench(BatchPolicy(max_batch_rows=4), instances=2)
-    await bench.submit("abcdefgh")
+    bench = SlotsBench(BatchPolicy(max_batch_rows=4), instances=2)
+    await bench.submit(*"abcdefgh")
     assert [runner.busy for runner in bench.runners].count(True) == 2
     assert {bench.runners.index(runner) // 2 for runner in bench.runners if runner.busy} == {0, 1}
-    await bench.submit("ijklmnopqrst")
+    await bench.submit(*"ijklmnopqrst")
     assert [runner.busy for runner in bench.runners] == [True] * 4
     bench.batcher.close()
 
 
-async def test_hang_in_one_slot_takes_the_other_out_once_it_is_done(bench: Bench) -> None:
-    first = await bench.submit("abcd")
+async def test_hang_in_one_slot_takes_the_other_out_once_it_is_done(bench: SlotsBench) -> None:
+    first = await bench.submit(*"abcd")
     bench.clock.advance(50 * MS)
-    second = await bench.submit("efghij")
+    second = await bench.submit(*"efghij")
     hanging, other = bench.runner_of("abcd"), bench.runner_of("efgh")
     bench.clock.advance(60 * MS)
     await one_turn()
@@ -202,8 +187,8 @@ async def test_hang_in_one_slot_takes_the_other_out_once_it_is_done(bench: Bench
     assert fresh.batches == [["i", "j"]]
 
 
-async def test_hang_in_both_slots_is_told_of_once(bench: Bench) -> None:
-    futures = await bench.submit("abcdefgh")
+async def test_hang_in_both_slots_is_told_of_once(bench: SlotsBench) -> None:
+    futures = await bench.submit(*"abcdefgh")
     slots = [bench.runner_of("abcd"), bench.runner_of("efgh")]
     bench.clock.advance(100 * MS)
     await one_turn()
@@ -214,8 +199,8 @@ async def test_hang_in_both_slots_is_told_of_once(bench: Bench) -> None:
     assert bench.returned == slots
 
 
-async def test_loss_takes_both_slots_out_whether_they_execute_or_not(bench: Bench) -> None:
-    await bench.submit("abcdefgh")
+async def test_loss_takes_both_slots_out_whether_they_execute_or_not(bench: SlotsBench) -> None:
+    await bench.submit(*"abcdefgh")
     lost, other = bench.runner_of("abcd"), bench.runner_of("efgh")
     lost.fail(OSError("gone"))
     await one_turn()
@@ -223,7 +208,7 @@ async def test_loss_takes_both_slots_out_whether_they_execute_or_not(bench: Benc
     other.fail(OSError("gone too"))
     await one_turn()
     assert (bench.lost, bench.returned, other.stopped) == ([lost], [other], True)
-    await bench.submit("x")
+    await bench.submit(*"x")
     assert bench.executing == []
     fresh: StepRunner[str, str] = StepRunner(bench.clock)
     bench.runners += [fresh]

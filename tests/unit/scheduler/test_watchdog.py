@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from scheduler.batcher import Batcher
 from scheduler.errors import BatcherClosed, ExecutionTimeout
 from scheduler.policy import BatchPolicy, PolicyError
 from scheduler.testing import ManualClock, StepRunner
 from scheduler.watchdog import Watchdog
+from tests.unit.scheduler.workbench import Bench, one_turn
 
 LIMIT_NS = 100
 
@@ -45,16 +45,12 @@ def test_limit_below_0_is_refused() -> None:
         BatchPolicy(execution_limit_ns=-1)
 
 
-class Bench:
-    """A batcher over step runners that keeps what it is told of hangs."""
+class WatchedBench(Bench):
+    """Keeps what it is told of hangs."""
 
     def __init__(self, instances: int = 1) -> None:
-        self.clock = ManualClock(now_ns=1)
-        self.runners: list[StepRunner[str, str]] = [StepRunner(self.clock) for _ in range(instances)]
         self.told: list[tuple[str, Any]] = []
-        policy = BatchPolicy(max_batch_rows=2, execution_limit_ns=LIMIT_NS)
-        self.batcher: Batcher[str, str] = Batcher(policy, self.runners, clock=self.clock, hangs=self)
-        self.batcher.start()
+        super().__init__(BatchPolicy(max_batch_rows=2, execution_limit_ns=LIMIT_NS), instances, hangs=self)
 
     def on_hang(self, runner: Any, others: Sequence[Any]) -> None:
         self.told.append(("hang", runner))
@@ -62,24 +58,16 @@ class Bench:
     def on_return(self, runner: Any) -> None:
         self.told.append(("return", runner))
 
-    def submit(self, *payloads: str) -> list[asyncio.Future[str]]:
-        return [self.batcher.submit(payload, 1, "k") for payload in payloads]
-
-
-async def one_turn() -> None:
-    for _ in range(70):
-        await asyncio.sleep(0)
-
 
 @pytest.fixture
-async def bench() -> AsyncIterator[Bench]:
-    bench = Bench()
+async def bench() -> AsyncIterator[WatchedBench]:
+    bench = WatchedBench()
     yield bench
     bench.batcher.close()
 
 
-async def test_execution_within_its_limit_is_answered(bench: Bench) -> None:
-    (future,) = bench.submit("a")
+async def test_execution_within_its_limit_is_answered(bench: WatchedBench) -> None:
+    (future,) = bench.put("a")
     await one_turn()
     bench.clock.advance(LIMIT_NS - 1)
     bench.runners[0].finish(str.upper)
@@ -89,11 +77,11 @@ async def test_execution_within_its_limit_is_answered(bench: Bench) -> None:
 
 
 async def test_execution_beyond_its_limit_fails_its_requests_and_the_next_wait_for_another_instance(
-    bench: Bench,
+    bench: WatchedBench,
 ) -> None:
-    hung = bench.submit("a", "b")
+    hung = bench.put("a", "b")
     await one_turn()
-    waiting = bench.submit("c", "d", "e")
+    waiting = bench.put("c", "d", "e")
     bench.clock.advance(LIMIT_NS)
     for future in hung:
         with pytest.raises(ExecutionTimeout, match=r"longer than 1e-07 s and was given up"):
@@ -113,21 +101,21 @@ async def test_execution_beyond_its_limit_fails_its_requests_and_the_next_wait_f
     assert await asyncio.gather(*waiting) == ["C", "D", "E"]
 
 
-async def test_outcome_that_comes_after_all_is_nobodys(bench: Bench) -> None:
-    (hung,) = bench.submit("a")
+async def test_outcome_that_comes_after_all_is_nobodys(bench: WatchedBench) -> None:
+    (hung,) = bench.put("a")
     await one_turn()
     bench.clock.advance(LIMIT_NS)
     bench.runners[0].finish(str.upper)
     with pytest.raises(ExecutionTimeout):
         await hung
     assert [what for what, _ in bench.told] == ["hang", "return"]
-    bench.submit("b")
+    bench.put("b")
     await one_turn()
     assert bench.runners[0].batches == [["a"]]
 
 
-async def test_outcome_that_comes_after_the_batcher_closed_is_told_of(bench: Bench) -> None:
-    (hung,) = bench.submit("a")
+async def test_outcome_that_comes_after_the_batcher_closed_is_told_of(bench: WatchedBench) -> None:
+    (hung,) = bench.put("a")
     await one_turn()
     bench.clock.advance(LIMIT_NS)
     bench.batcher.close()
@@ -136,8 +124,8 @@ async def test_outcome_that_comes_after_the_batcher_closed_is_told_of(bench: Ben
     assert isinstance(hung.exception(), ExecutionTimeout)
 
 
-async def test_drain_with_an_execution_that_hangs_ends_with_it(bench: Bench) -> None:
-    (hung,) = bench.submit("a")
+async def test_drain_with_an_execution_that_hangs_ends_with_it(bench: WatchedBench) -> None:
+    (hung,) = bench.put("a")
     await one_turn()
     draining = asyncio.create_task(bench.batcher.drain())
     await one_turn()
@@ -147,8 +135,8 @@ async def test_drain_with_an_execution_that_hangs_ends_with_it(bench: Bench) -> 
     assert isinstance(hung.exception(), ExecutionTimeout)
 
 
-async def test_cancelled_request_in_an_execution_that_hangs_is_let_go(bench: Bench) -> None:
-    cancelled, other = bench.submit("a", "b")
+async def test_cancelled_request_in_an_execution_that_hangs_is_let_go(bench: WatchedBench) -> None:
+    cancelled, other = bench.put("a", "b")
     await one_turn()
     cancelled.cancel()
     bench.clock.advance(LIMIT_NS)
@@ -156,8 +144,8 @@ async def test_cancelled_request_in_an_execution_that_hangs_is_let_go(bench: Ben
     assert cancelled.cancelled()
 
 
-async def test_instance_for_a_closed_batcher_is_stopped(bench: Bench) -> None:
-    (waiting,) = bench.submit("a")
+async def test_instance_for_a_closed_batcher_is_stopped(bench: WatchedBench) -> None:
+    (waiting,) = bench.put("a")
     bench.batcher.close()
     another: StepRunner[str, str] = StepRunner(bench.clock)
     bench.batcher.add(another)

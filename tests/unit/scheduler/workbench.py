@@ -1,0 +1,43 @@
+"""A batcher over instances that finish when told, on time that moves when told: what its tests start from."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from scheduler.batcher import Batcher
+from scheduler.pending import Pending
+from scheduler.policy import BatchPolicy
+from scheduler.testing import ManualClock, RecordingObserver, StepRunner
+
+__all__ = ["Bench", "one_turn"]
+
+
+class Bench:
+    """`more` is what the batcher gets besides."""
+
+    def __init__(self, policy: BatchPolicy, instances: int = 1, *, stages: bool = False, **more: Any) -> None:
+        self.clock = ManualClock(now_ns=1)
+        self.runners = [StepRunner[str, str](self.clock, stages=stages) for _ in range(instances)]
+        self.seen = RecordingObserver()
+        self.batcher: Batcher[str, str] = Batcher(policy, self.runners, clock=self.clock, observer=self.seen, **more)
+        self.batcher.start()
+
+    @property
+    def runner(self) -> StepRunner[str, str]:
+        return self.runners[0]
+
+    def put(self, *payloads: str, rows: int = 1, key: str = "k", **how: Any) -> list[Pending[str, str]]:
+        """Submit a request for each, and let the queue not be asked yet."""
+        return [self.batcher.submit(payload, rows, key, **how) for payload in payloads]
+
+    async def submit(self, *payloads: str, **how: Any) -> list[Pending[str, str]]:
+        futures = self.put(*payloads, **how)
+        await one_turn()
+        return futures
+
+
+async def one_turn() -> None:
+    """Let what is scheduled on the loop run, and what that schedules."""
+    for _ in range(70):
+        await asyncio.sleep(0)
