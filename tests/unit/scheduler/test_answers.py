@@ -9,6 +9,9 @@ import weakref
 import pytest
 
 from scheduler.answers import OrderedAnswers
+from scheduler.errors import ExecutionFailed
+from scheduler.policy import BatchPolicy
+from tests.unit.scheduler.workbench import Bench, one_turn
 
 
 class Answer(Exception):
@@ -61,3 +64,37 @@ async def test_ordered_answer_whose_request_is_cancelled_while_it_waits_its_turn
     del answer
     gc.collect()
     assert kept() is None
+
+
+async def test_preserve_ordering_with_two_instances_answers_in_order_of_arrival() -> None:
+    bench = Bench(BatchPolicy(max_batch_rows=1, preserve_ordering=True), instances=2)
+    order: list[str] = []
+    futures = await bench.submit("a", "b", "c")
+    for name, future in zip("abc", futures, strict=True):
+        future.add_done_callback(lambda _, name=name: order.append(name))
+    first, second = bench.runners
+    second.finish(str.upper)
+    await one_turn()
+    assert not any(future.done() for future in futures[:2])
+    first.finish(str.upper)
+    await one_turn()
+    assert order == ["a", "b"]
+    (busy,) = (runner for runner in bench.runners if runner.busy)
+    busy.finish(str.upper)
+    await one_turn()
+    assert order == ["a", "b", "c"]
+    bench.batcher.close()
+
+
+async def test_preserve_ordering_is_not_held_up_by_a_cancelled_or_failed_predecessor() -> None:
+    bench = Bench(BatchPolicy(max_batch_rows=1, preserve_ordering=True), instances=3)
+    gone, failed, good = await bench.submit("gone", "failed", "good")
+    bench.runners[2].finish(str.upper)
+    bench.runners[1].fail(ValueError("x"))
+    await one_turn()
+    assert not good.done()
+    gone.cancel()
+    await one_turn()
+    assert isinstance(failed.exception(), ExecutionFailed)
+    assert good.result() == "GOOD"
+    bench.batcher.close()

@@ -7,11 +7,15 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from scheduler.batcher import Batcher
-from scheduler.errors import BatcherClosed, ExecutionFailed, QueueFull, QueueTimeout, RequestTooLarge
+from scheduler.errors import (
+    BatcherClosed,
+    DeadlineUnreachable,
+    QueueFull,
+    QueueTimeout,
+    RequestTooLarge,
+)
 from scheduler.observer import Drop
 from scheduler.policy import BatchPolicy, QueuePolicy
-from scheduler.testing import ManualClock, StepRunner
 from tests.unit.scheduler.workbench import Bench, one_turn
 
 MS = 1_000_000
@@ -31,18 +35,6 @@ async def test_submit_of_several_in_one_turn_makes_one_batch_and_answers_each(be
     assert await asyncio.gather(*futures) == ["A", "B", "C"]
     assert bench.runner.batches == [["a", "b", "c"]]
     assert bench.seen.rows == [3]
-
-
-async def test_result_that_is_an_exception_fails_its_request_and_no_other(bench: Bench) -> None:
-    futures = bench.put("a", "b", "c")
-    await one_turn()
-    refused = ValueError("not this one")
-    bench.runner.finish(lambda payload: refused if payload == "b" else payload.upper())  # type: ignore[arg-type,return-value]
-    assert await asyncio.gather(*futures, return_exceptions=True) == ["A", refused, "C"]
-    assert bench.runner.batches == [["a", "b", "c"]]
-    assert bench.batcher.waiting_requests == 0
-    (report,) = bench.seen.reports
-    assert (len(report.waits_ns), report.failed, report.cancelled) == (2, 1, 0)
 
 
 async def test_submit_while_busy_queues_and_batches_when_the_instance_is_free(bench: Bench) -> None:
@@ -179,21 +171,6 @@ async def test_cancel_of_the_awaiting_task_takes_the_request_out(bench: Bench) -
         await task
 
 
-async def test_failure_of_the_instance_reaches_each_request_as_an_exception_of_its_own(bench: Bench) -> None:
-    futures = bench.put("a", "b")
-    await one_turn()
-    for _ in range(3):
-        bench.runner.fail(RuntimeError("bad weights"))
-    errors = await asyncio.gather(*futures, return_exceptions=True)
-    assert all(isinstance(error, ExecutionFailed) and str(error) == "bad weights" for error in errors)
-    assert errors[0] is not errors[1]
-    assert [report.failed for report in bench.seen.reports] == [0, 1, 1]
-    again = bench.put("c")
-    await one_turn()
-    bench.runner.finish(str.upper)
-    assert await again[0] == "C"
-
-
 async def test_timeout_in_the_queue_answers_at_its_moment_though_no_instance_is_free() -> None:
     policy = BatchPolicy(max_batch_rows=4, queue=QueuePolicy(default_timeout_ns=50 * MS, allow_timeout_override=True))
     bench = Bench(policy)
@@ -271,17 +248,6 @@ async def test_close_answers_everybody_that_still_waits_and_ignores_late_results
     bench.batcher.close()
 
 
-async def test_report_has_the_requests_of_its_batch_and_their_tags(bench: Bench) -> None:
-    first = bench.batcher.submit("a", 1, "k", tag="mine")
-    second = bench.batcher.submit("b", 2, "k")
-    await one_turn()
-    bench.runner.finish(str.upper)
-    assert await asyncio.gather(first, second) == ["A", "B"]
-    (report,) = bench.seen.reports
-    assert report.number == 1
-    assert [(entry.payload.tag, entry.rows) for entry in report.entries] == [("mine", 1), (None, 2)]
-
-
 async def test_answered_requests_leave_no_reference_cycle_behind(bench: Bench) -> None:
     import gc
     import weakref
@@ -306,47 +272,23 @@ async def test_answered_requests_leave_no_reference_cycle_behind(bench: Bench) -
         gc.enable()
 
 
-class Broken:
-    """An observer that can't observe, and an error that can't be told."""
-
-    def on_drop(self, drop: Drop) -> None:
-        raise ValueError("no counter")
-
-    def on_batch(self, report: object) -> None:
-        raise ValueError("no counter")
-
-
-class Unspeakable(Exception):
-    def __str__(self) -> str:
-        raise ValueError("no words")
+async def test_deadline_that_cannot_be_met_is_refused_and_counted() -> None:
+    bench = Bench(BatchPolicy(max_batch_rows=4))
+    await bench.measure(10 * MS)
+    with pytest.raises(DeadlineUnreachable):
+        bench.batcher.submit("b", 1, "k", rpc_deadline_ns=bench.clock.now_ns() + MS)
+    assert bench.seen.count(Drop.UNREACHABLE) == 1
+    bench.batcher.close()
 
 
-async def test_observer_that_raises_loses_nobody() -> None:
-    clock = ManualClock(now_ns=1)
-    runner: StepRunner[str, str] = StepRunner(clock)
-    batcher: Batcher[str, str] = Batcher(
-        BatchPolicy(max_batch_rows=1, queue=QueuePolicy(default_timeout_ns=MS)),
-        [runner],
-        clock=clock,
-        observer=Broken(),
-    )
-    batcher.start()
-    runs = batcher.submit("runs", 1, "k")
-    await one_turn()
-    late = [batcher.submit("late", 1, "k"), batcher.submit("late", 1, "k")]
-    await one_turn()
-    clock.advance(MS)
-    runner.finish(str.upper)
-    assert await runs == "RUNS"
-    assert all(isinstance(one.exception(), QueueTimeout) for one in late)
-    batcher.close()
-
-
-async def test_error_that_cannot_be_told_in_words_still_answers() -> None:
-    bench = Bench(BatchPolicy(max_batch_rows=1))
-    (future,) = bench.put("a")
-    await one_turn()
-    bench.runner.fail(Unspeakable())
-    with pytest.raises(ExecutionFailed, match="Unspeakable"):
-        await future
+async def test_deadline_that_cannot_be_met_any_more_is_given_up_instead_of_executed() -> None:
+    bench = Bench(BatchPolicy(max_batch_rows=4))
+    await bench.measure(10 * MS)
+    await bench.submit("a")
+    doomed = bench.batcher.submit("b", 1, "k", rpc_deadline_ns=bench.clock.now_ns() + 25 * MS)
+    bench.clock.advance(16 * MS)
+    bench.runner.finish(str.upper)
+    with pytest.raises(DeadlineUnreachable):
+        await doomed
+    assert not bench.runner.busy
     bench.batcher.close()

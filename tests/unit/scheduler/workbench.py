@@ -20,7 +20,9 @@ class Bench:
         self.clock = ManualClock(now_ns=1)
         self.runners = [StepRunner[str, str](self.clock, stages=stages) for _ in range(instances)]
         self.seen = RecordingObserver()
-        self.batcher: Batcher[str, str] = Batcher(policy, self.runners, clock=self.clock, observer=self.seen, **more)
+        self.batcher: Batcher[str, str] = Batcher(
+            policy, self.runners, clock=self.clock, **{"observer": self.seen, **more}
+        )
         self.batcher.start()
 
     @property
@@ -35,6 +37,13 @@ class Bench:
         futures = self.put(*payloads, **how)
         await one_turn()
         return futures
+
+    async def measure(self, duration_ns: int) -> None:
+        """Let the batcher learn what one row takes."""
+        for _ in range(3):
+            await self.submit("x")
+            self.clock.advance(duration_ns)
+            self.runner.finish(str.upper)
 
 
 async def one_turn() -> None:

@@ -1,0 +1,112 @@
+"""What callers get, and what is told of batches: results, errors of their own, and facts."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import pytest
+
+from scheduler.errors import ExecutionFailed, QueueTimeout
+from scheduler.observer import Drop
+from scheduler.policy import BatchPolicy, QueuePolicy
+from tests.unit.scheduler.workbench import Bench, one_turn
+
+MS = 1_000_000
+
+
+@pytest.fixture
+async def bench() -> AsyncIterator[Bench]:
+    bench = Bench(BatchPolicy(max_batch_rows=4))
+    yield bench
+    bench.batcher.close()
+
+
+async def test_facts_tell_batch_rows_padding_and_times() -> None:
+    bench = Bench(BatchPolicy(max_batch_rows=4, batch_sizes=(2, 4)))
+    futures = await bench.submit("a", "b", "c")
+    bench.clock.advance(5)
+    bench.runner.finish(str.upper)
+    facts = [future.facts for future in futures]
+    assert all(fact == facts[0] for fact in facts)
+    assert facts[0] is not None
+    assert (facts[0].number, facts[0].rows, facts[0].padded_rows) == (1, 3, 4)
+    assert (facts[0].queue_ns, facts[0].compute_ns) == (0, 5)
+    assert bench.runner.padded_rows == [4]
+    bench.batcher.close()
+
+
+async def test_result_that_is_an_exception_fails_its_request_and_no_other(bench: Bench) -> None:
+    futures = bench.put("a", "b", "c")
+    await one_turn()
+    refused = ValueError("not this one")
+    bench.runner.finish(lambda payload: refused if payload == "b" else payload.upper())  # type: ignore[arg-type,return-value]
+    assert await asyncio.gather(*futures, return_exceptions=True) == ["A", refused, "C"]
+    assert bench.runner.batches == [["a", "b", "c"]]
+    assert bench.batcher.waiting_requests == 0
+    (report,) = bench.seen.reports
+    assert (len(report.waits_ns), report.failed, report.cancelled) == (2, 1, 0)
+
+
+async def test_failure_of_the_instance_reaches_each_request_as_an_exception_of_its_own(bench: Bench) -> None:
+    futures = bench.put("a", "b")
+    await one_turn()
+    for _ in range(3):
+        bench.runner.fail(RuntimeError("bad weights"))
+    errors = await asyncio.gather(*futures, return_exceptions=True)
+    assert all(isinstance(error, ExecutionFailed) and str(error) == "bad weights" for error in errors)
+    assert errors[0] is not errors[1]
+    assert [report.failed for report in bench.seen.reports] == [0, 1, 1]
+    again = bench.put("c")
+    await one_turn()
+    bench.runner.finish(str.upper)
+    assert await again[0] == "C"
+
+
+async def test_report_has_the_requests_of_its_batch_and_their_tags(bench: Bench) -> None:
+    first = bench.batcher.submit("a", 1, "k", tag="mine")
+    second = bench.batcher.submit("b", 2, "k")
+    await one_turn()
+    bench.runner.finish(str.upper)
+    assert await asyncio.gather(first, second) == ["A", "B"]
+    (report,) = bench.seen.reports
+    assert report.number == 1
+    assert [(entry.payload.tag, entry.rows) for entry in report.entries] == [("mine", 1), (None, 2)]
+
+
+class Broken:
+    """An observer that can't observe."""
+
+    def on_drop(self, drop: Drop) -> None:
+        raise ValueError("no counter")
+
+    def on_batch(self, report: object) -> None:
+        raise ValueError("no counter")
+
+
+class Unspeakable(Exception):
+    """An error that can't be told."""
+
+    def __str__(self) -> str:
+        raise ValueError("no words")
+
+
+async def test_observer_that_raises_loses_nobody() -> None:
+    bench = Bench(BatchPolicy(max_batch_rows=1, queue=QueuePolicy(default_timeout_ns=MS)), observer=Broken())
+    (runs,) = await bench.submit("runs")
+    late = await bench.submit("late", "late")
+    bench.clock.advance(MS)
+    bench.runner.finish(str.upper)
+    assert await runs == "RUNS"
+    assert all(isinstance(one.exception(), QueueTimeout) for one in late)
+    bench.batcher.close()
+
+
+async def test_error_that_cannot_be_told_in_words_still_answers() -> None:
+    bench = Bench(BatchPolicy(max_batch_rows=1))
+    (future,) = bench.put("a")
+    await one_turn()
+    bench.runner.fail(Unspeakable())
+    with pytest.raises(ExecutionFailed, match="Unspeakable"):
+        await future
+    bench.batcher.close()
