@@ -127,6 +127,8 @@ class Lanes(Generic[T]):
             self._stale.clear()
         if self.due.items:
             self._awake(now_ns)
+        if not self._ready.items:
+            return None
         first = self._ready.pop_living()
         if first is not None:
             first.ready_token = 0
@@ -148,7 +150,7 @@ class Lanes(Generic[T]):
     # hot path
     def take_only(self, lane: Lane[T]) -> Entry[T]:
         """What `take` comes to for the one entry of a lane."""
-        entry = lane.head
+        entry = lane.only or lane.head
         lane.remove(entry)
         entry.lane = None
         self._drop(lane)
