@@ -29,6 +29,7 @@ from server.fronts.handles import Handles
 from server.fronts.remote import RemoteInference, Replies
 from server.inference import Inference
 from server.layout import Layout
+from server.loading import Loads
 from server.loop import new_loop
 from server.metrics import Metrics
 from server.repository import Repository
@@ -72,7 +73,7 @@ async def _measure(folder: Path, seconds: float) -> list[tuple[int, int, float, 
     """Floats, requests of a burst, CPU us without and with handing over."""
     layout = Layout((folder,), "")
     layout.open(may_be_empty=False)
-    repository = Repository(Metrics(), registry.backend)
+    repository = Repository(Metrics(), Loads(registry.backend))
     await repository.load_all(layout.models())
     inference = Inference(repository)
     inference.serving = True

@@ -33,6 +33,7 @@ from server.inference import Inference
 from server.layout import Layout, ModelFolder
 from server.listener import Listener, check_access
 from server.loader import LoadDefaults
+from server.loading import Loads
 from server.metrics import Metrics
 from server.metrics_endpoint import MetricsEndpoint
 from server.metrics_limits import LimitCollector, LimitShown
@@ -123,13 +124,16 @@ class Server:
         self._regions = Regions(settings.max_client_shm_regions) if settings.allow_client_shm else None
         self._tracer = Tracer(settings.trace)
         self._room = Room(settings.limits.queued_requests, settings.limits.queued_bytes)
+        loads = Loads(
+            backend_of or partial(registry.backend, shared_threads=settings.backend_config.shared_threads),
+            _load_defaults(settings),
+            threads=settings.model_load_thread_count,
+            retries=settings.model_load_retry_count,
+        )
         self.repository = Repository(
             self._metrics,
-            backend_of or partial(registry.backend, shared_threads=settings.backend_config.shared_threads),
-            settings.model_load_thread_count,
-            _load_defaults(settings),
+            loads,
             strict_readiness=settings.strict_readiness,
-            load_retries=settings.model_load_retry_count,
             regions=self._regions,
             tracer=self._tracer,
             max_models=settings.limits.models,

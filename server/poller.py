@@ -19,7 +19,8 @@ from pathlib import Path
 
 from server.errors import LoadFailed
 from server.layout import Layout, ModelFolder
-from server.repository import Repository, always
+from server.loading import always
+from server.repository import Repository
 
 __all__ = ["Poller", "Sight", "fingerprint"]
 

@@ -13,50 +13,40 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
 
-from backends.base import Backend
 from backends.errors import BackendError
 from protos import model_config_pb2 as pb
 from scheduler.waiting import Room
 from server.entry import UNLOADED, Entry, IndexLine, ModelState
 from server.errors import InvalidRequest, LoadFailed, ModelNotFound, ModelNotReady, ServerError, TooManyModels
 from server.layout import ModelFolder
-from server.loader import LoadDefaults, LoadedVersion, load_model
+from server.loader import LoadedVersion
+from server.loading import Find, Loads, always
 from server.metrics import Metrics
 from server.regions import Regions
 from server.served_model import ServedModel
 from server.tracing import Tracer
 
-__all__ = ["Find", "Repository", "ServedModel", "always"]
+__all__ = ["Repository", "ServedModel"]
 
 _log = logging.getLogger("paceline.server.repository")
 
-Find = Callable[[], AbstractContextManager[ModelFolder]]
-"""Gives a model's folder as it is when a load's turn has come, and for as long as the load lasts. Blocks. Raises
-ServerError if there is none."""
-
 
 class Repository:
-    """Loads models and finds them.
+    """Has models loaded by `loads`, and finds them.
 
-    `backend_of` gives the backend for a name; LoadError if there is none. `defaults` are what flags say of models that
-    don't say it themselves. `load_retries`: how often a load that fails for other reasons than the configuration of its
-    model is tried again. `regions`: where tensors may lie besides in messages. `tracer`: who may trace batches.
-    `max_models`: how many may serve at a time, 0: any number. `room`: what their queues share.
+    `strict_readiness`: whether it is ready only if every model is that should serve. `regions`: where tensors may lie
+    besides in messages. `tracer`: who may trace batches. `max_models`: how many may serve at a time, 0: any number.
+    `room`: what their queues share.
     `on_change` is called whenever `ready` may have changed.
     """
 
     def __init__(
         self,
         metrics: Metrics,
-        backend_of: Callable[[str], Backend],
-        load_threads: int = 4,
-        defaults: LoadDefaults | None = None,
+        loads: Loads,
         *,
         strict_readiness: bool = True,
-        load_retries: int = 0,
         regions: Regions | None = None,
         tracer: Tracer | None = None,
         max_models: int = 0,
@@ -74,16 +64,12 @@ class Repository:
         self.waits_for = ""
         """Why not even the names of all models are known; "" if they are. Whoever changes it calls `on_change`."""
         self._metrics = metrics
-        self._backend_of = backend_of
-        self._defaults = defaults
+        self._loads = loads
         self._strict_readiness = strict_readiness
-        self._load_retries = load_retries
-        self._pool = ThreadPoolExecutor(load_threads, thread_name_prefix="load")
         self._entries: dict[str, Entry[ServedModel]] = {}
         # What a request names, to what serves it; the version "" is the latest.
         self._served: dict[tuple[str, str], ServedModel] = {}
         self._operations: set[asyncio.Task[None]] = set()
-        self._loads: set[Future[list[LoadedVersion]]] = set()
         self._leaving: dict[ServedModel, asyncio.Task[None]] = {}
         self._stopping = False
         self._hung: list[ServedModel] = []
@@ -129,7 +115,7 @@ class Repository:
     @property
     def loads(self) -> bool:
         """Whether a thread is loading something; it can't be interrupted."""
-        return bool(self._loads)
+        return self._loads.under_way
 
     @property
     def hangs(self) -> bool:
@@ -197,7 +183,10 @@ class Repository:
         Goes on if the caller is cancelled. Raises LoadFailed, or what `find` does; then nothing has changed but what is
         said of the model.
         """
-        await self._in_turn(name, lambda entry: self._load(entry, lambda: self._loaded(entry, find, override)))
+        await self._in_turn(
+            name,
+            lambda entry: self._load(entry, lambda: self._loads.load(name, find, override, entry.loading_versions)),
+        )
 
     async def install(self, name: str, bring: Callable[[], Awaitable[Sequence[LoadedVersion]]]) -> None:
         """The same for a model that `bring` gives, and no thread loads."""
@@ -232,7 +221,7 @@ class Repository:
         self._stopping = True
         for task in self._operations:
             task.cancel()
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        self._loads.stop()
         await asyncio.gather(*(model.stop() for model in self.models), *self._leaving.values())
 
     def abandon(self) -> None:
@@ -314,38 +303,6 @@ class Repository:
         self._retire(entry, before)
         _log.info("model '%s' unloaded", entry.name)
 
-    async def _loaded(
-        self, entry: Entry[ServedModel], find: Find, override: pb.ModelConfig | None
-    ) -> list[LoadedVersion]:
-        """Have a thread load it."""
-        loop = asyncio.get_running_loop()
-
-        def tell_versions(versions: list[int]) -> None:
-            loop.call_soon_threadsafe(entry.loading_versions, list(map(str, versions)))
-
-        def load() -> list[LoadedVersion]:
-            with find() as folder:
-                return load_model(
-                    folder, self._backend_of, self._defaults, override=override, tell_versions=tell_versions
-                )
-
-        for left in range(self._load_retries, -1, -1):
-            future = self._pool.submit(load)
-            self._loads.add(future)
-            future.add_done_callback(self._loads.discard)
-            try:
-                return await asyncio.wrap_future(future)
-            except asyncio.CancelledError:
-                future.add_done_callback(_close_loaded)
-                raise
-            except ServerError:
-                raise
-            except Exception as error:  # again whatever it is
-                if not left:
-                    raise
-                _log.warning("load of model '%s' failed, %d more tries: %s", entry.name, left, error)
-        raise AssertionError("the last try returned or raised")
-
     def _started(self, loaded: Sequence[LoadedVersion]) -> list[ServedModel]:
         """Ready to take requests, all of them or, with an error, none."""
         models: list[ServedModel] = []
@@ -407,11 +364,6 @@ class Repository:
         return ModelNotFound(f"model '{name}' version {version} is not found; versions served: {list(entry.serving)}")
 
 
-def always(folder: ModelFolder) -> Find:
-    """The folder as it was found, whenever the turn comes."""
-    return lambda: nullcontext(folder)
-
-
 def _reason(model: str, error: Exception) -> str:
     """Why a load failed, in words for whoever asked for it."""
     if isinstance(error, (BackendError, ServerError)):
@@ -424,13 +376,6 @@ def _retrieve(task: asyncio.Task[None]) -> None:
     """Its caller may have gone; asyncio would complain of an error that nobody has seen."""
     if not task.cancelled():
         task.exception()
-
-
-def _close_loaded(future: Future[list[LoadedVersion]]) -> None:
-    """Nobody waits for the load any more."""
-    if not future.cancelled() and future.exception() is None:
-        for one in future.result():
-            one.close()
 
 
 def _some(names: list[str]) -> str:

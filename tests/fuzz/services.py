@@ -26,6 +26,7 @@ from server.config import ControlMode
 from server.configuration import Configuration
 from server.inference import Inference
 from server.layout import Layout
+from server.loading import Loads
 from server.metrics import Metrics
 from server.model_control import ModelControl
 from server.regions import Regions
@@ -138,7 +139,7 @@ class _World:
     async def _open(self) -> None:
         regions, layout = Regions(4), Layout([self._folder])
         layout.open()
-        self._repository = Repository(Metrics(), backend, regions=regions)
+        self._repository = Repository(Metrics(), Loads(backend), regions=regions)
         self._regions = regions
         await self._repository.load_all(layout.models())
         tracer = Tracer()

@@ -15,6 +15,7 @@ from backends.base import ModelSpec, TensorSpec
 from backends.memory import MemoryBackend, MemoryModel
 from server.entry import IndexLine, ModelState
 from server.layout import Layout, model_folder
+from server.loading import Loads
 from server.metrics import Metrics
 from server.poller import Poller, fingerprint
 from server.repository import Repository
@@ -31,7 +32,7 @@ class Bench:
         self.root = root
         self.models: dict[str, MemoryModel] = {}
         backend = MemoryBackend(self.models)
-        self.repository = Repository(Metrics(), lambda name: backend)
+        self.repository = Repository(Metrics(), Loads(lambda name: backend))
         self.layout = Layout([root])
         self.poller = Poller(self.layout, self.repository, interval_s=1e6)
 

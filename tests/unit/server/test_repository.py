@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -16,8 +15,9 @@ from backends.memory import MemoryBackend, MemoryModel
 from scheduler.errors import BatcherClosed
 from server.errors import InvalidRequest, ModelNotFound, ModelNotReady
 from server.layout import find_models
+from server.loading import Loads, always
 from server.metrics import Metrics
-from server.repository import Repository, always
+from server.repository import Repository
 from tests.polling import eventually_async
 
 SPEC = ModelSpec((TensorSpec("a", "FP32", (-1, -1)),), (TensorSpec("x", "FP32", (-1, -1)),))
@@ -26,12 +26,12 @@ SPEC = ModelSpec((TensorSpec("a", "FP32", (-1, -1)),), (TensorSpec("x", "FP32", 
 class Bench:
     """A repository over folders written by `add`, each a model in memory."""
 
-    def __init__(self, root: Path, load_threads: int = 4) -> None:
+    def __init__(self, root: Path) -> None:
         self.root = root
         self.models: dict[str, MemoryModel] = {}
         self.backends: dict[str, Backend] = {"memory": MemoryBackend(self.models)}
         self.metrics = Metrics()
-        self.repository = Repository(self.metrics, self._backend_of, load_threads)
+        self.repository = Repository(self.metrics, Loads(self._backend_of))
 
     def _backend_of(self, name: str) -> Backend:
         if name not in self.backends:
@@ -154,25 +154,6 @@ async def test_while_loading_a_model_is_known_and_not_ready(bench: Bench) -> Non
         bench.repository.get("slow", "")
     slow.gate.open()
     assert (await loading).ready
-
-
-async def test_load_of_several_models_goes_on_at_the_same_time(bench: Bench) -> None:
-    together = threading.Barrier(3)
-    for name in ("a", "b", "c"):
-        model = bench.add(name, config='input { name: "a" data_type: TYPE_FP32 dims: 1 }')
-        model.faults.raise_when(lambda inputs: together.wait(10) < 0, LoadError("never"))
-    assert (await bench.load()).ready
-
-
-async def test_load_with_one_thread_goes_one_by_one(tmp_path: Path) -> None:
-    bench = Bench(tmp_path, load_threads=1)
-    models = [bench.add(name, config='input { name: "a" data_type: TYPE_FP32 dims: 1 }') for name in ("a", "b")]
-    models[0].gate.close()
-    loading = asyncio.create_task(bench.load())
-    await asyncio.to_thread(models[0].gate.wait_entered, 1)
-    assert models[1].gate.entered == 0
-    models[0].gate.open()
-    await (await loading).stop()
 
 
 async def test_load_that_is_cancelled_returns_although_a_thread_still_loads(bench: Bench) -> None:

@@ -1,0 +1,104 @@
+"""Loads of models, on threads.
+
+Lives here: which loads are under way, and trying again. Must not: know what serves, or what a model consists of; that
+is `loader`. The rule: a load can't be interrupted. One that nobody waits for any more is closed when it ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
+
+from backends.base import Backend
+from protos import model_config_pb2 as pb
+from server.errors import ServerError
+from server.layout import ModelFolder
+from server.loader import LoadDefaults, LoadedVersion, load_model
+
+__all__ = ["Find", "Loads", "always"]
+
+_log = logging.getLogger("paceline.server.loading")
+
+Find = Callable[[], AbstractContextManager[ModelFolder]]
+"""Gives a model's folder as it is when a load's turn has come, and for as long as the load lasts. Blocks. Raises
+ServerError if there is none."""
+
+
+class Loads:
+    """Loads models, so many at a time.
+
+    `backend_of` gives the backend for a name; LoadError if there is none. `defaults` are what flags say of models that
+    don't say it themselves. `retries`: how often a load that fails for other reasons than the configuration of its
+    model is tried again.
+    """
+
+    def __init__(
+        self,
+        backend_of: Callable[[str], Backend],
+        defaults: LoadDefaults | None = None,
+        *,
+        threads: int = 4,
+        retries: int = 0,
+    ) -> None:
+        self._backend_of = backend_of
+        self._defaults = defaults
+        self._retries = retries
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="load")
+        self._under_way: set[Future[list[LoadedVersion]]] = set()
+
+    @property
+    def under_way(self) -> bool:
+        """Whether a thread is loading something."""
+        return bool(self._under_way)
+
+    def stop(self) -> None:
+        """Begin no more."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    async def load(
+        self, name: str, find: Find, override: pb.ModelConfig | None, on_versions: Callable[[list[str]], None]
+    ) -> list[LoadedVersion]:
+        """Load what `find` gives, with `override` instead of its configuration if there is one. `on_versions` is told,
+        on the event loop, which versions these will be. Raises whatever the load does."""
+        loop = asyncio.get_running_loop()
+
+        def tell_versions(versions: list[int]) -> None:
+            loop.call_soon_threadsafe(on_versions, list(map(str, versions)))
+
+        def load() -> list[LoadedVersion]:
+            with find() as folder:
+                return load_model(
+                    folder, self._backend_of, self._defaults, override=override, tell_versions=tell_versions
+                )
+
+        for left in range(self._retries, -1, -1):
+            future = self._pool.submit(load)
+            self._under_way.add(future)
+            future.add_done_callback(self._under_way.discard)
+            try:
+                return await asyncio.wrap_future(future)
+            except asyncio.CancelledError:
+                future.add_done_callback(_close_loaded)
+                raise
+            except ServerError:
+                raise
+            except Exception as error:  # again whatever it is
+                if not left:
+                    raise
+                _log.warning("load of model '%s' failed, %d more tries: %s", name, left, error)
+        raise AssertionError("the last try returned or raised")
+
+
+def always(folder: ModelFolder) -> Find:
+    """The folder as it was found, whenever the turn comes."""
+    return lambda: nullcontext(folder)
+
+
+def _close_loaded(future: Future[list[LoadedVersion]]) -> None:
+    """Nobody waits for the load any more."""
+    if not future.cancelled() and future.exception() is None:
+        for one in future.result():
+            one.close()
