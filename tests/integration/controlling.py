@@ -1,21 +1,47 @@
 """Loading and unloading over gRPC, as the tests of it say it.
 
-Lives here: the requests, and the index as tuples. Must not: assertions about behaviour.
+Lives here: the requests, models that load slowly, and the index as tuples. Must not: assertions about behaviour.
 """
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
+from backends.memory import MemoryModel
 from protos import inference_pb2 as pb
 from server.config import ControlMode, Settings
-from tests.integration.serving import Served
+from tests.integration.serving import Served, echo_model
 from tests.polling import eventually_async
+from tests.wire import infer, rows_of_floats
 
-__all__ = ["Line", "all_left", "explicit", "index", "load", "load_request", "polling", "ready", "unload"]
+__all__ = [
+    "KNOWN_DIMS",
+    "READY_M",
+    "ROW",
+    "Line",
+    "all_left",
+    "answers",
+    "ask",
+    "explicit",
+    "index",
+    "load",
+    "load_request",
+    "loading",
+    "model_ready",
+    "polling",
+    "ready",
+    "slow_model",
+    "unload",
+]
 
 Line = tuple[str, str, str, str]
+
+ROW = rows_of_floats(1)
+KNOWN_DIMS = 'input { name: "a" data_type: TYPE_FP32 dims: 2 }'
+"""A configuration of known dims has the model warmed up, which a closed gate holds up: a load that takes its time."""
+READY_M = [("m", "1", "READY", "")]
 
 
 def explicit(*paths: Path, load: tuple[str, ...] = (), **more: Any) -> Settings:
@@ -59,3 +85,31 @@ async def ready(served: Served) -> bool:
 async def all_left(served: Served) -> None:
     """Return once every version that takes no more requests is closed."""
     await eventually_async(lambda: not served.server.repository.leaving, "what was unloaded closed")
+
+
+def ask(model: str = "m", version: str = "") -> pb.ModelInferRequest:
+    return infer(model, {"a": ROW}, version=version)
+
+
+async def answers(served: Served, model: str = "m", version: str = "") -> bool:
+    answer = await served.infer(ask(model, version))
+    return bool(answer.raw_output_contents[0] == ROW.tobytes())
+
+
+async def model_ready(served: Served, model: str = "m", version: str = "") -> bool:
+    answer = await served.stub.ModelReady(pb.ModelReadyRequest(name=model, version=version), timeout=20)
+    return bool(answer.ready)
+
+
+def slow_model() -> MemoryModel:
+    """One whose load waits at its gate."""
+    model = echo_model()
+    model.gate.close()
+    return model
+
+
+async def loading(served: Served, model: MemoryModel, name: str = "m", **parameters: object) -> asyncio.Task[None]:
+    """A load that waits at the gate of `model`."""
+    task = asyncio.create_task(load(served, name, **parameters))
+    await asyncio.to_thread(model.gate.wait_entered, 1)
+    return task

@@ -1,4 +1,4 @@
-"""What a load may bring along, and the folder that becomes of it. (Refusals over gRPC: test_model_control.py.)"""
+"""What a load may bring along, and the folder that becomes of it. (Refusals over gRPC: test_load_parameters.py.)"""
 
 from __future__ import annotations
 

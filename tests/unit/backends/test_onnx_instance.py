@@ -1,0 +1,251 @@
+"""ONNX models executed, against onnxruntime run directly: numbers."""
+
+from __future__ import annotations
+
+import gc
+import os
+import re
+import sys
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper
+
+from backends.base import Array, ModelSpec, TensorSpec
+from backends.errors import ExecutionError, LoadError
+from protos.datatypes import DATATYPES
+from tests import models
+from tests.unit.backends.onnx_models import (
+    CPU,
+    batched,
+    floats,
+    instance_of,
+    open_model,
+    run_directly,
+    run_one,
+)
+
+NUMERIC = sorted(set(DATATYPES) - {"BYTES", "BF16"})
+
+
+@pytest.mark.parametrize(
+    ("inputs", "outputs", "message"),
+    [
+        (
+            [TensorSpec("INPUT0", "FP32", (1,))],
+            [TensorSpec("nope", "FP32", (1,))],
+            "expected one of the model's outputs ['OUTPUT0'], got 'nope'",
+        ),
+        (
+            [TensorSpec("nope", "FP32", (1,))],
+            [TensorSpec("OUTPUT0", "FP32", (1,))],
+            "expected one of the model's inputs ['INPUT0'], got 'nope'",
+        ),
+        (
+            [TensorSpec("INPUT0", "FP64", (1,))],
+            [TensorSpec("OUTPUT0", "FP32", (1,))],
+            "input 'INPUT0': expected the model's datatype FP32, got FP64",
+        ),
+        ([], [TensorSpec("OUTPUT0", "FP32", (1,))], "the model's input 'INPUT0' isn't among those served"),
+    ],
+)
+def test_instance_spec_that_is_not_the_models_is_refused(
+    inputs: list[TensorSpec], outputs: list[TensorSpec], message: str, tmp_path: Path
+) -> None:
+    model = open_model(models.identity("FP32"), tmp_path)
+
+    with pytest.raises(LoadError, match=re.escape(f"model 'm': {message}")):
+        model.instance(ModelSpec(tuple(inputs), tuple(outputs), batched=True), CPU)
+
+
+def test_instance_batched_without_inputs_is_refused(tmp_path: Path) -> None:
+    constant = helper.make_tensor("constant", TensorProto.FLOAT, [1, 2], [1.0, 2.0])
+    node = helper.make_node("Identity", ["constant"], ["OUTPUT0"])
+    model = models.model([node], [], [models.tensor("OUTPUT0", "FP32", [None, 2])], [constant])
+
+    with pytest.raises(LoadError, match="expected an input, whose first dimension tells the rows of a batch, got none"):
+        instance_of(model, tmp_path)
+
+
+def test_instance_served_order_and_subset_go_by_name(tmp_path: Path) -> None:
+    model = open_model(models.add_sub("FP32", size=2), tmp_path)
+    whole = batched(model.spec)
+    served = ModelSpec(tuple(reversed(whole.inputs)), (whole.outputs[1],), batched=True)
+    ones, threes = np.ones((1, 2), np.float32), np.full((1, 2), 3, np.float32)
+
+    (difference,) = run_one(model.instance(served, CPU), ones, threes)
+
+    assert difference.tolist() == [[2, 2]]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="counts the threads that Linux shows in /proc")
+def test_instances_on_the_cpu_share_one_pool_of_the_threads_asked_for(tmp_path: Path) -> None:
+    def threads() -> int:
+        return len(os.listdir("/proc/self/task"))
+
+    gc.collect()
+    before = threads()
+    model = open_model(models.mlp(), tmp_path, {"intra_op_thread_count": "4"})
+    with_one = threads()
+    instances = [model.instance(batched(model.spec), CPU) for _ in range(3)]
+
+    assert with_one - before == 3  # the calling thread is the fourth
+    assert threads() == with_one
+    assert len({id(instance) for instance in instances}) == 3
+
+
+def test_instance_after_close_says_so_and_leaves_its_sibling_running(tmp_path: Path) -> None:
+    model = open_model(models.add_sub("FP32", size=2), tmp_path)
+    first, second = (model.instance(batched(model.spec), CPU) for _ in range(2))
+    x = np.ones((1, 2), np.float32)
+
+    first.close()
+
+    with pytest.raises(ExecutionError, match="the instance is closed"):
+        run_one(first, x, x)
+    assert run_one(second, x, x)[0].tolist() == [[2, 2]]
+
+
+def _numbers(datatype: str, shape: tuple[int, ...], seed: int = 0) -> Array:
+    random = np.random.default_rng(seed)
+    if datatype == "BOOL":
+        return random.integers(0, 2, shape).astype(bool)
+    dtype = DATATYPES[datatype].dtype
+    return np.frombuffer(random.bytes(int(np.prod(shape)) * dtype.itemsize), dtype).reshape(shape)
+
+
+@pytest.mark.parametrize("datatype", NUMERIC)
+def test_execute_identity_of_each_datatype_is_exact_to_the_bit(datatype: str, tmp_path: Path) -> None:
+    instance = instance_of(models.identity(datatype), tmp_path)
+    requests = [(_numbers(datatype, (rows, 3), seed=rows),) for rows in (1, 2, 5)]
+
+    results = instance.execute(requests).results
+
+    for (sent,), (got,) in zip(requests, results, strict=True):
+        assert got.dtype == sent.dtype
+        assert got.tobytes() == sent.tobytes()
+
+
+@pytest.mark.parametrize("datatype", ["INT32", "FP32"])
+def test_execute_add_sub_equals_numpy(datatype: str, tmp_path: Path) -> None:
+    instance = instance_of(models.add_sub(datatype), tmp_path)
+    dtype = DATATYPES[datatype].dtype
+    requests = [tuple(np.full((1, 16), value + i, dtype) for value in (10, 3)) for i in range(4)]
+
+    for (a, b), (total, difference) in zip(requests, instance.execute(requests).results, strict=True):
+        np.testing.assert_array_equal(total, a + b)
+        np.testing.assert_array_equal(difference, a - b)
+
+
+def test_execute_mlp_batch_equals_onnxruntime_run_directly(tmp_path: Path) -> None:
+    model = models.mlp((16, 64, 4))
+    x = floats(9, 16)
+
+    results = instance_of(model, tmp_path).execute([(x[:1],), (x[1:4],), (x[4:],)]).results
+
+    (expected,) = run_directly(model, {"INPUT0": x})
+    np.testing.assert_allclose(np.concatenate([y for (y,) in results]), expected, rtol=1e-5)
+
+
+def test_execute_two_free_dimensions_take_any_size(tmp_path: Path) -> None:
+    a, b = floats(2, 3, 5), floats(2, 5, 4)
+
+    (product,) = run_one(instance_of(models.matrix_product(), tmp_path), a, b)
+
+    np.testing.assert_allclose(product, a @ b, rtol=1e-5)
+
+
+def test_execute_rank_0_without_batch_axis_keeps_its_rank(tmp_path: Path) -> None:
+    model = open_model(models.scalar(), tmp_path)
+
+    (doubled,) = run_one(model.instance(model.spec, CPU), np.array(2.5, np.float32))
+
+    assert (doubled.shape, float(doubled)) == ((), 5.0)
+
+
+def test_execute_fixed_batch_model_runs_whole_requests(tmp_path: Path) -> None:
+    model = open_model(models.fixed_batch(4, 3), tmp_path)
+    x = floats(4, 3)
+
+    (negated,) = run_one(model.instance(model.spec, CPU), x)
+
+    np.testing.assert_array_equal(negated, -x)
+    with pytest.raises(ExecutionError, match=r"onnx runtime error 2: .*INPUT0"):
+        run_one(model.instance(model.spec, CPU), floats(2, 3))
+
+
+def test_execute_failing_row_gives_the_models_own_words_in_one_quiet_line(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    instance = instance_of(models.gather(), tmp_path)
+    good, bad = (np.array([[2]], np.int64),), (np.array([[77]], np.int64),)
+
+    with pytest.raises(ExecutionError, match=r"^onnx runtime error 2: .*Gather node.*idx=77 must be within") as caught:
+        instance.execute([good, bad])
+
+    assert "\n" not in str(caught.value)
+    assert capfd.readouterr() == ("", "")
+    assert instance.execute([good]).results[0][0].tolist() == [[20.0]]
+
+
+def test_execute_output_that_drops_rows_is_an_error_naming_it(tmp_path: Path) -> None:
+    instance = instance_of(models.positive_rows(2), tmp_path)
+    kept, dropped = np.ones((1, 2), np.float32), -np.ones((1, 2), np.float32)
+
+    with pytest.raises(ExecutionError, match=re.escape("output 'OUTPUT0': expected shape [2, 2], got [1, 2]")):
+        instance.execute([(kept,), (dropped,)])
+    assert len(instance.execute([(kept,), (kept,)]).results) == 2
+
+
+def test_execute_output_without_batch_axis_served_as_if_it_had_one_is_an_error(tmp_path: Path) -> None:
+    instance = instance_of(models.batch_sum(2), tmp_path)
+
+    with pytest.raises(ExecutionError, match="the first dimension of every output must be the 3 rows of the batch"):
+        instance.execute([(floats(1, 2),), (floats(2, 2),)])
+
+
+def test_execute_arenas_to_shrink_are_those_the_session_has(tmp_path: Path) -> None:
+    parameters = {"memory.enable_memory_arena_shrinkage": "gpu:5;cpu:0"}
+    x = np.ones((1, 2), np.float32)
+
+    (y,) = run_one(instance_of(models.identity("FP32"), tmp_path, parameters), x)
+
+    np.testing.assert_array_equal(y, x)
+
+
+@pytest.mark.parametrize("model", [models.identity("FP32"), models.identity("BF16"), models.cast("BF16", "FP32")])
+def test_execute_results_outlive_later_runs_the_instance_and_the_model(model: onnx.ModelProto, tmp_path: Path) -> None:
+    opened = open_model(model, tmp_path)
+    instance = opened.instance(batched(opened.spec), CPU)
+    dtype = DATATYPES[opened.spec.inputs[0].datatype].dtype
+    (first,) = run_one(instance, np.full((64, 64), 1, dtype))
+    before = first.copy()
+
+    for value in range(2, 6):
+        run_one(instance, np.full((64, 64), value, dtype))
+    instance.close()
+    opened.close()
+    del instance, opened
+    gc.collect()
+
+    np.testing.assert_array_equal(first, before)
+
+
+def test_execute_result_written_to_leaves_the_models_constants_alone(tmp_path: Path) -> None:
+    constant = helper.make_tensor("OUTPUT1", TensorProto.FLOAT, [2], [1.0, 2.0])
+    dims: models.Dims = [2]
+    model = models.model(
+        [helper.make_node("Identity", ["INPUT0"], ["OUTPUT0"])],
+        [models.tensor("INPUT0", "FP32", dims)],
+        [models.tensor("OUTPUT0", "FP32", dims), models.tensor("OUTPUT1", "FP32", dims)],
+        [constant],
+    )
+    opened = open_model(model, tmp_path)
+    instance = opened.instance(opened.spec, CPU)
+    x = np.zeros(2, np.float32)
+
+    run_one(instance, x)[1][...] = 99
+
+    assert run_one(instance, x)[1].tolist() == [1.0, 2.0]
