@@ -82,11 +82,6 @@ class Entry(Generic[T]):
             self.watch.entry = None
             self.watch = None
 
-    @property
-    def delayed(self) -> bool:
-        """Whether its queue timeout has passed and it waits behind the others of its level."""
-        return bool(self.order & DELAYED)
-
 
 class Lane(Generic[T]):
     """Entries of one shape key by ascending order.

@@ -64,6 +64,18 @@ class Authority:
         _run("openssl", "pkey", "-in", pair.key, "-aes256", "-passout", "pass:secret", "-out", locked)
         locked.replace(pair.key)
 
+    def spoil(self, path: Path, how: str, pair: Pair) -> None:
+        """Make a file be no good: "no" is not there, "bad" not PEM, "other" another's key, and "locked" has a password,
+        as the key of `pair`."""
+        if how == "no":
+            path.unlink()
+        elif how == "bad":
+            path.write_text("-----BEGIN NOTHING-----")
+        elif how == "other":
+            path.write_bytes(self.sign("other").key.read_bytes())
+        else:
+            self.lock(pair)
+
 
 def _run(*command: object) -> None:
     done = subprocess.run([str(word) for word in command], capture_output=True, text=True, check=False)

@@ -10,6 +10,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -19,7 +20,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-__all__ = ["REPO", "ServerProcess", "write_identity"]
+__all__ = ["REPO", "ServerProcess", "has_ipv6", "write_identity"]
 
 REPO = Path(__file__).resolve().parents[1]
 _PR_SET_PDEATHSIG = 1
@@ -151,3 +152,12 @@ _LIBC = ctypes.CDLL(None)
 def _die_with_parent() -> None:
     """Bound to the thread that starts the process: start servers on one that lives as long as they should."""
     _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def has_ipv6() -> bool:
+    """Whether this machine has an address to listen on."""
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+        return False
+    return True

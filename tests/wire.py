@@ -7,16 +7,29 @@ against which these stand as a second opinion.
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from protos import inference_pb2 as pb
 
-__all__ = ["Array", "add_raw", "bytes_element", "infer", "parameter", "raw_bytes", "rows_of_floats"]
+__all__ = [
+    "Array",
+    "Change",
+    "add_raw",
+    "bytes_element",
+    "infer",
+    "parameter",
+    "raw",
+    "raw_bytes",
+    "rows_of_floats",
+    "shape",
+]
 
 Array = np.ndarray[Any, np.dtype[Any]]
+Change = Callable[[pb.ModelInferRequest], None]
+"""Of a request that was good."""
 
 _NAMES = {
     "?": "BOOL",
@@ -91,3 +104,17 @@ def parameter(value: object) -> pb.InferParameter:
 def rows_of_floats(rows: int, columns: int = 2, first: float = 0) -> Array:
     """FP32 [rows, columns], all elements different."""
     return np.arange(first, first + rows * columns, dtype=np.float32).reshape(rows, columns)
+
+
+def shape(tensor: int, *dims: int) -> Change:
+    def change(request: pb.ModelInferRequest) -> None:
+        request.inputs[tensor].shape[:] = dims
+
+    return change
+
+
+def raw(entry: int, data: bytes) -> Change:
+    def change(request: pb.ModelInferRequest) -> None:
+        request.raw_input_contents[entry] = data
+
+    return change

@@ -50,11 +50,6 @@ class Outcome:
         return self.rows * 1e9 / self.elapsed_ns
 
     @property
-    def goodput_per_s(self) -> float:
-        """Requests answered before their callers gave up, a second."""
-        return self.in_time * 1e9 / self.elapsed_ns
-
-    @property
     def batches_per_s(self) -> float:
         return self.batches * 1e9 / self.elapsed_ns
 

@@ -4,13 +4,11 @@ asyncio."""
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
-import tritonclient.grpc
-import tritonclient.grpc.aio
 from tritonclient.utils import InferenceServerException
 
 from tests import models
@@ -27,13 +25,6 @@ def server(tmp_path: Path) -> Iterator[ServerProcess]:
     models.write(models.add_sub("FP32"), tmp_path / "simple" / "1" / "model.onnx")
     with ServerProcess(tmp_path, args=("--model-control-mode", "explicit")) as started:
         yield started
-
-
-@pytest.fixture(params=[tritonclient.grpc, tritonclient.grpc.aio], ids=["sync", "aio"])
-async def triton(request: pytest.FixtureRequest, server: ServerProcess) -> AsyncIterator[Triton]:
-    client = Triton(request.param.InferenceServerClient(server.target))
-    yield client
-    await client.close()
 
 
 async def index(triton: Triton) -> dict[str, list[tuple[str, str, str]]]:

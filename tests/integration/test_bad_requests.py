@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import grpc
@@ -16,10 +16,9 @@ from backends.memory import MemoryModel
 from protos import inference_pb2 as pb
 from tests.integration.serving import Served, failure_of, serving
 from tests.polling import eventually_async
-from tests.wire import add_raw, bytes_element, infer, rows_of_floats
+from tests.wire import Change, add_raw, bytes_element, infer, raw, rows_of_floats, shape
 
 Request = pb.ModelInferRequest
-Change = Callable[[Request], None]
 Code = grpc.StatusCode
 
 SPEC = ModelSpec(
@@ -61,20 +60,6 @@ async def refused(served: Served, model: MemoryModel, request: Request) -> tuple
     assert model.batches[ran:] == [(1,), (2,), (1,)]
     assert await served.metric("nv_inference_pending_request_count") == 0
     return outcome
-
-
-def shape(tensor: int, *dims: int) -> Change:
-    def change(request: Request) -> None:
-        request.inputs[tensor].shape[:] = dims
-
-    return change
-
-
-def raw(entry: int, data: bytes) -> Change:
-    def change(request: Request) -> None:
-        request.raw_input_contents[entry] = data
-
-    return change
 
 
 def param(key: str, **value: object) -> Change:

@@ -128,14 +128,7 @@ async def test_files_that_are_no_good_are_named_when_the_client_opens(tmp_path: 
     ca.write_bytes(ours.roots.read_bytes())
     what, _, which = fault.partition(" ")
     path = {"ca": ca, "key": pair.key}[which]
-    if what == "no":
-        path.unlink()
-    elif what == "bad":
-        path.write_text("-----BEGIN NOTHING-----")
-    elif what == "other":
-        path.write_bytes(ours.sign("other").key.read_bytes())
-    else:
-        ours.lock(pair)
+    ours.spoil(path, what, pair)
     tls = Tls(ca, pair.certificate, pair.key)
     with pytest.raises(ValueError, match=path.name), InferenceClient("127.0.0.1:1", tls=tls):
         pass

@@ -14,16 +14,8 @@ from clients import AsyncInferenceClient
 from server.app import Server
 from server.config import Settings
 from server.errors import StartError
-from tests.harness import write_identity
+from tests.harness import has_ipv6, write_identity
 from tests.polling import eventually
-
-
-def has_ipv6() -> bool:
-    try:
-        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
-    except OSError:
-        return False
-    return True
 
 
 def settings(path: Path, **more: object) -> Settings:

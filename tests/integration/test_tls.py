@@ -168,14 +168,7 @@ async def test_files_that_are_no_good_keep_the_server_from_starting(tmp_path: Pa
     roots.write_bytes(ours.roots.read_bytes())
     what, _, which = fault.partition(" ")
     path = {"certificate": pair.certificate, "key": pair.key, "root": roots}[which]
-    if what == "no":
-        path.unlink()
-    elif what == "bad":
-        path.write_text("-----BEGIN NOTHING-----")
-    elif what == "other":
-        path.write_bytes(ours.sign("other").key.read_bytes())
-    else:
-        ours.lock(pair)
+    ours.spoil(path, what, pair)
     server = Server(settings(tmp_path, pair, roots, mutual=True))
     with pytest.raises(StartError, match=reason):
         await server.start()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 import pytest
 
@@ -11,10 +9,9 @@ from backends.base import ModelSpec, TensorSpec
 from protos import inference_pb2 as pb
 from server.codec import ModelCodec
 from server.errors import InvalidRequest, NotSupported
-from tests.wire import add_raw, bytes_element, infer, parameter, rows_of_floats
+from tests.wire import Change, add_raw, bytes_element, infer, parameter, raw, rows_of_floats, shape
 
 Request = pb.ModelInferRequest
-Change = Callable[[Request], None]
 
 SPEC = ModelSpec(
     (TensorSpec("a", "FP32", (2,)), TensorSpec("b", "BYTES", (-1,), utf8=True)),
@@ -40,20 +37,6 @@ def refused(change: Change) -> str:
     ModelCodec("m", "1", SPEC, 8).decode(request)
     change(request)
     return refusal(request)
-
-
-def shape(tensor: int, *dims: int) -> Change:
-    def change(request: Request) -> None:
-        request.inputs[tensor].shape[:] = dims
-
-    return change
-
-
-def raw(entry: int, data: bytes) -> Change:
-    def change(request: Request) -> None:
-        request.raw_input_contents[entry] = data
-
-    return change
 
 
 def remove_input(request: Request) -> None:

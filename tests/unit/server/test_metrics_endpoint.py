@@ -14,6 +14,7 @@ import pytest
 
 from server.metrics import Metrics
 from server.metrics_endpoint import MetricsEndpoint
+from tests.harness import has_ipv6
 from tests.polling import eventually
 from tests.unit.server.counting import version
 
@@ -122,14 +123,6 @@ def test_close_of_an_endpoint_on_all_addresses_is_prompt(metrics: Metrics) -> No
 def test_port_in_use_is_an_oserror(metrics: Metrics, endpoint: MetricsEndpoint) -> None:
     with pytest.raises(OSError, match="Address already in use"):
         MetricsEndpoint(metrics, "127.0.0.1", endpoint.port)
-
-
-def has_ipv6() -> bool:
-    try:
-        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
-    except OSError:
-        return False
-    return True
 
 
 @pytest.mark.skipif(not has_ipv6(), reason="this machine has no IPv6")
