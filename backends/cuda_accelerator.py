@@ -10,7 +10,6 @@ from __future__ import annotations
 import ctypes
 import threading
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 from backends.accelerator import Buffer, Event, Stream
@@ -164,6 +163,6 @@ class CudaAccelerator:
             self.allocations += 1
 
 
-def open_cuda(index: int, load: Callable[[str], Any] = ctypes.CDLL) -> CudaAccelerator:
+def open_cuda(index: int) -> CudaAccelerator:
     """GPU `index`. Blocks, the first time for as long as its context takes to make; raises DeviceError."""
-    return CudaAccelerator(load_driver(load), index)
+    return CudaAccelerator(load_driver(ctypes.CDLL), index)

@@ -1,5 +1,5 @@
-"""What docs/behaviour.md promises and docs/protocol.md lists has a test each, and the test exists; and the latter has
-each RPC, parameter, header and field of ModelConfig that the code has."""
+"""What docs/behaviour.md promises and docs/protocol.md lists has a test each, and the test exists; the latter has each
+RPC, parameter, header and field of ModelConfig that the code has, and docs/architecture.md each module."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from server.reflection import HEALTH_SERVICE, INFERENCE_SERVICE, SERVICES
 from tests.harness import REPO
 from tests.unit.server.test_config_fields import IGNORED, READ, REFUSED
 
+ARCHITECTURE = REPO / "docs" / "architecture.md"
 BEHAVIOUR, PROTOCOL = REPO / "docs" / "behaviour.md", REPO / "docs" / "protocol.md"
 CONFIGURATION, OPERATIONS = REPO / "docs" / "configuration.md", REPO / "docs" / "operations.md"
 _REFERENCE = re.compile(r"`([\w/]+\.py)::(\w+)`")
@@ -65,6 +66,21 @@ def test_behaviour_every_promise_names_its_test(promise: str) -> None:
 def test_every_test_that_is_named_exists(file: str, name: str) -> None:
     assert (REPO / "tests" / file).is_file(), f"docs/ name tests/{file}, which isn't there"
     assert name in names_in(file), f"docs/ name {name}, which tests/{file} doesn't have"
+
+
+# ---- docs/architecture.md -------------------------------------------------------------------------------------------
+
+
+def test_architecture_names_each_module_of_server_and_scheduler_and_none_that_is_not_there() -> None:
+    named = {
+        name.rpartition("/")[2] for name in re.findall(r"`([\w/]+\.py)`", ARCHITECTURE.read_text(encoding="utf-8"))
+    }
+    modules = {path.name for folder in ("server", "scheduler") for path in (REPO / folder).rglob("[a-z]*.py")}
+    elsewhere = {
+        path.name for folder in ("backends", "clients", "protos", "tests") for path in (REPO / folder).rglob("*.py")
+    }
+    assert modules - named == set()
+    assert named - modules - elsewhere == set()
 
 
 # ---- docs/protocol.md ------------------------------------------------------------------------------------------------
