@@ -39,6 +39,8 @@ __all__ = [
     "Slotted",
     "TensorSpec",
     "Tensors",
+    "Triable",
+    "Trial",
 ]
 
 Array = NDArray[Any]
@@ -127,6 +129,15 @@ class ModelSpec:
     def paddable(self) -> bool:
         """Whether a batch may be filled up with rows: not where something else than rows joins or cuts tensors."""
         return not (self.batch_inputs or self.batch_outputs or any(tensor.ragged for tensor in self.inputs))
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """What a model shows when it runs. `spec`: what it says of itself, with the outputs' dims as they were seen;
+    `why_not`: what speaks against stacking rows, "" if nothing."""
+
+    spec: ModelSpec
+    why_not: str = ""
 
 
 class GroupKind(Enum):
@@ -271,6 +282,14 @@ class OpenModel(Protocol):
 
     def close(self) -> None:
         """Give the model's own resources back; called after the last instance's close."""
+
+
+@runtime_checkable
+class Triable(Protocol):
+    """A model whose word on itself can be checked before anybody relies on it."""
+
+    def try_rows(self) -> Trial:
+        """Run it with made-up inputs. Blocks for a few executions; before any instance is made."""
 
 
 class Backend(Protocol):

@@ -14,7 +14,7 @@ from pathlib import Path
 import onnxruntime as ort  # type: ignore[import-untyped,unused-ignore]
 
 from backends.accelerator import Accelerator
-from backends.base import Device, DeviceKind, GroupKind, InstanceGroup, ModelSource, ModelSpec
+from backends.base import Device, DeviceKind, GroupKind, InstanceGroup, ModelSource, ModelSpec, Trial
 from backends.cuda_accelerator import open_cuda
 from backends.cuda_driver import count_gpus
 from backends.errors import DeviceError, LoadError
@@ -25,6 +25,7 @@ from backends.onnx_shared import why_not_staged
 from backends.onnx_staged import StagedInstance
 from backends.onnx_types import check_served, is_known, tensor_spec
 from backends.placement import on_cpu, on_gpus
+from backends.trial import try_rows
 
 __all__ = ["OnnxBackend", "OnnxModel"]
 
@@ -61,7 +62,8 @@ class OnnxBackend:
 
     def open(self, source: ModelSource, device: Device) -> OnnxModel:
         options = replace(parse_options(source), shared_threads=self._shared_threads)
-        return OnnxModel(source.name, device, Opener(source.name, _model_file(source), options, self._accelerators))
+        opener = Opener(source.name, _model_file(source), options, self._accelerators)
+        return OnnxModel(source.name, device, opener, source.declared)
 
     def _place(self, group: InstanceGroup) -> list[Device]:
         if group.kind is GroupKind.CPU:
@@ -101,11 +103,11 @@ class OnnxModel:
     own, because a session computes on one stream, where a second instance's kernels could only queue.
     """
 
-    def __init__(self, name: str, device: Device, opener: Opener) -> None:
+    def __init__(self, name: str, device: Device, opener: Opener, declared: ModelSpec | None = None) -> None:
         self._name = name
         self._opener = opener
         self._sessions = {device: opener.open(device)}
-        self._spec = _spec_of(name, self._sessions[device].session)
+        self._spec = _spec_of(name, self._sessions[device].session, declared)
 
     @property
     def spec(self) -> ModelSpec:
@@ -114,6 +116,15 @@ class OnnxModel:
     @property
     def platform(self) -> str:
         return "onnxruntime_onnx"
+
+    def try_rows(self) -> Trial:
+        device, options = next(iter(self._sessions)), self._opener.options
+        if options.tensorrt is not None or options.openvino is not None:
+            # Makes an engine for each shape that it sees, which may take minutes.
+            return Trial(self._spec)
+        needed = replace(self._spec, inputs=tuple(one for one in self._spec.inputs if not one.optional))
+        tried = try_rows(needed, OnnxInstance(self._sessions[device], needed, device, options).run)
+        return replace(tried, spec=replace(tried.spec, inputs=self._spec.inputs))
 
     def instance(self, spec: ModelSpec, device: Device) -> OnnxInstance | StagedInstance:
         check_served(self._name, spec, self._spec)
@@ -181,8 +192,11 @@ def _model_file(source: ModelSource) -> Path:
     return path
 
 
-def _spec_of(name: str, session: ort.InferenceSession) -> ModelSpec:
-    """Inputs that have an initializer are optional; those among them that the protocol can't carry stay unknown."""
+def _spec_of(name: str, session: ort.InferenceSession, declared: ModelSpec | None) -> ModelSpec:
+    """Inputs that have an initializer are optional; those among them that the protocol can't carry stay unknown, and so
+    do outputs that the configuration leaves out."""
+    left_out = {node.name for node in session.get_outputs() if declared is not None and not is_known(node)}
+    left_out -= {tensor.name for tensor in declared.outputs} if declared is not None else set()
     required = [tensor_spec(name, "input", node) for node in session.get_inputs()]
     optional = [
         replace(tensor_spec(name, "input", node), optional=True)
@@ -191,5 +205,5 @@ def _spec_of(name: str, session: ort.InferenceSession) -> ModelSpec:
     ]
     return ModelSpec(
         inputs=(*required, *optional),
-        outputs=tuple(tensor_spec(name, "output", node) for node in session.get_outputs()),
+        outputs=tuple(tensor_spec(name, "output", node) for node in session.get_outputs() if node.name not in left_out),
     )

@@ -53,6 +53,12 @@ class OnnxInstance:
             self._enter(self._lanes)
         return self._run_batch(requests, self._run, padded_rows)
 
+    def run(self, inputs: Sequence[Array]) -> Tensors:
+        """The outputs for `inputs`, whatever shapes they have. Blocks; raises as `execute`."""
+        if self._lanes is not None:
+            self._enter(self._lanes)
+        return self._run(inputs)
+
     def close(self) -> None:
         # The session goes when its last instance and the model let go; `_run` is bound to self and so must not hold it.
         if self._lanes is not None:

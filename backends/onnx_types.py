@@ -52,7 +52,10 @@ def tensor_spec(model: str, what: str, node: NodeArg) -> TensorSpec:
     """`node` as a TensorSpec, dims whole; LoadError if the protocol can't carry it: no tensor, or of other elements."""
     datatype = _DATATYPES.get(node.type)
     if datatype is None:
-        raise LoadError(f"model '{model}': {what} '{node.name}': {node.type} has no datatype in the v2 protocol")
+        way_out = "; a config.pbtxt that spells out input and output may leave it out" if what == "output" else ""
+        raise LoadError(
+            f"model '{model}': {what} '{node.name}': {node.type} has no datatype in the v2 protocol{way_out}"
+        )
     dims = tuple(dim if isinstance(dim, int) and dim >= 0 else -1 for dim in node.shape)
     return TensorSpec(node.name, datatype, dims, utf8=datatype == "BYTES")
 

@@ -9,10 +9,10 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from backends.base import Backend, InstanceGroup, ModelInstance, OpenModel
+from backends.base import Backend, InstanceGroup, ModelInstance, OpenModel, Triable, Trial
 from backends.remote import RemoteInstance, RemoteModel
 from protos import model_config_pb2 as pb
 from server.batch_policy import BatchDefaults
@@ -31,6 +31,7 @@ from server.model_config import (
     plan,
 )
 from server.python_models import PYTHON, check_python_allowed, is_python
+from server.tensor_config import can_batch
 from server.warmup import warm_up
 
 __all__ = ["LoadDefaults", "LoadedVersion", "load_model"]
@@ -204,7 +205,7 @@ def _load_version(
         source = model_source(config, folder.name, file, defaults.parameters, libraries, rows)
         opened = backend.open(source, devices[0])
         undo.callback(opened.close)
-        served = plan(config, opened.spec, batching, defaults.max_batch_rows, defaults.execution_limit_ns)
+        served = _plan(config, _tried(config, opened), defaults, batching)
         for device in devices:
             instance = opened.instance(served.spec, device)
             undo.callback(instance.close)
@@ -215,6 +216,29 @@ def _load_version(
     _log.info("model '%s' version %d loaded in %.2f s: %s", folder.name, version, took_ns / 1e9, _say(served))
     whole = effective_config(config, served, platform=opened.platform, file=file.name, groups=groups)
     return LoadedVersion(folder.name, version, whole, served, labels, opened, tuple(instances), took_ns)
+
+
+def _tried(config: pb.ModelConfig, opened: OpenModel) -> Trial:
+    """What the model says of itself, tried where nobody tells what its first dimensions are, or it contradicts that."""
+    told = config.max_batch_size or config.HasField("dynamic_batching") or config.input or config.output
+    agreed = told and (config.max_batch_size <= 0 or can_batch(config, opened.spec))
+    if agreed or not isinstance(opened, Triable):
+        return Trial(opened.spec)
+    tried = opened.try_rows()
+    return replace(tried, why_not="") if told else tried
+
+
+def _plan(config: pb.ModelConfig, tried: Trial, defaults: LoadDefaults, batching: BatchDefaults | None) -> ServingPlan:
+    limit_ns = defaults.execution_limit_ns
+    served = plan(config, tried.spec, batching, defaults.max_batch_rows, limit_ns)
+    if not (tried.why_not and served.max_batch_rows):
+        return served
+    _log.warning(
+        "model '%s' isn't batched: %s; with max_batch_size in a config.pbtxt it would be all the same",
+        config.name,
+        tried.why_not,
+    )
+    return plan(config, tried.spec, batching and replace(batching, max_batch_rows=0), 0, limit_ns)
 
 
 def _model_file(folder: ModelFolder, version: int, config: pb.ModelConfig) -> Path:

@@ -126,7 +126,8 @@ def _join(kind: str, declared: Declared, own: TensorSpec, batched: bool, scatter
         _check_ragged(where, declared, own, batched)
     if not (ragged or scattered):
         mine = own.dims[1:] if batched and not declared.is_shape_tensor else own.dims
-        _check_dims(where, dims if reshape is None else reshape, mine, "dims" if reshape is None else "reshape.shape")
+        given, field = (dims, "dims") if reshape is None else (reshape, "reshape.shape")
+        _check_dims(where, given, _believed(mine, given) if kind == "output" else mine, field)
     elif min((*dims, *(reshape or ())), default=0) < -1:
         raise ConfigError(f"{where}: expected dims and reshape.shape >= -1, got {[*dims, *(reshape or ())]}")
     return replace(
@@ -143,6 +144,14 @@ def _check_dims(where: str, dims: tuple[int, ...], mine: tuple[int, ...], field:
     fits = len(dims) == len(mine) and all(want in (-1, got) for got, want in zip(dims, mine, strict=True))
     if not fits or min(dims, default=0) < -1:
         raise ConfigError(f"{where}: expected {field} of the model, {list(mine)}, got {list(dims)}")
+
+
+def _believed(mine: tuple[int, ...], given: tuple[int, ...]) -> tuple[int, ...]:
+    """What to hold the dims `given` of an output against. A model's word on its outputs isn't binding: ONNX Runtime
+    takes wrong sizes, and has no dims for those whose rank it doesn't know. So free ones are always in order."""
+    if not mine:
+        return (-1,) * len(given)
+    return tuple(-1 if one == -1 else dim for dim, one in zip(mine, given, strict=False)) + mine[len(given) :]
 
 
 def _check_reshape(where: str, dims: tuple[int, ...], reshape: tuple[int, ...]) -> None:

@@ -292,3 +292,46 @@ def hungry(rows: int) -> onnx.ModelProto:
         helper.make_node("ReduceMax", ["expanded", "axes"], ["OUTPUT0"], keepdims=1),
     ]
     return model(nodes, [tensor("INPUT0", "FP32", ["batch", 1])], [tensor("OUTPUT0", "FP32", ["batch", 1])], constants)
+
+
+def over_rows(kind: str) -> onnx.ModelProto:
+    """OUTPUT0, FP32, of which each row depends on all rows of INPUT0 [batch, 3]: `softmax`, `cumulate` or `compare`
+    (with every other row), or for which there may be one row only: `reshape`."""
+    nodes = {
+        "softmax": [helper.make_node("Softmax", ["INPUT0"], ["OUTPUT0"], axis=0)],
+        "cumulate": [helper.make_node("CumSum", ["INPUT0", "axis"], ["OUTPUT0"])],
+        "compare": [
+            helper.make_node("Transpose", ["INPUT0"], ["columns"]),
+            helper.make_node("MatMul", ["INPUT0", "columns"], ["OUTPUT0"]),
+        ],
+        "reshape": [helper.make_node("Reshape", ["INPUT0", "shape"], ["OUTPUT0"])],
+    }
+    constants = [
+        numpy_helper.from_array(np.array(0, np.int64), "axis"),
+        numpy_helper.from_array(np.array([1, 3], np.int64), "shape"),
+    ]
+    return model(
+        nodes[kind],
+        [tensor("INPUT0", "FP32", ["batch", 3])],
+        [tensor("OUTPUT0", "FP32", ["batch", None])],
+        constants,
+    )
+
+
+def dice() -> onnx.ModelProto:
+    """OUTPUT0, FP32 [3]: other random numbers each time."""
+    return model(
+        [helper.make_node("RandomUniformLike", ["INPUT0"], ["OUTPUT0"])],
+        [tensor("INPUT0", "FP32", ["batch", 3])],
+        [tensor("OUTPUT0", "FP32", ["batch", 3])],
+    )
+
+
+def claims(dims: Dims) -> onnx.ModelProto:
+    """OUTPUT0 = -INPUT0, FP32 [batch, 3], of which the model says that it has `dims`."""
+    return model(
+        [helper.make_node("Neg", ["INPUT0"], ["negated"]), helper.make_node("Reshape", ["negated", "s"], ["OUTPUT0"])],
+        [tensor("INPUT0", "FP32", ["batch", 3])],
+        [tensor("OUTPUT0", "FP32", dims)],
+        [numpy_helper.from_array(np.array([-1, 3], np.int64), "s")],
+    )

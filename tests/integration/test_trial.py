@@ -1,0 +1,97 @@
+"""Models whose word on themselves isn't to be relied on, served without a configuration: what they are is tried."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnxruntime as ort  # type: ignore[import-untyped,unused-ignore]
+import pytest
+
+from protos import inference_pb2 as pb
+from tests import models
+from tests.integration.serving import Served, serving
+from tests.wire import Array, infer, rows_of_floats
+
+
+async def _answers(served: Served, inputs: list[Array]) -> list[Array]:
+    responses = await asyncio.gather(*(served.infer(infer("m", {"INPUT0": one})) for one in inputs))
+    return [np.frombuffer(one.raw_output_contents[0], np.float32).reshape(one.outputs[0].shape) for one in responses]
+
+
+def _alone(model: onnx.ModelProto, inputs: list[Array]) -> list[Array]:
+    session = ort.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
+    return [session.run(None, {"INPUT0": one})[0] for one in inputs]
+
+
+async def _limit(served: Served) -> int:
+    asked = await served.stub.ModelConfig(pb.ModelConfigRequest(name="m"))
+    return int(asked.config.max_batch_size)
+
+
+@pytest.mark.parametrize("kind", ["softmax", "cumulate", "compare"])
+async def test_model_whose_rows_depend_on_each_other_is_not_batched(tmp_path: Path, kind: str) -> None:
+    model = models.over_rows(kind)
+    models.write(model, tmp_path / "m" / "1" / "model.onnx")
+    inputs = [rows_of_floats(1 + i % 3, 3, first=i) / 10 for i in range(32)]
+    async with serving(tmp_path) as served:
+        for answer, expected in zip(await _answers(served, inputs), _alone(model, inputs), strict=True):
+            np.testing.assert_allclose(answer, expected, rtol=1e-6)
+        assert await _limit(served) == 0
+
+
+@pytest.mark.parametrize("config", ["max_batch_size: 8", "dynamic_batching { }"])
+async def test_model_that_is_told_to_batch_does_so_untried(tmp_path: Path, config: str) -> None:
+    path = models.write(models.over_rows("cumulate"), tmp_path / "m" / "1" / "model.onnx")
+    (path.parents[1] / "config.pbtxt").write_text(config)
+    async with serving(tmp_path) as served:
+        assert await _limit(served) > 0
+
+
+async def test_model_without_a_configuration_whose_output_has_other_dims_than_it_says_is_served_and_batched(
+    tmp_path: Path,
+) -> None:
+    model = models.claims((1, 3))
+    models.write(model, tmp_path / "m" / "1" / "model.onnx")
+    inputs = [rows_of_floats(1 + i % 3, 3, first=i) for i in range(8)]
+    async with serving(tmp_path) as served:
+        for answer, expected in zip(await _answers(served, inputs), _alone(model, inputs), strict=True):
+            np.testing.assert_array_equal(answer, expected)
+        metadata = await served.stub.ModelMetadata(pb.ModelMetadataRequest(name="m"))
+        assert list(metadata.outputs[0].shape) == [-1, 3]
+        told = (await served.stub.ModelConfig(pb.ModelConfigRequest(name="m"))).config
+    assert told.max_batch_size == 32
+    (tmp_path / "m" / "config.pbtxt").write_text(str(told))
+    async with serving(tmp_path) as served:
+        assert len(await _answers(served, inputs)) == 8
+
+
+@pytest.mark.parametrize("dims", [("batch", 4), (2, 3), (1, 3)])
+async def test_output_of_other_dims_than_the_model_says_may_be_free_in_a_configuration(
+    tmp_path: Path, dims: models.Dims
+) -> None:
+    path = models.write(models.claims(dims), tmp_path / "m" / "1" / "model.onnx")
+    (path.parents[1] / "config.pbtxt").write_text("""
+        input { name: "INPUT0" data_type: TYPE_FP32 dims: [ -1, 3 ] }
+        output { name: "OUTPUT0" data_type: TYPE_FP32 dims: [ -1, -1 ] }
+    """)
+    async with serving(tmp_path) as served:
+        assert [one.shape for one in await _answers(served, [rows_of_floats(5, 3)])] == [(5, 3)]
+
+
+async def test_output_that_no_message_can_carry_may_be_left_out(tmp_path: Path) -> None:
+    model = models.map_output()
+    model.graph.node.append(onnx.helper.make_node("ArgMax", ["INPUT0"], ["OUTPUT1"], axis=1, keepdims=0))
+    model.graph.output.append(models.tensor("OUTPUT1", "INT64", ["batch"]))
+    path = models.write(model, tmp_path / "m" / "1" / "model.onnx")
+    (path.parents[1] / "config.pbtxt").write_text("""
+        max_batch_size: 4
+        input { name: "INPUT0" data_type: TYPE_FP32 dims: 2 }
+        output { name: "OUTPUT1" data_type: TYPE_INT64 dims: 1 reshape { } }
+    """)
+    async with serving(tmp_path) as served:
+        answer = await served.infer(infer("m", {"INPUT0": rows_of_floats(2, 2)}))
+        assert [output.name for output in answer.outputs] == ["OUTPUT1"]
+        assert answer.raw_output_contents[0] == np.array([[1], [1]], np.int64).tobytes()

@@ -1,0 +1,121 @@
+"""Whether rows can be stacked, by trying: models that only look like it are told from those that are meant so."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+
+from backends.base import Device, ModelSource, ModelSpec, Tensors, TensorSpec, Trial
+from backends.errors import ExecutionError, OutOfMemory
+from backends.onnx import OnnxBackend
+from backends.trial import try_rows
+from tests import models
+
+SPEC = ModelSpec((TensorSpec("a", "FP32", (-1, 2)),), (TensorSpec("x", "FP32", (-1, 2)),))
+
+
+def trial(folder: Path, model: onnx.ModelProto) -> Trial:
+    source = ModelSource("m", models.write(model, folder / "model.onnx"))
+    opened = OnnxBackend().open(source, Device())
+    try:
+        return opened.try_rows()
+    finally:
+        opened.close()
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        models.mlp(),
+        models.gather(),
+        models.matrix_product(),
+        models.transpose(),
+        models.dice(),
+        *(models.identity(datatype) for datatype in models.ELEMENT_TYPES),
+        models.cast("FP32", "BF16"),
+        models.identity(dims=("batch",)),
+        models.identity(dims=("batch", 0)),
+        models.identity(dims=("batch", 1 << 40)),
+    ],
+    ids=lambda model: "",
+)
+def test_try_rows_that_have_nothing_to_do_with_each_other_finds_nothing(tmp_path: Path, model: onnx.ModelProto) -> None:
+    assert trial(tmp_path, model).why_not == ""
+
+
+@pytest.mark.parametrize(
+    ("model", "text"),
+    [
+        (models.over_rows("softmax"), "output 'OUTPUT0' of a row depends on the row beside it"),
+        (models.over_rows("cumulate"), "output 'OUTPUT0' of a row depends on the row beside it"),
+        (models.over_rows("compare"), "output 'OUTPUT0' has shape [1, 1] for one row and [2, 2] for two"),
+        (models.over_rows("reshape"), "it runs one row and fails for two: onnx runtime error 1: "),
+    ],
+    ids=["softmax", "cumulate", "compare", "reshape"],
+)
+def test_try_rows_that_depend_on_each_other_are_told(tmp_path: Path, model: onnx.ModelProto, text: str) -> None:
+    assert trial(tmp_path, model).why_not.startswith(text)
+
+
+def test_try_rows_of_an_output_with_rows_of_its_own_number_is_told() -> None:
+    def find(inputs: Tensors) -> Tensors:
+        return [np.repeat(inputs[0], 3, axis=0)]
+
+    assert try_rows(SPEC, find).why_not == "output 'x' has shape [3, 2] for one row and [6, 2] for two"
+
+
+def test_try_rows_that_round_otherwise_in_company_is_not_held_against_them() -> None:
+    def run(inputs: Tensors) -> Tensors:
+        return [inputs[0] * np.float32(1 + 0.01 * len(inputs[0]))]
+
+    assert try_rows(SPEC, run).why_not == ""
+
+
+def test_try_rows_that_are_no_numbers_in_company_alone_is_told() -> None:
+    def run(inputs: Tensors) -> Tensors:
+        return [inputs[0] if len(inputs[0]) == 1 else inputs[0] * np.nan]
+
+    assert try_rows(SPEC, run).why_not == "output 'x' of a row depends on the row beside it"
+
+
+@pytest.mark.parametrize(("rows", "error"), [(1, ExecutionError("no such word")), (2, OutOfMemory("too large"))])
+def test_try_rows_that_fails_for_other_reasons_says_nothing(rows: int, error: ExecutionError) -> None:
+    def run(inputs: Tensors) -> Tensors:
+        if len(inputs[0]) == rows:
+            raise error
+        return [inputs[0][:, :1]]
+
+    assert try_rows(SPEC, run) == Trial(SPEC)
+
+
+@pytest.mark.parametrize(
+    ("said", "seen"),
+    [((1, 3), (-1, 3)), ((2, 3), (-1, 3)), (("batch", 4), (-1, -1)), (("batch", 3), (-1, 3))],
+)
+def test_try_rows_tells_dims_of_outputs_as_they_were_seen(
+    tmp_path: Path, said: models.Dims, seen: tuple[int, ...]
+) -> None:
+    tried = trial(tmp_path, models.claims(said))
+    assert [tensor.dims for tensor in tried.spec.outputs] == [seen]
+    assert tried.why_not == ""
+
+
+def test_try_rows_of_an_output_of_unknown_rank_tells_it() -> None:
+    tried = try_rows(replace(SPEC, outputs=(TensorSpec("x", "FP32", ()),)), list)
+    assert [tensor.dims for tensor in tried.spec.outputs] == [(-1, -1)]
+    assert tried.why_not == ""
+
+
+def test_try_rows_where_there_are_none_runs_once_for_the_dims_alone(tmp_path: Path) -> None:
+    unbatched = trial(tmp_path, models.add_sub("FP32", batched=False))
+    assert [tensor.dims for tensor in unbatched.spec.outputs] == [(16,), (16,)]
+    assert unbatched.why_not == ""
+
+
+def test_try_rows_leaves_optional_inputs_to_the_model(tmp_path: Path) -> None:
+    tried = trial(tmp_path, models.with_default(batched=True))
+    assert [tensor.optional for tensor in tried.spec.inputs] == [False, True]
