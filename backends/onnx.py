@@ -31,6 +31,8 @@ __all__ = ["OnnxBackend", "OnnxModel"]
 
 Accelerators = Callable[[Device], Accelerator | None]
 
+_MOST_NAMES = 5
+
 _log = logging.getLogger("paceline.backends.onnx")
 
 
@@ -186,10 +188,20 @@ def _model_file(source: ModelSource) -> Path:
     """The file to read: `source.path`, or `model.onnx` in it if that is a folder, as it is with external weights."""
     path = source.path / "model.onnx" if source.path.is_dir() else source.path
     if not path.is_file():
-        raise LoadError(f"model '{source.name}': no such file: '{path}'")
+        raise LoadError(f"model '{source.name}': no such file: '{path}'{_instead(path.parent)}")
     if path.stat().st_size == 0:
         raise LoadError(f"model '{source.name}': the file is empty: '{path}'")
     return path
+
+
+def _instead(folder: Path) -> str:
+    """What lies where a model file should, to whoever has called it something else."""
+    if not folder.is_dir():
+        return ""
+    names = sorted(entry.name for entry in folder.iterdir() if not entry.name.startswith("."))
+    more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
+    hint = "; default_model_filename in its config.pbtxt says another name than model.onnx" if names else ""
+    return f"; there is {', '.join(names[:_MOST_NAMES]) or 'nothing'}{more}{hint}"
 
 
 def _spec_of(name: str, session: ort.InferenceSession, declared: ModelSpec | None) -> ModelSpec:

@@ -205,12 +205,17 @@ def _is_onnx_file(entry: Path) -> bool:
 
 
 def _is_model(path: Path, names: set[str]) -> bool:
-    """A folder is a model's own if it has a configuration, a model file, or a version folder with a model file."""
+    """A folder is a model's own if it has a configuration, a model file, or a version folder with a model file, of
+    whatever name if it is ONNX."""
     return (
         CONFIG_FILE in names
         or not names.isdisjoint(_MODEL_FILES)
-        or any(_VERSION.fullmatch(name) and _has_model_file(path / name) for name in names)
+        or any(_VERSION.fullmatch(name) and _is_version(path / name) for name in names)
     )
+
+
+def _is_version(folder: Path) -> bool:
+    return _has_model_file(folder) or (folder.is_dir() and any(_is_onnx_file(entry) for entry in folder.iterdir()))
 
 
 def _has_model_file(folder: Path) -> bool:

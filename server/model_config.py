@@ -63,7 +63,7 @@ def parse_config(path: Path) -> pb.ModelConfig:
     """The configuration in `path`, a `ModelConfig` in protobuf's text format. Raises ConfigError with line and
     column."""
     try:
-        return text_format.Parse(path.read_text(encoding="utf-8"), pb.ModelConfig())
+        return text_format.Parse(path.read_text(encoding="utf-8-sig"), pb.ModelConfig())
     except text_format.ParseError as error:
         raise ConfigError(f"{path.name}:{error}") from None
     except (OSError, ValueError) as error:  # no UTF-8; an enum's number beyond 64 bits

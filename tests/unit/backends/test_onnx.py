@@ -79,6 +79,24 @@ def test_open_folder_without_a_model_names_the_file_it_lacks(tmp_path: Path) -> 
         OnnxBackend().open(ModelSource("m", tmp_path), CPU)
 
 
+@pytest.mark.parametrize(
+    ("names", "text"),
+    [
+        ((), "; there is nothing"),
+        (
+            (".net.onnx.part", "net.onnx"),
+            "; there is net.onnx; default_model_filename in its config.pbtxt says another",
+        ),
+        (("a", "b", "c", "d", "e", "f", "g"), "; there is a, b, c, d, e and 2 more; default_model_filename"),
+    ],
+)
+def test_open_missing_file_says_what_there_is(tmp_path: Path, names: tuple[str, ...], text: str) -> None:
+    for name in names:
+        (tmp_path / name).touch()
+    with pytest.raises(LoadError, match=re.escape(f"model.onnx'{text}")):
+        OnnxBackend().open(ModelSource("m", tmp_path / "model.onnx"), CPU)
+
+
 def test_open_empty_file_says_empty(tmp_path: Path) -> None:
     path = tmp_path / "model.onnx"
     path.touch()

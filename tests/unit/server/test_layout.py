@@ -67,7 +67,17 @@ def test_repository_link_to_nowhere_is_a_model_with_a_problem(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(
-    "marker", ["config.pbtxt", "model.onnx", "1/model.onnx", "0/model.onnx", "12/model.onnx", "model.py", "1/model.py"]
+    "marker",
+    [
+        "config.pbtxt",
+        "model.onnx",
+        "1/model.onnx",
+        "0/model.onnx",
+        "12/model.onnx",
+        "1/net.onnx",
+        "model.py",
+        "1/model.py",
+    ],
 )
 def test_model_folder_is_told_from_a_repository_by_what_is_in_it(tmp_path: Path, marker: str) -> None:
     touch(tmp_path / "m" / marker)

@@ -28,6 +28,10 @@ def test_parse_reads_what_is_written(tmp_path: Path) -> None:
     assert (read.name, read.max_batch_size, read.HasField("dynamic_batching")) == ("m", 8, True)
 
 
+def test_parse_takes_what_editors_for_windows_write(tmp_path: Path) -> None:
+    assert parsed(tmp_path, b'\xef\xbb\xbfname: "m"\r\nmax_batch_size: 8\r\n').max_batch_size == 8
+
+
 def test_parse_empty_file_is_an_empty_configuration(tmp_path: Path) -> None:
     assert parsed(tmp_path, "") == pb.ModelConfig()
 
