@@ -26,6 +26,9 @@ _LIKENESS = 0.05
 """How much of the largest number results may differ by: kernels round otherwise for other sizes, and models that
 quantize while they run by more than that of floats. What rows have to do with each other shows more than this."""
 
+_NOISE = 1e-5
+"""What may be left where results cancel out, of inputs up to 1: that differs by all of itself."""
+
 Run = Callable[[Sequence[Array]], Tensors]
 
 
@@ -81,7 +84,7 @@ def _alike(tensor: TensorSpec, alone: Array, both: Array) -> bool:
         return False
     alone, both = alone[finite], both[finite]
     most = max(np.abs(alone).max(initial=0), np.abs(both).max(initial=0))
-    return bool(np.abs(alone - both).max(initial=0) <= _LIKENESS * most)
+    return bool(np.abs(alone - both).max(initial=0) <= _LIKENESS * most + _NOISE)
 
 
 def _numbers(tensor: TensorSpec, array: Array) -> Array:

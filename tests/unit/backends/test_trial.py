@@ -75,6 +75,13 @@ def test_try_rows_that_round_otherwise_in_company_is_not_held_against_them() -> 
     assert try_rows(SPEC, run).why_not == ""
 
 
+def test_try_rows_whose_results_are_nothing_but_rounding_says_nothing() -> None:
+    def run(inputs: Tensors) -> Tensors:
+        return [inputs[0] * np.float32(1e-7 * (-1) ** len(inputs[0]))]
+
+    assert try_rows(SPEC, run).why_not == ""
+
+
 def test_try_rows_that_are_no_numbers_in_company_alone_is_told() -> None:
     def run(inputs: Tensors) -> Tensors:
         return [inputs[0] if len(inputs[0]) == 1 else inputs[0] * np.nan]
