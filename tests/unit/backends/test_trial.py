@@ -11,6 +11,7 @@ import pytest
 
 from backends.base import Device, ModelSource, ModelSpec, Tensors, TensorSpec, Trial
 from backends.errors import ExecutionError, OutOfMemory
+from backends.host_accelerator import HostAccelerator
 from backends.onnx import OnnxBackend
 from backends.trial import try_rows
 from tests import models
@@ -59,6 +60,19 @@ def test_try_rows_that_have_nothing_to_do_with_each_other_finds_nothing(tmp_path
 )
 def test_try_rows_that_depend_on_each_other_are_told(tmp_path: Path, model: onnx.ModelProto, text: str) -> None:
     assert trial(tmp_path, model).why_not.startswith(text)
+
+
+def test_try_rows_where_batches_are_staged_leaves_the_session_as_it_was(tmp_path: Path) -> None:
+    source = ModelSource("m", models.write(models.over_rows("cumulate"), tmp_path / "model.onnx"), cuda_graphs=True)
+    opened = OnnxBackend(accelerators=lambda device: HostAccelerator()).open(source, Device())
+    tried = opened.try_rows()
+    assert tried.why_not == "output 'OUTPUT0' of a row depends on the row beside it"
+    instance = opened.instance(tried.spec, Device())
+    (result,) = instance.execute([(np.ones((2, 3), np.float32),)]).results
+    assert not isinstance(result, Exception)
+    assert result[0].tolist() == [[1] * 3, [2] * 3]
+    instance.close()
+    opened.close()
 
 
 def test_try_rows_of_an_output_with_rows_of_its_own_number_is_told() -> None:
