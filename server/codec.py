@@ -39,6 +39,7 @@ InputTensor = ModelInferRequest.InferInputTensor
 AnyResponse = ModelInferResponse | WireResponse
 
 _BYTES = by_name("BYTES")
+_BOTH = "expected no contents beside raw_input_contents, got both"
 _MOST_PLANS = 1_000
 
 
@@ -351,8 +352,10 @@ class ModelCodec:
     ) -> tuple[Input, ...]:
         raw = request.raw_input_contents
         if raw and len(raw) != spans.count(None):
+            mixed = next((f"input '{one.name}': {_BOTH}" for one in request.inputs if one.HasField("contents")), "")
             raise self._invalid(
-                f"expected {spans.count(None)} entries in raw_input_contents, one per input"
+                mixed
+                or f"expected {spans.count(None)} entries in raw_input_contents, one per input"
                 f"{' that is not in shared memory' if any(spans) else ''}, got {len(raw)}"
             )
         entries = iter(raw)
@@ -366,7 +369,7 @@ class ModelCodec:
                 elif not raw:
                     array = self._from_contents(tensor, shape, datatype)
                 elif tensor.HasField("contents"):
-                    raise TensorError("expected no contents beside raw_input_contents, got both")
+                    raise TensorError(_BOTH)
                 else:
                     array = decode_raw(next(entries), datatype, shape)
                 if self._spec.inputs[index].utf8 and not isinstance(array, RegionTensor):

@@ -88,6 +88,11 @@ def add_empty_contents_beside_raw(request: Request) -> None:
     request.inputs[1].contents.SetInParent()
 
 
+def give_one_raw_and_one_typed(request: Request) -> None:
+    drop_raw_entry(request)
+    add_contents_beside_raw(request)
+
+
 @pytest.mark.parametrize(
     ("change", "text"),
     [
@@ -102,6 +107,7 @@ def add_empty_contents_beside_raw(request: Request) -> None:
         (add_raw_entry, "expected 2 entries in raw_input_contents, one per input, got 3"),
         (drop_raw_entry, "expected 2 entries in raw_input_contents, one per input, got 1"),
         (add_contents_beside_raw, "input 'a': expected no contents beside raw_input_contents, got both"),
+        (give_one_raw_and_one_typed, "input 'a': expected no contents beside raw_input_contents, got both"),
         (add_empty_contents_beside_raw, "input 'b': expected no contents beside raw_input_contents, got both"),
     ],
 )
