@@ -8,6 +8,7 @@ A call that is refused isn't read: its caller's message may be as large as it li
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import inspect
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -169,8 +170,8 @@ class _Uncounted:
 
 
 class _Calls:
-    """Calls with one request. Looked at when they arrive, so that a surplus isn't read, and again when they were read:
-    those in between don't count, as gRPC doesn't tell of calls that end before they were."""
+    """Calls with one request, until their answers have been sent. Looked at when they arrive, so that a surplus isn't
+    read, and again when they were read: those in between don't count, as gRPC doesn't tell of calls that end before."""
 
     def __init__(self, admission: Admission, handler: Any) -> None:
         self._admission = admission
@@ -195,10 +196,14 @@ class _Calls:
             admission.refused[Refused.RPCS] += 1
             await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, self._text)
         admission.rpcs += 1
-        try:
-            return await self._behaviour(request, context)
-        finally:
-            admission.rpcs -= 1
+        # Not at the return: in this task gRPC then sends the answer, and keeps it for as long as its caller takes none.
+        task = asyncio.current_task()
+        assert task is not None
+        task.add_done_callback(self._left)
+        return await self._behaviour(request, context)
+
+    def _left(self, task: asyncio.Task[Any]) -> None:
+        self._admission.rpcs -= 1
 
     @property
     def _text(self) -> str:
