@@ -23,6 +23,8 @@ _FRESH_TIMES = 10
 _MARGIN = 2
 """Mean deviations that an execution may take longer before it counts as unexpected."""
 _MAX_KEYS = 1024
+_MAX_SIZES = 16_384
+"""Of all keys together: callers choose both, and each takes 200 bytes."""
 _FEW = 8
 """Measurements of a size of which each may change estimates by much; of later ones every so manyth is looked at."""
 
@@ -103,7 +105,8 @@ class _Curve:
 
 class LatencyModel:
     """Execution times by shape key and rows, up to `max_rows`. Everything is O(1); the keys first seen longest ago are
-    forgotten.
+    forgotten. Of keys their hashes alone are kept: they may be large, as callers like, and outlive their requests. Two
+    of the same hash would be taken for one, and estimates are no worse for that.
 
     `longest_ns` is about as long as anything was or is expected to take, for a cheap look before an exact one. It is
     never less than what was measured.
@@ -111,19 +114,21 @@ class LatencyModel:
 
     def __init__(self, max_rows: int) -> None:
         self._max_rows = max_rows
-        self._curves: OrderedDict[Hashable, _Curve] = OrderedDict()
+        self._curves: OrderedDict[int, _Curve] = OrderedDict()
+        self._sizes = 0
         self.longest_ns = 0
 
     def observe(self, key: Hashable, rows: int, duration_ns: int, now_ns: int) -> None:
         """Learn that a batch of `rows` rows took `duration_ns`."""
-        curve = self._curves.get(key)
+        hashed = hash(key)
+        curve = self._curves.get(hashed)
         if curve is None:
-            curve = self._curves[key] = _Curve()
-            if len(self._curves) > _MAX_KEYS:
-                self._curves.popitem(last=False)
+            curve = self._curves[hashed] = _Curve()
         size = curve.sizes.get(rows)
         if size is None:
             size = curve.sizes[rows] = _Size(duration_ns, now_ns)
+            self._sizes += 1
+            self._forget_some()
         else:
             size.observe(duration_ns, now_ns)
             curve.count += 1
@@ -138,20 +143,26 @@ class LatencyModel:
 
     def expected_ns(self, key: Hashable, rows: int) -> int:
         """What a batch of `rows` rows is expected to take; 0 as long as nothing is known about the key."""
-        curve = self._curves.get(key)
+        curve = self._curves.get(hash(key))
         return curve.expected_ns(rows) if curve is not None else 0
 
     def proven_ns(self, key: Hashable, rows: int, now_ns: int) -> int:
         """The same where it is well enough known to refuse a request for it; else 0."""
-        curve = self._curves.get(key)
+        curve = self._curves.get(hash(key))
         return curve.proven_ns(rows, now_ns) if curve is not None else 0
 
     def margin_ns(self, key: Hashable, rows: int) -> int:
         """How much longer than expected it may well take; 0 as long as nothing is known about the size."""
-        curve = self._curves.get(key)
+        curve = self._curves.get(hash(key))
         return curve.margin_ns(rows) if curve is not None else 0
 
     def base_ns(self, key: Hashable) -> int:
         """What a batch costs whatever its rows, by the smallest and the largest size seen; 0 with fewer than two."""
-        curve = self._curves.get(key)
+        curve = self._curves.get(hash(key))
         return curve.base_ns() if curve is not None else 0
+
+    def _forget_some(self) -> None:
+        """Those first seen, until there aren't too many; one is left however many sizes it has."""
+        while len(self._curves) > _MAX_KEYS or (self._sizes > _MAX_SIZES and len(self._curves) > 1):
+            _, curve = self._curves.popitem(last=False)
+            self._sizes -= len(curve.sizes)

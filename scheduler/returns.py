@@ -29,14 +29,15 @@ class _Key:
 
 
 class Returns:
-    """Shares of a batch's rows that arrive soon after its answers."""
+    """Shares of a batch's rows that arrive soon after its answers. Of shape keys their hashes are kept, as in
+    `LatencyModel`."""
 
     def __init__(self) -> None:
-        self._keys: OrderedDict[Hashable, _Key] = OrderedDict()
+        self._keys: OrderedDict[int, _Key] = OrderedDict()
 
     def arrived(self, key: Hashable, rows: int, now_ns: int) -> None:
         """Note an arrival."""
-        known = self._keys.get(key)
+        known = self._keys.get(hash(key))
         if known is None or 4 * (now_ns - known.answered_ns) > known.base_ns:
             return
         for place, part in enumerate(_PARTS):
@@ -45,9 +46,9 @@ class Returns:
 
     def answered(self, key: Hashable, rows: int, base_ns: int, now_ns: int) -> None:
         """Note answers; `base_ns` is what a batch costs without its rows."""
-        known = self._keys.get(key)
+        known = self._keys.get(hash(key))
         if known is None:
-            known = self._keys[key] = _Key()
+            known = self._keys[hash(key)] = _Key()
             if len(self._keys) > _MAX_KEYS:
                 self._keys.popitem(last=False)
         elif known.answered_rows:
@@ -59,7 +60,7 @@ class Returns:
 
     def hold_until_ns(self, key: Hashable, waiting_rows: int, now_ns: int) -> int:
         """Until when an idle instance should wait for company; not after `now_ns`: not at all."""
-        known = self._keys.get(key)
+        known = self._keys.get(hash(key))
         if known is None or 4 * (now_ns - known.answered_ns) >= known.base_ns:
             return 0
         best, until_ns = 0.0, 0

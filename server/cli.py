@@ -82,6 +82,7 @@ _AMOUNT = _Amount(0, 1_000_000)
     "Most MiB of tensors on their way to a frontend, and from it.",
     type=click.IntRange(1, 1_048_576),
 )
+@flag("frontend-timeout-secs", 30, "Longest silence of a frontend; 0: any.", type=click.IntRange(0))
 @flag("allow-metrics", True, "Whether to serve metrics.", type=bool)
 @flag("allow-gpu-metrics", True, "Whether these have the GPUs that models may use.", type=bool)
 @flag("metrics-address", None, "Address to listen on for metrics; by default that of gRPC.")
@@ -153,6 +154,7 @@ def serve(
     grpc_infer_response_compression_level: str,
     frontends: int,
     frontend_memory_mb: int,
+    frontend_timeout_secs: int,
     allow_metrics: bool,
     allow_gpu_metrics: bool,
     metrics_address: str | None,
@@ -215,6 +217,7 @@ def serve(
         grpc_infer_response_compression_level=grpc_infer_response_compression_level,
         frontends=frontends,
         frontend_memory_mb=frontend_memory_mb,
+        frontend_timeout_secs=frontend_timeout_secs,
         metrics_address=metrics_address,
         metrics_port=metrics_port if allow_metrics else None,
         allow_gpu_metrics=allow_gpu_metrics,

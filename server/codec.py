@@ -30,7 +30,7 @@ from server.parameters import NO_PARAMETERS, RequestParameters, parse_parameters
 from server.region_tensors import REGION, Input, RegionTensor, Span
 from server.regions import Regions
 from server.shortcuts import AnswerPlan, InputPlan, RegionInputPlan, RequestPlan, WireResponse
-from server.wire_request import AnyRequest, WireRequest
+from server.wire_request import AnyRequest, Heads, WireRequest
 
 __all__ = ["AnyResponse", "DecodedRequest", "ModelCodec", "tensor_bytes"]
 
@@ -90,7 +90,7 @@ class ModelCodec:
         self._input_types: list[Datatype] = [by_name(tensor.datatype) for tensor in spec.inputs]
         self._output_types: list[Datatype] = [by_name(tensor.datatype) for tensor in spec.outputs]
         self._all_outputs = tuple(range(len(spec.outputs)))
-        self._plans: dict[bytes, RequestPlan] = {}
+        self._plans = Heads[RequestPlan]()
         self._answer_plans: dict[Hashable, AnswerPlan] = {}
         # How many axes of each input come before its dims.
         self._lead = [0 if tensor.shape_tensor or not max_batch_rows else 1 for tensor in spec.inputs]
@@ -208,9 +208,7 @@ class ModelCodec:
             size_bytes = element_count(shape) * datatype.item_bytes
             plain = size_bytes > 0 and datatype.name != "BOOL"
             inputs.append(InputPlan(index, datatype, shape, size_bytes if plain else -1))
-        if len(self._plans) >= _MOST_PLANS:
-            self._plans.clear()
-        self._plans[head] = RequestPlan(
+        plan = RequestPlan(
             tuple(inputs),
             tuple(region_inputs),
             tuple((index, span.place) for index, span in decoded.targets.items()),
@@ -220,6 +218,7 @@ class ModelCodec:
             decoded.outputs,
             decoded.parameters,
         )
+        self._plans.remember(head, plan)
 
     def _plan_answer(
         self, layout: Hashable, wanted: Sequence[int], results: Tensors, targets: Mapping[int, Span]

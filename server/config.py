@@ -39,7 +39,8 @@ class Settings:
     `drain_grace_secs`: how long requests are taken at the end, while the server isn't ready any more.
     `execution_timeout_secs`: how long a batch may execute before its instance is given up, 0: for ever.
     `frontends` are the processes that speak gRPC, 1 being the one with the models; `frontend_memory_mb` MiB of tensors
-    may be on their way to each of them, and as many from it. `load_models` are those to load at the start in mode
+    may be on their way to each of them, and as many from it, and one that says nothing for `frontend_timeout_secs` is
+    replaced (0: none is). `load_models` are those to load at the start in mode
     EXPLICIT; "*" alone stands for all. With `upstream` there are no `paths`: that server's models are served. Names
     follow Triton's flags."""
 
@@ -51,6 +52,7 @@ class Settings:
     grpc_infer_response_compression_level: str = "none"
     frontends: int = 1
     frontend_memory_mb: int = 1024
+    frontend_timeout_secs: int = 30
     metrics_address: str | None = None
     metrics_port: int | None = 8002
     allow_gpu_metrics: bool = True

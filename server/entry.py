@@ -88,8 +88,12 @@ class Entry(Generic[V]):
     @property
     def forgettable(self) -> bool:
         """Whether nothing is lost by not knowing the name any more."""
-        idle = not (self.operations or self.serving or self.leaving or self.failure)
-        return idle and not self.on_disk
+        return self.stranger and not self.failure
+
+    @property
+    def stranger(self) -> bool:
+        """Whether nothing but a load or an unload, which is over, has ever had to do with the name."""
+        return not (self.operations or self.serving or self.leaving or self.on_disk)
 
     def begin_load(self) -> None:
         self.loading = []

@@ -8,9 +8,9 @@ A call that is refused isn't read: its caller's message may be as large as it li
 
 from __future__ import annotations
 
+import asyncio
 import hmac
-import inspect
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, NamedTuple, Protocol
@@ -169,40 +169,26 @@ class _Uncounted:
 
 
 class _Calls:
-    """Calls with one request. Looked at when they arrive, so that a surplus isn't read, and again when they were read:
-    those in between don't count, as gRPC doesn't tell of calls that end before they were."""
+    """Calls with one request."""
 
     def __init__(self, admission: Admission, handler: Any) -> None:
         self._admission = admission
-        self._behaviour = handler.unary_unary
-        self._handler = grpc.unary_unary_rpc_method_handler(
-            self._call, handler.request_deserializer, handler.response_serializer
-        )
-        self._too_many = _refusing(grpc.StatusCode.RESOURCE_EXHAUSTED, self._text)
+        self._handler = handler
+        text = f"the server has {admission.max_rpcs} calls under way, which is the limit"
+        self._too_many = _refusing(grpc.StatusCode.RESOURCE_EXHAUSTED, text)
 
     # hot path
     def pick(self) -> Any:
         admission = self._admission
-        if admission.rpcs < admission.max_rpcs:
-            return self._handler
-        admission.refused[Refused.RPCS] += 1
-        return self._too_many
-
-    # hot path
-    async def _call(self, request: Any, context: Any) -> Any:
-        admission = self._admission
         if admission.rpcs >= admission.max_rpcs:
             admission.refused[Refused.RPCS] += 1
-            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, self._text)
+            return self._too_many
+        _at_the_end_of_the_call(self._left)
         admission.rpcs += 1
-        try:
-            return await self._behaviour(request, context)
-        finally:
-            admission.rpcs -= 1
+        return self._handler
 
-    @property
-    def _text(self) -> str:
-        return f"the server has {self._admission.max_rpcs} calls under way, which is the limit"
+    def _left(self, task: asyncio.Task[Any]) -> None:
+        self._admission.rpcs -= 1
 
 
 class _Streams:
@@ -212,51 +198,32 @@ class _Streams:
         self._admission = admission
         self._path = path
         admission.streams[path] = 0
-        if handler.request_streaming:
-            self._behaviour = handler.stream_stream
-            make = grpc.stream_stream_rpc_method_handler
-        else:
-            self._behaviour = handler.unary_stream
-            make = grpc.unary_stream_rpc_method_handler
-        call = self._yielding if inspect.isasyncgenfunction(self._behaviour) else self._writing
-        self._handler = make(call, handler.request_deserializer, handler.response_serializer)
-        self._too_many = _refusing(grpc.StatusCode.RESOURCE_EXHAUSTED, self._text)
+        self._handler = handler
+        name = path.rpartition("/")[2]
+        text = f"the server has {admission.max_streams} streams of {name} open, which is the limit"
+        self._too_many = _refusing(grpc.StatusCode.RESOURCE_EXHAUSTED, text)
 
     def pick(self) -> Any:
         admission = self._admission
-        if admission.streams[self._path] < admission.max_streams:
-            return self._handler
-        admission.refused[Refused.STREAMS] += 1
-        return self._too_many
-
-    async def _writing(self, requests: Any, context: Any) -> None:
-        """For a behaviour that writes its answers."""
-        await self._enter(context)
-        try:
-            await self._behaviour(requests, context)
-        finally:
-            self._admission.streams[self._path] -= 1
-
-    async def _yielding(self, requests: Any, context: Any) -> AsyncIterator[Any]:
-        """For one that yields them."""
-        await self._enter(context)
-        try:
-            async for answer in self._behaviour(requests, context):
-                yield answer
-        finally:
-            self._admission.streams[self._path] -= 1
-
-    async def _enter(self, context: Any) -> None:
-        admission = self._admission
         if admission.streams[self._path] >= admission.max_streams:
             admission.refused[Refused.STREAMS] += 1
-            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, self._text)
+            return self._too_many
+        _at_the_end_of_the_call(self._left)
         admission.streams[self._path] += 1
+        return self._handler
 
-    @property
-    def _text(self) -> str:
-        name = self._path.rpartition("/")[2]
-        return f"the server has {self._admission.max_streams} streams of {name} open, which is the limit"
+    def _left(self, task: asyncio.Task[Any]) -> None:
+        self._admission.streams[self._path] -= 1
+
+
+# hot path
+def _at_the_end_of_the_call(do: Callable[[asyncio.Task[Any]], None]) -> None:
+    """gRPC handles each call in a task of its own, which this is: it picks the handler, reads the request, and ends
+    once the answer has been sent or nobody wants it any more. Handlers see less of that, and callers may be slow to
+    send a request and to take an answer, which have to be kept meanwhile."""
+    task = asyncio.current_task()
+    assert task is not None
+    task.add_done_callback(do)
 
 
 def _refusing(code: grpc.StatusCode, text: str) -> Any:

@@ -57,7 +57,9 @@ class Storms:
         """Whether to write `record` now; if not, it is counted."""
         if record.levelno < logging.WARNING:
             return True
-        kind = (record.name, record.levelno, str(record.msg))
+        # Whoever puts a text together himself, as asyncio does with names of tasks in it, is told by his place.
+        template = str(record.msg) if record.args else f"{record.pathname}:{record.lineno}"
+        kind = (record.name, record.levelno, template)
         text, error = record.getMessage(), record.exc_info and record.exc_info[0]
         name = error.__name__ if error else ""
         with self._lock:

@@ -24,6 +24,10 @@ from server.wire_request import AnyRequest, message_of
 __all__ = ["OpenCodec"]
 
 _MOST_LAYOUTS = 100
+_LARGEST_LAYOUT_BYTES = 16_384
+"""Of one that is remembered; callers choose names and how many tensors there are."""
+_TENSOR_BYTES = 256
+"""What a tensor's place in a layout takes, besides its name."""
 
 
 class OpenCodec:
@@ -81,10 +85,12 @@ class OpenCodec:
         # Of outputs no more is known than the names that are asked for.
         outputs = tuple(TensorSpec(one.name, "BYTES", ()) for one in message.outputs)
         spec = ModelSpec(inputs, outputs, batched=batched)
-        if len(self._codecs) >= _MOST_LAYOUTS:
-            self._codecs.clear()
         codec = ModelCodec(self._model, self._version, spec, self._max_batch_rows if batched else 0)
-        self._codecs[layout] = spec, codec
+        size_bytes = sum(_TENSOR_BYTES + len(one.name) for one in (*inputs, *outputs))
+        if size_bytes <= _LARGEST_LAYOUT_BYTES:
+            if len(self._codecs) >= _MOST_LAYOUTS:
+                self._codecs.clear()
+            self._codecs[layout] = spec, codec
         return spec, codec
 
 

@@ -257,7 +257,14 @@ class Repository:
             entry.operations -= 1
             if entry.state is None and entry.forgettable:
                 del self._entries[name]
+            self._forget_strangers()
             self.on_change()
+
+    def _forget_strangers(self) -> None:
+        """Who may load chooses names; those of loads that failed are known for as long as there aren't many more."""
+        strangers = [name for name, entry in self._entries.items() if entry.stranger]
+        for name in strangers[: -self._max_models] if self._max_models else []:
+            del self._entries[name]
 
     async def _load(self, entry: Entry[ServedModel], bring: Callable[[], Awaitable[Sequence[LoadedVersion]]]) -> None:
         entry.begin_load()

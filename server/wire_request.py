@@ -10,18 +10,24 @@ Lives here: telling which requests are alike. Must not: know models.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import TypeVar
 
 from google.protobuf.message import DecodeError
 
 from protos.inference_pb2 import InferParameter, ModelInferRequest
 from protos.wire import RequestFields, scan_request
 
-__all__ = ["AnyRequest", "RequestReader", "WireRequest", "message_of"]
+__all__ = ["AnyRequest", "Heads", "RequestReader", "WireRequest", "message_of"]
 
 _MOST_HEADS = 1_000
 _LONGEST_HEAD = 4_096
+_MOST_HEAD_BYTES = 2**20
+"""What is known of a head may take a hundred times its bytes, and callers choose heads."""
 
 _Known = tuple[str, str, Mapping[str, InferParameter], bool]
+_NO_PARAMETERS = ModelInferRequest().parameters
+
+T = TypeVar("T")
 
 
 class WireRequest:
@@ -50,11 +56,27 @@ def message_of(request: AnyRequest) -> ModelInferRequest:
     return request.message() if isinstance(request, WireRequest) else request
 
 
+class Heads(dict[bytes, T]):
+    """What is known by heads of requests; all of it is forgotten when that has become many, or many bytes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._size_bytes = 0
+
+    def remember(self, head: bytes, known: T) -> None:
+        """`known` is what `get` gives for `head` from now on, for a while."""
+        if len(self) >= _MOST_HEADS or self._size_bytes + len(head) > _MOST_HEAD_BYTES:
+            self.clear()
+            self._size_bytes = 0
+        self._size_bytes += len(head)
+        self[head] = known
+
+
 class RequestReader:
     """Reads requests, remembering heads; as many as fit into a few MiB."""
 
     def __init__(self) -> None:
-        self._known: dict[bytes, _Known] = {}
+        self._known = Heads[_Known]()
 
     # hot path: see bench/
     def __call__(self, data: bytes) -> AnyRequest | DecodeError:
@@ -79,13 +101,13 @@ class RequestReader:
     def _parse_first(self, data: bytes, fields: RequestFields) -> ModelInferRequest | DecodeError:
         request = self._parse(data)
         if isinstance(request, ModelInferRequest) and _comes_again(request, fields):
-            if len(self._known) >= _MOST_HEADS:
-                self._known.clear()
-            # Of a message of its own: parts of the request's would keep all of it, tensors included.
-            like = ModelInferRequest.FromString(fields.head)
-            named = [one.parameters for one in like.inputs] + [one.parameters for one in like.outputs]
-            plain = not (like.parameters or any(named))
-            self._known[fields.head] = (like.model_name, like.model_version, like.parameters, plain)
+            # Parts of a message keep all of it, names and tensors included: parameters are copied to one of their own.
+            parameters = _NO_PARAMETERS
+            if request.parameters:
+                parameters = ModelInferRequest(parameters=request.parameters).parameters
+            named = [one.parameters for one in request.inputs] + [one.parameters for one in request.outputs]
+            plain = not (parameters or any(named))
+            self._known.remember(fields.head, (request.model_name, request.model_version, parameters, plain))
         return request
 
 

@@ -70,6 +70,8 @@ class Desk:
         self._results: deque[tuple[int, list[Array], tuple[int, ...] | None]] = deque()
         self._quiet = asyncio.Event()
         self.usage = Usage()
+        self.times_told = 0
+        """How often the front has told its usage: it does so as long as its event loop runs."""
 
     @property
     def requests(self) -> int:
@@ -136,6 +138,7 @@ class Desk:
             self._refused(*fields)
         elif kind == protocol.USAGE:
             self.usage = Usage(*fields)
+            self.times_told += 1
         elif kind == protocol.LISTENS:
             self._on_listens(*fields)
 

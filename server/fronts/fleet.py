@@ -44,6 +44,8 @@ _WAY_OUT_S = 0.2
 """At least, for answers that the engine has given to be with their callers."""
 _LAST_WORDS_S = 2.0
 """A front that hasn't ended so long after its grace is killed."""
+_LOOK_EVERY_S = 1.0
+"""Looks whether each front still says something."""
 
 
 class Fleet:
@@ -179,6 +181,11 @@ class Fleet:
     def memory_bytes(self) -> int:
         return self._settings.frontend_memory_mb * 2**20
 
+    @property
+    def timeout_s(self) -> int:
+        """How long a front may say nothing; 0: for ever."""
+        return self._settings.frontend_timeout_secs
+
     def _hold_port(self, port: int) -> None:
         """Keep the port for the fronts: who doesn't listen gets no connections, but others can't have it."""
         address = self._settings.grpc_address
@@ -260,6 +267,7 @@ class _Front:
         """One process, from its start to its end; its exit status."""
         link, remote = Link.pair(self._fleet.memory_bytes)
         gone = asyncio.Event()
+        watching: asyncio.Task[None] | None = None
         try:
             try:
                 self._process = await asyncio.create_subprocess_exec(
@@ -274,12 +282,15 @@ class _Front:
             self.desk = self._fleet.desk(link, self._on_listens, gone.set)
             self.desk.start()
             self._fleet.greet(self.desk)
+            watching = asyncio.get_running_loop().create_task(self._watch(self._process, self.desk))
             # What it said before it went is in the link still.
             status = await self._process.wait()
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(gone.wait(), 1)
             return status
         finally:
+            if watching is not None:
+                watching.cancel()
             desk, self.desk = self.desk, None
             if desk is not None:
                 self._fleet.keep_refused(desk)
@@ -288,6 +299,19 @@ class _Front:
                 link.close()
             if self._process is not None and self._process.returncode is None:
                 self._process.kill()
+
+    async def _watch(self, process: asyncio.subprocess.Process, desk: Desk) -> None:
+        """Kill it when it has begun and then says nothing any more: connections that go to it would hang. Looks are
+        counted and not time, of which much passes at once where all processes were frozen together."""
+        most, silent, told = self._fleet.timeout_s, 0, desk.times_told
+        while most:
+            await asyncio.sleep(_LOOK_EVERY_S)
+            silent = silent + 1 if desk.times_told == told and told else 0
+            told = desk.times_told
+            if silent >= most:
+                _log.error("front %d has said nothing for %d s and is killed", self._number, most)
+                process.kill()
+                return
 
     def _on_listens(self, port: int, problem: str) -> None:
         if port:

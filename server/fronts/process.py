@@ -152,12 +152,9 @@ class _Front:
             self._link.send((protocol.LISTENS, 0, str(error)))
 
     async def _tell_usage(self) -> None:
-        """Now and then, for whoever reads metrics."""
-        told = None
+        """Now and then, for whoever reads metrics, and so that the engine hears of this process."""
         while True:
-            if (usage := self._listener.usage) != told:
-                told = usage
-                self._link.send((protocol.USAGE, *usage))
+            self._link.send((protocol.USAGE, *self._listener.usage))
             await asyncio.sleep(_TELL_EVERY_S)
 
     def _set_state(self, serving: bool, ready: bool, stops: bool, live: bool) -> None:

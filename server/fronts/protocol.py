@@ -13,7 +13,7 @@ import grpc
 from backends.errors import UpstreamFailed, UpstreamRefused
 from backends.transport.link import FIRST_KIND
 from scheduler.errors import ExecutionFailed
-from server.errors import STATUS_OF, InternalError
+from server.errors import STATUS_OF, InternalError, status_of
 
 __all__ = [
     "ABORTED",
@@ -76,17 +76,21 @@ def status_of_number(number: int) -> grpc.StatusCode:
 
 def words_of(error: BaseException) -> tuple[str, str, str]:
     """What to send of an error: the name of its class, or of the base that the table of statuses has, its text, and the
-    status that another server gave it, or ""."""
+    status that comes of what caused it, or ""."""
     for kind in type(error).__mro__:
         if kind in STATUS_OF:
-            return kind.__name__, str(error), _status_elsewhere(error)
+            return kind.__name__, str(error), _status_by_cause(error)
     _log.error("a request failed on something unforeseen", exc_info=error)
     return InternalError.__name__, f"internal error: {type(error).__name__}: {error}", ""
 
 
-def _status_elsewhere(error: BaseException) -> str:
+def _status_by_cause(error: BaseException) -> str:
+    """That of another server, or of an execution that failed for a reason of its own, such as memory."""
     cause = error.__cause__ if isinstance(error, ExecutionFailed) else error
-    return cause.status if isinstance(cause, (UpstreamFailed, UpstreamRefused)) else ""
+    if isinstance(cause, (UpstreamFailed, UpstreamRefused)):
+        return cause.status
+    code = status_of(error) if isinstance(error, ExecutionFailed) else None
+    return "" if code in (None, STATUS_OF[ExecutionFailed]) else code.name
 
 
 def error_of(name: str, text: str, status: str) -> BaseException:

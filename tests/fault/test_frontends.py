@@ -118,6 +118,25 @@ async def test_channel_of_a_front_that_died_is_served_again(server: ServerProces
                 assert code in (OK, UNAVAILABLE)
 
 
+async def test_front_that_hangs_is_killed_and_replaced(tmp_path: Path) -> None:
+    write_identity(tmp_path)
+    with ServerProcess(tmp_path, args=(*TWO, "--frontend-timeout-secs", "2")) as server:
+        async with channel_each(server.target, server.pid) as channels:
+            (hung, to_hung), (other, to_other) = channels.items()
+            os.kill(hung, signal.SIGSTOP)
+            call = send(to_hung)
+            await eventually_async(lambda: restarts(server) == 1, "the front taken for hung")
+            assert not is_alive(hung)
+            assert await call.code() is UNAVAILABLE
+            assert await send(to_other).code() is OK
+            await eventually_async(lambda: server.metrics()["paceline_frontends"] == 2, "its place taken")
+            assert other in fronts_of(server.pid)
+        assert any("has said nothing for 2 s" in record["message"] for record in server.log)
+        async with channel_each(server.target, server.pid) as channels:
+            assert [await send(channel).code() for channel in channels.values()] == [OK, OK]
+        assert restarts(server) == 1
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 async def test_front_does_not_mind_signals_that_are_for_the_server(server: ServerProcess, number: int) -> None:
     for front in fronts_of(server.pid):

@@ -7,10 +7,14 @@ import sys
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
+import grpc
+import pytest
+
 from clients import InferenceClient
 from tests.certificates import Authority
+from tests.fault.traffic import connected, quiet, request
 from tests.harness import ServerProcess, write_identity
-from tests.integration.http2 import begun_calls
+from tests.integration.http2 import begun_calls, calls_unread
 from tests.polling import eventually
 
 PREFACE = begun_calls(0)
@@ -112,3 +116,27 @@ def test_calls_begun_on_a_connection_beyond_its_limit_are_reset(tmp_path: Path) 
             assert more
             received += more
         assert client.server_live()
+
+
+@pytest.mark.parametrize("frontends", [1, 2])
+@pytest.mark.parametrize(
+    "calls", [calls_unread(20, request().SerializeToString()), begun_calls(20)], ids=["unread", "unsent"]
+)
+def test_calls_whose_callers_send_no_request_or_take_no_answer_count_until_they_go(
+    tmp_path: Path, frontends: int, calls: bytes
+) -> None:
+    """One connection meets one process, which has its share of the limit."""
+    write_identity(tmp_path)
+    args, allowed = ["--grpc-max-concurrent-rpcs=8", f"--frontends={frontends}"], 8 // frontends
+    used, refused = 'paceline_limit_used{limit="rpcs"}', 'paceline_refused_rpcs{reason="rpcs"}'
+    with ServerProcess(tmp_path, args=args) as server:
+        with socket.create_connection(("127.0.0.1", server.grpc_port), timeout=20) as connection:
+            connection.sendall(calls)
+            eventually(lambda: server.metrics()[refused] == 20 - allowed, "the surplus refused")
+            assert server.metrics()[used] == allowed
+            with InferenceClient(server.target) as prober:
+                assert prober.server_live()
+        eventually(lambda: server.metrics()[used] == 0, "nothing left of it")
+        with connected(server) as client:
+            assert client.code(request()) is grpc.StatusCode.OK
+        assert quiet(server)

@@ -64,11 +64,15 @@ def test_descriptors_used_up_refuse_new_connections_and_loads_and_serve_those_th
         assert server.wait(20) == 0
 
 
-def test_log_on_a_full_disk_loses_lines_and_nothing_else(tmp_path: Path) -> None:
+@pytest.mark.usefixtures("frontends")
+@pytest.mark.parametrize("form", ["text", "json"])
+def test_log_on_a_full_disk_loses_lines_and_nothing_else(tmp_path: Path, form: str) -> None:
+    """Debugging has a line for each request."""
     write_identity(tmp_path)
     port = free_port()
     command = [sys.executable, "-m", "server", "serve", str(tmp_path), "--grpc-address", "127.0.0.1"]
     command += ["--grpc-port", str(port), "--allow-metrics", "false", "--log-level", "debug"]
+    command += ["--log-format", form]
     # As it is for users: without buffers of its own Python would have nothing left to write at the end.
     env = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     with (
@@ -88,6 +92,7 @@ def test_log_on_a_full_disk_loses_lines_and_nothing_else(tmp_path: Path) -> None
             server.kill()
 
 
+@pytest.mark.usefixtures("frontends")
 def test_traces_on_a_full_disk_are_lost_with_one_line_and_requests_are_not(tmp_path: Path) -> None:
     write_identity(tmp_path / "repository")
     (tmp_path / "traces").symlink_to("/dev/full")

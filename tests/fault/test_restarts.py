@@ -154,6 +154,7 @@ def traffic(server: ServerProcess, clients: int = 4) -> Iterator[Counter[grpc.St
             thread.join()
 
 
+@pytest.mark.usefixtures("frontends")
 def test_reloads_under_load_lose_and_refuse_no_request(tmp_path: Path) -> None:
     write_identity(tmp_path)
     with (

@@ -27,6 +27,7 @@ from tests.fuzz.judging import Finding, Target, refused
 __all__ = ["targets"]
 
 _MANY = 64
+_MOST_INSTANCES = 1024
 _NOT_TO_BE_HAD = 2**47
 """So many elements no machine has memory for."""
 
@@ -83,7 +84,8 @@ def _load(parent: Path, loop: asyncio.AbstractEventLoop) -> Callable[[bytes], No
 def _serve(folder: ModelFolder, override: config_pb.ModelConfig | None, loop: asyncio.AbstractEventLoop) -> None:
     """Load, start, show and stop it, and load it again as it says of itself that it is served.
 
-    How much to warm up and how large the tensors are is the author's to say, and nothing to hold against the loader.
+    How much to warm up, how large the tensors are and, up to the most there may be, how many threads instances have is
+    the author's to say, and nothing to hold against the loader.
     """
     try:
         config = override or (parse_config(folder.config) if folder.config else config_pb.ModelConfig())
@@ -110,6 +112,8 @@ def _asks_for_much(config: config_pb.ModelConfig) -> bool:
         if sample.count * max(1, sample.batch_size) > _MANY:
             return True
         sizes += [tuple(one.dims) for one in sample.inputs.values()]
+    if _MANY < sum(max(1, one.count) * max(1, len(one.gpus)) for one in config.instance_group) <= _MOST_INSTANCES:
+        return True
     delays = ("execute_delay_ms", "paceline.execute_delay_per_row_us")
     if any(config.parameters[key].string_value not in ("", "0") for key in delays if key in config.parameters):
         return True

@@ -9,10 +9,11 @@ import asyncio
 from collections.abc import Mapping
 from types import MappingProxyType
 
-__all__ = ["begun_calls", "call_by_hand", "call_frames", "frames_until_the_end"]
+__all__ = ["begun_calls", "call_by_hand", "call_frames", "calls_unread", "frames_until_the_end"]
 
 _DATA, _HEADERS, _SETTINGS, _PING = 0, 1, 4, 6
 _END_STREAM, _END_HEADERS = 1, 4
+_INITIAL_WINDOW_SIZE = 4
 
 
 def call_frames(data: bytes, headers: Mapping[str, str] = MappingProxyType({}), *, compressed: bool = False) -> bytes:
@@ -25,6 +26,16 @@ def begun_calls(number: int) -> bytes:
     """What a client sends to begin so many calls of ModelInfer, and nothing of their messages."""
     acknowledged = _frame(_SETTINGS, 1, 0, b"")
     return _PREFACE + acknowledged + b"".join(_headers(1 + 2 * one, {}) for one in range(number))
+
+
+def calls_unread(number: int, data: bytes) -> bytes:
+    """What a client sends to call ModelInfer so many times with `data`, whose answers' messages it takes nothing of: it
+    has no window for them."""
+    message = b"\x00" + len(data).to_bytes(4, "big") + data
+    window = _frame(_SETTINGS, 0, 0, _INITIAL_WINDOW_SIZE.to_bytes(2, "big") + bytes(4))
+    streams = range(1, 2 * number, 2)
+    calls = (_headers(one, {}) + _frame(_DATA, _END_STREAM, one, message) for one in streams)
+    return _PREFACE + window + _frame(_SETTINGS, 1, 0, b"") + b"".join(calls)
 
 
 async def call_by_hand(port: int, data: bytes, headers: Mapping[str, str], *, compressed: bool = False) -> bytes:

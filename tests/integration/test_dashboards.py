@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from backends.errors import ExecutionError
+from server.config import Settings
 from tests.harness import REPO
 from tests.integration.serving import echo_model, failure_of, serving
 from tests.wire import infer, rows_of_floats
@@ -33,9 +34,10 @@ Series = dict[str, dict[str, set[str]]]
 
 @pytest.fixture
 async def exported(tmp_path: Path) -> Series:
-    """By metric, its labels and their values, once there was some of everything."""
+    """By metric, its labels and their values, once there was some of everything, of a server that has all there are."""
     model = echo_model()
-    async with serving(tmp_path, {"m": model}) as served:
+    settings = Settings(paths=(tmp_path,), frontends=2)
+    async with serving(tmp_path, {"m": model}, settings=settings) as served:
         await served.infer(infer("m", {"a": rows_of_floats(3)}))
         model.faults.raise_next(ExecutionError("no"))
         await failure_of(served.infer(infer("m", {"a": rows_of_floats(1)})))

@@ -16,7 +16,7 @@ from protos import inference_pb2 as pb
 from server.config import Settings
 from server.limits import Connections, Limits
 from tests.harness import REPO
-from tests.integration.controlling import explicit, load, unload
+from tests.integration.controlling import explicit, index, load, unload
 from tests.integration.http2 import frames_until_the_end
 from tests.integration.scripted import Script, mark_of, request
 from tests.integration.serving import Served, echo_model, failure_of, serving
@@ -221,6 +221,21 @@ async def test_models_beyond_the_limit_are_refused_until_another_goes(tmp_path: 
         assert (await failure_of(load(served, "m")))[0] is Code.RESOURCE_EXHAUSTED
         assert await used(served, "models") == 1
         assert await served.metric("paceline_limit_refusals", 'limit="models"') == 2
+
+
+async def test_names_of_loads_that_failed_are_known_until_there_are_many_more(tmp_path: Path) -> None:
+    settings = explicit(tmp_path, load=("m",), limits=Limits(models=3))
+    async with serving(tmp_path, {"m": echo_model()}, settings=settings) as served:
+        await load(served, "m")
+        for number in range(10):
+            name = f"n{number}"
+            assert (await failure_of(load(served, name, config="{}", **{"file:notes": b"no version"})))[0] in (
+                Code.INVALID_ARGUMENT,
+                Code.NOT_FOUND,
+            )
+            await unload(served, f"u{number}")
+        assert [line[0] for line in await index(served)] == ["m", "n7", "n8", "n9"]
+        await served.infer(one("m"))
 
 
 async def test_models_beyond_the_limit_at_the_start_are_missing_and_the_others_serve(tmp_path: Path) -> None:

@@ -16,6 +16,8 @@ from tests.integration.scripted import own
 from tests.integration.serving import echo_model, failure_of, serving
 from tests.wire import infer, rows_of_floats
 
+pytestmark = pytest.mark.usefixtures("frontends")
+
 DELAY = "dynamic_batching { max_queue_delay_microseconds: 60000000 }"
 MERGE = f"max_batch_size: 16 {DELAY} "
 SHORT = OutOfMemory("onnx runtime error 1: Failed to allocate memory for requested buffer of size 9")
@@ -31,7 +33,7 @@ def hungry(fits: int) -> MemoryModel:
 
 @pytest.mark.parametrize("error", [SHORT, MemoryError("no room")], ids=["device", "host"])
 async def test_batch_that_does_not_fit_runs_again_in_smaller_ones_and_all_are_answered(
-    tmp_path: Path, error: Exception, frontends: int
+    tmp_path: Path, error: Exception
 ) -> None:
     model = echo_model()
     model.faults.raise_when(lambda inputs: len(inputs[0]) > 5, error)

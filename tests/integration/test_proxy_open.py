@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import tracemalloc
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -131,3 +133,22 @@ async def test_requests_that_are_none_are_refused_here(tmp_path: Path, spoil: An
         assert (await failure_of(served.infer(bad)))[0] is Code.INVALID_ARGUMENT
         assert not stub.calls
         assert tensors_of(await served.infer(request(1)))["x"][0, 0] == 2
+
+
+async def test_tensors_whose_names_are_large_are_served_and_not_remembered(tmp_path: Path) -> None:
+    """A hundred layouts are; of a MB each they would be a burden for good."""
+    stub = Upstream()
+    stub.gate.set()
+    async with behind_silent(tmp_path, stub) as served:
+        tracemalloc.start()
+        try:
+            before_bytes, _ = tracemalloc.get_traced_memory()
+            for number in range(20):
+                one = request(1)
+                one.inputs[0].name = f"{number}" + "x" * 1_000_000
+                assert (await served.infer(one)).outputs
+            stub.calls.clear()
+            gc.collect()
+            assert tracemalloc.get_traced_memory()[0] - before_bytes < 5_000_000
+        finally:
+            tracemalloc.stop()

@@ -1,8 +1,11 @@
 from __future__ import annotations
 
+import weakref
+
 import pytest
 
 from scheduler.latency import LatencyModel
+from scheduler.returns import Returns
 
 SECOND = 1_000_000_000
 
@@ -100,3 +103,27 @@ def test_longest_bounds_every_estimate_also_beyond_what_was_seen() -> None:
         for _ in range(5):
             model.observe("k", rows, rows * rows * 1_000, 0)
             assert all(model.expected_ns("k", size) <= model.longest_ns for size in range(1, 65))
+
+
+def test_observe_of_endless_sizes_stays_bounded() -> None:
+    model = LatencyModel(1_024)
+    for key in range(100):
+        for rows in range(1, 1_025):
+            model.observe(key, rows, rows * 1_000, 0)
+    assert sum(len(curve.sizes) for curve in model._curves.values()) <= 16_384
+    assert model.expected_ns(99, 7) == 7_000
+    assert model.expected_ns(0, 7) == 0
+
+
+def test_key_that_callers_make_large_is_not_kept() -> None:
+    class Key:
+        """What a request brought along."""
+
+    key = Key()
+    gone = weakref.ref(key)
+    model, returns = LatencyModel(64), Returns()
+    model.observe(key, 1, 1_000, 0)
+    returns.answered(key, 1, 1_000, 0)
+    assert model.expected_ns(key, 1) == 1_000
+    del key
+    assert gone() is None

@@ -93,6 +93,15 @@ def test_texts_that_all_differ_are_held_back_from_the_hundredth_on() -> None:
     assert played.after(0) == ["request 5000 failed"]
 
 
+def test_texts_that_are_put_together_before_are_held_back_by_the_place_that_they_come_from() -> None:
+    played = Played()
+    for number in range(1000):
+        played.say(f"Task exception was never retrieved: Task-{number}", name="asyncio")
+    lines = played.after(11)
+    assert len(lines) == 102
+    assert lines[101].endswith("Task-100 (and 899 more like this within 10 s)")
+
+
 def test_exceptions_are_told_apart_by_class_and_not_kept() -> None:
     played = Played()
 
