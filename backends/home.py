@@ -39,23 +39,19 @@ class Home:
 
     def start(self, name: str, function: Callable[[], None]) -> None:
         """Have the thread, called `name` from then on, run `function`, which raises nothing. Doesn't block."""
-
-        def run() -> None:
-            threading.current_thread().name = name
-            function()
-
-        self._put(run)
+        self._put(function).name = name
 
     def close(self) -> None:
         """End the thread when it has run what it was given."""
         self._work.put(None)
 
-    def _put(self, run: Callable[[], object]) -> None:
+    def _put(self, run: Callable[[], object]) -> threading.Thread:
         if self._thread is None:
             # A daemon: what hangs there must not keep the process from ending.
             self._thread = threading.Thread(target=self._live, name="home", daemon=True)
             self._thread.start()
         self._work.put(run)
+        return self._thread
 
     def _live(self) -> None:
         while (run := self._work.get()) is not None:
