@@ -59,6 +59,9 @@ class Stream(Protocol):
     def copy_out(self, target: int, source: int, size_bytes: int) -> None:
         """Copy to the host's memory at `target` from the device's at `source`, when its turn comes."""
 
+    def copy_within(self, target: int, source: int, size_bytes: int) -> None:
+        """Copy from the device's memory at `source` to the same device's at `target`, when its turn comes."""
+
     def record(self, event: Event) -> None:
         """`event` stands for all that is in the stream now."""
 
@@ -75,6 +78,10 @@ class Accelerator(Protocol):
     @property
     def ort_device(self) -> tuple[str, int]:
         """Name and index by which ONNX Runtime knows the device."""
+
+    @property
+    def gpu(self) -> int:
+        """By which number clients know the device."""
 
     @property
     def memory_name(self) -> str:

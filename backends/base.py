@@ -9,8 +9,9 @@ as `uint16` bit patterns.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from pathlib import Path
 from typing import Any, Final, Protocol, runtime_checkable
@@ -28,6 +29,7 @@ __all__ = [
     "BatchOutput",
     "Device",
     "DeviceKind",
+    "DeviceTensor",
     "Execution",
     "GroupKind",
     "InstanceGroup",
@@ -37,6 +39,7 @@ __all__ = [
     "OpenModel",
     "Slot",
     "Slotted",
+    "Targets",
     "TensorSpec",
     "Tensors",
     "Triable",
@@ -172,6 +175,28 @@ class Device:
 
 
 @dataclass(frozen=True, slots=True)
+class DeviceTensor:
+    """Elements one after the other in a device's memory, from `address` on, which stays as long as `owner` is held."""
+
+    owner: object
+    address: int
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def reshape(self, shape: Sequence[int]) -> DeviceTensor:
+        """The same elements in another shape, of as many elements."""
+        return replace(self, shape=tuple(shape))
+
+
+Targets = Mapping[int, DeviceTensor]
+"""Where outputs, by index, are to be left; what has that room. Dtypes and shapes say no more than how much it is."""
+
+
+@dataclass(frozen=True, slots=True)
 class ModelSource:
     """What a backend needs to open one version of a model.
 
@@ -240,8 +265,26 @@ class Abandonable(Protocol):
         follows once nothing executes."""
 
 
+@runtime_checkable
 class Slot(ModelInstance, Protocol):
     """One of the places of a `Slotted` instance, where a batch is got ready while another's computes."""
+
+    @property
+    def gpu(self) -> int | None:
+        """The GPU in whose memory inputs may lie and outputs be left."""
+
+    def execute(
+        self,
+        requests: Sequence[Sequence[Array | DeviceTensor]],
+        padded_rows: int = 0,
+        targets: Sequence[Targets] = (),
+    ) -> Execution:
+        """As `ModelInstance.execute`. What lies in memory of `gpu` is copied there and back by the GPU itself.
+
+        `targets` says of each request which outputs are to be left where; none: no request wants that. An output that
+        was left there is a `DeviceTensor` among the results. If one of a request's has too little room, or can't be
+        left anywhere, all of them are arrays.
+        """
 
     def prepare(self, requests: Sequence[Tensors], padded_rows: int = 0) -> None:
         """Execute, on the thread that `start` has run things, and remember what makes that shape quick. Before `start`.

@@ -39,6 +39,7 @@ _ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "cuEventSynchronize": (_pointer,),
     "cuMemcpyHtoDAsync_v2": (_address, _pointer, _size, _pointer),
     "cuMemcpyDtoHAsync_v2": (_pointer, _address, _size, _pointer),
+    "cuMemcpyDtoDAsync_v2": (_address, _address, _size, _pointer),
 }
 
 
@@ -115,6 +116,9 @@ class _Stream:
     def copy_out(self, target: int, source: int, size_bytes: int) -> None:
         self._device.call("cuMemcpyDtoHAsync_v2", target, source, size_bytes, self.handle)
 
+    def copy_within(self, target: int, source: int, size_bytes: int) -> None:
+        self._device.call("cuMemcpyDtoDAsync_v2", target, source, size_bytes, self.handle)
+
     def record(self, event: Event) -> None:
         assert isinstance(event, _Event)
         self._device.call("cuEventRecord", event.handle, self.handle)
@@ -138,6 +142,7 @@ class CudaAccelerator:
         self._device = _Device(driver, index)
         self._lock = threading.Lock()
         self.allocations = 0
+        self.gpu = index
         self.ort_device = ort_device or ("cuda", index)
         self.memory_name = memory_name
 

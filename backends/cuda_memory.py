@@ -33,7 +33,7 @@ class CudaMemory:
     def __init__(self, driver: Any, context: PrimaryContext, address: int, byte_size: int) -> None:
         self._driver = driver
         self._context = context
-        self._address = address
+        self.address = address
         self.byte_size = byte_size
         closing = weakref.finalize(self, _close, driver, context, address)
         # At the end of the process the driver may be gone first.
@@ -43,7 +43,7 @@ class CudaMemory:
         """Copy `byte_size` bytes from `offset` to host memory at address `target`. Blocks; raises DeviceError."""
         with self._context.current():
             code = self._driver.cuMemcpyDtoH_v2(
-                ctypes.c_void_p(target), ctypes.c_uint64(self._address + offset), ctypes.c_size_t(byte_size)
+                ctypes.c_void_p(target), ctypes.c_uint64(self.address + offset), ctypes.c_size_t(byte_size)
             )
         check(self._driver, "cuMemcpyDtoH", code)
 
@@ -51,7 +51,7 @@ class CudaMemory:
         """Copy `byte_size` bytes of host memory at address `source` to `offset`. Blocks; raises DeviceError."""
         with self._context.current():
             code = self._driver.cuMemcpyHtoD_v2(
-                ctypes.c_uint64(self._address + offset), ctypes.c_void_p(source), ctypes.c_size_t(byte_size)
+                ctypes.c_uint64(self.address + offset), ctypes.c_void_p(source), ctypes.c_size_t(byte_size)
             )
         check(self._driver, "cuMemcpyHtoD", code)
 

@@ -49,7 +49,7 @@ class _Stream:
         with self._lock:
             self._waiting.append((target, source, size_bytes))
 
-    copy_out = copy_in
+    copy_out = copy_within = copy_in
 
     def record(self, event: Event) -> None:
         assert isinstance(event, _Event)
@@ -75,6 +75,7 @@ class HostAccelerator:
     """`Accelerator` that is the host."""
 
     ort_device = ("cpu", 0)
+    gpu = 0
 
     def __init__(self, memory_name: str = "Cpu") -> None:
         """With another `memory_name`, no model has a tensor on the device: all are in the host's memory."""

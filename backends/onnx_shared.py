@@ -13,8 +13,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from backends.accelerator import Lanes
 from backends.base import Device, ModelSpec, TensorSpec
 from backends.errors import DeviceError, ExecutionError
@@ -22,14 +20,12 @@ from backends.onnx_instance import BFLOAT16
 from backends.onnx_options import OnnxOptions
 from backends.onnx_sessions import NO_GRAPH, OpenSession, memory_names, staged_run_options
 from backends.ragged import as_the_model_sees
-from backends.staging import OutputPool
+from backends.staging import DType, OutputPool, Shape
 from protos.datatypes import by_name
 
 __all__ = ["Bound", "Shape", "Shared", "StagedTensor", "why_not_staged"]
 
 _log = logging.getLogger("paceline.backends.onnx")
-
-Shape = tuple[int, ...]
 
 
 def why_not_staged(opened: OpenSession, spec: ModelSpec) -> str:
@@ -58,7 +54,7 @@ class StagedTensor:
     axis. `on_device`: the model reads or writes it there, and not in the host's memory."""
 
     name: str
-    dtype: np.dtype[Any]
+    dtype: DType
     element: Any
     dims: Shape
     on_device: bool

@@ -14,23 +14,28 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from time import monotonic_ns
-from typing import Any
+from typing import Any, cast
+
+import numpy as np
 
 from backends.accelerator import HostMemory, Memory
-from backends.base import Array, Device, Execution, ModelSpec, Slot, Tensors
+from backends.base import Array, Device, DeviceTensor, Execution, ModelSpec, Slot, Targets, Tensors
 from backends.batching import rows_of, split, wrong_count
+from backends.device_copies import Made, gather, leave, with_left
 from backends.errors import DeviceError, DeviceLost, ExecutionError, LoadError, OutOfMemory, SessionError
 from backends.home import Home
 from backends.onnx_failures import device_failure, failure
 from backends.onnx_instance import from_ortvalue
 from backends.onnx_options import OnnxOptions
 from backends.onnx_sessions import NO_GRAPH, OpenSession
-from backends.onnx_shared import Bound, Shape, Shared, StagedTensor
-from backends.staging import Growing, array_in, join_into
+from backends.onnx_shared import Bound, Shared, StagedTensor
+from backends.staging import Growing, Shape, array_in, join_into
 
 __all__ = ["StagedInstance"]
+
+Inputs = Sequence[Array | DeviceTensor]
 
 _SLOTS = 2
 """One computes, one is got ready. A third would only hold requests that could still be joined by others."""
@@ -102,8 +107,12 @@ class StagedSlot:
     def device(self) -> Device:
         return self._device
 
-    def execute(self, requests: Sequence[Tensors], padded_rows: int = 0) -> Execution:
-        return self._execute(requests, padded_rows, captures=False)
+    @property
+    def gpu(self) -> int | None:
+        return self._shared.accelerator.gpu
+
+    def execute(self, requests: Sequence[Inputs], padded_rows: int = 0, targets: Sequence[Targets] = ()) -> Execution:
+        return self._execute(requests, padded_rows, targets)
 
     def room(self, index: int, shape: Shape) -> Array:
         tensor = self._shared.inputs[index]
@@ -139,21 +148,23 @@ class StagedSlot:
                 self._shared.give_up_graphs(session, error)
             except LoadError as problem:
                 raise SessionError(str(problem)) from problem
-            self._execute(requests, padded_rows, captures=False)
+            self._execute(requests, padded_rows)
 
-    def _execute(self, requests: Sequence[Tensors], padded_rows: int, captures: bool) -> Execution:
+    def _execute(
+        self, requests: Sequence[Inputs], padded_rows: int, targets: Sequence[Targets] = (), captures: bool = False
+    ) -> Execution:
         shared, spec = self._shared, self._shared.spec
         if len(requests) != 1 and (not requests or not spec.batched):
             raise wrong_count(spec, len(requests))
         began_ns = monotonic_ns()
-        rows = rows_of(requests) if spec.batched else [1]
+        rows = rows_of(cast("Sequence[Tensors]", requests)) if spec.batched else [1]
         padding = max(0, padded_rows - sum(rows)) if spec.batched else 0
         session = shared.session
         try:
             bound = self._stage(session, requests, sum(rows), padding)
             staged_ns = monotonic_ns()
             turn = self._compute(session, bound, captures)
-            outputs = self._collect(bound)
+            outputs, left = self._collect(bound, rows, targets)
             ran_ns = monotonic_ns()
             waited_ns = shared.waited_ns(turn, staged_ns, ran_ns)
         except DeviceError as error:
@@ -162,11 +173,13 @@ class StagedSlot:
         except BaseException:
             self._settle()
             raise
-        results = split(outputs, [*rows, padding] if padding else rows, spec)[: len(rows)]
+        results: Sequence[Tensors] = split(outputs, [*rows, padding] if padding else rows, spec)[: len(rows)]
+        if left:
+            results = with_left(results, left)
         infer_ns, output_ns = ran_ns - staged_ns - waited_ns, monotonic_ns() - ran_ns
         return Execution(results, staged_ns - began_ns, infer_ns, output_ns, waited_ns)
 
-    def _stage(self, session: Any, requests: Sequence[Tensors], rows: int, padding: int) -> Bound:
+    def _stage(self, session: Any, requests: Sequence[Inputs], rows: int, padding: int) -> Bound:
         """Write the inputs to where the device takes them from, and have it take them."""
         shared, batched = self._shared, self._shared.spec.batched
         shared.accelerator.enter()
@@ -179,16 +192,17 @@ class StagedSlot:
             shape = (rows + padding, *column[0].shape[1:]) if batched else column[0].shape
             size_bytes = tensor.size_bytes(shape)
             host = self._pinned[index].fit(size_bytes)
-            if not _is_there(column, host, tensor, shape):
-                join_into(array_in(host, tensor.dtype, shape), column, padding)
-            if tensor.on_device:
-                address = self._given[index].fit(size_bytes).address
-                if size_bytes:
-                    shared.lanes.copy_in.copy_in(address, host.address, size_bytes)
+            place = self._given[index].fit(size_bytes).address if tensor.on_device else None
+            if any(type(one) is DeviceTensor for one in column):
+                gather(shared.lanes.copy_in, column, array_in(host, tensor.dtype, shape), place, padding)
             else:
-                address = host.address
+                arrays = cast("Tensors", column)
+                if not _is_there(arrays, host, tensor, shape):
+                    join_into(array_in(host, tensor.dtype, shape), arrays, padding)
+                if place is not None and size_bytes:
+                    shared.lanes.copy_in.copy_in(place, host.address, size_bytes)
             shapes.append(shape)
-            given.append(address)
+            given.append(host.address if place is None else place)
         shared.lanes.copy_in.record(self._copied_in)
         key = tuple(shapes)
         return self._bindings.get(key) or self._bind(session, key, given, rows + padding)
@@ -258,20 +272,26 @@ class StagedSlot:
                 device = self._shared.accelerator.ort_device if tensor.on_device else ("cpu", 0)
                 bound.binding.bind_output(tensor.name, *device)
 
-    def _collect(self, bound: Bound) -> list[Array]:
-        """The outputs, in memory that goes back when their last view is gone. Blocks until they are there."""
+    def _collect(
+        self, bound: Bound, rows: Sequence[int], targets: Sequence[Targets]
+    ) -> tuple[list[Array], list[Targets]]:
+        """The outputs, in memory that goes back when their last view is gone, and which of them each request has where
+        it wanted them. Blocks until they are there."""
         shared = self._shared
         copy_out = shared.lanes.copy_out
         values = self._values(bound)
+        made = [self._made(bound, index, values) for index in range(len(shared.outputs))]
         outputs: list[Array] = []
         copy_out.wait(self._computed)
-        for index, tensor in enumerate(shared.outputs):
-            shape, address = bound.shapes[index], bound.addresses[index]
-            if shape is None:
-                if not tensor.on_device:
-                    continue
-                shape, address = tuple(values[tensor.name].shape()), values[tensor.name].data_ptr()
-            array, target = shared.pools[index].lease(tensor.dtype, shape)
+        left = leave(copy_out, targets, rows if shared.spec.batched else None, made)
+        for index, (dtype, shape, address) in enumerate(made):
+            if address is None:
+                continue
+            if left and all(index in there for there in left):
+                # Nobody reads it; it has the shape of what it stands for.
+                outputs.append(np.broadcast_to(np.empty((), dtype), shape))
+                continue
+            array, target = shared.pools[index].lease(dtype, shape)
             if array.nbytes:
                 copy_out.copy_out(target, address, array.nbytes)
             outputs.append(array)
@@ -280,7 +300,14 @@ class StagedSlot:
         for index, tensor in enumerate(shared.outputs):
             if not tensor.on_device:
                 outputs.insert(index, from_ortvalue(values[tensor.name]))
-        return outputs
+        return outputs, left
+
+    def _made(self, bound: Bound, index: int, values: Mapping[str, Any]) -> Made:
+        tensor, shape = self._shared.outputs[index], bound.shapes[index]
+        if shape is not None:
+            return Made(tensor.dtype, shape, bound.addresses[index])
+        value = values[tensor.name]
+        return Made(tensor.dtype, tuple(value.shape()), value.data_ptr() if tensor.on_device else None)
 
     def _values(self, bound: Bound) -> dict[str, Any]:
         """What ONNX Runtime made room for, by output; it stays while the result is held."""

@@ -18,7 +18,7 @@ from backends.accelerator import HostMemory, Memory
 from backends.base import Array
 from backends.errors import ExecutionError
 
-__all__ = ["Growing", "OutputPool", "array_in", "join_into"]
+__all__ = ["DType", "Growing", "OutputPool", "Shape", "array_in", "join_into"]
 
 _GRANULE_BYTES = 256
 """What sizes are rounded up to; also the size for tensors without elements, which need an address all the same."""
@@ -26,6 +26,9 @@ _KEPT_BLOCKS = 8
 """Of an output, kept for later batches: as many are in use at a time only where answers leave slowly."""
 
 _UINT8 = np.dtype(np.uint8)
+
+DType = np.dtype[Any]
+Shape = tuple[int, ...]
 
 M = TypeVar("M", bound=Memory)
 

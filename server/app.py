@@ -7,6 +7,7 @@ failed; at the end health says NOT_SERVING first, accepted requests are answered
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import logging
 import os
 import socket
@@ -15,16 +16,18 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from backends import registry
 from backends.base import Backend
+from backends.cuda_driver import count_gpus
 from backends.errors import DeviceError, LoadError
 from scheduler.waiting import Room
 from server.addresses import host_and_port, resolve
 from server.calls import HeaderForwarding, HeaderPassing
 from server.config import ControlMode, Settings
 from server.configuration import Configuration
+from server.cuda_region import open_cuda_region
 from server.errors import StartError
 from server.fronts.fleet import Fleet
 from server.gate import Usage
@@ -116,9 +119,17 @@ class _Front(Protocol):
 
 
 class Server:
-    """One server: models, gRPC port, metrics port. `start` and `stop` must run on the same event loop."""
+    """One server: models, gRPC port, metrics port. `start` and `stop` must run on the same event loop.
 
-    def __init__(self, settings: Settings, backend_of: Callable[[str], Backend] | None = None) -> None:
+    `load` opens a shared library by name: CUDA's driver, where clients' memory on GPUs is concerned.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        backend_of: Callable[[str], Backend] | None = None,
+        load: Callable[[str], Any] = ctypes.CDLL,
+    ) -> None:
         self._settings = settings
         self._metrics = Metrics()
         self._regions = Regions(settings.max_client_shm_regions) if settings.allow_client_shm else None
@@ -146,7 +157,9 @@ class Server:
         self._upstream = Upstream(upstream, self.repository, settings.batching) if upstream else None
         passing = HeaderPassing(upstream.headers, upstream.tracing_headers) if upstream else None
         self._inference = Inference(self.repository, self._tracer)
-        self._shared_memory = SharedMemory(self._regions)
+        self._shared_memory = SharedMemory(
+            self._regions, partial(count_gpus, load), partial(open_cuda_region, load=load)
+        )
         pattern = settings.grpc_header_forward_pattern
         forwarding = HeaderForwarding(pattern) if pattern else None
         self._streaming = Streaming(self._inference, settings.grpc_max_stream_requests, forwarding, passing)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-from backends.base import ModelSpec, Tensors
+from backends.base import DeviceTensor, ModelSpec, Tensors
 from protos.datatypes import Datatype, by_name
 from protos.inference_pb2 import ModelInferRequest, ModelInferResponse
 from protos.tensors import TensorError, decode_raw, raw_buffer
@@ -21,8 +21,8 @@ __all__ = ["NOWHERE", "ClientMemory", "Write", "tell_place"]
 
 InputTensor = ModelInferRequest.InferInputTensor
 RequestedOutput = ModelInferRequest.InferRequestedOutputTensor
-Write = tuple[ModelInferResponse.InferOutputTensor, Span, bytes | memoryview]
-"""An output of the response, where it belongs, and its raw form."""
+Write = tuple[ModelInferResponse.InferOutputTensor, Span, bytes | memoryview | DeviceTensor]
+"""An output of the response, where it belongs, and its raw form, or that it is there already."""
 
 NOWHERE: Mapping[int, Span] = {}
 
@@ -85,9 +85,12 @@ class ClientMemory:
         Raises InvalidRequest, before anything is written if one doesn't fit.
         """
         for output, span, data in writes:
-            if len(data) > span.byte_size:
+            if not isinstance(data, DeviceTensor) and len(data) > span.byte_size:
                 raise self._too_small(output.name, len(data), span)
         for output, span, data in writes:
+            if isinstance(data, DeviceTensor):
+                tell_place(output, span, data.nbytes)
+                continue
             try:
                 span.region.write(data, span.offset)
             except InvalidRequest as error:
@@ -96,13 +99,15 @@ class ClientMemory:
 
     # hot path for requests that want it
     def write_results(self, targets: Mapping[int, Span], results: Tensors, types: Sequence[Datatype]) -> bool:
-        """Write results to where they belong. False if they can't be: `write` will find the words."""
-        buffers = {index: raw_buffer(results[index], types[index]) for index in targets}
-        if any(len(buffers[index]) > span.byte_size for index, span in targets.items()):
+        """Write results to where they belong, unless they are there. False if they can't be: `write` will find the
+        words."""
+        rest = {index: results[index] for index in targets if not isinstance(results[index], DeviceTensor)}
+        buffers = {index: raw_buffer(array, types[index]) for index, array in rest.items()}
+        if any(len(data) > targets[index].byte_size for index, data in buffers.items()):
             return False
         try:
-            for index, span in targets.items():
-                span.region.write(buffers[index], span.offset)
+            for index, data in buffers.items():
+                targets[index].region.write(data, targets[index].offset)
         except InvalidRequest:
             return False
         return True

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from backends.base import MISSING, Array, ModelSpec, Tensors, TensorSpec
+from backends.base import MISSING, Array, DeviceTensor, ModelSpec, Tensors, TensorSpec
 from backends.errors import ExecutionError
 from protos.datatypes import Datatype, by_name
 from protos.inference_pb2 import ModelInferRequest, ModelInferResponse
@@ -160,7 +160,8 @@ class ModelCodec:
             output = response.outputs.add(name=tensor.name, datatype=datatype.name, shape=array.shape)
             try:
                 if decoded.targets and index in decoded.targets:
-                    writes.append((output, decoded.targets[index], raw_buffer(array, datatype)))
+                    data = array if isinstance(array, DeviceTensor) else raw_buffer(array, datatype)
+                    writes.append((output, decoded.targets[index], data))
                     if not decoded.parameters.typed_outputs:
                         response.raw_output_contents.append(b"")
                 elif decoded.parameters.typed_outputs:

@@ -1,10 +1,15 @@
-"""CUDA shared memory: an allocation of a client on a GPU, copied to and from host memory by the driver.
+"""CUDA shared memory: an allocation of a client on a GPU. Instances on that GPU copy from and to it themselves; for
+all others the driver copies to and from host memory.
 
 Lives here: its bounds, and the driver's refusals in the caller's terms. Must not: the driver's calls
 (`backends.cuda_memory`), names of regions (`regions`), messages.
 """
 
 from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
@@ -34,6 +39,9 @@ class CudaRegion:
     def check(self) -> None:
         """Nothing to see: what is open can't become smaller."""
 
+    def address_on(self, gpu: int) -> int | None:
+        return self._memory.address if gpu == self.device else None
+
     def read_into(self, target: Array, offset: int) -> None:
         """Fill `target`, which is C-contiguous, with what begins at `offset`. Blocks; raises InvalidRequest."""
         try:
@@ -50,8 +58,10 @@ class CudaRegion:
             raise InvalidRequest(f"shared memory region '{self.name}' can't be written: {error}") from None
 
 
-def open_cuda_region(name: str, handle: bytes, device: int, byte_size: int) -> CudaRegion:
-    """The region `name`: `byte_size` bytes of what `handle` stands for on GPU `device`.
+def open_cuda_region(
+    name: str, handle: bytes, device: int, byte_size: int, load: Callable[[str], Any] = ctypes.CDLL
+) -> CudaRegion:
+    """The region `name`: `byte_size` bytes of what `handle` stands for on GPU `device`. `load` opens a shared library.
 
     Blocks. Raises InvalidRequest for a handle that the driver doesn't open, or a size beyond the allocation's.
     """
@@ -61,7 +71,7 @@ def open_cuda_region(name: str, handle: bytes, device: int, byte_size: int) -> C
     if byte_size < 1:
         raise InvalidRequest(f"{where}: expected at least 1 byte, got {byte_size}")
     try:
-        memory = open_cuda_memory(handle, device)
+        memory = open_cuda_memory(handle, device, load)
     except DeviceError as error:
         raise InvalidRequest(f"{where}: {error}") from None
     if byte_size > memory.byte_size:

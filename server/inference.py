@@ -26,6 +26,7 @@ from server.model_statistics import FailureReason, reason_of
 from server.open_codec import OpenCodec
 from server.passing import NOTHING_CARRIED, Carried, carried_by
 from server.quiet import until_quiet
+from server.region_tensors import Directed
 from server.repository import Repository, ServedModel
 from server.splitting import submit_parts
 from server.tracing import Tracer
@@ -246,7 +247,8 @@ def _submit(
         whole = asyncio.ensure_future(submit_parts(model.batcher, decoded.inputs, decoded.rows, decoded.key, **how))
         model.in_parts(whole)
         return whole
-    return model.batcher.submit(decoded.inputs, decoded.rows, decoded.key, **how)
+    inputs = Directed.to(decoded.targets, decoded.inputs) if decoded.targets else decoded.inputs
+    return model.batcher.submit(inputs, decoded.rows, decoded.key, **how)
 
 
 def _submit_remote(

@@ -2,7 +2,7 @@
 
 Lives here: what stands between the batcher and an instance where clients' shared memory is allowed. Must not: know how
 regions are read. The rule: bytes go from the client's memory to the model's tensor in one copy, stacked or not, and a
-request whose memory is gone fails alone.
+request whose memory is gone fails alone. (Beside tensors on a GPU, those in the host's shared memory take a second.)
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from typing import cast
 
 import numpy as np
 
-from backends.base import Array, Execution, ModelSpec, Tensors
+from backends.base import Array, DeviceTensor, Execution, ModelSpec, Slot, Targets, Tensors
 from server.bulk_copy import Piece, copy_all
 from server.errors import InvalidRequest
-from server.region_tensors import Inputs, RegionTensor
+from server.region_tensors import Directed, Input, Inputs, RegionTensor
 from server.regions import Region
 
-__all__ = ["Execute", "ExecuteInputs", "Room", "reading"]
+__all__ = ["Execute", "ExecuteInputs", "Room", "reading", "reading_by"]
 
 Execute = Callable[[Sequence[Tensors], int], Execution]
 ExecuteInputs = Callable[[Sequence[Inputs], int], Execution]
@@ -50,22 +50,71 @@ def reading(execute: Execute, spec: ModelSpec, room: Room | None = None) -> Exec
             done = _joined(execute, requests, padded_rows, failures, began_ns, room)
         else:
             done = _one_by_one(execute, requests, padded_rows, failures, began_ns)
-        results = iter(done.results)
-        return replace(done, results=[failures.get(number) or next(results) for number in range(len(requests))])
+        return _placed(done, failures, len(requests))
 
     return read_and_execute
 
 
+def reading_by(slot: Slot, spec: ModelSpec) -> ExecuteInputs:
+    """The same for a slot: what lies in memory of its GPU, or belongs there, stays out of the host's."""
+    plain, gpu = reading(slot.execute, spec, slot.room), slot.gpu
+    if gpu is None:
+        return plain
+
+    def read_and_execute(requests: Sequence[Inputs], padded_rows: int) -> Execution:
+        # hot path for those who bring their own bytes, as above
+        if not any(type(inputs) is Directed or RegionTensor in map(type, inputs) for inputs in requests):
+            return slot.execute(cast("Sequence[Tensors]", requests), padded_rows)
+        began_ns = monotonic_ns()
+        targets = [_targets(inputs, gpu) for inputs in requests]
+        located = [[_on_gpu(one, gpu) for one in inputs] for inputs in requests]
+        if not any(targets) and not any(type(one) is DeviceTensor for inputs in located for one in inputs):
+            return plain(requests, padded_rows)
+        failures: _Failures = {}
+
+        def execute(there: Sequence[Tensors], rows: int) -> Execution:
+            return slot.execute(there, rows, [one for number, one in enumerate(targets) if number not in failures])
+
+        # Padding in the place of those that fail, too: sizes may not be free.
+        rows = max(padded_rows, sum(inputs[0].shape[0] for inputs in requests)) if spec.batched else 0
+        return _placed(_one_by_one(execute, located, rows, failures, began_ns), failures, len(requests))
+
+    return read_and_execute
+
+
+def _targets(inputs: Inputs, gpu: int) -> Targets:
+    if type(inputs) is not Directed:
+        return {}
+    rooms = {index: span.on_gpu(gpu) for index, span in inputs.targets.items()}
+    return {index: room for index, room in rooms.items() if room is not None}
+
+
+def _on_gpu(one: Input, gpu: int) -> Input | DeviceTensor:
+    return (one.on_gpu(gpu) or one) if isinstance(one, RegionTensor) else one
+
+
+def _placed(done: Execution, failures: _Failures, requests: int) -> Execution:
+    """What came of each of so many requests, in their order."""
+    results = iter(done.results)
+    return replace(done, results=[failures.get(number) or next(results) for number in range(requests)])
+
+
 def _one_by_one(
-    execute: Execute, requests: Sequence[Inputs], padded_rows: int, failures: _Failures, began_ns: int
+    execute: Execute,
+    requests: Sequence[Sequence[Input | DeviceTensor]],
+    padded_rows: int,
+    failures: _Failures,
+    began_ns: int,
 ) -> Execution:
     """Each request read into arrays of its own, and handed on with the others."""
     there: list[Tensors] = []
     for number, inputs in enumerate(requests):
         try:
-            there.append([one.read() if isinstance(one, RegionTensor) else one for one in inputs])
+            read = [one.read() if isinstance(one, RegionTensor) else one for one in inputs]
         except InvalidRequest as error:
             failures[number] = _bare(error)
+        else:
+            there.append(cast("Tensors", read))
     return _timed(execute, there, padded_rows, began_ns)
 
 

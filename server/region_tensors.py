@@ -13,19 +13,20 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from backends.base import Array
+from backends.base import Array, DeviceTensor
 from protos.datatypes import Datatype
 from protos.inference_pb2 import InferParameter
 from protos.tensors import TensorError, element_count
 from server.errors import InvalidRequest
 from server.regions import Region, Regions
 
-__all__ = ["BYTE_SIZE", "OFFSET", "REGION", "Input", "Inputs", "Place", "RegionTensor", "Span", "span_of"]
+__all__ = ["BYTE_SIZE", "OFFSET", "REGION", "Directed", "Input", "Inputs", "Place", "RegionTensor", "Span", "span_of"]
 
 REGION = "shared_memory_region"
 BYTE_SIZE = "shared_memory_byte_size"
 OFFSET = "shared_memory_offset"
 _INTEGERS = ("int64_param", "uint64_param")
+_UINT8 = np.dtype(np.uint8)
 
 
 class Place(NamedTuple):
@@ -60,6 +61,13 @@ class Span:
     @property
     def place(self) -> Place:
         return Place(self.region.name, self.offset, self.byte_size)
+
+    def on_gpu(self, gpu: int) -> DeviceTensor | None:
+        """As room in that GPU's memory; None if it lies elsewhere."""
+        begin = self.region.address_on(gpu)
+        if begin is None:
+            return None
+        return DeviceTensor(self.region, begin + self.offset, _UINT8, (self.byte_size,))
 
     def read(self) -> memoryview:
         """A copy of what is there now. Blocks for the copy; raises InvalidRequest."""
@@ -166,6 +174,11 @@ class RegionTensor:
         begin = self._region.mapped_at
         return None if begin is None else begin + self._offset
 
+    def on_gpu(self, gpu: int) -> DeviceTensor | None:
+        """The same, for whoever can read that GPU's memory; None if it lies elsewhere."""
+        begin = self._region.address_on(gpu)
+        return None if begin is None else DeviceTensor(self._region, begin + self._offset, self.dtype, self.shape)
+
     def read(self) -> Array:
         """A new array of what is there now. Blocks for the copy; raises InvalidRequest."""
         array: Array = np.empty(self.shape, self.dtype)
@@ -183,3 +196,16 @@ class RegionTensor:
 Input = Array | RegionTensor
 Inputs = Sequence[Input]
 """A request's inputs on their way to an instance."""
+
+
+class Directed(tuple[Input, ...]):
+    """The inputs of a request some of whose outputs, `targets` by index, belong into shared memory, which an instance
+    that can is to write to itself."""
+
+    targets: Mapping[int, Span]
+
+    @classmethod
+    def to(cls, targets: Mapping[int, Span], inputs: Inputs) -> Directed:
+        made = cls(inputs)
+        made.targets = targets
+        return made

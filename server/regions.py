@@ -38,6 +38,9 @@ class Region(Protocol):
     def check(self) -> None:
         """See that it is still there."""
 
+    def address_on(self, gpu: int) -> int | None:
+        """Where it begins, if it is that GPU's memory; None else."""
+
     def read_into(self, target: Array, offset: int) -> None:
         """Fill `target`, which is C-contiguous, from `offset`. Blocks for the copy."""
 

@@ -10,7 +10,7 @@ import secrets
 from collections.abc import Callable
 from typing import Any, cast
 
-from backends.base import ModelInstance, Tensors
+from backends.base import ModelInstance, Slot, Tensors
 from backends.errors import DeviceLost, OutOfMemory, SessionError
 from backends.remote import RemoteModel
 from scheduler.batcher import Batcher
@@ -24,7 +24,7 @@ from server.loader import LoadedVersion
 from server.metrics import Metrics, VersionMetrics
 from server.model_statistics import VersionStatistics
 from server.open_codec import OpenCodec
-from server.reading import ExecuteInputs, reading
+from server.reading import ExecuteInputs, reading, reading_by
 from server.regions import Regions
 from server.tracing import Tracer
 
@@ -120,7 +120,9 @@ class ServedModel:
         """Where nothing can lie in shared memory, nobody pays for looking."""
         if regions is None:
             return cast("ExecuteInputs", instance.execute)
-        return reading(instance.execute, self.spec, getattr(instance, "room", None))
+        if isinstance(instance, Slot):
+            return reading_by(instance, self.spec)
+        return reading(instance.execute, self.spec)
 
     def start(self) -> None:
         """Take requests, on the running event loop, and show in the metrics."""

@@ -30,12 +30,18 @@ _CudaStatus = pb.CudaSharedMemoryStatusResponse.RegionStatus
 class SharedMemory:
     """An `RpcGroup` over `regions`; None switches it off, and then only asking for the status works.
 
-    `count_gpus` says how many GPUs there are, or raises LoadError.
+    `count_gpus` says how many GPUs there are, or raises LoadError; `open_region` is `open_cuda_region`.
     """
 
-    def __init__(self, regions: Regions | None, count_gpus: Callable[[], int] = count_gpus) -> None:
+    def __init__(
+        self,
+        regions: Regions | None,
+        count_gpus: Callable[[], int] = count_gpus,
+        open_region: Callable[[str, bytes, int, int], CudaRegion] = open_cuda_region,
+    ) -> None:
         self._regions = regions
         self._count_gpus = count_gpus
+        self._open_region = open_region
         self._no_gpu = "nobody has looked for GPUs yet"
 
     @property
@@ -107,7 +113,7 @@ class SharedMemory:
             )
         # Making a context and opening a handle takes the driver from a millisecond to a second.
         region = await asyncio.to_thread(
-            open_cuda_region, request.name, request.raw_handle, request.device_id, request.byte_size
+            self._open_region, request.name, request.raw_handle, request.device_id, request.byte_size
         )
         regions.add(region)
         return pb.CudaSharedMemoryRegisterResponse()

@@ -80,6 +80,9 @@ class SystemRegion:
         if size < self.offset + self.byte_size:
             raise self._cut_short(size)
 
+    def address_on(self, gpu: int) -> None:
+        """It is no GPU's."""
+
     # hot path: 1 us and the copy, the interpreter free for other threads meanwhile
     def read_into(self, target: Array, offset: int) -> None:
         """Fill `target`, which is C-contiguous, with what begins at `offset` in the region. Blocks for the copy.

@@ -1,6 +1,7 @@
 /* What a CUDA driver does, in host memory, as late as its manual allows: copies are carried out when somebody waits for
    them. A call is refused with the driver's own codes where a real one may: without a context, with memory or streams
-   that it didn't give out, or while `fail_next` names it. Counts what is there. One GPU, one process, any threads. */
+   that it didn't give out, or while `fail_next` names it. Counts what is there. One GPU, one process, any threads; other
+   processes' memory is its own, which a real one wouldn't open a handle of. */
 #include <pthread.h>
 #include <stdint.h>
 #include <stdlib.h>
@@ -18,7 +19,7 @@ static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static Stream *streams;
 static Event *events;
 static Block *blocks;
-static int context_here, retained;
+static int context_here, retained, opened, copies_in, copies_out, copies_within;
 static __thread int current;
 static __thread int pushed;
 static char failing[64];
@@ -32,6 +33,8 @@ EXPORT int stand_in_streams(void) { COUNT(streams, Stream, 1); }
 EXPORT int stand_in_events(void) { COUNT(events, Event, 1); }
 EXPORT int stand_in_pinned(void) { COUNT(blocks, Block, one->pinned); }
 EXPORT int stand_in_device(void) { COUNT(blocks, Block, !one->pinned); }
+EXPORT int stand_in_opened(void) { return opened; }
+EXPORT int stand_in_copies(const char *kind) { return !strcmp(kind, "in") ? copies_in : !strcmp(kind, "out") ? copies_out : copies_within; }
 
 static int fails(const char *call) {
     if (strcmp(failing, call)) return 0;
@@ -49,9 +52,9 @@ static int ready(const char *call) {
 FIND(streams, Stream, it)
 FIND(events, Event, it)
 
-static int within(const void *at, size_t size) {
+static int within(const void *at, size_t size, int pinned) {
     for (Block *one = blocks; one; one = one->next)
-        if (one->pinned && (char *)at >= one->begin && (char *)at + size <= one->begin + one->size) return 1;
+        if (one->pinned == pinned && (char *)at >= one->begin && (char *)at + size <= one->begin + one->size) return 1;
     return 0;
 }
 
@@ -75,6 +78,7 @@ EXPORT int cuGetErrorName(int code, const char **name) {
           : code == INVALID_HANDLE ? "CUDA_ERROR_INVALID_HANDLE" : "CUDA_ERROR_OF_SOME_KIND";
     return 0;
 }
+EXPORT int cuDeviceGetCount(int *count) { *count = 1; return fails("cuDeviceGetCount"); }
 EXPORT int cuDeviceGet(int *device, int ordinal) { *device = ordinal; return ordinal == 0 ? OK : 101; }
 EXPORT int cuDevicePrimaryCtxRetain(void **context, int device) { *context = &context_here; retained++; return OK; }
 EXPORT int cuDevicePrimaryCtxRelease_v2(int device) { retained--; return OK; }
@@ -143,16 +147,19 @@ EXPORT int cuStreamWaitEvent(void *stream, void *event, unsigned flags) {
     LOCKED("cuStreamWaitEvent", { code = known_Stream(stream) ? wait_for(event) : INVALID_HANDLE; });
 }
 
-static int copy(const char *call, void *target, const void *source, size_t size, void *it, int in) {
+static int copy(const char *call, void *target, const void *source, size_t size, void *it, int target_pinned, int source_pinned) {
     LOCKED(call, {
         Stream *stream = it;
-        /* A real driver takes host memory that isn't page-locked too, and then the copy isn't asynchronous. Memory of the
-           device may also be somebody else's. */
+        /* A real driver takes host memory that isn't page-locked too, and then the copy isn't asynchronous. Memory that
+           ONNX Runtime allocates for outputs isn't known here. */
         if (!known_Stream(stream)) code = INVALID_HANDLE;
-        else if (!within(in ? source : target, size)) code = INVALID_VALUE;
+        else if (target_pinned && !within(target, size, 1)) code = INVALID_VALUE;
+        else if (source_pinned && !within(source, size, 1)) code = INVALID_VALUE;
+        else if (!target_pinned && !within(target, size, 0)) code = INVALID_VALUE;
         else {
             Copy *made = malloc(sizeof *made);
             *made = (Copy){target, source, size, NULL};
+            *(source_pinned ? &copies_in : target_pinned ? &copies_out : &copies_within) += 1;
             if (stream->last) stream->last->next = made; else stream->first = made;
             stream->last = made;
             stream->queued++;
@@ -160,8 +167,44 @@ static int copy(const char *call, void *target, const void *source, size_t size,
     });
 }
 EXPORT int cuMemcpyHtoDAsync_v2(uint64_t target, const void *source, size_t size, void *stream) {
-    return copy("cuMemcpyHtoDAsync", (void *)target, source, size, stream, 1);
+    return copy("cuMemcpyHtoDAsync", (void *)target, source, size, stream, 0, 1);
 }
 EXPORT int cuMemcpyDtoHAsync_v2(void *target, uint64_t source, size_t size, void *stream) {
-    return copy("cuMemcpyDtoHAsync", target, (const void *)source, size, stream, 0);
+    return copy("cuMemcpyDtoHAsync", target, (const void *)source, size, stream, 1, 0);
+}
+EXPORT int cuMemcpyDtoDAsync_v2(uint64_t target, uint64_t source, size_t size, void *stream) {
+    return copy("cuMemcpyDtoDAsync", (void *)target, (const void *)source, size, stream, 0, 0);
+}
+
+static int copy_now(const char *call, void *target, const void *source, size_t size, const void *on_device) {
+    LOCKED(call, { if (within(on_device, size, 0)) memcpy(target, source, size); else code = INVALID_VALUE; });
+}
+EXPORT int cuMemcpyHtoD_v2(uint64_t target, const void *source, size_t size) {
+    return copy_now("cuMemcpyHtoD", (void *)target, source, size, (void *)target);
+}
+EXPORT int cuMemcpyDtoH_v2(void *target, uint64_t source, size_t size) {
+    return copy_now("cuMemcpyDtoH", target, (const void *)source, size, (const void *)source);
+}
+
+typedef struct Handle { char reserved[64]; } Handle;
+EXPORT int cuIpcGetMemHandle(Handle *handle, uint64_t address) {
+    LOCKED("cuIpcGetMemHandle", { memset(handle, 7, sizeof *handle); memcpy(handle, &address, sizeof address); });
+}
+EXPORT int cuIpcOpenMemHandle_v2(uint64_t *address, Handle handle, unsigned flags) {
+    LOCKED("cuIpcOpenMemHandle", {
+        memcpy(address, &handle, sizeof *address);
+        if (flags != 1 || handle.reserved[63] != 7 || !within((void *)*address, 1, 0)) code = INVALID_VALUE; else opened++;
+    });
+}
+EXPORT int cuIpcCloseMemHandle(uint64_t address) {
+    LOCKED("cuIpcCloseMemHandle", { if (within((void *)address, 1, 0)) opened--; else code = INVALID_VALUE; });
+}
+EXPORT int cuMemGetAddressRange_v2(uint64_t *base, size_t *size, uint64_t address) {
+    LOCKED("cuMemGetAddressRange", {
+        code = INVALID_VALUE;
+        for (Block *one = blocks; one; one = one->next)
+            if (!one->pinned && (char *)address >= one->begin && (char *)address < one->begin + one->size) {
+                *base = (uint64_t)one->begin; *size = one->size; code = OK;
+            }
+    });
 }

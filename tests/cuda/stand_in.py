@@ -41,3 +41,40 @@ def accelerator(folder: Path, driver: Any = None) -> CudaAccelerator:
     """GPU 0 of `driver`, a new one by default, with which ONNX Runtime's CPU provider computes: memory is memory."""
     made = driver or build(folder)
     return CudaAccelerator(load_driver(lambda name: made), 0, ("cpu", 0), "Cpu")
+
+
+class ClientMemory:
+    """Memory of a client on GPU 0 of `driver`, zeros at first, until `free`."""
+
+    def __init__(self, driver: Any, size: int) -> None:
+        self._driver, self._accelerator = driver, CudaAccelerator(driver, 0)
+        self.size = size
+        self._accelerator.enter()
+        address = ctypes.c_uint64()
+        assert driver.cuMemAlloc_v2(ctypes.byref(address), size) == 0
+        self.address = address.value
+        self.put(bytes(size))
+
+    @property
+    def handle(self) -> bytes:
+        """What a client would register."""
+        made = (ctypes.c_ubyte * 64)()
+        self._accelerator.enter()
+        assert self._driver.cuIpcGetMemHandle(ctypes.byref(made), ctypes.c_uint64(self.address)) == 0
+        return bytes(made)
+
+    def put(self, data: bytes, offset: int = 0) -> None:
+        self._accelerator.enter()
+        target, size = ctypes.c_uint64(self.address + offset), ctypes.c_size_t(len(data))
+        assert self._driver.cuMemcpyHtoD_v2(target, data, size) == 0
+
+    def get(self, size: int, offset: int = 0) -> bytes:
+        data = ctypes.create_string_buffer(size)
+        self._accelerator.enter()
+        source = ctypes.c_uint64(self.address + offset)
+        assert self._driver.cuMemcpyDtoH_v2(data, source, ctypes.c_size_t(size)) == 0
+        return data.raw
+
+    def free(self) -> None:
+        self._accelerator.enter()
+        assert self._driver.cuMemFree_v2(ctypes.c_uint64(self.address)) == 0

@@ -7,9 +7,10 @@ assertions about behaviour.
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import os
 import urllib.request
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -99,9 +100,10 @@ async def serving(
     config: str = "",
     settings: Settings | None = None,
     backends: Mapping[str, Backend] | None = None,
+    load: Callable[[str], Any] = ctypes.CDLL,
 ) -> AsyncIterator[Served]:
     """Serve `repository`, in which a folder is written for each of `models` that has none, with `config`. `backends`
-    take the place of those of the same names."""
+    take the place of those of the same names; `load` opens the CUDA driver."""
     models = models or {}
     for name in models:
         if not (repository / name).exists():
@@ -115,7 +117,7 @@ async def serving(
     given = settings or Settings(paths=(repository,))
     frontends = int(os.environ.get("PACELINE_FRONTENDS", given.frontends))
     local = replace(given, grpc_address="127.0.0.1", grpc_port=0, metrics_port=0, frontends=frontends)
-    server = Server(local, backend_of)
+    server = Server(local, backend_of, load)
     await server.start()
     try:
         async with grpc.aio.insecure_channel(f"127.0.0.1:{server.grpc_port}", options=_UNLIMITED) as channel:
