@@ -18,12 +18,12 @@ from backends.base import Array, Execution, ModelSpec, Tensors, TensorSpec
 from backends.errors import ExecutionError
 from protos.datatypes import by_name
 
-__all__ = ["Run", "check_outputs", "rows_of", "run_batch", "split", "stack", "wrong_count"]
+__all__ = ["LEAST_ELEMENTS", "Run", "check_outputs", "rows_of", "run_batch", "split", "stack", "wrong_count"]
 
 _ALIGNMENT_BYTES = 16
 """Of what malloc gives, and so of the arrays and the bytes objects of C and Python."""
 
-_LEAST_ELEMENTS = 500
+LEAST_ELEMENTS = 500
 """From so many on numpy lets go of the interpreter for each array that it copies. Beside a busy event loop each time
 may cost as long as threads hold on to it: half a millisecond, for a copy of half a microsecond."""
 
@@ -59,7 +59,7 @@ def stack(requests: Sequence[Tensors], padding_rows: int = 0) -> list[Array]:
 
 def _joined(column: Sequence[Array]) -> Array:
     """`column` along axis 0, in memory of its own. Raises ValueError if they don't fit together."""
-    shape = _common_shape(column) if column[0].size >= _LEAST_ELEMENTS else None
+    shape = _common_shape(column) if column[0].size >= LEAST_ELEMENTS else None
     if shape is None:
         return _joined_by_numpy(column)
     try:

@@ -16,7 +16,7 @@ from backends.accelerator import Stream
 from backends.base import Array, DeviceTensor, Targets, Tensors
 from backends.errors import DeviceError, ExecutionError, SessionError
 from backends.onnx_failures import device_failure
-from backends.staging import DType, Shape
+from backends.staging import DType, Shape, join_into
 
 __all__ = ["Made", "gather", "leave", "with_left"]
 
@@ -45,7 +45,7 @@ def gather(
             copy = stream.copy_out if device is None else stream.copy_within
             _copy(copy, (begin if device is None else device) + offset, one.address, one.nbytes)
         else:
-            host[row : row + len(one)] = one
+            join_into(host[row : row + len(one)], [one], 0)
             if device is not None and one.nbytes:
                 stream.copy_in(device + offset, begin + offset, one.nbytes)
         offset += one.nbytes
