@@ -1,8 +1,9 @@
 """A GPU through the CUDA driver: page-locked memory, device memory, streams, events.
 
-Lives here: the driver's calls, by ctypes, which lets other Python threads run during each. Must not: ONNX Runtime,
-tensors. The rules: every call is made with the device's primary context current, and giving back makes no error, since
-nobody is left to hear of it.
+Lives here: the driver's calls, by ctypes. Must not: ONNX Runtime, tensors. The rules: every call is made with the
+device's primary context current, and giving back makes no error, since nobody is left to hear of it. Other Python
+threads run during calls that wait or allocate, not during those that only queue: these take microseconds, and getting
+the interpreter back beside a busy event loop may take half a millisecond each time.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any
 
 from backends.accelerator import Buffer, Event, Stream
 from backends.cuda_context import PrimaryContext, check, load_driver
+from backends.cuda_driver import LIBRARY
 from backends.errors import DeviceError
 
 __all__ = ["CudaAccelerator", "open_cuda"]
@@ -41,6 +43,7 @@ _ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "cuMemcpyDtoHAsync_v2": (_pointer, _address, _size, _pointer),
     "cuMemcpyDtoDAsync_v2": (_address, _address, _size, _pointer),
 }
+_QUEUE_ONLY = frozenset(("cuEventRecord", "cuStreamWaitEvent", *(name for name in _ARGUMENTS if "Async" in name)))
 
 
 class _Device:
@@ -48,13 +51,19 @@ class _Device:
 
     def __init__(self, driver: Any, index: int) -> None:
         self.driver = driver
-        self.context = PrimaryContext(driver, index)
+        # The same library, called without letting go of the interpreter.
+        self._quick = ctypes.PyDLL(LIBRARY, handle=driver._handle)
+        for library in (driver, self._quick):
+            for name, arguments in _ARGUMENTS.items():
+                getattr(library, name).argtypes = arguments
+        self.context = PrimaryContext(driver, index, self._quick)
         closing = weakref.finalize(self, self.context.release)
         # At the end of the process the driver may be gone first; so below.
         closing.atexit = False
 
     def call(self, name: str, *arguments: Any) -> None:
-        check(self.driver, name, getattr(self.driver, name)(*arguments))
+        library = self._quick if name in _QUEUE_ONLY else self.driver
+        check(self.driver, name, getattr(library, name)(*arguments))
 
     def made(self, owner: object, give_back: str, handle: int) -> None:
         """Have `handle` given back by the driver's call of that name when `owner` goes, on whichever thread."""
@@ -137,8 +146,6 @@ class CudaAccelerator:
     def __init__(
         self, driver: Any, index: int, ort_device: tuple[str, int] | None = None, memory_name: str = "Cuda"
     ) -> None:
-        for name, arguments in _ARGUMENTS.items():
-            getattr(driver, name).argtypes = arguments
         self._device = _Device(driver, index)
         self._lock = threading.Lock()
         self.allocations = 0

@@ -50,10 +50,12 @@ def ignore_captures(driver: Any) -> None:
 
 
 class PrimaryContext:
-    """The primary context of one device, retained until `release`. Raises DeviceError."""
+    """The primary context of one device, retained until `release`. `quick` is the driver for calls that don't block.
+    Raises DeviceError."""
 
-    def __init__(self, driver: Any, device: int) -> None:
+    def __init__(self, driver: Any, device: int, quick: Any = None) -> None:
         self._driver = driver
+        self._quick = driver if quick is None else quick
         number = ctypes.c_int()
         check(driver, "cuDeviceGet", driver.cuDeviceGet(ctypes.byref(number), device))
         handle = ctypes.c_void_p()
@@ -72,7 +74,7 @@ class PrimaryContext:
 
     def enter(self) -> None:
         """Current on this thread from now on."""
-        check(self._driver, "cuCtxSetCurrent", self._driver.cuCtxSetCurrent(self._handle))
+        check(self._driver, "cuCtxSetCurrent", self._quick.cuCtxSetCurrent(self._handle))
         ignore_captures(self._driver)
 
     def release(self) -> None:

@@ -79,8 +79,11 @@ class OnnxBackend:
             return on_cpu(group)
         devices = on_gpus(group, gpus)
         try:
+            # Beside another model's warm-up, what this allocates would break the capture of graphs.
+            if (accelerator := self._accelerators(devices[0])) is not None:
+                accelerator.enter()
             probe_cuda(devices[0], OnnxOptions(shared_threads=self._shared_threads))
-        except LoadError as reason:
+        except (DeviceError, LoadError) as reason:
             _log.warning("%s instances run on the CPU although there is a GPU: %s", group.kind.value, reason)
             return on_cpu(group)
         indices = dict.fromkeys(device.index for device in devices)
