@@ -2,8 +2,10 @@
 
 PYTHON ?= python3
 VENV   := .venv
-BIN    := $(VENV)/bin
-READY  := $(VENV)/ready
+# An environment that has the dependencies already, where there is no network: make test-gpu ENV=/opt/venv
+ENV    ?=
+BIN    := $(or $(ENV),$(VENV))/bin
+READY  := $(if $(ENV),,$(VENV)/ready)
 # Where `make demo` looks for files to classify; empty: in the virtual environment itself.
 FOLDER ?=
 # What is passed on to pytest and to the benchmark: make test ARGS='-k batcher'
@@ -93,7 +95,7 @@ fuzz: $(READY) ## look for inputs that break a decoder: make fuzz SECONDS_OF_FUZ
 clean: ## remove what the other targets made
 	rm -rf $(VENV) .venv-lock .witness .fuzz .bench examples/node/node_modules bench/results models dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
-$(READY): requirements.lock pyproject.toml
+$(VENV)/ready: requirements.lock pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("paceline needs Python 3.11 or newer, this is " + sys.version)'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --require-hashes --no-deps -r requirements.lock

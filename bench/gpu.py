@@ -263,6 +263,7 @@ def _fronts(plan: Plan, folder: Path) -> Section:
     found, absent = Found(), {}
     with ExitStack() as stack:
         try:
+            plan.check()
             servers = {count: stack.enter_context(_server(repository, count)) for count in plan.fronts}
             for number in range(plan.rounds):
                 plan.check()
@@ -341,6 +342,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for section in run(plan, chosen, Path(folder)):
             found = replace(found, sections=(*found.sections, section))
             out.write_text(summary.dump(found), encoding="utf-8")  # at once: the machine may be lent
+            for one in section.comparisons:
+                _say(f"{section.name}: {one.what}: {one.found.median if one.found else 0:.2f} {one.verdict}")
+            for who, why in section.absent.items():
+                _say(f"{section.name}: no {who}: {why}")
     print(f"{report.text(found)}\n\n{out}")
     wrong = [f"{one.name}: {why}" for one in found.sections for why in one.absent.values()]
     wrong += [one.what for section in found.sections[:1] for one in section.comparisons if one.verdict != "reached"]

@@ -15,13 +15,14 @@ import onnx
 import pytest
 from onnx import helper
 
-from backends.base import Array, Device, DeviceKind, ModelSource, ModelSpec, Slot, TensorSpec
+from backends.base import Array, Device, DeviceKind, DeviceTensor, ModelSource, ModelSpec, Slot, Targets, TensorSpec
 from backends.cuda_accelerator import CudaAccelerator, open_cuda
 from backends.cuda_driver import count_gpus
 from backends.errors import LoadError
 from backends.onnx import OnnxBackend
 from backends.onnx_sessions import NO_GRAPH
 from backends.onnx_staged import StagedInstance
+from backends.staging import array_in
 from tests import models
 
 pytestmark = pytest.mark.gpu
@@ -241,6 +242,62 @@ def test_tensors_in_the_hosts_memory_are_those_of_the_cpu(tmp_path: Path, accele
     rng = np.random.default_rng(1)
     for shape in ((2, 6), (6, 2), (1, 12), (3, 4)) * 5:
         pair.check(pair.gpu.slots[0], [(*floats(rng, 4, 3), np.array(shape, np.int64))])
+
+
+class Client:
+    """What a client has on the GPU, at most 4096 bytes at a time."""
+
+    def __init__(self, accelerator: CudaAccelerator) -> None:
+        accelerator.enter()
+        self._accelerator, self._stream = accelerator, accelerator.stream()
+        self._memory, self._host = accelerator.device_memory(2**20), accelerator.host_memory(4096)
+
+    def put(self, array: Array, offset: int) -> DeviceTensor:
+        ctypes.memmove(self._host.address, array.ctypes.data, array.nbytes)
+        self._accelerator.enter()
+        self._stream.copy_in(self._memory.address + offset, self._host.address, array.nbytes)
+        self._stream.synchronize()
+        return DeviceTensor(self._memory, self._memory.address + offset, array.dtype, array.shape)
+
+    def room(self, size: int, offset: int) -> DeviceTensor:
+        return DeviceTensor(self._memory, self._memory.address + offset, np.dtype(np.uint8), (size,))
+
+    def get(self, tensor: DeviceTensor) -> Array:
+        self._accelerator.enter()
+        self._stream.copy_out(self._host.address, tensor.address, tensor.nbytes)
+        self._stream.synchronize()
+        return array_in(self._host, tensor.dtype, tensor.shape).copy()
+
+
+@pytest.mark.parametrize("accelerators", [EXACT, GRAPHS], ids=["plain", "graphs"])
+def test_tensors_that_clients_have_on_the_device_are_read_and_written_there(
+    accelerators: Any, tmp_path: Path, accelerator: CudaAccelerator
+) -> None:
+    pair, client = Pair(tmp_path, models.mlp((64, 256, 16)), MLP, accelerator, accelerators), Client(accelerator)
+    rng, slot = np.random.default_rng(1), pair.gpu.slots[0]
+    if accelerators is GRAPHS:
+        slot.prepare([floats(rng, 1, 64)], 16)
+
+    def check() -> None:
+        arrays = [floats(rng, int(rng.integers(1, 4)), 64) for _ in range(int(rng.integers(1, 6)))]
+        requests = [
+            [client.put(one, 4096 * number)] if rng.integers(2) else [one] for number, (one,) in enumerate(arrays)
+        ]
+        targets: list[Targets] = [
+            {0: client.room(one.shape[0] * 64, 4096 * (100 + number))} if rng.integers(2) else {}
+            for number, (one,) in enumerate(arrays)
+        ]
+        results = slot.execute(requests, 16, targets).results
+        reference = pair.cpu.execute(arrays, 16).results
+        for one, other, wanted in zip(results, reference, targets, strict=True):
+            assert not isinstance(one, Exception)
+            assert not isinstance(other, Exception)
+            output: Any = one[0]
+            assert isinstance(output, DeviceTensor) is bool(wanted)
+            got = client.get(output) if isinstance(output, DeviceTensor) else output
+            np.testing.assert_allclose(got, other[0], rtol=1e-4, atol=1e-4)
+
+    on_thread_of(slot, lambda: [check() for _ in range(50)])
 
 
 def test_two_instances_on_one_gpu_compute_side_by_side(tmp_path: Path, accelerator: CudaAccelerator) -> None:
