@@ -22,6 +22,7 @@ from pathlib import Path
 
 import grpc
 
+from backends.errors import DeviceError
 from bench import gpu_models, gpu_steps, report, summary
 from bench.gpu_models import GpuModel
 from bench.gpu_steps import Crowd, Direct
@@ -42,7 +43,7 @@ _START_S = 240.0
 _TINY = "tiny"
 _SMALL = 16
 
-_FAILURES = (BenchError, UnservedError, AssertionError, grpc.RpcError, OSError)
+_FAILURES = (BenchError, UnservedError, AssertionError, DeviceError, grpc.RpcError, OSError)
 """What of one section may fail without the others: a server may die, and take its port along."""
 
 
@@ -174,6 +175,7 @@ def _is_wrong(correct: Section, model: GpuModel) -> bool:
 def _model(plan: Plan, server: ServerProcess, model: GpuModel, file: Path, first: Sample, folder: Path) -> Section:
     """Throughput at saturation beside the ceiling, the GPU's time, latencies at 70 % of the load, the first request."""
     ours, bound, copies, calm = "paceline", "run_with_iobinding", "the same with copies", "paceline at 70 %"
+    there = "paceline, images on the GPU"
     found, absent = Found(), {}
     crowd = _crowd(plan, model)
     batch = gpu_models.batch_of(model, model.rows)
@@ -191,11 +193,18 @@ def _model(plan: Plan, server: ServerProcess, model: GpuModel, file: Path, first
             _say(f"{model.name}: at {_LOAD:.0%} of the load")
             per_s = _LOAD * spread(found.of(ours, "requests_per_s")).median
             found.add(calm, gpu_steps.latency_at(server, request, per_s, 2 * plan.seconds, plan.warmup_s))
+            if plan.on_gpu and model.shared:
+                plan.check()
+                _say(f"{model.name}: from memory on the GPU")
+                name = stack.enter_context(gpu_steps.gpu_region(server, batch))
+                request = gpu_steps.requests_of(model, batch, name, folder)
+                times = plan.seconds, plan.warmup_s
+                found.add(there, gpu_steps.saturation(server, model.name, model.rows, crowd, request, *times))
         except _FAILURES as error:
             absent[model.name] = _reason(error)
     if first:
         found.add("the first request", first)
-    points = {ours: str(crowd), calm: "open loop"}
+    points = {ours: str(crowd), there: str(crowd), calm: "open loop"}
     comparisons = tuple(_compare(plan, found, (ours, bound, copies, calm), str(crowd)))
     measurements = found.measurements(points)
     generator = f"{crowd.processes} of bench.load"

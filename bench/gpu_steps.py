@@ -26,6 +26,7 @@ import onnxruntime as ort  # type: ignore[import-untyped,unused-ignore]
 
 from backends.errors import DeviceError
 from bench import gpu_models
+from bench.gpu_memory import export
 from bench.gpu_models import GpuModel
 from bench.stats import Sample
 from bench.steps import BenchError, open_loop, run_module
@@ -35,7 +36,7 @@ from server.nvml import Nvml, open_nvml
 from tests.harness import REPO, ServerProcess
 from tests.wire import Array
 
-__all__ = ["Crowd", "Direct", "deviations", "first_request", "latency_at", "region", "saturation"]
+__all__ = ["Crowd", "Direct", "deviations", "first_request", "gpu_region", "latency_at", "region", "saturation"]
 
 _SPARE_S = 60.0
 _START_S = 120.0
@@ -215,6 +216,23 @@ def region(server: ServerProcess, batch: Array) -> Iterator[str]:
             path.unlink(missing_ok=True)
 
 
+@contextmanager
+def gpu_region(server: ServerProcess, batch: Array) -> Iterator[str]:
+    """The same on the first GPU."""
+    name = f"paceline-bench-gpu-{os.getpid()}-cuda"
+    exported = export(batch)
+    channel, service = stub(server.target)
+    with channel:
+        try:
+            service.CudaSharedMemoryRegister(
+                pb.CudaSharedMemoryRegisterRequest(name=name, raw_handle=exported.handle, byte_size=batch.nbytes)
+            )
+            yield name
+            service.CudaSharedMemoryUnregister(pb.CudaSharedMemoryUnregisterRequest(name=name))
+        except grpc.RpcError as error:
+            raise BenchError(f"{error.code().name}: {error.details()}") from None
+
+
 def _counters(server: ServerProcess, model: str) -> list[float]:
     """Rows, batches, microseconds in the model per request, requests."""
     metrics, labels = server.metrics(), f'{{model="{model}",version="1"}}'
@@ -251,6 +269,6 @@ def _sample(nvml: Nvml, shares: list[float], wait: Callable[[float], bool]) -> N
 
 def requests_of(model: GpuModel, batch: Array, region_name: str, folder: Path) -> Path:
     """A file with the request that brings `batch`."""
-    path = folder / f"{model.name}.request"
+    path = folder / f"{model.name}{region_name}.request"
     path.write_bytes(gpu_models.request(model, batch, region_name).SerializeToString())
     return path

@@ -1,0 +1,26 @@
+"""Memory that is left on a GPU, on a stand-in for the driver."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from backends.cuda_memory import open_cuda_memory
+from bench.gpu_memory import export
+from tests.cuda import stand_in
+
+
+def test_export_is_what_the_handle_opens(tmp_path: Path) -> None:
+    driver = stand_in.build(tmp_path)
+    array = np.arange(1000, dtype=np.float32)
+    exported = export(array, lambda name: driver)
+    opened = open_cuda_memory(exported.handle, 0, lambda name: driver)
+    assert opened.byte_size == array.nbytes
+    got = np.empty_like(array)
+    opened.read(got.ctypes.data, got.nbytes, 0)
+    np.testing.assert_array_equal(got, array)
+    del opened
+    assert (driver.stand_in_opened(), driver.stand_in_device()) == (0, 1)
+    del exported
+    assert driver.stand_in_device() == 0
