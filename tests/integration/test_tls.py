@@ -31,7 +31,8 @@ Code = grpc.StatusCode
 
 
 def settings(folder: Path, pair: Pair, roots: Path | None = None, *, mutual: bool = False) -> Settings:
-    return Settings(paths=(folder,), tls=TlsFiles(pair.certificate, pair.key, roots, mutual))
+    tls = TlsFiles(pair.certificate, pair.key, roots, mutual)
+    return Settings(paths=(folder,), grpc_address="127.0.0.1", grpc_port=0, metrics_port=0, tls=tls)
 
 
 def channel(served: Served, roots: Path, own: Pair | None = None) -> grpc.aio.Channel:
