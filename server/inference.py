@@ -247,7 +247,8 @@ def _submit(
         whole = asyncio.ensure_future(submit_parts(model.batcher, decoded.inputs, decoded.rows, decoded.key, **how))
         model.in_parts(whole)
         return whole
-    inputs = Directed.to(decoded.targets, decoded.inputs) if decoded.targets else decoded.inputs
+    directed = decoded.targets and model.leaves_outputs
+    inputs = Directed.to(decoded.targets, decoded.inputs) if directed else decoded.inputs
     return model.batcher.submit(inputs, decoded.rows, decoded.key, **how)
 
 

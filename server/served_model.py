@@ -10,7 +10,7 @@ import secrets
 from collections.abc import Callable
 from typing import Any, cast
 
-from backends.base import ModelInstance, Slot, Tensors
+from backends.base import ModelInstance, Slot, Slotted, Tensors
 from backends.errors import DeviceLost, OutOfMemory, SessionError
 from backends.remote import RemoteModel
 from scheduler.batcher import Batcher
@@ -56,6 +56,8 @@ class ServedModel:
         self.max_batch_rows = loaded.plan.max_batch_rows
         self.remote = isinstance(loaded.opened, RemoteModel)
         self.counts_bytes = room is not None or loaded.plan.policy.limits.max_bytes > 0
+        # Whether instances may write outputs to GPUs' memory by themselves.
+        self.leaves_outputs = any(isinstance(one, Slotted) for one in loaded.instances)
         # Apart from its number, which begins anew with every load, what a caller gets to see as the id of a batch.
         self.batch_id_prefix = secrets.token_hex(4)
         # Rows of a request, where a batch may have fewer.
