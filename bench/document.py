@@ -26,7 +26,7 @@ FIGURES = REPO / "docs" / "figures"
 
 _HEAD = """# Performance
 
-<!-- Made by `python -m bench.document` of performance.json; changes made here are lost. -->
+<!-- Made by `python -m bench.document` of the JSON of the same name; changes made here are lost. -->
 
 What is measured stands in [bench/scenarios](../bench/scenarios), how, in [bench/README.md](../bench/README.md). A ratio
 is taken within a round, of two that were measured after one another on the same machine; the median of the rounds is

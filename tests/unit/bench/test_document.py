@@ -66,10 +66,11 @@ def test_draw_latency_of_equal_results_is_an_equal_file(tmp_path: Path) -> None:
     assert drawn == (tmp_path / "two.svg").read_text()
 
 
-def test_committed_document_is_what_the_committed_results_make() -> None:
-    """Neither is there before the first results are kept; afterwards neither may change without the other."""
-    assert DOCUMENT.exists() == RESULTS.exists()
-    if RESULTS.exists():
-        found = load(RESULTS.read_text(encoding="utf-8"))
-        assert DOCUMENT.read_text(encoding="utf-8") == markdown(found, "figures")
+def test_committed_documents_are_what_the_committed_results_make() -> None:
+    """One for each machine; neither may change without the other."""
+    kept = sorted(RESULTS.parent.glob(f"{RESULTS.stem}*.json"))
+    assert RESULTS in kept
+    for results in kept:
+        found = load(results.read_text(encoding="utf-8"))
+        assert DOCUMENT.with_stem(results.stem).read_text(encoding="utf-8") == markdown(found, "figures")
         assert all((FIGURES / f"{one.name}.svg").exists() for one in found.sections if one.plot and one.measurements)
