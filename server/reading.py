@@ -153,11 +153,11 @@ def _fill_at_once(columns: Sequence[Array], requests: Sequence[Inputs]) -> list[
     for index, column in enumerate(columns):
         begin, row_bytes = column.ctypes.data, column.strides[0]
         for start, stop, inputs in zip(bounds, bounds[1:], requests, strict=False):
-            one = inputs[index]
+            one, size_bytes = inputs[index], (stop - start) * row_bytes
             if not isinstance(one, RegionTensor):
                 column[start:stop] = one
-            elif (source := one.mapped_at) is not None:
-                pieces.append((begin + start * row_bytes, source, (stop - start) * row_bytes))
+            elif (source := one.mapped_at(size_bytes)) is not None:
+                pieces.append((begin + start * row_bytes, source, size_bytes))
                 regions.add(one.region)
             else:
                 return None

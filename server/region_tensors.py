@@ -168,11 +168,13 @@ class RegionTensor:
     def region(self) -> Region:
         return self._region
 
-    @property
-    def mapped_at(self) -> int | None:
-        """As that of regions."""
+    def mapped_at(self, size_bytes: int) -> int | None:
+        """The address of its first `size_bytes` bytes, for `bulk_copy`; None if there is none, or if they do not all
+        lie in the region: beyond it is memory of our own, which no mistake in what checked the request may lay open."""
         begin = self._region.mapped_at
-        return None if begin is None else begin + self._offset
+        if begin is None or not 0 <= self._offset <= self._region.byte_size - size_bytes:
+            return None
+        return begin + self._offset
 
     def on_gpu(self, gpu: int) -> DeviceTensor | None:
         """The same, for whoever can read that GPU's memory; None if it lies elsewhere."""

@@ -116,6 +116,18 @@ def test_tensors_of_a_batch_are_read_in_one_call(region: SystemRegion, padded: i
     assert len(bench.seen[0][0]) == max(6, padded)
 
 
+@pytest.mark.parametrize(
+    ("offset", "size", "inside"),
+    [(0, 800, True), (792, 8, True), (800, 0, True), (0, 801, False), (793, 8, False), (801, 0, False), (-1, 8, False)],
+)
+def test_tensor_has_an_address_within_its_region_alone(
+    region: SystemRegion, offset: int, size: int, inside: bool
+) -> None:
+    tensor = RegionTensor("input 'a'", region, offset, np.dtype(np.uint8), (size,))
+    assert region.mapped_at is not None
+    assert tensor.mapped_at(size) == (region.mapped_at + offset if inside else None)
+
+
 class Slot:
     """An instance with room of its own, that notes whether its inputs lay there."""
 
