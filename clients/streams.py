@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from functools import partial
 from itertools import count
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import grpc
 import grpc.aio
@@ -31,6 +31,10 @@ _DEADLINE: Final = "paceline_deadline_us"
 _CANCEL: Final = "paceline_cancel"
 _STATUS: Final = "paceline_status"
 _FINAL: Final = "triton_final_response"
+# How long the status of a stream may take to arrive after a write has failed because of it.
+_STATUS_S: Final = 1.0
+
+_T = TypeVar("_T")
 
 
 class Streams:
@@ -74,6 +78,8 @@ class _Stream:
         # Requests to send, and ids of those to take back.
         self._unsent: deque[ModelInferRequest | str] = deque()
         self._sleeping: asyncio.Future[None] | None = None
+        self._status: asyncio.Future[grpc.aio.AioRpcError] = self._loop.create_future()
+        call.add_done_callback(self._note_status)
         self._reading = self._loop.create_task(self._read())
         self._writing = self._loop.create_task(self._write())
         self.ended = False
@@ -137,8 +143,8 @@ class _Stream:
                 answer = self._waiting.get(message.infer_response.id)
                 if answer is not None and not answer.done():
                     answer.set_result(message)
-        except grpc.RpcError as error:
-            reason = partial(_broken, error)
+        except grpc.aio.AioRpcError as error:
+            reason = partial(_broken, await self._true_status(error))
         except asyncio.CancelledError:
             reason = _closed
         self.ended = True
@@ -146,6 +152,38 @@ class _Stream:
         for answer in self._waiting.values():
             if not answer.done():
                 answer.set_exception(reason())
+
+    def _note_status(self, call: Any) -> None:
+        """Keep the status that the call has now: a write that fails because the stream ended may replace it."""
+        code, details, trailing = map(_at_once, (call.code(), call.details(), call.trailing_metadata()))
+        status = grpc.aio.AioRpcError(code, grpc.aio.Metadata(), trailing, details, "")
+        if not self._status.done() and not _of_a_write(status):
+            self._status.set_result(status)
+
+    async def _true_status(self, error: grpc.aio.AioRpcError) -> grpc.aio.AioRpcError:
+        """What the server (or the connection) ended the stream with, where `error` may only tell of a failed write."""
+        if not _of_a_write(error):
+            return error
+        try:
+            return await asyncio.wait_for(self._status, _STATUS_S)
+        except TimeoutError:
+            return error
+
+
+def _at_once(coroutine: Coroutine[Any, Any, _T]) -> _T:
+    """What a coroutine returns that has nothing to wait for."""
+    try:
+        coroutine.send(None)
+    except StopIteration as stop:
+        value: _T = stop.value
+        return value
+    coroutine.close()
+    raise RuntimeError("grpc.aio calls done what isn't")
+
+
+def _of_a_write(error: grpc.aio.AioRpcError) -> bool:
+    """Whether grpc.aio made this status up as it could not write (https://github.com/grpc/grpc/issues/36066)."""
+    return error.code() is grpc.StatusCode.INTERNAL and error.details() == "Internal error from Core"
 
 
 def _answer(message: ModelStreamInferResponse, request_id: str) -> ModelInferResponse:
@@ -174,10 +212,11 @@ def _closed() -> InferenceError:
     return Cancelled(grpc.StatusCode.CANCELLED, "the client was closed during the call")
 
 
-def _broken(error: grpc.RpcError) -> InferenceError:
-    failure = rpc_failure(error)
-    if failure.status is grpc.StatusCode.INTERNAL and failure.message == "Internal error from Core":
-        # What grpc.aio says, instead of the status, if the stream ended while something was being written.
-        failure = Unavailable(grpc.StatusCode.UNAVAILABLE, "the stream ended while a request was on its way")
+def _broken(error: grpc.aio.AioRpcError) -> InferenceError:
+    if _of_a_write(error):
+        text = "the stream ended while a request was on its way"
+        failure: InferenceError = Unavailable(grpc.StatusCode.UNAVAILABLE, text)
+    else:
+        failure = rpc_failure(error)
     failure.__cause__ = error
     return failure

@@ -21,6 +21,7 @@ from clients import (
     Internal,
     InvalidArgument,
     NotFound,
+    PermissionDenied,
     ResourceExhausted,
     Unavailable,
 )
@@ -251,6 +252,14 @@ class Mute(GRPCInferenceServiceServicer):
         yield
 
 
+class Refusing(GRPCInferenceServiceServicer):
+    """A server that lets nobody in."""
+
+    async def ModelStreamInfer(self, requests: Any, context: Any) -> AsyncIterator[pb.ModelStreamInferResponse]:
+        await context.abort(grpc.StatusCode.PERMISSION_DENIED, "not you")
+        yield
+
+
 async def test_infer_over_streams_of_a_foreign_server_has_answers_and_errors_without_status() -> None:
     async with peer(Foreign()) as client:
         for _ in range(50):
@@ -265,3 +274,12 @@ async def test_infer_over_streams_that_end_without_an_answer_is_unavailable() ->
         for _ in range(20):
             with pytest.raises(Unavailable, match="the server ended the stream"):
                 await ask(client, 1)
+
+
+async def test_infer_over_streams_refused_as_it_writes_tells_the_servers_reason() -> None:
+    """grpc.aio tells a writer whose stream ended of an "internal error", and forgets the status that ended it."""
+    outcomes: list[object] = []
+    for _ in range(20):
+        async with peer(Refusing()) as client:
+            outcomes += await asyncio.gather(*(ask(client, mark) for mark in range(80)), return_exceptions=True)
+    assert {(type(each), getattr(each, "message", each)) for each in outcomes} == {(PermissionDenied, "not you")}
