@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import grpc
@@ -27,7 +27,7 @@ from server.listener import GRPC_OPTIONS
 from server.loop import new_loop
 from server.tuning import keep_freed_memory
 
-__all__ = ["Echo", "serve"]
+__all__ = ["Echo", "run"]
 
 
 class Echo(GRPCInferenceServiceServicer):
@@ -81,10 +81,9 @@ class Echo(GRPCInferenceServiceServicer):
         return response
 
 
-async def serve() -> None:
-    """Serve on a free loopback port until standard input ends."""
+async def _serve(make: Callable[[], Echo]) -> None:
     server = grpc.aio.server(options=GRPC_OPTIONS)
-    add_GRPCInferenceServiceServicer_to_server(Echo(), server)  # type: ignore[no-untyped-call]
+    add_GRPCInferenceServiceServicer_to_server(make(), server)  # type: ignore[no-untyped-call]
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     print(port, flush=True)
@@ -94,11 +93,12 @@ async def serve() -> None:
     await server.stop(0.5)
 
 
-def main() -> None:
+def run(make: Callable[[], Echo]) -> None:
+    """Serve what `make` makes on a free loopback port until standard input ends."""
     keep_freed_memory()
     with asyncio.Runner(loop_factory=new_loop) as runner:
-        runner.run(serve())
+        runner.run(_serve(make))
 
 
 if __name__ == "__main__":
-    main()
+    run(Echo)

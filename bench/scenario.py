@@ -34,7 +34,7 @@ __all__ = [
 FOLDER = Path(__file__).parent / "scenarios"
 RIVALS = ("mlserver", "kserve", "pytriton")
 _IN_PROCESS = ("onnxruntime", "batching")
-_SERVERS = ("paceline", "echo", *_IN_PROCESS, *RIVALS)
+_SERVERS = ("paceline", "echo", "naive", *_IN_PROCESS, *RIVALS)
 _TRANSPORTS = ("unary", "stream", "shm")
 _MEASURES = (
     *("requests_per_s", "answered", "p50_ms", "p90_ms", "p99_ms", "server_cpu_us", "rows_per_batch"),

@@ -75,6 +75,8 @@ def start(side: Side, files: Mapping[str, Path], folder: Path) -> Subject:
         return _Proxy(start(replace(side, server=side.upstream, upstream="", args=()), files, folder), side)
     if side.server == "echo":
         return EchoProcess()
+    if side.server == "naive":
+        return EchoProcess("bench.naive", *(f"{name}={file}" for name, file in files.items()))
     if side.server == "paceline":
         repository = folder / "models"
         for name, file in files.items():
@@ -115,11 +117,14 @@ class _Proxy:
 
 
 class EchoProcess:
-    """`bench.echo` in a process of its own, for as long as the context lasts."""
+    """`bench.echo`, or another module that serves like it, in a process of its own for as long as the context lasts."""
+
+    def __init__(self, module: str = "bench.echo", *args: str) -> None:
+        self._command = [sys.executable, "-m", module, *args]
 
     def __enter__(self) -> EchoProcess:
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "bench.echo"],
+            self._command,
             cwd=REPO,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -130,7 +135,7 @@ class EchoProcess:
         port = self._process.stdout.readline().strip()
         if not port:
             self.__exit__()
-            raise UnservedError("the echo server did not start")
+            raise UnservedError(f"{self._command[2]} did not start")
         self.target = f"127.0.0.1:{port}"
         return self
 
