@@ -7,6 +7,7 @@ inference.proto.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Final, NamedTuple
 
 __all__ = [
@@ -33,11 +34,13 @@ RAW_OUTPUT_TAG: Final = bytes([6 << 3 | 2])
 
 
 class RequestFields(NamedTuple):
-    """A serialized ModelInferRequest: `head`, all of it but the id and the tensors; the `id` in UTF-8; and where the
-    entries of raw_input_contents begin and end. Equal heads mean equal requests but for those two."""
+    """A serialized ModelInferRequest: `head`, all of it but the id and the tensors; the `id` in UTF-8, and where it
+    begins, or would; and where the entries of raw_input_contents begin and end. Equal heads mean equal requests but for
+    those two."""
 
     head: bytes
     id: bytes
+    id_at: int
     raw: list[tuple[int, int]]
 
 
@@ -78,10 +81,11 @@ def scan_request(data: bytes) -> RequestFields | None:
     if at != end:
         return None
     if id_end:
-        return RequestFields(data[:id_at] + data[id_end:head_end], data[id_value_at:id_end], raw)
-    return RequestFields(data[:head_end], b"", raw)
+        return RequestFields(data[:id_at] + data[id_end:head_end], data[id_value_at:id_end], id_value_at, raw)
+    return RequestFields(data[:head_end], b"", 0, raw)
 
 
+@lru_cache(maxsize=4_096)
 def varint(number: int) -> bytes:
     """`number`, not negative, as protobuf writes it."""
     if number < 0x80:

@@ -142,7 +142,7 @@ class BatchQueue(Generic[T]):
         self._arrived += 1
         order = level * LEVEL + self._arrived
         entry = Entry(payload, rows, size_bytes, level, order, now_ns, deadline_ns, rpc_deadline_ns)
-        self._waiting.count(entry, 1)
+        self._waiting.came(entry)
         if deadline_ns != NEVER:
             self._watch_deadline(entry)
         if self._holds:
@@ -224,7 +224,7 @@ class BatchQueue(Generic[T]):
         if not entries:
             return
         for entry in entries:
-            self._waiting.count(entry, 1)
+            self._waiting.came(entry)
             if entry.deadline_ns != NEVER:
                 self._watch_deadline(entry)
         self._lanes.put_back(batch.key, entries)
@@ -310,7 +310,7 @@ class BatchQueue(Generic[T]):
         """Take one entry out for good, wherever it stands."""
         self._lanes.remove(entry)
         entry.unwatch()
-        self._waiting.count(entry, -1)
+        self._waiting.left((entry,))
 
     def _hold(self, lane: Lane[T], now_ns: int) -> bool:
         """Keep the lane waiting if those who were just answered will soon make its batch worth more; until then."""
@@ -332,15 +332,16 @@ class BatchQueue(Generic[T]):
         """
         key = lane.key
         releasable = self._lanes.releasable(lane, now_ns)
-        cut = self._sizing.cut(key, lane, min(releasable, self.policy.max_batch_requests or releasable))
+        cut = self._sizing.cut(lane, min(releasable, self.policy.max_batch_requests or releasable))
         late: list[Unreachable[T]] = []
         if self._may_be_late(starts_ns):
             cut, late = self._sizing.most_in_time(key, lane, cut, starts_ns)
         leaving = [one.entry for one in late] if late else cut.entries
         self._lanes.take(lane, leaving)
-        for entry in leaving:
-            entry.unwatch()
-            self._waiting.count(entry, -1)
+        if self._deadlines.items:
+            for entry in leaving:
+                entry.unwatch()
+        self._waiting.left(leaving)
         if late:
             unreachable += late
             return None
@@ -350,7 +351,7 @@ class BatchQueue(Generic[T]):
         """What `_take` comes to for one request with time to spare, which needs no thought: all that is in the lane."""
         entry = self._lanes.take_only(lane)
         entry.unwatch()
-        self._waiting.count(entry, -1)
+        self._waiting.left((entry,))
         rows = entry.rows
         padded_rows = self._sizing.padded(rows) if self._pads else rows
         return self._executing.begin(lane.key, (entry,), rows, padded_rows, now_ns)

@@ -307,8 +307,9 @@ class Batcher(Generic[P, R]):
         self._company.on_start(len(batch.entries), self._queue.requests)
         payloads = []
         for entry in batch.entries:
-            entry.payload.left_queue()
-            payloads.append(entry.payload.payload)
+            pending = entry.payload
+            pending.left_queue()
+            payloads.append(pending.payload)
         runner.run(payloads, batch.padded_rows, lambda outcome: self._on_done(runner, outcome, suspects))
 
     def _on_done(self, runner: Runner[P, R], outcome: Outcome[R], suspects: Suspects[Pending[P, R]] | None) -> None:

@@ -69,16 +69,17 @@ class Delivery:
         started_ns, executed = outcome.started_ns, outcome.executed
         assert executed is not None
         duration_ns = outcome.finished_ns - started_ns
+        facts = BatchFacts(batch.number, batch.rows, batch.padded_rows, 0, duration_ns, started_ns, executed)
+        succeed = self._answers.succeed
         for entry, result in zip(batch.entries, executed.results, strict=True):
-            waited_ns = started_ns - entry.enqueued_ns
-            entry.payload.facts = BatchFacts(
-                batch.number, batch.rows, batch.padded_rows, waited_ns, duration_ns, started_ns, executed
-            )
+            pending = entry.payload
+            pending.batch_facts = facts
+            pending.waited_ns = started_ns - entry.enqueued_ns
             if isinstance(result, Exception):
-                entry.payload.refused = True
-                self._answers.fail(entry.payload, result)
+                pending.refused = True
+                self._answers.fail(pending, result)
             else:
-                self._answers.succeed(entry.payload, result)
+                succeed(pending, result)
 
 
 def _failure(cause: BaseException | None) -> ExecutionFailed:
@@ -96,9 +97,16 @@ def _failure(cause: BaseException | None) -> ExecutionFailed:
 def _report(batch: Batch[Any], outcome: Outcome[Any], failed: Requests) -> BatchReport:
     """To be made once those who get an answer have it: who is cancelled by then gets none."""
     leaving = failed if outcome.error else batch.entries
-    there = [entry for entry in leaving if not entry.payload.cancelled()]
-    answered = [] if outcome.error else [entry for entry in there if not entry.payload.refused]
-    waits_ns = [outcome.started_ns - entry.enqueued_ns for entry in answered]
+    waits_ns: list[int] = []
+    refused = cancelled = 0
+    for entry in leaving:
+        pending = entry.payload
+        if pending.cancelled():
+            cancelled += 1
+        elif pending.refused or outcome.error:
+            refused += 1
+        else:
+            waits_ns.append(pending.waited_ns)
     return BatchReport(
         rows=batch.rows,
         padded_rows=batch.padded_rows,
@@ -107,8 +115,8 @@ def _report(batch: Batch[Any], outcome: Outcome[Any], failed: Requests) -> Batch
         finished_ns=outcome.finished_ns,
         execution=outcome.executed,
         error=outcome.error,
-        failed=len(there) - len(waits_ns),
-        cancelled=len(leaving) - len(there),
+        failed=refused,
+        cancelled=cancelled,
         number=batch.number,
         entries=batch.entries,
     )

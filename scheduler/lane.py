@@ -11,7 +11,7 @@ from __future__ import annotations
 from bisect import insort
 from collections import OrderedDict
 from collections.abc import Hashable, Iterator, Sequence
-from itertools import islice
+from itertools import chain, islice
 from typing import Generic, TypeVar
 
 __all__ = ["DELAYED", "LEVEL", "Entry", "Lane", "Watch"]
@@ -124,9 +124,8 @@ class Lane(Generic[T]):
 
     def __iter__(self) -> Iterator[Entry[T]]:
         if self.only is not None:
-            yield self.only
-        for section in self.sections_order:
-            yield from self.sections[section].values()
+            return iter((self.only,))
+        return chain.from_iterable(self.sections[section].values() for section in self.sections_order)
 
     @property
     def head(self) -> Entry[T]:

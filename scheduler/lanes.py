@@ -137,10 +137,12 @@ class Lanes(Generic[T]):
     # hot path
     def take(self, lane: Lane[T], entries: Sequence[Entry[T]]) -> None:
         """Some of its entries leave; now the others have their turn."""
+        emptied = len(entries) == lane.requests
         for entry in entries:
-            lane.remove(entry)
             entry.lane = None
-        if not lane.requests:
+            if not emptied:
+                lane.remove(entry)
+        if emptied:
             self._drop(lane)
         elif self._delay_ns:
             self._walk(lane)
@@ -151,7 +153,6 @@ class Lanes(Generic[T]):
     def take_only(self, lane: Lane[T]) -> Entry[T]:
         """What `take` comes to for the one entry of a lane."""
         entry = lane.only or lane.head
-        lane.remove(entry)
         entry.lane = None
         self._drop(lane)
         return entry

@@ -34,13 +34,14 @@ class Pending(asyncio.Future[R], Generic[P, R]):
     request out of the queue at once; once it executes, cancelling only discards its share of the answer, and calls the
     execution off, if its runner can, when nobody is left who waits for it.
 
-    `facts` are there as soon as there is a result. `refused` says that there is an error for this request alone. `tag`
-    is whatever the caller wants an observer of batches to find here.
+    `facts` are there as soon as there is a result; few ask, so they are put together then. `refused` says that there is
+    an error for this request alone. `tag` is whatever the caller wants an observer of batches to find here.
     """
 
     payload: P
     tag: Any = None
-    facts: BatchFacts | None = None
+    batch_facts: BatchFacts | None = None
+    waited_ns = 0
     refused = False
     entry: Entry[Pending[P, R]] | None = None
     batcher: _HearsOfCancelling
@@ -51,6 +52,10 @@ class Pending(asyncio.Future[R], Generic[P, R]):
             entry, self.entry = self.entry, None
             self.batcher.on_cancel(entry)
         return cancelled
+
+    @property
+    def facts(self) -> BatchFacts | None:
+        return self.batch_facts and self.batch_facts._replace(queue_ns=self.waited_ns)
 
     def left_queue(self) -> None:
         """Forget the entry, which points back here: no cycle may be left for the garbage collector to find."""

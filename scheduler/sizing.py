@@ -13,7 +13,7 @@ from itertools import islice
 from typing import Generic, NamedTuple, TypeVar
 
 from scheduler.allowance import Allowance
-from scheduler.lane import Entry
+from scheduler.lane import Entry, Lane
 from scheduler.latency import LatencyModel
 from scheduler.policy import BatchPolicy
 
@@ -53,14 +53,19 @@ class Sizing:
         sizes = self._policy.batch_sizes
         return sizes[bisect_left(sizes, rows)] if sizes else rows
 
-    def cut(self, key: Hashable, entries: Iterable[Entry[T]], max_requests: int) -> Cut[T]:
-        """As many of the first entries as fit into a batch, or into a smaller allowed size if that costs less a row.
+    # hot path
+    def cut(self, lane: Lane[T], max_requests: int) -> Cut[T]:
+        """As many of the lane's first entries as fit into a batch, or into a smaller allowed size if that costs less a
+        row.
 
         The cost is measured execution time; as long as none is known, padding up wins. An entry that is larger than
         what is allowed for now is a batch of its own.
         """
-        fitting, rows = self.fitting(entries, max_requests)
-        return self._to_allowed_size(key, fitting, rows) if self._policy.batch_sizes else Cut(fitting, rows, rows)
+        if lane.requests <= max_requests and lane.rows <= self.allowance.rows:
+            fitting, rows = list(lane), lane.rows
+        else:
+            fitting, rows = self.fitting(lane, max_requests)
+        return self._to_allowed_size(lane.key, fitting, rows) if self._policy.batch_sizes else Cut(fitting, rows, rows)
 
     def fitting(self, entries: Iterable[Entry[T]], max_requests: int) -> tuple[list[Entry[T]], int]:
         """As many of the first entries as fit into a batch, at least one; and their rows."""

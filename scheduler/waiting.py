@@ -7,6 +7,8 @@ the queue is counted here, at that moment.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
+from operator import attrgetter
 from typing import Any
 
 from scheduler.errors import QueueFull
@@ -14,6 +16,8 @@ from scheduler.lane import Entry
 from scheduler.policy import BatchPolicy
 
 __all__ = ["Room", "Waiting"]
+
+_ROWS, _SIZE_BYTES = attrgetter("rows"), attrgetter("size_bytes")
 
 
 class Room:
@@ -99,16 +103,31 @@ class Waiting:
         if self._room is not None:
             self._room.refuse_if_full(size_bytes)
 
-    def count(self, entry: Entry[Any], sign: int) -> None:
-        """An entry has come (`sign` 1) or left (-1)."""
-        self.requests += sign
-        self.rows += sign * entry.rows
-        self.size_bytes += sign * entry.size_bytes
+    # hot path
+    def came(self, entry: Entry[Any]) -> None:
+        """One more waits."""
+        self.requests += 1
+        self.rows += entry.rows
+        self.size_bytes += entry.size_bytes
         if (room := self._room) is not None:
-            room.requests += sign
-            room.size_bytes += sign * entry.size_bytes
+            room.requests += 1
+            room.size_bytes += entry.size_bytes
         if self._has_levels:
-            self._count_level(entry, sign)
+            self._count_level(entry, 1)
+
+    # hot path
+    def left(self, entries: Sequence[Entry[Any]]) -> None:
+        """These wait no more."""
+        requests, size_bytes = len(entries), sum(map(_SIZE_BYTES, entries))
+        self.requests -= requests
+        self.rows -= sum(map(_ROWS, entries))
+        self.size_bytes -= size_bytes
+        if (room := self._room) is not None:
+            room.requests -= requests
+            room.size_bytes -= size_bytes
+        if self._has_levels:
+            for entry in entries:
+                self._count_level(entry, -1)
 
     def hold(self, entry: Entry[Any], sign: int) -> None:
         """An entry that has left may come back (`sign` 1), or no more (-1)."""

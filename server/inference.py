@@ -16,7 +16,7 @@ from backends.base import Tensors
 from backends.remote_messages import RemoteRequest
 from protos import inference_pb2 as pb
 from scheduler.observer import Drop
-from scheduler.pending import BatchFacts, Pending
+from scheduler.pending import Pending
 from server.batch_facts import tell_facts, told_facts
 from server.calls import NOTHING_SENT, Sent, TraceParent, leaves_by
 from server.codec import AnyResponse, DecodedRequest, tensor_bytes
@@ -33,11 +33,13 @@ from server.tracing import Tracer
 from server.watching import RequestWatch
 from server.wire_request import AnyRequest
 
-__all__ = ["Inference", "Started"]
+__all__ = ["AnyPending", "Inference", "Started"]
 
 _log = logging.getLogger("paceline.server.inference")
 
 _NAMELESS = pb.ModelInferRequest()
+
+AnyPending = Pending[Any, Any]
 
 
 class Started(NamedTuple):  # made for each request, and in a third of the time of a frozen dataclass
@@ -92,14 +94,12 @@ class Inference:
         """
         started = self.start(request, rpc_deadline_ns, parent, sent)
         try:
-            await started.pending
-            response, facts = _answer(started)
-        except BaseException as error:
-            started.on_failure(error)
-            raise
-        else:
-            self._on_success(started, facts)
-            return response
+            try:
+                await started.pending
+            except BaseException as error:
+                started.on_failure(error)
+                raise
+            return self.finish(started)
         finally:
             # An error has a traceback, that this frame, and this frame, by what it waited for, would have the error:
             # shared memory that a request used would stay open until the garbage collector comes by.
@@ -179,27 +179,32 @@ class Inference:
         """The answer, once `started.pending` is done. Raises what came instead.
         The caller must not keep `started`: what was raised would keep it."""
         try:
-            answer, facts = _answer(started)
+            results, pending = _results(started.pending)
+            model, decoded = started.model, started.decoded
+            answer = model.codec.encode(started.request, decoded, results)
+            if decoded.parameters.batch_info and isinstance(answer, pb.ModelInferResponse) and pending.facts:
+                tell_facts(answer, model.batch_id_prefix, told_facts(pending.facts))
         except BaseException as error:
             started.on_failure(error)
             raise
         else:
-            self._on_success(started, facts)
+            self._on_success(started, pending)
             return answer
         finally:
             del started
 
     # hot path: see bench/
-    def finish_as(self, started: Started, send: Callable[[Started, Tensors, BatchFacts | None], None]) -> None:
-        """As `finish`, for an answer of another form: `send` gets the results, and raises what comes instead."""
+    def finish_as(self, started: Started, send: Callable[[Started, Tensors, AnyPending], None]) -> None:
+        """As `finish`, for an answer of another form: `send` gets the results and what knows the facts of them, and
+        raises what comes instead."""
         try:
-            results, facts = _results(started.pending)
-            send(started, results, facts)
+            results, pending = _results(started.pending)
+            send(started, results, pending)
         except BaseException as error:
             started.on_failure(error)
             raise
         else:
-            self._on_success(started, facts)
+            self._on_success(started, pending)
         finally:
             del started
 
@@ -218,13 +223,13 @@ class Inference:
         self.serving = self.ready = False
         await until_quiet(lambda: self._refused)
 
-    def _on_success(self, started: Started, facts: BatchFacts | None) -> None:
+    def _on_success(self, started: Started, pending: AnyPending) -> None:
         """Count the request as one that has its answer."""
         model = started.model
         model.statistics.on_success(time.monotonic_ns() - started.began_ns)
         if started.watch is not None:
-            started.watch.on_success(facts)
-        if self._tracer.active and facts is not None:
+            started.watch.on_success(pending.facts)
+        if self._tracer.active and (facts := pending.facts) is not None:
             self._tracer.record(model.name, model.version, started.request.id, started.began_ns, facts)
 
     def _refusal(self, model: ServedModel | None) -> ServerStopping:
@@ -242,14 +247,23 @@ def _submit(
     model: ServedModel, decoded: DecodedRequest, rpc_deadline_ns: int, watch: RequestWatch | None
 ) -> asyncio.Future[Any]:
     """Have the batcher run the request: what it gives back, or for a request that is split a task of `submit_parts`."""
-    how = _how(model, decoded, rpc_deadline_ns, watch)
     if model.max_batch_rows and decoded.rows > model.max_batch_rows:
+        how = _how(model, decoded, rpc_deadline_ns, watch)
         whole = asyncio.ensure_future(submit_parts(model.batcher, decoded.inputs, decoded.rows, decoded.key, **how))
         model.in_parts(whole)
         return whole
     directed = decoded.targets and model.leaves_outputs
-    inputs = Directed.to(decoded.targets, decoded.inputs) if directed else decoded.inputs
-    return model.batcher.submit(inputs, decoded.rows, decoded.key, **how)
+    parameters = decoded.parameters
+    return model.batcher.submit(
+        Directed.to(decoded.targets, decoded.inputs) if directed else decoded.inputs,
+        decoded.rows,
+        decoded.key,
+        size_bytes=sum(map(tensor_bytes, decoded.inputs)) if model.counts_bytes else 0,
+        priority=parameters.priority,
+        timeout_ns=parameters.timeout_ns,
+        rpc_deadline_ns=rpc_deadline_ns,
+        tag=watch,
+    )
 
 
 def _submit_remote(
@@ -294,25 +308,13 @@ def _how(
     }
 
 
-def _answer(started: Started) -> tuple[AnyResponse, BatchFacts | None]:
-    """What the request gets, and what became of it."""
-    model, decoded = started.model, started.decoded
-    try:
-        results, facts = _results(started.pending)
-        answer = model.codec.encode(started.request, decoded, results)
-        if isinstance(answer, pb.ModelInferResponse) and decoded.parameters.batch_info and facts is not None:
-            tell_facts(answer, model.batch_id_prefix, told_facts(facts))
-        return answer, facts
-    finally:
-        del started
-
-
-def _results(pending: asyncio.Future[Any]) -> tuple[Tensors, BatchFacts | None]:
+def _results(pending: asyncio.Future[Any]) -> tuple[Tensors, AnyPending]:
+    """The results, and what knows the facts of their batch: of a split request, whose task `pending` is, of its last
+    part's."""
     try:
         results = pending.result()
         if isinstance(pending, Pending):
-            return results, pending.facts
-        results, last = results  # of a split request, whose task this is, with its last part
-        return results, last.facts
+            return results, pending
+        return cast("tuple[Tensors, AnyPending]", results)
     finally:
         del pending

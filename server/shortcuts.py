@@ -146,8 +146,9 @@ class AnswerPlan:
         size_bytes = self._size_bytes
         pieces: list[Any] = [self._head]
         if request_id:
-            pieces.append(delimited(RESPONSE_ID_TAG, request_id.encode()))
-            size_bytes += len(pieces[1])
+            field = delimited(RESPONSE_ID_TAG, request_id.encode())
+            pieces.append(field)
+            size_bytes += len(field)
         for place, dtype, tag, is_here in self._outputs:
             array = results[place]
             # What isn't here may be on a device, without flags.

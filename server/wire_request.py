@@ -1,8 +1,9 @@
 """Requests like others before them, of which no message needs to be made.
 
 Clients send the same again and again: model, names, datatypes, shapes and parameters stay, id and tensors change. What
-stays is the *head* (`protos.wire`). The first request of a head is parsed and checked like any other. The next ones are
-only taken apart, and their model's codec knows from the head what to do with the tensors (`server.shortcuts`).
+stays is the *head* (`protos.wire`). The first request of a head is parsed and checked like any other. The next one is
+only taken apart, and those that are cast in its mold, with ids and tensors as long, are merely compared with it. Their
+model's codec knows from the head what to do with the tensors (`server.shortcuts`).
 
 Lives here: telling which requests are alike. Must not: know models.
 """
@@ -10,38 +11,77 @@ Lives here: telling which requests are alike. Must not: know models.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from google.protobuf.message import DecodeError
 
 from protos.inference_pb2 import InferParameter, ModelInferRequest
 from protos.wire import RequestFields, scan_request
 
-__all__ = ["AnyRequest", "Heads", "RequestReader", "WireRequest", "message_of"]
+__all__ = ["AnyRequest", "Mold", "Remembered", "RequestReader", "WireRequest", "message_of"]
 
 _MOST_HEADS = 1_000
 _LONGEST_HEAD = 4_096
 _MOST_HEAD_BYTES = 2**20
 """What is known of a head may take a hundred times its bytes, and callers choose heads."""
+_MOLDS_OF_ONE_LENGTH = 4
+_PART_BYTES = 32
 
-_Known = tuple[str, str, Mapping[str, InferParameter], bool]
 _NO_PARAMETERS = ModelInferRequest().parameters
 
+K = TypeVar("K")
 T = TypeVar("T")
+
+_Named = tuple[str, str, Mapping[str, InferParameter]]
+"""Model, version and parameters."""
+
+
+class Mold(NamedTuple):
+    """Requests that have all but the values of id and tensors in common, and the lengths of these.
+
+    `parts` are the bytes they share, each with its place; with the id, at `id_at`, and the entries of
+    raw_input_contents, which begin and end as `raw` says, they are all of the request. `plain`: there are no
+    parameters, neither its own nor any of its tensors.
+    """
+
+    parts: tuple[tuple[int, bytes], ...]
+    id_at: int
+    id_end: int
+    raw: list[tuple[int, int]]
+    head: bytes
+    named: _Named
+    plain: bool
+
+    @classmethod
+    def of(cls, data: bytes, fields: RequestFields, named: _Named, plain: bool) -> Mold:
+        """That of the request in `data`."""
+        id_end = fields.id_at + len(fields.id)
+        starts = [0, id_end, *(end for _, end in fields.raw)]
+        ends = [fields.id_at, *(start for start, _ in fields.raw), len(data)]
+        parts = tuple((start, data[start:end]) for start, end in zip(starts, ends, strict=True) if start < end)
+        return cls(parts, fields.id_at, id_end, fields.raw, fields.head, named, plain)
+
+    @property
+    def size_bytes(self) -> int:
+        """About what it takes."""
+        return sum(_PART_BYTES + len(part) for _, part in self.parts)
 
 
 class WireRequest:
-    """A serialized ModelInferRequest with the head of one that protobuf has parsed. `plain`: there are no parameters,
-    neither its own nor any of its tensors."""
+    """A serialized ModelInferRequest with the head of one that protobuf has parsed."""
 
-    __slots__ = ("data", "head", "id", "model_name", "model_version", "parameters", "plain", "raw")
+    __slots__ = ("data", "id", "model_name", "model_version", "mold", "parameters")
 
-    def __init__(self, data: bytes, fields: RequestFields, request_id: str, known: _Known) -> None:
+    def __init__(self, data: bytes, request_id: str, mold: Mold) -> None:
         self.data = data
-        self.head = fields.head
-        self.raw = fields.raw
         self.id = request_id
-        self.model_name, self.model_version, self.parameters, self.plain = known
+        self.mold = mold
+        self.model_name, self.model_version, self.parameters = mold.named
+
+    @property
+    def plain(self) -> bool:
+        """Whether there are no parameters, neither its own nor any of its tensors."""
+        return self.mold.plain
 
     def message(self) -> ModelInferRequest:
         """The request as protobuf sees it."""
@@ -56,31 +96,47 @@ def message_of(request: AnyRequest) -> ModelInferRequest:
     return request.message() if isinstance(request, WireRequest) else request
 
 
-class Heads(dict[bytes, T]):
-    """What is known by heads of requests; all of it is forgotten when that has become many, or many bytes."""
+class Remembered(dict[K, T]):
+    """What is known of requests; all of it is forgotten when that has become many, or of many bytes."""
 
     def __init__(self) -> None:
         super().__init__()
         self._size_bytes = 0
 
-    def remember(self, head: bytes, known: T) -> None:
-        """`known` is what `get` gives for `head` from now on, for a while."""
-        if len(self) >= _MOST_HEADS or self._size_bytes + len(head) > _MOST_HEAD_BYTES:
+    def remember(self, key: K, known: T, size_bytes: int) -> None:
+        """`known`, of requests that share `size_bytes`, is what `get` gives for `key` from now on, for a while."""
+        if len(self) >= _MOST_HEADS or self._size_bytes + size_bytes > _MOST_HEAD_BYTES:
             self.clear()
             self._size_bytes = 0
-        self._size_bytes += len(head)
-        self[head] = known
+        self._size_bytes += size_bytes
+        self[key] = known
 
 
 class RequestReader:
-    """Reads requests, remembering heads; as many as fit into a few MiB."""
+    """Reads requests, remembering what they have in common; as many as fit into a few MiB."""
 
     def __init__(self) -> None:
-        self._known = Heads[_Known]()
+        # By heads.
+        self._known = Remembered[bytes, tuple[_Named, bool]]()
+        # By the lengths of requests, the latest first.
+        self._molds = Remembered[int, tuple[Mold, ...]]()
 
     # hot path: see bench/
     def __call__(self, data: bytes) -> AnyRequest | DecodeError:
         """The request in `data`, or what protobuf has against it."""
+        for mold in self._molds.get(len(data), ()):
+            for start, part in mold.parts:
+                if not data.startswith(part, start):
+                    break
+            else:
+                try:
+                    return WireRequest(data, data[mold.id_at : mold.id_end].decode(), mold)
+                except UnicodeDecodeError:
+                    return self._parse(data)  # protobuf has the words for it
+        return self._take_apart(data)
+
+    def _take_apart(self, data: bytes) -> AnyRequest | DecodeError:
+        """A request unlike the latest ones of its length."""
         fields = scan_request(data)
         if fields is None:
             return self._parse(data)
@@ -88,9 +144,14 @@ class RequestReader:
         if known is None:
             return self._parse_first(data, fields)
         try:
-            return WireRequest(data, fields, fields.id.decode(), known)
+            request_id = fields.id.decode()
         except UnicodeDecodeError:
-            return self._parse(data)  # protobuf has the words for it
+            return self._parse(data)
+        mold = Mold.of(data, fields, *known)
+        if mold.size_bytes <= _LONGEST_HEAD:
+            others = self._molds.get(len(data), ())[: _MOLDS_OF_ONE_LENGTH - 1]
+            self._molds.remember(len(data), (mold, *others), mold.size_bytes)
+        return WireRequest(data, request_id, mold)
 
     def _parse(self, data: bytes) -> ModelInferRequest | DecodeError:
         try:
@@ -105,9 +166,10 @@ class RequestReader:
             parameters = _NO_PARAMETERS
             if request.parameters:
                 parameters = ModelInferRequest(parameters=request.parameters).parameters
-            named = [one.parameters for one in request.inputs] + [one.parameters for one in request.outputs]
-            plain = not (parameters or any(named))
-            self._known.remember(fields.head, (request.model_name, request.model_version, parameters, plain))
+            of_tensors = [one.parameters for one in request.inputs] + [one.parameters for one in request.outputs]
+            plain = not (parameters or any(of_tensors))
+            named = request.model_name, request.model_version, parameters
+            self._known.remember(fields.head, (named, plain), len(fields.head))
         return request
 
 

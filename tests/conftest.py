@@ -6,6 +6,11 @@ import os
 from collections.abc import Generator
 
 import pytest
+from hypothesis import settings
+
+# The same examples each time, however long the machine takes for one: what fails, fails again.
+settings.register_profile("repeatable", derandomize=True, deadline=None)
+settings.load_profile("repeatable")
 
 # Tests start processes while servers and clients run in their own. gRPC's fork handlers, which the harness's children
 # go through before they become another program, kill one in five of them then. Nothing here goes on after a fork.

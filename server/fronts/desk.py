@@ -23,7 +23,6 @@ from protos.datatypes import by_name
 from protos.tensors import TensorError, encode_raw
 from scheduler.errors import QueueFull
 from scheduler.observer import Drop
-from scheduler.pending import BatchFacts
 from server.batch_facts import told_facts
 from server.calls import Sent, TraceParent
 from server.codec import DecodedRequest, tensor_bytes
@@ -32,7 +31,7 @@ from server.fronts import protocol
 from server.fronts.calls import Aborted, CallContext
 from server.fronts.handles import Handles
 from server.gate import Usage
-from server.inference import Inference, Started
+from server.inference import AnyPending, Inference, Started
 from server.parameters import NO_PARAMETERS, RequestParameters
 from server.passing import NOTHING_CARRIED, Carried
 from server.wire_request import RequestReader
@@ -186,7 +185,7 @@ class Desk:
         self._look_whether_quiet()
 
     # hot path
-    def _send_result(self, number: int, started: Started, results: Tensors, facts: BatchFacts | None) -> None:
+    def _send_result(self, number: int, started: Started, results: Tensors, pending: AnyPending) -> None:
         """Send what the request wants of `results`, now or when there is room.
 
         Raises ExecutionError, as the codec would, for what no message can carry, and QueueFull for what no front could
@@ -196,7 +195,7 @@ class Desk:
         outputs = [MISSING] * len(results)
         for index in decoded.outputs:
             outputs[index] = results[index]
-        told = told_facts(facts) if decoded.parameters.batch_info and facts is not None else None
+        told = told_facts(pending.facts) if decoded.parameters.batch_info and pending.facts else None
         if not self._results:
             try:
                 if self._try_send(number, outputs, told):

@@ -380,7 +380,7 @@ def test_third_request_of_a_head_in_shared_memory_needs_no_message() -> None:
             decoded = codec.decode(request)
             answer = codec.encode(request, decoded, (np.array([[number, 5]], "<f4"),))
         assert isinstance(request, WireRequest)
-        assert request.head in codec._plans
+        assert request.mold.head in codec._plans
         assert not isinstance(answer, pb.ModelInferResponse)
         assert memory.get(8, 8) == struct.pack("<2f", 2, 5)
         regions.clear()

@@ -10,7 +10,7 @@ import pytest
 from backends.base import ModelSpec, TensorSpec
 from protos import inference_pb2 as pb
 from server.adapting_codec import codec_for
-from server.wire_request import Heads, RequestReader, WireRequest
+from server.wire_request import Remembered, RequestReader, WireRequest
 
 _PAGE_BYTES = 4_096
 _HEAD_BYTES = 4_000
@@ -67,10 +67,10 @@ def test_parameters_of_a_head_are_those_of_its_first_request() -> None:
 
 
 def test_heads_are_forgotten_when_they_are_many_or_large() -> None:
-    few, large = Heads[int](), Heads[int]()
+    few, large = Remembered[bytes, int](), Remembered[bytes, int]()
     for number in range(1_001):
-        few.remember(b"%d" % number, number)
+        few.remember(b"%d" % number, number, 4)
     assert dict(few) == {b"1000": 1_000}
     for number in range(257):
-        large.remember(b"%04096d" % number, number)
+        large.remember(b"%04096d" % number, number, 4_096)
     assert len(large) == 1
