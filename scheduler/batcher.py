@@ -155,9 +155,11 @@ class Batcher(Generic[P, R]):
         except DeadlineUnreachable:
             self._observer.on_drop(Drop.UNREACHABLE)
             raise
-        self._answers.expect(pending)
+        if self.policy.preserve_ordering:
+            self._answers.expect(pending)
         self._arrivals += 1
-        self._request_turn()
+        if not self._turn_is_due:
+            self._request_turn()
         return pending
 
     def add(self, runner: Runner[P, R]) -> None:

@@ -165,7 +165,7 @@ class _Stream:
         # Those whose answers keep the order, beginning with one that isn't done.
         self._line: deque[_Slot] = deque()
         self._ready: deque[_Slot] = deque()
-        self._ended = self._closed = False
+        self._ended = self._closed = self._given_up = False
         # What a side sleeps on.
         self._reader: asyncio.Future[None] | None = None
         self._writer: asyncio.Future[None] | None = None
@@ -191,6 +191,7 @@ class _Stream:
 
     def _give_up(self) -> None:
         """Take back what is under way, and forget it at once: slots and stream know each other."""
+        self._given_up = True
         slots, self._slots = self._slots, set()
         self._line.clear()
         self._ready.clear()
@@ -224,7 +225,7 @@ class _Stream:
             unordered = _true(parameters, UNORDERED)
         slot = _Slot(self, request, unordered)
         self._slots.add(slot)
-        if not slot.unordered:
+        if not unordered:
             self._line.append(slot)
         try:
             if isinstance(request, DecodeError):
@@ -248,7 +249,7 @@ class _Stream:
     # hot path: see bench/
     def on_done(self, slot: _Slot) -> None:
         """There is an answer: it is ready to leave, and so may be others that waited for it."""
-        if slot not in self._slots:
+        if self._given_up:
             return
         slot.done = True
         if slot.unordered:
@@ -257,7 +258,8 @@ class _Stream:
             line = self._line
             while line and line[0].done:
                 self._ready.append(line.popleft())
-        self._wake_writer()
+        if self._writer is not None:
+            self._wake_writer()
 
     # hot path: see bench/
     async def _write(self) -> None:
@@ -273,7 +275,8 @@ class _Stream:
                 self._slots.remove(slot)
                 # Nothing is kept of this answer while waiting for the next.
                 del slot, message
-                self._wake_reader()
+                if self._reader is not None:
+                    self._wake_reader()
             if self._ended and not self._slots:
                 break
             self._writer = self._loop.create_future()
