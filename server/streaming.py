@@ -134,13 +134,6 @@ class _Slot:
         self.failure: Failure | None = None
         self.done = False
 
-    def take(self) -> UnderWay:
-        """For `Inference.finish`, which counts the request: it isn't to be given up any more, should the stream end
-        while its answer is being written."""
-        started, self.started = self.started, None
-        assert started is not None
-        return started
-
     def __call__(self, pending: asyncio.Future[object]) -> None:
         self._stream.on_done(self)
 
@@ -197,7 +190,7 @@ class _Stream:
         self._ready.clear()
         for slot in slots:
             if slot.started is not None:
-                self._inference.give_up(slot.take())
+                self._inference.give_up(slot.started)
 
     # hot path: see bench/
     async def _read(self) -> None:
@@ -301,12 +294,17 @@ class _Stream:
 
     def _finish(self, slot: _Slot) -> AnyResponse | Failure:
         """The answer, or what came instead."""
+        # Whatever comes of it, that counts the request: it isn't to be given up any more, should the stream end while its
+        # answer is being written.
+        started, slot.started = slot.started, None
         try:
-            return self._inference.finish(slot.take())
+            return self._inference.finish(started)
         except asyncio.CancelledError:
             return grpc.StatusCode.CANCELLED, "the request was cancelled"
         except Exception as error:  # noqa: BLE001 - the caller is owed an answer
             return status_and_text(error, slot.request, _RPC)
+        finally:
+            del started  # what was raised would keep it
 
     def _end(self, code: grpc.StatusCode, text: str) -> None:
         self._context.set_code(code)
