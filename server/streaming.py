@@ -294,8 +294,8 @@ class _Stream:
 
     def _finish(self, slot: _Slot) -> AnyResponse | Failure:
         """The answer, or what came instead."""
-        # Whatever comes of it, that counts the request: it isn't to be given up any more, should the stream end while its
-        # answer is being written.
+        # Whatever comes of it, that counts the request: it isn't to be given up any more, should the stream end while
+        # its answer is being written.
         started, slot.started = slot.started, None
         try:
             return self._inference.finish(started)
