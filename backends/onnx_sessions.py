@@ -14,7 +14,6 @@ import io
 import logging
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -75,14 +74,20 @@ PROBE_MODEL = (
 )
 
 
-@dataclass(frozen=True, slots=True)
 class OpenSession:
-    """A session; `lanes` are the streams of its device, on one of which it computes. They have to outlive it. `graphs`:
-    it captures what runs under a graph's id."""
+    """A session; `lanes` are the streams of its device, on one of which it computes: whoever holds the session or what
+    is bound to it holds this, as they have to outlive it. `graphs`: it captures what runs under a graph's id."""
 
-    session: ort.InferenceSession
-    lanes: Lanes | None = None
-    graphs: bool = False
+    __slots__ = ("graphs", "lanes", "session")
+
+    def __init__(self, session: ort.InferenceSession, lanes: Lanes | None = None, graphs: bool = False) -> None:
+        self.session = session
+        self.lanes = lanes
+        self.graphs = graphs
+
+    def __del__(self) -> None:
+        # Left alone, attributes go in alphabetical order.
+        del self.session
 
 
 def open_session(

@@ -93,7 +93,7 @@ class StagedSlot:
         self._copied_in, self._computed, self._copied_out = (accelerator.event() for _ in range(3))
         # By the shapes of the inputs; good for one session.
         self._bindings: dict[tuple[Shape, ...], Bound] = {}
-        self._bound_to: Any = None
+        self._bound_to: OpenSession | None = None
         # Whatever is bound has to be forgotten when it moves, were it for an allocation that fails.
         forget = self._bindings.clear
         self._pinned: list[Growing[HostMemory]] = [
@@ -133,7 +133,7 @@ class StagedSlot:
         self._forget()
 
     def _prepare(self, requests: Sequence[Tensors], padded_rows: int) -> None:
-        session = self._shared.session
+        opened = self._shared.opened
         try:
             self._execute(requests, padded_rows, captures=self._shared.graphs)
             for pool in self._shared.pools:
@@ -145,7 +145,7 @@ class StagedSlot:
                 raise
             self._forget()
             try:
-                self._shared.give_up_graphs(session, error)
+                self._shared.give_up_graphs(opened, error)
             except LoadError as problem:
                 raise SessionError(str(problem)) from problem
             self._execute(requests, padded_rows)
@@ -159,11 +159,11 @@ class StagedSlot:
         began_ns = monotonic_ns()
         rows = rows_of(cast("Sequence[Tensors]", requests)) if spec.batched else [1]
         padding = max(0, padded_rows - sum(rows)) if spec.batched else 0
-        session = shared.session
+        opened = shared.opened
         try:
-            bound = self._stage(session, requests, sum(rows), padding)
+            bound = self._stage(opened, requests, sum(rows), padding)
             staged_ns = monotonic_ns()
-            turn = self._compute(session, bound, captures)
+            turn = self._compute(opened, bound, captures)
             outputs, left = self._collect(bound, rows, targets)
             ran_ns = monotonic_ns()
             waited_ns = shared.waited_ns(turn, staged_ns, ran_ns)
@@ -179,13 +179,13 @@ class StagedSlot:
         infer_ns, output_ns = ran_ns - staged_ns - waited_ns, monotonic_ns() - ran_ns
         return Execution(results, staged_ns - began_ns, infer_ns, output_ns, waited_ns)
 
-    def _stage(self, session: Any, requests: Sequence[Inputs], rows: int, padding: int) -> Bound:
+    def _stage(self, opened: OpenSession, requests: Sequence[Inputs], rows: int, padding: int) -> Bound:
         """Write the inputs to where the device takes them from, and have it take them."""
         shared, batched = self._shared, self._shared.spec.batched
         shared.accelerator.enter()
-        if session is not self._bound_to:
+        if opened is not self._bound_to:
             self._forget()
-            self._bound_to = session
+            self._bound_to = opened
         shapes, given = [], []
         for index, tensor in enumerate(shared.inputs):
             column = [request[index] for request in requests]
@@ -205,7 +205,7 @@ class StagedSlot:
             given.append(host.address if place is None else place)
         shared.lanes.copy_in.record(self._copied_in)
         key = tuple(shapes)
-        return self._bindings.get(key) or self._bind(session, key, given, rows + padding)
+        return self._bindings.get(key) or self._bind(opened.session, key, given, rows + padding)
 
     def _bind(self, session: Any, shapes: tuple[Shape, ...], given: list[int], rows: int) -> Bound:
         shared = self._shared
@@ -235,7 +235,7 @@ class StagedSlot:
         shape = (rows, *tensor.dims) if self._shared.spec.batched else tensor.dims
         return shape, self._taken[index].fit(tensor.size_bytes(shape)).address
 
-    def _compute(self, session: Any, bound: Bound, captures: bool) -> int:
+    def _compute(self, opened: OpenSession, bound: Bound, captures: bool) -> int:
         """Queue the computation behind the copies of its inputs. Returns its number among those of the instance."""
         shared = self._shared
         if None in bound.shapes:
@@ -244,7 +244,7 @@ class StagedSlot:
             graph = self._graph(bound, captures)
             shared.lanes.compute.wait(self._copied_in)
             try:
-                session.run_with_iobinding(bound.binding, shared.run_options(graph))
+                opened.session.run_with_iobinding(bound.binding, shared.run_options(graph))
             except Exception as error:  # its exceptions share no base class below this one
                 raise failure(error) from error
             shared.lanes.compute.record(self._computed)

@@ -23,6 +23,7 @@ from backends.onnx_options import OnnxOptions
 from backends.onnx_sessions import NO_GRAPH, OpenSession, open_session
 from backends.onnx_staged import StagedInstance
 from tests import models
+from tests.cuda import stand_in
 
 T = TypeVar("T")
 
@@ -69,10 +70,10 @@ class Bench:
     broken: bool = False
     reopens: bool = True
     sessions: list[Capturing] = field(default_factory=list)
+    accelerator: Any = field(default_factory=HostAccelerator)
 
     def instance(self) -> StagedInstance:
         self.path = models.write(self.model, self.folder / "model.onnx")
-        self.accelerator = HostAccelerator()
         return StagedInstance("m", self.open(self.broken, True), self.spec, CPU, OnnxOptions(), self.reopen)
 
     def open(self, broken: bool, graphs: bool) -> OpenSession:
@@ -217,6 +218,17 @@ def test_model_that_fails_to_be_captured_runs_without_graphs_and_says_so_once(
     assert len(bench.sessions) == 2
     for slot in instance.slots:
         assert values(on_thread_of(slot, lambda: slot.execute([rows(3, 7)], 8))) == [negated(3, 7)]  # noqa: B023
+
+
+def test_streams_of_a_session_that_failed_to_capture_stay_as_long_as_anything_is_bound_to_it(tmp_path: Path) -> None:
+    driver = stand_in.build(tmp_path)
+    bench = Bench(tmp_path, neg("batch", 2), FIXED, broken=True, accelerator=stand_in.accelerator(tmp_path, driver))
+    instance = bench.instance()
+    instance.slots[1].execute([rows(1, 0)])
+    instance.slots[0].prepare([rows(1, 0)], 8)
+    assert driver.stand_in_streams() == 6
+    assert values(instance.slots[1].execute([rows(1, 7)])) == [negated(1, 7)]
+    assert driver.stand_in_streams() == 3
 
 
 def test_model_that_fails_to_be_captured_and_to_be_opened_again_says_so(tmp_path: Path) -> None:

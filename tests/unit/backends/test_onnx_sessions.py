@@ -1,12 +1,14 @@
-"""Options of sessions."""
+"""Sessions: their options, and what goes when."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import onnxruntime as ort  # type: ignore[import-untyped,unused-ignore]
 import pytest
 
 from backends.onnx_options import GraphLevel, OnnxOptions
-from backends.onnx_sessions import session_options
+from backends.onnx_sessions import OpenSession, session_options
 
 
 def test_session_options_carry_what_was_asked_for() -> None:
@@ -34,3 +36,22 @@ def test_session_options_know_each_graph_level(level: GraphLevel) -> None:
     made = session_options(OnnxOptions(graph_level=level))
 
     assert made.graph_optimization_level == getattr(ort.GraphOptimizationLevel, level.value)
+
+
+def test_session_goes_before_the_streams_that_it_computes_on() -> None:
+    gone: list[str] = []
+
+    class Part:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def __del__(self) -> None:
+            gone.append(self.name)
+
+    session: Any = Part("session")
+    streams: Any = Part("streams")
+    held = [OpenSession(session, streams)]
+    del session, streams
+    assert not gone
+    held.clear()
+    assert gone == ["session", "streams"]
