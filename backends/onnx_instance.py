@@ -16,6 +16,7 @@ import onnxruntime as ort  # type: ignore[import-untyped,unused-ignore]
 from backends.accelerator import Lanes
 from backends.base import MISSING, Array, Device, Execution, ModelSpec, Tensors, TensorSpec
 from backends.errors import DeviceError, ExecutionError
+from backends.onnx_captures import captures
 from backends.onnx_failures import device_failure, failure
 from backends.onnx_options import OnnxOptions
 from backends.onnx_sessions import OpenSession, run_options
@@ -64,7 +65,8 @@ class OnnxInstance:
             # Giving memory back is among what a capture on another thread would forbid.
             with contextlib.suppress(DeviceError):
                 self._lanes.accelerator.enter()
-        self._open = None
+        with captures.synchronizing():
+            self._open = None
 
     def _enter(self, lanes: Lanes) -> None:
         try:

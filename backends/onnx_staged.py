@@ -26,6 +26,7 @@ from backends.batching import rows_of, split, wrong_count
 from backends.device_copies import Made, gather, leave, with_left
 from backends.errors import DeviceError, DeviceLost, ExecutionError, LoadError, OutOfMemory, SessionError
 from backends.home import Home
+from backends.onnx_captures import captures
 from backends.onnx_failures import device_failure, failure
 from backends.onnx_instance import from_ortvalue
 from backends.onnx_options import OnnxOptions
@@ -133,15 +134,17 @@ class StagedSlot:
         self._forget()
 
     def _prepare(self, requests: Sequence[Tensors], padded_rows: int) -> None:
-        opened = self._shared.opened
+        opened, graphs = self._shared.opened, self._shared.graphs
         try:
-            self._execute(requests, padded_rows, captures=self._shared.graphs)
+            # What a thread executes first makes handles of libraries, which may wait for the device too.
+            with captures.capturing() if graphs else captures.synchronizing():
+                self._execute(requests, padded_rows, capture=graphs)
             for pool in self._shared.pools:
                 pool.reserve(_RESERVED)
         except (DeviceLost, OutOfMemory):
             raise  # it ran as it always does before it is captured
         except ExecutionError as error:
-            if not self._shared.graphs:
+            if not graphs:
                 raise
             self._forget()
             try:
@@ -151,7 +154,7 @@ class StagedSlot:
             self._execute(requests, padded_rows)
 
     def _execute(
-        self, requests: Sequence[Inputs], padded_rows: int, targets: Sequence[Targets] = (), captures: bool = False
+        self, requests: Sequence[Inputs], padded_rows: int, targets: Sequence[Targets] = (), capture: bool = False
     ) -> Execution:
         shared, spec = self._shared, self._shared.spec
         if len(requests) != 1 and (not requests or not spec.batched):
@@ -163,7 +166,7 @@ class StagedSlot:
         try:
             bound = self._stage(opened, requests, sum(rows), padding)
             staged_ns = monotonic_ns()
-            turn = self._compute(opened, bound, captures)
+            turn = self._compute(opened, bound, capture)
             outputs, left = self._collect(bound, rows, targets)
             ran_ns = monotonic_ns()
             waited_ns = shared.waited_ns(turn, staged_ns, ran_ns)
@@ -235,29 +238,29 @@ class StagedSlot:
         shape = (rows, *tensor.dims) if self._shared.spec.batched else tensor.dims
         return shape, self._taken[index].fit(tensor.size_bytes(shape)).address
 
-    def _compute(self, opened: OpenSession, bound: Bound, captures: bool) -> int:
+    def _compute(self, opened: OpenSession, bound: Bound, capture: bool) -> int:
         """Queue the computation behind the copies of its inputs. Returns its number among those of the instance."""
         shared = self._shared
         if None in bound.shapes:
             self._bind_open(bound)
         with shared.lock:
-            graph = self._graph(bound, captures)
+            graph = self._graph(bound, capture)
             shared.lanes.compute.wait(self._copied_in)
             try:
                 opened.session.run_with_iobinding(bound.binding, shared.run_options(graph))
             except Exception as error:  # its exceptions share no base class below this one
                 raise failure(error) from error
             shared.lanes.compute.record(self._computed)
-            if captures:
+            if capture:
                 bound.graph = graph
             shared.queued += 1
             return shared.queued
 
-    def _graph(self, bound: Bound, captures: bool) -> int:
+    def _graph(self, bound: Bound, capture: bool) -> int:
         """The graph to replay or to capture, which reads and writes fixed places on the device only. Graphs belong to
         the thread that captured them."""
         thread = threading.get_ident()
-        if captures and bound.graph == NO_GRAPH and self._is_fixed(bound):
+        if capture and bound.graph == NO_GRAPH and self._is_fixed(bound):
             self._capturing_thread = thread
             return self._shared.next_graph()
         return bound.graph if thread == self._capturing_thread else NO_GRAPH
