@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import importlib.util
 import io
 import logging
 import re
-from collections.abc import Mapping
+import threading
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +41,7 @@ __all__ = [
     "OpenSession",
     "failure",
     "open_session",
+    "prepare_cuda",
     "probe_cuda",
     "run_options",
     "session_options",
@@ -145,7 +148,7 @@ def _session(
     providers: list[Any] = [_CPU]
     stream: dict[str, str] = {}
     if device.kind is DeviceKind.GPU:
-        _prepare_cuda()
+        prepare_cuda()
         stream = {"user_compute_stream": str(lanes.compute.handle)} if lanes is not None else {}
         providers = [(CUDA, {**options.cuda, **stream, "device_id": str(device.index)}), _CPU]
     accelerator = accelerator_of(options, device)
@@ -164,13 +167,21 @@ def _session(
     return session
 
 
-def _prepare_cuda() -> None:
-    """Make the CUDA libraries of PyPI's nvidia packages known: they lie where the loader doesn't look."""
+_stdout = threading.Lock()  # is the process's: of two that redirect it side by side, the first puts it back too early
+
+
+def prepare_cuda(preload: Callable[..., object] = ort.preload_dlls) -> None:
+    """Make the CUDA libraries of PyPI's nvidia packages known: they lie where the loader doesn't look, and `preload`
+    by itself beside onnxruntime alone. In an environment on top of another one they are elsewhere."""
     # Its complaints are repeated by what fails next, and there as an error that says what for.
     ort.set_default_logger_severity(_FATAL)
     said = io.StringIO()
-    with contextlib.redirect_stdout(said):
-        ort.preload_dlls()
+    found = importlib.util.find_spec("nvidia")
+    with _stdout, contextlib.redirect_stdout(said):
+        preload()
+        for place in found.submodule_search_locations or () if found else ():
+            for folder in sorted(Path(place).glob("*/lib")):
+                preload(directory=str(folder))
     for line in said.getvalue().splitlines():
         _log.debug("onnxruntime: %s", line)
 
