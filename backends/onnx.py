@@ -148,8 +148,7 @@ class OnnxModel:
             raise LoadError(f"model '{self._name}': {error}") from error
 
     def close(self) -> None:
-        with captures.synchronizing():
-            self._sessions.clear()
+        self._sessions.clear()
 
     def _session(self, device: Device) -> OpenSession:
         """The shared session of the CPU; else the one that the model was opened with, once, and fresh ones after."""

@@ -20,27 +20,28 @@ class Captures:
 
     def __init__(self) -> None:
         self._turn = threading.Condition()
-        self._captured = False
+        self._capturing = 0  # the thread that does
         self._synchronizing = 0
 
     @contextmanager
     def capturing(self) -> Iterator[None]:
         """Blocks until nobody else is in here."""
         with self._turn:
-            self._turn.wait_for(lambda: not (self._captured or self._synchronizing))
-            self._captured = True
+            self._turn.wait_for(lambda: not (self._capturing or self._synchronizing))
+            self._capturing = threading.get_ident()
         try:
             yield
         finally:
             with self._turn:
-                self._captured = False
+                self._capturing = 0
                 self._turn.notify_all()
 
     @contextmanager
     def synchronizing(self) -> Iterator[None]:
-        """Blocks while something is captured: for as long as an execution takes."""
+        """Blocks while another thread captures: for as long as an execution takes. The thread that captures gets here
+        by the garbage collector, and had better lose the capture than wait for itself."""
         with self._turn:
-            self._turn.wait_for(lambda: not self._captured)
+            self._turn.wait_for(lambda: self._capturing in (0, threading.get_ident()))
             self._synchronizing += 1
         try:
             yield

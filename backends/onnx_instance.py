@@ -16,7 +16,6 @@ import onnxruntime as ort  # type: ignore[import-untyped,unused-ignore]
 from backends.accelerator import Lanes
 from backends.base import MISSING, Array, Device, Execution, ModelSpec, Tensors, TensorSpec
 from backends.errors import DeviceError, ExecutionError
-from backends.onnx_captures import captures
 from backends.onnx_failures import device_failure, failure
 from backends.onnx_options import OnnxOptions
 from backends.onnx_sessions import OpenSession, run_options
@@ -65,8 +64,7 @@ class OnnxInstance:
             # Giving memory back is among what a capture on another thread would forbid.
             with contextlib.suppress(DeviceError):
                 self._lanes.accelerator.enter()
-        with captures.synchronizing():
-            self._open = None
+        self._open = None
 
     def _enter(self, lanes: Lanes) -> None:
         try:

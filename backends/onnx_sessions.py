@@ -24,6 +24,7 @@ import onnxruntime as ort  # type: ignore[import-untyped,unused-ignore]
 from backends.accelerator import Accelerator, Lanes, open_lanes
 from backends.base import Device, DeviceKind
 from backends.errors import DeviceError, LoadError
+from backends.onnx_captures import captures
 from backends.onnx_failures import failure, reason_of
 from backends.onnx_options import OnnxOptions, without_graphs
 from backends.onnx_providers import (
@@ -89,8 +90,10 @@ class OpenSession:
         self.graphs = graphs
 
     def __del__(self) -> None:
-        # Left alone, attributes go in alphabetical order.
-        del self.session
+        if self.lanes is not None:
+            # Left alone, attributes go in alphabetical order.
+            with captures.synchronizing():
+                del self.session
 
 
 def open_session(

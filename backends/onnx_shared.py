@@ -16,7 +16,6 @@ from typing import Any
 from backends.accelerator import Lanes
 from backends.base import Device, ModelSpec, TensorSpec
 from backends.errors import DeviceError, ExecutionError
-from backends.onnx_captures import captures
 from backends.onnx_instance import BFLOAT16
 from backends.onnx_options import OnnxOptions
 from backends.onnx_sessions import NO_GRAPH, OpenSession, memory_names, staged_run_options
@@ -160,8 +159,7 @@ class Shared:
         # Giving memory back is among what a capture on another thread would forbid.
         with contextlib.suppress(DeviceError):
             self.accelerator.enter()
-        with captures.synchronizing():
-            self._opened = None
+        self._opened = None
 
 
 def _tensor(tensor: TensorSpec, on_device: bool) -> StagedTensor:

@@ -68,6 +68,14 @@ def test_a_capture_waits_for_those_that_synchronize() -> None:
     assert capture.ends()
 
 
+def test_a_thread_that_captures_never_waits_for_itself() -> None:
+    turns = Captures()
+    with turns.capturing(), turns.synchronizing():
+        other = Beside(lambda: inside(turns.synchronizing()))
+        assert other.waits()
+    assert other.ends()
+
+
 def test_turns_go_on_after_a_failure() -> None:
     turns = Captures()
     for context in (turns.capturing, turns.synchronizing):
@@ -76,20 +84,17 @@ def test_turns_go_on_after_a_failure() -> None:
     assert Beside(lambda: inside(turns.capturing())).ends()
 
 
-def test_sessions_open_and_close_while_nothing_is_captured(tmp_path: Path) -> None:
+@pytest.mark.parametrize("datatype", ["FP32", "BYTES"])  # staged, and the plain way
+def test_sessions_open_and_close_while_nothing_is_captured(datatype: str, tmp_path: Path) -> None:
     backend = OnnxBackend(accelerators=lambda device: HostAccelerator())
-    path = models.write(models.identity("FP32", ("batch", 2)), tmp_path / "model.onnx")
+    source = ModelSource("m", models.write(models.identity(datatype, ("batch", 2)), tmp_path / "model.onnx"))
     with captures.capturing():
-        opening = Beside(lambda: backend.open(ModelSource("m", path), Device()))
+        opening = Beside(lambda: backend.open(source, Device()))
         assert opening.waits()
     assert opening.ends()
-    opened = backend.open(ModelSource("m", path), Device())
-    instance = opened.instance(opened.spec, Device())
-    with captures.capturing():
-        closing = Beside(instance.close)
-        assert closing.waits()
-    assert closing.ends()
-    with captures.capturing():
-        closing = Beside(opened.close)
-        assert closing.waits()
-    assert closing.ends()
+    used, unused = (backend.open(source, Device()) for _ in range(2))
+    for close in (used.instance(used.spec, Device()).close, unused.close):
+        with captures.capturing():
+            closing = Beside(close)
+            assert closing.waits()
+        assert closing.ends()
