@@ -12,6 +12,8 @@ FOLDER ?=
 ARGS   ?=
 # Other servers, each in an environment of its own.
 RIVALS := mlserver kserve pytriton
+# What test-gpu collects: an environment that is given needn't have what all other tests import.
+GPU_TESTS := $$(grep -rl --include='test_*.py' 'mark\.gpu' tests)
 # How long make fuzz runs, all its targets together.
 SECONDS_OF_FUZZING ?= 600
 # Pinned, and beside the virtual environment: only make fuzz needs it, and not every platform has it.
@@ -37,8 +39,9 @@ serve: $(READY) ## serve the demo's model repository on port 8001 until stopped
 test: $(READY) ## run all tests
 	$(BIN)/python -m pytest --numprocesses auto --dist loadfile $(ARGS)
 
+# Without strictness: it may lack plugins that our settings name, and what it brings may warn.
 test-gpu: $(READY) ## run the tests that need a GPU; without one they skip and say why
-	$(BIN)/python -m pytest -m gpu $(ARGS)
+	$(BIN)/python -m pytest -o addopts=--import-mode=importlib -W default -ra -m gpu $(ARGS) $(GPU_TESTS)
 
 check: $(READY) ## lint, types, imports, generated code, lock file, wheel
 	$(BIN)/ruff check .

@@ -48,12 +48,15 @@ class CudaMemory:
         check(self._driver, "cuMemcpyDtoH", code)
 
     def write(self, source: int, byte_size: int, offset: int) -> None:
-        """Copy `byte_size` bytes of host memory at address `source` to `offset`. Blocks; raises DeviceError."""
+        """Copy `byte_size` bytes of host memory at address `source` to `offset`. Blocks until they are there, for
+        everybody; raises DeviceError."""
         with self._context.current():
             code = self._driver.cuMemcpyHtoD_v2(
                 ctypes.c_uint64(self.address + offset), ctypes.c_void_p(source), ctypes.c_size_t(byte_size)
             )
-        check(self._driver, "cuMemcpyHtoD", code)
+            check(self._driver, "cuMemcpyHtoD", code)
+            # From pageable memory, that returns once all has been read. Other processes don't wait for the rest.
+            check(self._driver, "cuStreamSynchronize", self._driver.cuStreamSynchronize(None))
 
 
 def open_cuda_memory(handle: bytes, device: int, load: Callable[[str], Any] = ctypes.CDLL) -> CudaMemory:

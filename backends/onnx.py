@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from backends.base import Device, DeviceKind, GroupKind, InstanceGroup, ModelSou
 from backends.cuda_accelerator import open_cuda
 from backends.cuda_driver import count_gpus
 from backends.errors import DeviceError, LoadError
+from backends.onnx_captures import captures
 from backends.onnx_instance import OnnxInstance
 from backends.onnx_options import OnnxOptions, parse_options, without_graphs
 from backends.onnx_sessions import CUDA, OpenSession, open_session, probe_cuda
@@ -82,7 +84,8 @@ class OnnxBackend:
             # Beside another model's warm-up, what this allocates would break the capture of graphs.
             if (accelerator := self._accelerators(devices[0])) is not None:
                 accelerator.enter()
-            probe_cuda(devices[0], OnnxOptions(shared_threads=self._shared_threads))
+            with captures.synchronizing():
+                probe_cuda(devices[0], OnnxOptions(shared_threads=self._shared_threads))
         except (DeviceError, LoadError) as reason:
             _log.warning("%s instances run on the CPU although there is a GPU: %s", group.kind.value, reason)
             return on_cpu(group)
@@ -179,7 +182,8 @@ class Opener:
             raise LoadError(
                 f"model '{self._name}': can't open '{self._path}': onnxruntime couldn't use GPU {device.index}: {error}"
             ) from error
-        return open_session(self._name, self._path, options, device, accelerator)
+        with captures.synchronizing() if accelerator is not None else nullcontext():
+            return open_session(self._name, self._path, options, device, accelerator)
 
 
 def accelerator_of(device: Device) -> Accelerator | None:

@@ -32,8 +32,7 @@ class OnnxInstance:
     """`ModelInstance` over a session, which other instances may share."""
 
     def __init__(self, opened: OpenSession, spec: ModelSpec, device: Device, options: OnnxOptions) -> None:
-        self._session: ort.InferenceSession | None = opened.session
-        # Computes on one of these, so that they have to stay.
+        self._open: OpenSession | None = opened
         self._lanes = opened.lanes
         self._spec = spec
         self._device = device
@@ -65,7 +64,7 @@ class OnnxInstance:
             # Giving memory back is among what a capture on another thread would forbid.
             with contextlib.suppress(DeviceError):
                 self._lanes.accelerator.enter()
-        self._session = None
+        self._open = None
 
     def _enter(self, lanes: Lanes) -> None:
         try:
@@ -117,9 +116,9 @@ class OnnxInstance:
         return self._elements(outputs)
 
     def _opened(self) -> ort.InferenceSession:
-        if self._session is None:
+        if self._open is None:
             raise ExecutionError("the instance is closed")
-        return self._session
+        return self._open.session
 
     def _texts(self, inputs: Sequence[Array | None]) -> list[Array | None]:
         """ONNX Runtime wants `str`: of `bytes` it would take the repr."""

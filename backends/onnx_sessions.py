@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import importlib.util
 import io
 import logging
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+import threading
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ import onnxruntime as ort  # type: ignore[import-untyped,unused-ignore]
 from backends.accelerator import Accelerator, Lanes, open_lanes
 from backends.base import Device, DeviceKind
 from backends.errors import DeviceError, LoadError
+from backends.onnx_captures import captures
 from backends.onnx_failures import failure, reason_of
 from backends.onnx_options import OnnxOptions, without_graphs
 from backends.onnx_providers import (
@@ -40,6 +42,7 @@ __all__ = [
     "OpenSession",
     "failure",
     "open_session",
+    "prepare_cuda",
     "probe_cuda",
     "run_options",
     "session_options",
@@ -75,14 +78,22 @@ PROBE_MODEL = (
 )
 
 
-@dataclass(frozen=True, slots=True)
 class OpenSession:
-    """A session; `lanes` are the streams of its device, on one of which it computes. They have to outlive it. `graphs`:
-    it captures what runs under a graph's id."""
+    """A session; `lanes` are the streams of its device, on one of which it computes: whoever holds the session or what
+    is bound to it holds this, as they have to outlive it. `graphs`: it captures what runs under a graph's id."""
 
-    session: ort.InferenceSession
-    lanes: Lanes | None = None
-    graphs: bool = False
+    __slots__ = ("graphs", "lanes", "session")
+
+    def __init__(self, session: ort.InferenceSession, lanes: Lanes | None = None, graphs: bool = False) -> None:
+        self.session = session
+        self.lanes = lanes
+        self.graphs = graphs
+
+    def __del__(self) -> None:
+        if self.lanes is not None:
+            # Left alone, attributes go in alphabetical order.
+            with captures.synchronizing():
+                del self.session
 
 
 def open_session(
@@ -140,7 +151,7 @@ def _session(
     providers: list[Any] = [_CPU]
     stream: dict[str, str] = {}
     if device.kind is DeviceKind.GPU:
-        _prepare_cuda()
+        prepare_cuda()
         stream = {"user_compute_stream": str(lanes.compute.handle)} if lanes is not None else {}
         providers = [(CUDA, {**options.cuda, **stream, "device_id": str(device.index)}), _CPU]
     accelerator = accelerator_of(options, device)
@@ -159,13 +170,21 @@ def _session(
     return session
 
 
-def _prepare_cuda() -> None:
-    """Make the CUDA libraries of PyPI's nvidia packages known: they lie where the loader doesn't look."""
+_stdout = threading.Lock()  # is the process's: of two that redirect it side by side, the first puts it back too early
+
+
+def prepare_cuda(preload: Callable[..., object] = ort.preload_dlls) -> None:
+    """Make the CUDA libraries of PyPI's nvidia packages known: they lie where the loader doesn't look, and `preload`
+    by itself beside onnxruntime alone. In an environment on top of another one they are elsewhere."""
     # Its complaints are repeated by what fails next, and there as an error that says what for.
     ort.set_default_logger_severity(_FATAL)
     said = io.StringIO()
-    with contextlib.redirect_stdout(said):
-        ort.preload_dlls()
+    found = importlib.util.find_spec("nvidia")
+    with _stdout, contextlib.redirect_stdout(said):
+        preload()
+        for place in found.submodule_search_locations or () if found else ():
+            for folder in sorted(Path(place).glob("*/lib")):
+                preload(directory=str(folder))
     for line in said.getvalue().splitlines():
         _log.debug("onnxruntime: %s", line)
 

@@ -106,7 +106,7 @@ class Shared:
             _log.info("model '%s': tensors that aren't in the device's memory, and in which: %s", name, beside)
         self.pools = [OutputPool(self.accelerator.host_memory) for _ in self.outputs]
         self._name = name
-        self._session: Any = opened.session
+        self._opened: OpenSession | None = opened
         self._device = device
         self._options = options
         self._reopen = reopen
@@ -116,11 +116,11 @@ class Shared:
         self._done = (0, 0)
 
     @property
-    def session(self) -> Any:
-        session = self._session
-        if session is None:
+    def opened(self) -> OpenSession:
+        opened = self._opened
+        if opened is None:
             raise ExecutionError("the instance is closed")
-        return session
+        return opened
 
     def run_options(self, graph: int) -> Any:
         made = self._run_options.get(graph)
@@ -140,25 +140,26 @@ class Shared:
         self._done = (turn, ended_ns)
         return max(0, min(before_ns, ended_ns) - staged_ns) if done == turn - 1 else 0
 
-    def give_up_graphs(self, session: Any, error: Exception) -> None:
-        """Go on with a session that captures nothing in the place of `session`: one that failed to is past use.
+    def give_up_graphs(self, failed: OpenSession, error: Exception) -> None:
+        """Go on with a session that captures nothing in the place of `failed`: one that failed to is past use.
 
         Raises LoadError.
         """
         with self.lock:
-            if self._session is not session:
+            if self._opened is not failed:
                 return
-            _log.warning("model '%s' runs without CUDA graphs: %s", self._name, error)
+            # Its words alone: whoever keeps the record would keep the session, by the error's traceback.
+            _log.warning("model '%s' runs without CUDA graphs: %s", self._name, str(error))
             opened = self._reopen()
             assert opened.lanes is not None
-            self._session, self.lanes, self.graphs = opened.session, opened.lanes, False
+            self._opened, self.lanes, self.graphs = opened, opened.lanes, False
             self._run_options.clear()
 
     def close(self) -> None:
         # Giving memory back is among what a capture on another thread would forbid.
         with contextlib.suppress(DeviceError):
             self.accelerator.enter()
-        self._session = None
+        self._opened = None
 
 
 def _tensor(tensor: TensorSpec, on_device: bool) -> StagedTensor:

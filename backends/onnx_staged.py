@@ -26,6 +26,7 @@ from backends.batching import rows_of, split, wrong_count
 from backends.device_copies import Made, gather, leave, with_left
 from backends.errors import DeviceError, DeviceLost, ExecutionError, LoadError, OutOfMemory, SessionError
 from backends.home import Home
+from backends.onnx_captures import captures
 from backends.onnx_failures import device_failure, failure
 from backends.onnx_instance import from_ortvalue
 from backends.onnx_options import OnnxOptions
@@ -93,7 +94,7 @@ class StagedSlot:
         self._copied_in, self._computed, self._copied_out = (accelerator.event() for _ in range(3))
         # By the shapes of the inputs; good for one session.
         self._bindings: dict[tuple[Shape, ...], Bound] = {}
-        self._bound_to: Any = None
+        self._bound_to: OpenSession | None = None
         # Whatever is bound has to be forgotten when it moves, were it for an allocation that fails.
         forget = self._bindings.clear
         self._pinned: list[Growing[HostMemory]] = [
@@ -133,25 +134,27 @@ class StagedSlot:
         self._forget()
 
     def _prepare(self, requests: Sequence[Tensors], padded_rows: int) -> None:
-        session = self._shared.session
+        opened, graphs = self._shared.opened, self._shared.graphs
         try:
-            self._execute(requests, padded_rows, captures=self._shared.graphs)
+            # What a thread executes first makes handles of libraries, which may wait for the device too.
+            with captures.capturing() if graphs else captures.synchronizing():
+                self._execute(requests, padded_rows, capture=graphs)
             for pool in self._shared.pools:
                 pool.reserve(_RESERVED)
         except (DeviceLost, OutOfMemory):
             raise  # it ran as it always does before it is captured
         except ExecutionError as error:
-            if not self._shared.graphs:
+            if not graphs:
                 raise
             self._forget()
             try:
-                self._shared.give_up_graphs(session, error)
+                self._shared.give_up_graphs(opened, error)
             except LoadError as problem:
                 raise SessionError(str(problem)) from problem
             self._execute(requests, padded_rows)
 
     def _execute(
-        self, requests: Sequence[Inputs], padded_rows: int, targets: Sequence[Targets] = (), captures: bool = False
+        self, requests: Sequence[Inputs], padded_rows: int, targets: Sequence[Targets] = (), capture: bool = False
     ) -> Execution:
         shared, spec = self._shared, self._shared.spec
         if len(requests) != 1 and (not requests or not spec.batched):
@@ -159,11 +162,11 @@ class StagedSlot:
         began_ns = monotonic_ns()
         rows = rows_of(cast("Sequence[Tensors]", requests)) if spec.batched else [1]
         padding = max(0, padded_rows - sum(rows)) if spec.batched else 0
-        session = shared.session
+        opened = shared.opened
         try:
-            bound = self._stage(session, requests, sum(rows), padding)
+            bound = self._stage(opened, requests, sum(rows), padding)
             staged_ns = monotonic_ns()
-            turn = self._compute(session, bound, captures)
+            turn = self._compute(opened, bound, capture)
             outputs, left = self._collect(bound, rows, targets)
             ran_ns = monotonic_ns()
             waited_ns = shared.waited_ns(turn, staged_ns, ran_ns)
@@ -179,13 +182,13 @@ class StagedSlot:
         infer_ns, output_ns = ran_ns - staged_ns - waited_ns, monotonic_ns() - ran_ns
         return Execution(results, staged_ns - began_ns, infer_ns, output_ns, waited_ns)
 
-    def _stage(self, session: Any, requests: Sequence[Inputs], rows: int, padding: int) -> Bound:
+    def _stage(self, opened: OpenSession, requests: Sequence[Inputs], rows: int, padding: int) -> Bound:
         """Write the inputs to where the device takes them from, and have it take them."""
         shared, batched = self._shared, self._shared.spec.batched
         shared.accelerator.enter()
-        if session is not self._bound_to:
+        if opened is not self._bound_to:
             self._forget()
-            self._bound_to = session
+            self._bound_to = opened
         shapes, given = [], []
         for index, tensor in enumerate(shared.inputs):
             column = [request[index] for request in requests]
@@ -205,7 +208,7 @@ class StagedSlot:
             given.append(host.address if place is None else place)
         shared.lanes.copy_in.record(self._copied_in)
         key = tuple(shapes)
-        return self._bindings.get(key) or self._bind(session, key, given, rows + padding)
+        return self._bindings.get(key) or self._bind(opened.session, key, given, rows + padding)
 
     def _bind(self, session: Any, shapes: tuple[Shape, ...], given: list[int], rows: int) -> Bound:
         shared = self._shared
@@ -235,29 +238,29 @@ class StagedSlot:
         shape = (rows, *tensor.dims) if self._shared.spec.batched else tensor.dims
         return shape, self._taken[index].fit(tensor.size_bytes(shape)).address
 
-    def _compute(self, session: Any, bound: Bound, captures: bool) -> int:
+    def _compute(self, opened: OpenSession, bound: Bound, capture: bool) -> int:
         """Queue the computation behind the copies of its inputs. Returns its number among those of the instance."""
         shared = self._shared
         if None in bound.shapes:
             self._bind_open(bound)
         with shared.lock:
-            graph = self._graph(bound, captures)
+            graph = self._graph(bound, capture)
             shared.lanes.compute.wait(self._copied_in)
             try:
-                session.run_with_iobinding(bound.binding, shared.run_options(graph))
+                opened.session.run_with_iobinding(bound.binding, shared.run_options(graph))
             except Exception as error:  # its exceptions share no base class below this one
                 raise failure(error) from error
             shared.lanes.compute.record(self._computed)
-            if captures:
+            if capture:
                 bound.graph = graph
             shared.queued += 1
             return shared.queued
 
-    def _graph(self, bound: Bound, captures: bool) -> int:
+    def _graph(self, bound: Bound, capture: bool) -> int:
         """The graph to replay or to capture, which reads and writes fixed places on the device only. Graphs belong to
         the thread that captured them."""
         thread = threading.get_ident()
-        if captures and bound.graph == NO_GRAPH and self._is_fixed(bound):
+        if capture and bound.graph == NO_GRAPH and self._is_fixed(bound):
             self._capturing_thread = thread
             return self._shared.next_graph()
         return bound.graph if thread == self._capturing_thread else NO_GRAPH

@@ -1,14 +1,13 @@
 """The ceiling on a GPU: the model without any server, its tensors bound, in one process.
 
 Lives here: `session.run_with_iobinding` in a loop, for as many seconds as each line of stdin says; a line of JSON each
-time. Must not: use the product. Tensors stay on the device, or go there from memory of the host and back each time.
-A run ends when the device has finished: ONNX Runtime waits for it.
+time. Must not: use the product, but to find CUDA's libraries. Tensors stay on the device, or go there from memory of
+the host and back each time. A run ends when the device has finished: ONNX Runtime waits for it.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import statistics
 import sys
@@ -20,6 +19,8 @@ from typing import Any
 import numpy as np
 import onnxruntime as ort  # type: ignore[import-untyped,unused-ignore]
 
+from backends.onnx_sessions import prepare_cuda
+
 __all__ = ["open_session"]
 
 
@@ -30,8 +31,7 @@ def open_session(model: Path, device: str) -> ort.InferenceSession:
     options.log_severity_level = 4
     providers: list[Any] = ["CPUExecutionProvider"]
     if device == "cuda":
-        with contextlib.redirect_stdout(sys.stderr):  # it may have something to say, and stdout is for answers
-            ort.preload_dlls()
+        prepare_cuda()
         providers.insert(0, ("CUDAExecutionProvider", {"cudnn_conv_algo_search": "HEURISTIC", "device_id": "0"}))
     session = ort.InferenceSession(str(model), options, providers=providers, enable_fallback=0)
     if device == "cuda" and "CUDAExecutionProvider" not in session.get_providers():

@@ -252,10 +252,11 @@ def _submit(
         whole = asyncio.ensure_future(submit_parts(model.batcher, decoded.inputs, decoded.rows, decoded.key, **how))
         model.in_parts(whole)
         return whole
-    directed = decoded.targets and model.leaves_outputs
+    targets = decoded.targets
+    directed = targets and model.leaves_outputs and any(one.region.kind == "cuda" for one in targets.values())
     parameters = decoded.parameters
     return model.batcher.submit(
-        Directed.to(decoded.targets, decoded.inputs) if directed else decoded.inputs,
+        Directed.to(targets, decoded.inputs) if directed else decoded.inputs,
         decoded.rows,
         decoded.key,
         size_bytes=sum(map(tensor_bytes, decoded.inputs)) if model.counts_bytes else 0,

@@ -201,8 +201,8 @@ Inputs = Sequence[Input]
 
 
 class Directed(tuple[Input, ...]):
-    """The inputs of a request some of whose outputs, `targets` by index, belong into shared memory, which an instance
-    that can is to write to itself."""
+    """The inputs of a request some of whose outputs, `targets` by index, belong into CUDA shared memory, which is
+    written on the instance's thread, by the instance where it can."""
 
     targets: Mapping[int, Span]
 

@@ -10,7 +10,7 @@ import secrets
 from collections.abc import Callable
 from typing import Any, cast
 
-from backends.base import ModelInstance, Slot, Slotted, Tensors
+from backends.base import ModelInstance, Slot, Tensors
 from backends.errors import DeviceLost, OutOfMemory, SessionError
 from backends.remote import RemoteModel
 from scheduler.batcher import Batcher
@@ -20,6 +20,7 @@ from scheduler.waiting import Room
 from server.adapting_codec import codec_for
 from server.codec import ModelCodec
 from server.instances import Instances
+from server.leaving import leaving
 from server.loader import LoadedVersion
 from server.metrics import Metrics, VersionMetrics
 from server.model_statistics import VersionStatistics
@@ -56,8 +57,8 @@ class ServedModel:
         self.max_batch_rows = loaded.plan.max_batch_rows
         self.remote = isinstance(loaded.opened, RemoteModel)
         self.counts_bytes = room is not None or loaded.plan.policy.limits.max_bytes > 0
-        # Whether instances may write outputs to GPUs' memory by themselves.
-        self.leaves_outputs = any(isinstance(one, Slotted) for one in loaded.instances)
+        # Whether outputs are written to GPUs' memory on the instances' threads.
+        self.leaves_outputs = self.spec.by_rows
         # Apart from its number, which begins anew with every load, what a caller gets to see as the id of a batch.
         self.batch_id_prefix = secrets.token_hex(4)
         # Rows of a request, where a batch may have fewer.
@@ -123,8 +124,10 @@ class ServedModel:
         if regions is None:
             return cast("ExecuteInputs", instance.execute)
         if isinstance(instance, Slot):
-            return reading_by(instance, self.spec)
-        return reading(instance.execute, self.spec)
+            execute = reading_by(instance, self.spec)
+        else:
+            execute = reading(instance.execute, self.spec)
+        return leaving(execute) if self.leaves_outputs else execute
 
     def start(self) -> None:
         """Take requests, on the running event loop, and show in the metrics."""

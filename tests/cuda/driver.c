@@ -1,5 +1,5 @@
 /* What a CUDA driver does, in host memory, as late as its manual allows: copies are carried out when somebody waits for
-   them. A call is refused with the driver's own codes where a real one may: without a context, with memory or streams
+   them, also those of cuMemcpyHtoD, which has read the host's memory when it returns, and maybe no more. A call is refused with the driver's own codes where a real one may: without a context, with memory or streams
    that it didn't give out, or while `fail_next` names it. Counts what is there. One GPU, one process, any threads; other
    processes' memory is its own, which a real one wouldn't open a handle of. */
 #include <pthread.h>
@@ -10,13 +10,13 @@
 #define EXPORT __attribute__((visibility("default")))
 enum { OK = 0, INVALID_VALUE = 1, OUT_OF_MEMORY = 2, INVALID_CONTEXT = 201, INVALID_HANDLE = 400 };
 
-typedef struct Copy { void *target; const void *source; size_t size; struct Copy *next; } Copy;
+typedef struct Copy { void *target; const void *source; size_t size; struct Copy *next; int staged; } Copy;
 typedef struct Stream { Copy *first, *last; uint64_t queued, done; struct Stream *next; } Stream;
 typedef struct Event { Stream *stream; uint64_t place; struct Event *next; } Event;
 typedef struct Block { char *begin; size_t size; int pinned; struct Block *next; } Block;
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
-static Stream *streams;
+static Stream *streams, legacy; /* the stream of those who name none */
 static Event *events;
 static Block *blocks;
 static int context_here, retained, opened, copies_in, copies_out, copies_within;
@@ -62,6 +62,7 @@ static void carry_out(Stream *stream, uint64_t place) {
     while (stream->done < place) {
         Copy *copy = stream->first;
         memcpy(copy->target, copy->source, copy->size);
+        if (copy->staged) free((void *)copy->source);
         stream->first = copy->next;
         if (!stream->first) stream->last = NULL;
         free(copy);
@@ -102,6 +103,7 @@ static int give_back(const char *call, const void *address, int pinned) {
         Block **place = &blocks;
         while (*place && !((*place)->begin == address && (*place)->pinned == pinned)) place = &(*place)->next;
         Block *block = *place;
+        carry_out(&legacy, legacy.queued);
         if (!block) code = INVALID_VALUE;
         else { *place = block->next; free(block->begin); free(block); }
     });
@@ -127,7 +129,8 @@ DESTROY(cuEventDestroy_v2, Event, events, (void)0)
 
 EXPORT int cuStreamSynchronize(void *stream) {
     LOCKED("cuStreamSynchronize", {
-        if (!known_Stream(stream)) code = INVALID_HANDLE; else carry_out(stream, ((Stream *)stream)->queued);
+        if (!stream) carry_out(&legacy, legacy.queued);
+        else if (!known_Stream(stream)) code = INVALID_HANDLE; else carry_out(stream, ((Stream *)stream)->queued);
     });
 }
 EXPORT int cuEventRecord(void *event, void *stream) {
@@ -147,6 +150,14 @@ EXPORT int cuStreamWaitEvent(void *stream, void *event, unsigned flags) {
     LOCKED("cuStreamWaitEvent", { code = known_Stream(stream) ? wait_for(event) : INVALID_HANDLE; });
 }
 
+static void queue(Stream *stream, void *target, const void *source, size_t size, int staged) {
+    Copy *made = malloc(sizeof *made);
+    *made = (Copy){target, source, size, NULL, staged};
+    if (stream->last) stream->last->next = made; else stream->first = made;
+    stream->last = made;
+    stream->queued++;
+}
+
 static int copy(const char *call, void *target, const void *source, size_t size, void *it, int target_pinned, int source_pinned) {
     LOCKED(call, {
         Stream *stream = it;
@@ -157,12 +168,8 @@ static int copy(const char *call, void *target, const void *source, size_t size,
         else if (source_pinned && !within(source, size, 1)) code = INVALID_VALUE;
         else if (!target_pinned && !within(target, size, 0)) code = INVALID_VALUE;
         else {
-            Copy *made = malloc(sizeof *made);
-            *made = (Copy){target, source, size, NULL};
             *(source_pinned ? &copies_in : target_pinned ? &copies_out : &copies_within) += 1;
-            if (stream->last) stream->last->next = made; else stream->first = made;
-            stream->last = made;
-            stream->queued++;
+            queue(stream, target, source, size, 0);
         }
     });
 }
@@ -176,14 +183,17 @@ EXPORT int cuMemcpyDtoDAsync_v2(uint64_t target, uint64_t source, size_t size, v
     return copy("cuMemcpyDtoDAsync", (void *)target, (const void *)source, size, stream, 0, 0);
 }
 
-static int copy_now(const char *call, void *target, const void *source, size_t size, const void *on_device) {
-    LOCKED(call, { if (within(on_device, size, 0)) memcpy(target, source, size); else code = INVALID_VALUE; });
-}
 EXPORT int cuMemcpyHtoD_v2(uint64_t target, const void *source, size_t size) {
-    return copy_now("cuMemcpyHtoD", (void *)target, source, size, (void *)target);
+    LOCKED("cuMemcpyHtoD", {
+        if (!within((void *)target, size, 0)) code = INVALID_VALUE;
+        else queue(&legacy, (void *)target, memcpy(malloc(size + 1), source, size), size, 1);
+    });
 }
 EXPORT int cuMemcpyDtoH_v2(void *target, uint64_t source, size_t size) {
-    return copy_now("cuMemcpyDtoH", target, (const void *)source, size, (const void *)source);
+    LOCKED("cuMemcpyDtoH", {
+        carry_out(&legacy, legacy.queued);
+        if (within((void *)source, size, 0)) memcpy(target, (void *)source, size); else code = INVALID_VALUE;
+    });
 }
 
 typedef struct Handle { char reserved[64]; } Handle;

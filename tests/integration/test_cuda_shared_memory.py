@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -61,12 +62,12 @@ def write(repository: Path, policy: str = "", dims: str = "2") -> None:
 
 
 @asynccontextmanager
-async def served_by(gpu: Gpu, folder: Path, staged: bool = True) -> AsyncIterator[Served]:
-    """Region `c` is all of the client's memory."""
+async def served_by(gpu: Gpu, folder: Path, staged: bool = True, driver: Any = None) -> AsyncIterator[Served]:
+    """Region `c` is all of the client's memory. `driver` is that of the GPU, or stands in front of it."""
     backend = OnnxBackend(accelerators=lambda device: gpu.accelerator if staged else None)
     given = settings(folder / "models", frontends=1)
     async with serving(
-        folder / "models", settings=given, backends={"onnxruntime": backend}, load=lambda name: gpu.driver
+        folder / "models", settings=given, backends={"onnxruntime": backend}, load=lambda name: driver or gpu.driver
     ) as served:
         await register_cuda(served, gpu)
         yield served
@@ -240,6 +241,38 @@ async def test_output_of_open_size_that_turns_out_too_large_is_refused(tmp_path:
         response = await served.infer(asking(2, ("c", 0), ("c", 512), room=100, dims=3))
         assert gpu.memory.get(24, 512) == (-np.arange(6, dtype=np.float32)).tobytes()
         assert response.outputs[0].parameters["shared_memory_byte_size"].int64_param == 24
+
+
+class Noticed:
+    """`driver`; `threads` are those on which memory of the host's was copied to the GPU."""
+
+    def __init__(self, driver: Any) -> None:
+        self._driver = driver
+        self.threads: list[int] = []
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "cuMemcpyHtoD_v2":
+            self.threads.append(threading.get_ident())
+        return getattr(self._driver, name)
+
+
+@pytest.mark.parametrize("staged", [True, False])
+async def test_outputs_for_a_gpu_never_make_the_event_loop_wait(staged: bool, tmp_path: Path, gpu: Gpu) -> None:
+    write(tmp_path / "models", dims="-1")
+    gpu.accelerator.gpu = 1
+    noticed = Noticed(gpu.driver)
+    async with served_by(gpu, tmp_path, staged, noticed) as served:
+        for _ in range(2):  # the first by the message, the other by the short way
+            gpu.memory.put(bytes(16), 512)
+            response = await served.infer(asking(2, floats(1, 2), ("c", 512)))
+            assert gpu.memory.get(16, 512) == (-floats(1, 2)).tobytes()
+            assert response.outputs[0].parameters["shared_memory_byte_size"].int64_param == 16
+        assert len(noticed.threads) == 2
+        assert threading.get_ident() not in noticed.threads
+        # What is too large isn't written, and the codec says so.
+        code, text = await failure_of(served.infer(asking(2, floats(1, 2), ("c", 512), room=15)))
+        assert (code, "to be at least 16 bytes to hold the result, got 15" in text) == (Code.INVALID_ARGUMENT, True)
+        assert len(noticed.threads) == 2
 
 
 @pytest.mark.parametrize("staged", [True, False])

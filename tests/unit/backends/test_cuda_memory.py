@@ -98,6 +98,10 @@ class Driver:
         ctypes.memmove(target.value, source, size.value)
         return self.codes.get("copy", 0)
 
+    def cuStreamSynchronize(self, stream: Any) -> int:
+        assert (self.current, stream) == ([7], None)
+        return self.codes.get("wait", 0)
+
 
 def read(memory: CudaMemory, size: int, offset: int = 0) -> bytes:
     target = np.empty(size, np.uint8)
@@ -175,5 +179,8 @@ def test_copies_that_fail_say_so_and_leave_no_context_current() -> None:
     with pytest.raises(DeviceError, match="cuMemcpyDtoH returned 700"):
         read(memory, 1)
     with pytest.raises(DeviceError, match="cuMemcpyHtoD returned 700"):
+        memory.write(driver.base, 1, 0)
+    driver.codes = {"wait": 700}
+    with pytest.raises(DeviceError, match="cuStreamSynchronize returned 700"):
         memory.write(driver.base, 1, 0)
     assert driver.current == []

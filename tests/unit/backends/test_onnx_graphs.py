@@ -19,10 +19,12 @@ from backends.accelerator import open_lanes
 from backends.base import Array, Device, Execution, ModelSpec, Slot, TensorSpec
 from backends.errors import ExecutionError, LoadError
 from backends.host_accelerator import HostAccelerator
+from backends.onnx_captures import captures
 from backends.onnx_options import OnnxOptions
 from backends.onnx_sessions import NO_GRAPH, OpenSession, open_session
 from backends.onnx_staged import StagedInstance
 from tests import models
+from tests.cuda import stand_in
 
 T = TypeVar("T")
 
@@ -33,13 +35,15 @@ HALF = ModelSpec((TensorSpec("INPUT0", "FP32", (-1,)),), (TensorSpec("OUTPUT0", 
 
 
 class Capturing:
-    """A session that captures. `runs` are the ids under which it ran, in order; `broken`: it fails to capture."""
+    """A session that captures. `runs` are the ids under which it ran, in order; `broken`: it fails to capture.
+    `on_capture` is called while it does."""
 
     def __init__(self, session: Any, broken: bool = False) -> None:
         self._session = session
         self._graphs = threading.local()
         self.broken = broken
         self.runs: list[int] = []
+        self.on_capture: Callable[[], None] = lambda: None
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._session, name)
@@ -55,6 +59,8 @@ class Capturing:
             raise RuntimeError(
                 "[ONNXRuntimeError] : 1 : FAIL : CUDA failure 900: operation not permitted while capturing"
             )
+        if graph not in self._graphs.__dict__:
+            self.on_capture()
         captured = self._graphs.__dict__.setdefault(graph, binding)
         self._session.run_with_iobinding(captured, options)
 
@@ -69,10 +75,10 @@ class Bench:
     broken: bool = False
     reopens: bool = True
     sessions: list[Capturing] = field(default_factory=list)
+    accelerator: Any = field(default_factory=HostAccelerator)
 
     def instance(self) -> StagedInstance:
         self.path = models.write(self.model, self.folder / "model.onnx")
-        self.accelerator = HostAccelerator()
         return StagedInstance("m", self.open(self.broken, True), self.spec, CPU, OnnxOptions(), self.reopen)
 
     def open(self, broken: bool, graphs: bool) -> OpenSession:
@@ -143,6 +149,29 @@ def test_prepared_sizes_are_replayed_and_no_others(bench: Bench) -> None:
             answers = values(on_thread_of(slot, lambda: slot.execute(requests, padded)))  # noqa: B023
             assert answers == [negated(1, value)] * (count - 1) + [negated(1, 100 + value)]
             assert bench.runs == [graph]
+
+
+def test_nobody_synchronizes_the_device_while_it_is_captured_and_anybody_while_it_is_replayed(bench: Bench) -> None:
+    slot = bench.instance().slots[0]
+    entered, threads = threading.Event(), list[threading.Thread]()
+
+    def synchronize() -> None:
+        with captures.synchronizing():
+            entered.set()
+
+    def look() -> None:
+        threads.append(threading.Thread(target=synchronize))
+        threads[0].start()
+        assert not entered.wait(0.05)
+
+    bench.sessions[0].on_capture = look
+    slot.prepare([rows(1, 0)], 4)
+    threads[0].join(30)
+    assert entered.is_set()
+    with captures.synchronizing():
+        assert values(on_thread_of(slot, lambda: slot.execute([rows(4, 3)]))) == [negated(4, 3)]
+    (captured, replayed) = bench.runs
+    assert captured == replayed != NO_GRAPH
 
 
 def test_replays_allocate_nothing(bench: Bench) -> None:
@@ -217,6 +246,17 @@ def test_model_that_fails_to_be_captured_runs_without_graphs_and_says_so_once(
     assert len(bench.sessions) == 2
     for slot in instance.slots:
         assert values(on_thread_of(slot, lambda: slot.execute([rows(3, 7)], 8))) == [negated(3, 7)]  # noqa: B023
+
+
+def test_streams_of_a_session_that_failed_to_capture_stay_as_long_as_anything_is_bound_to_it(tmp_path: Path) -> None:
+    driver = stand_in.build(tmp_path)
+    bench = Bench(tmp_path, neg("batch", 2), FIXED, broken=True, accelerator=stand_in.accelerator(tmp_path, driver))
+    instance = bench.instance()
+    instance.slots[1].execute([rows(1, 0)])
+    instance.slots[0].prepare([rows(1, 0)], 8)
+    assert driver.stand_in_streams() == 6
+    assert values(instance.slots[1].execute([rows(1, 7)])) == [negated(1, 7)]
+    assert driver.stand_in_streams() == 3
 
 
 def test_model_that_fails_to_be_captured_and_to_be_opened_again_says_so(tmp_path: Path) -> None:

@@ -1,12 +1,17 @@
-"""Options of sessions."""
+"""Sessions: their options, and what goes when."""
 
 from __future__ import annotations
+
+import sys
+import threading
+from pathlib import Path
+from typing import Any
 
 import onnxruntime as ort  # type: ignore[import-untyped,unused-ignore]
 import pytest
 
 from backends.onnx_options import GraphLevel, OnnxOptions
-from backends.onnx_sessions import session_options
+from backends.onnx_sessions import OpenSession, prepare_cuda, session_options
 
 
 def test_session_options_carry_what_was_asked_for() -> None:
@@ -34,3 +39,62 @@ def test_session_options_know_each_graph_level(level: GraphLevel) -> None:
     made = session_options(OnnxOptions(graph_level=level))
 
     assert made.graph_optimization_level == getattr(ort.GraphOptimizationLevel, level.value)
+
+
+def test_session_goes_before_the_streams_that_it_computes_on() -> None:
+    gone: list[str] = []
+
+    class Part:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def __del__(self) -> None:
+            gone.append(self.name)
+
+    session: Any = Part("session")
+    streams: Any = Part("streams")
+    held = [OpenSession(session, streams)]
+    del session, streams
+    assert not gone
+    held.clear()
+    assert gone == ["session", "streams"]
+
+
+def test_preparing_cuda_looks_in_all_folders_of_nvidias_packages(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folders = [
+        tmp_path / site / "nvidia" / name / "lib" for site, name in (("a", "cu13"), ("a", "cudnn"), ("b", "nvtx"))
+    ]
+    for folder in folders:
+        folder.mkdir(parents=True)
+    for site in ("b", "a"):
+        monkeypatch.syspath_prepend(tmp_path / site)
+    looked: list[dict[str, str]] = []
+    prepare_cuda(lambda **given: looked.append(given))
+    assert looked[0] == {}
+    assert [one for one in looked if str(tmp_path) in str(one)] == [{"directory": str(folder)} for folder in folders]
+
+
+def test_preparing_cuda_on_two_threads_leaves_stdout_as_it_was() -> None:
+    before, inside, go_on = sys.stdout, threading.Event(), threading.Event()
+
+    def first(**given: str) -> None:
+        inside.set()
+        assert go_on.wait(30)
+
+    def second(**given: str) -> None:
+        inside.set()
+
+    one = threading.Thread(target=prepare_cuda, args=(first,))
+    one.start()
+    assert inside.wait(30)
+    inside.clear()
+    other = threading.Thread(target=prepare_cuda, args=(second,))
+    other.start()
+    assert not inside.wait(0.05)
+    go_on.set()
+    for thread in (one, other):
+        thread.join(30)
+    assert inside.is_set()
+    assert sys.stdout is before
