@@ -63,7 +63,8 @@ class TensorSpec:
 
     `optional`: requests (of an output: results) may do without it. `ragged`: requests of any dims share a batch, and
     the model sees all their elements one after the other, as a vector. `shape_tensor`: has no batch axis even if the
-    model is batched; the requests of a batch all have the same one, which the model sees once.
+    model is batched; the requests of a batch all have the same one, which the model sees once. `any_rank`: behind the
+    batch axis, if there is one, there may be any number of axes, of any size; `dims` say nothing then.
     """
 
     name: str
@@ -74,11 +75,16 @@ class TensorSpec:
     optional: bool = False
     ragged: bool = False
     shape_tensor: bool = False
+    any_rank: bool = False
 
     @property
     def model_dims(self) -> tuple[int, ...]:
         """`dims` as the model sees them."""
         return self.dims if self.reshape is None else self.reshape
+
+    def dims_of(self, rank: int) -> tuple[int, ...]:
+        """`dims`; of a tensor that may have any rank, what they are for one of `rank` axes."""
+        return (-1,) * rank if self.any_rank else self.dims
 
 
 class BatchInputKind(Enum):

@@ -123,7 +123,7 @@ def check_outputs(outputs: Tensors, spec: ModelSpec, rows: int) -> None:
         raise ExecutionError(f"expected {len(spec.outputs)} outputs, got {len(outputs)}")
     lead = (rows,) if spec.batched else ()
     for output, tensor in zip(outputs, spec.outputs, strict=True):
-        expected = (*lead, *tensor.dims)
+        expected = (*lead, *tensor.dims_of(output.ndim - len(lead)))
         if output.shape != expected and not _fits(output.shape, expected):
             raise _misshapen(output.shape, expected, tensor, spec.batched)
         if output.dtype != by_name(tensor.datatype).dtype:

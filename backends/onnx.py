@@ -23,9 +23,10 @@ from backends.onnx_captures import captures
 from backends.onnx_instance import OnnxInstance
 from backends.onnx_options import OnnxOptions, parse_options, without_graphs
 from backends.onnx_sessions import CUDA, OpenSession, open_session, probe_cuda
+from backends.onnx_shapes import without_shape
 from backends.onnx_shared import why_not_staged
 from backends.onnx_staged import StagedInstance
-from backends.onnx_types import check_served, is_known, tensor_spec
+from backends.onnx_types import NodeArg, check_served, is_known, tensor_spec, why_unknown
 from backends.placement import on_cpu, on_gpus
 from backends.trial import try_rows
 
@@ -115,7 +116,7 @@ class OnnxModel:
         self._name = name
         self._opener = opener
         self._sessions = {device: opener.open(device)}
-        self._spec = _spec_of(name, self._sessions[device].session, declared)
+        self._spec = _spec_of(name, opener.path, self._sessions[device].session, declared)
 
     @property
     def spec(self) -> ModelSpec:
@@ -163,8 +164,8 @@ class Opener:
 
     def __init__(self, name: str, path: Path, options: OnnxOptions, accelerators: Accelerators) -> None:
         self.options = options
+        self.path = path
         self._name = name
-        self._path = path
         self._accelerators = accelerators
 
     def open(self, device: Device) -> OpenSession:
@@ -180,10 +181,10 @@ class Opener:
             accelerator = self._accelerators(device)
         except DeviceError as error:
             raise LoadError(
-                f"model '{self._name}': can't open '{self._path}': onnxruntime couldn't use GPU {device.index}: {error}"
+                f"model '{self._name}': can't open '{self.path}': onnxruntime couldn't use GPU {device.index}: {error}"
             ) from error
         with captures.synchronizing() if accelerator is not None else nullcontext():
-            return open_session(self._name, self._path, options, device, accelerator)
+            return open_session(self._name, self.path, options, device, accelerator)
 
 
 def accelerator_of(device: Device) -> Accelerator | None:
@@ -211,12 +212,12 @@ def _instead(folder: Path) -> str:
     return f"; there is {', '.join(names[:_MOST_NAMES]) or 'nothing'}{more}{hint}"
 
 
-def _spec_of(name: str, session: ort.InferenceSession, declared: ModelSpec | None) -> ModelSpec:
+def _spec_of(name: str, path: Path, session: ort.InferenceSession, declared: ModelSpec | None) -> ModelSpec:
     """Inputs that have an initializer are optional; those among them that the protocol can't carry stay unknown, and so
-    do outputs that the configuration leaves out."""
-    left_out = {node.name for node in session.get_outputs() if declared is not None and not is_known(node)}
-    left_out -= {tensor.name for tensor in declared.outputs} if declared is not None else set()
-    required = [tensor_spec(name, "input", node) for node in session.get_inputs()]
+    do outputs that it can't carry unless the configuration names them, or there are no others."""
+    inputs, outputs = session.get_inputs(), _served_outputs(name, session.get_outputs(), declared)
+    shapeless = without_shape(path) if any(not node.shape for node in (*inputs, *outputs)) else frozenset()
+    required = [tensor_spec(name, "input", node, node.name in shapeless) for node in inputs]
     optional = [
         replace(tensor_spec(name, "input", node), optional=True)
         for node in session.get_overridable_initializers()
@@ -224,5 +225,18 @@ def _spec_of(name: str, session: ort.InferenceSession, declared: ModelSpec | Non
     ]
     return ModelSpec(
         inputs=(*required, *optional),
-        outputs=tuple(tensor_spec(name, "output", node) for node in session.get_outputs() if node.name not in left_out),
+        outputs=tuple(tensor_spec(name, "output", node, node.name in shapeless) for node in outputs),
     )
+
+
+def _served_outputs(name: str, nodes: Sequence[NodeArg], declared: ModelSpec | None) -> list[NodeArg]:
+    """Those that the protocol has datatypes for, and those that the configuration names; all, if none is left. What is
+    left out without anybody having said so is told."""
+    named = {tensor.name for tensor in declared.outputs} if declared is not None else set()
+    served = [node for node in nodes if is_known(node) or node.name in named]
+    if not served:
+        return list(nodes)
+    for node in nodes:
+        if declared is None and not is_known(node):
+            _log.warning("model '%s' is served without its output '%s': %s", name, node.name, why_unknown(node))
+    return served

@@ -175,7 +175,7 @@ def profile_shapes(inputs: Sequence[TensorSpec], largest_rows: int) -> dict[str,
     something else than the first dimension of the `inputs`, dims whole, is free, or their names can't be told."""
     batched = [tensor for tensor in inputs if tensor.dims[:1] == (-1,)]
     closed = all(min(tensor.dims[1:], default=1) > 0 for tensor in batched)
-    others = all(min(tensor.dims, default=1) > 0 for tensor in inputs if tensor not in batched)
+    others = all(min(tensor.dims, default=1) > 0 and not tensor.any_rank for tensor in inputs if tensor not in batched)
     if not (batched and closed and others and largest_rows) or any(set(one.name) & set(":,") for one in batched):
         return {}
 

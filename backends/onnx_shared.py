@@ -51,12 +51,12 @@ def why_not_staged(opened: OpenSession, spec: ModelSpec) -> str:
 @dataclass(frozen=True, slots=True)
 class StagedTensor:
     """One input or output. `element` is its type in ONNX Runtime's terms, `dims` what the model sees behind the batch
-    axis. `on_device`: the model reads or writes it there, and not in the host's memory."""
+    axis, None if that has any rank. `on_device`: the model reads or writes it there, and not in the host's memory."""
 
     name: str
     dtype: DType
     element: Any
-    dims: Shape
+    dims: Shape | None
     on_device: bool
 
     def size_bytes(self, shape: Shape) -> int:
@@ -165,4 +165,4 @@ class Shared:
 def _tensor(tensor: TensorSpec, on_device: bool) -> StagedTensor:
     dtype = by_name(tensor.datatype).dtype
     element = BFLOAT16 if tensor.datatype == "BF16" else dtype.type
-    return StagedTensor(tensor.name, dtype, element, tensor.model_dims, on_device)
+    return StagedTensor(tensor.name, dtype, element, None if tensor.any_rank else tensor.model_dims, on_device)

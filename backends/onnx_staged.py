@@ -233,7 +233,7 @@ class StagedSlot:
     def _fit_output(self, index: int, rows: int) -> tuple[Shape | None, int]:
         """Shape and address of an output on the device whose shape is known beforehand; else None and no address."""
         tensor = self._shared.outputs[index]
-        if not tensor.on_device or min(tensor.dims, default=0) < 0:
+        if not tensor.on_device or tensor.dims is None or min(tensor.dims, default=0) < 0:
             return None, 0
         shape = (rows, *tensor.dims) if self._shared.spec.batched else tensor.dims
         return shape, self._taken[index].fit(tensor.size_bytes(shape)).address

@@ -12,7 +12,7 @@ from typing import Protocol
 from backends.base import ModelSpec, TensorSpec
 from backends.errors import LoadError
 
-__all__ = ["NodeArg", "check_served", "is_known", "tensor_spec"]
+__all__ = ["NodeArg", "check_served", "is_known", "tensor_spec", "why_unknown"]
 
 _DATATYPES = {
     "tensor(bool)": "BOOL",
@@ -48,16 +48,28 @@ def is_known(node: NodeArg) -> bool:
     return node.type in _DATATYPES
 
 
-def tensor_spec(model: str, what: str, node: NodeArg) -> TensorSpec:
-    """`node` as a TensorSpec, dims whole; LoadError if the protocol can't carry it: no tensor, or of other elements."""
+def why_unknown(node: NodeArg) -> str:
+    """What there is to know about a `node` that isn't known: what it is, and what would be one that is."""
+    if "map(" in node.type:
+        way_out = "scikit-learn's classifiers have a tensor in its place if skl2onnx gets options={'zipmap': False}"
+    elif node.type.startswith("tensor("):
+        way_out = "export the model with a Cast to another element type"
+    else:
+        way_out = "export the model with a tensor in its place"
+    return f"{node.type} has no datatype in the v2 protocol; {way_out}"
+
+
+def tensor_spec(model: str, what: str, node: NodeArg, any_rank: bool = False) -> TensorSpec:
+    """`node` as a TensorSpec, dims whole; LoadError if the protocol can't carry it: no tensor, or of other elements.
+
+    `any_rank`: it has no shape, which `node` doesn't tell from that of a scalar. One that has dims all the same was
+    found out about by ONNX Runtime.
+    """
     datatype = _DATATYPES.get(node.type)
     if datatype is None:
-        way_out = "; a config.pbtxt that spells out input and output may leave it out" if what == "output" else ""
-        raise LoadError(
-            f"model '{model}': {what} '{node.name}': {node.type} has no datatype in the v2 protocol{way_out}"
-        )
+        raise LoadError(f"model '{model}': {what} '{node.name}': {why_unknown(node)}")
     dims = tuple(dim if isinstance(dim, int) and dim >= 0 else -1 for dim in node.shape)
-    return TensorSpec(node.name, datatype, dims, utf8=datatype == "BYTES")
+    return TensorSpec(node.name, datatype, dims, utf8=datatype == "BYTES", any_rank=any_rank and not dims)
 
 
 def check_served(model: str, served: ModelSpec, own: ModelSpec) -> None:

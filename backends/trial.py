@@ -39,7 +39,7 @@ def try_rows(spec: ModelSpec, run: Run) -> Trial:
 
     Blocks for three executions, four if they differ.
     """
-    if _elements(spec) > _MOST_ELEMENTS:
+    if _elements(spec) > _MOST_ELEMENTS or any(tensor.any_rank for tensor in spec.inputs):
         return Trial(spec)
     stackable = bool(spec.inputs) and all(tensor.dims[:1] == (-1,) for tensor in spec.inputs)
     rows = [[_row(tensor, np.random.default_rng(seed)) for tensor in spec.inputs] for seed in range(1 + stackable)]

@@ -25,6 +25,7 @@ from server.config import ControlMode, Settings
 from server.errors import StartError
 from server.flags import flag, network_flags, network_settings
 from server.kserve import models_to_serve
+from server.log_output import exit_now, take_stderr
 from server.loop import SWITCH_INTERVAL_S, new_loop
 from server.tokens import line_of, new_token
 from server.trace_settings import parse_trace_config
@@ -207,6 +208,7 @@ def serve(
         raise click.UsageError(f"--model-config-name: expected the name of a file, got '{model_config_name}'")
     backends = _parsed("--backend-config", parse_backend_config, backend_config)
     tracing = _parsed("--trace-config", parse_trace_config, trace_config)
+    take_stderr()
     log.configure(log_level, log_format)
     settings = Settings(
         paths=served,
@@ -258,18 +260,6 @@ def serve(
             runner.run(_serve(settings, click.get_current_context().obj))
     except StartError as error:
         raise click.ClickException(str(error)) from None
-    finally:
-        _let_go_of_full_disks()
-
-
-def _let_go_of_full_disks() -> None:
-    """Python writes out at its end what output hasn't been able to take, and exits with 120 if that fails again: lost
-    lines of a log would look like a failure of the server."""
-    for stream in (sys.stdout, sys.stderr):
-        try:
-            stream.flush()
-        except OSError:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 @main.command()
@@ -341,12 +331,12 @@ async def _serve(settings: Settings, backend_of: Callable[[str], Backend] | None
         starting.cancel()
         await asyncio.wait((starting,))
         _log.info("stopped while loading")
-        os._exit(0)  # a model that is being loaded can't be interrupted, and Python would wait for its thread
+        exit_now(0)  # a model that is being loaded can't be interrupted, and Python would wait for its thread
     try:
         starting.result()
         await stopping.wait()
         if not await server.stop():
-            os._exit(0)  # while a thread executes native code, taking Python down isn't safe
+            exit_now(0)  # while a thread executes native code, taking Python down isn't safe
     finally:
         stop_asked.cancel()
 
@@ -356,7 +346,7 @@ def _on_signals(stopping: asyncio.Event) -> None:
 
     def on_signal(number: int) -> None:
         if stopping.is_set():
-            os._exit(128 + number)
+            exit_now(128 + number)
         stopping.set()
 
     loop = asyncio.get_running_loop()

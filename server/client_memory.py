@@ -133,6 +133,6 @@ def _fixed_bytes(spec: ModelSpec, index: int) -> int:
     """What each row of an output takes at least, and all of it where there are no rows; 0 where that isn't known."""
     tensor = spec.outputs[index]
     scattered = any(tensor.name in one.targets for one in spec.batch_outputs)
-    if tensor.optional or scattered or -1 in tensor.dims:
+    if tensor.optional or scattered or tensor.any_rank or -1 in tensor.dims:
         return 0
     return math.prod(tensor.dims) * by_name(tensor.datatype).item_bytes

@@ -101,7 +101,7 @@ class ModelCodec:
         self._free = [
             index
             for index, tensor in enumerate(spec.inputs)
-            if -1 in tensor.dims and not (tensor.ragged or tensor.shape_tensor)
+            if (tensor.any_rank or -1 in tensor.dims) and not (tensor.ragged or tensor.shape_tensor)
         ]
 
     # hot path: see bench/
@@ -340,8 +340,9 @@ class ModelCodec:
         if tensor.datatype != spec.datatype:
             raise self._invalid(f"input '{spec.name}': expected datatype {spec.datatype}, got '{tensor.datatype}'")
         dims = shape[1:] if lead else shape
-        if dims != spec.dims and not _fits(dims, spec.dims):
-            expected = [-1, *spec.dims] if lead else list(spec.dims)
+        wanted = spec.dims_of(len(dims))
+        if dims != wanted and not _fits(dims, wanted):
+            expected = [-1, *wanted] if lead else list(wanted)
             raise self._invalid(f"input '{spec.name}': expected shape {expected}, got {list(shape)}")
         return self._memory.span("input", tensor) if tensor.parameters else None
 

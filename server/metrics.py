@@ -20,6 +20,7 @@ from prometheus_client.utils import floatToGoString
 from server.exposition import exposition
 from server.gpu_metrics import GpuCollector
 from server.host_metrics import HostCollector
+from server.log_output import lost_lines
 from server.metrics_limits import LimitCollector
 from server.model_statistics import DURATION_BOUNDS_NS, DurationHistogram, VersionStatistics
 
@@ -232,6 +233,9 @@ class _ServerCollector(Collector):
         ready, failed_models = self._health()
         yield GaugeMetricFamily("paceline_ready", "Whether the server takes requests and is ready, 0 or 1", ready)
         yield GaugeMetricFamily("paceline_failed_models", "Models that should serve and failed to load", failed_models)
+        lost = Metric("paceline_lost_log_lines", "Lines of the log that stderr didn't take", "counter")
+        lost.add_sample("paceline_lost_log_lines", {}, lost_lines())
+        yield lost
 
 
 def _counter(name: str, help: str, value: Callable[[VersionStatistics], int]) -> _Family:

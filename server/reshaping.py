@@ -15,12 +15,12 @@ Shape = tuple[int, ...]
 
 def to_model(tensor: TensorSpec, shape: Shape, lead: int) -> Shape:
     """The model's shape for a client's; the first `lead` axes stay as they are."""
-    return _converted(shape, lead, tensor.dims, tensor.model_dims)
+    return shape if tensor.reshape is None else _converted(shape, lead, tensor.dims, tensor.reshape)
 
 
 def to_client(tensor: TensorSpec, shape: Shape, lead: int) -> Shape:
     """The client's shape for a model's; the first `lead` axes stay as they are."""
-    return _converted(shape, lead, tensor.model_dims, tensor.dims)
+    return shape if tensor.reshape is None else _converted(shape, lead, tensor.reshape, tensor.dims)
 
 
 def _converted(shape: Shape, lead: int, source: Shape, target: Shape) -> Shape:

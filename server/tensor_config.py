@@ -48,13 +48,15 @@ def _whole(kind: str, one: Declared, lead: tuple[int, ...], *, flat: bool) -> Te
 
 def can_batch(config: pb.ModelConfig, own: ModelSpec) -> bool:
     """Whether the model of spec `own` may have a batch axis: every tensor needs a free first dimension, but for those
-    that `config` has joined or cut in other ways; and there must be an input to read the number of rows off."""
+    that `config` has joined or cut in other ways; and there must be an input to read the number of rows off. For
+    tensors that may have any rank the configuration is believed."""
     made = _made(config)
     joined = {one.name: not (one.allow_ragged_batch or one.is_shape_tensor) for one in config.input}
     cut = {one.name: not one.is_shape_tensor for one in config.output} | dict.fromkeys(_scattered(config), False)
     stacked = [one for one in own.inputs if one.name not in made and joined.get(one.name, not one.optional)]
     stacked += [one for one in own.outputs if cut.get(one.name, True)]
-    return bool(own.inputs) and all(tensor.dims[:1] == (-1,) for tensor in stacked)
+    told = config.max_batch_size > 0
+    return bool(own.inputs) and all(tensor.dims[:1] == (-1,) or (tensor.any_rank and told) for tensor in stacked)
 
 
 def served_spec(config: pb.ModelConfig, own: ModelSpec, *, batched: bool) -> ModelSpec:
@@ -106,7 +108,10 @@ def _joined(
 
 def _filled_in(own: TensorSpec, batched: bool) -> TensorSpec:
     """A tensor that the configuration leaves to the model. One that has nothing but a batch axis looks to clients as if
-    each row were a vector of one, as Triton's auto-complete has it."""
+    each row were a vector of one, as Triton's auto-complete has it. What a trial saw of one that may have any rank is
+    no promise."""
+    if own.any_rank:
+        return replace(own, dims=())
     if not batched:
         return own
     return replace(own, dims=(1,), reshape=()) if own.dims == (-1,) else replace(own, dims=own.dims[1:])
@@ -125,8 +130,9 @@ def _join(kind: str, declared: Declared, own: TensorSpec, batched: bool, scatter
     if ragged:
         _check_ragged(where, declared, own, batched)
     if not (ragged or scattered):
-        mine = own.dims[1:] if batched and not declared.is_shape_tensor else own.dims
         given, field = (dims, "dims") if reshape is None else (reshape, "reshape.shape")
+        lead = 1 if batched and not declared.is_shape_tensor else 0
+        mine = (-1,) * len(given) if own.any_rank else own.dims[lead:]
         _check_dims(where, given, _believed(mine, given) if kind == "output" else mine, field)
     elif min((*dims, *(reshape or ())), default=0) < -1:
         raise ConfigError(f"{where}: expected dims and reshape.shape >= -1, got {[*dims, *(reshape or ())]}")
@@ -137,6 +143,7 @@ def _join(kind: str, declared: Declared, own: TensorSpec, batched: bool, scatter
         optional=declared.optional if isinstance(declared, pb.ModelInput) else own.optional,
         ragged=ragged,
         shape_tensor=declared.is_shape_tensor,
+        any_rank=own.any_rank and not (dims or ragged or scattered) and reshape is None,
     )
 
 
@@ -179,7 +186,7 @@ def _check_ragged(where: str, declared: Declared, own: TensorSpec, batched: bool
         raise ConfigError(f"{where}: allow_ragged_batch: expected a max_batch_size above 0, got 0")
     if declared.is_shape_tensor:
         raise ConfigError(f"{where}: expected one of allow_ragged_batch and is_shape_tensor, got both")
-    if own.dims != _FLAT:
+    if own.dims != _FLAT and not own.any_rank:
         raise ConfigError(
             f"{where}: allow_ragged_batch: expected a model whose input has shape [-1], to take the elements of all "
             f"requests one after the other, got {list(own.dims)}"
@@ -212,7 +219,7 @@ def _batch_inputs(
             if datatype != mine[name].datatype:
                 raise ConfigError(f"{where}: expected data_type of the model, {mine[name].datatype}, got {datatype}")
             made = (-1, len(source.model_dims)) if kind is BatchInputKind.ITEM_SHAPE else _FLAT
-            _check_target(where, mine[name].dims, made)
+            _check_target(where, mine[name].dims_of(len(made)), made)
             seen.add(name)
         yield BatchInput(kind, tuple(one.target_name), datatype, source.name)
 

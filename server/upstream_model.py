@@ -118,13 +118,17 @@ def _leads_with_free(own: ModelSpec) -> bool:
     return all(one.dims[:1] == (-1,) for one in (*own.inputs, *own.outputs))
 
 
+def _behind(tensor: TensorSpec, lead: int) -> TensorSpec:
+    """What follows `lead` axes. In metadata no dims may as well mean that the rank isn't known, which is the upstream's
+    to check."""
+    dims = tensor.dims[lead:]
+    return replace(tensor, dims=dims, any_rank=not dims)
+
+
 def _plan(own: ModelSpec, rows: int, batching: BatchDefaults, *, limit_is_theirs: bool) -> ServingPlan:
-    spec = own
-    if rows:
-        inputs, outputs = (
-            tuple(replace(one, dims=one.dims[1:]) for one in tensors) for tensors in (own.inputs, own.outputs)
-        )
-        spec = ModelSpec(inputs, outputs, batched=True)
+    lead = 1 if rows else 0
+    inputs, outputs = (tuple(_behind(one, lead) for one in tensors) for tensors in (own.inputs, own.outputs))
+    spec = ModelSpec(inputs, outputs, batched=rows > 0)
     policy = batch_policy(config_pb.ModelConfig(), rows, merges=rows > 0, defaults=batching)
     # A limit that the upstream doesn't know must not refuse what it would take.
     return ServingPlan(spec, rows, policy, splits=rows > 0 and not limit_is_theirs and spec.by_rows)

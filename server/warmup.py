@@ -59,7 +59,7 @@ def warm_up_by_default(name: str, plan: ServingPlan, instances: Sequence[ModelIn
     """Run one batch of one row of zeros on each instance, where batches of other sizes are worth it of these too, if
     the model's dimensions are known. Blocks."""
     needed = [tensor for tensor in plan.spec.inputs if not tensor.optional]
-    if any(tensor.shape_tensor or min(tensor.dims, default=0) < 0 for tensor in needed):
+    if any(tensor.shape_tensor or tensor.any_rank or min(tensor.dims, default=0) < 0 for tensor in needed):
         if any(isinstance(instance, Slotted) for instance in instances):
             _log.info("model '%s' stays cold, as its dims aren't all known; model_warmup can tell of them", name)
         return
@@ -147,8 +147,9 @@ def _input(sample: pb.ModelWarmup, tensor: TensorSpec, spec: ModelSpec, folder: 
     if datatype != tensor.datatype:
         raise ConfigError(f"{where}: expected data_type {tensor.datatype}, got {datatype}")
     dims = tuple(given.dims)
-    if len(dims) != len(tensor.dims) or any(want not in (-1, got) for got, want in zip(dims, tensor.dims, strict=True)):
-        raise ConfigError(f"{where}: expected dims {list(tensor.dims)}, got {list(dims)}")
+    wanted = tensor.dims_of(len(dims))
+    if len(dims) != len(wanted) or any(want not in (-1, got) for got, want in zip(dims, wanted, strict=True)):
+        raise ConfigError(f"{where}: expected dims {list(wanted)}, got {list(dims)}")
     lead = 1 if spec.batched and not tensor.shape_tensor else 0
     shape = to_model(tensor, (1, *dims) if lead else dims, lead)
     kind = given.WhichOneof("input_data_type")

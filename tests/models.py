@@ -255,6 +255,16 @@ def sequence_output() -> onnx.ModelProto:
     )
 
 
+def sequence_input() -> onnx.ModelProto:
+    """An input that is a sequence of tensors."""
+    element = helper.make_tensor_type_proto(TensorProto.FLOAT, ["batch", 2])
+    return model(
+        [helper.make_node("ConcatFromSequence", ["INPUT0"], ["OUTPUT0"], axis=0)],
+        [helper.make_value_info("INPUT0", helper.make_sequence_type_proto(element))],
+        [tensor("OUTPUT0", "FP32", ["batch", 2])],
+    )
+
+
 def map_output() -> onnx.ModelProto:
     """An output that is a sequence of maps, as classifiers of classic machine learning have it."""
     element = helper.make_map_type_proto(TensorProto.INT64, helper.make_tensor_type_proto(TensorProto.FLOAT, None))
@@ -334,4 +344,45 @@ def claims(dims: Dims) -> onnx.ModelProto:
         [tensor("INPUT0", "FP32", ["batch", 3])],
         [tensor("OUTPUT0", "FP32", dims)],
         [numpy_helper.from_array(np.array([-1, 3], np.int64), "s")],
+    )
+
+
+def shapeless(kind: str = "Neg", dims: Dims | None = None) -> onnx.ModelProto:
+    """OUTPUT0 = the operator `kind` of INPUT0, FP32, without shapes: any rank goes, unless INPUT0 has `dims`."""
+    return model(
+        [helper.make_node(kind, ["INPUT0"], ["OUTPUT0"])],
+        [helper.make_tensor_value_info("INPUT0", TensorProto.FLOAT, dims)],
+        [helper.make_tensor_value_info("OUTPUT0", TensorProto.FLOAT, None)],
+    )
+
+
+def hidden_rank() -> onnx.ModelProto:
+    """OUTPUT0 = INPUT0, FP32 [batch, 3], in a way that nobody can tell its rank from before it has run."""
+    return model(
+        [
+            helper.make_node("Shape", ["INPUT0"], ["shape"]),
+            helper.make_node("Compress", ["shape", "both"], ["hidden"]),
+            helper.make_node("Reshape", ["INPUT0", "hidden"], ["OUTPUT0"]),
+        ],
+        [tensor("INPUT0", "FP32", ["batch", 3])],
+        [helper.make_tensor_value_info("OUTPUT0", TensorProto.FLOAT, None)],
+        [numpy_helper.from_array(np.array([True, True]), "both")],
+    )
+
+
+def classifier() -> onnx.ModelProto:
+    """What skl2onnx makes of scikit-learn's classifiers unless told otherwise: INPUT0, FP32 [batch, 2], to a label,
+    OUTPUT0, INT64 [batch], 1 if the second column is larger, else 0; and to OUTPUT1, a map of labels to scores for
+    each row."""
+    element = helper.make_map_type_proto(TensorProto.INT64, helper.make_tensor_type_proto(TensorProto.FLOAT, None))
+    return model(
+        [
+            helper.make_node("ArgMax", ["INPUT0"], ["OUTPUT0"], axis=1, keepdims=0),
+            helper.make_node("ZipMap", ["INPUT0"], ["OUTPUT1"], domain="ai.onnx.ml", classlabels_int64s=[0, 1]),
+        ],
+        [tensor("INPUT0", "FP32", [None, 2])],
+        [
+            tensor("OUTPUT0", "INT64", [None]),
+            helper.make_value_info("OUTPUT1", helper.make_sequence_type_proto(element)),
+        ],
     )

@@ -35,6 +35,7 @@ from server.fronts.remote import RemoteInference, Replies
 from server.gate import Registry
 from server.handlers import METHODS, add_handlers, handler_of
 from server.listener import Listener
+from server.log_output import exit_now, take_stderr
 from server.loop import SWITCH_INTERVAL_S, new_loop
 from server.quiet import until_quiet
 from server.streaming import Streaming
@@ -60,13 +61,13 @@ class Greeting:
 
 def main(socket: int, own: int, other: int) -> None:
     """Be a front, at the end of the link that these descriptors are, in a process that ignores SIGINT and SIGTERM."""
+    take_stderr()
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     keep_freed_memory()
     with asyncio.Runner(loop_factory=new_loop) as runner:
         runner.run(_Front(Link.join(RemoteEnd(socket, own, other), Gathering())).run())
-    logging.shutdown()
     # What gRPC would take down now, this process's end takes down as well.
-    os._exit(0)
+    exit_now(0)
 
 
 class _Front:
@@ -183,7 +184,7 @@ class _Front:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             _log.error("a front failed on something unforeseen", exc_info=error)
-            os._exit(1)  # the engine starts another, or doesn't start at all
+            exit_now(1)  # the engine starts another, or doesn't start at all
 
 
 _REPLIES = frozenset((protocol.RESULT, protocol.STALE, protocol.FAILED, protocol.ANSWER, protocol.ABORTED))

@@ -154,6 +154,28 @@ def _found(*, transposed: bool) -> onnx.ModelProto:
     return model(nodes, [tensor("INPUT0", "FP32", ["batch", 3])], [tensor("OUTPUT0", "INT64", dims)])
 
 
+def _square() -> onnx.ModelProto:
+    """A name of a dimension that is there twice: no batch axis, as rows are columns too."""
+    dims = ["n", "n"]
+    nodes = [_node("Transpose", "INPUT0", "t"), _node("Add", "INPUT0 t")]
+    return model(nodes, [tensor("INPUT0", "FP32", dims)], [tensor("OUTPUT0", "FP32", dims)])
+
+
+def _masked() -> onnx.ModelProto:
+    """Names that are the same in two inputs."""
+    dims = ["batch", "length"]
+    return model(
+        [_node("Mul", "INPUT0 mask")],
+        [tensor("INPUT0", "FP32", dims), tensor("mask", "FP32", dims)],
+        [tensor("OUTPUT0", "FP32", dims)],
+    )
+
+
+def _mean() -> onnx.ModelProto:
+    nodes = [_node("ReduceMean", "INPUT0", keepdims=0)]
+    return model(nodes, [tensor("INPUT0", "FP32", ["batch", 3])], [tensor("OUTPUT0", "FP32", [])])
+
+
 _NAMES = (
     "serving_default_x:0",
     "a/b/c:0",
@@ -180,12 +202,19 @@ FOUND: dict[str, tuple[onnx.ModelProto, list[Request]]] = {
     "function": (_function(), _rows(3)),
     "small_weights": (_small_weights(), _rows(4)),
     "pairs": (_pairs(), [{"queries": _floats(q, 3), "documents": _floats(4 - q, 3)} for q in (1, 2, 3)]),
-    "found": (_found(transposed=False), _rows(3)),
+    "found": (_found(transposed=False), [*_rows(3), {"INPUT0": np.zeros((2, 3), np.float32)}]),
     "found_rows": (_found(transposed=True), [{"INPUT0": np.float32([[0, 1, 0], [1, 1, 0]])}, *_rows(3)]),
     "no_columns": (models.identity(dims=("batch", 0)), _rows(0)),
     "free_columns": (models.identity(), [{"INPUT0": _floats(2, columns)} for columns in (0, 1, 7)]),
     "no_rank": (models.scalar(), [{"INPUT0": _floats()} for _ in range(3)]),
     "wrong_dims": (models.claims((1, 3)), _rows(3)),
+    "square": (_square(), [{"INPUT0": _floats(n, n)} for n in (1, 2, 3)]),
+    "masked": (_masked(), [{"INPUT0": _floats(2, n), "mask": _floats(2, n)} for n in (0, 1, 3)]),
+    "mean": (_mean(), _rows(3)),
+    "nothing": (models.identity(dims=(0, 3)), [{"INPUT0": _floats(0, 3)}]),
+    "any_rank": (models.shapeless(), [{"INPUT0": _floats(*dims)} for dims in [(), (3,), (2, 0), (2, 3)]]),
+    "squeezed": (models.shapeless("Squeeze", ["n", None]), [{"INPUT0": _floats(*dims)} for dims in [(1, 1), (2, 3)]]),
+    "hidden_rank": (models.hidden_rank(), _rows(3)),
 }
 
 

@@ -26,7 +26,7 @@ def _paired(*inputs: TensorSpec, batched: bool = True, **more: tuple[BatchOutput
     """Outputs like `inputs`, named x, y, z, …, optional where those are."""
     outputs = tuple(
         TensorSpec(chr(ord("x") + number) if number < 3 else f"o{number}", one.datatype, one.dims, one.utf8,
-                   one.reshape, one.optional, False, one.shape_tensor)
+                   one.reshape, one.optional, False, one.shape_tensor, one.any_rank)
         for number, one in enumerate(inputs)
     )  # fmt: skip
     return ModelSpec(inputs, outputs, batched=batched, **more)
@@ -36,6 +36,10 @@ SPECS: dict[str, ModelSpec] = {
     "rows": _paired(TensorSpec("a", "FP32", (2, -1)), TensorSpec("b", "BYTES", (-1,))),
     "text": _paired(TensorSpec("a", "BYTES", (-1,), utf8=True), TensorSpec("b", "BOOL", (2,)), batched=False),
     "scalar": _paired(TensorSpec("a", "INT64", ()), batched=False),
+    "any": _paired(
+        TensorSpec("a", "FP32", (), any_rank=True), TensorSpec("b", "BYTES", (), any_rank=True), batched=False
+    ),
+    "any_rows": _paired(TensorSpec("a", "FP32", (), any_rank=True), TensorSpec("b", "BYTES", (-1,))),
     "every": _paired(
         *(TensorSpec(name, name, (-1,), optional=True) for name in DATATYPES if name != "FP32"),
         TensorSpec("FP32", "FP32", (-1,)),

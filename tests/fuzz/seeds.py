@@ -36,6 +36,8 @@ def _requests() -> Iterator[tuple[str, pb.ModelInferRequest]]:
     yield "text", infer("text", {"a": np.array([b"a", "ü".encode()], object), "b": np.array([True, False])})
     yield "no_text", infer("text", {"a": np.array([b"\xff"], object), "b": np.array([True, False])})
     yield "scalar", infer("scalar", {"a": np.array(5)})
+    yield "any", infer("any", {"a": FLOATS, "b": np.array(b"x", object)})
+    yield "any_rows", infer("any_rows", {"a": FLOATS, "b": TEXTS})
     every = pb.ModelInferRequest(model_name="every")
     add_raw(every, "FP32", "FP32", [1], bytes(4))
     add_raw(every, "BF16", "BF16", [2], bytes(4))

@@ -91,7 +91,9 @@ async def test_infer_of_damaged_messages_always_ends_with_an_answer_or_a_refusal
     assert seen == {Code.OK, Code.INVALID_ARGUMENT, Code.NOT_FOUND}
 
 
-@pytest.mark.parametrize("path", ["/inference.GRPCInferenceService/Nope", "/other.Service/ModelInfer"])
+@pytest.mark.parametrize(
+    "path", ["/inference.GRPCInferenceService/Nope", "/other.Service/ModelInfer", "/grpc.health.v1.Health/List"]
+)
 async def test_call_of_a_method_that_does_not_exist_is_unimplemented(served: Served, path: str) -> None:
     call: Any = served.channel.unary_unary(path)
     code, _ = await failure_of(call(b"", timeout=20))

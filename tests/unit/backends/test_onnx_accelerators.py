@@ -147,6 +147,7 @@ def test_profile_leaves_out_inputs_of_one_shape() -> None:
         ([IMAGE, TensorSpec("free", "FP32", (3, -1))], 8),
         ([TensorSpec("x:0", "FP32", (-1, 3))], 8),
         ([TensorSpec("fixed", "FP32", (1, 3))], 8),
+        ([IMAGE, TensorSpec("any", "FP32", (), any_rank=True)], 8),
         ([IMAGE], 0),
     ],
 )

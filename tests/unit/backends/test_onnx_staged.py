@@ -184,6 +184,23 @@ def test_execute_scalars_without_batch_axis(tmp_path: Path) -> None:
     assert instance.execute([(np.array(3, np.float32),)]).results[0][0].tolist() == 3
 
 
+@pytest.mark.parametrize("shapes", [[(2, 3), (3,), (), (0, 2)], [(2, 3), (1,), (2, 1, 2)]], ids=["whole", "rows"])
+def test_execute_tensors_of_any_rank(tmp_path: Path, shapes: list[tuple[int, ...]]) -> None:
+    batched = () not in shapes
+    spec = ModelSpec(
+        (TensorSpec("INPUT0", "FP32", (), any_rank=True),),
+        (TensorSpec("OUTPUT0", "FP32", (), any_rank=True),),
+        batched=batched,
+    )
+    instance = opened(tmp_path, models.shapeless(), spec, HostAccelerator())
+    assert isinstance(instance, StagedInstance)
+    for shape in shapes * 2:
+        one = np.full(shape, 3, np.float32)
+        results = instance.execute([(one,)] * (3 if batched else 1)).results
+        for (array,) in results:
+            np.testing.assert_array_equal(array, -one)
+
+
 @pytest.mark.parametrize(
     ("model", "spec", "reason"),
     [

@@ -40,6 +40,7 @@ TRITON_GAUGES = {
 OURS = {
     "paceline_ready": "gauge",
     "paceline_failed_models": "gauge",
+    "paceline_lost_log_lines": "counter",
     "paceline_dropped_requests": "counter",
     "paceline_pending_requests": "gauge",
     "paceline_hung_executions": "counter",

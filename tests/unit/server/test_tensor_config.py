@@ -320,3 +320,36 @@ def test_refusal_of_an_unknown_name_lists_no_more_of_the_models_than_one_can_rea
 
     assert text.startswith("input 'nil': the model has none of that name, only ['square', 'w0', ")
     assert text.endswith(", 'w18'] and 11 more")
+
+
+ANY = ModelSpec((TensorSpec("a", "FP32", (), any_rank=True),), (TensorSpec("x", "FP32", (), any_rank=True),))
+
+
+def test_any_rank_stays_where_a_configuration_says_nothing_of_dims() -> None:
+    assert served(tensor("a", ""), ANY, rows=0) == ANY
+    rows = served(tensor("a", "") + tensor("x", "", kind="output"), ANY)
+    assert (rows.batched, rows.inputs, rows.outputs) == (True, ANY.inputs, ANY.outputs)
+
+
+@pytest.mark.parametrize("rows", [0, 4])
+def test_any_rank_gives_way_to_dims_and_to_a_reshape(rows: int) -> None:
+    spec = served(tensor("a", "4", "reshape { shape: [ 2, -1 ] }".replace("-1", "2")), ANY, rows)
+    assert spec.inputs == (TensorSpec("a", "FP32", (4,), reshape=(2, 2)),)
+    spec = served(tensor("x", "-1, 3", kind="output"), ANY, rows)
+    assert spec.outputs == (TensorSpec("x", "FP32", (-1, 3)),)
+    assert "expected dims of the model, [-1], got [-2]" in refusal(tensor("a", "-2"), ANY, rows)
+
+
+def test_any_rank_may_be_ragged_scattered_made_per_batch_or_a_shape() -> None:
+    spec = served(
+        tensor("a", "-1", "allow_ragged_batch: true") + tensor("x", "-1", kind="output") + SCATTER.replace("flat", "a"),
+        ANY,
+    )
+    assert (spec.inputs[0].ragged, spec.inputs[0].any_rank, spec.outputs[0].any_rank) == (True, False, False)
+    made = ModelSpec((*own("flat").inputs, TensorSpec("made", "INT32", (), any_rank=True)), OWN.outputs)
+    assert served(RAGGED + batch_input("made"), made).batch_inputs[0].targets == ("made",)
+    shape = served(
+        tensor("a", "", "is_shape_tensor: true") + tensor("square", "2, 2"),
+        ModelSpec((*ANY.inputs, *own("square").inputs), OWN.outputs),
+    )
+    assert (shape.inputs[0].shape_tensor, shape.inputs[0].any_rank) == (True, True)

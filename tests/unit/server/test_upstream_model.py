@@ -38,7 +38,7 @@ def test_model_that_can_batch_does_so_as_flags_say() -> None:
     found = brought({"a": [-1, 4]}, {"x": [-1]}, batches=3)
     plan = found.plan
     assert plan.spec.inputs == (TensorSpec("a", "FP32", (4,)),)
-    assert plan.spec.outputs == (TensorSpec("x", "FP32", ()),)
+    assert plan.spec.outputs == (TensorSpec("x", "FP32", (), any_rank=True),)
     assert (plan.spec.batched, plan.max_batch_rows, plan.splits) == (True, 16, True)
     assert plan.policy.max_queue_delay_ns == 5_000_000
     assert plan.policy.queue.default_timeout_ns == 7_000_000_000
@@ -64,6 +64,7 @@ def test_model_that_cannot_batch_is_passed_its_requests_as_they_are(
     found = brought(inputs, outputs, config, calls=5)
     assert (found.plan.max_batch_rows, found.plan.spec.batched, found.plan.policy.max_batch_requests) == (0, False, 1)
     assert [list(one.dims) for one in found.plan.spec.inputs] == list(inputs.values())
+    assert [one.any_rank for one in found.plan.spec.outputs] == [shape == [] for shape in outputs.values()]
     assert len(found.instances) == 5
 
 

@@ -27,9 +27,17 @@ Executed = list[list[Array]]
 class Bench:
     """Instances of one model that keep what they were given; input and output are `a` of `datatype` and `dims`."""
 
-    def __init__(self, datatype: str = "FP32", dims: tuple[int, ...] = (2,), rows: int = 4, instances: int = 1) -> None:
+    def __init__(
+        self,
+        datatype: str = "FP32",
+        dims: tuple[int, ...] = (2,),
+        rows: int = 4,
+        instances: int = 1,
+        any_rank: bool = False,
+    ) -> None:
         whole = (-1, *dims) if rows else dims
-        self.own = ModelSpec((TensorSpec("a", datatype, whole),), (TensorSpec("x", datatype, whole),))
+        a, x = (TensorSpec(name, datatype, whole, any_rank=any_rank) for name in "ax")
+        self.own = ModelSpec((a,), (x,))
         self.rows = rows
         self.seen: Executed = []
         self.model = MemoryModel(self.own, self._keep)
@@ -126,6 +134,15 @@ def test_sample_of_zeros_replaces_the_default() -> None:
     bench = Bench(dims=(-1,))
     bench.warm(sample(dims="3"))
     assert values(bench) == [[[[0, 0, 0]]]]
+
+
+def test_tensor_of_any_rank_is_warmed_up_by_samples_alone_of_any_dims() -> None:
+    bench = Bench(dims=(), rows=0, any_rank=True)
+    bench.warm("")
+    assert not bench.seen
+    bench.warm(sample(dims="2, 3"))
+    assert [inputs[0].shape for inputs in bench.seen] == [(2, 3)]
+    assert "expected no negative dimension, got [-1]" in bench.refusal(sample(dims="-1"))
 
 
 @pytest.mark.parametrize(("batch_size", "rows"), [(1, 1), (3, 3), (4, 4)])

@@ -1,0 +1,179 @@
+"""Where lines of the log go: to stderr, by a thread of its own, so that nobody waits for whoever reads them.
+
+Lives here: `LogOutput`, which stands where `sys.stderr` does in a process of ours, and so has all that Python writes
+there. Must not: formats or levels. A pipe that nobody reads would otherwise keep whoever writes a line for ever, the
+event loop above all. The rule: lines are written in order, or lost and counted. What native code writes, as of a crash,
+goes past this, straight to the descriptor: it must not depend on a thread that may be gone.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import io
+import logging
+import os
+import select
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import NoReturn
+
+__all__ = ["LogOutput", "exit_now", "lost_lines", "take_stderr"]
+
+_log = logging.getLogger("paceline.log")
+
+_MOST_WAITING_BYTES = 4 * 2**20
+_WHOLE_BYTES = select.PIPE_BUF
+"""Up to so many a pipe takes whole or not at all: the lines of several processes don't get into each other."""
+_PAUSE_S = 0.01
+"""Of the thread, once all is written. Woken by each line it would take the interpreter from the event loop each time,
+which costs more than if that wrote the line itself. A process that is killed loses the lines of that time."""
+_PATIENCE_S = 1.0
+"""At the end, for what waits to be written."""
+
+
+class LogOutput(io.TextIOBase):
+    """Text for `descriptor`, written by a daemon thread once it was started. `on_gap` is called there with how many
+    lines were lost, as soon as others can be written again. Any thread may write; nobody waits."""
+
+    def __init__(self, descriptor: int, on_gap: Callable[[int], None], most_bytes: int = _MOST_WAITING_BYTES) -> None:
+        self._descriptor = descriptor
+        self._on_gap = on_gap
+        self._most_bytes = most_bytes
+        # Its lock may be taken again by who has it: what is collected as garbage under it may have something to say.
+        self._changed = threading.Condition()
+        self._waiting: deque[bytes] = deque()
+        self._waiting_bytes = 0
+        self._is_full = self._fails = False
+        self._untold = 0
+        self.lost_lines = 0
+
+    def start(self) -> None:
+        threading.Thread(target=self._run, name="log", daemon=True).start()
+
+    @property
+    def encoding(self) -> str:  # type: ignore[override]
+        return "utf-8"
+
+    @property
+    def errors(self) -> str:  # type: ignore[override]
+        return "backslashreplace"
+
+    def fileno(self) -> int:
+        return self._descriptor
+
+    def isatty(self) -> bool:
+        return os.isatty(self._descriptor)
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, text: str) -> int:
+        """Have `text` written, or lost if too much waits already: then everything is until all that waits is written,
+        so that there is one gap. Never waits for the descriptor."""
+        # hot path at level debug: no system call while the thread writes or pauses
+        data = text.encode(self.encoding, self.errors)
+        with self._changed:
+            if self._is_full or self._waiting_bytes + len(data) > self._most_bytes:
+                self._is_full = self._waiting_bytes > 0
+                self._lose(data)
+            else:
+                self._waiting.append(data)
+                self._waiting_bytes += len(data)
+            self._changed.notify_all()
+        return len(text)
+
+    def drain(self, patience_s: float) -> bool:
+        """Wait until everything is written or lost, and told, but no longer than that; whether it is."""
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._waiting_bytes and not self._gap_is_due(), patience_s)
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._waiting or self._gap_is_due())
+                data = self._next()
+                gap = 0 if data else self._untold
+            if data:
+                self._write(data)
+            else:
+                self._on_gap(gap)
+            with self._changed:
+                self._waiting_bytes -= len(data)
+                self._untold -= gap
+                self._is_full &= bool(self._waiting)
+                idle = not self._waiting
+                self._changed.notify_all()
+            if idle:
+                time.sleep(_PAUSE_S)
+
+    def _next(self) -> bytes:
+        """What is written at once: as many of the texts that wait as a pipe takes whole, but one at least."""
+        taken: list[bytes] = []
+        size = 0
+        while self._waiting and (not taken or size + len(self._waiting[0]) <= _WHOLE_BYTES):
+            taken.append(self._waiting.popleft())
+            size += len(taken[-1])
+        return b"".join(taken)
+
+    def _gap_is_due(self) -> bool:
+        """Whether to tell what was lost: not while it would be lost too."""
+        return self._untold > 0 and not (self._waiting or self._is_full or self._fails)
+
+    def _write(self, data: bytes) -> None:
+        """All of it, or what is left is lost: a disk may be full, or whoever has read gone."""
+        left = memoryview(data)
+        try:
+            while left:
+                try:
+                    left = left[os.write(self._descriptor, left) :]
+                except BlockingIOError:  # whoever shares it doesn't want to wait
+                    select.select((), (self._descriptor,), ())
+            self._fails = False
+        except OSError:
+            with self._changed:
+                self._fails = True
+                self._lose(bytes(left))
+
+    def _lose(self, data: bytes) -> None:
+        lines = data.count(b"\n")
+        self.lost_lines += lines
+        self._untold += lines
+
+
+def take_stderr() -> None:
+    """Have all that this process writes to `sys.stderr` written by a thread, from now on, if it has one. At an orderly
+    end what is left is written, for a second at most."""
+    try:
+        descriptor = sys.stderr.fileno()
+    except (AttributeError, OSError):  # closed, or somebody else's object that has none
+        return
+    output = LogOutput(descriptor, _tell_gap)
+    output.start()
+    sys.stderr = output
+    atexit.register(_finish)
+
+
+def lost_lines() -> int:
+    """How many lines stderr hasn't taken."""
+    return sys.stderr.lost_lines if isinstance(sys.stderr, LogOutput) else 0
+
+
+def exit_now(status: int) -> NoReturn:
+    """End the process without waiting for its threads, but for a second at most for what is to be written."""
+    _finish()
+    os._exit(status)
+
+
+def _finish() -> None:
+    with contextlib.suppress(Exception):
+        logging.shutdown()  # handlers have something to say at their end
+    if isinstance(sys.stderr, LogOutput):
+        sys.stderr.drain(_PATIENCE_S)
+
+
+def _tell_gap(lines: int) -> None:
+    _log.error("%d lines of the log were lost, as stderr didn't take them", lines, extra={"fields": {"lost": lines}})

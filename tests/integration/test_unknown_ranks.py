@@ -1,0 +1,224 @@
+"""What shapes of ONNX models don't say: how many axes a tensor has, and what names of dimensions mean."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import grpc
+import numpy as np
+import onnx
+import onnxruntime as ort  # type: ignore[import-untyped,unused-ignore]
+import pytest
+
+from protos import inference_pb2 as pb
+from server.config import Settings
+from tests import models
+from tests.integration.regions import register, settings
+from tests.integration.serving import Served, failure_of, serving
+from tests.integration.upstreams import proxying
+from tests.shared_objects import lies_in, shared_object, wanted_in
+from tests.wire import Array, infer
+
+SHAPES = [(), (0,), (3,), (2, 3), (2, 0, 3), (1,) * 8]
+
+
+def write(folder: Path, model: onnx.ModelProto, config: str | None = None) -> None:
+    path = models.write(model, folder / "m" / "1" / "model.onnx")
+    if config is not None:
+        (path.parents[1] / "config.pbtxt").write_text(config)
+
+
+def floats(*shape: int) -> Array:
+    return np.random.default_rng(len(shape)).standard_normal(shape).astype(np.float32)
+
+
+async def answer(served: Served, array: Array) -> Array:
+    response = await served.infer(infer("m", {"INPUT0": array}))
+    return np.frombuffer(response.raw_output_contents[0], np.float32).reshape(response.outputs[0].shape)
+
+
+async def check(served: Served, model: onnx.ModelProto, inputs: list[Array]) -> None:
+    """Each one's answer, alone and in company, is ONNX Runtime's, in its shape."""
+    session = ort.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
+    alone = [await answer(served, one) for one in inputs]
+    company = await asyncio.gather(*(answer(served, one) for one in inputs * 4))
+    for got, one in zip([*alone, *company], inputs * 5, strict=True):
+        (expected,) = session.run(None, {"INPUT0": one})
+        assert got.shape == expected.shape
+        np.testing.assert_array_equal(got, expected)
+
+
+async def told(served: Served) -> Any:
+    return (await served.stub.ModelConfig(pb.ModelConfigRequest(name="m"))).config
+
+
+async def shapes_of(served: Served) -> list[list[int]]:
+    metadata = await served.stub.ModelMetadata(pb.ModelMetadataRequest(name="m"))
+    return [list(one.shape) for one in (*metadata.inputs, *metadata.outputs)]
+
+
+@pytest.mark.parametrize("frontends", [1, 2])
+async def test_input_of_unknown_rank_takes_any_and_is_not_batched(tmp_path: Path, frontends: int) -> None:
+    model = models.shapeless()
+    write(tmp_path, model)
+    async with serving(tmp_path, settings=Settings(paths=(tmp_path,), frontends=frontends)) as served:
+        await check(served, model, [floats(*shape) for shape in SHAPES])
+        assert await shapes_of(served) == [[], []]
+        config = await told(served)
+        assert (config.max_batch_size, list(config.input[0].dims), list(config.output[0].dims)) == (0, [], [])
+
+
+@pytest.mark.parametrize(
+    ("dims", "words"),
+    [
+        ((2, -3), "input 'INPUT0': expected shape [-1, -1], got [2, -3]"),
+        ((1,) * 65, "input 'INPUT0': shape: expected at most 64 dimensions, got 65"),
+        ((7,), "input 'INPUT0': expected 28 bytes for FP32 of shape [7], got 24"),
+    ],
+)
+async def test_faulty_shape_for_an_input_of_unknown_rank_is_refused(
+    tmp_path: Path, dims: tuple[int, ...], words: str
+) -> None:
+    write(tmp_path, models.shapeless())
+    request = infer("m", {"INPUT0": floats(2, 3)})
+    request.inputs[0].shape[:] = dims
+    async with serving(tmp_path) as served:
+        code, text = await failure_of(served.infer(request))
+        assert (code, words in text) == (grpc.StatusCode.INVALID_ARGUMENT, True), text
+        assert (await answer(served, floats(2, 3))).shape == (2, 3)
+
+
+async def test_scalar_input_takes_scalars_only(tmp_path: Path) -> None:
+    write(tmp_path, models.scalar())
+    async with serving(tmp_path) as served:
+        code, text = await failure_of(served.infer(infer("m", {"INPUT0": floats(1)})))
+        assert (code, "expected shape [], got [1]" in text) == (grpc.StatusCode.INVALID_ARGUMENT, True)
+        assert (await answer(served, floats())).shape == ()
+
+
+async def test_input_of_unknown_rank_has_the_dims_that_a_configuration_says(tmp_path: Path) -> None:
+    write(tmp_path, models.shapeless(), 'input { name: "INPUT0" data_type: TYPE_FP32 dims: [ 2, -1 ] }')
+    async with serving(tmp_path) as served:
+        assert (await answer(served, floats(2, 5))).shape == (2, 5)
+        for shape in [(), (2,), (3, 5)]:
+            code, text = await failure_of(served.infer(infer("m", {"INPUT0": floats(*shape)})))
+            assert code == grpc.StatusCode.INVALID_ARGUMENT
+            assert f"expected shape [2, -1], got {list(shape)}" in text
+
+
+@pytest.mark.parametrize(
+    ("config", "shapes", "inputs"),
+    [
+        (
+            'max_batch_size: 8 dynamic_batching { } input { name: "INPUT0" data_type: TYPE_FP32 dims: [ 3 ] }',
+            [[-1, 3], [-1]],
+            [(1, 3), (2, 3)],
+        ),
+        ("max_batch_size: 8", [[-1], [-1]], [(1,), (2, 3), (3, 3), (1, 0, 2), (2, 2)]),
+    ],
+    ids=["with dims", "without"],
+)
+async def test_input_of_unknown_rank_has_rows_where_a_configuration_says_so(
+    tmp_path: Path, config: str, shapes: list[list[int]], inputs: list[tuple[int, ...]]
+) -> None:
+    model = models.shapeless()
+    write(tmp_path, model, config)
+    async with serving(tmp_path) as served:
+        await check(served, model, [floats(*shape) for shape in inputs])
+        assert await shapes_of(served) == shapes
+        asked = await told(served)
+        assert (asked.max_batch_size, asked.HasField("dynamic_batching")) == (8, True)
+        code, text = await failure_of(served.infer(infer("m", {"INPUT0": floats()})))
+        assert (code, "expected a batch dimension in front" in text) == (grpc.StatusCode.INVALID_ARGUMENT, True)
+
+
+async def test_output_of_unknown_rank_is_returned_as_it_is(tmp_path: Path) -> None:
+    model = models.shapeless("Squeeze", ["n", "m"])
+    write(tmp_path, model)
+    async with serving(tmp_path) as served:
+        await check(served, model, [floats(*shape) for shape in [(1, 1), (2, 3), (2, 1), (1, 3), (0, 3)]])
+        assert (await told(served)).max_batch_size == 0
+
+
+async def test_output_of_unknown_rank_is_cut_by_rows_and_has_to_have_them(tmp_path: Path) -> None:
+    write(tmp_path, models.shapeless("Squeeze", ["n", "m", "k"]), "max_batch_size: 8")
+    async with serving(tmp_path) as served:
+        assert (await answer(served, floats(2, 3, 1))).shape == (2, 3)
+        assert (await answer(served, floats(2, 1, 1))).shape == (2,)
+        for shape, got in [((1, 1, 1), []), ((1, 3, 4), [3, 4])]:
+            code, text = await failure_of(served.infer(infer("m", {"INPUT0": floats(*shape)})))
+            assert code == grpc.StatusCode.INTERNAL
+            assert f"got {got}; the first dimension of every output must be the 1 rows of the batch" in text
+        assert (await answer(served, floats(2, 3, 4))).shape == (2, 3, 4)
+
+
+async def test_output_of_unknown_rank_is_batched_where_a_trial_shows_its_rows(tmp_path: Path) -> None:
+    model = models.hidden_rank()
+    write(tmp_path, model)
+    async with serving(tmp_path) as served:
+        await check(served, model, [floats(rows, 3) for rows in (1, 2, 3)])
+        assert (await told(served)).max_batch_size == 32
+        assert await shapes_of(served) == [[-1, 3], [-1]]
+
+
+async def test_output_of_unknown_rank_has_the_dims_that_a_configuration_says(tmp_path: Path) -> None:
+    config = 'output { name: "OUTPUT0" data_type: TYPE_FP32 dims: [ -1, 3 ] }'
+    write(tmp_path, models.shapeless(), config)
+    async with serving(tmp_path) as served:
+        assert (await answer(served, floats(2, 3))).shape == (2, 3)
+        code, text = await failure_of(served.infer(infer("m", {"INPUT0": floats(3)})))
+        assert (code, "expected shape [-1, 3], got [3]" in text) == (grpc.StatusCode.INTERNAL, True)
+
+
+async def test_tensors_of_unknown_rank_may_lie_in_shared_memory(tmp_path: Path) -> None:
+    write(tmp_path, models.shapeless())
+    one = floats(2, 3)
+    with shared_object(64) as region:
+        region.put(one)
+        async with serving(tmp_path, settings=settings(tmp_path)) as served:
+            await register(served, "r", region.key, 64)
+            request = pb.ModelInferRequest(model_name="m")
+            lies_in(request, "INPUT0", "FP32", [2, 3], "r", one.nbytes, 0)
+            wanted_in(request, "OUTPUT0", "r", 32, 32)
+            response = await served.infer(request)
+            assert list(response.outputs[0].shape) == [2, 3]
+            np.testing.assert_array_equal(np.frombuffer(region.get(24, 32), np.float32), -one.ravel())
+
+
+async def test_configuration_that_is_told_serves_any_rank_again(tmp_path: Path) -> None:
+    model = models.shapeless()
+    write(tmp_path / "one", model)
+    async with serving(tmp_path / "one") as served:
+        config = str(await told(served))
+    write(tmp_path / "two", model, config)
+    async with serving(tmp_path / "two") as served:
+        await check(served, model, [floats(*shape) for shape in SHAPES])
+
+
+@pytest.mark.parametrize(
+    ("config", "shapes"), [(None, SHAPES), ("max_batch_size: 4", [(1,), (2, 3), (3, 1, 2)])], ids=["alone", "rows"]
+)
+async def test_proxy_passes_any_rank_on(tmp_path: Path, config: str | None, shapes: list[tuple[int, ...]]) -> None:
+    model = models.shapeless()
+    write(tmp_path / "models", model, config)
+    async with (
+        serving(tmp_path / "models", settings=Settings(paths=(tmp_path / "models",), frontends=1)) as behind,
+        proxying(tmp_path / "none", behind.target, models=("m",)) as served,
+    ):
+        await check(served, model, [floats(*shape) for shape in shapes])
+
+
+async def test_dimensions_of_one_name_that_differ_are_the_models_to_refuse_and_harm_nobody_else(tmp_path: Path) -> None:
+    dims = ["batch", "length"]
+    node = onnx.helper.make_node("Mul", ["INPUT0", "INPUT1"], ["OUTPUT0"])
+    inputs = [models.tensor(f"INPUT{number}", "FP32", dims) for number in range(2)]
+    write(tmp_path, models.model([node], inputs, [models.tensor("OUTPUT0", "FP32", dims)]))
+    good = {"INPUT0": floats(1, 3), "INPUT1": floats(1, 3)}
+    async with serving(tmp_path) as served:
+        bad = failure_of(served.infer(infer("m", {"INPUT0": floats(1, 3), "INPUT1": floats(1, 4)})))
+        failure, *answers = await asyncio.gather(bad, *(served.infer(infer("m", good)) for _ in range(8)))
+        assert failure[0] == grpc.StatusCode.INTERNAL
+        for one in answers:
+            assert one.raw_output_contents[0] == (good["INPUT0"] * good["INPUT1"]).tobytes()
