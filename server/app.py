@@ -196,12 +196,14 @@ class Server:
             await self._show_gpus()
             await self._shared_memory.look_for_gpus()
             await self._load()
+            # Of several processes that open the port, the first may have a caller before the last has opened it.
+            self._inference.serving = self._inference.ready = True
             self.grpc_port = await self._front.open(self._settings.grpc_port)
         except BaseException:
+            self._inference.serving = self._inference.ready = False
             await self.repository.stop()
             await self._take_down()
             raise
-        self._inference.serving = self._inference.ready = True
         self._why_closed = ""
         self.repository.on_change = self._tell_health
         self._tell_health()

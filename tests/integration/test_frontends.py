@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -291,3 +292,21 @@ async def test_answer_that_can_never_fit_is_refused_and_the_next_is_given(tmp_pa
         await nothing_held(served)
         labels = 'model="wide",reason="REJECTED",version="1"'
         assert await served.metric("nv_inference_request_failure", labels) == 1
+
+
+async def test_the_first_front_answers_while_others_still_start(tmp_path: Path) -> None:
+    write_identity(tmp_path)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    server = Server(Settings(paths=(tmp_path,), frontends=4, grpc_address="127.0.0.1", grpc_port=port))
+    request = infer("echo", {"INPUT0": rows_of_floats(1, 16)})
+    soon = [("grpc.initial_reconnect_backoff_ms", 100), ("grpc.max_reconnect_backoff_ms", 100)]
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}", options=soon) as channel:
+        stub = GRPCInferenceServiceStub(channel)  # type: ignore[no-untyped-call]
+        starting = asyncio.create_task(server.start())
+        try:
+            first = await stub.ModelInfer(request, wait_for_ready=True, timeout=60)
+        finally:
+            await starting
+            await server.stop(5)
+    assert first.model_name == "echo"
