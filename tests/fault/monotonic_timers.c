@@ -1,10 +1,17 @@
-/* Timers on the monotonic clock, left alone. libfaketime moves every absolute timerfd by as much as the time of day, whatever
-   its clock is (its issue 378), so this stands in front of it. */
+/* The monotonic clock's timers and pauses, left alone. libfaketime moves every absolute timerfd by as much as the time of day,
+   whatever its clock is (its issue 378), and refuses pauses until a moment of a clock that it doesn't fake, so this stands in
+   front of it. */
 
+#include <errno.h>
 #include <sys/syscall.h>
 #include <sys/timerfd.h>
+#include <time.h>
 #include <unistd.h>
 
 int timerfd_settime(int fd, int flags, const struct itimerspec *value, struct itimerspec *old) {
     return (int)syscall(SYS_timerfd_settime, fd, flags, value, old);
+}
+
+int clock_nanosleep(clockid_t clock, int flags, const struct timespec *time, struct timespec *left) {
+    return syscall(SYS_clock_nanosleep, clock, flags, time, left) ? errno : 0;
 }
