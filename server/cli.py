@@ -26,7 +26,7 @@ from server.log_output import exit_now, take_stderr
 from server.loop import SWITCH_INTERVAL_S, new_loop
 from server.tokens import line_of, new_token
 from server.trace_settings import parse_trace_config
-from server.tuning import keep_freed_memory
+from server.tuning import keep_freed_memory, made_to_stay
 from server.upstream_settings import UpstreamSettings, upstream_flags
 
 __all__ = ["main"]
@@ -333,7 +333,8 @@ def _check_load_models(mode: ControlMode, names: tuple[str, ...]) -> None:
 
 
 async def _serve(settings: Settings, backend_of: Callable[[str], Backend] | None) -> None:
-    from server.app import Server  # heavy: `paceline --help` and `paceline infer` do without
+    with made_to_stay():
+        from server.app import Server  # heavy: `paceline --help` and `paceline infer` do without
 
     stopping = asyncio.Event()
     _on_signals(stopping)

@@ -352,7 +352,8 @@ async def start_front(descriptors: tuple[int, int, int]) -> FrontProcess:
     code = (
         f"import signal, sys; sys.path[:] = {sys.path!r}; "
         "[signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)]; "
-        f"from server.fronts.process import main; main{descriptors!r}"
+        "import gc; gc.disable(); "
+        f"from server.fronts.process import main; gc.freeze(); gc.enable(); main{descriptors!r}"
     )
     return await asyncio.create_subprocess_exec(
         *(sys.executable, "-P", "-c", code, "paceline-front"),
