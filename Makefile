@@ -37,7 +37,7 @@ serve: $(READY) ## serve the demo's model repository on port 8001 until stopped
 	$(BIN)/paceline serve models
 
 test: $(READY) ## run all tests
-	$(BIN)/python -m pytest --numprocesses auto --dist loadfile $(ARGS)
+	$(BIN)/python -m pytest --numprocesses auto --dist loadfile --no-loadscope-reorder $(ARGS)
 
 # Without strictness: it may lack plugins that our settings name, and what it brings may warn.
 test-gpu: $(READY) ## run the tests that need a GPU; without one they skip and say why

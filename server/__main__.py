@@ -2,6 +2,8 @@
 
 import os
 
+from server.tuning import made_to_stay
+
 __all__ = ["main"]
 
 
@@ -10,7 +12,8 @@ def main() -> None:
     # By default gRPC writes a line to stderr for every handshake that fails: one for each connection that anybody
     # makes to a server, past the log's format, level and bounds. It looks when it is imported.
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
-    from server.cli import main as command
+    with made_to_stay():
+        from server.cli import main as command
 
     command(prog_name="paceline")
 

@@ -29,7 +29,7 @@ from server.config import ControlMode, Settings
 from server.configuration import Configuration
 from server.cuda_region import open_cuda_region
 from server.errors import StartError
-from server.fronts.fleet import Fleet
+from server.fronts.fleet import Fleet, StartFront, start_front
 from server.gate import Usage
 from server.gpu_metrics import GpuCollector
 from server.inference import Inference
@@ -121,7 +121,8 @@ class _Front(Protocol):
 class Server:
     """One server: models, gRPC port, metrics port. `start` and `stop` must run on the same event loop.
 
-    `load` opens a shared library by name: CUDA's driver, where clients' memory on GPUs is concerned.
+    `load` opens a shared library by name: CUDA's driver, where clients' memory on GPUs is concerned. `start_front`
+    begins the processes that speak gRPC, if there are any.
     """
 
     def __init__(
@@ -129,8 +130,10 @@ class Server:
         settings: Settings,
         backend_of: Callable[[str], Backend] | None = None,
         load: Callable[[str], Any] = ctypes.CDLL,
+        start_front: StartFront = start_front,
     ) -> None:
         self._settings = settings
+        self._start_front = start_front
         self._metrics = Metrics()
         self._regions = Regions(settings.max_client_shm_regions) if settings.allow_client_shm else None
         self._tracer = Tracer(settings.trace)
@@ -267,7 +270,7 @@ class Server:
         """The processes that speak gRPC, if it isn't this one."""
         if self._settings.frontends == 1:
             return None
-        fleet = Fleet(self._settings, self._inference, self.repository, self._service.handlers())
+        fleet = Fleet(self._settings, self._inference, self.repository, self._service.handlers(), self._start_front)
         self._metrics.add_fronts(fleet)
         self._remote_settings.on_log_change = fleet.tell_log_settings
         return fleet

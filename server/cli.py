@@ -15,9 +15,6 @@ from typing import Any, TypeVar
 import click
 
 from backends.base import Backend
-from clients.cli import infer
-from clients.probe import health
-from clients.top import top
 from server import log
 from server.backend_config import parse_backend_config
 from server.batch_policy import BatchDefaults
@@ -29,7 +26,7 @@ from server.log_output import exit_now, take_stderr
 from server.loop import SWITCH_INTERVAL_S, new_loop
 from server.tokens import line_of, new_token
 from server.trace_settings import parse_trace_config
-from server.tuning import keep_freed_memory
+from server.tuning import keep_freed_memory, made_to_stay
 from server.upstream_settings import UpstreamSettings, upstream_flags
 
 __all__ = ["main"]
@@ -41,7 +38,29 @@ _LEVELS = ["none", "low", "medium", "high"]
 T = TypeVar("T")
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+class _Commands(click.Group):
+    """Those of clients too, which are imported when they are asked for: a server does without."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return sorted([*super().list_commands(ctx), "health", "infer", "top"])
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name == "infer":
+            from clients.cli import infer
+
+            return infer
+        if cmd_name == "health":
+            from clients.probe import health
+
+            return health
+        if cmd_name == "top":
+            from clients.top import top
+
+            return top
+        return super().get_command(ctx, cmd_name)
+
+
+@click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="paceline", prog_name="paceline")
 def main() -> None:
     """A gRPC inference server that batches."""
@@ -274,11 +293,6 @@ def token(name: str) -> None:
     click.echo(f"token, for its user alone: {secret}\nline of the file: {line}")
 
 
-main.add_command(infer)
-main.add_command(top)
-main.add_command(health)
-
-
 def _parsed(flag: str, parse: Callable[[Sequence[str]], T], given: Sequence[str]) -> T:
     try:
         return parse(given)
@@ -319,7 +333,8 @@ def _check_load_models(mode: ControlMode, names: tuple[str, ...]) -> None:
 
 
 async def _serve(settings: Settings, backend_of: Callable[[str], Backend] | None) -> None:
-    from server.app import Server  # heavy: `paceline --help` and `paceline infer` do without
+    with made_to_stay():
+        from server.app import Server  # heavy: `paceline --help` and `paceline infer` do without
 
     stopping = asyncio.Event()
     _on_signals(stopping)
@@ -335,8 +350,9 @@ async def _serve(settings: Settings, backend_of: Callable[[str], Backend] | None
     try:
         starting.result()
         await stopping.wait()
-        if not await server.stop():
-            exit_now(0)  # while a thread executes native code, taking Python down isn't safe
+        await server.stop()
+        # Taking Python down isn't safe while a thread executes native code, and takes longer than the rest of the end.
+        exit_now(0)
     finally:
         stop_asked.cancel()
 

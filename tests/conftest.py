@@ -8,6 +8,8 @@ from collections.abc import Generator
 import pytest
 from hypothesis import settings
 
+from server.tuning import made_to_stay
+
 # The same examples each time, however long the machine takes for one: what fails, fails again.
 settings.register_profile("repeatable", derandomize=True, deadline=None)
 settings.load_profile("repeatable")
@@ -17,6 +19,13 @@ settings.load_profile("repeatable")
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 
 _FRONTENDS = "PACELINE_FRONTENDS"
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Ten thousand tests are half a million objects, which Python would look through for garbage again and again."""
+    with made_to_stay():
+        return (yield)
 
 
 @pytest.hookimpl(wrapper=True)

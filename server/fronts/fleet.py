@@ -16,8 +16,9 @@ import pickle
 import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from functools import reduce
+from typing import Protocol
 
 from backends.transport.frames import Message
 from backends.transport.link import Link
@@ -33,7 +34,7 @@ from server.gate import Usage
 from server.inference import Inference
 from server.repository import Repository
 
-__all__ = ["Fleet"]
+__all__ = ["Fleet", "FrontProcess", "StartFront", "start_front"]
 
 _log = logging.getLogger("paceline.server.fronts")
 
@@ -48,10 +49,34 @@ _LOOK_EVERY_S = 1.0
 """Looks whether each front still says something."""
 
 
-class Fleet:
-    """`settings.frontends` fronts, which hand requests to `inference` and other RPCs to `handlers`."""
+class FrontProcess(Protocol):
+    """A process that was started here, as `asyncio.subprocess.Process` has it."""
 
-    def __init__(self, settings: Settings, inference: Inference, repository: Repository, handlers: Handlers) -> None:
+    @property
+    def returncode(self) -> int | None: ...
+
+    async def wait(self) -> int: ...
+
+    def kill(self) -> None: ...
+
+
+StartFront = Callable[[tuple[int, int, int]], Awaitable[FrontProcess]]
+"""Has `server.fronts.process.main` called with these descriptors in a process of its own. Raises OSError."""
+
+
+class Fleet:
+    """`settings.frontends` fronts, each begun by `start`, which hand requests to `inference` and other RPCs to
+    `handlers`."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        inference: Inference,
+        repository: Repository,
+        handlers: Handlers,
+        start: StartFront,
+    ) -> None:
+        self.start_front = start
         self._settings = settings
         self._inference = inference
         self._repository = repository
@@ -219,7 +244,7 @@ class _Front:
     def __init__(self, fleet: Fleet, number: int) -> None:
         self._fleet = fleet
         self._number = number
-        self._process: asyncio.subprocess.Process | None = None
+        self._process: FrontProcess | None = None
         self._keeping: asyncio.Task[None] | None = None
         self.desk: Desk | None = None
         self.listens: asyncio.Future[None] = asyncio.Future()
@@ -270,13 +295,7 @@ class _Front:
         watching: asyncio.Task[None] | None = None
         try:
             try:
-                self._process = await asyncio.create_subprocess_exec(
-                    *_command(*remote.descriptors),
-                    stdin=asyncio.subprocess.DEVNULL,
-                    pass_fds=remote.descriptors,
-                    # What a terminal sends to all that runs in it is for the engine.
-                    start_new_session=True,
-                )
+                self._process = await self._fleet.start_front(remote.descriptors)
             finally:
                 remote.close()
             self.desk = self._fleet.desk(link, self._on_listens, gone.set)
@@ -300,7 +319,7 @@ class _Front:
             if self._process is not None and self._process.returncode is None:
                 self._process.kill()
 
-    async def _watch(self, process: asyncio.subprocess.Process, desk: Desk) -> None:
+    async def _watch(self, process: FrontProcess, desk: Desk) -> None:
         """Kill it when it has begun and then says nothing any more: connections that go to it would hang. Looks are
         counted and not time, of which much passes at once where all processes were frozen together."""
         most, silent, told = self._fleet.timeout_s, 0, desk.times_told
@@ -327,12 +346,19 @@ class _Front:
             self._process.kill()
 
 
-def _command(*descriptors: int) -> list[str]:
+async def start_front(descriptors: tuple[int, int, int]) -> FrontProcess:
     """Python as it runs here, with the modules that are found here, wherever it was started. Signals first: the imports
     take a while."""
     code = (
         f"import signal, sys; sys.path[:] = {sys.path!r}; "
         "[signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)]; "
-        f"from server.fronts.process import main; main{descriptors!r}"
+        "import gc; gc.disable(); "
+        f"from server.fronts.process import main; gc.freeze(); gc.enable(); main{descriptors!r}"
     )
-    return [sys.executable, "-P", "-c", code, "paceline-front"]
+    return await asyncio.create_subprocess_exec(
+        *(sys.executable, "-P", "-c", code, "paceline-front"),
+        stdin=asyncio.subprocess.DEVNULL,
+        pass_fds=descriptors,
+        # What a terminal sends to all that runs in it is for the engine.
+        start_new_session=True,
+    )

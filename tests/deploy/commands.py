@@ -1,6 +1,6 @@
 """Command lines in manifests and guides, put to the command's own parser.
 
-Lives here: `accepted`. Must not: run anything.
+Lives here: the commands, and what they accept. Must not: run anything.
 """
 
 from __future__ import annotations
@@ -8,16 +8,23 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import click
 from click.testing import CliRunner
 
 from server.cli import main
 
-__all__ = ["accepted", "flags_of"]
+__all__ = ["accepted", "all_commands", "flags_of"]
+
+
+def all_commands() -> dict[str, click.Command]:
+    """All that `paceline` has, by name."""
+    context = click.Context(main)
+    return {name: main.get_command(context, name) for name in main.list_commands(context)}
 
 
 def accepted(words: Sequence[str]) -> dict[str, Any]:
     """The parameters that `paceline WORDS` would run with. Raises click.UsageError for what it would refuse."""
-    command = main.commands[words[0]]
+    command = all_commands()[words[0]]
     runner = CliRunner()
     with runner.isolation():
         return command.make_context(words[0], list(words[1:])).params
@@ -25,5 +32,5 @@ def accepted(words: Sequence[str]) -> dict[str, Any]:
 
 def flags_of(command: str) -> set[str]:
     """Every spelling of every flag of a command."""
-    options = (each for each in main.commands[command].params if each.param_type_name == "option")
+    options = (each for each in all_commands()[command].params if each.param_type_name == "option")
     return {"--help", *(name for each in options for name in each.opts)}

@@ -11,8 +11,7 @@ import click
 import pytest
 from packaging.requirements import Requirement
 
-from server.cli import main
-from tests.deploy.commands import accepted
+from tests.deploy.commands import accepted, all_commands
 from tests.deploy.dockerfile import DOCKERFILE, Stage, stages
 from tests.harness import REPO
 
@@ -99,7 +98,7 @@ def test_command_and_health_check_are_ones_that_paceline_accepts() -> None:
 
 
 def test_exposed_ports_are_the_defaults() -> None:
-    serve = main.commands["serve"]
+    serve = all_commands()["serve"]
     with click.Context(serve) as context:
         defaults = {each.name: each.get_default(context) for each in serve.params}
     assert list(map(int, FINAL.only("EXPOSE").words)) == [defaults["grpc_port"], defaults["metrics_port"]]

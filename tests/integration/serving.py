@@ -25,6 +25,8 @@ from protos import inference_pb2 as pb
 from protos.inference_pb2_grpc import GRPCInferenceServiceStub
 from server.app import Server
 from server.config import Settings
+from server.fronts.fleet import StartFront
+from tests import nursery
 
 __all__ = ["Served", "echo_model", "failure_of", "serving", "write_model"]
 
@@ -101,9 +103,11 @@ async def serving(
     settings: Settings | None = None,
     backends: Mapping[str, Backend] | None = None,
     load: Callable[[str], Any] = ctypes.CDLL,
+    start_front: StartFront = nursery.start_front,
 ) -> AsyncIterator[Served]:
     """Serve `repository`, in which a folder is written for each of `models` that has none, with `config`. `backends`
-    take the place of those of the same names; `load` opens the CUDA driver."""
+    take the place of those of the same names; `load` opens the CUDA driver, `start_front` begins a process that speaks
+    gRPC."""
     models = models or {}
     for name in models:
         if not (repository / name).exists():
@@ -117,7 +121,7 @@ async def serving(
     given = settings or Settings(paths=(repository,))
     frontends = int(os.environ.get("PACELINE_FRONTENDS", given.frontends))
     local = replace(given, grpc_address="127.0.0.1", grpc_port=0, metrics_port=0, frontends=frontends)
-    server = Server(local, backend_of, load)
+    server = Server(local, backend_of, load, start_front)
     await server.start()
     try:
         async with grpc.aio.insecure_channel(f"127.0.0.1:{server.grpc_port}", options=_UNLIMITED) as channel:

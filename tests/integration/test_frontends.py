@@ -8,6 +8,7 @@ import os
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +24,14 @@ from protos.inference_pb2_grpc import GRPCInferenceServiceStub
 from server.app import Server
 from server.config import Settings
 from server.errors import StartError
+from server.fronts.fleet import start_front
 from tests.fronts import channel_each, fronts_of
 from tests.harness import ServerProcess, write_identity
+from tests.integration import serving as warmly
 from tests.integration.controlling import explicit, load, unload
 from tests.integration.regions import in_region, register
 from tests.integration.regions import settings as with_shared_memory
-from tests.integration.serving import Served, echo_model, failure_of, serving, write_model
+from tests.integration.serving import Served, echo_model, failure_of, write_model
 from tests.polling import eventually_async
 from tests.shared_objects import shared_object
 from tests.wire import infer, rows_of_floats
@@ -38,6 +41,8 @@ BATCHED = "max_batch_size: 8 dynamic_batching { }"
 MIB = 2**20
 KIB_300 = rows_of_floats(1, 300 * 256)
 """Three of these fit into a MiB, and no fourth."""
+serving = partial(warmly.serving, start_front=start_front)
+"""With fronts that are started as the product starts them, and so are children of this process."""
 
 
 def two(path: Path, memory_mb: int = 64, **more: Any) -> Settings:

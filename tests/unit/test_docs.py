@@ -17,10 +17,11 @@ from grpc_reflection.v1alpha import reflection_pb2
 from protos import inference_pb2 as pb
 from protos import model_config_pb2
 from server.batch_policy import OwnSettings
-from server.cli import main, serve
+from server.cli import serve
 from server.errors import STATUS_OF
 from server.parameters import KNOWN
 from server.reflection import HEALTH_SERVICE, INFERENCE_SERVICE, SERVICES
+from tests.deploy.commands import all_commands
 from tests.harness import REPO
 from tests.unit.server.test_config_fields import IGNORED, READ, REFUSED
 
@@ -247,7 +248,7 @@ def quoted() -> set[str]:
 
 
 def test_operations_names_flags_that_there_are() -> None:
-    options = {option for command in main.commands.values() for one in command.params for option in one.opts}
+    options = {option for command in all_commands().values() for one in command.params for option in one.opts}
     told = {flag for text in quoted() for flag in re.findall(r"(?:^| )(--[\w-]+)", text)}
     assert len(told) > 15
     assert told - options == set()

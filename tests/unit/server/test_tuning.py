@@ -1,4 +1,4 @@
-"""Freed memory stays with the process that serves, unless its environment says otherwise."""
+"""What the process that serves asks of the C library and of Python, to be faster."""
 
 from __future__ import annotations
 
@@ -45,3 +45,40 @@ def faults(**environment: str) -> int:
 @on_glibc
 def test_freed_memory_is_kept_and_not_paid_for_twice_unless_the_environment_says_otherwise() -> None:
     assert faults() < faults(MALLOC_MMAP_THRESHOLD_="131072") / 4
+
+
+WHAT_THE_COLLECTOR_LOOKS_AT = """
+import gc, sys
+sys.argv = ["paceline", "--version"]
+from server.__main__ import main
+try:
+    main()
+finally:
+    looked_at = len(gc.get_objects())
+    sys.stderr.write(f"{gc.isenabled()} {gc.get_freeze_count() > 9 * looked_at}")
+"""
+
+
+def test_what_is_imported_is_not_looked_through_for_garbage() -> None:
+    ran = subprocess.run(
+        [sys.executable, "-c", WHAT_THE_COLLECTOR_LOOKS_AT], capture_output=True, text=True, check=True, timeout=60
+    )
+    assert ran.stderr == "True True"
+
+
+def test_garbage_of_what_is_made_later_is_collected() -> None:
+    code = """
+import gc, weakref
+from server.tuning import made_to_stay
+class Ring:
+    pass
+with made_to_stay():
+    pass
+ring = Ring()
+ring.self, gone = ring, weakref.ref(ring)
+del ring
+gc.collect()
+print(gone() is None)
+"""
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    assert ran.stdout == "True\n"

@@ -1,0 +1,165 @@
+"""Fronts for servers inside of the test's process, forked by a process that has imported what they need.
+
+Half a second of processor time, for each of the fronts of hundreds of tests, goes into starting Python and importing.
+What is forked here calls the product's own main function, with descriptors, environment, folder and output as it would
+get them. That fronts are started as the product starts them is for tests whose servers are processes of their own.
+
+Lives here: that process, and what it forks. Must not: assertions about behaviour.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import contextlib
+import os
+import pickle
+import select
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import traceback
+from functools import cache
+
+from server.fronts.fleet import FrontProcess
+
+__all__ = ["main", "start_front"]
+
+_NUMBER = struct.Struct("i")
+_MOST_BYTES, _MOST_DESCRIPTORS = 2**20, 16
+
+
+async def start_front(descriptors: tuple[int, int, int]) -> FrontProcess:
+    """What `server.fronts.fleet.start_front` does, sooner."""
+    return _Forked(*await asyncio.to_thread(_fork, _nursery(), descriptors))
+
+
+class _Forked:
+    """A process of which `told` says how it ended."""
+
+    def __init__(self, pid: int, told: socket.socket) -> None:
+        self.returncode: int | None = None
+        self._pid = pid
+        self._told = told
+        self._ended = asyncio.Event()
+        asyncio.get_running_loop().add_reader(told, self._on_end)
+
+    async def wait(self) -> int:
+        await self._ended.wait()
+        assert self.returncode is not None
+        return self.returncode
+
+    def kill(self) -> None:
+        with contextlib.suppress(ProcessLookupError):  # it has ended, and that is about to be told
+            if self.returncode is None:
+                os.kill(self._pid, signal.SIGKILL)
+
+    def _on_end(self) -> None:
+        asyncio.get_running_loop().remove_reader(self._told)
+        (self.returncode,) = _NUMBER.unpack(self._told.recv(_NUMBER.size))
+        self._told.close()
+        self._ended.set()
+
+
+def _fork(nursery: socket.socket, descriptors: tuple[int, int, int]) -> tuple[int, socket.socket]:
+    told, tells = socket.socketpair()
+    with tells:
+        started_as = pickle.dumps((dict(os.environ), os.getcwd()))
+        socket.send_fds(nursery, [started_as], [1, 2, tells.fileno(), *descriptors])
+    (pid,) = _NUMBER.unpack(told.recv(_NUMBER.size))
+    return pid, told
+
+
+@cache
+def _nursery() -> socket.socket:
+    """Where to ask. It ends with this process, whose end is that of the connection."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    code = f"import sys; sys.path[:] = {sys.path!r}; from tests.nursery import main; main({theirs.fileno()})"
+    with theirs:
+        process = subprocess.Popen(
+            [sys.executable, "-P", "-c", code, "paceline-nursery"],
+            stdin=subprocess.DEVNULL,
+            pass_fds=[theirs.fileno()],
+            start_new_session=True,
+        )
+    atexit.register(process.wait)
+    atexit.register(ours.close)
+    return ours
+
+
+# ---- In that process -------------------------------------------------------------------------------------------------
+
+
+def main(descriptor: int) -> None:
+    """Fork a front for each message, and tell of its end, until there is nobody to tell."""
+    import gc
+
+    import server.fronts.process  # noqa: F401
+
+    gc.freeze()
+    children: dict[int, int] = {}
+    ended, noticed = os.pipe()
+    os.set_blocking(noticed, False)
+    signal.set_wakeup_fd(noticed)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    with socket.socket(fileno=descriptor) as asked:
+        while True:
+            ready, _, _ = select.select([asked, ended], [], [])
+            if ended in ready:
+                os.read(ended, _MOST_BYTES)
+                _tell_ends(children)
+            if asked in ready:
+                started_as, given, _, _ = socket.recv_fds(asked, _MOST_BYTES, _MOST_DESCRIPTORS)
+                if not started_as:
+                    return
+                _fork_front(started_as, given, children)
+
+
+def _fork_front(started_as: bytes, given: list[int], children: dict[int, int]) -> None:
+    out, err, tell, *descriptors = given
+    pid = os.fork()
+    if not pid:
+        _be_front(*pickle.loads(started_as), out, err, descriptors)
+    children[pid] = tell
+    os.write(tell, _NUMBER.pack(pid))
+    for each in (out, err, *descriptors):
+        os.close(each)
+
+
+def _tell_ends(children: dict[int, int]) -> None:
+    while children:
+        pid, status = os.waitpid(-1, os.WNOHANG)
+        if not pid:
+            return
+        tell = children.pop(pid)
+        with contextlib.suppress(BrokenPipeError):  # the test has ended before
+            os.write(tell, _NUMBER.pack(os.waitstatus_to_exitcode(status)))
+        os.close(tell)
+
+
+def _be_front(environment: dict[str, str], folder: str, out: int, err: int, descriptors: list[int]) -> None:
+    """What a process that is started has, and this one not yet. Doesn't return."""
+    from server.fronts.process import main as front
+
+    try:
+        os.setsid()
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_IGN)
+        os.dup2(out, 1)
+        os.dup2(err, 2)
+        for each in map(int, os.listdir("/proc/self/fd")):
+            if each > 2 and each not in descriptors:
+                with contextlib.suppress(OSError):  # that of the list itself
+                    os.close(each)
+        os.environ.clear()
+        os.environ.update(environment)
+        os.chdir(folder)
+        front(*descriptors)
+    except BaseException:  # noqa: BLE001
+        traceback.print_exc()
+    finally:
+        os._exit(1)
