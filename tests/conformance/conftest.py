@@ -1,8 +1,10 @@
-"""One real server per module, and NVIDIA's two clients behind one awaitable face."""
+"""Real servers that tests of all modules share, and NVIDIA's two clients behind one awaitable face."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import ExitStack
+from functools import cache
 
 import pytest
 import tritonclient.grpc
@@ -13,12 +15,24 @@ from tests.conformance.triton import Triton
 from tests.harness import ServerProcess
 
 
-@pytest.fixture(scope="module", params=[1, 2], ids=["alone", "fronts"])
-def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    """A server of all models of the zoo, that speaks gRPC itself, or has two processes for it."""
-    repository = zoo.write_repository(tmp_path_factory.mktemp("repository"))
-    with ServerProcess(repository, args=("--frontends", str(request.param))) as started:
+@pytest.fixture(scope="session")
+def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[int], ServerProcess]]:
+    """Servers of all models of the zoo by how many processes speak gRPC for them, each started when it is asked for
+    first."""
+    with ExitStack() as stack:
+
+        @cache
+        def started(frontends: int) -> ServerProcess:
+            repository = zoo.write_repository(tmp_path_factory.mktemp("repository"))
+            return stack.enter_context(ServerProcess(repository, args=("--frontends", str(frontends))))
+
         yield started
+
+
+@pytest.fixture(scope="module", params=[1, 2], ids=["alone", "fronts"])
+def server(request: pytest.FixtureRequest, servers: Callable[[int], ServerProcess]) -> ServerProcess:
+    """A server of all models of the zoo, that speaks gRPC itself, or has two processes for it."""
+    return servers(request.param)
 
 
 @pytest.fixture(params=[tritonclient.grpc, tritonclient.grpc.aio], ids=["sync", "aio"])

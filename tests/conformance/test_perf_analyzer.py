@@ -187,6 +187,13 @@ def check_run(levels: list[Level], before: Any, after: Any, rows: int) -> None:
     )
 
 
+@pytest.fixture(scope="module")
+def closed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    """Nothing that it may ask for is switched on."""
+    with ServerProcess(write_repository(tmp_path_factory.mktemp("closed") / "models")) as started:
+        yield started
+
+
 @pytest.mark.parametrize(
     ("args", "reason"),
     [
@@ -196,9 +203,10 @@ def check_run(levels: list[Level], before: Any, after: Any, rows: int) -> None:
     ],
     ids=["model", "shared memory", "traces"],
 )
-def test_what_is_refused_ends_it_with_our_reason(tmp_path: Path, args: tuple[str, ...], reason: str) -> None:
-    with ServerProcess(write_repository(tmp_path / "models")) as server:
-        done = analyze(server.target, tmp_path / "report.csv", "mlp", *BRIEF, *args)
-        assert done.returncode != 0
-        assert reason in done.stdout + done.stderr
-        assert analyze(server.target, tmp_path / "report.csv", "mlp", *BRIEF).returncode == 0
+def test_what_is_refused_ends_it_with_our_reason(
+    closed: ServerProcess, tmp_path: Path, args: tuple[str, ...], reason: str
+) -> None:
+    done = analyze(closed.target, tmp_path / "report.csv", "mlp", *BRIEF, *args)
+    assert done.returncode != 0
+    assert reason in done.stdout + done.stderr
+    assert analyze(closed.target, tmp_path / "report.csv", "mlp", *BRIEF).returncode == 0

@@ -41,12 +41,12 @@ async def test_statistics_without_a_name_are_those_of_every_model(triton: Triton
     found = [(one.name, one.version) for one in (await triton.get_inference_statistics()).model_stats]
     assert found == sorted(found)
     assert {("simple", "1"), ("mlp", "1"), ("patient", "1")} <= set(found)
-    assert len(found) == len(zoo.SIMPLE) + len(zoo.DATATYPES) + 11
+    assert len(found) == len(zoo.SIMPLE) + len(zoo.DATATYPES) + 12
 
 
 async def test_statistics_as_json_have_numbers_as_texts_of_64_bits(triton: Triton) -> None:
-    await triton.infer("simple_int64", tensors({name: np.ones((2, 16), np.int64) for name in ("INPUT0", "INPUT1")}))
-    (one,) = (await triton.get_inference_statistics("simple_int64", as_json=True))["model_stats"]
+    await triton.infer("counted", tensors({name: np.ones((2, 16), np.int64) for name in ("INPUT0", "INPUT1")}))
+    (one,) = (await triton.get_inference_statistics("counted", as_json=True))["model_stats"]
     assert int(one["inference_count"]) == 2 * int(one["execution_count"])
     assert int(one["inference_stats"]["success"]["count"]) == int(one["execution_count"])
     assert [batch["batch_size"] for batch in one["batch_stats"]] == ["2"]
