@@ -18,8 +18,10 @@ from typing import Any
 import grpc
 import numpy as np
 import pytest
+from click.testing import CliRunner
 
 from clients import AsyncInferenceClient, InferenceClient, Tls, Unauthenticated, Unavailable
+from server.cli import main
 from server.tokens import line_of
 from tests.certificates import Authority, Pair
 from tests.harness import REPO, ServerProcess, write_identity
@@ -246,11 +248,15 @@ def test_wrong_token_is_one_line_and_exit_1_and_not_said(world: World) -> None:
         (("--token-file", "README.md"), "README.md: expected a token and nothing else"),
     ],
 )
-def test_files_that_are_no_good_are_one_line_and_exit_2(command: str, args: tuple[str, ...], words: str) -> None:
-    status, said, complained = paceline(command, *(("echo",) if command == "infer" else ()), *args)
-    assert (status, said) == (2, "")
-    assert complained.startswith(f"Error: {words}")
-    assert "\n" not in complained
+def test_files_that_are_no_good_are_one_line_and_exit_2(
+    command: str, args: tuple[str, ...], words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In this process: nothing is asked."""
+    monkeypatch.chdir(REPO)
+    ended = CliRunner().invoke(main, [command, *(("echo",) if command == "infer" else ()), *args])
+    assert (ended.exit_code, ended.stdout) == (2, "")
+    assert ended.stderr.startswith(f"Error: {words}")
+    assert ended.stderr.count("\n") == 1
 
 
 def test_token_in_the_environment_that_is_none_is_exit_2_and_not_said() -> None:
