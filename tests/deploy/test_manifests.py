@@ -316,6 +316,7 @@ def test_sidecar_serves_what_is_on_the_port_that_it_is_told(container: Container
             predictor.kill()
             eventually(lambda: not client.server_ready(), "not ready")
             assert client.health(LIVENESS) == "SERVING"
+            server.kill()  # its grace for load balancers is of no interest here
 
 
 @pytest.mark.parametrize("container", [each for each in containers() if not each.upstream], ids=str)
@@ -332,4 +333,5 @@ def test_container_serves_what_its_probes_and_autoscalers_ask_for(container: Con
         assert client.model_ready("rendered" if container.kserve else tmp_path.name)
         assert {client.health(service) for service in probed} == {"SERVING"}
         there = {name.partition("{")[0] for name in server.metrics()}
+        server.kill()  # its grace for load balancers is of no interest here
     assert metrics_named() == {"nv_inference_pending_request_count"} <= there

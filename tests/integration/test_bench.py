@@ -21,7 +21,7 @@ from bench.scenario import parse
 from bench.summary import load
 from tests.harness import REPO
 
-SHORT = Settings(rounds=2, seconds=0.1, warmup_s=0.0, rivals=False)
+SHORT = Settings(rounds=2, seconds=0.1, warmup_s=0.2, rivals=False)
 TINY = {"server": "paceline", "model": "tiny"}
 
 

@@ -107,11 +107,11 @@ def test_longest_bounds_every_estimate_also_beyond_what_was_seen() -> None:
 
 def test_observe_of_endless_sizes_stays_bounded() -> None:
     model = LatencyModel(1_024)
-    for key in range(100):
+    for key in range(20):
         for rows in range(1, 1_025):
             model.observe(key, rows, rows * 1_000, 0)
-    assert sum(len(curve.sizes) for curve in model._curves.values()) <= 16_384
-    assert model.expected_ns(99, 7) == 7_000
+    assert sum(len(curve.sizes) for curve in model._curves.values()) <= 16_384 < 20 * 1_024
+    assert model.expected_ns(19, 7) == 7_000
     assert model.expected_ns(0, 7) == 0
 
 
