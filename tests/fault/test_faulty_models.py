@@ -103,7 +103,8 @@ def test_thread_of_an_instance_that_dies_is_replaced(server: ServerProcess, clie
         taken_along = client.send(request())
         codes.append(taken_along.code())
     assert taken_along.details() == "model 'echo': the instance's thread died: SystemExit()"
-    assert said(server, "a thread died and is replaced: echo_1_0") == len(codes)
+    replaced = "a thread died and is replaced: echo_1_0"
+    eventually(lambda: said(server, replaced) == len(codes), "a line for each of them")
     assert [client.code(request()) for _ in range(3)] == [OK] * 3
 
 
@@ -123,7 +124,7 @@ def test_hang_fails_its_batch_in_time_and_the_instance_is_replaced_while_readine
     status = health_pb2.HealthCheckResponse
     assert told == [status.SERVING, status.NOT_SERVING, status.SERVING]
     assert total(server, "paceline_hung_executions") == 1
-    assert says(server, "an execution hangs; 0 instances are left")
+    eventually(lambda: says(server, "an execution hangs; 0 instances are left"), "the line of the log")
 
 
 @BOTH_WAYS
@@ -135,7 +136,7 @@ def test_hang_of_one_of_several_instances_leaves_the_model_ready(server: ServerP
     assert ready(client) == (True, True, True)
     assert hung.code() is INTERNAL
     eventually(lambda: says(server, "an instance is replaced"), "another instance")
-    assert says(server, "an execution hangs; 1 instances are left")
+    eventually(lambda: says(server, "an execution hangs; 1 instances are left"), "the line of the log")
 
 
 @BOTH_WAYS
