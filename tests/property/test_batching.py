@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from backends.base import Array, ModelSpec, Tensors, TensorSpec
@@ -59,7 +59,6 @@ def _same(one: Array, other: Array) -> bool:
     return one.tolist() == other.tolist() if one.dtype.hasobject else one.tobytes() == other.tobytes()
 
 
-@settings(deadline=None)  # the first example pays for numpy waking up
 @given(batches())
 def test_stack_any_requests_equals_numpys_concatenation(batch: Batch) -> None:
     stacked = stack(batch.requests)
@@ -70,7 +69,6 @@ def test_stack_any_requests_equals_numpys_concatenation(batch: Batch) -> None:
         assert _same(array, np.concatenate([request[i] for request in batch.requests]))
 
 
-@settings(deadline=None)  # the first example pays for numpy waking up
 @given(batches())
 def test_split_any_partition_returns_each_request_its_rows(batch: Batch) -> None:
     outputs = [np.concatenate(column) for column in zip(*batch.requests, strict=True)]
@@ -82,7 +80,6 @@ def test_split_any_partition_returns_each_request_its_rows(batch: Batch) -> None
         assert all(_same(got, expected) for got, expected in zip(result, request, strict=True))
 
 
-@settings(deadline=None)  # the first example pays for numpy waking up
 @given(batches())
 def test_split_any_partition_returns_views_that_cover_the_outputs(batch: Batch) -> None:
     outputs = stack(batch.requests)
@@ -99,7 +96,6 @@ def test_split_any_partition_returns_views_that_cover_the_outputs(batch: Batch) 
             assert not output.any()
 
 
-@settings(deadline=None)  # the first example pays for numpy waking up
 @given(batches())
 def test_run_batch_identity_returns_what_came_in(batch: Batch) -> None:
     execution = run_batch(batch.spec, batch.requests, lambda inputs: inputs)
@@ -109,7 +105,6 @@ def test_run_batch_identity_returns_what_came_in(batch: Batch) -> None:
         assert all(_same(got, expected) for got, expected in zip(result, request, strict=True))
 
 
-@settings(deadline=None)  # the first example pays for numpy waking up
 @given(batches())
 def test_stack_any_requests_leaves_them_as_they_were(batch: Batch) -> None:
     before = [[array.copy() for array in request] for request in batch.requests]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from backends.base import Array, BatchInput, BatchInputKind, BatchOutput, ModelSpec, TensorSpec
@@ -36,7 +36,6 @@ def batches(draw: st.DrawFn) -> Batch:
     return Batch(ModelSpec(inputs, outputs, True, made, (BatchOutput(("x",), "r"),)), requests)
 
 
-@settings(deadline=None)  # the first example pays for numpy waking up
 @given(batches())
 def test_ragged_batch_any_requests_get_back_what_is_their_own(batch: Batch) -> None:
     results = batch_runner(batch.spec)(batch.requests, lambda inputs: [inputs[0] * 2, inputs[1] + 1], 0).results
@@ -46,7 +45,6 @@ def test_ragged_batch_any_requests_get_back_what_is_their_own(batch: Batch) -> N
         np.testing.assert_array_equal(stacked, rows + 1, strict=True)
 
 
-@settings(deadline=None)  # the first example pays for numpy waking up
 @given(batches())
 def test_ragged_batch_any_requests_show_the_model_what_numpy_makes_of_them(batch: Batch) -> None:
     seen: list[Array] = []

@@ -69,7 +69,6 @@ def test_requests_of_any_kind_are_answered_or_refused(request: pb.ModelInferRequ
     judged(target("infer"), request.SerializeToString())
 
 
-@settings(deadline=None)
 @given(
     st.integers(1, MAX_ROWS),
     st.integers(0, 5),

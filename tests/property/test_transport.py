@@ -120,7 +120,6 @@ long_texts = st.integers(3000, 9000).map(lambda size: np.array([b"a" * size, b""
 tensors = st.one_of(plain, texts, large, long_texts, st.just(MISSING), large.map(lambda array: array[:, ::2]))
 
 
-@settings(deadline=None)
 @given(st.lists(tensors, max_size=5))
 def test_tensors_arrive_as_they_were_and_leave_nothing_taken(arrays: list[Array]) -> None:
     memory, window, gone = region(2**20)
@@ -143,7 +142,6 @@ def test_tensors_arrive_as_they_were_and_leave_nothing_taken(arrays: list[Array]
     assert memory.used_bytes == 0
 
 
-@settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(1, 60_000), st.integers(0, 7)), min_size=1, max_size=60))
 def test_memory_over_many_cycles_never_exceeds_its_bound_and_is_free_again(sizes: list[tuple[int, int]]) -> None:
     bound = 256 * 1024
