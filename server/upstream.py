@@ -115,8 +115,9 @@ class Upstream:
         self._silent = 0
         full = self._looks % _DESCRIBE_EVERY == 0
         self._looks += 1
-        for name in [name for name in self._served if name not in names]:
-            del self._served[name]
+        # Those that weren't ready when they were listed, too: nobody would look at them again.
+        for name in {*self._served, *self._repository.failures} - names.keys():
+            self._served.pop(name, None)
             await self._repository.unload(name)
         for name, versions in names.items():
             await self._look_at(name, versions, full=full)

@@ -368,6 +368,17 @@ async def test_models_of_the_index_come_change_and_go_with_the_upstreams(tmp_pat
         assert (await failure_of(served.infer(request(1))))[0] is Code.NOT_FOUND
 
 
+async def test_model_that_was_not_ready_and_goes_from_the_index_is_waited_for_no_longer(tmp_path: Path) -> None:
+    stub = Upstream()
+    stub.index = [pb.RepositoryIndexResponse.ModelIndex(name=name, state="READY") for name in ("m", "going")]
+    async with upstream(stub) as target, proxying(tmp_path, target) as served:
+        # ModelReady of the stub knows `m` alone, as it is while a model is being unloaded.
+        assert list(served.server.repository.failures) == ["going"]
+        stub.index = stub.index[:1]
+        await eventually_async(lambda: served.server.repository.ready, "readiness")
+        assert (await failure_of(served.infer(request(1, model="going"))))[0] is Code.NOT_FOUND
+
+
 @pytest.mark.parametrize(
     ("versions", "asked", "sent"),
     [
