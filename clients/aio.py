@@ -156,12 +156,12 @@ class InferenceClient(BaseClient):
     async def close(self) -> None:
         """Ends the connection; calls still under way raise Cancelled. Closing twice does nothing."""
         channel = self._detach()
+        if self._coalescer is not None:
+            await self._coalescer.close()
         if self._streams is not None:
             await self._streams.close()
         if channel is not None:
             await channel.close()
-        if self._coalescer is not None:
-            await self._coalescer.close()
 
     async def _infer(self, request: ModelInferRequest, timeout_s: float | None, metadata: Metadata = ()) -> InferResult:
         call = calls.infer(request)

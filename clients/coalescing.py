@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Hashable, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from typing import Final
 
 import grpc
@@ -90,12 +91,15 @@ class Coalescer:
             self._leave(group, member)
 
     async def close(self) -> None:
-        """Who still waits gets Cancelled."""
+        """Who still waits gets Cancelled, and what is under way is called off. Before `Send` is of no use any more:
+        else what waits for an answer to come back would be sent then."""
+        tasks = [task for group in self._groups.values() for task in group.tasks]
         for group in self._groups.values():
-            for member in group.waiting:
+            for member in chain(group.waiting, *group.tasks.values()):
                 _fail(member, Cancelled(grpc.StatusCode.CANCELLED, "the client was closed during the call"))
             group.waiting.clear()
-        tasks = [task for group in self._groups.values() for task in group.tasks]
+        for task in tasks:
+            task.cancel()
         if tasks:
             await asyncio.wait(tasks)
 

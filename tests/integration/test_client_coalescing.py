@@ -195,6 +195,21 @@ async def test_close_ends_those_who_wait(served: Served, client: AsyncInferenceC
         await ask(client, 1)
 
 
+async def test_close_ends_those_whose_requests_were_not_sent_yet(
+    served: Served, client: AsyncInferenceClient, script: Script
+) -> None:
+    async with busy(served, script):
+        # Two requests of three rows are under way, and three rows wait for one of them to come back.
+        asking = []
+        for waiting in (1, 2, 2):
+            asking += [asyncio.create_task(ask(client, number)) for number in range(3)]
+            await asyncio.sleep(0)  # all of them have asked
+            await eventually_async(lambda n=waiting: served.waiting("m") == n, f"{waiting} requests")  # type: ignore[misc]
+        await client.close()
+        outcomes = await asyncio.gather(*asking, return_exceptions=True)
+    assert [type(outcome) for outcome in outcomes] == [Cancelled] * 9
+
+
 def test_coalesce_of_less_than_two_rows_is_refused() -> None:
     with pytest.raises(ValueError, match="coalesce: expected 2 rows or more"):
         AsyncInferenceClient("127.0.0.1:1", coalesce=1)
