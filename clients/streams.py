@@ -87,11 +87,13 @@ class _Stream:
     async def infer(self, request: ModelInferRequest, timeout_s: float | None) -> ModelInferResponse:
         own_id, request.id = request.id, str(next(self._ids))
         request.parameters[_UNORDERED].bool_param = True
-        answer = self._waiting[request.id] = self._loop.create_future()
+        answer: asyncio.Future[ModelStreamInferResponse] = self._loop.create_future()
         alarm: asyncio.TimerHandle | None = None
         if timeout_s is not None:
+            # Raises ValueError or OverflowError for what no deadline can be.
             request.parameters[_DEADLINE].int64_param = max(1, int(timeout_s * 1e6))
             alarm = self._loop.call_later(timeout_s, _expire, answer, timeout_s)
+        self._waiting[request.id] = answer
         self._send(request)
         try:
             message = await answer

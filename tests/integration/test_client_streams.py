@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import math
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -150,6 +152,20 @@ async def test_infer_over_streams_timeout_is_told_to_the_server_and_kept_without
         await ask(client, 2, timeout_s=0.3)
     gate.open()
     assert await ask(client, 3, timeout_s=None) == 3
+
+
+@pytest.mark.parametrize("timeout_s", [math.inf, math.nan, 1e13])
+async def test_infer_over_streams_timeout_that_is_none_is_refused_and_leaves_nothing(
+    served: Served, timeout_s: float
+) -> None:
+    complaints: list[dict[str, Any]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda loop, context: complaints.append(context))
+    async with AsyncInferenceClient(served.target, transport="stream") as client:
+        with pytest.raises((ValueError, OverflowError)):
+            await ask(client, 1, timeout_s=timeout_s)
+    del client
+    gc.collect()
+    assert complaints == []
 
 
 async def test_infer_over_streams_metadata_of_one_request_is_refused(client: AsyncInferenceClient) -> None:
