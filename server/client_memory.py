@@ -62,9 +62,12 @@ class ClientMemory:
         if tensor.HasField("contents"):
             raise TensorError(f"expected no contents beside {REGION}, got both")
         datatype, spec = self._input_types[index], self._spec.inputs[index]
-        if spec.shape_tensor or not datatype.item_bytes or datatype.dtype.kind == "b":
-            return decode_raw(span.read(), datatype, shape)
-        return RegionTensor.of_span(f"model '{self._model}': input '{spec.name}'", span, datatype, shape)
+        if datatype.item_bytes:
+            # Its size is checked before anything is read.
+            unread = RegionTensor.of_span(f"model '{self._model}': input '{spec.name}'", span, datatype, shape)
+            if not spec.shape_tensor and datatype.dtype.kind != "b":
+                return unread
+        return decode_raw(span.read(), datatype, shape)
 
     def check_targets(self, targets: Mapping[int, Span], rows: int) -> None:
         """Refuse memory that is certain to be too small for the outputs of these indices, or gone; where sizes are

@@ -71,7 +71,12 @@ class Span:
 
     def read(self) -> memoryview:
         """A copy of what is there now. Blocks for the copy; raises InvalidRequest."""
-        data = np.empty(self.byte_size, np.uint8)
+        try:
+            data = np.empty(self.byte_size, np.uint8)
+        except MemoryError:  # an object may be said to be larger than any memory
+            raise InvalidRequest(
+                f"shared memory region '{self.region.name}': no memory for a copy of {self.byte_size} bytes"
+            ) from None
         self.region.read_into(data, self.offset)
         return data.data
 

@@ -369,6 +369,25 @@ BAD: list[tuple[Change, str]] = [
 ]
 
 
+@pytest.mark.parametrize(
+    ("model", "datatype", "text"),
+    [
+        ("b", "BOOL", "model 'b': input 'a': expected 2 bytes for BOOL of shape [1, 2], got 1152921504606846976"),
+        ("t", "BYTES", "model 't': input 'a': shared memory region 'huge': no memory for a copy of 11529"),
+    ],
+)
+async def test_infer_reads_no_more_at_once_than_there_can_be(
+    served: Served, memory: SharedObject, model: str, datatype: str, text: str
+) -> None:
+    memory.resize(2**60)  # none of which is backed by memory
+    await register(served, "huge", memory.key, 2**60)
+    request = pb.ModelInferRequest(model_name=model)
+    lies_in(request, "a", datatype, [1, 2 if model == "b" else 1], "huge", 2**60)
+    code, got = await failure_of(served.infer(request))
+    assert code is Code.INVALID_ARGUMENT
+    assert got.startswith(text)
+
+
 @pytest.mark.parametrize(("change", "text"), BAD)
 async def test_infer_fault_in_where_a_tensor_lies_is_refused_and_writes_nothing(
     served: Served, memory: SharedObject, change: Change, text: str
