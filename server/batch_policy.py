@@ -16,6 +16,8 @@ from server.errors import ConfigError
 __all__ = ["BatchDefaults", "OwnSettings", "batch_policy", "own_settings"]
 
 _PREFIX = "paceline."
+_MOST = 2**63 - 1
+"""So many milliseconds a timer of the system can still be set to."""
 _ACTIONS = {
     pb.ModelQueuePolicy.REJECT: TimeoutAction.REJECT,
     pb.ModelQueuePolicy.DELAY: TimeoutAction.DELAY,
@@ -164,7 +166,7 @@ def _boolean(text: str) -> bool:
 
 def _count(text: str) -> int:
     value = int(text)
-    if value < 0:
+    if not 0 <= value <= _MOST:
         raise ValueError
     return value
 
@@ -175,12 +177,12 @@ def _sizes(text: str) -> tuple[int, ...]:
 
 _READERS: Mapping[str, tuple[Callable[[str], object], str]] = {
     "batch_sizes": (_sizes, "numbers of rows with commas between them"),
-    "max_queue_rows": (_count, "a whole number >= 0"),
-    "max_queue_bytes": (_count, "a whole number >= 0"),
+    "max_queue_rows": (_count, f"a whole number from 0 to {_MOST}"),
+    "max_queue_bytes": (_count, f"a whole number from 0 to {_MOST}"),
     "isolate_failures": (_boolean, "true or false"),
     "deadline_aware": (_boolean, "true or false"),
     "await_returns": (_boolean, "true or false"),
     "split_oversized": (_boolean, "true or false"),
-    "execution_timeout_ms": (_count, "a whole number >= 0"),
+    "execution_timeout_ms": (_count, f"a whole number from 0 to {_MOST}"),
 }
 _OF_BACKENDS = {"execute_delay_per_row_us", "python_executable"}

@@ -209,10 +209,14 @@ def test_own_settings_of_no_parameters_are_the_defaults() -> None:
         ("split_oversized", "1", True),
         ("execution_timeout_ms", "0", 0),
         ("execution_timeout_ms", "1500", 1500),
+        ("execution_timeout_ms", "9223372036854775807", 2**63 - 1),
     ],
 )
 def test_own_setting_well_written_is_read(key: str, text: str, value: object) -> None:
     assert getattr(own(parameter(key, text)), key) == value
+
+
+WHOLE = "a whole number from 0 to 9223372036854775807"
 
 
 @pytest.mark.parametrize(
@@ -222,14 +226,15 @@ def test_own_setting_well_written_is_read(key: str, text: str, value: object) ->
         ("batch_sizes", "1,,8", "numbers of rows with commas between them"),
         ("batch_sizes", "[1, 8]", "numbers of rows with commas between them"),
         ("batch_sizes", "1 8", "numbers of rows with commas between them"),
-        ("max_queue_rows", "-1", "a whole number >= 0"),
-        ("max_queue_rows", "1.5", "a whole number >= 0"),
-        ("max_queue_bytes", "64M", "a whole number >= 0"),
-        ("max_queue_bytes", "", "a whole number >= 0"),
+        ("max_queue_rows", "-1", WHOLE),
+        ("max_queue_rows", "1.5", WHOLE),
+        ("max_queue_bytes", "64M", WHOLE),
+        ("max_queue_bytes", "", WHOLE),
         ("isolate_failures", "off", "true or false"),
         ("deadline_aware", "", "true or false"),
         ("split_oversized", "2", "true or false"),
-        ("execution_timeout_ms", "1.5", "a whole number >= 0"),
+        ("execution_timeout_ms", "1.5", WHOLE),
+        ("execution_timeout_ms", "9223372036854775808", WHOLE),
     ],
 )
 def test_own_setting_badly_written_is_refused_naming_it_expected_and_got(key: str, text: str, expected: str) -> None:
