@@ -103,11 +103,15 @@ class Batcher(Generic[P, R]):
         return self._queue.requests_of_level(level)
 
     def start(self) -> None:
-        """Start the runners and take requests."""
+        """Start the runners and take requests. Closed if that fails, as it may where there can be no more threads."""
         self._loop = asyncio.get_running_loop()
         self._drained = asyncio.Event()
         self._alarm = self._clock.alarm(self._on_alarm)
-        self._instances.start(self.policy.execution_limit_ns, self._on_late)
+        try:
+            self._instances.start(self.policy.execution_limit_ns, self._on_late)
+        except BaseException:
+            self.close()
+            raise
         self._accepts = True
 
     # hot path

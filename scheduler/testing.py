@@ -28,6 +28,11 @@ class ManualClock:
     def now_ns(self) -> int:
         return self._now_ns
 
+    @property
+    def alarms(self) -> int:
+        """How many there are that weren't closed."""
+        return len(self._alarms)
+
     def alarm(self, ring: Callable[[], None]) -> _ManualAlarm:
         alarm = _ManualAlarm(self._alarms, ring)
         self._alarms.append(alarm)

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
+from scheduler.batcher import Batcher
 from scheduler.errors import (
     BatcherClosed,
     DeadlineUnreachable,
@@ -16,6 +17,7 @@ from scheduler.errors import (
 )
 from scheduler.observer import Drop
 from scheduler.policy import BatchPolicy, QueuePolicy
+from scheduler.testing import ManualClock, StepRunner
 from tests.unit.scheduler.workbench import Bench, one_turn
 
 MS = 1_000_000
@@ -234,6 +236,23 @@ async def test_drain_executes_what_is_queued_without_further_delay_and_refuses_t
 
 async def test_drain_with_nothing_to_do_returns_at_once(bench: Bench) -> None:
     await bench.batcher.drain()
+
+
+async def test_start_that_fails_leaves_nothing_running() -> None:
+    class Unable(StepRunner[str, str]):
+        def start(self) -> None:
+            raise RuntimeError("can't start new thread")
+
+    clock = ManualClock()
+    able = StepRunner[str, str](clock)
+    policy = BatchPolicy(execution_limit_ns=MS)
+    batcher: Batcher[str, str] = Batcher(policy, [able, Unable(clock)], clock=clock)
+    with pytest.raises(RuntimeError, match="can't start new thread"):
+        batcher.start()
+    assert able.stopped
+    assert clock.alarms == 0
+    with pytest.raises(BatcherClosed):
+        batcher.submit("a", 1, "k")
 
 
 async def test_close_answers_everybody_that_still_waits_and_ignores_late_results(bench: Bench) -> None:
