@@ -303,7 +303,9 @@ async def test_the_first_front_answers_while_others_still_start(tmp_path: Path) 
     write_identity(tmp_path)
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    server = Server(Settings(paths=(tmp_path,), frontends=4, grpc_address="127.0.0.1", grpc_port=port))
+    server = Server(
+        Settings(paths=(tmp_path,), frontends=4, grpc_address="127.0.0.1", grpc_port=port, metrics_port=None)
+    )
     request = infer("echo", {"INPUT0": rows_of_floats(1, 16)})
     soon = [("grpc.initial_reconnect_backoff_ms", 100), ("grpc.max_reconnect_backoff_ms", 100)]
     async with grpc.aio.insecure_channel(f"127.0.0.1:{port}", options=soon) as channel:
