@@ -132,7 +132,7 @@ def cuda_options(source: ModelSource) -> dict[str, str]:
                     f"got '{name}'"
                 )
     options: dict[str, str] = {}
-    for key, value in _given(source, source.accelerators, "cuda"):
+    for key, value in _given(source.accelerators, "cuda"):
         if key == "device_id":
             raise LoadError(
                 f"model '{source.name}': execution accelerator 'cuda': expected no 'device_id' (instance_group says "
@@ -147,7 +147,7 @@ def tensorrt_options(source: ModelSource) -> dict[str, str] | None:
     if not _has(source.accelerators, "tensorrt"):
         return None
     options: dict[str, str] = {}
-    for key, value in _given(source, source.accelerators, "tensorrt"):
+    for key, value in _given(source.accelerators, "tensorrt"):
         if key == "precision_mode":
             _read(source, "tensorrt", key, value, _one_of(*_PRECISIONS), _TENSORRT)
             options.update(_PRECISIONS[value])
@@ -162,7 +162,7 @@ def openvino_options(source: ModelSource, threads: int) -> dict[str, str] | None
     it doesn't say. LoadError for what isn't known."""
     if not _has(source.cpu_accelerators, "openvino"):
         return None
-    given = _given(source, source.cpu_accelerators, "openvino")
+    given = _given(source.cpu_accelerators, "openvino")
     return {
         "device_type": "CPU",
         **({"num_of_threads": str(threads)} if threads else {}),
@@ -197,7 +197,7 @@ def _has(accelerators: Given, name: str) -> bool:
     return any(one == name for one, _ in accelerators)
 
 
-def _given(source: ModelSource, accelerators: Given, name: str) -> list[tuple[str, str]]:
+def _given(accelerators: Given, name: str) -> list[tuple[str, str]]:
     return [
         (key, value.strip()) for one, parameters in accelerators if one == name for key, value in parameters.items()
     ]

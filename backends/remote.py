@@ -218,7 +218,7 @@ class RemoteInstance:
         answer = await model.server.infer(message, call_headers(requests), deadline_ns, self._connection)
         answered_ns = monotonic_ns()
         results: Sequence[Any] = (
-            decode_response(answer, spec, requests, wanted) if told is None else decode_open(answer, spec, requests)
+            decode_response(answer, spec, requests, wanted) if told is None else decode_open(answer, requests)
         )
         return Execution(results, encoded_ns - began_ns, answered_ns - encoded_ns, monotonic_ns() - answered_ns)
 

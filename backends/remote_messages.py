@@ -144,7 +144,7 @@ def decode_response(
     return [_widened(share, wanted, len(spec.outputs)) for share in shares]
 
 
-def decode_open(data: bytes, spec: ModelSpec, requests: Sequence[RemoteRequest]) -> list[OpenResult]:
+def decode_open(data: bytes, requests: Sequence[RemoteRequest]) -> list[OpenResult]:
     """The same where nothing is known of the outputs: those of a lone request are passed on as they are, and those of a
     batch must have its rows."""
     message = _message(data)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from protos.inference_pb2 import InferParameter
 from server.errors import InvalidRequest
@@ -50,14 +50,13 @@ _RESERVED = frozenset((*_TYPES, "headers"))
 class RequestParameters:
     """What a request's parameters say: its queue timeout (0: none), how soon its caller gives up (0: says nothing), its
     priority (0: the default), whether outputs are wanted in typed `contents`, and whether it wants to know about its
-    batch. `custom` are those without a meaning to the server, forwarded headers among them: they are for backends."""
+    batch."""
 
     timeout_ns: int = 0
     deadline_ns: int = 0
     priority: int = 0
     typed_outputs: bool = False
     batch_info: bool = False
-    custom: Mapping[str, object] = field(default_factory=dict)
 
 
 NO_PARAMETERS = RequestParameters()
@@ -78,7 +77,6 @@ def parse_parameters(parameters: Mapping[str, InferParameter]) -> RequestParamet
         priority=priority,
         typed_outputs=values.get("binary_data_output", True) is False,
         batch_info=values.get("paceline_batch_info", False) is True,
-        custom={key: value for key, value in values.items() if key not in _TYPES},
     )
 
 

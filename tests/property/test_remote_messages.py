@@ -53,7 +53,7 @@ def test_batch_through_an_echo_gives_each_request_its_own(made: tuple[ModelSpec,
     wanted = range(len(spec.outputs))
     answer = echoed(encode_request("m", "", spec, requests, wanted))
     for one, result, opened in zip(
-        requests, decode_response(answer, spec, requests, wanted), decode_open(answer, spec, requests), strict=True
+        requests, decode_response(answer, spec, requests, wanted), decode_open(answer, requests), strict=True
     ):
         for sent, got, (name, _, array) in zip(one.inputs, result, opened, strict=True):
             assert name.startswith("t")
