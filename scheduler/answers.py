@@ -7,7 +7,7 @@ caller has cancelled is left alone.
 from __future__ import annotations
 
 import asyncio
-from collections import deque
+from collections import OrderedDict
 from typing import Any
 
 __all__ = ["Answers", "OrderedAnswers"]
@@ -29,40 +29,44 @@ class Answers:
         if not future.done():
             future.set_exception(error)
 
-    def release(self) -> None:
-        """Somebody was cancelled: whoever waited for that need wait no longer."""
+    def cancelled(self, future: Future) -> None:
+        """Its caller has gone."""
 
 
 class OrderedAnswers(Answers):
-    """Holds an answer back until all requests that arrived before it have theirs, or were cancelled."""
+    """Holds an answer back until all requests that arrived before it have theirs, or were cancelled. Of those that were
+    nothing is kept, however long the first one takes: a request holds on to its tensors."""
 
     def __init__(self) -> None:
-        self._arrivals: deque[Future] = deque()
+        self._arrivals: OrderedDict[Future, None] = OrderedDict()
         self._results: dict[Future, object] = {}
         self._errors: dict[Future, Exception] = {}
 
     def expect(self, future: Future) -> None:
-        self._arrivals.append(future)
+        self._arrivals[future] = None
 
     def succeed(self, future: Future, result: object) -> None:
-        # One that was cancelled may be out of the line already; nobody would ever fetch what is kept for it.
         if not future.done():
             self._results[future] = result
-        self.release()
+        self._release()
 
     def fail(self, future: Future, error: Exception) -> None:
         if not future.done():
             self._errors[future] = error
-        self.release()
+        self._release()
 
-    def release(self) -> None:
-        arrivals = self._arrivals
-        while arrivals:
-            first = arrivals[0]
+    def cancelled(self, future: Future) -> None:
+        for kept in (self._arrivals, self._results, self._errors):
+            kept.pop(future, None)
+        self._release()
+
+    def _release(self) -> None:
+        while self._arrivals:
+            first = next(iter(self._arrivals))
             if first in self._results:
                 super().succeed(first, self._results.pop(first))
             elif first in self._errors:
                 super().fail(first, self._errors.pop(first))
-            elif not first.done():
+            else:
                 return
-            arrivals.popleft()
+            del self._arrivals[first]

@@ -389,13 +389,13 @@ class Batcher(Generic[P, R]):
             self._suspects.appendleft(suspects.narrowed(rest))
         self._run(self._instances.take(batch), batch, suspects.narrowed(batch.entries))
 
-    def on_cancel(self, entry: Entry[Pending[P, R]] | None) -> None:
+    def on_cancel(self, pending: Pending[P, R], entry: Entry[Pending[P, R]] | None) -> None:
         if entry is not None and self._queue.cancel(entry):
             self._observer.on_drop(Drop.CANCELLED)
             self._request_turn()
         elif entry is None:
             self._instances.call_off()
-        self._answers.release()
+        self._answers.cancelled(pending)
 
 
 def _first(one_ns: int | None, other_ns: int | None) -> int | None:

@@ -50,7 +50,7 @@ class Pending(asyncio.Future[R], Generic[P, R]):
         cancelled = super().cancel(msg)
         if cancelled:
             entry, self.entry = self.entry, None
-            self.batcher.on_cancel(entry)
+            self.batcher.on_cancel(self, entry)
         return cancelled
 
     @property
@@ -63,4 +63,4 @@ class Pending(asyncio.Future[R], Generic[P, R]):
 
 
 class _HearsOfCancelling(Protocol):
-    def on_cancel(self, entry: Entry[Any] | None) -> None: ...
+    def on_cancel(self, pending: Pending[Any, Any], entry: Entry[Any] | None) -> None: ...

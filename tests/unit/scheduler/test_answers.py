@@ -42,7 +42,7 @@ async def test_ordered_answer_that_comes_after_its_request_was_cancelled_is_not_
     answers = OrderedAnswers()
     gone, _ = await expected(answers, 2)
     gone.cancel()
-    answers.release()
+    answers.cancelled(gone)
     answer = Answer()
     kept = weakref.ref(answer)
     getattr(answers, outcome)(gone, answer)
@@ -59,7 +59,7 @@ async def test_ordered_answer_whose_request_is_cancelled_while_it_waits_its_turn
     kept = weakref.ref(answer)
     getattr(answers, outcome)(gone, answer)
     gone.cancel()
-    answers.release()
+    answers.cancelled(gone)
     answers.succeed(first, "first")
     del answer
     gc.collect()
@@ -97,4 +97,23 @@ async def test_preserve_ordering_is_not_held_up_by_a_cancelled_or_failed_predece
     await one_turn()
     assert isinstance(failed.exception(), ExecutionFailed)
     assert good.result() == "GOOD"
+    bench.batcher.close()
+
+
+async def test_preserve_ordering_keeps_nothing_of_who_has_gone_while_the_first_executes() -> None:
+    class Payload(str):
+        pass
+
+    bench = Bench(BatchPolicy(max_batch_rows=1, preserve_ordering=True))
+    (first,) = await bench.submit("first")
+    payload = Payload("tensors")
+    kept = weakref.ref(payload)
+    (gone,) = await bench.submit(payload)
+    gone.cancel()
+    await one_turn()
+    del payload, gone
+    gc.collect()
+    assert kept() is None
+    bench.runner.finish(str.upper)
+    assert await first == "FIRST"
     bench.batcher.close()
