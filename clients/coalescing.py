@@ -23,6 +23,7 @@ from clients.errors import (
     InferenceError,
     Internal,
     InvalidArgument,
+    ResourceExhausted,
     ResponseError,
     inference_error,
 )
@@ -36,6 +37,8 @@ Send = Callable[[ModelInferRequest, float | None], Awaitable[InferResult]]
 
 # While one request is computed the next is on its way; a third would only make all of them smaller.
 _UNDER_WAY: Final = 2
+# What gRPC's implementations say of a message beyond the receiver's limit.
+_TOO_LARGE: Final = "larger than max"
 
 
 class _Member:
@@ -160,14 +163,14 @@ class Coalescer:
             for member, share in zip(members, _shares(result, members), strict=True):
                 if not member.answer.done():
                     member.answer.set_result(share)
-        except (InvalidArgument, Internal) as error:
+        except InferenceError as error:
             if len(members) == 1:
                 _fail(members[0], error)
-            else:
+            elif _is_due_to_what_is_in_it(error):
                 await asyncio.gather(*(self._run([member]) for member in members if not member.answer.done()))
-        except InferenceError as error:
-            for member in members:
-                _fail(member, _own(error))
+            else:
+                for member in members:
+                    _fail(member, _own(error))
         except ResponseError as error:
             for member in members:
                 _fail(member, ResponseError(str(error)))
@@ -231,6 +234,12 @@ def _shares(result: InferResult, members: Sequence[_Member]) -> list[InferResult
         shares.append(replace(result, id=member.request.id, outputs=outputs))
         start += member.rows
     return shares
+
+
+def _is_due_to_what_is_in_it(error: InferenceError) -> bool:
+    """Whether a request of fewer rows may fare better."""
+    too_large = isinstance(error, ResourceExhausted) and _TOO_LARGE in error.message
+    return too_large or isinstance(error, (InvalidArgument, Internal))
 
 
 def _own(error: InferenceError) -> InferenceError:

@@ -5,14 +5,25 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
 
 from backends.base import ModelSpec, TensorSpec
 from backends.memory import MemoryModel
-from clients import AsyncInferenceClient, Cancelled, ClientClosed, DeadlineExceeded, Internal, NotFound, ResponseError
+from clients import (
+    AsyncInferenceClient,
+    Cancelled,
+    ClientClosed,
+    DeadlineExceeded,
+    Internal,
+    NotFound,
+    ResourceExhausted,
+    ResponseError,
+)
+from server.config import Settings
+from server.limits import Limits
 from tests.integration.scripted import Script, busy, marked
 from tests.integration.serving import Served, echo_model, serving
 from tests.polling import eventually_async
@@ -109,6 +120,22 @@ async def test_poisoned_row_fails_alone(client: AsyncInferenceClient, script: Sc
     outcomes = await asyncio.gather(*(ask(client, number) for number in range(4)), return_exceptions=True)
     assert isinstance(outcomes[2], Internal)
     assert [outcome for number, outcome in enumerate(outcomes) if number != 2] == [[0], [1], [3]]
+
+
+@pytest.mark.parametrize("transport", ["call", "stream"])
+async def test_rows_whose_request_is_too_large_a_message_go_alone(
+    tmp_path: Path, transport: Literal["call", "stream"]
+) -> None:
+    small = Settings(paths=(tmp_path,), limits=Limits(message_bytes=10_000))
+    async with (
+        serving(tmp_path, {"m": echo_model("FP32", 1000)}, config=BATCHES, settings=small) as served,
+        AsyncInferenceClient(served.target, transport=transport, coalesce=8, timeout_s=20) as client,
+    ):
+        rows = np.arange(8_000, dtype=np.float32).reshape(8, 1, 1000)
+        results = await asyncio.gather(*(client.infer("m", {"a": row}) for row in rows))
+        np.testing.assert_array_equal([result["x"] for result in results], rows)
+        with pytest.raises(ResourceExhausted, match="larger than max"):
+            await client.infer("m", {"a": np.zeros((3, 1000), np.float32)})
 
 
 async def test_error_of_the_whole_is_everybodys_own(client: AsyncInferenceClient) -> None:
