@@ -1,0 +1,232 @@
+"""Which models the batcher serves in front of another server, and when: as that comes, goes, is silent and changes."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from protos import inference_pb2 as pb
+from protos.inference_pb2_grpc import GRPCInferenceServiceStub
+from tests.harness import ServerProcess, write_identity
+from tests.integration.scripted import request, send
+from tests.integration.serving import failure_of
+from tests.integration.test_proxy import behind
+from tests.integration.upstreams import Upstream, proxying, tensors_of, upstream
+from tests.polling import eventually, eventually_async
+from tests.wire import infer, rows_of_floats
+
+Code = grpc.StatusCode
+NAMED = {"models": ("m",)}
+
+
+@pytest.mark.usefixtures("frontends")
+async def test_upstream_not_ready_is_this_server_not_ready_until_it_is_again(tmp_path: Path) -> None:
+    stub = Upstream()
+    async with behind(tmp_path, stub) as served:
+        repository = served.server.repository
+        assert repository.ready
+        stub.model_ready = False
+        await eventually_async(lambda: not repository.ready, "not ready")
+        code, text = await failure_of(served.infer(request(1)))
+        assert code is Code.UNAVAILABLE
+        assert "the model is not ready" in text
+        assert not (await served.stub.ModelReady(pb.ModelReadyRequest(name="m"))).ready
+        assert not (await served.stub.ServerReady(pb.ServerReadyRequest())).ready
+        stub.model_ready = True
+        await eventually_async(lambda: repository.ready, "ready again")
+        assert tensors_of(await served.infer(request(1)))["x"][0, 0] == 2
+        stub.ready = False  # for reasons of its own: its models serve
+        await eventually_async(lambda: not repository.ready, "not ready")
+        assert (await served.stub.ModelReady(pb.ModelReadyRequest(name="m"))).ready
+        assert tensors_of(await served.infer(request(1)))["x"][0, 0] == 2
+
+
+async def test_upstream_that_comes_later_than_this_server_is_served_then(tmp_path: Path) -> None:
+    stub = Upstream()
+    async with upstream(stub) as target:
+        pass
+    async with proxying(tmp_path, target, **NAMED) as served:
+        assert not (await served.stub.ServerReady(pb.ServerReadyRequest())).ready
+        assert (await failure_of(served.infer(request(1))))[0] is Code.UNAVAILABLE
+        async with upstream(stub, int(target.rpartition(":")[2])):
+            await eventually_async(lambda: served.server.repository.ready, "ready")
+            assert tensors_of(await served.infer(request(1)))["x"][0, 0] == 2
+
+
+class Silent(Upstream):
+    """Once it has got a request it answers no question; `peers` are the connections over which it was asked."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.silent = True
+        self.peers: set[str] = set()
+
+    async def ServerReady(self, call: Any, context: Any) -> pb.ServerReadyResponse:
+        self.peers.add(context.peer())
+        if self.calls and self.silent:
+            await context.abort(Code.DEADLINE_EXCEEDED, "as if no answer had come")
+        return await super().ServerReady(call, context)
+
+
+async def test_upstream_that_answers_no_question_while_it_computes_is_not_taken_for_gone(tmp_path: Path) -> None:
+    """As servers do that compute on their event loop."""
+
+    stub = Silent()
+    async with behind(tmp_path, stub) as served:
+        for mark in range(100):
+            assert tensors_of(await served.infer(request(mark)))["x"][0, 0] == 2 * mark
+        assert served.server.repository.ready
+        await eventually_async(lambda: not served.server.repository.ready, "silence without any answer is the end")
+
+
+async def test_upstream_that_is_silent_is_looked_for_over_new_connections_and_calls_under_way_go_on(
+    tmp_path: Path,
+) -> None:
+    """A machine that is gone closes no connection; where its address is another's by then, a new one leads there."""
+    stub = Silent()
+    stub.gates[1] = asyncio.Event()
+    async with behind(tmp_path, stub, timeout_secs=20) as served:
+        (call,) = send(served, request(1), timeout_s=None)
+        await eventually_async(lambda: not served.server.repository.ready, "not ready")
+        first = next(iter(stub.peers))
+        await eventually_async(lambda: len(stub.peers) > 1, "another connection")
+        stub.gates[1].set()
+        assert tensors_of(await call)["x"][0, 0] == 2
+        stub.silent = False
+        await eventually_async(lambda: served.server.repository.ready, "ready again")
+        stub.peers.clear()
+        assert tensors_of(await served.infer(request(2)))["x"][0, 0] == 4
+        await eventually_async(lambda: bool(stub.peers), "looked at again")
+        assert first not in stub.peers
+
+
+async def test_upstream_without_an_index_needs_its_models_named(tmp_path: Path) -> None:
+    stub = Upstream()
+    async with upstream(stub) as target, proxying(tmp_path, target) as served:
+        assert not served.server.repository.ready
+        assert "name its models with --upstream-model" in served.server.repository.waits_for
+
+
+async def test_upstream_whose_index_is_restricted_is_told_of_with_the_way_out(tmp_path: Path) -> None:
+    """As PyTriton's is by default."""
+
+    class Restricted(Upstream):
+        async def RepositoryIndex(self, call: Any, context: Any) -> pb.RepositoryIndexResponse:
+            await context.abort(Code.UNAVAILABLE, "This protocol is restricted, expecting header 'token'")
+            raise AssertionError
+
+    stub = Restricted()
+    async with upstream(stub) as target:
+        async with proxying(tmp_path, target) as served:
+            assert not served.server.repository.ready
+            assert "protocol is restricted" in served.server.repository.waits_for
+            assert "--upstream-model" in served.server.repository.waits_for
+        async with proxying(tmp_path, target, **NAMED) as served:
+            assert tensors_of(await served.infer(request(1)))["x"][0, 0] == 2
+
+
+@pytest.mark.parametrize("state", ["READY", "State.READY"])  # the latter is MLServer's
+async def test_models_of_the_index_come_change_and_go_with_the_upstreams(tmp_path: Path, state: str) -> None:
+    stub = Upstream()
+    line = pb.RepositoryIndexResponse.ModelIndex
+    stub.index = [
+        line(name="m", version="3", state=state),
+        line(name="other", state="UNAVAILABLE"),
+        line(name="never"),
+    ]
+    async with upstream(stub) as target, proxying(tmp_path, target) as served:
+        told = await served.stub.ModelMetadata(pb.ModelMetadataRequest(name="m"))
+        assert (list(told.versions), told.platform, list(told.inputs[0].shape)) == (["3"], "stub", [-1, 2])
+        assert (await served.infer(request(1))).model_version == "3"
+        assert stub.calls[0].model_version == "3"
+        assert (await failure_of(served.infer(request(1, model="other"))))[0] is Code.NOT_FOUND
+        stub.outputs = {"y": ("FP32", [-1, 2])}
+        changed = lambda: len(served.server.repository.get("m", "").spec.outputs) == 1  # noqa: E731
+        await eventually_async(changed, "the changed model")
+        assert list(tensors_of(await served.infer(request(1)))) == ["y"]
+        stub.index = []
+        await eventually_async(lambda: not served.server.repository.models, "no model")
+        assert (await failure_of(served.infer(request(1))))[0] is Code.NOT_FOUND
+
+
+async def test_model_that_was_not_ready_and_goes_from_the_index_is_waited_for_no_longer(tmp_path: Path) -> None:
+    stub = Upstream()
+    stub.index = [pb.RepositoryIndexResponse.ModelIndex(name=name, state="READY") for name in ("m", "going")]
+    async with upstream(stub) as target, proxying(tmp_path, target) as served:
+        # ModelReady of the stub knows `m` alone, as it is while a model is being unloaded.
+        assert list(served.server.repository.failures) == ["going"]
+        stub.index = stub.index[:1]
+        await eventually_async(lambda: served.server.repository.ready, "readiness")
+        assert (await failure_of(served.infer(request(1, model="going"))))[0] is Code.NOT_FOUND
+
+
+@pytest.mark.parametrize(
+    ("versions", "asked", "sent"),
+    [
+        ((), "", ""),
+        (("v1.0",), "", "v1.0"),
+        (("2", "10"), "", "10"),
+        (("v1.0",), "v1.0", "v1.0"),
+        (("2", "10"), "2", "2"),
+    ],
+)
+async def test_versions_are_the_upstreams_numbers_or_not(
+    tmp_path: Path, versions: tuple[str, ...], asked: str, sent: str
+) -> None:
+    stub = Upstream()
+    stub.versions = versions
+    async with behind(tmp_path, stub) as served:
+        one = request(1)
+        one.model_version = asked
+        assert (await served.infer(one)).model_version == sent
+        assert stub.calls[0].model_version == sent
+        told = await served.stub.ModelMetadata(pb.ModelMetadataRequest(name="m"))
+        assert list(told.versions) == list(versions)
+        index = await served.stub.RepositoryIndex(pb.RepositoryIndexRequest())
+        assert [line.version for line in index.models] == (list(versions) or [""])
+        statistics = await served.stub.ModelStatistics(pb.ModelStatisticsRequest())
+        assert sum(one.inference_count for one in statistics.model_stats) == 1
+
+
+async def test_model_that_cannot_be_served_is_unavailable_with_the_reason(tmp_path: Path) -> None:
+    stub = Upstream()
+    stub.inputs = {"a": ("COMPLEX", [-1])}
+    async with behind(tmp_path, stub) as served:
+        code, text = await failure_of(served.infer(request(1)))
+        assert code is Code.UNAVAILABLE
+        assert "input 'a' of the upstream" in text
+        stub.inputs = {"a": ("FP32", [-1, 2])}
+        await eventually_async(lambda: served.server.repository.ready, "ready")
+
+
+def test_upstream_killed_with_a_batch_under_way_and_started_again_is_served_again(tmp_path: Path) -> None:
+    """Real processes: what vanishes is a connection, and it is another server that comes back."""
+    slow = 'dynamic_batching { } parameters { key: "execute_delay_ms" value { string_value: "60000" } }'
+    write_identity(tmp_path / "slow", extra=slow, dims="[ -1 ]")  # free, so that it isn't warmed up
+    write_identity(tmp_path / "fast")
+    one = infer("echo", {"INPUT0": rows_of_floats(1, 16)})
+    pending = 'nv_inference_pending_request_count{model="echo",version="1"}'
+    with ServerProcess(tmp_path / "slow") as first:
+        port = first.grpc_port
+        args = ["--upstream", first.target, "--upstream-health-secs", "0.05", "--upstream-batches", "1"]
+        with ServerProcess(args=args) as proxy, grpc.insecure_channel(proxy.target) as channel:
+            stub: Any = GRPCInferenceServiceStub(channel)  # type: ignore[no-untyped-call]
+            calls: list[Any] = []
+
+            def some_wait_behind_others() -> bool:
+                calls.append(stub.ModelInfer.future(one, timeout=60))
+                return proxy.metrics()[pending] > 0
+
+            eventually(some_wait_behind_others, "a batch under way")
+            first.kill()
+            for call in calls:
+                assert call.exception().code() is Code.UNAVAILABLE
+            eventually(lambda: not stub.ServerReady(pb.ServerReadyRequest()).ready, "not ready")
+            with ServerProcess(tmp_path / "fast", args=["--grpc-port", str(port)]):
+                eventually(lambda: stub.ServerReady(pb.ServerReadyRequest()).ready, "ready again", 30)
+                answer = stub.ModelInfer(one, timeout=20)
+                assert answer.raw_output_contents[0] == one.raw_input_contents[0]

@@ -1,0 +1,46 @@
+"""When an instance counts as about to be done, and with what it goes on."""
+
+from __future__ import annotations
+
+import pytest
+
+from scheduler.ahead import Ahead
+from scheduler.batch_queue import Batch
+
+MS = 1_000_000
+LONG_NS = 20 * MS
+DUE_NS = 18 * MS
+"""For the last 2 ms of 20."""
+
+
+@pytest.mark.parametrize(
+    ("expected_ns", "due_ns"), [(0, 0), (MS - 1, 0), (MS, MS * 3 // 4), (8 * MS, 6 * MS), (LONG_NS, DUE_NS)]
+)
+def test_instance_is_about_to_end_for_the_last_2_ms_but_no_longer_than_a_quarter(expected_ns: int, due_ns: int) -> None:
+    ahead: Ahead[str, str] = Ahead()
+    ahead.begin("one", 0, expected_ns)
+    assert ahead.wake_ns(0, requests=1) == (due_ns or None)
+    assert ahead.wake_ns(0, requests=0) is None
+    assert bool(ahead) == bool(due_ns)
+    over_ns = 2 * expected_ns - due_ns  # by then it isn't known any more when it will end
+    for now_ns, expected in ((due_ns - 1, []), (due_ns, ["one"]), (over_ns - 1, ["one"]), (over_ns, [])):
+        assert ahead.about_to_end(now_ns) == (expected if due_ns else [])
+
+
+def test_instances_are_asked_in_the_order_of_their_ends_and_once() -> None:
+    ahead: Ahead[str, str] = Ahead()
+    for number, runner in enumerate(("one", "two", "three")):
+        ahead.begin(runner, -number * MS, LONG_NS)
+    assert ahead.about_to_end(DUE_NS) == ["three", "two", "one"]
+    assert ahead.ends_ns("two") == LONG_NS - MS
+    ahead.next["two"] = Batch(1, "k", 1, 1, ())
+    assert ahead.end("three") is None
+    assert ahead.about_to_end(DUE_NS) == ["one"]
+    assert ahead.wake_ns(DUE_NS - 1, requests=1) == DUE_NS
+    # "two" was to end at 19 ms, and may be wrong by 2.
+    assert ahead.wake_ns(DUE_NS - 1, requests=0) == 21 * MS
+    assert (ahead.overdue(21 * MS - 1), ahead.overdue(21 * MS)) == ([], ["two"])
+    assert ahead.end("one") is None
+    assert ahead.wake_ns(DUE_NS - 1, requests=1) == 21 * MS
+    assert ahead.end("two") is not None
+    assert not ahead
