@@ -22,7 +22,6 @@ __all__ = [
     "PYTHON_MODEL_FILE",
     "Layout",
     "ModelFolder",
-    "find_models",
     "inside",
     "model_folder",
 ]
@@ -142,13 +141,6 @@ def inside(folder: Path, name: str) -> Path | None:
     except ValueError:  # a NUL
         return None
     return path if path.is_relative_to(home) else None
-
-
-def find_models(paths: list[Path], config_name: str = "") -> list[ModelFolder]:
-    """The models at `paths`, by name. Raises StartError if a path can't be read or holds no model."""
-    layout = Layout(paths, config_name)
-    layout.open()
-    return layout.models()
 
 
 def model_folder(name: str, path: Path) -> ModelFolder:

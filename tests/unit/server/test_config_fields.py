@@ -18,9 +18,9 @@ from backends.errors import BackendError
 from backends.memory import MemoryModel
 from protos import model_config_pb2 as pb
 from server.errors import ServerError
-from server.layout import find_models
 from server.loader import LoadDefaults, load_model
 from tests.harness import REPO
+from tests.unit.server.found import find_models
 
 TENSORS = """
     input { name: "a" data_type: TYPE_FP32 dims: [ 4 ] }

@@ -15,9 +15,9 @@ from backends.base import Device, DeviceKind, InstanceGroup, ModelSource, OpenMo
 from backends.memory import MemoryModel
 from protos import model_config_pb2 as pb
 from server.batch_policy import BatchDefaults
-from server.layout import find_models
 from server.loader import LoadDefaults, LoadedVersion, load_model
 from tests import models
+from tests.unit.server.found import find_models
 
 IO = """
     input { name: "INPUT0" data_type: TYPE_FP32 dims: [ 16 ] }

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from server.errors import StartError
-from server.layout import Layout, ModelFolder, find_models
+from server.layout import Layout, ModelFolder
+from tests.unit.server.found import find_models
 from tests.unit.server.privileges import open_folder, unprivileged
 
 

@@ -15,8 +15,9 @@ from backends.errors import ExecutionError, LoadError
 from backends.memory import MemoryInstance, MemoryModel
 from protos import model_config_pb2 as pb
 from server.errors import ConfigError
-from server.layout import ModelFolder, find_models
+from server.layout import ModelFolder
 from server.loader import LoadDefaults, load_model, wanted_versions
+from tests.unit.server.found import find_models
 
 SPEC = ModelSpec((TensorSpec("a", "FP32", (-1, 2)),), (TensorSpec("x", "FP32", (-1, 2)),))
 

@@ -14,10 +14,11 @@ from backends.base import Backend, ModelSpec, TensorSpec
 from backends.errors import LoadError
 from backends.memory import MemoryBackend, MemoryModel
 from server.errors import ModelNotFound
-from server.layout import ModelFolder, find_models
+from server.layout import ModelFolder
 from server.loader import LoadedVersion
 from server.loading import Find, Loads, always
 from tests.polling import eventually_async
+from tests.unit.server.found import find_models
 
 SPEC = ModelSpec((TensorSpec("a", "FP32", (-1, -1)),), (TensorSpec("x", "FP32", (-1, -1)),))
 WARMED = 'backend: "memory" max_batch_size: 1 input { name: "a" data_type: TYPE_FP32 dims: 1 }'

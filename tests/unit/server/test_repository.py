@@ -14,11 +14,11 @@ from backends.errors import LoadError
 from backends.memory import MemoryBackend, MemoryModel
 from scheduler.errors import BatcherClosed
 from server.errors import InvalidRequest, ModelNotFound, ModelNotReady
-from server.layout import find_models
 from server.loading import Loads, always
 from server.metrics import Metrics
 from server.repository import Repository
 from tests.polling import eventually_async
+from tests.unit.server.found import find_models
 
 SPEC = ModelSpec((TensorSpec("a", "FP32", (-1, -1)),), (TensorSpec("x", "FP32", (-1, -1)),))
 

@@ -1,0 +1,16 @@
+"""What a server finds at some paths, in one call."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from server.layout import Layout, ModelFolder
+
+__all__ = ["find_models"]
+
+
+def find_models(paths: list[Path], config_name: str = "") -> list[ModelFolder]:
+    """The models at `paths`, by name. Raises StartError if a path can't be read or holds no model."""
+    layout = Layout(paths, config_name)
+    layout.open()
+    return layout.models()
