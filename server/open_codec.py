@@ -23,6 +23,8 @@ from server.wire_request import AnyRequest, message_of
 
 __all__ = ["OpenCodec"]
 
+_MOST_TENSORS = 1_024
+"""Of a request, and as many outputs. A MB of them, and the event loop would do nothing else for a second."""
 _MOST_LAYOUTS = 100
 _LARGEST_LAYOUT_BYTES = 16_384
 """Of one that is remembered; callers choose names and how many tensors there are."""
@@ -45,6 +47,8 @@ class OpenCodec:
         message = message_of(request)
         if not message.inputs:
             raise InvalidRequest(f"model '{self._model}': expected inputs, got none")
+        if (most := max(len(message.inputs), len(message.outputs))) > _MOST_TENSORS:
+            raise InvalidRequest(f"model '{self._model}': expected at most {_MOST_TENSORS} tensors, got {most}")
         batched = self._max_batch_rows > 0 and _has_rows(message)
         layout = (
             batched,

@@ -124,7 +124,18 @@ def cut(one: pb.ModelInferRequest) -> None:
     one.raw_input_contents[0] = one.raw_input_contents[0][:-1]
 
 
-@pytest.mark.parametrize("spoil", [nothing, strange, cut])
+def crowded(one: pb.ModelInferRequest) -> None:
+    for number in range(1024):
+        one.inputs.add(name=f"{number}", datatype="BOOL", shape=[1, 1])
+        one.raw_input_contents.append(b"\0")
+
+
+def greedy(one: pb.ModelInferRequest) -> None:
+    for number in range(1025):
+        one.outputs.add(name=f"{number}")
+
+
+@pytest.mark.parametrize("spoil", [nothing, strange, cut, crowded, greedy])
 async def test_requests_that_are_none_are_refused_here(tmp_path: Path, spoil: Any) -> None:
     stub = Upstream()
     async with behind_silent(tmp_path, stub) as served:
