@@ -23,11 +23,13 @@ from protos import model_config_pb2 as config_pb
 from protos.inference_pb2_grpc import GRPCInferenceServiceServicer, add_GRPCInferenceServiceServicer_to_server
 
 # The product's own choices, taken rather than repeated: a floor under other conditions would be no floor.
-from server.listener import GRPC_OPTIONS
+from server.limits import Limits
 from server.loop import new_loop
 from server.tuning import keep_freed_memory
 
 __all__ = ["Echo", "run"]
+
+_OPTIONS = (("grpc.so_reuseport", 0), *Limits().grpc_options())
 
 
 class Echo(GRPCInferenceServiceServicer):
@@ -82,7 +84,7 @@ class Echo(GRPCInferenceServiceServicer):
 
 
 async def _serve(make: Callable[[], Echo]) -> None:
-    server = grpc.aio.server(options=GRPC_OPTIONS)
+    server = grpc.aio.server(options=_OPTIONS)
     add_GRPCInferenceServiceServicer_to_server(make(), server)  # type: ignore[no-untyped-call]
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()

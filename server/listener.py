@@ -21,24 +21,16 @@ from server.reflection import INFERENCE_SERVICE, Reflection
 from server.tls import Certificates, TlsFiles
 from server.tokens import Tokens
 
-__all__ = ["COMPRESSION_LEVELS", "GRPC_OPTIONS", "Listener", "check_access", "open_tokens"]
-
-_MAX_MESSAGE_BYTES = 2**31 - 1
-GRPC_OPTIONS = (
-    ("grpc.max_receive_message_length", _MAX_MESSAGE_BYTES),
-    ("grpc.max_send_message_length", _MAX_MESSAGE_BYTES),
-    # A second server on the same port is a mistake, not a wish for load sharing.
-    ("grpc.so_reuseport", 0),
-)
+__all__ = ["Listener", "check_access"]
 
 _UNTIL_STOP_S = 1e6
 """gRPC keeps to the shortest grace that it is given."""
 
 # gRPC chooses the algorithm: the level's, among those that the client accepts.
-COMPRESSION_LEVELS = {"none": 0, "low": 1, "medium": 2, "high": 3}
+_COMPRESSION_LEVELS = {"none": 0, "low": 1, "medium": 2, "high": 3}
 
 
-def open_tokens(settings: Settings) -> Tokens | None:
+def _open_tokens(settings: Settings) -> Tokens | None:
     """The tokens that callers need; None if they need none. Raises StartError."""
     if settings.token_file is None:
         return None
@@ -50,7 +42,7 @@ def open_tokens(settings: Settings) -> Tokens | None:
 def check_access(settings: Settings) -> None:
     """Find out before minutes go into loading whether what callers need can be read, and not by everybody. Raises
     StartError."""
-    open_tokens(settings)
+    _open_tokens(settings)
     if settings.tls is not None:
         certificates = Certificates(settings.tls)
         certificates.credentials()
@@ -85,14 +77,16 @@ class Listener:
 
     async def open(self, port: int) -> int:
         """Listen on `port`, on a free one if it is 0; the port. Raises StartError."""
-        level = COMPRESSION_LEVELS[self._settings.grpc_infer_response_compression_level]
         settings = self._settings
-        options = dict(GRPC_OPTIONS) | {"grpc.default_compression_level": level}
-        options |= dict(settings.limits.grpc_options(settings.frontends)) | dict(settings.connections.grpc_options())
-        if self._shares_port:
-            options["grpc.so_reuseport"] = 1
+        options = {
+            "grpc.default_compression_level": _COMPRESSION_LEVELS[settings.grpc_infer_response_compression_level],
+            # Another server on the same port is a mistake, not a wish for load sharing.
+            "grpc.so_reuseport": int(self._shares_port),
+            **dict(settings.limits.grpc_options(settings.frontends)),
+            **dict(settings.connections.grpc_options()),
+        }
         server = grpc.aio.server(options=list(options.items()))
-        gate = Gate(self.admission, open_tokens(settings), settings.restrictions)
+        gate = Gate(self.admission, _open_tokens(settings), settings.restrictions)
         self._add_services(gate)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, gate)
         self._reflection.add_to(gate)
