@@ -111,6 +111,8 @@ class TritonProcess:
             self.log.append(line)
             if _STARTED.search(line):
                 self._started.set()
+        # Its output ends a moment before it does.
+        self._process.wait()
         self._started.set()
 
 
