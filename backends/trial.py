@@ -9,6 +9,7 @@ was seen counts. A trial that fails, because the model doesn't take made-up inpu
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 
 import numpy as np
@@ -33,37 +34,46 @@ Run = Callable[[Sequence[Array]], Tensors]
 
 
 def try_rows(spec: ModelSpec, run: Run) -> Trial:
-    """Run two rows of a model of `spec` (dims whole, no optional inputs), each alone and both together; one if its
-    inputs don't all have a free first dimension. `run` gives the outputs for one array per input and raises
-    ExecutionError.
+    """Run two rows of a model of `spec` (dims whole, no optional inputs), each alone and both together, in either
+    order; one if its inputs don't all have a free first dimension. `run` gives the outputs for one array per input and
+    raises ExecutionError.
 
-    Blocks for three executions, four if they differ.
+    Blocks for four executions, five if they differ, and up to two more if it doesn't take the first rows.
     """
     if _elements(spec) > _MOST_ELEMENTS or any(tensor.any_rank for tensor in spec.inputs):
         return Trial(spec)
+    # An index of 1 leads to a second row or word, which there may not be; 0 is the likeliest to be taken.
+    for highest in (1, 0):
+        with suppress(ExecutionError):
+            return _try(spec, run, highest)
+    return Trial(spec)
+
+
+def _try(spec: ModelSpec, run: Run, highest: int) -> Trial:
+    """With integers up to `highest`. Raises ExecutionError if a row alone does."""
     stackable = bool(spec.inputs) and all(tensor.dims[:1] == (-1,) for tensor in spec.inputs)
-    rows = [[_row(tensor, np.random.default_rng(seed)) for tensor in spec.inputs] for seed in range(1 + stackable)]
-    try:
-        alone = [run(row) for row in rows]
-    except ExecutionError:
-        return Trial(spec)
+    random = np.random.default_rng(0)
+    pairs = [_pair(tensor, highest, random) for tensor in spec.inputs]
+    rows = [[pair[number] for pair in pairs] for number in range(1 + stackable)]
+    alone = [run(row) for row in rows]
     if not stackable:
         return Trial(_as_seen(spec, alone))
     try:
-        both = run([np.concatenate(column) for column in zip(*rows, strict=True)])
+        # In either order: what rows do to those before them is seen, and what to those behind.
+        together = [run([np.concatenate(pair[::step]) for pair in pairs]) for step in (1, -1)]
     except SessionError:
         return Trial(spec)
     except ExecutionError as error:
         return Trial(_as_seen(spec, alone), f"it runs one row and fails for two: {error}")
-    seen = _as_seen(spec, [*alone, both])
-    return Trial(seen, _difference(seen, alone, both, lambda: run(rows[0])))
+    seen = _as_seen(spec, [*alone, *together])
+    found = _difference(seen, alone, together[0]) or _difference(seen, alone[::-1], together[1])
+    return Trial(seen, "" if found and _draws_lots(alone[0], lambda: run(rows[0])) else found)
 
 
-def _difference(spec: ModelSpec, alone: Sequence[Tensors], both: Tensors, again: Callable[[], Tensors]) -> str:
+def _difference(spec: ModelSpec, alone: Sequence[Tensors], both: Tensors) -> str:
     """How the first output that isn't in company what it is alone differs, "" if none does."""
     columns = zip(spec.outputs, zip(*alone, strict=True), both, strict=True)
-    found = next(filter(None, (_compare(*column) for column in columns)), "")
-    return "" if found and _draws_lots(alone[0], again) else found
+    return next(filter(None, (_compare(*column) for column in columns)), "")
 
 
 def _compare(tensor: TensorSpec, alone: Sequence[Array], both: Array) -> str:
@@ -121,14 +131,19 @@ def _elements(spec: ModelSpec) -> int:
     return sum(2 * int(np.prod([abs(dim) for dim in tensor.dims], dtype=object)) for tensor in spec.inputs)
 
 
-def _row(tensor: TensorSpec, random: np.random.Generator) -> Array:
-    """A row that models are likely to take: free dimensions of 1, floats in [0, 1), integers and digits 0 and 1, which
-    are in every vocabulary."""
+def _pair(tensor: TensorSpec, highest: int, random: np.random.Generator) -> tuple[Array, Array]:
+    """Two rows that models are likely to take: free dimensions of 1, floats in [0, 1), integers and digits 0 and
+    `highest`, 1 at most, which is in every vocabulary. Nothing is the same in both, on the average neither: of many
+    numbers of one kind the mean is always the same, and a model that takes it of all rows would go unnoticed."""
     shape = tuple(1 if dim < 0 else dim for dim in tensor.dims)
     dtype = by_name(tensor.datatype).dtype
+    floats = random.random((2, *shape), np.float32)
+    floats[1] /= 4
     if tensor.datatype == "BF16":
-        return (random.random(shape, np.float32).view(np.uint32) >> 16).astype(dtype)
-    if dtype.kind == "f":
-        return random.random(shape).astype(dtype)
-    bits = random.integers(0, 2, shape)
-    return np.where(bits, b"1", b"0").astype(dtype) if dtype.hasobject else bits.astype(dtype)
+        rows = (floats.view(np.uint32) >> 16).astype(dtype)
+    elif dtype.kind == "f":
+        rows = floats.astype(dtype)
+    else:
+        ones = np.array([floats[0] < 0.75, floats[0] >= 0.75]) & bool(highest)
+        rows = np.where(ones, b"1", b"0").astype(dtype) if dtype.hasobject else ones.astype(dtype)
+    return rows[0], rows[1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import numpy as np
 import onnx
 import pytest
 
-from backends.base import Device, ModelSource, ModelSpec, Tensors, TensorSpec, Trial
+from backends.base import Array, Device, ModelSource, ModelSpec, Tensors, TensorSpec, Trial
 from backends.errors import ExecutionError, OutOfMemory
 from backends.host_accelerator import HostAccelerator
 from backends.onnx import OnnxBackend
@@ -80,6 +81,47 @@ def test_try_rows_of_an_output_with_rows_of_its_own_number_is_told() -> None:
         return [np.repeat(inputs[0], 3, axis=0)]
 
     assert try_rows(SPEC, find).why_not == "output 'x' has shape [3, 2] for one row and [6, 2] for two"
+
+
+def _by_all(rows: Array) -> Array:
+    scale: np.float32 = np.sqrt(np.mean(rows**2, dtype=np.float32))
+    return rows / scale
+
+
+def _position(rows: Array) -> Array:
+    return np.triu(rows)
+
+
+def _before(rows: Array) -> Array:
+    return np.cumsum(rows, axis=0)
+
+
+@pytest.mark.parametrize("datatype", ["FP32", "BF16", "UINT8", "INT64", "BOOL"])
+@pytest.mark.parametrize("size", [1, 3, 10_000])
+@pytest.mark.parametrize("mix", [_by_all, _position, _before, np.flipud])
+def test_try_rows_that_are_mixed_are_told_however_much_rows_are_alike(
+    datatype: str, size: int, mix: Callable[[Array], Array]
+) -> None:
+    """Normalized by all of a batch, say, for which rows of many random numbers are all the same."""
+    spec = ModelSpec((TensorSpec("a", datatype, (-1, size)),), (TensorSpec("x", "FP32", (-1, size)),))
+
+    def run(inputs: Tensors) -> Tensors:
+        rows = (inputs[0].astype(np.uint32) << 16).view(np.float32) if datatype == "BF16" else inputs[0]
+        return [mix(rows.astype(np.float32) + (mix is _by_all))]
+
+    assert try_rows(spec, run).why_not == "output 'x' of a row depends on the row beside it"
+
+
+def test_try_rows_that_are_looked_up_in_each_other_are_told_although_there_is_no_second_one_to_find() -> None:
+    spec = ModelSpec((TensorSpec("rows", "FP32", (-1, 2)), TensorSpec("which", "INT64", (-1,))), SPEC.outputs)
+
+    def look_up(inputs: Tensors) -> Tensors:
+        rows, which = inputs
+        if which.max() >= len(rows):
+            raise ExecutionError("index out of bounds")
+        return [rows[which]]
+
+    assert try_rows(spec, look_up).why_not == "output 'x' of a row depends on the row beside it"
 
 
 def test_try_rows_that_round_otherwise_in_company_is_not_held_against_them() -> None:
