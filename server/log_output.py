@@ -76,6 +76,8 @@ class LogOutput(io.TextIOBase):
         so that there is one gap. Never waits for the descriptor."""
         # hot path at level debug: no system call while the thread writes or pauses
         data = text.encode(self.encoding, self.errors)
+        if not data:
+            return 0
         with self._changed:
             if self._is_full or self._waiting_bytes + len(data) > self._most_bytes:
                 self._is_full = self._waiting_bytes > 0

@@ -118,6 +118,21 @@ def test_text_larger_than_all_that_may_wait_is_lost_and_the_next_is_not(played: 
     assert numbers(played.read(until=line(7).strip())) == [7]
 
 
+def test_text_of_nothing_is_no_gap() -> None:
+    """Whoever ends with it, as click does, had this server say at its end that 0 lines were lost."""
+    gaps: list[int] = []
+    reading, writing = os.pipe()
+    output = LogOutput(writing, gaps.append)
+    output.write("")
+    # Too long to be written along with what is before it.
+    output.write("x" * PIPE_BUF + "\n")
+    output.start()
+    assert output.drain(ENOUGH_S)
+    assert gaps == []
+    os.close(reading)
+    os.close(writing)
+
+
 def test_writes_are_of_whole_lines_that_a_pipe_takes_at_once() -> None:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with ours, theirs:
