@@ -110,6 +110,9 @@ def _check_type(what: str, key: str, parameter: ModelRepositoryParameter, expect
 
 
 def _parse_config(text: str) -> config_pb.ModelConfig:
+    # protobuf takes an empty list or text for an object without fields.
+    if not text.lstrip().startswith("{"):
+        raise InvalidRequest(f"load parameter 'config': expected a ModelConfig as JSON, an object, got {text[:20]!r}")
     try:
         return json_format.Parse(text, config_pb.ModelConfig())
     except (json_format.ParseError, RecursionError) as error:
