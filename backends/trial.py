@@ -146,4 +146,4 @@ def _pair(tensor: TensorSpec, highest: int, random: np.random.Generator) -> tupl
     else:
         ones = np.array([floats[0] < 0.75, floats[0] >= 0.75]) & bool(highest)
         rows = np.where(ones, b"1", b"0").astype(dtype) if dtype.hasobject else ones.astype(dtype)
-    return rows[0], rows[1]
+    return rows[0, ...], rows[1, ...]  # arrays even if there is but one element

@@ -179,6 +179,18 @@ def test_try_rows_where_there_are_none_runs_once_for_the_dims_alone(tmp_path: Pa
     assert unbatched.why_not == ""
 
 
+@pytest.mark.parametrize("datatype", ["FP32", "BF16", "INT64", "BYTES"])
+def test_try_rows_of_a_scalar_runs_it_with_an_array_without_axes(datatype: str) -> None:
+    seen: list[Array] = []
+
+    def run(inputs: Tensors) -> Tensors:
+        seen.extend(inputs)
+        return [np.zeros((), np.float32)]
+
+    try_rows(ModelSpec((TensorSpec("a", datatype, ()),), (TensorSpec("x", "FP32", ()),)), run)
+    assert [(type(array), array.shape) for array in seen] == [(np.ndarray, ())]
+
+
 def test_try_rows_leaves_optional_inputs_to_the_model(tmp_path: Path) -> None:
     tried = trial(tmp_path, models.with_default(batched=True))
     assert [tensor.optional for tensor in tried.spec.inputs] == [False, True]
