@@ -13,7 +13,8 @@ from tests.differential.repository import DATATYPES
 
 __all__ = ["CALLS", "HARMFUL"]
 
-ALL = ("outputs", "raw_output_contents")
+RAW = "raw_output_contents"
+ALL = ("outputs", RAW)
 PAIR = {"INPUT0": ints(1, 4), "INPUT1": ints(1, 4)}
 FREE = {"INPUT0": floats(1, 3)}
 ROW = struct.pack("<3f", 1, 2, 3)
@@ -50,6 +51,12 @@ def without_contents() -> pb.ModelInferRequest:
 def both_contents() -> pb.ModelInferRequest:
     request = infer("free", FREE)
     request.inputs[0].contents.fp32_contents.extend([1, 2, 3])
+    return request
+
+
+def mixed_contents() -> pb.ModelInferRequest:
+    request = raw("pair", ("INPUT1", "INT32", [1, 4], FOUR))
+    request.inputs.append(typed("pair", "INPUT0", "INT32", [1, 4], int_contents=range(4)).inputs[0])
     return request
 
 
@@ -178,6 +185,19 @@ REFUSED = [
         "INVALID_ARGUMENT",
         "raw contents beyond",
     ),
+    Call(
+        "no contents of an empty axis",
+        raw("free", ("INPUT0", "FP32", [1, 0], None)),
+        "INVALID_ARGUMENT",
+        "OK",
+        "an input of no elements",
+    ),
+    Call(
+        "raw contents for one and typed ones for the other",
+        mixed_contents(),
+        "INVALID_ARGUMENT",
+        phrase="contents",
+    ),
     Call("typed contents too short", typed("free", "INPUT0", "FP32", [1, 3], fp32_contents=[1]), "INVALID_ARGUMENT"),
     Call("typed contents too long", typed("free", "INPUT0", "FP32", [1, 1], fp32_contents=[1, 2]), "INVALID_ARGUMENT"),
     Call(
@@ -193,6 +213,9 @@ REFUSED = [
     Call("text of too many elements", raw("text", ("INPUT0", "BYTES", [1, 1], b"\x01\0\0\0a" * 2)), "INVALID_ARGUMENT"),
     Call("text cut in a length", raw("text", ("INPUT0", "BYTES", [1, 1], b"\x01\0\0")), "INVALID_ARGUMENT"),
     Call("text cut in an element", raw("text", ("INPUT0", "BYTES", [1, 1], b"\x09\0\0\0a")), "INVALID_ARGUMENT"),
+    Call("text of no elements", raw("text", ("INPUT0", "BYTES", [1, 0], b""))),
+    Call("text of no elements and some bytes", raw("text", ("INPUT0", "BYTES", [1, 0], bytes(4))), "INVALID_ARGUMENT"),
+    Call("text longer than can be", raw("text", ("INPUT0", "BYTES", [1, 1], b"\xff" * 4)), "INVALID_ARGUMENT"),
     Call("text of no bytes", raw("text", ("INPUT0", "BYTES", [1, 1], b"")), "INVALID_ARGUMENT"),
     Call(
         "bool of 2", raw("types", ("INPUT_BOOL", "BOOL", [1, 1], b"\x02")), "OK", "INVALID_ARGUMENT", "a byte of BOOL"
@@ -212,6 +235,7 @@ PARAMETERS = [
     Call("unknown parameter, double", both(mine=1.5)),
     Call("unknown parameter, unsigned", both(mine=unsigned(1)), "INVALID_ARGUMENT", "OK", "`uint64_param`"),
     Call("unknown parameter without a value", both(mine=pb.InferParameter()), "INVALID_ARGUMENT"),
+    Call("unknown parameter that is no number", both(mine=float("nan")), "OK", "INVALID_ARGUMENT", "a number that"),
     Call("priority", both(priority=1)),
     Call("priority, unsigned", both(priority=unsigned(1))),
     Call("priority below 0", both(priority=-1), "INVALID_ARGUMENT", phrase="priority"),
@@ -225,11 +249,16 @@ PARAMETERS = [
     Call("sequence_id as text", both(sequence_id="a")),
     Call("sequence_id as bool", both(sequence_id=True), "INVALID_ARGUMENT", phrase="sequence_id"),
     Call("sequence_id below 0", both(sequence_id=-1)),
+    Call("sequence_id, unsigned", both(sequence_id=unsigned(7)), "INVALID_ARGUMENT", "OK", "`uint64_param`"),
+    Call("sequence_id that is long", both(sequence_id="x" * 129), "UNIMPLEMENTED", "OK", "a `sequence_id`"),
     Call("sequence_start as number", both(sequence_start=1), "INVALID_ARGUMENT", phrase="sequence_start"),
     Call("sequence_end as number", both(sequence_end=1), "INVALID_ARGUMENT", phrase="sequence_end"),
     Call("headers", both(headers="a")),
     Call("binary_data_output", both(binary_data_output=True)),
-    Call("binary_data_output false", both(binary_data_output=False), row="`binary_data_output`", free=ALL),
+    Call("binary_data_output false", both(binary_data_output=False), row="`binary_data_output` of", free=ALL),
+    Call(
+        "binary_data_output as number", both(binary_data_output=0), "OK", "INVALID_ARGUMENT", "`binary_data_output` as"
+    ),
     Call("triton_ and anything", both(triton_x=True), "INVALID_ARGUMENT", phrase="triton_"),
     Call("triton_enable_empty_final_response", both(triton_enable_empty_final_response=True)),
     Call(
@@ -252,12 +281,14 @@ CLASSIFICATION = [
     Call("2 classes", classes("labelled", 2)),
     Call("as many classes as elements", classes("labelled", 4)),
     Call("more classes than elements", classes("labelled", 9)),
+    Call("2**40 classes", classes("labelled", 2**40), row="`classification` beyond", free=("outputs", RAW)),
     Call("0 classes", classes("labelled", 0), "INVALID_ARGUMENT", phrase="classification"),
     Call("-1 classes", classes("labelled", -1), "INVALID_ARGUMENT", phrase="classification"),
     Call("classes as text", classes("labelled", "2"), "INVALID_ARGUMENT", phrase="classification"),
     Call("classes as unsigned", classes("labelled", unsigned(2)), "INVALID_ARGUMENT", phrase="classification"),
     Call("classes without labels", classes("free", 2, {"INPUT0": floats(1, 3)})),
     Call("classes without a batch axis", classes("flat", 2, {"INPUT0": floats(4)})),
+    Call("classes of no elements", classes("free", 2, {"INPUT0": floats(1, 0)})),
     Call("classes of numbers", classes("grid", 2, {"INPUT0": ints(1, 2, 2, dtype="<i8")})),
     Call("classes of fractions", classes("flat", 4, {"INPUT0": np.array([0.1, 1e-9, 1e20, -3], np.float32)})),
     Call("classes of no number", classes("flat", 4, {"INPUT0": np.array([np.inf, -np.inf, 1, 0], np.float32)})),

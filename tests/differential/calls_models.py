@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from protos import inference_pb2 as pb
 from tests.differential.asking import config, floats, index, infer, load, metadata, ready, statistics, unload
 from tests.differential.comparing import Call
@@ -57,6 +59,7 @@ _FREE += '"output": [{"name": "OUTPUT0", "data_type": "TYPE_FP32", "dims": [-1]}
 _FREE += '"parameters": {"outputs": {"string_value": "OUTPUT0:<f4"}}}'
 NONSENSE = "loads and unloads that make no sense"
 _ONE = {"INPUT0": floats(1, 4)}
+_CODE = Path(__file__).with_name("model.py").read_bytes()
 
 LOADED = [
     Call("unload", unload("serial")),
@@ -92,6 +95,10 @@ LOADED = [
     Call("load with a configuration that is no JSON", load("serial", config="max_batch_size: 4"), "INTERNAL",
          "INVALID_ARGUMENT", NONSENSE),
     Call("load with an empty configuration", load("serial", config=""), "INTERNAL", "INVALID_ARGUMENT", NONSENSE),
+    Call("load with a list as configuration", load("serial", config="[]"), "INTERNAL", "INVALID_ARGUMENT", NONSENSE),
+    Call("load with a field that is there twice", load("serial", config='{"max_batch_size": 3,' + _FREE[1:]), "OK",
+         "INVALID_ARGUMENT", NONSENSE),
+    Call("load with a number as text", load("serial", config=_FREE.replace("4", '"4"', 1))),
     Call("load with unknown fields", load("serial", config='{"nobody": 1}'), "INTERNAL", "INVALID_ARGUMENT", NONSENSE),
     Call("load with a bad number of rows", load("serial", config=_FREE.replace("4", "-4", 1)), "INTERNAL",
          "INVALID_ARGUMENT", NONSENSE),
@@ -104,6 +111,12 @@ LOADED = [
     Call("load with a file as text", load("serial", config=_FREE, file_1__model_py="a"), "INVALID_ARGUMENT",
          phrase="expected bytes_param"),
     Call("what served goes on", infer("serial", _ONE)),
+    Call("load of code", load("serial", config=_FREE, **{"file_1__model.py": _CODE}), "OK", "INVALID_ARGUMENT",
+         "code that a client brings"),
+    Call("infer that or what served", infer("serial", _ONE)),
+    Call("unload what didn't load", unload("broken")),
+    Call("infer that", infer("broken", _ONE), "NOT_FOUND"),
+    Call("server ready without that", pb.ServerReadyRequest(), row="unload of a model", free=("ready",)),
     Call("reload as it is on disk", load("serial")),
     Call("config of that", config("serial"), row="pinned memory", free=PINNED),
 ]  # fmt: skip

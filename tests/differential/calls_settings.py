@@ -18,7 +18,7 @@ KEY_BYTES = 2 * PAGE
 FORMAT = ("log_format",)
 """Not the default, where this server is started by tests."""
 TRACE_RULES = "trace settings that make no sense"
-KEY_RULES = "a shared memory key"
+KEY_RULES = "a shared memory key that"
 LOGS = [
     Call("log settings", logs(), free=FORMAT),
     Call("log_verbose_level", logs(log_verbose_level=0), free=FORMAT),
@@ -40,6 +40,7 @@ TRACES = [
     Call("trace settings", traces()),
     Call("trace settings of a model", traces("pair")),
     Call("trace settings of nobody", traces("nobody"), "INVALID_ARGUMENT"),
+    Call("trace settings of what didn't load", traces("broken"), "INVALID_ARGUMENT", "OK", "trace settings of a model"),
     Call("trace_rate", traces(trace_rate=["5"])),
     Call("trace_rate of a model", traces("pair", trace_rate=["7"])),
     Call("trace_rate of all when a model has its own", traces(trace_rate=["9"])),
@@ -125,6 +126,8 @@ MEMORY = [
          "Unable to open shared memory region"),
     Call("register of no key", register("c", ""), "INTERNAL", "INVALID_ARGUMENT", KEY_RULES),
     Call("register of a slash", register("c", "/"), "INTERNAL", "INVALID_ARGUMENT", KEY_RULES),
+    Call("register of two slashes", register("c", f"/{THIRD}"), "OK", "INVALID_ARGUMENT", "a shared memory key of"),
+    Call("unregister of two slashes", unregister("c")),
     Call("register of a reserved key", register("c", "/triton_python_backend_shm_region_x"),
          "INTERNAL", "INVALID_ARGUMENT", KEY_RULES),
     Call("register beyond the object", register("c", THIRD, size=KEY_BYTES + 1), "INVALID_ARGUMENT"),
@@ -146,6 +149,8 @@ MEMORY = [
          phrase="Unable to find shared memory region: 'nobody'"),
     Call("input, region as number", lying(7), "INVALID_ARGUMENT", phrase="shared_memory_region"),
     Call("input, size as text", lying(size="12"), "INVALID_ARGUMENT", phrase="shared_memory_byte_size"),
+    Call("input, offset unsigned", lying(shared_memory_offset=pb.InferParameter(uint64_param=0)),
+         "INVALID_ARGUMENT", "OK", "`uint64_param`"),
     Call("input, offset as text", lying(shared_memory_offset="0"), "INVALID_ARGUMENT", phrase=OFFSET),
     Call("input in a region without a size",
          of_input(raw("free", ("INPUT0", "FP32", [1, 3], None)), shared_memory_region="a"),
@@ -179,6 +184,11 @@ MEMORY = [
     Call("cuda status of nobody", pb.CudaSharedMemoryStatusRequest(name="nobody"), "NOT_FOUND"),
     Call("cuda register", pb.CudaSharedMemoryRegisterRequest(name="g", raw_handle=b"x" * 64, device_id=0, byte_size=64),
          "INVALID_ARGUMENT", "UNIMPLEMENTED", "CUDA shared memory without a GPU"),
+    Call("register again after all", register("a")),
+    Call("cuda unregister of what isn't of cuda", pb.CudaSharedMemoryUnregisterRequest(name="a"), "OK", "NOT_FOUND",
+         "a region of the other kind"),
+    Call("status of what is still there", status()),
+    Call("unregister that", unregister("a")),
     Call("cuda unregister all", pb.CudaSharedMemoryUnregisterRequest()),
 ]  # fmt: skip
 
