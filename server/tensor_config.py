@@ -133,7 +133,7 @@ def _join(kind: str, declared: Declared, own: TensorSpec, batched: bool, scatter
         given, field = (dims, "dims") if reshape is None else (reshape, "reshape.shape")
         lead = 1 if batched and not declared.is_shape_tensor else 0
         mine = (-1,) * len(given) if own.any_rank else own.dims[lead:]
-        _check_dims(where, given, _believed(mine, given) if kind == "output" else mine, field)
+        _check_dims(where, given, _believed(mine, given) if kind == "output" else mine, field, lead)
     elif min((*dims, *(reshape or ())), default=0) < -1:
         raise ConfigError(f"{where}: expected dims and reshape.shape >= -1, got {[*dims, *(reshape or ())]}")
     return replace(
@@ -147,10 +147,14 @@ def _join(kind: str, declared: Declared, own: TensorSpec, batched: bool, scatter
     )
 
 
-def _check_dims(where: str, dims: tuple[int, ...], mine: tuple[int, ...], field: str) -> None:
+def _check_dims(where: str, dims: tuple[int, ...], mine: tuple[int, ...], field: str, lead: int) -> None:
     fits = len(dims) == len(mine) and all(want in (-1, got) for got, want in zip(dims, mine, strict=True))
     if not fits or min(dims, default=0) < -1:
-        raise ConfigError(f"{where}: expected {field} of the model, {list(mine)}, got {list(dims)}")
+        hint = {
+            (1, 1): "; the batch axis isn't among them",
+            (0, -1): "; where there is no batch axis they are the whole shape",
+        }.get((lead, len(dims) - len(mine)), "")
+        raise ConfigError(f"{where}: expected {field} of the model, {list(mine)}, got {list(dims)}{hint}")
 
 
 def _believed(mine: tuple[int, ...], given: tuple[int, ...]) -> tuple[int, ...]:

@@ -160,7 +160,13 @@ def test_plan_tensors_follow_the_configuration_in_order_choice_and_narrower_dims
         (
             'input { name: "a" data_type: TYPE_FP32 dims: [ -1, 16 ] }',
             BATCHABLE,
-            "input 'a': expected dims of the model, [16], got [-1, 16]",
+            "input 'a': expected dims of the model, [16], got [-1, 16]; the batch axis isn't among them",
+        ),
+        (
+            f"{INPUT_A} {OUTPUT_X}",
+            BATCHABLE,
+            "input 'a': expected dims of the model, [-1, 16], got [16]; where there is no batch axis they are "
+            "the whole shape",
         ),
         (
             'input { name: "b" data_type: TYPE_INT64 dims: [ -2 ] }',
