@@ -176,6 +176,20 @@ def _mean() -> onnx.ModelProto:
     return model(nodes, [tensor("INPUT0", "FP32", ["batch", 3])], [tensor("OUTPUT0", "FP32", [])])
 
 
+def _centered() -> onnx.ModelProto:
+    """By the mean of the whole batch, which for such rows is nearly that of each."""
+    dims = ["batch", 3000]
+    nodes = [_node("ReduceMean", "INPUT0", "mean"), _node("Sub", "INPUT0 mean")]
+    return model(nodes, [tensor("INPUT0", "FP32", dims)], [tensor("OUTPUT0", "FP32", dims)])
+
+
+def _looked_up() -> onnx.ModelProto:
+    """For as many rows as indices, too."""
+    nodes = [_node("Mul", "which two", "even"), _node("Gather", "rows even")]
+    inputs = [tensor("rows", "FP32", ["n", 3]), tensor("which", "INT64", ["k"])]
+    return model(nodes, inputs, [tensor("OUTPUT0", "FP32", ["k", 3])], [_constant("two", np.int64(2))])
+
+
 _NAMES = (
     "serving_default_x:0",
     "a/b/c:0",
@@ -211,6 +225,11 @@ FOUND: dict[str, tuple[onnx.ModelProto, list[Request]]] = {
     "square": (_square(), [{"INPUT0": _floats(n, n)} for n in (1, 2, 3)]),
     "masked": (_masked(), [{"INPUT0": _floats(2, n), "mask": _floats(2, n)} for n in (0, 1, 3)]),
     "mean": (_mean(), _rows(3)),
+    "centered": (_centered(), [{"INPUT0": _floats(rows, 3000) + rows} for rows in (1, 2, 3)]),
+    "looked_up": (
+        _looked_up(),
+        [{"rows": _floats(5, 3), "which": np.array(which)} for which in ([2], [1, 0], [0] * 9)],
+    ),
     "nothing": (models.identity(dims=(0, 3)), [{"INPUT0": _floats(0, 3)}]),
     "any_rank": (models.shapeless(), [{"INPUT0": _floats(*dims)} for dims in [(), (3,), (2, 0), (2, 3)]]),
     "squeezed": (models.shapeless("Squeeze", ["n", None]), [{"INPUT0": _floats(*dims)} for dims in [(1, 1), (2, 3)]]),
