@@ -50,7 +50,10 @@ async def relaying(port: int) -> AsyncIterator[Relay]:
 
     async with await asyncio.start_server(connect, "127.0.0.1", 0) as server:
         relay.port = server.sockets[0].getsockname()[1]
-        yield relay
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
+        try:
+            yield relay
+        finally:
+            # The server waits for its connections, which end with these.
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import pty
+import signal
 import socket
 import subprocess
 import sys
@@ -125,9 +126,11 @@ def watching(port: int, stdout: int) -> Iterator[None]:
     process = subprocess.Popen(command, cwd=REPO, stdout=stdout, stdin=subprocess.DEVNULL)
     try:
         yield
-    finally:
-        process.send_signal(2)
+        process.send_signal(signal.SIGINT)
         assert process.wait(20) == 0
+    finally:
+        process.kill()
+        process.wait()
 
 
 class Reader:
