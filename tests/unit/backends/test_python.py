@@ -426,7 +426,7 @@ def test_traceback_goes_to_the_log_once_for_each_place(
 
 def test_close_calls_the_models_own_and_leaves_nothing_behind(folder: Path) -> None:
     gc.collect()
-    # By name and not by number: processes of earlier tests are still being tidied up, so that some of it goes meanwhile.
+    # By name and not by number: of what is there some goes, as processes of earlier tests are still being tidied up.
     before = _held()
     source = ModelSource("m", puppet.write_puppet(folder))
     model = PythonBackend().open(source, CPU)
