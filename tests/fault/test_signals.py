@@ -19,6 +19,7 @@ from protos import inference_pb2 as pb
 from protos.inference_pb2_grpc import GRPCInferenceServiceStub
 from tests.fault.traffic import connected, pending, request, says, total
 from tests.harness import ServerProcess, write_identity
+from tests.integration.serving import TRIES_CANCELLED_AGAIN
 from tests.polling import eventually, eventually_async
 
 pytestmark = pytest.mark.usefixtures("frontends")
@@ -113,7 +114,7 @@ def test_sigterm_with_a_grace_for_load_balancers_ends_in_order_after_it(tmp_path
 def test_sigterm_under_load_answers_what_was_accepted_and_refuses_the_rest(tmp_path: Path) -> None:
     # Requests run one by one, so that those accepted are those done, the one that runs, and those pending.
     write_identity(tmp_path, dims=FREE, extra=delay_ms(150))
-    with ServerProcess(tmp_path) as server, connected(server) as client:
+    with ServerProcess(tmp_path) as server, connected(server, TRIES_CANCELLED_AGAIN) as client:
         accepted = [client.send(request(first=number)) for number in range(16)]
         eventually(
             lambda: pending(server) + total(server, "nv_inference_request_success") >= 15, "all requests accepted"
@@ -138,7 +139,8 @@ async def test_sigterm_amid_traffic_from_many_clients_refuses_with_unavailable_a
     codes: Counter[grpc.StatusCode] = Counter()
 
     async def send_until_refused(target: str) -> None:
-        async with grpc.aio.insecure_channel(target, options=[("grpc.use_local_subchannel_pool", 1)]) as channel:
+        options = [("grpc.use_local_subchannel_pool", 1), *TRIES_CANCELLED_AGAIN]
+        async with grpc.aio.insecure_channel(target, options=options) as channel:
             stub: Any = GRPCInferenceServiceStub(channel)  # type: ignore[no-untyped-call]
             code = OK
             while code is OK:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -69,9 +69,9 @@ class Client:
 
 
 @contextmanager
-def connected(server: ServerProcess) -> Iterator[Client]:
-    """A client of `server`."""
-    with grpc.insecure_channel(server.target) as channel:
+def connected(server: ServerProcess, options: Sequence[tuple[str, Any]] = ()) -> Iterator[Client]:
+    """A client of `server`, its channel with `options`."""
+    with grpc.insecure_channel(server.target, options) as channel:
         yield Client(channel)
 
 

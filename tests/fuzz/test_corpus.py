@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 from collections.abc import Iterator
 
@@ -54,6 +55,23 @@ def test_judging_finds_what_takes_too_much_memory() -> None:
 
     with pytest.raises(Finding, match="greedy: 3 bytes took 10"):
         judged(Target("greedy", run), b"abc")
+
+
+def test_judging_blames_no_target_for_what_others_take_meanwhile() -> None:
+    others = iter([10**6])
+
+    class Garbage:
+        def __del__(self) -> None:
+            for size in others:
+                bytes(size)
+
+    def run(data: bytes) -> None:
+        garbage: list[object] = [Garbage()]
+        garbage.append(garbage)
+        del garbage
+        gc.collect()
+
+    judged(Target("modest", run), b"abc")
 
 
 def test_judging_passes_on_what_a_decoder_raises() -> None:

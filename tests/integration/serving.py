@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import json
 import os
 import urllib.request
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -28,9 +29,22 @@ from server.config import Settings
 from server.fronts.fleet import StartFront
 from tests import nursery
 
-__all__ = ["Served", "echo_model", "failure_of", "serving", "write_model"]
+__all__ = ["TRIES_CANCELLED_AGAIN", "Served", "echo_model", "failure_of", "serving", "write_model"]
 
 _UNLIMITED = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]
+
+_RETRIES = {
+    "maxAttempts": 5,
+    "initialBackoff": "0.05s",
+    "maxBackoff": "0.5s",
+    "backoffMultiplier": 2,
+    "retryableStatusCodes": ["CANCELLED"],
+}
+TRIES_CANCELLED_AGAIN = (
+    ("grpc.service_config", json.dumps({"methodConfig": [{"name": [{}], "retryPolicy": _RETRIES}]})),
+)
+"""Options of a channel whose calls meet a server that stops. Those that cross with its GOAWAY gRPC's server cancels,
+and which these are is up to the machine; tried again, they end as all others do."""
 
 
 def echo_model(datatype: str = "FP32", *dims: int, utf8: bool = False) -> MemoryModel:
@@ -104,10 +118,11 @@ async def serving(
     backends: Mapping[str, Backend] | None = None,
     load: Callable[[str], Any] = ctypes.CDLL,
     start_front: StartFront = nursery.start_front,
+    options: Sequence[tuple[str, Any]] = (),
 ) -> AsyncIterator[Served]:
     """Serve `repository`, in which a folder is written for each of `models` that has none, with `config`. `backends`
     take the place of those of the same names; `load` opens the CUDA driver, `start_front` begins a process that speaks
-    gRPC."""
+    gRPC, `options` are more of the channel's."""
     models = models or {}
     for name in models:
         if not (repository / name).exists():
@@ -124,7 +139,8 @@ async def serving(
     server = Server(local, backend_of, load, start_front)
     await server.start()
     try:
-        async with grpc.aio.insecure_channel(f"127.0.0.1:{server.grpc_port}", options=_UNLIMITED) as channel:
+        target = f"127.0.0.1:{server.grpc_port}"
+        async with grpc.aio.insecure_channel(target, options=[*_UNLIMITED, *options]) as channel:
             yield Served(server, channel, GRPCInferenceServiceStub(channel))
     finally:
         for model in models.values():

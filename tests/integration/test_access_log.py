@@ -15,6 +15,7 @@ from protos import inference_pb2 as pb
 from server import log
 from server.model_statistics import FailureReason
 from tests.integration.serving import echo_model, failure_of, serving
+from tests.integration.streams import Stream
 from tests.polling import eventually_async
 from tests.wire import infer, rows_of_floats
 
@@ -43,8 +44,9 @@ async def test_each_request_is_one_line_at_debug(tmp_path: Path, capfd: pytest.C
         await failure_of(served.infer(request(id="bad", version="x")))
         model.faults.raise_next(ExecutionError("no good"))
         await failure_of(served.infer(request(id="failed")))
-        stream = served.stub.ModelStreamInfer(iter([request(id="streamed")]), timeout=20)
-        assert [answer.infer_response.id async for answer in stream] == ["streamed"]
+        stream = Stream(served)
+        await stream.send(request(id="streamed"))
+        assert (await stream.message()).infer_response.id == "streamed"
         model.gate.close()
         gone = served.stub.ModelInfer(request(id="gone"), timeout=20)
         await eventually_async(lambda: model.gate.entered == 4, "an execution")
@@ -53,7 +55,8 @@ async def test_each_request_is_one_line_at_debug(tmp_path: Path, capfd: pytest.C
         await eventually_async(lambda: statistics.failures[FailureReason.CANCELED], "that the server knows")
         stopping = asyncio.create_task(served.server.stop(20))
         await asyncio.sleep(0)  # the stop begins
-        await failure_of(served.infer(request(id="late")))
+        await stream.send(request(id="late"))  # a new call might come when the port is closed already
+        assert (await stream.message()).error_message == "the server is stopping"
         model.gate.open()
         await stopping
     lines = records(capfd)

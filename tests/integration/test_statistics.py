@@ -18,6 +18,7 @@ from protos import inference_pb2 as pb
 from server.config import Settings
 from tests.integration.scripted import Script, busy, own, queued, request, send, totals
 from tests.integration.serving import Served, echo_model, failure_of, serving, write_model
+from tests.integration.streams import Stream
 from tests.polling import eventually_async
 from tests.wire import infer, rows_of_floats
 
@@ -310,18 +311,21 @@ async def test_statistics_of_requests_that_come_while_the_server_stops_are_rejec
     script = Script()
     gate = script.hold(0)
     async with serving(tmp_path, {"m": script.model}, config=MERGE) as served:
-        (call,) = send(served, request(0))
+        # New calls might come when the port is closed already.
+        stream = Stream(served)
+        await stream.send(request(0))
         await asyncio.to_thread(gate.wait_entered, 1)
         statistics = served.server.repository.get("m", "").statistics
         stopping = asyncio.create_task(served.server.stop(20))
-        assert not (await served.stub.ServerReady(pb.ServerReadyRequest())).ready
-        assert (await failure_of(served.infer(request(1))))[0] is Code.UNAVAILABLE
-        assert (await failure_of(served.infer(request(1, model="nosuch"))))[0] is Code.UNAVAILABLE
+        await asyncio.sleep(0)  # the stop begins
+        for model in ("m", "nosuch"):
+            await stream.send(request(1, model=model, paceline_unordered=True))
+            assert await stream.next() == ("UNAVAILABLE", "the server is stopping")
         seen = await served.metrics()
         assert totals(seen)["REJECTED"] == 1
         assert seen['paceline_dropped_requests{model="m",reason="closed",version="1"}'] == 1
         gate.open()
-        await call
+        assert await stream.next() == 0
         assert await stopping
     assert (statistics.requests.count, statistics.failed) == (1, 1)
 

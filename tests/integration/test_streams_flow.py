@@ -15,7 +15,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from server.config import Settings
 from tests.integration.scripted import Script, busy, mark_of, request, totals
-from tests.integration.serving import Served, failure_of, serving
+from tests.integration.serving import TRIES_CANCELLED_AGAIN, Served, failure_of, serving
 from tests.integration.streams import Stream
 from tests.polling import eventually_async
 
@@ -131,7 +131,7 @@ async def test_streams_64_at_once_each_get_their_own_answers_in_order(tmp_path: 
 async def test_stop_answers_what_streams_have_under_way_and_refuses_the_rest_in_the_stream(
     tmp_path: Path, script: Script
 ) -> None:
-    async with serving(tmp_path, {"m": script.model}, config=MERGE) as served:
+    async with serving(tmp_path, {"m": script.model}, config=MERGE, options=TRIES_CANCELLED_AGAIN) as served:
         stream = Stream(served)
         async with busy(served, script) as gate:
             await stream.send(request(1), request(2))

@@ -110,9 +110,12 @@ class Stall:
         self.ended = threading.Event()
 
     def __call__(self, request: pb.ModelInferRequest, context: grpc.ServicerContext) -> pb.ModelInferResponse:
-        context.add_callback(self.ended.set)
+        over = threading.Event()
+        if not context.add_callback(over.set):  # it is over already
+            over.set()
         self.started.set()
-        self.ended.wait(60)
+        over.wait(60)
+        self.ended.set()
         return pb.ModelInferResponse()
 
 

@@ -171,10 +171,11 @@ async def test_infer_handler_failure_then_next_call_succeeds(twin: Twin, peer: P
 
 
 async def test_infer_own_timeout_passes_raises_deadline_exceeded(twin: Twin, peer: Peer) -> None:
-    peer.answer = Stall()
-    with pytest.raises(DeadlineExceeded):
-        await twin.infer("m", X, timeout_s=0.05)
-    assert await asyncio.to_thread(peer.answer.ended.wait, 10)
+    peer.answer = stall = Stall()
+    while not stall.started.is_set():  # the time may have passed before there is a connection
+        with pytest.raises(DeadlineExceeded):
+            await twin.infer("m", X, timeout_s=0.05)
+    assert await asyncio.to_thread(stall.ended.wait, 10)
 
 
 async def test_infer_clients_timeout_passes_raises_deadline_exceeded(make_twin: MakeTwin, peer: Peer) -> None:
