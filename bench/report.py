@@ -160,10 +160,13 @@ def _absolute(section: Section, columns: Sequence[tuple[str, str, int]]) -> Iter
 def facts(machine: Mapping[str, Any]) -> tuple[str, ...]:
     """The machine, its GPUs if it has any, and its software, a line each."""
     versions = ", ".join(f"{name} {number}" for name, number in machine["versions"].items())
+    python = f"Python {machine['python']}"
+    if "python_step_ns" in machine:
+        python += f" ({machine['python_step_ns'] / 1_000:.1f} us a step)"
     return (
         f"{machine['processor']}, {machine['cores']} cores, {machine['system']}, load {machine['load_before']} before",
         *([machine["gpu"]] if "gpu" in machine else []),
-        f"Python {machine['python']}, {versions}, protobuf runs on {machine['protobuf_implementation']}",
+        f"{python}, {versions}, protobuf runs on {machine['protobuf_implementation']}",
     )
 
 

@@ -12,6 +12,7 @@ MACHINE = {
     "system": "a system",
     "load_before": 0.1,
     "python": "3",
+    "python_step_ns": 1_234,
     "versions": {"grpcio": "1"},
     "protobuf_implementation": "upb",
 }

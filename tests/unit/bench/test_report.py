@@ -2,9 +2,9 @@ from __future__ import annotations
 
 import pytest
 
-from bench.report import Absence, Result, absolute, section_of, series_of, table, text
+from bench.report import Absence, Result, absolute, facts, section_of, series_of, table, text
 from bench.scenario import Closed, parse
-from tests.unit.bench.findings import section, summary
+from tests.unit.bench.findings import MACHINE, section, summary
 
 SCENARIO = parse(
     "mlp",
@@ -85,6 +85,12 @@ def test_text_has_ratios_first_then_who_is_absent_then_the_machine() -> None:
     assert said.startswith("Ratios")
     places = [said.index(one) for one in ("0.95 (0.50 - 0.99)", "a rival: not installed", "a processor, 2 cores")]
     assert places == sorted(places)
+
+
+def test_facts_tell_how_fast_python_is_where_that_is_known() -> None:
+    older = {key: value for key, value in MACHINE.items() if key != "python_step_ns"}
+    assert "Python 3 (1.2 us a step), grpcio 1," in facts(MACHINE)[-1]
+    assert "Python 3, grpcio 1," in facts(older)[-1]
 
 
 def test_table_aligns_the_first_column_left_and_the_others_right() -> None:
