@@ -45,6 +45,10 @@ class BenchError(Exception):
     """A measurement failed, so there is nothing to report."""
 
 
+class TooShortError(BenchError):
+    """Not a single answer came in the time, nor an error: longer may help."""
+
+
 class Counters(NamedTuple):
     """What a server says of one model since it started."""
 
@@ -77,16 +81,13 @@ class Load:
     side: Side | None = None
 
     def measure(self, seconds: float, warmup_s: float) -> Sample:
-        if self.binary is None:
-            return self._measured(seconds, warmup_s)
-        with suppress(perf_analyzer.UnstableError):
-            self._perf_analyzer(warmup_s)
-        for stretch in range(_STRETCHES):
-            try:
+        if self.binary is not None:
+            with suppress(TooShortError):
+                self._perf_analyzer(warmup_s)
+        for stretch in range(_STRETCHES - 1):
+            with suppress(TooShortError):
                 return self._measured(seconds * 2**stretch, warmup_s)
-            except perf_analyzer.UnstableError as error:
-                failed = error
-        raise BenchError(str(failed))
+        return self._measured(seconds * 2 ** (_STRETCHES - 1), warmup_s)
 
     def _measured(self, seconds: float, warmup_s: float) -> Sample:
         before, cpu_before_s = self._counters(), cpu_s(self.subject.pid)
@@ -107,8 +108,8 @@ class Load:
                 return perf_analyzer.run(
                     self.binary, self.subject.target, self.side, self.point.clients, seconds, Path(folder)
                 )
-            except perf_analyzer.UnstableError:
-                raise
+            except perf_analyzer.UnstableError as error:
+                raise TooShortError(str(error)) from None
             except perf_analyzer.FailedError as error:
                 raise BenchError(str(error)) from None
 
@@ -123,8 +124,10 @@ class Load:
             *(("--stream",) if self.stream else ()),
             timeout_s=seconds + warmup_s + _SPARE_S,
         )
-        if answer["errors"] or not answer["ok"]:
+        if answer["errors"]:
             raise BenchError(f"{answer['ok']} answers, errors {answer['errors']}")
+        if not answer["ok"]:
+            raise TooShortError(f"no answer within {seconds:g} s")
         return answer
 
     def _counters(self) -> Counters | None:

@@ -3,11 +3,17 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import grpc
 import pytest
 
+from bench.load import METHOD
 from bench.scenario import Closed, Side
 from bench.steps import BenchError, Counters, Load, batch_figures
 from bench.subjects import cpu_s
@@ -47,6 +53,21 @@ def analyzer(folder: Path, unstable: int) -> Load:
 def windows_ms(folder: Path) -> list[int]:
     calls = [line.split() for line in (folder / "calls").read_text().splitlines()]
     return [int(call[call.index("-p") + 1]) for call in calls]
+
+
+@contextmanager
+def slow_server(seconds: float) -> Iterator[str]:
+    def infer(request: bytes, context: grpc.ServicerContext) -> bytes:
+        time.sleep(seconds)
+        return b"answer"
+
+    _, service, method = METHOD.split("/")
+    handler = grpc.method_handlers_generic_handler(service, {method: grpc.unary_unary_rpc_method_handler(infer)})
+    server = grpc.server(ThreadPoolExecutor(2), handlers=[handler])
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    yield f"127.0.0.1:{port}"
+    server.stop(None).wait()
 
 
 def test_load_warms_up_and_measures(tmp_path: Path) -> None:
@@ -91,3 +112,11 @@ def test_cpu_time_of_nobody_is_unknown() -> None:
     process.wait()
     assert cpu_s(process.pid) is None
     assert cpu_s(os.getpid()) is not None
+
+
+def test_load_of_ours_without_an_answer_in_its_time_is_measured_for_longer(tmp_path: Path) -> None:
+    request = tmp_path / "request"
+    request.write_bytes(b"request")
+    with slow_server(0.15) as target:
+        found = Load(Nobody(target), (request,), Closed(2), "tiny").measure(0.1, 0.0)
+    assert found["requests_per_s"] > 0
