@@ -45,6 +45,9 @@ ParameterValue = bool | int | float | str
 Parameters = Mapping[str, ParameterValue]
 
 _INT64_MAX: Final = 2**63 - 1
+_MOST_BYTES: Final = 2**31 - 2**20
+"""Of a request's tensors; names and shapes find room in the rest. protobuf writes less than 2 GiB, and of what can't be
+written grpc.aio says nothing: it sends an empty message."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,8 +131,9 @@ def infer_request(
     if unknown:
         raise ValueError(f"datatypes names {', '.join(map(repr, unknown))}, not among the inputs")
     request = ModelInferRequest(model_name=model, model_version=version, id=request_id)
+    room_bytes = _MOST_BYTES
     for name, value in inputs.items():
-        _add_input(request, name, value, wanted.get(name))
+        room_bytes -= _add_input(request, name, value, wanted.get(name), room_bytes)
     for name in _output_names(outputs):
         request.outputs.add(name=name)
     for name, parameter in (parameters or {}).items():
@@ -137,14 +141,24 @@ def infer_request(
     return request
 
 
-def _add_input(request: ModelInferRequest, name: str, value: npt.ArrayLike, wanted: str | None) -> None:
+def _add_input(request: ModelInferRequest, name: str, value: npt.ArrayLike, wanted: str | None, room_bytes: int) -> int:
+    """How many bytes the tensor has."""
     try:
         array, datatype = _wire_array(to_array(value), wanted)
-        request.raw_input_contents.append(tensors.encode_raw(array, datatype))
+        _check_room(array.size * datatype.item_bytes, room_bytes)
+        raw = tensors.encode_raw(array, datatype)
+        _check_room(len(raw), room_bytes)
     except (TypeError, ValueError) as error:
         kind = TypeError if isinstance(error, TypeError) else ValueError
         raise kind(f"input {name!r}: {error}") from error
+    request.raw_input_contents.append(raw)
     request.inputs.add(name=name, datatype=datatype.name, shape=array.shape)
+    return len(raw)
+
+
+def _check_room(size_bytes: int, room_bytes: int) -> None:
+    if size_bytes > room_bytes:
+        raise ValueError(f"expected at most {room_bytes} bytes, as much as the request has room for, got {size_bytes}")
 
 
 def _wire_array(array: Array, wanted: str | None) -> tuple[Array, Datatype]:

@@ -38,6 +38,12 @@ def test_infer_request_any_memory_layout_is_sent_in_order(array: np.ndarray[Any,
     assert list(request.inputs[0].shape) == list(array.shape)
 
 
+def test_infer_request_of_more_than_a_message_holds_is_refused_before_memory_is_taken() -> None:
+    large = np.broadcast_to(np.zeros((1, 1)), (2, 2**28))
+    with pytest.raises(ValueError, match=r"input 'x': expected at most 2146435064 bytes, .* got 4294967296"):
+        infer_request("m", {"one": np.zeros(1), "x": large})
+
+
 @pytest.mark.parametrize(
     ("value", "datatype", "shape"),
     [
