@@ -120,9 +120,18 @@ def test_once_reads_nothing_but_http(given: str) -> None:
     assert "expected HOST:PORT or the URL of an HTTP server" in result.stderr
 
 
+# Shells have what they start in the background ignore SIGINT, these tests included, and what they start in turn.
+TOP = """
+import signal
+signal.signal(signal.SIGINT, signal.default_int_handler)
+from server.cli import main
+main()
+"""
+
+
 @contextmanager
 def watching(port: int, stdout: int) -> Iterator[None]:
-    command = [sys.executable, "-m", "server", "top", "--interval", "0.1", "--metrics", f"127.0.0.1:{port}"]
+    command = [sys.executable, "-c", TOP, "top", "--interval", "0.1", "--metrics", f"127.0.0.1:{port}"]
     process = subprocess.Popen(command, cwd=REPO, stdout=stdout, stdin=subprocess.DEVNULL)
     try:
         yield
