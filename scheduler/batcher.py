@@ -76,6 +76,7 @@ class Batcher(Generic[P, R]):
         self._delivery = Delivery(self._answers, self._observer)
         self._accepts = self._stopped = self._suspended = False
         self._turn_is_due = False
+        self._announced: list[Callable[[], None]] = []
         self._company = Company()
         self._arrivals = 0
         self._wake_ns: int | None = None
@@ -115,6 +116,16 @@ class Batcher(Generic[P, R]):
         self._accepts = True
 
     # hot path
+    def announce(self, submit: Callable[[], None]) -> None:
+        """A request has arrived, which `submit` will submit, or find that it can't. It is called soon, once, before
+        anything is decided and in order of arrival: what arrives together is worked at together, which takes less of
+        the processor's time than one by one, in between what gRPC does. `submit` mustn't raise."""
+        self._announced.append(submit)
+        self._arrivals += 1
+        if not self._turn_is_due:
+            self._request_turn()
+
+    # hot path
     def submit(
         self,
         payload: P,
@@ -134,6 +145,8 @@ class Batcher(Generic[P, R]):
         QueueTimeout, DeadlineUnreachable, NoInstance, BatcherClosed or ExecutionFailed, or what the instance has for it
         instead of a result.
         """
+        if self._announced:
+            self._take_announced()
         if not self._accepts:
             self._observer.on_drop(Drop.NO_INSTANCE if self._suspended else Drop.CLOSED)
             raise NoInstance if self._suspended else BatcherClosed
@@ -180,6 +193,7 @@ class Batcher(Generic[P, R]):
 
     def suspend(self) -> None:
         """Until `add` brings an instance, of which none is left: refuse what comes, and whoever waits already."""
+        self._take_announced()
         self._suspended = self._suspended or self._accepts
         self._accepts = False
         for entries in (self._queue.take_all(), *(group.entries for group in self._suspects)):
@@ -194,6 +208,7 @@ class Batcher(Generic[P, R]):
 
     async def drain(self) -> None:
         """Take no more requests, execute what is queued without further delay, return when all is answered."""
+        self._take_announced()
         self._accepts = self._suspended = False
         self._queue.flush()
         self._turn()
@@ -205,6 +220,7 @@ class Batcher(Generic[P, R]):
         if self._stopped:
             return
         self._accepts = False
+        self._take_announced()
         self._stopped = True
         self._queue.flush()
         # With an instance for each request, everything leaves.
@@ -220,6 +236,14 @@ class Batcher(Generic[P, R]):
         self._drained.set()
         self._instances.close()
 
+    # hot path
+    def _take_announced(self) -> None:
+        """Have submitted what was announced. The turn is due meanwhile, or on its way: nobody has to ask for it."""
+        self._turn_is_due = True
+        announced, self._announced = self._announced, []
+        for submit in announced:
+            submit()
+
     def _request_turn(self) -> None:
         """Poll once all that is ready on the loop has run: requests that arrive together share a batch."""
         if not self._turn_is_due:
@@ -229,14 +253,15 @@ class Batcher(Generic[P, R]):
     def _turn_unless_more(self, arrivals: int, quiet: int, iterations: int) -> None:
         """Take the turn, unless batches had company lately and more requests are likely to come up right away."""
         quiet = quiet + 1 if arrivals == self._arrivals else 0
-        if not self._lacks_company() or not self._company.is_worth_waiting(self._queue.requests, quiet, iterations):
+        waiting = self._queue.requests + len(self._announced)
+        if not self._lacks_company() or not self._company.is_worth_waiting(waiting, quiet, iterations):
             self._turn()
         elif self._turn_is_due:
             self._loop.call_soon(self._turn_unless_more, self._arrivals, quiet, iterations + 1)
 
     def _lacks_company(self) -> bool:
         """Whether there is an instance to be kept waiting, and not a full batch for it already."""
-        if self._suspects or self._queue.rows >= self.policy.max_batch_rows:
+        if self._suspects or self._queue.rows + len(self._announced) >= self.policy.max_batch_rows:
             return False
         return self._slots.idle > 0 or bool(self._ahead and self._ahead.about_to_end(self._clock.now_ns()))
 
@@ -246,6 +271,8 @@ class Batcher(Generic[P, R]):
 
     def _turn(self) -> None:
         """Ask the queue what to do now, and do it."""
+        if self._announced:
+            self._take_announced()
         self._turn_is_due = False
         if self._stopped:
             return

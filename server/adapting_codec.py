@@ -15,6 +15,7 @@ from server.classification import Labels
 from server.codec import AnyResponse, DecodedRequest, InputTensor, ModelCodec
 from server.regions import Regions
 from server.reshaping import to_client, to_model
+from server.shortcuts import Envelope
 from server.wire_request import AnyRequest
 
 __all__ = ["AdaptingCodec", "codec_for"]
@@ -71,7 +72,9 @@ class AdaptingCodec(ModelCodec):
                 inputs[index] = array.reshape(to_model(self._spec.inputs[index], array.shape, self._lead[index]))
         return decoded._replace(inputs=tuple(inputs), key=key)
 
-    def encode(self, request: AnyRequest, decoded: DecodedRequest, results: Tensors) -> AnyResponse:
+    def encode(
+        self, request: AnyRequest, decoded: DecodedRequest, results: Tensors, envelope: Envelope | None = None
+    ) -> AnyResponse:
         shown = list(results)
         for index in self._reshaped_outputs:
             tensor, array = self._spec.outputs[index], results[index]
@@ -79,7 +82,7 @@ class AdaptingCodec(ModelCodec):
                 lead = 1 if self._max_batch_rows and not tensor.shape_tensor else 0
                 shown[index] = array.reshape(to_client(tensor, array.shape, lead))
         there = tuple(index for index in decoded.outputs if shown[index] is not MISSING)
-        return super().encode(request, decoded._replace(outputs=there), shown)
+        return super().encode(request, decoded._replace(outputs=there), shown, envelope)
 
     def _rows(self, tensors: Sequence[InputTensor], shapes: Sequence[tuple[int, ...]]) -> int:
         if not self._max_batch_rows:

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from backends.base import MISSING, Array, DeviceTensor, ModelSpec, Tensors, TensorSpec
 from backends.errors import ExecutionError
+from backends.shares import Share
 from protos.datatypes import Datatype, by_name
 from protos.inference_pb2 import ModelInferRequest, ModelInferResponse
 from protos.tensors import (
@@ -30,14 +31,15 @@ from server.errors import InvalidRequest
 from server.parameters import NO_PARAMETERS, RequestParameters, parse_parameters
 from server.region_tensors import REGION, Input, RegionTensor, Span
 from server.regions import Regions
-from server.shortcuts import AnswerPlan, InputPlan, RegionInputPlan, RequestPlan, WireResponse
+from server.shortcuts import AnswerPlan, Envelope, InputPlan, RegionInputPlan, RequestPlan
 from server.wire_request import AnyRequest, Remembered, WireRequest
 
 __all__ = ["AnyResponse", "DecodedRequest", "ModelCodec", "tensor_bytes"]
 
 InputTensor = ModelInferRequest.InferInputTensor
 
-AnyResponse = ModelInferResponse | WireResponse
+AnyResponse = ModelInferResponse | bytes
+"""As a message, or as one that is serialized already."""
 
 _BYTES = by_name("BYTES")
 _BOTH = "expected no contents beside raw_input_contents, got both"
@@ -145,15 +147,19 @@ class ModelCodec:
         classes = self._wanted_classes(request, outputs) if request.outputs else None
         return DecodedRequest(inputs, rows, free, outputs, parameters, targets, classes)
 
-    def encode(self, request: AnyRequest, decoded: DecodedRequest, results: Tensors) -> AnyResponse:
+    def encode(
+        self, request: AnyRequest, decoded: DecodedRequest, results: Tensors, envelope: Envelope | None = None
+    ) -> AnyResponse:
         """The response with the wanted outputs: raw, or in typed contents if the request asked for them. What belongs
-        into shared memory is written there, in the order asked for, if all of it has room.
+        into shared memory is written there, in the order asked for, if all of it has room. Bytes are in `envelope`.
 
         Raises ExecutionError for elements that no message can carry, InvalidRequest for classes of too large an output
         and for shared memory that is too small or gone; what else could be wrong the backend has checked.
         """
-        if isinstance(request, WireRequest) and (short := self._respond(request.id, decoded, results)) is not None:
-            return short
+        if isinstance(request, WireRequest):
+            short = self._respond(request.id, decoded, results, envelope)
+            if short is not None:
+                return short
         response = ModelInferResponse(model_name=self._model, model_version=self._version, id=request.id)
         writes: list[Write] = []
         for index in decoded.outputs:
@@ -178,22 +184,37 @@ class ModelCodec:
         return response
 
     # hot path: see bench/
-    def _respond(self, request_id: str, decoded: DecodedRequest, results: Tensors) -> WireResponse | None:
+    def _respond(
+        self, request_id: str, decoded: DecodedRequest, results: Tensors, envelope: Envelope | None
+    ) -> bytes | None:
         """The response on the short way; None where that doesn't lead."""
-        parameters, wanted, targets = decoded.parameters, decoded.outputs, decoded.targets
+        parameters, wanted = decoded.parameters, decoded.outputs
         if decoded.classes or parameters.typed_outputs or parameters.batch_info:
             return None
-        layout: tuple[Any, ...] = (wanted, *map(_SHAPE, results))
-        if targets:
-            targets = {index: targets[index] for index in wanted if index in targets}
-            layout += tuple((index, span.region.name, span.offset) for index, span in targets.items())
-        plan = self._answer_plans.get(layout)
+        if decoded.targets:
+            return self._respond_elsewhere(request_id, decoded, results, envelope)
+        if type(results) is not Share:
+            return self._plan_for(wanted, results, envelope).answer(request_id, results)
+        outputs = results.outputs
+        among = wanted, results.stop - results.start, envelope
+        plan: AnswerPlan | None = outputs.notes.get(among)
         if plan is None:
-            plan = self._plan_answer(layout, wanted, results, targets)
-        response = plan.response(request_id, results)
-        if response is None or (targets and not self._memory.write_results(targets, results, self._output_types)):
+            plan = self._plan_for(wanted, results, envelope)
+            if not plan.suits(outputs):
+                return plan.answer(request_id, results)
+            outputs.notes[among] = plan
+        return plan.answer_with(request_id, results)
+
+    def _respond_elsewhere(
+        self, request_id: str, decoded: DecodedRequest, results: Tensors, envelope: Envelope | None
+    ) -> bytes | None:
+        """The same for a request some of whose outputs belong into shared memory."""
+        wanted = decoded.outputs
+        targets = {index: decoded.targets[index] for index in wanted if index in decoded.targets}
+        answer = self._plan_for(wanted, results, envelope, targets).answer(request_id, results)
+        if answer is None or not self._memory.write_results(targets, results, self._output_types):
             return None
-        return response
+        return answer
 
     def _plan(self, head: bytes, request: ModelInferRequest, decoded: DecodedRequest) -> None:
         """Remember how to decode requests of this head, if nothing but their tensors matters."""
@@ -223,22 +244,36 @@ class ModelCodec:
         )
         self._plans.remember(head, plan, len(head))
 
+    def _plan_for(
+        self,
+        wanted: tuple[int, ...],
+        results: Tensors,
+        envelope: Envelope | None,
+        targets: Mapping[int, Span] = NOWHERE,
+    ) -> AnswerPlan:
+        layout: tuple[Any, ...] = (envelope, wanted, *map(_SHAPE, results))
+        if targets:
+            layout += tuple((index, span.region.name, span.offset) for index, span in targets.items())
+        plan = self._answer_plans.get(layout)
+        if plan is None:
+            plan = self._plan_answer(wanted, results, targets, envelope)
+            if len(self._answer_plans) >= _MOST_PLANS:
+                self._answer_plans.clear()
+            self._answer_plans[layout] = plan
+        return plan
+
     def _plan_answer(
-        self, layout: Hashable, wanted: Sequence[int], results: Tensors, targets: Mapping[int, Span]
+        self, wanted: Sequence[int], results: Tensors, targets: Mapping[int, Span], envelope: Envelope | None
     ) -> AnswerPlan:
         made = ModelInferResponse(model_name=self._model, model_version=self._version)
         outputs = []
         for index in wanted:
             datatype, shape = self._output_types[index], results[index].shape
             output = made.outputs.add(name=self._spec.outputs[index].name, datatype=datatype.name, shape=shape)
-            size_bytes = element_count(shape) * datatype.item_bytes
             if index in targets:
-                tell_place(output, targets[index], size_bytes)
-            outputs.append((index, datatype, size_bytes))
-        if len(self._answer_plans) >= _MOST_PLANS:
-            self._answer_plans.clear()
-        plan = self._answer_plans[layout] = AnswerPlan(made, outputs, targets.keys())
-        return plan
+                tell_place(output, targets[index], element_count(shape) * datatype.item_bytes)
+            outputs.append((index, datatype))
+        return AnswerPlan(made, outputs, targets.keys(), envelope)
 
     def _parameters(self, request: ModelInferRequest) -> RequestParameters:
         try:

@@ -15,10 +15,9 @@ from google.protobuf.message_factory import GetMessageClass
 
 from protos import inference_pb2 as pb
 from server.gate import Registry
-from server.shortcuts import WireResponse
 from server.wire_request import RequestReader
 
-__all__ = ["METHODS", "add_handlers", "handler_of"]
+__all__ = ["METHODS", "add_handlers", "handler_of", "serialized"]
 
 _SERVICE = pb.DESCRIPTOR.services_by_name["GRPCInferenceService"]
 METHODS: Sequence[MethodDescriptor] = tuple(_SERVICE.methods)
@@ -35,11 +34,12 @@ def handler_of(method: MethodDescriptor, behaviour: Callable[..., Any]) -> Any:
     make = grpc.stream_stream_rpc_method_handler if streams else grpc.unary_unary_rpc_method_handler
     request = GetMessageClass(method.input_type)
     read = RequestReader() if request is pb.ModelInferRequest else _tolerant(request.FromString)
-    return make(behaviour, read, _serialized)
+    return make(behaviour, read, serialized)
 
 
-def _serialized(response: Message | WireResponse) -> bytes:
-    return response.SerializeToString()
+def serialized(response: Message | bytes) -> bytes:
+    """`response` as it goes on the wire."""
+    return response if isinstance(response, bytes) else response.SerializeToString()
 
 
 def _tolerant(parse: Callable[[bytes], Message]) -> Callable[[bytes], Message | DecodeError]:

@@ -28,6 +28,7 @@ from server.passing import NOTHING_CARRIED, Carried, carried_by
 from server.quiet import until_quiet
 from server.region_tensors import Directed
 from server.repository import Repository, ServedModel
+from server.shortcuts import Envelope
 from server.splitting import submit_parts
 from server.tracing import Tracer
 from server.watching import RequestWatch
@@ -106,6 +107,15 @@ class Inference:
             del started
 
     # hot path: see bench/
+    def announce(self, request: AnyRequest, start: Callable[[], None]) -> None:
+        """`start`, which mustn't raise, will `start` the request: have it called when it is time for that."""
+        model = self._repository.find(request.model_name, request.model_version)
+        if model is None or not self.serving:
+            start()
+        else:
+            model.batcher.announce(start)
+
+    # hot path: see bench/
     def start(
         self,
         request: AnyRequest,
@@ -175,13 +185,13 @@ class Inference:
         return Started(request, model, decoded, pending, began_ns, watch)
 
     # hot path: see bench/
-    def finish(self, started: Started) -> AnyResponse:
-        """The answer, once `started.pending` is done. Raises what came instead.
+    def finish(self, started: Started, envelope: Envelope | None = None) -> AnyResponse:
+        """The answer, once `started.pending` is done; bytes in `envelope`. Raises what came instead.
         The caller must not keep `started`: what was raised would keep it."""
         try:
             results, pending = _results(started.pending)
             model, decoded = started.model, started.decoded
-            answer = model.codec.encode(started.request, decoded, results)
+            answer = model.codec.encode(started.request, decoded, results, envelope)
             if decoded.parameters.batch_info and isinstance(answer, pb.ModelInferResponse) and pending.facts:
                 tell_facts(answer, model.batch_id_prefix, told_facts(pending.facts))
         except BaseException as error:

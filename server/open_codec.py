@@ -18,6 +18,7 @@ from protos.inference_pb2 import ModelInferRequest, ModelInferResponse
 from protos.tensors import TensorError, encode_contents, encode_raw
 from server.codec import DecodedRequest, ModelCodec
 from server.errors import InvalidRequest
+from server.shortcuts import Envelope
 from server.splitting import joined
 from server.wire_request import AnyRequest, message_of
 
@@ -60,7 +61,9 @@ class OpenCodec:
         # Nobody else has the key of one that travels alone.
         return decoded._replace(key=(layout, decoded.key if batched else object()), spec=spec)
 
-    def encode(self, request: AnyRequest, decoded: DecodedRequest, results: Any) -> ModelInferResponse:
+    def encode(
+        self, request: AnyRequest, decoded: DecodedRequest, results: Any, envelope: Envelope | None = None
+    ) -> ModelInferResponse:
         """The response with all of `results`. Raises ExecutionError for elements that no message can carry."""
         response = ModelInferResponse(model_name=self._model, model_version=self._version, id=request.id)
         for name, datatype, array in results:

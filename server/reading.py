@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from time import monotonic_ns
 from typing import cast
 
 import numpy as np
 
 from backends.base import Array, DeviceTensor, Execution, ModelSpec, Slot, Targets, Tensors
+from backends.batching import shares
 from server.bulk_copy import Piece, copy_all
 from server.errors import InvalidRequest
 from server.region_tensors import Directed, Input, Inputs, RegionTensor
@@ -141,7 +142,7 @@ def _joined(
         column[bounds[-1] :] = column[bounds[-1] - 1]
     done = _timed(execute, [columns], rows, began_ns)
     outputs = cast("Tensors", done.results[0])
-    return replace(done, results=[tuple(output[start:stop] for output in outputs) for start, stop in pairwise(bounds)])
+    return replace(done, results=shares(outputs, bounds))
 
 
 def _fill_at_once(columns: Sequence[Array], requests: Sequence[Inputs]) -> list[int] | None:

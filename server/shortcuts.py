@@ -13,18 +13,21 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from backends.base import MISSING, Tensors
+from backends.shares import Outputs, Share
 from protos.datatypes import Datatype
 from protos.inference_pb2 import ModelInferResponse
-from protos.tensors import TensorError, decode_raw
+from protos.tensors import TensorError, decode_raw, element_count
 from protos.wire import OUTPUT_TAG, RAW_OUTPUT_TAG, RESPONSE_ID_TAG, delimited, varint
 from server.parameters import RequestParameters
 from server.region_tensors import Input, Place, RegionTensor, Span
 from server.regions import Regions
 
-__all__ = ["AnswerPlan", "InputPlan", "RegionInputPlan", "RequestPlan", "WireResponse"]
+__all__ = ["AnswerPlan", "Envelope", "InputPlan", "RegionInputPlan", "RequestPlan"]
 
 _MOST_BYTES = 2**31 - 1
 """What protobuf takes for a message."""
+_MOST_ID_LENGTHS = 64
+"""For each of which a plan keeps some bytes; callers choose ids."""
 
 
 class InputPlan(NamedTuple):
@@ -96,60 +99,65 @@ class RequestPlan(NamedTuple):
         return found
 
 
-class WireResponse(NamedTuple):
-    """A serialized message in pieces, bytes and arrays, and its size."""
+class Envelope:
+    """What an answer travels in, other than by itself: the field `tag` of another message, behind whose own fields the
+    fields `more` come. Known by identity: there is one for each way of travelling."""
 
-    pieces: Sequence[Any]
-    size_bytes: int
+    __slots__ = ("more", "tag")
 
-    def SerializeToString(self) -> bytes:
-        return b"".join(self.pieces)
+    def __init__(self, tag: bytes, more: bytes) -> None:
+        self.tag = tag
+        self.more = more
 
-    def in_field(self, tag: bytes, more: bytes) -> WireResponse:
-        """The message that has this one, with the further fields `more`, in the field of `tag`."""
-        size = varint(self.size_bytes + len(more))
-        return WireResponse((tag, size, *self.pieces, more), len(tag) + len(size) + self.size_bytes + len(more))
+    def around(self, response: bytes) -> bytes:
+        """The other message with this response in it."""
+        return b"".join((self.tag, varint(len(response) + len(self.more)), response, self.more))
 
 
 class AnswerPlan:
-    """What responses with the same outputs of the same shapes have in common."""
+    """What answers with the same outputs of the same shapes have in common, in the same `envelope` if any."""
 
-    __slots__ = ("_fixed_sizes", "_head", "_outputs", "_size_bytes")
+    __slots__ = ("_envelope", "_fixed_sizes", "_head", "_more", "_outputs", "_size_bytes", "_starts")
 
     def __init__(
-        self, made: ModelInferResponse, outputs: Sequence[tuple[int, Datatype, int]], elsewhere: Collection[int]
+        self,
+        made: ModelInferResponse,
+        outputs: Sequence[tuple[int, Datatype]],
+        elsewhere: Collection[int],
+        envelope: Envelope | None,
     ) -> None:
         """`made` is a response as protobuf makes it, without id and tensors; `outputs` are the places of its outputs
-        among the model's, their datatypes and sizes in bytes. Those at the places `elsewhere` leave no bytes here."""
-        outputs = [(place, datatype, 0 if place in elsewhere else size) for place, datatype, size in outputs]
+        among the model's, and their datatypes. Those at the places `elsewhere` leave no bytes here."""
+        self._envelope = envelope
+        self._more = envelope.more if envelope is not None else b""
+        self._fixed_sizes = all(datatype.item_bytes for _, datatype in outputs)
         self._head = ModelInferResponse(
             model_name=made.model_name, model_version=made.model_version
         ).SerializeToString()
-        tags = [RAW_OUTPUT_TAG + varint(size_bytes) for *_, size_bytes in outputs]
-        self._size_bytes = len(self._head) + sum(map(len, tags)) + sum(size_bytes for *_, size_bytes in outputs)
-        described = b"".join(delimited(OUTPUT_TAG, output.SerializeToString()) for output in made.outputs)
-        self._size_bytes += len(described)
-        self._fixed_sizes = all(datatype.item_bytes for _, datatype, _ in outputs)
-        # What goes in front of each tensor.
-        tags[:1] = [described + tag for tag in tags[:1]]
-        self._outputs = [
-            (place, datatype.dtype, tag, place not in elsewhere)
-            for (place, datatype, _), tag in zip(outputs, tags, strict=True)
-        ]
+        self._size_bytes = len(self._head) + len(self._more)
+        self._outputs: list[tuple[int, np.dtype[Any], bytes, int, int, bool]] = []
+        # What goes in front of a tensor.
+        tag = b"".join(delimited(OUTPUT_TAG, output.SerializeToString()) for output in made.outputs)
+        for (place, datatype), output in zip(outputs, made.outputs, strict=True):
+            is_here = place not in elsewhere
+            size_bytes = element_count(output.shape) * datatype.item_bytes if is_here else 0
+            row_bytes = size_bytes // output.shape[0] if size_bytes and output.shape else 0
+            tag += RAW_OUTPUT_TAG + varint(size_bytes)
+            self._outputs.append((place, datatype.dtype, tag, size_bytes, row_bytes, is_here))
+            self._size_bytes += len(tag) + size_bytes
+            tag = b""
+        # What comes before an id, by its length.
+        self._starts: dict[int, bytes] = {}
 
-    # hot path: see bench/
-    def response(self, request_id: str, results: Tensors) -> WireResponse | None:
-        """The response with what is wanted of `results`, the model's outputs; None if they aren't laid out like on the
-        wire, or too large for a message."""
-        if not self._fixed_sizes:
+    def answer(self, request_id: str, results: Tensors) -> bytes | None:
+        """The one with what is wanted of `results`, the model's outputs; None if they aren't laid out like on the wire,
+        or too large for a message."""
+        name = request_id.encode()
+        start = self._starts.get(len(name)) or self._start(len(name))
+        if not (start and self._fixed_sizes):
             return None
-        size_bytes = self._size_bytes
-        pieces: list[Any] = [self._head]
-        if request_id:
-            field = delimited(RESPONSE_ID_TAG, request_id.encode())
-            pieces.append(field)
-            size_bytes += len(field)
-        for place, dtype, tag, is_here in self._outputs:
+        pieces: list[Any] = [start, name]
+        for place, dtype, tag, _, _, is_here in self._outputs:
             array = results[place]
             # What isn't here may be on a device, without flags.
             if array.dtype != dtype or (is_here and not array.flags.c_contiguous):
@@ -157,4 +165,37 @@ class AnswerPlan:
             pieces.append(tag)
             if is_here:
                 pieces.append(array)
-        return WireResponse(pieces, size_bytes) if size_bytes <= _MOST_BYTES else None
+        pieces.append(self._more)
+        return b"".join(pieces)
+
+    def suits(self, outputs: Outputs) -> bool:
+        """Whether `answer_with` may be asked for shares of these."""
+        fits = all(is_here and outputs.arrays[place].dtype == dtype for place, dtype, *_, is_here in self._outputs)
+        return fits and self._fixed_sizes and outputs.lay_out()
+
+    # hot path: see bench/
+    def answer_with(self, request_id: str, share: Share) -> bytes | None:
+        """As `answer`, for a share of outputs that it `suits`."""
+        name, data, row = request_id.encode(), share.outputs.data, share.start
+        start = self._starts.get(len(name)) or self._start(len(name))
+        if not start or data is None:
+            return None
+        pieces: list[Any] = [start, name]
+        for place, _, tag, size_bytes, row_bytes, _ in self._outputs:
+            begin = row * row_bytes
+            pieces += tag, data[place][begin : begin + size_bytes]
+        pieces.append(self._more)
+        return b"".join(pieces)
+
+    def _start(self, id_bytes: int) -> bytes:
+        """What comes before an id of so many bytes; nothing if that makes too large a message."""
+        field = RESPONSE_ID_TAG + varint(id_bytes) if id_bytes else b""
+        size_bytes = self._size_bytes + len(field) + id_bytes
+        if size_bytes > _MOST_BYTES:
+            return b""
+        start = self._head + field
+        if self._envelope is not None:
+            start = self._envelope.tag + varint(size_bytes) + start
+        if len(self._starts) < _MOST_ID_LENGTHS:
+            self._starts[id_bytes] = start
+        return start

@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import grpc
@@ -36,8 +36,8 @@ from server.calls import (
 from server.codec import AnyResponse
 from server.errors import InvalidRequest
 from server.parameters import CANCEL, UNORDERED
-from server.shortcuts import WireResponse
-from server.wire_request import AnyRequest, message_of
+from server.shortcuts import Envelope
+from server.wire_request import AnyRequest, WireRequest, message_of
 
 __all__ = ["FINAL", "STATUS", "Streaming"]
 
@@ -51,11 +51,16 @@ _log = logging.getLogger("paceline.server.streaming")
 _ENDS_AT_ERROR = "triton_grpc_error"
 _RPC = "ModelStreamInfer"
 
+_MOST_MADE_BYTES = 2**17
+"""Of a stream's answers, made before it is their turn to be written."""
+
 Failure = tuple[grpc.StatusCode, str]
 
-_INFER_RESPONSE_TAG = bytes([pb.ModelStreamInferResponse.INFER_RESPONSE_FIELD_NUMBER << 3 | 2])
-_FINAL_FIELD = pb.ModelInferResponse(parameters={FINAL: pb.InferParameter(bool_param=True)}).SerializeToString()
-"""What is in every answer, as it is on the wire."""
+_ENVELOPE = Envelope(
+    bytes([pb.ModelStreamInferResponse.INFER_RESPONSE_FIELD_NUMBER << 3 | 2]),
+    pb.ModelInferResponse(parameters={FINAL: pb.InferParameter(bool_param=True)}).SerializeToString(),
+)
+"""What every answer travels in, and what is in every one."""
 
 
 class UnderWay(Protocol):
@@ -75,9 +80,11 @@ class Inferring(Protocol):
     @property
     def reads_parents(self) -> bool: ...
 
+    def announce(self, request: AnyRequest, start: Callable[[], None]) -> None: ...
+
     def start(self, request: AnyRequest, rpc_deadline_ns: int, parent: TraceParent | None, sent: Sent) -> UnderWay: ...
 
-    def finish(self, started: Any) -> AnyResponse: ...
+    def finish(self, started: Any, envelope: Envelope | None) -> AnyResponse: ...
 
     def give_up(self, started: Any) -> None: ...
 
@@ -124,17 +131,22 @@ class Streaming:
 class _Slot:
     """A request, from the moment it is read until its answer is written. Called by what it waits for, once."""
 
-    __slots__ = ("_stream", "done", "failure", "request", "started", "unordered")
+    __slots__ = ("_stream", "answer", "done", "request", "started", "taken_back", "unordered")
 
     def __init__(self, stream: _Stream, request: AnyRequest | DecodeError, unordered: bool) -> None:
         self._stream = stream
         self.request = request
         self.unordered = unordered
+        self.done = self.taken_back = False
         self.started: UnderWay | None = None
-        self.failure: Failure | None = None
-        self.done = False
+        self.answer: AnyResponse | Failure | None = None
+
+    def start(self) -> None:
+        self._stream.start(self)
 
     def __call__(self, pending: asyncio.Future[object]) -> None:
+        # An error that it has leads to this frame, and this frame must not lead back to the error.
+        del pending
         self._stream.on_done(self)
 
 
@@ -158,6 +170,8 @@ class _Stream:
         # Those whose answers keep the order, beginning with one that isn't done.
         self._line: deque[_Slot] = deque()
         self._ready: deque[_Slot] = deque()
+        # Of answers that wait to be written.
+        self._made_bytes = 0
         self._ended = self._closed = self._given_up = False
         # What a side sleeps on.
         self._reader: asyncio.Future[None] | None = None
@@ -220,6 +234,15 @@ class _Stream:
         self._slots.add(slot)
         if not unordered:
             self._line.append(slot)
+        if isinstance(request, DecodeError):
+            self.start(slot)
+        else:
+            self._inference.announce(request, slot.start)
+
+    # hot path: see bench/
+    def start(self, slot: _Slot) -> None:
+        """It is time to hand the request to its model."""
+        request = slot.request
         try:
             if isinstance(request, DecodeError):
                 raise InvalidRequest(str(request))
@@ -228,23 +251,35 @@ class _Stream:
                 add_headers(request, self._headers)
             slot.started = self._inference.start(request, self._deadline_ns, self._parent, self._sent)
         except Exception as error:  # noqa: BLE001 - the caller is owed an answer
-            slot.failure = status_and_text(error, request, _RPC)
+            slot.answer = status_and_text(error, request, _RPC)
             self.on_done(slot)
             return
+        if self._given_up:
+            self._inference.give_up(slot.started)
+            return
         slot.started.pending.add_done_callback(slot)
+        if slot.taken_back:
+            slot.started.pending.cancel()
 
     def _take_back(self, request_id: str) -> None:
         """Cancel what runs under this id. A look at all there is costs those nothing who never cancel."""
         for slot in self._slots:
-            if slot.started is not None and slot.started.request.id == request_id:
-                slot.started.pending.cancel()
+            if not (slot.done or isinstance(slot.request, DecodeError)) and slot.request.id == request_id:
+                slot.taken_back = True
+                if slot.started is not None:
+                    slot.started.pending.cancel()
 
     # hot path: see bench/
     def on_done(self, slot: _Slot) -> None:
-        """There is an answer: it is ready to leave, and so may be others that waited for it."""
+        """There is an answer: it is ready to leave, and so may be others that waited for it. Those of a batch come one
+        right after the other: while there is little to be written, it is made now, which takes less of the processor's
+        time than one by one, in between what gRPC does."""
         if self._given_up:
             return
         slot.done = True
+        if self._made_bytes < _MOST_MADE_BYTES and slot.answer is None and isinstance(slot.request, WireRequest):
+            slot.answer = answer = self._finish(slot)
+            self._made_bytes += len(answer) if isinstance(answer, bytes) else 0
         if slot.unordered:
             self._ready.append(slot)
         else:
@@ -277,11 +312,15 @@ class _Stream:
         if self._closed:
             self._end(grpc.StatusCode.UNAVAILABLE, "the server is stopping")
 
-    def _message(self, slot: _Slot) -> pb.ModelStreamInferResponse | WireResponse | None:
+    def _message(self, slot: _Slot) -> pb.ModelStreamInferResponse | bytes | None:
         """What to write for the request; None if its failure has ended the stream."""
-        answer = slot.failure or self._finish(slot)
-        if isinstance(answer, WireResponse):
-            return answer.in_field(_INFER_RESPONSE_TAG, _FINAL_FIELD)
+        answer = slot.answer
+        if answer is None:
+            answer = self._finish(slot)
+        elif isinstance(answer, bytes):
+            self._made_bytes -= len(answer)
+        if isinstance(answer, bytes):
+            return answer
         if isinstance(answer, pb.ModelInferResponse):
             message = pb.ModelStreamInferResponse(infer_response=answer)
         elif self._ends_at_error:
@@ -298,7 +337,7 @@ class _Stream:
         # its answer is being written.
         started, slot.started = slot.started, None
         try:
-            return self._inference.finish(started)
+            return self._inference.finish(started, _ENVELOPE)
         except asyncio.CancelledError:
             return grpc.StatusCode.CANCELLED, "the request was cancelled"
         except Exception as error:  # noqa: BLE001 - the caller is owed an answer

@@ -31,6 +31,7 @@ from server.fronts import protocol
 from server.fronts.calls import Aborted, CallContext
 from server.fronts.handles import Handles
 from server.gate import Usage
+from server.handlers import serialized
 from server.inference import AnyPending, Inference, Started
 from server.parameters import NO_PARAMETERS, RequestParameters
 from server.passing import NOTHING_CARRIED, Carried
@@ -253,7 +254,7 @@ class Desk:
         except Exception as error:  # noqa: BLE001 - the front's caller is owed an answer
             self._fail(number, error)
         else:
-            self._link.send((protocol.ANSWER, number, response.SerializeToString()))
+            self._link.send((protocol.ANSWER, number, serialized(response)))
 
     async def _call(
         self, number: int, rpc: str, deadline_ns: int | None, headers: tuple[tuple[str, Any], ...], data: bytes

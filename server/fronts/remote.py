@@ -29,7 +29,7 @@ from server.fronts.calls import Aborted
 from server.fronts.catalogue import LookUp, Model
 from server.parameters import NO_PARAMETERS, RequestParameters
 from server.passing import carried_by
-from server.shortcuts import WireResponse
+from server.shortcuts import Envelope
 from server.wire_request import AnyRequest, WireRequest
 
 __all__ = ["RemoteInference", "Replies", "Reply", "Started"]
@@ -179,6 +179,11 @@ class RemoteInference:
             del started
 
     # hot path: see bench/
+    def announce(self, request: AnyRequest, start: Callable[[], None]) -> None:
+        """`start`, which mustn't raise, will `start` the request: right now, as the link gathers what it sends."""
+        start()
+
+    # hot path: see bench/
     def start(
         self,
         request: AnyRequest,
@@ -228,15 +233,15 @@ class RemoteInference:
         return Started(request, pending, model, decoded)
 
     # hot path: see bench/
-    def finish(self, started: Started) -> AnyResponse:
-        """The answer, once `started.pending` is done. Raises what came instead."""
+    def finish(self, started: Started, envelope: Envelope | None = None) -> AnyResponse:
+        """The answer, once `started.pending` is done; bytes in `envelope`. Raises what came instead."""
         model, decoded, result = started.model, started.decoded, started.pending.result()
         if isinstance(result, bytes):
-            return WireResponse((result,), len(result))
+            return envelope.around(result) if envelope is not None else result
         assert model is not None
         assert decoded is not None
         outputs, facts = result
-        answer = model.codec.encode(started.request, decoded, outputs)
+        answer = model.codec.encode(started.request, decoded, outputs, envelope)
         if isinstance(answer, pb.ModelInferResponse) and facts is not None:
             tell_facts(answer, model.batch_id_prefix, facts)
         return answer

@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from backends.base import ModelSpec, TensorSpec
+from backends.shares import Outputs, Share
 from protos import inference_pb2 as pb
 from protos.datatypes import DATATYPES, by_name
 from protos.tensors import encode_raw
@@ -20,8 +21,10 @@ from protos.wire import delimited, scan_request, varint
 from server.adapting_codec import codec_for
 from server.codec import DecodedRequest, ModelCodec
 from server.errors import InvalidRequest, RegionNotFound
+from server.handlers import serialized
 from server.region_tensors import RegionTensor
 from server.regions import Regions
+from server.shortcuts import Envelope
 from server.system_region import open_system_region
 from server.wire_request import AnyRequest, RequestReader, WireRequest
 from tests.shared_objects import SharedObject, held_by, lies_in, shared_object, wanted_in
@@ -211,8 +214,33 @@ def test_requests_that_are_alike_are_decoded_and_answered_as_if_each_were_the_fi
         if isinstance(decoded, str) or isinstance(expected, str):
             continue
         results = tuple(some(draw, tensor, shape_of(draw, tensor, rows, spec)) for tensor in spec.outputs)
-        answer = codec.encode(read, decoded, results).SerializeToString()
-        assert pb.ModelInferResponse.FromString(answer) == fresh.encode(message, expected, results)
+        answer = serialized(codec.encode(read, decoded, results))
+        whole = fresh.encode(message, expected, results)
+        assert pb.ModelInferResponse.FromString(answer) == whole
+        if spec.batched and not any(one.shape_tensor for one in spec.outputs):
+            share = among_others(draw, results, rows)
+            answer = serialized(codec.encode(read, decoded, share))
+            assert pb.ModelInferResponse.FromString(answer) == whole
+            packed = codec.encode(read, decoded, share, IN_STREAM)
+            if isinstance(packed, bytes):
+                assert pb.ModelStreamInferResponse.FromString(packed).infer_response == with_more(whole)
+
+
+MORE = pb.ModelInferResponse(parameters={"p": pb.InferParameter(bool_param=True)})
+IN_STREAM = Envelope(b"\x12", MORE.SerializeToString())
+
+
+def with_more(response: Any) -> pb.ModelInferResponse:
+    whole = pb.ModelInferResponse.FromString(serialized(response))
+    whole.parameters["p"].bool_param = True
+    return whole
+
+
+def among_others(draw: Any, results: Sequence[Array], rows: int) -> Share:
+    """The same results as those of one request of a larger batch."""
+    before, behind = draw(st.integers(0, 2)), draw(st.integers(0, 2))
+    outputs = Outputs([np.concatenate([one[:1]] * before + [one] + [one[:1]] * behind) for one in results])
+    return Share(outputs, before, before + rows)
 
 
 def floats(*values: float, shape: Sequence[int] = (1, 2), request_id: str = "") -> bytes:
@@ -237,11 +265,10 @@ def test_third_request_of_a_head_needs_no_message_and_no_copy() -> None:
         assert decoded.inputs[0].tolist() == [[number, 7]]  # type: ignore[union-attr]
         answer = codec.encode(request, decoded, (np.full((1, 2), number, "<f4"),))
         assert not isinstance(answer, pb.ModelInferResponse)
-        parsed = pb.ModelInferResponse.FromString(answer.SerializeToString())
+        parsed = pb.ModelInferResponse.FromString(answer)
         assert (parsed.id, parsed.model_name, list(parsed.outputs[0].shape)) == (f"r{number}", "m", [1, 2])
-        assert answer.size_bytes == len(answer.SerializeToString())
-        in_stream = pb.ModelStreamInferResponse.FromString(answer.in_field(b"\x12", b"").SerializeToString())
-        assert in_stream.infer_response == parsed
+        in_stream = pb.ModelStreamInferResponse.FromString(IN_STREAM.around(answer))
+        assert in_stream.infer_response == with_more(parsed)
     array = decoded.inputs[0]
     assert isinstance(array, np.ndarray)
     assert array.base is data
@@ -263,6 +290,18 @@ def test_heads_of_endless_kinds_stay_bounded() -> None:
     assert len(codec._answer_plans) <= 1_000
 
 
+def test_ids_of_endless_lengths_stay_bounded() -> None:
+    reader, codec = RequestReader(), float_codec()
+    for length in range(200):
+        for _ in range(3):
+            request = reader(floats(1, 2, request_id="i" * length))
+            assert not isinstance(request, DecodeError)
+            answer = codec.encode(request, codec.decode(request), (np.zeros((1, 2), "<f4"),))
+            assert pb.ModelInferResponse.FromString(serialized(answer)).id == "i" * length
+    (plan,) = codec._answer_plans.values()
+    assert len(plan._starts) == 64
+
+
 def test_id_that_is_no_text_is_refused_on_the_short_way_too() -> None:
     reader = RequestReader()
     reader(floats(1, 2, request_id="ab"))
@@ -278,7 +317,7 @@ def test_results_that_are_not_laid_out_as_on_the_wire_are_answered_all_the_same(
     assert isinstance(request, WireRequest)
     decoded = codec.decode(request)
     for result in (np.array([[1, 2]], ">f4"), np.array([[1, 9, 2, 9]], "<f4")[:, ::2]):
-        answer = pb.ModelInferResponse.FromString(codec.encode(request, decoded, (result,)).SerializeToString())
+        answer = pb.ModelInferResponse.FromString(serialized(codec.encode(request, decoded, (result,))))
         assert answer.raw_output_contents[0] == struct.pack("<2f", 1, 2)
 
 
@@ -313,7 +352,7 @@ def way_of(codec: ModelCodec, request: AnyRequest, result: Array, memory: Shared
     if isinstance(decoded, str):
         return [decoded]
     inputs = [settled(lambda one=one: content_of(one)) for one in decoded.inputs]
-    answer = settled(lambda: codec.encode(request, decoded, (result,)).SerializeToString())
+    answer = settled(lambda: serialized(codec.encode(request, decoded, (result,))))
     if isinstance(answer, bytes):
         answer = pb.ModelInferResponse.FromString(answer)
     return [inputs, decoded[1:], answer, memory.get(REGION_BYTES)]

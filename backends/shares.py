@@ -1,0 +1,67 @@
+"""What a batch came to, and each request's share of it.
+
+Lives here: the two as values. Must not: know how batches are made, or what becomes of results. The rule: a share costs
+one small object, whatever the outputs; arrays are made of it when somebody asks, bytes when somebody slices them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, overload
+
+import numpy as np
+
+from backends.base import Array, Tensors
+
+__all__ = ["Outputs", "Share"]
+
+
+class Outputs:
+    """A batch's outputs, one array each, all with the batch's rows along axis 0. `notes` are for whoever makes
+    something of many shares: what holds for all of them, to be found out once."""
+
+    __slots__ = ("arrays", "data", "notes")
+
+    def __init__(self, arrays: Tensors) -> None:
+        self.arrays = arrays
+        self.notes: dict[Any, Any] = {}
+        self.data: Sequence[memoryview] | None = None
+        """The bytes of each, one row after the other, if `lay_out` was asked for them and they lie so."""
+
+    def lay_out(self) -> bool:
+        """Make `data`. False if some output's elements aren't plain bytes, one row after the other."""
+        if self.data is None and not any(one.dtype.hasobject or not one.flags.c_contiguous for one in self.arrays):
+            self.data = tuple(one.reshape(-1).view(np.uint8).data for one in self.arrays)
+        return self.data is not None
+
+
+class Share(Sequence[Array]):
+    """The rows from `start` to `stop` of each output: a request's result. As a sequence, views of these rows."""
+
+    __slots__ = ("outputs", "start", "stop")
+
+    def __init__(self, outputs: Outputs, start: int, stop: int) -> None:
+        self.outputs = outputs
+        self.start = start
+        self.stop = stop
+
+    @property
+    def rows(self) -> int:
+        return self.stop - self.start
+
+    def __len__(self) -> int:
+        return len(self.outputs.arrays)
+
+    @overload
+    def __getitem__(self, index: int) -> Array: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Array]: ...
+
+    def __getitem__(self, index: int | slice) -> Array | Sequence[Array]:
+        if isinstance(index, slice):
+            return tuple(self)[index]
+        return self.outputs.arrays[index][self.start : self.stop]
+
+    def __iter__(self) -> Iterator[Array]:
+        return iter([array[self.start : self.stop] for array in self.outputs.arrays])
