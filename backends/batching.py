@@ -16,6 +16,7 @@ import numpy as np
 
 from backends.base import Array, Execution, ModelSpec, Tensors, TensorSpec
 from backends.errors import ExecutionError
+from backends.packed import Packed, are_alike, stacked
 from backends.shares import Outputs, Share
 from protos.datatypes import by_name
 
@@ -154,9 +155,15 @@ def run_batch(spec: ModelSpec, requests: Sequence[Tensors], run: Run, padded_row
     if len(requests) != 1 and (not requests or not spec.batched):
         raise wrong_count(spec, len(requests))
     began_ns = monotonic_ns()
-    rows = rows_of(requests) if spec.batched else [1]
-    padding = max(0, padded_rows - sum(rows)) if spec.batched else 0
-    inputs = stack(requests, padding)
+    if len(requests) > 1 and are_alike(requests):
+        packed = cast("Sequence[Packed]", requests)
+        rows = [packed[0].layout.rows] * len(packed)
+        padding = max(0, padded_rows - sum(rows))
+        inputs = stacked(packed, padding)
+    else:
+        rows = rows_of(requests) if spec.batched else [1]
+        padding = max(0, padded_rows - sum(rows)) if spec.batched else 0
+        inputs = stack(requests, padding)
     stacked_ns = monotonic_ns()
     outputs = run(inputs)
     ran_ns = monotonic_ns()

@@ -132,17 +132,20 @@ class BatchQueue(Generic[T]):
             queue = self._queue_policies.get(level, queue)
         if not 0 < rows <= self._max_rows:
             raise RequestTooLarge(rows, self._max_rows)
-        if queue.max_queue_size or self._waiting.is_bounded:
-            self._waiting.refuse_if_full(rows, size_bytes, level, queue.max_queue_size)
+        waiting = self._waiting
+        if queue.max_queue_size or waiting.is_bounded:
+            waiting.refuse_if_full(rows, size_bytes, level, queue.max_queue_size)
+        if waiting.room is not None:
+            waiting.room.refuse_if_full(size_bytes)
         deadline_ns = rpc_deadline_ns
-        if deadline_ns - now_ns < (self._waiting.requests + 2) * self.latency.longest_ns and self.policy.deadline_aware:
+        if deadline_ns - now_ns < (waiting.requests + 2) * self.latency.longest_ns and self.policy.deadline_aware:
             self._refuse_unreachable(rows, key, level, now_ns, deadline_ns)
         if timeout_ns or queue.default_timeout_ns:
             deadline_ns = min(deadline_ns, queue.timeout_at_ns(now_ns, timeout_ns))
         self._arrived += 1
-        order = level * LEVEL + self._arrived
+        order = level * LEVEL + self._arrived if level else self._arrived
         entry = Entry(payload, rows, size_bytes, level, order, now_ns, deadline_ns, rpc_deadline_ns)
-        self._waiting.came(entry)
+        waiting.came(entry)
         if deadline_ns != NEVER:
             self._watch_deadline(entry)
         if self._holds:

@@ -17,6 +17,7 @@ from scheduler.policy import BatchPolicy
 
 __all__ = ["Room", "Waiting"]
 
+_MANY = 1 << 62
 _ROWS, _SIZE_BYTES = attrgetter("rows"), attrgetter("size_bytes")
 
 
@@ -24,17 +25,19 @@ class Room:
     """What waits in several queues together, and how much may: requests and bytes, 0 for any number. For queues of one
     thread."""
 
-    __slots__ = ("max_bytes", "max_requests", "requests", "size_bytes")
+    __slots__ = ("_most_bytes", "_most_requests", "max_bytes", "max_requests", "requests", "size_bytes")
 
     def __init__(self, max_requests: int, max_bytes: int) -> None:
         self.max_requests, self.max_bytes = max_requests, max_bytes
+        self._most_requests, self._most_bytes = max_requests or _MANY, max_bytes or _MANY
         self.requests = self.size_bytes = 0
 
+    # hot path
     def refuse_if_full(self, size_bytes: int) -> None:
         """Raise QueueFull if a request of that size would be one too many."""
-        if self.max_requests and self.requests >= self.max_requests:
+        if self.requests >= self._most_requests:
             raise QueueFull(self.max_requests, whose="all models")
-        if self.max_bytes and self.size_bytes + size_bytes > self.max_bytes:
+        if self.size_bytes + size_bytes > self._most_bytes:
             raise QueueFull(self.max_bytes, "bytes", whose="all models")
 
 
@@ -57,10 +60,10 @@ class Waiting:
         "_levels",
         "_max_bytes",
         "_max_rows",
-        "_room",
         "held",
         "is_bounded",
         "requests",
+        "room",
         "rows",
         "size_bytes",
     )
@@ -70,8 +73,8 @@ class Waiting:
         self.held = self._held_rows = self._held_bytes = 0
         self._held_of_level: Counter[int] = Counter()
         self._max_rows, self._max_bytes = policy.limits.max_rows, policy.limits.max_bytes
-        self._room = room
-        self.is_bounded = bool(self._max_rows or self._max_bytes or room is not None)
+        self.room = room
+        self.is_bounded = bool(self._max_rows or self._max_bytes)
         self._has_levels = policy.priority_levels > 0
         self._levels: dict[int, _Level] = {}
 
@@ -92,7 +95,8 @@ class Waiting:
         return sum(counts.rows for other, counts in self._levels.items() if other <= level)
 
     def refuse_if_full(self, rows: int, size_bytes: int, level: int, max_queue_size: int) -> None:
-        """Raise QueueFull if a request of that size, of a level that may hold so many, would be one too many."""
+        """Raise QueueFull if a request of that size, of a level that may hold so many, would be one too many for the
+        queue's own bounds."""
         held = self._held_of_level[level] if self.held else 0
         if max_queue_size and self.requests_of_level(level) + held >= max_queue_size:
             raise QueueFull(max_queue_size)
@@ -100,18 +104,17 @@ class Waiting:
             raise QueueFull(self._max_rows, "rows")
         if self._max_bytes and self.size_bytes + self._held_bytes + size_bytes > self._max_bytes:
             raise QueueFull(self._max_bytes, "bytes")
-        if self._room is not None:
-            self._room.refuse_if_full(size_bytes)
 
     # hot path
     def came(self, entry: Entry[Any]) -> None:
         """One more waits."""
+        size_bytes = entry.size_bytes
         self.requests += 1
         self.rows += entry.rows
-        self.size_bytes += entry.size_bytes
-        if (room := self._room) is not None:
+        self.size_bytes += size_bytes
+        if (room := self.room) is not None:
             room.requests += 1
-            room.size_bytes += entry.size_bytes
+            room.size_bytes += size_bytes
         if self._has_levels:
             self._count_level(entry, 1)
 
@@ -122,7 +125,7 @@ class Waiting:
         self.requests -= requests
         self.rows -= sum(map(_ROWS, entries))
         self.size_bytes -= size_bytes
-        if (room := self._room) is not None:
+        if (room := self.room) is not None:
             room.requests -= requests
             room.size_bytes -= size_bytes
         if self._has_levels:
@@ -137,7 +140,7 @@ class Waiting:
         self._held_of_level[entry.level] += sign
         if not self._held_of_level[entry.level]:
             del self._held_of_level[entry.level]
-        if (room := self._room) is not None:
+        if (room := self.room) is not None:
             room.requests += sign
             room.size_bytes += sign * entry.size_bytes
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Hashable, Sequence
+from dataclasses import replace
 from typing import cast
 
 from backends.base import MISSING, Array, ModelSpec, Tensors
@@ -62,7 +63,7 @@ class AdaptingCodec(ModelCodec):
         decoded = super().decode(request)
         inputs = list(decoded.inputs)
         key = (
-            decoded.key,
+            decoded.asked.key,
             tuple(inputs[index] is MISSING for index in self._optional),
             tuple(_content(cast("Array", inputs[index])) for index in self._shape_tensors),
         )
@@ -70,7 +71,7 @@ class AdaptingCodec(ModelCodec):
             array = inputs[index]
             if array is not MISSING:
                 inputs[index] = array.reshape(to_model(self._spec.inputs[index], array.shape, self._lead[index]))
-        return decoded._replace(inputs=tuple(inputs), key=key)
+        return DecodedRequest(tuple(inputs), replace(decoded.asked, key=key), decoded.targets)
 
     def encode(
         self, request: AnyRequest, decoded: DecodedRequest, results: Tensors, envelope: Envelope | None = None
@@ -81,8 +82,9 @@ class AdaptingCodec(ModelCodec):
             if array is not MISSING:
                 lead = 1 if self._max_batch_rows and not tensor.shape_tensor else 0
                 shown[index] = array.reshape(to_client(tensor, array.shape, lead))
-        there = tuple(index for index in decoded.outputs if shown[index] is not MISSING)
-        return super().encode(request, decoded._replace(outputs=there), shown, envelope)
+        there = tuple(index for index in decoded.asked.outputs if shown[index] is not MISSING)
+        asked = DecodedRequest(decoded.inputs, replace(decoded.asked, outputs=there), decoded.targets)
+        return super().encode(request, asked, shown, envelope)
 
     def _rows(self, tensors: Sequence[InputTensor], shapes: Sequence[tuple[int, ...]]) -> int:
         if not self._max_batch_rows:

@@ -8,11 +8,13 @@ equal key and rows that add up.
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import replace
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import Any
 
 from backends.base import MISSING, Array, DeviceTensor, ModelSpec, Tensors, TensorSpec
 from backends.errors import ExecutionError
+from backends.packed import Layout, Packed
 from backends.shares import Share
 from protos.datatypes import Datatype, by_name
 from protos.inference_pb2 import ModelInferRequest, ModelInferResponse
@@ -29,9 +31,9 @@ from server.classification import Labels, class_count, classes_of
 from server.client_memory import NOWHERE, ClientMemory, Write, tell_place
 from server.errors import InvalidRequest
 from server.parameters import NO_PARAMETERS, RequestParameters, parse_parameters
-from server.region_tensors import REGION, Input, RegionTensor, Span
+from server.region_tensors import REGION, Input, Inputs, RegionTensor, Span
 from server.regions import Regions
-from server.shortcuts import AnswerPlan, Envelope, InputPlan, RegionInputPlan, RequestPlan
+from server.shortcuts import AnswerPlan, Asked, Envelope, InputPlan, RegionInputPlan, RequestPlan
 from server.wire_request import AnyRequest, Remembered, WireRequest
 
 __all__ = ["AnyResponse", "DecodedRequest", "ModelCodec", "tensor_bytes"]
@@ -47,23 +49,19 @@ _MOST_PLANS = 1_000
 _SHAPE = attrgetter("shape")
 
 
-class DecodedRequest(NamedTuple):  # made for each request, and in a third of the time of a frozen dataclass
+class DecodedRequest:
     """A request that fits its model.
 
-    `inputs` are in the spec's order, views of the message where the datatype allows, or still in shared memory.
-    Requests of equal `key` may share a batch. `outputs` are the indices of the wanted outputs, in the order asked for;
-    `targets` says, by index, which of them belong into shared memory, and where; `classes`, of which of them only so
-    many classes are wanted. `spec` is what the request is, where its model doesn't say.
+    `inputs` are in the spec's order, views of the message where the datatype allows, or still in shared memory;
+    `targets` says, by index, which of the outputs belong into shared memory, and where.
     """
 
-    inputs: tuple[Input, ...]
-    rows: int
-    key: Hashable
-    outputs: tuple[int, ...]
-    parameters: RequestParameters
-    targets: Mapping[int, Span] = NOWHERE
-    classes: Mapping[int, int] | None = None
-    spec: ModelSpec | None = None
+    __slots__ = ("asked", "inputs", "targets")
+
+    def __init__(self, inputs: Inputs, asked: Asked, targets: Mapping[int, Span] = NOWHERE) -> None:
+        self.inputs = inputs
+        self.asked = asked
+        self.targets = targets
 
 
 class ModelCodec:
@@ -95,6 +93,7 @@ class ModelCodec:
         self._output_types: list[Datatype] = [by_name(tensor.datatype) for tensor in spec.outputs]
         self._all_outputs = tuple(range(len(spec.outputs)))
         self._plans = Remembered[bytes, RequestPlan]()
+        self._layouts: dict[Hashable, Layout] = {}
         self._answer_plans: dict[Hashable, AnswerPlan] = {}
         # How many axes of each input come before its dims.
         self._lead = [0 if tensor.shape_tensor or not max_batch_rows else 1 for tensor in spec.inputs]
@@ -117,13 +116,26 @@ class ModelCodec:
             return self._decode(request)
         mold = request.mold
         plan = self._plans.get(mold.head)
-        if plan is not None and (inputs := plan.read(request.data, mold.raw, self._regions)) is not None:
-            targets = plan.find_targets(self._regions) if plan.targets else NOWHERE
-            if targets is not None:
-                return DecodedRequest(inputs, plan.rows, plan.key, plan.outputs, plan.parameters, targets)
+        if plan is None:
+            return self._decode_first(request)
+        if mold.note is None or mold.note[0] is not plan:
+            mold.note = plan, plan.starts(mold.raw)
+        starts = mold.note[1]
+        inputs: Inputs | None
+        if starts is not None and plan.layout is not None:
+            inputs = Packed(request.data, plan.layout, starts)
+        else:
+            inputs = plan.read(request.data, mold.raw, self._regions)
+        targets = plan.find_targets(self._regions) if plan.targets else NOWHERE
+        if inputs is None or targets is None:
+            return self._decode_first(request)
+        return DecodedRequest(inputs, plan.asked, targets)
+
+    def _decode_first(self, request: WireRequest) -> DecodedRequest:
+        """The first request of a head, or one that isn't like the first."""
         message = request.message()
         decoded = self._decode(message)
-        self._plan(mold.head, message, decoded)
+        self._plan(request.mold.head, message, decoded)
         return decoded
 
     def _decode(self, request: ModelInferRequest) -> DecodedRequest:
@@ -145,7 +157,8 @@ class ModelCodec:
         lead = 1 if self._max_batch_rows else 0
         free = tuple(inputs[index].shape[lead:] for index in self._free)
         classes = self._wanted_classes(request, outputs) if request.outputs else None
-        return DecodedRequest(inputs, rows, free, outputs, parameters, targets, classes)
+        plain = not (classes or parameters.typed_outputs or parameters.batch_info)
+        return DecodedRequest(inputs, Asked(rows, free, outputs, parameters, classes, plain=plain), targets)
 
     def encode(
         self, request: AnyRequest, decoded: DecodedRequest, results: Tensors, envelope: Envelope | None = None
@@ -156,24 +169,28 @@ class ModelCodec:
         Raises ExecutionError for elements that no message can carry, InvalidRequest for classes of too large an output
         and for shared memory that is too small or gone; what else could be wrong the backend has checked.
         """
-        if isinstance(request, WireRequest):
-            short = self._respond(request.id, decoded, results, envelope)
+        if isinstance(request, WireRequest) and decoded.asked.plain:
+            if type(results) is Share and not decoded.targets:
+                short = self._respond_with(request.id, decoded.asked.outputs, results, envelope)
+            else:
+                short = self._respond(request.id, decoded, results, envelope)
             if short is not None:
                 return short
+        asked = decoded.asked
         response = ModelInferResponse(model_name=self._model, model_version=self._version, id=request.id)
         writes: list[Write] = []
-        for index in decoded.outputs:
+        for index in asked.outputs:
             tensor, array, datatype = self._spec.outputs[index], results[index], self._output_types[index]
-            if decoded.classes and index in decoded.classes:
-                array, datatype = self._classes(tensor, array, decoded.classes[index]), _BYTES
+            if asked.classes and index in asked.classes:
+                array, datatype = self._classes(tensor, array, asked.classes[index]), _BYTES
             output = response.outputs.add(name=tensor.name, datatype=datatype.name, shape=array.shape)
             try:
                 if decoded.targets and index in decoded.targets:
                     data = array if isinstance(array, DeviceTensor) else raw_buffer(array, datatype)
                     writes.append((output, decoded.targets[index], data))
-                    if not decoded.parameters.typed_outputs:
+                    if not asked.parameters.typed_outputs:
                         response.raw_output_contents.append(b"")
-                elif decoded.parameters.typed_outputs:
+                elif asked.parameters.typed_outputs:
                     output.contents.CopyFrom(encode_contents(array, datatype))
                 else:
                     response.raw_output_contents.append(encode_raw(array, datatype))
@@ -184,41 +201,37 @@ class ModelCodec:
         return response
 
     # hot path: see bench/
+    def _respond_with(
+        self, request_id: str, wanted: tuple[int, ...], share: Share, envelope: Envelope | None
+    ) -> bytes | None:
+        """The response on the short way; None where that doesn't lead. What holds for all shares of a batch is found
+        out with the first."""
+        outputs = share.outputs
+        among = wanted, share.stop - share.start, envelope
+        plan: AnswerPlan | None = outputs.notes.get(among)
+        if plan is None:
+            plan = self._plan_for(wanted, share, envelope)
+            if not plan.suits(outputs):
+                return plan.answer(request_id, share)
+            outputs.notes[among] = plan
+        return plan.answer_with(request_id, share)
+
     def _respond(
         self, request_id: str, decoded: DecodedRequest, results: Tensors, envelope: Envelope | None
     ) -> bytes | None:
-        """The response on the short way; None where that doesn't lead."""
-        parameters, wanted = decoded.parameters, decoded.outputs
-        if decoded.classes or parameters.typed_outputs or parameters.batch_info:
-            return None
-        if decoded.targets:
-            return self._respond_elsewhere(request_id, decoded, results, envelope)
-        if type(results) is not Share:
-            return self._plan_for(wanted, results, envelope).answer(request_id, results)
-        outputs = results.outputs
-        among = wanted, results.stop - results.start, envelope
-        plan: AnswerPlan | None = outputs.notes.get(among)
-        if plan is None:
-            plan = self._plan_for(wanted, results, envelope)
-            if not plan.suits(outputs):
-                return plan.answer(request_id, results)
-            outputs.notes[among] = plan
-        return plan.answer_with(request_id, results)
-
-    def _respond_elsewhere(
-        self, request_id: str, decoded: DecodedRequest, results: Tensors, envelope: Envelope | None
-    ) -> bytes | None:
-        """The same for a request some of whose outputs belong into shared memory."""
-        wanted = decoded.outputs
-        targets = {index: decoded.targets[index] for index in wanted if index in decoded.targets}
+        """The same for results of any kind, some of which may belong into shared memory."""
+        wanted, targets = decoded.asked.outputs, decoded.targets
+        if targets:
+            targets = {index: targets[index] for index in wanted if index in targets}
         answer = self._plan_for(wanted, results, envelope, targets).answer(request_id, results)
-        if answer is None or not self._memory.write_results(targets, results, self._output_types):
+        if answer is None or (targets and not self._memory.write_results(targets, results, self._output_types)):
             return None
         return answer
 
     def _plan(self, head: bytes, request: ModelInferRequest, decoded: DecodedRequest) -> None:
         """Remember how to decode requests of this head, if nothing but their tensors matters."""
-        if decoded.classes or any(self._spec.inputs[self._inputs[tensor.name]].utf8 for tensor in request.inputs):
+        asked = decoded.asked
+        if asked.classes or any(self._spec.inputs[self._inputs[tensor.name]].utf8 for tensor in request.inputs):
             return
         inputs, region_inputs = [], []
         for tensor in request.inputs:
@@ -232,17 +245,26 @@ class ModelCodec:
             size_bytes = element_count(shape) * datatype.item_bytes
             plain = size_bytes > 0 and datatype.name != "BOOL"
             inputs.append(InputPlan(index, datatype, shape, size_bytes if plain else -1))
+        layout = None if region_inputs else self._layout(inputs)
         plan = RequestPlan(
             tuple(inputs),
             tuple(region_inputs),
             tuple((index, span.place) for index, span in decoded.targets.items()),
             len(self._inputs),
-            decoded.rows,
-            decoded.key,
-            decoded.outputs,
-            decoded.parameters,
+            asked if layout is None else replace(asked, size_bytes=layout.size_bytes),
+            layout,
         )
         self._plans.remember(head, plan, len(head))
+
+    def _layout(self, inputs: Sequence[InputPlan]) -> Layout | None:
+        """That of the model's inputs, one for all who have the same; None if some aren't there or must be looked at."""
+        if len(inputs) < len(self._inputs) or any(one.size_bytes < 0 for one in inputs):
+            return None
+        ordered = sorted(inputs, key=attrgetter("place"))
+        tensors = tuple((one.datatype.dtype, one.shape, one.size_bytes) for one in ordered)
+        if len(self._layouts) >= _MOST_PLANS:
+            self._layouts.clear()
+        return self._layouts.setdefault(tensors, Layout(tensors))
 
     def _plan_for(
         self,

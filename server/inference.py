@@ -10,7 +10,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 from backends.base import Tensors
 from backends.remote_messages import RemoteRequest
@@ -43,16 +43,27 @@ _NAMELESS = pb.ModelInferRequest()
 AnyPending = Pending[Any, Any]
 
 
-class Started(NamedTuple):  # made for each request, and in a third of the time of a frozen dataclass
+class Started:
     """A request on its way. Cancelling `pending` takes it back; once it is done, `Inference.finish` has the answer.
     There is a `watch` if somebody wants to know of every request."""
 
-    request: AnyRequest
-    model: ServedModel
-    decoded: DecodedRequest
-    pending: asyncio.Future[Any]
-    began_ns: int
-    watch: RequestWatch | None = None
+    __slots__ = ("began_ns", "decoded", "model", "pending", "request", "watch")
+
+    def __init__(
+        self,
+        request: AnyRequest,
+        model: ServedModel,
+        decoded: DecodedRequest,
+        pending: asyncio.Future[Any],
+        began_ns: int,
+        watch: RequestWatch | None,
+    ) -> None:
+        self.request = request
+        self.model = model
+        self.decoded = decoded
+        self.pending = pending
+        self.began_ns = began_ns
+        self.watch = watch
 
     def on_failure(self, error: BaseException) -> None:
         """Count the request as one that ended with `error`."""
@@ -132,10 +143,10 @@ class Inference:
                 raise self._refusal(self._repository.find(request.model_name, request.model_version))
             model = self._repository.get(request.model_name, request.model_version)
             decoded = model.codec.decode(request)
-            if decoded.parameters.deadline_ns:
-                rpc_deadline_ns = min(rpc_deadline_ns, leaves_by(decoded.parameters.deadline_ns / 1e9))
+            if decoded.asked.parameters.deadline_ns:
+                rpc_deadline_ns = min(rpc_deadline_ns, leaves_by(decoded.asked.parameters.deadline_ns / 1e9))
             if watch is not None:
-                watch.on_taken(model.version, decoded.rows)
+                watch.on_taken(model.version, decoded.asked.rows)
             if model.remote:
                 carried = carried_by(request, sent)
                 pending = _submit_remote(model, request.id, decoded, rpc_deadline_ns, watch, carried)
@@ -166,7 +177,7 @@ class Inference:
         if self._spans is not None or debugging.on:
             request = pb.ModelInferRequest(model_name=model.name, model_version=model.version, id=request_id)
             watch = RequestWatch(request, parent, self._spans, began_ns)
-            watch.on_taken(model.version, decoded.rows)
+            watch.on_taken(model.version, decoded.asked.rows)
         if not self.serving:
             refusal = self._refusal(model)
             if watch is not None:
@@ -188,11 +199,14 @@ class Inference:
     def finish(self, started: Started, envelope: Envelope | None = None) -> AnyResponse:
         """The answer, once `started.pending` is done; bytes in `envelope`. Raises what came instead.
         The caller must not keep `started`: what was raised would keep it."""
+        pending = started.pending
         try:
-            results, pending = _results(started.pending)
+            results = pending.result()
+            if not isinstance(pending, Pending):
+                results, pending = results
             model, decoded = started.model, started.decoded
             answer = model.codec.encode(started.request, decoded, results, envelope)
-            if decoded.parameters.batch_info and isinstance(answer, pb.ModelInferResponse) and pending.facts:
+            if decoded.asked.parameters.batch_info and isinstance(answer, pb.ModelInferResponse) and pending.facts:
                 tell_facts(answer, model.batch_id_prefix, told_facts(pending.facts))
         except BaseException as error:
             started.on_failure(error)
@@ -201,14 +215,17 @@ class Inference:
             self._on_success(started, pending)
             return answer
         finally:
-            del started
+            del started, pending  # an error leads to this frame, and it mustn't lead back to the error
 
     # hot path: see bench/
     def finish_as(self, started: Started, send: Callable[[Started, Tensors, AnyPending], None]) -> None:
         """As `finish`, for an answer of another form: `send` gets the results and what knows the facts of them, and
         raises what comes instead."""
+        pending = started.pending
         try:
-            results, pending = _results(started.pending)
+            results = pending.result()
+            if not isinstance(pending, Pending):
+                results, pending = results
             send(started, results, pending)
         except BaseException as error:
             started.on_failure(error)
@@ -216,7 +233,7 @@ class Inference:
         else:
             self._on_success(started, pending)
         finally:
-            del started
+            del started, pending  # an error leads to this frame, and it mustn't lead back to the error
 
     def give_up(self, started: Started) -> None:
         """Instead of `finish`: nobody waits for the answer any more."""
@@ -253,28 +270,35 @@ class Inference:
         return error
 
 
+# hot path: see bench/
 def _submit(
     model: ServedModel, decoded: DecodedRequest, rpc_deadline_ns: int, watch: RequestWatch | None
 ) -> asyncio.Future[Any]:
     """Have the batcher run the request: what it gives back, or for a request that is split a task of `submit_parts`."""
-    if model.max_batch_rows and decoded.rows > model.max_batch_rows:
+    asked, inputs, targets = decoded.asked, decoded.inputs, decoded.targets
+    if 0 < model.max_batch_rows < asked.rows:
         how = _how(model, decoded, rpc_deadline_ns, watch)
-        whole = asyncio.ensure_future(submit_parts(model.batcher, decoded.inputs, decoded.rows, decoded.key, **how))
+        whole = asyncio.ensure_future(submit_parts(model.batcher, inputs, asked.rows, asked.key, **how))
         model.in_parts(whole)
         return whole
-    targets = decoded.targets
-    directed = targets and model.leaves_outputs and any(one.region.kind == "cuda" for one in targets.values())
-    parameters = decoded.parameters
+    if targets and model.leaves_outputs and any(one.region.kind == "cuda" for one in targets.values()):
+        inputs = Directed.to(targets, inputs)
+    parameters = asked.parameters
     return model.batcher.submit(
-        Directed.to(targets, decoded.inputs) if directed else decoded.inputs,
-        decoded.rows,
-        decoded.key,
-        size_bytes=sum(map(tensor_bytes, decoded.inputs)) if model.counts_bytes else 0,
+        inputs,
+        asked.rows,
+        asked.key,
+        size_bytes=_size_bytes(decoded) if model.counts_bytes else 0,
         priority=parameters.priority,
         timeout_ns=parameters.timeout_ns,
         rpc_deadline_ns=rpc_deadline_ns,
         tag=watch,
     )
+
+
+def _size_bytes(decoded: DecodedRequest) -> int:
+    known = decoded.asked.size_bytes
+    return known if known >= 0 else sum(map(tensor_bytes, decoded.inputs))
 
 
 def _submit_remote(
@@ -287,15 +311,15 @@ def _submit_remote(
 ) -> asyncio.Future[Any]:
     """The same for a model that another server executes: what else than tensors that needs to know goes along."""
     # Never in shared memory: that and another server exclude each other.
-    inputs = cast("Tensors", decoded.inputs)
-    payload = RemoteRequest(inputs, decoded.outputs, rpc_deadline_ns, request_id, *carried, spec=decoded.spec)
-    key = decoded.key, carried.key
+    asked, inputs = decoded.asked, cast("Tensors", decoded.inputs)
+    payload = RemoteRequest(inputs, asked.outputs, rpc_deadline_ns, request_id, *carried, spec=asked.spec)
+    key = asked.key, carried.key
     how = _how(model, decoded, rpc_deadline_ns, watch)
-    if model.max_batch_rows and decoded.rows > model.max_batch_rows:
+    if 0 < model.max_batch_rows < asked.rows:
         parts = submit_parts(
             model.batcher,
-            decoded.inputs,
-            decoded.rows,
+            inputs,
+            asked.rows,
             key,
             join=model.codec.join if isinstance(model.codec, OpenCodec) else None,
             payload_of=lambda inputs: payload._replace(inputs=inputs, id=""),
@@ -304,28 +328,17 @@ def _submit_remote(
         whole = asyncio.ensure_future(parts)
         model.in_parts(whole)
         return whole
-    return model.batcher.submit(payload, decoded.rows, key, **how)
+    return model.batcher.submit(payload, asked.rows, key, **how)
 
 
 def _how(
     model: ServedModel, decoded: DecodedRequest, rpc_deadline_ns: int, watch: RequestWatch | None
 ) -> dict[str, Any]:
+    parameters = decoded.asked.parameters
     return {
-        "size_bytes": sum(map(tensor_bytes, decoded.inputs)) if model.counts_bytes else 0,
-        "priority": decoded.parameters.priority,
-        "timeout_ns": decoded.parameters.timeout_ns,
+        "size_bytes": _size_bytes(decoded) if model.counts_bytes else 0,
+        "priority": parameters.priority,
+        "timeout_ns": parameters.timeout_ns,
         "rpc_deadline_ns": rpc_deadline_ns,
         "tag": watch,
     }
-
-
-def _results(pending: asyncio.Future[Any]) -> tuple[Tensors, AnyPending]:
-    """The results, and what knows the facts of their batch: of a split request, whose task `pending` is, of its last
-    part's."""
-    try:
-        results = pending.result()
-        if isinstance(pending, Pending):
-            return results, pending
-        return cast("tuple[Tensors, AnyPending]", results)
-    finally:
-        del pending

@@ -8,6 +8,7 @@ alone.
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from backends.base import ModelSpec, TensorSpec
@@ -59,7 +60,8 @@ class OpenCodec:
         spec, codec = self._codecs.get(layout) or self._learn(layout, message, batched)
         decoded = codec.decode(message)
         # Nobody else has the key of one that travels alone.
-        return decoded._replace(key=(layout, decoded.key if batched else object()), spec=spec)
+        key = layout, decoded.asked.key if batched else object()
+        return DecodedRequest(decoded.inputs, replace(decoded.asked, key=key, spec=spec))
 
     def encode(
         self, request: AnyRequest, decoded: DecodedRequest, results: Any, envelope: Envelope | None = None
@@ -69,7 +71,7 @@ class OpenCodec:
         for name, datatype, array in results:
             output = response.outputs.add(name=name, datatype=datatype, shape=array.shape)
             try:
-                if decoded.parameters.typed_outputs:
+                if decoded.asked.parameters.typed_outputs:
                     output.contents.CopyFrom(encode_contents(array, by_name(datatype)))
                 else:
                     response.raw_output_contents.append(encode_raw(array, by_name(datatype)))

@@ -17,6 +17,7 @@ import numpy as np
 
 from backends.base import Array, DeviceTensor, Execution, ModelSpec, Slot, Targets, Tensors
 from backends.batching import shares
+from backends.packed import Packed
 from server.bulk_copy import Piece, copy_all
 from server.errors import InvalidRequest
 from server.region_tensors import Directed, Input, Inputs, RegionTensor
@@ -42,8 +43,8 @@ def reading(execute: Execute, spec: ModelSpec, room: Room | None = None) -> Exec
     stackable = spec.by_rows and spec.batched
 
     def read_and_execute(requests: Sequence[Inputs], padded_rows: int) -> Execution:
-        # hot path for those who bring their own bytes: 40 ns an input
-        if not any(type(one) is RegionTensor for inputs in requests for one in inputs):
+        # hot path for those who bring their own bytes: 20 to 40 ns an input
+        if not [inputs for inputs in requests if type(inputs) is not Packed and RegionTensor in map(type, inputs)]:
             return execute(cast("Sequence[Tensors]", requests), padded_rows)
         began_ns = monotonic_ns()
         failures: _Failures = {}
@@ -64,7 +65,10 @@ def reading_by(slot: Slot, spec: ModelSpec) -> ExecuteInputs:
 
     def read_and_execute(requests: Sequence[Inputs], padded_rows: int) -> Execution:
         # hot path for those who bring their own bytes, as above
-        if not any(type(inputs) is Directed or RegionTensor in map(type, inputs) for inputs in requests):
+        if not any(
+            type(inputs) is Directed or (type(inputs) is not Packed and RegionTensor in map(type, inputs))
+            for inputs in requests
+        ):
             return slot.execute(cast("Sequence[Tensors]", requests), padded_rows)
         began_ns = monotonic_ns()
         targets = [_targets(inputs, gpu) for inputs in requests]

@@ -8,11 +8,13 @@ through messages, which finds the words.
 from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from backends.base import MISSING, Tensors
+from backends.base import MISSING, ModelSpec, Tensors
+from backends.packed import Layout
 from backends.shares import Outputs, Share
 from protos.datatypes import Datatype
 from protos.inference_pb2 import ModelInferResponse
@@ -22,12 +24,29 @@ from server.parameters import RequestParameters
 from server.region_tensors import Input, Place, RegionTensor, Span
 from server.regions import Regions
 
-__all__ = ["AnswerPlan", "Envelope", "InputPlan", "RegionInputPlan", "RequestPlan"]
+__all__ = ["AnswerPlan", "Asked", "Envelope", "InputPlan", "RegionInputPlan", "RequestPlan"]
 
 _MOST_BYTES = 2**31 - 1
 """What protobuf takes for a message."""
 _MOST_ID_LENGTHS = 64
 """For each of which a plan keeps some bytes; callers choose ids."""
+
+
+@dataclass(slots=True)
+class Asked:
+    """What a request asks for, apart from its tensors. Requests of equal `key` may share a batch. `outputs` are the
+    indices of the wanted outputs, in the order asked for; `classes` says of which of them only so many classes are
+    wanted. `spec` is what the request is, where its model doesn't say. `size_bytes`: of all of its inputs, -1 if that
+    has to be counted. `plain`: raw outputs are all that is wanted."""
+
+    rows: int
+    key: Hashable
+    outputs: tuple[int, ...]
+    parameters: RequestParameters
+    classes: Mapping[int, int] | None = None
+    spec: ModelSpec | None = None
+    size_bytes: int = -1
+    plain: bool = True
 
 
 class InputPlan(NamedTuple):
@@ -50,21 +69,32 @@ class RegionInputPlan(NamedTuple):
     where: Place
 
 
-class RequestPlan(NamedTuple):
+@dataclass(frozen=True, slots=True, eq=False)
+class RequestPlan:
     """What all requests of one head have in common. `inputs` are in the order of the message; `region_inputs` aren't in
-    it, and outputs of the indices in `targets` don't go into the response."""
+    it, and outputs of the indices in `targets` don't go into the response. `layout`: what the model's inputs are, in
+    its order, if nothing but their bytes needs to be looked at; then `starts` of a mold may be asked for."""
 
     inputs: tuple[InputPlan, ...]
     region_inputs: tuple[RegionInputPlan, ...]
     targets: tuple[tuple[int, Place], ...]
     places: int
     """How many inputs the model has."""
-    rows: int
-    key: Hashable
-    outputs: tuple[int, ...]
-    parameters: RequestParameters
+    asked: Asked
+    layout: Layout | None
 
-    # hot path: see bench/
+    def starts(self, raw: Sequence[tuple[int, int]]) -> tuple[int, ...] | None:
+        """Where the model's inputs begin in a request of whose raw_input_contents that says where they are; None if
+        they have to be read one by one, as they haven't the sizes that the head promised."""
+        if self.layout is None or len(raw) != len(self.inputs):
+            return None
+        starts = [0] * self.places
+        for one, (start, end) in zip(self.inputs, raw, strict=True):
+            if one.size_bytes != end - start:
+                return None
+            starts[one.place] = start
+        return tuple(starts)
+
     def read(self, data: bytes, raw: Sequence[tuple[int, int]], regions: Regions | None) -> tuple[Input, ...] | None:
         """The model's inputs, views of `data` where the datatype allows; None if they aren't what the head promised, or
         not where."""
@@ -117,7 +147,7 @@ class Envelope:
 class AnswerPlan:
     """What answers with the same outputs of the same shapes have in common, in the same `envelope` if any."""
 
-    __slots__ = ("_envelope", "_fixed_sizes", "_head", "_more", "_outputs", "_size_bytes", "_starts")
+    __slots__ = ("_envelope", "_fixed_sizes", "_head", "_more", "_only", "_outputs", "_size_bytes", "_starts")
 
     def __init__(
         self,
@@ -146,6 +176,11 @@ class AnswerPlan:
             self._outputs.append((place, datatype.dtype, tag, size_bytes, row_bytes, is_here))
             self._size_bytes += len(tag) + size_bytes
             tag = b""
+        # Most models have one output.
+        self._only: tuple[int, bytes, int, int] | None = None
+        if len(self._outputs) == 1:
+            ((place, _, tag, size_bytes, row_bytes, _),) = self._outputs
+            self._only = place, tag, size_bytes, row_bytes
         # What comes before an id, by its length.
         self._starts: dict[int, bytes] = {}
 
@@ -180,6 +215,10 @@ class AnswerPlan:
         start = self._starts.get(len(name)) or self._start(len(name))
         if not start or data is None:
             return None
+        if self._only is not None:
+            place, tag, size_bytes, row_bytes = self._only
+            begin = row * row_bytes
+            return b"".join((start, name, tag, data[place][begin : begin + size_bytes], self._more))
         pieces: list[Any] = [start, name]
         for place, _, tag, size_bytes, row_bytes, _ in self._outputs:
             begin = row * row_bytes

@@ -14,6 +14,7 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import grpc
@@ -129,25 +130,16 @@ class Streaming:
 
 
 class _Slot:
-    """A request, from the moment it is read until its answer is written. Called by what it waits for, once."""
+    """A request, from the moment it is read until its answer is written."""
 
-    __slots__ = ("_stream", "answer", "done", "request", "started", "taken_back", "unordered")
+    __slots__ = ("answer", "done", "request", "started", "taken_back", "unordered")
 
-    def __init__(self, stream: _Stream, request: AnyRequest | DecodeError, unordered: bool) -> None:
-        self._stream = stream
+    def __init__(self, request: AnyRequest | DecodeError, unordered: bool) -> None:
         self.request = request
         self.unordered = unordered
         self.done = self.taken_back = False
         self.started: UnderWay | None = None
         self.answer: AnyResponse | Failure | None = None
-
-    def start(self) -> None:
-        self._stream.start(self)
-
-    def __call__(self, pending: asyncio.Future[object]) -> None:
-        # An error that it has leads to this frame, and this frame must not lead back to the error.
-        del pending
-        self._stream.on_done(self)
 
 
 class _Stream:
@@ -230,17 +222,17 @@ class _Stream:
                 self._take_back(request.id)
                 return
             unordered = _true(parameters, UNORDERED)
-        slot = _Slot(self, request, unordered)
+        slot = _Slot(request, unordered)
         self._slots.add(slot)
         if not unordered:
             self._line.append(slot)
         if isinstance(request, DecodeError):
-            self.start(slot)
+            self._start(slot)
         else:
-            self._inference.announce(request, slot.start)
+            self._inference.announce(request, partial(self._start, slot))
 
     # hot path: see bench/
-    def start(self, slot: _Slot) -> None:
+    def _start(self, slot: _Slot) -> None:
         """It is time to hand the request to its model."""
         request = slot.request
         try:
@@ -252,12 +244,12 @@ class _Stream:
             slot.started = self._inference.start(request, self._deadline_ns, self._parent, self._sent)
         except Exception as error:  # noqa: BLE001 - the caller is owed an answer
             slot.answer = status_and_text(error, request, _RPC)
-            self.on_done(slot)
+            self._on_done(slot)
             return
         if self._given_up:
             self._inference.give_up(slot.started)
             return
-        slot.started.pending.add_done_callback(slot)
+        slot.started.pending.add_done_callback(partial(self._on_done, slot))
         if slot.taken_back:
             slot.started.pending.cancel()
 
@@ -270,16 +262,19 @@ class _Stream:
                     slot.started.pending.cancel()
 
     # hot path: see bench/
-    def on_done(self, slot: _Slot) -> None:
+    def _on_done(self, slot: _Slot, pending: asyncio.Future[Any] | None = None) -> None:
         """There is an answer: it is ready to leave, and so may be others that waited for it. Those of a batch come one
         right after the other: while there is little to be written, it is made now, which takes less of the processor's
         time than one by one, in between what gRPC does."""
+        # An error that it has leads to this frame, and this frame must not lead back to the error.
+        del pending
         if self._given_up:
             return
         slot.done = True
-        if self._made_bytes < _MOST_MADE_BYTES and slot.answer is None and isinstance(slot.request, WireRequest):
+        if slot.answer is None and self._made_bytes < _MOST_MADE_BYTES and isinstance(slot.request, WireRequest):
             slot.answer = answer = self._finish(slot)
-            self._made_bytes += len(answer) if isinstance(answer, bytes) else 0
+            if isinstance(answer, bytes):
+                self._made_bytes += len(answer)
         if slot.unordered:
             self._ready.append(slot)
         else:

@@ -11,7 +11,8 @@ Lives here: telling which requests are alike. Must not: know models.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import NamedTuple, TypeVar
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 from google.protobuf.message import DecodeError
 
@@ -36,12 +37,14 @@ _Named = tuple[str, str, Mapping[str, InferParameter]]
 """Model, version and parameters."""
 
 
-class Mold(NamedTuple):
+@dataclass(slots=True, eq=False)
+class Mold:
     """Requests that have all but the values of id and tensors in common, and the lengths of these.
 
     `parts` are the bytes they share, each with its place; with the id, at `id_at`, and the entries of
     raw_input_contents, which begin and end as `raw` says, they are all of the request. `plain`: there are no
-    parameters, neither its own nor any of its tensors.
+    parameters, neither its own nor any of its tensors. `note` is for whoever reads such requests, who finds there what
+    was left with the last one.
     """
 
     parts: tuple[tuple[int, bytes], ...]
@@ -51,6 +54,7 @@ class Mold(NamedTuple):
     head: bytes
     named: _Named
     plain: bool
+    note: Any = None
 
     @classmethod
     def of(cls, data: bytes, fields: RequestFields, named: _Named, plain: bool) -> Mold:

@@ -35,6 +35,7 @@ from server.handlers import serialized
 from server.inference import AnyPending, Inference, Started
 from server.parameters import NO_PARAMETERS, RequestParameters
 from server.passing import NOTHING_CARRIED, Carried
+from server.shortcuts import Asked
 from server.wire_request import RequestReader
 
 __all__ = ["Desk"]
@@ -164,7 +165,7 @@ class Desk:
             self._link.send((protocol.STALE, number))
             return
         told = RequestParameters(*parameters) if parameters else NO_PARAMETERS
-        decoded = DecodedRequest(inputs, rows, key, outputs, told)
+        decoded = DecodedRequest(inputs, Asked(rows, key, outputs, told))
         try:
             told_on = Carried(*carried) if carried else NOTHING_CARRIED
             started = self._inference.take(model, decoded, request_id, deadline_ns, parent, began_ns, told_on)
@@ -192,11 +193,11 @@ class Desk:
         Raises ExecutionError, as the codec would, for what no message can carry, and QueueFull for what no front could
         take.
         """
-        decoded = started.decoded
+        asked = started.decoded.asked
         outputs = [MISSING] * len(results)
-        for index in decoded.outputs:
+        for index in asked.outputs:
             outputs[index] = results[index]
-        told = told_facts(pending.facts) if decoded.parameters.batch_info and pending.facts else None
+        told = told_facts(pending.facts) if asked.parameters.batch_info and pending.facts else None
         if not self._results:
             try:
                 if self._try_send(number, outputs, told):
@@ -293,7 +294,7 @@ class _Submitted:
 def _check_sendable(started: Started, outputs: Sequence[Array]) -> None:
     """Raise ExecutionError, in the codec's words, for outputs that no message can carry."""
     model = started.model
-    for index in started.decoded.outputs:
+    for index in started.decoded.asked.outputs:
         tensor, array = model.spec.outputs[index], outputs[index]
         if array is MISSING or not array.dtype.hasobject:
             continue

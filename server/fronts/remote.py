@@ -200,8 +200,9 @@ class RemoteInference:
             decoded = model.codec.decode(request)
         except (ServerError, ValueError):
             return Started(request, self._replies.send_whole(request, rpc_deadline_ns, parent, sent))
-        told = decoded.parameters
-        if told.typed_outputs or decoded.classes:
+        asked = decoded.asked
+        told = asked.parameters
+        if told.typed_outputs or asked.classes:
             return Started(request, self._replies.send_whole(request, rpc_deadline_ns, parent, sent))
         deadline_ns = rpc_deadline_ns
         if told.deadline_ns:
@@ -223,9 +224,9 @@ class RemoteInference:
             began_ns,
             deadline_ns,
             parent,
-            decoded.rows,
-            decoded.key,
-            decoded.outputs,
+            asked.rows,
+            asked.key,
+            asked.outputs,
             values,
             parcel,
             tuple(carried_by(request, sent)) if model.remote else None,

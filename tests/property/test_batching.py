@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 
 from backends.base import Array, ModelSpec, Tensors, TensorSpec
 from backends.batching import rows_of, run_batch, split, stack
+from backends.packed import Layout, Packed
 from protos.datatypes import DATATYPES
 
 
@@ -116,3 +118,54 @@ def test_stack_any_requests_leaves_them_as_they_were(batch: Batch) -> None:
 
     for request, copies in zip(batch.requests, before, strict=True):
         assert all(_same(array, copy) for array, copy in zip(request, copies, strict=True))
+
+
+@given(st.data())
+def test_packed_requests_are_batched_as_their_arrays_would_be(data: st.DataObject) -> None:
+    """All of one layout, of several, or mixed with requests of arrays; with padding or without."""
+    draw = data.draw
+    kinds = sorted(name for name, datatype in DATATYPES.items() if datatype.item_bytes)
+    large = draw(st.sampled_from([1, 1, 3_000]))
+    specs = [
+        TensorSpec(f"T{i}", draw(st.sampled_from(kinds)), (*draw(st.lists(st.integers(0, 3), max_size=2)), large))
+        for i in range(draw(st.integers(1, 3)))
+    ]
+    layouts = {rows: layout_of(specs, rows) for rows in draw(st.sets(st.integers(1, 3), min_size=1, max_size=2))}
+    requests: list[Tensors] = []
+    for seed in range(draw(st.integers(1, 5))):
+        rows = draw(st.sampled_from(sorted(layouts)))
+        arrays = [_array(one.datatype, (rows, *one.dims), seed, "C") for one in specs]
+        packed = packed_of(arrays, layouts[rows], draw(st.permutations(range(len(arrays)))))
+        assert all(_same(got, expected) for got, expected in zip(packed, arrays, strict=True))
+        requests.append(packed if draw(st.integers(0, 5)) else arrays)
+    spec = ModelSpec(tuple(specs), tuple(specs), batched=True)
+    padded_rows = draw(st.integers(0, 20))
+    seen: list[Array] = []
+
+    def run(inputs: list[Array]) -> Tensors:
+        seen.extend(inputs)
+        return inputs
+
+    execution = run_batch(spec, requests, run, padded_rows)
+
+    expected = stack([tuple(request) for request in requests], max(0, padded_rows - sum(rows_of(requests))))
+    assert all(_same(got, wanted) for got, wanted in zip(seen, expected, strict=True))
+    assert all(array.flags.c_contiguous for array in seen)
+    for result, request in zip(execution.results, requests, strict=True):
+        assert all(_same(got, wanted) for got, wanted in zip(result, request, strict=True))
+
+
+def layout_of(specs: Sequence[TensorSpec], rows: int) -> Layout:
+    shapes = [(rows, *one.dims) for one in specs]
+    dtypes = [DATATYPES[one.datatype].dtype for one in specs]
+    sizes = [int(np.prod(shape)) * dtype.itemsize for shape, dtype in zip(shapes, dtypes, strict=True)]
+    return Layout(list(zip(dtypes, shapes, sizes, strict=True)))
+
+
+def packed_of(arrays: Sequence[Array], layout: Layout, order: Sequence[int]) -> Packed:
+    """In a message of some bytes before, between and behind the tensors, which come in `order`."""
+    message, starts = b"?", [0] * len(arrays)
+    for index in order:
+        starts[index] = len(message)
+        message += arrays[index].tobytes() + b"!" * index
+    return Packed(message, layout, tuple(starts))

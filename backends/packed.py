@@ -1,0 +1,96 @@
+"""A request's tensors as parts of one bytes object, of which no arrays have been made yet.
+
+Lives here: that value, and how many of them become the arrays of a batch. Must not: know messages. The rule: whoever
+doesn't know of it sees a sequence of arrays; a batch of many small requests never makes one for each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import repeat
+from typing import Any, overload
+
+import numpy as np
+
+from backends.base import Array
+
+__all__ = ["Layout", "Packed", "are_alike", "stacked"]
+
+_COPIED_TWICE_BYTES = 4_096
+"""Up to so many a slice, which is a copy, costs less than a view."""
+
+
+class Layout:
+    """What tensors of so many bytes are: `tensors` are their dtypes, shapes and sizes in bytes, all in C order and
+    little endian. Known by identity."""
+
+    __slots__ = ("rows", "size_bytes", "tensors")
+
+    def __init__(self, tensors: Sequence[tuple[np.dtype[Any], tuple[int, ...], int]]) -> None:
+        self.tensors = tuple(tensors)
+        self.size_bytes = sum(size_bytes for *_, size_bytes in tensors)
+        self.rows = tensors[0][1][0] if tensors and tensors[0][1] else 0
+        """Of each request, where axis 0 is the batch's."""
+
+
+class Packed(Sequence[Array]):
+    """The tensors that `layout` says, beginning at `starts` in `data`. As a sequence, read-only views of that."""
+
+    __slots__ = ("_arrays", "data", "layout", "starts")
+
+    def __init__(self, data: bytes, layout: Layout, starts: tuple[int, ...]) -> None:
+        self.data = data
+        self.layout = layout
+        self.starts = starts
+        self._arrays: tuple[Array, ...] | None = None
+
+    @property
+    def arrays(self) -> tuple[Array, ...]:
+        if self._arrays is None:
+            places = zip(self.layout.tensors, self.starts, strict=True)
+            self._arrays = tuple(np.ndarray(shape, dtype, self.data, start) for (dtype, shape, _), start in places)
+        return self._arrays
+
+    def __len__(self) -> int:
+        return len(self.starts)
+
+    @overload
+    def __getitem__(self, index: int) -> Array: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Array]: ...
+
+    def __getitem__(self, index: int | slice) -> Array | Sequence[Array]:
+        return self.arrays[index]
+
+    def __iter__(self) -> Iterator[Array]:
+        return iter(self.arrays)
+
+
+def are_alike(requests: Sequence[Sequence[Any]]) -> bool:
+    """Whether all of `requests` are packed, and of one layout: `stacked` may be asked for their batch."""
+    # hot path: 50 ns a request
+    first = requests[0]
+    if type(first) is not Packed:
+        return False
+    layout = first.layout
+    return not [one for one in requests if type(one) is not Packed or one.layout is not layout]
+
+
+def stacked(requests: Sequence[Packed], padding_rows: int) -> list[Array]:
+    """One C-contiguous array per tensor, the requests' rows along axis 0, in order, and `padding_rows` copies of the
+    last one. One copy of large tensors, two of small ones."""
+    # hot path: 0.2 us a tensor
+    layout, columns = requests[0].layout, []
+    rows = len(requests) * layout.rows + padding_rows
+    for index, (dtype, shape, size_bytes) in enumerate(layout.tensors):
+        pieces: list[bytes | memoryview]
+        if size_bytes <= _COPIED_TWICE_BYTES:
+            pieces = [one.data[(start := one.starts[index]) : start + size_bytes] for one in requests]
+        else:
+            pieces = [memoryview(one.data)[(start := one.starts[index]) : start + size_bytes] for one in requests]
+        if padding_rows:
+            pieces += repeat(pieces[-1][size_bytes - size_bytes // layout.rows :], padding_rows)
+        # Unlike `bytes` it may be written to. Lets go of the interpreter once if it is more than a MiB, else never.
+        columns.append(np.ndarray((rows, *shape[1:]), dtype, bytearray().join(pieces)))
+    return columns
