@@ -217,11 +217,11 @@ class _Stream:
     # hot path: see bench/
     def _take(self, request: AnyRequest | DecodeError) -> None:
         unordered = False
-        if not isinstance(request, DecodeError) and (parameters := request.parameters):
-            if _true(parameters, CANCEL):
+        if not (isinstance(request, DecodeError) or (isinstance(request, WireRequest) and request.mold.plain)):
+            if _true(request.parameters, CANCEL):
                 self._take_back(request.id)
                 return
-            unordered = _true(parameters, UNORDERED)
+            unordered = _true(request.parameters, UNORDERED)
         slot = _Slot(request, unordered)
         self._slots.add(slot)
         if not unordered:
@@ -291,13 +291,18 @@ class _Stream:
         while True:
             while ready:
                 slot = ready.popleft()
-                message = self._message(slot)
-                if message is None:
+                answer = slot.answer
+                if isinstance(answer, bytes):
+                    self._made_bytes -= len(answer)
+                    await write(answer)
+                elif (message := self._message(slot)) is None:
                     return
-                await write(message)
+                else:
+                    await write(message)
+                    del message
                 self._slots.remove(slot)
                 # Nothing is kept of this answer while waiting for the next.
-                del slot, message
+                del slot, answer
                 if self._reader is not None:
                     self._wake_reader()
             if self._ended and not self._slots:
@@ -308,12 +313,9 @@ class _Stream:
             self._end(grpc.StatusCode.UNAVAILABLE, "the server is stopping")
 
     def _message(self, slot: _Slot) -> pb.ModelStreamInferResponse | bytes | None:
-        """What to write for the request; None if its failure has ended the stream."""
-        answer = slot.answer
-        if answer is None:
-            answer = self._finish(slot)
-        elif isinstance(answer, bytes):
-            self._made_bytes -= len(answer)
+        """What to write for a request whose answer isn't made, or is no bytes; None if its failure has ended the
+        stream."""
+        answer = slot.answer or self._finish(slot)
         if isinstance(answer, bytes):
             return answer
         if isinstance(answer, pb.ModelInferResponse):

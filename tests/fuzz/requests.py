@@ -18,6 +18,7 @@ from protos.inference_pb2 import InferTensorContents, ModelInferRequest, ModelIn
 from protos.tensors import TensorError, decode_contents, decode_raw, encode_raw
 from server.calls import HeaderForwarding, add_headers
 from server.codec import DecodedRequest
+from server.handlers import serialized
 from server.parameters import parse_parameters
 from server.regions import Regions
 from server.system_region import open_system_region
@@ -100,11 +101,11 @@ def _outcome(model: FuzzedModel, request: AnyRequest) -> object:
     try:
         decoded = model.codec.decode(request)
         alone = _executed(model, decoded, 1)[0]
-        if model.spec.batched and 2 * decoded.rows <= MAX_ROWS:
+        if model.spec.batched and 2 * decoded.asked.rows <= MAX_ROWS:
             for both in _executed(model, decoded, 2):
                 if not _equal(both, alone):
                     raise Finding(f"alone {alone}, in a batch {both}")
-        data = model.codec.encode(request, decoded, alone).SerializeToString()
+        data = serialized(model.codec.encode(request, decoded, alone))
     except Finding:
         raise
     except Exception as error:  # noqa: BLE001 - told apart in there
