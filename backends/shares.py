@@ -18,12 +18,14 @@ __all__ = ["Outputs", "Share"]
 
 class Outputs:
     """A batch's outputs, one array each, all with the batch's rows along axis 0. `notes` are for whoever makes
-    something of many shares: what holds for all of them, to be found out once."""
+    something of many shares: what holds for all of them, to be found out once. `size_bytes`: of all of them; of object
+    arrays, of the references."""
 
-    __slots__ = ("arrays", "data", "notes")
+    __slots__ = ("arrays", "data", "notes", "size_bytes")
 
     def __init__(self, arrays: Tensors) -> None:
         self.arrays = arrays
+        self.size_bytes = sum([one.nbytes for one in arrays])
         self.notes: dict[Any, Any] = {}
         self.data: Sequence[memoryview] | None = None
         """The bytes of each, one row after the other, if `lay_out` was asked for them and they lie so."""

@@ -173,7 +173,7 @@ class ModelCodec:
             if type(results) is Share and not decoded.targets:
                 short = self._respond_with(request.id, decoded.asked.outputs, results, envelope)
             else:
-                short = self._respond(request.id, decoded, results, envelope)
+                short = self._respond(request.id, decoded, tuple(results), envelope)
             if short is not None:
                 return short
         asked = decoded.asked

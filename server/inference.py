@@ -14,6 +14,7 @@ from typing import Any, cast
 
 from backends.base import Tensors
 from backends.remote_messages import RemoteRequest
+from backends.shares import Share
 from protos import inference_pb2 as pb
 from scheduler.observer import Drop
 from scheduler.pending import Pending
@@ -75,6 +76,93 @@ class Started:
             self.watch.on_failure(error)
 
 
+class _Call:
+    """A request with an RPC of its own. As those of a batch are started together, and their answers made, the
+    coroutine that waits has little left to do when it is woken up in between others of gRPC's."""
+
+    __slots__ = ("_error", "_given_up", "_how", "_inference", "_response", "_started", "done")
+
+    def __init__(self, inference: Inference, *how: Any) -> None:
+        """`how` is for `inference.start`."""
+        self._inference = inference
+        self._how = how
+        self._started: Started | None = None
+        self._response: AnyResponse | None = None
+        self._error: BaseException | None = None
+        self._given_up = False
+        self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    # hot path: see bench/
+    def start(self) -> None:
+        try:
+            started = self._inference.start(*self._how)
+        except Exception as error:  # noqa: BLE001 - the caller is told
+            self._error = error
+            self._end()
+            return
+        if self._given_up:
+            self._inference.give_up(started)
+            return
+        self._started = started
+        started.pending.add_done_callback(self._on_done)
+
+    # hot path: see bench/
+    def _on_done(self, pending: asyncio.Future[Any]) -> None:
+        del pending  # an error that it has leads to this frame, and it mustn't lead back to the error
+        if self._given_up:
+            return
+        if self._started is not None and _is_small(self._started):
+            self._make()
+        self._end()
+
+    def _make(self) -> None:
+        started, self._started = self._started, None
+        assert started is not None
+        try:
+            self._response = self._inference.finish(started)
+        except BaseException as error:  # noqa: BLE001 - the caller is told
+            self._error = error
+        finally:
+            del started
+
+    def _end(self) -> None:
+        if not self.done.done():
+            self.done.set_result(None)
+
+    def answer(self) -> AnyResponse:
+        """The response, once it is `done`. Raises what came instead."""
+        if self._started is not None:
+            self._make()
+        error, self._error = self._error, None
+        try:
+            if error is not None:
+                raise error
+            assert self._response is not None
+            return self._response
+        finally:
+            del error
+
+    def give_up(self) -> None:
+        """Nobody waits for the answer any more."""
+        self._given_up = True
+        self._error = None
+        started, self._started = self._started, None
+        if started is not None:
+            self._inference.give_up(started)
+
+
+_MOST_MADE_BYTES = 2**17
+"""Of a batch's outputs, of which all answers are made before the first one leaves."""
+
+
+def _is_small(started: Started) -> bool:
+    pending = started.pending
+    if pending.cancelled() or pending.exception() is not None:
+        return True
+    results = pending.result()
+    return isinstance(results, Share) and results.outputs.size_bytes <= _MOST_MADE_BYTES
+
+
 class Inference:
     """Answers inference requests while `serving`; while it is `ready` they should come. `tracer` may want to know
     when."""
@@ -104,18 +192,18 @@ class Inference:
 
         Cancelling it takes the request out of the queue. Raises what `server.errors` has a status for.
         """
-        started = self.start(request, rpc_deadline_ns, parent, sent)
+        call = _Call(self, request, rpc_deadline_ns, parent, sent)
+        self.announce(request, call.start)
         try:
-            try:
-                await started.pending
-            except BaseException as error:
-                started.on_failure(error)
-                raise
-            return self.finish(started)
+            await call.done
+            return call.answer()
+        except asyncio.CancelledError:
+            call.give_up()
+            raise
         finally:
-            # An error has a traceback, that this frame, and this frame, by what it waited for, would have the error:
-            # shared memory that a request used would stay open until the garbage collector comes by.
-            del started
+            # An error has a traceback, that this frame, and this frame, by the call, would have what the request used:
+            # shared memory would stay open until the garbage collector comes by.
+            del call
 
     # hot path: see bench/
     def announce(self, request: AnyRequest, start: Callable[[], None]) -> None:
