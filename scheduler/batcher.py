@@ -7,6 +7,7 @@ batches; that is `batch_queue`. Everything runs on one event loop; only runners 
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Generic, TypeVar
 
@@ -27,6 +28,8 @@ from scheduler.runner import Outcome, Runner
 from scheduler.waiting import Room
 
 __all__ = ["Batcher"]
+
+_log = logging.getLogger("paceline.scheduler")
 
 P = TypeVar("P")
 R = TypeVar("R")
@@ -137,10 +140,12 @@ class Batcher(Generic[P, R]):
         timeout_ns: int = 0,
         rpc_deadline_ns: int = NEVER,
         tag: Any = None,
+        arrived_ns: int = 0,
     ) -> Pending[P, R]:
         """Queue a request of `rows` rows; only requests of equal `key` share a batch.
 
-        `timeout_ns` is the request's own queue timeout (0: none), `rpc_deadline_ns` the moment its caller gives up.
+        `timeout_ns` is the request's own queue timeout (0: none), `rpc_deadline_ns` the moment its caller gives up,
+        `arrived_ns` when it was announced, if it was: since then it waits.
         Raises RequestTooLarge, QueueFull, DeadlineUnreachable, NoInstance or BatcherClosed at once; the future gets
         QueueTimeout, DeadlineUnreachable, NoInstance, BatcherClosed or ExecutionFailed, or what the instance has for it
         instead of a result.
@@ -160,7 +165,7 @@ class Batcher(Generic[P, R]):
                 pending,
                 rows,
                 key,
-                self._clock.now_ns(),
+                arrived_ns or self._clock.now_ns(),
                 size_bytes=size_bytes,
                 priority=priority,
                 timeout_ns=timeout_ns,
@@ -242,7 +247,10 @@ class Batcher(Generic[P, R]):
         self._turn_is_due = True
         announced, self._announced = self._announced, []
         for submit in announced:
-            submit()
+            try:
+                submit()
+            except Exception:  # noqa: BLE001 - it is logged, and the others are owed theirs
+                _log.exception("an announced request can't be submitted")
 
     def _request_turn(self) -> None:
         """Poll once all that is ready on the loop has run: requests that arrive together share a batch."""

@@ -50,10 +50,11 @@ def deadline_of(context: Context) -> int:
     return NEVER if remaining_s is None else leaves_by(remaining_s)
 
 
-def leaves_by(remaining_s: float) -> int:
-    """When an answer has to leave, on the monotonic clock, to a caller who gives up so long from now."""
+def leaves_by(remaining_s: float, began_ns: int = 0) -> int:
+    """When an answer has to leave, on the monotonic clock, to a caller who gives up so long from `began_ns` (0: from
+    now)."""
     way_back_s = min(_WAY_BACK * remaining_s, _LONGEST_WAY_BACK_S)
-    return time.monotonic_ns() + int((remaining_s - way_back_s) * 1e9)
+    return (began_ns or time.monotonic_ns()) + int((remaining_s - way_back_s) * 1e9)
 
 
 def header(context: Context, key: str) -> str:

@@ -10,6 +10,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any, cast
 
 from backends.base import Tensors
@@ -80,27 +81,27 @@ class _Call:
     """A request with an RPC of its own. As those of a batch are started together, and their answers made, the
     coroutine that waits has little left to do when it is woken up in between others of gRPC's."""
 
-    __slots__ = ("_error", "_given_up", "_how", "_inference", "_response", "_started", "done")
+    __slots__ = ("_begin", "_error", "_inference", "_response", "_started", "done")
 
-    def __init__(self, inference: Inference, *how: Any) -> None:
-        """`how` is for `inference.start`."""
+    def __init__(self, inference: Inference, begin: Callable[[], Started]) -> None:
+        """`begin` is the request's `inference.start`."""
         self._inference = inference
-        self._how = how
+        self._begin = begin
         self._started: Started | None = None
         self._response: AnyResponse | None = None
         self._error: BaseException | None = None
-        self._given_up = False
         self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     # hot path: see bench/
     def start(self) -> None:
         try:
-            started = self._inference.start(*self._how)
+            started = self._begin()
         except Exception as error:  # noqa: BLE001 - the caller is told
-            self._error = error
-            self._end()
+            if not self.done.done():
+                self._error = error
+                self.done.set_result(None)
             return
-        if self._given_up:
+        if self.done.done():
             self._inference.give_up(started)
             return
         self._started = started
@@ -109,11 +110,11 @@ class _Call:
     # hot path: see bench/
     def _on_done(self, pending: asyncio.Future[Any]) -> None:
         del pending  # an error that it has leads to this frame, and it mustn't lead back to the error
-        if self._given_up:
+        if self.done.done():
             return
         if self._started is not None and _is_small(self._started):
             self._make()
-        self._end()
+        self.done.set_result(None)
 
     def _make(self) -> None:
         started, self._started = self._started, None
@@ -124,10 +125,6 @@ class _Call:
             self._error = error
         finally:
             del started
-
-    def _end(self) -> None:
-        if not self.done.done():
-            self.done.set_result(None)
 
     def answer(self) -> AnyResponse:
         """The response, once it is `done`. Raises what came instead."""
@@ -143,8 +140,7 @@ class _Call:
             del error
 
     def give_up(self) -> None:
-        """Nobody waits for the answer any more."""
-        self._given_up = True
+        """Nobody waits for the answer any more: `done` is cancelled, or was done in that very moment."""
         self._error = None
         started, self._started = self._started, None
         if started is not None:
@@ -192,7 +188,8 @@ class Inference:
 
         Cancelling it takes the request out of the queue. Raises what `server.errors` has a status for.
         """
-        call = _Call(self, request, rpc_deadline_ns, parent, sent)
+        began_ns = time.monotonic_ns()
+        call = _Call(self, partial(self.start, request, rpc_deadline_ns, parent, sent, began_ns))
         self.announce(request, call.start)
         try:
             await call.done
@@ -219,27 +216,31 @@ class Inference:
         self,
         request: AnyRequest,
         rpc_deadline_ns: int,
-        parent: TraceParent | None = None,
-        sent: Sent = NOTHING_SENT,
+        parent: TraceParent | None,
+        sent: Sent,
+        began_ns: int,
     ) -> Started:
-        """Check `request` and hand it to its model's batcher. Raises what is found now; the rest `finish` does."""
-        watch = RequestWatch(request, parent, self._spans) if self._spans is not None or debugging.on else None
+        """Check `request`, which came at `began_ns`, and hand it to its model's batcher. Raises what is found now; the
+        rest `finish` does."""
+        watch = (
+            RequestWatch(request, parent, self._spans, began_ns) if self._spans is not None or debugging.on else None
+        )
         model = None
-        began_ns = time.monotonic_ns()
         try:
             if not self.serving:
                 raise self._refusal(self._repository.find(request.model_name, request.model_version))
             model = self._repository.get(request.model_name, request.model_version)
             decoded = model.codec.decode(request)
             if decoded.asked.parameters.deadline_ns:
-                rpc_deadline_ns = min(rpc_deadline_ns, leaves_by(decoded.asked.parameters.deadline_ns / 1e9))
+                own_ns = leaves_by(decoded.asked.parameters.deadline_ns / 1e9, began_ns)
+                rpc_deadline_ns = min(rpc_deadline_ns, own_ns)
             if watch is not None:
                 watch.on_taken(model.version, decoded.asked.rows)
             if model.remote:
                 carried = carried_by(request, sent)
-                pending = _submit_remote(model, request.id, decoded, rpc_deadline_ns, watch, carried)
+                pending = _submit_remote(model, request.id, decoded, rpc_deadline_ns, watch, carried, began_ns)
             else:
-                pending = _submit(model, decoded, rpc_deadline_ns, watch)
+                pending = _submit(model, decoded, rpc_deadline_ns, watch, began_ns)
         except Exception as error:
             if model is not None:
                 model.statistics.on_failure(error, time.monotonic_ns() - began_ns)
@@ -273,9 +274,9 @@ class Inference:
             raise refusal
         try:
             if model.remote:
-                pending = _submit_remote(model, request_id, decoded, rpc_deadline_ns, watch, carried)
+                pending = _submit_remote(model, request_id, decoded, rpc_deadline_ns, watch, carried, 0)
             else:
-                pending = _submit(model, decoded, rpc_deadline_ns, watch)
+                pending = _submit(model, decoded, rpc_deadline_ns, watch, 0)
         except Exception as error:
             model.statistics.on_failure(error, time.monotonic_ns() - began_ns)
             if watch is not None:
@@ -360,9 +361,10 @@ class Inference:
 
 # hot path: see bench/
 def _submit(
-    model: ServedModel, decoded: DecodedRequest, rpc_deadline_ns: int, watch: RequestWatch | None
+    model: ServedModel, decoded: DecodedRequest, rpc_deadline_ns: int, watch: RequestWatch | None, arrived_ns: int
 ) -> asyncio.Future[Any]:
-    """Have the batcher run the request: what it gives back, or for a request that is split a task of `submit_parts`."""
+    """Have the batcher run the request, which came at `arrived_ns` (0: now): what it gives back, or for a request that
+    is split a task of `submit_parts`."""
     asked, inputs, targets = decoded.asked, decoded.inputs, decoded.targets
     if 0 < model.max_batch_rows < asked.rows:
         how = _how(model, decoded, rpc_deadline_ns, watch)
@@ -381,6 +383,7 @@ def _submit(
         timeout_ns=parameters.timeout_ns,
         rpc_deadline_ns=rpc_deadline_ns,
         tag=watch,
+        arrived_ns=arrived_ns,
     )
 
 
@@ -396,6 +399,7 @@ def _submit_remote(
     rpc_deadline_ns: int,
     watch: RequestWatch | None,
     carried: Carried,
+    arrived_ns: int,
 ) -> asyncio.Future[Any]:
     """The same for a model that another server executes: what else than tensors that needs to know goes along."""
     # Never in shared memory: that and another server exclude each other.
@@ -416,7 +420,7 @@ def _submit_remote(
         whole = asyncio.ensure_future(parts)
         model.in_parts(whole)
         return whole
-    return model.batcher.submit(payload, asked.rows, key, **how)
+    return model.batcher.submit(payload, asked.rows, key, arrived_ns=arrived_ns, **how)
 
 
 def _how(

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -83,7 +84,9 @@ class Inferring(Protocol):
 
     def announce(self, request: AnyRequest, start: Callable[[], None]) -> None: ...
 
-    def start(self, request: AnyRequest, rpc_deadline_ns: int, parent: TraceParent | None, sent: Sent) -> UnderWay: ...
+    def start(
+        self, request: AnyRequest, rpc_deadline_ns: int, parent: TraceParent | None, sent: Sent, began_ns: int
+    ) -> UnderWay: ...
 
     def finish(self, started: Any, envelope: Envelope | None) -> AnyResponse: ...
 
@@ -132,10 +135,11 @@ class Streaming:
 class _Slot:
     """A request, from the moment it is read until its answer is written."""
 
-    __slots__ = ("answer", "done", "request", "started", "taken_back", "unordered")
+    __slots__ = ("answer", "began_ns", "done", "request", "started", "taken_back", "unordered")
 
     def __init__(self, request: AnyRequest | DecodeError, unordered: bool) -> None:
         self.request = request
+        self.began_ns = time.monotonic_ns()
         self.unordered = unordered
         self.done = self.taken_back = False
         self.started: UnderWay | None = None
@@ -241,7 +245,7 @@ class _Stream:
             if self._headers:
                 request = slot.request = message_of(request)
                 add_headers(request, self._headers)
-            slot.started = self._inference.start(request, self._deadline_ns, self._parent, self._sent)
+            slot.started = self._inference.start(request, self._deadline_ns, self._parent, self._sent, slot.began_ns)
         except Exception as error:  # noqa: BLE001 - the caller is owed an answer
             slot.answer = status_and_text(error, request, _RPC)
             self._on_done(slot)

@@ -32,10 +32,8 @@ class RequestWatch:
 
     __slots__ = ("_began_ns", "_id", "_model", "_rows", "_version", "span")
 
-    def __init__(
-        self, request: AnyRequest, parent: TraceParent | None, spans: Spans | None, began_ns: int | None = None
-    ) -> None:
-        self._began_ns = time.monotonic_ns() if began_ns is None else began_ns
+    def __init__(self, request: AnyRequest, parent: TraceParent | None, spans: Spans | None, began_ns: int) -> None:
+        self._began_ns = began_ns
         self._model = request.model_name[:_MOST_CHARACTERS]
         self._version = request.model_version[:_MOST_CHARACTERS]
         self._id = request.id[:_MOST_CHARACTERS]

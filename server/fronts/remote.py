@@ -170,7 +170,7 @@ class RemoteInference:
 
         Cancelling it takes the request back. Raises what `server.errors` has a status for.
         """
-        started = self.start(request, rpc_deadline_ns, parent, sent)
+        started = self.start(request, rpc_deadline_ns, parent, sent, time.monotonic_ns())
         try:
             await started.pending
             return self.finish(started)
@@ -188,14 +188,15 @@ class RemoteInference:
         self,
         request: AnyRequest,
         rpc_deadline_ns: int,
-        parent: TraceParent | None = None,
-        sent: Sent = NOTHING_SENT,
+        parent: TraceParent | None,
+        sent: Sent,
+        began_ns: int,
     ) -> Started:
-        """Check `request` and hand it to the engine. Raises QueueFull; the rest `finish` does."""
+        """Check `request`, which came at `began_ns`, and hand it to the engine. Raises QueueFull; the rest `finish`
+        does."""
         model = self._models.find(request.model_name, request.model_version)
         if model is None:
             return Started(request, self._replies.send_whole(request, rpc_deadline_ns, parent, sent))
-        began_ns = time.monotonic_ns()
         try:
             decoded = model.codec.decode(request)
         except (ServerError, ValueError):
@@ -206,7 +207,7 @@ class RemoteInference:
             return Started(request, self._replies.send_whole(request, rpc_deadline_ns, parent, sent))
         deadline_ns = rpc_deadline_ns
         if told.deadline_ns:
-            deadline_ns = min(deadline_ns, leaves_by(told.deadline_ns / 1e9))
+            deadline_ns = min(deadline_ns, leaves_by(told.deadline_ns / 1e9, began_ns))
         self._replies.refuse_if_full()
         # Without regions none of them lies in clients' shared memory.
         parcel = self._link.pack(cast("Tensors", decoded.inputs))

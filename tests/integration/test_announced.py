@@ -1,0 +1,117 @@
+"""Requests given up between their arrival and the moment when the batcher has them started: counted once, and never
+executed. Without gRPC in front, for what is between the two is an iteration of the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import weakref
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from grpc.aio import EOF  # type: ignore[attr-defined]
+
+from protos import inference_pb2 as pb
+from scheduler.policy import NEVER
+from server.errors import ModelNotFound
+from server.handlers import serialized
+from tests.integration.scripted import Script, mark_of, request, totals
+from tests.integration.serving import serving
+
+TEXT = "max_batch_size: 32 dynamic_batching { }"
+
+
+@pytest.fixture
+def script() -> Script:
+    return Script()
+
+
+class Context:
+    """What a stream reads and writes."""
+
+    def __init__(self, requests: Iterable[pb.ModelInferRequest]) -> None:
+        self._requests = iter(requests)
+        self.written: list[pb.ModelStreamInferResponse] = []
+
+    def invocation_metadata(self) -> tuple[()]:
+        return ()
+
+    def time_remaining(self) -> None:
+        return None
+
+    async def read(self) -> Any:
+        return next(self._requests, EOF)
+
+    async def write(self, message: Any) -> None:
+        self.written.append(pb.ModelStreamInferResponse.FromString(serialized(message)))
+
+
+async def test_call_cancelled_before_it_is_started_is_counted_once_and_not_executed(
+    tmp_path: Path, script: Script
+) -> None:
+    async with serving(tmp_path, {"m": script.model}, config=TEXT) as served:
+        call = asyncio.create_task(served.server._inference.infer(request(1), NEVER))
+        await asyncio.sleep(0)
+        call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+        assert mark_of(await served.infer(request(2))) == 2
+        assert script.seen == [[2.0]]
+        assert totals(await served.metrics()) == {"success": 1, "CANCELED": 1, "REJECTED": 0, "BACKEND": 0, "OTHER": 0}
+        assert await served.metric("nv_inference_pending_request_count") == 0
+
+
+async def test_call_that_is_refused_when_it_is_started_leaves_nothing_behind(tmp_path: Path, script: Script) -> None:
+    async with serving(tmp_path, {"m": script.model}, config=TEXT) as served:
+        gc.disable()
+        try:
+            refused = request(1, 100)
+            with pytest.raises(Exception, match="expected a batch of 1 to 32 rows") as raised:
+                await served.server._inference.infer(refused, NEVER)
+            left = weakref.ref(raised.value)
+            del raised
+            assert left() is None
+        finally:
+            gc.enable()
+        with pytest.raises(ModelNotFound):
+            await served.server._inference.infer(request(1, model="nosuch"), NEVER)
+
+
+async def test_request_of_a_stream_taken_back_before_it_is_started_is_answered_so(
+    tmp_path: Path, script: Script
+) -> None:
+    async with serving(tmp_path, {"m": script.model}, config=TEXT) as served:
+        first, second = request(1), request(2)
+        first.id, second.id = "one", "two"
+        taken_back = pb.ModelInferRequest(id="one")
+        taken_back.parameters["paceline_cancel"].bool_param = True
+        context = Context([first, second, taken_back])
+        await served.server._streaming.ModelStreamInfer(None, context)
+        statuses = [one.infer_response.parameters["paceline_status"].string_param for one in context.written]
+        assert statuses == ["CANCELLED", ""]
+        assert [one.infer_response.id for one in context.written] == ["one", "two"]
+        assert script.seen == [[2.0]]
+        counted = totals(await served.metrics())
+        assert (counted["success"], counted["CANCELED"], sum(counted.values())) == (1, 1, 2)
+
+
+async def test_requests_of_a_stream_that_ends_before_they_are_started_are_counted_and_not_executed(
+    tmp_path: Path, script: Script
+) -> None:
+    async with serving(tmp_path, {"m": script.model}, config=TEXT) as served:
+        # So that the batcher waits for company.
+        await served.server._streaming.ModelStreamInfer(None, Context(map(request, range(8))))
+        context = Context(map(request, range(3)))
+        stream = asyncio.create_task(served.server._streaming.ModelStreamInfer(None, context))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        stream.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await stream
+        assert mark_of(await served.infer(request(9))) == 9
+        counted = totals(await served.metrics())
+        assert (counted["success"], counted["CANCELED"], sum(counted.values())) == (9, 3, 12)
+        assert script.seen == [[float(mark) for mark in range(8)], [9.0]]
+        assert context.written == []

@@ -1,0 +1,156 @@
+"""Requests that are announced, and submitted together when something is about to be decided."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable
+
+import pytest
+
+from scheduler.errors import BatcherClosed, NoInstance, QueueTimeout, SchedulerError
+from scheduler.policy import BatchPolicy
+from tests.unit.scheduler.workbench import Bench, one_turn
+
+MS = 1_000_000
+
+
+class Announced:
+    """What comes of announced requests, in the order in which they were submitted."""
+
+    def __init__(self, bench: Bench) -> None:
+        self._bench = bench
+        self.order: list[str] = []
+        self.futures: dict[str, asyncio.Future[str]] = {}
+        self.refused: dict[str, SchedulerError] = {}
+
+    def announce(self, *payloads: str, arrived_ns: int = 0) -> None:
+        for payload in payloads:
+            self._bench.batcher.announce(self._submitter(payload, arrived_ns))
+
+    def _submitter(self, payload: str, arrived_ns: int) -> Callable[[], None]:
+        def submit() -> None:
+            self.order.append(payload)
+            try:
+                (self.futures[payload],) = self._bench.put(payload, arrived_ns=arrived_ns)
+            except SchedulerError as error:
+                self.refused[payload] = error
+
+        return submit
+
+
+@pytest.fixture
+async def bench() -> AsyncIterator[Bench]:
+    bench = Bench(BatchPolicy(max_batch_rows=4))
+    yield bench
+    bench.batcher.close()
+
+
+@pytest.fixture
+def announced(bench: Bench) -> Announced:
+    return Announced(bench)
+
+
+async def test_announced_requests_are_submitted_once_and_share_a_batch(bench: Bench, announced: Announced) -> None:
+    announced.announce("a", "b", "c")
+    assert announced.order == []
+    await one_turn()
+    assert announced.order == ["a", "b", "c"]
+    bench.runner.finish(str.upper)
+    assert await asyncio.gather(*announced.futures.values()) == ["A", "B", "C"]
+    assert bench.runner.batches == [["a", "b", "c"]]
+
+
+async def test_announced_request_comes_before_one_that_is_submitted_later(bench: Bench, announced: Announced) -> None:
+    announced.announce("a")
+    bench.put("b")
+    announced.announce("c")
+    bench.put("d")
+    await one_turn()
+    assert bench.runner.batches == [["a", "b", "c", "d"]]
+
+
+async def test_announced_while_all_instances_are_busy_wait_like_others(bench: Bench, announced: Announced) -> None:
+    await bench.submit("x")
+    announced.announce("a", "b")
+    await one_turn()
+    assert bench.batcher.waiting_requests == 2
+    bench.runner.finish(str.upper)
+    await one_turn()
+    assert bench.runner.batches == [["x"], ["a", "b"]]
+
+
+async def test_announced_waits_since_it_arrived() -> None:
+    bench = Bench(BatchPolicy(max_batch_rows=4))
+    announced = Announced(bench)
+    await bench.submit("x")
+    arrived_ns = bench.clock.now_ns()
+    bench.clock.advance(5 * MS)
+    announced.announce("a", arrived_ns=arrived_ns)
+    await one_turn()
+    bench.runner.finish(str.upper)
+    await one_turn()
+    bench.runner.finish(str.upper)
+    assert bench.seen.reports[-1].waits_ns == [5 * MS]
+    bench.batcher.close()
+
+
+@pytest.mark.parametrize("end", ["close", "suspend"])
+async def test_announced_when_the_batcher_ends_are_refused(bench: Bench, announced: Announced, end: str) -> None:
+    announced.announce("a", "b")
+    getattr(bench.batcher, end)()
+    announced.announce("c")
+    await one_turn()
+    assert announced.order == ["a", "b", "c"]
+    expected = BatcherClosed if end == "close" else NoInstance
+    for payload in announced.order:
+        error = announced.refused.get(payload) or announced.futures[payload].exception()
+        assert isinstance(error, expected)
+
+
+async def test_drain_executes_what_was_announced_before_and_refuses_what_is_later(
+    bench: Bench, announced: Announced
+) -> None:
+    announced.announce("a")
+    drained = asyncio.create_task(bench.batcher.drain())
+    await one_turn()
+    announced.announce("b")
+    await one_turn()
+    bench.runner.finish(str.upper)
+    await drained
+    assert announced.futures["a"].result() == "A"
+    assert isinstance(announced.refused["b"], BatcherClosed)
+
+
+async def test_one_that_can_not_be_submitted_does_no_harm_to_others(
+    bench: Bench, announced: Announced, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail() -> None:
+        raise ValueError("not this one")
+
+    announced.announce("a")
+    bench.batcher.announce(fail)
+    announced.announce("b")
+    with caplog.at_level(logging.ERROR):
+        await one_turn()
+    assert bench.runner.batches == [["a", "b"]]
+    assert "can't be submitted" in caplog.text
+
+
+async def test_announced_request_that_is_late_already_expires() -> None:
+    bench = Bench(BatchPolicy(max_batch_rows=4))
+    (late,) = await bench.submit("x")
+    futures: list[asyncio.Future[str]] = []
+    deadline_ns = bench.clock.now_ns() + MS
+
+    def submit() -> None:
+        futures.extend(bench.put("a", rpc_deadline_ns=deadline_ns, arrived_ns=deadline_ns - MS))
+
+    bench.batcher.announce(submit)
+    bench.clock.advance(2 * MS)
+    await one_turn()
+    with pytest.raises(QueueTimeout):
+        await futures[0]
+    bench.runner.finish(str.upper)
+    assert await late == "X"
+    bench.batcher.close()
