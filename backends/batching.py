@@ -1,7 +1,7 @@
 """Many requests in, one execution, many results out.
 
 Lives here: pure numpy over the value types of `base`. Must not: a runtime, a lock, a log. The rule: a row is copied at
-most once, when several requests are stacked; what leaves are views of what the model wrote.
+most once, when several requests are stacked; what leaves are shares of what the model wrote, which become views of it.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def _copies_of_last_row(request: Tensors, rows: int) -> Tensors:
 
 
 def split(outputs: Tensors, rows: Sequence[int], spec: ModelSpec) -> Sequence[Tensors]:
-    """One result per entry of `rows`: views of `outputs`, as many rows each as `rows` says, in order.
+    """One result per entry of `rows`: shares of `outputs`, as many rows each as `rows` says, in order.
 
     Raises ExecutionError, naming the output, what was expected and what came, if `outputs` aren't what `spec` promises
     for `sum(rows)` rows.

@@ -131,7 +131,7 @@ def _joined_shape(column: Sequence[Array]) -> tuple[int, ...]:
 def decode_response(
     data: bytes, spec: ModelSpec, requests: Sequence[RemoteRequest], wanted: Sequence[int]
 ) -> Sequence[Tensors]:
-    """One result per request, of views of `data`'s tensors; outputs that nobody wanted are MISSING.
+    """One result per request, shares of `data`'s tensors; outputs that nobody wanted are MISSING.
 
     Raises ExecutionError, naming the output, for an answer that isn't what `spec` promises for these requests' rows.
     """

@@ -21,20 +21,21 @@ class Outputs:
     something of many shares: what holds for all of them, to be found out once. `size_bytes`: of all of them; of object
     arrays, of the references."""
 
-    __slots__ = ("arrays", "data", "notes", "size_bytes")
+    __slots__ = ("_data", "arrays", "notes", "size_bytes")
 
     def __init__(self, arrays: Tensors) -> None:
         self.arrays = arrays
         self.size_bytes = sum([one.nbytes for one in arrays])
         self.notes: dict[Any, Any] = {}
-        self.data: Sequence[memoryview] | None = None
-        """The bytes of each, one row after the other, if `lay_out` was asked for them and they lie so."""
+        self._data: dict[int, memoryview | None] = {}
 
-    def lay_out(self) -> bool:
-        """Make `data`. False if some output's elements aren't plain bytes, one row after the other."""
-        if self.data is None and not any(one.dtype.hasobject or not one.flags.c_contiguous for one in self.arrays):
-            self.data = tuple(one.reshape(-1).view(np.uint8).data for one in self.arrays)
-        return self.data is not None
+    def data(self, place: int) -> memoryview | None:
+        """The bytes of one of them, one row after the other; None if its elements aren't plain bytes that lie so."""
+        if place not in self._data:
+            array = np.asarray(self.arrays[place])
+            plain = array.flags.c_contiguous and not array.dtype.hasobject
+            self._data[place] = array.reshape(-1).view(np.uint8).data if plain else None
+        return self._data[place]
 
 
 class Share(Sequence[Array]):

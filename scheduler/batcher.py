@@ -90,7 +90,7 @@ class Batcher(Generic[P, R]):
     @property
     def waiting_requests(self) -> int:
         """Requests accepted and not yet executing."""
-        return self._queue.requests + self._queue.held
+        return self._queue.requests + self._queue.held + len(self._announced)
 
     @property
     def lanes(self) -> int:
@@ -151,7 +151,7 @@ class Batcher(Generic[P, R]):
         instead of a result.
         """
         if self._announced:
-            self._take_announced()
+            self.take_announced()
         if not self._accepts:
             self._observer.on_drop(Drop.NO_INSTANCE if self._suspended else Drop.CLOSED)
             raise NoInstance if self._suspended else BatcherClosed
@@ -198,7 +198,7 @@ class Batcher(Generic[P, R]):
 
     def suspend(self) -> None:
         """Until `add` brings an instance, of which none is left: refuse what comes, and whoever waits already."""
-        self._take_announced()
+        self.take_announced()
         self._suspended = self._suspended or self._accepts
         self._accepts = False
         for entries in (self._queue.take_all(), *(group.entries for group in self._suspects)):
@@ -213,7 +213,7 @@ class Batcher(Generic[P, R]):
 
     async def drain(self) -> None:
         """Take no more requests, execute what is queued without further delay, return when all is answered."""
-        self._take_announced()
+        self.take_announced()
         self._accepts = self._suspended = False
         self._queue.flush()
         self._turn()
@@ -225,7 +225,7 @@ class Batcher(Generic[P, R]):
         if self._stopped:
             return
         self._accepts = False
-        self._take_announced()
+        self.take_announced()
         self._stopped = True
         self._queue.flush()
         # With an instance for each request, everything leaves.
@@ -242,9 +242,11 @@ class Batcher(Generic[P, R]):
         self._instances.close()
 
     # hot path
-    def _take_announced(self) -> None:
-        """Have submitted what was announced. The turn is due meanwhile, or on its way: nobody has to ask for it."""
-        self._turn_is_due = True
+    def take_announced(self) -> None:
+        """Have submitted now what was announced. Whoever is about to change what a request meets when it is started
+        has this done before."""
+        if not self._announced:
+            return
         announced, self._announced = self._announced, []
         for submit in announced:
             try:
@@ -280,8 +282,11 @@ class Batcher(Generic[P, R]):
     def _turn(self) -> None:
         """Ask the queue what to do now, and do it."""
         if self._announced:
-            self._take_announced()
+            self._turn_is_due = True  # this one: nobody has to ask for another
+            self.take_announced()
         self._turn_is_due = False
+        if self._announced:
+            self._request_turn()
         if self._stopped:
             return
         now_ns = self._clock.now_ns()

@@ -226,6 +226,8 @@ class Server:
         grace_s = self._settings.exit_timeout_secs if grace_s is None else grace_s
         began = time.monotonic()
         _log.info("stopping: accepted requests have %g s to end", grace_s)
+        for model in self.repository.models:
+            model.batcher.take_announced()
         self._inference.serving = False
         if self._polling is not None:
             self._polling.cancel()

@@ -33,7 +33,7 @@ from server.errors import InvalidRequest
 from server.parameters import NO_PARAMETERS, RequestParameters, parse_parameters
 from server.region_tensors import REGION, Input, Inputs, RegionTensor, Span
 from server.regions import Regions
-from server.shortcuts import AnswerPlan, Asked, Envelope, InputPlan, RegionInputPlan, RequestPlan
+from server.shortcuts import AnswerPlan, AnswersOf, Asked, Envelope, InputPlan, RegionInputPlan, RequestPlan
 from server.wire_request import AnyRequest, Remembered, WireRequest
 
 __all__ = ["AnyResponse", "DecodedRequest", "ModelCodec", "tensor_bytes"]
@@ -208,13 +208,12 @@ class ModelCodec:
         out with the first."""
         outputs = share.outputs
         among = wanted, share.stop - share.start, envelope
-        plan: AnswerPlan | None = outputs.notes.get(among)
-        if plan is None:
-            plan = self._plan_for(wanted, share, envelope)
-            if not plan.suits(outputs):
-                return plan.answer(request_id, share)
-            outputs.notes[among] = plan
-        return plan.answer_with(request_id, share)
+        if among not in outputs.notes:
+            outputs.notes[among] = self._plan_for(wanted, share, envelope).of(outputs)
+        answers: AnswersOf | None = outputs.notes[among]
+        if answers is None:
+            return self._plan_for(wanted, share, envelope).answer(request_id, tuple(share))
+        return answers.answer(request_id, share.start)
 
     def _respond(
         self, request_id: str, decoded: DecodedRequest, results: Tensors, envelope: Envelope | None

@@ -4,8 +4,8 @@ Lives here: look-ups, and the order in which models come, are replaced and go. M
 loader does). Everything runs on the event loop but the loads themselves.
 
 The rule of a reload: the new versions are loaded and warm before anything changes; then all look-ups change in one step
-of the loop, in which no request is between its look-up and its batcher; what served before answers what it has taken,
-and is closed when that is done.
+of the loop, in which no request is between its look-up and its batcher, as those that were announced there are taken
+first; what served before answers what it has taken, and is closed when that is done.
 """
 
 from __future__ import annotations
@@ -329,7 +329,10 @@ class Repository:
         return models
 
     def _serve(self, name: str, models: Sequence[ServedModel], before: Sequence[ServedModel]) -> None:
-        """Change what requests find, in one step. `models` are in ascending order."""
+        """Change what requests find, in one step. `models` are in ascending order. What has arrived is still the old
+        ones'."""
+        for model in before:
+            model.batcher.take_announced()
         for version in ("", "-1", *(model.version for model in before)):
             self._served.pop((name, version), None)
         for model in models:

@@ -15,7 +15,7 @@ import numpy as np
 
 from backends.base import MISSING, ModelSpec, Tensors
 from backends.packed import Layout
-from backends.shares import Outputs, Share
+from backends.shares import Outputs
 from protos.datatypes import Datatype
 from protos.inference_pb2 import ModelInferResponse
 from protos.tensors import TensorError, decode_raw, element_count
@@ -24,7 +24,7 @@ from server.parameters import RequestParameters
 from server.region_tensors import Input, Place, RegionTensor, Span
 from server.regions import Regions
 
-__all__ = ["AnswerPlan", "Asked", "Envelope", "InputPlan", "RegionInputPlan", "RequestPlan"]
+__all__ = ["AnswerPlan", "AnswersOf", "Asked", "Envelope", "InputPlan", "RegionInputPlan", "RequestPlan"]
 
 _MOST_BYTES = 2**31 - 1
 """What protobuf takes for a message."""
@@ -147,7 +147,7 @@ class Envelope:
 class AnswerPlan:
     """What answers with the same outputs of the same shapes have in common, in the same `envelope` if any."""
 
-    __slots__ = ("_envelope", "_fixed_sizes", "_head", "_more", "_only", "_outputs", "_size_bytes", "_starts")
+    __slots__ = ("_envelope", "_fixed_sizes", "_head", "_outputs", "_size_bytes", "more", "starts")
 
     def __init__(
         self,
@@ -159,12 +159,12 @@ class AnswerPlan:
         """`made` is a response as protobuf makes it, without id and tensors; `outputs` are the places of its outputs
         among the model's, and their datatypes. Those at the places `elsewhere` leave no bytes here."""
         self._envelope = envelope
-        self._more = envelope.more if envelope is not None else b""
+        self.more = envelope.more if envelope is not None else b""
         self._fixed_sizes = all(datatype.item_bytes for _, datatype in outputs)
         self._head = ModelInferResponse(
             model_name=made.model_name, model_version=made.model_version
         ).SerializeToString()
-        self._size_bytes = len(self._head) + len(self._more)
+        self._size_bytes = len(self._head) + len(self.more)
         self._outputs: list[tuple[int, np.dtype[Any], bytes, int, int, bool]] = []
         # What goes in front of a tensor.
         tag = b"".join(delimited(OUTPUT_TAG, output.SerializeToString()) for output in made.outputs)
@@ -176,19 +176,14 @@ class AnswerPlan:
             self._outputs.append((place, datatype.dtype, tag, size_bytes, row_bytes, is_here))
             self._size_bytes += len(tag) + size_bytes
             tag = b""
-        # Most models have one output.
-        self._only: tuple[int, bytes, int, int] | None = None
-        if len(self._outputs) == 1:
-            ((place, _, tag, size_bytes, row_bytes, _),) = self._outputs
-            self._only = place, tag, size_bytes, row_bytes
         # What comes before an id, by its length.
-        self._starts: dict[int, bytes] = {}
+        self.starts: dict[int, bytes] = {}
 
     def answer(self, request_id: str, results: Tensors) -> bytes | None:
         """The one with what is wanted of `results`, the model's outputs; None if they aren't laid out like on the wire,
         or too large for a message."""
         name = request_id.encode()
-        start = self._starts.get(len(name)) or self._start(len(name))
+        start = self.starts.get(len(name)) or self.start(len(name))
         if not (start and self._fixed_sizes):
             return None
         pieces: list[Any] = [start, name]
@@ -200,33 +195,21 @@ class AnswerPlan:
             pieces.append(tag)
             if is_here:
                 pieces.append(array)
-        pieces.append(self._more)
+        pieces.append(self.more)
         return b"".join(pieces)
 
-    def suits(self, outputs: Outputs) -> bool:
-        """Whether `answer_with` may be asked for shares of these."""
-        fits = all(is_here and outputs.arrays[place].dtype == dtype for place, dtype, *_, is_here in self._outputs)
-        return fits and self._fixed_sizes and outputs.lay_out()
+    def of(self, outputs: Outputs) -> AnswersOf | None:
+        """Those to requests that have as many rows each of `outputs`; None if these aren't laid out like on the
+        wire."""
+        pieces = []
+        for place, dtype, tag, size_bytes, row_bytes, is_here in self._outputs:
+            data = outputs.data(place) if is_here and self._fixed_sizes else None
+            if data is None or outputs.arrays[place].dtype != dtype:
+                return None
+            pieces.append((tag, data, size_bytes, row_bytes))
+        return AnswersOf(self, pieces)
 
-    # hot path: see bench/
-    def answer_with(self, request_id: str, share: Share) -> bytes | None:
-        """As `answer`, for a share of outputs that it `suits`."""
-        name, data, row = request_id.encode(), share.outputs.data, share.start
-        start = self._starts.get(len(name)) or self._start(len(name))
-        if not start or data is None:
-            return None
-        if self._only is not None:
-            place, tag, size_bytes, row_bytes = self._only
-            begin = row * row_bytes
-            return b"".join((start, name, tag, data[place][begin : begin + size_bytes], self._more))
-        pieces: list[Any] = [start, name]
-        for place, _, tag, size_bytes, row_bytes, _ in self._outputs:
-            begin = row * row_bytes
-            pieces += tag, data[place][begin : begin + size_bytes]
-        pieces.append(self._more)
-        return b"".join(pieces)
-
-    def _start(self, id_bytes: int) -> bytes:
+    def start(self, id_bytes: int) -> bytes:
         """What comes before an id of so many bytes; nothing if that makes too large a message."""
         field = RESPONSE_ID_TAG + varint(id_bytes) if id_bytes else b""
         size_bytes = self._size_bytes + len(field) + id_bytes
@@ -235,6 +218,37 @@ class AnswerPlan:
         start = self._head + field
         if self._envelope is not None:
             start = self._envelope.tag + varint(size_bytes) + start
-        if len(self._starts) < _MOST_ID_LENGTHS:
-            self._starts[id_bytes] = start
+        if len(self.starts) < _MOST_ID_LENGTHS:
+            self.starts[id_bytes] = start
         return start
+
+
+class AnswersOf:
+    """Answers with shares of one batch's outputs, by one plan."""
+
+    __slots__ = ("_only", "_pieces", "_plan")
+
+    def __init__(self, plan: AnswerPlan, pieces: Sequence[tuple[bytes, memoryview, int, int]]) -> None:
+        """`pieces`: for each output what comes before it, the batch's bytes, and how many a share and a row has."""
+        self._plan = plan
+        self._pieces = pieces
+        # Most models have one output.
+        self._only = pieces[0] if len(pieces) == 1 else None
+
+    # hot path: see bench/
+    def answer(self, request_id: str, row: int) -> bytes | None:
+        """As `AnswerPlan.answer`, for the share that begins at `row`."""
+        plan, name = self._plan, request_id.encode()
+        start = plan.starts.get(len(name)) or plan.start(len(name))
+        if not start:
+            return None
+        if self._only is not None:
+            tag, data, size_bytes, row_bytes = self._only
+            begin = row * row_bytes
+            return b"".join((start, name, tag, data[begin : begin + size_bytes], plan.more))
+        pieces: list[bytes | memoryview] = [start, name]
+        for tag, data, size_bytes, row_bytes in self._pieces:
+            begin = row * row_bytes
+            pieces += tag, data[begin : begin + size_bytes]
+        pieces.append(plan.more)
+        return b"".join(pieces)

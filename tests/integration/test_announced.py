@@ -17,6 +17,7 @@ from protos import inference_pb2 as pb
 from scheduler.policy import NEVER
 from server.errors import ModelNotFound
 from server.handlers import serialized
+from server.wire_request import RequestReader
 from tests.integration.scripted import Script, mark_of, request, totals
 from tests.integration.serving import serving
 
@@ -31,7 +32,7 @@ def script() -> Script:
 class Context:
     """What a stream reads and writes."""
 
-    def __init__(self, requests: Iterable[pb.ModelInferRequest]) -> None:
+    def __init__(self, requests: Iterable[Any]) -> None:
         self._requests = iter(requests)
         self.written: list[pb.ModelStreamInferResponse] = []
 
@@ -115,3 +116,52 @@ async def test_requests_of_a_stream_that_ends_before_they_are_started_are_counte
         assert (counted["success"], counted["CANCELED"], sum(counted.values())) == (9, 3, 12)
         assert script.seen == [[float(mark) for mark in range(8)], [9.0]]
         assert context.written == []
+
+
+@pytest.mark.parametrize("end", ["unload", "stop"])
+async def test_requests_that_arrived_before_an_unload_or_a_stop_are_answered(
+    tmp_path: Path, script: Script, end: str
+) -> None:
+    async with serving(tmp_path, {"m": script.model}, config=TEXT) as served:
+        # So that the batcher waits for company.
+        await served.server._streaming.ModelStreamInfer(None, Context(map(request, range(8))))
+        calls = [asyncio.create_task(served.server._inference.infer(request(mark), NEVER)) for mark in range(3)]
+        await asyncio.sleep(0)
+        if end == "unload":
+            await served.server.repository.unload("m")
+        else:
+            assert await served.server.stop(5)
+        for mark, call in enumerate(calls):
+            answer = await call
+            assert isinstance(answer, pb.ModelInferResponse)
+            assert mark_of(answer) == mark
+
+
+async def test_answer_that_was_made_counts_though_its_stream_ends_before_it_is_written(
+    tmp_path: Path, script: Script
+) -> None:
+    class Slow(Context):
+        """Whoever reads what is written takes one answer, and no more."""
+
+        def __init__(self, requests: Iterable[Any]) -> None:
+            super().__init__(requests)
+            self.full = asyncio.Event()
+
+        async def write(self, message: Any) -> None:
+            await super().write(message)
+            self.full.set()
+            await asyncio.Event().wait()
+
+    async with serving(tmp_path, {"m": script.model}, config=TEXT) as served:
+        read = RequestReader()
+        for _ in range(2):
+            read(request(0).SerializeToString())
+        context = Slow([read(request(mark).SerializeToString()) for mark in range(5)])
+        stream = asyncio.create_task(served.server._streaming.ModelStreamInfer(None, context))
+        await context.full.wait()
+        stream.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await stream
+        assert len(context.written) == 1
+        counted = totals(await served.metrics())
+        assert (counted["success"], sum(counted.values())) == (5, 5)

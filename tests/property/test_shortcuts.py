@@ -306,7 +306,7 @@ def test_ids_of_endless_lengths_stay_bounded() -> None:
             answer = codec.encode(request, codec.decode(request), (np.zeros((1, 2), "<f4"),))
             assert pb.ModelInferResponse.FromString(serialized(answer)).id == "i" * length
     (plan,) = codec._answer_plans.values()
-    assert len(plan._starts) == 64
+    assert len(plan.starts) == 64
 
 
 def test_id_that_is_no_text_is_refused_on_the_short_way_too() -> None:

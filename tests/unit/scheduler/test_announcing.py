@@ -108,6 +108,19 @@ async def test_announced_when_the_batcher_ends_are_refused(bench: Bench, announc
         assert isinstance(error, expected)
 
 
+async def test_announced_to_a_batcher_that_has_ended_is_refused(bench: Bench, announced: Announced) -> None:
+    bench.batcher.close()
+    announced.announce("a")
+    await one_turn()
+    assert isinstance(announced.refused["a"], BatcherClosed)
+
+
+async def test_announced_while_others_are_being_submitted_has_its_turn(bench: Bench, announced: Announced) -> None:
+    bench.batcher.announce(lambda: announced.announce("a"))
+    await one_turn()
+    assert bench.runner.batches == [["a"]]
+
+
 async def test_drain_executes_what_was_announced_before_and_refuses_what_is_later(
     bench: Bench, announced: Announced
 ) -> None:
