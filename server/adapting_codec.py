@@ -13,7 +13,8 @@ from typing import cast
 
 from backends.base import MISSING, Array, ModelSpec, Tensors
 from server.classification import Labels
-from server.codec import AnyResponse, DecodedRequest, InputTensor, ModelCodec
+from server.codec import AnyResponse, InputTensor, ModelCodec
+from server.decoded import DecodedRequest
 from server.regions import Regions
 from server.reshaping import to_client, to_model
 from server.shortcuts import Envelope

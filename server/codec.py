@@ -7,15 +7,10 @@ equal key and rows that add up.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import replace
-from operator import attrgetter
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 from backends.base import MISSING, Array, DeviceTensor, ModelSpec, Tensors, TensorSpec
 from backends.errors import ExecutionError
-from backends.packed import Layout, Packed
-from backends.shares import Share
 from protos.datatypes import Datatype, by_name
 from protos.inference_pb2 import ModelInferRequest, ModelInferResponse
 from protos.tensors import (
@@ -28,15 +23,17 @@ from protos.tensors import (
     raw_buffer,
 )
 from server.classification import Labels, class_count, classes_of
-from server.client_memory import NOWHERE, ClientMemory, Write, tell_place
+from server.client_memory import NOWHERE, ClientMemory, Write
+from server.decoded import Asked, DecodedRequest
 from server.errors import InvalidRequest
 from server.parameters import NO_PARAMETERS, RequestParameters, parse_parameters
-from server.region_tensors import REGION, Input, Inputs, RegionTensor, Span
+from server.region_tensors import Input, RegionTensor, Span
 from server.regions import Regions
-from server.shortcuts import AnswerPlan, AnswersOf, Asked, Envelope, InputPlan, RegionInputPlan, RequestPlan
-from server.wire_request import AnyRequest, Remembered, WireRequest
+from server.short_way import ShortWay
+from server.shortcuts import Envelope
+from server.wire_request import AnyRequest, WireRequest
 
-__all__ = ["AnyResponse", "DecodedRequest", "ModelCodec", "tensor_bytes"]
+__all__ = ["AnyResponse", "ModelCodec", "tensor_bytes"]
 
 InputTensor = ModelInferRequest.InferInputTensor
 
@@ -45,23 +42,6 @@ AnyResponse = ModelInferResponse | bytes
 
 _BYTES = by_name("BYTES")
 _BOTH = "expected no contents beside raw_input_contents, got both"
-_MOST_PLANS = 1_000
-_SHAPE = attrgetter("shape")
-
-
-class DecodedRequest:
-    """A request that fits its model.
-
-    `inputs` are in the spec's order, views of the message where the datatype allows, or still in shared memory;
-    `targets` says, by index, which of the outputs belong into shared memory, and where.
-    """
-
-    __slots__ = ("asked", "inputs", "targets")
-
-    def __init__(self, inputs: Inputs, asked: Asked, targets: Mapping[int, Span] = NOWHERE) -> None:
-        self.inputs = inputs
-        self.asked = asked
-        self.targets = targets
 
 
 class ModelCodec:
@@ -85,16 +65,13 @@ class ModelCodec:
         self._spec = spec
         self._max_batch_rows = max_batch_rows
         self._labels = labels or {}
-        self._regions = regions
         self._memory = ClientMemory(model, spec, regions)
         self._inputs = {tensor.name: index for index, tensor in enumerate(spec.inputs)}
         self._outputs = {tensor.name: index for index, tensor in enumerate(spec.outputs)}
         self._input_types: list[Datatype] = [by_name(tensor.datatype) for tensor in spec.inputs]
         self._output_types: list[Datatype] = [by_name(tensor.datatype) for tensor in spec.outputs]
         self._all_outputs = tuple(range(len(spec.outputs)))
-        self._plans = Remembered[bytes, RequestPlan]()
-        self._layouts: dict[Hashable, Layout] = {}
-        self._answer_plans: dict[Hashable, AnswerPlan] = {}
+        self._short = ShortWay(model, version, spec, self._memory, regions)
         # How many axes of each input come before its dims.
         self._lead = [0 if tensor.shape_tensor or not max_batch_rows else 1 for tensor in spec.inputs]
         # Inputs whose sizes the configuration leaves open, and that are stacked: sizes of others keep no two requests
@@ -114,28 +91,11 @@ class ModelCodec:
         """
         if not isinstance(request, WireRequest):
             return self._decode(request)
-        mold = request.mold
-        plan = self._plans.get(mold.head)
-        if plan is None:
-            return self._decode_first(request)
-        if mold.note is None or mold.note[0] is not plan:
-            mold.note = plan, plan.starts(mold.raw)
-        starts = mold.note[1]
-        inputs: Inputs | None
-        if starts is not None and plan.layout is not None:
-            inputs = Packed(request.data, plan.layout, starts)
-        else:
-            inputs = plan.read(request.data, mold.raw, self._regions)
-        targets = plan.find_targets(self._regions) if plan.targets else NOWHERE
-        if inputs is None or targets is None:
-            return self._decode_first(request)
-        return DecodedRequest(inputs, plan.asked, targets)
-
-    def _decode_first(self, request: WireRequest) -> DecodedRequest:
-        """The first request of a head, or one that isn't like the first."""
-        message = request.message()
-        decoded = self._decode(message)
-        self._plan(request.mold.head, message, decoded)
+        decoded = self._short.decode(request)
+        if decoded is None:
+            message = request.message()
+            decoded = self._decode(message)
+            self._short.learn(request.mold.head, message, decoded)
         return decoded
 
     def _decode(self, request: ModelInferRequest) -> DecodedRequest:
@@ -170,10 +130,7 @@ class ModelCodec:
         and for shared memory that is too small or gone; what else could be wrong the backend has checked.
         """
         if isinstance(request, WireRequest) and decoded.asked.plain:
-            if type(results) is Share and not decoded.targets:
-                short = self._respond_with(request.id, decoded.asked.outputs, results, envelope)
-            else:
-                short = self._respond(request.id, decoded, tuple(results), envelope)
+            short = self._short.encode(request.id, decoded, results, envelope)
             if short is not None:
                 return short
         asked = decoded.asked
@@ -199,102 +156,6 @@ class ModelCodec:
         if writes:
             self._memory.write(writes)
         return response
-
-    # hot path: see bench/
-    def _respond_with(
-        self, request_id: str, wanted: tuple[int, ...], share: Share, envelope: Envelope | None
-    ) -> bytes | None:
-        """The response on the short way; None where that doesn't lead. What holds for all shares of a batch is found
-        out with the first."""
-        outputs = share.outputs
-        among = wanted, share.stop - share.start, envelope
-        if among not in outputs.notes:
-            outputs.notes[among] = self._plan_for(wanted, share, envelope).of(outputs)
-        answers: AnswersOf | None = outputs.notes[among]
-        if answers is None:
-            return self._plan_for(wanted, share, envelope).answer(request_id, tuple(share))
-        return answers.answer(request_id, share.start)
-
-    def _respond(
-        self, request_id: str, decoded: DecodedRequest, results: Tensors, envelope: Envelope | None
-    ) -> bytes | None:
-        """The same for results of any kind, some of which may belong into shared memory."""
-        wanted, targets = decoded.asked.outputs, decoded.targets
-        if targets:
-            targets = {index: targets[index] for index in wanted if index in targets}
-        answer = self._plan_for(wanted, results, envelope, targets).answer(request_id, results)
-        if answer is None or (targets and not self._memory.write_results(targets, results, self._output_types)):
-            return None
-        return answer
-
-    def _plan(self, head: bytes, request: ModelInferRequest, decoded: DecodedRequest) -> None:
-        """Remember how to decode requests of this head, if nothing but their tensors matters."""
-        asked = decoded.asked
-        if asked.classes or any(self._spec.inputs[self._inputs[tensor.name]].utf8 for tensor in request.inputs):
-            return
-        inputs, region_inputs = [], []
-        for tensor in request.inputs:
-            index, shape = self._inputs[tensor.name], tuple(tensor.shape)
-            datatype, read = self._input_types[index], decoded.inputs[index]
-            if isinstance(read, RegionTensor):
-                region_inputs.append(RegionInputPlan(index, read.what, read.dtype, shape, read.place))
-                continue
-            if REGION in tensor.parameters:
-                return  # read at once, for its contents matter
-            size_bytes = element_count(shape) * datatype.item_bytes
-            plain = size_bytes > 0 and datatype.name != "BOOL"
-            inputs.append(InputPlan(index, datatype, shape, size_bytes if plain else -1))
-        layout = None if region_inputs else self._layout(inputs)
-        plan = RequestPlan(
-            tuple(inputs),
-            tuple(region_inputs),
-            tuple((index, span.place) for index, span in decoded.targets.items()),
-            len(self._inputs),
-            asked if layout is None else replace(asked, size_bytes=layout.size_bytes),
-            layout,
-        )
-        self._plans.remember(head, plan, len(head))
-
-    def _layout(self, inputs: Sequence[InputPlan]) -> Layout | None:
-        """That of the model's inputs, one for all who have the same; None if some aren't there or must be looked at."""
-        if len(inputs) < len(self._inputs) or any(one.size_bytes < 0 for one in inputs):
-            return None
-        ordered = sorted(inputs, key=attrgetter("place"))
-        tensors = tuple((one.datatype.dtype, one.shape, one.size_bytes) for one in ordered)
-        if len(self._layouts) >= _MOST_PLANS:
-            self._layouts.clear()
-        return self._layouts.setdefault(tensors, Layout(tensors))
-
-    def _plan_for(
-        self,
-        wanted: tuple[int, ...],
-        results: Tensors,
-        envelope: Envelope | None,
-        targets: Mapping[int, Span] = NOWHERE,
-    ) -> AnswerPlan:
-        layout: tuple[Any, ...] = (envelope, wanted, *map(_SHAPE, results))
-        if targets:
-            layout += tuple((index, span.region.name, span.offset) for index, span in targets.items())
-        plan = self._answer_plans.get(layout)
-        if plan is None:
-            plan = self._plan_answer(wanted, results, targets, envelope)
-            if len(self._answer_plans) >= _MOST_PLANS:
-                self._answer_plans.clear()
-            self._answer_plans[layout] = plan
-        return plan
-
-    def _plan_answer(
-        self, wanted: Sequence[int], results: Tensors, targets: Mapping[int, Span], envelope: Envelope | None
-    ) -> AnswerPlan:
-        made = ModelInferResponse(model_name=self._model, model_version=self._version)
-        outputs = []
-        for index in wanted:
-            datatype, shape = self._output_types[index], results[index].shape
-            output = made.outputs.add(name=self._spec.outputs[index].name, datatype=datatype.name, shape=shape)
-            if index in targets:
-                tell_place(output, targets[index], element_count(shape) * datatype.item_bytes)
-            outputs.append((index, datatype))
-        return AnswerPlan(made, outputs, targets.keys(), envelope)
 
     def _parameters(self, request: ModelInferRequest) -> RequestParameters:
         try:

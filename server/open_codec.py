@@ -17,7 +17,8 @@ from backends.remote_messages import OpenResult, OpenTensor
 from protos.datatypes import by_name
 from protos.inference_pb2 import ModelInferRequest, ModelInferResponse
 from protos.tensors import TensorError, encode_contents, encode_raw
-from server.codec import DecodedRequest, ModelCodec
+from server.codec import ModelCodec
+from server.decoded import DecodedRequest
 from server.errors import InvalidRequest
 from server.shortcuts import Envelope
 from server.splitting import joined

@@ -7,46 +7,29 @@ through messages, which finds the words.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from backends.base import MISSING, ModelSpec, Tensors
+from backends.base import MISSING, Tensors
 from backends.packed import Layout
 from backends.shares import Outputs
 from protos.datatypes import Datatype
 from protos.inference_pb2 import ModelInferResponse
 from protos.tensors import TensorError, decode_raw, element_count
 from protos.wire import OUTPUT_TAG, RAW_OUTPUT_TAG, RESPONSE_ID_TAG, delimited, varint
-from server.parameters import RequestParameters
+from server.decoded import Asked
 from server.region_tensors import Input, Place, RegionTensor, Span
 from server.regions import Regions
 
-__all__ = ["AnswerPlan", "AnswersOf", "Asked", "Envelope", "InputPlan", "RegionInputPlan", "RequestPlan"]
+__all__ = ["AnswerPlan", "AnswersOf", "Envelope", "InputPlan", "RegionInputPlan", "RequestPlan"]
 
 _MOST_BYTES = 2**31 - 1
 """What protobuf takes for a message."""
 _MOST_ID_LENGTHS = 64
 """For each of which a plan keeps some bytes; callers choose ids."""
-
-
-@dataclass(slots=True)
-class Asked:
-    """What a request asks for, apart from its tensors. Requests of equal `key` may share a batch. `outputs` are the
-    indices of the wanted outputs, in the order asked for; `classes` says of which of them only so many classes are
-    wanted. `spec` is what the request is, where its model doesn't say. `size_bytes`: of all of its inputs, -1 if that
-    has to be counted. `plain`: raw outputs are all that is wanted."""
-
-    rows: int
-    key: Hashable
-    outputs: tuple[int, ...]
-    parameters: RequestParameters
-    classes: Mapping[int, int] | None = None
-    spec: ModelSpec | None = None
-    size_bytes: int = -1
-    plain: bool = True
 
 
 class InputPlan(NamedTuple):

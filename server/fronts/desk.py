@@ -25,17 +25,18 @@ from scheduler.errors import QueueFull
 from scheduler.observer import Drop
 from server.batch_facts import told_facts
 from server.calls import Sent, TraceParent
-from server.codec import DecodedRequest, tensor_bytes
+from server.codec import tensor_bytes
+from server.decoded import Asked, DecodedRequest
 from server.errors import InvalidRequest
 from server.fronts import protocol
 from server.fronts.calls import Aborted, CallContext
 from server.fronts.handles import Handles
 from server.gate import Usage
 from server.handlers import serialized
-from server.inference import AnyPending, Inference, Started
+from server.inference import AnyPending, Inference
 from server.parameters import NO_PARAMETERS, RequestParameters
 from server.passing import NOTHING_CARRIED, Carried
-from server.shortcuts import Asked
+from server.started import Started
 from server.wire_request import RequestReader
 
 __all__ = ["Desk"]

@@ -22,7 +22,8 @@ from protos import inference_pb2 as pb
 from scheduler.errors import QueueFull
 from server.batch_facts import tell_facts
 from server.calls import NOTHING_SENT, Sent, TraceParent, leaves_by
-from server.codec import AnyResponse, DecodedRequest
+from server.codec import AnyResponse
+from server.decoded import DecodedRequest
 from server.errors import ServerError, ServerStopping
 from server.fronts import protocol
 from server.fronts.calls import Aborted

@@ -17,7 +17,7 @@ from protos.datatypes import DATATYPES
 from protos.inference_pb2 import InferTensorContents, ModelInferRequest, ModelInferResponse
 from protos.tensors import TensorError, decode_contents, decode_raw, encode_raw
 from server.calls import HeaderForwarding, add_headers
-from server.codec import DecodedRequest
+from server.decoded import DecodedRequest
 from server.handlers import serialized
 from server.parameters import parse_parameters
 from server.regions import Regions

@@ -20,7 +20,8 @@ from protos.datatypes import DATATYPES, by_name
 from protos.tensors import encode_raw
 from protos.wire import delimited, scan_request, varint
 from server.adapting_codec import codec_for
-from server.codec import DecodedRequest, ModelCodec, tensor_bytes
+from server.codec import ModelCodec, tensor_bytes
+from server.decoded import DecodedRequest
 from server.errors import InvalidRequest, RegionNotFound
 from server.handlers import serialized
 from server.region_tensors import RegionTensor
@@ -293,8 +294,8 @@ def test_heads_of_endless_kinds_stay_bounded() -> None:
             assert not isinstance(request, DecodeError)
             codec.encode(request, codec.decode(request), (np.zeros((1, size), "<f4"),))
     assert len(reader._known) <= 1_000
-    assert len(codec._plans) <= 1_000
-    assert len(codec._answer_plans) <= 1_000
+    assert len(codec._short._plans) <= 1_000
+    assert len(codec._short._answer_plans) <= 1_000
 
 
 def test_ids_of_endless_lengths_stay_bounded() -> None:
@@ -305,7 +306,7 @@ def test_ids_of_endless_lengths_stay_bounded() -> None:
             assert not isinstance(request, DecodeError)
             answer = codec.encode(request, codec.decode(request), (np.zeros((1, 2), "<f4"),))
             assert pb.ModelInferResponse.FromString(serialized(answer)).id == "i" * length
-    (plan,) = codec._answer_plans.values()
+    (plan,) = codec._short._answer_plans.values()
     assert len(plan.starts) == 64
 
 
@@ -426,7 +427,7 @@ def test_third_request_of_a_head_in_shared_memory_needs_no_message() -> None:
             decoded = codec.decode(request)
             answer = codec.encode(request, decoded, (np.array([[number, 5]], "<f4"),))
         assert isinstance(request, WireRequest)
-        assert request.mold.head in codec._plans
+        assert request.mold.head in codec._short._plans
         assert not isinstance(answer, pb.ModelInferResponse)
         assert memory.get(8, 8) == struct.pack("<2f", 2, 5)
         regions.clear()

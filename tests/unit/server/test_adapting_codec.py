@@ -8,7 +8,8 @@ import pytest
 from backends.base import MISSING, ModelSpec, TensorSpec
 from protos import inference_pb2 as pb
 from server.adapting_codec import AdaptingCodec, codec_for
-from server.codec import DecodedRequest, ModelCodec
+from server.codec import ModelCodec
+from server.decoded import DecodedRequest
 from server.errors import InvalidRequest
 from tests.wire import Array, infer
 

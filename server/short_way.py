@@ -1,0 +1,173 @@
+"""The short way of one version's requests and answers: what was learned of those before them.
+
+Lives here: which plan is whose, and when one is made; the plans are `server.shortcuts`. Must not: refuse anything. What
+doesn't fit goes the long way, through messages, which `server.codec` knows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import replace
+from operator import attrgetter
+from typing import Any
+
+from backends.base import ModelSpec, Tensors
+from backends.packed import Layout, Packed
+from backends.shares import Share
+from protos.datatypes import Datatype, by_name
+from protos.inference_pb2 import ModelInferRequest, ModelInferResponse
+from protos.tensors import element_count
+from server.client_memory import NOWHERE, ClientMemory, tell_place
+from server.decoded import DecodedRequest
+from server.region_tensors import REGION, Inputs, RegionTensor, Span
+from server.regions import Regions
+from server.shortcuts import AnswerPlan, AnswersOf, Envelope, InputPlan, RegionInputPlan, RequestPlan
+from server.wire_request import Remembered, WireRequest
+
+__all__ = ["ShortWay"]
+
+_MOST_PLANS = 1_000
+_SHAPE = attrgetter("shape")
+
+
+class ShortWay:
+    """That of one version of a model, which serves `spec`."""
+
+    def __init__(
+        self, model: str, version: str, spec: ModelSpec, memory: ClientMemory, regions: Regions | None
+    ) -> None:
+        self._model = model
+        self._version = version
+        self._spec = spec
+        self._memory = memory
+        self._regions = regions
+        self._inputs = {tensor.name: index for index, tensor in enumerate(spec.inputs)}
+        self._input_types: list[Datatype] = [by_name(tensor.datatype) for tensor in spec.inputs]
+        self._output_types: list[Datatype] = [by_name(tensor.datatype) for tensor in spec.outputs]
+        self._plans = Remembered[bytes, RequestPlan]()
+        self._layouts: dict[Hashable, Layout] = {}
+        self._answer_plans: dict[Hashable, AnswerPlan] = {}
+
+    # hot path: see bench/
+    def decode(self, request: WireRequest) -> DecodedRequest | None:
+        """The request, if one like it was learned of and it is like that; else None."""
+        mold = request.mold
+        plan = self._plans.get(mold.head)
+        if plan is None:
+            return None
+        if mold.note is None or mold.note[0] is not plan:
+            mold.note = plan, plan.starts(mold.raw)
+        starts = mold.note[1]
+        inputs: Inputs | None
+        if starts is not None and plan.layout is not None:
+            inputs = Packed(request.data, plan.layout, starts)
+        else:
+            inputs = plan.read(request.data, mold.raw, self._regions)
+        targets = plan.find_targets(self._regions) if plan.targets else NOWHERE
+        if inputs is None or targets is None:
+            return None
+        return DecodedRequest(inputs, plan.asked, targets)
+
+    # hot path: see bench/
+    def encode(
+        self, request_id: str, decoded: DecodedRequest, results: Tensors, envelope: Envelope | None
+    ) -> bytes | None:
+        """The response to what is `plain`; None where this way doesn't lead."""
+        if type(results) is Share and not decoded.targets:
+            return self._respond_with(request_id, decoded.asked.outputs, results, envelope)
+        return self._respond(request_id, decoded, tuple(results), envelope)
+
+    # hot path: see bench/
+    def _respond_with(
+        self, request_id: str, wanted: tuple[int, ...], share: Share, envelope: Envelope | None
+    ) -> bytes | None:
+        """The same of a share of a batch's outputs. What holds for all shares of them is found out with the first."""
+        outputs = share.outputs
+        among = wanted, share.stop - share.start, envelope
+        if among not in outputs.notes:
+            outputs.notes[among] = self._plan_for(wanted, share, envelope).of(outputs)
+        answers: AnswersOf | None = outputs.notes[among]
+        if answers is None:
+            return self._plan_for(wanted, share, envelope).answer(request_id, tuple(share))
+        return answers.answer(request_id, share.start)
+
+    def _respond(
+        self, request_id: str, decoded: DecodedRequest, results: Tensors, envelope: Envelope | None
+    ) -> bytes | None:
+        """The same of results of any kind, some of which may belong into shared memory."""
+        wanted, targets = decoded.asked.outputs, decoded.targets
+        if targets:
+            targets = {index: targets[index] for index in wanted if index in targets}
+        answer = self._plan_for(wanted, results, envelope, targets).answer(request_id, results)
+        if answer is None or (targets and not self._memory.write_results(targets, results, self._output_types)):
+            return None
+        return answer
+
+    def learn(self, head: bytes, request: ModelInferRequest, decoded: DecodedRequest) -> None:
+        """Remember how to decode requests of this head, if nothing but their tensors matters."""
+        asked = decoded.asked
+        if asked.classes or any(self._spec.inputs[self._inputs[tensor.name]].utf8 for tensor in request.inputs):
+            return
+        inputs, region_inputs = [], []
+        for tensor in request.inputs:
+            index, shape = self._inputs[tensor.name], tuple(tensor.shape)
+            datatype, read = self._input_types[index], decoded.inputs[index]
+            if isinstance(read, RegionTensor):
+                region_inputs.append(RegionInputPlan(index, read.what, read.dtype, shape, read.place))
+                continue
+            if REGION in tensor.parameters:
+                return  # read at once, for its contents matter
+            size_bytes = element_count(shape) * datatype.item_bytes
+            plain = size_bytes > 0 and datatype.name != "BOOL"
+            inputs.append(InputPlan(index, datatype, shape, size_bytes if plain else -1))
+        layout = None if region_inputs else self._layout(inputs)
+        plan = RequestPlan(
+            tuple(inputs),
+            tuple(region_inputs),
+            tuple((index, span.place) for index, span in decoded.targets.items()),
+            len(self._inputs),
+            asked if layout is None else replace(asked, size_bytes=layout.size_bytes),
+            layout,
+        )
+        self._plans.remember(head, plan, len(head))
+
+    def _layout(self, inputs: Sequence[InputPlan]) -> Layout | None:
+        """That of the model's inputs, one for all who have the same; None if some aren't there or must be looked at."""
+        if len(inputs) < len(self._inputs) or any(one.size_bytes < 0 for one in inputs):
+            return None
+        ordered = sorted(inputs, key=attrgetter("place"))
+        tensors = tuple((one.datatype.dtype, one.shape, one.size_bytes) for one in ordered)
+        if len(self._layouts) >= _MOST_PLANS:
+            self._layouts.clear()
+        return self._layouts.setdefault(tensors, Layout(tensors))
+
+    def _plan_for(
+        self,
+        wanted: tuple[int, ...],
+        results: Tensors,
+        envelope: Envelope | None,
+        targets: Mapping[int, Span] = NOWHERE,
+    ) -> AnswerPlan:
+        layout: tuple[Any, ...] = (envelope, wanted, *map(_SHAPE, results))
+        if targets:
+            layout += tuple((index, span.region.name, span.offset) for index, span in targets.items())
+        plan = self._answer_plans.get(layout)
+        if plan is None:
+            plan = self._plan_answer(wanted, results, targets, envelope)
+            if len(self._answer_plans) >= _MOST_PLANS:
+                self._answer_plans.clear()
+            self._answer_plans[layout] = plan
+        return plan
+
+    def _plan_answer(
+        self, wanted: Sequence[int], results: Tensors, targets: Mapping[int, Span], envelope: Envelope | None
+    ) -> AnswerPlan:
+        made = ModelInferResponse(model_name=self._model, model_version=self._version)
+        outputs = []
+        for index in wanted:
+            datatype, shape = self._output_types[index], results[index].shape
+            output = made.outputs.add(name=self._spec.outputs[index].name, datatype=datatype.name, shape=shape)
+            if index in targets:
+                tell_place(output, targets[index], element_count(shape) * datatype.item_bytes)
+            outputs.append((index, datatype))
+        return AnswerPlan(made, outputs, targets.keys(), envelope)
