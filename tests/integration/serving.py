@@ -87,8 +87,10 @@ class Served:
         return answer
 
     def waiting(self, model: str, version: str = "") -> int:
-        """Requests in the queue of a model."""
-        return self.server.repository.get(model, version).batcher.waiting_requests
+        """Requests in the queue of a model, checked all of them: also those that had merely arrived."""
+        batcher = self.server.repository.get(model, version).batcher
+        batcher.take_announced()
+        return batcher.waiting_requests
 
     async def metrics(self) -> dict[str, float]:
         """All samples by `name{labels}`, as a scraper gets them."""
