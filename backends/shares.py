@@ -48,10 +48,6 @@ class Share(Sequence[Array]):
         self.start = start
         self.stop = stop
 
-    @property
-    def rows(self) -> int:
-        return self.stop - self.start
-
     def __len__(self) -> int:
         return len(self.outputs.arrays)
 

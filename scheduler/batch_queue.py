@@ -143,7 +143,7 @@ class BatchQueue(Generic[T]):
         if timeout_ns or queue.default_timeout_ns:
             deadline_ns = min(deadline_ns, queue.timeout_at_ns(now_ns, timeout_ns))
         self._arrived += 1
-        order = level * LEVEL + self._arrived if level else self._arrived
+        order = level * LEVEL + self._arrived
         entry = Entry(payload, rows, size_bytes, level, order, now_ns, deadline_ns, rpc_deadline_ns)
         waiting.came(entry)
         if deadline_ns != NEVER:

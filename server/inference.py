@@ -75,7 +75,7 @@ class Inference:
         call = Call(self, partial(self.start, request, rpc_deadline_ns, parent, sent, began_ns))
         self.announce(request, call.start)
         try:
-            await call.done
+            await call
             return call.answer()
         except asyncio.CancelledError:
             call.give_up()

@@ -60,31 +60,36 @@ class Started:
             self.watch.on_failure(error)
 
 
-class Call:
-    """A request with an RPC of its own. As those of a batch are started together, and their answers made, the
-    coroutine that waits has little left to do when it is woken up in between others of gRPC's."""
-
-    __slots__ = ("_begin", "_error", "_inference", "_response", "_started", "done")
+class Call(asyncio.Future[None]):
+    """A request with an RPC of its own, done when there is an answer. As those of a batch are started together, and
+    their answers made, the coroutine that waits has little left to do when it is woken up in between others of gRPC's.
+    Cancelling it, as a cancelled task does with what it awaits, takes the request back at once."""
 
     def __init__(self, inference: _Finishing, begin: Callable[[], Started]) -> None:
         """`begin` is the request's `Inference.start`."""
+        super().__init__()
         self._inference = inference
         self._begin = begin
         self._started: Started | None = None
         self._response: AnyResponse | None = None
         self._error: BaseException | None = None
-        self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def cancel(self, msg: Any | None = None) -> bool:
+        cancelled = super().cancel(msg)
+        if cancelled:
+            self.give_up()
+        return cancelled
 
     # hot path: see bench/
     def start(self) -> None:
         try:
             started = self._begin()
         except Exception as error:  # noqa: BLE001 - the caller is told
-            if not self.done.done():
+            if not self.done():
                 self._error = error
-                self.done.set_result(None)
+                self.set_result(None)
             return
-        if self.done.done():
+        if self.done():
             self._inference.give_up(started)
             return
         self._started = started
@@ -93,11 +98,11 @@ class Call:
     # hot path: see bench/
     def _on_done(self, pending: asyncio.Future[Any]) -> None:
         del pending  # an error that it has leads to this frame, and it mustn't lead back to the error
-        if self.done.done():
+        if self.done():
             return
         if self._started is not None and _is_small(self._started):
             self._make()
-        self.done.set_result(None)
+        self.set_result(None)
 
     def _make(self) -> None:
         started, self._started = self._started, None
@@ -110,7 +115,7 @@ class Call:
             del started
 
     def answer(self) -> AnyResponse:
-        """The response, once it is `done`. Raises what came instead."""
+        """The response, once that is there. Raises what came instead."""
         if self._started is not None:
             self._make()
         error, self._error = self._error, None
@@ -123,7 +128,7 @@ class Call:
             del error
 
     def give_up(self) -> None:
-        """Nobody waits for the answer any more: `done` is cancelled, or was done in that very moment."""
+        """Nobody waits for the answer any more, which may just have come."""
         self._error = None
         started, self._started = self._started, None
         if started is not None:

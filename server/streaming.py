@@ -4,7 +4,7 @@ Lives here: which answer leaves when, how much a stream may have under way, and 
 request, which are those of any other (inference), or what to batch: the requests of all streams and unary calls queue
 together.
 
-A stream has two sides. One reads, hands each request to its model and goes on; the other writes what is ready, and
+A stream has two sides. One reads, announces each request to its model and goes on; the other writes what is ready, and
 sleeps where nothing is. Per request there is a slot: no task, lock or timer.
 """
 

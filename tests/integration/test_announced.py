@@ -64,6 +64,23 @@ async def test_call_cancelled_before_it_is_started_is_counted_once_and_not_execu
         assert await served.metric("nv_inference_pending_request_count") == 0
 
 
+async def test_call_cancelled_in_the_queue_has_left_it_at_once(tmp_path: Path, script: Script) -> None:
+    async with serving(tmp_path, {"m": script.model}, config=TEXT) as served:
+        gate = script.hold(1)
+        first = asyncio.create_task(served.infer(request(1)))
+        await asyncio.to_thread(gate.wait_entered, 1)
+        call = asyncio.create_task(served.server._inference.infer(request(2), NEVER))
+        await asyncio.sleep(0)
+        assert served.waiting("m") == 1
+        call.cancel()
+        assert served.waiting("m") == 0
+        gate.open()
+        assert mark_of(await first) == 1
+        assert script.seen == [[1.0]]
+        counted = totals(await served.metrics())
+        assert (counted["success"], counted["CANCELED"], sum(counted.values())) == (1, 1, 2)
+
+
 async def test_call_that_is_refused_when_it_is_started_leaves_nothing_behind(tmp_path: Path, script: Script) -> None:
     async with serving(tmp_path, {"m": script.model}, config=TEXT) as served:
         gc.disable()
