@@ -117,7 +117,7 @@ async def test_timeout_action_delay_serves_the_late_one_after_all_others(tmp_pat
 
 async def test_timeout_action_reject_refuses_the_late_one_and_serves_the_others(tmp_path: Path) -> None:
     script = Script()
-    policy = "default_queue_policy { timeout_action: REJECT default_timeout_microseconds: 50000 }"
+    policy = "default_queue_policy { timeout_action: REJECT default_timeout_microseconds: 1000000 }"
     async with serving(tmp_path, {"m": script.model}, config=config(f"{PREFERRED} {policy}", 32)) as served:
         code, text = await failure_of(served.infer(request(1)))
         assert code is Code.DEADLINE_EXCEEDED
