@@ -14,7 +14,6 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -23,16 +22,20 @@ from backends.transport.link import Link
 from bench.stats import spread
 from clients.messages import infer_request
 from scheduler.policy import NEVER
+from server.calls import NOTHING_SENT
 from server.fronts.catalogue import LookUp
 from server.fronts.desk import Desk
 from server.fronts.handles import Handles
 from server.fronts.remote import RemoteInference, Replies
+from server.handlers import serialized
+from server.in_flight import InFlight
 from server.inference import Inference
 from server.layout import Layout
 from server.loading import Loads
 from server.loop import new_loop
 from server.metrics import Metrics
 from server.repository import Repository
+from server.streaming import Inferring
 from server.wire_request import AnyRequest, RequestReader
 from tests.harness import write_identity
 
@@ -42,19 +45,40 @@ _FLOATS = (16, 150_000)
 _BURSTS = (1, 8, 32)
 
 
-async def _burst(through: Any, read: RequestReader, data: bytes, size: int) -> None:
-    started = []
+class _Request(InFlight):
+    """One of a burst, which is over when all of them are done."""
+
+    def __init__(self, over: asyncio.Future[None], left: list[int], request: AnyRequest) -> None:
+        super().__init__(request, NEVER, None, NOTHING_SENT)
+        self._over = over
+        self._left = left
+
+    def fail(self, error: BaseException) -> None:
+        self._over.set_exception(error)
+
+    def on_done(self) -> None:
+        self._left[0] -= 1
+        if not self._left[0] and not self._over.done():
+            self._over.set_result(None)
+
+
+async def _burst(through: Inferring, read: RequestReader, data: bytes, size: int) -> None:
+    over, left = asyncio.get_running_loop().create_future(), [size]
+    flights = []
     for _ in range(size):
         request = read(data)
         assert isinstance(request, AnyRequest)
-        started.append(through.start(request, NEVER))
-    for one in started:
-        await one.pending
-    for one in started:
-        through.finish(one, None).SerializeToString()
+        flights.append(_Request(over, left, request))
+        through.announce(flights[-1])
+    await over
+    for flight in flights:
+        if flight.answer is None:
+            through.finish(flight)
+        assert flight.answer is not None
+        serialized(flight.answer)
 
 
-async def _cpu_us(through: Any, data: bytes, size: int, seconds: float) -> float:
+async def _cpu_us(through: Inferring, data: bytes, size: int, seconds: float) -> float:
     """Of the median burst, per request."""
     read = RequestReader()
     read(data)

@@ -6,31 +6,52 @@ caller has cancelled is left alone.
 
 from __future__ import annotations
 
-import asyncio
 from collections import OrderedDict
 from typing import Any
 
+from scheduler.pending import Pending, tell
+
 __all__ = ["Answers", "OrderedAnswers"]
 
-Future = asyncio.Future[Any]
+Future = Pending[Any, Any]
 
 
 class Answers:
-    """Hands answers over as they come."""
+    """Hands answers over as they come. Who is told of them is told by `tell`."""
+
+    def __init__(self) -> None:
+        self._done: list[Future] = []
 
     def expect(self, future: Future) -> None:
         """A request has arrived."""
 
+    # hot path
     def succeed(self, future: Future, result: object) -> None:
         if not future.done():
             future.set_result(result)
+            if future.told is not None:
+                self._done.append(future)
 
     def fail(self, future: Future, error: Exception) -> None:
         if not future.done():
             future.set_exception(error)
+            if future.told is not None:
+                self._done.append(future)
+                self.tell_soon(future)
 
     def cancelled(self, future: Future) -> None:
         """Its caller has gone."""
+
+    # hot path
+    def tell(self) -> None:
+        """Tell who is to be told of all that got answers since the last time, in that order."""
+        if self._done:
+            done, self._done = self._done, []
+            tell(done)
+
+    def tell_soon(self, future: Future) -> None:
+        """The same from the event loop, which is that of `future`, if nobody has by then."""
+        future.get_loop().call_soon(self.tell)
 
 
 class OrderedAnswers(Answers):
@@ -38,6 +59,7 @@ class OrderedAnswers(Answers):
     nothing is kept, however long the first one takes: a request holds on to its tensors."""
 
     def __init__(self) -> None:
+        super().__init__()
         self._arrivals: OrderedDict[Future, None] = OrderedDict()
         self._results: dict[Future, object] = {}
         self._errors: dict[Future, Exception] = {}
@@ -68,5 +90,6 @@ class OrderedAnswers(Answers):
             elif first in self._errors:
                 super().fail(first, self._errors.pop(first))
             else:
-                return
+                break
             del self._arrivals[first]
+            self.tell_soon(first)

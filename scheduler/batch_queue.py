@@ -126,24 +126,24 @@ class BatchQueue(Generic[T]):
         `timeout_ns` is its own queue timeout (0: none). Raises RequestTooLarge, QueueFull or DeadlineUnreachable, and
         then nothing has changed.
         """
-        level, queue = 0, self._queue_policy
+        level, queue, waiting = 0, self._queue_policy, self._waiting
         if self._has_levels:
             level = self.policy.level_of(priority)
             queue = self._queue_policies.get(level, queue)
         if not 0 < rows <= self._max_rows:
             raise RequestTooLarge(rows, self._max_rows)
-        waiting = self._waiting
         if queue.max_queue_size or waiting.is_bounded:
             waiting.refuse_if_full(rows, size_bytes, level, queue.max_queue_size)
-        if waiting.room is not None:
-            waiting.room.refuse_if_full(size_bytes)
+        room = waiting.room
+        if room is not None and (room.requests >= room.most_requests or room.size_bytes + size_bytes > room.most_bytes):
+            raise room.full(size_bytes)
         deadline_ns = rpc_deadline_ns
-        if deadline_ns - now_ns < (waiting.requests + 2) * self.latency.longest_ns and self.policy.deadline_aware:
+        if deadline_ns != NEVER and self.policy.deadline_aware:
             self._refuse_unreachable(rows, key, level, now_ns, deadline_ns)
         if timeout_ns or queue.default_timeout_ns:
             deadline_ns = min(deadline_ns, queue.timeout_at_ns(now_ns, timeout_ns))
-        self._arrived += 1
-        order = level * LEVEL + self._arrived
+        self._arrived = arrived = self._arrived + 1
+        order = level * LEVEL + arrived if level else arrived
         entry = Entry(payload, rows, size_bytes, level, order, now_ns, deadline_ns, rpc_deadline_ns)
         waiting.came(entry)
         if deadline_ns != NEVER:
@@ -250,6 +250,8 @@ class BatchQueue(Generic[T]):
 
     def _refuse_unreachable(self, rows: int, key: Hashable, level: int, now_ns: int, rpc_deadline_ns: int) -> None:
         """Refuse what is certain to be late: even if only full batches are ahead of it and it executes alone."""
+        if rpc_deadline_ns - now_ns >= (self._waiting.requests + 2) * self.latency.longest_ns:
+            return  # a cheap look before the exact one
         alone_ns = self.latency.proven_ns(key, self._sizing.padded(rows), now_ns)
         if not alone_ns:
             return

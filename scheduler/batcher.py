@@ -7,7 +7,6 @@ batches; that is `batch_queue`. Everything runs on one event loop; only runners 
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Generic, TypeVar
 
@@ -25,11 +24,10 @@ from scheduler.observer import Drop, GuardedObserver, NullObserver, Observer
 from scheduler.pending import Pending
 from scheduler.policy import NEVER, BatchPolicy
 from scheduler.runner import Outcome, Runner
+from scheduler.turns import Submit, Turns
 from scheduler.waiting import Room
 
 __all__ = ["Batcher"]
-
-_log = logging.getLogger("paceline.scheduler")
 
 P = TypeVar("P")
 R = TypeVar("R")
@@ -52,6 +50,12 @@ class Batcher(Generic[P, R]):
     are slots of one instance, which one that is (`scheduler.slots`); by default each is an instance.
     All methods must be called on the event loop that ran `start`.
     """
+
+    announce: Callable[[Submit, object], None]
+    """`announce(submit, request)`: a request has arrived, which `submit` will submit, or find that it can't. That is
+    called soon, once, before anything is decided, with a list of all that were announced with it, in order of arrival:
+    what arrives together is worked at together, which takes less of the processor's time than one by one, in between
+    what gRPC does. It mustn't raise."""
 
     def __init__(
         self,
@@ -78,10 +82,9 @@ class Batcher(Generic[P, R]):
         self._answers = OrderedAnswers() if policy.preserve_ordering else Answers()
         self._delivery = Delivery(self._answers, self._observer)
         self._accepts = self._stopped = self._suspended = False
-        self._turn_is_due = False
-        self._announced: list[Callable[[], None]] = []
         self._company = Company()
-        self._arrivals = 0
+        self._turns = Turns(self._turn, self._kept_waiting, self._company)
+        self.announce = self._turns.announce
         self._wake_ns: int | None = None
         self._drained: asyncio.Event
         self._loop: asyncio.AbstractEventLoop
@@ -90,7 +93,7 @@ class Batcher(Generic[P, R]):
     @property
     def waiting_requests(self) -> int:
         """Requests accepted and not yet executing."""
-        return self._queue.requests + self._queue.held + len(self._announced)
+        return self._queue.requests + self._queue.held + self._turns.announced
 
     @property
     def lanes(self) -> int:
@@ -109,6 +112,7 @@ class Batcher(Generic[P, R]):
     def start(self) -> None:
         """Start the runners and take requests. Closed if that fails, as it may where there can be no more threads."""
         self._loop = asyncio.get_running_loop()
+        self._turns.start()
         self._drained = asyncio.Event()
         self._alarm = self._clock.alarm(self._on_alarm)
         try:
@@ -117,16 +121,6 @@ class Batcher(Generic[P, R]):
             self.close()
             raise
         self._accepts = True
-
-    # hot path
-    def announce(self, submit: Callable[[], None]) -> None:
-        """A request has arrived, which `submit` will submit, or find that it can't. It is called soon, once, before
-        anything is decided and in order of arrival: what arrives together is worked at together, which takes less of
-        the processor's time than one by one, in between what gRPC does. `submit` mustn't raise."""
-        self._announced.append(submit)
-        self._arrivals += 1
-        if not self._turn_is_due:
-            self._request_turn()
 
     # hot path
     def submit(
@@ -150,8 +144,8 @@ class Batcher(Generic[P, R]):
         QueueTimeout, DeadlineUnreachable, NoInstance, BatcherClosed or ExecutionFailed, or what the instance has for it
         instead of a result.
         """
-        if self._announced:
-            self.take_announced()
+        turns = self._turns
+        turns.submit_announced()
         if not self._accepts:
             self._observer.on_drop(Drop.NO_INSTANCE if self._suspended else Drop.CLOSED)
             raise NoInstance if self._suspended else BatcherClosed
@@ -179,9 +173,7 @@ class Batcher(Generic[P, R]):
             raise
         if self.policy.preserve_ordering:
             self._answers.expect(pending)
-        self._arrivals += 1
-        if not self._turn_is_due:
-            self._request_turn()
+        turns.arrived()
         return pending
 
     def add(self, runner: Runner[P, R]) -> None:
@@ -194,7 +186,7 @@ class Batcher(Generic[P, R]):
         self._accepts = self._accepts or self._suspended
         self._suspended = False
         self._instances.add(runner)
-        self._request_turn()
+        self._turns.request()
 
     def suspend(self) -> None:
         """Until `add` brings an instance, of which none is left: refuse what comes, and whoever waits already."""
@@ -209,7 +201,7 @@ class Batcher(Generic[P, R]):
     def flush(self) -> None:
         """From now on let nothing wait for company: execute what is queued, and what still comes, at once."""
         self._queue.flush()
-        self._request_turn()
+        self._turns.request()
 
     async def drain(self) -> None:
         """Take no more requests, execute what is queued without further delay, return when all is answered."""
@@ -245,35 +237,15 @@ class Batcher(Generic[P, R]):
     def take_announced(self) -> None:
         """Have submitted now what was announced. Whoever is about to change what a request meets when it is started
         has this done before."""
-        if not self._announced:
-            return
-        announced, self._announced = self._announced, []
-        for submit in announced:
-            try:
-                submit()
-            except Exception:  # noqa: BLE001 - it is logged, and the others are owed theirs
-                _log.exception("an announced request can't be submitted")
+        self._turns.submit_announced()
 
-    def _request_turn(self) -> None:
-        """Poll once all that is ready on the loop has run: requests that arrive together share a batch."""
-        if not self._turn_is_due:
-            self._turn_is_due = True
-            self._loop.call_soon(self._turn_unless_more, self._arrivals, 0, 0)
-
-    def _turn_unless_more(self, arrivals: int, quiet: int, iterations: int) -> None:
-        """Take the turn, unless batches had company lately and more requests are likely to come up right away."""
-        quiet = quiet + 1 if arrivals == self._arrivals else 0
-        waiting = self._queue.requests + len(self._announced)
-        if not self._lacks_company() or not self._company.is_worth_waiting(waiting, quiet, iterations):
-            self._turn()
-        elif self._turn_is_due:
-            self._loop.call_soon(self._turn_unless_more, self._arrivals, quiet, iterations + 1)
-
-    def _lacks_company(self) -> bool:
-        """Whether there is an instance to be kept waiting, and not a full batch for it already."""
-        if self._suspects or self._queue.rows + len(self._announced) >= self.policy.max_batch_rows:
-            return False
-        return self._slots.idle > 0 or bool(self._ahead and self._ahead.about_to_end(self._clock.now_ns()))
+    def _kept_waiting(self, announced: int) -> int | None:
+        """How many requests wait, if there is an instance to be kept waiting and not a full batch for it already."""
+        if self._suspects or self._queue.rows + announced >= self.policy.max_batch_rows:
+            return None
+        if self._slots.idle > 0 or (self._ahead and self._ahead.about_to_end(self._clock.now_ns())):
+            return self._queue.requests + announced
+        return None
 
     def _on_alarm(self) -> None:
         self._wake_ns = None
@@ -281,12 +253,7 @@ class Batcher(Generic[P, R]):
 
     def _turn(self) -> None:
         """Ask the queue what to do now, and do it."""
-        if self._announced:
-            self._turn_is_due = True  # this one: nobody has to ask for another
-            self.take_announced()
-        self._turn_is_due = False
-        if self._announced:
-            self._request_turn()
+        self._turns.begin()
         if self._stopped:
             return
         now_ns = self._clock.now_ns()
@@ -373,8 +340,8 @@ class Batcher(Generic[P, R]):
         self._queue.done(batch, outcome.finished_ns, None if outcome.error else computed_ns)
         failed = self._on_failure(runner, batch, outcome.error, suspects) if outcome.error else ()
         try:
-            if duration_ns < _LOOP_NS * len(batch.entries) and self._lacks_company():
-                self._request_turn()
+            if duration_ns < _LOOP_NS * len(batch.entries) and self._kept_waiting(self._turns.announced) is not None:
+                self._turns.request()
             else:
                 # The instance first: it starts on the next batch while the loop answers this one.
                 self._turn()
@@ -432,7 +399,7 @@ class Batcher(Generic[P, R]):
     def on_cancel(self, pending: Pending[P, R], entry: Entry[Pending[P, R]] | None) -> None:
         if entry is not None and self._queue.cancel(entry):
             self._observer.on_drop(Drop.CANCELLED)
-            self._request_turn()
+            self._turns.request()
         elif entry is None:
             self._instances.call_off()
         self._answers.cancelled(pending)

@@ -41,8 +41,8 @@ class Company:
         """A batch of so many requests is done."""
         self._executing -= requests
 
-    def is_worth_waiting(self, waiting: int, quiet: int, iterations: int) -> bool:
-        """Whether to wait on, after so many iterations, the last `quiet` of them without a new request."""
+    def patience(self, waiting: int, iterations: int) -> int:
+        """For how many more iterations without a new request it is worth waiting, after so many; 0 if not at all."""
         if self._batch_requests < _CROWD_OF_ONE or waiting >= self._present:
-            return False
-        return quiet < self._patience and iterations < _MOST_ITERATIONS
+            return 0
+        return max(0, min(self._patience, _MOST_ITERATIONS - iterations))

@@ -59,11 +59,14 @@ class Delivery:
     def end(self, batch: Batch[Pending[Any, Any]], outcome: Outcome[Any], failed: Requests) -> None:
         """A batch has ended: with a result for each, or, if there is an error, with that for those who `failed` for
         good."""
-        if outcome.executed is not None:
-            self._answer(batch, outcome)
-        for entry in failed:
-            self.fail(entry, _failure(outcome.error))
-        self._observer.on_batch(_report(batch, outcome, failed))
+        try:
+            if outcome.executed is not None:
+                self._answer(batch, outcome)
+            for entry in failed:
+                self.fail(entry, _failure(outcome.error))
+            self._observer.on_batch(_report(batch, outcome, failed))
+        finally:
+            self._answers.tell()
 
     def _answer(self, batch: Batch[Pending[Any, Any]], outcome: Outcome[Any]) -> None:
         started_ns, executed = outcome.started_ns, outcome.executed

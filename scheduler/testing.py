@@ -123,8 +123,13 @@ class StepRunner(Generic[P, R]):
 
     def finish(self, answer: Callable[[P], R]) -> None:
         """End the running batch with `answer(payload)` as each request's result."""
-        payloads, done, started_ns = self._take()
-        done(Outcome(started_ns, self._clock.now_ns(), executed=Results([answer(payload) for payload in payloads])))
+        payloads = self._current[0] if self._current is not None else ()
+        self.finish_with([answer(payload) for payload in payloads])
+
+    def finish_with(self, results: Sequence[R]) -> None:
+        """End the running batch with these results, one for each request."""
+        _, done, started_ns = self._take()
+        done(Outcome(started_ns, self._clock.now_ns(), executed=Results(results)))
 
     def fail(self, error: BaseException) -> None:
         """End the running batch with `error`."""

@@ -25,20 +25,18 @@ class Room:
     """What waits in several queues together, and how much may: requests and bytes, 0 for any number. For queues of one
     thread."""
 
-    __slots__ = ("_most_bytes", "_most_requests", "max_bytes", "max_requests", "requests", "size_bytes")
+    __slots__ = ("max_bytes", "max_requests", "most_bytes", "most_requests", "requests", "size_bytes")
 
     def __init__(self, max_requests: int, max_bytes: int) -> None:
         self.max_requests, self.max_bytes = max_requests, max_bytes
-        self._most_requests, self._most_bytes = max_requests or _MANY, max_bytes or _MANY
+        self.most_requests, self.most_bytes = max_requests or _MANY, max_bytes or _MANY
         self.requests = self.size_bytes = 0
 
-    # hot path
-    def refuse_if_full(self, size_bytes: int) -> None:
-        """Raise QueueFull if a request of that size would be one too many."""
-        if self.requests >= self._most_requests:
-            raise QueueFull(self.max_requests, whose="all models")
-        if self.size_bytes + size_bytes > self._most_bytes:
-            raise QueueFull(self.max_bytes, "bytes", whose="all models")
+    def full(self, size_bytes: int) -> QueueFull:
+        """Why there is no room for a request of that size."""
+        if self.requests >= self.most_requests:
+            return QueueFull(self.max_requests, whose="all models")
+        return QueueFull(self.max_bytes, "bytes", whose="all models")
 
 
 class _Level:

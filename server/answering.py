@@ -15,7 +15,7 @@ import grpc
 from google.protobuf.message import DecodeError
 
 from scheduler.errors import SchedulerError
-from server.errors import InvalidRequest, ServerStopping, status_of
+from server.errors import InvalidRequest, ServerStopping, status_of, words_of
 from server.quiet import TRY_AGAIN_MS
 from server.wire_request import AnyRequest
 
@@ -61,15 +61,15 @@ def status_and_text(error: Exception, request: object, rpc: str) -> tuple[grpc.S
     code = status_of(error)
     if code is None:
         _log.error("%s failed on something unforeseen", rpc, exc_info=error)
-        return grpc.StatusCode.INTERNAL, _sendable(f"internal error: {type(error).__name__}: {error}")
+        return grpc.StatusCode.INTERNAL, _sendable(f"internal error: {type(error).__name__}: {words_of(error)}")
     return code, _sendable(_text(request, error))
 
 
 def _text(request: object, error: Exception) -> str:
     """What the caller reads. The batcher's own errors don't know the model's name."""
     if isinstance(error, SchedulerError) and isinstance(request, AnyRequest):
-        return f"model '{request.model_name}': {error}"
-    return str(error)
+        return f"model '{request.model_name}': {words_of(error)}"
+    return words_of(error)
 
 
 def _sendable(text: str) -> str:

@@ -66,6 +66,7 @@ __all__ = [
     "TooManyModels",
     "TooManyRegions",
     "status_of",
+    "words_of",
 ]
 
 
@@ -192,3 +193,11 @@ def status_of(error: BaseException) -> grpc.StatusCode | None:
         if kind in STATUS_OF:
             return STATUS_OF[kind]
     return None
+
+
+def words_of(error: BaseException) -> str:
+    """What `error` says; its type if it can't be put into words."""
+    try:
+        return str(error)
+    except Exception:  # noqa: BLE001 - whoever wrote it made a mistake, and the caller is owed an answer all the same
+        return type(error).__name__

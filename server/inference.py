@@ -7,13 +7,14 @@ belongs to one RPC alone.
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable
-from functools import partial
 from typing import Any, cast
 
 from backends.base import Tensors
 from backends.remote_messages import RemoteRequest
+from backends.shares import Share
 from protos import inference_pb2 as pb
 from scheduler.observer import Drop
 from scheduler.pending import Pending
@@ -22,24 +23,28 @@ from server.calls import NOTHING_SENT, Sent, TraceParent, leaves_by
 from server.codec import AnyResponse, tensor_bytes
 from server.decoded import DecodedRequest
 from server.errors import ServerStopping
+from server.in_flight import Call, InFlight, when_done
 from server.log import debugging
 from server.open_codec import OpenCodec
 from server.passing import NOTHING_CARRIED, Carried, carried_by
 from server.quiet import until_quiet
 from server.region_tensors import Directed
 from server.repository import Repository, ServedModel
-from server.shortcuts import Envelope
 from server.splitting import submit_parts
-from server.started import Call, Started
 from server.tracing import Tracer
 from server.watching import RequestWatch
 from server.wire_request import AnyRequest
 
 __all__ = ["AnyPending", "Inference"]
 
-_NAMELESS = pb.ModelInferRequest()
+_log = logging.getLogger("paceline.server.inference")
+
+_MOST_MADE_BYTES = 2**17
+"""Of a batch's outputs, of which all answers are made before the first one leaves."""
 
 AnyPending = Pending[Any, Any]
+Answer = Callable[[Any, Tensors, AnyPending], None]
+"""Answers a request in flight with its results and what knows the facts of them."""
 
 
 class Inference:
@@ -71,12 +76,11 @@ class Inference:
 
         Cancelling it takes the request out of the queue. Raises what `server.errors` has a status for.
         """
-        began_ns = time.monotonic_ns()
-        call = Call(self, partial(self.start, request, rpc_deadline_ns, parent, sent, began_ns))
-        self.announce(request, call.start)
+        call = Call(self, request, rpc_deadline_ns, parent, sent)
+        self.announce(call)
         try:
-            await call
-            return call.answer()
+            await call.done
+            return call.response()
         except asyncio.CancelledError:
             call.give_up()
             raise
@@ -86,131 +90,147 @@ class Inference:
             del call
 
     # hot path: see bench/
-    def announce(self, request: AnyRequest, start: Callable[[], None]) -> None:
-        """`start`, which mustn't raise, will `start` the request: have it called when it is time for that."""
+    def announce(self, flight: InFlight) -> None:
+        """A request has arrived. It is started when it is time for that, with others that arrived with it."""
+        request = flight.request
         model = self._repository.find(request.model_name, request.model_version)
         if model is None or not self.serving:
-            start()
+            self._start([flight])
         else:
-            model.batcher.announce(start)
+            flight.model = model
+            model.batcher.announce(self._start, flight)
 
     # hot path: see bench/
-    def start(
-        self,
-        request: AnyRequest,
-        rpc_deadline_ns: int,
-        parent: TraceParent | None,
-        sent: Sent,
-        began_ns: int,
-    ) -> Started:
-        """Check `request`, which came at `began_ns`, and hand it to its model's batcher. Raises what is found now; the
-        rest `finish` does."""
-        watch = (
-            RequestWatch(request, parent, self._spans, began_ns) if self._spans is not None or debugging.on else None
-        )
-        model = None
-        try:
-            if not self.serving:
-                raise self._refusal(self._repository.find(request.model_name, request.model_version))
-            model = self._repository.get(request.model_name, request.model_version)
-            decoded = model.codec.decode(request)
-            if decoded.asked.parameters.deadline_ns:
-                own_ns = leaves_by(decoded.asked.parameters.deadline_ns / 1e9, began_ns)
-                rpc_deadline_ns = min(rpc_deadline_ns, own_ns)
-            if watch is not None:
-                watch.on_taken(model.version, decoded.asked.rows)
-            if model.remote:
-                carried = carried_by(request, sent)
-                pending = _submit_remote(model, request.id, decoded, rpc_deadline_ns, watch, carried, began_ns)
-            else:
-                pending = _submit(model, decoded, rpc_deadline_ns, watch, began_ns)
-        except Exception as error:
-            if model is not None:
-                model.statistics.on_failure(error, time.monotonic_ns() - began_ns)
-            if watch is not None:
-                watch.on_failure(error)
-            raise
-        return Started(request, model, decoded, pending, began_ns, watch)
+    def _start(self, flights: list[InFlight]) -> None:
+        """Check requests that have arrived, and hand them to their models' batchers."""
+        for flight in flights:
+            try:
+                self._start_one(flight)
+            except Exception as error:  # noqa: BLE001 - the caller is owed an answer
+                self._fail(flight, error)
+                if not flight.gone:
+                    flight.on_done()
+
+    # hot path: see bench/
+    def _start_one(self, flight: InFlight) -> None:
+        request = flight.request
+        if self._spans is not None or debugging.on:
+            flight.watch = RequestWatch(request, flight.parent, self._spans, flight.began_ns)
+        model = flight.model or self._look_up(flight)
+        decoded = flight.decoded = model.codec.decode(request)
+        if decoded.asked.parameters.deadline_ns:
+            own_ns = leaves_by(decoded.asked.parameters.deadline_ns / 1e9, flight.began_ns)
+            flight.deadline_ns = min(flight.deadline_ns, own_ns)
+        if flight.watch is not None:
+            flight.watch.on_taken(model.version, decoded.asked.rows)
+        if model.remote:
+            pending = _submit_remote(flight, model, decoded, carried_by(request, flight.sent), flight.began_ns)
+        else:
+            pending = _submit(flight, model, decoded, flight.began_ns)
+        _follow(flight, pending, self._on_done)
+        if flight.gone:
+            self.give_up(flight)
+        elif flight.cancelled:
+            pending.cancel()
 
     # hot path: see bench/
     def take(
         self,
+        flight: InFlight,
         model: ServedModel,
         decoded: DecodedRequest,
-        request_id: str,
-        rpc_deadline_ns: int,
-        parent: TraceParent | None,
-        began_ns: int,
+        told: Callable[[list[Any]], None],
         carried: Carried = NOTHING_CARRIED,
-    ) -> Started:
-        """As `start`, for a request that was looked up and checked elsewhere, from `began_ns` on. `carried` is for
-        another server, should one execute it."""
-        request, watch = pb.ModelInferRequest(id=request_id) if request_id else _NAMELESS, None
+    ) -> None:
+        """Hand a request, which was looked up and checked elsewhere, to its model's batcher; `told` is told of those
+        that are done, and calls `conclude` with them. `carried` is for another server, should one execute it. Raises
+        what is found now."""
+        flight.model, flight.decoded = model, decoded
         if self._spans is not None or debugging.on:
-            request = pb.ModelInferRequest(model_name=model.name, model_version=model.version, id=request_id)
-            watch = RequestWatch(request, parent, self._spans, began_ns)
-            watch.on_taken(model.version, decoded.asked.rows)
+            request = pb.ModelInferRequest(model_name=model.name, model_version=model.version, id=flight.request.id)
+            flight.watch = RequestWatch(request, flight.parent, self._spans, flight.began_ns)
+            flight.watch.on_taken(model.version, decoded.asked.rows)
         if not self.serving:
             refusal = self._refusal(model)
-            if watch is not None:
-                watch.on_failure(refusal)
+            if flight.watch is not None:
+                flight.watch.on_failure(refusal)
             raise refusal
         try:
             if model.remote:
-                pending = _submit_remote(model, request_id, decoded, rpc_deadline_ns, watch, carried, 0)
+                pending = _submit_remote(flight, model, decoded, carried, 0)
             else:
-                pending = _submit(model, decoded, rpc_deadline_ns, watch, 0)
+                pending = _submit(flight, model, decoded, 0)
         except Exception as error:
-            model.statistics.on_failure(error, time.monotonic_ns() - began_ns)
-            if watch is not None:
-                watch.on_failure(error)
+            flight.count_failure(error)
             raise
-        return Started(request, model, decoded, pending, began_ns, watch)
+        _follow(flight, pending, told)
 
     # hot path: see bench/
-    def finish(self, started: Started, envelope: Envelope | None = None) -> AnyResponse:
-        """The answer, once `started.pending` is done; bytes in `envelope`. Raises what came instead.
-        The caller must not keep `started`: what was raised would keep it."""
-        pending = started.pending
-        try:
-            results = pending.result()
-            if not isinstance(pending, Pending):
-                results, pending = results
-            model, decoded = started.model, started.decoded
-            answer = model.codec.encode(started.request, decoded, results, envelope)
-            if decoded.asked.parameters.batch_info and isinstance(answer, pb.ModelInferResponse) and pending.facts:
-                tell_facts(answer, model.batch_id_prefix, told_facts(pending.facts))
-        except BaseException as error:
-            started.on_failure(error)
-            raise
-        else:
-            self._on_success(started, pending)
-            return answer
-        finally:
-            del started, pending  # an error leads to this frame, and it mustn't lead back to the error
+    def _on_done(self, flights: list[InFlight]) -> None:
+        """What was submitted has ended. Small answers are made now, all of a batch together."""
+        for flight in flights:
+            if flight.gone:
+                continue
+            pending: Any = flight.pending
+            if pending.cancelled() or pending.exception() is not None:
+                self.finish(flight)
+            elif type(results := pending.result()) is Share and results.outputs.size_bytes <= _MOST_MADE_BYTES:
+                flight.pending = None
+                self._answer(flight, results, pending, _encode)
+            flight.on_done()
+
+    def finish(self, flight: InFlight) -> None:
+        """Make the answer of a request that is done, or have it `fail`."""
+        self.conclude(flight, _encode)
 
     # hot path: see bench/
-    def finish_as(self, started: Started, send: Callable[[Started, Tensors, AnyPending], None]) -> None:
-        """As `finish`, for an answer of another form: `send` gets the results and what knows the facts of them, and
-        raises what comes instead."""
-        pending = started.pending
-        try:
-            results = pending.result()
-            if not isinstance(pending, Pending):
-                results, pending = results
-            send(started, results, pending)
-        except BaseException as error:
-            started.on_failure(error)
-            raise
+    def conclude(self, flight: InFlight, answer: Answer) -> None:
+        """Have a request that is done answered, and counted: with its results by `answer`, and if that raises, or there
+        are none, by its own `fail`."""
+        pending: Any = flight.pending
+        flight.pending = None
+        if pending.cancelled():
+            self._fail(flight, asyncio.CancelledError())
+        elif (error := pending.exception()) is not None:
+            self._fail(flight, error)
+        elif isinstance(pending, Pending):
+            self._answer(flight, pending.result(), pending, answer)
         else:
-            self._on_success(started, pending)
-        finally:
-            del started, pending  # an error leads to this frame, and it mustn't lead back to the error
+            results, last = pending.result()
+            self._answer(flight, results, last, answer)
 
-    def give_up(self, started: Started) -> None:
-        """Instead of `finish`: nobody waits for the answer any more."""
-        started.pending.cancel()
-        started.on_failure(asyncio.CancelledError())
+    # hot path: see bench/
+    def _answer(self, flight: InFlight, results: Tensors, pending: AnyPending, answer: Answer) -> None:
+        try:
+            answer(flight, results, pending)
+            flight.decoded = None
+            model = flight.model
+            model.statistics.on_success(time.monotonic_ns() - flight.began_ns)
+            if flight.watch is not None:
+                flight.watch.on_success(pending.facts)
+            if self._tracer.active and (facts := pending.facts) is not None:
+                self._tracer.record(model.name, model.version, flight.request.id, flight.began_ns, facts)
+        except Exception as error:  # noqa: BLE001 - the caller is told
+            self._fail(flight, error)
+
+    def _fail(self, flight: InFlight, error: BaseException) -> None:
+        """Doesn't raise: others are owed theirs."""
+        flight.decoded = flight.answer = None
+        try:
+            flight.count_failure(error)
+        except Exception:  # noqa: BLE001 - it is logged
+            _log.exception("that a request failed can't be told")
+        # One that is gone mustn't keep what leads to it.
+        if not flight.gone:
+            flight.fail(error)
+
+    def give_up(self, flight: InFlight) -> None:
+        """Nobody waits for the answer any more. If it is there, or will never be, that makes no difference."""
+        flight.gone = True
+        pending, flight.pending = flight.pending, None
+        if pending is not None:
+            pending.cancel()
+            flight.count_failure(asyncio.CancelledError())
 
     def check_serving(self) -> None:
         """Raises ServerStopping, and counts it, while nothing is taken."""
@@ -222,14 +242,13 @@ class Inference:
         self.serving = self.ready = False
         await until_quiet(lambda: self._refused)
 
-    def _on_success(self, started: Started, pending: AnyPending) -> None:
-        """Count the request as one that has its answer."""
-        model = started.model
-        model.statistics.on_success(time.monotonic_ns() - started.began_ns)
-        if started.watch is not None:
-            started.watch.on_success(pending.facts)
-        if self._tracer.active and (facts := pending.facts) is not None:
-            self._tracer.record(model.name, model.version, started.request.id, started.began_ns, facts)
+    def _look_up(self, flight: InFlight) -> ServedModel:
+        """The model of a request for which there was none a moment ago. Raises why not."""
+        name, version = flight.request.model_name, flight.request.model_version
+        if not self.serving:
+            raise self._refusal(self._repository.find(name, version))
+        model = flight.model = self._repository.get(name, version)
+        return model
 
     def _refusal(self, model: ServedModel | None) -> ServerStopping:
         """What a request, or a call that hasn't brought one yet, gets once the server stops; counted as its model's if
@@ -243,15 +262,33 @@ class Inference:
 
 
 # hot path: see bench/
-def _submit(
-    model: ServedModel, decoded: DecodedRequest, rpc_deadline_ns: int, watch: RequestWatch | None, arrived_ns: int
-) -> asyncio.Future[Any]:
+def _follow(flight: InFlight, pending: asyncio.Future[Any], told: Callable[[list[Any]], None]) -> None:
+    """Have `told` called with the request, and others, when it is done."""
+    flight.pending = pending
+    if isinstance(pending, Pending):
+        pending.told, pending.about = told, flight
+    else:
+        when_done(pending, told, flight)
+
+
+# hot path: see bench/
+def _encode(flight: InFlight, results: Tensors, pending: AnyPending) -> None:
+    model, decoded = flight.model, flight.decoded
+    answer = model.codec.encode(flight.request, decoded, results, flight.envelope)
+    if decoded.asked.parameters.batch_info and isinstance(answer, pb.ModelInferResponse) and pending.facts:
+        tell_facts(answer, model.batch_id_prefix, told_facts(pending.facts))
+    flight.answer = answer
+
+
+# hot path: see bench/
+def _submit(flight: InFlight, model: ServedModel, decoded: DecodedRequest, arrived_ns: int) -> asyncio.Future[Any]:
     """Have the batcher run the request, which came at `arrived_ns` (0: now): what it gives back, or for a request that
     is split a task of `submit_parts`."""
     asked, inputs, targets = decoded.asked, decoded.inputs, decoded.targets
     if 0 < model.max_batch_rows < asked.rows:
-        how = _how(model, decoded, rpc_deadline_ns, watch)
-        whole = asyncio.ensure_future(submit_parts(model.batcher, inputs, asked.rows, asked.key, **how))
+        whole = asyncio.ensure_future(
+            submit_parts(model.batcher, inputs, asked.rows, asked.key, **_how(flight, model, decoded))
+        )
         model.in_parts(whole)
         return whole
     if targets and model.leaves_outputs and any(one.region.kind == "cuda" for one in targets.values()):
@@ -261,35 +298,32 @@ def _submit(
         inputs,
         asked.rows,
         asked.key,
-        size_bytes=_size_bytes(decoded) if model.counts_bytes else 0,
+        size_bytes=asked.size_bytes if asked.size_bytes >= 0 else _size_bytes(model, decoded),
         priority=parameters.priority,
         timeout_ns=parameters.timeout_ns,
-        rpc_deadline_ns=rpc_deadline_ns,
-        tag=watch,
+        rpc_deadline_ns=flight.deadline_ns,
+        tag=flight.watch,
         arrived_ns=arrived_ns,
     )
 
 
-def _size_bytes(decoded: DecodedRequest) -> int:
+def _size_bytes(model: ServedModel, decoded: DecodedRequest) -> int:
+    """Of its inputs, if anybody wants to know."""
+    if not model.counts_bytes:
+        return 0
     known = decoded.asked.size_bytes
     return known if known >= 0 else sum(map(tensor_bytes, decoded.inputs))
 
 
 def _submit_remote(
-    model: ServedModel,
-    request_id: str,
-    decoded: DecodedRequest,
-    rpc_deadline_ns: int,
-    watch: RequestWatch | None,
-    carried: Carried,
-    arrived_ns: int,
+    flight: InFlight, model: ServedModel, decoded: DecodedRequest, carried: Carried, arrived_ns: int
 ) -> asyncio.Future[Any]:
     """The same for a model that another server executes: what else than tensors that needs to know goes along."""
     # Never in shared memory: that and another server exclude each other.
     asked, inputs = decoded.asked, cast("Tensors", decoded.inputs)
-    payload = RemoteRequest(inputs, asked.outputs, rpc_deadline_ns, request_id, *carried, spec=asked.spec)
+    payload = RemoteRequest(inputs, asked.outputs, flight.deadline_ns, flight.request.id, *carried, spec=asked.spec)
     key = asked.key, carried.key
-    how = _how(model, decoded, rpc_deadline_ns, watch)
+    how = _how(flight, model, decoded)
     if 0 < model.max_batch_rows < asked.rows:
         parts = submit_parts(
             model.batcher,
@@ -306,14 +340,12 @@ def _submit_remote(
     return model.batcher.submit(payload, asked.rows, key, arrived_ns=arrived_ns, **how)
 
 
-def _how(
-    model: ServedModel, decoded: DecodedRequest, rpc_deadline_ns: int, watch: RequestWatch | None
-) -> dict[str, Any]:
+def _how(flight: InFlight, model: ServedModel, decoded: DecodedRequest) -> dict[str, Any]:
     parameters = decoded.asked.parameters
     return {
-        "size_bytes": _size_bytes(decoded) if model.counts_bytes else 0,
+        "size_bytes": _size_bytes(model, decoded),
         "priority": parameters.priority,
         "timeout_ns": parameters.timeout_ns,
-        "rpc_deadline_ns": rpc_deadline_ns,
-        "tag": watch,
+        "rpc_deadline_ns": flight.deadline_ns,
+        "tag": flight.watch,
     }

@@ -73,23 +73,17 @@ class ShortWay:
         self, request_id: str, decoded: DecodedRequest, results: Tensors, envelope: Envelope | None
     ) -> bytes | None:
         """The response to what is `plain`; None where this way doesn't lead."""
-        if type(results) is Share and not decoded.targets:
-            return self._respond_with(request_id, decoded.asked.outputs, results, envelope)
-        return self._respond(request_id, decoded, tuple(results), envelope)
-
-    # hot path: see bench/
-    def _respond_with(
-        self, request_id: str, wanted: tuple[int, ...], share: Share, envelope: Envelope | None
-    ) -> bytes | None:
-        """The same of a share of a batch's outputs. What holds for all shares of them is found out with the first."""
-        outputs = share.outputs
-        among = wanted, share.stop - share.start, envelope
+        if type(results) is not Share or decoded.targets:
+            return self._respond(request_id, decoded, tuple(results), envelope)
+        # What holds for all shares of a batch's outputs is found out with the first.
+        outputs, wanted, start = results.outputs, decoded.asked.outputs, results.start
+        among = wanted, results.stop - start, envelope
         if among not in outputs.notes:
-            outputs.notes[among] = self._plan_for(wanted, share, envelope).of(outputs)
+            outputs.notes[among] = self._plan_for(wanted, results, envelope).of(outputs)
         answers: AnswersOf | None = outputs.notes[among]
         if answers is None:
-            return self._plan_for(wanted, share, envelope).answer(request_id, tuple(share))
-        return answers.answer(request_id, share.start)
+            return self._plan_for(wanted, results, envelope).answer(request_id, tuple(results))
+        return answers.answer(request_id, start)
 
     def _respond(
         self, request_id: str, decoded: DecodedRequest, results: Tensors, envelope: Envelope | None

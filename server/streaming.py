@@ -4,18 +4,16 @@ Lives here: which answer leaves when, how much a stream may have under way, and 
 request, which are those of any other (inference), or what to batch: the requests of all streams and unary calls queue
 together.
 
-A stream has two sides. One reads, announces each request to its model and goes on; the other writes what is ready, and
-sleeps where nothing is. Per request there is a slot: no task, lock or timer.
+A stream has two sides. One reads, announces each request and goes on; the other writes what is ready, and sleeps where
+nothing is. Per request there is a slot: no task, lock or timer.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import grpc
@@ -29,14 +27,13 @@ from server.calls import (
     HeaderForwarding,
     HeaderPassing,
     Sent,
-    TraceParent,
     add_headers,
     deadline_of,
     header,
     traceparent_of,
 )
-from server.codec import AnyResponse
 from server.errors import InvalidRequest
+from server.in_flight import InFlight
 from server.parameters import CANCEL, UNORDERED
 from server.shortcuts import Envelope
 from server.wire_request import AnyRequest, WireRequest, message_of
@@ -53,8 +50,8 @@ _log = logging.getLogger("paceline.server.streaming")
 _ENDS_AT_ERROR = "triton_grpc_error"
 _RPC = "ModelStreamInfer"
 
-_MOST_MADE_BYTES = 2**17
-"""Of a stream's answers, made before it is their turn to be written."""
+_NO_REQUEST = pb.ModelInferRequest()
+"""In the place of one that can't be read."""
 
 Failure = tuple[grpc.StatusCode, str]
 
@@ -65,32 +62,17 @@ _ENVELOPE = Envelope(
 """What every answer travels in, and what is in every one."""
 
 
-class UnderWay(Protocol):
-    """A request that was started."""
-
-    @property
-    def request(self) -> AnyRequest: ...
-
-    @property
-    def pending(self) -> asyncio.Future[Any]: ...
-
-
 class Inferring(Protocol):
-    """The steps of a request, as `server.inference` has them, or a process that hands them on. What `start` gives,
-    `finish` and `give_up` take."""
+    """The steps of a request, as `server.inference` has them, or a process that hands them on."""
 
     @property
     def reads_parents(self) -> bool: ...
 
-    def announce(self, request: AnyRequest, start: Callable[[], None]) -> None: ...
+    def announce(self, flight: InFlight) -> None: ...
 
-    def start(
-        self, request: AnyRequest, rpc_deadline_ns: int, parent: TraceParent | None, sent: Sent, began_ns: int
-    ) -> UnderWay: ...
+    def finish(self, flight: Any) -> None: ...
 
-    def finish(self, started: Any, envelope: Envelope | None) -> AnyResponse: ...
-
-    def give_up(self, started: Any) -> None: ...
+    def give_up(self, flight: Any) -> None: ...
 
     def check_serving(self) -> None: ...
 
@@ -132,18 +114,22 @@ class Streaming:
             stream.close()
 
 
-class _Slot:
+class _Slot(InFlight):
     """A request, from the moment it is read until its answer is written."""
 
-    __slots__ = ("answer", "began_ns", "done", "request", "started", "taken_back", "unordered")
+    envelope = _ENVELOPE
+    stream: _Stream
+    unordered = done = False
+    failure: Failure | None = None
 
-    def __init__(self, request: AnyRequest | DecodeError, unordered: bool) -> None:
-        self.request = request
-        self.began_ns = time.monotonic_ns()
-        self.unordered = unordered
-        self.done = self.taken_back = False
-        self.started: UnderWay | None = None
-        self.answer: AnyResponse | Failure | None = None
+    def fail(self, error: BaseException) -> None:
+        if isinstance(error, Exception):
+            self.failure = status_and_text(error, self.request, _RPC)
+        else:
+            self.failure = grpc.StatusCode.CANCELLED, "the request was cancelled"
+
+    def on_done(self) -> None:
+        self.stream.on_done(self)
 
 
 class _Stream:
@@ -153,6 +139,7 @@ class _Stream:
         self, inference: Inferring, context: Context, max_requests: int, headers: Mapping[str, str], sent: Sent
     ) -> None:
         self._inference = inference
+        self._announce = inference.announce
         self._context = context
         self._max_requests = max_requests
         self._headers = headers
@@ -166,9 +153,7 @@ class _Stream:
         # Those whose answers keep the order, beginning with one that isn't done.
         self._line: deque[_Slot] = deque()
         self._ready: deque[_Slot] = deque()
-        # Of answers that wait to be written.
-        self._made_bytes = 0
-        self._ended = self._closed = self._given_up = False
+        self._ended = self._closed = False
         # What a side sleeps on.
         self._reader: asyncio.Future[None] | None = None
         self._writer: asyncio.Future[None] | None = None
@@ -194,13 +179,11 @@ class _Stream:
 
     def _give_up(self) -> None:
         """Take back what is under way, and forget it at once: slots and stream know each other."""
-        self._given_up = True
         slots, self._slots = self._slots, set()
         self._line.clear()
         self._ready.clear()
         for slot in slots:
-            if slot.started is not None:
-                self._inference.give_up(slot.started)
+            self._inference.give_up(slot)
 
     # hot path: see bench/
     async def _read(self) -> None:
@@ -221,64 +204,51 @@ class _Stream:
     # hot path: see bench/
     def _take(self, request: AnyRequest | DecodeError) -> None:
         unordered = False
-        if not (isinstance(request, DecodeError) or (isinstance(request, WireRequest) and request.mold.plain)):
+        if type(request) is not WireRequest or not request.mold.plain:
+            if isinstance(request, DecodeError):
+                slot = self._slot(_NO_REQUEST)
+                self._line.append(slot)
+                self._refuse(slot, InvalidRequest(str(request)))
+                return
             if _true(request.parameters, CANCEL):
                 self._take_back(request.id)
                 return
             unordered = _true(request.parameters, UNORDERED)
-        slot = _Slot(request, unordered)
-        self._slots.add(slot)
-        if not unordered:
-            self._line.append(slot)
-        if isinstance(request, DecodeError):
-            self._start(slot)
+        slot = self._slot(request)
+        if unordered:
+            slot.unordered = True
         else:
-            self._inference.announce(request, partial(self._start, slot))
+            self._line.append(slot)
+        if self._headers:
+            try:
+                slot.request = message_of(request)
+                add_headers(slot.request, self._headers)
+            except Exception as error:  # noqa: BLE001 - the caller is owed an answer
+                self._refuse(slot, error)
+                return
+        self._announce(slot)
 
     # hot path: see bench/
-    def _start(self, slot: _Slot) -> None:
-        """It is time to hand the request to its model."""
-        request = slot.request
-        try:
-            if isinstance(request, DecodeError):
-                raise InvalidRequest(str(request))
-            if self._headers:
-                request = slot.request = message_of(request)
-                add_headers(request, self._headers)
-            slot.started = self._inference.start(request, self._deadline_ns, self._parent, self._sent, slot.began_ns)
-        except Exception as error:  # noqa: BLE001 - the caller is owed an answer
-            slot.answer = status_and_text(error, request, _RPC)
-            self._on_done(slot)
-            return
-        if self._given_up:
-            self._inference.give_up(slot.started)
-            return
-        slot.started.pending.add_done_callback(partial(self._on_done, slot))
-        if slot.taken_back:
-            slot.started.pending.cancel()
+    def _slot(self, request: AnyRequest) -> _Slot:
+        slot = _Slot(request, self._deadline_ns, self._parent, self._sent)
+        slot.stream = self
+        self._slots.add(slot)
+        return slot
+
+    def _refuse(self, slot: _Slot, error: Exception) -> None:
+        slot.fail(error)
+        self.on_done(slot)
 
     def _take_back(self, request_id: str) -> None:
         """Cancel what runs under this id. A look at all there is costs those nothing who never cancel."""
         for slot in self._slots:
-            if not (slot.done or isinstance(slot.request, DecodeError)) and slot.request.id == request_id:
-                slot.taken_back = True
-                if slot.started is not None:
-                    slot.started.pending.cancel()
+            if not slot.done and slot.request.id == request_id and slot.request is not _NO_REQUEST:
+                slot.cancel()
 
     # hot path: see bench/
-    def _on_done(self, slot: _Slot, pending: asyncio.Future[Any] | None = None) -> None:
-        """There is an answer: it is ready to leave, and so may be others that waited for it. Those of a batch come one
-        right after the other: while there is little to be written, it is made now, which takes less of the processor's
-        time than one by one, in between what gRPC does."""
-        # An error that it has leads to this frame, and this frame must not lead back to the error.
-        del pending
-        if self._given_up:
-            return
+    def on_done(self, slot: _Slot) -> None:
+        """There is an answer: it is ready to leave, and so may be others that waited for it."""
         slot.done = True
-        if slot.answer is None and self._made_bytes < _MOST_MADE_BYTES and isinstance(slot.request, WireRequest):
-            slot.answer = answer = self._finish(slot)
-            if isinstance(answer, bytes):
-                self._made_bytes += len(answer)
         if slot.unordered:
             self._ready.append(slot)
         else:
@@ -295,15 +265,12 @@ class _Stream:
         while True:
             while ready:
                 slot = ready.popleft()
-                answer = slot.answer
-                if isinstance(answer, bytes):
-                    self._made_bytes -= len(answer)
-                    await write(answer)
-                elif (message := self._message(slot)) is None:
-                    return
-                else:
-                    await write(message)
-                    del message
+                answer: Any = slot.answer
+                if not isinstance(answer, bytes):
+                    answer = self._message(slot)
+                    if answer is None:
+                        return
+                await write(answer)
                 self._slots.remove(slot)
                 # Nothing is kept of this answer while waiting for the next.
                 del slot, answer
@@ -319,32 +286,20 @@ class _Stream:
     def _message(self, slot: _Slot) -> pb.ModelStreamInferResponse | bytes | None:
         """What to write for a request whose answer isn't made, or is no bytes; None if its failure has ended the
         stream."""
-        answer = slot.answer or self._finish(slot)
+        if slot.answer is None and slot.failure is None:
+            self._inference.finish(slot)
+        answer, failure = slot.answer, slot.failure
         if isinstance(answer, bytes):
             return answer
-        if isinstance(answer, pb.ModelInferResponse):
+        if failure is None:
             message = pb.ModelStreamInferResponse(infer_response=answer)
         elif self._ends_at_error:
-            self._end(*answer)
+            self._end(*failure)
             return None
         else:
-            message = _failure_message(slot.request, *answer)
+            message = _failure_message(slot.request, *failure)
         message.infer_response.parameters[FINAL].bool_param = True
         return message
-
-    def _finish(self, slot: _Slot) -> AnyResponse | Failure:
-        """The answer, or what came instead."""
-        # Whatever comes of it, that counts the request: it isn't to be given up any more, should the stream end while
-        # its answer is being written.
-        started, slot.started = slot.started, None
-        try:
-            return self._inference.finish(started, _ENVELOPE)
-        except asyncio.CancelledError:
-            return grpc.StatusCode.CANCELLED, "the request was cancelled"
-        except Exception as error:  # noqa: BLE001 - the caller is owed an answer
-            return status_and_text(error, slot.request, _RPC)
-        finally:
-            del started  # what was raised would keep it
 
     def _end(self, code: grpc.StatusCode, text: str) -> None:
         self._context.set_code(code)
@@ -361,14 +316,12 @@ class _Stream:
             reader.set_result(None)
 
 
-def _failure_message(
-    request: AnyRequest | DecodeError, code: grpc.StatusCode, text: str
-) -> pb.ModelStreamInferResponse:
+def _failure_message(request: AnyRequest, code: grpc.StatusCode, text: str) -> pb.ModelStreamInferResponse:
     """An error in the stream: a text, and for those who look, whose and which."""
     message = pb.ModelStreamInferResponse(error_message=text or code.name)
     response = message.infer_response
     response.parameters[STATUS].string_param = code.name
-    if not isinstance(request, DecodeError):
+    if request is not _NO_REQUEST:
         response.model_name, response.model_version, response.id = request.model_name, request.model_version, request.id
     return message
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 from google.protobuf.message import DecodeError
@@ -19,12 +18,13 @@ from backends.errors import ExecutionError
 from backends.transport.frames import Message
 from backends.transport.link import Link
 from backends.transport.parcel import Parcel
+from protos import inference_pb2 as pb
 from protos.datatypes import by_name
 from protos.tensors import TensorError, encode_raw
 from scheduler.errors import QueueFull
 from scheduler.observer import Drop
 from server.batch_facts import told_facts
-from server.calls import Sent, TraceParent
+from server.calls import NOTHING_SENT, Sent, TraceParent
 from server.codec import tensor_bytes
 from server.decoded import Asked, DecodedRequest
 from server.errors import InvalidRequest
@@ -33,16 +33,19 @@ from server.fronts.calls import Aborted, CallContext
 from server.fronts.handles import Handles
 from server.gate import Usage
 from server.handlers import serialized
+from server.in_flight import InFlight
 from server.inference import AnyPending, Inference
 from server.parameters import NO_PARAMETERS, RequestParameters
 from server.passing import NOTHING_CARRIED, Carried
-from server.started import Started
 from server.wire_request import RequestReader
 
 __all__ = ["Desk"]
 
 Handlers = Mapping[str, Any]
 """gRPC's handlers of the RPCs, by name."""
+
+
+_NAMELESS = pb.ModelInferRequest()
 
 
 class Desk:
@@ -115,7 +118,7 @@ class Desk:
         self._results.clear()
         submitted, self._submitted = self._submitted, {}
         for one in submitted.values():
-            self._inference.give_up(one.started)
+            self._inference.give_up(one)
         for task in self._tasks.values():
             task.cancel()
         self._quiet.set()
@@ -167,34 +170,32 @@ class Desk:
             return
         told = RequestParameters(*parameters) if parameters else NO_PARAMETERS
         decoded = DecodedRequest(inputs, Asked(rows, key, outputs, told))
+        request = pb.ModelInferRequest(id=request_id) if request_id else _NAMELESS
+        submitted = _Submitted(self, number, request, deadline_ns, parent, began_ns)
         try:
             told_on = Carried(*carried) if carried else NOTHING_CARRIED
-            started = self._inference.take(model, decoded, request_id, deadline_ns, parent, began_ns, told_on)
+            self._inference.take(submitted, model, decoded, self._on_done, told_on)
         except Exception as error:  # noqa: BLE001 - the front's caller is owed an answer
-            self._fail(number, error)
+            self.fail(number, error)
             return
-        submitted = self._submitted[number] = _Submitted(self, number, started)
-        started.pending.add_done_callback(submitted)
+        self._submitted[number] = submitted
 
     # hot path
-    def on_done(self, number: int, started: Started) -> None:
-        """There is a result, or an error instead."""
-        if self._submitted.pop(number, None) is None:
-            return
-        try:
-            self._inference.finish_as(started, partial(self._send_result, number))
-        except (Exception, asyncio.CancelledError) as error:  # noqa: BLE001 - the front's caller is owed an answer
-            self._fail(number, error)
+    def _on_done(self, done: list[_Submitted]) -> None:
+        """There are results, or errors instead."""
+        for submitted in done:
+            if self._submitted.pop(submitted.number, None) is not None:
+                self._inference.conclude(submitted, self._send_result)
         self._look_whether_quiet()
 
     # hot path
-    def _send_result(self, number: int, started: Started, results: Tensors, pending: AnyPending) -> None:
+    def _send_result(self, submitted: _Submitted, results: Tensors, pending: AnyPending) -> None:
         """Send what the request wants of `results`, now or when there is room.
 
         Raises ExecutionError, as the codec would, for what no message can carry, and QueueFull for what no front could
         take.
         """
-        asked = started.decoded.asked
+        number, asked = submitted.number, submitted.decoded.asked
         outputs = [MISSING] * len(results)
         for index in asked.outputs:
             outputs[index] = results[index]
@@ -204,9 +205,9 @@ class Desk:
                 if self._try_send(number, outputs, told):
                     return
             except (TypeError, ValueError) as error:
-                _check_sendable(started, outputs)
-                raise ExecutionError(f"model '{started.model.name}': outputs that can't be sent: {error}") from None
-        _check_sendable(started, outputs)
+                _check_sendable(submitted, outputs)
+                raise ExecutionError(f"model '{submitted.model.name}': outputs that can't be sent: {error}") from None
+        _check_sendable(submitted, outputs)
         if sum(map(tensor_bytes, outputs)) > self._link.size_bytes // 2:
             raise QueueFull(self._link.size_bytes, protocol.WHAT_IS_FULL)
         self._results.append((number, outputs, told))
@@ -226,7 +227,7 @@ class Desk:
 
     def _cancel(self, number: int) -> None:
         if (submitted := self._submitted.pop(number, None)) is not None:
-            self._inference.give_up(submitted.started)
+            self._inference.give_up(submitted)
         elif (task := self._tasks.get(number)) is not None:
             task.cancel()
         self._look_whether_quiet()
@@ -254,7 +255,7 @@ class Desk:
                 raise InvalidRequest(str(request))
             response = await self._inference.infer(request, deadline_ns, parent, Sent(*sent))
         except Exception as error:  # noqa: BLE001 - the front's caller is owed an answer
-            self._fail(number, error)
+            self.fail(number, error)
         else:
             self._link.send((protocol.ANSWER, number, serialized(response)))
 
@@ -270,7 +271,7 @@ class Desk:
         else:
             self._link.send((protocol.ANSWER, number, handler.response_serializer(response)))
 
-    def _fail(self, number: int, error: BaseException) -> None:
+    def fail(self, number: int, error: BaseException) -> None:
         self._link.send((protocol.FAILED, number, *protocol.words_of(error)))
 
     def _look_whether_quiet(self) -> None:
@@ -278,24 +279,31 @@ class Desk:
             self._quiet.set()
 
 
-class _Submitted:
-    """A request of the front; called when its result is there."""
+class _Submitted(InFlight):
+    """A request of the front, which has numbered it."""
 
-    __slots__ = ("_desk", "_number", "started")
-
-    def __init__(self, desk: Desk, number: int, started: Started) -> None:
+    def __init__(
+        self,
+        desk: Desk,
+        number: int,
+        request: pb.ModelInferRequest,
+        deadline_ns: int,
+        parent: TraceParent | None,
+        began_ns: int,
+    ) -> None:
+        super().__init__(request, deadline_ns, parent, NOTHING_SENT)
+        self.began_ns = began_ns
         self._desk = desk
-        self._number = number
-        self.started = started
+        self.number = number
 
-    def __call__(self, pending: asyncio.Future[Any]) -> None:
-        self._desk.on_done(self._number, self.started)
+    def fail(self, error: BaseException) -> None:
+        self._desk.fail(self.number, error)
 
 
-def _check_sendable(started: Started, outputs: Sequence[Array]) -> None:
+def _check_sendable(submitted: _Submitted, outputs: Sequence[Array]) -> None:
     """Raise ExecutionError, in the codec's words, for outputs that no message can carry."""
-    model = started.model
-    for index in started.decoded.asked.outputs:
+    model = submitted.model
+    for index in submitted.decoded.asked.outputs:
         tensor, array = model.spec.outputs[index], outputs[index]
         if array is MISSING or not array.dtype.hasobject:
             continue

@@ -8,12 +8,11 @@ engine as it came, which finds the right words and counts it.
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable
 from dataclasses import fields
 from itertools import count
 from operator import attrgetter
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 from backends.base import Tensors
 from backends.transport.frames import Message
@@ -23,20 +22,22 @@ from scheduler.errors import QueueFull
 from server.batch_facts import tell_facts
 from server.calls import NOTHING_SENT, Sent, TraceParent, leaves_by
 from server.codec import AnyResponse
-from server.decoded import DecodedRequest
 from server.errors import ServerError, ServerStopping
 from server.fronts import protocol
 from server.fronts.calls import Aborted
-from server.fronts.catalogue import LookUp, Model
+from server.fronts.catalogue import LookUp
+from server.in_flight import Call, InFlight, when_done
 from server.parameters import NO_PARAMETERS, RequestParameters
 from server.passing import carried_by
-from server.shortcuts import Envelope
 from server.wire_request import AnyRequest, WireRequest
 
-__all__ = ["RemoteInference", "Replies", "Reply", "Started"]
+__all__ = ["RemoteInference", "Replies", "Reply"]
 
 _MOST_UNSENT_BYTES = 64 * 2**20
 """Messages that the engine doesn't take: it hangs, and whoever comes is better told than kept."""
+
+_MOST_MADE_BYTES = 2**13
+"""Of an answer that is made before it can leave."""
 
 _Sendable = tuple[AnyRequest, int, TraceParent | None, Sent]
 
@@ -139,18 +140,9 @@ def _bytes_of(request: AnyRequest) -> bytes:
     return request.data if isinstance(request, WireRequest) else request.SerializeToString()
 
 
-class Started(NamedTuple):
-    """A request on its way. Cancelling `pending` takes it back; once it is done, `finish` has the answer. Without
-    `model` the engine makes the answer."""
-
-    request: AnyRequest
-    pending: asyncio.Future[Any]
-    model: Model | None = None
-    decoded: DecodedRequest | None = None
-
-
 class RemoteInference:
-    """Answers inference requests; `serving`, and whether it `reads_parents`, are what the engine says."""
+    """Answers inference requests; `serving`, and whether it `reads_parents`, are what the engine says. Where a request
+    in flight has no model, the engine makes the answer."""
 
     def __init__(self, link: Link, replies: Replies, models: LookUp) -> None:
         self._link = link
@@ -171,89 +163,126 @@ class RemoteInference:
 
         Cancelling it takes the request back. Raises what `server.errors` has a status for.
         """
-        started = self.start(request, rpc_deadline_ns, parent, sent, time.monotonic_ns())
+        call = Call(self, request, rpc_deadline_ns, parent, sent)
+        self.announce(call)
         try:
-            await started.pending
-            return self.finish(started)
+            await call.done
+            return call.response()
+        except asyncio.CancelledError:
+            call.give_up()
+            raise
         finally:
-            # An error has a traceback, that this frame, and this frame, by what it waited for, would have the error.
-            del started
+            # An error has a traceback, that this frame, and this frame, by the call, would have the error.
+            del call
 
     # hot path: see bench/
-    def announce(self, request: AnyRequest, start: Callable[[], None]) -> None:
-        """`start`, which mustn't raise, will `start` the request: right now, as the link gathers what it sends."""
-        start()
+    def announce(self, flight: InFlight) -> None:
+        """A request has arrived. It is handed to the engine right now: the link gathers what it sends."""
+        try:
+            flight.pending = self._submit(flight)
+        except Exception as error:  # noqa: BLE001 - the caller is owed an answer
+            flight.fail(error)
+            flight.on_done()
+        else:
+            when_done(flight.pending, self._on_done, flight)
 
     # hot path: see bench/
-    def start(
-        self,
-        request: AnyRequest,
-        rpc_deadline_ns: int,
-        parent: TraceParent | None,
-        sent: Sent,
-        began_ns: int,
-    ) -> Started:
-        """Check `request`, which came at `began_ns`, and hand it to the engine. Raises QueueFull; the rest `finish`
-        does."""
+    def _submit(self, flight: InFlight) -> Reply:
+        """Check a request and have the engine execute it. Raises QueueFull; all else that may be wrong the engine
+        says."""
+        request, deadline_ns, sent = flight.request, flight.deadline_ns, flight.sent
+        whole = request, deadline_ns, flight.parent, sent
         model = self._models.find(request.model_name, request.model_version)
         if model is None:
-            return Started(request, self._replies.send_whole(request, rpc_deadline_ns, parent, sent))
+            return self._replies.send_whole(*whole)
         try:
             decoded = model.codec.decode(request)
         except (ServerError, ValueError):
-            return Started(request, self._replies.send_whole(request, rpc_deadline_ns, parent, sent))
+            return self._replies.send_whole(*whole)
         asked = decoded.asked
         told = asked.parameters
         if told.typed_outputs or asked.classes:
-            return Started(request, self._replies.send_whole(request, rpc_deadline_ns, parent, sent))
-        deadline_ns = rpc_deadline_ns
+            return self._replies.send_whole(*whole)
         if told.deadline_ns:
-            deadline_ns = min(deadline_ns, leaves_by(told.deadline_ns / 1e9, began_ns))
+            deadline_ns = min(deadline_ns, leaves_by(told.deadline_ns / 1e9, flight.began_ns))
         self._replies.refuse_if_full()
         # Without regions none of them lies in clients' shared memory.
         parcel = self._link.pack(cast("Tensors", decoded.inputs))
         if parcel is None:
             self._link.send((protocol.REFUSED, model.handle))
             raise QueueFull(self._link.size_bytes, protocol.WHAT_IS_FULL)
-        values = None if told is NO_PARAMETERS else _parameter_values(told)
-        pending = self._replies.submit(
-            request,
-            rpc_deadline_ns,
-            parent,
-            sent,
+        flight.model, flight.decoded = model, decoded
+        return self._replies.submit(
+            *whole,
             model.handle,
             request.id,
-            began_ns,
+            flight.began_ns,
             deadline_ns,
-            parent,
+            flight.parent,
             asked.rows,
             asked.key,
             asked.outputs,
-            values,
+            None if told is NO_PARAMETERS else _parameter_values(told),
             parcel,
             tuple(carried_by(request, sent)) if model.remote else None,
         )
-        return Started(request, pending, model, decoded)
 
     # hot path: see bench/
-    def finish(self, started: Started, envelope: Envelope | None = None) -> AnyResponse:
-        """The answer, once `started.pending` is done; bytes in `envelope`. Raises what came instead."""
-        model, decoded, result = started.model, started.decoded, started.pending.result()
-        if isinstance(result, bytes):
-            return envelope.around(result) if envelope is not None else result
-        assert model is not None
-        assert decoded is not None
-        outputs, facts = result
-        answer = model.codec.encode(started.request, decoded, outputs, envelope)
-        if isinstance(answer, pb.ModelInferResponse) and facts is not None:
-            tell_facts(answer, model.batch_id_prefix, facts)
-        return answer
+    def _on_done(self, flights: list[InFlight]) -> None:
+        """What was submitted has ended. Small answers are made now, together with those that came with them."""
+        for flight in flights:
+            if flight.gone:
+                continue
+            pending = flight.pending
+            assert pending is not None
+            if pending.cancelled() or pending.exception() is not None or _is_small(pending.result()):
+                self.finish(flight)
+            flight.on_done()
 
-    def give_up(self, started: Started) -> None:
-        """Instead of `finish`: nobody waits for the answer any more."""
-        started.pending.cancel()
+    # hot path: see bench/
+    def finish(self, flight: InFlight) -> None:
+        """Make the answer of a request that is done, or have it `fail`."""
+        pending, flight.pending = flight.pending, None
+        assert pending is not None
+        error: BaseException | None
+        if pending.cancelled():
+            error = asyncio.CancelledError()
+        elif (error := pending.exception()) is None:
+            try:
+                flight.answer = _answer(flight, pending.result())
+            except Exception as raised:  # noqa: BLE001 - the caller is told
+                error = raised
+        flight.decoded = None
+        if error is not None:
+            flight.fail(error)
+        # An error leads to this frame if it was raised here, and this frame mustn't lead back to the error.
+        del error, pending, flight
+
+    def give_up(self, flight: InFlight) -> None:
+        """Nobody waits for the answer any more."""
+        flight.gone = True
+        pending, flight.pending = flight.pending, None
+        if pending is not None:
+            pending.cancel()
 
     def check_serving(self) -> None:
         """Raises ServerStopping while nothing is taken."""
         if not self.serving:
             raise ServerStopping
+
+
+def _is_small(result: Any) -> bool:
+    return isinstance(result, bytes) or sum(one.nbytes for one in result[0]) <= _MOST_MADE_BYTES
+
+
+# hot path: see bench/
+def _answer(flight: InFlight, result: Any) -> AnyResponse:
+    """That of what the engine sent."""
+    if isinstance(result, bytes):
+        return flight.envelope.around(result) if flight.envelope is not None else result
+    outputs, facts = result
+    model = flight.model
+    answer: AnyResponse = model.codec.encode(flight.request, flight.decoded, outputs, flight.envelope)
+    if isinstance(answer, pb.ModelInferResponse) and facts is not None:
+        tell_facts(answer, model.batch_id_prefix, facts)
+    return answer

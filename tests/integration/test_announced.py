@@ -15,11 +15,14 @@ from grpc.aio import EOF  # type: ignore[attr-defined]
 
 from protos import inference_pb2 as pb
 from scheduler.policy import NEVER
+from server.decoded import DecodedRequest
 from server.errors import ModelNotFound
 from server.handlers import serialized
+from server.in_flight import Call
 from server.wire_request import RequestReader
 from tests.integration.scripted import Script, mark_of, request, totals
 from tests.integration.serving import serving
+from tests.polling import eventually_async
 
 TEXT = "max_batch_size: 32 dynamic_batching { }"
 
@@ -47,6 +50,20 @@ class Context:
 
     async def write(self, message: Any) -> None:
         self.written.append(pb.ModelStreamInferResponse.FromString(serialized(message)))
+
+
+class Endless(Context):
+    """One that sends its requests, and goes on to listen."""
+
+    async def read(self) -> Any:
+        request = await super().read()
+        if request is EOF:
+            await asyncio.Event().wait()
+        return request
+
+
+def _alive(kind: type) -> int:
+    return sum(isinstance(one, kind) for one in gc.get_objects())
 
 
 async def test_call_cancelled_before_it_is_started_is_counted_once_and_not_executed(
@@ -152,6 +169,71 @@ async def test_requests_that_arrived_before_an_unload_or_a_stop_are_answered(
             answer = await call
             assert isinstance(answer, pb.ModelInferResponse)
             assert mark_of(answer) == mark
+
+
+async def test_refused_request_whose_caller_has_gone_keeps_nothing_of_those_that_arrived_with_it(
+    tmp_path: Path, script: Script
+) -> None:
+    async with serving(tmp_path, {"m": script.model}, config=TEXT) as served:
+        # So that the batcher waits for company.
+        await served.server._streaming.ModelStreamInfer(None, Context(map(request, range(8))))
+        gc.collect()
+        gc.disable()
+        try:
+            infer = served.server._inference.infer
+            calls = [asyncio.create_task(infer(request(mark), NEVER)) for mark in range(3)]
+            refused = asyncio.create_task(infer(request(9, 100), NEVER))
+            await asyncio.sleep(0)
+            refused.cancel()
+            await asyncio.wait([*calls, refused])
+            assert refused.cancelled()
+            assert [mark_of(call.result()) for call in calls] == [0, 1, 2]
+            del calls, refused
+            assert _alive(Call) == 0
+        finally:
+            gc.enable()
+        assert totals(await served.metrics())["success"] == 11
+
+
+async def test_stream_that_ends_while_answers_wait_for_their_turn_counts_all_its_requests_as_cancelled(
+    tmp_path: Path, script: Script
+) -> None:
+    text = "max_batch_size: 1 dynamic_batching { preserve_ordering: true } instance_group [ { count: 2 } ]"
+    async with serving(tmp_path, {"m": script.model}, config=text) as served:
+        gate = script.hold(0)
+        requests = [request(mark) for mark in range(6)]
+        for one in requests:
+            one.parameters["paceline_unordered"].bool_param = True
+        context = Endless(requests)
+        stream = asyncio.create_task(served.server._streaming.ModelStreamInfer(None, context))
+        await eventually_async(lambda: len(script.seen) == 6, "all but the first are executed")
+        await eventually_async(
+            lambda: len(served.server.repository.get("m", "").batcher._answers._results) == 5, "and wait for it"
+        )
+        stream.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await stream
+        gate.open()
+        assert mark_of(await served.infer(request(7))) == 7
+        counted = totals(await served.metrics())
+        assert (counted["success"], counted["CANCELED"], sum(counted.values())) == (1, 6, 7)
+        assert context.written == []
+
+
+async def test_nothing_is_kept_of_the_tensors_of_requests_whose_answers_nobody_reads(
+    tmp_path: Path, script: Script
+) -> None:
+    class Deaf(Endless):
+        async def write(self, message: Any) -> None:
+            await asyncio.Event().wait()
+
+    async with serving(tmp_path, {"m": script.model}, config=TEXT) as served:
+        stream = asyncio.create_task(served.server._streaming.ModelStreamInfer(None, Deaf(map(request, range(8)))))
+        await eventually_async(lambda: sum(map(len, script.seen)) == 8, "all are executed")
+        await eventually_async(lambda: _alive(DecodedRequest) == 0, "answers are made")
+        stream.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await stream
 
 
 async def test_answer_that_was_made_counts_though_its_stream_ends_before_it_is_written(

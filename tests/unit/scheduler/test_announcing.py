@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 
 import pytest
 
@@ -26,17 +26,15 @@ class Announced:
 
     def announce(self, *payloads: str, arrived_ns: int = 0) -> None:
         for payload in payloads:
-            self._bench.batcher.announce(self._submitter(payload, arrived_ns))
+            self._bench.batcher.announce(self._submit, (payload, arrived_ns))
 
-    def _submitter(self, payload: str, arrived_ns: int) -> Callable[[], None]:
-        def submit() -> None:
+    def _submit(self, requests: list[tuple[str, int]]) -> None:
+        for payload, arrived_ns in requests:
             self.order.append(payload)
             try:
                 (self.futures[payload],) = self._bench.put(payload, arrived_ns=arrived_ns)
             except SchedulerError as error:
                 self.refused[payload] = error
-
-        return submit
 
 
 @pytest.fixture
@@ -116,7 +114,7 @@ async def test_announced_to_a_batcher_that_has_ended_is_refused(bench: Bench, an
 
 
 async def test_announced_while_others_are_being_submitted_has_its_turn(bench: Bench, announced: Announced) -> None:
-    bench.batcher.announce(lambda: announced.announce("a"))
+    bench.batcher.announce(lambda requests: announced.announce(*requests), "a")
     await one_turn()
     assert bench.runner.batches == [["a"]]
 
@@ -138,11 +136,11 @@ async def test_drain_executes_what_was_announced_before_and_refuses_what_is_late
 async def test_one_that_can_not_be_submitted_does_no_harm_to_others(
     bench: Bench, announced: Announced, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def fail() -> None:
-        raise ValueError("not this one")
+    def fail(requests: list[str]) -> None:
+        raise ValueError(f"not these: {requests}")
 
     announced.announce("a")
-    bench.batcher.announce(fail)
+    bench.batcher.announce(fail, "x")
     announced.announce("b")
     with caplog.at_level(logging.ERROR):
         await one_turn()
@@ -156,10 +154,10 @@ async def test_announced_request_that_is_late_already_expires() -> None:
     futures: list[asyncio.Future[str]] = []
     deadline_ns = bench.clock.now_ns() + MS
 
-    def submit() -> None:
-        futures.extend(bench.put("a", rpc_deadline_ns=deadline_ns, arrived_ns=deadline_ns - MS))
+    def submit(requests: list[str]) -> None:
+        futures.extend(bench.put(*requests, rpc_deadline_ns=deadline_ns, arrived_ns=deadline_ns - MS))
 
-    bench.batcher.announce(submit)
+    bench.batcher.announce(submit, "a")
     bench.clock.advance(2 * MS)
     await one_turn()
     with pytest.raises(QueueTimeout):

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
 import gc
 import weakref
+from typing import Any
 
 import pytest
 
 from scheduler.answers import OrderedAnswers
 from scheduler.errors import ExecutionFailed
+from scheduler.lane import Entry
+from scheduler.pending import Pending
 from scheduler.policy import BatchPolicy
 from tests.unit.scheduler.workbench import Bench, one_turn
 
@@ -18,11 +20,22 @@ class Answer(Exception):
     """A result or an error that can be seen to be kept."""
 
 
-async def expected(answers: OrderedAnswers, count: int) -> list[asyncio.Future[object]]:
-    futures = [asyncio.get_running_loop().create_future() for _ in range(count)]
-    for future in futures:
-        answers.expect(future)
-    return futures
+class Asked:
+    """Whom requests tell that they were cancelled."""
+
+    def __init__(self, answers: OrderedAnswers) -> None:
+        self.answers = answers
+
+    def on_cancel(self, pending: Pending[Any, Any], entry: Entry[Any] | None) -> None:
+        self.answers.cancelled(pending)
+
+
+async def expected(answers: OrderedAnswers, count: int) -> list[Pending[Any, Any]]:
+    requests: list[Pending[Any, Any]] = [Pending() for _ in range(count)]
+    for request in requests:
+        request.batcher = Asked(answers)
+        answers.expect(request)
+    return requests
 
 
 async def test_ordered_answer_waits_for_all_that_arrived_before() -> None:
@@ -42,7 +55,6 @@ async def test_ordered_answer_that_comes_after_its_request_was_cancelled_is_not_
     answers = OrderedAnswers()
     gone, _ = await expected(answers, 2)
     gone.cancel()
-    answers.cancelled(gone)
     answer = Answer()
     kept = weakref.ref(answer)
     getattr(answers, outcome)(gone, answer)
@@ -59,7 +71,6 @@ async def test_ordered_answer_whose_request_is_cancelled_while_it_waits_its_turn
     kept = weakref.ref(answer)
     getattr(answers, outcome)(gone, answer)
     gone.cancel()
-    answers.cancelled(gone)
     answers.succeed(first, "first")
     del answer
     gc.collect()

@@ -13,33 +13,29 @@ def after_batches_of(requests: int, *, count: int = 100) -> Company:
     return company
 
 
-def quiet_iterations_waited(company: Company, waiting: int) -> int:
-    return next(quiet for quiet in range(1000) if not company.is_worth_waiting(waiting, quiet, quiet))
-
-
 def test_company_of_nobody_is_not_waited_for() -> None:
-    assert quiet_iterations_waited(Company(), waiting=0) == 0
-    assert quiet_iterations_waited(after_batches_of(1), waiting=0) == 0
+    assert Company().patience(0, 0) == 0
+    assert after_batches_of(1).patience(0, 0) == 0
 
 
 def test_company_is_waited_for_the_longer_the_larger_batches_have_been() -> None:
-    waited = [quiet_iterations_waited(after_batches_of(requests), waiting=1) for requests in (1, 2, 3, 8, 64)]
+    waited = [after_batches_of(requests).patience(1, 0) for requests in (1, 2, 3, 8, 64)]
     assert waited == sorted(waited)
     assert 0 == waited[0] < waited[1] < waited[2] < waited[3] <= 60
 
 
 def test_company_that_is_all_there_is_not_waited_for() -> None:
     company = after_batches_of(8)
-    assert company.is_worth_waiting(7, 0, 0)
-    assert not company.is_worth_waiting(8, 0, 0)
+    assert company.patience(7, 0)
+    assert not company.patience(8, 0)
 
 
 def test_company_executing_and_waiting_counts_as_there() -> None:
     company = after_batches_of(4)
     company.on_start(4, waiting=4)
     company.on_end(4)
-    assert company.is_worth_waiting(5, 0, 0)
-    assert not company.is_worth_waiting(8, 0, 0)
+    assert company.patience(5, 0)
+    assert not company.patience(8, 0)
 
 
 def test_company_that_has_gone_is_forgotten() -> None:
@@ -47,10 +43,10 @@ def test_company_that_has_gone_is_forgotten() -> None:
     for _ in range(300):
         company.on_start(1, 0)
         company.on_end(1)
-    assert quiet_iterations_waited(company, waiting=0) == 0
+    assert company.patience(0, 0) == 0
 
 
 def test_company_that_keeps_coming_is_not_waited_for_without_end() -> None:
     company = after_batches_of(64)
-    iterations = next(count for count in range(10_000) if not company.is_worth_waiting(1, 0, count))
+    iterations = next(count for count in range(10_000) if not company.patience(1, count))
     assert 0 < iterations <= 400

@@ -1,0 +1,148 @@
+"""A request in flight, and one with an RPC of its own, whose coroutine waits for it.
+
+Lives here: what is known of a request from when it has arrived until it is answered. Must not: the steps in between;
+those are `inference`, which does them for many requests at a time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from server.calls import Sent, TraceParent
+from server.codec import AnyResponse
+from server.errors import words_of
+from server.model_statistics import FailureReason, reason_of
+from server.shortcuts import Envelope
+from server.watching import RequestWatch
+from server.wire_request import AnyRequest
+
+__all__ = ["Call", "InFlight", "when_done"]
+
+_log = logging.getLogger("paceline.server.inference")
+
+
+class InFlight:
+    """A request in flight. Its caller gives up at `deadline_ns` on the monotonic clock, and traces it as part of
+    `parent`; `sent` are headers for another server, should one execute it.
+
+    `model` is there once it is looked up, `decoded`, a `DecodedRequest`, once it is checked, and `pending` once it was
+    submitted; these two until it ends. Then `on_done` is called, unless it is `gone`: given up. By then it has an
+    `answer`, or was told to `fail`; if neither, its answer is so large that it is better made when it can leave, by
+    `Inference.finish`. There is a `watch` if somebody wants to know of every request.
+    """
+
+    envelope: Envelope | None = None
+    """What its answer travels in."""
+
+    model: Any = None
+    decoded: Any = None
+    pending: asyncio.Future[Any] | None = None
+    watch: RequestWatch | None = None
+    answer: AnyResponse | None = None
+    gone = cancelled = False
+
+    def __init__(self, request: AnyRequest, deadline_ns: int, parent: TraceParent | None, sent: Sent) -> None:
+        self.request = request
+        self.deadline_ns = deadline_ns
+        self.parent = parent
+        self.sent = sent
+        self.began_ns = time.monotonic_ns()
+
+    def cancel(self) -> None:
+        """Have it end as soon as it can. `on_done` is called all the same."""
+        self.cancelled = True
+        if self.pending is not None:
+            self.pending.cancel()
+
+    def fail(self, error: BaseException) -> None:
+        """There will be no answer, but this."""
+        raise NotImplementedError
+
+    def on_done(self) -> None:
+        """It is answered, or has failed."""
+        raise NotImplementedError
+
+    def count_failure(self, error: BaseException) -> None:
+        """Count it as one that ended with `error`."""
+        if self.model is not None:
+            self.model.statistics.on_failure(error, time.monotonic_ns() - self.began_ns)
+            if reason_of(error) is FailureReason.BACKEND:
+                # Its words alone: whoever keeps the record would keep the error, and all that its traceback leads to.
+                _log.error("model '%s' version %s failed: %s", self.model.name, self.model.version, words_of(error))
+        if self.watch is not None:
+            self.watch.on_failure(error)
+
+
+class Call(InFlight):
+    """A request with an RPC of its own. Its coroutine awaits `done` and takes the `response`. As those of a batch are
+    started together, and their answers made, it has little left to do when it is woken up in between others of gRPC's.
+    Cancelling `done`, as a cancelled task does with what it awaits, takes the request back at once."""
+
+    def __init__(
+        self, inference: Finishing, request: AnyRequest, deadline_ns: int, parent: TraceParent | None, sent: Sent
+    ) -> None:
+        super().__init__(request, deadline_ns, parent, sent)
+        self._inference = inference
+        self._error: BaseException | None = None
+        self.done = _Done()
+        self.done.call = self
+
+    def fail(self, error: BaseException) -> None:
+        self._error = error
+
+    # hot path: see bench/
+    def on_done(self) -> None:
+        done = self.done
+        done.call = None
+        if not done.done():
+            done.set_result(None)
+
+    def response(self) -> AnyResponse:
+        """The answer, once that is there. Raises what came instead."""
+        if self.answer is None and self._error is None:
+            self._inference.finish(self)
+        error, self._error = self._error, None
+        try:
+            if error is not None:
+                raise error
+            assert self.answer is not None
+            return self.answer
+        finally:
+            del error
+
+    def give_up(self) -> None:
+        """Nobody waits for the answer any more, which may just have come."""
+        self._error = self.done.call = None
+        self._inference.give_up(self)
+
+
+class _Done(asyncio.Future[None]):
+    call: Call | None = None
+
+    def cancel(self, msg: Any | None = None) -> bool:
+        cancelled = super().cancel(msg)
+        if cancelled and self.call is not None:
+            self.call.give_up()
+        return cancelled
+
+
+class Finishing(Protocol):
+    """What `Inference` does with requests in flight."""
+
+    def finish(self, flight: Any) -> None: ...
+
+    def give_up(self, flight: Any) -> None: ...
+
+
+def when_done(future: asyncio.Future[Any], told: Callable[[list[Any]], None], about: object) -> None:
+    """Have `told` called by the event loop, with a list of what it is `about`, once `future` is done."""
+
+    def tell(done: asyncio.Future[Any]) -> None:
+        del done  # an error that it has leads to this frame, and it mustn't lead back to the error
+        told([about])
+
+    future.add_done_callback(tell)

@@ -1,0 +1,157 @@
+"""Who is told that requests are done: of a batch together, of failures one by one, and never twice."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+
+import pytest
+
+from scheduler.errors import ExecutionFailed
+from scheduler.pending import Pending
+from scheduler.policy import BatchPolicy
+from tests.unit.scheduler.workbench import Bench, one_turn
+
+
+class Told:
+    """Follows requests by their payloads."""
+
+    def __init__(self) -> None:
+        self.lists: list[list[str]] = []
+
+    def follow(self, requests: list[Pending[str, str]]) -> None:
+        for request in requests:
+            request.told, request.about = self._on_done, request.payload
+
+    def _on_done(self, about: list[str]) -> None:
+        self.lists.append(about)
+
+
+@pytest.fixture
+async def bench() -> AsyncIterator[Bench]:
+    bench = Bench(BatchPolicy(max_batch_rows=4, isolate_failures=False))
+    yield bench
+    bench.batcher.close()
+
+
+async def test_results_of_a_batch_are_told_together_and_at_once(bench: Bench) -> None:
+    told = Told()
+    requests = await bench.submit("a", "b", "c")
+    told.follow(requests)
+    bench.runner.finish(str.upper)
+    assert told.lists == [["a", "b", "c"]]
+    assert [request.result() for request in requests] == ["A", "B", "C"]
+    await one_turn()
+    assert len(told.lists) == 1
+
+
+async def test_batch_is_reported_before_its_results_are_told(bench: Bench) -> None:
+    reported: list[int] = []
+    requests = await bench.submit("a")
+    requests[0].told = lambda about: reported.append(len(bench.seen.reports))
+    bench.runner.finish(str.upper)
+    assert reported == [1]
+
+
+async def test_failures_of_a_batch_are_told_together_too(bench: Bench) -> None:
+    told = Told()
+    requests = await bench.submit("a", "b")
+    told.follow(requests)
+    bench.runner.fail(ValueError("no"))
+    assert told.lists == [["a", "b"]]
+    assert all(isinstance(request.exception(), ExecutionFailed) for request in requests)
+    await one_turn()
+    assert told.lists == [["a", "b"]]
+
+
+async def test_who_is_given_up_is_told_from_the_loop(bench: Bench) -> None:
+    told = Told()
+    told.follow(bench.put("a", "b"))
+    bench.batcher.close()
+    assert told.lists == []
+    await one_turn()
+    assert told.lists == [["a", "b"]]
+
+
+async def test_results_that_are_there_are_told_though_others_are_missing(bench: Bench) -> None:
+    told = Told()
+    requests = await bench.submit("a", "b")
+    told.follow(requests)
+    with pytest.raises(ValueError, match="shorter"):
+        bench.runner.finish_with(["A"])
+    assert told.lists == [["a"]]
+
+
+async def test_cancelled_request_is_told_once_and_not_with_its_batch(bench: Bench) -> None:
+    told = Told()
+    waits, runs = await bench.submit("waits", "runs")
+    told.follow([waits, runs])
+    waits.cancel()
+    await one_turn()
+    assert told.lists == [["waits"]]
+    bench.runner.finish(str.upper)
+    assert told.lists == [["waits"], ["runs"]]
+
+
+async def test_one_who_can_not_be_told_does_no_harm_to_others(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
+    def fail(about: list[str]) -> None:
+        raise ValueError(f"deaf: {about}")
+
+    told = Told()
+    first, deaf, last = await bench.submit("first", "deaf", "last")
+    told.follow([first, last])
+    deaf.told = fail
+    with caplog.at_level(logging.ERROR):
+        bench.runner.finish(str.upper)
+    assert told.lists == [["first"], ["last"]]
+    assert "deaf" in caplog.text
+    assert deaf.result() == "DEAF"
+
+
+async def test_those_who_await_and_those_who_are_told_share_a_batch(bench: Bench) -> None:
+    told = Told()
+    awaited, followed = await bench.submit("awaited", "followed")
+    told.follow([followed])
+    bench.runner.finish(str.upper)
+    assert told.lists == [["followed"]]
+    assert await awaited == "AWAITED"
+
+
+async def test_ordered_answers_are_told_in_order_failures_among_them() -> None:
+    bench = Bench(BatchPolicy(max_batch_rows=1, preserve_ordering=True, isolate_failures=False), instances=4)
+    told = Told()
+    told.follow(await bench.submit("first", "fails", "third", "last"))
+    free = {runner.batches[0][0]: runner for runner in bench.runners}
+    free["last"].finish(str.upper)
+    free["third"].finish(str.upper)
+    free["fails"].fail(ValueError("no"))
+    await one_turn()
+    assert told.lists == []
+    free["first"].finish(str.upper)
+    await one_turn()
+    assert told.lists == [["first", "fails", "third", "last"]]
+    bench.batcher.close()
+
+
+async def test_ordered_answers_that_a_cancelled_request_held_back_are_told_from_the_loop() -> None:
+    bench = Bench(BatchPolicy(max_batch_rows=1, preserve_ordering=True), instances=2)
+    told = Told()
+    gone, kept = await bench.submit("gone", "kept")
+    told.follow([gone, kept])
+    next(runner for runner in bench.runners if runner.batches == [["kept"]]).finish(str.upper)
+    gone.cancel()
+    assert told.lists == []
+    await one_turn()
+    assert sorted(told.lists) == [["gone"], ["kept"]]
+    bench.batcher.close()
+
+
+async def test_nothing_of_who_was_told_is_kept(bench: Bench) -> None:
+    told = Told()
+    good, bad = await bench.submit("good", "bad")
+    told.follow([good, bad])
+    bad.cancel()
+    bench.runner.finish(str.upper)
+    await asyncio.sleep(0)
+    assert good.told is good.about is bad.told is bad.about is None
