@@ -22,6 +22,7 @@ from backends.transport.link import Link
 from bench.stats import spread
 from clients.messages import infer_request
 from scheduler.policy import NEVER
+from scheduler.telling import tell
 from server.calls import NOTHING_SENT
 from server.fronts.catalogue import LookUp
 from server.fronts.desk import Desk
@@ -107,7 +108,7 @@ async def _measure(folder: Path, seconds: float) -> list[tuple[int, int, float, 
     there = Link.join(remote)
     replies = Replies(there)
     Desk(here, inference, handles, {}, lambda port, why: None, lambda: None).start()
-    there.start(lambda messages: [replies.on_message(one) for one in messages], lambda: None)  # type: ignore[arg-type]
+    there.start(lambda messages: tell([one for one in map(replies.on_message, messages) if one]), lambda: None)
     front = RemoteInference(there, replies, models)
     rows = []
     for floats in _FLOATS:

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections import OrderedDict
 from typing import Any
 
-from scheduler.pending import Pending, tell
+from scheduler.pending import Pending
+from scheduler.telling import tell
 
 __all__ = ["Answers", "OrderedAnswers"]
 

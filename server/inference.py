@@ -23,7 +23,7 @@ from server.calls import NOTHING_SENT, Sent, TraceParent, leaves_by
 from server.codec import AnyResponse, tensor_bytes
 from server.decoded import DecodedRequest
 from server.errors import ServerStopping
-from server.in_flight import Call, InFlight, when_done
+from server.in_flight import Call, InFlight, follow
 from server.log import debugging
 from server.open_codec import OpenCodec
 from server.passing import NOTHING_CARRIED, Carried, carried_by
@@ -127,7 +127,7 @@ class Inference:
             pending = _submit_remote(flight, model, decoded, carried_by(request, flight.sent), flight.began_ns)
         else:
             pending = _submit(flight, model, decoded, flight.began_ns)
-        _follow(flight, pending, self._on_done)
+        follow(flight, pending, self._on_done)
         if flight.gone:
             self.give_up(flight)
         elif flight.cancelled:
@@ -163,7 +163,7 @@ class Inference:
         except Exception as error:
             flight.count_failure(error)
             raise
-        _follow(flight, pending, told)
+        follow(flight, pending, told)
 
     # hot path: see bench/
     def _on_done(self, flights: list[InFlight]) -> None:
@@ -259,16 +259,6 @@ class Inference:
             model.statistics.on_drop(Drop.CLOSED)
             model.statistics.on_failure(error, 0)
         return error
-
-
-# hot path: see bench/
-def _follow(flight: InFlight, pending: asyncio.Future[Any], told: Callable[[list[Any]], None]) -> None:
-    """Have `told` called with the request, and others, when it is done."""
-    flight.pending = pending
-    if isinstance(pending, Pending):
-        pending.told, pending.about = told, flight
-    else:
-        when_done(pending, told, flight)
 
 
 # hot path: see bench/

@@ -22,6 +22,7 @@ import grpc
 from backends.transport.frames import Message
 from backends.transport.gathering import Gathering
 from backends.transport.link import Link, RemoteEnd
+from scheduler.telling import tell
 from server import log
 from server.answering import Context, answering
 from server.calls import NOTHING_SENT, HeaderForwarding, HeaderPassing, add_headers, deadline_of, traceparent_of
@@ -91,11 +92,15 @@ class _Front:
 
     # hot path
     def _on_messages(self, messages: list[Message]) -> None:
-        for message in messages:
-            if message[0] in _REPLIES:
-                self._replies.on_message(message)
-            else:
-                self._obey(*message)
+        done = []
+        try:
+            for message in messages:
+                if message[0] not in _REPLIES:
+                    self._obey(*message)
+                elif (reply := self._replies.on_message(message)) is not None:
+                    done.append(reply)
+        finally:
+            tell(done)
 
     def _obey(self, kind: int, *fields: Any) -> None:
         if kind == protocol.HELLO:

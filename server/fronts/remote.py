@@ -19,6 +19,7 @@ from backends.transport.frames import Message
 from backends.transport.link import Link
 from protos import inference_pb2 as pb
 from scheduler.errors import QueueFull
+from scheduler.telling import Telling
 from server.batch_facts import tell_facts
 from server.calls import NOTHING_SENT, Sent, TraceParent, leaves_by
 from server.codec import AnyResponse
@@ -26,7 +27,7 @@ from server.errors import ServerError, ServerStopping
 from server.fronts import protocol
 from server.fronts.calls import Aborted
 from server.fronts.catalogue import LookUp
-from server.in_flight import Call, InFlight, when_done
+from server.in_flight import Call, InFlight, follow
 from server.parameters import NO_PARAMETERS, RequestParameters
 from server.passing import carried_by
 from server.wire_request import AnyRequest, WireRequest
@@ -46,7 +47,7 @@ _parameter_values: Callable[[RequestParameters], tuple[Any, ...]] = attrgetter(
 )
 
 
-class Reply(asyncio.Future[Any]):
+class Reply(Telling[Any]):
     """What the engine answers. Cancelling it tells the engine."""
 
     replies: Replies
@@ -107,12 +108,12 @@ class Replies:
             self._link.send((protocol.CANCEL, number))
 
     # hot path
-    def on_message(self, message: Message) -> None:
-        """One that brings a reply."""
+    def on_message(self, message: Message) -> Reply | None:
+        """One that brings a reply; that, of which it is to be told, unless nobody waits for it or it is to come yet."""
         kind, number = message[:2]
         if kind == protocol.STALE:
             self._send_again(number)
-            return
+            return None
         self._requests.pop(number, None)
         reply = self._waiting.pop(number, None)
         if kind == protocol.RESULT:
@@ -128,6 +129,7 @@ class Replies:
             reply.set_exception(protocol.error_of(*message[2:]))
         elif kind == protocol.ABORTED:
             reply.set_exception(Aborted(protocol.status_of_number(message[2]), message[3]))
+        return reply
 
     def _send_again(self, number: int) -> None:
         """The model that it was decoded for is gone; there may be another of its name."""
@@ -179,12 +181,10 @@ class RemoteInference:
     def announce(self, flight: InFlight) -> None:
         """A request has arrived. It is handed to the engine right now: the link gathers what it sends."""
         try:
-            flight.pending = self._submit(flight)
+            follow(flight, self._submit(flight), self._on_done)
         except Exception as error:  # noqa: BLE001 - the caller is owed an answer
             flight.fail(error)
             flight.on_done()
-        else:
-            when_done(flight.pending, self._on_done, flight)
 
     # hot path: see bench/
     def _submit(self, flight: InFlight) -> Reply:
