@@ -42,7 +42,7 @@ def is_gone(pid: int) -> bool:
     """Whoever has to reap it after the server's end is none of ours."""
     try:
         return ") Z " in Path(f"/proc/{pid}/stat").read_text()
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):  # the latter if it went between opening and reading
         return True
 
 
