@@ -79,9 +79,8 @@ class InFlight:
 
 
 class Call(InFlight):
-    """A request with an RPC of its own. Its coroutine awaits `done` and takes the `response`. As those of a batch are
-    started together, and their answers made, it has little left to do when it is woken up in between others of gRPC's.
-    Cancelling `done`, as a cancelled task does with what it awaits, takes the request back at once."""
+    """A request with an RPC of its own, whose coroutine awaits `response`. As those of a batch are started together,
+    and their answers made, that has little left to do when it is woken up in between others of gRPC's."""
 
     def __init__(
         self, inference: Finishing, request: AnyRequest, deadline_ns: int, parent: TraceParent | None, sent: Sent
@@ -89,39 +88,49 @@ class Call(InFlight):
         super().__init__(request, deadline_ns, parent, sent)
         self._inference = inference
         self._error: BaseException | None = None
-        self.done = _Done()
-        self.done.call = self
+        self._done = _Done()
+        self._done.call = self
 
     def fail(self, error: BaseException) -> None:
         self._error = error
 
     # hot path: see bench/
     def on_done(self) -> None:
-        done = self.done
+        done = self._done
         done.call = None
         if not done.done():
             done.set_result(None)
 
-    def response(self) -> AnyResponse:
-        """The answer, once that is there. Raises what came instead."""
-        if self.answer is None and self._error is None:
-            self._inference.finish(self)
-        error, self._error = self._error, None
+    # hot path: see bench/
+    async def response(self) -> AnyResponse:
+        """The answer. Raises what comes instead. Cancelling it takes the request back at once."""
+        self._inference.announce(self)
         try:
-            if error is not None:
-                raise error
+            await self._done
+            if self.answer is None and self._error is None:
+                self._inference.finish(self)
+            if self._error is not None:
+                raise self._error
             assert self.answer is not None
             return self.answer
+        except asyncio.CancelledError:
+            self.give_up()
+            raise
         finally:
-            del error
+            # An error has a traceback, that this frame, and this frame, by the call, would have the error, and what the
+            # request used: shared memory would stay open until the garbage collector comes by.
+            self._error = None
+            del self
 
     def give_up(self) -> None:
         """Nobody waits for the answer any more, which may just have come."""
-        self._error = self.done.call = None
+        self._error = self._done.call = None
         self._inference.give_up(self)
 
 
 class _Done(asyncio.Future[None]):
+    """Cancelled, as a cancelled task does with what it awaits, it takes the call back in that moment."""
+
     call: Call | None = None
 
     def cancel(self, msg: Any | None = None) -> bool:
@@ -133,6 +142,8 @@ class _Done(asyncio.Future[None]):
 
 class Finishing(Protocol):
     """What `Inference` does with requests in flight."""
+
+    def announce(self, flight: Any) -> None: ...
 
     def finish(self, flight: Any) -> None: ...
 

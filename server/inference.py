@@ -76,18 +76,7 @@ class Inference:
 
         Cancelling it takes the request out of the queue. Raises what `server.errors` has a status for.
         """
-        call = Call(self, request, rpc_deadline_ns, parent, sent)
-        self.announce(call)
-        try:
-            await call.done
-            return call.response()
-        except asyncio.CancelledError:
-            call.give_up()
-            raise
-        finally:
-            # An error has a traceback, that this frame, and this frame, by the call, would have what the request used:
-            # shared memory would stay open until the garbage collector comes by.
-            del call
+        return await Call(self, request, rpc_deadline_ns, parent, sent).response()
 
     # hot path: see bench/
     def announce(self, flight: InFlight) -> None:
@@ -205,11 +194,11 @@ class Inference:
             answer(flight, results, pending)
             flight.decoded = None
             model = flight.model
-            model.statistics.on_success(time.monotonic_ns() - flight.began_ns)
             if flight.watch is not None:
                 flight.watch.on_success(pending.facts)
             if self._tracer.active and (facts := pending.facts) is not None:
                 self._tracer.record(model.name, model.version, flight.request.id, flight.began_ns, facts)
+            model.statistics.on_success(time.monotonic_ns() - flight.began_ns)
         except Exception as error:  # noqa: BLE001 - the caller is told
             self._fail(flight, error)
 

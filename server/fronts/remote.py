@@ -165,17 +165,7 @@ class RemoteInference:
 
         Cancelling it takes the request back. Raises what `server.errors` has a status for.
         """
-        call = Call(self, request, rpc_deadline_ns, parent, sent)
-        self.announce(call)
-        try:
-            await call.done
-            return call.response()
-        except asyncio.CancelledError:
-            call.give_up()
-            raise
-        finally:
-            # An error has a traceback, that this frame, and this frame, by the call, would have the error.
-            del call
+        return await Call(self, request, rpc_deadline_ns, parent, sent).response()
 
     # hot path: see bench/
     def announce(self, flight: InFlight) -> None:
