@@ -29,6 +29,7 @@ class Answers:
     # hot path
     def succeed(self, future: Future, result: object) -> None:
         if not future.done():
+            future.answered = True
             future.set_result(result)
             if future.told is not None:
                 self._done.append(future)

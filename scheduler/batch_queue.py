@@ -132,11 +132,9 @@ class BatchQueue(Generic[T]):
             queue = self._queue_policies.get(level, queue)
         if not 0 < rows <= self._max_rows:
             raise RequestTooLarge(rows, self._max_rows)
-        if queue.max_queue_size or waiting.is_bounded:
-            waiting.refuse_if_full(rows, size_bytes, level, queue.max_queue_size)
-        room = waiting.room
-        if room is not None and (room.requests >= room.most_requests or room.size_bytes + size_bytes > room.most_bytes):
-            raise room.full(size_bytes)
+        full = waiting.full(1, rows, size_bytes, level, queue.max_queue_size)
+        if full is not None:
+            raise full
         deadline_ns = rpc_deadline_ns
         if deadline_ns != NEVER and self.policy.deadline_aware:
             self._refuse_unreachable(rows, key, level, now_ns, deadline_ns)
@@ -152,6 +150,57 @@ class BatchQueue(Generic[T]):
             self._returns.arrived(key, rows, now_ns)
         self._lanes.add(key, entry)
         return entry
+
+    def takes_alike(
+        self, requests: int, rows: int, now_ns: int, *, size_bytes: int, priority: int, rpc_deadline_ns: int
+    ) -> bool:
+        """Whether so many requests of `rows` rows and `size_bytes` bytes each, the first of whose deadlines is that of
+        the RPC here, can come now and none of them needs a thought of its own. If not, some may be refused by `push`,
+        or none."""
+        if self._holds or not 0 < rows <= self._max_rows:
+            return False
+        level = self.policy.level_of(priority) if self._has_levels else 0
+        most = self._queue_policies.get(level, self._queue_policy).max_queue_size
+        if self._waiting.full(requests, requests * rows, requests * size_bytes, level, most) is not None:
+            return False
+        if rpc_deadline_ns == NEVER or not self.policy.deadline_aware:
+            return True
+        return rpc_deadline_ns - now_ns >= (self._waiting.requests + requests + 1) * self.latency.longest_ns
+
+    # hot path
+    def push_alike(
+        self,
+        payloads: Sequence[T],
+        rows: int,
+        key: Hashable,
+        arrivals_ns: Sequence[int],
+        *,
+        size_bytes: int,
+        priority: int,
+        timeout_ns: int,
+        rpc_deadlines_ns: Sequence[int],
+    ) -> list[Entry[T]]:
+        """What `push` comes to for several requests, one after the other, that `takes_alike`."""
+        level, queue = 0, self._queue_policy
+        if self._has_levels:
+            level = self.policy.level_of(priority)
+            queue = self._queue_policies.get(level, queue)
+        times_out = timeout_ns or queue.default_timeout_ns
+        order = level * LEVEL + self._arrived
+        self._arrived += len(payloads)
+        entries = []
+        for payload, now_ns, rpc_deadline_ns in zip(payloads, arrivals_ns, rpc_deadlines_ns, strict=True):
+            order += 1
+            deadline_ns = rpc_deadline_ns
+            if times_out:
+                deadline_ns = min(deadline_ns, queue.timeout_at_ns(now_ns, timeout_ns))
+            entry = Entry(payload, rows, size_bytes, level, order, now_ns, deadline_ns, rpc_deadline_ns)
+            if deadline_ns != NEVER:
+                self._watch_deadline(entry)
+            entries.append(entry)
+        self._waiting.came(entries[0], len(entries))
+        self._lanes.add_all(key, entries)
+        return entries
 
     def cancel(self, entry: Entry[T]) -> bool:
         """Take a request out. False if it has left already; then nothing changes."""

@@ -176,6 +176,57 @@ class Batcher(Generic[P, R]):
         turns.arrived()
         return pending
 
+    # hot path
+    def submit_alike(
+        self,
+        payloads: Sequence[P],
+        rows: int,
+        key: Hashable,
+        arrivals_ns: Sequence[int],
+        *,
+        size_bytes: int,
+        priority: int,
+        timeout_ns: int,
+        rpc_deadlines_ns: Sequence[int],
+    ) -> Sequence[Pending[P, R]]:
+        """What `submit` comes to for several requests that were announced one after the other, and differ in nothing
+        but payload, arrival and deadline. Takes none of them, and returns no futures, if one may have to be refused:
+        then each is to be submitted by itself."""
+        self._turns.submit_announced()
+        first_ns = min(rpc_deadlines_ns)
+        if not self._accepts or not self._queue.takes_alike(
+            len(payloads),
+            rows,
+            arrivals_ns[-1],
+            size_bytes=size_bytes,
+            priority=priority,
+            rpc_deadline_ns=first_ns,
+        ):
+            return ()
+        pendings: list[Pending[P, R]] = []
+        for payload in payloads:
+            pending: Pending[P, R] = Pending(loop=self._loop)
+            pending.payload = payload
+            pending.batcher = self
+            pendings.append(pending)
+        entries = self._queue.push_alike(
+            pendings,
+            rows,
+            key,
+            arrivals_ns,
+            size_bytes=size_bytes,
+            priority=priority,
+            timeout_ns=timeout_ns,
+            rpc_deadlines_ns=rpc_deadlines_ns,
+        )
+        for entry in entries:
+            entry.payload.entry = entry
+        if self.policy.preserve_ordering:
+            for pending in pendings:
+                self._answers.expect(pending)
+        self._turns.arrived()
+        return pendings
+
     def add(self, runner: Runner[P, R]) -> None:
         """One more instance, or slot of one, in the place of one that was given up. Into a closed batcher goes none: it
         is stopped."""

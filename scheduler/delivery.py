@@ -104,7 +104,9 @@ def _report(batch: Batch[Any], outcome: Outcome[Any], failed: Requests) -> Batch
     refused = cancelled = 0
     for entry in leaving:
         pending = entry.payload
-        if pending.cancelled():
+        if pending.answered:
+            waits_ns.append(pending.waited_ns)
+        elif pending.cancelled():
             cancelled += 1
         elif pending.refused or outcome.error:
             refused += 1

@@ -145,6 +145,22 @@ class Lane(Generic[T]):
         self.requests += 1
         self.rows += entry.rows
 
+    # hot path
+    def add_all(self, entries: Sequence[Entry[T]]) -> None:
+        """`add` for several of equal level and rows that arrived one after the other."""
+        first, *others = entries
+        self.add(first)
+        if not others:
+            return
+        if self.only is not None:
+            self._file(self.only)
+            self.only = None
+        section = self.sections[first.order >> _SECTION_BITS]
+        for entry in others:
+            section[entry.order] = entry
+        self.requests += len(others)
+        self.rows += len(others) * first.rows
+
     def put_back(self, entries: Sequence[Entry[T]]) -> None:
         """Add entries that were there before; whatever their order, they are likely to belong in front."""
         for entry in reversed(entries):

@@ -89,6 +89,22 @@ class Lanes(Generic[T]):
             lane.walk_over(entry, self._preferred, self._max_preferred, self._max_requests)
             self._file_walked(lane)
 
+    # hot path
+    def add_all(self, key: Hashable, entries: Sequence[Entry[T]]) -> None:
+        """`add` for several that arrived one after the other and are of one level."""
+        if self._delay_ns:
+            for entry in entries:
+                self.add(key, entry)
+            return
+        lane = self._by_key.get(key)
+        if lane is None:
+            lane = self._by_key[key] = Lane(key)
+        for entry in entries:
+            entry.lane = lane
+        lane.add_all(entries)
+        if not lane.ready_token or entries[0].order < lane.filed_order:
+            self._file(lane)
+
     def put_back(self, key: Hashable, entries: Sequence[Entry[T]]) -> None:
         """Entries that have left in a batch wait on where they did before."""
         lane = self._by_key.get(key)

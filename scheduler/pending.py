@@ -37,15 +37,16 @@ class Pending(Telling[R], Generic[P, R]):
     Whoever is `told` of it is so together with others of its batch, after that was reported, in the order in which
     answers leave; if it ends otherwise, by the event loop.
 
-    `facts` are there as soon as there is a result; few ask, so they are put together then. `refused` says that there is
-    an error for this request alone. `tag` is whatever the caller wants an observer of batches to find here.
+    `facts` are there as soon as there is a result; few ask, so they are put together then. `answered` says that there
+    is a result, `refused` that there is an error for this request alone. `tag` is whatever the caller wants an observer
+    of batches to find here.
     """
 
     payload: P
     tag: Any = None
     batch_facts: BatchFacts | None = None
     waited_ns = 0
-    refused = False
+    refused = answered = False
     entry: Entry[Pending[P, R]] | None = None
     batcher: _HearsOfCancelling
 

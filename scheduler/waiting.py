@@ -32,11 +32,14 @@ class Room:
         self.most_requests, self.most_bytes = max_requests or _MANY, max_bytes or _MANY
         self.requests = self.size_bytes = 0
 
-    def full(self, size_bytes: int) -> QueueFull:
-        """Why there is no room for a request of that size."""
-        if self.requests >= self.most_requests:
+    # hot path
+    def full(self, requests: int, size_bytes: int) -> QueueFull | None:
+        """What `requests` more, of that size together, would be too many for; None if there is room."""
+        if self.requests + requests > self.most_requests:
             return QueueFull(self.max_requests, whose="all models")
-        return QueueFull(self.max_bytes, "bytes", whose="all models")
+        if self.size_bytes + size_bytes > self.most_bytes:
+            return QueueFull(self.max_bytes, "bytes", whose="all models")
+        return None
 
 
 class _Level:
@@ -55,13 +58,13 @@ class Waiting:
         "_held_bytes",
         "_held_of_level",
         "_held_rows",
+        "_is_bounded",
         "_levels",
         "_max_bytes",
         "_max_rows",
+        "_room",
         "held",
-        "is_bounded",
         "requests",
-        "room",
         "rows",
         "size_bytes",
     )
@@ -71,8 +74,8 @@ class Waiting:
         self.held = self._held_rows = self._held_bytes = 0
         self._held_of_level: Counter[int] = Counter()
         self._max_rows, self._max_bytes = policy.limits.max_rows, policy.limits.max_bytes
-        self.room = room
-        self.is_bounded = bool(self._max_rows or self._max_bytes)
+        self._room = room
+        self._is_bounded = bool(self._max_rows or self._max_bytes)
         self._has_levels = policy.priority_levels > 0
         self._levels: dict[int, _Level] = {}
 
@@ -92,29 +95,32 @@ class Waiting:
         """Rows of a priority level and of those served before it."""
         return sum(counts.rows for other, counts in self._levels.items() if other <= level)
 
-    def refuse_if_full(self, rows: int, size_bytes: int, level: int, max_queue_size: int) -> None:
-        """Raise QueueFull if a request of that size, of a level that may hold so many, would be one too many for the
-        queue's own bounds."""
-        held = self._held_of_level[level] if self.held else 0
-        if max_queue_size and self.requests_of_level(level) + held >= max_queue_size:
-            raise QueueFull(max_queue_size)
-        if self._max_rows and self.rows + self._held_rows + rows > self._max_rows:
-            raise QueueFull(self._max_rows, "rows")
-        if self._max_bytes and self.size_bytes + self._held_bytes + size_bytes > self._max_bytes:
-            raise QueueFull(self._max_bytes, "bytes")
+    # hot path
+    def full(self, requests: int, rows: int, size_bytes: int, level: int, max_queue_size: int) -> QueueFull | None:
+        """What `requests` more, of that size together and of a level that may hold so many, would be too many for; None
+        if there is room for all."""
+        if max_queue_size or self._is_bounded:
+            held = self._held_of_level[level] if self.held else 0
+            if max_queue_size and self.requests_of_level(level) + held + requests > max_queue_size:
+                return QueueFull(max_queue_size)
+            if self._max_rows and self.rows + self._held_rows + rows > self._max_rows:
+                return QueueFull(self._max_rows, "rows")
+            if self._max_bytes and self.size_bytes + self._held_bytes + size_bytes > self._max_bytes:
+                return QueueFull(self._max_bytes, "bytes")
+        return self._room.full(requests, size_bytes) if self._room is not None else None
 
     # hot path
-    def came(self, entry: Entry[Any]) -> None:
-        """One more waits."""
-        size_bytes = entry.size_bytes
-        self.requests += 1
-        self.rows += entry.rows
+    def came(self, entry: Entry[Any], requests: int = 1) -> None:
+        """So many more wait that are like `entry`."""
+        size_bytes = entry.size_bytes * requests
+        self.requests += requests
+        self.rows += entry.rows * requests
         self.size_bytes += size_bytes
-        if (room := self.room) is not None:
-            room.requests += 1
+        if (room := self._room) is not None:
+            room.requests += requests
             room.size_bytes += size_bytes
         if self._has_levels:
-            self._count_level(entry, 1)
+            self._count_level(entry, requests)
 
     # hot path
     def left(self, entries: Sequence[Entry[Any]]) -> None:
@@ -123,7 +129,7 @@ class Waiting:
         self.requests -= requests
         self.rows -= sum(map(_ROWS, entries))
         self.size_bytes -= size_bytes
-        if (room := self.room) is not None:
+        if (room := self._room) is not None:
             room.requests -= requests
             room.size_bytes -= size_bytes
         if self._has_levels:
@@ -138,7 +144,7 @@ class Waiting:
         self._held_of_level[entry.level] += sign
         if not self._held_of_level[entry.level]:
             del self._held_of_level[entry.level]
-        if (room := self.room) is not None:
+        if (room := self._room) is not None:
             room.requests += sign
             room.size_bytes += sign * entry.size_bytes
 

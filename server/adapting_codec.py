@@ -55,6 +55,7 @@ class AdaptingCodec(ModelCodec):
         regions: Regions | None = None,
     ) -> None:
         super().__init__(model, version, spec, max_batch_rows, labels, regions)
+        self.short_way = None
         self._shape_tensors = [index for index, tensor in enumerate(spec.inputs) if tensor.shape_tensor]
         self._optional = [index for index, tensor in enumerate(spec.inputs) if tensor.optional]
         self._reshaped = [index for index, tensor in enumerate(spec.inputs) if tensor.reshape is not None]

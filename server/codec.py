@@ -72,6 +72,8 @@ class ModelCodec:
         self._output_types: list[Datatype] = [by_name(tensor.datatype) for tensor in spec.outputs]
         self._all_outputs = tuple(range(len(spec.outputs)))
         self._short = ShortWay(model, version, spec, self._memory, regions)
+        # For whoever has many requests at a time: what `decode` and `encode` come to for those that are alike.
+        self.short_way: ShortWay | None = self._short
         # How many axes of each input come before its dims.
         self._lead = [0 if tensor.shape_tensor or not max_batch_rows else 1 for tensor in spec.inputs]
         # Inputs whose sizes the configuration leaves open, and that are stacked: sizes of others keep no two requests

@@ -9,7 +9,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import islice
+from operator import attrgetter
 from typing import Any, cast
 
 from backends.base import Tensors
@@ -21,23 +23,25 @@ from scheduler.pending import Pending
 from server.batch_facts import tell_facts, told_facts
 from server.calls import NOTHING_SENT, Sent, TraceParent, leaves_by
 from server.codec import AnyResponse, tensor_bytes
-from server.decoded import DecodedRequest
+from server.decoded import Asked, DecodedRequest
 from server.errors import ServerStopping
 from server.in_flight import Call, InFlight, follow
 from server.log import debugging
 from server.open_codec import OpenCodec
 from server.passing import NOTHING_CARRIED, Carried, carried_by
 from server.quiet import until_quiet
-from server.region_tensors import Directed
+from server.region_tensors import Directed, Inputs
 from server.repository import Repository, ServedModel
 from server.splitting import submit_parts
 from server.tracing import Tracer
 from server.watching import RequestWatch
-from server.wire_request import AnyRequest
+from server.wire_request import AnyRequest, WireRequest
 
 __all__ = ["AnyPending", "Inference"]
 
 _log = logging.getLogger("paceline.server.inference")
+
+_REQUEST = attrgetter("request")
 
 _MOST_MADE_BYTES = 2**17
 """Of a batch's outputs, of which all answers are made before the first one leaves."""
@@ -91,14 +95,69 @@ class Inference:
 
     # hot path: see bench/
     def _start(self, flights: list[InFlight]) -> None:
-        """Check requests that have arrived, and hand them to their models' batchers."""
-        for flight in flights:
-            try:
-                self._start_one(flight)
-            except Exception as error:  # noqa: BLE001 - the caller is owed an answer
-                self._fail(flight, error)
-                if not flight.gone:
-                    flight.on_done()
+        """Check requests that have arrived, all for one model, and hand them to its batcher: those together that follow
+        each other and are alike."""
+        started = 0
+        while started < len(flights):
+            together, asked, inputs = self._alike(flights, started)
+            if asked is None or not self._start_together(together, asked, inputs):
+                for flight in together:
+                    self._start_alone(flight)
+            started += len(together)
+
+    # hot path: see bench/
+    def _start_alone(self, flight: InFlight) -> None:
+        try:
+            self._start_one(flight)
+        except Exception as error:  # noqa: BLE001 - the caller is owed an answer
+            self._fail(flight, error)
+            if not flight.gone:
+                flight.on_done()
+
+    # hot path: see bench/
+    def _alike(self, flights: list[InFlight], first: int) -> tuple[list[InFlight], Asked | None, Sequence[Inputs]]:
+        """As many of `flights`, from `first` on, as differ in nothing but id, tensors and deadline, with what they ask
+        for and their inputs; None of that if the first one is to be started by itself."""
+        model, alone = flights[first].model, flights[first : first + 1]
+        if model is None or model.remote or self._spans is not None or debugging.on:
+            return alone, None, ()
+        if model.codec.short_way is None:
+            return alone, None, ()
+        try:
+            alike = model.codec.short_way.decode_alike(map(_REQUEST, islice(flights, first, None)))
+        except Exception:  # noqa: BLE001 - it is logged, and the request decoded again, by itself
+            _log.exception("requests can't be decoded together")
+            alike = None
+        if alike is None:
+            return alone, None, ()
+        asked, inputs = alike
+        return flights[first : first + len(inputs)], asked, inputs
+
+    # hot path: see bench/
+    def _start_together(self, together: list[InFlight], asked: Asked, inputs: Sequence[Inputs]) -> bool:
+        """Hand requests that are alike to their batcher. False if each is to be started by itself, which has the words
+        for why it can't be."""
+        model, parameters = together[0].model, asked.parameters
+        if asked.rows > model.max_batch_rows > 0 or any(flight.gone or flight.cancelled for flight in together):
+            return False
+        pendings = model.batcher.submit_alike(
+            inputs,
+            asked.rows,
+            asked.key,
+            [flight.began_ns for flight in together],
+            size_bytes=asked.size_bytes,
+            priority=parameters.priority,
+            timeout_ns=parameters.timeout_ns,
+            rpc_deadlines_ns=[flight.deadline_ns for flight in together],
+        )
+        # Their inputs are the batcher's now.
+        decoded = DecodedRequest((), asked)
+        told = self._on_done
+        for flight, pending in zip(together, pendings, strict=False):
+            flight.decoded = decoded
+            flight.pending = pending
+            pending.told, pending.about = told, flight
+        return bool(pendings)
 
     # hot path: see bench/
     def _start_one(self, flight: InFlight) -> None:
@@ -157,16 +216,50 @@ class Inference:
     # hot path: see bench/
     def _on_done(self, flights: list[InFlight]) -> None:
         """What was submitted has ended. Small answers are made now, all of a batch together."""
+        try:
+            self._answer_alike(flights)
+        except Exception:  # noqa: BLE001 - it is logged, and those that have no answer yet are looked at one by one
+            _log.exception("answers of a batch can't be made together")
         for flight in flights:
             if flight.gone:
                 continue
             pending: Any = flight.pending
-            if pending.cancelled() or pending.exception() is not None:
+            if pending is None:
+                pass  # it has its answer
+            elif pending.cancelled() or pending.exception() is not None:
                 self.finish(flight)
             elif type(results := pending.result()) is Share and results.outputs.size_bytes <= _MOST_MADE_BYTES:
                 flight.pending = None
                 self._answer(flight, results, pending, _encode)
             flight.on_done()
+
+    # hot path: see bench/
+    def _answer_alike(self, flights: list[InFlight]) -> None:
+        """Make the answers of those who have shares of the same batch's outputs, small ones, and want nothing else."""
+        model = flights[0].model
+        if model.codec.short_way is None or self._tracer.active:
+            return
+        decoded = outputs = envelope = answers = None
+        answered = []
+        for flight in flights:
+            pending: Any = flight.pending
+            if flight.gone or flight.watch is not None or type(flight.request) is not WireRequest:
+                continue
+            share = pending.result() if type(pending) is Pending and pending.answered else None
+            if type(share) is not Share:
+                continue
+            if flight.decoded is not decoded or share.outputs is not outputs or flight.envelope is not envelope:
+                decoded, outputs, envelope = flight.decoded, share.outputs, flight.envelope
+                may = decoded.asked.plain and not decoded.targets and outputs.size_bytes <= _MOST_MADE_BYTES
+                answers = model.codec.short_way.answers(decoded.asked.outputs, share, envelope) if may else None
+            answer = answers.answer(flight.request.id, share.start) if answers is not None else None
+            if answer is not None:
+                flight.answer = answer
+                answered.append(flight)
+        now_ns = time.monotonic_ns()
+        model.statistics.on_successes([now_ns - flight.began_ns for flight in answered])
+        for flight in answered:
+            flight.pending = flight.decoded = None
 
     def finish(self, flight: InFlight) -> None:
         """Make the answer of a request that is done, or have it `fail`."""

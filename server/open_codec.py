@@ -39,6 +39,8 @@ class OpenCodec:
     """Decodes and encodes whatever the protocol allows. `max_batch_rows` is the most rows of a request, 0: there are no
     rows, each request travels alone."""
 
+    short_way = None
+
     def __init__(self, model: str, version: str, max_batch_rows: int) -> None:
         self._model = model
         self._version = version

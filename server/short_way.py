@@ -6,7 +6,7 @@ doesn't fit goes the long way, through messages, which `server.codec` knows.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from operator import attrgetter
 from typing import Any
@@ -18,11 +18,11 @@ from protos.datatypes import Datatype, by_name
 from protos.inference_pb2 import ModelInferRequest, ModelInferResponse
 from protos.tensors import element_count
 from server.client_memory import NOWHERE, ClientMemory, tell_place
-from server.decoded import DecodedRequest
+from server.decoded import Asked, DecodedRequest
 from server.region_tensors import REGION, Inputs, RegionTensor, Span
 from server.regions import Regions
 from server.shortcuts import AnswerPlan, AnswersOf, Envelope, InputPlan, RegionInputPlan, RequestPlan
-from server.wire_request import Remembered, WireRequest
+from server.wire_request import AnyRequest, Remembered, WireRequest
 
 __all__ = ["ShortWay"]
 
@@ -69,21 +69,47 @@ class ShortWay:
         return DecodedRequest(inputs, plan.asked, targets)
 
     # hot path: see bench/
+    def decode_alike(self, requests: Iterable[AnyRequest]) -> tuple[Asked, list[Packed]] | None:
+        """As many of the first requests as ask for the same, have tensors of the same layout, keep nothing in shared
+        memory and bring no deadline of their own: what they ask for, and the inputs of each. None if the first one has
+        to be decoded by itself."""
+        plan: RequestPlan | None = None
+        inputs = []
+        for request in requests:
+            if not isinstance(request, WireRequest):
+                break
+            if plan is None:
+                plan = self._plans.get(request.mold.head)
+                if plan is None or plan.layout is None or plan.targets or plan.asked.parameters.deadline_ns:
+                    return None
+                layout = plan.layout
+            note = request.mold.note
+            if note is None or note[0] is not plan or note[1] is None:
+                break
+            inputs.append(Packed(request.data, layout, note[1]))
+        return (plan.asked, inputs) if plan is not None and inputs else None
+
+    # hot path: see bench/
     def encode(
         self, request_id: str, decoded: DecodedRequest, results: Tensors, envelope: Envelope | None
     ) -> bytes | None:
         """The response to what is `plain`; None where this way doesn't lead."""
         if type(results) is not Share or decoded.targets:
             return self._respond(request_id, decoded, tuple(results), envelope)
-        # What holds for all shares of a batch's outputs is found out with the first.
-        outputs, wanted, start = results.outputs, decoded.asked.outputs, results.start
-        among = wanted, results.stop - start, envelope
-        if among not in outputs.notes:
-            outputs.notes[among] = self._plan_for(wanted, results, envelope).of(outputs)
-        answers: AnswersOf | None = outputs.notes[among]
+        answers = self.answers(decoded.asked.outputs, results, envelope)
         if answers is None:
-            return self._plan_for(wanted, results, envelope).answer(request_id, tuple(results))
-        return answers.answer(request_id, start)
+            return self._plan_for(decoded.asked.outputs, results, envelope).answer(request_id, tuple(results))
+        return answers.answer(request_id, results.start)
+
+    def answers(self, wanted: tuple[int, ...], results: Share, envelope: Envelope | None) -> AnswersOf | None:
+        """What answers all who want these outputs and have as large a share of the same batch's, found out with the
+        first; None where there is no such thing."""
+        among = wanted, results.stop - results.start, envelope
+        notes = results.outputs.notes
+        if among not in notes:
+            notes[among] = self._plan_for(wanted, results, envelope).of(results.outputs)
+        answers: AnswersOf | None = notes[among]
+        return answers
 
     def _respond(
         self, request_id: str, decoded: DecodedRequest, results: Tensors, envelope: Envelope | None

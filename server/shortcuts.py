@@ -209,11 +209,12 @@ class AnswerPlan:
 class AnswersOf:
     """Answers with shares of one batch's outputs, by one plan."""
 
-    __slots__ = ("_only", "_pieces", "_plan")
+    __slots__ = ("_more", "_only", "_pieces", "_plan", "_starts")
 
     def __init__(self, plan: AnswerPlan, pieces: Sequence[tuple[bytes, memoryview, int, int]]) -> None:
         """`pieces`: for each output what comes before it, the batch's bytes, and how many a share and a row has."""
         self._plan = plan
+        self._starts, self._more = plan.starts, plan.more
         self._pieces = pieces
         # Most models have one output.
         self._only = pieces[0] if len(pieces) == 1 else None
@@ -221,17 +222,17 @@ class AnswersOf:
     # hot path: see bench/
     def answer(self, request_id: str, row: int) -> bytes | None:
         """As `AnswerPlan.answer`, for the share that begins at `row`."""
-        plan, name = self._plan, request_id.encode()
-        start = plan.starts.get(len(name)) or plan.start(len(name))
+        name = request_id.encode()
+        start = self._starts.get(len(name)) or self._plan.start(len(name))
         if not start:
             return None
         if self._only is not None:
             tag, data, size_bytes, row_bytes = self._only
             begin = row * row_bytes
-            return b"".join((start, name, tag, data[begin : begin + size_bytes], plan.more))
+            return b"".join((start, name, tag, data[begin : begin + size_bytes], self._more))
         pieces: list[bytes | memoryview] = [start, name]
         for tag, data, size_bytes, row_bytes in self._pieces:
             begin = row * row_bytes
             pieces += tag, data[begin : begin + size_bytes]
-        pieces.append(plan.more)
+        pieces.append(self._more)
         return b"".join(pieces)

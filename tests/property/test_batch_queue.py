@@ -127,12 +127,16 @@ class NaiveQueue:
             taken.append(one)
         return taken
 
-    def is_full(self, level: int, rows: int, size_bytes: int) -> bool:
+    def is_full(self, level: int, rows: int, size_bytes: int, requests: int = 1) -> bool:
+        """Whether there is no room for so many requests of that size each."""
         limits, bound = self.policy.limits, self.policy.queue_policy(level).max_queue_size
         return bool(
-            (bound and sum(one.level == level for one in self.waiting) >= bound)
-            or (limits.max_rows and sum(one.rows for one in self.waiting) + rows > limits.max_rows)
-            or (limits.max_bytes and sum(one.size_bytes for one in self.waiting) + size_bytes > limits.max_bytes)
+            (bound and sum(one.level == level for one in self.waiting) + requests > bound)
+            or (limits.max_rows and sum(one.rows for one in self.waiting) + requests * rows > limits.max_rows)
+            or (
+                limits.max_bytes
+                and sum(one.size_bytes for one in self.waiting) + requests * size_bytes > limits.max_bytes
+            )
         )
 
 
@@ -209,10 +213,54 @@ class QueueAgainstNaive(RuleBasedStateMachine):
             assert full
             return
         assert not full
-        self.pushed = number
-        self.entries[number] = entry
         timeout_at_ns = self.policy.queue_policy(level).timeout_at_ns(self.now_ns, timeout_ns)
-        waiting = Waiting(number, key, rows, size_bytes, self.now_ns, timeout_at_ns, rpc_deadline_ns, level)
+        self.note(entry, Waiting(number, key, rows, size_bytes, self.now_ns, timeout_at_ns, rpc_deadline_ns, level))
+
+    @rule(
+        rows=st.sampled_from([1, 1, 1, 2, 9]),
+        key=st.sampled_from("aaab"),
+        ages_ns=st.lists(st.sampled_from([0, 0, 1, 5]), min_size=1, max_size=6).map(sorted),
+        patience_ns=st.lists(st.sampled_from([NEVER, NEVER, 7, 40]), min_size=6, max_size=6),
+        timeout_ns=st.sampled_from([0, 0, 9]),
+        priority=st.sampled_from([0, 1, 3]),
+        size_bytes=st.sampled_from([0, 8, 30]),
+    )
+    def push_alike(
+        self,
+        rows: int,
+        key: str,
+        ages_ns: list[int],
+        patience_ns: list[int],
+        timeout_ns: int,
+        priority: int,
+        size_bytes: int,
+    ) -> None:
+        """Several at a time, which end up where they would one after the other; or none, if one would be refused."""
+        arrivals_ns = [self.now_ns + age_ns for age_ns in ages_ns]
+        self.now_ns = arrivals_ns[-1]
+        deadlines_ns = [
+            NEVER if patience == NEVER else self.now_ns + patience
+            for patience, _ in zip(patience_ns, ages_ns, strict=False)
+        ]
+        how = {"size_bytes": size_bytes, "priority": priority}
+        level, count = self.policy.level_of(priority), len(arrivals_ns)
+        fits = rows <= self.policy.max_batch_rows and not self.naive.is_full(level, rows, size_bytes, count)
+        takes = self.queue.takes_alike(count, rows, self.now_ns, rpc_deadline_ns=min(deadlines_ns), **how)
+        assert takes == fits
+        if not takes:
+            return
+        numbers = range(self.pushed + 1, self.pushed + 1 + count)
+        entries = self.queue.push_alike(
+            numbers, rows, key, arrivals_ns, timeout_ns=timeout_ns, rpc_deadlines_ns=deadlines_ns, **how
+        )
+        for entry, number, arrived_ns, deadline_ns in zip(entries, numbers, arrivals_ns, deadlines_ns, strict=True):
+            timeout_at_ns = self.policy.queue_policy(level).timeout_at_ns(arrived_ns, timeout_ns)
+            self.note(entry, Waiting(number, key, rows, size_bytes, arrived_ns, timeout_at_ns, deadline_ns, level))
+
+    def note(self, entry: Entry[int], waiting: Waiting) -> None:
+        assert entry.payload == waiting.number
+        self.pushed = waiting.number
+        self.entries[waiting.number] = entry
         self.naive.waiting = sorted([*self.naive.waiting, waiting], key=lambda one: one.order)
 
     @precondition(lambda self: self.pushed)

@@ -1,0 +1,170 @@
+"""Requests that arrive together, most of them like each other: started together, answered together, and each as it
+would be by itself. Without gRPC in front, which would have a say in what arrives together."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import grpc
+import pytest
+
+from backends.errors import ExecutionError
+from protos import inference_pb2 as pb
+from scheduler.policy import NEVER
+from server.errors import InvalidRequest
+from server.handlers import serialized
+from server.wire_request import AnyRequest, RequestReader, WireRequest
+from tests.integration.scripted import Script, mark_of, request, totals
+from tests.integration.serving import Served, serving
+from tests.integration.test_announced import Context
+
+TEXT = "max_batch_size: 32 dynamic_batching { }"
+
+
+@pytest.fixture
+def script() -> Script:
+    return Script()
+
+
+class Sender:
+    """Sends requests as they come from the wire, after one like them."""
+
+    def __init__(self, served: Served) -> None:
+        self.served = served
+        self.read = RequestReader()
+
+    def of(self, mark: float, request_id: str = "", columns: int = 2, **parameters: int) -> AnyRequest:
+        message = request(mark, columns=columns)
+        message.id = request_id
+        for name, value in parameters.items():
+            message.parameters[name].int64_param = value
+        read = self.read(message.SerializeToString())
+        assert not isinstance(read, Exception)
+        return read
+
+    async def learn(self, *requests: AnyRequest) -> None:
+        """Have requests like these known, so that the next ones go the short way."""
+        for _ in range(3):
+            for one in requests:
+                await self.served.server._inference.infer(one, NEVER)
+
+    async def stream(self, *requests: AnyRequest | Exception) -> list[pb.ModelStreamInferResponse]:
+        context = Context(requests)
+        await self.served.server._streaming.ModelStreamInfer(None, context)
+        return context.written
+
+
+def _marks(answers: list[pb.ModelStreamInferResponse]) -> list[tuple[str, float]]:
+    return [(one.infer_response.id, mark_of(one.infer_response)) for one in answers]
+
+
+async def test_each_of_many_gets_its_own_answer(tmp_path: Path, script: Script) -> None:
+    async with serving(tmp_path, {"m": script.model}, config=TEXT) as served:
+        sender = Sender(served)
+        # Ids of any length: requests are alike nonetheless.
+        names = ["", "a", "bb", "id of some length", "a", "\N{SNOWMAN}", "bb", ""]
+        await sender.learn(*(sender.of(0, name) for name in names))
+        script.seen.clear()
+        requests = [sender.of(number, name) for number, name in enumerate(names)]
+        assert all(isinstance(one, WireRequest) for one in requests)
+        answers = await sender.stream(*requests)
+        assert _marks(answers) == [(name, number) for number, name in enumerate(names)]
+        assert script.seen == [[float(number) for number in range(len(names))]]
+        assert totals(await served.metrics())["success"] == 3 * len(names) + len(names)
+
+
+async def test_others_among_them_are_answered_as_ever_and_in_order(tmp_path: Path, script: Script) -> None:
+    async with serving(tmp_path, {"m": script.model}, config=TEXT) as served:
+        sender = Sender(served)
+        await sender.learn(sender.of(0), sender.of(0, columns=3))
+        unknown = request(9)
+        unknown.inputs[0].name = "nosuch"
+        requests = [
+            sender.of(1),
+            sender.of(2),
+            sender.of(3, columns=3),  # another lane
+            unknown,
+            sender.of(4),
+            request(5),  # parsed
+            sender.of(6, priority=1),  # another head
+            sender.of(7),
+            sender.of(8),
+        ]
+        answers = await sender.stream(*requests)
+        told = [one.error_message[:40] or mark_of(one.infer_response) for one in answers]
+        assert told == [1, 2, 3, "model 'm': unexpected input 'nosuch', ex", 4, 5, 6, 7, 8]
+
+
+async def test_calls_and_streams_share_batches_and_each_gets_answers_of_its_kind(
+    tmp_path: Path, script: Script
+) -> None:
+    async with serving(tmp_path, {"m": script.model}, config=TEXT) as served:
+        sender = Sender(served)
+        await sender.learn(sender.of(0))
+        await sender.stream(*(sender.of(0) for _ in range(8)))  # so that the batcher waits for company
+        script.seen.clear()
+        calls = [asyncio.create_task(served.server._inference.infer(sender.of(mark), NEVER)) for mark in range(3)]
+        answers = await sender.stream(*(sender.of(mark) for mark in range(3, 6)))
+        assert [mark for _, mark in _marks(answers)] == [3, 4, 5]
+        for mark, call in enumerate(calls):
+            assert mark_of(pb.ModelInferResponse.FromString(serialized(await call))) == mark
+        assert len(script.seen) == 1
+
+
+async def test_where_the_queue_has_no_room_for_all_those_are_refused_that_it_has_none_for(
+    tmp_path: Path, script: Script
+) -> None:
+    text = "max_batch_size: 32 dynamic_batching { default_queue_policy { max_queue_size: 3 } }"
+    async with serving(tmp_path, {"m": script.model}, config=text) as served:
+        sender = Sender(served)
+        await sender.learn(sender.of(0))
+        answers = await sender.stream(*(sender.of(mark) for mark in range(6)))
+        statuses = [one.infer_response.parameters["paceline_status"].string_param for one in answers]
+        assert statuses == ["", "", "", *["RESOURCE_EXHAUSTED"] * 3]
+        assert [mark for _, mark in _marks(answers[:3])] == [0, 1, 2]
+
+
+async def test_those_of_a_batch_that_fails_fail_each_by_itself(tmp_path: Path, script: Script) -> None:
+    async with serving(tmp_path, {"m": script.model}, config=TEXT) as served:
+        sender = Sender(served)
+        await sender.learn(sender.of(0))
+        script.errors[4.0] = ExecutionError("no fours")
+        answers = await sender.stream(*(sender.of(mark) for mark in range(8)))
+        told = ["no fours" in one.error_message or mark_of(one.infer_response) for one in answers]
+        assert told == [0, 1, 2, 3, True, 5, 6, 7]
+        counted = totals(await served.metrics())
+        assert (counted["success"], counted["BACKEND"]) == (3 + 7, 1)
+
+
+async def test_a_deadline_that_can_not_be_kept_is_its_own_alone(tmp_path: Path, script: Script) -> None:
+    async with serving(tmp_path, {"m": script.model}, config=TEXT) as served:
+        sender = Sender(served)
+        await sender.learn(sender.of(0))
+        await sender.stream(*(sender.of(0) for _ in range(8)))
+        infer = served.server._inference.infer
+        calls = [infer(sender.of(mark), NEVER if mark % 2 else 1) for mark in range(6)]
+        done = await asyncio.gather(*calls, return_exceptions=True)
+        for mark, answer in enumerate(done):
+            if mark % 2:
+                assert not isinstance(answer, BaseException)
+                assert mark_of(pb.ModelInferResponse.FromString(serialized(answer))) == mark
+            else:
+                assert isinstance(answer, Exception)
+                assert not isinstance(answer, InvalidRequest | grpc.RpcError)
+
+
+async def test_cancelled_ones_are_not_executed_and_the_others_are(tmp_path: Path, script: Script) -> None:
+    async with serving(tmp_path, {"m": script.model}, config=TEXT) as served:
+        sender = Sender(served)
+        await sender.learn(sender.of(0))
+        await sender.stream(*(sender.of(0) for _ in range(8)))  # so that the batcher waits for company
+        script.seen.clear()
+        infer = served.server._inference.infer
+        calls = [asyncio.create_task(infer(sender.of(mark), NEVER)) for mark in range(6)]
+        await asyncio.sleep(0)
+        calls[1].cancel()
+        calls[4].cancel()
+        await asyncio.wait(calls)
+        assert [call.cancelled() for call in calls] == [False, True, False, False, True, False]
+        assert script.seen == [[0.0, 2.0, 3.0, 5.0]]
