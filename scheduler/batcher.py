@@ -23,6 +23,7 @@ from scheduler.lane import Entry
 from scheduler.observer import Drop, GuardedObserver, NullObserver, Observer
 from scheduler.pending import Pending
 from scheduler.policy import NEVER, BatchPolicy
+from scheduler.rests import Rests
 from scheduler.runner import Outcome, Runner
 from scheduler.turns import Submit, Turns
 from scheduler.waiting import Room
@@ -83,7 +84,7 @@ class Batcher(Generic[P, R]):
         self._delivery = Delivery(self._answers, self._observer)
         self._accepts = self._stopped = self._suspended = False
         self._company = Company()
-        self._turns = Turns(self._turn, self._kept_waiting, self._company)
+        self._turns = Turns(self._turn, self._kept_waiting, self._company, Rests(self._clock.now_ns))
         self.announce = self._turns.announce
         self._wake_ns: int | None = None
         self._drained: asyncio.Event
@@ -292,7 +293,7 @@ class Batcher(Generic[P, R]):
 
     def _kept_waiting(self, announced: int) -> int | None:
         """How many requests wait, if there is an instance to be kept waiting and not a full batch for it already."""
-        if self._suspects or self._queue.rows + announced >= self.policy.max_batch_rows:
+        if not self._accepts or self._suspects or self._queue.rows + announced >= self.policy.max_batch_rows:
             return None
         if self._slots.idle > 0 or (self._ahead and self._ahead.about_to_end(self._clock.now_ns())):
             return self._queue.requests + announced

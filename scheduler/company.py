@@ -18,7 +18,8 @@ class Company:
     gRPC hands requests that have arrived to the loop one an iteration, and taking one up and answering it costs the
     loop more than a small model's execution does. So where batches have company, it is worth waiting until the loop has
     been without new requests for some iterations, a few microseconds each: the more, the larger batches have been. It
-    ends when as many wait as have lately been there at a time, and at the latest after a bound of iterations.
+    ends when as many wait as have lately been there at a time, and at the latest after a bound of iterations. For a
+    crowd the loop's thread rests meanwhile, and that counts for many iterations (`rests`).
     """
 
     __slots__ = ("_batch_requests", "_executing", "_patience", "_present")
@@ -40,6 +41,11 @@ class Company:
     def on_end(self, requests: int) -> None:
         """A batch of so many requests is done."""
         self._executing -= requests
+
+    @property
+    def is_crowd(self) -> bool:
+        """Whether batches have been so large that it is worth waiting longest."""
+        return self._patience == _MOST_QUIET_ITERATIONS
 
     def patience(self, waiting: int, iterations: int) -> int:
         """For how many more iterations without a new request it is worth waiting, after so many; 0 if not at all."""

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from scheduler.company import Company
+from scheduler.rests import Rests
 
 __all__ = ["Submit", "Turns"]
 
@@ -33,6 +34,7 @@ class Turns:
         "_arrivals",
         "_company",
         "_granted",
+        "_is_crowded",
         "_is_due",
         "_is_looking",
         "_kept_waiting",
@@ -40,6 +42,7 @@ class Turns:
         "_left",
         "_looks",
         "_loop",
+        "_rest",
         "_seen",
         "_submit",
         "_take",
@@ -47,16 +50,23 @@ class Turns:
 
     _loop: asyncio.AbstractEventLoop
 
-    def __init__(self, take: Callable[[], None], kept_waiting: Callable[[int], int | None], company: Company) -> None:
+    def __init__(
+        self,
+        take: Callable[[], None],
+        kept_waiting: Callable[[int], int | None],
+        company: Company,
+        rest: Rests,
+    ) -> None:
         self._take = take
         self._kept_waiting = kept_waiting
         self._company = company
+        self._rest = rest
         # By what submits them; those that do so for the latest ones are the `_latest`.
         self._announced: list[tuple[Submit, list[Any]]] = []
         self._submit: Submit | None = None
         self._latest: list[Any] = []
         self._arrivals = 0
-        self._is_due = self._is_looking = False
+        self._is_due = self._is_looking = self._is_crowded = False
         # How often it was looked whether to take the turn that is due; and of the looks granted when the arrivals were
         # those `_seen`, how many are left.
         self._looks = self._granted = self._left = self._seen = 0
@@ -126,7 +136,7 @@ class Turns:
         away."""
         if self._is_due:
             if self._left and self._seen == self._arrivals:
-                self._left -= 1
+                self._left = max(0, self._left - (self._rest() if self._is_crowded else 1))
                 self._loop.call_soon(self._look)
                 return
             if self._is_worth_waiting():
@@ -145,5 +155,7 @@ class Turns:
             return False
         self._looks += 1 + self._granted - self._left
         self._granted = self._left = self._company.patience(waiting, self._looks)
+        self._is_crowded = self._company.is_crowd
+        self._rest.restart()
         self._seen = self._arrivals
         return self._granted > 0

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+from itertools import count
 
 from scheduler.company import Company
+from scheduler.rests import Rests, Slept
 from scheduler.turns import Turns
+
+NEVER = Rests(lambda: 0)
+"""Where time stands still, no iteration looks as if it had nothing to do."""
 
 
 class Taken:
     """Turns that are counted, of a batcher where `waiting` requests wait, besides those announced, for an instance that
     may be kept waiting; None: there is no such instance."""
 
-    def __init__(self, company: Company, waiting: int | None = 0) -> None:
+    def __init__(self, company: Company, waiting: int | None = 0, rest: Rests | None = None) -> None:
         self.waiting = waiting
         self.count = self.thoughts = 0
         self.submitted: list[str] = []
-        self.turns = Turns(self._take, self._kept_waiting, company)
+        self.turns = Turns(self._take, self._kept_waiting, company, rest or NEVER)
         self.turns.start()
 
     def announce(self, *requests: str) -> None:
@@ -95,6 +100,23 @@ async def test_waiting_for_company_takes_a_thought_when_somebody_comes_and_else_
         taken.announce(request)
         await iterations(10)
     assert (taken.count, taken.thoughts) == (0, 3)
+
+
+async def test_thread_rests_while_a_crowd_is_waited_for_and_no_work_is_left_and_that_takes_fewer_iterations() -> None:
+    clock, slept = count(1_000, 2_000), list[float]()
+    taken = Taken(crowd(), rest=Rests(lambda: next(clock), slept.append, Slept()))
+    taken.announce("a")
+    await iterations(12)
+    assert (taken.count, taken.submitted) == (1, ["a"])
+    assert 3 < len(slept) < 10
+
+
+async def test_thread_does_not_rest_for_a_few() -> None:
+    clock, slept = count(1_000, 2_000), list[float]()
+    taken = Taken(crowd(2), rest=Rests(lambda: next(clock), slept.append, Slept()))
+    taken.announce("a")
+    await iterations(100)
+    assert (taken.count, slept) == (1, [])
 
 
 async def test_arrivals_put_a_turn_off_but_not_without_end() -> None:
