@@ -119,7 +119,7 @@ class Inference:
         """As many of `flights`, from `first` on, as differ in nothing but id, tensors and deadline, with what they ask
         for and their inputs; None of that if the first one is to be started by itself."""
         model, alone = flights[first].model, flights[first : first + 1]
-        if model is None or model.remote or self._spans is not None or debugging.on:
+        if len(flights) == 1 or model is None or model.remote or self._spans is not None or debugging.on:
             return alone, None, ()
         if model.codec.short_way is None:
             return alone, None, ()
@@ -237,7 +237,7 @@ class Inference:
     def _answer_alike(self, flights: list[InFlight]) -> None:
         """Make the answers of those who have shares of the same batch's outputs, small ones, and want nothing else."""
         model = flights[0].model
-        if model.codec.short_way is None or self._tracer.active:
+        if len(flights) == 1 or model.codec.short_way is None or self._tracer.active:
             return
         decoded = outputs = envelope = answers = None
         answered = []
