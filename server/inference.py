@@ -140,16 +140,20 @@ class Inference:
         model, parameters = together[0].model, asked.parameters
         if asked.rows > model.max_batch_rows > 0 or any(flight.gone or flight.cancelled for flight in together):
             return False
-        pendings = model.batcher.submit_alike(
-            inputs,
-            asked.rows,
-            asked.key,
-            [flight.began_ns for flight in together],
-            size_bytes=asked.size_bytes,
-            priority=parameters.priority,
-            timeout_ns=parameters.timeout_ns,
-            rpc_deadlines_ns=[flight.deadline_ns for flight in together],
-        )
+        try:
+            pendings = model.batcher.submit_alike(
+                inputs,
+                asked.rows,
+                asked.key,
+                [flight.began_ns for flight in together],
+                size_bytes=asked.size_bytes,
+                priority=parameters.priority,
+                timeout_ns=parameters.timeout_ns,
+                rpc_deadlines_ns=[flight.deadline_ns for flight in together],
+            )
+        except Exception:  # noqa: BLE001 - it is logged, and each is submitted by itself
+            _log.exception("requests can't be submitted together")
+            return False
         # Their inputs are the batcher's now.
         decoded = DecodedRequest((), asked)
         told = self._on_done
