@@ -221,12 +221,14 @@ async def test_request_whose_time_passes_in_the_queue_shows_that_it_waited(
     tmp_path: Path, collector: Collector
 ) -> None:
     model = echo_model()
-    config = "dynamic_batching { default_queue_policy { default_timeout_microseconds: 1000 } }"
+    config = "dynamic_batching { default_queue_policy { allow_timeout_override: true } }"
+    late_request = request(id="late")
+    late_request.parameters["timeout"].int64_param = 1000  # of its own: the one that keeps it waiting has all the time
     async with traced(tmp_path, collector, model, config) as served:
         model.gate.close()
         busy = asyncio.create_task(call(served, request(id="busy")))
         await eventually_async(lambda: model.gate.entered, "an execution")
-        code, _ = await failure_of(call(served, request(id="late")))
+        code, _ = await failure_of(call(served, late_request))
         assert code is grpc.StatusCode.DEADLINE_EXCEEDED
         model.gate.open()
         await busy
