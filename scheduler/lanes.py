@@ -96,27 +96,28 @@ class Lanes(Generic[T]):
             for entry in entries:
                 self.add(key, entry)
             return
-        lane = self._by_key.get(key)
-        if lane is None:
-            lane = self._by_key[key] = Lane(key)
-        for entry in entries:
-            entry.lane = lane
+        lane = self._enter(key, entries)
         lane.add_all(entries)
         if not lane.ready_token or entries[0].order < lane.filed_order:
             self._file(lane)
 
     def put_back(self, key: Hashable, entries: Sequence[Entry[T]]) -> None:
         """Entries that have left in a batch wait on where they did before."""
-        lane = self._by_key.get(key)
-        if lane is None:
-            lane = self._by_key[key] = Lane(key)
-        for entry in entries:
-            entry.lane = lane
+        lane = self._enter(key, entries)
         lane.put_back(entries)
         if self._delay_ns:
             self._walk_later(lane)
         else:
             self._file(lane)
+
+    def _enter(self, key: Hashable, entries: Sequence[Entry[T]]) -> Lane[T]:
+        """The lane that they are in from now on, and to be added to."""
+        lane = self._by_key.get(key)
+        if lane is None:
+            lane = self._by_key[key] = Lane(key)
+        for entry in entries:
+            entry.lane = lane
+        return lane
 
     def remove(self, entry: Entry[T]) -> Hashable:
         """Somebody leaves, from wherever in its lane. Returns the key of that."""
