@@ -14,7 +14,7 @@ from typing import Generic, NamedTuple, TypeVar
 
 from scheduler.errors import DeadlineUnreachable, RequestTooLarge
 from scheduler.executing import Batch, Executing
-from scheduler.lane import DELAYED, LEVEL, Entry, Lane, Watch
+from scheduler.lane import DELAYED, LEVEL, Alike, Entry, Lane, Watch
 from scheduler.lanes import Lanes
 from scheduler.latency import LatencyModel
 from scheduler.lazy_heap import LazyHeap
@@ -23,7 +23,7 @@ from scheduler.returns import Returns
 from scheduler.sizing import Sizing, Unreachable
 from scheduler.waiting import Room, Waiting
 
-__all__ = ["Batch", "BatchQueue", "Entry", "Step", "Unreachable"]
+__all__ = ["Alike", "Batch", "BatchQueue", "Entry", "Step", "Unreachable"]
 
 T = TypeVar("T")
 
@@ -151,40 +151,19 @@ class BatchQueue(Generic[T]):
         self._lanes.add(key, entry)
         return entry
 
-    def takes_alike(
-        self, requests: int, rows: int, now_ns: int, *, size_bytes: int, priority: int, rpc_deadline_ns: int
-    ) -> bool:
-        """Whether so many requests of `rows` rows and `size_bytes` bytes each, the first of whose deadlines is that of
-        the RPC here, can come now and none of them needs a thought of its own. If not, some may be refused by `push`,
-        or none."""
-        if self._holds or not 0 < rows <= self._max_rows:
-            return False
-        level = self.policy.level_of(priority) if self._has_levels else 0
-        most = self._queue_policies.get(level, self._queue_policy).max_queue_size
-        if self._waiting.full(requests, requests * rows, requests * size_bytes, level, most) is not None:
-            return False
-        if rpc_deadline_ns == NEVER or not self.policy.deadline_aware:
-            return True
-        return rpc_deadline_ns - now_ns >= (self._waiting.requests + requests + 1) * self.latency.longest_ns
-
     # hot path
     def push_alike(
-        self,
-        payloads: Sequence[T],
-        rows: int,
-        key: Hashable,
-        arrivals_ns: Sequence[int],
-        *,
-        size_bytes: int,
-        priority: int,
-        timeout_ns: int,
-        rpc_deadlines_ns: Sequence[int],
-    ) -> list[Entry[T]]:
-        """What `push` comes to for several requests, one after the other, that `takes_alike`."""
+        self, payloads: Sequence[T], alike: Alike, arrivals_ns: Sequence[int], rpc_deadlines_ns: Sequence[int]
+    ) -> Sequence[Entry[T]]:
+        """What `push` comes to for several requests, one after the other. Takes none of them, and returns no entries,
+        if one may have to be refused: then each is to be pushed by itself."""
         level, queue = 0, self._queue_policy
         if self._has_levels:
-            level = self.policy.level_of(priority)
+            level = self.policy.level_of(alike.priority)
             queue = self._queue_policies.get(level, queue)
+        if self._may_refuse(alike, level, queue.max_queue_size, arrivals_ns, min(rpc_deadlines_ns)):
+            return ()
+        rows, key, size_bytes, _, timeout_ns = alike
         times_out = timeout_ns or queue.default_timeout_ns
         order = level * LEVEL + self._arrived
         self._arrived += len(payloads)
@@ -296,6 +275,22 @@ class BatchQueue(Generic[T]):
         """From now on nothing waits for company: whatever is queued leaves as soon as an instance is idle."""
         self._holds = False
         self._lanes.flush()
+
+    def _may_refuse(
+        self, alike: Alike, level: int, max_queue_size: int, arrivals_ns: Sequence[int], first_deadline_ns: int
+    ) -> bool:
+        """Whether one of these requests, the first of whose RPCs' deadlines is that, may have to be refused, or needs a
+        thought of its own."""
+        rows, requests = alike.rows, len(arrivals_ns)
+        if self._holds or not 0 < rows <= self._max_rows:
+            return True
+        full = self._waiting.full(requests, requests * rows, requests * alike.size_bytes, level, max_queue_size)
+        if full is not None:
+            return True
+        if first_deadline_ns == NEVER or not self.policy.deadline_aware:
+            return False
+        left_ns = first_deadline_ns - arrivals_ns[-1]
+        return left_ns < (self._waiting.requests + requests + 1) * self.latency.longest_ns
 
     def _refuse_unreachable(self, rows: int, key: Hashable, level: int, now_ns: int, rpc_deadline_ns: int) -> None:
         """Refuse what is certain to be late: even if only full batches are ahead of it and it executes alone."""

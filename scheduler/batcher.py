@@ -19,7 +19,7 @@ from scheduler.errors import BatcherClosed, DeadlineUnreachable, ExecutionTimeou
 from scheduler.executing import Batch
 from scheduler.instances import Hangs, Instances
 from scheduler.isolation import Blame, Retries, Suspects
-from scheduler.lane import Entry
+from scheduler.lane import Alike, Entry
 from scheduler.observer import Drop, GuardedObserver, NullObserver, Observer
 from scheduler.pending import Pending
 from scheduler.policy import NEVER, BatchPolicy
@@ -150,9 +150,7 @@ class Batcher(Generic[P, R]):
         if not self._accepts:
             self._observer.on_drop(Drop.NO_INSTANCE if self._suspended else Drop.CLOSED)
             raise NoInstance if self._suspended else BatcherClosed
-        pending: Pending[P, R] = Pending(loop=self._loop)
-        pending.payload = payload
-        pending.batcher = self
+        pending = self._pending(payload)
         if tag is not None:
             pending.tag = tag
         try:
@@ -179,47 +177,17 @@ class Batcher(Generic[P, R]):
 
     # hot path
     def submit_alike(
-        self,
-        payloads: Sequence[P],
-        rows: int,
-        key: Hashable,
-        arrivals_ns: Sequence[int],
-        *,
-        size_bytes: int,
-        priority: int,
-        timeout_ns: int,
-        rpc_deadlines_ns: Sequence[int],
+        self, payloads: Sequence[P], alike: Alike, arrivals_ns: Sequence[int], rpc_deadlines_ns: Sequence[int]
     ) -> Sequence[Pending[P, R]]:
-        """What `submit` comes to for several requests that were announced one after the other, and differ in nothing
-        but payload, arrival and deadline. Takes none of them, and returns no futures, if one may have to be refused:
-        then each is to be submitted by itself."""
+        """What `submit` comes to for several requests that were announced one after the other. Takes none of them, and
+        returns no futures, if one may have to be refused: then each is to be submitted by itself."""
         self._turns.submit_announced()
-        first_ns = min(rpc_deadlines_ns)
-        if not self._accepts or not self._queue.takes_alike(
-            len(payloads),
-            rows,
-            arrivals_ns[-1],
-            size_bytes=size_bytes,
-            priority=priority,
-            rpc_deadline_ns=first_ns,
-        ):
+        if not self._accepts:
             return ()
-        pendings: list[Pending[P, R]] = []
-        for payload in payloads:
-            pending: Pending[P, R] = Pending(loop=self._loop)
-            pending.payload = payload
-            pending.batcher = self
-            pendings.append(pending)
-        entries = self._queue.push_alike(
-            pendings,
-            rows,
-            key,
-            arrivals_ns,
-            size_bytes=size_bytes,
-            priority=priority,
-            timeout_ns=timeout_ns,
-            rpc_deadlines_ns=rpc_deadlines_ns,
-        )
+        pendings = [self._pending(payload) for payload in payloads]
+        entries = self._queue.push_alike(pendings, alike, arrivals_ns, rpc_deadlines_ns)
+        if not entries:
+            return ()
         for entry in entries:
             entry.payload.entry = entry
         if self.policy.preserve_ordering:
@@ -227,6 +195,13 @@ class Batcher(Generic[P, R]):
                 self._answers.expect(pending)
         self._turns.arrived()
         return pendings
+
+    # hot path
+    def _pending(self, payload: P) -> Pending[P, R]:
+        pending: Pending[P, R] = Pending(loop=self._loop)
+        pending.payload = payload
+        pending.batcher = self
+        return pending
 
     def add(self, runner: Runner[P, R]) -> None:
         """One more instance, or slot of one, in the place of one that was given up. Into a closed batcher goes none: it

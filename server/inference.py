@@ -1,7 +1,7 @@
 """One inference request, from message to message, whichever RPC brought it.
 
-Lives here: the order of the steps. Must not: checks (codec), look-ups (repository), waiting policy (batcher) or what
-belongs to one RPC alone.
+Lives here: the order of the steps. Must not: checks (codec), look-ups (repository), what the batcher is told
+(submitting), waiting policy (batcher) or what belongs to one RPC alone.
 """
 
 from __future__ import annotations
@@ -12,27 +12,25 @@ import time
 from collections.abc import Callable, Sequence
 from itertools import islice
 from operator import attrgetter
-from typing import Any, cast
+from typing import Any
 
 from backends.base import Tensors
-from backends.remote_messages import RemoteRequest
 from backends.shares import Share
 from protos import inference_pb2 as pb
 from scheduler.observer import Drop
 from scheduler.pending import Pending
 from server.batch_facts import tell_facts, told_facts
 from server.calls import NOTHING_SENT, Sent, TraceParent, leaves_by
-from server.codec import AnyResponse, tensor_bytes
+from server.codec import AnyResponse
 from server.decoded import Asked, DecodedRequest
 from server.errors import ServerStopping
 from server.in_flight import Call, InFlight, follow
 from server.log import debugging
-from server.open_codec import OpenCodec
 from server.passing import NOTHING_CARRIED, Carried, carried_by
 from server.quiet import until_quiet
-from server.region_tensors import Directed, Inputs
+from server.region_tensors import Inputs
 from server.repository import Repository, ServedModel
-from server.splitting import submit_parts
+from server.submitting import submit, submit_alike, submit_remote
 from server.tracing import Tracer
 from server.watching import RequestWatch
 from server.wire_request import AnyRequest, WireRequest
@@ -135,22 +133,9 @@ class Inference:
 
     # hot path: see bench/
     def _start_together(self, together: list[InFlight], asked: Asked, inputs: Sequence[Inputs]) -> bool:
-        """Hand requests that are alike to their batcher. False if each is to be started by itself, which has the words
-        for why it can't be."""
-        model, parameters = together[0].model, asked.parameters
-        if asked.rows > model.max_batch_rows > 0 or any(flight.gone or flight.cancelled for flight in together):
-            return False
+        """Submit requests that are alike. False if each is to be started by itself."""
         try:
-            pendings = model.batcher.submit_alike(
-                inputs,
-                asked.rows,
-                asked.key,
-                [flight.began_ns for flight in together],
-                size_bytes=asked.size_bytes,
-                priority=parameters.priority,
-                timeout_ns=parameters.timeout_ns,
-                rpc_deadlines_ns=[flight.deadline_ns for flight in together],
-            )
+            pendings = submit_alike(together, together[0].model, asked, inputs)
         except Exception:  # noqa: BLE001 - it is logged, and each is submitted by itself
             _log.exception("requests can't be submitted together")
             return False
@@ -176,9 +161,9 @@ class Inference:
         if flight.watch is not None:
             flight.watch.on_taken(model.version, decoded.asked.rows)
         if model.remote:
-            pending = _submit_remote(flight, model, decoded, carried_by(request, flight.sent), flight.began_ns)
+            pending = submit_remote(flight, model, decoded, carried_by(request, flight.sent), flight.began_ns)
         else:
-            pending = _submit(flight, model, decoded, flight.began_ns)
+            pending = submit(flight, model, decoded, flight.began_ns)
         follow(flight, pending, self._on_done)
         if flight.gone:
             self.give_up(flight)
@@ -209,9 +194,9 @@ class Inference:
             raise refusal
         try:
             if model.remote:
-                pending = _submit_remote(flight, model, decoded, carried, 0)
+                pending = submit_remote(flight, model, decoded, carried, 0)
             else:
-                pending = _submit(flight, model, decoded, 0)
+                pending = submit(flight, model, decoded, 0)
         except Exception as error:
             flight.count_failure(error)
             raise
@@ -354,74 +339,3 @@ def _encode(flight: InFlight, results: Tensors, pending: AnyPending) -> None:
     if decoded.asked.parameters.batch_info and isinstance(answer, pb.ModelInferResponse) and pending.facts:
         tell_facts(answer, model.batch_id_prefix, told_facts(pending.facts))
     flight.answer = answer
-
-
-# hot path: see bench/
-def _submit(flight: InFlight, model: ServedModel, decoded: DecodedRequest, arrived_ns: int) -> asyncio.Future[Any]:
-    """Have the batcher run the request, which came at `arrived_ns` (0: now): what it gives back, or for a request that
-    is split a task of `submit_parts`."""
-    asked, inputs, targets = decoded.asked, decoded.inputs, decoded.targets
-    if 0 < model.max_batch_rows < asked.rows:
-        whole = asyncio.ensure_future(
-            submit_parts(model.batcher, inputs, asked.rows, asked.key, **_how(flight, model, decoded))
-        )
-        model.in_parts(whole)
-        return whole
-    if targets and model.leaves_outputs and any(one.region.kind == "cuda" for one in targets.values()):
-        inputs = Directed.to(targets, inputs)
-    parameters = asked.parameters
-    return model.batcher.submit(
-        inputs,
-        asked.rows,
-        asked.key,
-        size_bytes=asked.size_bytes if asked.size_bytes >= 0 else _size_bytes(model, decoded),
-        priority=parameters.priority,
-        timeout_ns=parameters.timeout_ns,
-        rpc_deadline_ns=flight.deadline_ns,
-        tag=flight.watch,
-        arrived_ns=arrived_ns,
-    )
-
-
-def _size_bytes(model: ServedModel, decoded: DecodedRequest) -> int:
-    """Of its inputs, if anybody wants to know."""
-    if not model.counts_bytes:
-        return 0
-    known = decoded.asked.size_bytes
-    return known if known >= 0 else sum(map(tensor_bytes, decoded.inputs))
-
-
-def _submit_remote(
-    flight: InFlight, model: ServedModel, decoded: DecodedRequest, carried: Carried, arrived_ns: int
-) -> asyncio.Future[Any]:
-    """The same for a model that another server executes: what else than tensors that needs to know goes along."""
-    # Never in shared memory: that and another server exclude each other.
-    asked, inputs = decoded.asked, cast("Tensors", decoded.inputs)
-    payload = RemoteRequest(inputs, asked.outputs, flight.deadline_ns, flight.request.id, *carried, spec=asked.spec)
-    key = asked.key, carried.key
-    how = _how(flight, model, decoded)
-    if 0 < model.max_batch_rows < asked.rows:
-        parts = submit_parts(
-            model.batcher,
-            inputs,
-            asked.rows,
-            key,
-            join=model.codec.join if isinstance(model.codec, OpenCodec) else None,
-            payload_of=lambda inputs: payload._replace(inputs=inputs, id=""),
-            **how,
-        )
-        whole = asyncio.ensure_future(parts)
-        model.in_parts(whole)
-        return whole
-    return model.batcher.submit(payload, asked.rows, key, arrived_ns=arrived_ns, **how)
-
-
-def _how(flight: InFlight, model: ServedModel, decoded: DecodedRequest) -> dict[str, Any]:
-    parameters = decoded.asked.parameters
-    return {
-        "size_bytes": _size_bytes(model, decoded),
-        "priority": parameters.priority,
-        "timeout_ns": parameters.timeout_ns,
-        "rpc_deadline_ns": flight.deadline_ns,
-        "tag": flight.watch,
-    }

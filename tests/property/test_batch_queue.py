@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from scheduler.allowance import LONGEST_PAUSE_NS, PAUSE_NS
-from scheduler.batch_queue import Batch, BatchQueue, Entry
+from scheduler.batch_queue import Alike, Batch, BatchQueue, Entry
 from scheduler.errors import QueueFull, RequestTooLarge
 from scheduler.policy import NEVER, BatchPolicy, QueueLimits, QueuePolicy, TimeoutAction
 
@@ -242,17 +242,14 @@ class QueueAgainstNaive(RuleBasedStateMachine):
             NEVER if patience == NEVER else self.now_ns + patience
             for patience, _ in zip(patience_ns, ages_ns, strict=False)
         ]
-        how = {"size_bytes": size_bytes, "priority": priority}
         level, count = self.policy.level_of(priority), len(arrivals_ns)
         fits = rows <= self.policy.max_batch_rows and not self.naive.is_full(level, rows, size_bytes, count)
-        takes = self.queue.takes_alike(count, rows, self.now_ns, rpc_deadline_ns=min(deadlines_ns), **how)
-        assert takes == fits
-        if not takes:
-            return
         numbers = range(self.pushed + 1, self.pushed + 1 + count)
-        entries = self.queue.push_alike(
-            numbers, rows, key, arrivals_ns, timeout_ns=timeout_ns, rpc_deadlines_ns=deadlines_ns, **how
-        )
+        alike = Alike(rows, key, size_bytes, priority, timeout_ns)
+        entries = self.queue.push_alike(numbers, alike, arrivals_ns, deadlines_ns)
+        assert len(entries) == fits * count
+        if not fits:
+            return
         for entry, number, arrived_ns, deadline_ns in zip(entries, numbers, arrivals_ns, deadlines_ns, strict=True):
             timeout_at_ns = self.policy.queue_policy(level).timeout_at_ns(arrived_ns, timeout_ns)
             self.note(entry, Waiting(number, key, rows, size_bytes, arrived_ns, timeout_at_ns, deadline_ns, level))

@@ -3,28 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import pytest
 
+from scheduler.batch_queue import Alike
 from scheduler.errors import DeadlineUnreachable, QueueFull
 from scheduler.pending import Pending
 from scheduler.policy import NEVER, BatchPolicy, QueueLimits, QueuePolicy
 from scheduler.waiting import Room
 from tests.unit.scheduler.workbench import Bench, one_turn
 
+ONE_ROW = Alike(1, "k")
+TEN_BYTES = Alike(1, "k", size_bytes=10)
+
 
 def _together(
-    bench: Bench, payloads: str, *, rows: int = 1, key: str = "k", deadlines_ns: Sequence[int] = (), **how: Any
+    bench: Bench, payloads: str, alike: Alike = ONE_ROW, *, deadlines_ns: Sequence[int] = ()
 ) -> Sequence[Pending[str, str]]:
-    return bench.batcher.submit_alike(
-        list(payloads),
-        rows,
-        key,
-        [bench.clock.now_ns()] * len(payloads),
-        rpc_deadlines_ns=deadlines_ns or [NEVER] * len(payloads),
-        **{"size_bytes": 0, "priority": 0, "timeout_ns": 0, **how},
-    )
+    arrivals_ns = [bench.clock.now_ns()] * len(payloads)
+    return bench.batcher.submit_alike(list(payloads), alike, arrivals_ns, deadlines_ns or [NEVER] * len(payloads))
 
 
 async def test_each_gets_its_own_result_of_one_batch() -> None:
@@ -71,7 +68,7 @@ async def test_one_that_is_cancelled_leaves_the_others() -> None:
 async def test_timeouts_count_from_each_ones_arrival() -> None:
     bench = Bench(BatchPolicy(max_batch_rows=8, queue=QueuePolicy(allow_timeout_override=True)), instances=1)
     await bench.submit("busy")
-    pendings = _together(bench, "ab", timeout_ns=50)
+    pendings = _together(bench, "ab", Alike(1, "k", timeout_ns=50))
     bench.clock.advance(49)
     await one_turn()
     assert not any(pending.done() for pending in pendings)
@@ -91,9 +88,9 @@ async def test_timeouts_count_from_each_ones_arrival() -> None:
 )
 async def test_none_is_taken_where_there_is_no_room_for_all(policy: BatchPolicy) -> None:
     bench = Bench(policy)
-    assert _together(bench, "abc", size_bytes=10) == ()
+    assert _together(bench, "abc", TEN_BYTES) == ()
     assert bench.batcher.waiting_requests == 0
-    assert len(_together(bench, "ab", size_bytes=10)) == 2
+    assert len(_together(bench, "ab", TEN_BYTES)) == 2
     with pytest.raises(QueueFull):
         bench.put("c", size_bytes=10)
 
@@ -101,9 +98,9 @@ async def test_none_is_taken_where_there_is_no_room_for_all(policy: BatchPolicy)
 @pytest.mark.parametrize("room", [Room(2, 0), Room(0, 20)], ids=["requests", "bytes"])
 async def test_none_is_taken_where_other_models_leave_no_room_for_all(room: Room) -> None:
     bench, other = Bench(BatchPolicy(max_batch_rows=8), room=room), Bench(BatchPolicy(max_batch_rows=8), room=room)
-    assert len(_together(other, "a", size_bytes=10)) == 1
-    assert _together(bench, "bc", size_bytes=10) == ()
-    assert len(_together(bench, "b", size_bytes=10)) == 1
+    assert len(_together(other, "a", TEN_BYTES)) == 1
+    assert _together(bench, "bc", TEN_BYTES) == ()
+    assert len(_together(bench, "b", TEN_BYTES)) == 1
 
 
 async def test_none_is_taken_if_one_may_not_be_answered_in_time() -> None:
@@ -118,7 +115,7 @@ async def test_none_is_taken_if_one_may_not_be_answered_in_time() -> None:
 
 
 async def test_none_is_taken_that_has_too_many_rows() -> None:
-    assert _together(Bench(BatchPolicy(max_batch_rows=4)), "ab", rows=5) == ()
+    assert _together(Bench(BatchPolicy(max_batch_rows=4)), "ab", Alike(5, "k")) == ()
 
 
 async def test_a_closed_batcher_takes_none() -> None:

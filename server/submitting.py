@@ -1,0 +1,114 @@
+"""Handing requests that were checked to their model's batcher.
+
+Lives here: what the batcher is told of a request, alone, in parts or with others that are alike. Must not: what happens
+before (checks are `codec`'s) or after (`inference`), or wait for anything.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any, cast
+
+from backends.base import Tensors
+from backends.remote_messages import RemoteRequest
+from scheduler.batch_queue import Alike
+from scheduler.pending import Pending
+from server.codec import tensor_bytes
+from server.decoded import Asked, DecodedRequest
+from server.in_flight import InFlight
+from server.open_codec import OpenCodec
+from server.passing import Carried
+from server.region_tensors import Directed, Inputs
+from server.repository import ServedModel
+from server.splitting import submit_parts
+
+__all__ = ["submit", "submit_alike", "submit_remote"]
+
+
+# hot path: see bench/
+def submit(flight: InFlight, model: ServedModel, decoded: DecodedRequest, arrived_ns: int) -> asyncio.Future[Any]:
+    """Have the batcher run the request, which came at `arrived_ns` (0: now): what it gives back, or for a request that
+    is split a task of `submit_parts`."""
+    asked, inputs, targets = decoded.asked, decoded.inputs, decoded.targets
+    if 0 < model.max_batch_rows < asked.rows:
+        whole = asyncio.ensure_future(
+            submit_parts(model.batcher, inputs, asked.rows, asked.key, **_how(flight, model, decoded))
+        )
+        model.in_parts(whole)
+        return whole
+    if targets and model.leaves_outputs and any(one.region.kind == "cuda" for one in targets.values()):
+        inputs = Directed.to(targets, inputs)
+    parameters = asked.parameters
+    return model.batcher.submit(
+        inputs,
+        asked.rows,
+        asked.key,
+        size_bytes=asked.size_bytes if asked.size_bytes >= 0 else _size_bytes(model, decoded),
+        priority=parameters.priority,
+        timeout_ns=parameters.timeout_ns,
+        rpc_deadline_ns=flight.deadline_ns,
+        tag=flight.watch,
+        arrived_ns=arrived_ns,
+    )
+
+
+# hot path: see bench/
+def submit_alike(
+    flights: Sequence[InFlight], model: ServedModel, asked: Asked, inputs: Sequence[Inputs]
+) -> Sequence[Pending[Any, Any]]:
+    """The same for several that ask for the same, one after the other; none of them if one may have to be refused or
+    was taken back. Then each is to be submitted by itself, which has the words for why it can't be."""
+    if asked.rows > model.max_batch_rows > 0 or any(flight.gone or flight.cancelled for flight in flights):
+        return ()
+    parameters = asked.parameters
+    return model.batcher.submit_alike(
+        inputs,
+        Alike(asked.rows, asked.key, asked.size_bytes, parameters.priority, parameters.timeout_ns),
+        [flight.began_ns for flight in flights],
+        [flight.deadline_ns for flight in flights],
+    )
+
+
+def _size_bytes(model: ServedModel, decoded: DecodedRequest) -> int:
+    """Of its inputs, if anybody wants to know."""
+    if not model.counts_bytes:
+        return 0
+    known = decoded.asked.size_bytes
+    return known if known >= 0 else sum(map(tensor_bytes, decoded.inputs))
+
+
+def submit_remote(
+    flight: InFlight, model: ServedModel, decoded: DecodedRequest, carried: Carried, arrived_ns: int
+) -> asyncio.Future[Any]:
+    """The same for a model that another server executes: what else than tensors that needs to know goes along."""
+    # Never in shared memory: that and another server exclude each other.
+    asked, inputs = decoded.asked, cast("Tensors", decoded.inputs)
+    payload = RemoteRequest(inputs, asked.outputs, flight.deadline_ns, flight.request.id, *carried, spec=asked.spec)
+    key = asked.key, carried.key
+    how = _how(flight, model, decoded)
+    if 0 < model.max_batch_rows < asked.rows:
+        parts = submit_parts(
+            model.batcher,
+            inputs,
+            asked.rows,
+            key,
+            join=model.codec.join if isinstance(model.codec, OpenCodec) else None,
+            payload_of=lambda inputs: payload._replace(inputs=inputs, id=""),
+            **how,
+        )
+        whole = asyncio.ensure_future(parts)
+        model.in_parts(whole)
+        return whole
+    return model.batcher.submit(payload, asked.rows, key, arrived_ns=arrived_ns, **how)
+
+
+def _how(flight: InFlight, model: ServedModel, decoded: DecodedRequest) -> dict[str, Any]:
+    parameters = decoded.asked.parameters
+    return {
+        "size_bytes": _size_bytes(model, decoded),
+        "priority": parameters.priority,
+        "timeout_ns": parameters.timeout_ns,
+        "rpc_deadline_ns": flight.deadline_ns,
+        "tag": flight.watch,
+    }
