@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from itertools import islice
 from operator import attrgetter
 from typing import Any
@@ -22,14 +22,14 @@ from scheduler.pending import Pending
 from server.batch_facts import tell_facts, told_facts
 from server.calls import NOTHING_SENT, Sent, TraceParent, leaves_by
 from server.codec import AnyResponse
-from server.decoded import Asked, DecodedRequest
+from server.decoded import DecodedRequest
 from server.errors import ServerStopping
 from server.in_flight import Call, InFlight, follow
 from server.log import debugging
 from server.passing import NOTHING_CARRIED, Carried, carried_by
 from server.quiet import until_quiet
-from server.region_tensors import Inputs
 from server.repository import Repository, ServedModel
+from server.short_way import AlikeRequests
 from server.submitting import submit, submit_alike, submit_remote
 from server.tracing import Tracer
 from server.watching import RequestWatch
@@ -97,8 +97,9 @@ class Inference:
         each other and are alike."""
         started = 0
         while started < len(flights):
-            together, asked, inputs = self._alike(flights, started)
-            if asked is None or not self._start_together(together, asked, inputs):
+            alike = self._alike(flights, started)
+            together = flights[started : started + (len(alike.inputs) if alike is not None else 1)]
+            if alike is None or not self._start_together(together, alike):
                 for flight in together:
                     self._start_alone(flight)
             started += len(together)
@@ -113,39 +114,41 @@ class Inference:
                 flight.on_done()
 
     # hot path: see bench/
-    def _alike(self, flights: list[InFlight], first: int) -> tuple[list[InFlight], Asked | None, Sequence[Inputs]]:
-        """As many of `flights`, from `first` on, as differ in nothing but id, tensors and deadline, with what they ask
-        for and their inputs; None of that if the first one is to be started by itself."""
-        model, alone = flights[first].model, flights[first : first + 1]
+    def _alike(self, flights: list[InFlight], first: int) -> AlikeRequests | None:
+        """As many of `flights`, from `first` on, as differ in nothing but id, tensors and deadline, decoded; None if
+        the first one is to be started by itself."""
+        model = flights[first].model
         if len(flights) == 1 or model is None or model.remote or self._spans is not None or debugging.on:
-            return alone, None, ()
+            return None
         if model.codec.short_way is None:
-            return alone, None, ()
+            return None
         try:
-            alike = model.codec.short_way.decode_alike(map(_REQUEST, islice(flights, first, None)))
+            alike: AlikeRequests | None = model.codec.short_way.decode_alike(
+                map(_REQUEST, islice(flights, first, None))
+            )
         except Exception:  # noqa: BLE001 - it is logged, and the request decoded again, by itself
             _log.exception("requests can't be decoded together")
-            alike = None
-        if alike is None:
-            return alone, None, ()
-        asked, inputs = alike
-        return flights[first : first + len(inputs)], asked, inputs
+            return None
+        return alike
 
     # hot path: see bench/
-    def _start_together(self, together: list[InFlight], asked: Asked, inputs: Sequence[Inputs]) -> bool:
+    def _start_together(self, together: list[InFlight], alike: AlikeRequests) -> bool:
         """Submit requests that are alike. False if each is to be started by itself."""
         try:
-            pendings = submit_alike(together, together[0].model, asked, inputs)
+            pendings = submit_alike(together, together[0].model, alike.asked, alike.inputs)
         except Exception:  # noqa: BLE001 - it is logged, and each is submitted by itself
             _log.exception("requests can't be submitted together")
             return False
-        # Their inputs are the batcher's now.
-        decoded = DecodedRequest((), asked)
         told = self._on_done
+        # Their inputs are the batcher's now.
+        decoded = DecodedRequest((), alike.asked)
         for flight, pending in zip(together, pendings, strict=False):
             flight.decoded = decoded
             flight.pending = pending
             pending.told, pending.about = told, flight
+        if pendings and alike.targets:
+            for flight, targets in zip(together, alike.targets, strict=True):
+                flight.decoded = DecodedRequest((), alike.asked, targets)
         return bool(pendings)
 
     # hot path: see bench/

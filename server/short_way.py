@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from operator import attrgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 from backends.base import ModelSpec, Tensors
 from backends.packed import Layout, Packed
@@ -24,10 +24,21 @@ from server.regions import Regions
 from server.shortcuts import AnswerPlan, AnswersOf, Envelope, InputPlan, RegionInputPlan, RequestPlan
 from server.wire_request import AnyRequest, Remembered, WireRequest
 
-__all__ = ["ShortWay"]
+__all__ = ["AlikeRequests", "ShortWay", "Targets"]
 
 _MOST_PLANS = 1_000
 _SHAPE = attrgetter("shape")
+
+Targets = Mapping[int, Span]
+
+
+class AlikeRequests(NamedTuple):
+    """Requests that ask for the same: the inputs of each, and which of its outputs belong into shared memory, and
+    where; no `targets` if nobody's do."""
+
+    asked: Asked
+    inputs: Sequence[Inputs]
+    targets: Sequence[Targets]
 
 
 class ShortWay:
@@ -46,6 +57,7 @@ class ShortWay:
         self._output_types: list[Datatype] = [by_name(tensor.datatype) for tensor in spec.outputs]
         self._plans = Remembered[bytes, RequestPlan]()
         self._layouts: dict[Hashable, Layout] = {}
+        self._asked: dict[Hashable, Asked] = {}
         self._answer_plans: dict[Hashable, AnswerPlan] = {}
 
     # hot path: see bench/
@@ -69,25 +81,45 @@ class ShortWay:
         return DecodedRequest(inputs, plan.asked, targets)
 
     # hot path: see bench/
-    def decode_alike(self, requests: Iterable[AnyRequest]) -> tuple[Asked, list[Packed]] | None:
-        """As many of the first requests as ask for the same, have tensors of the same layout, keep nothing in shared
-        memory and bring no deadline of their own: what they ask for, and the inputs of each. None if the first one has
-        to be decoded by itself."""
-        plan: RequestPlan | None = None
-        inputs = []
+    def decode_alike(self, requests: Iterable[AnyRequest]) -> AlikeRequests | None:
+        """As many of the first requests as ask for the same, of inputs whose sizes are known, and bring no deadline of
+        their own. None if the first one has to be decoded by itself."""
+        first: RequestPlan | None = None
+        inputs: list[Inputs] = []
+        targets: list[Targets] = []
         for request in requests:
             if not isinstance(request, WireRequest):
                 break
-            if plan is None:
-                plan = self._plans.get(request.mold.head)
-                if plan is None or plan.layout is None or plan.targets or plan.asked.parameters.deadline_ns:
+            if first is None:
+                first = self._plans.get(request.mold.head)
+                if first is None or first.asked.size_bytes < 0 or first.asked.parameters.deadline_ns:
                     return None
-                layout = plan.layout
+                layout = first.layout if not first.targets else None
+            if layout is None:
+                decoded = self._decode_alike(request, first.asked)
+                if decoded is None:
+                    break
+                inputs.append(decoded[0])
+                targets.append(decoded[1])
+                continue
             note = request.mold.note
-            if note is None or note[0] is not plan or note[1] is None:
+            if note is None or note[0] is not first or note[1] is None:
                 break
             inputs.append(Packed(request.data, layout, note[1]))
-        return (plan.asked, inputs) if plan is not None and inputs else None
+        return AlikeRequests(first.asked, inputs, targets) if first is not None and inputs else None
+
+    # hot path for requests that use shared memory
+    def _decode_alike(self, request: WireRequest, asked: Asked) -> tuple[Inputs, Targets] | None:
+        """Inputs and targets of one that asks for the same; None if it has to be decoded by itself, as outputs have to
+        that belong on a GPU."""
+        plan = self._plans.get(request.mold.head)
+        if plan is None or plan.asked is not asked:
+            return None
+        inputs = plan.read(request.data, request.mold.raw, self._regions)
+        targets = plan.find_targets(self._regions) if plan.targets else NOWHERE
+        if inputs is None or targets is None or any(span.region.kind == "cuda" for span in targets.values()):
+            return None
+        return inputs, targets
 
     # hot path: see bench/
     def encode(
@@ -141,15 +173,24 @@ class ShortWay:
             plain = size_bytes > 0 and datatype.name != "BOOL"
             inputs.append(InputPlan(index, datatype, shape, size_bytes if plain else -1))
         layout = None if region_inputs else self._layout(inputs)
+        sizes = [*(one.size_bytes for one in inputs), *(one.where.byte_size for one in region_inputs)]
+        size_bytes = sum(sizes) if min(sizes, default=0) >= 0 else asked.size_bytes
         plan = RequestPlan(
             tuple(inputs),
             tuple(region_inputs),
             tuple((index, span.place) for index, span in decoded.targets.items()),
             len(self._inputs),
-            asked if layout is None else replace(asked, size_bytes=layout.size_bytes),
+            self._same(replace(asked, size_bytes=size_bytes)),
             layout,
         )
         self._plans.remember(head, plan, len(head))
+
+    def _same(self, asked: Asked) -> Asked:
+        """One for all who ask for the same, whatever heads they have: shared memory is named there."""
+        what = asked.rows, asked.key, asked.outputs, asked.parameters, asked.size_bytes, asked.plain
+        if len(self._asked) >= _MOST_PLANS:
+            self._asked.clear()
+        return self._asked.setdefault(what, asked)
 
     def _layout(self, inputs: Sequence[InputPlan]) -> Layout | None:
         """That of the model's inputs, one for all who have the same; None if some aren't there or must be looked at."""

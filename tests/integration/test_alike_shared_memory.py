@@ -1,0 +1,137 @@
+"""Requests that arrive together and have their tensors in shared memory, each client in regions of its own."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from protos import inference_pb2 as pb
+from server.limits import Limits
+from server.wire_request import RequestReader, WireRequest
+from tests.integration.regions import ROW, in_region, register, settings, unregister
+from tests.integration.scripted import Script, mark_of, totals
+from tests.integration.serving import Served, serving
+from tests.integration.test_announced import Context
+from tests.shared_objects import SharedObject, shared_object
+
+CLIENTS = 6
+TARGET = 64
+TEXT = "max_batch_size: 32 dynamic_batching { }"
+
+
+@pytest.fixture
+def script() -> Script:
+    return Script()
+
+
+@pytest.fixture
+def memories() -> Iterator[list[SharedObject]]:
+    with ExitStack() as stack:
+        yield [stack.enter_context(shared_object(4096)) for _ in range(CLIENTS)]
+
+
+@pytest.fixture
+async def served(tmp_path: Path, script: Script, memories: list[SharedObject]) -> AsyncIterator[Served]:
+    async with serving(tmp_path, {"m": script.model}, config=TEXT, settings=settings(tmp_path)) as served:
+        for number, memory in enumerate(memories):
+            memory.put(np.full(2, number, np.float32))
+            await register(served, f"r{number}", memory.key, 4096)
+        yield served
+
+
+class Clients:
+    """Send on a stream what they have sent before, all at once."""
+
+    def __init__(self, served: Served) -> None:
+        self.served = served
+        self.read = RequestReader()
+
+    def request(self, number: int, target: int | None = TARGET) -> WireRequest:
+        message = in_region(region=f"r{number}", target=target)
+        message.id = str(number)
+        read = [self.read(message.SerializeToString()) for _ in range(3)][-1]
+        assert isinstance(read, WireRequest)
+        return read
+
+    async def send(self, *requests: WireRequest) -> list[pb.ModelStreamInferResponse]:
+        context = Context(requests)
+        await self.served.server._streaming.ModelStreamInfer(None, context)
+        assert [one.infer_response.id for one in context.written] == [one.id for one in requests]
+        return context.written
+
+
+def _got(memory: SharedObject) -> list[float]:
+    return np.frombuffer(memory.get(ROW, TARGET), np.float32).tolist()
+
+
+async def test_each_gets_its_own_result_where_it_wants_it(
+    served: Served, script: Script, memories: list[SharedObject]
+) -> None:
+    clients = Clients(served)
+    requests = [clients.request(number) for number in range(CLIENTS)]
+    for _ in range(3):
+        await clients.send(*requests)
+    for number, memory in enumerate(memories):
+        memory.put(np.full(2, 10 + number, np.float32))
+    script.seen.clear()
+    answers = await clients.send(*requests)
+    assert script.seen == [[10.0 + number for number in range(CLIENTS)]]
+    assert [_got(memory) for memory in memories] == [[10.0 + number] * 2 for number in range(CLIENTS)]
+    for number, answer in enumerate(answers):
+        (output,) = answer.infer_response.outputs
+        assert output.parameters["shared_memory_region"].string_param == f"r{number}"
+        assert not any(answer.infer_response.raw_output_contents)
+    assert totals(await served.metrics())["success"] == 4 * CLIENTS
+
+
+async def test_some_want_theirs_in_the_response(served: Served, script: Script, memories: list[SharedObject]) -> None:
+    clients = Clients(served)
+    requests = [clients.request(number, TARGET if number % 2 else None) for number in range(CLIENTS)]
+    for _ in range(3):
+        answers = await clients.send(*requests)
+    assert script.seen[-1] == [float(number) for number in range(CLIENTS)]
+    for number, answer in enumerate(answers):
+        if number % 2:
+            assert _got(memories[number]) == [number] * 2
+        else:
+            assert mark_of(answer.infer_response) == number
+            assert _got(memories[number]) == [0, 0]
+
+
+async def test_one_whose_region_is_gone_fails_alone(
+    served: Served, script: Script, memories: list[SharedObject]
+) -> None:
+    clients = Clients(served)
+    requests = [clients.request(number) for number in range(CLIENTS)]
+    for _ in range(3):
+        await clients.send(*requests)
+    await unregister(served, "r2")
+    memories[4].resize(0)
+    script.seen.clear()
+    told = [answer.error_message for answer in await clients.send(*requests)]
+    assert [bool(text) for text in told] == [False, False, True, False, True, False]
+    assert "Unable to find shared memory region: 'r2'" in told[2]
+    assert "shared memory region 'r4'" in told[4]
+    assert script.seen == [[0.0, 1.0, 3.0, 5.0]]
+
+
+async def test_they_count_in_bytes_what_they_would_by_themselves(
+    tmp_path: Path, script: Script, memories: list[SharedObject]
+) -> None:
+    options = settings(tmp_path, limits=Limits(queued_bytes=4 * ROW))
+    async with serving(tmp_path, {"m": script.model}, config=TEXT, settings=options) as served:
+        for number, memory in enumerate(memories):
+            await register(served, f"r{number}", memory.key, 4096)
+        clients = Clients(served)
+        requests = [clients.request(number) for number in range(CLIENTS)]
+        for _ in range(3):
+            for one in requests:
+                await clients.send(one)
+        statuses = [
+            answer.infer_response.parameters["paceline_status"].string_param for answer in await clients.send(*requests)
+        ]
+        assert statuses == [*[""] * 4, *["RESOURCE_EXHAUSTED"] * 2]

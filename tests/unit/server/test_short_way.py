@@ -1,0 +1,143 @@
+"""Which requests are alike: decoded in one go, and each as it is decoded by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from backends.base import ModelSpec, TensorSpec
+from backends.cuda_memory import open_cuda_memory
+from protos import inference_pb2 as pb
+from server.codec import ModelCodec
+from server.cuda_region import CudaRegion
+from server.region_tensors import RegionTensor
+from server.regions import Regions
+from server.short_way import ShortWay
+from server.system_region import open_system_region
+from server.wire_request import AnyRequest, RequestReader
+from tests.shared_objects import SharedObject, lies_in, shared_object, wanted_in
+from tests.unit.backends.test_cuda_memory import HANDLE, Driver
+
+SPEC = ModelSpec(
+    (TensorSpec("a", "FP32", (2,)), TensorSpec("t", "BOOL", (1,))), (TensorSpec("x", "FP32", (2,)),), batched=True
+)
+FLOATS = ModelSpec(SPEC.inputs[:1], SPEC.outputs, batched=True)
+
+
+@pytest.fixture
+def memory() -> Iterator[SharedObject]:
+    with shared_object(256) as made:
+        yield made
+
+
+@pytest.fixture
+def regions(memory: SharedObject) -> Regions:
+    made = Regions(limit=8)
+    for number in range(4):
+        made.add(open_system_region(f"r{number}", memory.key, 0, 256))
+    return made
+
+
+class Sender:
+    """Requests that a codec has learned."""
+
+    def __init__(self, spec: ModelSpec, regions: Regions | None = None) -> None:
+        self.codec = ModelCodec("m", "1", spec, 8, regions=regions)
+        self.read = RequestReader()
+
+    @property
+    def way(self) -> ShortWay:
+        assert self.codec.short_way is not None
+        return self.codec.short_way
+
+    def learned(self, message: pb.ModelInferRequest) -> AnyRequest:
+        data = message.SerializeToString()
+        for _ in range(3):
+            read = self.read(data)
+            assert not isinstance(read, Exception)
+            self.codec.decode(read)
+        return read
+
+    def alike(self, *requests: AnyRequest) -> int:
+        """How many of the first ones are; 0 if the first one goes by itself."""
+        found = self.way.decode_alike(requests)
+        return len(found.inputs) if found is not None else 0
+
+
+def _message(rows: int = 1, **parameters: int) -> pb.ModelInferRequest:
+    message = pb.ModelInferRequest(model_name="m")
+    message.inputs.add(name="a", datatype="FP32", shape=[rows, 2])
+    message.raw_input_contents.append(np.ones((rows, 2), np.float32).tobytes())
+    for name, value in parameters.items():
+        message.parameters[name].int64_param = value
+    return message
+
+
+def _in_region(region: str, target: str = "", offset: int = 0) -> pb.ModelInferRequest:
+    message = pb.ModelInferRequest(model_name="m")
+    lies_in(message, "a", "FP32", [1, 2], region, 8, offset)
+    if target:
+        wanted_in(message, "x", target, 8)
+    return message
+
+
+def test_messages_are_alike_as_long_as_they_ask_for_the_same() -> None:
+    sender = Sender(FLOATS)
+    one, other, urgent = (sender.learned(_message(**how)) for how in ({}, {"rows": 2}, {"priority": 1}))
+    assert sender.alike(one, one, one) == 3
+    assert sender.alike(one, one, other, one) == 2
+    assert sender.alike(other, urgent) == 1
+
+
+def test_who_brings_a_deadline_or_texts_to_look_at_goes_alone() -> None:
+    sender = Sender(FLOATS)
+    hurried = sender.learned(_message(paceline_deadline_us=1_000_000))
+    assert sender.alike(hurried, hurried) == 0
+    sender = Sender(SPEC)
+    message = _message()
+    message.inputs.add(name="t", datatype="BOOL", shape=[1, 1])
+    message.raw_input_contents.append(b"\1")
+    looked_at = sender.learned(message)
+    assert sender.alike(looked_at, looked_at) == 0
+
+
+def test_those_in_shared_memory_are_alike_whatever_their_regions(regions: Regions) -> None:
+    sender = Sender(FLOATS, regions)
+    requests = [sender.learned(_in_region(f"r{number}", f"r{number}", 8 * number)) for number in range(4)]
+    found = sender.way.decode_alike(requests)
+    assert found is not None
+    for request, inputs, targets in zip(requests, found.inputs, found.targets, strict=True):
+        alone = sender.codec.decode(request)
+        assert alone.asked is found.asked
+        assert targets == alone.targets
+        (tensor,), (expected,) = inputs, alone.inputs
+        assert isinstance(tensor, RegionTensor)
+        assert isinstance(expected, RegionTensor)
+        assert (tensor.place, tensor.region, tensor.shape) == (expected.place, expected.region, expected.shape)
+    assert found.asked.size_bytes == 8
+
+
+def test_one_in_shared_memory_ends_those_in_messages_which_go_with_those_there(regions: Regions) -> None:
+    sender = Sender(FLOATS, regions)
+    here, there = sender.learned(_message()), sender.learned(_in_region("r0"))
+    assert sender.alike(here, here, there) == 2
+    assert sender.alike(there, there, here) == 3
+
+
+def test_one_whose_region_is_gone_ends_them(regions: Regions) -> None:
+    sender = Sender(FLOATS, regions)
+    requests = [sender.learned(_in_region(f"r{number}")) for number in range(4)]
+    regions.remove("system", "r2")
+    assert sender.alike(*requests) == 2
+    assert sender.alike(*requests[2:]) == 0
+    assert sender.alike(*requests[3:]) == 1
+
+
+def test_one_whose_output_belongs_on_a_gpu_goes_alone(regions: Regions) -> None:
+    regions.add(CudaRegion("gpu", 0, 100, open_cuda_memory(HANDLE, 0, Driver(size=100).load)))
+    sender = Sender(FLOATS, regions)
+    host, gpu = sender.learned(_in_region("r0", "r1")), sender.learned(_in_region("r0", "gpu"))
+    assert sender.alike(host, host, gpu) == 2
+    assert sender.alike(gpu, host) == 0
