@@ -14,7 +14,7 @@ from typing import Generic, NamedTuple, TypeVar
 
 from scheduler.errors import DeadlineUnreachable, RequestTooLarge
 from scheduler.executing import Batch, Executing
-from scheduler.lane import DELAYED, LEVEL, Alike, Entry, Lane, Watch
+from scheduler.lane import DELAYED, LEVEL, Entry, Lane, Watch
 from scheduler.lanes import Lanes
 from scheduler.latency import LatencyModel
 from scheduler.lazy_heap import LazyHeap
@@ -26,6 +26,17 @@ from scheduler.waiting import Room, Waiting
 __all__ = ["Alike", "Batch", "BatchQueue", "Entry", "Step", "Unreachable"]
 
 T = TypeVar("T")
+
+
+class Alike(NamedTuple):
+    """What requests have in common that differ in nothing but payload, arrival and deadline. `timeout_ns` is the queue
+    timeout of each (0: none)."""
+
+    rows: int
+    key: Hashable
+    size_bytes: int = 0
+    priority: int = 0
+    timeout_ns: int = 0
 
 
 class Step(NamedTuple, Generic[T]):
@@ -134,7 +145,11 @@ class BatchQueue(Generic[T]):
             raise RequestTooLarge(rows, self._max_rows)
         full = waiting.full(1, rows, size_bytes, level, queue.max_queue_size)
         if full is not None:
-            raise full
+            try:
+                raise full
+            finally:
+                # Its traceback leads here, and from here to the tensors of all who are being submitted.
+                del full
         deadline_ns = rpc_deadline_ns
         if deadline_ns != NEVER and self.policy.deadline_aware:
             self._refuse_unreachable(rows, key, level, now_ns, deadline_ns)
@@ -151,18 +166,35 @@ class BatchQueue(Generic[T]):
         self._lanes.add(key, entry)
         return entry
 
+    @property
+    def takes_any_alike(self) -> bool:
+        """Whether there is any use in asking whether it `takes_alike`."""
+        return not self._holds
+
+    def takes_alike(self, alike: Alike, arrivals_ns: Sequence[int], rpc_deadlines_ns: Sequence[int]) -> bool:
+        """Whether such requests can come now, and none of them needs a thought of its own. If not, some of them may be
+        refused by `push`, or none."""
+        rows, requests = alike.rows, len(arrivals_ns)
+        if self._holds or not 0 < rows <= self._max_rows:
+            return False
+        level = self.policy.level_of(alike.priority) if self._has_levels else 0
+        most = self._queue_policies.get(level, self._queue_policy).max_queue_size
+        if self._waiting.full(requests, requests * rows, requests * alike.size_bytes, level, most) is not None:
+            return False
+        first_ns = min(rpc_deadlines_ns)
+        if first_ns == NEVER or not self.policy.deadline_aware:
+            return True
+        return first_ns - arrivals_ns[-1] >= (self._waiting.requests + requests + 1) * self.latency.longest_ns
+
     # hot path
     def push_alike(
         self, payloads: Sequence[T], alike: Alike, arrivals_ns: Sequence[int], rpc_deadlines_ns: Sequence[int]
     ) -> Sequence[Entry[T]]:
-        """What `push` comes to for several requests, one after the other. Takes none of them, and returns no entries,
-        if one may have to be refused: then each is to be pushed by itself."""
+        """What `push` comes to for several requests, one after the other, that it `takes_alike`."""
         level, queue = 0, self._queue_policy
         if self._has_levels:
             level = self.policy.level_of(alike.priority)
             queue = self._queue_policies.get(level, queue)
-        if self._may_refuse(alike, level, queue.max_queue_size, arrivals_ns, min(rpc_deadlines_ns)):
-            return ()
         rows, key, size_bytes, _, timeout_ns = alike
         times_out = timeout_ns or queue.default_timeout_ns
         order = level * LEVEL + self._arrived
@@ -275,22 +307,6 @@ class BatchQueue(Generic[T]):
         """From now on nothing waits for company: whatever is queued leaves as soon as an instance is idle."""
         self._holds = False
         self._lanes.flush()
-
-    def _may_refuse(
-        self, alike: Alike, level: int, max_queue_size: int, arrivals_ns: Sequence[int], first_deadline_ns: int
-    ) -> bool:
-        """Whether one of these requests, the first of whose RPCs' deadlines is that, may have to be refused, or needs a
-        thought of its own."""
-        rows, requests = alike.rows, len(arrivals_ns)
-        if self._holds or not 0 < rows <= self._max_rows:
-            return True
-        full = self._waiting.full(requests, requests * rows, requests * alike.size_bytes, level, max_queue_size)
-        if full is not None:
-            return True
-        if first_deadline_ns == NEVER or not self.policy.deadline_aware:
-            return False
-        left_ns = first_deadline_ns - arrivals_ns[-1]
-        return left_ns < (self._waiting.requests + requests + 1) * self.latency.longest_ns
 
     def _refuse_unreachable(self, rows: int, key: Hashable, level: int, now_ns: int, rpc_deadline_ns: int) -> None:
         """Refuse what is certain to be late: even if only full batches are ahead of it and it executes alone."""

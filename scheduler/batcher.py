@@ -11,7 +11,7 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Generic, TypeVar
 
 from scheduler.answers import Answers, OrderedAnswers
-from scheduler.batch_queue import BatchQueue, Step
+from scheduler.batch_queue import Alike, BatchQueue, Step
 from scheduler.clock import Alarm, Clock, MonotonicClock
 from scheduler.company import Company
 from scheduler.delivery import Delivery
@@ -19,7 +19,7 @@ from scheduler.errors import BatcherClosed, DeadlineUnreachable, ExecutionTimeou
 from scheduler.executing import Batch
 from scheduler.instances import Hangs, Instances
 from scheduler.isolation import Blame, Retries, Suspects
-from scheduler.lane import Alike, Entry
+from scheduler.lane import Entry
 from scheduler.observer import Drop, GuardedObserver, NullObserver, Observer
 from scheduler.pending import Pending
 from scheduler.policy import NEVER, BatchPolicy
@@ -175,6 +175,11 @@ class Batcher(Generic[P, R]):
         turns.arrived()
         return pending
 
+    @property
+    def takes_alike(self) -> bool:
+        """Whether there is any use in trying to `submit_alike`."""
+        return self._queue.takes_any_alike
+
     # hot path
     def submit_alike(
         self, payloads: Sequence[P], alike: Alike, arrivals_ns: Sequence[int], rpc_deadlines_ns: Sequence[int]
@@ -182,13 +187,10 @@ class Batcher(Generic[P, R]):
         """What `submit` comes to for several requests that were announced one after the other. Takes none of them, and
         returns no futures, if one may have to be refused: then each is to be submitted by itself."""
         self._turns.submit_announced()
-        if not self._accepts:
+        if not self._accepts or not self._queue.takes_alike(alike, arrivals_ns, rpc_deadlines_ns):
             return ()
         pendings = [self._pending(payload) for payload in payloads]
-        entries = self._queue.push_alike(pendings, alike, arrivals_ns, rpc_deadlines_ns)
-        if not entries:
-            return ()
-        for entry in entries:
+        for entry in self._queue.push_alike(pendings, alike, arrivals_ns, rpc_deadlines_ns):
             entry.payload.entry = entry
         if self.policy.preserve_ordering:
             for pending in pendings:

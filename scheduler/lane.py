@@ -12,9 +12,9 @@ from bisect import insort
 from collections import OrderedDict
 from collections.abc import Hashable, Iterator, Sequence
 from itertools import chain, islice
-from typing import Generic, NamedTuple, TypeVar
+from typing import Generic, TypeVar
 
-__all__ = ["DELAYED", "LEVEL", "Alike", "Entry", "Lane", "Watch"]
+__all__ = ["DELAYED", "LEVEL", "Entry", "Lane", "Watch"]
 
 T = TypeVar("T")
 
@@ -23,17 +23,6 @@ DELAYED = 1 << _SECTION_BITS
 """Added to the order of a request that is served after the others of its level."""
 LEVEL = DELAYED << 1
 """What one priority level weighs in the order."""
-
-
-class Alike(NamedTuple):
-    """What requests have in common that differ in nothing but payload, arrival and deadline. `timeout_ns` is the queue
-    timeout of each (0: none)."""
-
-    rows: int
-    key: Hashable
-    size_bytes: int = 0
-    priority: int = 0
-    timeout_ns: int = 0
 
 
 class Watch(Generic[T]):

@@ -120,7 +120,7 @@ class Inference:
         model = flights[first].model
         if len(flights) == 1 or model is None or model.remote or self._spans is not None or debugging.on:
             return None
-        if model.codec.short_way is None:
+        if model.codec.short_way is None or not model.batcher.takes_alike:
             return None
         try:
             alike: AlikeRequests | None = model.codec.short_way.decode_alike(
@@ -133,23 +133,24 @@ class Inference:
 
     # hot path: see bench/
     def _start_together(self, together: list[InFlight], alike: AlikeRequests) -> bool:
-        """Submit requests that are alike. False if each is to be started by itself."""
+        """Submit requests that are alike. False if each is to be started by itself, decoded as it is."""
         try:
-            pendings = submit_alike(together, together[0].model, alike.asked, alike.inputs)
+            pendings = submit_alike(together, together[0].model, alike)
         except Exception:  # noqa: BLE001 - it is logged, and each is submitted by itself
             _log.exception("requests can't be submitted together")
+            pendings = ()
+        asked, inputs, targets = alike
+        if not pendings:
+            for flight, its_inputs, its_targets in zip(together, inputs, targets, strict=True):
+                flight.decoded = DecodedRequest(its_inputs, asked, its_targets)
             return False
-        told = self._on_done
         # Their inputs are the batcher's now.
-        decoded = DecodedRequest((), alike.asked)
-        for flight, pending in zip(together, pendings, strict=False):
-            flight.decoded = decoded
+        decoded, told = DecodedRequest((), asked), self._on_done
+        for flight, pending, its_targets in zip(together, pendings, targets, strict=True):
+            flight.decoded = DecodedRequest((), asked, its_targets) if its_targets else decoded
             flight.pending = pending
             pending.told, pending.about = told, flight
-        if pendings and alike.targets:
-            for flight, targets in zip(together, alike.targets, strict=True):
-                flight.decoded = DecodedRequest((), alike.asked, targets)
-        return bool(pendings)
+        return True
 
     # hot path: see bench/
     def _start_one(self, flight: InFlight) -> None:
@@ -157,7 +158,7 @@ class Inference:
         if self._spans is not None or debugging.on:
             flight.watch = RequestWatch(request, flight.parent, self._spans, flight.began_ns)
         model = flight.model or self._look_up(flight)
-        decoded = flight.decoded = model.codec.decode(request)
+        decoded = flight.decoded = flight.decoded or model.codec.decode(request)
         if decoded.asked.parameters.deadline_ns:
             own_ns = leaves_by(decoded.asked.parameters.deadline_ns / 1e9, flight.began_ns)
             flight.deadline_ns = min(flight.deadline_ns, own_ns)

@@ -34,7 +34,7 @@ Targets = Mapping[int, Span]
 
 class AlikeRequests(NamedTuple):
     """Requests that ask for the same: the inputs of each, and which of its outputs belong into shared memory, and
-    where; no `targets` if nobody's do."""
+    where."""
 
     asked: Asked
     inputs: Sequence[Inputs]
@@ -63,63 +63,57 @@ class ShortWay:
     # hot path: see bench/
     def decode(self, request: WireRequest) -> DecodedRequest | None:
         """The request, if one like it was learned of and it is like that; else None."""
-        mold = request.mold
-        plan = self._plans.get(mold.head)
-        if plan is None:
-            return None
-        if mold.note is None or mold.note[0] is not plan:
-            mold.note = plan, plan.starts(mold.raw)
-        starts = mold.note[1]
-        inputs: Inputs | None
-        if starts is not None and plan.layout is not None:
-            inputs = Packed(request.data, plan.layout, starts)
-        else:
-            inputs = plan.read(request.data, mold.raw, self._regions)
-        targets = plan.find_targets(self._regions) if plan.targets else NOWHERE
-        if inputs is None or targets is None:
-            return None
-        return DecodedRequest(inputs, plan.asked, targets)
+        plan = self._plans.get(request.mold.head)
+        found = self._tensors(request, plan) if plan is not None else None
+        return DecodedRequest(found[0], plan.asked, found[1]) if plan is not None and found is not None else None
 
     # hot path: see bench/
     def decode_alike(self, requests: Iterable[AnyRequest]) -> AlikeRequests | None:
         """As many of the first requests as ask for the same, of inputs whose sizes are known, and bring no deadline of
         their own. None if the first one has to be decoded by itself."""
-        first: RequestPlan | None = None
+        asked: Asked | None = None
         inputs: list[Inputs] = []
         targets: list[Targets] = []
         for request in requests:
             if not isinstance(request, WireRequest):
                 break
-            if first is None:
-                first = self._plans.get(request.mold.head)
-                if first is None or first.asked.size_bytes < 0 or first.asked.parameters.deadline_ns:
-                    return None
-                layout = first.layout if not first.targets else None
-            if layout is None:
-                decoded = self._decode_alike(request, first.asked)
-                if decoded is None:
-                    break
-                inputs.append(decoded[0])
-                targets.append(decoded[1])
-                continue
-            note = request.mold.note
-            if note is None or note[0] is not first or note[1] is None:
+            mold = request.mold
+            plan = self._plans.get(mold.head)
+            if plan is None:
                 break
-            inputs.append(Packed(request.data, layout, note[1]))
-        return AlikeRequests(first.asked, inputs, targets) if first is not None and inputs else None
+            if asked is None:
+                asked = plan.asked
+                if asked.size_bytes < 0 or asked.parameters.deadline_ns:
+                    return None
+            if plan.asked is not asked:
+                break
+            note = mold.note
+            if note is not None and note[0] is plan and note[1] is not None and not plan.targets:
+                # As most are, and what `_tensors` comes to for them.
+                inputs.append(Packed(request.data, plan.layout, note[1]))
+                targets.append(NOWHERE)
+                continue
+            found = self._tensors(request, plan)
+            if found is None:
+                break
+            inputs.append(found[0])
+            targets.append(found[1])
+        return AlikeRequests(asked, inputs, targets) if asked is not None and inputs else None
 
-    # hot path for requests that use shared memory
-    def _decode_alike(self, request: WireRequest, asked: Asked) -> tuple[Inputs, Targets] | None:
-        """Inputs and targets of one that asks for the same; None if it has to be decoded by itself, as outputs have to
-        that belong on a GPU."""
-        plan = self._plans.get(request.mold.head)
-        if plan is None or plan.asked is not asked:
-            return None
-        inputs = plan.read(request.data, request.mold.raw, self._regions)
+    # hot path: see bench/
+    def _tensors(self, request: WireRequest, plan: RequestPlan) -> tuple[Inputs, Targets] | None:
+        """Its inputs, and where its outputs belong; None if they aren't what the plan says, or not where."""
         targets = plan.find_targets(self._regions) if plan.targets else NOWHERE
-        if inputs is None or targets is None or any(span.region.kind == "cuda" for span in targets.values()):
+        if targets is None:
             return None
-        return inputs, targets
+        mold = request.mold
+        if mold.note is None or mold.note[0] is not plan:
+            mold.note = plan, plan.starts(mold.raw)
+        starts = mold.note[1]
+        if starts is not None and plan.layout is not None:
+            return Packed(request.data, plan.layout, starts), targets
+        inputs = plan.read(request.data, mold.raw, self._regions)
+        return (inputs, targets) if inputs is not None else None
 
     # hot path: see bench/
     def encode(
@@ -187,8 +181,8 @@ class ShortWay:
 
     def _same(self, asked: Asked) -> Asked:
         """One for all who ask for the same, whatever heads they have: shared memory is named there."""
-        what = asked.rows, asked.key, asked.outputs, asked.parameters, asked.size_bytes, asked.plain
-        if len(self._asked) >= _MOST_PLANS:
+        what = asked.rows, asked.key, asked.outputs, asked.parameters, asked.size_bytes
+        if what not in self._asked and len(self._asked) >= _MOST_PLANS:
             self._asked.clear()
         return self._asked.setdefault(what, asked)
 

@@ -15,12 +15,13 @@ from backends.remote_messages import RemoteRequest
 from scheduler.batch_queue import Alike
 from scheduler.pending import Pending
 from server.codec import tensor_bytes
-from server.decoded import Asked, DecodedRequest
+from server.decoded import DecodedRequest
 from server.in_flight import InFlight
 from server.open_codec import OpenCodec
 from server.passing import Carried
 from server.region_tensors import Directed, Inputs
 from server.repository import ServedModel
+from server.short_way import AlikeRequests, Targets
 from server.splitting import submit_parts
 
 __all__ = ["submit", "submit_alike", "submit_remote"]
@@ -37,11 +38,9 @@ def submit(flight: InFlight, model: ServedModel, decoded: DecodedRequest, arrive
         )
         model.in_parts(whole)
         return whole
-    if targets and model.leaves_outputs and any(one.region.kind == "cuda" for one in targets.values()):
-        inputs = Directed.to(targets, inputs)
     parameters = asked.parameters
     return model.batcher.submit(
-        inputs,
+        _directed(model, inputs, targets),
         asked.rows,
         asked.key,
         size_bytes=asked.size_bytes if asked.size_bytes >= 0 else _size_bytes(model, decoded),
@@ -54,13 +53,14 @@ def submit(flight: InFlight, model: ServedModel, decoded: DecodedRequest, arrive
 
 
 # hot path: see bench/
-def submit_alike(
-    flights: Sequence[InFlight], model: ServedModel, asked: Asked, inputs: Sequence[Inputs]
-) -> Sequence[Pending[Any, Any]]:
+def submit_alike(flights: Sequence[InFlight], model: ServedModel, alike: AlikeRequests) -> Sequence[Pending[Any, Any]]:
     """The same for several that ask for the same, one after the other; none of them if one may have to be refused or
     was taken back. Then each is to be submitted by itself, which has the words for why it can't be."""
-    if asked.rows > model.max_batch_rows > 0 or any(flight.gone or flight.cancelled for flight in flights):
+    if any(flight.gone or flight.cancelled for flight in flights):
         return ()
+    asked, inputs, targets = alike
+    if any(targets):
+        inputs = [_directed(model, *tensors) for tensors in zip(inputs, targets, strict=True)]
     parameters = asked.parameters
     return model.batcher.submit_alike(
         inputs,
@@ -68,6 +68,13 @@ def submit_alike(
         [flight.began_ns for flight in flights],
         [flight.deadline_ns for flight in flights],
     )
+
+
+def _directed(model: ServedModel, inputs: Inputs, targets: Targets) -> Inputs:
+    """What belongs on a GPU is left there, or written, on the instance's thread, which has to know."""
+    if targets and model.leaves_outputs and any(one.region.kind == "cuda" for one in targets.values()):
+        return Directed.to(targets, inputs)
+    return inputs
 
 
 def _size_bytes(model: ServedModel, decoded: DecodedRequest) -> int:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import gc
 from collections.abc import AsyncIterator, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +18,9 @@ from tests.integration.regions import ROW, in_region, register, settings, unregi
 from tests.integration.scripted import Script, mark_of, totals
 from tests.integration.serving import Served, serving
 from tests.integration.test_announced import Context
-from tests.shared_objects import SharedObject, shared_object
+from tests.polling import eventually_async
+from tests.shared_objects import SharedObject, held_by, shared_object, wanted_in
+from tests.wire import infer
 
 CLIENTS = 6
 TARGET = 64
@@ -53,6 +57,9 @@ class Clients:
     def request(self, number: int, target: int | None = TARGET) -> WireRequest:
         message = in_region(region=f"r{number}", target=target)
         message.id = str(number)
+        return self.known(message)
+
+    def known(self, message: pb.ModelInferRequest) -> WireRequest:
         read = [self.read(message.SerializeToString()) for _ in range(3)][-1]
         assert isinstance(read, WireRequest)
         return read
@@ -62,6 +69,17 @@ class Clients:
         await self.served.server._streaming.ModelStreamInfer(None, context)
         assert [one.infer_response.id for one in context.written] == [one.id for one in requests]
         return context.written
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """What is let go of goes at once, or stays."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 def _got(memory: SharedObject) -> list[float]:
@@ -117,6 +135,60 @@ async def test_one_whose_region_is_gone_fails_alone(
     assert "Unable to find shared memory region: 'r2'" in told[2]
     assert "shared memory region 'r4'" in told[4]
     assert script.seen == [[0.0, 1.0, 3.0, 5.0]]
+
+
+async def test_inputs_in_messages_results_where_they_are_wanted(
+    served: Served, script: Script, memories: list[SharedObject]
+) -> None:
+    clients = Clients(served)
+    messages = [infer("m", {"a": np.full((1, 2), 20 + number, np.float32)}) for number in range(CLIENTS)]
+    for number, message in enumerate(messages):
+        wanted_in(message, "x", f"r{number}", ROW, TARGET)
+    requests = [clients.known(message) for message in messages]
+    for _ in range(3):
+        answers = await clients.send(*requests)
+    assert script.seen[-1] == [20.0 + number for number in range(CLIENTS)]
+    assert [_got(memory) for memory in memories] == [[20.0 + number] * 2 for number in range(CLIENTS)]
+    assert not any(content for answer in answers for content in answer.infer_response.raw_output_contents)
+
+
+async def test_regions_unregistered_while_they_execute_are_kept_until_they_are_answered(
+    served: Served, script: Script, memories: list[SharedObject]
+) -> None:
+    clients = Clients(served)
+    requests = [clients.request(number) for number in range(CLIENTS)]
+    for _ in range(3):
+        await clients.send(*requests)
+    for memory in memories:
+        memory.put(bytes(ROW), TARGET)
+    gate = script.hold(3.0)
+    with uncollected():
+        sending = asyncio.create_task(clients.send(*requests))
+        await eventually_async(lambda: gate.entered, "the batch executes")
+        await unregister(served)
+        gate.open()
+        await sending
+        assert [_got(memory) for memory in memories] == [[number] * 2 for number in range(CLIENTS)]
+        await eventually_async(lambda: held_by() == (CLIENTS, 0), "nothing is held but by the clients")
+
+
+async def test_one_that_is_refused_keeps_nobodys_memory(
+    tmp_path: Path, script: Script, memories: list[SharedObject]
+) -> None:
+    text = "max_batch_size: 32 dynamic_batching { default_queue_policy { max_queue_size: 5 } }"
+    async with serving(tmp_path, {"m": script.model}, config=text, settings=settings(tmp_path)) as served:
+        for number, memory in enumerate(memories):
+            await register(served, f"r{number}", memory.key, 4096)
+        clients = Clients(served)
+        requests = [clients.request(number) for number in range(CLIENTS)]
+        for _ in range(3):
+            for one in requests:
+                await clients.send(one)
+        with uncollected():
+            answers = await clients.send(*requests)
+            assert [bool(answer.error_message) for answer in answers] == [False] * 5 + [True]
+            await unregister(served)
+            await eventually_async(lambda: held_by() == (CLIENTS, 0), "nothing is held but by the clients")
 
 
 async def test_they_count_in_bytes_what_they_would_by_themselves(

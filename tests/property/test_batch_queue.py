@@ -246,10 +246,10 @@ class QueueAgainstNaive(RuleBasedStateMachine):
         fits = rows <= self.policy.max_batch_rows and not self.naive.is_full(level, rows, size_bytes, count)
         numbers = range(self.pushed + 1, self.pushed + 1 + count)
         alike = Alike(rows, key, size_bytes, priority, timeout_ns)
-        entries = self.queue.push_alike(numbers, alike, arrivals_ns, deadlines_ns)
-        assert len(entries) == fits * count
+        assert self.queue.takes_alike(alike, arrivals_ns, deadlines_ns) == fits
         if not fits:
             return
+        entries = self.queue.push_alike(numbers, alike, arrivals_ns, deadlines_ns)
         for entry, number, arrived_ns, deadline_ns in zip(entries, numbers, arrivals_ns, deadlines_ns, strict=True):
             timeout_at_ns = self.policy.queue_policy(level).timeout_at_ns(arrived_ns, timeout_ns)
             self.note(entry, Waiting(number, key, rows, size_bytes, arrived_ns, timeout_at_ns, deadline_ns, level))

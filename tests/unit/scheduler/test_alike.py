@@ -118,6 +118,15 @@ async def test_none_is_taken_that_has_too_many_rows() -> None:
     assert _together(Bench(BatchPolicy(max_batch_rows=4)), "ab", Alike(5, "k")) == ()
 
 
+async def test_none_is_taken_where_lanes_are_held_for_those_who_were_just_answered() -> None:
+    bench = Bench(BatchPolicy(max_batch_rows=8, await_returns=True))
+    assert not bench.batcher.takes_alike
+    assert _together(bench, "ab") == ()
+    bench.batcher.flush()
+    assert bench.batcher.takes_alike
+    assert len(_together(bench, "ab")) == 2
+
+
 async def test_a_closed_batcher_takes_none() -> None:
     bench = Bench(BatchPolicy(max_batch_rows=8))
     bench.batcher.close()

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import pytest
 
 from backends.base import ModelSpec, TensorSpec
 from backends.cuda_memory import open_cuda_memory
+from backends.packed import Packed
 from protos import inference_pb2 as pb
 from server.codec import ModelCodec
 from server.cuda_region import CudaRegion
@@ -20,10 +21,10 @@ from server.wire_request import AnyRequest, RequestReader
 from tests.shared_objects import SharedObject, lies_in, shared_object, wanted_in
 from tests.unit.backends.test_cuda_memory import HANDLE, Driver
 
-SPEC = ModelSpec(
-    (TensorSpec("a", "FP32", (2,)), TensorSpec("t", "BOOL", (1,))), (TensorSpec("x", "FP32", (2,)),), batched=True
-)
-FLOATS = ModelSpec(SPEC.inputs[:1], SPEC.outputs, batched=True)
+INPUTS = TensorSpec("a", "FP32", (-1, -1)), TensorSpec("t", "BOOL", (1,))
+OUTPUTS = TensorSpec("x", "FP32", (-1, -1)), TensorSpec("y", "FP32", (-1, -1))
+SPEC = ModelSpec(INPUTS, OUTPUTS, batched=True)
+FLOATS = ModelSpec(INPUTS[:1], OUTPUTS, batched=True)
 
 
 @pytest.fixture
@@ -66,10 +67,12 @@ class Sender:
         return len(found.inputs) if found is not None else 0
 
 
-def _message(rows: int = 1, **parameters: int) -> pb.ModelInferRequest:
+def _message(shape: Sequence[int] = (1, 2, 3), outputs: str = "", **parameters: int) -> pb.ModelInferRequest:
     message = pb.ModelInferRequest(model_name="m")
-    message.inputs.add(name="a", datatype="FP32", shape=[rows, 2])
-    message.raw_input_contents.append(np.ones((rows, 2), np.float32).tobytes())
+    message.inputs.add(name="a", datatype="FP32", shape=shape)
+    message.raw_input_contents.append(np.ones(shape, np.float32).tobytes())
+    for name in outputs:
+        message.outputs.add(name=name)
     for name, value in parameters.items():
         message.parameters[name].int64_param = value
     return message
@@ -77,18 +80,50 @@ def _message(rows: int = 1, **parameters: int) -> pb.ModelInferRequest:
 
 def _in_region(region: str, target: str = "", offset: int = 0) -> pb.ModelInferRequest:
     message = pb.ModelInferRequest(model_name="m")
-    lies_in(message, "a", "FP32", [1, 2], region, 8, offset)
+    lies_in(message, "a", "FP32", [1, 2, 3], region, 24, offset)
     if target:
-        wanted_in(message, "x", target, 8)
+        wanted_in(message, "x", target, 24)
     return message
 
 
-def test_messages_are_alike_as_long_as_they_ask_for_the_same() -> None:
+def test_messages_are_alike_that_ask_for_the_same() -> None:
     sender = Sender(FLOATS)
-    one, other, urgent = (sender.learned(_message(**how)) for how in ({}, {"rows": 2}, {"priority": 1}))
+    one = sender.learned(_message())
     assert sender.alike(one, one, one) == 3
-    assert sender.alike(one, one, other, one) == 2
-    assert sender.alike(other, urgent) == 1
+    described = _message()
+    described.parameters["mine"].string_param = "another head"
+    assert sender.alike(one, sender.learned(described), one) == 3
+
+
+@pytest.mark.parametrize(
+    "other",
+    [_message((2, 2, 3)), _message((1, 3, 2)), _message(outputs="y"), _message(outputs="yx"), _message(priority=1)],
+    ids=["rows", "shape", "an output", "order of outputs", "priority"],
+)
+def test_who_asks_for_something_else_ends_them(other: pb.ModelInferRequest) -> None:
+    sender = Sender(FLOATS)
+    one, another = sender.learned(_message()), sender.learned(other)
+    assert sender.alike(one, one, another, one) == 2
+    assert sender.alike(another, one) == 1
+
+
+def test_one_whose_tensors_are_not_as_long_as_promised_ends_them() -> None:
+    sender = Sender(FLOATS)
+    one, short = sender.learned(_message()), _message()
+    short.raw_input_contents[0] = b"1234"
+    odd = sender.read(short.SerializeToString())
+    assert not isinstance(odd, Exception)
+    assert sender.alike(one, odd, one) == 1
+    assert sender.alike(odd, one) == 0
+
+
+def test_many_ways_to_ask_are_not_kept_for_ever() -> None:
+    sender = Sender(FLOATS)
+    for priority in range(1_100):
+        sender.learned(_message(priority=priority))
+    assert len(sender.way._asked) < 1_100
+    one = sender.learned(_message(priority=1_099))
+    assert sender.alike(one, one) == 2
 
 
 def test_who_brings_a_deadline_or_texts_to_look_at_goes_alone() -> None:
@@ -116,14 +151,21 @@ def test_those_in_shared_memory_are_alike_whatever_their_regions(regions: Region
         assert isinstance(tensor, RegionTensor)
         assert isinstance(expected, RegionTensor)
         assert (tensor.place, tensor.region, tensor.shape) == (expected.place, expected.region, expected.shape)
-    assert found.asked.size_bytes == 8
+    assert found.asked.size_bytes == 24
 
 
-def test_one_in_shared_memory_ends_those_in_messages_which_go_with_those_there(regions: Regions) -> None:
+def test_those_in_messages_and_those_in_shared_memory_are_alike_if_they_ask_for_the_same(regions: Regions) -> None:
     sender = Sender(FLOATS, regions)
-    here, there = sender.learned(_message()), sender.learned(_in_region("r0"))
-    assert sender.alike(here, here, there) == 2
-    assert sender.alike(there, there, here) == 3
+    answered_there = _message(outputs="xy")
+    wanted_in(answered_there, "x", "r1", 24)
+    del answered_there.outputs[0]
+    requests = [sender.learned(one) for one in (_message(outputs="yx"), answered_there, _in_region("r0"))]
+    assert sender.alike(*requests[:2]) == 2
+    found = sender.way.decode_alike(requests[1:2])
+    assert found is not None
+    assert [type(inputs) for inputs in found.inputs] == [Packed]
+    assert [[*targets] for targets in found.targets] == [[0]]
+    assert sender.alike(requests[2], sender.learned(_message()), requests[2]) == 3
 
 
 def test_one_whose_region_is_gone_ends_them(regions: Regions) -> None:
@@ -135,9 +177,8 @@ def test_one_whose_region_is_gone_ends_them(regions: Regions) -> None:
     assert sender.alike(*requests[3:]) == 1
 
 
-def test_one_whose_output_belongs_on_a_gpu_goes_alone(regions: Regions) -> None:
+def test_those_whose_outputs_belong_on_a_gpu_are_alike_too(regions: Regions) -> None:
     regions.add(CudaRegion("gpu", 0, 100, open_cuda_memory(HANDLE, 0, Driver(size=100).load)))
     sender = Sender(FLOATS, regions)
     host, gpu = sender.learned(_in_region("r0", "r1")), sender.learned(_in_region("r0", "gpu"))
-    assert sender.alike(host, host, gpu) == 2
-    assert sender.alike(gpu, host) == 0
+    assert sender.alike(host, gpu, host) == 3
