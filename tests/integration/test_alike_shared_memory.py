@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
@@ -57,9 +57,9 @@ class Clients:
     def request(self, number: int, target: int | None = TARGET) -> WireRequest:
         message = in_region(region=f"r{number}", target=target)
         message.id = str(number)
-        return self.known(message)
+        return self.wire(message)
 
-    def known(self, message: pb.ModelInferRequest) -> WireRequest:
+    def wire(self, message: pb.ModelInferRequest) -> WireRequest:
         read = [self.read(message.SerializeToString()) for _ in range(3)][-1]
         assert isinstance(read, WireRequest)
         return read
@@ -69,6 +69,13 @@ class Clients:
         await self.served.server._streaming.ModelStreamInfer(None, context)
         assert [one.infer_response.id for one in context.written] == [one.id for one in requests]
         return context.written
+
+    async def known(self) -> Sequence[WireRequest]:
+        """One of each client, sent before often enough to go the short way."""
+        requests = [self.request(number) for number in range(CLIENTS)]
+        for _ in range(3):
+            await self.send(*requests)
+        return requests
 
 
 @contextmanager
@@ -90,9 +97,7 @@ async def test_each_gets_its_own_result_where_it_wants_it(
     served: Served, script: Script, memories: list[SharedObject]
 ) -> None:
     clients = Clients(served)
-    requests = [clients.request(number) for number in range(CLIENTS)]
-    for _ in range(3):
-        await clients.send(*requests)
+    requests = await clients.known()
     for number, memory in enumerate(memories):
         memory.put(np.full(2, 10 + number, np.float32))
     script.seen.clear()
@@ -124,9 +129,7 @@ async def test_one_whose_region_is_gone_fails_alone(
     served: Served, script: Script, memories: list[SharedObject]
 ) -> None:
     clients = Clients(served)
-    requests = [clients.request(number) for number in range(CLIENTS)]
-    for _ in range(3):
-        await clients.send(*requests)
+    requests = await clients.known()
     await unregister(served, "r2")
     memories[4].resize(0)
     script.seen.clear()
@@ -144,7 +147,7 @@ async def test_inputs_in_messages_results_where_they_are_wanted(
     messages = [infer("m", {"a": np.full((1, 2), 20 + number, np.float32)}) for number in range(CLIENTS)]
     for number, message in enumerate(messages):
         wanted_in(message, "x", f"r{number}", ROW, TARGET)
-    requests = [clients.known(message) for message in messages]
+    requests = [clients.wire(message) for message in messages]
     for _ in range(3):
         answers = await clients.send(*requests)
     assert script.seen[-1] == [20.0 + number for number in range(CLIENTS)]
@@ -156,9 +159,7 @@ async def test_regions_unregistered_while_they_execute_are_kept_until_they_are_a
     served: Served, script: Script, memories: list[SharedObject]
 ) -> None:
     clients = Clients(served)
-    requests = [clients.request(number) for number in range(CLIENTS)]
-    for _ in range(3):
-        await clients.send(*requests)
+    requests = await clients.known()
     for memory in memories:
         memory.put(bytes(ROW), TARGET)
     gate = script.hold(3.0)
