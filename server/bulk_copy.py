@@ -13,10 +13,12 @@ import ctypes
 import errno
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
+
+from server.copying import copy_parts, parts_of
 
 __all__ = ["Allowed", "Piece", "copy_all"]
 
@@ -43,13 +45,33 @@ class Allowed:
 
 
 def copy_all(pieces: Sequence[Piece]) -> bool:
-    """Do it, if that can be done in one call. False: do it another way; some of it may have been done.
+    """Do it, if that can be done in one call, or where there is much in one for each of a few threads. False: do it
+    another way; some of it may have been done.
 
     All targets must be there; sources need not. Blocks, the interpreter free for other threads meanwhile.
     """
     size = sum(piece[2] for piece in pieces)
     if not Allowed.now or len(pieces) > _MOST_PIECES or size > _MOST_BYTES:
         return False
+    parts = parts_of(size)
+    return _copy(pieces) if parts == 1 else copy_parts(_copy, _shared_out(pieces, -(-size // parts)))
+
+
+def _shared_out(pieces: Sequence[Piece], most_bytes: int) -> Iterator[list[Piece]]:
+    """The same in parts of `most_bytes` each, but for the last."""
+    part: list[Piece] = []
+    room = most_bytes
+    for target, source, count in pieces:
+        begin = 0
+        while count - begin > room:
+            yield [*part, (target + begin, source + begin, room)]
+            begin, part, room = begin + room, [], most_bytes
+        part.append((target + begin, source + begin, count - begin))
+        room -= count - begin
+    yield part
+
+
+def _copy(pieces: Sequence[Piece]) -> bool:
     # struct iovec: address and length
     to = np.array([(target, count) for target, _, count in pieces], np.uint64)
     come = np.array([(source, count) for _, source, count in pieces], np.uint64)
@@ -57,4 +79,4 @@ def copy_all(pieces: Sequence[Piece]) -> bool:
     if done < 0 and (code := ctypes.get_errno()) in (errno.EPERM, errno.ENOSYS):
         Allowed.now = False
         _log.info("shared memory is read tensor by tensor: process_vm_readv: %s", os.strerror(code))
-    return bool(done == size)
+    return bool(done == sum(piece[2] for piece in pieces))

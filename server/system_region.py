@@ -23,6 +23,7 @@ from pathlib import Path
 import numpy as np
 
 from backends.base import Array
+from server.copying import copy_parts, parts_of
 from server.errors import InvalidRequest
 
 __all__ = ["RESERVED_PREFIX", "SystemRegion", "object_name", "open_system_region"]
@@ -90,11 +91,23 @@ class SystemRegion:
         Raises InvalidRequest if the object ends before; then some of `target` may have been filled.
         """
         rest, at = target.reshape(-1).view(_UINT8), self.offset + offset
+        step = -(-len(rest) // parts_of(len(rest)))
+        if step == len(rest):
+            whole = self._fill(rest, at)
+        else:
+            begins = range(0, len(rest), step)
+            whole = copy_parts(lambda begin: self._fill(rest[begin : begin + step], at + begin), begins)
+        if not whole:
+            raise self._cut_short(os.fstat(self._descriptor).st_size)
+
+    def _fill(self, rest: Array, at: int) -> bool:
+        """False if the object ends before."""
         while len(rest):
             count = os.preadv(self._descriptor, [rest.data], at)
             if not count:
-                raise self._cut_short(os.fstat(self._descriptor).st_size)
+                return False
             rest, at = rest[count:], at + count
+        return True
 
     def write(self, data: bytes | memoryview, offset: int) -> None:
         """Put `data` at `offset` in the region. Blocks for the copy.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 
@@ -10,6 +12,7 @@ from server.system_region import open_system_region
 from tests.shared_objects import shared_object
 
 PAGE = 4096
+MIB = 2**20
 
 
 def test_pieces_arrive_wherever_they_lay_and_nothing_else_is_written() -> None:
@@ -29,6 +32,29 @@ def test_memory_that_is_gone_is_told_and_kills_nobody(left: int) -> None:
         begin = region.mapped_at
         assert begin is not None
         pieces = [(target.ctypes.data + at, begin + at, PAGE) for at in range(0, 4 * PAGE, PAGE)]
+        assert copy_all(pieces)
+        memory.resize(left)
+        assert not copy_all(pieces)
+
+
+def test_much_arrives_as_it_was_wherever_it_is_cut() -> None:
+    """Enough for several threads, in pieces that end anywhere: between them, and within."""
+    source = np.random.default_rng(1).integers(0, 256, 20 * MIB, np.uint8)
+    cuts = [0, 1, 5, 3 * MIB + 7, 3 * MIB + 7, 4 * MIB, 15 * MIB + 1, 20 * MIB - 3, 20 * MIB]
+    target = np.zeros_like(source)
+    to, come = target.ctypes.data, source.ctypes.data
+    assert copy_all([(to + begin, come + begin, end - begin) for begin, end in pairwise(cuts)])
+    assert np.array_equal(target, source)
+
+
+@pytest.mark.parametrize("left", [0, 4 * MIB, 12 * MIB - PAGE])
+def test_much_of_memory_that_is_gone_is_told(left: int) -> None:
+    target = np.zeros(12 * MIB, np.uint8)
+    with shared_object(12 * MIB) as memory:
+        region = open_system_region("r", memory.key, 0, 12 * MIB)
+        begin = region.mapped_at
+        assert begin is not None
+        pieces = [(target.ctypes.data + at, begin + at, MIB) for at in range(0, 12 * MIB, MIB)]
         assert copy_all(pieces)
         memory.resize(left)
         assert not copy_all(pieces)

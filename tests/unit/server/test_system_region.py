@@ -16,6 +16,8 @@ from server.errors import InvalidRequest
 from server.system_region import RESERVED_PREFIX, SystemRegion, object_name, open_system_region
 from tests.shared_objects import FOLDER, SharedObject, held_by, shared_object
 
+MIB = 2**20
+
 
 @pytest.fixture
 def memory() -> Iterator[SharedObject]:
@@ -113,6 +115,20 @@ def test_cut_short_every_use_says_so_and_none_kills(memory: SharedObject, left: 
     region.check()
     region.write(b"x", 0)
     assert read(region, 1) == b"x"
+
+
+@pytest.mark.parametrize("left", [0, 5 * MIB, 12 * MIB - 1, 12 * MIB])
+def test_read_much_is_all_there_or_said_to_be_gone(left: int) -> None:
+    with shared_object(13 * MIB) as memory:
+        data = np.random.default_rng(1).integers(0, 256, 12 * MIB - 7, np.uint8)
+        memory.put(data, 7)
+        region = open_system_region("n", memory.key, 3, 12 * MIB - 3)
+        memory.resize(left)
+        if left == 12 * MIB:
+            assert read(region, 12 * MIB - 7, 4) == data.tobytes()
+        else:
+            with pytest.raises(InvalidRequest, match=f"got {left}"):
+                read(region, 12 * MIB - 7, 4)
 
 
 def test_cut_short_behind_what_is_read_does_no_harm(memory: SharedObject) -> None:
