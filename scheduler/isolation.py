@@ -2,8 +2,9 @@
 
 Lives here: whose fault a failure may be, and the groups. Must not: run anything.
 
-Where some request may be at fault, halves run again: one bad row among n costs 2·log2(n) further executions; a budget
-of twice that finds two, and what isn't told apart by then fails together. Where the batch was too large for the
+Where some request may be at fault, halves run again: one bad row among n costs 2·log2(n) further executions, and a
+budget of twice that finds two. What isn't told apart by then runs one by one: nobody fails for what others have sent,
+and a model that always fails has hardly more to do than without batches. Where the batch was too large for the
 memory, no request is at fault and nobody has to fail: all of them run again, in batches as small as it takes, since
 whatever failed once is only tried with fewer rows. What fails for good is a request that is too large alone.
 """
@@ -41,13 +42,14 @@ class Blame(Enum):
 
 
 def budget_for(requests: int) -> int:
-    """How many executions the search for culprits in a batch of `requests` requests may take."""
+    """How many executions the search for culprits in a batch of `requests` requests may take before it goes on one by
+    one."""
     return 4 * max(1, (requests - 1).bit_length())
 
 
 @dataclass(slots=True)
 class Budget:
-    """Executions left; shared by all parts of what was one batch."""
+    """Executions of halves that are left; shared by all parts of what was one batch."""
 
     left: int
 
@@ -77,12 +79,15 @@ class Suspects(Generic[T]):
         return [self] if smaller else []
 
     def halves(self) -> list[Suspects[T]]:
-        """Two groups to run again; none if there is one request left, or no budget for both."""
-        if len(self.entries) < 2 or self.budget.left < 2:
+        """Two groups to run again, or where there is no budget for these one for each; none if there is one request
+        left."""
+        if len(self.entries) < 2:
             return []
-        self.budget.left -= 2
-        middle = len(self.entries) // 2
-        return [Suspects(self.key, half, self.budget) for half in (self.entries[:middle], self.entries[middle:])]
+        if self.budget.left >= 2:
+            self.budget.left -= 2
+            middle = len(self.entries) // 2
+            return [self.narrowed(half) for half in (self.entries[:middle], self.entries[middle:])]
+        return [self.narrowed([entry]) for entry in self.entries]
 
 
 class Retries(Generic[T]):

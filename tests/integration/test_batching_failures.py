@@ -52,7 +52,7 @@ async def test_poisoned_requests_everywhere_all_fail_after_a_bounded_search(tmp_
         async with busy(served, script):
             calls = await queued(served, (request(mark) for mark in range(32)))
         assert await asyncio.gather(*map(failure_of, calls)) == [(INTERNAL, "model 'm': no")] * 32
-        assert len(script.model.batches) <= 1 + 1 + 4 * 5
+        assert len(script.model.batches) <= 1 + 1 + 4 * 5 + 32
         assert totals(await served.metrics())["BACKEND"] == 32
 
 

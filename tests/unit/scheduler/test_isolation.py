@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from collections.abc import Sequence
 
 import pytest
@@ -56,12 +57,34 @@ async def test_two_poisoned_rows_fail_alone() -> None:
     bench.batcher.close()
 
 
-async def test_poison_everywhere_stops_at_the_budget_and_everybody_is_answered() -> None:
+async def test_poison_everywhere_is_found_one_by_one_once_the_budget_is_spent() -> None:
     bench = SearchBench(BatchPolicy(max_batch_rows=32))
     futures = await bench.submit(*[f"p{number}!" for number in range(32)])
-    assert bench.run_all() <= 1 + budget_for(32)
+    assert bench.run_all() <= 1 + budget_for(32) + 32
     assert outcomes(futures) == ["failed"] * 32
     assert sum(report.failed for report in bench.seen.reports) == 32
+    bench.batcher.close()
+
+
+@pytest.mark.parametrize("bad", [3, 6, 11, 16, 24])
+async def test_good_ones_never_fail_however_many_bad_ones_there_are(bad: int) -> None:
+    for seed in range(20):
+        bench = SearchBench(BatchPolicy(max_batch_rows=32))
+        poisoned = set(random.Random(seed).sample(range(32), bad))
+        payloads = [f"p{number}!" if number in poisoned else f"p{number}" for number in range(32)]
+        futures = await bench.submit(*payloads)
+        assert bench.run_all() <= 1 + budget_for(32) + 32
+        assert outcomes(futures) == ["failed" if "!" in payload else payload.upper() for payload in payloads]
+        bench.batcher.close()
+
+
+@pytest.mark.parametrize("first", ["", "!"])
+async def test_every_other_one_that_is_bad_fails_alone(first: str) -> None:
+    bench = SearchBench(BatchPolicy(max_batch_rows=32))
+    payloads = [f"p{number}{first if number % 2 else '!' * (not first)}" for number in range(32)]
+    futures = await bench.submit(*payloads)
+    bench.run_all()
+    assert outcomes(futures) == ["failed" if "!" in payload else payload.upper() for payload in payloads]
     bench.batcher.close()
 
 
