@@ -22,6 +22,7 @@ from protos.datatypes import DATATYPES, Datatype
 from protos.inference_pb2 import InferTensorContents
 
 __all__ = [
+    "MAX_RANK",
     "TensorError",
     "bf16_from_float32",
     "decode_contents",

@@ -50,7 +50,11 @@ def answering(method: Method[RequestT, ResponseT]) -> Method[RequestT, ResponseT
             code, text = status_and_text(error, request, method.__name__)
             if isinstance(error, ServerStopping):
                 context.set_trailing_metadata(_TRY_LATER)
-        await context.abort(code, text)
+        refusal = context.abort(code, text)
+        # gRPC keeps what this raises with the call. Its traceback has this frame, which would keep the request, and by
+        # its context the call: nothing of them would go before the garbage collector comes by.
+        del request, context
+        await refusal
         raise AssertionError("abort returned")
 
     return answer

@@ -8,12 +8,14 @@ equal key and rows that add up.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import islice
 
 from backends.base import MISSING, Array, DeviceTensor, ModelSpec, Tensors, TensorSpec
 from backends.errors import ExecutionError
 from protos.datatypes import Datatype, by_name
 from protos.inference_pb2 import ModelInferRequest, ModelInferResponse
 from protos.tensors import (
+    MAX_RANK,
     TensorError,
     decode_contents,
     decode_raw,
@@ -41,6 +43,8 @@ AnyResponse = ModelInferResponse | bytes
 """As a message, or as one that is serialized already."""
 
 _BYTES = by_name("BYTES")
+_MOST_DIMS = 1_000
+"""That anything is made of, if only to tell what is wrong with them."""
 _BOTH = "expected no contents beside raw_input_contents, got both"
 
 
@@ -106,7 +110,7 @@ class ModelCodec:
         if parameters.typed_outputs:
             self._check_typed(outputs)
         order = self._input_order(request)
-        shapes = [tuple(tensor.shape) for tensor in request.inputs]
+        shapes = [self._shape(tensor) for tensor in request.inputs]
         rows = self._rows(request.inputs, shapes)
         spans = [
             self._span_checked(tensor, shape, index)
@@ -169,7 +173,8 @@ class ModelCodec:
         """For each input of the message, its place in the spec; names are there once, none that must be is missing, and
         there are no others."""
         order: list[int] = []
-        for tensor in request.inputs:
+        # One more than there are can't all be right.
+        for tensor in islice(request.inputs, len(self._inputs) + 1):
             index = self._inputs.get(tensor.name)
             if index is None:
                 raise self._invalid(f"unexpected input '{tensor.name}', expected {list(self._inputs)}")
@@ -184,6 +189,13 @@ class ModelCodec:
             if missing:
                 raise self._invalid(f"missing inputs {missing}: expected {needed}, got {got}")
         return order
+
+    def _shape(self, tensor: InputTensor) -> tuple[int, ...]:
+        if len(tensor.shape) > _MOST_DIMS:
+            raise self._invalid(
+                f"input '{tensor.name}': shape: expected at most {MAX_RANK} dimensions, got {len(tensor.shape)}"
+            )
+        return tuple(tensor.shape)
 
     def _wanted_outputs(self, request: ModelInferRequest) -> tuple[tuple[int, ...], Mapping[int, Span]]:
         """The indices of the outputs asked for, and where those belong that don't go into the response."""

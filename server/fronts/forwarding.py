@@ -25,19 +25,27 @@ def forwarded(rpc: str, link: Link, replies: Replies) -> Callable[[bytes, Contex
 
     async def call(data: bytes, context: Context) -> bytes:
         try:
+            return await answer(data, context)
+        except Aborted as aborted:
+            refusal = context.abort(aborted.code, aborted.text)
+        # As in `server.answering`: what this raises keeps this frame.
+        del data, context
+        await refusal
+        raise AssertionError("abort returned")
+
+    async def answer(data: bytes, context: Context) -> bytes:
+        try:
             replies.refuse_if_full()
         except QueueFull as error:
             code = status_of(error)
-            await context.abort(code, str(error))
+            assert code is not None
+            raise Aborted(code, str(error)) from None
         remaining_s = context.time_remaining()
         deadline_ns = None if remaining_s is None else time.monotonic_ns() + int(remaining_s * 1e9)
         headers = tuple((key, value) for key, value in context.invocation_metadata())
         reply = replies.expect()
         link.send((protocol.CALL, reply.number, rpc, deadline_ns, headers, data))
-        try:
-            answer: bytes = await reply
-        except Aborted as aborted:
-            await context.abort(aborted.code, aborted.text)
-        return answer
+        answered: bytes = await reply
+        return answered
 
     return call

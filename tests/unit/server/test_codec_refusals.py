@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tracemalloc
+
 import numpy as np
 import pytest
 
@@ -9,6 +11,7 @@ from backends.base import ModelSpec, TensorSpec
 from protos import inference_pb2 as pb
 from server.codec import ModelCodec
 from server.errors import InvalidRequest, NotSupported
+from server.wire_request import RequestReader
 from tests.wire import Change, add_raw, bytes_element, infer, parameter, raw, rows_of_floats, shape
 
 Request = pb.ModelInferRequest
@@ -294,3 +297,44 @@ def test_decode_a_refused_request_leaves_the_codec_as_it_was() -> None:
     with pytest.raises(InvalidRequest):
         codec.decode(Request())
     assert codec.decode(good()).asked.rows == 1
+
+
+MIB = 2**20
+
+
+def infer_of(change: Change) -> bytes:
+    request = good()
+    change(request)
+    return request.SerializeToString()
+
+
+@pytest.mark.parametrize(
+    ("more", "text"),
+    [
+        (b"\x3a\x00" * (MIB // 2), "entries in raw_input_contents"),
+        (b"\x32\x00" * (MIB // 2), "unexpected output ''"),
+        (b"\x2a\x00" * (MIB // 2), "unexpected input ''"),
+        (b"\x2a\x03\x0a\x01a" * (MIB // 5), "input 'a' is given more than once"),
+        (infer_of(shape(0, *[1] * MIB)), "input 'a': shape: expected at most 64 dimensions, got 1048576"),
+    ],
+    ids=["raw", "outputs", "inputs", "same", "dims"],
+)
+def test_refusal_of_very_many_small_things_makes_nothing_of_each(more: bytes, text: str) -> None:
+    """Else a small request would take much memory, and all others' time."""
+    data = good().SerializeToString()
+    if more.startswith(b"\x2a"):
+        data = pb.ModelInferRequest(model_name="m").SerializeToString()
+    elif more.startswith(b"\x0a"):
+        data = b""
+    reader, codec = RequestReader(), ModelCodec("m", "1", SPEC, 8)
+    reader(data)
+    tracemalloc.start()
+    try:
+        request = reader(data + more)
+        assert not isinstance(request, Exception)
+        with pytest.raises(InvalidRequest, match=text):
+            codec.decode(request)
+        most = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert most < 4 * MIB

@@ -1,0 +1,46 @@
+"""What is left of a call that was refused: nothing, and nothing that only the garbage collector would find."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from pathlib import Path
+
+import grpc
+import pytest
+
+from protos import inference_pb2 as pb
+from tests.integration.serving import echo_model, failure_of, serving
+from tests.polling import eventually_async
+from tests.wire import infer, rows_of_floats
+
+
+@pytest.fixture
+def uncollected() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+def _refusals() -> int:
+    """What gRPC raised to end a call, and whatever hangs on it: the call, the handler's frame, the request."""
+    return sum(isinstance(one, grpc.aio.AbortError) for one in gc.get_objects())
+
+
+@pytest.mark.parametrize("known", [False, True])
+async def test_refused_calls_leave_nothing_to_the_garbage_collector(
+    tmp_path: Path, uncollected: None, known: bool
+) -> None:
+    good = infer("m", {"a": rows_of_floats(1)})
+    bad = infer("m", {"a": rows_of_floats(1)})
+    bad.raw_input_contents[0] += b"more"
+    async with serving(tmp_path, {"m": echo_model()}) as served:
+        if known:
+            await served.infer(good)
+        for _ in range(20):
+            assert (await failure_of(served.infer(bad)))[0] is grpc.StatusCode.INVALID_ARGUMENT
+        missing = served.stub.ModelMetadata(pb.ModelMetadataRequest(name="missing"))
+        assert (await failure_of(missing))[0] is grpc.StatusCode.NOT_FOUND
+        # gRPC has the last ones in hand.
+        await eventually_async(lambda: _refusals() < 5, "refusals are gone")
