@@ -7,6 +7,7 @@ connection fails, 2 when what the user gave can't be used.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -22,7 +23,7 @@ from clients.printable import printable
 from clients.tls import Tls
 from clients.tokens import authorization, read_token
 
-__all__ = ["Access", "Unusable", "access_options", "one_line_errors"]
+__all__ = ["Access", "Seconds", "Unusable", "access_options", "one_line_errors"]
 
 _TOKEN_VARIABLE = "PACELINE_CLIENT_TOKEN"
 
@@ -39,6 +40,16 @@ class Unusable(click.ClickException):
     """What the user gave can't be used."""
 
     exit_code = 2
+
+
+class Seconds(click.FloatRange):
+    """A range of times. NaN is within every other."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        number: float = super().convert(value, param, ctx)
+        if math.isnan(number):
+            raise Unusable(f"{param.opts[0] if param else 'time'}: expected a number of seconds, got nan")
+        return number
 
 
 @contextmanager

@@ -20,7 +20,7 @@ from clients.calls import Call, Method
 from clients.coalescing import Coalescer
 from clients.errors import Cancelled, DeadlineExceeded, Unavailable, rpc_failure
 from clients.messages import InferResult, Inputs, ModelMetadata, Parameters, ServerMetadata, infer_request
-from clients.streams import Streams
+from clients.streams import Streams, check_request
 from clients.tls import Tls
 from protos.inference_pb2 import ModelInferRequest
 
@@ -101,7 +101,8 @@ class InferenceClient(BaseClient):
     ) -> InferResult:
         """Runs the model and returns its outputs; arguments and refusals as in the blocking client.
 
-        Tensors are copied in the event loop, on their way out and in. ValueError for `metadata` over streams.
+        Tensors are copied in the event loop, on their way out and in. ValueError for `metadata` over streams,
+        and for the parameter `paceline_cancel`.
         """
         request = infer_request(
             model,
@@ -112,8 +113,10 @@ class InferenceClient(BaseClient):
             parameters=parameters,
             datatypes=datatypes,
         )
-        if self._streams is not None and metadata:
-            raise ValueError("metadata: over streams it goes with all requests; give it to the client")
+        if self._streams is not None:
+            if metadata:
+                raise ValueError("metadata: over streams it goes with all requests; give it to the client")
+            check_request(request)
         if self._coalescer is not None and not metadata:
             return await self._coalescer.infer(request, self._bound_s(timeout_s))
         return await self._infer(request, self._bound_s(timeout_s), metadata)

@@ -6,6 +6,7 @@ wait_ready. Must not live here: anything that waits, or reads a clock; callers p
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from types import EllipsisType, ModuleType
@@ -15,16 +16,14 @@ import grpc
 
 from clients.calls import Call, Method, stubs
 from clients.errors import ClientClosed, DeadlineExceeded
+from clients.headers import Metadata, checked
 from clients.tls import Tls
 from clients.tokens import authorization
 
 __all__ = ["DEFAULT_TIMEOUT_S", "BaseClient", "Metadata", "ReadyWait", "Timeout"]
 
-Metadata = Sequence[tuple[str, str | bytes]]
-"""Pairs of lower-case key and value; values of keys ending in `-bin` are bytes."""
-
 Timeout = float | None | EllipsisType
-"""Seconds; None is no bound; `...`, the default, takes the client's own."""
+"""Seconds; None and infinity are no bound; `...`, the default, takes the client's own."""
 
 DEFAULT_TIMEOUT_S: Final = 60.0
 
@@ -37,6 +36,9 @@ _CHANNEL_OPTIONS: Final[Mapping[str, Any]] = {
     "grpc.max_reconnect_backoff_ms": 1000,
 }
 
+# 31 years, and no bound beyond. gRPC's times are nanoseconds since 1970 in 64 bits; what is later counts as the past.
+_LONGEST_S: Final = 1e9
+
 _FIRST_PAUSE_S: Final = 0.05
 _LONGEST_PAUSE_S: Final = 1.0
 
@@ -45,11 +47,13 @@ class BaseClient:
     """What both clients are told when made, and their one channel.
 
     `target` is a gRPC name such as `127.0.0.1:8001`, `dns:///host:8001` or `unix:/path`. `timeout_s` bounds each call
-    that names no timeout of its own, in seconds; None is no bound. `tls` makes the connection TLS: True, believing the
-    authorities that gRPC brings along, or `Tls` with files of one's own. `token` goes with every call, in the header
-    `authorization`; without TLS whoever is on the way reads it. `credentials` are gRPC's own, for what `tls` can't say;
-    one of the two. `options` are gRPC channel options and override ours: message sizes are unlimited, and reconnecting
-    is tried at least once a second. `metadata` goes with every call, before the call's own.
+    that names no timeout of its own, in seconds; None and infinity are no bound. `tls` makes the connection TLS: True,
+    believing the authorities that gRPC brings along, or `Tls` with files of one's own. `token` goes with every call, in
+    the header `authorization`; without TLS whoever is on the way reads it. `credentials` are gRPC's own, for what `tls`
+    can't say; one of the two. `options` are gRPC channel options and override ours: message sizes are unlimited, and
+    reconnecting is tried at least once a second. `metadata` goes with every call, before the call's own.
+
+    Raises ValueError or TypeError for a timeout, a token or metadata that can't be sent, as each call does for its own.
 
     Making a client opens nothing; the first call does, or entering it as a context manager, and raises ValueError for
     files of `tls` that are no good. No failed call is repeated: it raises at once, and whether to try again is the
@@ -73,11 +77,11 @@ class BaseClient:
         if tls and credentials is not None:
             raise ValueError("expected one of tls and credentials, got both")
         self._target = target
-        self._timeout_s = timeout_s
+        self._timeout_s = _bounded_s(timeout_s)
         self._tls = tls if isinstance(tls, Tls) else Tls() if tls else None
         self._credentials = credentials
         self._options = options
-        self._metadata = (*([authorization(token)] if token is not None else []), *metadata)
+        self._metadata = (*([authorization(token)] if token is not None else []), *checked(metadata))
         self._lock = threading.Lock()
         self._closed = False
         self._channel: Any = None
@@ -116,24 +120,36 @@ class BaseClient:
         return self._open()[call.method](
             call.request,
             timeout=self._bound_s(timeout_s),
-            metadata=(*self._metadata, *metadata),
+            metadata=(*self._metadata, *checked(metadata)),
             wait_for_ready=call.wait_for_ready,
         )
 
     def _bound_s(self, timeout_s: Timeout) -> float | None:
-        return self._timeout_s if isinstance(timeout_s, EllipsisType) else timeout_s
+        """What is told to gRPC. Raises ValueError."""
+        return self._timeout_s if isinstance(timeout_s, EllipsisType) else _bounded_s(timeout_s)
+
+
+def _bounded_s(timeout_s: float | None) -> float | None:
+    """The seconds, None where they are no bound. Raises ValueError."""
+    if timeout_s is None or timeout_s >= _LONGEST_S:
+        return None
+    if math.isnan(timeout_s):
+        raise ValueError("timeout_s: expected a number of seconds, got nan")
+    return max(timeout_s, -_LONGEST_S)
 
 
 class ReadyWait:
     """When to ask again whether the server is ready, and when to give up.
 
-    Pauses double from 50 ms to 1 s. Times are seconds of one monotonic clock, read by the caller.
+    Pauses double from 50 ms to 1 s. Times are seconds of one monotonic clock, read by the caller. Raises ValueError for
+    a `timeout_s` that is none.
     """
 
     def __init__(self, target: str, timeout_s: float, now_s: float) -> None:
+        bounded_s = _bounded_s(timeout_s)
         self._target = target
         self._timeout_s = timeout_s
-        self._until_s = now_s + timeout_s
+        self._until_s = math.inf if bounded_s is None else now_s + bounded_s
         self._pause_s = _FIRST_PAUSE_S
 
     def left_s(self, now_s: float) -> float:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import click
 
-from clients.access import Access, access_options, one_line_errors
+from clients.access import Access, Seconds, access_options, one_line_errors
 from clients.base import DEFAULT_TIMEOUT_S
 from clients.inputs import InputError, RandomInputs, parse_shape, prepare, read_inputs
 from clients.messages import InferResult, ParameterValue
@@ -47,7 +47,7 @@ __all__ = ["infer"]
 @click.option(
     "--timeout",
     "timeout_s",
-    type=click.FloatRange(min=0, min_open=True),
+    type=Seconds(min=0, min_open=True),
     default=DEFAULT_TIMEOUT_S,
     show_default=True,
     metavar="SECONDS",
@@ -94,9 +94,10 @@ def infer(
         random = _random_inputs(make_up, rows, shapes, seed)
         given = read_inputs(inputs)
         options = dict(_parameter(text) for text in parameters)
-        if not given and random is None:
+        metadata = client.model_metadata(model, version)
+        if metadata.inputs and not given and random is None:
             raise InputError("no input: give --input or --random")
-        ready = prepare(client.model_metadata(model, version), given, random)
+        ready = prepare(metadata, given, random)
         call = partial(
             client.infer,
             model,

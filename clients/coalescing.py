@@ -2,12 +2,14 @@
 
 Lives here: who may share a request, when it is sent, and whose rows are whose in the answer. Must not live here:
 channels, calls, streams. To a caller it is an inference of his own: its timeout, its cancellation, and no error that
-isn't his, as far as one can tell: a request that is refused or fails by what is in it is sent again for each alone.
+isn't his, as far as one can tell: a request that is refused or fails by what is in it, or for its size, is sent again
+for each alone.
 """
 
 from __future__ import annotations
 
 import asyncio
+import re
 from collections import deque
 from collections.abc import Awaitable, Callable, Hashable, Sequence
 from dataclasses import replace
@@ -39,6 +41,8 @@ Send = Callable[[ModelInferRequest, float | None], Awaitable[InferResult]]
 _UNDER_WAY: Final = 2
 # What gRPC's implementations say of a message beyond the receiver's limit.
 _TOO_LARGE: Final = "larger than max"
+# What paceline's bounds on what waits count, besides requests, and what is short where a batch finds no memory.
+_SIZE: Final = re.compile(r"\b(rows|bytes|memory)\b")
 
 
 class _Member:
@@ -168,12 +172,32 @@ class Coalescer:
                 _fail(members[0], error)
             elif _is_due_to_what_is_in_it(error):
                 await asyncio.gather(*(self._run([member]) for member in members if not member.answer.done()))
+            elif _is_due_to_its_size(error):
+                await self._run_in_turn(members)
             else:
                 for member in members:
                     _fail(member, _own(error))
         except ResponseError as error:
             for member in members:
                 _fail(member, ResponseError(str(error)))
+
+    async def _run_in_turn(self, members: Sequence[_Member]) -> None:
+        """Answer the members one by one, the smallest first, until one is refused for lack of room.
+
+        The server has no room for all of them together: either it never has, or it is full just now, of what others
+        sent. One at a time they don't crowd each other out, and a full server has one request more to refuse, not one
+        for each: whoever is no smaller than one that was refused alone would fare no better.
+        """
+        refusal, refused_rows = None, 0
+        for member in sorted(members, key=_size_bytes):
+            if member.answer.done():
+                continue
+            if refusal is not None and member.rows >= refused_rows:
+                _fail(member, _own(refusal))
+                continue
+            await self._run([member])
+            if (its_own := _refusal(member)) is not None:
+                refusal, refused_rows = its_own, member.rows
 
 
 def _rows(request: ModelInferRequest) -> int:
@@ -240,6 +264,22 @@ def _is_due_to_what_is_in_it(error: InferenceError) -> bool:
     """Whether a request of fewer rows may fare better."""
     too_large = isinstance(error, ResourceExhausted) and _TOO_LARGE in error.message
     return too_large or isinstance(error, (InvalidArgument, Internal))
+
+
+def _is_due_to_its_size(error: InferenceError) -> bool:
+    """Whether requests of fewer rows may be let in one by one."""
+    return isinstance(error, ResourceExhausted) and _SIZE.search(error.message) is not None
+
+
+def _size_bytes(member: _Member) -> int:
+    return member.request.ByteSize()
+
+
+def _refusal(member: _Member) -> ResourceExhausted | None:
+    """That the member was refused for lack of room, if it was."""
+    answer = member.answer
+    error = answer.exception() if answer.done() and not answer.cancelled() else None
+    return error if isinstance(error, ResourceExhausted) else None
 
 
 def _own(error: InferenceError) -> InferenceError:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import click
 
-from clients.access import Access, access_options, one_line_errors
+from clients.access import Access, Seconds, access_options, one_line_errors
 from clients.sync import InferenceClient
 
 __all__ = ["health"]
@@ -30,7 +30,7 @@ _SERVING = "SERVING"
 @click.option(
     "--timeout",
     "timeout_s",
-    type=click.FloatRange(min=0, min_open=True),
+    type=Seconds(min=0, min_open=True),
     default=3.0,
     show_default=True,
     metavar="SECONDS",

@@ -21,7 +21,7 @@ from grpc.aio import EOF  # type: ignore[attr-defined]
 from clients.errors import Cancelled, DeadlineExceeded, InferenceError, Unavailable, inference_error, rpc_failure
 from protos.inference_pb2 import ModelInferRequest, ModelInferResponse, ModelStreamInferResponse
 
-__all__ = ["Streams"]
+__all__ = ["Streams", "check_request"]
 
 # 64 callers of a tiny model on 2 cores: calls 3,100 requests/s, 1 stream 3,000, 4 streams 4,500, 8 5,200, 16 6,100,
 # 32 6,500 (medians of four interleaved rounds). Each message of one stream wakes both ends up; streams share that.
@@ -90,8 +90,7 @@ class _Stream:
         answer: asyncio.Future[ModelStreamInferResponse] = self._loop.create_future()
         alarm: asyncio.TimerHandle | None = None
         if timeout_s is not None:
-            # Raises ValueError or OverflowError for what no deadline can be.
-            request.parameters[_DEADLINE].int64_param = max(1, int(timeout_s * 1e6))
+            _tell_deadline(request, max(1, int(timeout_s * 1e6)))
             alarm = self._loop.call_later(timeout_s, _expire, answer, timeout_s)
         self._waiting[request.id] = answer
         self._send(request)
@@ -170,6 +169,22 @@ class _Stream:
             return await asyncio.wait_for(self._status, _STATUS_S)
         except TimeoutError:
             return error
+
+
+def check_request(request: ModelInferRequest) -> None:
+    """Raises ValueError for what is no request on a stream, and would never be answered."""
+    if _CANCEL in request.parameters and request.parameters[_CANCEL].bool_param:
+        raise ValueError(f"parameter {_CANCEL!r}: a stream has it instead of a request; cancel the task that awaits it")
+
+
+def _tell_deadline(request: ModelInferRequest, deadline_us: int) -> None:
+    """Beside one that the caller has set the earlier counts, as it does beside a call's. 0 is none, and what is no
+    number, or a negative one, is left for the server to refuse."""
+    given = request.parameters[_DEADLINE]  # which makes it where there is none
+    if given.WhichOneof("parameter_choice") in (None, "int64_param", "uint64_param"):
+        given_us = given.int64_param or given.uint64_param
+        if not given_us or given_us > deadline_us:
+            given.int64_param = deadline_us
 
 
 def _at_once(coroutine: Coroutine[Any, Any, _T]) -> _T:

@@ -14,7 +14,7 @@ from typing import TextIO
 
 import click
 
-from clients.access import Access, Unusable, access_options
+from clients.access import Access, Seconds, Unusable, access_options
 from clients.scrape import ScrapeError, Scraper, Snapshot
 from clients.top_table import table
 
@@ -37,7 +37,7 @@ _HOME, _END_LINE, _END_SCREEN = "\x1b[H", "\x1b[K", "\x1b[J"
 @click.option(
     "--interval",
     "interval_s",
-    type=click.FloatRange(0.1, 3600),
+    type=Seconds(0.1, 3600),
     default=2.0,
     show_default=True,
     metavar="SECONDS",

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from backends.base import ModelSpec, TensorSpec
+from backends.errors import OutOfMemory
 from backends.memory import MemoryModel
 from clients import (
     AsyncInferenceClient,
@@ -24,11 +25,12 @@ from clients import (
 )
 from server.config import Settings
 from server.limits import Limits
-from tests.integration.scripted import Script, busy, marked
+from tests.integration.scripted import Script, busy, marked, own
 from tests.integration.serving import Served, echo_model, serving
 from tests.polling import eventually_async
 
 BATCHES = "max_batch_size: 8 dynamic_batching { }"
+QUEUE_OF_ONE = "dynamic_batching { default_queue_policy { max_queue_size: 1 } }"
 
 
 @pytest.fixture
@@ -136,6 +138,66 @@ async def test_rows_whose_request_is_too_large_a_message_go_alone(
         np.testing.assert_array_equal([result["x"] for result in results], rows)
         with pytest.raises(ResourceExhausted, match="larger than max"):
             await client.infer("m", {"a": np.zeros((3, 1000), np.float32)})
+
+
+@pytest.mark.parametrize("transport", ["call", "stream"])
+@pytest.mark.parametrize("bound", [{"max_queue_bytes": 100}, {"max_queue_rows": 3}], ids=lambda bound: str(*bound))
+async def test_rows_that_the_queue_has_no_room_for_together_go_one_by_one(
+    tmp_path: Path, script: Script, bound: dict[str, int], transport: Literal["call", "stream"]
+) -> None:
+    async with (
+        serving(tmp_path, {"m": script.model}, config=f"max_batch_size: 8 {own(**bound)}") as served,
+        AsyncInferenceClient(served.target, transport=transport, coalesce=16, timeout_s=20) as client,
+    ):
+        rows = [marked(mark, columns=8) for mark in range(8)]
+        results = await asyncio.gather(*(client.infer("m", {"a": row}) for row in rows))
+        assert [float(result["x"][0, 0]) for result in results] == list(range(8))
+        with pytest.raises(ResourceExhausted, match="maximum queue size"):
+            await client.infer("m", {"a": marked(9, rows=4, columns=8)})
+
+
+async def test_row_larger_than_the_queue_is_refused_alone(tmp_path: Path) -> None:
+    config = f"max_batch_size: 8 {own(max_queue_bytes=100)}"
+    async with (
+        serving(tmp_path, {"text": echo_model("BYTES", 1)}, config=config) as served,
+        AsyncInferenceClient(served.target, coalesce=8, timeout_s=20) as client,
+    ):
+        texts = [b"a", b"b" * 200, b"c", b"d" * 300]
+        asking = [client.infer("text", {"a": np.array([[text]], object)}) for text in texts]
+        outcomes = await asyncio.gather(*asking, return_exceptions=True)
+    assert [isinstance(outcome, ResourceExhausted) for outcome in outcomes] == [False, True, False, True]
+
+
+@pytest.mark.parametrize(
+    ("bound", "requests"), [(own(max_queue_bytes=100), 1 + 1), (QUEUE_OF_ONE, 1)], ids=["bytes", "requests"]
+)
+async def test_full_queue_is_asked_at_most_once_more_than_without_company(
+    tmp_path: Path, script: Script, bound: str, requests: int
+) -> None:
+    async with (
+        serving(tmp_path, {"m": script.model}, config=f"max_batch_size: 8 {bound}") as served,
+        AsyncInferenceClient(served.target, coalesce=8, timeout_s=20) as client,
+    ):
+        async with busy(served, script):
+            filling = asyncio.create_task(client.infer("m", {"a": marked(9, columns=24)}))
+            await eventually_async(lambda: served.waiting("m") == 1, "a full queue")
+            asking = [ask(client, number) for number in range(8)]
+            outcomes = await asyncio.gather(*asking, return_exceptions=True)
+        assert [type(outcome) for outcome in outcomes] == [ResourceExhausted] * 8
+        assert len({id(outcome) for outcome in outcomes}) == 8
+        labels = 'model="m",reason="REJECTED",version="1"'
+        assert await served.metric("nv_inference_request_failure", labels) == requests
+        await filling
+
+
+async def test_rows_that_find_no_memory_together_go_one_by_one(tmp_path: Path) -> None:
+    model = echo_model()
+    model.faults.raise_when(lambda inputs: len(inputs[0]) > 1, OutOfMemory("Failed to allocate memory"))
+    async with (
+        serving(tmp_path, {"m": model}, config=f"max_batch_size: 8 {own(isolate_failures=False)}") as served,
+        AsyncInferenceClient(served.target, coalesce=8, timeout_s=20) as client,
+    ):
+        assert await asyncio.gather(*(ask(client, number) for number in range(8))) == [[n] for n in range(8)]
 
 
 async def test_error_of_the_whole_is_everybodys_own(client: AsyncInferenceClient) -> None:

@@ -154,15 +154,54 @@ async def test_infer_over_streams_timeout_is_told_to_the_server_and_kept_without
     assert await ask(client, 3, timeout_s=None) == 3
 
 
-@pytest.mark.parametrize("timeout_s", [math.inf, math.nan, 1e13])
-async def test_infer_over_streams_timeout_that_is_none_is_refused_and_leaves_nothing(
-    served: Served, timeout_s: float
+@pytest.mark.parametrize(
+    ("deadline_us", "timeout_s"), [(50_000, None), (50_000, 20), (0, 0.1), (20_000_000, 0.1), (2**63, 0.1)]
+)
+async def test_infer_over_streams_of_two_deadlines_the_earlier_counts(
+    served: Served, client: AsyncInferenceClient, script: Script, deadline_us: int, timeout_s: float | None
 ) -> None:
+    async with busy(served, script):
+        with pytest.raises(DeadlineExceeded):
+            await ask(client, 1, parameters={"paceline_deadline_us": deadline_us}, timeout_s=timeout_s)
+        await eventually_async(lambda: served.waiting("m") == 0, "an empty queue")
+    assert script.served == []
+    assert await ask(client, 2, parameters={"paceline_deadline_us": 20_000_000}) == 2
+
+
+@pytest.mark.parametrize("deadline_us", [-1, 0.5, "soon"])
+async def test_infer_over_streams_deadline_that_is_none_is_refused_as_a_calls_is(
+    served: Served, client: AsyncInferenceClient, deadline_us: float | str
+) -> None:
+    parameters = {"paceline_deadline_us": deadline_us}
+    async with AsyncInferenceClient(served.target) as calling:
+        with pytest.raises(InvalidArgument) as expected:
+            await ask(calling, 1, parameters=parameters)
+    with pytest.raises(InvalidArgument) as got:
+        await ask(client, 1, parameters=parameters)
+    assert got.value.message == expected.value.message
+
+
+@pytest.mark.parametrize("coalesce", [None, 4])
+async def test_infer_over_streams_that_takes_back_is_refused(served: Served, coalesce: int | None) -> None:
+    async with AsyncInferenceClient(served.target, transport="stream", coalesce=coalesce, timeout_s=20) as client:
+        with pytest.raises(ValueError, match="'paceline_cancel': a stream has it instead of a request"):
+            await ask(client, 1, parameters={"paceline_cancel": True})
+        assert await ask(client, 1, parameters={"paceline_cancel": False}) == 1
+
+
+@pytest.mark.parametrize("coalesce", [None, 4])
+async def test_infer_over_streams_timeout_without_end_is_no_bound(served: Served, coalesce: int | None) -> None:
+    async with AsyncInferenceClient(served.target, transport="stream", coalesce=coalesce) as client:
+        for timeout_s in (math.inf, 1e10, 1e13, 1e300):
+            assert await ask(client, 1, timeout_s=timeout_s) == 1
+
+
+async def test_infer_over_streams_timeout_that_is_none_is_refused_and_leaves_nothing(served: Served) -> None:
     complaints: list[dict[str, Any]] = []
     asyncio.get_running_loop().set_exception_handler(lambda loop, context: complaints.append(context))
     async with AsyncInferenceClient(served.target, transport="stream") as client:
-        with pytest.raises((ValueError, OverflowError)):
-            await ask(client, 1, timeout_s=timeout_s)
+        with pytest.raises(ValueError, match="got nan"):
+            await ask(client, 1, timeout_s=math.nan)
     del client
     gc.collect()
     assert complaints == []

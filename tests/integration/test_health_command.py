@@ -47,3 +47,8 @@ def test_health_where_nobody_listens_is_1_with_one_line(service: tuple[str, ...]
     assert (status, said) == (1, "")
     assert complained.startswith("Error: ")
     assert "\n" not in complained
+
+
+def test_health_of_no_number_of_seconds_is_2_with_one_line() -> None:
+    expected = "Error: --timeout: expected a number of seconds, got nan"
+    assert health("127.0.0.1:1", "--timeout", "nan") == (2, "", expected)

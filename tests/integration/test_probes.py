@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import urllib.error
 import urllib.request
 from pathlib import Path
@@ -50,6 +51,12 @@ async def test_server_with_a_model_that_failed_is_live_and_tells_which_one_it_wa
         assert await probe(served, "/readyz") == (503, "models failed to load: 'bad'\n")
         metrics = await served.metrics()
         assert (metrics["paceline_ready"], metrics["paceline_failed_models"]) == (0, 1)
+
+
+async def test_server_tells_of_a_model_whose_name_is_not_utf8(tmp_path: Path) -> None:
+    (tmp_path / os.fsdecode(b"\xe9") / "1").mkdir(parents=True)
+    async with serving(tmp_path, {"m": echo_model()}) as served:
+        assert await probe(served, "/readyz") == (503, "models failed to load: '\\udce9'\n")
 
 
 async def test_server_becomes_unready_by_a_failing_load_and_ready_by_the_unload(tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import grpc
 import pytest
 
@@ -28,3 +30,15 @@ def test_ready_wait_no_time_left_raises_deadline_exceeded(now_s: float) -> None:
     with pytest.raises(DeadlineExceeded, match="host:1 was not ready within 1 s") as caught:
         wait.pause_s(now_s)
     assert caught.value.status is grpc.StatusCode.DEADLINE_EXCEEDED
+
+
+@pytest.mark.parametrize("timeout_s", [math.inf, 1e10, 1e300, 10**400])
+def test_ready_wait_without_bound_goes_on(timeout_s: float) -> None:
+    wait = ReadyWait("t", timeout_s, now_s=5.0)
+    assert [wait.pause_s(1e8) for _ in range(7)][-1] == 1.0
+    assert wait.left_s(1e8) == math.inf
+
+
+def test_ready_wait_of_no_number_is_refused() -> None:
+    with pytest.raises(ValueError, match="timeout_s: expected a number of seconds, got nan"):
+        ReadyWait("t", math.nan, now_s=5.0)

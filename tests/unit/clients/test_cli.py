@@ -97,6 +97,13 @@ def test_infer_answers_id_and_parameters_are_printed(run: Run, peer: Peer) -> No
     assert run("--input", "x=[[1, 2]]").stdout.splitlines()[:3] == ["m version 3", "id r7", "rows = 4"]
 
 
+def test_infer_model_that_takes_no_inputs_needs_none(run: Run, peer: Peer) -> None:
+    peer.takes()
+    result = run()
+    assert (result.exit_code, result.stderr) == (0, "")
+    assert not sent(peer).inputs
+
+
 def test_infer_long_output_is_shortened(run: Run) -> None:
     result = run("--random", "--rows", "2000")
     assert "..." in result.stdout
@@ -144,6 +151,7 @@ def test_infer_save_impossible_is_one_line(run: Run, peer: Peer, tmp_path: Path,
         (("--random", "--parameter", f"k={2**64}"), "parameter 'k'"),
         (("--random", "--repeat", "2", "--save", "o.npz"), "--save keeps one"),
         (("--random", "--concurrency", "2"), "--concurrency needs --repeat"),
+        (("--random", "--timeout", "nan"), "--timeout: expected a number of seconds, got nan"),
     ],
 )
 def test_infer_unusable_arguments_are_one_line_and_exit_2(
@@ -187,6 +195,11 @@ def test_infer_nobody_there_is_unavailable(run: Run) -> None:
     assert result.exit_code == 1
     assert result.stderr.startswith("Error: UNAVAILABLE: ")
     assert len(result.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize("timeout", ["inf", "1e10", "1e300"])
+def test_infer_timeout_without_end_is_no_bound(run: Run, timeout: str) -> None:
+    assert run("--random", "--timeout", timeout).exit_code == 0
 
 
 def test_infer_timeout_passes_is_deadline_exceeded(run: Run, peer: Peer) -> None:

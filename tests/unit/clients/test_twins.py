@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import math
 import socket
 import threading
 from collections.abc import Callable
@@ -194,6 +195,31 @@ async def test_timeout_left_out_or_given_or_none_reaches_the_server(make_twin: M
     assert 100 < default_s < 1000
     assert 10 < own_s < 100
     assert none_s > 1e6
+
+
+@pytest.mark.parametrize("timeout_s", [math.inf, 7.5e9, 1e10, 1e300, 10**400])
+async def test_timeout_beyond_grpcs_times_is_no_bound(make_twin: MakeTwin, peer: Peer, timeout_s: float) -> None:
+    twin = make_twin(peer.target, timeout_s=timeout_s)
+    await twin.server_live()
+    await twin.server_live(timeout_s=timeout_s)
+    await twin.wait_ready(timeout_s)
+    assert all((left_s or 1e9) > 1e6 for left_s in peer.time_left_s)
+
+
+@pytest.mark.parametrize("timeout_s", [-1, -math.inf])
+async def test_timeout_that_has_passed_is_deadline_exceeded(twin: Twin, timeout_s: float) -> None:
+    with pytest.raises(DeadlineExceeded):
+        await twin.server_live(timeout_s=timeout_s)
+
+
+async def test_timeout_that_is_no_number_is_refused_before_sending(make_twin: MakeTwin, peer: Peer) -> None:
+    twin = make_twin(peer.target)
+    for method, arguments in ((twin.server_live, ()), (twin.infer, ("m", X)), (twin.wait_ready, ())):
+        with pytest.raises(ValueError, match="timeout_s: expected a number of seconds, got nan"):
+            await method(*arguments, timeout_s=math.nan)
+    with pytest.raises(ValueError, match="timeout_s"):
+        make_twin(peer.target, timeout_s=math.nan)
+    assert peer.requests == []
 
 
 async def test_metadata_of_client_and_call_both_reach_the_server(make_twin: MakeTwin, peer: Peer) -> None:

@@ -1,0 +1,39 @@
+"""Metadata of calls: what gRPC can send.
+
+Lives here: the rules of gRPC's HTTP/2 mapping for keys and values, checked before anything is sent: grpc and grpc.aio
+each fail in a way of its own, and over a stream everybody who shares it. No text of an error has a value in it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+__all__ = ["Metadata", "checked"]
+
+Metadata = Sequence[tuple[str, str | bytes]]
+"""Pairs of lower-case key and value; values of keys ending in `-bin` are bytes."""
+
+_KEY: Final = re.compile(r"[a-z0-9_.-]+")
+_TEXT: Final = re.compile(r"[ -~]*")
+
+
+def checked(metadata: Metadata) -> tuple[tuple[str, str | bytes], ...]:
+    """The pairs. Raises ValueError or TypeError, naming the key, for what can't be sent."""
+    if isinstance(metadata, Mapping):
+        raise TypeError("metadata: expected pairs of key and value, got a mapping")
+    return tuple(_checked(key, value) for key, value in metadata)
+
+
+def _checked(key: str, value: str | bytes) -> tuple[str, str | bytes]:
+    if not isinstance(key, str) or not _KEY.fullmatch(key):
+        raise ValueError(f"metadata: expected keys of lower case letters, digits, '_', '.' and '-', got {key!r}")
+    is_binary = key.endswith("-bin")
+    if not isinstance(value, bytes if is_binary else (str, bytes)):
+        wanted = "bytes" if is_binary else "str or bytes"
+        raise TypeError(f"metadata {key!r}: expected {wanted}, got {type(value).__name__}")
+    text = value.decode("latin-1") if isinstance(value, bytes) else value
+    if not is_binary and not _TEXT.fullmatch(text):
+        raise ValueError(f"metadata {key!r}: expected printable ASCII; a key that ends in '-bin' takes any bytes")
+    return key, value
