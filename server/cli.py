@@ -24,6 +24,7 @@ from server.flags import flag, network_flags, network_settings
 from server.kserve import models_to_serve
 from server.log_output import exit_now, take_stderr
 from server.loop import SWITCH_INTERVAL_S, new_loop
+from server.repeatable import Repeatable
 from server.tokens import line_of, new_token
 from server.trace_settings import parse_trace_config
 from server.tuning import keep_freed_memory, made_to_stay
@@ -84,7 +85,7 @@ _AMOUNT = _Amount(0, 1_000_000)
 @click.option(
     "--model-repository",
     "--model-store",
-    multiple=True,
+    cls=Repeatable,
     type=click.Path(path_type=Path),
     show_envvar=True,
     help="Another PATH, as Triton names it.",
@@ -123,7 +124,7 @@ _AMOUNT = _Amount(0, 1_000_000)
 @flag("repository-poll-secs", 15.0, "How often to look, in mode poll.", type=_Amount(0, 1_000_000, min_open=True))
 @click.option(
     "--load-model",
-    multiple=True,
+    cls=Repeatable,
     metavar="NAME",
     show_envvar=True,
     help="A model to load at the start, in mode explicit; '*' alone: all.",
@@ -132,7 +133,7 @@ _AMOUNT = _Amount(0, 1_000_000)
 @flag("model-load-retry-count", 0, "How often to try a load again that fails.", type=click.IntRange(0))
 @click.option(
     "--backend-config",
-    multiple=True,
+    cls=Repeatable,
     metavar="BACKEND,KEY=VALUE",
     show_envvar=True,
     help="Setting of a backend, as Triton names it.",
@@ -150,10 +151,10 @@ _AMOUNT = _Amount(0, 1_000_000)
 @flag("allow-remote-settings", False, "Whether RPCs may change how the server logs and traces.", type=bool)
 @click.option(
     "--trace-config",
-    multiple=True,
-    metavar="[triton,]KEY=VALUE",
+    cls=Repeatable,
+    metavar="[MODE,]KEY=VALUE",
     show_envvar=True,
-    help="What to trace, and into which file.",
+    help="What to trace, into which file (mode triton) or to which collector (opentelemetry).",
 )
 @flag("max-batch-size", None, "Rows of a batch; by default 32. *", type=click.IntRange(1), also="--max-batchsize")
 @flag("max-queue-delay-microseconds", None, "Longest wait for company. *", type=click.IntRange(0))

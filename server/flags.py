@@ -12,6 +12,7 @@ from typing import Any
 import click
 
 from server.limits import LARGEST_MESSAGE_BYTES, Connections, Limits
+from server.repeatable import Repeatable
 from server.restrictions import parse_restrictions
 from server.tls import TlsFiles
 
@@ -47,7 +48,7 @@ _FLAGS: tuple[Decorator, ...] = (
     _path("grpc-token-file", "Hashes of the tokens that callers need, NAME:SHA256 a line; see `paceline token`."),
     click.option(
         "--grpc-restricted-protocol",
-        multiple=True,
+        cls=Repeatable,
         metavar="GROUP,GROUP:KEY=VALUE",
         show_envvar=True,
         help="RPCs for callers with the header triton-grpc-protocol-KEY: VALUE alone.",

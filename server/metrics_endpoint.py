@@ -88,7 +88,8 @@ class MetricsEndpoint:
                     self._answer(200, CONTENT_TYPE_PLAIN_0_0_4, metrics.text())
                 elif path in probes:
                     why_not = probes[path]()
-                    self._answer(503 if why_not else 200, _PLAIN, f"{why_not or 'ok'}\n".encode())
+                    text = f"{why_not or 'ok'}\n".encode(errors="backslashreplace")
+                    self._answer(503 if why_not else 200, _PLAIN, text)
                 else:
                     self.send_error(404)
 

@@ -45,6 +45,8 @@ GROUPS: Mapping[str, frozenset[str]] = {
 
 _GROUP_OF = {path: name for name, paths in GROUPS.items() for path in paths}
 _KEY = re.compile(r"[a-z0-9_.-]+")
+# All that gRPC's clients send in a header that isn't binary: any other value would lock everybody out.
+_VALUE = re.compile(r"[ -~]+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +79,8 @@ def parse_restrictions(given: Sequence[str]) -> dict[str, Restriction]:
             raise ValueError("expected GROUP,GROUP,...:KEY=VALUE")
         if not _KEY.fullmatch(key) or key.endswith("-bin"):
             raise ValueError(f"expected a key of lower case letters, digits, '_', '.' and '-', got '{key}'")
+        if not _VALUE.fullmatch(value):
+            raise ValueError(f"expected a value of printable ASCII characters for key '{key}'")
         for group in groups.split(","):
             if group not in GROUPS:
                 raise ValueError(f"expected groups among {', '.join(GROUPS)}, got '{group}'")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from functools import wraps
@@ -10,6 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+
+from server.repeatable import Repeatable
 
 if TYPE_CHECKING:
     from clients.tls import Tls
@@ -21,6 +24,9 @@ TRACING_HEADERS = (
     "b3", "x-b3-traceid", "x-b3-spanid", "x-b3-parentspanid", "x-b3-sampled", "x-b3-flags",
 )  # fmt: skip
 """W3C's, Zipkin's, and what proxies such as Envoy give each request of their own."""
+
+# All that gRPC has in the name of a header, in either case; one of another name never comes.
+_NAME = re.compile(r"[A-Za-z0-9_.-]+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +61,8 @@ _SECONDS = click.FloatRange(0, 1_000_000, min_open=True)
 _DEFAULTS = UpstreamSettings("")
 _FLAGS = (
     _flag("upstream", None, "Batch for the server there instead of serving models.", metavar="HOST:PORT"),
-    _flag("upstream-model", (), "A model of its; by default all that it tells of.", multiple=True, metavar="NAME"),
-    _flag("upstream-unbatched", (), "A model to pass requests on one by one for.", multiple=True, metavar="NAME"),
+    _flag("upstream-model", (), "A model of its; by default all that it tells of.", cls=Repeatable, metavar="NAME"),
+    _flag("upstream-unbatched", (), "A model to pass requests on one by one for.", cls=Repeatable, metavar="NAME"),
     _flag("upstream-batches", _DEFAULTS.batches, "Batches of a model under way.", type=click.IntRange(1, 1024)),
     _flag("upstream-calls", _DEFAULTS.calls, "The same where nothing is batched.", type=click.IntRange(1, 1024)),
     _flag("upstream-connections", _DEFAULTS.connections, "Connections to it.", type=click.IntRange(1, 64)),
@@ -67,14 +73,14 @@ _FLAGS = (
         (),
         "A header to pass on; requests that differ in it share no batch. '' alone: none. By default authorization, "
         "unless a token file says that it is for this server.",
-        multiple=True,
+        cls=Repeatable,
         metavar="NAME",
     ),
     _flag(
         "upstream-trace-header",
         _DEFAULTS.tracing_headers,
         "A header to pass on where all of a batch have the same. '' alone: none.",
-        multiple=True,
+        cls=Repeatable,
         metavar="NAME",
     ),
     _flag("upstream-use-ssl", False, "Whether to speak TLS to it.", type=bool),
@@ -105,7 +111,7 @@ def _settings(given: dict[str, Any], *, has_tokens: bool) -> UpstreamSettings | 
     target = given.pop("upstream")
     given["upstream_models"] = given.pop("upstream_model")
     given["upstream_headers"] = _headers(given.pop("upstream_header"), has_tokens, given["upstream_token_file"])
-    given["upstream_tracing_headers"] = _names(given.pop("upstream_trace_header"))
+    given["upstream_tracing_headers"] = _names("upstream-trace-header", given.pop("upstream_trace_header"))
     given["upstream_tls"] = _tls(given)
     if target is None:
         return None
@@ -125,7 +131,7 @@ def _headers(given: tuple[str, ...], has_tokens: bool, token_file: Path | None) 
     """A token that is good here is this server's business: another learns it only if somebody says so."""
     if not given:
         return () if has_tokens or token_file is not None else _DEFAULTS.headers
-    names = _names(given)
+    names = _names("upstream-header", given)
     if token_file is not None and "authorization" in map(str.lower, names):
         raise click.UsageError("--upstream-header authorization and --upstream-token-file: expected one, got both")
     return names
@@ -144,5 +150,9 @@ def _tls(given: dict[str, Any]) -> Tls | None:
     return Tls(ca, certificate, key, name) if used else None
 
 
-def _names(given: tuple[str, ...]) -> tuple[str, ...]:
-    return tuple(name for name in given if name)
+def _names(flag: str, given: tuple[str, ...]) -> tuple[str, ...]:
+    names = tuple(name for name in given if name)
+    for name in names:
+        if not _NAME.fullmatch(name):
+            raise click.UsageError(f"--{flag}: expected letters, digits, '_', '.' and '-', got '{name}'")
+    return names

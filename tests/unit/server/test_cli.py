@@ -235,6 +235,31 @@ def test_backend_config_may_be_repeated_and_be_several_in_the_environment() -> N
     assert parsed(BACKEND_CONFIG=" ".join(given))["backend_config"] == tuple(given)
 
 
+@pytest.mark.parametrize(
+    ("flag", "values"),
+    [
+        ("grpc-restricted-protocol", ["inference,health:k=my secret", "trace:a=b,c:d"]),
+        ("load-model", ["my model", "other"]),
+        ("backend-config", ["onnxruntime,cache-directory=/my cache"]),
+        ("trace-config", ["file=/my traces/t.json", "level=TIMESTAMPS"]),
+        ("upstream-header", ["x-a", "x-b"]),
+        ("model-repository", [Path("/my models:1"), Path("b")]),
+    ],
+)
+@pytest.mark.parametrize("lines", ["{}\n", "\n  {}  \n\n", "{}\r\n"], ids=["plain", "indented", "crlf"])
+def test_repeatable_flag_in_the_environment_may_be_a_line_for_each_value(
+    flag: str, values: list[object], lines: str
+) -> None:
+    found = parsed(**{variable(flag): "".join(map(lines.format, values))})
+    assert found[flag.replace("-", "_")] == tuple(values)
+
+
+@pytest.mark.parametrize("flag", ["load-model", "upstream-trace-header", "model-repository"])
+def test_repeatable_flag_of_blank_lines_in_the_environment_counts_as_not_given(flag: str) -> None:
+    name = flag.replace("-", "_")
+    assert parsed(**{variable(flag): " \n\n"})[name] == DEFAULTS[name]
+
+
 def test_disable_auto_complete_config_takes_no_value() -> None:
     found = parsed("--disable-auto-complete-config", "models")
     assert (found["disable_auto_complete_config"], found["paths"]) == (True, (Path("models"),))
@@ -302,6 +327,15 @@ def test_every_flag_has_a_variable_and_help_says_which() -> None:
             ("--upstream", "localhost:1", "--upstream-token-file", "f", "--upstream-header", "Authorization"),
             "--upstream-header authorization and --upstream-token-file: expected one",
         ),
+        (
+            ("--upstream", "localhost:1", "--upstream-header", "x-a,x-b"),
+            "--upstream-header: expected letters, digits, '_', '.' and '-', got 'x-a,x-b'",
+        ),
+        (
+            ("--upstream", "localhost:1", "--upstream-trace-header", "spür"),
+            "--upstream-trace-header: expected letters, digits, '_', '.' and '-', got 'spür'",
+        ),
+        (("m", "--grpc-restricted-protocol", "inference:a=é"), "--grpc-restricted-protocol: expected a value of print"),
         (("--upstream", "localhost:1", "--upstream-batches", "0"), "Invalid value for '--upstream-batches'"),
         (("m", "--model-config-name", "../x"), "--model-config-name: expected the name of a file, got '../x'"),
     ],
@@ -333,6 +367,12 @@ def test_token_is_made_with_the_line_that_makes_it_good(tmp_path: Path) -> None:
     tokens.open()
     assert tokens.name_of(f"Bearer {token}") == "edge"
     assert CliRunner().invoke(main, ["token", "a b"]).exit_code == 2
+
+
+def test_help_names_both_modes_of_traces() -> None:
+    text = " ".join(CliRunner().invoke(main, ["serve", "--help"]).output.split())
+    assert "--trace-config [MODE,]KEY=VALUE" in text
+    assert "into which file (mode triton) or to which collector (opentelemetry)" in text
 
 
 def test_version_and_help_are_said() -> None:

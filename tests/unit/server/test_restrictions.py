@@ -27,6 +27,7 @@ def test_parse_several_groups_and_several_values() -> None:
         "metadata": Restriction("k", "v"),
         "model-repository": Restriction("admin-key", "a=b:c"),
     }
+    assert parse_restrictions(["health:k= !~"])["health"].value == " !~"
     assert found["health"].header == "triton-grpc-protocol-k"
     assert "a=b:c" not in repr(found)
 
@@ -40,6 +41,9 @@ def test_parse_several_groups_and_several_values() -> None:
         ("health:=SECRET", "expected a key"),
         ("health:Key=SECRET", "got 'Key'"),
         ("health:k-bin=SECRET", "got 'k-bin'"),
+        ("health:k=SECRET-é", "printable ASCII characters for key 'k'"),
+        ("health:k=SECRET\n", "printable ASCII characters for key 'k'"),
+        ("health:k=SECRET\x7f", "printable ASCII characters for key 'k'"),
         ("Health:k=SECRET", "got 'Health'"),
         ("health,:k=SECRET", "got ''"),
         (":k=SECRET", "got ''"),

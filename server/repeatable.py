@@ -1,0 +1,23 @@
+"""Flags that may be given several times, and how their variables hold several values."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+__all__ = ["Repeatable"]
+
+
+class Repeatable(click.Option):
+    """An option whose variable holds values as click has them, by spaces, and paths by colons, or a line each: secrets
+    may have spaces in them, and names of files too."""
+
+    def __init__(self, *names: Any, **more: Any) -> None:
+        super().__init__(*names, **more | {"multiple": True})
+
+    def value_from_envvar(self, ctx: click.Context) -> Any:
+        given = self.resolve_envvar_value(ctx)
+        if given is None or "\n" not in given:
+            return super().value_from_envvar(ctx)
+        return tuple(line.strip() for line in given.splitlines() if line.strip()) or None
