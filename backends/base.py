@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from pathlib import Path
-from typing import Any, Final, Protocol, runtime_checkable
+from typing import Any, Final, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,12 +39,16 @@ __all__ = [
     "OpenModel",
     "Slot",
     "Slotted",
+    "Supervise",
     "Targets",
     "TensorSpec",
     "Tensors",
     "Triable",
     "Trial",
+    "directly",
 ]
+
+T = TypeVar("T")
 
 Array = NDArray[Any]
 Tensors = Sequence[Array]
@@ -143,10 +147,11 @@ class ModelSpec:
 @dataclass(frozen=True, slots=True)
 class Trial:
     """What a model shows when it runs. `spec`: what it says of itself, with the outputs' dims as they were seen;
-    `why_not`: what speaks against stacking rows, "" if nothing."""
+    `why_not`: what speaks against stacking rows, "" if nothing. `failed`: why that couldn't be found out."""
 
     spec: ModelSpec
     why_not: str = ""
+    failed: str = ""
 
 
 class GroupKind(Enum):
@@ -333,12 +338,24 @@ class OpenModel(Protocol):
         """Give the model's own resources back; called after the last instance's close."""
 
 
+class Supervise(Protocol):
+    """Runs one execution of a model that is being loaded. May raise what is none of a backend's errors."""
+
+    def __call__(self, function: Callable[[], T], /) -> T: ...
+
+
+def directly(function: Callable[[], T], /) -> T:
+    """The `Supervise` that leaves it alone."""
+    return function()
+
+
 @runtime_checkable
 class Triable(Protocol):
     """A model whose word on itself can be checked before anybody relies on it."""
 
-    def try_rows(self) -> Trial:
-        """Run it with made-up inputs. Blocks for a few executions; before any instance is made."""
+    def try_rows(self, supervise: Supervise = directly) -> Trial:
+        """Run it with made-up inputs. Blocks for a few executions, each of which `supervise` runs; before any instance
+        is made."""
 
 
 class Backend(Protocol):

@@ -26,6 +26,10 @@ class Home:
 
     def call(self, function: Callable[[], T]) -> T:
         """What `function` returns or raises. Blocks; behind a function of `start` that never ends, for ever."""
+        return self.submit(function).result()
+
+    def submit(self, function: Callable[[], T]) -> Future[T]:
+        """The same without blocking: what is told once it has run."""
         future: Future[T] = Future()
 
         def run() -> None:
@@ -35,7 +39,7 @@ class Home:
                 future.set_exception(error)
 
         self._put(run)
-        return future.result()
+        return future
 
     def start(self, name: str, function: Callable[[], None]) -> None:
         """Have the thread, called `name` from then on, run `function`, which raises nothing. Doesn't block."""

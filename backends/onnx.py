@@ -15,7 +15,17 @@ from pathlib import Path
 import onnxruntime as ort  # type: ignore[import-untyped,unused-ignore]
 
 from backends.accelerator import Accelerator
-from backends.base import Device, DeviceKind, GroupKind, InstanceGroup, ModelSource, ModelSpec, Trial
+from backends.base import (
+    Device,
+    DeviceKind,
+    GroupKind,
+    InstanceGroup,
+    ModelSource,
+    ModelSpec,
+    Supervise,
+    Trial,
+    directly,
+)
 from backends.cuda_accelerator import open_cuda
 from backends.cuda_driver import count_gpus
 from backends.errors import DeviceError, LoadError
@@ -126,13 +136,17 @@ class OnnxModel:
     def platform(self) -> str:
         return "onnxruntime_onnx"
 
-    def try_rows(self) -> Trial:
+    def try_rows(self, supervise: Supervise = directly) -> Trial:
         device, options = next(iter(self._sessions)), self._opener.options
         if options.tensorrt is not None or options.openvino is not None:
             # Makes an engine for each shape that it sees, which may take minutes.
             return Trial(self._spec)
         needed = replace(self._spec, inputs=tuple(one for one in self._spec.inputs if not one.optional))
-        tried = try_rows(needed, OnnxInstance(self._sessions[device], needed, device, options).run)
+        instance = OnnxInstance(self._sessions[device], needed, device, options)
+        try:
+            tried = try_rows(needed, lambda inputs: supervise(lambda: instance.run(inputs)))
+        finally:
+            instance.close()  # else the session, and all that it has of a device's memory, would stay
         return replace(tried, spec=replace(tried.spec, inputs=self._spec.inputs))
 
     def instance(self, spec: ModelSpec, device: Device) -> OnnxInstance | StagedInstance:

@@ -83,6 +83,11 @@ _CONV_SEARCH = {"0": "EXHAUSTIVE", "1": "HEURISTIC", "2": "DEFAULT"}
 _ARENA_GROWTH = {"0": "kNextPowerOfTwo", "1": "kSameAsRequested"}
 _ARENA = re.compile(r"cpu:0|gpu:\d+")
 
+_MOST_THREADS = 65_536
+"""More than machines have cores, and few enough for ONNX Runtime's int."""
+_MOST_BYTES = (1 << 64) - 1
+_MOST_DIGITS = 40
+
 _DEVICE_INITIALIZERS = "session.use_device_allocator_for_initializers"
 _SHRINKAGE = "memory.enable_memory_arena_shrinkage"
 
@@ -91,11 +96,11 @@ def parse_options(source: ModelSource) -> OnnxOptions:
     """Options of `source`; LoadError naming the model, the parameter, what was expected and what came."""
     read = _Parameters(source)
     cpu_mem_arena = read.choice("enable_mem_arena", _SWITCH) is not False
-    intra_op_threads = read.integer("intra_op_thread_count", minimum=0) or 0
+    intra_op_threads = read.integer("intra_op_thread_count", 0, _MOST_THREADS) or 0
     return OnnxOptions(
         graph_level=_graph_level(source),
         intra_op_threads=intra_op_threads,
-        inter_op_threads=read.integer("inter_op_thread_count", minimum=0) or 0,
+        inter_op_threads=read.integer("inter_op_thread_count", 0, _MOST_THREADS) or 0,
         parallel=read.choice("execution_mode", {"0": False, "1": True}) or False,
         cpu_mem_arena=cpu_mem_arena,
         mem_pattern=read.choice("enable_mem_pattern", _SWITCH) is not False,
@@ -121,13 +126,14 @@ class _Parameters:
         value = self._values.get(key)
         return None if value is None else value.strip()
 
-    def integer(self, key: str, minimum: int) -> int | None:
+    def integer(self, key: str, minimum: int, maximum: int) -> int | None:
         value = self.text(key)
         if value is None:
             return None
-        # isdecimal refuses what int() would let pass: signs, underscores, blanks.
-        if not (value.isascii() and value.isdecimal() and int(value) >= minimum):
-            raise self.refused(key, f"an integer not below {minimum}")
+        # isdecimal refuses what int() would let pass: signs, underscores, blanks; int() what has thousands of digits.
+        decimal = value.isascii() and value.isdecimal() and len(value) <= _MOST_DIGITS
+        if not (decimal and minimum <= int(value) <= maximum):
+            raise self.refused(key, f"an integer from {minimum} to {maximum}")
         return int(value)
 
     def choice(self, key: str, choices: Mapping[str, T]) -> T | None:
@@ -168,7 +174,7 @@ def _shrink_arenas(read: _Parameters, cpu_mem_arena: bool) -> tuple[str, ...]:
 
 def _cuda(source: ModelSource, read: _Parameters) -> dict[str, str]:
     """Options of the CUDA provider: our default, then the parameters, then what the accelerator `cuda` says."""
-    gpu_mem_limit_bytes = read.integer("gpu_mem_limit", minimum=1)
+    gpu_mem_limit_bytes = read.integer("gpu_mem_limit", 1, _MOST_BYTES)
     copy_in_default_stream = read.choice("do_copy_in_default_stream", _SWITCH)
     given = {
         # ONNX Runtime's own default, EXHAUSTIVE, measures every algorithm again for each new input shape, hundreds of

@@ -8,9 +8,11 @@ was seen counts. A trial that fails, because the model doesn't take made-up inpu
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import replace
+from itertools import chain
+from typing import NamedTuple
 
 import numpy as np
 
@@ -27,10 +29,35 @@ _LIKENESS = 0.05
 """How much of the largest number results may differ by: kernels round otherwise for other sizes, and models that
 quantize while they run by more than that of floats. What rows have to do with each other shows more than this."""
 
-_NOISE = 1e-5
-"""What may be left where results cancel out, of inputs up to 1: that differs by all of itself."""
+_NOISE = 4e-5
+"""What may be left where results cancel out, of inputs up to 4: that differs by all of itself."""
+
+_NOISIER = 10
+"""How much more than larger numbers of the same output smaller ones may differ by: what models that quantize are off
+by has the size of the largest."""
 
 Run = Callable[[Sequence[Array]], Tensors]
+
+
+class _MadeUp(NamedTuple):
+    """Inputs to try: integers up to `highest`, floats of both signs or in [0, 1), `rows` at a time, free dimensions of
+    `free`."""
+
+    highest: int = 1
+    signed: bool = False
+    rows: int = 1
+    free: int = 1
+
+
+# The likeliest to show something first, then those that are likelier to be taken: roots and logarithms take no negative
+# numbers; an index of 1 leads to a second row or word, which there may not be; windows take several steps.
+_ATTEMPTS = (
+    _MadeUp(signed=True),
+    _MadeUp(),
+    _MadeUp(highest=0),
+    _MadeUp(highest=0, free=32),
+    _MadeUp(highest=0, free=32, rows=8),
+)
 
 
 def try_rows(spec: ModelSpec, run: Run) -> Trial:
@@ -38,51 +65,68 @@ def try_rows(spec: ModelSpec, run: Run) -> Trial:
     order; one if its inputs don't all have a free first dimension. `run` gives the outputs for one array per input and
     raises ExecutionError.
 
-    Blocks for four executions, five if they differ, and up to two more if it doesn't take the first rows.
+    Blocks for four executions, five if they differ, and some more if it doesn't take the first rows.
     """
-    if _elements(spec) > _MOST_ELEMENTS or any(tensor.any_rank for tensor in spec.inputs):
+    if any(tensor.any_rank for tensor in spec.inputs):
         return Trial(spec)
-    # An index of 1 leads to a second row or word, which there may not be; 0 is the likeliest to be taken.
-    for highest in (1, 0):
-        with suppress(ExecutionError):
-            return _try(spec, run, highest)
-    return Trial(spec)
+    failed = "its inputs are too large to be made up"
+    for made_up in _ATTEMPTS:
+        if _elements(spec, made_up) > _MOST_ELEMENTS:
+            continue
+        try:
+            return _try(spec, run, made_up)
+        except SessionError as error:
+            return Trial(spec, failed=str(error))
+        except ExecutionError as error:
+            failed = str(error)
+    return Trial(spec, failed=failed)
 
 
-def _try(spec: ModelSpec, run: Run, highest: int) -> Trial:
-    """With integers up to `highest`. Raises ExecutionError if a row alone does."""
+def _try(spec: ModelSpec, run: Run, made_up: _MadeUp) -> Trial:
+    """Raises ExecutionError if it doesn't take rows alone."""
     stackable = bool(spec.inputs) and all(tensor.dims[:1] == (-1,) for tensor in spec.inputs)
     random = np.random.default_rng(0)
-    pairs = [_pair(tensor, highest, random) for tensor in spec.inputs]
+    pairs = [_pair(tensor, made_up, stackable, random) for tensor in spec.inputs]
     rows = [[pair[number] for pair in pairs] for number in range(1 + stackable)]
     alone = [run(row) for row in rows]
+    if made_up.signed and not all(map(_is_finite, spec.outputs * len(alone), chain(*alone))):
+        raise ExecutionError("it makes infinite numbers of negative ones")
     if not stackable:
         return Trial(_as_seen(spec, alone))
     try:
         # In either order: what rows do to those before them is seen, and what to those behind.
         together = [run([np.concatenate(pair[::step]) for pair in pairs]) for step in (1, -1)]
-    except SessionError:
-        return Trial(spec)
+    except SessionError as error:
+        return Trial(spec, failed=str(error))
     except ExecutionError as error:
-        return Trial(_as_seen(spec, alone), f"it runs one row and fails for two: {error}")
+        few, many = _counts(made_up.rows)
+        return Trial(_as_seen(spec, alone), f"it runs {few} and fails for {many}: {error}")
     seen = _as_seen(spec, [*alone, *together])
-    found = _difference(seen, alone, together[0]) or _difference(seen, alone[::-1], together[1])
-    return Trial(seen, "" if found and _draws_lots(alone[0], lambda: run(rows[0])) else found)
+    found = _differences(seen, alone, together[0], made_up.rows)
+    found = found or _differences(seen, alone[::-1], together[1], made_up.rows)
+    steady = _steady(alone[0], lambda: run(rows[0])) if found else ()
+    return Trial(seen, next((why for index, why in found.items() if index in steady), ""))
 
 
-def _difference(spec: ModelSpec, alone: Sequence[Tensors], both: Tensors) -> str:
-    """How the first output that isn't in company what it is alone differs, "" if none does."""
-    columns = zip(spec.outputs, zip(*alone, strict=True), both, strict=True)
-    return next(filter(None, (_compare(*column) for column in columns)), "")
+def _differences(spec: ModelSpec, alone: Sequence[Tensors], both: Tensors, rows: int) -> dict[int, str]:
+    """How outputs that aren't in company what they are alone differ, by their index."""
+    columns = enumerate(zip(spec.outputs, zip(*alone, strict=True), both, strict=True))
+    found = {index: _compare(*column, rows) for index, column in columns}
+    return {index: why for index, why in found.items() if why}
 
 
-def _compare(tensor: TensorSpec, alone: Sequence[Array], both: Array) -> str:
+def _compare(tensor: TensorSpec, alone: Sequence[Array], both: Array, rows: int) -> str:
     shapes = [one.shape for one in alone]
-    if both.shape[:1] != (2,) or any(shape != (1, *both.shape[1:]) for shape in shapes):
-        return f"output '{tensor.name}' has shape {list(shapes[0])} for one row and {list(both.shape)} for two"
+    if both.shape[:1] != (2 * rows,) or any(shape != (rows, *both.shape[1:]) for shape in shapes):
+        few, many = _counts(rows)
+        return f"output '{tensor.name}' has shape {list(shapes[0])} for {few} and {list(both.shape)} for {many}"
     if not _alike(tensor, np.concatenate(alone), both):
         return f"output '{tensor.name}' of a row depends on the row beside it"
     return ""
+
+
+def _counts(rows: int) -> tuple[str, str]:
+    return ("one row", "two") if rows == 1 else (f"{rows} rows", f"{2 * rows}")
 
 
 def _alike(tensor: TensorSpec, alone: Array, both: Array) -> bool:
@@ -92,9 +136,19 @@ def _alike(tensor: TensorSpec, alone: Array, both: Array) -> bool:
     finite = np.isfinite(alone)
     if not np.array_equal(finite, np.isfinite(both)):
         return False
-    alone, both = alone[finite], both[finite]
-    most = max(np.abs(alone).max(initial=0), np.abs(both).max(initial=0))
-    return bool(np.abs(alone - both).max(initial=0) <= _LIKENESS * most + _NOISE)
+    alone, both = (np.where(finite, array, 0).reshape(len(array), -1) for array in (alone, both))
+    # By columns, since one of large numbers would hide what happens in others; the largest first.
+    sizes = np.maximum(np.abs(alone), np.abs(both)).max(axis=0, initial=0)
+    order = np.argsort(-sizes, kind="stable")
+    sizes, apart = sizes[order], np.abs(alone - both).max(axis=0, initial=0)[order]
+    likely = apart <= _LIKENESS * sizes + _NOISE
+    of_larger = np.maximum.accumulate(np.where(likely, apart, 0))
+    return bool(np.all(likely | (apart <= _NOISIER * of_larger)))
+
+
+def _is_finite(tensor: TensorSpec, array: Array) -> bool:
+    array = _numbers(tensor, array)
+    return array.dtype.kind != "f" or bool(np.isfinite(array).all())
 
 
 def _numbers(tensor: TensorSpec, array: Array) -> Array:
@@ -103,13 +157,13 @@ def _numbers(tensor: TensorSpec, array: Array) -> Array:
     return array.astype(np.float64) if array.dtype.kind == "f" else array
 
 
-def _draws_lots(first: Tensors, again: Callable[[], Tensors]) -> bool:
-    """Whether the same row gives something else the second time."""
+def _steady(first: Tensors, again: Callable[[], Tensors]) -> frozenset[int]:
+    """Which outputs of the same row are the same the second time; others draw lots, or keep count."""
     try:
-        pairs = zip(first, again(), strict=True)
-        return not all(np.array_equal(one, two, equal_nan=one.dtype.kind == "f") for one, two in pairs)
+        pairs = enumerate(zip(first, again(), strict=True))
     except ExecutionError:
-        return True
+        return frozenset()
+    return frozenset(index for index, (one, two) in pairs if np.array_equal(one, two, equal_nan=one.dtype.kind == "f"))
 
 
 def _as_seen(spec: ModelSpec, results: Sequence[Tensors]) -> ModelSpec:
@@ -121,29 +175,32 @@ def _seen(tensor: TensorSpec, shapes: Sequence[tuple[int, ...]]) -> TensorSpec:
     """A model may say wrong sizes of its outputs, or not even their rank: where it did any size goes."""
     ranks = {len(shape) for shape in shapes}
     if len(ranks) != 1:
-        return tensor
+        return replace(tensor, dims=(), any_rank=True)
     said = tensor.dims if ranks == {len(tensor.dims)} else (-1,) * ranks.pop()
     dims = (dim if all(size == dim for size in sizes) else -1 for dim, *sizes in zip(said, *shapes, strict=True))
     return replace(tensor, dims=tuple(dims))
 
 
-def _elements(spec: ModelSpec) -> int:
-    return sum(2 * int(np.prod([abs(dim) for dim in tensor.dims], dtype=object)) for tensor in spec.inputs)
+def _elements(spec: ModelSpec, made_up: _MadeUp) -> int:
+    sizes = (math.prod(dim if dim >= 0 else made_up.free for dim in tensor.dims) for tensor in spec.inputs)
+    return 2 * made_up.rows * sum(sizes)
 
 
-def _pair(tensor: TensorSpec, highest: int, random: np.random.Generator) -> tuple[Array, Array]:
-    """Two rows that models are likely to take: free dimensions of 1, floats in [0, 1), integers and digits 0 and
-    `highest`, 1 at most, which is in every vocabulary. Nothing is the same in both, on the average neither: of many
-    numbers of one kind the mean is always the same, and a model that takes it of all rows would go unnoticed."""
-    shape = tuple(1 if dim < 0 else dim for dim in tensor.dims)
+def _pair(tensor: TensorSpec, made_up: _MadeUp, stackable: bool, random: np.random.Generator) -> tuple[Array, Array]:
+    """Two times some rows. Nothing is the same in both, on the average neither, nor has the same sign: of many numbers
+    of one kind the mean is always the same, and a model that takes it of all rows would go unnoticed. Digits are
+    integers in text, which are in every vocabulary."""
+    shape = tuple(made_up.free if dim < 0 else dim for dim in tensor.dims)
+    if stackable:
+        shape = (made_up.rows, *shape[1:])
     dtype = by_name(tensor.datatype).dtype
     floats = random.random((2, *shape), np.float32)
-    floats[1] /= 4
+    floats[1] = 6 * floats[1] - 4 if made_up.signed else floats[1] / 4
     if tensor.datatype == "BF16":
         rows = (floats.view(np.uint32) >> 16).astype(dtype)
     elif dtype.kind == "f":
         rows = floats.astype(dtype)
     else:
-        ones = np.array([floats[0] < 0.75, floats[0] >= 0.75]) & bool(highest)
+        ones = np.array([floats[0] < 0.75, floats[0] >= 0.75]) & bool(made_up.highest)
         rows = np.where(ones, b"1", b"0").astype(dtype) if dtype.hasobject else ones.astype(dtype)
     return rows[0, ...], rows[1, ...]  # arrays even if there is but one element

@@ -13,7 +13,7 @@ from protos import model_config_pb2 as pb
 from scheduler.policy import BatchPolicy, PolicyError, QueueLimits, QueuePolicy, TimeoutAction
 from server.errors import ConfigError
 
-__all__ = ["BatchDefaults", "OwnSettings", "batch_policy", "own_settings"]
+__all__ = ["BatchDefaults", "OwnSettings", "batch_policy", "limit_of", "own_settings"]
 
 _PREFIX = "paceline."
 _MOST = 2**63 - 1
@@ -86,7 +86,7 @@ def batch_policy(
                 f"dynamic_batching.preferred_batch_size: expected 1 to max_batch_size, {max_rows}, got {size}"
             )
     delay_ns = batching.max_queue_delay_microseconds * 1_000
-    timeout_ns, limit_ms = 0, own.execution_timeout_ms
+    timeout_ns = 0
     if defaults is not None:
         delay_ns, timeout_ns = defaults.max_queue_delay_ns, defaults.queue_timeout_ns
     try:
@@ -108,11 +108,17 @@ def batch_policy(
             isolate_failures=own.isolate_failures,
             deadline_aware=own.deadline_aware,
             await_returns=own.await_returns,
-            execution_limit_ns=execution_limit_ns if limit_ms is None else limit_ms * 1_000_000,
+            execution_limit_ns=limit_of(config, execution_limit_ns),
         )
     except PolicyError as error:
         prefix = _PREFIX if str(error).startswith("batch_sizes:") else "dynamic_batching."
         raise ConfigError(f"{prefix}{error}") from None
+
+
+def limit_of(config: pb.ModelConfig, default_ns: int) -> int:
+    """How long an execution may take, 0: for ever. Raises ConfigError."""
+    limit_ms = own_settings(config).execution_timeout_ms
+    return default_ns if limit_ms is None else limit_ms * 1_000_000
 
 
 def _preferred(batching: pb.ModelDynamicBatching, max_rows: int) -> tuple[int, ...]:

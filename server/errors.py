@@ -11,6 +11,7 @@ ServerError
 ├── NotSupported     this build can't, or it is switched off
 ├── InternalError    something unforeseen in the process with the models, told by a front
 ├── ConfigError      a model's configuration asks for the impossible; fails its load
+├── LoadHangs        an execution before a model is ready takes too long; fails its load
 └── LoadFailed       a load that was asked for failed, for whatever reason; what served before goes on serving
     └── TooManyModels    as many models as allowed
 StartError           the server can't start; one line for the console
@@ -19,6 +20,8 @@ StartError           the server can't start; one line for the console
 from __future__ import annotations
 
 import asyncio
+from concurrent.futures import Future
+from typing import Any
 
 import grpc
 
@@ -55,6 +58,7 @@ __all__ = [
     "InternalError",
     "InvalidRequest",
     "LoadFailed",
+    "LoadHangs",
     "ModelNotFound",
     "ModelNotReady",
     "NotSupported",
@@ -117,6 +121,18 @@ class ConfigError(ServerError):
     """The model's configuration can't be served as it is."""
 
 
+class LoadHangs(ServerError):
+    """An execution that is to try a model, or to warm it up, takes longer than executions may. `ended` is done when it
+    has ended after all; until then what it uses must not be closed."""
+
+    def __init__(self, limit_ns: int, ended: Future[Any]) -> None:
+        super().__init__(
+            f"an execution that is to try it or to warm it up takes longer than the {limit_ns / 1e9:g} s that "
+            "--execution-timeout-secs or paceline.execution_timeout_ms allow"
+        )
+        self.ended = ended
+
+
 class LoadFailed(ServerError):
     """A model could not be loaded; `__cause__` is what was in the way."""
 
@@ -172,6 +188,7 @@ STATUS_OF: dict[type[BaseException], grpc.StatusCode] = {
     LoadError: grpc.StatusCode.INTERNAL,
     DeviceError: grpc.StatusCode.INTERNAL,
     ConfigError: grpc.StatusCode.INVALID_ARGUMENT,
+    LoadHangs: grpc.StatusCode.INTERNAL,
     LoadFailed: grpc.StatusCode.INVALID_ARGUMENT,
     TooManyModels: grpc.StatusCode.RESOURCE_EXHAUSTED,
     # The bases, for classes yet to come.

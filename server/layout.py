@@ -161,6 +161,10 @@ def _model(name: str, paths: Sequence[Path]) -> ModelFolder:
     path = paths[0]
     if len(paths) > 1:
         return ModelFolder(name, path, {}, rivals=tuple(paths))
+    shown = name.encode(errors="backslashreplace").decode()
+    if shown != name:
+        # Messages and configurations can't carry it, so nobody could ask for the model.
+        return ModelFolder(name, path, {}, problem=f"its name isn't UTF-8: expected a name that is, got '{shown}'")
     if path.suffix == ".onnx" and path.is_file():
         return ModelFolder(name, path.parent, {1: path.parent}, file=path)
     return model_folder(name, path)

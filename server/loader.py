@@ -7,18 +7,18 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from backends.base import Backend, InstanceGroup, ModelInstance, OpenModel, Triable, Trial
+from backends.base import Abandonable, Backend, InstanceGroup, ModelInstance, OpenModel, Supervise, Triable, Trial
 from backends.remote import RemoteInstance, RemoteModel
 from protos import model_config_pb2 as pb
-from server.batch_policy import BatchDefaults
+from server.batch_policy import BatchDefaults, limit_of
 from server.classification import Labels, read_labels
 from server.effective_config import effective_config
-from server.errors import ConfigError
+from server.errors import ConfigError, LoadHangs
 from server.layout import DEFAULT_MODEL_FILE, PYTHON_MODEL_FILE, ModelFolder, inside
 from server.model_config import (
     ServingPlan,
@@ -31,6 +31,7 @@ from server.model_config import (
     plan,
 )
 from server.python_models import PYTHON, check_python_allowed, is_python
+from server.supervisor import Supervisor
 from server.tensor_config import can_batch
 from server.warmup import warm_up
 
@@ -95,7 +96,7 @@ def load_model(
     `override` is a configuration that takes the place of the folder's. `tell_versions` is called, on this thread, with
     what will be loaded as soon as that is known.
 
-    Blocks. Raises ConfigError or LoadError.
+    Blocks. Raises ConfigError or LoadError, or LoadHangs where an execution takes longer than it may.
     """
     defaults = defaults or LoadDefaults()
     config = _configuration(folder, override)
@@ -205,12 +206,19 @@ def _load_version(
         source = model_source(config, folder.name, file, defaults.parameters, libraries, rows)
         opened = backend.open(source, devices[0])
         undo.callback(opened.close)
-        served = _plan(config, _tried(config, opened), defaults, batching)
-        for device in devices:
-            instance = opened.instance(served.spec, device)
-            undo.callback(instance.close)
-            instances.append(instance)
-        warm_up(config, served, folder.path, instances)
+        supervise = Supervisor(limit_of(config, defaults.execution_limit_ns))
+        undo.callback(supervise.close)
+        try:
+            served = _plan(config, _tried(config, opened, supervise), defaults, batching)
+            for device in devices:
+                instance = opened.instance(served.spec, device)
+                undo.callback(instance.close)
+                instances.append(instance)
+            warm_up(config, served, folder.path, instances, supervise)
+        except LoadHangs as error:
+            _give_up(instances, undo.pop_all(), error)
+            raise
+        supervise.close()
         undo.pop_all()
     took_ns = time.monotonic_ns() - began_ns
     _log.info("model '%s' version %d loaded in %.2f s: %s", folder.name, version, took_ns / 1e9, _say(served))
@@ -218,19 +226,34 @@ def _load_version(
     return LoadedVersion(folder.name, version, whole, served, labels, opened, tuple(instances), took_ns)
 
 
-def _tried(config: pb.ModelConfig, opened: OpenModel) -> Trial:
+def _give_up(instances: Sequence[ModelInstance], undo: ExitStack, error: LoadHangs) -> None:
+    """Have `undo` done once what hangs has ended, if ever: closing what executes isn't safe."""
+    error.ended.add_done_callback(lambda _: undo.close())
+    for instance in instances:
+        if isinstance(instance, Abandonable):
+            instance.abandon()
+
+
+def _tried(config: pb.ModelConfig, opened: OpenModel, supervise: Supervise) -> Trial:
     """What the model says of itself, tried where nobody tells what its first dimensions are, or it contradicts that."""
     told = config.max_batch_size or config.HasField("dynamic_batching") or config.input or config.output
     agreed = told and (config.max_batch_size <= 0 or can_batch(config, opened.spec))
     if agreed or not isinstance(opened, Triable):
         return Trial(opened.spec)
-    tried = opened.try_rows()
-    return replace(tried, why_not="") if told else tried
+    tried = opened.try_rows(supervise)
+    return replace(tried, why_not="", failed="") if told else tried
 
 
 def _plan(config: pb.ModelConfig, tried: Trial, defaults: LoadDefaults, batching: BatchDefaults | None) -> ServingPlan:
     limit_ns = defaults.execution_limit_ns
     served = plan(config, tried.spec, batching, defaults.max_batch_rows, limit_ns)
+    if tried.failed and served.max_batch_rows:
+        _log.warning(
+            "model '%s' is batched untried, as it takes no made-up inputs (%s): if its rows depend on each other, say "
+            "max_batch_size: 0 beside input and output in a config.pbtxt",
+            config.name,
+            tried.failed,
+        )
     if not (tried.why_not and served.max_batch_rows):
         return served
     _log.warning(

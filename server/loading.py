@@ -11,10 +11,11 @@ import logging
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 from backends.base import Backend
 from protos import model_config_pb2 as pb
-from server.errors import ServerError
+from server.errors import LoadHangs, ServerError
 from server.layout import ModelFolder
 from server.loader import LoadDefaults, LoadedVersion, load_model
 
@@ -32,7 +33,7 @@ class Loads:
 
     `backend_of` gives the backend for a name; LoadError if there is none. `defaults` are what flags say of models that
     don't say it themselves. `retries`: how often a load that fails for other reasons than the configuration of its
-    model is tried again.
+    model is tried again. `slow_after_s`: when to log that one is still under way.
     """
 
     def __init__(
@@ -42,16 +43,18 @@ class Loads:
         *,
         threads: int = 4,
         retries: int = 0,
+        slow_after_s: float = 10.0,
     ) -> None:
         self._backend_of = backend_of
         self._defaults = defaults
         self._retries = retries
+        self._slow_after_s = slow_after_s
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="load")
-        self._under_way: set[Future[list[LoadedVersion]]] = set()
+        self._under_way: set[Future[Any]] = set()
 
     @property
     def under_way(self) -> bool:
-        """Whether a thread is loading something."""
+        """Whether a thread is loading something, or hangs over that."""
         return bool(self._under_way)
 
     def stop(self) -> None:
@@ -76,12 +79,15 @@ class Loads:
 
         for left in range(self._retries, -1, -1):
             future = self._pool.submit(load)
-            self._under_way.add(future)
-            future.add_done_callback(self._under_way.discard)
+            self._note(future)
+            slow = loop.create_task(self._tell_if_slow(name, future))
             try:
                 return await asyncio.wrap_future(future)
             except asyncio.CancelledError:
                 future.add_done_callback(_close_loaded)
+                raise
+            except LoadHangs as error:
+                self._note(error.ended)
                 raise
             except ServerError:
                 raise
@@ -89,7 +95,21 @@ class Loads:
                 if not left:
                     raise
                 _log.warning("load of model '%s' failed, %d more tries: %s", name, left, error)
+            finally:
+                slow.cancel()
         raise AssertionError("the last try returned or raised")
+
+    def _note(self, future: Future[Any]) -> None:
+        self._under_way.add(future)
+        future.add_done_callback(self._under_way.discard)
+
+    async def _tell_if_slow(self, name: str, future: Future[Any]) -> None:
+        """Nothing else does: before all models are loaded a server has no port to be asked on."""
+        while True:
+            await asyncio.sleep(self._slow_after_s)
+            if future.running():  # and doesn't wait for other loads any more
+                _log.info("model '%s' is still being loaded after %g s", name, self._slow_after_s)
+                return
 
 
 def always(folder: ModelFolder) -> Find:

@@ -119,5 +119,13 @@ def _refuse_repository(name: str) -> None:
 
 def _line(line: IndexLine) -> pb.RepositoryIndexResponse.ModelIndex:
     return pb.RepositoryIndexResponse.ModelIndex(
-        name=line.name, version=line.version, state=line.state.value if line.state else "", reason=line.reason
+        name=_sendable(line.name),
+        version=line.version,
+        state=line.state.value if line.state else "",
+        reason=_sendable(line.reason),
     )
+
+
+def _sendable(text: str) -> str:
+    """`text` with what UTF-8 can't say escaped: names of folders and files may be any bytes."""
+    return text.encode(errors="backslashreplace").decode()

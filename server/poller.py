@@ -5,7 +5,8 @@ files on the event loop.
 
 A change counts once two looks in a row have seen the same: whoever copies files into a repository isn't done with the
 first of them. What was tried once is tried again only when it has changed again, so a model that doesn't load costs
-nothing as long as nobody mends it.
+nothing as long as nobody mends it. Each model is followed on its own: looks go on while some load, however long that
+takes, and what has changed of one that loads or unloads is seen by the first look after that.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from server.errors import LoadFailed
+from server.errors import LoadFailed, ModelNotReady
 from server.layout import Layout, ModelFolder
 from server.loading import always
 from server.repository import Repository
@@ -29,8 +30,13 @@ _log = logging.getLogger("paceline.server.poller")
 _SETTLE_S = 1.0
 """How soon to look again at what is changing, if looks aren't that frequent anyway."""
 
-Fingerprint = frozenset[tuple[str, int, int]]
-"""Path, time of change in nanoseconds and size of each file."""
+Fingerprint = frozenset[tuple[str, int, int, int]]
+"""Path, time of modification and of any change in nanoseconds, and size of each file.
+
+Tools that copy set the time of modification and nobody can set the other, which also tells of a new mode or link: a
+load too many, once. The number of the inode would tell of replacements alone, but file systems in front of object
+storage give out new ones as they like, and each would be a load.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +56,7 @@ class Poller:
         self._interval_s = interval_s
         self._seen: Mapping[str, Sight] = {}
         self._done: dict[str, Sight] = {}
+        self._under_way: dict[str, asyncio.Task[None]] = {}
         self._complaint = ""
 
     async def start(self) -> None:
@@ -61,16 +68,21 @@ class Poller:
     async def run(self) -> None:
         """Follow until cancelled."""
         unsettled = False
-        while True:
-            await asyncio.sleep(min(_SETTLE_S, self._interval_s) if unsettled else self._interval_s)
-            try:
-                unsettled = await self.poll_once()
-            except Exception:  # noqa: BLE001 - whatever it was, the next look may go better
-                _log.exception("the repositories could not be followed; trying again")
+        try:
+            while True:
+                await asyncio.sleep(min(_SETTLE_S, self._interval_s) if unsettled else self._interval_s)
+                try:
+                    unsettled = await self.poll_once()
+                except Exception:  # noqa: BLE001 - whatever it was, the next look may go better
+                    _log.exception("the repositories could not be followed; trying again")
+        finally:
+            for task in self._under_way.values():
+                task.cancel()
+            await self.ended()
 
     async def poll_once(self) -> bool:
-        """Look once, load what has changed and unload what is gone. True if something is just changing, so that another
-        look is due soon."""
+        """Look once, and begin to load what has changed and to unload what is gone; doesn't wait for that. True if
+        something is just changing, so that another look is due soon."""
         try:
             found = await asyncio.to_thread(self._look)
         except OSError as error:
@@ -78,15 +90,25 @@ class Poller:
             return False
         self._complaint = ""
         changed = {name for name in {*found, *self._done} if found.get(name) != self._done.get(name)}
+        changed -= self._under_way.keys()
         settled = {name for name in changed if found.get(name) == self._seen.get(name)}
         self._seen = found
-        for name in settled:
-            self._done.pop(name, None)
-            if name in found:
-                self._done[name] = found[name]
-        await asyncio.gather(*(self._follow(name, found.get(name)) for name in sorted(settled)))
+        for name in sorted(settled):
+            self._begin(name, found.get(name))
         self._repository.take_note([sight.folder for sight in found.values()])
         return bool(changed - settled)
+
+    async def ended(self) -> None:
+        """Return when no load and no unload is under way any more."""
+        await asyncio.gather(*self._under_way.values(), return_exceptions=True)
+
+    def _begin(self, name: str, sight: Sight | None) -> None:
+        self._done.pop(name, None)
+        if sight is not None:
+            self._done[name] = sight
+        task = asyncio.create_task(self._follow(name, sight))
+        self._under_way[name] = task
+        task.add_done_callback(lambda _: self._under_way.pop(name))
 
     async def _follow(self, name: str, sight: Sight | None) -> None:
         try:
@@ -96,6 +118,10 @@ class Poller:
                 await self._repository.load(name, always(sight.folder))
         except LoadFailed as error:
             _log.error("%s; not tried again until its files change", error)
+        except ModelNotReady:
+            pass  # the server is stopping
+        except Exception:  # noqa: BLE001 - whatever it was, it is this model's and not the others'
+            _log.exception("model '%s' could not be followed; not tried again until its files change", name)
 
     def _look(self) -> dict[str, Sight]:
         return {folder.name: Sight(folder, fingerprint(folder)) for folder in self._layout.models()}
@@ -107,7 +133,7 @@ class Poller:
 
 
 def fingerprint(folder: ModelFolder) -> Fingerprint:
-    """Every file of a model with its time of change and size. Links are followed. Blocks."""
+    """Every file of a model with its times of change and size. Links are followed. Blocks."""
     if folder.file is not None:
         return frozenset([_file(folder.file)])
     return frozenset(_file(path) for path in _files(folder.path))
@@ -127,9 +153,9 @@ def _files(top: Path) -> Iterator[Path]:
         yield from (Path(where, file) for file in files)
 
 
-def _file(path: Path) -> tuple[str, int, int]:
+def _file(path: Path) -> tuple[str, int, int, int]:
     try:
         about = path.stat()
     except OSError:  # it went while we looked, or is a link to nowhere
-        return str(path), -1, -1
-    return str(path), about.st_mtime_ns, about.st_size
+        return str(path), -1, -1, -1
+    return str(path), about.st_mtime_ns, about.st_ctime_ns, about.st_size

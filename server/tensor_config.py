@@ -48,13 +48,14 @@ def _whole(kind: str, one: Declared, lead: tuple[int, ...], *, flat: bool) -> Te
 
 def can_batch(config: pb.ModelConfig, own: ModelSpec) -> bool:
     """Whether the model of spec `own` may have a batch axis: every tensor needs a free first dimension, but for those
-    that `config` has joined or cut in other ways; and there must be an input to read the number of rows off. For
-    tensors that may have any rank the configuration is believed."""
+    that `config` has joined or cut in other ways, and for outputs that it leaves out, which nobody fetches; and there
+    must be an input to read the number of rows off. For tensors that may have any rank the configuration is believed.
+    """
     made = _made(config)
     joined = {one.name: not (one.allow_ragged_batch or one.is_shape_tensor) for one in config.input}
     cut = {one.name: not one.is_shape_tensor for one in config.output} | dict.fromkeys(_scattered(config), False)
     stacked = [one for one in own.inputs if one.name not in made and joined.get(one.name, not one.optional)]
-    stacked += [one for one in own.outputs if cut.get(one.name, True)]
+    stacked += [one for one in own.outputs if cut.get(one.name, not config.output)]
     told = config.max_batch_size > 0
     return bool(own.inputs) and all(tensor.dims[:1] == (-1,) or (tensor.any_rank and told) for tensor in stacked)
 

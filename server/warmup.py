@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 
-from backends.base import MISSING, Array, ModelInstance, ModelSpec, Slotted, Tensors, TensorSpec
+from backends.base import MISSING, Array, ModelInstance, ModelSpec, Slotted, Supervise, Tensors, TensorSpec, directly
 from backends.errors import BackendError, OutOfMemory
 from protos import model_config_pb2 as pb
 from protos.datatypes import CONFIG_DATATYPES, by_name
@@ -31,19 +32,25 @@ Run = Callable[[Sequence[Tensors], int], object]
 _log = logging.getLogger("paceline.server.warmup")
 
 
-def warm_up(config: pb.ModelConfig, plan: ServingPlan, folder: Path, instances: Sequence[ModelInstance]) -> None:
-    """Run the configured samples on every instance, or the default one if there are none.
+def warm_up(
+    config: pb.ModelConfig,
+    plan: ServingPlan,
+    folder: Path,
+    instances: Sequence[ModelInstance],
+    supervise: Supervise = directly,
+) -> None:
+    """Run the configured samples on every instance, or the default one if there are none; `supervise` runs each.
 
     Blocks. Raises ConfigError if a configured sample doesn't fit or fails: a model that can't do what its author says
     it does isn't ready. A failing default sample is only logged, since nobody promised that zeros are good input.
     """
     if not config.model_warmup:
-        warm_up_by_default(config.name, plan, instances)
+        warm_up_by_default(config.name, plan, instances, supervise)
         return
     for sample in config.model_warmup:
         requests = list(_requests(sample, plan, folder))
         for instance in instances:
-            for run in _ways(instance):
+            for run in _ways(instance, supervise):
                 for iteration in range(1, max(1, sample.count) + 1):
                     _log.debug(
                         "model '%s' is running warmup sample '%s' for iteration %d", config.name, sample.name, iteration
@@ -55,7 +62,9 @@ def warm_up(config: pb.ModelConfig, plan: ServingPlan, folder: Path, instances: 
                         raise ConfigError(f"failed to run warmup sample '{sample.name}': {_words(error)}") from error
 
 
-def warm_up_by_default(name: str, plan: ServingPlan, instances: Sequence[ModelInstance]) -> None:
+def warm_up_by_default(
+    name: str, plan: ServingPlan, instances: Sequence[ModelInstance], supervise: Supervise = directly
+) -> None:
     """Run one batch of one row of zeros on each instance, where batches of other sizes are worth it of these too, if
     the model's dimensions are known. Blocks."""
     needed = [tensor for tensor in plan.spec.inputs if not tensor.optional]
@@ -68,17 +77,22 @@ def warm_up_by_default(name: str, plan: ServingPlan, instances: Sequence[ModelIn
     lead = (1,) if plan.spec.batched else ()
     for instance in instances:
         try:
-            for run in _ways(instance):
+            for run in _ways(instance, supervise):
                 _run_sizes(run, [_all_zeros(plan.spec, lead)], _sizes(instance, plan))
         except (BackendError, TensorError, MemoryError) as error:
             _log.warning("model '%s' stays cold, as it doesn't take zeros for a warm-up: %s", name, _words(error))
 
 
-def _ways(instance: ModelInstance) -> Sequence[Run]:
+def _ways(instance: ModelInstance, supervise: Supervise) -> Sequence[Run]:
     """What has to run a sample for all of `instance` to be warm."""
-    if isinstance(instance, Slotted):
-        return [slot.prepare for slot in instance.slots]
-    return [instance.execute]
+    ways: Sequence[Run] = (
+        [slot.prepare for slot in instance.slots] if isinstance(instance, Slotted) else [instance.execute]
+    )
+    return [partial(_run_supervised, supervise, run) for run in ways]
+
+
+def _run_supervised(supervise: Supervise, run: Run, requests: Sequence[Tensors], padded_rows: int) -> object:
+    return supervise(lambda: run(requests, padded_rows))
 
 
 def _sizes(instance: ModelInstance, plan: ServingPlan) -> Sequence[int]:

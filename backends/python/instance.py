@@ -70,10 +70,12 @@ class PythonInstance:
             process.close()
 
     def _end(self) -> ModelProcess | None:
-        """Have no more processes started; the one that there is."""
+        """Have no more processes started; the one that there is, which isn't kept: it has memory, and whoever knows the
+        instance may live on."""
         with self._changed:
             self._closing.set()
             process, starting = self._process, self._starting
+            self._process = None
             self._changed.notify_all()
         if starting is not None:
             starting.kill()

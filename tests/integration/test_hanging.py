@@ -12,6 +12,7 @@ import pytest
 from backends.base import Device, ModelSpec
 from backends.errors import LoadError
 from backends.memory import MemoryInstance, MemoryModel
+from server.config import Settings
 from tests.integration.controlling import explicit, load
 from tests.integration.serving import echo_model, failure_of, serving
 from tests.polling import eventually_async
@@ -70,3 +71,17 @@ async def test_reload_while_an_instance_hangs_serves_the_new_and_gives_back_the_
         old.gate.open()
         await eventually_async(lambda: old.open_instances == 0, "what hung given back")
     assert new.open_instances == 0
+
+
+async def test_model_that_hangs_before_it_is_ready_fails_alone(tmp_path: Path) -> None:
+    models = {"m": echo_model(), "stuck": echo_model("FP32", 2)}
+    models["stuck"].gate.close()
+    settings = Settings(paths=(tmp_path,), strict_readiness=False)
+    async with serving(tmp_path, models, config=LIMITED, settings=settings) as served:
+        assert (await served.infer(ONE)).raw_output_contents[0] == ONE.raw_input_contents[0]
+        code, text = await failure_of(served.infer(infer("stuck", {"a": rows_of_floats(1)})))
+        assert (code, "to warm it up takes longer than the 0.2 s" in text) == (grpc.StatusCode.UNAVAILABLE, True), text
+        assert served.server.repository.loads, "which is still under way"
+        models["stuck"].gate.open()
+        await eventually_async(lambda: models["stuck"].closed, "what hung closed")
+        assert not models["m"].closed

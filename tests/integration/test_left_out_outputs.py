@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Callable
 from pathlib import Path
@@ -109,3 +110,18 @@ async def test_model_that_cannot_do_without_is_unavailable_saying_what_to_change
     async with serving(tmp_path) as served:
         code, text = await failure_of(served.infer(infer("m", {"INPUT0": rows_of_floats(1, 2)})))
         assert (code, words in text) == (grpc.StatusCode.UNAVAILABLE, True), text
+
+
+async def test_output_that_a_configuration_leaves_out_keeps_no_model_from_being_batched(tmp_path: Path) -> None:
+    model = models.shapeless("Neg", ["batch", 2])
+    model.graph.node.append(helper.make_node("ReduceSum", ["INPUT0"], ["OUTPUT1"], keepdims=0))
+    model.graph.output.append(helper.make_tensor_value_info("OUTPUT1", TensorProto.FLOAT, []))
+    path = models.write(model, tmp_path / "m" / "1" / "model.onnx")
+    outputs = 'output { name: "OUTPUT0" data_type: TYPE_FP32 dims: [ 2 ] }'
+    # Two at a time, whichever comes first waits for the other.
+    batching = "dynamic_batching { preferred_batch_size: 4 max_queue_delay_microseconds: 60000000 }"
+    (path.parents[1] / "config.pbtxt").write_text(f"max_batch_size: 8 {outputs} {batching}")
+    rows = [rows_of_floats(2, 2, first) for first in (0, 10)]
+    async with serving(tmp_path) as served:
+        answers = await asyncio.gather(*(served.infer(infer("m", {"INPUT0": one})) for one in rows))
+        assert [answer.raw_output_contents[0] for answer in answers] == [(-one).tobytes() for one in rows]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -76,6 +77,29 @@ async def test_bad_model_is_unavailable_with_the_reason_while_others_serve(
     reason = spoil(tmp_path)
     async with serving(tmp_path, {"good": echo_model()}) as served:
         await check(served, reason)
+
+
+async def test_names_that_are_not_utf8_fail_their_models_alone_and_the_index_tells_of_all(tmp_path: Path) -> None:
+    for name in (b"r\xe9seau", b"weights"):
+        (tmp_path / os.fsdecode(name) / "1").mkdir(parents=True)
+    write_model(tmp_path, "good")
+    for name in ("good", "weights"):
+        (tmp_path / name / "1" / os.fsdecode(b"\xe9.bin")).touch()
+    async with serving(tmp_path, {"good": echo_model()}) as served:
+        assert (await served.infer(GOOD)).raw_output_contents[0] == GOOD.raw_input_contents[0]
+        answer = await served.stub.RepositoryIndex(pb.RepositoryIndexRequest())
+        good, named, weights = answer.models
+        assert (good.name, good.state) == ("good", "READY")
+        assert (named.name, named.state, named.reason) == (
+            r"r\udce9seau",
+            "UNAVAILABLE",
+            r"its name isn't UTF-8: expected a name that is, got 'r\udce9seau'",
+        )
+        assert (weights.name, weights.state, r"there is \udce9.bin" in weights.reason) == (
+            "weights",
+            "UNAVAILABLE",
+            True,
+        )
 
 
 class FailingModel(MemoryModel):

@@ -85,6 +85,7 @@ async def test_reload_under_load_loses_and_refuses_no_request(tmp_path: Path, mo
                 (tmp_path / "m" / "config.pbtxt").write_text(f'backend: "memory" {CONFIG} # {number}' + " " * number)
                 assert await served.server.poller.poll_once()
                 assert not await served.server.poller.poll_once()
+                await served.server.poller.ended()
             traffic.latest = number
         await traffic.more(CLIENTS + 1)
         traffic.end()

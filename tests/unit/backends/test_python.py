@@ -444,6 +444,23 @@ def test_close_calls_the_models_own_and_leaves_nothing_behind(folder: Path) -> N
     eventually(lambda: _held() <= before, "nothing that wasn't there before")
 
 
+def test_closed_instance_has_no_memory_although_somebody_knows_it(instance: PythonInstance) -> None:
+    """A batcher, say, until the garbage collector comes by."""
+    before = _memory()
+    run(instance, 1)
+    assert before
+    gc.disable()
+    try:
+        instance.close()
+        eventually(lambda: not before & _memory(), "its memory is given back")
+    finally:
+        gc.enable()
+
+
+def _memory() -> set[str]:
+    return {line for line in Path("/proc/self/maps").read_text().splitlines() if "paceline-tensors" in line}
+
+
 def _held() -> set[object]:
     """This process's descriptors with the files behind them, its threads, and what it maps of tensors."""
     held: set[object] = {*threading.enumerate()}
@@ -451,8 +468,7 @@ def _held() -> set[object]:
         with suppress(FileNotFoundError):  # closed meanwhile, as that of the listing is
             file = os.stat(f"/proc/self/fd/{descriptor}")
             held.add((descriptor, file.st_dev, file.st_ino))
-    held.update(line for line in Path("/proc/self/maps").read_text().splitlines() if "paceline-tensors" in line)
-    return held
+    return held | _memory()
 
 
 def test_close_that_takes_too_long_is_ended(folder: Path) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import onnx
+import onnxruntime as ort  # type: ignore[import-untyped,unused-ignore]
 import pytest
 
 from backends.base import Array, Device, ModelSource, ModelSpec, Tensors, TensorSpec, Trial
@@ -61,6 +63,22 @@ def test_try_rows_that_have_nothing_to_do_with_each_other_finds_nothing(tmp_path
 )
 def test_try_rows_that_depend_on_each_other_are_told(tmp_path: Path, model: onnx.ModelProto, text: str) -> None:
     assert trial(tmp_path, model).why_not.startswith(text)
+
+
+def test_try_rows_leaves_nothing_of_a_closed_model_to_the_garbage_collector(tmp_path: Path) -> None:
+    """A session has the weights, in memory or on a device."""
+
+    def sessions() -> int:
+        return sum(isinstance(one, ort.InferenceSession) for one in gc.get_objects())
+
+    gc.collect()
+    gc.disable()
+    try:
+        before = sessions()
+        trial(tmp_path, models.mlp())
+        assert sessions() == before
+    finally:
+        gc.enable()
 
 
 def test_try_rows_where_batches_are_staged_leaves_the_session_as_it_was(tmp_path: Path) -> None:
@@ -145,14 +163,99 @@ def test_try_rows_that_are_no_numbers_in_company_alone_is_told() -> None:
     assert try_rows(SPEC, run).why_not == "output 'x' of a row depends on the row beside it"
 
 
-@pytest.mark.parametrize(("rows", "error"), [(1, ExecutionError("no such word")), (2, OutOfMemory("too large"))])
-def test_try_rows_that_fails_for_other_reasons_says_nothing(rows: int, error: ExecutionError) -> None:
+@pytest.mark.parametrize(
+    ("counts", "error"),
+    [((1, 8), ExecutionError("no such word")), ((1,), OutOfMemory("full")), ((2,), OutOfMemory("full"))],
+)
+def test_try_rows_that_fails_for_other_reasons_says_nothing_but_that(
+    counts: tuple[int, ...], error: ExecutionError
+) -> None:
     def run(inputs: Tensors) -> Tensors:
-        if len(inputs[0]) == rows:
+        if len(inputs[0]) in counts:
             raise error
         return [inputs[0][:, :1]]
 
-    assert try_rows(SPEC, run) == Trial(SPEC)
+    assert try_rows(SPEC, run) == Trial(SPEC, failed=str(error))
+
+
+@pytest.mark.parametrize("small", [1e-3, 1.0])
+@pytest.mark.parametrize("large", [10.0, 1e4])
+def test_try_rows_that_are_mixed_in_small_numbers_are_told_beside_large_ones(small: float, large: float) -> None:
+    """Probabilities beside places in an image."""
+
+    def run(inputs: Tensors) -> Tensors:
+        mixed = np.exp(inputs[0]) / np.exp(inputs[0]).sum(axis=0)
+        return [np.concatenate([small * mixed, np.float32(large) * inputs[0]], axis=1)]
+
+    wider = replace(SPEC, outputs=(TensorSpec("x", "FP32", (-1, 4)),))
+    assert try_rows(wider, run).why_not == "output 'x' of a row depends on the row beside it"
+
+
+def test_try_rows_that_are_off_by_what_the_largest_number_brings_is_not_held_against_them() -> None:
+    """Models that quantize while they run: the step is that of the largest number of a batch."""
+
+    def run(inputs: Tensors) -> Tensors:
+        wide = inputs[0] * np.array([[1, 0.3, 0.1, 0.03, 0.01]], np.float32)
+        step = np.abs(wide).max() / 127
+        return [np.round(wide / step) * step]
+
+    spec = ModelSpec((TensorSpec("a", "FP32", (-1, 5)),), (TensorSpec("x", "FP32", (-1, 5)),))
+    assert try_rows(spec, run).why_not == ""
+
+
+def test_try_rows_that_are_mixed_by_sign_or_size_are_told() -> None:
+    def by_sign(inputs: Tensors) -> Tensors:
+        return [inputs[0] if inputs[0].sum() > 0 else 2 * inputs[0]]
+
+    def by_size(inputs: Tensors) -> Tensors:
+        return [inputs[0] * (1 + (np.abs(inputs[0]).max() > 1))]
+
+    for run in (by_sign, by_size):
+        assert try_rows(SPEC, run).why_not == "output 'x' of a row depends on the row beside it"
+
+
+def test_try_rows_where_negative_numbers_lead_nowhere_are_tried_without() -> None:
+    with np.errstate(invalid="ignore"):
+        tried = try_rows(SPEC, lambda inputs: [np.cumsum(np.sqrt(inputs[0]), axis=0)])
+    assert tried.why_not == "output 'x' of a row depends on the row beside it"
+
+
+@pytest.mark.parametrize("free", [1, 20])
+def test_try_rows_that_are_steps_of_which_it_takes_several_are_told(free: int) -> None:
+    def run(inputs: Tensors) -> Tensors:
+        if len(inputs[0]) < 5 or inputs[0].shape[1] < free:
+            raise ExecutionError("the window is longer than the input")
+        return [inputs[0] - np.roll(inputs[0], 4, axis=0)]
+
+    spec = ModelSpec((TensorSpec("a", "FP32", (-1, -1)),), (TensorSpec("x", "FP32", (-1, -1)),))
+    assert try_rows(spec, run).why_not == "output 'x' of a row depends on the row beside it"
+
+
+def test_try_rows_whose_words_are_of_a_least_length_are_stacked() -> None:
+    def run(inputs: Tensors) -> Tensors:
+        if inputs[0].shape[1] < 16:
+            raise ExecutionError("too short")
+        return [inputs[0].mean(axis=1, keepdims=True)]
+
+    spec = ModelSpec((TensorSpec("a", "FP32", (-1, -1)),), (TensorSpec("x", "FP32", (-1, 1)),))
+    assert try_rows(spec, run) == Trial(spec)
+
+
+def test_try_rows_that_draws_lots_says_nothing_of_those_and_of_others_what_was_seen() -> None:
+    lots = np.random.default_rng(0)
+    spec = replace(SPEC, outputs=(*SPEC.outputs, TensorSpec("y", "FP32", (-1, 2))))
+
+    def run(inputs: Tensors) -> Tensors:
+        return [lots.random(inputs[0].shape, np.float32), inputs[0] - inputs[0].mean(axis=0)]
+
+    assert try_rows(SPEC, lambda inputs: run(inputs)[:1]).why_not == ""
+    assert try_rows(spec, run).why_not == "output 'y' of a row depends on the row beside it"
+
+
+def test_try_rows_of_an_output_whose_rank_depends_on_them_tells_that_it_may_have_any() -> None:
+    tried = try_rows(SPEC, lambda inputs: [inputs[0].squeeze()])
+    assert [tensor.any_rank for tensor in tried.spec.outputs] == [True]
+    assert tried.why_not == "output 'x' has shape [2] for one row and [2, 2] for two"
 
 
 @pytest.mark.parametrize(

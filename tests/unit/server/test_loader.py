@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -10,13 +11,26 @@ import numpy as np
 import pytest
 from google.protobuf import text_format
 
-from backends.base import Backend, Device, InstanceGroup, ModelSource, ModelSpec, TensorSpec
+from backends.base import (
+    Backend,
+    Device,
+    Execution,
+    InstanceGroup,
+    ModelSource,
+    ModelSpec,
+    Supervise,
+    Tensors,
+    TensorSpec,
+    Trial,
+    directly,
+)
 from backends.errors import ExecutionError, LoadError
 from backends.memory import MemoryInstance, MemoryModel
 from protos import model_config_pb2 as pb
-from server.errors import ConfigError
+from server.errors import ConfigError, LoadHangs
 from server.layout import ModelFolder
 from server.loader import LoadDefaults, load_model, wanted_versions
+from tests.polling import eventually
 from tests.unit.server.found import find_models
 
 SPEC = ModelSpec((TensorSpec("a", "FP32", (-1, 2)),), (TensorSpec("x", "FP32", (-1, 2)),))
@@ -344,3 +358,60 @@ def test_load_logs_how_the_model_will_batch(
     (record,) = caplog.records
     assert record.getMessage().startswith("model 'm' version 1 loaded in ")
     assert record.getMessage().endswith(text)
+
+
+class Endless(Model):
+    """Hangs when it is tried, until `gate` opens."""
+
+    def try_rows(self, supervise: Supervise = directly) -> Trial:
+        return supervise(lambda: (self.gate.enter(), Trial(self.spec))[1])
+
+
+def test_load_whose_trial_hangs_fails_and_closes_nothing_until_that_has_ended(tmp_path: Path) -> None:
+    model = Endless()
+    model.gate.close()
+    shelf = Shelf(v1=model)
+    with pytest.raises(LoadHangs) as caught:
+        load_model(folder(tmp_path, 1), shelf.of, LoadDefaults(execution_limit_ns=1_000_000))
+    assert not model.closed
+    model.gate.open()
+    caught.value.ended.result(30)
+    eventually(lambda: model.closed, "the model closed")
+
+
+def test_load_with_a_limit_of_its_own_goes_by_that(tmp_path: Path) -> None:
+    config = 'parameters { key: "paceline.execution_timeout_ms" value { string_value: "%d" } }'
+    shelf = Shelf()
+    (loaded,) = load_model(folder(tmp_path, 1, config=config % 0), shelf.of, LoadDefaults(execution_limit_ns=1))
+    loaded.close()
+    assert shelf.leaked == []
+
+
+class Abandoned(MemoryInstance):
+    """Hangs until it is abandoned."""
+
+    def __init__(self, model: MemoryModel, spec: ModelSpec, device: Device) -> None:
+        super().__init__(model, spec, device)
+        self._abandoned = threading.Event()
+
+    def execute(self, requests: Sequence[Tensors], padded_rows: int = 0) -> Execution:
+        self._abandoned.wait(30)
+        raise ExecutionError("abandoned")
+
+    def abandon(self) -> None:
+        self._abandoned.set()
+
+
+class Abandoning(Model):
+    def instance(self, spec: ModelSpec, device: Device) -> MemoryInstance:
+        instance = Abandoned(self, spec, device)
+        self._instances.append(instance)
+        return instance
+
+
+def test_load_whose_warm_up_hangs_abandons_instances_that_can_be_and_closes_them(tmp_path: Path) -> None:
+    shelf = Shelf(v1=Abandoning())
+    with pytest.raises(LoadHangs) as caught:
+        load_model(folder(tmp_path, 1), shelf.of, LoadDefaults(execution_limit_ns=1_000_000))
+    assert isinstance(caught.value.ended.exception(10), ExecutionError)
+    eventually(lambda: shelf.leaked == [], "all closed")

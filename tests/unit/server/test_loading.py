@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,9 +14,9 @@ import pytest
 from backends.base import Backend, ModelSpec, TensorSpec
 from backends.errors import LoadError
 from backends.memory import MemoryBackend, MemoryModel
-from server.errors import ModelNotFound
+from server.errors import LoadHangs, ModelNotFound
 from server.layout import ModelFolder
-from server.loader import LoadedVersion
+from server.loader import LoadDefaults, LoadedVersion
 from server.loading import Find, Loads, always
 from tests.polling import eventually_async
 from tests.unit.server.found import find_models
@@ -132,6 +133,37 @@ async def test_load_of_what_is_not_there_is_not_tried_again(bench: Bench) -> Non
     with pytest.raises(ModelNotFound):
         await bench.load(Loads(bench.backend, retries=2), "m", find)  # type: ignore[arg-type]
     assert finds == 1
+
+
+async def test_load_that_takes_long_is_told_once_it_has_begun(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
+    model = bench.add("m")
+    model.gate.close()
+    loads = Loads(bench.backend, slow_after_s=0)
+
+    def told() -> list[str]:
+        return [one.getMessage() for one in caplog.records if one.name == "paceline.server.loading"]
+
+    with caplog.at_level(logging.INFO, "paceline.server.loading"):
+        loading = asyncio.create_task(bench.load(loads, "m"))
+        await asyncio.to_thread(model.gate.wait_entered, 1)
+        await eventually_async(told, "a line in the log")
+        model.gate.open()
+        (loaded,) = await loading
+    assert told() == ["model 'm' is still being loaded after 0 s"]
+    loaded.close()
+
+
+async def test_load_whose_warm_up_hangs_fails_and_is_closed_when_that_ends(bench: Bench) -> None:
+    model = bench.add("m")
+    model.gate.close()
+    loads = Loads(bench.backend, LoadDefaults(execution_limit_ns=1), retries=1)
+    with pytest.raises(LoadHangs, match="to warm it up takes longer than the 1e-09 s that --execution-timeout-secs or"):
+        await bench.load(loads, "m")
+    await asyncio.to_thread(model.gate.wait_entered, 1)
+    assert (loads.under_way, model.open_instances, model.closed) == (True, 1, False)
+    model.gate.open()
+    await eventually_async(lambda: model.closed and not loads.under_way, "what hung closed")
+    assert (model.open_instances, model.gate.entered) == (0, 1)
 
 
 async def test_stopped_loads_begin_no_more(bench: Bench) -> None:

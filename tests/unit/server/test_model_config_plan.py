@@ -93,6 +93,13 @@ def test_plan_rows_and_merging_follow_what_the_configuration_leaves_out(text: st
     assert served.spec.batched
 
 
+def test_plan_output_that_the_configuration_leaves_out_needs_no_batch_axis() -> None:
+    own = ModelSpec(BATCHABLE.inputs, (*BATCHABLE.outputs, TensorSpec("loss", "FP32", ())))
+    served = planned(f"max_batch_size: 4 {OUTPUT_X}", own)
+    assert (served.max_batch_rows, [one.name for one in served.spec.outputs]) == (4, ["x"])
+    assert "expected 0, as the first dimension of some tensor" in refusal("max_batch_size: 4", own)
+
+
 def test_plan_complete_configuration_without_max_batch_size_has_no_batch_axis() -> None:
     text = """
         input { name: "a" data_type: TYPE_FP32 dims: [ -1, 16 ] }

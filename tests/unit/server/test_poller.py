@@ -23,6 +23,8 @@ from tests.polling import eventually_async
 
 SPEC = ModelSpec((TensorSpec("a", "FP32", (-1, -1)),), (TensorSpec("x", "FP32", (-1, -1)),))
 CONFIG = 'backend: "memory"'
+WARMED = f'{CONFIG} max_batch_size: 1 input {{ name: "a" data_type: TYPE_FP32 dims: 1 }}'
+"""Warmed up, which a closed gate holds up: a load that takes its time."""
 
 
 class Bench:
@@ -48,8 +50,14 @@ class Bench:
 
     async def settle(self) -> None:
         """Look until nothing changes any more: once if nothing did, else twice."""
-        while await self.poller.poll_once():
+        while await self.look():
             pass
+
+    async def look(self) -> bool:
+        """Look once, and wait for what that begins."""
+        unsettled = await self.poller.poll_once()
+        await self.poller.ended()
+        return unsettled
 
     @property
     def ready(self) -> dict[str, list[str]]:
@@ -96,17 +104,17 @@ async def test_poll_of_what_has_not_changed_does_nothing(bench: Bench) -> None:
     bench.write("a")
     await bench.start()
     before = bench.loads
-    assert not await bench.poller.poll_once()
+    assert not await bench.look()
     assert bench.loads == before
 
 
 async def test_poll_loads_a_new_model_when_two_looks_saw_the_same(bench: Bench) -> None:
     await bench.start()
     bench.write("a")
-    assert await bench.poller.poll_once()
+    assert await bench.look()
     assert bench.ready == {}
     assert bench.repository.ready, "nobody misses what was never loaded"
-    assert not await bench.poller.poll_once()
+    assert not await bench.look()
     assert bench.ready == {"a": ["1"]}
 
 
@@ -115,9 +123,9 @@ async def test_poll_of_a_model_that_goes_on_changing_waits_until_it_is_written(b
     folder = bench.write("a")
     for size in range(5):
         (folder / "1" / "model.onnx").write_bytes(b"x" * size)
-        assert await bench.poller.poll_once()
+        assert await bench.look()
         assert bench.ready == {}
-    assert not await bench.poller.poll_once()
+    assert not await bench.look()
     assert bench.ready == {"a": ["1"]}
 
 
@@ -140,13 +148,32 @@ def change_size_alone(folder: Path) -> None:
     os.utime(folder / "config.pbtxt", ns=(about.st_atime_ns, about.st_mtime_ns))
 
 
+def replace_by_one_of_its_time_and_size(folder: Path) -> None:
+    about, other = (folder / "config.pbtxt").stat(), folder.parent.parent / "other"
+    other.write_text(CONFIG.replace('"', "'"))
+    os.utime(other, ns=(about.st_atime_ns, about.st_mtime_ns))
+    while other.stat().st_ctime_ns == about.st_ctime_ns:  # until the clock of the file system has moved on
+        os.utime(other, ns=(about.st_atime_ns, about.st_mtime_ns))
+    other.replace(folder / "config.pbtxt")
+    replaced = (folder / "config.pbtxt").stat()
+    assert (replaced.st_mtime_ns, replaced.st_size) == (about.st_mtime_ns, about.st_size)
+
+
 def add_file_deep_inside(folder: Path) -> None:
     (folder / "1" / "weights" / "layer0").mkdir(parents=True)
     (folder / "1" / "weights" / "layer0" / "w.bin").touch()
 
 
 @pytest.mark.parametrize(
-    "change", [rewrite_config, touch_model_file, change_time_alone, change_size_alone, add_file_deep_inside]
+    "change",
+    [
+        rewrite_config,
+        touch_model_file,
+        change_time_alone,
+        change_size_alone,
+        replace_by_one_of_its_time_and_size,
+        add_file_deep_inside,
+    ],
 )
 async def test_poll_reloads_a_changed_model_and_no_other(bench: Bench, change: object) -> None:
     folder = bench.write("a")
@@ -183,13 +210,13 @@ async def test_poll_unloads_a_deleted_model_when_it_is_really_gone_and_forgets_i
     bench.write("b")
     await bench.start()
     folder.rename(bench.root.parent / "elsewhere")
-    assert await bench.poller.poll_once()
+    assert await bench.look()
     assert bench.ready == {"a": ["1"], "b": ["1"]}
-    assert not await bench.poller.poll_once()
+    assert not await bench.look()
     assert bench.ready == {"b": ["1"]}
     assert bench.repository.ready
     await eventually_async(lambda: not bench.repository.leaving, "the model closed")
-    await bench.poller.poll_once()
+    await bench.look()
     assert [line.name for line in bench.repository.index()] == ["b"]
 
 
@@ -198,9 +225,9 @@ async def test_poll_of_a_folder_that_was_away_for_one_look_changes_nothing(bench
     await bench.start()
     before = bench.loads
     folder.rename(bench.root.parent / "elsewhere")
-    assert await bench.poller.poll_once()
+    assert await bench.look()
     (bench.root.parent / "elsewhere").rename(folder)
-    assert not await bench.poller.poll_once()
+    assert not await bench.look()
     assert bench.loads == before
 
 
@@ -213,7 +240,7 @@ async def test_poll_of_a_model_that_does_not_load_keeps_the_old_one_and_tries_on
     (folder / "config.pbtxt").write_text(f"{CONFIG} sequence_batching {{ }}")
     with caplog.at_level(logging.ERROR, "paceline.server.poller"):
         for _ in range(5):
-            await bench.poller.poll_once()
+            await bench.look()
     assert bench.loads == before
     assert bench.repository.ready
     (text,) = said(caplog)
@@ -249,6 +276,50 @@ async def test_poll_of_a_new_model_that_does_not_load_leaves_the_server_unready_
     assert bench.ready == {"a": ["1"]}
 
 
+async def test_poll_goes_on_while_a_model_loads_and_looks_at_that_one_again_afterwards(bench: Bench) -> None:
+    await bench.start()
+    folder = bench.write("slow", WARMED)
+    model = bench.models["slow"]
+    model.gate.close()
+    assert await bench.poller.poll_once()
+    assert not await bench.poller.poll_once()
+    await asyncio.to_thread(model.gate.wait_entered, 1)
+    bench.write("fast")
+    (folder / "config.pbtxt").write_text(f"{WARMED} # changed meanwhile")
+    assert await bench.poller.poll_once()
+    assert not await bench.poller.poll_once()
+    await eventually_async(lambda: bench.ready == {"fast": ["1"]}, "the other model serving")
+    shutil.rmtree(bench.root / "fast")
+    assert await bench.poller.poll_once()
+    assert not await bench.poller.poll_once()
+    await eventually_async(lambda: not bench.ready, "the other model unloaded")
+    assert model.gate.entered == 1
+    model.gate.open()
+    await bench.poller.ended()
+    before = bench.loads
+    assert len(before) == 1
+    assert not await bench.look(), "what changed meanwhile was seen twice"
+    assert bench.loads != before
+    assert bench.ready == {"slow": ["1"]}
+
+
+async def test_run_that_is_cancelled_during_a_load_leaves_no_task_behind(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    bench.poller = Poller(bench.layout, bench.repository, interval_s=0.001)
+    await bench.start()
+    following = asyncio.create_task(bench.poller.run())
+    bench.write("a", WARMED)
+    model = bench.models["a"]
+    model.gate.close()
+    bench.write("b")
+    await eventually_async(lambda: "b" in bench.ready and model.gate.entered, "one model serving, one being loaded")
+    following.cancel()
+    await asyncio.gather(following, return_exceptions=True)
+    await bench.repository.stop()
+    assert asyncio.all_tasks() == {asyncio.current_task()}
+    model.gate.open()
+
+
 async def test_poll_of_a_name_that_comes_up_twice_keeps_what_serves(tmp_path: Path) -> None:
     one, two = Bench(tmp_path / "one"), tmp_path / "two"
     one.write("a")
@@ -277,7 +348,7 @@ async def test_poll_of_a_repository_that_cannot_be_read_changes_nothing_and_says
     bench.root.rename(bench.root.parent / "elsewhere")
     with caplog.at_level(logging.WARNING, "paceline.server.poller"):
         for _ in range(3):
-            assert not await bench.poller.poll_once()
+            assert not await bench.look()
     (text,) = said(caplog)
     assert text.startswith("models stay as they are, as the repositories can't be read: ")
     assert bench.loads == before
@@ -294,7 +365,7 @@ async def test_poll_of_one_models_folder_follows_its_replacement(tmp_path: Path)
     await bench.start()
     (before,) = bench.loads
     shutil.rmtree(folder)
-    await bench.poller.poll_once()
+    await bench.look()
     bench.write("a", f"{CONFIG} max_batch_size: 2")
     await bench.settle()
     (after,) = bench.loads
@@ -329,7 +400,7 @@ def test_fingerprint_follows_links_and_survives_circles_and_links_to_nowhere(tmp
     (tmp_path / "m" / "1" / "circle").symlink_to(tmp_path / "m")
     (tmp_path / "m" / "nowhere").symlink_to(tmp_path / "gone")
     folder = model_folder("m", tmp_path / "m")
-    found = {Path(path).name: size for path, _, size in fingerprint(folder)}
+    found = {Path(path).name: size for path, *_, size in fingerprint(folder)}
     assert found == {"w.bin": 3, "nowhere": -1}
     before = fingerprint(folder)
     (tmp_path / "weights" / "w.bin").write_bytes(b"1234")
@@ -342,6 +413,6 @@ def test_fingerprint_of_a_bare_file_is_of_that_file_alone(tmp_path: Path) -> Non
     layout = Layout([tmp_path / "m.onnx"])
     layout.open()
     (folder,) = layout.models()
-    assert [Path(path).name for path, _, _ in fingerprint(folder)] == ["m.onnx"]
+    assert [Path(path).name for path, *_ in fingerprint(folder)] == ["m.onnx"]
     (tmp_path / "m.onnx").unlink()
-    assert [size for _, _, size in fingerprint(folder)] == [-1]
+    assert [size for *_, size in fingerprint(folder)] == [-1]

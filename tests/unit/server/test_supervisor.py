@@ -1,0 +1,42 @@
+"""Limits for executions of a model that is being loaded."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from backends.errors import ExecutionError
+from server.errors import LoadHangs
+from server.supervisor import Supervisor
+
+
+def test_functions_without_a_limit_run_where_they_are_called() -> None:
+    assert Supervisor(0)(threading.current_thread) is threading.current_thread()
+
+
+def test_functions_within_the_limit_share_a_daemon_thread_that_ends_with_the_supervisor() -> None:
+    supervise = Supervisor(2**63 * 10**6)
+    thread = supervise(threading.current_thread)
+    assert supervise(threading.current_thread) is thread is not threading.current_thread()
+    assert thread.daemon
+
+    def fail() -> None:
+        raise ExecutionError("no")
+
+    with pytest.raises(ExecutionError, match="no"):
+        supervise(fail)
+    supervise.close()
+    thread.join(30)
+    assert not thread.is_alive()
+
+
+def test_function_beyond_the_limit_is_waited_for_no_longer_and_tells_when_it_has_ended() -> None:
+    gate = threading.Event()
+    supervise = Supervisor(1_000_000)
+    with pytest.raises(LoadHangs, match=r"longer than the 0\.001 s that") as caught:
+        supervise(lambda: gate.wait(30))
+    assert not caught.value.ended.done()
+    gate.set()
+    assert caught.value.ended.result(30)
+    supervise.close()
