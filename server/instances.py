@@ -12,16 +12,19 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 from backends.base import Abandonable, Device, ModelInstance, Slotted, Tensors
 from backends.remote import RemoteInstance, RemoteModel
 from scheduler.batcher import Batcher
 from scheduler.runner import TaskRunner, ThreadRunner
+from server.errors import LoadHangs
 from server.loader import LoadedVersion
 from server.model_statistics import VersionStatistics
 from server.reading import ExecuteInputs
 from server.region_tensors import Inputs
+from server.supervisor import Supervisor
 from server.warmup import warm_up_by_default
 
 __all__ = ["Instances"]
@@ -58,6 +61,8 @@ class Instances:
         # Runners that execute although their instance was given up.
         self._hanging: dict[Runner, Instance] = {}
         self._lost: list[Instance] = []
+        # Warm-ups of what was to replace an instance, that hang as well.
+        self._stuck: set[Future[Any]] = set()
         self._hopeless = ""
         self._replacing: set[asyncio.Task[None]] = set()
         self._closed = False
@@ -82,7 +87,7 @@ class Instances:
     @property
     def hangs(self) -> bool:
         """Whether there are threads that may never end, or instances that can't be taken down."""
-        return bool(self._hanging or self._replacing or self._lost)
+        return bool(self._hanging or self._stuck or self._replacing or self._lost)
 
     @property
     def instance_of(self) -> Callable[[Runner], int] | None:
@@ -99,12 +104,8 @@ class Instances:
         self._tell("an execution hangs")
         if isinstance(instance, Abandonable):
             instance.abandon()
-        hanging = _count(self._hanging)
-        if hanging > _MOST_HANGING:
-            name, version = self._loaded.name, self._loaded.version
-            _log.error("model '%s' version %s: no more instances: %d hang", name, version, hanging)
-            return
-        self._start_replacing(instance.device)
+        if self._may_make_more():
+            self._start_replacing(instance.device)
 
     def on_loss(self, runner: Runner, error: BaseException) -> None:
         """Put another in its place. What it holds is kept until the process ends."""
@@ -142,6 +143,14 @@ class Instances:
         _log.error("model '%s' version %s: %s; %d instances are left", name, version, what, left)
         self._on_change()
 
+    def _may_make_more(self) -> bool:
+        hanging = _count(self._hanging) + len(self._stuck)
+        if hanging > _MOST_HANGING:
+            name, version = self._loaded.name, self._loaded.version
+            _log.error("model '%s' version %s: no more instances: %d hang", name, version, hanging)
+            return False
+        return True
+
     def _start_replacing(self, device: Device, lost: str = "") -> None:
         task = asyncio.get_running_loop().create_task(self._replace(device, lost))
         self._replacing.add(task)
@@ -156,6 +165,8 @@ class Instances:
             except Exception as error:  # noqa: BLE001 - a backend's; it is tried again
                 _log.error("model '%s': an instance can't be replaced: %s", self._loaded.name, error)
                 self._on_failed_attempt(lost)
+                if isinstance(error, LoadHangs) and not self._may_make_more():
+                    return
                 await asyncio.sleep(pause_s)
                 pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
                 continue
@@ -183,12 +194,31 @@ class Instances:
 
     def _open(self, device: Device) -> Instance:
         """Blocks."""
-        opened = self._loaded.opened
+        opened, plan = self._loaded.opened, self._loaded.plan
         if isinstance(opened, RemoteModel):
             return opened.instance()
-        instance = opened.instance(self._loaded.plan.spec, device)
-        warm_up_by_default(self._loaded.name, self._loaded.plan, [instance])
+        instance = opened.instance(plan.spec, device)
+        supervise = Supervisor(plan.policy.execution_limit_ns)
+        try:
+            warm_up_by_default(self._loaded.name, plan, [instance], supervise)
+        except LoadHangs as error:
+            self._leave(instance, error.ended)
+            raise
+        finally:
+            supervise.close()
         return instance
+
+    def _leave(self, instance: ModelInstance, ended: Future[Any]) -> None:
+        """Give back what hangs before it was of any use, if that ends."""
+        self._stuck.add(ended)
+
+        def give_back(_: object) -> None:
+            self._stuck.discard(ended)
+            instance.close()
+
+        ended.add_done_callback(give_back)
+        if isinstance(instance, Abandonable):
+            instance.abandon()
 
     def _new_runners(self, instance: Instance) -> Sequence[Runner]:
         if isinstance(instance, RemoteInstance):

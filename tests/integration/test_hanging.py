@@ -54,6 +54,37 @@ async def test_hang_whose_instance_cannot_be_had_anew_is_tried_again(
     assert model.open_instances == 0
 
 
+async def test_hang_in_what_was_to_replace_an_instance_is_given_up_and_it_is_tried_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = echo_model("FP32", 2)
+    with caplog.at_level(logging.WARNING, "paceline.server.instances"):
+        async with serving(tmp_path, {"m": model}, config=LIMITED) as served:
+            model.gate.close()
+            assert (await failure_of(served.infer(ONE)))[0] is grpc.StatusCode.INTERNAL
+            await eventually_async(lambda: "can't be replaced: an execution that is to try it" in caplog.text, "a try")
+            assert not served.server.repository.ready
+            model.gate.open()
+            assert (await served.infer(ONE)).raw_output_contents[0] == ONE.raw_input_contents[0]
+            await eventually_async(lambda: model.open_instances == 1, "those that hung closed")
+    assert model.closed
+    assert model.open_instances == 0
+
+
+async def test_hangs_in_what_was_to_replace_an_instance_are_tried_no_more_where_there_are_many(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("server.instances._MOST_HANGING", 1)
+    model = echo_model("FP32", 2)
+    with caplog.at_level(logging.WARNING, "paceline.server.instances"):
+        async with serving(tmp_path, {"m": model}, config=LIMITED) as served:
+            model.gate.close()
+            assert (await failure_of(served.infer(ONE)))[0] is grpc.StatusCode.INTERNAL
+            await eventually_async(lambda: "no more instances: 2 hang" in caplog.text, "no more tries")
+            model.gate.open()
+            await eventually_async(lambda: model.open_instances == 0, "those that hung closed")
+
+
 async def test_reload_while_an_instance_hangs_serves_the_new_and_gives_back_the_old_when_it_ends(
     tmp_path: Path,
 ) -> None:
