@@ -109,15 +109,21 @@ async def test_log_settings_changed_are_told_and_hold(client: Triton, open_serve
 
 
 async def test_log_info_switched_off_writes_no_more_of_these_lines(client: Triton, open_server: ServerProcess) -> None:
-    def changes_logged() -> int:
-        return sum(line["message"].startswith("log settings changed") for line in open_server.log)
+    def changes_logged() -> list[set[str]]:
+        lines = [line["message"].partition("log settings changed by a client: ") for line in open_server.log]
+        return [set(names.split(", ")) for _, said, names in lines if said]
 
-    before = changes_logged()
+    # Lines come later than answers, but in order: with this one all those of other tests are there.
+    first = {"log_error", "log_warning"}
+    before = changes_logged().count(first)
+    await client.update_log_settings(dict.fromkeys(first, True))
+    eventually(lambda: changes_logged().count(first) > before, "a line about the first change")
     await client.update_log_settings({"log_info": False})
     await client.update_log_settings({"log_warning": True})
-    await client.update_log_settings({"log_info": True})
-    eventually(lambda: changes_logged() > before, "a line about the last change")
-    assert changes_logged() == before + 1
+    last = {"log_info", "log_warning"}
+    await client.update_log_settings(dict.fromkeys(last, True))
+    eventually(lambda: changes_logged()[-1] == last, "a line about the last change")
+    assert changes_logged()[-2:] == [first, last]
 
 
 @pytest.mark.parametrize(
