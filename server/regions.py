@@ -15,6 +15,9 @@ from server.errors import InvalidRequest, RegionExists, RegionNotFound, TooManyR
 __all__ = ["Region", "Regions"]
 
 _NAMES_TOLD = 5
+_MOST_NAME_BYTES = 1_024
+"""So that all regions there may be by default are told of in a message of 4 MiB, the most that gRPC's clients take."""
+_SHOWN = 64
 
 
 class Region(Protocol):
@@ -66,9 +69,15 @@ class Regions:
         return len(self._registered)
 
     def refuse_unless_free(self, name: str) -> None:
-        """Raise InvalidRequest for no name at all, which means all of them elsewhere, RegionExists, TooManyRegions."""
+        """Raise InvalidRequest for no name at all, which means all of them elsewhere, and for one that is too long to be
+        told of with all the others; RegionExists, TooManyRegions."""
         if not name:
             raise InvalidRequest("failed to register shared memory region '': invalid args: expected a name")
+        if len(name.encode()) > _MOST_NAME_BYTES:
+            raise InvalidRequest(
+                f"failed to register shared memory region '{name[:_SHOWN]}…': invalid args: expected a name of at most "
+                f"{_MOST_NAME_BYTES} bytes, got {len(name.encode())}"
+            )
         if name in self._registered:
             raise RegionExists(f"shared memory region '{name}' already in manager: unregister it before")
         if len(self._registered) >= self.limit:

@@ -106,6 +106,7 @@ async def test_register_a_name_twice_already_exists_and_leaves_the_first(served:
         ("n", "/paceline-test-nosuch", 0, 1, "Unable to open shared memory region: '/paceline-test-nosuch': No such"),
         ("n", "x" * 300, 0, 1, "File name too long"),
         ("", None, 0, 1, "expected a name"),
+        ("n" * 1025, None, 0, 1, "expected a name of at most 1024 bytes, got 1025"),
         ("n", None, 0, 0, "expected at least 1 byte, all within the 4096 bytes of "),
         ("n", None, 0, 4097, "got 4097 bytes from offset 0"),
         ("n", None, 1, 4096, "got 4096 bytes from offset 1"),

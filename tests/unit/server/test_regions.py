@@ -58,6 +58,13 @@ def test_add_without_a_name_is_refused_since_that_means_all() -> None:
         Regions(4).add(Stub(""))
 
 
+def test_add_a_name_too_long_to_be_told_of_with_others_is_refused() -> None:
+    regions = Regions(4)
+    regions.add(Stub("é" * 512))
+    with pytest.raises(InvalidRequest, match=r"'é{64}…': .* expected a name of at most 1024 bytes, got 1026"):
+        regions.add(Stub("é" * 513))
+
+
 def test_add_beyond_the_bound_is_refused_until_one_goes() -> None:
     regions = Regions(2)
     regions.add(Stub("a"))
