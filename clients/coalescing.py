@@ -2,8 +2,8 @@
 
 Lives here: who may share a request, when it is sent, and whose rows are whose in the answer. Must not live here:
 channels, calls, streams. To a caller it is an inference of his own: its timeout, its cancellation, and no error that
-isn't his, as far as one can tell: a request that is refused or fails by what is in it, or for its size, is sent again
-for each alone.
+isn't his, as far as one can tell: a request that is refused or fails by what is in it is sent again for each alone, and
+one for which there is no room in smaller ones.
 """
 
 from __future__ import annotations
@@ -39,10 +39,9 @@ Send = Callable[[ModelInferRequest, float | None], Awaitable[InferResult]]
 
 # While one request is computed the next is on its way; a third would only make all of them smaller.
 _UNDER_WAY: Final = 2
-# What gRPC's implementations say of a message beyond the receiver's limit.
-_TOO_LARGE: Final = "larger than max"
-# What paceline's bounds on what waits count, besides requests, and what is short where a batch finds no memory.
-_SIZE: Final = re.compile(r"\b(rows|bytes|memory)\b")
+# What paceline's bounds on what waits count, besides requests, what is short where a batch finds no memory, and what
+# gRPC's implementations say of a message beyond the receiver's limit.
+_SIZE: Final = re.compile(r"\b(rows|bytes|memory)\b|larger than max")
 
 
 class _Member:
@@ -58,12 +57,43 @@ class _Member:
 
 
 class _Group:
-    """Inferences that may share a request: those that wait, in order, and how many requests are under way."""
+    """Inferences that may share a request: those that wait, in order, and the requests under way.
 
-    def __init__(self) -> None:
+    Where the server has no room for as many rows as there may be in a request, because it never has, or is full just
+    now of what others sent, there are half as many in the next one, which comes when no other is under way; then more
+    again, by and by.
+    """
+
+    def __init__(self, most_rows: int) -> None:
         self.waiting: deque[_Member] = deque()
-        self.tasks: dict[asyncio.Task[None], Sequence[_Member]] = {}
+        self.tasks: dict[asyncio.Task[Sequence[_Member]], Sequence[_Member]] = {}
         self.flush_is_due = False
+        self.most_rows = most_rows
+        self.is_short = False
+
+    def shrink(self, members: Sequence[_Member], refusal: InferenceError) -> bool:
+        """There was no room for `members` in one request. False if there was but one: then those who wait for the
+        same reason and are no smaller would fare no better, and a full server isn't asked for each of them."""
+        if len(members) > 1:
+            self.is_short = True
+            self.most_rows = max(1, min(self.most_rows, sum(member.rows for member in members) // 2))
+            return True
+        size_bytes = members[0].request.ByteSize()
+        for member in self.waiting if self.is_short else ():
+            if member.request.ByteSize() >= size_bytes:
+                _fail(member, _own(refusal))
+        return False
+
+    def grow(self, most_rows: int) -> None:
+        """A request was answered; there may be `most_rows` in one at most."""
+        if self.is_short:
+            self.most_rows = min(most_rows, self.most_rows + max(1, self.most_rows // 4))
+            self.is_short = self.most_rows < most_rows
+
+    @property
+    def may_send(self) -> bool:
+        """Whether there may be another request besides those under way that isn't whole."""
+        return len(self.tasks) < (1 if self.is_short else _UNDER_WAY)
 
 
 class Coalescer:
@@ -86,7 +116,7 @@ class Coalescer:
         loop = asyncio.get_running_loop()
         member = _Member(request, rows, None if timeout_s is None else loop.time() + timeout_s)
         key = _key(request)
-        group = self._groups.setdefault(key, _Group())
+        group = self._groups.setdefault(key, _Group(self._max_rows))
         group.waiting.append(member)
         self._flush_soon(key, group)
         alarm = None if timeout_s is None else loop.call_later(timeout_s, _expire, member, timeout_s)
@@ -120,7 +150,7 @@ class Coalescer:
         group.flush_is_due = False
         loop = asyncio.get_running_loop()
         while members := self._next(group):
-            task = loop.create_task(self._run(members))
+            task = loop.create_task(self._run(group, members))
             group.tasks[task] = members
             task.add_done_callback(partial(self._on_done, key, group))
         if not group.waiting and not group.tasks:
@@ -134,24 +164,25 @@ class Coalescer:
         while waiting and not is_whole:
             if waiting[0].answer.done():
                 waiting.popleft()
-            elif rows + waiting[0].rows > self._max_rows:
+            elif members and rows + waiting[0].rows > group.most_rows:
                 is_whole = True
             else:
                 members.append(waiting.popleft())
                 rows += members[-1].rows
-                is_whole = rows == self._max_rows
-        if is_whole or len(group.tasks) < _UNDER_WAY:
+                is_whole = rows >= group.most_rows
+        if (is_whole and not group.is_short) or group.may_send:
             return members
         waiting.extendleft(reversed(members))
         return []
 
-    def _on_done(self, key: Hashable, group: _Group, task: asyncio.Task[None]) -> None:
+    def _on_done(self, key: Hashable, group: _Group, task: asyncio.Task[Sequence[_Member]]) -> None:
         members = group.tasks.pop(task)
-        for member in members:
-            if not member.answer.done():
-                # A task ends before its members have their answers only if it was cancelled, or by a fault of ours.
-                error = None if task.cancelled() else task.exception()
-                _fail(member, error or Cancelled(grpc.StatusCode.CANCELLED, "the call was cancelled"))
+        error = None if task.cancelled() else task.exception()
+        again = () if task.cancelled() or error else task.result()
+        group.waiting.extendleft(reversed(again))
+        for member in () if again else members:
+            # A task ends before its members have their answers only if it was cancelled, or by a fault of ours.
+            _fail(member, error or Cancelled(grpc.StatusCode.CANCELLED, "the call was cancelled"))
         self._flush_soon(key, group)
 
     def _leave(self, group: _Group, member: _Member) -> None:
@@ -160,44 +191,38 @@ class Coalescer:
             if member in members and all(one.answer.done() for one in members):
                 task.cancel()
 
-    async def _run(self, members: Sequence[_Member]) -> None:
-        """Answer the members."""
+    async def _run(self, group: _Group, members: Sequence[_Member]) -> Sequence[_Member]:
+        """Answer the members, but those that it returns, who are to be in smaller requests."""
+        try:
+            await self._ask(members)
+        except InferenceError as error:
+            if _is_due_to_its_size(error) and group.shrink(members, error):
+                return members
+            if len(members) > 1 and _is_due_to_what_is_in_it(error):
+                await asyncio.gather(*(self._ask_alone(member) for member in members if not member.answer.done()))
+            else:
+                for member in members:
+                    _fail(member, _own(error) if len(members) > 1 else error)
+        else:
+            group.grow(self._max_rows)
+        return ()
+
+    async def _ask_alone(self, member: _Member) -> None:
+        try:
+            await self._ask([member])
+        except InferenceError as error:
+            _fail(member, error)
+
+    async def _ask(self, members: Sequence[_Member]) -> None:
+        """Answer the members. Raises InferenceError."""
         try:
             result = await self._send(_merged(members), _timeout_s(members))
             for member, share in zip(members, _shares(result, members), strict=True):
                 if not member.answer.done():
                     member.answer.set_result(share)
-        except InferenceError as error:
-            if len(members) == 1:
-                _fail(members[0], error)
-            elif _is_due_to_what_is_in_it(error):
-                await asyncio.gather(*(self._run([member]) for member in members if not member.answer.done()))
-            elif _is_due_to_its_size(error):
-                await self._run_in_turn(members)
-            else:
-                for member in members:
-                    _fail(member, _own(error))
         except ResponseError as error:
             for member in members:
                 _fail(member, ResponseError(str(error)))
-
-    async def _run_in_turn(self, members: Sequence[_Member]) -> None:
-        """Answer the members one by one, the smallest first, until one is refused for lack of room.
-
-        The server has no room for all of them together: either it never has, or it is full just now, of what others
-        sent. One at a time they don't crowd each other out, and a full server has one request more to refuse, not one
-        for each: whoever is no smaller than one that was refused alone would fare no better.
-        """
-        refusal, refused_rows = None, 0
-        for member in sorted(members, key=_size_bytes):
-            if member.answer.done():
-                continue
-            if refusal is not None and member.rows >= refused_rows:
-                _fail(member, _own(refusal))
-                continue
-            await self._run([member])
-            if (its_own := _refusal(member)) is not None:
-                refusal, refused_rows = its_own, member.rows
 
 
 def _rows(request: ModelInferRequest) -> int:
@@ -261,25 +286,13 @@ def _shares(result: InferResult, members: Sequence[_Member]) -> list[InferResult
 
 
 def _is_due_to_what_is_in_it(error: InferenceError) -> bool:
-    """Whether a request of fewer rows may fare better."""
-    too_large = isinstance(error, ResourceExhausted) and _TOO_LARGE in error.message
-    return too_large or isinstance(error, (InvalidArgument, Internal))
+    """Whether it may be the fault of some of the rows."""
+    return isinstance(error, (InvalidArgument, Internal))
 
 
 def _is_due_to_its_size(error: InferenceError) -> bool:
-    """Whether requests of fewer rows may be let in one by one."""
+    """Whether requests of fewer rows may be let in."""
     return isinstance(error, ResourceExhausted) and _SIZE.search(error.message) is not None
-
-
-def _size_bytes(member: _Member) -> int:
-    return member.request.ByteSize()
-
-
-def _refusal(member: _Member) -> ResourceExhausted | None:
-    """That the member was refused for lack of room, if it was."""
-    answer = member.answer
-    error = answer.exception() if answer.done() and not answer.cancelled() else None
-    return error if isinstance(error, ResourceExhausted) else None
 
 
 def _own(error: InferenceError) -> InferenceError:

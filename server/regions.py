@@ -69,8 +69,8 @@ class Regions:
         return len(self._registered)
 
     def refuse_unless_free(self, name: str) -> None:
-        """Raise InvalidRequest for no name at all, which means all of them elsewhere, and for one that is too long to be
-        told of with all the others; RegionExists, TooManyRegions."""
+        """Raise InvalidRequest for no name at all, which means all of them elsewhere, and for one that is too long to
+        be told of with all the others; RegionExists, TooManyRegions."""
         if not name:
             raise InvalidRequest("failed to register shared memory region '': invalid args: expected a name")
         if len(name.encode()) > _MOST_NAME_BYTES:

@@ -125,7 +125,7 @@ async def test_poisoned_row_fails_alone(client: AsyncInferenceClient, script: Sc
 
 
 @pytest.mark.parametrize("transport", ["call", "stream"])
-async def test_rows_whose_request_is_too_large_a_message_go_alone(
+async def test_rows_whose_request_is_too_large_a_message_go_in_smaller_ones(
     tmp_path: Path, transport: Literal["call", "stream"]
 ) -> None:
     small = Settings(paths=(tmp_path,), limits=Limits(message_bytes=10_000))
@@ -142,7 +142,7 @@ async def test_rows_whose_request_is_too_large_a_message_go_alone(
 
 @pytest.mark.parametrize("transport", ["call", "stream"])
 @pytest.mark.parametrize("bound", [{"max_queue_bytes": 100}, {"max_queue_rows": 3}], ids=lambda bound: str(*bound))
-async def test_rows_that_the_queue_has_no_room_for_together_go_one_by_one(
+async def test_rows_that_the_queue_has_no_room_for_together_go_in_smaller_requests(
     tmp_path: Path, script: Script, bound: dict[str, int], transport: Literal["call", "stream"]
 ) -> None:
     async with (
@@ -154,6 +154,36 @@ async def test_rows_that_the_queue_has_no_room_for_together_go_one_by_one(
         assert [float(result["x"][0, 0]) for result in results] == list(range(8))
         with pytest.raises(ResourceExhausted, match="maximum queue size"):
             await client.infer("m", {"a": marked(9, rows=4, columns=8)})
+
+
+async def test_requests_are_as_large_as_there_is_room_for(tmp_path: Path, script: Script) -> None:
+    async with (
+        serving(tmp_path, {"m": script.model}, config=f"max_batch_size: 32 {own(max_queue_rows=24)}") as served,
+        AsyncInferenceClient(served.target, coalesce=32, timeout_s=20) as client,
+    ):
+        assert await asyncio.gather(*(ask(client, number) for number in range(32))) == [[n] for n in range(32)]
+        labels = 'model="m",reason="REJECTED",version="1"'
+        assert await served.metric("nv_inference_request_failure", labels) == 1
+        assert await requests_of(served) == 2
+        # Nobody waits any more, so that the next ones try what there is room for anew.
+        assert await asyncio.gather(*(ask(client, number) for number in range(24))) == [[n] for n in range(24)]
+        assert await requests_of(served) == 3
+
+
+async def test_smaller_request_that_nobody_wants_any_more_makes_way_for_the_next(
+    tmp_path: Path, script: Script
+) -> None:
+    async with (
+        serving(tmp_path, {"m": script.model}, config=f"max_batch_size: 8 {own(max_queue_rows=4)}") as served,
+        AsyncInferenceClient(served.target, coalesce=8, timeout_s=20) as client,
+    ):
+        async with busy(served, script):
+            asking = [asyncio.create_task(ask(client, number)) for number in range(8)]
+            await eventually_async(lambda: served.waiting("m") == 1, "half of them")
+            for task in asking[:4]:
+                task.cancel()
+            await asyncio.wait(asking[:4])
+        assert await asyncio.gather(*asking[4:]) == [[n] for n in range(4, 8)]
 
 
 async def test_row_larger_than_the_queue_is_refused_alone(tmp_path: Path) -> None:
@@ -169,7 +199,7 @@ async def test_row_larger_than_the_queue_is_refused_alone(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(
-    ("bound", "requests"), [(own(max_queue_bytes=100), 1 + 1), (QUEUE_OF_ONE, 1)], ids=["bytes", "requests"]
+    ("bound", "requests"), [(own(max_queue_bytes=100), 4), (QUEUE_OF_ONE, 1)], ids=["bytes", "requests"]
 )
 async def test_full_queue_is_asked_at_most_once_more_than_without_company(
     tmp_path: Path, script: Script, bound: str, requests: int
@@ -190,7 +220,7 @@ async def test_full_queue_is_asked_at_most_once_more_than_without_company(
         await filling
 
 
-async def test_rows_that_find_no_memory_together_go_one_by_one(tmp_path: Path) -> None:
+async def test_rows_that_find_no_memory_together_go_in_smaller_requests(tmp_path: Path) -> None:
     model = echo_model()
     model.faults.raise_when(lambda inputs: len(inputs[0]) > 1, OutOfMemory("Failed to allocate memory"))
     async with (
