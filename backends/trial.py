@@ -65,26 +65,31 @@ def try_rows(spec: ModelSpec, run: Run) -> Trial:
     order; one if its inputs don't all have a free first dimension. `run` gives the outputs for one array per input and
     raises ExecutionError.
 
-    Blocks for four executions, five if they differ, and some more if it doesn't take the first rows.
+    Blocks for eight executions, one more if they differ, and some more if it doesn't take the first rows.
     """
     if any(tensor.any_rank for tensor in spec.inputs):
         return Trial(spec)
-    failed = "its inputs are too large to be made up"
+    found, failed = None, "its inputs are too large to be made up"
     for made_up in _ATTEMPTS:
         if _elements(spec, made_up) > _MOST_ELEMENTS:
             continue
         try:
-            return _try(spec, run, made_up)
+            found = _try(found.spec if found else spec, run, made_up)
         except SessionError as error:
-            return Trial(spec, failed=str(error))
+            return found or Trial(spec, failed=str(error))
         except ExecutionError as error:
             failed = str(error)
-    return Trial(spec, failed=failed)
+            continue
+        # What rows of both signs don't show others may: each row attends to itself alone where it's all but opposite to
+        # the one beside it.
+        if found.why_not or not (made_up.signed and _can_be_stacked(spec)):
+            return found
+    return found or Trial(spec, failed=failed)
 
 
 def _try(spec: ModelSpec, run: Run, made_up: _MadeUp) -> Trial:
-    """Raises ExecutionError if it doesn't take rows alone."""
-    stackable = bool(spec.inputs) and all(tensor.dims[:1] == (-1,) for tensor in spec.inputs)
+    """Raises ExecutionError if it doesn't take rows alone, and SessionError."""
+    stackable = _can_be_stacked(spec)
     random = np.random.default_rng(0)
     pairs = [_pair(tensor, made_up, stackable, random) for tensor in spec.inputs]
     rows = [[pair[number] for pair in pairs] for number in range(1 + stackable)]
@@ -96,8 +101,8 @@ def _try(spec: ModelSpec, run: Run, made_up: _MadeUp) -> Trial:
     try:
         # In either order: what rows do to those before them is seen, and what to those behind.
         together = [run([np.concatenate(pair[::step]) for pair in pairs]) for step in (1, -1)]
-    except SessionError as error:
-        return Trial(spec, failed=str(error))
+    except SessionError:
+        raise
     except ExecutionError as error:
         few, many = _counts(made_up.rows)
         return Trial(_as_seen(spec, alone), f"it runs {few} and fails for {many}: {error}")
@@ -106,6 +111,10 @@ def _try(spec: ModelSpec, run: Run, made_up: _MadeUp) -> Trial:
     found = found or _differences(seen, alone[::-1], together[1], made_up.rows)
     steady = _steady(alone[0], lambda: run(rows[0])) if found else ()
     return Trial(seen, next((why for index, why in found.items() if index in steady), ""))
+
+
+def _can_be_stacked(spec: ModelSpec) -> bool:
+    return bool(spec.inputs) and all(tensor.dims[:1] == (-1,) for tensor in spec.inputs)
 
 
 def _differences(spec: ModelSpec, alone: Sequence[Tensors], both: Tensors, rows: int) -> dict[int, str]:

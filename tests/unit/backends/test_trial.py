@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -212,6 +212,25 @@ def test_try_rows_that_are_mixed_by_sign_or_size_are_told() -> None:
 
     for run in (by_sign, by_size):
         assert try_rows(SPEC, run).why_not == "output 'x' of a row depends on the row beside it"
+
+
+@pytest.mark.parametrize("columns", [4, 16, 64])
+@pytest.mark.parametrize("projected", [False, True])
+def test_try_rows_that_attend_to_each_other_are_told(columns: int, projected: bool) -> None:
+    spec = ModelSpec((TensorSpec("a", "FP32", (-1, columns)),), (TensorSpec("x", "FP32", (-1, columns)),))
+    random = np.random.default_rng(0)
+    for _ in range(10):
+        weights = [random.standard_normal((columns, columns)) if projected else np.eye(columns) for _ in range(3)]
+        query, key, value = (one / np.sqrt(columns) if projected else one for one in weights)
+
+        def attend(inputs: Sequence[Array], query: Array = query, key: Array = key, value: Array = value) -> Tensors:
+            rows = inputs[0].astype(np.float64)
+            scores = rows @ query @ (rows @ key).T / np.sqrt(columns)
+            weights = np.exp(scores - scores.max(axis=1, keepdims=True))
+            weights /= weights.sum(axis=1, keepdims=True)
+            return [(rows + weights @ (rows @ value)).astype(np.float32)]
+
+        assert try_rows(spec, attend).why_not == "output 'x' of a row depends on the row beside it"
 
 
 def test_try_rows_where_negative_numbers_lead_nowhere_are_tried_without() -> None:
