@@ -128,7 +128,7 @@ class LoadHangs(ServerError):
     def __init__(self, limit_ns: int, ended: Future[Any]) -> None:
         super().__init__(
             f"an execution that is to try it or to warm it up takes longer than the {limit_ns / 1e9:g} s that "
-            "--execution-timeout-secs or paceline.execution_timeout_ms allow"
+            "--execution-timeout-secs or paceline.execution_timeout_ms allow, or a minute if that is more"
         )
         self.ended = ended
 

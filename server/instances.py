@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
@@ -63,9 +64,12 @@ class Instances:
         self._lost: list[Instance] = []
         # Warm-ups of what was to replace an instance, that hang as well.
         self._stuck: set[Future[Any]] = set()
+        # By their ids instances that hung and are being closed.
+        self._leaving: set[int] = set()
         self._hopeless = ""
         self._replacing: set[asyncio.Task[None]] = set()
-        self._closed = False
+        self._closed = self._model_is_left = False
+        self._lock = threading.Lock()
         self.batcher: Batcher[Any, Tensors]
 
     @property
@@ -87,7 +91,7 @@ class Instances:
     @property
     def hangs(self) -> bool:
         """Whether there are threads that may never end, or instances that can't be taken down."""
-        return bool(self._hanging or self._stuck or self._replacing or self._lost)
+        return bool(self._hanging or self._stuck or self._leaving or self._replacing or self._lost)
 
     @property
     def instance_of(self) -> Callable[[Runner], int] | None:
@@ -122,15 +126,15 @@ class Instances:
             return  # of an instance that was lost
         _log.warning("model '%s' version %s: an execution that hung has ended", self._loaded.name, self._loaded.version)
         if all(one is not instance for one in self._hanging.values()):
-            asyncio.get_running_loop().run_in_executor(None, instance.close)
+            self._leaving.add(id(instance))
+            asyncio.get_running_loop().run_in_executor(None, self._give_back, instance)
 
     async def close(self) -> None:
         """Give everything back that nothing executes on. What still hangs keeps what it uses."""
         self._closed = True
         # Closing what loads, hangs or is lost isn't safe, and the model is what its instances are made of.
-        close_model = not self.hangs
         instances = list({id(one): one for one in self._live.values()}.values())
-        await asyncio.to_thread(_close, instances, self._loaded if close_model else None)
+        await asyncio.to_thread(self._close, instances)
 
     def _take_out(self, runner: Runner) -> Instance:
         """The instance that `runner` is a slot of, which isn't among those that live any more."""
@@ -154,7 +158,12 @@ class Instances:
     def _start_replacing(self, device: Device, lost: str = "") -> None:
         task = asyncio.get_running_loop().create_task(self._replace(device, lost))
         self._replacing.add(task)
-        task.add_done_callback(self._replacing.discard)
+        task.add_done_callback(self._on_replaced)
+
+    def _on_replaced(self, task: asyncio.Task[None]) -> None:
+        self._replacing.discard(task)
+        if self._model_is_left:
+            asyncio.get_running_loop().run_in_executor(None, self._close_model)
 
     async def _replace(self, device: Device, lost: str) -> None:
         """Until there is one. `lost`: why the old one was, "" if it hangs."""
@@ -210,15 +219,39 @@ class Instances:
 
     def _leave(self, instance: ModelInstance, ended: Future[Any]) -> None:
         """Give back what hangs before it was of any use, if that ends."""
+        self._leaving.add(id(instance))
         self._stuck.add(ended)
 
         def give_back(_: object) -> None:
             self._stuck.discard(ended)
-            instance.close()
+            self._give_back(instance)
 
         ended.add_done_callback(give_back)
         if isinstance(instance, Abandonable):
             instance.abandon()
+
+    def _give_back(self, instance: Instance) -> None:
+        """Close one of those that are leaving, and the model if nobody else will. Blocks."""
+        try:
+            instance.close()
+        finally:
+            self._leaving.discard(id(instance))
+            self._close_model()
+
+    def _close(self, instances: Sequence[Instance]) -> None:
+        """Blocks."""
+        for instance in instances:
+            instance.close()
+        self._model_is_left = True
+        self._close_model()
+
+    def _close_model(self) -> None:
+        """Close it if that is left to do and nothing uses it any more. Blocks."""
+        with self._lock:
+            if not self._model_is_left or self.hangs:
+                return
+            self._model_is_left = False
+        self._loaded.opened.close()
 
     def _new_runners(self, instance: Instance) -> Sequence[Runner]:
         if isinstance(instance, RemoteInstance):
@@ -236,10 +269,3 @@ class Instances:
 def _count(instances: Mapping[Runner, Instance]) -> int:
     """How many there are, whatever their slots."""
     return len({id(one) for one in instances.values()})
-
-
-def _close(instances: Sequence[Instance], loaded: LoadedVersion | None) -> None:
-    for instance in instances:
-        instance.close()
-    if loaded is not None:
-        loaded.opened.close()

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -71,23 +72,30 @@ class Loads:
         def tell_versions(versions: list[int]) -> None:
             loop.call_soon_threadsafe(on_versions, list(map(str, versions)))
 
+        began_s: list[float] = []
+
         def load() -> list[LoadedVersion]:
-            with find() as folder:
-                return load_model(
-                    folder, self._backend_of, self._defaults, override=override, tell_versions=tell_versions
-                )
+            began_s.append(time.monotonic())
+            try:
+                with find() as folder:
+                    return load_model(
+                        folder, self._backend_of, self._defaults, override=override, tell_versions=tell_versions
+                    )
+            except LoadHangs as error:
+                self._note(error.ended)  # here, as whoever waits may have been cancelled
+                raise
+            except StopIteration as error:
+                raise RuntimeError(f"StopIteration: {error}") from error  # which asyncio's futures can't tell
 
         for left in range(self._retries, -1, -1):
+            began_s.clear()
             future = self._pool.submit(load)
             self._note(future)
-            slow = loop.create_task(self._tell_if_slow(name, future))
+            slow = loop.create_task(self._tell_if_slow(name, began_s))
             try:
                 return await asyncio.wrap_future(future)
             except asyncio.CancelledError:
                 future.add_done_callback(_close_loaded)
-                raise
-            except LoadHangs as error:
-                self._note(error.ended)
                 raise
             except ServerError:
                 raise
@@ -103,13 +111,14 @@ class Loads:
         self._under_way.add(future)
         future.add_done_callback(self._under_way.discard)
 
-    async def _tell_if_slow(self, name: str, future: Future[Any]) -> None:
-        """Nothing else does: before all models are loaded a server has no port to be asked on."""
-        while True:
-            await asyncio.sleep(self._slow_after_s)
-            if future.running():  # and doesn't wait for other loads any more
-                _log.info("model '%s' is still being loaded after %g s", name, self._slow_after_s)
-                return
+    async def _tell_if_slow(self, name: str, began_s: Sequence[float]) -> None:
+        """Nothing else does: before all models are loaded a server has no port to be asked on. What waits for other
+        loads hasn't begun."""
+        took_s = 0.0
+        while not began_s or took_s < self._slow_after_s:
+            await asyncio.sleep(self._slow_after_s - took_s)
+            took_s = time.monotonic() - began_s[0] if began_s else 0.0
+        _log.info("model '%s' is still being loaded after %.0f s", name, took_s)
 
 
 def always(folder: ModelFolder) -> Find:

@@ -18,15 +18,19 @@ __all__ = ["Supervisor"]
 
 T = TypeVar("T")
 
+_LEAST_NS = 60 * 10**9
+"""First executions take longer than any that follow: memory is allocated, algorithms are chosen, code is compiled."""
+
 
 class Supervisor:
-    """Runs functions one after the other, each for at most `limit_ns`; 0: for as long as it takes, where it is called.
+    """Runs functions one after the other, each for at most `limit_ns`, or a minute if that is less; 0: for as long as
+    it takes, where it is called.
 
     All of a load share one thread, as runtimes keep something for each that executes.
     """
 
     def __init__(self, limit_ns: int) -> None:
-        self._limit_ns = limit_ns
+        self._limit_ns = max(limit_ns, _LEAST_NS) if limit_ns else 0
         self._home = Home()
 
     def __call__(self, function: Callable[[], T]) -> T:

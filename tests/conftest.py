@@ -37,6 +37,12 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
     return report
 
 
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The limit for executions holds for those before a model serves as it is, and isn't a minute at least."""
+    monkeypatch.setattr("server.supervisor._LEAST_NS", 0)
+
+
 @pytest.fixture(params=[1, 2], ids=["alone", "fronts"])
 def frontends(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
     """A test that uses this runs twice: its servers speak gRPC themselves, and by processes of their own. With the

@@ -13,10 +13,12 @@ from backends.base import Device, ModelSpec
 from backends.errors import LoadError
 from backends.memory import MemoryInstance, MemoryModel
 from server.config import Settings
-from tests.integration.controlling import explicit, load
+from tests.integration.controlling import explicit, load, unload
 from tests.integration.serving import echo_model, failure_of, serving
 from tests.polling import eventually_async
 from tests.wire import infer, rows_of_floats
+
+pytestmark = pytest.mark.usefixtures("impatient")
 
 ONE = infer("m", {"a": rows_of_floats(1)})
 LIMITED = 'max_batch_size: 4 parameters { key: "paceline.execution_timeout_ms" value { string_value: "200" } }'
@@ -77,12 +79,15 @@ async def test_hangs_in_what_was_to_replace_an_instance_are_tried_no_more_where_
     monkeypatch.setattr("server.instances._MOST_HANGING", 1)
     model = echo_model("FP32", 2)
     with caplog.at_level(logging.WARNING, "paceline.server.instances"):
-        async with serving(tmp_path, {"m": model}, config=LIMITED) as served:
+        async with serving(tmp_path, {"m": model}, config=LIMITED, settings=explicit(tmp_path, load=("m",))) as served:
             model.gate.close()
             assert (await failure_of(served.infer(ONE)))[0] is grpc.StatusCode.INTERNAL
             await eventually_async(lambda: "no more instances: 2 hang" in caplog.text, "no more tries")
+            await unload(served, "m")
+            assert not model.closed
             model.gate.open()
-            await eventually_async(lambda: model.open_instances == 0, "those that hung closed")
+            await eventually_async(lambda: model.closed, "those that hung closed, and then the model")
+            assert model.open_instances == 0
 
 
 async def test_reload_while_an_instance_hangs_serves_the_new_and_gives_back_the_old_when_it_ends(
@@ -99,8 +104,10 @@ async def test_reload_while_an_instance_hangs_serves_the_new_and_gives_back_the_
         assert (await served.infer(ONE)).raw_output_contents[0] == ONE.raw_input_contents[0]
         assert (await hung)[0] is grpc.StatusCode.INTERNAL
         assert served.server.repository.ready
+        assert not old.closed
         old.gate.open()
-        await eventually_async(lambda: old.open_instances == 0, "what hung given back")
+        await eventually_async(lambda: old.closed, "what hung given back, and then the model")
+        assert old.open_instances == 0
     assert new.open_instances == 0
 
 

@@ -367,6 +367,7 @@ class Endless(Model):
         return supervise(lambda: (self.gate.enter(), Trial(self.spec))[1])
 
 
+@pytest.mark.usefixtures("impatient")
 def test_load_whose_trial_hangs_fails_and_closes_nothing_until_that_has_ended(tmp_path: Path) -> None:
     model = Endless()
     model.gate.close()
@@ -379,6 +380,7 @@ def test_load_whose_trial_hangs_fails_and_closes_nothing_until_that_has_ended(tm
     eventually(lambda: model.closed, "the model closed")
 
 
+@pytest.mark.usefixtures("impatient")
 def test_load_with_a_limit_of_its_own_goes_by_that(tmp_path: Path) -> None:
     config = 'parameters { key: "paceline.execution_timeout_ms" value { string_value: "%d" } }'
     shelf = Shelf()
@@ -409,6 +411,7 @@ class Abandoning(Model):
         return instance
 
 
+@pytest.mark.usefixtures("impatient")
 def test_load_whose_warm_up_hangs_abandons_instances_that_can_be_and_closes_them(tmp_path: Path) -> None:
     shelf = Shelf(v1=Abandoning())
     with pytest.raises(LoadHangs) as caught:

@@ -24,6 +24,9 @@ from tests.unit.server.found import find_models
 SPEC = ModelSpec((TensorSpec("a", "FP32", (-1, -1)),), (TensorSpec("x", "FP32", (-1, -1)),))
 WARMED = 'backend: "memory" max_batch_size: 1 input { name: "a" data_type: TYPE_FP32 dims: 1 }'
 """Warmed up, which a closed gate holds up: a load that takes its time."""
+_SAMPLE = """
+model_warmup { batch_size: 1 inputs { key: "a" value { data_type: TYPE_FP32 dims: 1 zero_data: true } } }
+"""
 
 
 class Bench:
@@ -37,9 +40,9 @@ class Bench:
     def backend(self, name: str) -> Backend:
         return MemoryBackend(self.models)
 
-    def add(self, name: str) -> MemoryModel:
+    def add(self, name: str, config: str = WARMED) -> MemoryModel:
         (self.root / name / "3").mkdir(parents=True)
-        (self.root / name / "config.pbtxt").write_text(WARMED)
+        (self.root / name / "config.pbtxt").write_text(config)
         self.models[name] = MemoryModel(SPEC)
         return self.models[name]
 
@@ -153,8 +156,10 @@ async def test_load_that_takes_long_is_told_once_it_has_begun(bench: Bench, capl
     loaded.close()
 
 
-async def test_load_whose_warm_up_hangs_fails_and_is_closed_when_that_ends(bench: Bench) -> None:
-    model = bench.add("m")
+@pytest.mark.parametrize("config", [WARMED, WARMED + _SAMPLE], ids=["default", "configured"])
+@pytest.mark.usefixtures("impatient")
+async def test_load_whose_warm_up_hangs_fails_and_is_closed_when_that_ends(bench: Bench, config: str) -> None:
+    model = bench.add("m", config)
     model.gate.close()
     loads = Loads(bench.backend, LoadDefaults(execution_limit_ns=1), retries=1)
     with pytest.raises(LoadHangs, match="to warm it up takes longer than the 1e-09 s that --execution-timeout-secs or"):
@@ -164,6 +169,31 @@ async def test_load_whose_warm_up_hangs_fails_and_is_closed_when_that_ends(bench
     model.gate.open()
     await eventually_async(lambda: model.closed and not loads.under_way, "what hung closed")
     assert (model.open_instances, model.gate.entered) == (0, 1)
+
+
+@pytest.mark.usefixtures("impatient")
+async def test_load_that_hangs_and_was_cancelled_before_is_under_way_until_that_ends(bench: Bench) -> None:
+    model, _ = bench.add("m"), bench.add("n")
+    model.gate.close()
+    loads = Loads(bench.backend, LoadDefaults(execution_limit_ns=200_000_000), threads=1)
+    loading = asyncio.create_task(bench.load(loads, "m"))
+    await asyncio.to_thread(model.gate.wait_entered, 1)
+    loading.cancel()
+    await asyncio.wait([loading])
+    assert loading.cancelled()
+    (loaded,) = await bench.load(loads, "n")  # once the thread is through with the first one
+    loaded.close()
+    assert loads.under_way
+    model.gate.open()
+    await eventually_async(lambda: model.closed and not loads.under_way, "what hung closed")
+
+
+async def test_load_that_ends_with_what_no_future_can_tell_fails(bench: Bench) -> None:
+    def find() -> None:
+        raise StopIteration("odd")
+
+    with pytest.raises(RuntimeError, match="StopIteration: odd"):
+        await bench.load(Loads(bench.backend), "m", find)  # type: ignore[arg-type]
 
 
 async def test_stopped_loads_begin_no_more(bench: Bench) -> None:

@@ -31,6 +31,13 @@ def test_functions_within_the_limit_share_a_daemon_thread_that_ends_with_the_sup
     assert not thread.is_alive()
 
 
+def test_limits_below_a_minute_are_one_since_first_executions_take_longer() -> None:
+    supervise = Supervisor(1)
+    assert supervise(lambda: threading.Event().wait(0.01)) is False
+    supervise.close()
+
+
+@pytest.mark.usefixtures("impatient")
 def test_function_beyond_the_limit_is_waited_for_no_longer_and_tells_when_it_has_ended() -> None:
     gate = threading.Event()
     supervise = Supervisor(1_000_000)
