@@ -20,4 +20,4 @@ class Repeatable(click.Option):
         given = self.resolve_envvar_value(ctx)
         if given is None or "\n" not in given:
             return super().value_from_envvar(ctx)
-        return tuple(line.strip() for line in given.splitlines() if line.strip()) or None
+        return tuple(line.strip() for line in given.split("\n") if line.strip()) or None

@@ -37,8 +37,10 @@ def test_memory_that_is_gone_is_told_and_kills_nobody(left: int) -> None:
         assert not copy_all(pieces)
 
 
-def test_much_arrives_as_it_was_wherever_it_is_cut() -> None:
+@pytest.mark.parametrize("threads", [1, 2, 4])
+def test_much_arrives_as_it_was_wherever_it_is_cut(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Enough for several threads, in pieces that end anywhere: between them, and within."""
+    monkeypatch.setattr("server.copying._threads", lambda: threads)
     source = np.random.default_rng(1).integers(0, 256, 20 * MIB, np.uint8)
     cuts = [0, 1, 5, 3 * MIB + 7, 3 * MIB + 7, 4 * MIB, 15 * MIB + 1, 20 * MIB - 3, 20 * MIB]
     target = np.zeros_like(source)

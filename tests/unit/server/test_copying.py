@@ -50,6 +50,16 @@ def test_one_part_that_fails_is_told_and_the_others_are_done() -> None:
     assert sorted(copied) == [*MANY]
 
 
+def test_part_that_fails_a_helper_is_told() -> None:
+    both = threading.Barrier(2, timeout=30)
+
+    def copy(_: int) -> bool:
+        both.wait()
+        return threading.current_thread() is threading.main_thread()
+
+    assert not copy_parts(copy, range(2))
+
+
 def test_nothing_is_written_any_more_after_an_error() -> None:
     """Else it would be to memory that has been given back."""
     begun, let_go = threading.Event(), threading.Event()
