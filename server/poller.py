@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from server.errors import LoadFailed, ModelNotReady
+from server.errors import LoadFailed, ModelNotReady, TooManyModels
 from server.layout import Layout, ModelFolder
 from server.loading import always
 from server.repository import Repository
@@ -57,6 +57,7 @@ class Poller:
         self._seen: Mapping[str, Sight] = {}
         self._done: dict[str, Sight] = {}
         self._under_way: dict[str, asyncio.Task[None]] = {}
+        self._without_place: set[str] = set()
         self._complaint = ""
 
     async def start(self) -> None:
@@ -114,14 +115,24 @@ class Poller:
         try:
             if sight is None:
                 await self._repository.unload(name)
+                self._try_again(self._without_place)
             else:
                 await self._repository.load(name, always(sight.folder))
+        except TooManyModels as error:
+            self._without_place.add(name)
+            _log.error("%s; tried again when a model has gone", error)
         except LoadFailed as error:
             _log.error("%s; not tried again until its files change", error)
         except ModelNotReady:
             pass  # the server is stopping
         except Exception:  # noqa: BLE001 - whatever it was, it is this model's and not the others'
             _log.exception("model '%s' could not be followed; not tried again until its files change", name)
+
+    def _try_again(self, names: set[str]) -> None:
+        """With the next look."""
+        for name in names:
+            self._done.pop(name, None)
+        names.clear()
 
     def _look(self) -> dict[str, Sight]:
         return {folder.name: Sight(folder, fingerprint(folder)) for folder in self._layout.models()}

@@ -30,11 +30,11 @@ WARMED = f'{CONFIG} max_batch_size: 1 input {{ name: "a" data_type: TYPE_FP32 di
 class Bench:
     """A repository on disk, followed by hand. Every model is in memory."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, max_models: int = 0) -> None:
         self.root = root
         self.models: dict[str, MemoryModel] = {}
         backend = MemoryBackend(self.models)
-        self.repository = Repository(Metrics(), Loads(lambda name: backend))
+        self.repository = Repository(Metrics(), Loads(lambda name: backend), max_models=max_models)
         self.layout = Layout([root])
         self.poller = Poller(self.layout, self.repository, interval_s=1e6)
 
@@ -218,6 +218,20 @@ async def test_poll_unloads_a_deleted_model_when_it_is_really_gone_and_forgets_i
     await eventually_async(lambda: not bench.repository.leaving, "the model closed")
     await bench.look()
     assert [line.name for line in bench.repository.index()] == ["b"]
+
+
+async def test_poll_of_a_model_for_which_there_is_no_place_loads_it_when_another_has_gone(tmp_path: Path) -> None:
+    bench = Bench(tmp_path / "models", max_models=1)
+    folder = bench.write("b")
+    await bench.start()
+    bench.write("a")
+    await bench.settle()
+    assert bench.ready == {"b": ["1"]}
+    folder.rename(tmp_path / "elsewhere")
+    await bench.settle()
+    await bench.look()
+    assert bench.ready == {"a": ["1"]}
+    await bench.repository.stop()
 
 
 async def test_poll_of_a_folder_that_was_away_for_one_look_changes_nothing(bench: Bench) -> None:
