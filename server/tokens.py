@@ -62,6 +62,8 @@ class Tokens:
         try:
             self._seen = self._stamp()
             self._names = self._read()
+            if not self._names:
+                raise ValueError(f"{self._path}: expected at least one line, NAME:SHA256")
         except (OSError, ValueError) as error:
             raise StartError(f"--grpc-token-file: {self._why(error)}") from None
         self._next_look_ns = self._now_ns() + _LOOK_EVERY_NS
@@ -99,7 +101,10 @@ class Tokens:
             _log.error("tokens are not read again, the old ones stay: %s", self._why(error))
             return
         self._good.clear()
-        _log.info("%d tokens are good, of %s", len(self._names), self._path)
+        if self._names:
+            _log.info("%d tokens are good, of %s", len(self._names), self._path)
+        else:
+            _log.error("no token is good any more, so that nobody may call: there is none in %s", self._path)
 
     def _stamp(self) -> object:
         stat = self._path.stat()
@@ -116,8 +121,6 @@ class Tokens:
                 # Without the line: somebody may have put a token there.
                 raise ValueError(f"{self._path}, line {number}: expected NAME:SHA256, 64 hexadecimal digits")
             names[bytes.fromhex(found[2])] = found[1]
-        if not names:
-            raise ValueError(f"{self._path}: expected at least one line, NAME:SHA256")
         return names
 
     def _why(self, error: OSError | ValueError) -> str:

@@ -35,6 +35,10 @@ def test_wheel_contains_the_five_packages_whole_and_nothing_else(wheel: zipfile.
     assert inside >= set(tracked.stdout.split())
 
 
+def test_wheel_says_that_its_packages_have_types(wheel: zipfile.ZipFile) -> None:
+    assert {f"{name}/py.typed" for name in PACKAGES} <= set(wheel.namelist())
+
+
 def test_wheel_installs_the_command_paceline(wheel: zipfile.ZipFile) -> None:
     (entry_points,) = (name for name in wheel.namelist() if name.endswith("entry_points.txt"))
     assert "paceline = server.__main__:main" in wheel.read(entry_points).decode()

@@ -95,7 +95,23 @@ def test_file_replaced_by_another_of_equal_size_and_time_counts(tmp_path: Path) 
     assert tokens.name_of("Bearer two") == "a"
 
 
-@pytest.mark.parametrize("text", ["", "# none", "a:123", "SECRET-TOKEN", f"{line_of('a', 'two')}\nSECRET-TOKEN"])
+@pytest.mark.parametrize("text", ["", "# none"])
+def test_file_of_which_the_last_token_was_taken_out_leaves_none_and_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, text: str
+) -> None:
+    now, path = Now(), tmp_path / "t"
+    tokens = opened(path, line_of("a", "one"), now=now)
+    assert tokens.name_of("Bearer one") == "a"
+    path.write_text(text)
+    now.ns = SECOND
+    assert tokens.name_of("Bearer one") is None
+    assert caplog.messages == [f"no token is good any more, so that nobody may call: there is none in {path}"]
+    path.write_text(line_of("b", "two"))
+    now.ns = 2 * SECOND
+    assert tokens.name_of("Bearer two") == "b"
+
+
+@pytest.mark.parametrize("text", ["a:123", "SECRET-TOKEN", f"{line_of('a', 'two')}\nSECRET-TOKEN"])
 def test_file_that_is_broken_or_gone_leaves_the_old_tokens_and_says_so_without_its_words(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, text: str
 ) -> None:
