@@ -180,7 +180,6 @@ class Server:
         )
         self._endpoint: MetricsEndpoint | None = None
         self._why_closed = "starting"
-        self._awaits_readiness = False
         self._front: _Front = self._fronts() or Listener(settings, self._service.add_to, self._streaming.close)
         self._metrics.add_limits(self._limits())
         self.grpc_port = 0
@@ -214,11 +213,7 @@ class Server:
         if self._settings.model_control_mode is ControlMode.POLL:
             self._polling = asyncio.create_task(self.poller.run())
         where = host_and_port(self._settings.grpc_address, self.grpc_port)
-        if why_not := self._why_not_ready():
-            self._awaits_readiness = True
-            _log.warning("not ready: %s; gRPC on %s%s", why_not, where, self._say_metrics())
-        else:
-            _log.info("ready: gRPC on %s%s", where, self._say_metrics())
+        _log.info("ready: gRPC on %s%s", where, self._say_metrics())
 
     async def stop(self, grace_s: float | None = None) -> bool:
         """Tell everybody, and after the configured grace for load balancers take no more. Then answer what was accepted
@@ -286,15 +281,10 @@ class Server:
         if not self._why_closed:
             self._front.set_serving(self.repository.ready, not self.repository.why_not_live)
             self._metrics.set_health(self.repository.ready, len(self.repository.failures))
-            if self._awaits_readiness and self.repository.ready:
-                self._awaits_readiness = False
-                _log.info("ready")
 
     def _why_not_ready(self) -> str:
         if self._why_closed or self.repository.ready:
             return self._why_closed
-        if self.repository.waits_for:
-            return self.repository.waits_for
         failed = ", ".join(f"'{name}'" for name in self.repository.failures)
         if failed:
             return f"models failed to load: {failed}"

@@ -62,9 +62,7 @@ class Repository:
         self.on_change: Callable[[], None] = lambda: None
         self.on_serving_changed: Callable[[], None] = lambda: None
         self.waits_for = ""
-        """What all models wait for, "" for nothing. Whoever changes it calls `on_change`."""
-        self.unknown = ""
-        """Why a name that isn't known may yet be that of a model; "" if it can't."""
+        """Why not even the names of all models are known; "" if they are. Whoever changes it calls `on_change`."""
         self._metrics = metrics
         self._loads = loads
         self._strict_readiness = strict_readiness
@@ -360,8 +358,6 @@ class Repository:
     def _why_not(self, name: str, version: str) -> ServerError:
         entry = self._entries.get(name)
         if entry is None:
-            if self.unknown:
-                return ModelNotReady(f"model '{name}' is not ready: {self.unknown}")
             known = sorted(known for known, one in self._entries.items() if one.serving or one.missing)
             return ModelNotFound(f"unknown model '{name}' is not found; this server has {_some(known)}")
         if entry.missing:

@@ -62,7 +62,6 @@ class Upstream:
         self._server = self._remote_server()
         self._server.open()
         self._repository.waits_for = self._said
-        self._repository.unknown = "" if self._settings.models else self._said
         await self._look()
         self._watching = asyncio.create_task(self._watch())
 
@@ -114,7 +113,6 @@ class Upstream:
             await self._lose(str(error))
             return
         self._silent = 0
-        self._repository.unknown = ""  # that the others aren't there is known from now on
         full = self._looks % _DESCRIBE_EVERY == 0
         self._looks += 1
         # Those that weren't ready when they were listed, too: nobody would look at them again.
@@ -136,8 +134,6 @@ class Upstream:
         self._looks = 0  # what comes back may be another
         for name in dict.fromkeys((*self._served, *self._settings.models)):
             await self._withdraw(name, why)
-        if self._repository.unknown:
-            self._repository.unknown = why
         self._say(why)
 
     def _say(self, waits_for: str) -> None:

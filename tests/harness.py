@@ -24,7 +24,7 @@ __all__ = ["REPO", "ServerProcess", "has_ipv6", "write_identity"]
 
 REPO = Path(__file__).resolve().parents[1]
 _PR_SET_PDEATHSIG = 1
-_READY = re.compile(r"(?:not ready: .*; |ready: )gRPC on .*:(\d+)(?:, metrics on port (\d+))?$")
+_READY = re.compile(r"ready: gRPC on .*:(\d+)(?:, metrics on port (\d+))?$")
 
 
 class ServerProcess:
