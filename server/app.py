@@ -180,6 +180,7 @@ class Server:
         )
         self._endpoint: MetricsEndpoint | None = None
         self._why_closed = "starting"
+        self._was_ready = False
         self._front: _Front = self._fronts() or Listener(settings, self._service.add_to, self._streaming.close)
         self._metrics.add_limits(self._limits())
         self.grpc_port = 0
@@ -212,8 +213,8 @@ class Server:
         self._tell_health()
         if self._settings.model_control_mode is ControlMode.POLL:
             self._polling = asyncio.create_task(self.poller.run())
-        where = host_and_port(self._settings.grpc_address, self.grpc_port)
-        _log.info("ready: gRPC on %s%s", where, self._say_metrics())
+        if why_not := self._why_not_ready():
+            _log.info("serving, not ready: %s: %s", why_not, self._say_ports())
 
     async def stop(self, grace_s: float | None = None) -> bool:
         """Tell everybody, and after the configured grace for load balancers take no more. Then answer what was accepted
@@ -278,9 +279,14 @@ class Server:
         return fleet
 
     def _tell_health(self) -> None:
-        if not self._why_closed:
-            self._front.set_serving(self.repository.ready, not self.repository.why_not_live)
-            self._metrics.set_health(self.repository.ready, len(self.repository.failures))
+        if self._why_closed:
+            return
+        ready = self.repository.ready
+        self._front.set_serving(ready, not self.repository.why_not_live)
+        self._metrics.set_health(ready, len(self.repository.failures))
+        if ready and not self._was_ready:
+            self._was_ready = True
+            _log.info("ready: %s", self._say_ports())
 
     def _why_not_ready(self) -> str:
         if self._why_closed or self.repository.ready:
@@ -398,5 +404,6 @@ class Server:
             self._endpoint = None
         await asyncio.to_thread(self._tracer.close)
 
-    def _say_metrics(self) -> str:
-        return f", metrics on port {self.metrics_port}" if self._endpoint else ""
+    def _say_ports(self) -> str:
+        metrics = f", metrics on port {self.metrics_port}" if self._endpoint else ""
+        return f"gRPC on {host_and_port(self._settings.grpc_address, self.grpc_port)}{metrics}"

@@ -1,6 +1,6 @@
 """Real servers for tests: a process with its ports read from its log, ended with the test whatever happens.
 
-Lives here: starting, waiting for readiness by reading the log, ending. Must not: assertions about behaviour.
+Lives here: starting, waiting for it to serve by reading the log, ending. Must not: assertions about behaviour.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ __all__ = ["REPO", "ServerProcess", "has_ipv6", "write_identity"]
 
 REPO = Path(__file__).resolve().parents[1]
 _PR_SET_PDEATHSIG = 1
-_READY = re.compile(r"ready: gRPC on .*:(\d+)(?:, metrics on port (\d+))?$")
+_SERVES = re.compile(r"(?:ready|serving, not ready: .*): gRPC on .*:(\d+)(?:, metrics on port (\d+))?$", re.DOTALL)
 
 
 class ServerProcess:
-    """`paceline serve PATHS` on free loopback ports. Entering returns once it is ready; leaving ends it.
+    """`paceline serve PATHS` on free loopback ports. Entering returns once it serves, ready or not; leaving ends it.
 
     `module` is what is run with these arguments, or `program`, which has to become that process, as signals go there.
     `log` holds its log records so far, each a dict of time, level, logger and message.
@@ -88,7 +88,7 @@ class ServerProcess:
     def wait_ready(self, timeout_s: float = 60) -> None:
         if not self._ready.wait(timeout_s) or not self.grpc_port:
             self.kill()
-            raise AssertionError("the server did not become ready:\n" + "".join(self.stderr))
+            raise AssertionError("the server did not come to serve:\n" + "".join(self.stderr))
 
     def signal(self, number: int) -> None:
         self._process.send_signal(number)
@@ -124,7 +124,7 @@ class ServerProcess:
             self.stderr.append(line)
             if line.startswith("{"):
                 self.log.append(json.loads(line))
-                if found := _READY.match(self.log[-1]["message"]):
+                if found := _SERVES.match(self.log[-1]["message"]):
                     self.grpc_port, self.metrics_port = int(found[1]), int(found[2] or 0)
                     self._ready.set()
         self._ready.set()

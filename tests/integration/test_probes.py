@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import urllib.error
 import urllib.request
 from pathlib import Path
 from threading import Event, Thread
+
+import pytest
 
 from backends.base import Device, ModelSource
 from backends.memory import MemoryBackend, MemoryModel
@@ -51,6 +54,30 @@ async def test_server_with_a_model_that_failed_is_live_and_tells_which_one_it_wa
         assert await probe(served, "/readyz") == (503, "models failed to load: 'bad'\n")
         metrics = await served.metrics()
         assert (metrics["paceline_ready"], metrics["paceline_failed_models"]) == (0, 1)
+
+
+async def test_log_says_at_what_ports_it_serves_and_whether_it_is_ready(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    write_model(tmp_path, "bad", "no_such_field: 1")
+
+    def said() -> list[str]:
+        return [line.partition(":")[0] for line in caplog.messages if "gRPC on" in line]
+
+    with caplog.at_level(logging.INFO, "paceline.server"):
+        async with serving(tmp_path, {"m": echo_model()}, settings=explicit(tmp_path, load=("*",))) as served:
+            ports = f"gRPC on {served.target}, metrics on port {served.server.metrics_port}"
+            assert f"serving, not ready: models failed to load: 'bad': {ports}" in caplog.messages
+            assert said() == ["serving, not ready"]
+            await unload(served, "bad")
+            assert f"ready: {ports}" in caplog.messages
+            await failure_of(load(served, "bad"))
+            await unload(served, "bad")
+    assert said() == ["serving, not ready", "ready"]
+    caplog.clear()
+    with caplog.at_level(logging.INFO, "paceline.server"):
+        async with serving(tmp_path, {"m": echo_model()}, settings=explicit(tmp_path, load=("m",))):
+            assert said() == ["ready"]
 
 
 async def test_server_tells_of_a_model_whose_name_is_not_utf8(tmp_path: Path) -> None:
