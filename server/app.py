@@ -44,6 +44,7 @@ from server.model_control import ModelControl
 from server.nvml import open_nvml
 from server.poller import Poller
 from server.probes import LoopProbe
+from server.readiness import why_not_ready
 from server.regions import Regions
 from server.remote_settings import RemoteSettings
 from server.repository import Repository
@@ -289,13 +290,7 @@ class Server:
             _log.info("ready: %s", self._say_ports())
 
     def _why_not_ready(self) -> str:
-        if self._why_closed or self.repository.ready:
-            return self._why_closed
-        failed = ", ".join(f"'{name}'" for name in self.repository.failures)
-        if failed:
-            return f"models failed to load: {failed}"
-        unable = ", ".join(f"'{model.name}'" for model in self.repository.models if not model.able)
-        return f"no instance can execute of: {unable}" if unable else "models are loading"
+        return self._why_closed or why_not_ready(self.repository)
 
     def _probes(self) -> dict[str, LoopProbe]:
         loop = asyncio.get_running_loop()

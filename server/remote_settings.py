@@ -84,7 +84,9 @@ class RemoteSettings:
         try:
             self._repository.get(model, "")
         except ModelNotReady:
-            pass
+            # Settings are kept for it, and names that may be nobody's are without end.
+            if not self._repository.names_known:
+                raise
         except ModelNotFound as error:
             raise InvalidRequest(str(error)) from None
 

@@ -62,7 +62,10 @@ class Repository:
         self.on_change: Callable[[], None] = lambda: None
         self.on_serving_changed: Callable[[], None] = lambda: None
         self.waits_for = ""
-        """Why not even the names of all models are known; "" if they are. Whoever changes it calls `on_change`."""
+        """Why this server isn't ready whatever its models say; "" if nothing is in the way. Whoever changes it calls
+        `on_change`."""
+        self.names_known = True
+        """Whether a name that isn't known is nobody's. If not, `waits_for` is why."""
         self._metrics = metrics
         self._loads = loads
         self._strict_readiness = strict_readiness
@@ -138,8 +141,8 @@ class Repository:
         return self._served.get((name, version))
 
     def is_ready(self, name: str, version: str) -> bool:
-        """Whether `get` would find it, and it can execute. Raises ModelNotFound for what nobody has heard of, or
-        InvalidRequest."""
+        """Whether `get` would find it, and it can execute. Raises ModelNotFound for what nobody has heard of, once all
+        names are known, or InvalidRequest."""
         try:
             return self.get(name, version).able
         except ModelNotReady:
@@ -357,6 +360,8 @@ class Repository:
 
     def _why_not(self, name: str, version: str) -> ServerError:
         entry = self._entries.get(name)
+        if entry is None and not self.names_known:
+            return ModelNotReady(f"model '{name}' is not ready: {self.waits_for}")
         if entry is None:
             known = sorted(known for known, one in self._entries.items() if one.serving or one.missing)
             return ModelNotFound(f"unknown model '{name}' is not found; this server has {_some(known)}")

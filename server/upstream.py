@@ -62,6 +62,7 @@ class Upstream:
         self._server = self._remote_server()
         self._server.open()
         self._repository.waits_for = self._said
+        self._repository.names_known = bool(self._settings.models)
         await self._look()
         self._watching = asyncio.create_task(self._watch())
 
@@ -119,9 +120,12 @@ class Upstream:
         for name in {*self._served, *self._repository.failures} - names.keys():
             self._served.pop(name, None)
             await self._repository.unload(name)
-        for name, versions in names.items():
-            await self._look_at(name, versions, full=full)
-        self._say("" if ready else f"upstream {self._settings.target} is not ready")
+        missing = {name: await self._look_at(name, versions, full=full) for name, versions in names.items()}
+        if not ready:  # it may still be loading models that it doesn't tell of yet
+            self._say(f"upstream {self._settings.target} is not ready")
+            return
+        self._repository.names_known = True
+        self._say("; ".join(f"model '{name}': {why}" for name, why in missing.items() if why))
 
     def _is_only_busy(self, error: UpstreamFailed | UpstreamRefused) -> bool:
         if error.status != "DEADLINE_EXCEEDED":
@@ -170,21 +174,24 @@ class Upstream:
                 names.setdefault(line.name, []).extend(filter(None, [line.version]))
         return names
 
-    async def _look_at(self, name: str, versions: Sequence[str], *, full: bool) -> None:
-        """One model: serve it, serve it anew if it has changed, or withdraw it."""
+    async def _look_at(self, name: str, versions: Sequence[str], *, full: bool) -> str:
+        """One model: serve it, serve it anew if it has changed, or withdraw it. Returns why it was withdrawn, or ""."""
         try:
             answer = await self._server.ask(
                 "ModelReady", pb.ModelReadyRequest(name=name), pb.ModelReadyResponse, _ASK_S
             )
-            if not answer.ready:
-                await self._withdraw(name, f"upstream {self._settings.target}: the model is not ready")
-                return
-            if full or name not in self._served:
-                await self._serve(name, await self._versions(name, versions))
-            self._repository.restore(name)
+            if answer.ready:
+                if full or name not in self._served:
+                    await self._serve(name, await self._versions(name, versions))
+                self._repository.restore(name)
+                return ""
+            why = f"upstream {self._settings.target}: the model is not ready"
         except (UpstreamFailed, UpstreamRefused) as error:
-            if error.status != "DEADLINE_EXCEEDED" or name not in self._served:
-                await self._withdraw(name, str(error))
+            if error.status == "DEADLINE_EXCEEDED" and self._repository.find(name, ""):
+                return ""
+            why = str(error)
+        await self._withdraw(name, why)
+        return why
 
     async def _withdraw(self, name: str, why: str) -> None:
         self._looks = 0

@@ -12,12 +12,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from clients import ClientError, InferenceClient
+from clients import ClientError, InferenceClient, Unavailable
 from server.tokens import line_of
 from tests.certificates import Authority, Pair
 from tests.harness import REPO, ServerProcess, write_identity
 from tests.integration.http2 import call_by_hand
 from tests.integration.scripted import request
+from tests.integration.test_probes import get
 from tests.integration.upstreams import Upstream, upstream
 
 HERS, OURS = "tok-hers", "tok-ours"
@@ -92,11 +93,14 @@ def test_proxy_that_is_not_believed_or_does_not_believe_is_not_ready_and_says_wh
         assert not client.server_ready()
         with pytest.raises(ClientError) as refusal:
             client.infer("echo", ROW)
+        status, probed = get(proxy.metrics_port, "/readyz")
         proxy.terminate()
-        said = str(refusal.value) + "".join(proxy.stderr)
-    assert words in said
-    assert OURS not in said
-    assert "tok-wrong" not in said
+        answered, logged = str(refusal.value), "".join(proxy.stderr)
+    assert (type(refusal.value), status) == (Unavailable, 503)
+    for said in (answered, probed, logged):
+        assert words in said
+        assert OURS not in said
+        assert "tok-wrong" not in said
 
 
 @pytest.mark.parametrize(

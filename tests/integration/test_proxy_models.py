@@ -13,7 +13,9 @@ from protos import inference_pb2 as pb
 from protos.inference_pb2_grpc import GRPCInferenceServiceStub
 from tests.harness import ServerProcess, write_identity
 from tests.integration.scripted import request, send
-from tests.integration.serving import failure_of
+from tests.integration.serving import Served, failure_of
+from tests.integration.streams import Stream
+from tests.integration.test_probes import probe
 from tests.integration.test_proxy import behind
 from tests.integration.upstreams import Upstream, proxying, tensors_of, upstream
 from tests.polling import eventually, eventually_async
@@ -21,6 +23,17 @@ from tests.wire import infer, rows_of_floats
 
 Code = grpc.StatusCode
 NAMED = {"models": ("m",)}
+READY_M = pb.RepositoryIndexResponse.ModelIndex(name="m", state="READY")
+
+
+async def refusals_of(served: Served, name: str) -> list[tuple[grpc.StatusCode, str]]:
+    """What each RPC that tells of a model says to `name`."""
+    return [
+        await failure_of(served.infer(request(1, model=name))),
+        await failure_of(served.stub.ModelMetadata(pb.ModelMetadataRequest(name=name), timeout=20)),
+        await failure_of(served.stub.ModelConfig(pb.ModelConfigRequest(name=name), timeout=20)),
+        await failure_of(served.stub.ModelStatistics(pb.ModelStatisticsRequest(name=name), timeout=20)),
+    ]
 
 
 @pytest.mark.usefixtures("frontends")
@@ -55,6 +68,105 @@ async def test_upstream_that_comes_later_than_this_server_is_served_then(tmp_pat
         async with upstream(stub, int(target.rpartition(":")[2])):
             await eventually_async(lambda: served.server.repository.ready, "ready")
             assert tensors_of(await served.infer(request(1)))["x"][0, 0] == 2
+
+
+@pytest.mark.usefixtures("frontends")
+async def test_models_are_unavailable_with_the_reason_until_the_upstream_has_told_of_its_own(tmp_path: Path) -> None:
+    stub = Upstream()
+    stub.index = [READY_M]
+    async with upstream(stub) as target:
+        pass
+    async with proxying(tmp_path, target) as served:
+        for code, text in await refusals_of(served, "m"):
+            assert code is Code.UNAVAILABLE
+            assert text.startswith(f"model 'm' is not ready: upstream {target}: ")
+            assert "Connection refused" in text
+        stream = Stream(served)
+        await stream.send(request(1))
+        refused = (await stream.message()).infer_response.parameters["paceline_status"]
+        assert refused.string_param == "UNAVAILABLE"
+        assert not (await served.stub.ModelReady(pb.ModelReadyRequest(name="m"))).ready
+        settings = failure_of(served.stub.TraceSetting(pb.TraceSettingRequest(model_name="m")))
+        assert (await settings)[0] is Code.UNAVAILABLE
+        async with upstream(stub, int(target.rpartition(":")[2])):
+            await eventually_async(lambda: served.server.repository.ready, "ready")
+            await stream.send(request(3))
+            answer = (await stream.message()).infer_response
+            assert tensors_of(answer)["x"][0, 0] == 6
+            assert {code for code, _ in await refusals_of(served, "other")} == {Code.NOT_FOUND}
+        await eventually_async(lambda: not served.server.repository.ready, "not ready")
+        assert {code for code, _ in await refusals_of(served, "other")} == {Code.NOT_FOUND}
+
+
+async def test_upstream_that_has_never_been_ready_may_have_models_that_it_does_not_tell_of_yet(tmp_path: Path) -> None:
+    stub = Upstream()
+    stub.index, stub.ready = [], False
+    async with upstream(stub) as target, proxying(tmp_path, target) as served:
+        refusal = (Code.UNAVAILABLE, f"model 'm' is not ready: upstream {target} is not ready")
+        assert await failure_of(served.infer(request(1))) == refusal
+        stub.ready = True
+        await eventually_async(lambda: served.server.repository.ready, "ready")
+        assert (await failure_of(served.infer(request(1))))[0] is Code.NOT_FOUND
+        stub.ready = False
+        await eventually_async(lambda: not served.server.repository.ready, "not ready")
+        assert (await failure_of(served.infer(request(1))))[0] is Code.NOT_FOUND
+
+
+@pytest.mark.parametrize("models", [(), ("m",)], ids=["of the index", "named"])
+async def test_probe_and_log_tell_why_the_upstream_is_not_served(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, models: tuple[str, ...]
+) -> None:
+    stub = Upstream()
+    stub.index, stub.model_ready = [READY_M], False
+    async with upstream(stub) as target:
+        pass
+    with caplog.at_level("INFO", "paceline.server"):
+        async with proxying(tmp_path, target, models=models) as served:
+            assert any(line.startswith(f"serving, not ready: upstream {target}: ") for line in caplog.messages)
+            assert not any(line.startswith("ready: ") for line in caplog.messages)
+            status, text = await probe(served, "/readyz")
+            assert status == 503
+            assert text.startswith(f"upstream {target}: ")
+            assert "Connection refused" in text
+            async with upstream(stub, int(target.rpartition(":")[2])):
+                why = f"model 'm': upstream {target}: the model is not ready"
+                await eventually_async(lambda: f"not ready: {why}" in caplog.messages, "the model's reason")
+                assert await probe(served, "/readyz") == (503, f"{why}\n")
+                stub.model_ready = True
+                await eventually_async(lambda: served.server.repository.ready, "ready")
+                assert await probe(served, "/readyz") == (200, "ok\n")
+                stub.model_ready = False  # it was served before
+                await eventually_async(lambda: not served.server.repository.ready, "not ready")
+                await eventually_async(lambda: served.server.repository.waits_for, "the reason")
+                assert await probe(served, "/readyz") == (503, f"{why}\n")
+
+
+async def test_model_that_is_away_is_so_with_a_reason_also_while_nothing_is_said_of_it(tmp_path: Path) -> None:
+    class Mute(Upstream):
+        mute = False
+        looks = 0
+
+        async def ModelReady(self, call: Any, context: Any) -> pb.ModelReadyResponse:
+            self.looks += 1
+            if self.mute:
+                await context.abort(Code.DEADLINE_EXCEEDED, "as if no answer had come")
+            return await super().ModelReady(call, context)
+
+    stub = Mute()
+    async with behind(tmp_path, stub) as served:
+        repository = served.server.repository
+        stub.mute = True
+        looks = stub.looks
+        await eventually_async(lambda: stub.looks > looks + 2, "some looks")
+        assert repository.ready  # it may be computing
+        stub.mute, stub.model_ready = False, False
+        await eventually_async(lambda: "the model is not ready" in repository.waits_for, "not ready")
+        stub.mute = True
+        await eventually_async(lambda: "as if no answer had come" in repository.waits_for, "the other reason")
+        assert "as if no answer had come" in (await failure_of(served.infer(request(1))))[1]
+        stub.mute, stub.model_ready = False, True
+        await eventually_async(lambda: repository.ready, "ready again")
+        assert tensors_of(await served.infer(request(2)))["x"][0, 0] == 4
 
 
 class Silent(Upstream):
@@ -108,7 +220,10 @@ async def test_upstream_without_an_index_needs_its_models_named(tmp_path: Path) 
     stub = Upstream()
     async with upstream(stub) as target, proxying(tmp_path, target) as served:
         assert not served.server.repository.ready
-        assert "name its models with --upstream-model" in served.server.repository.waits_for
+        way_out = "name its models with --upstream-model"
+        assert way_out in served.server.repository.waits_for
+        code, text = await failure_of(served.infer(request(1)))
+        assert (code, way_out in text) == (Code.UNAVAILABLE, True)
 
 
 async def test_upstream_whose_index_is_restricted_is_told_of_with_the_way_out(tmp_path: Path) -> None:
