@@ -5,7 +5,9 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+import sysconfig
 import tomllib
+import venv
 import zipfile
 from pathlib import Path
 
@@ -16,6 +18,42 @@ from packaging.version import Version
 REPO = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((REPO / "pyproject.toml").read_text())["project"]
 PACKAGES = {"protos", "server", "scheduler", "backends", "clients"}
+
+USER = """
+import asyncio
+
+import numpy as np
+
+from clients import AsyncInferenceClient, InferenceError, InferResult, InferenceClient, Tls
+from protos.inference_pb2 import ModelInferRequest
+
+ROW = np.zeros((1, 4), np.float32)
+
+
+def block() -> InferResult:
+    with InferenceClient("127.0.0.1:8001", tls=Tls(ca="ca.crt"), token="t", timeout_s=None) as client:
+        client.wait_ready(5)
+        print(client.model_metadata("m", timeout_s=1).inputs[0].shape, client.health())
+        return client.infer("m", {"x": ROW}, outputs=["y"], parameters={"priority": 1}, datatypes={"x": "FP32"})
+
+
+async def share() -> list[float]:
+    async with AsyncInferenceClient("127.0.0.1:8001", transport="stream", coalesce=32) as client:
+        try:
+            results = await asyncio.gather(*(client.infer("m", {"x": ROW}) for _ in range(8)))
+        except InferenceError as error:
+            raise SystemExit(error.message) from error
+    return [float(result["y"].sum()) for result in results]
+
+
+print(ModelInferRequest(model_name="m").SerializeToString())
+"""
+WRONG = """
+InferenceClient("h:1").infer("m", {"x": ROW}, version=1)
+AsyncInferenceClient("h:1", transport="pigeon")
+block().nothing
+ModelInferRequest(model_name=3)
+"""
 
 
 @pytest.fixture(scope="module")
@@ -35,13 +73,31 @@ def test_wheel_contains_the_five_packages_whole_and_nothing_else(wheel: zipfile.
     assert inside >= set(tracked.stdout.split())
 
 
-def test_wheel_says_that_its_packages_have_types(wheel: zipfile.ZipFile) -> None:
-    assert {f"{name}/py.typed" for name in PACKAGES} <= set(wheel.namelist())
-
-
 def test_wheel_installs_the_command_paceline(wheel: zipfile.ZipFile) -> None:
     (entry_points,) = (name for name in wheel.namelist() if name.endswith("entry_points.txt"))
     assert "paceline = server.__main__:main" in wheel.read(entry_points).decode()
+
+
+def test_wheel_says_of_each_package_that_it_is_annotated(wheel: zipfile.ZipFile) -> None:
+    assert {name.partition("/")[0] for name in wheel.namelist() if name.endswith("/py.typed")} == PACKAGES
+
+
+def test_wheel_installed_has_its_types_checked_in_programs_of_users(wheel: zipfile.ZipFile, tmp_path: Path) -> None:
+    """In an environment of its own, as mypy wants the marker of installed packages alone."""
+    venv.create(tmp_path / "env", symlinks=True)
+    (site,) = (tmp_path / "env").glob("lib/python*/site-packages")
+    wheel.extractall(site)
+    (site / "dependencies.pth").write_text(sysconfig.get_path("purelib"))
+    (tmp_path / "user.py").write_text(USER + WRONG)
+    command = [sys.executable, "-m", "mypy", "--strict", "--config-file=", "--cache-dir", str(tmp_path / "cache")]
+    python = str(tmp_path / "env" / "bin" / "python")
+    checked = subprocess.run(
+        [*command, "--python-executable", python, "user.py"], cwd=tmp_path, capture_output=True, text=True, timeout=100
+    )
+    found = re.findall(r"^user\.py:(\d+): error: .*\[([\w-]+)\]$", checked.stdout, re.MULTILINE)
+    first = len(USER.splitlines()) + 2
+    expected = ["arg-type", "arg-type", "attr-defined", "arg-type"]
+    assert found == [(str(first + place), kind) for place, kind in enumerate(expected)], checked.stdout + checked.stderr
 
 
 def locked() -> dict[str, list[tuple[Version, Requirement]]]:
