@@ -37,9 +37,9 @@ class InferenceClient(BaseClient):
 
     With `transport="stream"`, `infer` shares a few ModelStreamInfer streams instead of making calls of its own, which
     is less work for both ends where many small requests are under way. What differs: a stream that breaks fails all who
-    wait on it, a large tensor holds up those behind it, `metadata` is for the client as a whole, `request_id` stays
-    here (the server's logs and traces have numbers that the client gives), and of an error only status and message
-    travel, from servers other than paceline the message alone (and the status is UNKNOWN).
+    wait on it, a large tensor holds up those behind it, `metadata` is for the client as a whole, and of an error only
+    status and message travel, from servers other than paceline the message alone (and the status is UNKNOWN). The
+    server sees a `request_id` with a number before it, `7:mine`, in its logs and traces; the result has one's own.
 
     With `coalesce=N`, concurrent inferences that differ in their rows alone become requests of up to N rows, and each
     caller gets its rows of the answer: for models that work row by row, whose batches may have N rows. Timeouts,

@@ -2,7 +2,8 @@
 
 Lives here: which stream a request takes, whose answer is whose, and what the end of a stream means. Must not live here:
 channels, or what requests and answers say. Works with every server whose ModelStreamInfer returns ids; paceline besides
-takes back what its caller gave up, lets answers overtake each other, and tells the status of an error.
+takes back what its caller gave up, lets answers overtake each other, and tells the status of an error. An answer's way
+back is the id alone, and callers may use one twice: on the wire theirs has a number before it.
 """
 
 from __future__ import annotations
@@ -85,7 +86,7 @@ class _Stream:
         self.ended = False
 
     async def infer(self, request: ModelInferRequest, timeout_s: float | None) -> ModelInferResponse:
-        own_id, request.id = request.id, str(next(self._ids))
+        own_id, request.id = request.id, self._wire_id(request.id)
         request.parameters[_UNORDERED].bool_param = True
         answer: asyncio.Future[ModelStreamInferResponse] = self._loop.create_future()
         alarm: asyncio.TimerHandle | None = None
@@ -104,6 +105,11 @@ class _Stream:
             if alarm is not None:
                 alarm.cancel()
         return _answer(message, own_id)
+
+    def _wire_id(self, own_id: str) -> str:
+        """One of its own among those of the stream, in which the caller's can be found in logs and traces."""
+        number = next(self._ids)
+        return f"{number}:{own_id}" if own_id else str(number)
 
     async def close(self) -> None:
         self._call.cancel()

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from backends.errors import ExecutionError
+from clients import AsyncInferenceClient
 from protos import inference_pb2 as pb
 from server import log
 from server.model_statistics import FailureReason
@@ -80,6 +81,18 @@ async def test_each_request_is_one_line_at_debug(tmp_path: Path, capfd: pytest.C
     assert good["duration_us"] >= good["queue_us"] + good["compute_us"] > 0
     assert "no good" in lines[3]["error"]
     assert good["message"].startswith("model='m' version='1' request_id='good' status='OK' duration_us=")
+
+
+async def test_request_of_the_client_over_streams_is_found_by_its_id(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    log.configure("debug", "json")
+    async with serving(tmp_path, {"m": echo_model()}) as served:
+        async with AsyncInferenceClient(served.target, transport="stream") as client:
+            for request_id in ("strm", ""):
+                result = await client.infer("m", {"a": rows_of_floats(1)}, request_id=request_id)
+                assert result.id == request_id
+    assert [line["request_id"] for line in records(capfd)] == ["1:strm", "1"]
 
 
 async def test_nothing_is_said_of_requests_above_debug(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

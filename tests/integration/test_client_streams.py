@@ -298,6 +298,23 @@ class Foreign(GRPCInferenceServiceServicer):
             yield answer
 
 
+class Pairing(GRPCInferenceServiceServicer):
+    """A server that answers by twos, the later first, and keeps the ids it has seen."""
+
+    def __init__(self) -> None:
+        self.ids: list[str] = []
+
+    async def ModelStreamInfer(self, requests: Any, context: Any) -> AsyncIterator[pb.ModelStreamInferResponse]:
+        async for first in requests:
+            second = await anext(requests)
+            self.ids += [first.id, second.id]
+            for request in (second, first):
+                answer = pb.ModelStreamInferResponse()
+                answer.infer_response.id = request.id
+                answer.infer_response.model_name = request.model_name
+                yield answer
+
+
 class Mute(GRPCInferenceServiceServicer):
     """A server that reads one request and ends the stream."""
 
@@ -322,6 +339,17 @@ async def test_infer_over_streams_of_a_foreign_server_has_answers_and_errors_wit
             with pytest.raises(InferenceError, match="no such thing") as caught:
                 await client.infer("bad", {"a": marked(1)})
             assert caught.value.status is grpc.StatusCode.UNKNOWN
+
+
+@pytest.mark.parametrize("request_id", ["mine", "grün/7", "7", "7:x", "x" * 5000])
+async def test_infer_over_streams_request_id_is_in_what_the_server_sees_and_may_be_used_twice(request_id: str) -> None:
+    pairing = Pairing()
+    async with peer(pairing) as client:
+        # Twice as many as there are streams, so that each has two at once.
+        asking = [client.infer(f"m{number}", {"a": marked(1)}, request_id=request_id) for number in range(32)]
+        results = await asyncio.gather(*asking)
+    assert [(result.model_name, result.id) for result in results] == [(f"m{n}", request_id) for n in range(32)]
+    assert sorted(pairing.ids) == sorted([f"1:{request_id}", f"2:{request_id}"] * 16)
 
 
 async def test_infer_over_streams_that_end_without_an_answer_is_unavailable() -> None:
