@@ -87,11 +87,13 @@ async def test_request_of_the_client_over_streams_is_found_by_its_id(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     log.configure("debug", "json")
-    async with serving(tmp_path, {"m": echo_model()}) as served:
-        async with AsyncInferenceClient(served.target, transport="stream") as client:
-            for request_id in ("strm", ""):
-                result = await client.infer("m", {"a": rows_of_floats(1)}, request_id=request_id)
-                assert result.id == request_id
+    async with (
+        serving(tmp_path, {"m": echo_model()}) as served,
+        AsyncInferenceClient(served.target, transport="stream") as client,
+    ):
+        for request_id in ("strm", ""):
+            result = await client.infer("m", {"a": rows_of_floats(1)}, request_id=request_id)
+            assert result.id == request_id
     assert [line["request_id"] for line in records(capfd)] == ["1:strm", "1"]
 
 
