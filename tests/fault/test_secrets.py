@@ -61,7 +61,9 @@ def test_secrets_are_not_in_logs_traces_or_metrics(tmp_path: Path) -> None:
         request.inputs[0].datatype = "INT32"
         with pytest.raises(grpc.RpcError):
             stub.ModelInfer(request, metadata=good, timeout=20)
-        tokens.write_text(f"{TOKEN}\n")  # somebody's mistake, which is reported
+        broken = tokens.with_name("broken")
+        broken.write_text(f"{TOKEN}\n")
+        broken.replace(tokens)  # somebody's mistake, which is reported
         eventually(lambda: _asked_and_reported(stub, good, server), "a line about the broken file")
         metrics = "".join(server.metrics())
         server.terminate()
