@@ -7,7 +7,8 @@ messages.py, the blocking twin in sync.py; the two have the same methods with th
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from numbers import Integral
 from types import ModuleType, TracebackType
 from typing import Any, ClassVar, Literal, Self, TypeVar
 
@@ -33,7 +34,8 @@ class InferenceClient(BaseClient):
     """Calls a server of the Open Inference Protocol (KServe v2) over gRPC, without blocking the event loop.
 
     Methods, arguments and errors are those of `clients.sync.InferenceClient`, awaited. The client belongs to the loop
-    in which it is first used. Cancelling the task that awaits a method cancels the call on the server too.
+    in which it is first used, and raises RuntimeError in another. Cancelling the task that awaits a method cancels the
+    call on the server too.
 
     With `transport="stream"`, `infer` shares a few ModelStreamInfer streams instead of making calls of its own, which
     is less work for both ends where many small requests are under way. What differs: a stream that breaks fails all who
@@ -73,10 +75,12 @@ class InferenceClient(BaseClient):
         )
         if transport not in ("call", "stream"):
             raise ValueError(f"transport: expected 'call' or 'stream', got {transport!r}")
-        if coalesce is not None and coalesce < 2:
-            raise ValueError(f"coalesce: expected 2 rows or more in a request, or None, got {coalesce!r}")
+        if coalesce is not None:
+            _check_rows(coalesce)
         self._streams = Streams(self._open_stream) if transport == "stream" else None
         self._coalescer = Coalescer(self._infer, coalesce) if coalesce is not None else None
+        # Where the channel was made, and streams and shared requests have their tasks.
+        self._loop: asyncio.AbstractEventLoop | None = None
 
     async def __aenter__(self) -> Self:
         self._open()
@@ -119,7 +123,9 @@ class InferenceClient(BaseClient):
                 raise ValueError("metadata: over streams it goes with all requests; give it to the client")
             check_request(request)
         if self._coalescer is not None and not metadata:
-            return await self._coalescer.infer(request, self._bound_s(timeout_s))
+            bound_s = self._bound_s(timeout_s)
+            self._open()
+            return await self._coalescer.infer(request, bound_s)
         return await self._infer(request, self._bound_s(timeout_s), metadata)
 
     async def server_live(self, *, timeout_s: Timeout = ..., metadata: Metadata = ()) -> bool:
@@ -159,19 +165,44 @@ class InferenceClient(BaseClient):
 
     async def close(self) -> None:
         """Ends the connection; calls still under way raise Cancelled. Closing twice does nothing."""
+        has_ended = self._loop is not None and self._loop.is_closed()
+        if not self._closed and not has_ended:
+            self._check_loop()
         channel = self._detach()
-        if self._coalescer is not None:
+        if channel is None:
+            return
+        if self._coalescer is not None and not has_ended:
             await self._coalescer.close()
-        if self._streams is not None:
+        if self._streams is not None and not has_ended:
             await self._streams.close()
-        if channel is not None:
-            await channel.close()
+        await channel.close()
 
     async def _infer(self, request: ModelInferRequest, timeout_s: float | None, metadata: Metadata = ()) -> InferResult:
         call = calls.infer(request)
         if self._streams is None:
             return await self._call(call, timeout_s, metadata)
+        self._open()
         return call.read(await self._streams.infer(request, timeout_s))
+
+    def _open(self) -> Mapping[Method, Callable[..., Any]]:
+        """As in every client. Raises RuntimeError in another loop than the channel's: gRPC would fail in words of its
+        own, or not at all and nobody be woken."""
+        opened = super()._open()
+        self._check_loop()
+        return opened
+
+    def _new_channel(self) -> Any:
+        channel = super()._new_channel()
+        self._loop = asyncio.get_running_loop()
+        return channel
+
+    def _check_loop(self) -> None:
+        if self._loop is not None and self._loop is not asyncio.get_running_loop():
+            raise RuntimeError(
+                f"{self!r} belongs to the event loop in which it was first used, and this is another one: make a "
+                "client in each loop (such as in each asyncio.run), or use clients.InferenceClient, which all threads "
+                "may share"
+            )
 
     def _open_stream(self) -> Any:
         return self._open()[Method.MODEL_STREAM_INFER](metadata=self._metadata)
@@ -193,6 +224,14 @@ class InferenceClient(BaseClient):
                 raise Cancelled(grpc.StatusCode.CANCELLED, f"{self!r} was closed during the call") from error
             raise
         return call.read(response)
+
+
+def _check_rows(coalesce: int) -> None:
+    expected = "coalesce: expected 2 rows or more in a request, a whole number, or None"
+    if not isinstance(coalesce, Integral):
+        raise TypeError(f"{expected}, got {coalesce!r}")
+    if coalesce < 2:
+        raise ValueError(f"{expected}, got {coalesce!r}")
 
 
 def _being_cancelled() -> bool:

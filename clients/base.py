@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from numbers import Real
 from types import EllipsisType, ModuleType
 from typing import Any, ClassVar, Final
 
@@ -17,13 +18,15 @@ import grpc
 from clients.calls import Call, Method, stubs
 from clients.errors import ClientClosed, DeadlineExceeded
 from clients.headers import Metadata, checked
+from clients.messages import text
 from clients.tls import Tls
 from clients.tokens import authorization
 
 __all__ = ["DEFAULT_TIMEOUT_S", "BaseClient", "Metadata", "ReadyWait", "Timeout"]
 
 Timeout = float | None | EllipsisType
-"""Seconds; None and infinity are no bound; `...`, the default, takes the client's own."""
+"""Seconds; None and infinity are no bound, 0 and less a time that has passed: DeadlineExceeded, whatever the server
+does. `...`, the default, takes the client's own."""
 
 DEFAULT_TIMEOUT_S: Final = 60.0
 
@@ -47,13 +50,15 @@ class BaseClient:
     """What both clients are told when made, and their one channel.
 
     `target` is a gRPC name such as `127.0.0.1:8001`, `dns:///host:8001` or `unix:/path`. `timeout_s` bounds each call
-    that names no timeout of its own, in seconds; None and infinity are no bound. `tls` makes the connection TLS: True,
-    believing the authorities that gRPC brings along, or `Tls` with files of one's own. `token` goes with every call, in
-    the header `authorization`; without TLS whoever is on the way reads it. `credentials` are gRPC's own, for what `tls`
-    can't say; one of the two. `options` are gRPC channel options and override ours: message sizes are unlimited, and
-    reconnecting is tried at least once a second. `metadata` goes with every call, before the call's own.
+    that names no timeout of its own, in seconds; None and infinity are no bound, and 0 is one that nothing keeps: each
+    call raises DeadlineExceeded. `tls` makes the connection TLS: True, believing the authorities that gRPC brings
+    along, or `Tls` with files of one's own. `token` goes with every call, in the header `authorization`; without TLS
+    whoever is on the way reads it. `credentials` are gRPC's own, for what `tls` can't say; one of the two. `options`
+    are gRPC channel options and override ours: message sizes are unlimited, and reconnecting is tried at least once a
+    second. `metadata` goes with every call, before the call's own.
 
-    Raises ValueError or TypeError for a timeout, a token or metadata that can't be sent, as each call does for its own.
+    Raises ValueError or TypeError for a target that is none, and for a timeout, a token or metadata that can't be sent,
+    as each call does for its own.
 
     Making a client opens nothing; the first call does, or entering it as a context manager, and raises ValueError for
     files of `tls` that are no good. No failed call is repeated: it raises at once, and whether to try again is the
@@ -76,7 +81,7 @@ class BaseClient:
     ) -> None:
         if tls and credentials is not None:
             raise ValueError("expected one of tls and credentials, got both")
-        self._target = target
+        self._target = _target(target)
         self._timeout_s = _bounded_s(timeout_s)
         self._tls = tls if isinstance(tls, Tls) else Tls() if tls else None
         self._credentials = credentials
@@ -117,25 +122,38 @@ class BaseClient:
 
     def _start(self, call: Call[Any], timeout_s: Timeout, metadata: Metadata) -> Any:
         """Starts the call: returns its response with grpc, what is to be awaited for it with grpc.aio."""
+        bound_s = self._bound_s(timeout_s)
         return self._open()[call.method](
             call.request,
-            timeout=self._bound_s(timeout_s),
+            # gRPC rounds up: with 0 a fast server might answer.
+            timeout=bound_s if bound_s is None or bound_s > 0 else bound_s - 1.0,
             metadata=(*self._metadata, *checked(metadata)),
             wait_for_ready=call.wait_for_ready,
         )
 
     def _bound_s(self, timeout_s: Timeout) -> float | None:
-        """What is told to gRPC. Raises ValueError."""
+        """What is told to gRPC. Raises ValueError and TypeError."""
         return self._timeout_s if isinstance(timeout_s, EllipsisType) else _bounded_s(timeout_s)
 
 
+def _target(target: str) -> str:
+    if not text("target", target):
+        raise ValueError("target: expected a gRPC name such as '127.0.0.1:8001', got ''")
+    return target
+
+
 def _bounded_s(timeout_s: float | None) -> float | None:
-    """The seconds, None where they are no bound. Raises ValueError."""
-    if timeout_s is None or timeout_s >= _LONGEST_S:
+    """The seconds, None where they are no bound. Raises ValueError and TypeError."""
+    if timeout_s is None:
+        return None
+    if not isinstance(timeout_s, (float, int, Real)):
+        raise TypeError(f"timeout_s: expected a number of seconds, or None, got {timeout_s!r}")
+    if timeout_s >= _LONGEST_S:
         return None
     if math.isnan(timeout_s):
         raise ValueError("timeout_s: expected a number of seconds, got nan")
-    return max(timeout_s, -_LONGEST_S)
+    # numpy's float32 added to the time of day would be off by a minute.
+    return max(float(timeout_s), -_LONGEST_S)
 
 
 class ReadyWait:

@@ -23,6 +23,7 @@ from clients.messages import (
     infer_result,
     model_metadata_of,
     server_metadata_of,
+    text,
 )
 from protos import inference_pb2_grpc
 from protos.inference_pb2 import (
@@ -113,7 +114,8 @@ def server_ready_once_connected() -> Call[bool]:
 
 def model_ready(model: str, version: str) -> Call[bool]:
     """ModelReady: whether the model can take requests; an empty version is the server's choice."""
-    return Call(Method.MODEL_READY, ModelReadyRequest(name=model, version=version), _ready)
+    request = ModelReadyRequest(name=text("model", model), version=text("version", version))
+    return Call(Method.MODEL_READY, request, _ready)
 
 
 def server_metadata() -> Call[ServerMetadata]:
@@ -123,13 +125,13 @@ def server_metadata() -> Call[ServerMetadata]:
 
 def model_metadata(model: str, version: str) -> Call[ModelMetadata]:
     """ModelMetadata: the model's versions, platform, inputs and outputs."""
-    request = ModelMetadataRequest(name=model, version=version)
+    request = ModelMetadataRequest(name=text("model", model), version=text("version", version))
     return Call(Method.MODEL_METADATA, request, model_metadata_of)
 
 
 def health(service: str) -> Call[str]:
     """Check of grpc.health.v1: the name of the status, such as SERVING; an empty service is the whole server."""
-    return Call(Method.HEALTH_CHECK, health_pb2.HealthCheckRequest(service=service), _serving_status)
+    return Call(Method.HEALTH_CHECK, health_pb2.HealthCheckRequest(service=text("service", service)), _serving_status)
 
 
 def _ready(response: ServerReadyResponse | ModelReadyResponse) -> bool:

@@ -38,6 +38,7 @@ __all__ = [
     "infer_result",
     "model_metadata_of",
     "server_metadata_of",
+    "text",
 ]
 
 Inputs = Mapping[str, npt.ArrayLike]
@@ -124,21 +125,30 @@ def infer_request(
 
     Raises ValueError or TypeError, naming the tensor or parameter, for what can't be sent.
     """
-    if not model:
+    if not text("model", model):
         raise ValueError("the name of the model is empty")
     wanted = datatypes or {}
     unknown = [name for name in wanted if name not in inputs]
     if unknown:
         raise ValueError(f"datatypes names {', '.join(map(repr, unknown))}, not among the inputs")
-    request = ModelInferRequest(model_name=model, model_version=version, id=request_id)
+    request = ModelInferRequest(
+        model_name=model, model_version=text("version", version), id=text("request_id", request_id)
+    )
     room_bytes = _MOST_BYTES
     for name, value in inputs.items():
         room_bytes -= _add_input(request, name, value, wanted.get(name), room_bytes)
     for name in _output_names(outputs):
-        request.outputs.add(name=name)
+        request.outputs.add(name=text("outputs", name))
     for name, parameter in (parameters or {}).items():
         request.parameters[name].CopyFrom(_parameter(name, parameter))
     return request
+
+
+def text(argument: str, value: str) -> str:
+    """The value. Raises TypeError, naming the argument, if it is no str."""
+    if not isinstance(value, str):
+        raise TypeError(f"{argument}: expected a str, got {value!r}")
+    return value
 
 
 def _add_input(request: ModelInferRequest, name: str, value: npt.ArrayLike, wanted: str | None, room_bytes: int) -> int:

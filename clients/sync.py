@@ -29,8 +29,8 @@ class InferenceClient(BaseClient):
 
     Arguments as in `BaseClient`. Every method raises a subclass of `clients.errors.InferenceError` when the call
     ends with a status other than OK, ResponseError when the answer can't be read, ClientClosed after close(). On every
-    method `timeout_s` is in seconds, None for no bound, left out for the client's own; `metadata` is added to the
-    client's own.
+    method `timeout_s` is in seconds, None for no bound, left out for the client's own, and 0 or less ends the call with
+    DeadlineExceeded at once; `metadata` is added to the client's own.
     """
 
     _transport: ClassVar[ModuleType] = grpc

@@ -207,6 +207,18 @@ async def test_infer_over_streams_timeout_that_is_none_is_refused_and_leaves_not
     assert complaints == []
 
 
+@pytest.mark.parametrize("timeout_s", [0, -1])
+@pytest.mark.parametrize("coalesce", [None, 4])
+async def test_infer_over_streams_timeout_that_has_passed_is_deadline_exceeded(
+    served: Served, timeout_s: float, coalesce: int | None
+) -> None:
+    async with AsyncInferenceClient(served.target, transport="stream", coalesce=coalesce, timeout_s=20) as client:
+        for _ in range(20):
+            with pytest.raises(DeadlineExceeded):
+                await ask(client, 1, timeout_s=timeout_s)
+        assert await ask(client, 1) == 1
+
+
 async def test_infer_over_streams_metadata_of_one_request_is_refused(client: AsyncInferenceClient) -> None:
     with pytest.raises(ValueError, match="give it to the client"):
         await ask(client, 1, metadata=[("x", "y")])

@@ -1,14 +1,17 @@
-"""What only the asyncio client has: cancellation."""
+"""What only the asyncio client has: cancellation, and an event loop that it belongs to."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+import contextlib
+import gc
+from collections.abc import AsyncIterator, Coroutine
+from typing import Any
 
 import numpy as np
 import pytest
 
-from clients import AsyncInferenceClient
+from clients import AsyncInferenceClient, ClientClosed, Unimplemented
 from tests.unit.clients.peer import Peer, Stall, echo
 
 X = {"x": np.zeros((1, 2), np.float32)}
@@ -55,3 +58,55 @@ async def test_cancel_while_closing_stays_a_cancel(client: AsyncInferenceClient,
 async def test_many_calls_at_once_each_get_their_own_answer(client: AsyncInferenceClient) -> None:
     results = await asyncio.gather(*(client.infer("m", {"x": [number]}) for number in range(32)))
     assert [result["x"].tolist() for result in results] == [[number] for number in range(32)]
+
+
+WAYS: list[dict[str, Any]] = [{}, {"transport": "stream"}, {"coalesce": 4}, {"transport": "stream", "coalesce": 4}]
+ANOTHER = r"belongs to the event loop in which it was first used, and this is another one: make a client in each loop"
+
+
+async def use(client: AsyncInferenceClient) -> None:
+    """The peer has no streams, and says so."""
+    with contextlib.suppress(Unimplemented):
+        await client.infer("m", X)
+
+
+def uses(client: AsyncInferenceClient) -> list[Coroutine[Any, Any, Any]]:
+    return [use(client), client.server_live(), client.wait_ready(5), client.__aenter__()]
+
+
+@pytest.mark.parametrize("way", WAYS, ids=str)
+def test_use_in_a_loop_after_the_first_has_ended_is_refused_in_words(peer: Peer, way: dict[str, Any]) -> None:
+    client = AsyncInferenceClient(peer.target, **way)
+    asyncio.run(use(client))
+    seen = len(peer.requests)
+    for again in uses(client):
+        with pytest.raises(RuntimeError, match=ANOTHER):
+            asyncio.run(again)
+    gc.collect()  # what was never awaited would be said now, and be an error
+    assert len(peer.requests) == seen
+    asyncio.run(client.close())
+    with pytest.raises(ClientClosed):
+        asyncio.run(use(client))
+
+
+@pytest.mark.parametrize("way", WAYS, ids=str)
+async def test_use_in_a_loop_beside_the_first_is_refused_in_words_and_the_first_goes_on(
+    peer: Peer, way: dict[str, Any]
+) -> None:
+    async with AsyncInferenceClient(peer.target, **way) as client:
+        for again in [*uses(client), client.close()]:
+            with pytest.raises(RuntimeError, match=ANOTHER):
+                await asyncio.to_thread(asyncio.run, again)
+        await use(client)
+        assert await client.server_live()
+    await asyncio.to_thread(asyncio.run, client.close())
+
+
+@pytest.mark.parametrize(
+    ("coalesce", "error"), [(2.5, TypeError), (32.0, TypeError), ("3", TypeError), (1, ValueError), (True, ValueError)]
+)
+def test_coalesce_of_what_is_no_number_of_rows_is_refused(coalesce: Any, error: type[Exception]) -> None:
+    with pytest.raises(error) as refusal:
+        AsyncInferenceClient("h:1", coalesce=coalesce)
+    expected = "coalesce: expected 2 rows or more in a request, a whole number, or None"
+    assert str(refusal.value) == f"{expected}, got {coalesce!r}"

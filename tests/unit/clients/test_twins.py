@@ -8,6 +8,7 @@ import math
 import socket
 import threading
 from collections.abc import Callable
+from fractions import Fraction
 from typing import Any
 
 import grpc
@@ -206,10 +207,67 @@ async def test_timeout_beyond_grpcs_times_is_no_bound(make_twin: MakeTwin, peer:
     assert all((left_s or 1e9) > 1e6 for left_s in peer.time_left_s)
 
 
-@pytest.mark.parametrize("timeout_s", [-1, -math.inf])
+@pytest.mark.parametrize("timeout_s", [0, 0.0, -1, -math.inf])
 async def test_timeout_that_has_passed_is_deadline_exceeded(twin: Twin, timeout_s: float) -> None:
+    await twin.wait_ready(30.0)
     with pytest.raises(DeadlineExceeded):
         await twin.server_live(timeout_s=timeout_s)
+    with pytest.raises(DeadlineExceeded):
+        await twin.infer("m", X, timeout_s=timeout_s)
+    with pytest.raises(DeadlineExceeded):
+        await twin.wait_ready(timeout_s)
+
+
+@pytest.mark.parametrize(
+    ("method", "arguments", "text"),
+    [
+        ("infer", {"inputs": X, "model": None}, "model: expected a str, got None"),
+        ("infer", {"inputs": X, "model": "m", "version": 1}, "version: expected a str, got 1"),
+        ("infer", {"inputs": X, "model": "m", "request_id": 7}, "request_id: expected a str, got 7"),
+        ("infer", {"inputs": X, "model": "m", "outputs": [1]}, "outputs: expected a str, got 1"),
+        ("infer", {"inputs": X, "model": "m", "timeout_s": "1"}, "timeout_s: expected a number of seconds.* got '1'"),
+        ("model_ready", {"model": None}, "model: expected a str, got None"),
+        ("model_ready", {"model": "m", "version": 1}, "version: expected a str, got 1"),
+        ("model_metadata", {"model": b"m"}, "model: expected a str, got b'm'"),
+        ("model_metadata", {"model": "m", "version": None}, "version: expected a str, got None"),
+        ("health", {"service": None}, "service: expected a str, got None"),
+        ("server_live", {"timeout_s": "1"}, "timeout_s: expected a number of seconds, or None, got '1'"),
+        ("wait_ready", {"timeout_s": [1]}, r"timeout_s: expected a number of seconds, or None, got \[1\]"),
+    ],
+)
+async def test_argument_of_another_type_is_refused_by_name_before_sending(
+    twin: Twin, peer: Peer, method: str, arguments: dict[str, Any], text: str
+) -> None:
+    with pytest.raises(TypeError, match=f"^{text}$"):
+        await getattr(twin, method)(**arguments)
+    assert peer.requests == []
+
+
+@pytest.mark.parametrize("timeout_s", [30, 30.0, np.float32(30), np.int64(30), Fraction(30)])
+async def test_timeout_of_any_type_of_numbers_is_taken(make_twin: MakeTwin, peer: Peer, timeout_s: float) -> None:
+    twin = make_twin(peer.target, timeout_s=timeout_s)
+    await twin.wait_ready(timeout_s)
+    assert await twin.server_live()
+    assert await twin.server_live(timeout_s=timeout_s)
+
+
+@pytest.mark.parametrize("client", [InferenceClient, AsyncInferenceClient])
+@pytest.mark.parametrize(
+    ("target", "settings", "error", "text"),
+    [
+        ("", {}, ValueError, "target: expected a gRPC name such as '127.0.0.1:8001', got ''"),
+        (None, {}, TypeError, "target: expected a str, got None"),
+        (8001, {}, TypeError, "target: expected a str, got 8001"),
+        ("h:1", {"timeout_s": "1"}, TypeError, "timeout_s: expected a number of seconds, or None, got '1'"),
+        ("h:1", {"timeout_s": ...}, TypeError, "timeout_s: expected a number of seconds, or None, got Ellipsis"),
+    ],
+)
+def test_settings_of_another_type_are_refused_by_name(
+    client: Any, target: Any, settings: dict[str, Any], error: type[Exception], text: str
+) -> None:
+    with pytest.raises(error) as refusal:
+        client(target, **settings)
+    assert str(refusal.value) == text
 
 
 async def test_timeout_that_is_no_number_is_refused_before_sending(make_twin: MakeTwin, peer: Peer) -> None:
