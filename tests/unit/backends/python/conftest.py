@@ -1,0 +1,29 @@
+"""What the tests of Python models share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from backends.base import ModelSource
+from backends.python.backend import PythonBackend
+from backends.python.instance import PythonInstance
+from tests import puppet
+from tests.unit.backends.python_models import CPU, SPEC
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path / "1"
+
+
+@pytest.fixture
+def instance(folder: Path) -> Iterator[PythonInstance]:
+    """Of the puppet."""
+    model = PythonBackend().open(ModelSource("m", puppet.write_puppet(folder)), CPU)
+    made = model.instance(SPEC, CPU)
+    yield made
+    made.close()
+    model.close()

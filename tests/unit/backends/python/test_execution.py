@@ -1,0 +1,179 @@
+"""What Python models are given, what they may get wrong, and what they print."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from backends.base import MISSING, BatchInput, BatchInputKind, ModelSpec, TensorSpec
+from backends.errors import ExecutionError, SessionError
+from backends.python.instance import PythonInstance
+from tests import puppet
+from tests.polling import eventually
+from tests.unit.backends.python_models import run, serving
+
+
+def single(datatype: str) -> ModelSpec:
+    """One element of `x` in, one of `y` out."""
+    return ModelSpec((TensorSpec("x", datatype, (1,)),), (TensorSpec("y", datatype, (1,)),), batched=True)
+
+
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [
+        (puppet.RAISE, "^ValueError: this is no good$"),
+        (puppet.ROWS, r"expected shape \[2, 1\], got \[0, 1\]; the first dimension of every output must be"),
+        (puppet.TYPE, "output 'OUTPUT0': expected INT64, got numpy's float64"),
+        (puppet.NOT_A_DICT, "TypeError: execute: expected a dict of outputs by name, got list"),
+        (puppet.MISSING_OUTPUT, r"KeyError: execute: expected output 'OUTPUT0', got only \['OUTPUT1'\]"),
+    ],
+)
+def test_execute_that_goes_wrong_says_how_and_the_process_goes_on(
+    instance: PythonInstance, what: int, words: str
+) -> None:
+    (pid,) = run(instance, puppet.PID)
+    with pytest.raises(ExecutionError, match=words) as caught:
+        run(instance, 1, what)
+    assert not isinstance(caught.value, SessionError)
+    assert run(instance, puppet.PID) == [pid]
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        ('ValueError("begin" + 10_000_000 * "o" + "end")', "^ValueError: begino{9,4000} .* o{9,4000}end$"),
+        ("Wordless()", "^Wordless$"),
+        ('ValueError("\\ud800")', "^ValueError: .*"),
+        ('ExceptionGroup("several", [ValueError("a")])', r"^ExceptionGroup: several \(1 sub-exception\)$"),
+    ],
+)
+def test_exception_whatever_its_words_is_told_in_a_bounded_line_and_the_process_goes_on(
+    folder: Path, caplog: pytest.LogCaptureFixture, error: str, words: str
+) -> None:
+    fails = f"""
+class Wordless(Exception):
+    def __str__(self):
+        raise RuntimeError("no words")
+
+
+class Model:
+    inputs = {{"x": ("INT64", [-1, 1])}}
+    outputs = {{"y": ("INT64", [-1, 1])}}
+
+    def execute(self, inputs):
+        if inputs["x"].any():
+            raise {error}
+        return {{"y": inputs["x"]}}
+"""
+    with caplog.at_level(logging.INFO, "paceline.models"), serving(folder, fails, single("INT64")) as instance:
+        with pytest.raises(ExecutionError, match=words):
+            run(instance, 1)
+        assert run(instance, 0) == [0]
+    eventually(lambda: any("Traceback" in line for line in caplog.messages), "the traceback")
+    assert sum(map(len, caplog.messages)) < 50_000
+
+
+def test_execute_out_of_memory_is_no_requests_fault(instance: PythonInstance) -> None:
+    with pytest.raises(SessionError, match="MemoryError: all gone"):
+        run(instance, puppet.MEMORY)
+    assert run(instance, 2) == [20]
+
+
+def test_execute_after_many_large_batches_has_all_memory_again(instance: PythonInstance) -> None:
+    elements = np.arange(100_000, dtype=np.int64).reshape(-1, 1)
+    for _ in range(20):
+        (result,) = instance.execute([(elements,)]).results
+        assert not isinstance(result, Exception)
+        np.testing.assert_array_equal(result[0], elements * 10)
+    del result
+    assert run(instance, 1) == [10]
+    process = instance._process
+    assert process is not None
+    assert process._line.used_bytes == 0
+
+
+def test_execute_text_is_encoded_and_anything_else_refused(folder: Path) -> None:
+    text = """
+class Model:
+    inputs = {"x": ("BYTES", [-1, 1])}
+    outputs = {"y": ("BYTES", [-1, 1])}
+    def execute(self, inputs):
+        return {"y": [[{b"text": "t\u00e9xt", b"bytes": b"a\\0", b"none": None}[row[0]]] for row in inputs["x"]]}
+"""
+    with serving(folder, text, single("BYTES")) as instance:
+        execution = instance.execute([(np.array([[b"text"], [b"bytes"]], object),)])
+        assert [array.tolist() for (array,) in execution.results] == [[["t\u00e9xt".encode()], [b"a\0"]]]
+        with pytest.raises(ExecutionError, match="'y': expected numbers of one datatype, or bytes, got NoneType"):
+            instance.execute([(np.array([[b"none"]], object),)])
+
+
+def test_execute_inputs_that_are_left_out_or_made_per_batch_are_in_the_dict_by_name(folder: Path) -> None:
+    text = """
+class Model:
+    inputs = {"a": ("FP32", [-1]), "b": ("FP32", [-1, 1]), "ends": ("INT32", [-1])}
+    outputs = {"y": ("FP32", [-1, 1])}
+    def execute(self, inputs):
+        rows = [part.sum() for part in __import__("numpy").split(inputs["a"], inputs["ends"])[:-1]]
+        y = __import__("numpy").array(rows, "f4")[:, None]
+        return {"y": y + inputs["b"] if "b" in inputs else y}
+"""
+    spec = ModelSpec(
+        (TensorSpec("a", "FP32", (-1,), ragged=True), TensorSpec("b", "FP32", (1,), optional=True)),
+        (TensorSpec("y", "FP32", (1,)),),
+        batched=True,
+        batch_inputs=(BatchInput(BatchInputKind.ACCUMULATED_ELEMENT_COUNT, ("ends",), "INT32", "a"),),
+    )
+    first, second = (np.ones((1, size), np.float32) for size in (3, 5))
+    ten = np.full((1, 1), 10, np.float32)
+    with serving(folder, text, spec) as instance:
+        without = instance.execute([(first, MISSING), (second, MISSING)]).results
+        assert [array.tolist() for (array,) in without] == [[[3]], [[5]]]
+        with_ten = instance.execute([(first, ten), (second, ten)]).results
+        assert [array.tolist() for (array,) in with_ten] == [[[13]], [[15]]]
+
+
+def test_output_goes_to_the_log_with_the_models_name(
+    instance: PythonInstance, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, "paceline.models"):
+        run(instance, puppet.PRINT)
+        eventually(lambda: "model 'm': its words" in caplog.messages, "both lines in the log")
+    assert "model 'm': these are" in caplog.messages
+
+
+def test_traceback_goes_to_the_log_once_for_each_place(
+    instance: PythonInstance, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, "paceline.models"):
+        for what in (puppet.RAISE, puppet.RAISE, puppet.NOT_A_DICT, puppet.PRINT):
+            try:
+                run(instance, what)
+            except ExecutionError:
+                continue
+        eventually(lambda: "model 'm': its words" in caplog.messages, "what was printed last")
+    assert caplog.messages.count("model 'm': Traceback (most recent call last):") == 2
+
+
+def test_async_functions_share_one_loop(folder: Path) -> None:
+    text = """
+import asyncio
+class Model:
+    inputs = {"x": ("FP32", [-1, 1])}
+    outputs = {"y": ("FP32", [-1, 1])}
+    async def load(self, context):
+        self.loop = asyncio.get_running_loop()
+    async def execute(self, inputs):
+        assert asyncio.get_running_loop() is self.loop
+        await asyncio.sleep(0)
+        return {"y": inputs["x"]}
+    async def close(self):
+        open(__file__ + ".closed", "w").close()
+"""
+    with serving(folder, text, single("FP32")) as instance:
+        (result,) = instance.execute([(np.ones((2, 1), np.float32),)]).results
+        assert not isinstance(result, Exception)
+        assert result[0].tolist() == [[1], [1]]
+    assert (folder / "model.py.closed").exists()

@@ -1,0 +1,139 @@
+"""Python models that are loaded: what they declare and are told, and what is said of those that can't be."""
+
+from __future__ import annotations
+
+import re
+import sys
+import venv
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from backends.base import GroupKind, InstanceGroup, ModelSource, ModelSpec, TensorSpec
+from backends.errors import LoadError
+from backends.python.backend import PythonBackend
+from tests import puppet
+from tests.unit.backends.python_models import CLASS, CPU
+
+
+def open_model(folder: Path, text: str, declared: ModelSpec | None = None, **parameters: str) -> object:
+    """Open the model of that text, and close it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "model.py").write_text(text)
+    source = ModelSource("m", folder / "model.py", declared, parameters)
+    model = PythonBackend().open(source, CPU)
+    model.close()
+    return model.spec
+
+
+def failure(folder: Path, text: str) -> str:
+    with pytest.raises(LoadError) as caught:
+        open_model(folder, text)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_spec_is_what_the_class_declares(folder: Path) -> None:
+    assert open_model(folder, CLASS) == ModelSpec(
+        (TensorSpec("x", "FP32", (-1, 4)),), (TensorSpec("y", "FP32", (-1,)),)
+    )
+
+
+def test_spec_of_a_class_that_declares_nothing_is_that_of_the_configuration(folder: Path) -> None:
+    declared = ModelSpec((TensorSpec("a", "BYTES", (-1,)),), (TensorSpec("b", "BOOL", (-1,)),))
+    assert open_model(folder, "class Model:\n    def execute(self, inputs): pass", declared) is declared
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("import nowhere_to_be_found", f"No module named 'nowhere_to_be_found' .its interpreter is {sys.executable}"),
+        ("class Model(:", r"SyntaxError: invalid syntax \(model.py, line 1\)"),
+        ("x = 1", "AttributeError: expected a class Model in model.py, got none"),
+        ("class TritonPythonModel: pass", "expected a class Model in model.py, got Triton's TritonPythonModel"),
+        ("class Model: pass", r"expected a method execute\(self, inputs\) of class Model in model.py, got none"),
+        ("raise SystemExit('no more')", "SystemExit: no more"),
+        ("import os; print('the last'); os._exit(7)", "its process ended with exit status 7 while loading: the last"),
+        (f"{CLASS}    def __init__(self): raise ValueError('two\\nlines')", "model 'm': ValueError: two lines"),
+        (f"{CLASS}    def load(self, context): return context.nothing", "AttributeError: .*nothing"),
+        (f"{CLASS}    async def load(self, context): raise KeyError('later')", "KeyError: later"),
+        (CLASS.replace('"FP32", [-1])', '"FP33", [-1])'), r"Model.outputs\['y'\]: expected a datatype of BOOL, .*FP33"),
+        (CLASS.replace("[-1])", "[-2])"), r"Model.outputs\['y'\]: expected dims >= -1, got \[-2\]"),
+        (CLASS.replace('{"y": ("FP32", [-1])}', '["y"]'), r"Model.outputs: expected a dict such as .*, got \['y'\]"),
+        (CLASS.replace('{"y": ("FP32", [-1])}', "{}"), "Model.outputs: expected one or more, got none"),
+        (CLASS.replace("outputs =", "other ="), "expected attributes inputs and outputs of its class"),
+        ("class Model:\n    def execute(self, inputs): pass", "expected attributes inputs and outputs of its class"),
+    ],
+)  # fmt: skip
+def test_load_that_fails_says_why_in_a_line(folder: Path, text: str, words: str) -> None:
+    assert re.search(words, failure(folder, text))
+
+
+def test_load_without_a_file_says_where_it_was_expected(tmp_path: Path) -> None:
+    with pytest.raises(LoadError, match=f"expected a file model.py in {tmp_path}"):
+        PythonBackend().open(ModelSource("m", tmp_path / "model.py"), CPU)
+
+
+def test_load_with_what_is_of_no_use_is_refused(folder: Path) -> None:
+    source = ModelSource("m", puppet.write_puppet(folder), op_libraries=(folder / "a.so",))
+    with pytest.raises(LoadError, match="no use for libraries of operators"):
+        PythonBackend().open(source, CPU)
+    with pytest.raises(LoadError, match="no use for execution accelerators"):
+        PythonBackend().open(replace(source, op_libraries=(), accelerators=(("cuda", {}),)), CPU)
+
+
+def test_load_with_an_interpreter_that_is_none_is_refused(folder: Path) -> None:
+    source = ModelSource("m", puppet.write_puppet(folder), parameters={"paceline.python_executable": "bin/python"})
+    with pytest.raises(LoadError, match=f"{folder}/bin/python can't be run: No such file"):
+        PythonBackend().open(source, CPU)
+
+
+def test_load_gets_the_context_and_files_beside_the_model_can_be_imported(folder: Path) -> None:
+    folder.mkdir()
+    (folder / "beside.py").write_text(
+        "def words(context): return [context.name, context.device, context.parameters['a']]"
+    )
+    text = f"import beside\n{CLASS}    def load(self, context): raise ValueError(*beside.words(context))"
+    with pytest.raises(LoadError, match=r"\('m', 'cpu', 'b'\)"):
+        open_model(folder, text, a="b")
+    assert sorted(path.name for path in folder.iterdir()) == ["beside.py", "model.py"], "nothing is written there"
+
+
+def test_interpreter_of_another_environment_needs_nothing_but_numpy(folder: Path, tmp_path: Path) -> None:
+    venv.create(tmp_path / "venv", with_pip=False)
+    (packages,) = (tmp_path / "venv").glob("lib/python*/site-packages")
+    there = Path(np.__file__).parents[1]
+    for name in ("numpy", "numpy.libs"):
+        if (there / name).exists():
+            (packages / name).symlink_to(there / name)
+    (packages / "only_there.py").write_text("")
+    text = f"""
+import sys, only_there
+{CLASS}
+    def load(self, context):
+        try:
+            import google.protobuf
+        except ImportError:
+            return
+        raise ValueError("the server's packages are in its path: " + str(sys.path))
+"""
+    open_model(folder, text, **{"paceline.python_executable": "../venv/bin/python"})
+
+
+def test_interpreter_without_numpy_says_so(folder: Path, tmp_path: Path) -> None:
+    venv.create(tmp_path / "venv", with_pip=False)
+    with pytest.raises(LoadError, match="exit status 1 while loading: ModuleNotFoundError: No module named 'numpy'"):
+        open_model(folder, CLASS, **{"paceline.python_executable": str(tmp_path / "venv" / "bin" / "python")})
+
+
+def test_devices_are_one_cpu_by_default_and_gpus_where_there_are_some() -> None:
+    backend = PythonBackend()
+    assert backend.devices([]) == (CPU,)
+    assert backend.devices([InstanceGroup(GroupKind.MODEL, 3)]) == (CPU,) * 3
+
+
+def test_interpreter_is_the_servers_by_default(folder: Path) -> None:
+    text = f"import sys\n{CLASS}    def load(self, context): raise ValueError(sys.executable)"
+    assert failure(folder, text) == f"model 'm': ValueError: {sys.executable}"

@@ -1,0 +1,55 @@
+"""Python models opened and run, as the tests of them say it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+
+from backends.base import Array, Device, DeviceKind, ModelInstance, ModelSource, ModelSpec, TensorSpec
+from backends.python.backend import PythonBackend
+
+__all__ = ["CLASS", "CPU", "SPEC", "is_alive", "request", "run", "serving"]
+
+CPU = Device(DeviceKind.CPU)
+SPEC = ModelSpec((TensorSpec("INPUT0", "INT64", (1,)),), (TensorSpec("OUTPUT0", "INT64", (1,)),), batched=True)
+"""Of the puppet."""
+
+CLASS = """
+class Model:
+    inputs = {"x": ("FP32", [-1, 4])}
+    outputs = {"y": ("FP32", [-1])}
+    def execute(self, inputs):
+        return {"y": inputs["x"].sum(axis=1)}
+"""
+
+
+@contextmanager
+def serving(folder: Path, text: str, spec: ModelSpec) -> Iterator[ModelInstance]:
+    """An instance of the model of that text."""
+    folder.mkdir(exist_ok=True)
+    (folder / "model.py").write_text(text)
+    model = PythonBackend().open(ModelSource("m", folder / "model.py"), CPU)
+    instance = model.instance(spec, CPU)
+    try:
+        yield instance
+    finally:
+        instance.close()
+        model.close()
+
+
+def request(*elements: int) -> tuple[Array, ...]:
+    return (np.array(elements, np.int64).reshape(-1, 1),)
+
+
+def run(instance: ModelInstance, *elements: int) -> list[int]:
+    (result,) = instance.execute([request(*elements)]).results
+    assert not isinstance(result, Exception)
+    numbers: list[int] = result[0].ravel().tolist()
+    return numbers
+
+
+def is_alive(pid: int) -> bool:
+    return Path(f"/proc/{pid}").exists()
