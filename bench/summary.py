@@ -19,7 +19,8 @@ __all__ = ["Comparison", "Measurement", "Section", "Summary", "SummaryError", "d
 
 _FORMAT = 1
 _DIGITS = 6  # of a number in JSON: far more than any measurement has
-_VARIES = "load_before"
+_VARIES = {"load_before", "python_step_ns"}
+"""What was measured, and is never the same twice."""
 _SPREAD = re.compile(r'\{\s*"median"[^}]*\}')  # one line each, or a file would have thousands
 
 
@@ -83,7 +84,7 @@ class Summary:
 def merge(summaries: Sequence[Summary]) -> Summary:
     """One of several: of scenarios that are in more than one, the last. SummaryError unless all are from one machine
     with the same versions of everything: numbers of different machines don't belong in one table."""
-    machines = [{key: value for key, value in one.machine.items() if key != _VARIES} for one in summaries]
+    machines = [{key: value for key, value in one.machine.items() if key not in _VARIES} for one in summaries]
     for machine in machines[1:]:
         if machine != machines[0]:
             raise SummaryError(f"expected results of one machine, got {machines[0]} and {machine}")

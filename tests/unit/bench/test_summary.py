@@ -57,7 +57,7 @@ def test_merge_takes_the_last_of_a_scenario_and_orders_by_name() -> None:
 
 
 def test_merge_of_results_of_different_machines_is_refused() -> None:
-    busy = Summary({**MACHINE, "load_before": 3.0}, ())
+    busy = Summary({**MACHINE, "load_before": 3.0, "python_step_ns": 2_345}, ())
     assert merge([summary(), busy]).machine == busy.machine
     with pytest.raises(SummaryError, match="expected results of one machine"):
         merge([summary(), Summary({**MACHINE, "cores": 16}, ())])
