@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from pathlib import Path
 
 import onnxruntime as ort  # type: ignore[import-untyped,unused-ignore]
 
 from backends.accelerator import Accelerator
+from backends.apart.job import Job
+from backends.apart.session import SessionApart
 from backends.base import (
+    Array,
     Device,
     DeviceKind,
     GroupKind,
@@ -23,6 +26,7 @@ from backends.base import (
     ModelSource,
     ModelSpec,
     Supervise,
+    Tensors,
     Trial,
     directly,
 )
@@ -45,6 +49,9 @@ __all__ = ["OnnxBackend", "OnnxModel"]
 Accelerators = Callable[[Device], Accelerator | None]
 
 _MOST_NAMES = 5
+_MOST_APART = 2**29
+"""Bytes of a model's file, with what weights are in it. They are held twice while it is tried in a process apart: what
+is larger might well have been given memory for once."""
 
 _log = logging.getLogger("paceline.backends.onnx")
 
@@ -67,6 +74,7 @@ class OnnxBackend:
         self._available_providers = available_providers
         self._shared_threads = shared_threads
         self._accelerators = accelerators or accelerator_of
+        self._told: set[tuple[GroupKind, str]] = set()
 
     def devices(self, groups: Sequence[InstanceGroup]) -> tuple[Device, ...]:
         """One device per instance; blocks for a second or so when it first asks the CUDA driver for GPUs.
@@ -88,7 +96,9 @@ class OnnxBackend:
         try:
             gpus = self._gpus()
         except LoadError as reason:
-            _log.info("%s instances run on the CPU: %s", group.kind.value, reason)
+            if (group.kind, str(reason)) not in self._told:  # it is the same for every model
+                self._told.add((group.kind, str(reason)))
+                _log.info("%s instances run on the CPU: %s", group.kind.value, reason)
             return on_cpu(group)
         devices = on_gpus(group, gpus)
         try:
@@ -137,16 +147,14 @@ class OnnxModel:
         return "onnxruntime_onnx"
 
     def try_rows(self, supervise: Supervise = directly) -> Trial:
-        device, options = next(iter(self._sessions)), self._opener.options
+        options = self._opener.options
         if options.tensorrt is not None or options.openvino is not None:
             # Makes an engine for each shape that it sees, which may take minutes.
             return Trial(self._spec)
         needed = replace(self._spec, inputs=tuple(one for one in self._spec.inputs if not one.optional))
-        instance = OnnxInstance(self._sessions[device], needed, device, options)
-        try:
-            tried = try_rows(needed, lambda inputs: supervise(lambda: instance.run(inputs)))
-        finally:
-            instance.close()  # else the session, and all that it has of a device's memory, would stay
+        with ExitStack() as until_tried:
+            run = self._run_untrusted(needed, until_tried)
+            tried = try_rows(needed, lambda inputs: supervise(lambda: run(inputs)))
         return replace(tried, spec=replace(tried.spec, inputs=self._spec.inputs))
 
     def instance(self, spec: ModelSpec, device: Device) -> OnnxInstance | StagedInstance:
@@ -164,6 +172,19 @@ class OnnxModel:
 
     def close(self) -> None:
         self._sessions.clear()
+
+    def _run_untrusted(self, spec: ModelSpec, stack: ExitStack) -> Callable[[Sequence[Array]], Tensors]:
+        """What runs the model with inputs that may be more than it can take, until `stack` is left: a process apart,
+        unless the model is on a GPU or large, or none can be had."""
+        ((device, session), *_), options = self._sessions.items(), self._opener.options
+        if device.kind is DeviceKind.CPU and session.lanes is None and self._opener.path.stat().st_size <= _MOST_APART:
+            try:
+                return stack.enter_context(SessionApart(Job(self._name, self._opener.path, spec, options))).run
+            except LoadError as error:
+                _log.info("model '%s' is tried in the server's own process: %s", self._name, error)
+        instance = OnnxInstance(session, spec, device, options)
+        stack.callback(instance.close)  # else the session, and all that it has of a device's memory, would stay
+        return instance.run
 
     def _session(self, device: Device) -> OpenSession:
         """The shared session of the CPU; else the one that the model was opened with, once, and fresh ones after."""

@@ -55,6 +55,7 @@ _ATTEMPTS = (
     _MadeUp(signed=True),
     _MadeUp(),
     _MadeUp(highest=0),
+    _MadeUp(free=32),
     _MadeUp(highest=0, free=32),
     _MadeUp(highest=0, free=32, rows=8),
 )
@@ -65,13 +66,16 @@ def try_rows(spec: ModelSpec, run: Run) -> Trial:
     order; one if its inputs don't all have a free first dimension. `run` gives the outputs for one array per input and
     raises ExecutionError.
 
-    Blocks for eight executions, one more if they differ, and some more if it doesn't take the first rows.
+    Blocks for eight executions, or twelve where other dimensions are free, too, one more if they differ, and some more
+    if it doesn't take the first rows.
     """
     if any(tensor.any_rank for tensor in spec.inputs):
         return Trial(spec)
-    found, failed = None, "its inputs are too large to be made up"
+    stackable = _can_be_stacked(spec)
+    is_free = any(-1 in tensor.dims[stackable:] for tensor in spec.inputs)
+    found, failed, longest = None, "its inputs are too large to be made up", 0
     for made_up in _ATTEMPTS:
-        if _elements(spec, made_up) > _MOST_ELEMENTS:
+        if made_up.free <= longest or _elements(spec, made_up) > _MOST_ELEMENTS:
             continue
         try:
             found = _try(found.spec if found else spec, run, made_up)
@@ -81,9 +85,10 @@ def try_rows(spec: ModelSpec, run: Run) -> Trial:
             failed = str(error)
             continue
         # What rows of both signs don't show others may: each row attends to itself alone where it's all but opposite to
-        # the one beside it.
-        if found.why_not or not (made_up.signed and _can_be_stacked(spec)):
+        # the one beside it. And what short ones do to each other may be too little to be seen.
+        if found.why_not or not stackable or not (made_up.signed or is_free):
             return found
+        longest = 0 if made_up.signed else made_up.free
     return found or Trial(spec, failed=failed)
 
 

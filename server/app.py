@@ -13,7 +13,7 @@ import os
 import socket
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cache, partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Protocol
@@ -140,7 +140,7 @@ class Server:
         self._tracer = Tracer(settings.trace)
         self._room = Room(settings.limits.queued_requests, settings.limits.queued_bytes)
         loads = Loads(
-            backend_of or partial(registry.backend, shared_threads=settings.backend_config.shared_threads),
+            backend_of or cache(partial(registry.backend, shared_threads=settings.backend_config.shared_threads)),
             _load_defaults(settings),
             threads=settings.model_load_thread_count,
             retries=settings.model_load_retry_count,

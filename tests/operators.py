@@ -19,8 +19,10 @@ from tests import models
 __all__ = ["build_library", "twice"]
 
 _SOURCE = r"""
+#include <signal.h>
 #include <stddef.h>
 #include <stdint.h>
+#include <unistd.h>
 
 typedef void *(*function)();
 struct base { function *(*api_of_version)(uint32_t); const char *(*version)(void); };
@@ -50,6 +52,8 @@ static void compute(void *kernel, void *context) {
   api[DIMS](shape, dims, rank);
   api[COUNT](shape, &count);
   api[RELEASE_SHAPE](shape);
+  if (count < LEAST) raise(SIGFPE);
+  while (count == ENDLESS) pause();
   api[OUTPUT](context, (size_t)0, dims, rank, &output);
   api[DATA](input, &from);
   api[DATA](output, &to);
@@ -70,14 +74,16 @@ void *RegisterCustomOps(void *options, struct base *runtime) {
 """
 
 
-def build_library(path: Path) -> Path:
-    """Compile the library to `path`, or skip the test where there is no compiler."""
+def build_library(path: Path, least: int = 0, endless: int = -1) -> Path:
+    """Compile the library to `path`, or skip the test where there is no compiler. With fewer than `least` elements its
+    operator ends the process, as integer divisions by zero do, and with `endless` of them it comes to no end."""
     compiler = shutil.which("cc")
     if compiler is None:
         pytest.skip("no C compiler")
     source = path.with_suffix(".c")
     source.write_text(_SOURCE)
-    subprocess.run([compiler, "-shared", "-fPIC", "-w", "-std=gnu99", "-o", str(path), str(source)], check=True)
+    flags = ["-shared", "-fPIC", "-w", "-std=gnu99", f"-DLEAST={least}", f"-DENDLESS={endless}"]
+    subprocess.run([compiler, *flags, "-o", str(path), str(source)], check=True)
     return path
 
 

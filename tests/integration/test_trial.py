@@ -11,8 +11,10 @@ import onnxruntime as ort  # type: ignore[import-untyped,unused-ignore]
 import pytest
 
 from protos import inference_pb2 as pb
+from server.config import Settings
 from tests import models
 from tests.integration.serving import Served, serving
+from tests.operators import build_library, twice
 from tests.wire import Array, infer, rows_of_floats
 
 
@@ -48,6 +50,19 @@ async def test_model_that_is_told_to_batch_does_so_untried(tmp_path: Path, confi
     (path.parents[1] / "config.pbtxt").write_text(config)
     async with serving(tmp_path) as served:
         assert await _limit(served) > 0
+
+
+async def test_model_that_ends_the_process_in_which_it_is_tried_is_served(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = models.write(twice(), tmp_path / "m" / "1" / "model.onnx")
+    build_library(path.with_name("twice.so"), least=4)
+    (path.parents[1] / "config.pbtxt").write_text('model_operations { op_library_filename: "twice.so" }')
+    inputs = [rows_of_floats(2, 2 + i % 3, first=i) for i in range(8)]
+    async with serving(tmp_path, settings=Settings(paths=(tmp_path,), allow_op_libraries=True)) as served:
+        for answer, given in zip(await _answers(served, inputs), inputs, strict=True):
+            np.testing.assert_array_equal(answer, 2 * given)
+    assert "the process in which it was run was killed by SIGFPE, as the server would be" in caplog.text
 
 
 async def test_model_without_a_configuration_whose_output_has_other_dims_than_it_says_is_served_and_batched(

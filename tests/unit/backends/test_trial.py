@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -12,8 +13,9 @@ import onnx
 import onnxruntime as ort  # type: ignore[import-untyped,unused-ignore]
 import pytest
 
+from backends.apart.session import SessionApart
 from backends.base import Array, Device, ModelSource, ModelSpec, Tensors, TensorSpec, Trial
-from backends.errors import ExecutionError, OutOfMemory
+from backends.errors import ExecutionError, LoadError, OutOfMemory
 from backends.host_accelerator import HostAccelerator
 from backends.onnx import OnnxBackend
 from backends.trial import try_rows
@@ -63,6 +65,18 @@ def test_try_rows_that_have_nothing_to_do_with_each_other_finds_nothing(tmp_path
 )
 def test_try_rows_that_depend_on_each_other_are_told(tmp_path: Path, model: onnx.ModelProto, text: str) -> None:
     assert trial(tmp_path, model).why_not.startswith(text)
+
+
+def test_try_rows_where_no_process_can_be_had_tries_them_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(_: object) -> SessionApart:
+        raise LoadError("no more processes")
+
+    monkeypatch.setattr(SessionApart, "__enter__", refuse)
+    with caplog.at_level(logging.INFO, "paceline.backends"):
+        assert trial(tmp_path, models.over_rows("cumulate")).why_not
+    assert "model 'm' is tried in the server's own process: no more processes" in caplog.text
 
 
 def test_try_rows_leaves_nothing_of_a_closed_model_to_the_garbage_collector(tmp_path: Path) -> None:
@@ -245,6 +259,16 @@ def test_try_rows_that_are_steps_of_which_it_takes_several_are_told(free: int) -
         if len(inputs[0]) < 5 or inputs[0].shape[1] < free:
             raise ExecutionError("the window is longer than the input")
         return [inputs[0] - np.roll(inputs[0], 4, axis=0)]
+
+    spec = ModelSpec((TensorSpec("a", "FP32", (-1, -1)),), (TensorSpec("x", "FP32", (-1, -1)),))
+    assert try_rows(spec, run).why_not == "output 'x' of a row depends on the row beside it"
+
+
+def test_try_rows_that_are_mixed_where_they_are_longer_are_told() -> None:
+    def run(inputs: Tensors) -> Tensors:
+        rows = inputs[0].copy()
+        rows[:, 1:] += inputs[0][:, 1:].sum(axis=0)
+        return [rows]
 
     spec = ModelSpec((TensorSpec("a", "FP32", (-1, -1)),), (TensorSpec("x", "FP32", (-1, -1)),))
     assert try_rows(spec, run).why_not == "output 'x' of a row depends on the row beside it"
