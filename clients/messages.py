@@ -7,7 +7,7 @@ contradicts the protocol raises ResponseError.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, KeysView, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -83,7 +83,8 @@ class ModelMetadata:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class InferResult:
-    """What a model answered. `result["name"]` is the output of that name.
+    """What a model answered. `result["name"]` is the output of that name; it goes over their names, and `dict(result)`
+    has them all.
 
     `outputs` keeps the server's order. BYTES outputs are object arrays of bytes, BF16 outputs float32 (exact), all
     others the numpy dtype of their datatype. Outputs that came in the raw form are read-only views of the bytes
@@ -103,6 +104,15 @@ class InferResult:
             return self.outputs[name]
         except KeyError:
             raise KeyError(f"no output {name!r}; the model answered with {', '.join(self.outputs) or 'none'}") from None
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.outputs
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.outputs)
+
+    def keys(self) -> KeysView[str]:
+        return self.outputs.keys()
 
 
 def infer_request(

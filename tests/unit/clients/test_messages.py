@@ -203,3 +203,11 @@ def test_infer_result_parameters_become_python_values() -> None:
 def test_infer_result_unknown_output_raises_key_error_with_the_names() -> None:
     with pytest.raises(KeyError, match="no output 'z'; the model answered with y"):
         infer_result(answer("FP32", [1], fp32_contents=[1.0]))["z"]
+
+
+def test_infer_result_is_gone_over_by_names_as_a_dict_of_them_would_be() -> None:
+    result = infer_result(answer("FP32", [1], fp32_contents=[1.0]))
+    assert [*result] == ["y"]
+    assert "y" in result
+    assert "z" not in result
+    assert {name: array.tolist() for name, array in dict(result).items()} == {"y": [1.0]}
