@@ -15,9 +15,11 @@ def host_and_port(address: str, port: int) -> str:
 
 def resolve(address: str, port: int) -> tuple[socket.AddressFamily, tuple[str, int]]:
     """Family and address to bind a TCP socket to. May ask the name service, if `address` is a name. Raises OSError."""
-    family, _, _, _, where = socket.getaddrinfo(_bare(address), port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[
-        0
-    ]
+    try:
+        found = socket.getaddrinfo(_bare(address), port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except UnicodeError:  # what no name may look like, Python refuses before it asks anybody
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known") from None
+    family, _, _, _, where = found[0]
     return family, (str(where[0]), port)
 
 

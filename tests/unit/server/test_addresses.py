@@ -38,7 +38,7 @@ def test_resolve_gives_family_host_and_port(address: str, family: int, host: str
     assert resolve(address, 81) == (family, (host, 81))
 
 
-@pytest.mark.parametrize("address", ["256.1.1.1", "[::1", "1.2.3.4.5.", ":::"])
+@pytest.mark.parametrize("address", ["256.1.1.1", "[::1", "1.2.3.4.5.", ":::", "a..b", "a" * 64, "a\udcff", "a\0b"])
 def test_resolve_what_is_no_address_is_an_oserror(address: str) -> None:
     with pytest.raises(OSError, match=r"."):
         resolve(address, 81)
