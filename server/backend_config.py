@@ -18,6 +18,11 @@ _SHARED = "enable-global-threadpool"
 _INTRA, _INTER = "intra_op_thread_count", "inter_op_thread_count"
 _CACHE = "cache-directory"
 _KEYS = (_ROWS, _SHARED, _INTRA, _INTER, _CACHE)
+_MOST = 2**31 - 1
+_MOST_DIGITS = 40
+_MOST_THREADS = 1_024
+"""More than machines have cores. Of a shared pool ONNX Runtime starts them all before it returns; some thousands take
+minutes, in which no signal ends the server."""
 _SWITCH = {"0": False, "1": True, "false": False, "true": True}
 
 
@@ -47,8 +52,8 @@ def parse_backend_config(given: Iterable[str]) -> BackendConfig:
     rows = values.get(_ROWS)
     return BackendConfig(
         max_batch_rows=None if rows is None else _count(_ROWS, rows),
-        intra_op_threads=_count(_INTRA, values.get(_INTRA, "0")),
-        inter_op_threads=_count(_INTER, values.get(_INTER, "0")),
+        intra_op_threads=_count(_INTRA, values.get(_INTRA, "0"), _MOST_THREADS),
+        inter_op_threads=_count(_INTER, values.get(_INTER, "0"), _MOST_THREADS),
         shared_threads=_switch(_SHARED, values.get(_SHARED, "0")),
         cache_directory=values.get(_CACHE, ""),
     )
@@ -66,9 +71,9 @@ def _split(text: str) -> tuple[str, str]:
     return key, value
 
 
-def _count(key: str, text: str) -> int:
-    if not (text.isascii() and text.isdecimal() and int(text) < 2**31):
-        raise ValueError(f"{key}: expected a whole number >= 0, got '{text}'")
+def _count(key: str, text: str, most: int = _MOST) -> int:
+    if not (text.isascii() and text.isdecimal() and len(text) <= _MOST_DIGITS and int(text) <= most):
+        raise ValueError(f"{key}: expected a whole number from 0 to {most}, got '{text}'")
     return int(text)
 
 

@@ -51,12 +51,25 @@ def test_later_values_overrule_earlier_ones() -> None:
             "expected one of default-max-batch-size, enable-global-threadpool, intra_op_thread_count, "
             "inter_op_thread_count, cache-directory, got 'version', which this build doesn't have",
         ),
-        ("onnxruntime,default-max-batch-size=", "default-max-batch-size: expected a whole number >= 0, got ''"),
-        ("onnxruntime,default-max-batch-size=-1", "default-max-batch-size: expected a whole number >= 0, got '-1'"),
-        ("onnxruntime,intra_op_thread_count=1.5", "intra_op_thread_count: expected a whole number >= 0, got '1.5'"),
         (
-            "onnxruntime,inter_op_thread_count=99999999999",
-            "inter_op_thread_count: expected a whole number >= 0, got '99999999999'",
+            "onnxruntime,default-max-batch-size=",
+            "default-max-batch-size: expected a whole number from 0 to 2147483647, got ''",
+        ),
+        (
+            "onnxruntime,default-max-batch-size=-1",
+            "default-max-batch-size: expected a whole number from 0 to 2147483647, got '-1'",
+        ),
+        (
+            "onnxruntime,default-max-batch-size=2147483648",
+            "default-max-batch-size: expected a whole number from 0 to 2147483647, got '2147483648'",
+        ),
+        (
+            "onnxruntime,intra_op_thread_count=1.5",
+            "intra_op_thread_count: expected a whole number from 0 to 1024, got '1.5'",
+        ),
+        (
+            "onnxruntime,inter_op_thread_count=1025",
+            "inter_op_thread_count: expected a whole number from 0 to 1024, got '1025'",
         ),
         ("onnxruntime,enable-global-threadpool=yes", "enable-global-threadpool: expected 0 or 1, got 'yes'"),
     ],
