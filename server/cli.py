@@ -20,7 +20,7 @@ from server.backend_config import parse_backend_config
 from server.batch_policy import BatchDefaults
 from server.config import ControlMode, Settings
 from server.errors import StartError
-from server.flags import flag, network_flags, network_settings
+from server.flags import TEXT, flag, network_flags, network_settings
 from server.kserve import models_to_serve
 from server.log_output import exit_now, take_stderr
 from server.loop import SWITCH_INTERVAL_S, new_loop
@@ -78,6 +78,10 @@ class _Amount(click.FloatRange):
 
 
 _AMOUNT = _Amount(0, 1_000_000)
+_MOST_US = 10**12
+"""A million seconds too."""
+_MOST_ROWS = 2**31 - 1
+"""Of `max_batch_size` in a model's configuration."""
 
 
 @main.command(context_settings={"auto_envvar_prefix": "PACELINE"})
@@ -156,12 +160,18 @@ _AMOUNT = _Amount(0, 1_000_000)
     show_envvar=True,
     help="What to trace, into which file (mode triton) or to which collector (opentelemetry).",
 )
-@flag("max-batch-size", None, "Rows of a batch; by default 32. *", type=click.IntRange(1), also="--max-batchsize")
-@flag("max-queue-delay-microseconds", None, "Longest wait for company. *", type=click.IntRange(0))
+@flag(
+    "max-batch-size",
+    None,
+    "Rows of a batch; by default 32. *",
+    type=click.IntRange(1, _MOST_ROWS),
+    also="--max-batchsize",
+)
+@flag("max-queue-delay-microseconds", None, "Longest wait for company. *", type=click.IntRange(0, _MOST_US))
 @flag("max-latency", None, "The same in milliseconds, as KServe's batcher has it. *", type=_AMOUNT)
 @flag("max-batch-time", None, "The same in seconds, as MLServer has it. *", type=_AMOUNT)
 @flag("timeout", None, "Longest wait at all, in seconds. *", type=_AMOUNT)
-@flag("id", "paceline", "Name of this server in its metadata.")
+@flag("id", "paceline", "Name of this server in its metadata.", type=TEXT)
 @flag("log-level", "info", "Least important lines to log.", type=click.Choice(["debug", "info", "warning", "error"]))
 @flag("log-format", "text", "How to log.", type=click.Choice(["text", "json"]))
 @upstream_flags

@@ -16,13 +16,28 @@ from server.repeatable import Repeatable
 from server.restrictions import parse_restrictions
 from server.tls import TlsFiles
 
-__all__ = ["Decorator", "flag", "network_flags", "network_settings"]
+__all__ = ["TEXT", "Decorator", "flag", "network_flags", "network_settings"]
 
 Decorator = Callable[[Any], Any]
 
 _LIMITS, _CONNECTIONS = Limits(), Connections()
 _MOST_MS = 2**31 - 1
 _MANY = 2**31 - 1
+
+
+class _Text(click.types.StringParamType):
+    """What goes into messages, or to gRPC, both of which have UTF-8 alone; arguments may be any bytes."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        text: str = super().convert(value, param, ctx)
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            self.fail(f"expected UTF-8, got {text!a}", param, ctx)
+        return text
+
+
+TEXT = _Text()
 
 
 def flag(name: str, default: object, what: str, *, also: str | None = None, **more: Any) -> Decorator:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from server.flags import TEXT
 from server.repeatable import Repeatable
 
 if TYPE_CHECKING:
@@ -27,6 +28,7 @@ TRACING_HEADERS = (
 
 # All that gRPC has in the name of a header, in either case; one of another name never comes.
 _NAME = re.compile(r"[A-Za-z0-9_.-]+")
+_PORT = re.compile(r"[0-9]{1,5}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,9 +62,23 @@ _PATH = click.Path(path_type=Path)
 _SECONDS = click.FloatRange(0, 1_000_000, min_open=True)
 _DEFAULTS = UpstreamSettings("")
 _FLAGS = (
-    _flag("upstream", None, "Batch for the server there instead of serving models.", metavar="HOST:PORT"),
-    _flag("upstream-model", (), "A model of its; by default all that it tells of.", cls=Repeatable, metavar="NAME"),
-    _flag("upstream-unbatched", (), "A model to pass requests on one by one for.", cls=Repeatable, metavar="NAME"),
+    _flag("upstream", None, "Batch for the server there instead of serving models.", metavar="HOST:PORT", type=TEXT),
+    _flag(
+        "upstream-model",
+        (),
+        "A model of its; by default all that it tells of.",
+        cls=Repeatable,
+        metavar="NAME",
+        type=TEXT,
+    ),
+    _flag(
+        "upstream-unbatched",
+        (),
+        "A model to pass requests on one by one for.",
+        cls=Repeatable,
+        metavar="NAME",
+        type=TEXT,
+    ),
     _flag("upstream-batches", _DEFAULTS.batches, "Batches of a model under way.", type=click.IntRange(1, 1024)),
     _flag("upstream-calls", _DEFAULTS.calls, "The same where nothing is batched.", type=click.IntRange(1, 1024)),
     _flag("upstream-connections", _DEFAULTS.connections, "Connections to it.", type=click.IntRange(1, 64)),
@@ -89,7 +105,7 @@ _FLAGS = (
     ),
     _flag("upstream-client-cert", None, "Certificate to show to it, PEM.", type=_PATH),
     _flag("upstream-client-key", None, "Its key, PEM, without a password.", type=_PATH),
-    _flag("upstream-server-name", None, "What its certificate is for; by default the host.", metavar="NAME"),
+    _flag("upstream-server-name", None, "What its certificate is for; by default the host.", metavar="NAME", type=TEXT),
     _flag("upstream-token-file", None, "Token to show to it, alone in a file.", type=_PATH),
 )
 
@@ -115,9 +131,7 @@ def _settings(given: dict[str, Any], *, has_tokens: bool) -> UpstreamSettings | 
     given["upstream_tls"] = _tls(given)
     if target is None:
         return None
-    host, _, port = target.rpartition(":")
-    if not host or not port.isdecimal():
-        raise click.UsageError(f"--upstream: expected HOST:PORT, got '{target}'")
+    _check_target(target)
     for name in ("upstream_timeout_secs", "upstream_health_secs"):
         if math.isnan(given[name]):  # within every range
             raise click.UsageError(f"--{name.replace('_', '-')}: expected a number, got nan")
@@ -125,6 +139,16 @@ def _settings(given: dict[str, Any], *, has_tokens: bool) -> UpstreamSettings | 
     values = {name.removeprefix("upstream_"): value for name, value in given.items()}
     assert values.keys() <= known
     return UpstreamSettings(target, **values)
+
+
+def _check_target(target: str) -> None:
+    """Raises click.UsageError. gRPC would take 80000 for 14464, `::1:80` for an address without a port, and `http://…`
+    for a name."""
+    host, _, port = target.rpartition(":")
+    bare = ":" in host and not host.startswith(("[", "dns:", "ipv4:", "ipv6:"))
+    if not host or bare or not (_PORT.fullmatch(port) and 0 < int(port) < 2**16):
+        hint = ", an address of IPv6 in brackets" if bare and "/" not in host else ""
+        raise click.UsageError(f"--upstream: expected HOST:PORT{hint}, got '{target}'")
 
 
 def _headers(given: tuple[str, ...], has_tokens: bool, token_file: Path | None) -> tuple[str, ...]:
