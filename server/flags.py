@@ -82,19 +82,19 @@ _FLAGS: tuple[Decorator, ...] = (
     flag(
         "grpc-keepalive-permit-without-calls",
         _CONNECTIONS.keepalive_permit_without_calls,
-        "Whether to ping where no call is under way.",
+        "Whether to ping, and let clients ping, where no call is under way.",
         type=bool,
     ),
     _bound(
         "grpc-http2-max-pings-without-data",
         _CONNECTIONS.max_pings_without_data,
-        "Pings to send while nothing else is sent; 0: any number.",
+        "Without effect, as gRPC's servers send any number.",
         low=0,
     ),
     _bound(
         "grpc-http2-min-recv-ping-interval-without-data",
         _CONNECTIONS.min_recv_ping_interval_without_data_ms,
-        "ms that clients have to leave between pings while nothing else is sent.",
+        "ms that clients have to leave between pings during calls; without calls 2 h, unless permitted.",
         low=0,
         high=_MOST_MS,
     ),

@@ -9,10 +9,10 @@ import asyncio
 from collections.abc import Mapping
 from types import MappingProxyType
 
-__all__ = ["begun_calls", "call_by_hand", "call_frames", "calls_unread", "frames_until_the_end"]
+__all__ = ["begun_calls", "call_by_hand", "call_frames", "calls_unread", "frames_until_the_end", "pings_answered"]
 
 _DATA, _HEADERS, _SETTINGS, _PING = 0, 1, 4, 6
-_END_STREAM, _END_HEADERS = 1, 4
+_END_STREAM, _END_HEADERS, _ACK = 1, 4, 1
 _INITIAL_WINDOW_SIZE = 4
 
 
@@ -69,6 +69,27 @@ async def frames_until_the_end(port: int, *, pings: int = 0) -> list[int]:
     finally:
         writer.close()
     return kinds
+
+
+async def pings_answered(port: int, pings: int, *, calls: int) -> int:
+    """Connect, begin `calls`, and send so many pings, each when the one before is answered: how many are, before the
+    server closes the connection, if it does."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    answered = 0
+    try:
+        writer.write(begun_calls(calls))
+        while answered < pings:
+            writer.write(_frame(_PING, 0, 0, bytes(8)))
+            head = b""
+            while head[3:5] != bytes([_PING, _ACK]):
+                head = await asyncio.wait_for(reader.readexactly(9), 20)
+                await reader.readexactly(int.from_bytes(head[:3], "big"))
+            answered += 1
+    except (ConnectionError, asyncio.IncompleteReadError):
+        pass
+    finally:
+        writer.close()
+    return answered
 
 
 def _headers(stream: int, more: Mapping[str, str]) -> bytes:

@@ -17,7 +17,7 @@ from server.config import Settings
 from server.limits import Connections, Limits
 from tests.harness import REPO
 from tests.integration.controlling import explicit, index, load, unload
-from tests.integration.http2 import frames_until_the_end
+from tests.integration.http2 import frames_until_the_end, pings_answered
 from tests.integration.scripted import Script, mark_of, request
 from tests.integration.serving import Served, echo_model, failure_of, serving
 from tests.integration.streams import Stream
@@ -278,6 +278,21 @@ async def test_connection_of_a_client_that_pings_too_often_is_closed(tmp_path: P
     settings = Settings(paths=(tmp_path,), connections=Connections(max_ping_strikes=1))
     async with serving(tmp_path, {"m": echo_model()}, settings=settings) as served:
         await frames_until_the_end(served.server.grpc_port, pings=10)
+        await served.infer(one())
+
+
+@pytest.mark.usefixtures("frontends")
+@pytest.mark.parametrize(
+    ("calls", "without_calls", "stays"), [(0, False, False), (1, False, True), (0, True, True), (1, True, True)]
+)
+async def test_interval_between_pings_counts_during_calls_or_where_pings_without_are_permitted(
+    tmp_path: Path, calls: int, without_calls: bool, stays: bool
+) -> None:
+    connections = Connections(min_recv_ping_interval_without_data_ms=0, keepalive_permit_without_calls=without_calls)
+    async with serving(
+        tmp_path, {"m": echo_model()}, settings=Settings(paths=(tmp_path,), connections=connections)
+    ) as served:
+        assert (await pings_answered(served.server.grpc_port, 20, calls=calls) == 20) is stays
         await served.infer(one())
 
 
