@@ -304,7 +304,9 @@ class Server:
         shown = (
             LimitShown("message_bytes", limits.message_bytes),
             LimitShown("metadata_bytes", limits.metadata_bytes),
-            LimitShown("connections", limits.connections),
+            LimitShown(
+                "connections", min(limits.connections, settings.frontends * limits.connections_each(settings.frontends))
+            ),
             LimitShown("connection_calls", limits.connection_calls),
             LimitShown("rpcs", limits.rpcs, lambda: self._front.usage.rpcs),
             LimitShown("streams", limits.streams, lambda: self._front.usage.streams),

@@ -34,12 +34,15 @@ class Limits:
     queued_bytes: int = 4 * 2**30
     models: int = 1_024
 
+    def connections_each(self, processes: int) -> int:
+        """That each of so many processes takes. Some of its descriptors are left for all else: models, metrics, other
+        processes."""
+        return min(-(-self.connections // processes), max(1, _descriptors() * 3 // 4))
+
     def grpc_options(self, processes: int = 1) -> Sequence[tuple[str, int]]:
         """For each of so many that listen on the same port."""
-        share = -(-self.connections // processes)
         return (
-            # Some descriptors are left for all else: models, metrics, other processes.
-            ("grpc.max_allowed_incoming_connections", min(share, max(1, _descriptors() * 3 // 4))),
+            ("grpc.max_allowed_incoming_connections", self.connections_each(processes)),
             ("grpc.max_concurrent_streams", self.connection_calls),
             # Calls that have come and weren't looked at yet. By default gRPC begins at 1000 to end some of them with
             # CANCELLED, and at 3000 all, whosever they are: a burst is enough. Who is one too many is told so instead.

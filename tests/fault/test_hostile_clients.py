@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import sys
+from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
@@ -86,10 +87,13 @@ def test_connections_beyond_the_limit_are_closed_and_those_before_them_go_on(tmp
             client.wait_ready(20)
 
 
+def few_descriptors(number: int) -> Sequence[str]:
+    return "/bin/sh", "-c", f'ulimit -n {number}; exec "{sys.executable}" -m server "$@"', "sh"
+
+
 def test_connections_leave_descriptors_for_all_else(tmp_path: Path) -> None:
     write_identity(tmp_path)
-    program = ("/bin/sh", "-c", f'ulimit -n 128; exec "{sys.executable}" -m server "$@"', "sh")
-    with ServerProcess(tmp_path, program=program) as server, ExitStack() as idle:
+    with ServerProcess(tmp_path, program=few_descriptors(128)) as server, ExitStack() as idle:
         connections = [
             idle.enter_context(socket.create_connection(("127.0.0.1", server.grpc_port), timeout=20))
             for _ in range(200)
@@ -99,6 +103,17 @@ def test_connections_leave_descriptors_for_all_else(tmp_path: Path) -> None:
                 one.sendall(PREFACE)
         assert sum(map(is_open, connections)) == 96
         assert server.metrics()["paceline_ready"] == 1
+
+
+@pytest.mark.parametrize(
+    ("flags", "bound"), [((), 96), (("--frontends=2",), 192), (("--frontends=2", "--grpc-max-connections=51"), 51)]
+)
+def test_connections_that_descriptors_suffice_for_are_the_bound_that_metrics_show(
+    tmp_path: Path, flags: Sequence[str], bound: int
+) -> None:
+    write_identity(tmp_path)
+    with ServerProcess(tmp_path, program=few_descriptors(128), args=flags) as server:
+        assert server.metrics()['paceline_limit{limit="connections"}'] == bound
 
 
 def test_calls_begun_on_a_connection_beyond_its_limit_are_reset(tmp_path: Path) -> None:
