@@ -116,6 +116,9 @@ class _Front(Protocol):
     async def wait_for_termination(self) -> None: ...
 
     @property
+    def is_open(self) -> bool: ...
+
+    @property
     def usage(self) -> Usage: ...
 
 
@@ -290,7 +293,8 @@ class Server:
             _log.info("ready: %s", self._say_ports())
 
     def _why_not_ready(self) -> str:
-        return self._why_closed or why_not_ready(self.repository)
+        nobody = "" if self._front.is_open else "no process speaks gRPC; another is being started"
+        return self._why_closed or why_not_ready(self.repository) or nobody
 
     def _probes(self) -> dict[str, LoopProbe]:
         loop = asyncio.get_running_loop()

@@ -105,6 +105,11 @@ class Listener:
         """What is under way, and what was refused."""
         return self.admission.usage()
 
+    @property
+    def is_open(self) -> bool:
+        """Whether anybody listens."""
+        return self._server is not None
+
     def set_serving(self, serving: bool, live: bool = True) -> None:
         """What health says."""
         self._health.set_serving(serving, live)

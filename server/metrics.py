@@ -195,7 +195,7 @@ class _FrontsCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         shown = self._fronts
-        yield GaugeMetricFamily("paceline_frontends", "Processes that speak gRPC and run", shown.running)
+        yield GaugeMetricFamily("paceline_frontends", "Processes that speak gRPC and listen", shown.running)
         restarts = Metric("paceline_frontend_restarts", "Frontends that died and were replaced", "counter")
         restarts.add_sample("paceline_frontend_restarts", {}, shown.restarts)
         yield restarts

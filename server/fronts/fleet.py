@@ -85,7 +85,7 @@ class Fleet:
         self._fronts = [_Front(self, number) for number in range(1, settings.frontends + 1)]
         self._port_holder: socket.socket | None = None
         self._changed = False
-        self._stopping = False
+        self.ending = asyncio.Event()
         self._ready, self._live = False, True
         self._catalogue: Message = (protocol.CATALOGUE, b"")
         self.restarts = 0
@@ -93,8 +93,13 @@ class Fleet:
 
     @property
     def running(self) -> int:
-        """Fronts that are there."""
-        return len(self.desks)
+        """Fronts that are there and listen."""
+        return sum(front.is_open for front in self._fronts)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether anybody listens."""
+        return self.running > 0
 
     @property
     def requests(self) -> int:
@@ -136,7 +141,6 @@ class Fleet:
         try:
             await asyncio.gather(*(front.listens for front in self._fronts))
         except BaseException:
-            self._stopping = True
             await self.stop(0)
             raise
         return self.port
@@ -148,7 +152,7 @@ class Fleet:
 
     def announce_end(self) -> None:
         """Health says NOT_SERVING for good, in all fronts."""
-        self._stopping = True
+        self.ending.set()
         self._tell(self.state)
 
     def leave(self) -> None:
@@ -161,7 +165,7 @@ class Fleet:
 
     async def stop(self, grace_s: float) -> None:
         """Let the fronts answer what they have, for `grace_s`, and end."""
-        self._stopping = True
+        self.ending.set()
         until_s = time.monotonic() + grace_s
         for front in self._fronts:
             front.listens.cancel()
@@ -180,7 +184,7 @@ class Fleet:
     @property
     def state(self) -> Message:
         """What fronts are told of the server as a whole."""
-        return protocol.STATE, self._inference.serving, self._ready and not self._stopping, self._stopping, self._live
+        return protocol.STATE, self._inference.serving, self._ready and not self.stopping, self.stopping, self._live
 
     @property
     def port(self) -> int:
@@ -190,7 +194,7 @@ class Fleet:
 
     @property
     def stopping(self) -> bool:
-        return self._stopping
+        return self.ending.is_set()
 
     def greet(self, desk: Desk) -> None:
         """Tell a new front all it needs."""
@@ -247,6 +251,7 @@ class _Front:
         self._process: FrontProcess | None = None
         self._keeping: asyncio.Task[None] | None = None
         self.desk: Desk | None = None
+        self.is_open = False
         self.listens: asyncio.Future[None] = asyncio.Future()
         self.ended = asyncio.Event()
 
@@ -283,7 +288,8 @@ class _Front:
                 pause_s = _FIRST_PAUSE_S if time.monotonic() - born_s > _YOUNG_S else pause_s
                 _log.error("front %d %s; the next one in %g s", self._number, how, pause_s)
                 self._fleet.restarts += 1
-                await asyncio.sleep(pause_s)
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._fleet.ending.wait(), pause_s)
                 pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
         finally:
             self.ended.set()
@@ -308,6 +314,7 @@ class _Front:
                 await asyncio.wait_for(gone.wait(), 1)
             return status
         finally:
+            self.is_open = False
             if watching is not None:
                 watching.cancel()
             desk, self.desk = self.desk, None
@@ -334,6 +341,7 @@ class _Front:
 
     def _on_listens(self, port: int, problem: str) -> None:
         if port:
+            self.is_open = True
             _log.debug("front %d listens", self._number)
         else:
             _log.error("front %d: %s", self._number, problem)

@@ -4,8 +4,11 @@ the memory between them is bounded. That all else is the same, other tests say, 
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
+import signal
 import socket
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
@@ -24,7 +27,7 @@ from protos.inference_pb2_grpc import GRPCInferenceServiceStub
 from server.app import Server
 from server.config import Settings
 from server.errors import StartError
-from server.fronts.fleet import start_front
+from server.fronts.fleet import FrontProcess, start_front
 from tests.fronts import channel_each, fronts_of
 from tests.harness import ServerProcess, write_identity
 from tests.integration import serving as warmly
@@ -297,6 +300,59 @@ async def test_answer_that_can_never_fit_is_refused_and_the_next_is_given(tmp_pa
         await nothing_held(served)
         labels = 'model="wide",reason="REJECTED",version="1"'
         assert await served.metric("nv_inference_request_failure", labels) == 1
+
+
+class Nursery:
+    """Starts fronts as long as it may."""
+
+    works = True
+
+    async def start(self, descriptors: tuple[int, int, int]) -> FrontProcess:
+        if not self.works:
+            raise OSError(errno.EAGAIN, "Resource temporarily unavailable")
+        return await start_front(descriptors)
+
+
+async def readiness(served: Served) -> tuple[int, str]:
+    """What `/readyz` says."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", served.server.metrics_port)
+    writer.write(b"GET /readyz HTTP/1.0\r\n\r\n")
+    head, _, body = (await reader.read()).decode().partition("\r\n\r\n")
+    writer.close()
+    return int(head.split()[1]), body
+
+
+async def test_server_whose_fronts_have_all_died_is_not_ready_until_one_listens_again(tmp_path: Path) -> None:
+    nursery = Nursery()
+    async with warmly.serving(
+        tmp_path, {"m": echo_model()}, settings=two(tmp_path), start_front=nursery.start
+    ) as served:
+        assert await readiness(served) == (200, "ok\n")
+        nursery.works = False
+        for front in fronts_of(os.getpid()):
+            os.kill(front, signal.SIGKILL)
+        while (said := await readiness(served))[0] == 200:
+            pass
+        assert said == (503, "no process speaks gRPC; another is being started\n")
+        assert (await served.metrics())["paceline_frontends"] == 0
+        nursery.works = True
+        while (await readiness(served))[0] != 200:
+            pass
+        assert (await served.metrics())["paceline_frontends"] > 0
+
+
+async def test_stop_does_not_wait_until_a_front_that_has_died_would_be_started_again(tmp_path: Path) -> None:
+    nursery = Nursery()
+    async with warmly.serving(
+        tmp_path, {"m": echo_model()}, settings=two(tmp_path), start_front=nursery.start
+    ) as served:
+        nursery.works = False
+        os.kill(fronts_of(os.getpid())[0], signal.SIGKILL)
+        while (await served.metrics())["paceline_frontend_restarts"] < 6:  # the next one in 3.2 s
+            await asyncio.sleep(0.01)
+        began_s = time.monotonic()
+        await served.server.stop(5)
+        assert time.monotonic() - began_s < 2
 
 
 async def test_the_first_front_answers_while_others_still_start(tmp_path: Path) -> None:
