@@ -17,6 +17,9 @@ _MOST_PENDING = 16_384
 """Each may take some 10 KB, which a client that begins calls and resets them has for nothing: no more than there may be
 calls under way by default."""
 
+_SHORTEST_HANDSHAKE_MS, _LONGEST_HANDSHAKE_MS = 1_000, 120_000
+"""Less is no time for who is far away; this much gRPC waits by itself."""
+
 
 @dataclass(frozen=True, slots=True)
 class Limits:
@@ -84,6 +87,9 @@ class Connections:
         ]
         if self.max_idle_ms:
             options.append(("grpc.max_connection_idle_ms", self.max_idle_ms))
+            # Until the handshake of TLS is over gRPC doesn't call it a connection, and waits two minutes for that.
+            patience_ms = min(max(self.max_idle_ms, _SHORTEST_HANDSHAKE_MS), _LONGEST_HANDSHAKE_MS)
+            options.append(("grpc.server_handshake_timeout_ms", patience_ms))
         if self.max_age_ms:
             options.append(("grpc.max_connection_age_ms", self.max_age_ms))
         if self.max_age_grace_ms:

@@ -18,6 +18,7 @@ from protos.inference_pb2_grpc import GRPCInferenceServiceStub
 from server.app import Server
 from server.config import Settings
 from server.errors import StartError
+from server.limits import Connections
 from server.tls import TlsFiles
 from server.tokens import line_of
 from tests.certificates import Authority, Pair
@@ -101,6 +102,19 @@ async def test_our_client_takes_certificates_as_credentials_and_a_token_as_metad
         async with AsyncInferenceClient(served.target, credentials=credentials) as client:
             with pytest.raises(ClientError, match="authorization: Bearer"):
                 await client.infer("m", {"a": np.array([[7.0]], np.float32)})
+
+
+async def test_connection_that_does_not_come_to_speak_tls_goes_as_one_without_a_call_does(tmp_path: Path) -> None:
+    ours = Authority(tmp_path)
+    server = replace(settings(tmp_path, ours.sign("server")), connections=Connections(max_idle_ms=1_000))
+    async with serving(tmp_path, {"m": Script().model}, settings=server) as served:
+        for said in (b"", b"\x16\x03\x01\x02\x00"):  # nothing, and the beginning of a hello
+            reader, writer = await asyncio.open_connection("127.0.0.1", served.server.grpc_port)
+            writer.write(said)
+            assert await asyncio.wait_for(reader.read(), 20) == b""
+            writer.close()
+        async with channel(served, ours.roots) as connection:
+            assert await infer(connection, 1) == 1
 
 
 async def test_certificate_replaced_is_shown_to_new_connections_and_old_ones_go_on(tmp_path: Path) -> None:
