@@ -2,6 +2,7 @@
 
 import os
 
+from server.standard_streams import open_standard_streams
 from server.tuning import made_to_stay
 
 __all__ = ["main"]
@@ -9,6 +10,7 @@ __all__ = ["main"]
 
 def main() -> None:
     """Run the command."""
+    open_standard_streams()
     # By default gRPC writes a line to stderr for every handshake that fails: one for each connection that anybody
     # makes to a server, past the log's format, level and bounds. It looks when it is imported.
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")

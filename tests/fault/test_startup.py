@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import os
 import socket
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import grpc
 import pytest
 
 from tests import models
-from tests.harness import ServerProcess, write_identity
+from tests.fault.traffic import connected, request
+from tests.harness import REPO, ServerProcess, write_identity
 
 
 def failed_start(*paths: Path | str, args: tuple[str, ...] = (), env: dict[str, str] | None = None) -> str:
@@ -153,6 +157,30 @@ def test_start_on_an_address_that_is_not_ours_says_so(tmp_path: Path, flag: str)
     write_identity(tmp_path)
     text = failed_start(tmp_path, args=(flag, "192.0.2.1"))  # reserved for documentation: nobody's
     assert text.endswith(" can't listen on 192.0.2.1:0: Cannot assign requested address")
+
+
+@pytest.mark.parametrize(("closed", "number"), [("<&-", 0), (">&-", 1)])
+@pytest.mark.parametrize("frontends", ["1", "2"])
+def test_start_with_a_standard_stream_closed_gives_its_number_to_nothing_else(
+    tmp_path: Path, closed: str, number: int, frontends: str
+) -> None:
+    write_identity(tmp_path)
+    program = ("/bin/sh", "-c", f'exec "{sys.executable}" -m server "$@" {closed}', "sh")
+    with ServerProcess(tmp_path, program=program, args=["--frontends", frontends]) as server:
+        assert os.readlink(f"/proc/{server.pid}/fd/{number}") == os.devnull
+        with connected(server) as client:
+            assert client.code(request()) is grpc.StatusCode.OK
+        assert server.terminate() == 0
+        assert not [line for line in server.stderr if not line.startswith("{")]
+
+
+def test_start_that_fails_without_any_standard_stream_has_its_status(tmp_path: Path) -> None:
+    done = subprocess.run(
+        ["/bin/sh", "-c", f'exec "{sys.executable}" -m server serve "$0" <&- >&- 2>&-', str(tmp_path / "nowhere")],
+        cwd=REPO,
+        check=False,
+    )
+    assert done.returncode == 1
 
 
 def test_start_from_the_environment_alone_reads_the_same_settings(tmp_path: Path) -> None:
