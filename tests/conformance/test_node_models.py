@@ -1,0 +1,129 @@
+"""The models of one operator each that ONNX comes with, their first dimensions made free: what a trial takes for
+stackable has to be so. Among them is each way for rows to have to do with each other that an operator has."""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnxruntime as ort  # type: ignore[import-untyped,unused-ignore]
+import pytest
+from onnx.backend.test.case.node import collect_testcases
+
+from backends.base import Array, Device, ModelSource, Tensors
+from backends.errors import ExecutionError
+from backends.onnx import OnnxBackend
+from tests.unit.backends.onnx_models import batched
+
+MISTAKEN = {
+    # Rows that are looked up in each other, where what is looked up are integers, too: zeros among zeros.
+    "test_gathernd_example_int32",
+    # Which rows come out at all depends on what is in them. It is told when it happens.
+    "test_strnormalizer_export_monday_casesensintive_nochangecase",
+}
+"""Those that a trial takes for stackable although they aren't."""
+
+Rows = Mapping[str, Array]
+
+_OF_EACH = 3
+"""Models of an operator. All of them take two minutes."""
+
+
+@pytest.mark.timeout(600)
+def test_models_of_one_operator_that_a_trial_takes_for_stackable_are(tmp_path: Path) -> None:
+    wrong, stacked = set(), 0
+    for name, model, rows in _models():
+        if (found := _stacked_and_alone(model, rows, tmp_path)) is not None:
+            stacked += 1
+            if not found:
+                wrong.add(name)
+    assert wrong == MISTAKEN
+    assert stacked > 200
+
+
+def _models() -> Iterator[tuple[str, onnx.ModelProto, Rows]]:
+    """With the rows that they come with."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # infinities are among what they are tested with
+        cases = collect_testcases(None)
+    seen: Counter[str] = Counter()
+    for case in cases:
+        names = [one.name for one in case.model.graph.input]
+        given = case.data_sets[0][0] if case.data_sets else ()
+        operator, counts = case.model.graph.node[0].op_type, {*map(_rows_of, given)}
+        if seen[operator] < _OF_EACH and len(given) == len(names) and len(counts - {None}) == len(counts) == 1:
+            seen[operator] += 1
+            model = onnx.ModelProto()
+            model.CopyFrom(case.model)
+            if _is_freed(model):
+                yield case.name, model, dict(zip(names, map(_for_onnxruntime, given), strict=True))
+
+
+def _rows_of(value: object) -> object:
+    """None for what has none."""
+    return value.shape[0] if isinstance(value, np.ndarray) and value.ndim else None
+
+
+def _is_freed(model: onnx.ModelProto) -> bool:
+    """Make all first dimensions free, and those that outputs have; False for what isn't a tensor."""
+    for tensor in (*model.graph.input, *model.graph.output):
+        if not tensor.type.HasField("tensor_type"):
+            return False
+        dims = tensor.type.tensor_type.shape.dim
+        for number, dim in enumerate(dims[:1] if tensor in model.graph.input else dims):
+            dim.Clear()
+            dim.dim_param = f"d{number}"
+    return True
+
+
+def _for_onnxruntime(array: Array) -> Array:
+    return array.astype(object) if array.dtype.kind in "US" else array
+
+
+def _stacked_and_alone(model: onnx.ModelProto, rows: Rows, folder: Path) -> bool | None:
+    """Whether other rows behind them change what comes of `rows`, and the other way round; None if it isn't stackable,
+    or doesn't run, or not the same way twice."""
+    path = folder / "model.onnx"
+    path.write_bytes(model.SerializeToString())
+    options = ort.SessionOptions()
+    options.log_severity_level = 4
+    other = {name: np.ascontiguousarray(array[::-1]) for name, array in rows.items()}
+    try:
+        session = ort.InferenceSession(path, options)
+        alone, again = ([session.run(None, one) for one in (rows, other)] for _ in range(2))
+    except Exception:  # noqa: BLE001 - ONNX Runtime's exceptions share no base class below this one
+        return None
+    if not all(map(_are_alike, alone, again)):
+        return None
+    opened = OnnxBackend().open(ModelSource("m", path), Device())
+    try:
+        tried = opened.try_rows()
+        if tried.why_not or tried.failed or any(tensor.dims[:1] != (-1,) for tensor in tried.spec.inputs):
+            return None
+        instance = opened.instance(batched(tried.spec), Device())
+        given = [tuple(map(_encoded, one.values())) for one in (rows, other)]
+        return all(map(_are_alike, alone, instance.execute(given).results))
+    except ExecutionError:
+        return False
+    finally:
+        opened.close()
+
+
+def _encoded(array: Array) -> Array:
+    return np.vectorize(str.encode, [object])(array) if array.dtype.hasobject and array.size else array
+
+
+def _are_alike(one: Tensors, other: Tensors) -> bool:
+    return all(
+        a.shape == b.shape
+        and (np.allclose(a, b, rtol=1e-2, atol=1e-4, equal_nan=True) if a.dtype.kind == "f" else _texts(a) == _texts(b))
+        for a, b in zip(one, other, strict=True)
+    )
+
+
+def _texts(array: Array) -> list[str]:
+    return [one.decode() if isinstance(one, bytes) else str(one) for one in array.ravel().tolist()]
