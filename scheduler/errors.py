@@ -63,9 +63,9 @@ class DeadlineUnreachable(DeadlineExceeded):
     """The caller would have given up before the answer came, going by how long executions take."""
 
     def __init__(self, left_ns: int, needed_ns: int) -> None:
-        super().__init__(
-            f"the deadline can't be met: {left_ns // 1_000} us are left, an answer takes about {needed_ns // 1_000} us"
-        )
+        # A deadline may have passed before anybody looked, such as one of 1 us.
+        left_us, needed_us = max(0, left_ns) // 1_000, needed_ns // 1_000
+        super().__init__(f"the deadline can't be met: {left_us} us are left, an answer takes about {needed_us} us")
 
 
 class BatcherClosed(SchedulerError):

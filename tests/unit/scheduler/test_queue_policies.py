@@ -158,6 +158,13 @@ def test_push_whose_execution_alone_outlasts_its_deadline_is_refused_at_once() -
     queue.push("x", 1, "k", 0, rpc_deadline_ns=11 * MS)
 
 
+def test_push_after_its_deadline_is_refused_with_no_time_left() -> None:
+    queue: BatchQueue[str] = BatchQueue(BatchPolicy(max_batch_rows=8))
+    measured(queue, {1: 10 * MS})
+    with pytest.raises(DeadlineUnreachable, match=r": 0 us are left, an answer takes about 10000 us"):
+        queue.push("x", 1, "k", 2 * MS, rpc_deadline_ns=1 * MS)
+
+
 def test_push_behind_a_backlog_that_outlasts_its_deadline_is_refused_at_once() -> None:
     queue: BatchQueue[str] = BatchQueue(BatchPolicy(max_batch_rows=2))
     measured(queue, {1: 10 * MS, 2: 10 * MS})
