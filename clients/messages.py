@@ -7,9 +7,9 @@ contradicts the protocol raises ResponseError.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, KeysView, Mapping, Sequence
+from collections.abc import ItemsView, Iterator, KeysView, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -40,6 +40,8 @@ __all__ = [
     "server_metadata_of",
     "text",
 ]
+
+T = TypeVar("T")
 
 Inputs = Mapping[str, npt.ArrayLike]
 ParameterValue = bool | int | float | str
@@ -145,11 +147,11 @@ def infer_request(
         model_name=model, model_version=text("version", version), id=text("request_id", request_id)
     )
     room_bytes = _MOST_BYTES
-    for name, value in inputs.items():
+    for name, value in _by_name("inputs", inputs):
         room_bytes -= _add_input(request, name, value, wanted.get(name), room_bytes)
     for name in _output_names(outputs):
         request.outputs.add(name=text("outputs", name))
-    for name, parameter in (parameters or {}).items():
+    for name, parameter in _by_name("parameters", parameters or {}):
         request.parameters[name].CopyFrom(_parameter(name, parameter))
     return request
 
@@ -188,9 +190,16 @@ def _wire_array(array: Array, wanted: str | None) -> tuple[Array, Datatype]:
     return cast(array, datatype), datatype
 
 
+def _by_name(argument: str, values: Mapping[str, T]) -> ItemsView[str, T]:
+    try:
+        return values.items()
+    except AttributeError:
+        raise TypeError(f"{argument}: expected a mapping by name, got {type(values).__name__}") from None
+
+
 def _output_names(outputs: Sequence[str]) -> Sequence[str]:
-    if isinstance(outputs, str):
-        raise TypeError(f"outputs takes a sequence of names, got the string {outputs!r}")
+    if outputs is None or isinstance(outputs, str):
+        raise TypeError(f"outputs: expected a sequence of names, got {outputs!r}")
     return outputs
 
 

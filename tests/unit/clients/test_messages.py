@@ -90,7 +90,7 @@ def test_infer_request_tensor_is_what_tritonclient_sends(datatype: str, array: n
         ({"x": ["a"]}, {"datatypes": {"x": "FP32"}}, TypeError, "input 'x': FP32 takes numbers"),
         ({"x": [1]}, {"datatypes": {"x": "FLOAT"}}, ValueError, "input 'x': .*'FLOAT'"),
         ({"x": [1]}, {"datatypes": {"z": "FP32"}}, ValueError, "datatypes names 'z'"),
-        ({"x": [1]}, {"outputs": "yes"}, TypeError, "outputs takes a sequence"),
+        ({"x": [1]}, {"outputs": "yes"}, TypeError, "outputs: expected a sequence of names, got 'yes'"),
         ({"x": [1]}, {"parameters": {"p": [1]}}, TypeError, "parameter 'p': expected .* got list"),
         ({"x": [1]}, {"parameters": {"p": 2**64}}, ValueError, "parameter 'p': .*64 bits"),
         ({"x": [1]}, {"parameters": {"p": -(2**63) - 1}}, ValueError, "parameter 'p': .*64 bits"),
