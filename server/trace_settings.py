@@ -7,6 +7,7 @@ changes all that it names or nothing.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -18,6 +19,8 @@ from server.errors import InvalidRequest, NotSupported
 __all__ = ["OtlpTarget", "TraceConfig", "TraceSettings", "TraceStore", "parse_trace_config"]
 
 _MOST = 2**31 - 1
+_WHOLE = re.compile(r"\s*[+-]?[0-9]{1,19}\s*")
+"""What Triton reads whole. int() reads more: 1_0, digits of other scripts."""
 _LEVELS = ("OFF", "TIMESTAMPS", "TENSORS")
 _NUMBERS = {"trace_rate": ("rate", 1), "trace_count": ("count", -1), "log_frequency": ("log_frequency", 0)}
 _FIXED = ("trace_file", "trace_mode")
@@ -247,10 +250,6 @@ def _number(name: str, values: Sequence[str], config: TraceConfig) -> int:
 
 
 def _whole(what: str, text: str, least: int) -> int:
-    try:
-        number = int(text)
-    except ValueError:
-        number = least - 1
-    if not least <= number <= _MOST:
+    if not (_WHOLE.fullmatch(text) and least <= int(text) <= _MOST):
         raise ValueError(f"{what}: expected a whole number from {least} to {_MOST}, got '{text}'")
-    return number
+    return int(text)
