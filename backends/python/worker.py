@@ -61,9 +61,12 @@ def main(arguments: Sequence[str]) -> None:
     start = line.receive()
     if start is None:
         return
+    own = os.getpid()
     try:
         model = _Model(*start[1:])
+        _end_unless(own)
     except BaseException as error:  # noqa: BLE001 - a model's file may raise SystemExit; the server is owed the reason
+        _end_unless(own, error)
         _print(error)
         where = f" (its interpreter is {sys.executable})" if isinstance(error, ModuleNotFoundError) else ""
         line.send(FAILED, f"{_in_one_line(error)}{where}", False)
@@ -75,20 +78,36 @@ def main(arguments: Sequence[str]) -> None:
             return
         assert message[0] == RUN
         try:
-            line.send(*_answer(model, line, *message[1:]))
+            line.send(*_answer(model, own, line, *message[1:]))
         except ValueError as error:  # of tensors beyond what memory and messages hold
             line.send(FAILED, f"outputs can't be handed to the server: {error}", False)
 
 
-def _answer(model: _Model, line: Line, parcel: Parcel, names: Sequence[str], wanted: Sequence[str]) -> tuple[Any, ...]:
+def _answer(
+    model: _Model, own: int, line: Line, parcel: Parcel, names: Sequence[str], wanted: Sequence[str]
+) -> tuple[Any, ...]:
     """A message. When this returns, nothing here holds the arrays any more, so that it can say so."""
     try:
         arrays = line.unpack(parcel)
         given = {name: array for name, array in zip(names, arrays, strict=True) if array is not MISSING}
-        return DONE, line.pack(_in_order(model.execute(given), wanted))
-    except Exception as error:  # noqa: BLE001 - the model's; those who asked get its words
+        outputs = model.execute(given)
+        _end_unless(own)
+        return DONE, line.pack(_in_order(outputs, wanted))
+    except (Exception, asyncio.CancelledError) as error:  # noqa: BLE001 - the model's; those who asked get its words
+        _end_unless(own, error)
         model.tell(error)
         return FAILED, _in_one_line(error), isinstance(error, MemoryError)
+
+
+def _end_unless(own: int, error: BaseException | None = None) -> None:
+    """End a fork that comes back, by `error` or without, from code of the model that runs in process `own`. It has the
+    line and the memory too: what it answered would be taken for the answer to the next batch, whoever asks for that."""
+    if os.getpid() == own:
+        return
+    if isinstance(error, SystemExit):
+        raise error
+    _print(error or RuntimeError("a fork of the model's process came back from the model's code, and ends"))
+    os._exit(1)
 
 
 class _Model:
@@ -117,7 +136,7 @@ class _Model:
         if self._loop is not None:
             self._loop.close()
 
-    def tell(self, error: Exception) -> None:
+    def tell(self, error: BaseException) -> None:
         """Into the log, unless it comes from where the last one came from: a batch is run again in halves."""
         where = [(frame.f_code, number) for frame, number in traceback.walk_tb(error.__traceback__)]
         if where != self._told:
@@ -181,7 +200,7 @@ def _in_order(outputs: object, wanted: Sequence[str]) -> list[Array]:
 def _array(name: str, value: object) -> Array:
     """`value` as an array of numbers or of `bytes`; text is encoded."""
     array: Array = np.asarray(value)
-    if array.dtype.kind not in "USO":
+    if array.dtype.kind not in "USOT":
         return array
     if array is not value:
         # A list of text: made an array as it is, its elements would lose NULs at their ends.

@@ -48,12 +48,16 @@ def test_execute_that_goes_wrong_says_how_and_the_process_goes_on(
         ("Wordless()", "^Wordless$"),
         ('ValueError("\\ud800")', "^ValueError: .*"),
         ('ExceptionGroup("several", [ValueError("a")])', r"^ExceptionGroup: several \(1 sub-exception\)$"),
+        ('asyncio.CancelledError("of a task")', "^CancelledError: of a task$"),
     ],
 )
 def test_exception_whatever_its_words_is_told_in_a_bounded_line_and_the_process_goes_on(
     folder: Path, caplog: pytest.LogCaptureFixture, error: str, words: str
 ) -> None:
     fails = f"""
+import asyncio
+
+
 class Wordless(Exception):
     def __str__(self):
         raise RuntimeError("no words")
@@ -74,6 +78,39 @@ class Model:
         assert run(instance, 0) == [0]
     eventually(lambda: any("Traceback" in line for line in caplog.messages), "the traceback")
     assert sum(map(len, caplog.messages)) < 50_000
+
+
+FORKS = """
+import os
+
+
+class Model:
+    inputs = {"x": ("INT64", [-1, 1])}
+    outputs = {"y": ("INT64", [-1, 1])}
+
+    def execute(self, inputs):
+        x = inputs["x"]
+        if x.max() < 0 and os.fork() == 0:
+            if x.min() == -1:
+                raise OSError("that went wrong in the fork")
+            return {"y": x * 100}
+        if x.max() < 0:
+            os.wait()
+        return {"y": x * 10}
+"""
+
+
+@pytest.mark.parametrize(
+    ("element", "words"), [(-1, "that went wrong in the fork"), (-2, "a fork of the model's process")]
+)
+def test_fork_that_comes_back_from_execute_answers_nobody(
+    folder: Path, caplog: pytest.LogCaptureFixture, element: int, words: str
+) -> None:
+    with caplog.at_level(logging.INFO, "paceline.models"):
+        with serving(folder, FORKS, single("INT64")) as instance:
+            assert run(instance, element) == [10 * element]
+            assert [run(instance, number) for number in range(3)] == [[0], [10], [20]]
+        eventually(lambda: any(words in line for line in caplog.messages), "what became of the fork")
 
 
 def test_execute_out_of_memory_is_no_requests_fault(instance: PythonInstance) -> None:
@@ -97,15 +134,19 @@ def test_execute_after_many_large_batches_has_all_memory_again(instance: PythonI
 
 def test_execute_text_is_encoded_and_anything_else_refused(folder: Path) -> None:
     text = """
+import numpy
 class Model:
     inputs = {"x": ("BYTES", [-1, 1])}
     outputs = {"y": ("BYTES", [-1, 1])}
     def execute(self, inputs):
+        if inputs["x"][0, 0] == b"numpy":
+            return {"y": numpy.array([["t\u00e9xt"], ["a\\0"]], numpy.dtypes.StringDType())}
         return {"y": [[{b"text": "t\u00e9xt", b"bytes": b"a\\0", b"none": None}[row[0]]] for row in inputs["x"]]}
 """
     with serving(folder, text, single("BYTES")) as instance:
-        execution = instance.execute([(np.array([[b"text"], [b"bytes"]], object),)])
-        assert [array.tolist() for (array,) in execution.results] == [[["t\u00e9xt".encode()], [b"a\0"]]]
+        for elements in (b"text", b"bytes"), (b"numpy", b""):
+            execution = instance.execute([(np.array(elements, object).reshape(2, 1),)])
+            assert [array.tolist() for (array,) in execution.results] == [[["t\u00e9xt".encode()], [b"a\0"]]]
         with pytest.raises(ExecutionError, match="'y': expected numbers of one datatype, or bytes, got NoneType"):
             instance.execute([(np.array([[b"none"]], object),)])
 

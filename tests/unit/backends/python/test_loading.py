@@ -137,3 +137,14 @@ def test_devices_are_one_cpu_by_default_and_gpus_where_there_are_some() -> None:
 def test_interpreter_is_the_servers_by_default(folder: Path) -> None:
     text = f"import sys\n{CLASS}    def load(self, context): raise ValueError(sys.executable)"
     assert failure(folder, text) == f"model 'm': ValueError: {sys.executable}"
+
+
+def test_fork_that_comes_back_from_the_load_answers_nothing(folder: Path) -> None:
+    fork = """
+    def load(self, context):
+        import os, sys
+        if os.fork() == 0:
+            sys.exit("no such command")
+        os.wait()
+"""
+    open_model(folder, CLASS + fork)
