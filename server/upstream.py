@@ -102,10 +102,11 @@ class Upstream:
     async def _look(self) -> None:
         """See how everything is, and have the repository be so."""
         try:
-            ready = (
-                await self._server.ask("ServerReady", pb.ServerReadyRequest(), pb.ServerReadyResponse, _ASK_S)
-            ).ready
+            ready = await self._is_ready()
             names = await self._names()
+            gone = {*self._served, *self._repository.failures} - names.keys()
+            if gone and ready:  # in between it may have come to be not ready, and tell of nothing for that
+                ready = await self._is_ready()
         except (UpstreamFailed, UpstreamRefused) as error:
             if self._is_only_busy(error):
                 return
@@ -117,15 +118,21 @@ class Upstream:
         full = self._looks % _DESCRIBE_EVERY == 0
         self._looks += 1
         # Those that weren't ready when they were listed, too: nobody would look at them again.
-        for name in {*self._served, *self._repository.failures} - names.keys():
+        for name in gone if ready else ():
             self._served.pop(name, None)
             await self._repository.unload(name)
         missing = {name: await self._look_at(name, versions, full=full) for name, versions in names.items()}
-        if not ready:  # it may still be loading models that it doesn't tell of yet
+        if not ready:  # it may still be loading models that it doesn't tell of yet, those that it had among them
+            for name in gone & self._served.keys():
+                await self._withdraw(name, f"upstream {self._settings.target} is not ready")
             self._say(f"upstream {self._settings.target} is not ready")
             return
         self._repository.names_known = True
         self._say("; ".join(f"model '{name}': {why}" for name, why in missing.items() if why))
+
+    async def _is_ready(self) -> bool:
+        answer = await self._server.ask("ServerReady", pb.ServerReadyRequest(), pb.ServerReadyResponse, _ASK_S)
+        return answer.ready
 
     def _is_only_busy(self, error: UpstreamFailed | UpstreamRefused) -> bool:
         if error.status != "DEADLINE_EXCEEDED":

@@ -112,6 +112,31 @@ async def test_upstream_that_has_never_been_ready_may_have_models_that_it_does_n
         assert (await failure_of(served.infer(request(1))))[0] is Code.NOT_FOUND
 
 
+@pytest.mark.usefixtures("frontends")
+@pytest.mark.parametrize("state", [None, "LOADING", "UNAVAILABLE"])
+async def test_model_that_an_upstream_that_is_not_ready_does_not_tell_of_any_more_is_unavailable_until_it_is(
+    tmp_path: Path, state: str | None
+) -> None:
+    """As one that was started again, or stands itself in front of one that is gone."""
+    stub = Upstream()
+    stub.index = [READY_M]
+    async with upstream(stub) as target, proxying(tmp_path, target) as served:
+        assert tensors_of(await served.infer(request(1)))["x"][0, 0] == 2
+        stub.index = [] if state is None else [pb.RepositoryIndexResponse.ModelIndex(name="m", state=state)]
+        stub.ready = False
+        await eventually_async(lambda: not served.server.repository.ready, "not ready")
+        assert await failure_of(served.infer(request(1))) == (
+            Code.UNAVAILABLE,
+            f"model 'm' is not ready: upstream {target} is not ready",
+        )
+        stub.ready = True
+        await eventually_async(lambda: served.server.repository.ready, "ready")
+        assert (await failure_of(served.infer(request(1))))[0] is Code.NOT_FOUND
+        stub.index = [READY_M]
+        await eventually_async(lambda: served.server.repository.find("m", ""), "the model")
+        assert tensors_of(await served.infer(request(1)))["x"][0, 0] == 2
+
+
 @pytest.mark.parametrize("models", [(), ("m",)], ids=["of the index", "named"])
 async def test_probe_and_log_tell_why_the_upstream_is_not_served(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, models: tuple[str, ...]
