@@ -24,6 +24,8 @@ from server.upstream_settings import UpstreamSettings
 
 __all__ = ["UpstreamVersion", "bring"]
 
+_SPLITS = "paceline.split_oversized"
+
 
 @dataclass(frozen=True, slots=True)
 class UpstreamVersion:
@@ -58,9 +60,13 @@ def _version(
         _check(config)
         own = _with_optional(own, config)
     rows = 0 if name in settings.unbatched else _max_batch_rows(own, config, batching)
-    plan = _plan(own, rows, batching, limit_is_theirs=config is not None)
+    # A limit that the upstream doesn't know, or doesn't keep to, must not refuse what it would take.
+    plan = _plan(own, rows, batching, splits=config is None or _says_it_splits(config))
+    served = config_pb.ModelConfig(name=name, platform=metadata.platform, backend=config.backend if config else "")
+    if plan.splits:  # for whoever batches in front of us
+        served.parameters[_SPLITS].string_value = "true"
     made = effective_config(
-        config_pb.ModelConfig(name=name, platform=metadata.platform, backend=config.backend if config else ""),
+        served,
         plan,
         platform=metadata.platform,
         file="",
@@ -125,10 +131,13 @@ def _behind(tensor: TensorSpec, lead: int) -> TensorSpec:
     return replace(tensor, dims=dims, any_rank=not dims)
 
 
-def _plan(own: ModelSpec, rows: int, batching: BatchDefaults, *, limit_is_theirs: bool) -> ServingPlan:
+def _says_it_splits(config: config_pb.ModelConfig) -> bool:
+    return _SPLITS in config.parameters and config.parameters[_SPLITS].string_value.strip().lower() in ("true", "1")
+
+
+def _plan(own: ModelSpec, rows: int, batching: BatchDefaults, *, splits: bool) -> ServingPlan:
     lead = 1 if rows else 0
     inputs, outputs = (tuple(_behind(one, lead) for one in tensors) for tensors in (own.inputs, own.outputs))
     spec = ModelSpec(inputs, outputs, batched=rows > 0)
     policy = batch_policy(config_pb.ModelConfig(), rows, merges=rows > 0, defaults=batching)
-    # A limit that the upstream doesn't know must not refuse what it would take.
-    return ServingPlan(spec, rows, policy, splits=rows > 0 and not limit_is_theirs and spec.by_rows)
+    return ServingPlan(spec, rows, policy, splits=rows > 0 and splits and spec.by_rows)

@@ -27,7 +27,7 @@ def brought(
     for tensors, shapes in ((told.inputs, inputs), (told.outputs, outputs)):
         for name, shape in shapes.items():
             tensors.add(name=name, datatype="FP32", shape=shape)
-    made = b"" if config is None else text_format.Parse(config, config_pb.ModelConfig(name="m")).SerializeToString()
+    made = b"" if config is None else text_format.Merge(config, config_pb.ModelConfig(name="m")).SerializeToString()
     upstream = UpstreamSettings("localhost:1", **settings)
     version = UpstreamVersion("3", told.SerializeToString(), made)
     (found,) = bring("m", [version], RemoteServer("localhost:1"), upstream, FLAGS)
@@ -72,6 +72,16 @@ def test_limit_that_the_upstream_tells_is_kept_and_nothing_is_split() -> None:
     plan = brought({"a": [-1, 4], "b": [-1]}, {"x": [-1]}, 'max_batch_size: 8 input { name: "b" optional: true }').plan
     assert (plan.max_batch_rows, plan.splits) == (8, False)
     assert [one.optional for one in plan.spec.inputs] == [False, True]
+
+
+def test_requests_are_split_where_the_upstream_says_that_it_does_and_so_is_told_to_a_batcher_in_front() -> None:
+    said = 'max_batch_size: 8 parameters { key: "paceline.split_oversized" value { string_value: "true" } }'
+    for config in None, said:
+        first = brought({"a": [-1, 4]}, {"x": [-1]}, config)
+        second = brought({"a": [-1, 4]}, {"x": [-1]}, text_format.MessageToString(first.config))
+        assert (first.plan.splits, second.plan.splits) == (True, True)
+        assert second.plan.max_batch_rows == first.plan.max_batch_rows
+    assert not brought({"a": [-1, 4]}, {"x": [-1]}, said.replace('"true"', '"false"')).plan.splits
 
 
 def test_model_that_tells_no_tensors_batches_what_requests_bring() -> None:
