@@ -159,6 +159,9 @@ def follow(flight: InFlight, pending: asyncio.Future[Any], told: Callable[[list[
         return
 
     def tell(done: asyncio.Future[Any]) -> None:
+        if flight.gone and not done.cancelled():
+            # It has failed while it was being cancelled. Somebody has to look, or asyncio logs that nobody did.
+            done.exception()
         del done  # an error that it has leads to this frame, and it mustn't lead back to the error
         told([flight])
 
