@@ -161,8 +161,8 @@ class ShortWay:
             if isinstance(read, RegionTensor):
                 region_inputs.append(RegionInputPlan(index, read.what, read.dtype, shape, read.place))
                 continue
-            if REGION in tensor.parameters:
-                return  # read at once, for its contents matter
+            if REGION in tensor.parameters or tensor.HasField("contents"):
+                return  # read at once, for its contents matter, or refused with raw_input_contents, which aren't here
             size_bytes = element_count(shape) * datatype.item_bytes
             plain = size_bytes > 0 and datatype.name != "BOOL"
             inputs.append(InputPlan(index, datatype, shape, size_bytes if plain else -1))

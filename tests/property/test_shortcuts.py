@@ -318,6 +318,22 @@ def test_id_that_is_no_text_is_refused_on_the_short_way_too() -> None:
     assert isinstance(reader(good.replace(b"ab", b"\xff\xfe")), DecodeError)
 
 
+def test_contents_beside_raw_contents_are_refused_whatever_was_learned_of_their_head() -> None:
+    reader, codec = RequestReader(), float_codec()
+    both = pb.ModelInferRequest.FromString(floats(1, 2))
+    both.inputs[0].contents.fp32_contents.extend((3, 4))
+    typed = pb.ModelInferRequest.FromString(both.SerializeToString())
+    typed.ClearField("raw_input_contents")
+    for _ in range(3):
+        request = reader(both.SerializeToString())
+        assert not isinstance(request, DecodeError)
+        with pytest.raises(InvalidRequest, match="expected no contents beside raw_input_contents"):
+            codec.decode(request)
+        request = reader(typed.SerializeToString())
+        assert not isinstance(request, DecodeError)
+        assert content_of(codec.decode(request).inputs[0])[-1] == [[3, 4]]
+
+
 def test_results_that_are_not_laid_out_as_on_the_wire_are_answered_all_the_same() -> None:
     reader, codec = RequestReader(), float_codec()
     reader(floats(1, 2))
