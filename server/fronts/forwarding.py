@@ -45,7 +45,11 @@ def forwarded(rpc: str, link: Link, replies: Replies) -> Callable[[bytes, Contex
         headers = tuple((key, value) for key, value in context.invocation_metadata())
         reply = replies.expect()
         link.send((protocol.CALL, reply.number, rpc, deadline_ns, headers, data))
-        answered: bytes = await reply
+        try:
+            answered: bytes = await reply
+        finally:
+            # An error leads to this frame, and by the reply this frame would lead back to the error.
+            del reply
         return answered
 
     return call
