@@ -10,14 +10,22 @@ import grpc
 import pytest
 
 from backends.errors import ExecutionError
+from backends.memory import MemoryBackend
 from protos import inference_pb2 as pb
+from scheduler.errors import QueueFull
 from scheduler.policy import NEVER
+from scheduler.waiting import Room
 from server.errors import InvalidRequest
 from server.handlers import serialized
+from server.inference import Inference
+from server.loading import Loads
+from server.metrics import Metrics
+from server.repository import Repository
 from server.wire_request import AnyRequest, RequestReader, WireRequest
 from tests.integration.scripted import Script, mark_of, request, totals
-from tests.integration.serving import Served, serving
+from tests.integration.serving import Served, serving, write_model
 from tests.integration.test_announced import Context
+from tests.unit.server.found import find_models
 
 TEXT = "max_batch_size: 32 dynamic_batching { }"
 
@@ -168,3 +176,40 @@ async def test_cancelled_ones_are_not_executed_and_the_others_are(tmp_path: Path
         await asyncio.wait(calls)
         assert [call.cancelled() for call in calls] == [False, True, False, False, True, False]
         assert script.seen == [[0.0, 2.0, 3.0, 5.0]]
+
+
+class Short(Room):
+    """There isn't memory enough to look at several requests together."""
+
+    def full(self, requests: int, size_bytes: int) -> QueueFull | None:
+        if requests > 1:
+            raise MemoryError
+        return super().full(requests, size_bytes)
+
+
+async def test_requests_that_can_not_be_submitted_together_are_submitted_one_by_one(
+    tmp_path: Path, script: Script, caplog: pytest.LogCaptureFixture
+) -> None:
+    room = Short(0, 0)
+    repository = Repository(Metrics(), Loads(lambda name: MemoryBackend({"m": script.model})), room=room)
+    write_model(tmp_path, "m", TEXT)
+    await repository.load_all(find_models([tmp_path]))
+    inference, read = Inference(repository), RequestReader()
+    inference.serving = True
+
+    def of(mark: float) -> AnyRequest:
+        one = read(request(mark).SerializeToString())
+        assert not isinstance(one, Exception)
+        return one
+
+    for _ in range(3):
+        await inference.infer(of(0), NEVER)
+    script.seen.clear()
+    answers = await asyncio.gather(*(inference.infer(of(mark), NEVER) for mark in (1, 2, 3)))
+    assert [record.getMessage() for record in caplog.records] == ["requests can't be submitted together"]
+    assert [mark_of(pb.ModelInferResponse.FromString(serialized(one))) for one in answers] == [1, 2, 3]
+    assert script.seen == [[1, 2, 3]]
+    model = repository.get("m", "")
+    assert (model.statistics.requests.count, model.statistics.failed) == (6, 0)
+    assert (model.batcher.waiting_requests, room.requests, room.size_bytes) == (0, 0, 0)
+    await repository.stop()

@@ -380,6 +380,23 @@ def test_load_whose_trial_hangs_fails_and_closes_nothing_until_that_has_ended(tm
     eventually(lambda: model.closed, "the model closed")
 
 
+class Watched(Model):
+    """Remembers on which thread it was tried."""
+
+    def try_rows(self, supervise: Supervise = directly) -> Trial:
+        self.tried_on = supervise(threading.current_thread)
+        return Trial(self.spec)
+
+
+def test_load_leaves_no_thread_behind_on_which_the_model_was_tried(tmp_path: Path) -> None:
+    model = Watched()
+    (loaded,) = load_model(folder(tmp_path, 1), Shelf(v1=model).of, LoadDefaults(execution_limit_ns=1_000_000))
+    assert model.tried_on is not threading.current_thread()
+    model.tried_on.join(30)
+    assert not model.tried_on.is_alive()
+    loaded.close()
+
+
 @pytest.mark.usefixtures("impatient")
 def test_load_with_a_limit_of_its_own_goes_by_that(tmp_path: Path) -> None:
     config = 'parameters { key: "paceline.execution_timeout_ms" value { string_value: "%d" } }'
