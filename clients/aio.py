@@ -19,7 +19,7 @@ from clients import calls
 from clients.base import DEFAULT_TIMEOUT_S, BaseClient, Metadata, ReadyWait, Timeout
 from clients.calls import Call, Method
 from clients.coalescing import Coalescer
-from clients.errors import Cancelled, DeadlineExceeded, Unavailable, rpc_failure
+from clients.errors import Cancelled, DeadlineExceeded, Unavailable, rpc_failure, unreadable
 from clients.messages import InferResult, Inputs, ModelMetadata, Parameters, ServerMetadata, infer_request
 from clients.streams import Streams, check_request
 from clients.tls import Tls
@@ -223,6 +223,8 @@ class InferenceClient(BaseClient):
             if self._closed and not _being_cancelled():
                 raise Cancelled(grpc.StatusCode.CANCELLED, f"{self!r} was closed during the call") from error
             raise
+        if response is None:
+            raise unreadable()
         return call.read(response)
 
 

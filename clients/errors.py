@@ -42,6 +42,7 @@ __all__ = [
     "Unimplemented",
     "inference_error",
     "rpc_failure",
+    "unreadable",
 ]
 
 TrailingMetadata = tuple[tuple[str, str | bytes], ...]
@@ -139,3 +140,8 @@ def rpc_failure(error: grpc.RpcError) -> InferenceError:
     """The exception for what grpc or grpc.aio raised. Raise it `from` the original."""
     pairs: Any = error.trailing_metadata() or ()
     return inference_error(error.code(), error.details() or "", tuple((key, value) for key, value in pairs))
+
+
+def unreadable() -> Internal:
+    """What grpc raises for an answer that is no message, where grpc.aio gives None."""
+    return Internal(grpc.StatusCode.INTERNAL, "Exception deserializing response!")

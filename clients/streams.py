@@ -19,7 +19,15 @@ import grpc
 import grpc.aio
 from grpc.aio import EOF  # type: ignore[attr-defined]
 
-from clients.errors import Cancelled, DeadlineExceeded, InferenceError, Unavailable, inference_error, rpc_failure
+from clients.errors import (
+    Cancelled,
+    DeadlineExceeded,
+    InferenceError,
+    Unavailable,
+    inference_error,
+    rpc_failure,
+    unreadable,
+)
 from protos.inference_pb2 import ModelInferRequest, ModelInferResponse, ModelStreamInferResponse
 
 __all__ = ["Streams", "check_request"]
@@ -147,6 +155,11 @@ class _Stream:
         reason: Callable[[], InferenceError] = _ended
         try:
             while (message := await self._call.read()) is not EOF:
+                if message is None:
+                    # No message: nobody can tell whose answer it was.
+                    reason = unreadable
+                    self._call.cancel()
+                    break
                 answer = self._waiting.get(message.infer_response.id)
                 if answer is not None and not answer.done():
                     answer.set_result(message)

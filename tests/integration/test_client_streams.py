@@ -34,6 +34,7 @@ from tests.integration.relay import relaying
 from tests.integration.scripted import Script, busy, marked
 from tests.integration.serving import Served, serving
 from tests.polling import eventually_async
+from tests.unit.clients.peer import serving_bytes
 
 MERGE = "max_batch_size: 8 dynamic_batching { default_queue_policy { max_queue_size: 40 } }"
 
@@ -342,6 +343,15 @@ class Refusing(GRPCInferenceServiceServicer):
     async def ModelStreamInfer(self, requests: Any, context: Any) -> AsyncIterator[pb.ModelStreamInferResponse]:
         await context.abort(grpc.StatusCode.PERMISSION_DENIED, "not you")
         yield
+
+
+async def test_infer_over_streams_answer_that_is_no_message_ends_its_stream_for_all_who_wait() -> None:
+    with serving_bytes(b"\xff\xff") as target:
+        async with AsyncInferenceClient(target, transport="stream", timeout_s=None) as client:
+            for _ in range(2):  # of which the second finds no stream that is of no use any more
+                calls = (client.infer("m", {"a": marked(1)}) for _ in range(40))
+                answers = await asyncio.wait_for(asyncio.gather(*calls, return_exceptions=True), 20)
+                assert {str(one) for one in answers} == {"INTERNAL: Exception deserializing response!"}
 
 
 async def test_infer_over_streams_of_a_foreign_server_has_answers_and_errors_without_status() -> None:

@@ -131,3 +131,24 @@ def serving(peer: Peer, address: str = "127.0.0.1:0") -> Iterator[Peer]:
         yield peer
     finally:
         server.stop(None).wait()
+
+
+@contextmanager
+def serving_bytes(answer: bytes) -> Iterator[str]:
+    """The address of a server that answers with these bytes, whatever is asked: each call once, and each message of a
+    stream."""
+
+    class Handlers(grpc.GenericRpcHandler):  # type: ignore[type-arg]  # generic in the stubs alone
+        def service(self, handler_call_details: grpc.HandlerCallDetails) -> Any:
+            if str(handler_call_details.method).endswith("ModelStreamInfer"):
+                return grpc.stream_stream_rpc_method_handler(lambda requests, context: (answer for _ in requests))
+            return grpc.unary_unary_rpc_method_handler(lambda request, context: answer)
+
+    server = grpc.server(ThreadPoolExecutor(8))
+    server.add_generic_rpc_handlers((Handlers(),))
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    try:
+        yield f"127.0.0.1:{port}"
+    finally:
+        server.stop(None).wait()

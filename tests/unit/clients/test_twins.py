@@ -34,7 +34,7 @@ from clients import (
 from clients.errors import inference_error
 from protos import inference_pb2 as pb
 from tests.unit.clients.conftest import Twin
-from tests.unit.clients.peer import Peer, Stall, echo, refuse, serving
+from tests.unit.clients.peer import Peer, Stall, echo, refuse, serving, serving_bytes
 
 MakeTwin = Callable[..., Twin]
 X = {"x": np.zeros((1, 2), np.float32)}
@@ -144,6 +144,14 @@ async def test_infer_contradictory_answer_raises_response_error(twin: Twin, peer
     peer.answer = short
     with pytest.raises(ResponseError, match=r"model 'm', output 'x'.*8 bytes"):
         await twin.infer("m", X)
+
+
+async def test_infer_answer_that_is_no_message_raises_internal(make_twin: MakeTwin) -> None:
+    with serving_bytes(b"\xff\xff") as target:
+        with pytest.raises(Internal, match="Exception deserializing response!"):
+            await make_twin(target).infer("m", X)
+        with pytest.raises(Internal, match="Exception deserializing response!"):
+            await make_twin(target).server_live()
 
 
 async def test_infer_unusable_input_raises_before_sending(twin: Twin, peer: Peer) -> None:
