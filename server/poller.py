@@ -64,7 +64,10 @@ class Poller:
         """Load what is there now. Raises OSError if a repository can't be listed."""
         self._seen = await asyncio.to_thread(self._look)
         self._done = dict(self._seen)
-        await self._repository.load_all([sight.folder for sight in self._seen.values()])
+        failures = await self._repository.load_all([sight.folder for sight in self._seen.values()])
+        self._without_place = {name for name, error in failures.items() if isinstance(error, TooManyModels)}
+        if len(failures) > len(self._without_place):
+            self._try_again(self._without_place)  # the others had places, and have left them
 
     async def run(self) -> None:
         """Follow until cancelled."""
@@ -123,6 +126,7 @@ class Poller:
             _log.error("%s; tried again when a model has gone", error)
         except LoadFailed as error:
             _log.error("%s; not tried again until its files change", error)
+            self._try_again(self._without_place)  # if nothing of it serves it has left its place
         except ModelNotReady:
             pass  # the server is stopping
         except Exception:  # noqa: BLE001 - whatever it was, it is this model's and not the others'

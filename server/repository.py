@@ -171,13 +171,18 @@ class Repository:
             if entry.forgettable:
                 del self._entries[name]
 
-    async def load_all(self, folders: Sequence[ModelFolder]) -> None:
-        """Load models, several at a time. One that fails becomes unavailable, with the reason; the others serve."""
+    async def load_all(self, folders: Sequence[ModelFolder]) -> Mapping[str, LoadFailed]:
+        """Load models, several at a time. One that fails becomes unavailable, with the reason; the others serve.
+        Returns why some don't, by name."""
         _log.info("loading %d model%s", len(folders), "s"[: len(folders) != 1])
         loads = (self.load(folder.name, always(folder)) for folder in folders)
-        for outcome in await asyncio.gather(*loads, return_exceptions=True):
-            if isinstance(outcome, BaseException) and not isinstance(outcome, LoadFailed):
+        failures = {}
+        for folder, outcome in zip(folders, await asyncio.gather(*loads, return_exceptions=True), strict=True):
+            if isinstance(outcome, LoadFailed):
+                failures[folder.name] = outcome
+            elif isinstance(outcome, BaseException):
                 raise outcome
+        return failures
 
     async def load(self, name: str, find: Find, override: pb.ModelConfig | None = None) -> None:
         """Load model `name` from what `find` gives, with `override` instead of its configuration if there is one, in

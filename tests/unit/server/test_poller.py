@@ -234,6 +234,37 @@ async def test_poll_of_a_model_for_which_there_is_no_place_loads_it_when_another
     await bench.repository.stop()
 
 
+async def test_model_without_a_place_at_the_start_is_loaded_when_another_has_gone(tmp_path: Path) -> None:
+    bench = Bench(tmp_path / "models", max_models=1)
+    folders = {name: bench.write(name) for name in "ab"}
+    await bench.start()
+    (served,) = bench.ready
+    await bench.settle()
+    assert bench.ready == {served: ["1"]}
+    folders.pop(served).rename(tmp_path / "elsewhere")
+    await bench.settle()
+    await bench.look()
+    assert bench.ready == {name: ["1"] for name in folders}
+    await bench.repository.stop()
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["at the start", "later"])
+async def test_model_without_a_place_is_loaded_when_one_that_had_it_could_not_be(tmp_path: Path, first: bool) -> None:
+    bench = Bench(tmp_path / "models", max_models=1)
+    bench.root.mkdir()
+    if not first:
+        await bench.start()
+    bench.write("a", f"{CONFIG} sequence_batching {{ }}")
+    bench.write("b")
+    if first:
+        await bench.start()
+    await bench.settle()
+    await bench.look()
+    assert bench.ready == {"b": ["1"]}
+    assert not await bench.look()
+    await bench.repository.stop()
+
+
 async def test_poll_of_a_folder_that_was_away_for_one_look_changes_nothing(bench: Bench) -> None:
     folder = bench.write("a")
     await bench.start()
