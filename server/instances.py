@@ -170,7 +170,7 @@ class Instances:
         pause_s = _PAUSE_S
         while not self._closed:
             try:
-                instance = await asyncio.to_thread(self._open, device)
+                await self._put_in(await asyncio.to_thread(self._open, device))
             except Exception as error:  # noqa: BLE001 - a backend's; it is tried again
                 _log.error("model '%s': an instance can't be replaced: %s", self._loaded.name, error)
                 self._on_failed_attempt(lost)
@@ -179,11 +179,18 @@ class Instances:
                 await asyncio.sleep(pause_s)
                 pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
                 continue
-            if self._closed:
-                await asyncio.to_thread(instance.close)
-            else:
-                self._add(instance)
             return
+
+    async def _put_in(self, instance: Instance) -> None:
+        """Have it execute, unless it comes too late. Raises what is in the way; then it is closed."""
+        if self._closed:
+            await asyncio.to_thread(instance.close)
+            return
+        try:
+            self._add(instance)
+        except RuntimeError:
+            await asyncio.to_thread(instance.close)
+            raise
 
     def _on_failed_attempt(self, lost: str) -> None:
         """Of what hangs there is hope that it ends; nobody is to wait for a device that may never be back."""
@@ -194,10 +201,21 @@ class Instances:
         self._on_change()
 
     def _add(self, instance: Instance) -> None:
-        self._hopeless = ""
-        for runner in self._new_runners(instance):
+        """Raises RuntimeError if there can be no thread for any of its slots."""
+        runners = self._new_runners(instance)
+        for number, runner in enumerate(runners):
             self._live[runner] = instance
-            self.batcher.add(runner)
+            try:
+                self.batcher.add(runner)
+            except RuntimeError as error:
+                del self._live[runner]
+                if not number:
+                    raise
+                name, version = self._loaded.name, self._loaded.version
+                text = "model '%s' version %s: an instance has %d of its %d slots: %s"
+                _log.warning(text, name, version, number, len(runners), error)
+                break
+        self._hopeless = ""
         _log.warning("model '%s' version %s: an instance is replaced", self._loaded.name, self._loaded.version)
         self._on_change()
 

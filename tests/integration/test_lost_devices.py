@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -117,3 +119,61 @@ async def test_model_whose_device_is_lost_can_be_stopped_and_keeps_what_it_held(
         assert served.server.repository.hangs
     assert model.open_instances == 1
     assert not model.closed
+
+
+class Slot:
+    """The one slot of an instance; `start` runs what it executes on a thread, if there can be one."""
+
+    gpu = None
+
+    def __init__(self, instance: MemoryInstance, start: Callable[[str, Callable[[], None]], None]) -> None:
+        self.device, self.execute, self.prepare = instance.device, instance.execute, instance.execute
+        self.start = start
+
+
+class Slotted(MemoryInstance):
+    slots: Sequence[Slot] = ()
+
+
+class Crowded(MemoryModel):
+    """A model whose second instance has two slots, and meets a process that can have no more threads at its own first
+    slot, whose third meets one at its own second, and whose others have none."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        super().__init__(spec)
+        self.threads = iter((False, True, False))
+
+    def instance(self, spec: ModelSpec, device: Device) -> MemoryInstance:
+        if not self._instances:
+            return super().instance(spec, device)
+        instance = Slotted(self, spec, device)
+        instance.slots = [Slot(instance, self._start) for _ in range(2)]
+        self._instances.append(instance)
+        return instance
+
+    def _start(self, name: str, function: Callable[[], None]) -> None:
+        if not next(self.threads):
+            raise RuntimeError("can't start new thread")
+        threading.Thread(target=function, name=name, daemon=True).start()
+
+
+async def test_instance_in_the_place_of_a_lost_one_for_which_there_is_no_thread_is_closed_and_tried_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = Crowded(echo_model().spec)
+    with caplog.at_level(logging.WARNING, "paceline.server.instances"):
+        async with serving(tmp_path, {"m": model}, config=BATCHED) as served:
+            model.faults.raise_next(BROKEN)
+            assert await failure_of(served.infer(ONE)) == (grpc.StatusCode.INTERNAL, f"model 'm': {BROKEN}")
+            await eventually_async(lambda: served.server.repository.models[0].able, "an instance again")
+            for _ in range(3):
+                answer = await served.infer(ONE, timeout_s=5)
+                assert answer.raw_output_contents[0] == ONE.raw_input_contents[0]
+            assert served.server.repository.ready
+            assert model.open_instances == 2  # the lost one, and the one that executes
+    assert [record.getMessage() for record in caplog.records if record.name.endswith("instances")] == [
+        f"model 'm' version 1: an instance is lost: {BROKEN}; 0 instances are left",
+        "model 'm': an instance can't be replaced: can't start new thread",
+        "model 'm' version 1: an instance has 1 of its 2 slots: can't start new thread",
+        "model 'm' version 1: an instance is replaced",
+    ]
