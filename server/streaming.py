@@ -170,6 +170,8 @@ class _Stream:
             raise asyncio.CancelledError from None
         finally:
             self._reading.cancel()
+            # It will keep its end, whose traceback leads here.
+            del self._reading
             self._give_up()
 
     def close(self) -> None:

@@ -264,3 +264,24 @@ async def test_answer_that_was_made_counts_though_its_stream_ends_before_it_is_w
         assert len(context.written) == 1
         counted = totals(await served.metrics())
         assert (counted["success"], sum(counted.values())) == (5, 5)
+
+
+async def test_stream_that_was_cancelled_leaves_nothing_to_the_garbage_collector(
+    tmp_path: Path, script: Script
+) -> None:
+    gate = script.hold(1)
+    async with serving(tmp_path, {"m": script.model}, config=TEXT) as served:
+        context = Endless([request(1), request(2)])
+        gone = weakref.ref(context)
+        gc.disable()
+        try:
+            call = asyncio.create_task(served.server._streaming.ModelStreamInfer(None, context))
+            del context
+            await asyncio.to_thread(gate.wait_entered, 1)
+            call.cancel()
+            await asyncio.wait([call])
+            del call
+            gate.open()
+            await eventually_async(lambda: gone() is None, "all that a stream has gone")
+        finally:
+            gc.enable()
