@@ -105,6 +105,7 @@ class Loads:
                 _log.warning("load of model '%s' failed, %d more tries: %s", name, left, error)
             finally:
                 slow.cancel()
+                del future  # it has the error, whose traceback leads here
         raise AssertionError("the last try returned or raised")
 
     def _note(self, future: Future[Any]) -> None:

@@ -66,7 +66,7 @@ class ModelControl:
                 name, lambda: self._folder(name, override), override.config if override else None
             )
         except LoadFailed as error:
-            _log.error("%s", error)
+            _log.error("%s", str(error))  # who keeps the record mustn't keep what the traceback leads to
             raise
         return pb.RepositoryModelLoadResponse()
 

@@ -252,6 +252,9 @@ class Repository:
             if task.cancelled():
                 raise ModelNotReady("the server is stopping") from None
             raise
+        finally:
+            # It has the error, whose traceback leads here, and to what was to be loaded.
+            del task
 
     async def _operate(self, name: str, operation: Callable[[Entry[ServedModel]], Awaitable[None]]) -> None:
         if self._stopping:
@@ -289,10 +292,10 @@ class Repository:
             entry.fail_load(error.reason)
             raise
         except Exception as error:  # whatever it is, it is this model's and not the others'
-            failed = LoadFailed(entry.name, _reason(entry.name, error))
-            entry.fail_load(failed.reason)
+            reason = _reason(entry.name, error)
+            entry.fail_load(reason)
             self._leave_place(entry)
-            raise failed from error
+            raise LoadFailed(entry.name, reason) from error
         before = entry.end_load({model.version: model for model in models})
         self._serve(entry.name, models, before)
         self._retire(entry, before)

@@ -10,6 +10,8 @@ import grpc
 import pytest
 
 from protos import inference_pb2 as pb
+from server.config import ControlMode, Settings
+from server.load_request import Override
 from tests.integration.serving import echo_model, failure_of, serving
 from tests.polling import eventually_async
 from tests.wire import infer, rows_of_floats
@@ -45,3 +47,20 @@ async def test_refused_calls_leave_nothing_to_the_garbage_collector(
         assert (await failure_of(missing))[0] is grpc.StatusCode.NOT_FOUND
         # gRPC has the last ones in hand.
         await eventually_async(lambda: _refusals() < before + 5, "refusals are gone")
+
+
+def _overrides() -> int:
+    """Contents of models that clients have sent, which may have hundreds of MB."""
+    return sum(isinstance(one, Override) for one in gc.get_objects())
+
+
+async def test_loads_that_fail_leave_nothing_to_the_garbage_collector(tmp_path: Path, uncollected: None) -> None:
+    settings = Settings(paths=(tmp_path,), model_control_mode=ControlMode.EXPLICIT)
+    request = pb.RepositoryModelLoadRequest(model_name="m")
+    request.parameters["config"].string_param = '{"backend": "onnxruntime"}'
+    request.parameters["file:1/model.onnx"].bytes_param = b"no model"
+    async with serving(tmp_path, settings=settings) as served:
+        before = _overrides()
+        for _ in range(10):
+            assert (await failure_of(served.stub.RepositoryModelLoad(request)))[0] is grpc.StatusCode.INVALID_ARGUMENT
+        await eventually_async(lambda: _overrides() < before + 3, "what was to be loaded is gone")
