@@ -8,10 +8,10 @@ server would end with all of its models and callers.
 from __future__ import annotations
 
 import pickle
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from threading import Lock, Timer
 from types import TracebackType
@@ -27,7 +27,7 @@ __all__ = ["SessionApart"]
 
 _SOURCE = ModelSource("a trial", Path(__file__).with_name("model.py"))
 _IDLE_S = 10.0
-"""For how long a process is kept for the next: models are loaded one after the other."""
+"""For how long, or twice that, a process is kept for the next: models are loaded one after the other."""
 
 
 class SessionApart:
@@ -82,29 +82,40 @@ class _Idle:
 
     def __init__(self) -> None:
         self._lock = Lock()
-        self._processes: list[ModelProcess] = []
+        self._since: dict[ModelProcess, float] = {}
+        self._is_watched = False
 
     def take(self) -> ModelProcess | None:
         with self._lock:
-            while self._processes:
-                process = self._processes.pop()
+            while self._since:
+                process, _ = self._since.popitem()
                 if not process.ended:
                     return process
         return None
 
     def give(self, process: ModelProcess) -> None:
         with self._lock:
-            self._processes.append(process)
-        ends = Timer(_IDLE_S, partial(self._end, process))
-        ends.daemon = True
-        ends.start()
+            self._since[process] = time.monotonic()
+            self._is_watched = self._is_watched or self._watch()
 
-    def _end(self, process: ModelProcess) -> None:
+    def _watch(self) -> bool:
+        """Look later. False if there can be no thread for that: then the next that is given is an occasion."""
+        timer = Timer(_IDLE_S, self._end_idle)
+        timer.daemon = True
+        with suppress(RuntimeError):
+            timer.start()
+            return True
+        return False
+
+    def _end_idle(self) -> None:
+        until = time.monotonic() - _IDLE_S
         with self._lock:
-            if process not in self._processes:
-                return
-            self._processes.remove(process)
-        process.close()
+            idle = [process for process, since in self._since.items() if since <= until]
+            for process in idle:
+                del self._since[process]
+            self._is_watched = bool(self._since) and self._watch()
+        for process in idle:
+            process.close()
 
 
 _idle = _Idle()

@@ -95,6 +95,17 @@ def test_process_is_used_again_while_it_lives(tmp_path: Path) -> None:
         assert process_of(apart) is not first
 
 
+def test_process_that_nobody_uses_for_a_while_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("backends.apart.session._idle", _Idle())
+    monkeypatch.setattr("backends.apart.session._IDLE_S", 0.01)
+    processes = []
+    for _ in range(2):
+        with SessionApart(job(tmp_path, models.identity())) as apart:
+            processes.append(process_of(apart))
+        eventually(lambda: processes[-1].ended, "the process ended")
+    assert [process.end for process in processes] == ["ended with exit status 0"] * 2
+
+
 def test_process_that_is_not_waited_for_any_more_is_killed_whatever_it_does(tmp_path: Path) -> None:
     library = build_library(tmp_path / "twice.so", endless=4)
     apart = SessionApart(job(tmp_path, twice(), op_libraries=(library,)))
