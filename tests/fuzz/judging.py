@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import grpc
 
 from server.errors import status_of
+from server.log import debugging
 
 __all__ = ["Finding", "Target", "judged", "quiet", "refused"]
 
@@ -83,13 +84,14 @@ def _excess(target: Target, data: bytes) -> str:
 def quiet() -> Iterator[None]:
     """Log nothing, which would be all there is to see; afterwards, as it was before."""
     logger = logging.getLogger("paceline")
-    before = logger.level, logger.propagate, list(logger.handlers)
+    before, was_debugging = (logger.level, logger.propagate, list(logger.handlers)), debugging.on
     logger.setLevel(logging.CRITICAL + 1)
     try:
         yield
     finally:
         logger.setLevel(before[0])
         logger.propagate, logger.handlers = before[1:]
+        debugging.on = was_debugging  # some of what is made up are settings
 
 
 def refused(error: Exception) -> None:
