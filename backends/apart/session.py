@@ -1,8 +1,8 @@
 """A session of ONNX Runtime in another process, for inputs that nobody has vouched for.
 
-Lives here: which process runs it, and that processes are used again. Must not: know why it is run. What a model does to
-inputs that it wasn't made for may be more than an exception: a division by zero in native code ends the process, and a
-server would end with all of its models and callers.
+Lives here: which process runs it, and that processes are used again. Must not: know what follows from it. What a model
+does to inputs that it wasn't made for may be more than an exception: a division by zero in native code ends the
+process, and a server would end with all of its models and callers.
 """
 
 from __future__ import annotations
