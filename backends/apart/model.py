@@ -38,7 +38,7 @@ class Model:
 
     def _answer(self, question: tuple[Job, Sequence[Array]] | None) -> Tensors | BackendError | None:
         if question is None:
-            self._job = self._instance = None
+            self._close()
             return None
         job, inputs = question
         try:
@@ -48,8 +48,13 @@ class Model:
 
     def _opened(self, job: Job) -> OnnxInstance:
         if self._instance is None or job != self._job:
-            self._job = self._instance = None
+            self._close()
             device = Device()
             session = open_session(job.name, job.path, job.options, device)
             self._job, self._instance = job, OnnxInstance(session, job.spec, device, job.options)
         return self._instance
+
+    def _close(self) -> None:
+        if self._instance is not None:
+            self._instance.close()  # else the session, and all weights, would stay until garbage is collected
+        self._job = self._instance = None

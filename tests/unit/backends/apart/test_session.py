@@ -95,6 +95,19 @@ def test_process_is_used_again_while_it_lives(tmp_path: Path) -> None:
         assert process_of(apart) is not first
 
 
+def test_process_that_waits_for_the_next_session_has_nothing_of_the_last(tmp_path: Path) -> None:
+    model = models.mlp()
+    weights = tmp_path / "weights.bin"
+    saved = tmp_path / "model.onnx"
+    onnx.save_model(model, saved, save_as_external_data=True, location=weights.name, size_threshold=0)
+    spec = ModelSpec((TensorSpec("INPUT0", "FP32", (-1, 16)),), (TensorSpec("OUTPUT0", "FP32", (-1, 4)),))
+    with SessionApart(Job("m", saved, spec, OnnxOptions())) as apart:
+        apart.run([np.ones((1, 16), np.float32)])
+        maps = Path(f"/proc/{process_of(apart).pid}/maps")
+        assert str(weights) in maps.read_text()
+    assert str(weights) not in maps.read_text()
+
+
 def test_process_that_nobody_uses_for_a_while_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("backends.apart.session._idle", _Idle())
     monkeypatch.setattr("backends.apart.session._IDLE_S", 0.01)
