@@ -143,6 +143,8 @@ async def serving(
     try:
         target = f"127.0.0.1:{server.grpc_port}"
         async with grpc.aio.insecure_channel(target, options=[*_UNLIMITED, *options]) as channel:
+            if local.tls is None:
+                await asyncio.wait_for(channel.channel_ready(), 20)  # calls that wait for it go off in any order
             yield Served(server, channel, GRPCInferenceServiceStub(channel))
     finally:
         for model in models.values():
