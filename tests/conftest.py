@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 
 import pytest
 from hypothesis import settings
 
+from server.log import debugging
 from server.tuning import made_to_stay
 
 # The same examples each time, however long the machine takes for one: what fails, fails again.
@@ -35,6 +37,22 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
     report = yield
     report.sections = [(title, text.encode(errors="backslashreplace").decode()) for title, text in report.sections]
     return report
+
+
+@pytest.fixture(autouse=True)
+def logging_as_before() -> Iterator[None]:
+    """Logging is the process's: what a test configured ends with it, also what is still to be told of its storms."""
+    loggers = [logging.getLogger(name) for name in ("paceline", "asyncio")]
+    before = [(one.handlers, one.level, one.propagate) for one in loggers]
+    was_debugging = debugging.on
+    yield
+    for logger, (handlers, level, propagate) in zip(loggers, before, strict=True):
+        for handler in logger.handlers:
+            if handler not in handlers:
+                handler.close()
+        logger.handlers, logger.propagate = handlers, propagate
+        logger.setLevel(level)
+    debugging.on = was_debugging
 
 
 @pytest.fixture

@@ -90,6 +90,8 @@ def quiet() -> Iterator[None]:
         yield
     finally:
         logger.setLevel(before[0])
+        for handler in set(logger.handlers).difference(before[2]):
+            handler.close()
         logger.propagate, logger.handlers = before[1:]
         debugging.on = was_debugging  # some of what is made up are settings
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +18,6 @@ from tests.integration.serving import echo_model, failure_of, serving
 from tests.integration.streams import Stream
 from tests.polling import eventually_async
 from tests.wire import infer, rows_of_floats
-
-
-@pytest.fixture(autouse=True)
-def _quiet_again() -> Iterator[None]:
-    yield
-    log.configure("info", "text")
 
 
 def request(rows: int = 1, id: str = "", **how: Any) -> pb.ModelInferRequest:
