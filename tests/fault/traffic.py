@@ -70,7 +70,7 @@ class Client:
 
 @contextmanager
 def connected(server: ServerProcess, options: Sequence[tuple[str, Any]] = ()) -> Iterator[Client]:
-    """A client of `server`, its channel with `options`. It is connected: calls that wait for that go off in any order."""
+    """A connected client of `server`, its channel with `options`. Calls that wait for that go off in any order."""
     with grpc.insecure_channel(server.target, options) as channel:
         grpc.channel_ready_future(channel).result(20)
         yield Client(channel)
