@@ -36,6 +36,8 @@ R = TypeVar("R")
 # About what gRPC takes of the loop's time for a request. An instance that is done sooner doesn't get its next batch
 # at once, but when the answers are on their way and requests that have arrived are queued: fewer and larger batches.
 _LOOP_NS = 150_000
+_LONG_NS = 2_000_000
+"""Shorter executions are no use to those who could come back meanwhile."""
 
 _NOTHING: Step[Any] = Step()
 
@@ -328,7 +330,7 @@ class Batcher(Generic[P, R]):
         """Have what this instance hasn't begun wait on. False if it has begun it."""
         if not runner.take_back():
             return False
-        self._company.on_end(len(batch.entries))
+        self._company.on_end(len(batch.entries), self._clock.now_ns())
         waiting = self._delivery.still_wanted(batch.entries)
         for entry in waiting:
             entry.payload.entry = entry
@@ -346,7 +348,7 @@ class Batcher(Generic[P, R]):
 
     # hot path
     def _run(self, runner: Runner[P, R], batch: Batch[Pending[P, R]], suspects: Suspects[Pending[P, R]] | None) -> None:
-        self._company.on_start(len(batch.entries), self._queue.requests)
+        self._company.on_start(len(batch.entries), self._queue.requests, self._clock.now_ns())
         payloads = []
         for entry in batch.entries:
             pending = entry.payload
@@ -363,10 +365,13 @@ class Batcher(Generic[P, R]):
         batch, following = self._instances.end(runner)
         if following is not None:
             self._queue.release(following)
-        self._company.on_end(len(batch.entries))
+        self._company.on_end(len(batch.entries), self._clock.now_ns())
         duration_ns = outcome.finished_ns - outcome.started_ns
         computed_ns = duration_ns - getattr(outcome.executed, "waited_ns", 0)
         self._queue.done(batch, outcome.finished_ns, None if outcome.error else computed_ns)
+        if duration_ns >= _LONG_NS:
+            latency = self._queue.latency
+            self._company.took(latency.base_ns(batch.key), latency.expected_ns(batch.key, -(-batch.rows // 2)))
         failed = self._on_failure(runner, batch, outcome.error, suspects) if outcome.error else ()
         try:
             if duration_ns < _LOOP_NS * len(batch.entries) and self._kept_waiting(self._turns.announced) is not None:
@@ -386,7 +391,7 @@ class Batcher(Generic[P, R]):
                 return
             self._queue.release(following)
         batch = self._running[runner]
-        self._company.on_end(len(batch.entries))
+        self._company.on_end(len(batch.entries), self._clock.now_ns())
         self._queue.done(batch, self._clock.now_ns(), None)
         for entry in batch.entries:
             self._delivery.fail(entry, ExecutionTimeout(self.policy.execution_limit_ns))

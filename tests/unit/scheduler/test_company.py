@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import pytest
+
 from scheduler.company import Company
 
 
 def after_batches_of(requests: int, *, count: int = 100) -> Company:
     company = Company()
     for _ in range(count):
-        company.on_start(requests, 0)
-        company.on_end(requests)
+        company.on_start(requests, 0, 0)
+        company.on_end(requests, 0)
     return company
 
 
@@ -32,8 +34,8 @@ def test_company_that_is_all_there_is_not_waited_for() -> None:
 
 def test_company_executing_and_waiting_counts_as_there() -> None:
     company = after_batches_of(4)
-    company.on_start(4, waiting=4)
-    company.on_end(4)
+    company.on_start(4, waiting=4, now_ns=0)
+    company.on_end(4, 0)
     assert company.patience(5, 0)
     assert not company.patience(8, 0)
 
@@ -41,8 +43,8 @@ def test_company_executing_and_waiting_counts_as_there() -> None:
 def test_company_that_has_gone_is_forgotten() -> None:
     company = after_batches_of(64)
     for _ in range(300):
-        company.on_start(1, 0)
-        company.on_end(1)
+        company.on_start(1, 0, 0)
+        company.on_end(1, 0)
     assert company.patience(0, 0) == 0
 
 
@@ -50,3 +52,48 @@ def test_company_that_keeps_coming_is_not_waited_for_without_end() -> None:
     company = after_batches_of(64)
     iterations = next(count for count in range(10_000) if not company.patience(1, count))
     assert 0 < iterations <= 400
+
+
+MS = 1_000_000
+
+
+def after_pauses_of(pause_ms: float, base_ms: float, half_ms: float, *, count: int = 50) -> Company:
+    """Eight callers who come again in a batch of them all, after nothing has executed for so long."""
+    company, now_ns = Company(), 1
+    for _ in range(count):
+        now_ns += round(pause_ms * MS)
+        company.on_start(8, 0, now_ns)
+        now_ns += 10 * MS
+        company.on_end(8, now_ns)
+        company.took(round(base_ms * MS), round(half_ms * MS))
+    return company
+
+
+def test_half_of_those_who_come_again_is_enough_where_the_pause_is_longer_than_what_a_batch_costs() -> None:
+    company = after_pauses_of(6, base_ms=5, half_ms=7)
+    assert company.patience(3, 0)
+    assert not company.patience(4, 0)
+
+
+@pytest.mark.parametrize(
+    ("pause_ms", "base_ms", "half_ms"),
+    [
+        pytest.param(4, 5, 7, id="pause is cheaper"),
+        pytest.param(10, 5, 7, id="rest wouldn't be back"),
+        pytest.param(6, 0, 7, id="costs aren't known"),
+        pytest.param(0.01, 5, 7, id="they take turns already"),
+        pytest.param(1000, 5, 7, id="nobody came for long"),
+    ],
+)
+def test_half_of_those_who_come_again_is_not_enough_where(pause_ms: float, base_ms: float, half_ms: float) -> None:
+    assert after_pauses_of(pause_ms, base_ms, half_ms).patience(7, 0)
+
+
+def test_half_of_those_who_come_again_is_not_enough_after_one_long_pause() -> None:
+    assert after_pauses_of(6, base_ms=5, half_ms=7, count=3).patience(7, 0)
+
+
+def test_half_of_those_who_come_again_is_not_enough_while_others_execute() -> None:
+    company = after_pauses_of(6, base_ms=5, half_ms=7)
+    company.on_start(2, 0, 10**12)
+    assert company.patience(5, 0)

@@ -41,8 +41,8 @@ def crowd(requests: int = 32) -> Company:
     """After many batches of that many."""
     company = Company()
     for _ in range(100):
-        company.on_start(requests, 0)
-        company.on_end(requests)
+        company.on_start(requests, 0, 0)
+        company.on_end(requests, 0)
     return company
 
 
