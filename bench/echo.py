@@ -23,6 +23,7 @@ from protos import model_config_pb2 as config_pb
 from protos.inference_pb2_grpc import GRPCInferenceServiceServicer, add_GRPCInferenceServiceServicer_to_server
 
 # The product's own choices, taken rather than repeated: a floor under other conditions would be no floor.
+from server import huge_pages
 from server.limits import Limits
 from server.loop import new_loop
 from server.tuning import keep_freed_memory
@@ -97,6 +98,7 @@ async def _serve(make: Callable[[], Echo]) -> None:
 
 def run(make: Callable[[], Echo]) -> None:
     """Serve what `make` makes on a free loopback port until standard input ends."""
+    huge_pages.ask()
     keep_freed_memory()
     with asyncio.Runner(loop_factory=new_loop) as runner:
         runner.run(_serve(make))

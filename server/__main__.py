@@ -1,7 +1,9 @@
 """The command `paceline`, also as `python -m server` for when it isn't installed."""
 
 import os
+import sys
 
+from server import huge_pages
 from server.standard_streams import open_standard_streams
 from server.tuning import made_to_stay
 
@@ -10,6 +12,8 @@ __all__ = ["main"]
 
 def main() -> None:
     """Run the command."""
+    if sys.argv[1:2] == ["serve"]:
+        huge_pages.ask()
     open_standard_streams()
     # By default gRPC writes a line to stderr for every handshake that fails: one for each connection that anybody
     # makes to a server, past the log's format, level and bounds. It looks when it is imported.

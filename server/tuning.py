@@ -12,14 +12,15 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-__all__ = ["keep_freed_memory", "made_to_stay"]
+__all__ = ["KEPT_BYTES", "SETTINGS", "keep_freed_memory", "made_to_stay"]
 
 _log = logging.getLogger("paceline.server")
 
 _M_TRIM_THRESHOLD = -1
 _M_MMAP_THRESHOLD = -3
-_KEPT_BYTES = 256 * 1024 * 1024
-_SETTINGS = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")
+KEPT_BYTES = 256 * 1024 * 1024
+SETTINGS = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")
+"""Of the environment, by which whoever starts this program has a say."""
 
 
 def keep_freed_memory() -> None:
@@ -30,10 +31,10 @@ def keep_freed_memory() -> None:
     rows of 600 KB are stacked in 1.1 times what copying them takes, and in 2.3 times otherwise. Source: mallopt(3).
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is None or any(name in os.environ for name in _SETTINGS):
+    if mallopt is None or any(name in os.environ for name in SETTINGS):
         return
     # Setting one of them switches glibc's own adjustment of both off.
-    if not (mallopt(_M_MMAP_THRESHOLD, _KEPT_BYTES) and mallopt(_M_TRIM_THRESHOLD, _KEPT_BYTES)):
+    if not (mallopt(_M_MMAP_THRESHOLD, KEPT_BYTES) and mallopt(_M_TRIM_THRESHOLD, KEPT_BYTES)):
         _log.warning("the C library doesn't keep freed memory: mallopt refused the settings")
 
 
