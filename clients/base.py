@@ -57,8 +57,8 @@ class BaseClient:
     are gRPC channel options and override ours: message sizes are unlimited, and reconnecting is tried at least once a
     second. `metadata` goes with every call, before the call's own.
 
-    Raises ValueError or TypeError for a target that is none, and for a timeout, a token or metadata that can't be sent,
-    as each call does for its own.
+    Raises ValueError or TypeError for a target that is none, and for a timeout, a token, metadata or anything else that
+    can't be used, as each call does for its own.
 
     Making a client opens nothing; the first call does, or entering it as a context manager, and raises ValueError for
     files of `tls` that are no good. No failed call is repeated: it raises at once, and whether to try again is the
@@ -83,9 +83,9 @@ class BaseClient:
             raise ValueError("expected one of tls and credentials, got both")
         self._target = _target(target)
         self._timeout_s = _bounded_s(timeout_s)
-        self._tls = tls if isinstance(tls, Tls) else Tls() if tls else None
-        self._credentials = credentials
-        self._options = options
+        self._tls = _tls(tls)
+        self._credentials = _credentials(credentials)
+        self._options = _options(options)
         self._metadata = (*([authorization(token)] if token is not None else []), *checked(metadata))
         self._lock = threading.Lock()
         self._closed = False
@@ -107,7 +107,7 @@ class BaseClient:
 
     def _new_channel(self) -> Any:
         of_tls = self._tls.channel_options() if self._tls is not None else ()
-        options = list({**_CHANNEL_OPTIONS, **dict(of_tls), **dict(self._options)}.items())
+        options = list({**_CHANNEL_OPTIONS, **dict(of_tls), **self._options}.items())
         credentials = self._tls.credentials() if self._tls is not None else self._credentials
         if credentials is None:
             return self._transport.insecure_channel(self._target, options=options)
@@ -140,6 +140,28 @@ def _target(target: str) -> str:
     if not text("target", target):
         raise ValueError("target: expected a gRPC name such as '127.0.0.1:8001', got ''")
     return target
+
+
+def _tls(tls: bool | Tls) -> Tls | None:
+    if isinstance(tls, Tls):
+        return tls
+    # The path of a file here would be believed to be asked for, and the world's authorities be believed instead.
+    if not isinstance(tls, bool | None):
+        raise TypeError(f"tls: expected True, False or clients.Tls, got {tls!r}")
+    return Tls() if tls else None
+
+
+def _credentials(credentials: grpc.ChannelCredentials | None) -> grpc.ChannelCredentials | None:
+    if not isinstance(credentials, grpc.ChannelCredentials | None):
+        raise TypeError(f"credentials: expected grpc.ChannelCredentials, got {type(credentials).__name__}")
+    return credentials
+
+
+def _options(options: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    try:
+        return dict(options)
+    except (TypeError, ValueError):
+        raise TypeError(f"options: expected pairs of name and value, got {options!r}") from None
 
 
 def _bounded_s(timeout_s: float | None) -> float | None:

@@ -7,7 +7,7 @@ each fail in a way of its own, and over a stream everybody who shares it. No tex
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Final
 
 __all__ = ["Metadata", "checked"]
@@ -21,12 +21,15 @@ _TEXT: Final = re.compile(r"[ -~]*")
 
 def checked(metadata: Metadata) -> tuple[tuple[str, str | bytes], ...]:
     """The pairs. Raises ValueError or TypeError, naming the key, for what can't be sent."""
-    if isinstance(metadata, Mapping):
-        raise TypeError("metadata: expected pairs of key and value, got a mapping")
-    return tuple(_checked(key, value) for key, value in metadata)
+    if isinstance(metadata, Mapping | str | bytes) or not isinstance(metadata, Iterable):
+        raise TypeError(f"metadata: expected pairs of key and value, got {type(metadata).__name__}")
+    return tuple(_checked(pair) for pair in metadata)
 
 
-def _checked(key: str, value: str | bytes) -> tuple[str, str | bytes]:
+def _checked(pair: tuple[str, str | bytes]) -> tuple[str, str | bytes]:
+    if not isinstance(pair, tuple | list) or len(pair) != 2:
+        raise TypeError("metadata: expected pairs of key and value, got something else among them")
+    key, value = pair
     if not isinstance(key, str) or not _KEY.fullmatch(key):
         raise ValueError(f"metadata: expected keys of lower case letters, digits, '_', '.' and '-', got {key!r}")
     is_binary = key.endswith("-bin")

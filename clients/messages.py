@@ -7,7 +7,8 @@ contradicts the protocol raises ResponseError.
 
 from __future__ import annotations
 
-from collections.abc import ItemsView, Iterator, KeysView, Mapping, Sequence
+from collections.abc import Iterator, KeysView, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeVar
 
@@ -139,27 +140,31 @@ def infer_request(
     """
     if not text("model", model):
         raise ValueError("the name of the model is empty")
-    wanted = datatypes or {}
-    unknown = [name for name in wanted if name not in inputs]
+    given, wanted = _by_name("inputs", inputs), _by_name("datatypes", datatypes or {})
+    unknown = [name for name in wanted if name not in given]
     if unknown:
         raise ValueError(f"datatypes names {', '.join(map(repr, unknown))}, not among the inputs")
     request = ModelInferRequest(
         model_name=model, model_version=text("version", version), id=text("request_id", request_id)
     )
     room_bytes = _MOST_BYTES
-    for name, value in _by_name("inputs", inputs):
+    for name, value in given.items():
         room_bytes -= _add_input(request, name, value, wanted.get(name), room_bytes)
     for name in _output_names(outputs):
         request.outputs.add(name=text("outputs", name))
-    for name, parameter in _by_name("parameters", parameters or {}):
+    for name, parameter in _by_name("parameters", parameters or {}).items():
         request.parameters[name].CopyFrom(_parameter(name, parameter))
     return request
 
 
 def text(argument: str, value: str) -> str:
-    """The value. Raises TypeError, naming the argument, if it is no str."""
+    """The value. Raises TypeError, naming the argument, if it is no str, and ValueError for one that is no text."""
     if not isinstance(value, str):
         raise TypeError(f"{argument}: expected a str, got {value!r}")
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise ValueError(f"{argument}: expected text that UTF-8 can encode, got {value!r}") from None
     return value
 
 
@@ -190,17 +195,19 @@ def _wire_array(array: Array, wanted: str | None) -> tuple[Array, Datatype]:
     return cast(array, datatype), datatype
 
 
-def _by_name(argument: str, values: Mapping[str, T]) -> ItemsView[str, T]:
+def _by_name(argument: str, values: Mapping[str, T]) -> dict[str, T]:
     try:
-        return values.items()
+        items = values.items()
     except AttributeError:
         raise TypeError(f"{argument}: expected a mapping by name, got {type(values).__name__}") from None
+    return {text(argument, name): value for name, value in items}
 
 
 def _output_names(outputs: Sequence[str]) -> Sequence[str]:
-    if outputs is None or isinstance(outputs, str):
-        raise TypeError(f"outputs: expected a sequence of names, got {outputs!r}")
-    return outputs
+    if not isinstance(outputs, str | bytes):
+        with suppress(TypeError):
+            return tuple(outputs)
+    raise TypeError(f"outputs: expected a sequence of names, got {outputs!r}")
 
 
 def _parameter(name: str, value: ParameterValue | np.generic) -> InferParameter:
@@ -208,7 +215,7 @@ def _parameter(name: str, value: ParameterValue | np.generic) -> InferParameter:
     if isinstance(plain, bool):
         return InferParameter(bool_param=plain)
     if isinstance(plain, str):
-        return InferParameter(string_param=plain)
+        return InferParameter(string_param=text(f"parameter {name!r}", plain))
     if isinstance(plain, float):
         return InferParameter(double_param=plain)
     if isinstance(plain, int):

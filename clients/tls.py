@@ -25,7 +25,8 @@ class Tls:
     those between it and the root, and `key`, without a password, are shown to servers that ask for them. `server_name`
     is what the server's certificate has to be for, where that isn't the name in the target.
 
-    Raises ValueError for a certificate without a key, or a key without a certificate.
+    Raises ValueError for a certificate without a key, or a key without a certificate, and TypeError for what is no path
+    or no name.
     """
 
     ca: _Path | None = None
@@ -36,6 +37,12 @@ class Tls:
     def __post_init__(self) -> None:
         if (self.certificate is None) != (self.key is None):
             raise ValueError("TLS: expected a certificate and its key, got one of them alone")
+        for name in ("ca", "certificate", "key"):
+            path = getattr(self, name)
+            if not isinstance(path, str | os.PathLike | None):
+                raise TypeError(f"TLS: {name}: expected the path of a file, got {path!r}")
+        if not isinstance(self.server_name, str | None):
+            raise TypeError(f"TLS: server_name: expected a str, got {self.server_name!r}")
 
     def credentials(self) -> grpc.ChannelCredentials:
         """What gRPC's channels need. Reads the files; raises ValueError for those that are no good."""

@@ -12,7 +12,9 @@ _TOKEN = re.compile(r"[\w.~+/-]+=*", re.ASCII)
 
 
 def authorization(token: str) -> tuple[str, str]:
-    """The header, as key and value. Raises ValueError for what is no token."""
+    """The header, as key and value. Raises TypeError and ValueError for what is no token."""
+    if not isinstance(token, str):
+        raise TypeError(f"token: expected a str, got {type(token).__name__}")
     if not _TOKEN.fullmatch(token):
         raise ValueError("token: expected letters, digits, '-', '.', '_', '~', '+', '/', and '=' at the end")
     return "authorization", f"Bearer {token}"

@@ -82,7 +82,7 @@ def by_name(name: str) -> Datatype:
     """Returns the datatype called `name` on the wire, such as 'FP32'; raises UnknownDatatypeError."""
     try:
         return DATATYPES[name]
-    except KeyError:
+    except (KeyError, TypeError):  # TypeError: what can't be a key
         raise UnknownDatatypeError(f"unknown datatype: expected one of {', '.join(DATATYPES)}, got {name!r}") from None
 
 

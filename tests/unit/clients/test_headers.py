@@ -72,5 +72,5 @@ def test_refusal_names_the_key_and_not_the_value() -> None:
 
 
 def test_mapping_is_refused() -> None:
-    with pytest.raises(TypeError, match="expected pairs of key and value, got a mapping"):
+    with pytest.raises(TypeError, match="expected pairs of key and value, got dict"):
         checked({"ab": "x"})  # type: ignore[arg-type]

@@ -89,6 +89,7 @@ def test_infer_request_tensor_is_what_tritonclient_sends(datatype: str, array: n
         ({"x": [300]}, {"datatypes": {"x": "UINT8"}}, ValueError, "input 'x': UINT8 takes 0 to 255, got 300"),
         ({"x": ["a"]}, {"datatypes": {"x": "FP32"}}, TypeError, "input 'x': FP32 takes numbers"),
         ({"x": [1]}, {"datatypes": {"x": "FLOAT"}}, ValueError, "input 'x': .*'FLOAT'"),
+        ({"x": [1]}, {"datatypes": {"x": ["FP32"]}}, ValueError, "input 'x': .*BYTES, got \\['FP32'\\]"),
         ({"x": [1]}, {"datatypes": {"z": "FP32"}}, ValueError, "datatypes names 'z'"),
         ({"x": [1]}, {"outputs": "yes"}, TypeError, "outputs: expected a sequence of names, got 'yes'"),
         ({"x": [1]}, {"parameters": {"p": [1]}}, TypeError, "parameter 'p': expected .* got list"),

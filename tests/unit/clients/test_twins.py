@@ -29,6 +29,7 @@ from clients import (
     ResponseError,
     ServerMetadata,
     TensorMetadata,
+    Tls,
     Unavailable,
 )
 from clients.errors import inference_error
@@ -234,9 +235,16 @@ async def test_timeout_that_has_passed_is_deadline_exceeded(twin: Twin, timeout_
         ("infer", {"inputs": X, "model": "m", "request_id": 7}, "request_id: expected a str, got 7"),
         ("infer", {"inputs": X, "model": "m", "outputs": [1]}, "outputs: expected a str, got 1"),
         ("infer", {"inputs": X, "model": "m", "outputs": None}, "outputs: expected a sequence of names, got None"),
+        ("infer", {"inputs": X, "model": "m", "outputs": 5}, "outputs: expected a sequence of names, got 5"),
+        ("infer", {"inputs": X, "model": "m", "outputs": b"y"}, "outputs: expected a sequence of names, got b'y'"),
         ("infer", {"inputs": None, "model": "m"}, "inputs: expected a mapping by name, got NoneType"),
+        ("infer", {"inputs": {1: X["x"]}, "model": "m"}, "inputs: expected a str, got 1"),
+        ("infer", {"inputs": {b"x": X["x"]}, "model": "m"}, "inputs: expected a str, got b'x'"),
         ("infer", {"inputs": X["x"], "model": "m"}, "inputs: expected a mapping by name, got ndarray"),
         ("infer", {"inputs": X, "model": "m", "parameters": ["a"]}, "parameters: expected a mapping by name, got list"),
+        ("infer", {"inputs": X, "model": "m", "parameters": {1: "a"}}, "parameters: expected a str, got 1"),
+        ("infer", {"inputs": X, "model": "m", "datatypes": ["x"]}, "datatypes: expected a mapping by name, got list"),
+        ("infer", {"inputs": X, "model": "m", "datatypes": "FP32"}, "datatypes: expected a mapping by name, got str"),
         ("infer", {"inputs": X, "model": "m", "timeout_s": "1"}, "timeout_s: expected a number of seconds.* got '1'"),
         ("model_ready", {"model": None}, "model: expected a str, got None"),
         ("model_ready", {"model": "m", "version": 1}, "version: expected a str, got 1"),
@@ -244,6 +252,13 @@ async def test_timeout_that_has_passed_is_deadline_exceeded(twin: Twin, timeout_
         ("model_metadata", {"model": "m", "version": None}, "version: expected a str, got None"),
         ("health", {"service": None}, "service: expected a str, got None"),
         ("server_live", {"timeout_s": "1"}, "timeout_s: expected a number of seconds, or None, got '1'"),
+        ("server_live", {"metadata": None}, "metadata: expected pairs of key and value, got NoneType"),
+        ("server_live", {"metadata": "ab"}, "metadata: expected pairs of key and value, got str"),
+        (
+            "server_live",
+            {"metadata": ["ab"]},
+            "metadata: expected pairs of key and value, got something else among them",
+        ),
         ("wait_ready", {"timeout_s": [1]}, r"timeout_s: expected a number of seconds, or None, got \[1\]"),
     ],
 )
@@ -251,6 +266,25 @@ async def test_argument_of_another_type_is_refused_by_name_before_sending(
     twin: Twin, peer: Peer, method: str, arguments: dict[str, Any], text: str
 ) -> None:
     with pytest.raises(TypeError, match=f"^{text}$"):
+        await getattr(twin, method)(**arguments)
+    assert peer.requests == []
+
+
+@pytest.mark.parametrize(
+    ("method", "arguments", "argument"),
+    [
+        ("infer", {"model": "\ud800", "inputs": X}, "model"),
+        ("infer", {"model": "m", "inputs": {"\ud800": X["x"]}}, "inputs"),
+        ("infer", {"model": "m", "inputs": X, "request_id": "\ud800"}, "request_id"),
+        ("infer", {"model": "m", "inputs": X, "parameters": {"p": "\ud800"}}, "parameter 'p'"),
+        ("model_ready", {"model": "m", "version": "\ud800"}, "version"),
+        ("health", {"service": "\ud800"}, "service"),
+    ],
+)
+async def test_text_that_utf8_cannot_encode_is_refused_by_name_before_sending(
+    twin: Twin, peer: Peer, method: str, arguments: dict[str, Any], argument: str
+) -> None:
+    with pytest.raises(ValueError, match=rf"^{argument}: expected text that UTF-8 can encode, got '\\ud800'$"):
         await getattr(twin, method)(**arguments)
     assert peer.requests == []
 
@@ -272,6 +306,13 @@ async def test_timeout_of_any_type_of_numbers_is_taken(make_twin: MakeTwin, peer
         (8001, {}, TypeError, "target: expected a str, got 8001"),
         ("h:1", {"timeout_s": "1"}, TypeError, "timeout_s: expected a number of seconds, or None, got '1'"),
         ("h:1", {"timeout_s": ...}, TypeError, "timeout_s: expected a number of seconds, or None, got Ellipsis"),
+        ("h:1", {"tls": "ca.crt"}, TypeError, "tls: expected True, False or clients.Tls, got 'ca.crt'"),
+        ("h:1", {"token": 5}, TypeError, "token: expected a str, got int"),
+        ("h:1", {"token": b"secret"}, TypeError, "token: expected a str, got bytes"),
+        ("h:1", {"credentials": 5}, TypeError, "credentials: expected grpc.ChannelCredentials, got int"),
+        ("h:1", {"options": 5}, TypeError, "options: expected pairs of name and value, got 5"),
+        ("h:1", {"options": [("a",)]}, TypeError, "options: expected pairs of name and value, got [('a',)]"),
+        ("h:1", {"metadata": 5}, TypeError, "metadata: expected pairs of key and value, got int"),
     ],
 )
 def test_settings_of_another_type_are_refused_by_name(
@@ -279,6 +320,21 @@ def test_settings_of_another_type_are_refused_by_name(
 ) -> None:
     with pytest.raises(error) as refusal:
         client(target, **settings)
+    assert str(refusal.value) == text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ({"ca": 5}, "TLS: ca: expected the path of a file, got 5"),
+        ({"ca": b"ca.crt"}, "TLS: ca: expected the path of a file, got b'ca.crt'"),
+        ({"certificate": 5, "key": 5}, "TLS: certificate: expected the path of a file, got 5"),
+        ({"server_name": 5}, "TLS: server_name: expected a str, got 5"),
+    ],
+)
+def test_tls_of_what_is_no_path_or_name_is_refused_by_name(arguments: dict[str, Any], text: str) -> None:
+    with pytest.raises(TypeError) as refusal:
+        Tls(**arguments)
     assert str(refusal.value) == text
 
 
