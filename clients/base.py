@@ -99,11 +99,14 @@ class BaseClient:
         """The callables of the channel, which is made at the first use. Raises ClientClosed."""
         with self._lock:
             if self._closed:
-                raise ClientClosed(f"{self!r} is closed; make a new one")
+                raise self._has_closed()
             if self._channel is None:
                 self._channel = self._new_channel()
                 self._stubs = stubs(self._channel)
             return self._stubs
+
+    def _has_closed(self) -> ClientClosed:
+        return ClientClosed(f"{self!r} is closed; make a new one")
 
     def _new_channel(self) -> Any:
         of_tls = self._tls.channel_options() if self._tls is not None else ()
@@ -123,13 +126,17 @@ class BaseClient:
     def _start(self, call: Call[Any], timeout_s: Timeout, metadata: Metadata) -> Any:
         """Starts the call: returns its response with grpc, what is to be awaited for it with grpc.aio."""
         bound_s = self._bound_s(timeout_s)
-        return self._open()[call.method](
-            call.request,
-            # gRPC rounds up: with 0 a fast server might answer.
-            timeout=bound_s if bound_s is None or bound_s > 0 else bound_s - 1.0,
-            metadata=(*self._metadata, *checked(metadata)),
-            wait_for_ready=call.wait_for_ready,
-        )
+        start = self._open()[call.method]
+        pairs = (*self._metadata, *checked(metadata))
+        # gRPC rounds up: with 0 a fast server might answer.
+        bound_s = bound_s if bound_s is None or bound_s > 0 else bound_s - 1.0
+        try:
+            return start(call.request, timeout=bound_s, metadata=pairs, wait_for_ready=call.wait_for_ready)
+        except ValueError as error:
+            # What is given has been checked: another thread has closed the channel since it was opened.
+            if self._closed:
+                raise self._has_closed() from error
+            raise
 
     def _bound_s(self, timeout_s: Timeout) -> float | None:
         """What is told to gRPC. Raises ValueError and TypeError."""

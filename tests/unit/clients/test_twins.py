@@ -7,7 +7,7 @@ import inspect
 import math
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from fractions import Fraction
 from typing import Any
 
@@ -505,6 +505,25 @@ def test_first_use_from_many_threads_opens_one_channel(peer: Peer) -> None:
         for thread in threads:
             thread.join()
     assert len(peer.requests) == 4
+
+
+def test_close_by_another_thread_as_a_call_begins_raises_client_closed(peer: Peer) -> None:
+    with InferenceClient(peer.target) as client:
+
+        def closing() -> Iterator[tuple[str, str]]:
+            closer = threading.Thread(target=client.close)
+            closer.start()
+            closer.join()
+            yield "x-late", "1"
+
+        class Closing(list[tuple[str, str]]):
+            """Metadata that are looked at when the call has its channel."""
+
+            def __iter__(self) -> Iterator[tuple[str, str]]:
+                return closing()
+
+        with pytest.raises(ClientClosed):
+            client.server_live(metadata=Closing())
 
 
 def _free_address() -> str:
