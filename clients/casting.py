@@ -29,22 +29,25 @@ def to_array(value: npt.ArrayLike) -> Array:
     """The value as an array: an array as it is, anything else by numpy's rules, with two differences.
 
     Text and bytes become object arrays (numpy's own kinds cut trailing NULs off). Integers that numpy would take for
-    floats, because only uint64 holds them, become uint64. Raises ValueError for ragged nesting and for integers that
-    no 64 bits hold.
+    floats, because only uint64 holds them, become uint64. Of numpy's subclasses it is the plain array, as matrices stay
+    of two dimensions whatever is done to them. Raises ValueError for ragged nesting, for integers that no 64 bits hold,
+    and for masked arrays some of whose elements are masked: there is nothing to send for them.
     """
-    if isinstance(value, np.ndarray):
-        return value
+    if np.ma.is_masked(value):
+        raise ValueError("expected an array without masked elements; fill them, as with .filled(0)")
     array = np.asarray(value)
+    if isinstance(value, np.ndarray):
+        return array
     if array.dtype.kind in "SU":
         return np.asarray(value, dtype=object)
     if array.dtype == np.float64 and np.max(np.abs(array), initial=0) >= _EXACT_IN_FLOAT64:
         return _large_integers(np.asarray(value, dtype=object), array)
-    return array
+    return _large_integers(array, array) if array.dtype.kind == "O" else array
 
 
-def _large_integers(written: Array, as_floats: Array) -> Array:
-    if not all(isinstance(item, int) for item in written.flat):
-        return as_floats
+def _large_integers(written: Array, otherwise: Array) -> Array:
+    if not written.size or not all(isinstance(item, int) for item in written.flat):
+        return otherwise
     try:
         return written.astype(np.uint64)
     except OverflowError as error:
@@ -76,6 +79,8 @@ def cast(array: Array, datatype: Datatype) -> Array:
 
 
 def _to_bytes(array: Array) -> Array:
+    if not array.size:
+        return array.astype(object)  # numpy takes an empty list for one of floats
     if array.dtype.kind not in "OSU":
         raise TypeError(f"BYTES takes bytes or str, got {array.dtype}")
     for item in array.flat if array.dtype.kind == "O" else ():

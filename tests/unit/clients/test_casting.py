@@ -49,7 +49,25 @@ def test_to_array_mixed_large_integers_stay_exact() -> None:
     assert to_array([2**63 + 1, 1]).tolist() == [2**63 + 1, 1]
 
 
-@pytest.mark.parametrize(("value", "text"), [([[1], [2, 3]], "inhomogeneous"), ([2**63, -1], "64 bits")])
+@pytest.mark.parametrize("kind", [np.matrix, np.ma.MaskedArray, np.recarray])
+def test_to_array_subclass_is_the_plain_array_of_the_same_memory(kind: type[np.ndarray[Any, Any]]) -> None:
+    array = np.array([["a", "b"]], object)
+    plain = to_array(array.view(kind))
+    assert type(plain) is np.ndarray
+    assert np.shares_memory(plain, array)
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        ([[1], [2, 3]], "inhomogeneous"),
+        ([2**63, -1], "64 bits"),
+        ([2**64], "64 bits"),
+        (-(2**63) - 1, "64 bits"),
+        (np.ma.array([1.0, 2.0], mask=[False, True]), "without masked elements"),
+        (np.ma.masked, "without masked elements"),
+    ],
+)
 def test_to_array_ragged_or_too_large_raises(value: Any, text: str) -> None:
     with pytest.raises(ValueError, match=text):
         to_array(value)
@@ -130,6 +148,12 @@ def test_cast_to_bf16_rounds_as_ml_dtypes_does() -> None:
     expected = values.astype(ml_dtypes.bfloat16)
     np.testing.assert_array_equal(cast(values, by_name("BF16")), expected.view(np.uint16))
     assert cast(expected, by_name("BF16")) is expected
+
+
+@pytest.mark.parametrize("value", [[], [[]], np.zeros((2, 0), np.float32)])
+def test_cast_of_nothing_to_bytes_has_no_elements(value: Any) -> None:
+    array = cast(to_array(value), by_name("BYTES"))
+    assert (array.dtype, array.shape) == (object, np.shape(value))
 
 
 def test_cast_bfloat16_array_to_fp32_is_exact() -> None:
