@@ -54,13 +54,15 @@ class Seconds(click.FloatRange):
 
 @contextmanager
 def one_line_errors(access: Access) -> Iterator[None]:
-    """Ends the command with one line for whatever clients raise."""
+    """Ends the command with one line for whatever clients raise, and for what can't be written or held in memory."""
     try:
         yield
     except ClientError as error:
         raise click.ClickException(_one_line(f"{error}{_hint(str(error), access)}")) from error
-    except (ValueError, OSError) as error:
-        raise Unusable(_one_line(str(error))) from error
+    except BrokenPipeError:
+        raise  # whoever reads has enough; click ends without a word
+    except (ValueError, OSError, MemoryError) as error:
+        raise Unusable(_one_line(str(error) or "out of memory")) from error
 
 
 def access_options(command: Callable[..., None]) -> Callable[..., None]:

@@ -48,6 +48,6 @@ def health(server: str, service: str, timeout_s: float, access: Access) -> None:
         InferenceClient(server, timeout_s=timeout_s, tls=tls, token=access.token) as client,
     ):
         status = client.health(service)
-    click.echo(status)
+        click.echo(status)
     if status != _SERVING:
         raise click.exceptions.Exit(click.ClickException.exit_code)

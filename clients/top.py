@@ -7,14 +7,18 @@ Lives here: options, the loop, the terminal. Must not: metrics (scrape), or what
 from __future__ import annotations
 
 import contextlib
+import os
 import shutil
+import signal
 import sys
 import time
+from collections.abc import Iterator
+from types import FrameType
 from typing import TextIO
 
 import click
 
-from clients.access import Access, Seconds, Unusable, access_options
+from clients.access import Access, Seconds, Unusable, access_options, one_line_errors
 from clients.scrape import ScrapeError, Scraper, Snapshot
 from clients.top_table import table
 
@@ -56,45 +60,72 @@ def top(metrics: str, interval_s: float, once: bool, access: Access) -> None:
         raise click.UsageError(f"--metrics: expected HOST:PORT or the URL of an HTTP server, got '{metrics}'")
     if access.tls and not url.startswith("https://"):
         raise Unusable(f"--metrics: expected an https URL, as --tls asks for, got '{metrics}'")
-    scraper = Scraper(url, _TIMEOUT_S, access.tls, access.token)
-    if once:
-        click.echo(_one_table(scraper, interval_s))
-        return
-    with contextlib.suppress(KeyboardInterrupt):
-        _watch(scraper, interval_s, sys.stdout)
+    if sys.stdout is None:
+        raise Unusable("standard output is closed: there is nowhere to show anything")
+    with one_line_errors(access):
+        scraper = Scraper(url, _TIMEOUT_S, access.tls, access.token)
+        if once:
+            click.echo(_one_table(scraper, interval_s))
+            return
+        with contextlib.suppress(KeyboardInterrupt), _screen(sys.stdout):
+            _watch(scraper, interval_s, sys.stdout)
 
 
 def _one_table(scraper: Scraper, interval_s: float) -> str:
+    before = scraper.scrape()
+    time.sleep(interval_s)
+    return table(before, scraper.scrape())
+
+
+@contextlib.contextmanager
+def _screen(out: TextIO) -> Iterator[None]:
+    """A screen of its own if `out` is a terminal, which gets its own back at the end, be that by SIGTERM, and while the
+    process is stopped by Ctrl-Z."""
+    if not out.isatty():
+        yield
+        return
+
+    def end(number: int, frame: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        # Past `out`, which this may have come upon in the middle of a write.
+        os.write(out.fileno(), _LEAVE.encode())
+        signal.signal(number, signal.SIG_DFL)
+        signal.raise_signal(number)
+        # From here on when it is continued.
+        signal.signal(number, stop)
+        os.write(out.fileno(), _ENTER.encode())
+
+    before = {
+        number: signal.signal(number, what) for number, what in {signal.SIGTERM: end, signal.SIGTSTP: stop}.items()
+    }
+    out.write(_ENTER)
     try:
-        before = scraper.scrape()
-        time.sleep(interval_s)
-        return table(before, scraper.scrape())
-    except ScrapeError as error:
-        raise click.ClickException(str(error)) from None
+        yield
+    finally:
+        out.write(_LEAVE)
+        out.flush()
+        for number, what in before.items():
+            signal.signal(number, what)
 
 
 def _watch(scraper: Scraper, interval_s: float, out: TextIO) -> None:
     """Look again and again. Where `out` is no terminal, tables follow each other."""
-    terminal = out.isatty()
     before: Snapshot | None = None
-    out.write(_ENTER if terminal else "")
-    try:
-        while True:
-            began_s = time.monotonic()
-            try:
-                now = scraper.scrape()
-                what, before = table(before, now), now
-            except ScrapeError as error:
-                what = f"{error}; asking again every {interval_s:g} s"
-            _show(f"{time.strftime('%H:%M:%S')}  {scraper.url}\n{what}", out, terminal)
-            time.sleep(max(0.0, began_s + interval_s - time.monotonic()))
-    finally:
-        out.write(_LEAVE if terminal else "")
-        out.flush()
+    while True:
+        began_s = time.monotonic()
+        try:
+            now = scraper.scrape()
+            what, before = table(before, now), now
+        except ScrapeError as error:
+            what = f"{error}; asking again every {interval_s:g} s"
+        _show(f"{time.strftime('%H:%M:%S')}  {scraper.url}\n{what}", out)
+        time.sleep(max(0.0, began_s + interval_s - time.monotonic()))
 
 
-def _show(text: str, out: TextIO, terminal: bool) -> None:
-    if terminal:
+def _show(text: str, out: TextIO) -> None:
+    if out.isatty():
         columns, lines = shutil.get_terminal_size()
         shown = [line[:columns] for line in text.splitlines()[: lines - 1]]
         text = _HOME + "".join(f"{line}{_END_LINE}\n" for line in shown) + _END_SCREEN

@@ -49,6 +49,14 @@ def test_health_where_nobody_listens_is_1_with_one_line(service: tuple[str, ...]
     assert "\n" not in complained
 
 
+def test_health_that_cannot_be_said_is_2_with_one_line(tmp_path: Path) -> None:
+    models.write(models.add_sub(), tmp_path / "m" / "1" / "model.onnx")
+    with ServerProcess(tmp_path) as server, Path("/dev/full").open("w") as full:
+        command = [sys.executable, "-m", "server", "health", "--server", server.target]
+        done = subprocess.run(command, cwd=REPO, stdout=full, stderr=subprocess.PIPE, timeout=60, check=False)
+    assert (done.returncode, done.stderr.count(b"\n")) == (2, 1)
+
+
 def test_health_of_no_number_of_seconds_is_2_with_one_line() -> None:
     expected = "Error: --timeout: expected a number of seconds, got nan"
     assert health("127.0.0.1:1", "--timeout", "nan") == (2, "", expected)

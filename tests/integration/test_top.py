@@ -120,6 +120,8 @@ def test_once_reads_nothing_but_http(given: str) -> None:
     assert "expected HOST:PORT or the URL of an HTTP server" in result.stderr
 
 
+ENTERED, LEFT = "\x1b[?1049h", "\x1b[?1049l"
+
 # Shells have what they start in the background ignore SIGINT, these tests included, and what they start in turn.
 TOP = """
 import signal
@@ -130,16 +132,23 @@ main()
 
 
 @contextmanager
-def watching(port: int, stdout: int) -> Iterator[None]:
+def started(port: int, stdout: int) -> Iterator[subprocess.Popen[bytes]]:
     command = [sys.executable, "-c", TOP, "top", "--interval", "0.1", "--metrics", f"127.0.0.1:{port}"]
-    process = subprocess.Popen(command, cwd=REPO, stdout=stdout, stdin=subprocess.DEVNULL)
+    # In a group of its own, as shells have it: orphaned groups aren't stopped by SIGTSTP.
+    process = subprocess.Popen(command, cwd=REPO, stdout=stdout, stdin=subprocess.DEVNULL, process_group=0)
     try:
-        yield
-        process.send_signal(signal.SIGINT)
-        assert process.wait(20) == 0
+        yield process
     finally:
         process.kill()
         process.wait()
+
+
+@contextmanager
+def watching(port: int, stdout: int) -> Iterator[None]:
+    with started(port, stdout) as process:
+        yield
+        process.send_signal(signal.SIGINT)
+        assert process.wait(20) == 0
 
 
 class Reader:
@@ -204,5 +213,34 @@ def test_view_in_a_terminal_has_a_screen_of_its_own_and_leaves_none(tmp_path: Pa
             os.close(theirs)
             eventually(lambda: "echo" in reader.text, "the model")
         reader.close()
-    assert reader.text.startswith("\x1b[?1049h")
-    assert reader.text.endswith("\x1b[?1049l")
+    assert reader.text.startswith(ENTERED)
+    assert reader.text.endswith(LEFT)
+
+
+def test_view_in_a_terminal_gives_the_screen_back_while_it_is_stopped_and_when_it_is_terminated() -> None:
+    ours, theirs = pty.openpty()
+    reader = Reader(ours)
+    with started(free_port(), theirs) as process:
+        os.close(theirs)
+        eventually(lambda: "no answer" in reader.text, "a first look")
+        process.send_signal(signal.SIGTSTP)
+        os.waitid(os.P_PID, process.pid, os.WSTOPPED)
+        eventually(lambda: reader.text.endswith(LEFT), "the screen that was there before")
+        stopped = len(reader.text)
+        process.send_signal(signal.SIGCONT)
+        eventually(lambda: "no answer" in reader.text[stopped:], "another look")
+        assert reader.text[stopped:].startswith(ENTERED)
+        process.terminate()
+        assert process.wait(20) == 128 + signal.SIGTERM
+    reader.close()
+    assert reader.text.endswith(LEFT)
+
+
+@pytest.mark.parametrize(("args", "ending"), [((), ">/dev/full"), (("--once",), ">/dev/full"), ((), ">&-")])
+def test_top_that_cannot_be_shown_is_one_line_and_status_2(args: tuple[str, ...], ending: str) -> None:
+    with other_server(200, b"paceline_ready 1\n") as port:
+        command = [sys.executable, "-m", "server", "top", "--interval", "0.1", "--metrics", f"127.0.0.1:{port}", *args]
+        done = subprocess.run(["sh", "-c", f'"$@" {ending}', "sh", *command], cwd=REPO, capture_output=True, timeout=60)
+    assert done.returncode == 2
+    assert len(done.stderr.splitlines()) == 1
+    assert done.stderr.startswith(b"Error: ")

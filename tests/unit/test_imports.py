@@ -143,12 +143,13 @@ def test_grpc_status_codes_are_named_at_the_edges_alone() -> None:
     assert {user.partition(".")[0] for user in users} == {"server", "clients"}
 
 
-def test_signals_are_handled_in_the_command_line_alone() -> None:
+def test_signals_are_handled_in_commands_alone() -> None:
     own_processes = {
         "backends.python.process",
         "backends.python.worker",
     }  # how one ended; what one leaves to the server
-    assert {module for module in modules() if "signal" in imports(module)} == {"server.cli"} | own_processes
+    commands = {"server.cli", "clients.top"}
+    assert {module for module in modules() if "signal" in imports(module)} == commands | own_processes
 
 
 def test_modules_share_no_name_with_the_standard_library() -> None:

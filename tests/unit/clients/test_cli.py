@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +17,7 @@ from click.testing import CliRunner, Result
 
 from clients.cli import infer
 from protos import inference_pb2 as pb
+from tests.harness import REPO
 from tests.unit.clients.peer import Peer, echo, refuse
 
 Run = Callable[..., Result]
@@ -147,6 +151,7 @@ def test_infer_save_impossible_is_one_line(run: Run, peer: Peer, tmp_path: Path,
         (("--input", "none.npz"), "none.npz: No such file"),
         (("--input", "x=1", "--rows", "2"), "need --random"),
         (("--random", "--shape", "x=a"), "--shape 'x=a'"),
+        (("--random", "--shape", "x=1000000000,100000000"), "Unable to allocate"),
         (("--random", "--parameter", "k"), "--parameter 'k': expected KEY=VALUE"),
         (("--random", "--parameter", f"k={2**64}"), "parameter 'k'"),
         (("--random", "--repeat", "2", "--save", "o.npz"), "--save keeps one"),
@@ -188,6 +193,15 @@ def test_infer_what_a_server_says_moves_no_cursor(run: Run, peer: Peer) -> None:
     peer.answer = refuse(grpc.StatusCode.NOT_FOUND, evil)
     result = run("--random")
     assert result.stderr == "Error: NOT_FOUND: a?[2J ?1m\n"
+
+
+def test_infer_whose_reader_has_gone_ends_without_a_word(peer: Peer) -> None:
+    ours, theirs = os.pipe()
+    os.close(ours)
+    command = [sys.executable, "-m", "server", "infer", "m", "--server", peer.target]
+    with open(theirs, "w") as pipe:
+        done = subprocess.run(command, cwd=REPO, stdout=pipe, stderr=subprocess.PIPE, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (1, b"")
 
 
 def test_infer_nobody_there_is_unavailable(run: Run) -> None:
