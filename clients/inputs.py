@@ -95,7 +95,7 @@ def _read_value(name: str, value: str) -> GivenTensor:
     if value.endswith(".json"):
         return GivenTensor(_array_of(name, _load(value, _json_file)))
     try:
-        return GivenTensor(_array_of(name, json.loads(value)))
+        return GivenTensor(_array_of(name, _json(value)))
     except json.JSONDecodeError as error:
         raise InputError(
             f"input {name!r}: neither FILE.npy nor JSON ({error}); text is quoted, as in '{name}=\"text\"'"
@@ -129,7 +129,14 @@ def _numpy_archive(path: Path) -> dict[str, Array]:
 
 
 def _json_file(path: Path) -> Any:
-    return json.loads(path.read_text(encoding="utf-8"))
+    return _json(path.read_text(encoding="utf-8"))
+
+
+def _json(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise InputError("expected JSON of fewer brackets in each other") from None
 
 
 def _array_of(name: str, value: Any) -> Array:
@@ -157,6 +164,8 @@ def _rest_tensors(path: str, document: dict[str, Any], listed: Sequence[dict[str
         missing = [key for key in ("name", "datatype", "shape", "data") if key not in entry]
         if missing:
             raise InputError(f"{path}: an input lacks {', '.join(missing)}")
+        if not isinstance(entry["name"], str):
+            raise InputError(f"{path}: expected the name of an input as text, got {entry['name']!r}")
         if entry["name"] in tensors:
             raise InputError(f"{path}: input {entry['name']!r} is there twice")
         tensors[entry["name"]] = _rest_tensor(entry)
@@ -165,11 +174,14 @@ def _rest_tensors(path: str, document: dict[str, Any], listed: Sequence[dict[str
 
 def _rest_tensor(entry: Mapping[str, Any]) -> GivenTensor:
     # The data may be flat or nested, whatever the shape.
-    array = _array_of(entry["name"], entry["data"])
+    name, shape = entry["name"], entry["shape"]
+    array = _array_of(name, entry["data"])
+    if not isinstance(shape, list) or not all(isinstance(dim, int) and dim >= 0 for dim in shape):
+        raise InputError(f"input {name!r}: expected a list of sizes as its shape, got {shape!r}")
     try:
-        return GivenTensor(array.reshape(entry["shape"]), entry["datatype"])
-    except (TypeError, ValueError) as error:
-        raise InputError(f"input {entry['name']!r}: {array.size} values for shape {entry['shape']}") from error
+        return GivenTensor(array.reshape(shape), entry["datatype"])
+    except ValueError as error:
+        raise InputError(f"input {name!r}: {array.size} values for shape {shape}") from error
 
 
 def parse_shape(text: str) -> tuple[str, tuple[int, ...]]:

@@ -102,8 +102,25 @@ def test_read_inputs_unusable_argument_raises(argument: str, text: str) -> None:
         (
             "bad.json",
             b'{"inputs": [{"name": "x", "datatype": "INT8", "shape": "wide", "data": [1]}]}',
-            "input 'x': 1 values for shape wide",
+            "input 'x': expected a list of sizes as its shape, got 'wide'",
         ),
+        (
+            "bad.json",
+            b'{"inputs": [{"name": "x", "datatype": "INT8", "shape": [-1, 1], "data": [1]}]}',
+            r"input 'x': expected a list of sizes as its shape, got \[-1, 1\]",
+        ),
+        (
+            "bad.json",
+            b'{"inputs": [{"name": "x", "datatype": "INT8", "shape": null, "data": [1]}]}',
+            "input 'x': expected a list of sizes as its shape, got None",
+        ),
+        (
+            "bad.json",
+            b'{"inputs": [{"name": ["x"], "datatype": "INT8", "shape": [1], "data": [1]}]}',
+            r"bad.json: expected the name of an input as text, got \['x'\]",
+        ),
+        ("bad.json", b"[" * 100_000, "bad.json: expected JSON of fewer brackets in each other"),
+        ("x=bad.json", b"[" * 100_000, "bad.json: expected JSON of fewer brackets in each other"),
         (
             "bad.json",
             b'{"inputs": [%b, %b]}' % (2 * (b'{"name": "x", "datatype": "INT8", "shape": [1], "data": [1]}',)),
