@@ -29,7 +29,7 @@ from clients.errors import (
     ResponseError,
     inference_error,
 )
-from clients.messages import InferResult
+from clients.messages import MOST_BYTES, InferResult
 from protos.inference_pb2 import ModelInferRequest
 
 __all__ = ["Coalescer", "Send"]
@@ -47,11 +47,12 @@ _SIZE: Final = re.compile(r"\b(rows|bytes|memory)\b|larger than max")
 class _Member:
     """One caller's share."""
 
-    __slots__ = ("answer", "request", "rows", "until_s")
+    __slots__ = ("answer", "request", "rows", "size_bytes", "until_s")
 
     def __init__(self, request: ModelInferRequest, rows: int, until_s: float | None) -> None:
         self.request = request
         self.rows = rows
+        self.size_bytes = sum(map(len, request.raw_input_contents))
         self.until_s = until_s
         self.answer: asyncio.Future[InferResult] = asyncio.get_running_loop().create_future()
 
@@ -97,15 +98,17 @@ class _Group:
 
 
 class Coalescer:
-    """Makes requests of up to `max_rows` rows out of those of fewer rows that are asked for at the same time.
+    """Makes requests of up to `max_rows` rows, and `most_bytes` of tensors, out of those of fewer rows that are asked
+    for at the same time.
 
     What is asked for while nothing alike is under way leaves at the end of the event loop's turn; later ones wait for
     an answer to come back, or until there are enough rows for a whole request.
     """
 
-    def __init__(self, send: Send, max_rows: int) -> None:
+    def __init__(self, send: Send, max_rows: int, most_bytes: int = MOST_BYTES) -> None:
         self._send = send
         self._max_rows = max_rows
+        self._most_bytes = most_bytes
         self._groups: dict[Hashable, _Group] = {}
 
     async def infer(self, request: ModelInferRequest, timeout_s: float | None) -> InferResult:
@@ -160,15 +163,18 @@ class Coalescer:
         """The members of the next request, none while it has to wait."""
         waiting = group.waiting
         members: list[_Member] = []
-        rows, is_whole = 0, False
+        rows, size_bytes, is_whole = 0, 0, False
         while waiting and not is_whole:
             if waiting[0].answer.done():
                 waiting.popleft()
-            elif members and rows + waiting[0].rows > group.most_rows:
+            elif members and (
+                rows + waiting[0].rows > group.most_rows or size_bytes + waiting[0].size_bytes > self._most_bytes
+            ):
                 is_whole = True
             else:
                 members.append(waiting.popleft())
                 rows += members[-1].rows
+                size_bytes += members[-1].size_bytes
                 is_whole = rows >= group.most_rows
         if (is_whole and not group.is_short) or group.may_send:
             return members

@@ -28,6 +28,7 @@ from protos.inference_pb2 import (
 )
 
 __all__ = [
+    "MOST_BYTES",
     "InferResult",
     "Inputs",
     "ModelMetadata",
@@ -49,7 +50,7 @@ ParameterValue = bool | int | float | str
 Parameters = Mapping[str, ParameterValue]
 
 _INT64_MAX: Final = 2**63 - 1
-_MOST_BYTES: Final = 2**31 - 2**20
+MOST_BYTES: Final = 2**31 - 2**20
 """Of a request's tensors; names and shapes find room in the rest. protobuf writes less than 2 GiB, and of what can't be
 written grpc.aio says nothing: it sends an empty message."""
 
@@ -147,7 +148,7 @@ def infer_request(
     request = ModelInferRequest(
         model_name=model, model_version=text("version", version), id=text("request_id", request_id)
     )
-    room_bytes = _MOST_BYTES
+    room_bytes = MOST_BYTES
     for name, value in given.items():
         room_bytes -= _add_input(request, name, value, wanted.get(name), room_bytes)
     for name in _output_names(outputs):

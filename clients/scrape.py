@@ -71,8 +71,8 @@ _OF_PROCESS = {
 
 
 class Scraper:
-    """Asks for the metrics at `url`, an HTTP or HTTPS one, no longer than `timeout_s`. Raises ValueError for files of
-    `tls` that are no good, and for a `token` that is none."""
+    """Asks for the metrics at `url`, an HTTP or HTTPS one, and waits no longer than `timeout_s` for any part of the
+    answer. Raises ValueError for files of `tls` that are no good, and for a `token` that is none."""
 
     def __init__(self, url: str, timeout_s: float, tls: Tls | None = None, token: str | None = None) -> None:
         self.url = url
