@@ -6,11 +6,13 @@ warm-up, percentiles over windows), which is the load generator's work.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
+from itertools import takewhile
 
 import numpy as np
 
@@ -46,7 +48,9 @@ def repeated(call: Callable[[], object], *, repeat: int, concurrency: int) -> Ou
     InferenceError is counted, anything else raised.
     """
 
-    def timed(_: int) -> int | str:
+    turns, is_over = iter(range(repeat)), threading.Event()
+
+    def timed() -> int | str:
         started_ns = time.perf_counter_ns()
         try:
             call()
@@ -54,9 +58,18 @@ def repeated(call: Callable[[], object], *, repeat: int, concurrency: int) -> Ou
             return error.status.name
         return time.perf_counter_ns() - started_ns
 
+    def work() -> list[int | str]:
+        # Its turns one by one: a future for each of many millions would fill the memory before the first ends.
+        return [timed() for _ in takewhile(lambda _: not is_over.is_set(), turns)]
+
     started_ns = time.perf_counter_ns()
-    with ThreadPoolExecutor(min(concurrency, repeat)) as pool:
-        outcomes = list(pool.map(timed, range(repeat)))
+    threads = min(concurrency, repeat)
+    with ThreadPoolExecutor(threads) as pool:
+        try:
+            working = [pool.submit(work) for _ in range(threads)]
+            outcomes = [outcome for done in as_completed(working) for outcome in done.result()]
+        finally:
+            is_over.set()
     return Outcome(
         latencies_ns=tuple(outcome for outcome in outcomes if isinstance(outcome, int)),
         errors=Counter(outcome for outcome in outcomes if isinstance(outcome, str)),

@@ -1,0 +1,40 @@
+"""The same call many times."""
+
+from __future__ import annotations
+
+import tracemalloc
+from itertools import count
+
+import pytest
+
+from clients.repeat import repeated
+
+
+def test_repeated_takes_no_memory_for_calls_that_are_still_to_come() -> None:
+    calls = 0
+
+    def call() -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 3:
+            raise KeyError("enough")
+
+    tracemalloc.start()
+    try:
+        with pytest.raises(KeyError, match="enough"):
+            repeated(call, repeat=30_000, concurrency=1)
+        assert tracemalloc.get_traced_memory()[1] < 2**20
+    finally:
+        tracemalloc.stop()
+    assert calls == 3
+
+
+def test_repeated_of_which_one_raises_ends_all() -> None:
+    numbers = count()
+
+    def call() -> None:
+        if next(numbers) == 10:
+            raise KeyError("enough")
+
+    with pytest.raises(KeyError, match="enough"):
+        repeated(call, repeat=10**12, concurrency=2)
