@@ -83,8 +83,8 @@ _CONV_SEARCH = {"0": "EXHAUSTIVE", "1": "HEURISTIC", "2": "DEFAULT"}
 _ARENA_GROWTH = {"0": "kNextPowerOfTwo", "1": "kSameAsRequested"}
 _ARENA = re.compile(r"cpu:0|gpu:\d+")
 
-_MOST_THREADS = 65_536
-"""More than machines have cores, and few enough for ONNX Runtime's int."""
+_MOST_THREADS = 1_024
+"""More than machines have cores, and few enough to be started: sessions make them all at once."""
 _MOST_BYTES = (1 << 64) - 1
 _MOST_DIGITS = 40
 

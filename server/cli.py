@@ -6,6 +6,7 @@ import asyncio
 import logging
 import math
 import os
+import re
 import signal
 import sys
 from collections.abc import Callable, Sequence
@@ -234,6 +235,7 @@ def serve(
     if upstream is not None and (paths or model_repository or mode is not ControlMode.NONE or allow_client_shm):
         raise click.UsageError("--upstream goes with no PATH, no --model-control-mode and no --allow-client-shm")
     _check_load_models(mode, load_model)
+    _check_pattern(grpc_header_forward_pattern)
     if Path(model_config_name).name != model_config_name:
         raise click.UsageError(f"--model-config-name: expected the name of a file, got '{model_config_name}'")
     backends = _parsed("--backend-config", parse_backend_config, backend_config)
@@ -341,6 +343,15 @@ def _check_load_models(mode: ControlMode, names: tuple[str, ...]) -> None:
         raise click.UsageError("--load-model needs --model-control-mode explicit")
     if "*" in names and len(names) > 1:
         raise click.UsageError("--load-model: expected '*' alone, or names, got both")
+
+
+def _check_pattern(pattern: str) -> None:
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        raise click.UsageError(
+            f"--grpc-header-forward-pattern: expected a regular expression, got '{pattern}': {error}"
+        ) from None
 
 
 async def _serve(settings: Settings, backend_of: Callable[[str], Backend] | None) -> None:

@@ -27,6 +27,11 @@ _log = logging.getLogger("paceline.server.tls")
 
 _Stamp = tuple[tuple[int, ...], ...]
 
+_OUT_OF_DATE = frozenset({9, 10})
+"""What OpenSSL calls a certificate that isn't valid yet, and one that isn't any more (x509_vfy.h)."""
+_FLIGHTS = 4
+"""A handshake is done after fewer; bounds the loop."""
+
 
 @dataclass(frozen=True, slots=True)
 class TlsFiles:
@@ -64,10 +69,17 @@ class Certificates:
         return grpc.dynamic_ssl_server_credentials(first, fetch, self._files.mutual)
 
     def warn(self) -> None:
-        """Log what is no fault and no good either: a key that is anybody's."""
+        """Log what is no fault and no good either: a key that is anybody's, and a certificate out of its time. A clock
+        may be what is wrong, and a server that doesn't start would be no better."""
         key = self._files.key
         if key.stat().st_mode & stat.S_IROTH:
             _log.warning("TLS: every user of this machine can read the key %s; chmod o-r makes it yours alone", key)
+        self._warn_of_dates()
+
+    def _warn_of_dates(self) -> None:
+        """Raises OSError and ValueError for files that can't be used (any more)."""
+        if why := _why_out_of_date(_context(self._files), self._files.certificate):
+            _log.warning("TLS: %s: %s; clients will refuse to connect", self._files.certificate, why)
 
     def _if_changed(self) -> grpc.ServerCertificateConfiguration | None:
         """The certificates, if they aren't those that gRPC has; called on any thread, before each handshake."""
@@ -82,6 +94,7 @@ class Certificates:
                     # They are being written, and what was read may be of two minds.
                     self._seen = ()
                     return None
+                self._warn_of_dates()
             except (OSError, ValueError) as error:
                 _log.error("TLS: new certificates are not used, the old ones stay: %s", _why(error))
                 return None
@@ -99,21 +112,47 @@ class Certificates:
         # First, as ssl wouldn't say which of them can't be read.
         pair = files.key.read_bytes(), files.certificate.read_bytes()
         roots = None if files.roots is None else files.roots.read_bytes()
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        try:
-            # Without a password given, OpenSSL would ask for one on the terminal.
-            context.load_cert_chain(files.certificate, files.key, password=lambda: b"")
-        except ssl.SSLError as error:
-            raise ValueError(
-                f"expected a certificate in {files.certificate} and its key, without a password, in {files.key}, "
-                f"both as PEM: {error.reason or error}"
-            ) from None
+        context = _context(files)
         if files.roots is not None:
             try:
                 context.load_verify_locations(files.roots)
             except ssl.SSLError as error:
                 raise ValueError(f"expected certificates as PEM in {files.roots}: {error.reason or error}") from None
         return grpc.ssl_server_certificate_configuration([pair], roots)
+
+
+def _context(files: TlsFiles) -> ssl.SSLContext:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    try:
+        # Without a password given, OpenSSL would ask for one on the terminal.
+        context.load_cert_chain(files.certificate, files.key, password=lambda: b"")
+    except ssl.SSLError as error:
+        raise ValueError(
+            f"expected a certificate in {files.certificate} and its key, without a password, in {files.key}, "
+            f"both as PEM: {error.reason or error}"
+        ) from None
+    return context
+
+
+def _why_out_of_date(server: ssl.SSLContext, certificate: Path) -> str:
+    """What a client that believes `certificate` has against its dates; empty: nothing. Clients are who judges, so one
+    is asked: Python's ssl tells no dates of a certificate but by a handshake."""
+    client = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    client.check_hostname = False
+    client.load_verify_locations(certificate)
+    client.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN  # whoever has signed it doesn't matter
+    to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
+    ends = client.wrap_bio(to_client, to_server), server.wrap_bio(to_server, to_client, server_side=True)
+    for end in ends * _FLIGHTS:
+        try:
+            end.do_handshake()
+        except ssl.SSLWantReadError:
+            continue  # it is the other one's turn
+        except ssl.SSLCertVerificationError as error:
+            return error.verify_message if error.verify_code in _OUT_OF_DATE else ""
+        except ssl.SSLError:
+            return ""  # a key that OpenSSL finds too weak, say: nothing that dates have to do with
+    return ""
 
 
 def _why(error: OSError | ValueError) -> str:

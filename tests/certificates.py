@@ -7,12 +7,26 @@ from __future__ import annotations
 
 import subprocess
 from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 __all__ = ["Authority", "Pair"]
 
 _REQUEST = ("openssl", "req", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes")
 _NEW = (*_REQUEST, "-x509", "-days", "2")
+_REGISTER = """
+[ca]
+default_ca = it
+[it]
+new_certs_dir = {folder}
+database = {folder}/register
+default_md = sha256
+policy = who
+rand_serial = yes
+copy_extensions = copy
+[who]
+commonName = supplied
+"""
 _NAMES = "subjectAltName=IP:127.0.0.1,DNS:localhost"
 
 
@@ -56,6 +70,19 @@ class Authority:
         _run(*_REQUEST, "-subj", f"/CN={name}", "-addext", _NAMES, "-keyout", pair.key, "-out", request)
         signer = ("-CA", self.pair.certificate, "-CAkey", self.pair.key, "-copy_extensions", "copy")
         _run("openssl", "x509", "-req", "-in", request, *signer, "-days", "-1", "-out", pair.certificate)
+        return pair
+
+    def sign_for_tomorrow(self, name: str) -> Pair:
+        """The same, no good before tomorrow."""
+        pair = Pair(self._folder / f"{name}.crt", self._folder / f"{name}.key")
+        request, settings = self._folder / f"{name}.csr", self._folder / f"{name}.cnf"
+        _run(*_REQUEST, "-subj", f"/CN={name}", "-addext", _NAMES, "-keyout", pair.key, "-out", request)
+        settings.write_text(_REGISTER.format(folder=self._folder))
+        (self._folder / "register").touch()
+        start = (datetime.now(UTC) + timedelta(days=1)).strftime("%Y%m%d%H%M%SZ")
+        signer = ("-config", settings, "-cert", self.pair.certificate, "-keyfile", self.pair.key)
+        dates = ("-startdate", start, "-days", "3")
+        _run("openssl", "ca", "-batch", *signer, *dates, "-in", request, "-out", pair.certificate)
         return pair
 
     def lock(self, pair: Pair) -> None:

@@ -199,3 +199,22 @@ def test_key_that_everybody_can_read_is_a_warning(tmp_path: Path, mode: int, war
         said = [line["message"] for line in server.log if line["level"] == "WARNING"]
     assert len(said) == warnings
     assert all("every user of this machine can read the key" in one for one in said)
+
+
+def test_certificate_out_of_its_time_is_a_warning_at_the_start_and_when_it_is_replaced(tmp_path: Path) -> None:
+    ours = Authority(tmp_path)
+    pair = ours.sign_expired("server")
+    pair.key.chmod(0o600)
+    write_identity(tmp_path / "models")
+    args = ["--grpc-use-ssl=true", f"--grpc-server-cert={pair.certificate}", f"--grpc-server-key={pair.key}"]
+    with ServerProcess(tmp_path / "models", args=args) as server:
+        for other in (ours.sign("good"), ours.sign_for_tomorrow("early")):
+            pair.replace(other)
+            ssl.get_server_certificate(("127.0.0.1", server.grpc_port))
+    used = f"TLS: new certificates are in use, of {pair.certificate}"
+    assert [line["message"] for line in server.log if line["message"].startswith("TLS: ")] == [
+        f"TLS: {pair.certificate}: certificate has expired; clients will refuse to connect",
+        used,
+        f"TLS: {pair.certificate}: certificate is not yet valid; clients will refuse to connect",
+        used,
+    ]

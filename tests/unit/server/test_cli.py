@@ -347,6 +347,10 @@ def test_every_flag_has_a_variable_and_help_says_which() -> None:
         ),
         (("m", "--grpc-restricted-protocol", "inference:a=é"), "--grpc-restricted-protocol: expected a value of print"),
         (("--upstream", "localhost:1", "--upstream-batches", "0"), "Invalid value for '--upstream-batches'"),
+        (
+            ("m", "--grpc-header-forward-pattern", "x-("),
+            "--grpc-header-forward-pattern: expected a regular expression, got 'x-('",
+        ),
         (("m", "--model-config-name", "../x"), "--model-config-name: expected the name of a file, got '../x'"),
     ],
 )
