@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
 from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+from click.core import ParameterSource
 
 from server.flags import TEXT
 from server.repeatable import Repeatable
@@ -116,11 +117,22 @@ def upstream_flags(command: Callable[..., None]) -> Callable[..., None]:
     @wraps(command)
     def serve(**given: Any) -> None:
         own = {name: given.pop(name) for name in [key for key in given if key.startswith("upstream")]}
+        if own["upstream"] is None:
+            _check_none_given(own)
         command(upstream=_settings(own, has_tokens=given["grpc_token_file"] is not None), **given)
 
     for flag in reversed(_FLAGS):
         serve = flag(serve)
     return serve
+
+
+def _check_none_given(names: Iterable[str]) -> None:
+    """Raises click.UsageError for what says something of an upstream, where there is none: models would be served that
+    nobody has asked for, or without what was meant to protect them."""
+    context = click.get_current_context()
+    for name in names:
+        if context.get_parameter_source(name) in (ParameterSource.COMMANDLINE, ParameterSource.ENVIRONMENT):
+            raise click.UsageError(f"--{name.replace('_', '-')} needs --upstream")
 
 
 def _settings(given: dict[str, Any], *, has_tokens: bool) -> UpstreamSettings | None:

@@ -346,6 +346,9 @@ def test_every_flag_has_a_variable_and_help_says_which() -> None:
             "--upstream-trace-header: expected letters, digits, '_', '.' and '-', got 'spür'",
         ),
         (("m", "--grpc-restricted-protocol", "inference:a=é"), "--grpc-restricted-protocol: expected a value of print"),
+        (("m", "--upstream-model", "a"), "--upstream-model needs --upstream"),
+        (("m", "--upstream-use-ssl", "false"), "--upstream-use-ssl needs --upstream"),
+        (("--upstream-batches", "2"), "--upstream-batches needs --upstream"),
         (("--upstream", "localhost:1", "--upstream-batches", "0"), "Invalid value for '--upstream-batches'"),
         (
             ("m", "--grpc-header-forward-pattern", "x-("),
@@ -365,6 +368,12 @@ def test_usage_error_in_the_environment_names_the_flag() -> None:
     result = run("m", GRPC_PORT="many")
     assert result.exit_code == 2
     assert "Invalid value for '--grpc-port'" in result.stderr
+
+
+def test_variable_of_an_upstream_without_one_is_a_usage_error() -> None:
+    result = run("m", UPSTREAM_TIMEOUT_SECS="3")
+    assert result.exit_code == 2
+    assert "Error: --upstream-timeout-secs needs --upstream" in result.stderr
 
 
 def test_start_error_is_one_line_with_status_1(tmp_path: Path) -> None:
