@@ -104,7 +104,6 @@ class ThreadRunner(Generic[P, R]):
         self._loop: asyncio.AbstractEventLoop
         # Touched on the loop alone, so that only the loop can tell, and without a lock, what a dead thread owes.
         self._owed: deque[tuple[_Work[P], Done[R]]] = deque()
-        self._stopped = False
 
     def start(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -129,7 +128,6 @@ class ThreadRunner(Generic[P, R]):
         """There is no way to interrupt native code."""
 
     def stop(self) -> None:
-        self._stopped = True
         self._work.put(None)
 
     def _start_thread(self) -> None:
@@ -147,9 +145,8 @@ class ThreadRunner(Generic[P, R]):
                 self._loop.call_soon_threadsafe(self._on_death, error)
 
     def _on_death(self, error: BaseException) -> None:
-        """Have another thread go on. What the dead one didn't take is still there; what it took is lost."""
-        if self._stopped:
-            return
+        """Have another thread go on, if only to end. What the dead one didn't take is still there; what it took is
+        lost."""
         _log.error("a thread died and is replaced: %s", self._name, exc_info=error)
         waiting = [self._work.get() for _ in range(self._work.qsize())]
         lost = bool(self._owed) and not any(work is self._owed[0][0] for work in waiting)

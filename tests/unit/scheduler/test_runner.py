@@ -76,6 +76,22 @@ async def test_thread_that_dies_between_batches_is_replaced_and_a_batch_that_it_
     assert errors == ["the instance's thread died: SystemExit()"]
 
 
+async def test_batch_of_a_thread_that_dies_when_it_was_told_to_stop_has_an_end_too() -> None:
+    errors: list[str] = []
+    while not errors:  # as above
+        runner: ThreadRunner[str, str] = ThreadRunner("doomed", lambda payloads, rows: Results(payloads))
+        before = set(threading.enumerate())
+        runner.start()
+        assert (await run_on(runner, ["before"])).error is None
+        kill(before)
+        ending = asyncio.ensure_future(run_on(runner, ["taken"]))
+        await asyncio.sleep(0)
+        runner.stop()
+        outcome = await ending
+        errors += [str(outcome.error)] if outcome.error else []
+    assert errors == ["the instance's thread died: SystemExit()"]
+
+
 async def test_run_with_wrong_number_of_results_is_an_error_for_all() -> None:
     runner: ThreadRunner[str, str] = ThreadRunner("instance-0", lambda payloads, rows: Results(["only one"]))
     runner.start()
