@@ -107,7 +107,7 @@ async def _measure(folder: Path, seconds: float) -> list[tuple[int, int, float, 
     here, remote = Link.pair(2**28)
     there = Link.join(remote)
     replies = Replies(there)
-    Desk(here, inference, handles, {}, lambda port, why: None, lambda: None).start()
+    Desk(here, inference, handles, {}, lambda port, why: None, lambda: None, RequestReader()).start()
     there.start(lambda messages: tell([one for one in map(replies.on_message, messages) if one]), lambda: None)
     front = RemoteInference(there, replies, models)
     rows = []

@@ -35,7 +35,7 @@ from server.tracing import Tracer
 from server.watching import RequestWatch
 from server.wire_request import AnyRequest, WireRequest
 
-__all__ = ["AnyPending", "Inference"]
+__all__ = ["AnyPending", "Inference", "encode"]
 
 _log = logging.getLogger("paceline.server.inference")
 
@@ -223,7 +223,7 @@ class Inference:
                 self.finish(flight)
             elif type(results := pending.result()) is Share and results.outputs.size_bytes <= _MOST_MADE_BYTES:
                 flight.pending = None
-                self._answer(flight, results, pending, _encode)
+                self._answer(flight, results, pending, encode)
             flight.on_done()
 
     # hot path: see bench/
@@ -256,7 +256,7 @@ class Inference:
 
     def finish(self, flight: InFlight) -> None:
         """Make the answer of a request that is done, or have it `fail`."""
-        self.conclude(flight, _encode)
+        self.conclude(flight, encode)
 
     # hot path: see bench/
     def conclude(self, flight: InFlight, answer: Answer) -> None:
@@ -337,7 +337,8 @@ class Inference:
 
 
 # hot path: see bench/
-def _encode(flight: InFlight, results: Tensors, pending: AnyPending) -> None:
+def encode(flight: InFlight, results: Tensors, pending: AnyPending) -> None:
+    """Make the answer of `flight`. Raises ExecutionError for outputs that aren't what the model says."""
     model, decoded = flight.model, flight.decoded
     answer = model.codec.encode(flight.request, decoded, results, flight.envelope)
     if decoded.asked.parameters.batch_info and isinstance(answer, pb.ModelInferResponse) and pending.facts:

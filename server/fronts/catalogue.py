@@ -38,14 +38,16 @@ class Catalogue:
     names: Mapping[tuple[str, str], int]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Model:
-    """What a front needs to take a request for a model; of one that is `remote`, another server executes it."""
+    """What a front needs to take a request for a model; of one that is `remote`, another server executes it.
+    `answers_large` once an answer was: then the front makes them itself."""
 
     handle: int
     codec: ModelCodec
     batch_id_prefix: str
     remote: bool
+    answers_large: bool = False
 
 
 class LookUp:

@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 from google.protobuf.message import DecodeError
 
 from backends.base import MISSING, Array, Tensors
@@ -34,10 +35,10 @@ from server.fronts.handles import Handles
 from server.gate import Usage
 from server.handlers import serialized
 from server.in_flight import InFlight
-from server.inference import AnyPending, Inference
+from server.inference import AnyPending, Inference, encode
 from server.parameters import NO_PARAMETERS, RequestParameters
 from server.passing import NOTHING_CARRIED, Carried
-from server.wire_request import RequestReader
+from server.wire_request import AnyRequest, RequestReader
 
 __all__ = ["Desk"]
 
@@ -45,12 +46,16 @@ Handlers = Mapping[str, Any]
 """gRPC's handlers of the RPCs, by name."""
 
 
+_Result = tuple[int, int, list[Array], tuple[int, ...] | None]
+"""Kind of message, the front's number, what to pack, and the facts of a batch that the caller has asked for."""
+
 _NAMELESS = pb.ModelInferRequest()
 
 
 class Desk:
     """Serves the front at the other end of `link`. `on_listens` gets the port when the front listens, or 0 and why it
-    can't; `on_end` is called once, when the front is gone and all that it had under way is taken back."""
+    can't; `on_end` is called once, when the front is gone and all that it had under way is taken back. `read` is that
+    of all fronts: their requests may be alike."""
 
     def __init__(
         self,
@@ -60,19 +65,20 @@ class Desk:
         handlers: Handlers,
         on_listens: Callable[[int, str], None],
         on_end: Callable[[], None],
+        read: RequestReader,
     ) -> None:
         self._link = link
         self._inference = inference
         self._handles = handles
         self._handlers = handlers
-        self._read = RequestReader()
+        self._read = read
         self._on_listens = on_listens
         self._on_end = on_end
         # What the front waits for, by its numbers.
-        self._submitted: dict[int, _Submitted] = {}
+        self._waited_for: dict[int, InFlight] = {}
         self._tasks: dict[int, asyncio.Task[None]] = {}
         # Results that wait for room in the memory that the front reads, first come first served.
-        self._results: deque[tuple[int, list[Array], tuple[int, ...] | None]] = deque()
+        self._results: deque[_Result] = deque()
         self._quiet = asyncio.Event()
         self.usage = Usage()
         self.times_told = 0
@@ -81,7 +87,7 @@ class Desk:
     @property
     def requests(self) -> int:
         """What the front waits for."""
-        return len(self._submitted) + len(self._tasks) + len(self._results)
+        return len(self._waited_for) + len(self._tasks) + len(self._results)
 
     @property
     def used_bytes(self) -> int:
@@ -116,8 +122,8 @@ class Desk:
 
     def _take_back(self) -> None:
         self._results.clear()
-        submitted, self._submitted = self._submitted, {}
-        for one in submitted.values():
+        waited_for, self._waited_for = self._waited_for, {}
+        for one in waited_for.values():
             self._inference.give_up(one)
         for task in self._tasks.values():
             task.cancel()
@@ -126,7 +132,9 @@ class Desk:
     # hot path: see bench/
     def _on_messages(self, messages: list[Message]) -> None:
         for message in messages:
-            if message[0] == protocol.SUBMIT:
+            if message[0] == protocol.INFER:
+                self._infer(*message[1:])
+            elif message[0] == protocol.SUBMIT:
                 self._submit(*message[1:])
             else:
                 self._do(message)
@@ -135,8 +143,6 @@ class Desk:
         kind, *fields = message
         if kind == protocol.CANCEL:
             self._cancel(*fields)
-        elif kind == protocol.INFER:
-            self._run(fields[0], self._infer(*fields))
         elif kind == protocol.CALL:
             self._run(fields[0], self._call(*fields))
         elif kind == protocol.REFUSED:
@@ -146,6 +152,58 @@ class Desk:
             self.times_told += 1
         elif kind == protocol.LISTENS:
             self._on_listens(*fields)
+
+    # hot path
+    def _infer(
+        self,
+        number: int,
+        began_ns: int,
+        deadline_ns: int,
+        parent: TraceParent | None,
+        sent: tuple[Any, ...] | None,
+        data: bytes,
+    ) -> None:
+        """A request as it came, headers added: from here on like one that came to this process."""
+        request = self._read(data)
+        if isinstance(request, DecodeError):
+            self.fail(number, InvalidRequest(str(request)))
+            return
+        whole = _Whole(self, number, request, deadline_ns, parent, Sent(*sent) if sent else NOTHING_SENT, began_ns)
+        self._waited_for[number] = whole
+        self._inference.announce(whole)
+
+    # hot path
+    def on_done(self, whole: _Whole) -> None:
+        """It has an answer, or has failed, or its answer is to be made now."""
+        number = whole.number
+        self._waited_for.pop(number, None)
+        if whole.answer is None and not whole.failed:
+            self._inference.conclude(whole, self._make_answer)
+        if whole.answer is not None and not whole.failed:
+            try:
+                self._send_answer(number, serialized(whole.answer))
+            except Exception as error:  # noqa: BLE001 - the front's caller is owed an answer
+                self.fail(number, error)
+        self._look_whether_quiet()
+
+    def _make_answer(self, whole: _Whole, results: Tensors, pending: AnyPending) -> None:
+        """Raises ExecutionError for outputs that aren't what the model says, and QueueFull for what no front could
+        take."""
+        encode(whole, results, pending)
+        assert whole.answer is not None
+        data = whole.answer = serialized(whole.answer)
+        if len(data) > self._link.size_bytes // 2:
+            raise QueueFull(self._link.size_bytes, protocol.WHAT_IS_FULL)
+
+    # hot path
+    def _send_answer(self, number: int, data: bytes) -> None:
+        """Large ones as results are sent."""
+        if len(data) <= protocol.MOST_WHOLE_BYTES:
+            self._link.send((protocol.ANSWER, number, data))
+            return
+        result = protocol.PACKED, number, [np.frombuffer(data, np.uint8)], None
+        if self._results or not self._try_send(*result):
+            self._results.append(result)
 
     # hot path
     def _submit(
@@ -171,20 +229,20 @@ class Desk:
         told = RequestParameters(*parameters) if parameters else NO_PARAMETERS
         decoded = DecodedRequest(inputs, Asked(rows, key, outputs, told))
         request = pb.ModelInferRequest(id=request_id) if request_id else _NAMELESS
-        submitted = _Submitted(self, number, request, deadline_ns, parent, began_ns)
+        submitted = _Submitted(self, number, request, deadline_ns, parent, NOTHING_SENT, began_ns)
         try:
             told_on = Carried(*carried) if carried else NOTHING_CARRIED
             self._inference.take(submitted, model, decoded, self._on_done, told_on)
         except Exception as error:  # noqa: BLE001 - the front's caller is owed an answer
             self.fail(number, error)
             return
-        self._submitted[number] = submitted
+        self._waited_for[number] = submitted
 
     # hot path
     def _on_done(self, done: list[_Submitted]) -> None:
         """There are results, or errors instead."""
         for submitted in done:
-            if self._submitted.pop(submitted.number, None) is not None:
+            if self._waited_for.pop(submitted.number, None) is not None:
                 self._inference.conclude(submitted, self._send_result)
         self._look_whether_quiet()
 
@@ -200,9 +258,10 @@ class Desk:
         for index in asked.outputs:
             outputs[index] = results[index]
         told = told_facts(pending.facts) if asked.parameters.batch_info and pending.facts else None
+        result = protocol.RESULT, number, outputs, told
         if not self._results:
             try:
-                if self._try_send(number, outputs, told):
+                if self._try_send(*result):
                     return
             except (TypeError, ValueError) as error:
                 _check_sendable(submitted, outputs)
@@ -210,13 +269,13 @@ class Desk:
         _check_sendable(submitted, outputs)
         if sum(map(tensor_bytes, outputs)) > self._link.size_bytes // 2:
             raise QueueFull(self._link.size_bytes, protocol.WHAT_IS_FULL)
-        self._results.append((number, outputs, told))
+        self._results.append(result)
 
-    def _try_send(self, number: int, outputs: list[Array], facts: tuple[int, ...] | None) -> bool:
+    def _try_send(self, kind: int, number: int, outputs: list[Array], facts: tuple[int, ...] | None) -> bool:
         parcel = self._link.pack(outputs)
         if parcel is None:
             return False
-        self._link.send((protocol.RESULT, number, parcel, facts))
+        self._link.send((kind, number, parcel, facts))
         return True
 
     def _send_waiting(self) -> None:
@@ -226,8 +285,8 @@ class Desk:
         self._look_whether_quiet()
 
     def _cancel(self, number: int) -> None:
-        if (submitted := self._submitted.pop(number, None)) is not None:
-            self._inference.give_up(submitted)
+        if (one := self._waited_for.pop(number, None)) is not None:
+            self._inference.give_up(one)
         elif (task := self._tasks.get(number)) is not None:
             task.cancel()
         self._look_whether_quiet()
@@ -245,20 +304,6 @@ class Desk:
         self._tasks.pop(number, None)
         self._look_whether_quiet()
 
-    async def _infer(
-        self, number: int, deadline_ns: int, parent: TraceParent | None, sent: tuple[Any, ...], data: bytes
-    ) -> None:
-        """A request as it came, headers added."""
-        try:
-            request = self._read(data)
-            if isinstance(request, DecodeError):
-                raise InvalidRequest(str(request))
-            response = await self._inference.infer(request, deadline_ns, parent, Sent(*sent))
-        except Exception as error:  # noqa: BLE001 - the front's caller is owed an answer
-            self.fail(number, error)
-        else:
-            self._link.send((protocol.ANSWER, number, serialized(response)))
-
     async def _call(
         self, number: int, rpc: str, deadline_ns: int | None, headers: tuple[tuple[str, Any], ...], data: bytes
     ) -> None:
@@ -266,10 +311,11 @@ class Desk:
         handler = self._handlers[rpc]
         try:
             response = await handler.unary_unary(handler.request_deserializer(data), CallContext(headers, deadline_ns))
+            self._link.send((protocol.ANSWER, number, handler.response_serializer(response)))
         except Aborted as aborted:
             self._link.send((protocol.ABORTED, number, aborted.code.value[0], aborted.text))
-        else:
-            self._link.send((protocol.ANSWER, number, handler.response_serializer(response)))
+        except Exception as error:  # noqa: BLE001 - the front's caller is owed an answer
+            self.fail(number, error)
 
     def fail(self, number: int, error: BaseException) -> None:
         self._link.send((protocol.FAILED, number, *protocol.words_of(error)))
@@ -279,25 +325,41 @@ class Desk:
             self._quiet.set()
 
 
-class _Submitted(InFlight):
-    """A request of the front, which has numbered it."""
+class _Numbered(InFlight):
+    """A request of the front, which has numbered it, and read it at `began_ns`."""
+
+    failed = False
 
     def __init__(
         self,
         desk: Desk,
         number: int,
-        request: pb.ModelInferRequest,
+        request: AnyRequest,
         deadline_ns: int,
         parent: TraceParent | None,
+        sent: Sent,
         began_ns: int,
     ) -> None:
-        super().__init__(request, deadline_ns, parent, NOTHING_SENT)
+        super().__init__(request, deadline_ns, parent, sent)
         self.began_ns = began_ns
-        self._desk = desk
+        self.desk = desk
         self.number = number
 
     def fail(self, error: BaseException) -> None:
-        self._desk.fail(self.number, error)
+        self.failed = True
+        self.desk.fail(self.number, error)
+
+
+class _Submitted(_Numbered):
+    """One that the front has decoded, and will make the answer to."""
+
+
+class _Whole(_Numbered):
+    """One of which the front knows nothing."""
+
+    # hot path
+    def on_done(self) -> None:
+        self.desk.on_done(self)
 
 
 def _check_sendable(submitted: _Submitted, outputs: Sequence[Array]) -> None:

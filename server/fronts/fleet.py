@@ -33,6 +33,7 @@ from server.fronts.process import Greeting
 from server.gate import Usage
 from server.inference import Inference
 from server.repository import Repository
+from server.wire_request import RequestReader
 
 __all__ = ["Fleet", "FrontProcess", "StartFront", "start_front"]
 
@@ -82,6 +83,7 @@ class Fleet:
         self._repository = repository
         self._handlers = handlers
         self._handles = Handles()
+        self._read = RequestReader()
         self._fronts = [_Front(self, number) for number in range(1, settings.frontends + 1)]
         self._port_holder: socket.socket | None = None
         self._changed = False
@@ -204,7 +206,7 @@ class Fleet:
         desk.send(self.state)
 
     def desk(self, link: Link, on_listens: Callable[[int, str], None], on_end: Callable[[], None]) -> Desk:
-        return Desk(link, self._inference, self._handles, self._handlers, on_listens, on_end)
+        return Desk(link, self._inference, self._handles, self._handlers, on_listens, on_end, self._read)
 
     @property
     def memory_bytes(self) -> int:

@@ -192,7 +192,9 @@ class _Front:
             exit_now(1)  # the engine starts another, or doesn't start at all
 
 
-_REPLIES = frozenset((protocol.RESULT, protocol.STALE, protocol.FAILED, protocol.ANSWER, protocol.ABORTED))
+_REPLIES = frozenset(
+    (protocol.RESULT, protocol.STALE, protocol.FAILED, protocol.ANSWER, protocol.PACKED, protocol.ABORTED)
+)
 
 
 def _on_engine_gone() -> None:

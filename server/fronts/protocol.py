@@ -28,6 +28,8 @@ __all__ = [
     "LEAVE",
     "LISTENS",
     "LOG",
+    "MOST_WHOLE_BYTES",
+    "PACKED",
     "REFUSED",
     "RESULT",
     "STALE",
@@ -43,7 +45,7 @@ __all__ = [
 # From the front.
 LISTENS = FIRST_KIND  # port, or 0 and why not
 SUBMIT = FIRST_KIND + 1  # id, as Desk._submit takes it
-INFER = FIRST_KIND + 2  # id, deadline, trace parent or None, Sent, bytes of a ModelInferRequest
+INFER = FIRST_KIND + 2  # id, as Desk._infer takes it
 CALL = FIRST_KIND + 3  # id, name of the RPC, deadline or None, headers, bytes of the request
 CANCEL = FIRST_KIND + 4  # id
 REFUSED = FIRST_KIND + 5  # model's handle; there was no room to submit it
@@ -58,11 +60,15 @@ RESULT = FIRST_KIND + 9  # id, parcel of outputs, facts; to SUBMIT
 STALE = FIRST_KIND + 10  # id; to SUBMIT, for a model that is gone
 FAILED = FIRST_KIND + 11  # id, `words_of` the error; to SUBMIT and INFER
 ANSWER = FIRST_KIND + 12  # id, bytes of the response; to INFER and CALL
+PACKED = FIRST_KIND + 18  # id, parcel of the same; to INFER, where that is large
 ABORTED = FIRST_KIND + 13  # id, number of the status, text; to CALL
 END = FIRST_KIND + 14  # seconds of grace
 LOG = FIRST_KIND + 15  # pickled LogSettings
 LEAVE = FIRST_KIND + 17  # nothing: take no more connections, and tell those that are there to go
 
+MOST_WHOLE_BYTES = 2**13
+"""Of requests and responses that go through the socket as they are, where there is another way: so little the engine
+reads and makes, with others that are alike, as fast as it takes what a front has made of it."""
 WHAT_IS_FULL = "bytes of tensors on their way between processes (--frontend-memory-mb)"
 
 _log = logging.getLogger("paceline.server.fronts")

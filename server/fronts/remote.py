@@ -1,8 +1,9 @@
-"""Inference in a front: decoded here, batched and executed in the engine.
+"""Inference in a front: large tensors are taken out of messages and put into them here, all else is the engine's.
 
-Lives here: what stands in for `server.inference.Inference`, step by step the same. Must not: RPCs. Whatever isn't plain
-(an unknown model, a faulty request, tensors in clients' shared memory, outputs in another form than raw) goes to the
-engine as it came, which finds the right words and counts it.
+Lives here: what stands in for `server.inference.Inference`, step by step the same. Must not: RPCs. Small requests go to
+the engine as they came, which reads and answers those that are alike together. So does whatever isn't plain (an
+unknown model, a faulty request, tensors in clients' shared memory, outputs in another form than raw): the engine finds
+the right words, and counts it.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from server.codec import AnyResponse
 from server.errors import ServerError, ServerStopping
 from server.fronts import protocol
 from server.fronts.calls import Aborted
-from server.fronts.catalogue import LookUp
+from server.fronts.catalogue import LookUp, Model
 from server.in_flight import Call, InFlight, follow
 from server.parameters import NO_PARAMETERS, RequestParameters
 from server.passing import carried_by
@@ -40,7 +41,8 @@ _MOST_UNSENT_BYTES = 64 * 2**20
 _MOST_MADE_BYTES = 2**13
 """Of an answer that is made before it can leave."""
 
-_Sendable = tuple[AnyRequest, int, TraceParent | None, Sent]
+_Sendable = tuple[AnyRequest, int, int, TraceParent | None, Sent]
+"""A request as it came, when that was, its deadline, the trace that it is part of, and headers for another server."""
 
 _parameter_values: Callable[[RequestParameters], tuple[Any, ...]] = attrgetter(
     *(one.name for one in fields(RequestParameters))
@@ -86,20 +88,19 @@ class Replies:
         return reply
 
     # hot path
-    def submit(
-        self, request: AnyRequest, deadline_ns: int, parent: TraceParent | None, sent: Sent, *fields: Any
-    ) -> Reply:
+    def submit(self, flight: InFlight, *fields: Any) -> Reply:
         """Have the engine execute what was decoded, which `fields` say."""
         reply = self.expect()
-        self._requests[reply.number] = request, deadline_ns, parent, sent
+        self._requests[reply.number] = _sendable(flight)
         self._link.send((protocol.SUBMIT, reply.number, *fields))
         return reply
 
-    def send_whole(self, request: AnyRequest, deadline_ns: int, parent: TraceParent | None, sent: Sent) -> Reply:
-        """Have the engine do everything."""
+    # hot path
+    def send_whole(self, flight: InFlight) -> Reply:
+        """Have the engine do everything. Raises QueueFull."""
         self.refuse_if_full()
         reply = self.expect()
-        self._link.send((protocol.INFER, reply.number, deadline_ns, parent, tuple(sent), _bytes_of(request)))
+        self._send_whole(reply.number, *_sendable(flight))
         return reply
 
     def on_cancel(self, number: int) -> None:
@@ -121,6 +122,10 @@ class Replies:
             result = self._link.unpack(message[2]), message[3]
             if reply is not None:
                 reply.set_result(result)
+        elif kind == protocol.PACKED:
+            (data,) = self._link.unpack(message[2])
+            if reply is not None:
+                reply.set_result(data.tobytes())
         elif reply is None:
             pass
         elif kind == protocol.ANSWER:
@@ -134,17 +139,31 @@ class Replies:
     def _send_again(self, number: int) -> None:
         """The model that it was decoded for is gone; there may be another of its name."""
         if (found := self._requests.pop(number, None)) is not None:
-            request, deadline_ns, parent, sent = found
-            self._link.send((protocol.INFER, number, deadline_ns, parent, tuple(sent), _bytes_of(request)))
+            self._send_whole(number, *found)
+
+    # hot path
+    def _send_whole(
+        self,
+        number: int,
+        request: AnyRequest,
+        began_ns: int,
+        deadline_ns: int,
+        parent: TraceParent | None,
+        sent: Sent,
+    ) -> None:
+        data = request.data if isinstance(request, WireRequest) else request.SerializeToString()
+        told = None if sent is NOTHING_SENT else tuple(sent)
+        self._link.send((protocol.INFER, number, began_ns, deadline_ns, parent, told, data))
 
 
-def _bytes_of(request: AnyRequest) -> bytes:
-    return request.data if isinstance(request, WireRequest) else request.SerializeToString()
+# hot path
+def _sendable(flight: InFlight) -> _Sendable:
+    return flight.request, flight.began_ns, flight.deadline_ns, flight.parent, flight.sent
 
 
 class RemoteInference:
     """Answers inference requests; `serving`, and whether it `reads_parents`, are what the engine says. Where a request
-    in flight has no model, the engine makes the answer."""
+    in flight isn't decoded, the engine makes the answer."""
 
     def __init__(self, link: Link, replies: Replies, models: LookUp) -> None:
         self._link = link
@@ -180,19 +199,18 @@ class RemoteInference:
     def _submit(self, flight: InFlight) -> Reply:
         """Check a request and have the engine execute it. Raises QueueFull; all else that may be wrong the engine
         says."""
-        request, deadline_ns, sent = flight.request, flight.deadline_ns, flight.sent
-        whole = request, deadline_ns, flight.parent, sent
-        model = self._models.find(request.model_name, request.model_version)
-        if model is None:
-            return self._replies.send_whole(*whole)
+        request, deadline_ns = flight.request, flight.deadline_ns
+        model = flight.model = self._models.find(request.model_name, request.model_version)
+        if model is None or _is_better_sent(request, model):
+            return self._replies.send_whole(flight)
         try:
             decoded = model.codec.decode(request)
         except (ServerError, ValueError):
-            return self._replies.send_whole(*whole)
+            return self._replies.send_whole(flight)
         asked = decoded.asked
         told = asked.parameters
         if told.typed_outputs or asked.classes:
-            return self._replies.send_whole(*whole)
+            return self._replies.send_whole(flight)
         if told.deadline_ns:
             deadline_ns = min(deadline_ns, leaves_by(told.deadline_ns / 1e9, flight.began_ns))
         self._replies.refuse_if_full()
@@ -201,9 +219,9 @@ class RemoteInference:
         if parcel is None:
             self._link.send((protocol.REFUSED, model.handle))
             raise QueueFull(self._link.size_bytes, protocol.WHAT_IS_FULL)
-        flight.model, flight.decoded = model, decoded
+        flight.decoded = decoded
         return self._replies.submit(
-            *whole,
+            flight,
             model.handle,
             request.id,
             flight.began_ns,
@@ -214,7 +232,7 @@ class RemoteInference:
             asked.outputs,
             None if told is NO_PARAMETERS else _parameter_values(told),
             parcel,
-            tuple(carried_by(request, sent)) if model.remote else None,
+            tuple(carried_by(request, flight.sent)) if model.remote else None,
         )
 
     # hot path: see bench/
@@ -261,6 +279,12 @@ class RemoteInference:
             raise ServerStopping
 
 
+# hot path
+def _is_better_sent(request: AnyRequest, model: Model) -> bool:
+    """Whether the engine does better with it as it is. Not where answers are large: those are better made here."""
+    return type(request) is WireRequest and len(request.data) <= protocol.MOST_WHOLE_BYTES and not model.answers_large
+
+
 def _is_small(result: Any) -> bool:
     return isinstance(result, bytes) or sum(one.nbytes for one in result[0]) <= _MOST_MADE_BYTES
 
@@ -269,6 +293,8 @@ def _is_small(result: Any) -> bool:
 def _answer(flight: InFlight, result: Any) -> AnyResponse:
     """That of what the engine sent."""
     if isinstance(result, bytes):
+        if len(result) > protocol.MOST_WHOLE_BYTES and flight.model is not None:
+            flight.model.answers_large = True
         return flight.envelope.around(result) if flight.envelope is not None else result
     outputs, facts = result
     model = flight.model

@@ -289,17 +289,33 @@ async def test_answers_that_do_not_fit_at_once_wait_for_room(tmp_path: Path) -> 
         assert await served.metric("nv_inference_request_success") == 16
 
 
+@pytest.mark.parametrize("columns", [2040, 3000, 2**15], ids=["8 KB", "12 KB", "128 KB"])
+async def test_small_requests_have_answers_of_any_size_alone_and_together(tmp_path: Path, columns: int) -> None:
+    model = widening(columns)
+    async with serving(tmp_path, {"m": model}, config=BATCHED, settings=two(tmp_path, memory_mb=1)) as served:
+        for crowd in (1, 1, 1, 40):
+            answers = await asyncio.gather(
+                *(served.infer(infer("m", {"a": rows_of_floats(1, 1, first=number)})) for number in range(crowd))
+            )
+            for number, answer in enumerate(answers):
+                assert answer.raw_output_contents[0] == np.full(columns, number, np.float32).tobytes()
+        await nothing_held(served)
+        assert await served.metric("nv_inference_request_success") == 43
+
+
 async def test_answer_that_can_never_fit_is_refused_and_the_next_is_given(tmp_path: Path) -> None:
     models = {"wide": widening(MIB // 4 + 1), "m": echo_model()}
     async with serving(tmp_path, models, config=BATCHED, settings=two(tmp_path, memory_mb=1)) as served:
-        code, text = await failure_of(served.infer(infer("wide", {"a": rows_of_floats(1)})))
-        assert code is Code.RESOURCE_EXHAUSTED
-        assert "--frontend-memory-mb" in text
+        for _ in range(3):
+            code, text = await failure_of(served.infer(infer("wide", {"a": rows_of_floats(1)})))
+            assert code is Code.RESOURCE_EXHAUSTED
+            assert "--frontend-memory-mb" in text
         request = infer("m", {"a": KIB_300})
         assert (await served.infer(request)).raw_output_contents[0] == request.raw_input_contents[0]
         await nothing_held(served)
         labels = 'model="wide",reason="REJECTED",version="1"'
-        assert await served.metric("nv_inference_request_failure", labels) == 1
+        assert await served.metric("nv_inference_request_failure", labels) == 3
+        assert await served.metric("nv_inference_request_success", 'model="wide",version="1"') == 0
 
 
 class Nursery:
