@@ -36,7 +36,7 @@ R = TypeVar("R")
 # About what gRPC takes of the loop's time for a request. An instance that is done sooner doesn't get its next batch
 # at once, but when the answers are on their way and requests that have arrived are queued: fewer and larger batches.
 _LOOP_NS = 150_000
-_LONG_NS = 2_000_000
+_LONG_NS = 1_000_000
 """Shorter executions are no use to those who could come back meanwhile."""
 
 _NOTHING: Step[Any] = Step()
@@ -369,9 +369,7 @@ class Batcher(Generic[P, R]):
         duration_ns = outcome.finished_ns - outcome.started_ns
         computed_ns = duration_ns - getattr(outcome.executed, "waited_ns", 0)
         self._queue.done(batch, outcome.finished_ns, None if outcome.error else computed_ns)
-        if duration_ns >= _LONG_NS:
-            latency = self._queue.latency
-            self._company.took(latency.base_ns(batch.key), latency.expected_ns(batch.key, -(-batch.rows // 2)))
+        self._company.took(*self._costs(batch) if duration_ns >= _LONG_NS else (0, 0))
         failed = self._on_failure(runner, batch, outcome.error, suspects) if outcome.error else ()
         try:
             if duration_ns < _LOOP_NS * len(batch.entries) and self._kept_waiting(self._turns.announced) is not None:
@@ -381,6 +379,11 @@ class Batcher(Generic[P, R]):
                 self._turn()
         finally:
             self._delivery.end(batch, outcome, failed)
+
+    def _costs(self, batch: Batch[Pending[P, R]]) -> tuple[int, int]:
+        """What one like it costs besides its rows, and what half of those would take who have lately been there."""
+        rows, latency = self._company.half_of_all(len(batch.entries), batch.rows), self._queue.latency
+        return latency.base_ns(batch.key), latency.expected_ns(batch.key, rows)
 
     def _on_late(self, runner: Runner[P, R]) -> None:
         """Its execution takes longer than it may."""

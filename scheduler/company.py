@@ -30,20 +30,32 @@ class Company:
     that take turns: one comes back while the other executes.
     """
 
-    __slots__ = ("_batch_requests", "_ended_ns", "_executing", "_in_halves", "_patience", "_pause_ns", "_present")
+    __slots__ = (
+        "_batch_requests",
+        "_ended_ns",
+        "_ended_requests",
+        "_executing",
+        "_in_halves",
+        "_patience",
+        "_pause_ns",
+        "_present",
+    )
 
     def __init__(self) -> None:
         self._batch_requests = 1.0
         self._present = 1.0
         self._patience = _QUIET_ITERATIONS
         self._executing = self._ended_ns = 0
+        self._ended_requests = 1
         self._pause_ns = 0.0
         self._in_halves = False
 
     def on_start(self, requests: int, waiting: int, now_ns: int) -> None:
         """A batch of so many requests starts, others still wait."""
         if not self._executing and self._ended_ns:
-            self._pause_ns += _PAUSE_WEIGHT * (now_ns - self._ended_ns - self._pause_ns)
+            # What answering a part of them has taken says what it takes to answer all.
+            pause_ns = (now_ns - self._ended_ns) * max(1.0, self._present / self._ended_requests)
+            self._pause_ns += _PAUSE_WEIGHT * (pause_ns - self._pause_ns)
         self._executing += requests
         self._batch_requests += _CROWD_WEIGHT * (requests - self._batch_requests)
         self._present = max(self._executing + waiting, _STILL_THERE * self._present)
@@ -54,9 +66,14 @@ class Company:
         """A batch of so many requests is done."""
         self._executing -= requests
         self._ended_ns = now_ns
+        self._ended_requests = requests
+
+    def half_of_all(self, requests: int, rows: int) -> int:
+        """The rows of half of those who have lately been there, if they have as many each as in a batch of so many."""
+        return max(1, round(rows * self._present / (2 * requests)))
 
     def took(self, base_ns: int, half_ns: int) -> None:
-        """What a batch like the last costs besides its rows, 0 if that isn't known, and what half of it would take."""
+        """What a batch like the last costs besides its rows, 0 if that isn't known, and what half of all would take."""
         self._in_halves = 0 < base_ns < self._pause_ns and _OVERLAP * self._pause_ns < half_ns
 
     @property

@@ -97,3 +97,29 @@ def test_half_of_those_who_come_again_is_not_enough_while_others_execute() -> No
     company = after_pauses_of(6, base_ms=5, half_ms=7)
     company.on_start(2, 0, 10**12)
     assert company.patience(5, 0)
+
+
+def test_pause_after_a_part_of_those_who_come_again_counts_as_that_after_all_of_them() -> None:
+    """Four of eight are back after 2 ms: all would be after 4, longer than half of them execute for."""
+    company = Company()
+    now_ns = 0
+    for _ in range(50):
+        now_ns += 2 * MS
+        company.on_start(4, 4, now_ns)
+        now_ns += 10 * MS
+        company.on_end(4, now_ns)
+        company.took(MS, 2 * MS)
+    assert company.patience(7, 0)
+    company.took(MS, 4 * MS)
+    assert not company.patience(4, 0)
+
+
+def test_half_of_all_is_of_those_who_come_again_whatever_a_batch_had_of_them() -> None:
+    company = after_pauses_of(6, base_ms=5, half_ms=7)
+    assert (company.half_of_all(8, 8), company.half_of_all(4, 4), company.half_of_all(4, 8)) == (4, 4, 8)
+
+
+def test_half_of_those_who_come_again_is_not_enough_once_executions_are_short() -> None:
+    company = after_pauses_of(6, base_ms=5, half_ms=7)
+    company.took(0, 0)
+    assert company.patience(7, 0)

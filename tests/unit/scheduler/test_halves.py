@@ -18,9 +18,9 @@ def takes_ns(requests: int) -> int:
     return 5 * MS + requests * MS * 2 // 5
 
 
-async def executed(bench: Bench, *callers: str) -> None:
+async def executed(bench: Bench, *callers: str, in_ns: int = 0) -> None:
     futures = await bench.submit(*callers)
-    bench.clock.advance(takes_ns(len(callers)))
+    bench.clock.advance(in_ns or takes_ns(len(callers)))
     bench.runner.finish(str.upper)
     await asyncio.gather(*futures)
 
@@ -71,4 +71,20 @@ async def test_callers_for_whom_two_batches_would_cost_more_stay_together(pause_
     assert bench.runner.batches[-1] == list(CALLERS)
     bench.runner.finish(str.upper)
     assert await asyncio.gather(*futures) == list("ABCDEFGH")
+    bench.batcher.close()
+
+
+async def test_callers_stay_together_again_once_executions_are_short() -> None:
+    bench = Bench(BatchPolicy(max_batch_rows=16))
+    await all_together(bench, pause_ms=6)
+    await executed(bench, *CALLERS, in_ns=MS // 2)
+    bench.clock.advance(6 * MS)
+    futures = bench.put(*"abcdefg")
+    await few_turns()
+    assert not bench.runner.busy
+    futures += bench.put("h")
+    await one_turn()
+    assert bench.runner.batches[-1] == list(CALLERS)
+    bench.runner.finish(str.upper)
+    await asyncio.gather(*futures)
     bench.batcher.close()
