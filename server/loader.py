@@ -219,10 +219,10 @@ def _load_version(
             _give_up(instances, undo.pop_all(), error)
             raise
         supervise.close()
+        whole = effective_config(config, served, platform=opened.platform, file=file.name, groups=groups)
         undo.pop_all()
     took_ns = time.monotonic_ns() - began_ns
     _log.info("model '%s' version %d loaded in %.2f s: %s", folder.name, version, took_ns / 1e9, _say(served))
-    whole = effective_config(config, served, platform=opened.platform, file=file.name, groups=groups)
     return LoadedVersion(folder.name, version, whole, served, labels, opened, tuple(instances), took_ns)
 
 

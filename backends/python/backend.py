@@ -18,6 +18,9 @@ from protos.datatypes import DATATYPES
 
 __all__ = ["PythonBackend", "PythonModel"]
 
+_LARGEST_DIM = 2**63 - 1
+"""Messages have no larger ones."""
+
 
 class PythonModel:
     """`OpenModel` of a Python model. `process` has it loaded already, and becomes that of the first instance."""
@@ -104,6 +107,10 @@ def _tensors(source: ModelSource, attribute: str, declared: Declared) -> Sequenc
         where = f"model '{source.name}': Model.{attribute}['{name}']"
         if datatype not in DATATYPES:
             raise LoadError(f"{where}: expected a datatype of {', '.join(DATATYPES)}, got '{datatype}'")
-        if min(dims, default=0) < -1:
-            raise LoadError(f"{where}: expected dims >= -1, got {list(dims)}")
+        if not all(-1 <= dim <= _LARGEST_DIM for dim in dims):
+            raise LoadError(f"{where}: expected dims from -1 to {_LARGEST_DIM}, got {list(dims)}")
+        try:
+            name.encode()
+        except UnicodeEncodeError:
+            raise LoadError(f"{where}: expected a name that is UTF-8") from None
     return [TensorSpec(*one) for one in declared]

@@ -80,9 +80,10 @@ class ModelProcess:
                 env=_environment(source),
                 start_new_session=True,
             )
-        except OSError as error:
+        except (OSError, ValueError) as error:  # a NUL in its path
             self._line.close()
-            raise LoadError(f"model '{source.name}': {_executable(source)} can't be run: {error.strerror}") from None
+            why = error.strerror if isinstance(error, OSError) else str(error)
+            raise LoadError(f"model '{source.name}': {_executable(source)} can't be run: {why}") from None
         finally:
             remote.close()
         self._output = threading.Thread(target=self._log_output, name=f"output of {source.name}", daemon=True)

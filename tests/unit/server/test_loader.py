@@ -39,8 +39,8 @@ SPEC = ModelSpec((TensorSpec("a", "FP32", (-1, 2)),), (TensorSpec("x", "FP32", (
 class Model(MemoryModel):
     """Makes instances until `instances` are open; then it can't."""
 
-    def __init__(self, instances: int = 100) -> None:
-        super().__init__(SPEC)
+    def __init__(self, instances: int = 100, spec: ModelSpec = SPEC) -> None:
+        super().__init__(spec)
         self._limit = instances
 
     def instance(self, spec: ModelSpec, device: Device) -> MemoryInstance:
@@ -319,6 +319,13 @@ def test_load_that_fails_unexpectedly_leaves_nothing_open_either(tmp_path: Path)
     shelf = Shelf(v2=MemoryError())
     with pytest.raises(MemoryError):
         load_model(folder(tmp_path, 1, 2, config=ALL), shelf.of)
+    assert not shelf.leaked
+
+
+def test_load_of_tensors_that_no_message_can_tell_leaves_nothing_open(tmp_path: Path) -> None:
+    shelf = Shelf(v1=Model(spec=ModelSpec(SPEC.inputs, (TensorSpec("x", "FP32", (-1, 2**63)),))))
+    with pytest.raises(ValueError, match="9223372036854775808"):
+        load_model(folder(tmp_path, 1), shelf.of)
     assert not shelf.leaked
 
 

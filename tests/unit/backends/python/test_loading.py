@@ -60,7 +60,9 @@ def test_spec_of_a_class_that_declares_nothing_is_that_of_the_configuration(fold
         (f"{CLASS}    def load(self, context): return context.nothing", "AttributeError: .*nothing"),
         (f"{CLASS}    async def load(self, context): raise KeyError('later')", "KeyError: later"),
         (CLASS.replace('"FP32", [-1])', '"FP33", [-1])'), r"Model.outputs\['y'\]: expected a datatype of BOOL, .*FP33"),
-        (CLASS.replace("[-1])", "[-2])"), r"Model.outputs\['y'\]: expected dims >= -1, got \[-2\]"),
+        (CLASS.replace("[-1])", "[-2])"), r"Model.outputs\['y'\]: expected dims from -1 to .*, got \[-2\]"),
+        (CLASS.replace("[-1])", "[2**63])"), r"expected dims from -1 to .*, got \[9223372036854775808\]"),
+        (CLASS.replace('"y": (', r'"\udcff": ('), "Model.outputs.*: expected a name that is UTF-8"),
         (CLASS.replace('{"y": ("FP32", [-1])}', '["y"]'), r"Model.outputs: expected a dict such as .*, got \['y'\]"),
         (CLASS.replace('{"y": ("FP32", [-1])}', "{}"), "Model.outputs: expected one or more, got none"),
         (CLASS.replace("outputs =", "other ="), "expected attributes inputs and outputs of its class"),
@@ -88,6 +90,15 @@ def test_load_with_an_interpreter_that_is_none_is_refused(folder: Path) -> None:
     source = ModelSource("m", puppet.write_puppet(folder), parameters={"paceline.python_executable": "bin/python"})
     with pytest.raises(LoadError, match=f"{folder}/bin/python can't be run: No such file"):
         PythonBackend().open(source, CPU)
+
+
+def test_load_with_an_interpreter_that_no_file_can_be_keeps_nothing_open(folder: Path) -> None:
+    source = ModelSource("m", puppet.write_puppet(folder), parameters={"paceline.python_executable": "a\0b"})
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    for _ in range(5):
+        with pytest.raises(LoadError, match="can't be run: embedded null byte"):
+            PythonBackend().open(source, CPU)
+    assert len(list(Path("/proc/self/fd").iterdir())) <= before
 
 
 def test_load_gets_the_context_and_files_beside_the_model_can_be_imported(folder: Path) -> None:
