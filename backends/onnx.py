@@ -7,6 +7,7 @@ sessions are opened (`onnx_sessions`), how batches run (`onnx_instance`).
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
@@ -230,11 +231,23 @@ def accelerator_of(device: Device) -> Accelerator | None:
 def _model_file(source: ModelSource) -> Path:
     """The file to read: `source.path`, or `model.onnx` in it if that is a folder, as it is with external weights."""
     path = source.path / "model.onnx" if source.path.is_dir() else source.path
+    if not path.is_file() and os.path.lexists(path):
+        raise LoadError(f"model '{source.name}': expected a file, got something else or a link to none: '{path}'")
     if not path.is_file():
         raise LoadError(f"model '{source.name}': no such file: '{path}'{_instead(path.parent)}")
     if path.stat().st_size == 0:
         raise LoadError(f"model '{source.name}': the file is empty: '{path}'")
+    if not _is_utf8(str(path)):
+        raise LoadError(f"model '{source.name}': expected a path that is UTF-8, as ONNX Runtime does: '{path}'")
     return path
+
+
+def _is_utf8(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _instead(folder: Path) -> str:

@@ -15,7 +15,7 @@ from backends.base import Array
 from protos.inference_pb2 import InferParameter
 from protos.model_config_pb2 import ModelConfig
 from server.errors import ConfigError, InvalidRequest
-from server.layout import inside
+from server.layout import check_file, inside
 
 __all__ = ["Labels", "class_count", "classes_of", "read_labels"]
 
@@ -96,6 +96,7 @@ def _lines(output: str, name: str, folder: Path) -> tuple[bytes, ...]:
     if path is None:
         raise ConfigError(f"{where}: expected a file inside the model's folder, got '{name}'")
     try:
+        check_file(path)
         return tuple(path.read_bytes().splitlines())
     except OSError as error:
         raise ConfigError(f"{where}: {path}: {error.strerror}") from None

@@ -7,8 +7,10 @@ outside is only ever compared with the names found; no path is made of it.
 
 from __future__ import annotations
 
+import errno
 import os
 import re
+import stat
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -22,6 +24,7 @@ __all__ = [
     "PYTHON_MODEL_FILE",
     "Layout",
     "ModelFolder",
+    "check_file",
     "inside",
     "model_folder",
 ]
@@ -57,11 +60,13 @@ class ModelFolder:
 
     @property
     def config(self) -> Path | None:
-        """Its configuration, if there is one: `configs/<config_name>.pbtxt`, else `config.pbtxt`."""
+        """Its configuration, if there is one: `configs/<config_name>.pbtxt`, else `config.pbtxt`. What is called so and
+        is no file, or a link to none, is one that can't be read: without it the model would be served in another way
+        than whoever put it there meant."""
         if self.file is not None:
             return None
         named = [self.path / CONFIGS_FOLDER / f"{self.config_name}.pbtxt"] if self.config_name else []
-        return next((path for path in (*named, self.path / CONFIG_FILE) if path.is_file()), None)
+        return next((path for path in (*named, self.path / CONFIG_FILE) if os.path.lexists(path)), None)
 
 
 class _Kind(Enum):
@@ -141,6 +146,13 @@ def inside(folder: Path, name: str) -> Path | None:
     except ValueError:  # a NUL
         return None
     return path if path.is_relative_to(home) else None
+
+
+def check_file(path: Path) -> None:
+    """Raises OSError unless a file lies at `path`. Whoever opens a pipe waits for its other end, and devices may have
+    none."""
+    if not stat.S_ISREG(path.stat().st_mode):
+        raise OSError(errno.EINVAL, "expected a file, got something else")
 
 
 def model_folder(name: str, path: Path) -> ModelFolder:

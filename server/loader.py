@@ -271,7 +271,12 @@ def _model_file(folder: ModelFolder, version: int, config: pb.ModelConfig) -> Pa
     name = Path(config.default_model_filename or default)
     if name.is_absolute() or ".." in name.parts:
         raise ConfigError(f"default_model_filename: expected a file inside the version folder, got '{name}'")
-    return folder.versions[version] / name
+    path = folder.versions[version] / name
+    try:
+        path.is_file()
+    except OSError as error:
+        raise ConfigError(f"default_model_filename: {path}: {error.strerror}") from None
+    return path
 
 
 def _op_libraries(folder: ModelFolder, version: int, config: pb.ModelConfig) -> tuple[Path, ...]:

@@ -20,6 +20,7 @@ from protos import model_config_pb2 as pb
 from scheduler.policy import BatchPolicy
 from server.batch_policy import BatchDefaults, batch_policy, own_settings
 from server.errors import ConfigError
+from server.layout import check_file
 from server.tensor_config import can_batch, declared_spec, served_spec
 
 __all__ = [
@@ -63,6 +64,7 @@ def parse_config(path: Path) -> pb.ModelConfig:
     """The configuration in `path`, a `ModelConfig` in protobuf's text format. Raises ConfigError with line and
     column."""
     try:
+        check_file(path)
         return text_format.Parse(path.read_text(encoding="utf-8-sig"), pb.ModelConfig())
     except text_format.ParseError as error:
         raise ConfigError(f"{path.name}:{error}") from None

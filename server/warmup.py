@@ -21,7 +21,7 @@ from protos import model_config_pb2 as pb
 from protos.datatypes import CONFIG_DATATYPES, by_name
 from protos.tensors import TensorError, decode_raw, element_count
 from server.errors import ConfigError
-from server.layout import inside
+from server.layout import check_file, inside
 from server.model_config import ServingPlan
 from server.reshaping import to_model
 
@@ -183,6 +183,7 @@ def _data(folder: Path, file: str, where: str) -> bytes:
     if path is None:
         raise ConfigError(f"{where}: expected a file inside the model's folder 'warmup', got '{file}'")
     try:
+        check_file(path)
         return path.read_bytes()
     except OSError as error:
         raise ConfigError(f"{where}: {path}: {error.strerror}") from None

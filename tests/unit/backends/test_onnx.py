@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
@@ -71,6 +72,22 @@ def test_open_missing_file_names_model_and_path(tmp_path: Path) -> None:
     path = tmp_path / "model.onnx"
 
     with pytest.raises(LoadError, match=re.escape(f"model 'm': no such file: '{path}'")):
+        OnnxBackend().open(ModelSource("m", path), CPU)
+
+
+def test_open_link_to_none_or_pipe_says_that_it_is_no_file(tmp_path: Path) -> None:
+    (tmp_path / "a.onnx").symlink_to("nowhere")
+    os.mkfifo(tmp_path / "b.onnx")
+    for path in (tmp_path / "a.onnx", tmp_path / "b.onnx"):
+        words = f"model 'm': expected a file, got something else or a link to none: '{path}'"
+        with pytest.raises(LoadError, match=f"^{re.escape(words)}$"):
+            OnnxBackend().open(ModelSource("m", path), CPU)
+
+
+def test_open_path_that_is_not_utf8_says_so(tmp_path: Path) -> None:
+    path = tmp_path / os.fsdecode(b"\xff.onnx")
+    path.write_bytes(b"x")
+    with pytest.raises(LoadError, match=r"^model 'm': expected a path that is UTF-8, as ONNX Runtime does: "):
         OnnxBackend().open(ModelSource("m", path), CPU)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import numpy as np
@@ -187,6 +188,17 @@ def test_labels_outside_of_the_model_are_refused(tmp_path: Path, name: str) -> N
     (folder / "loop").symlink_to(folder / "loop")
     with pytest.raises(ConfigError, match=r"^output 'x': label_filename: "):
         labels(folder, name)
+
+
+def test_labels_in_what_is_no_file_are_refused_and_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "folder").mkdir()
+    for name in ("pipe", "folder"):
+        with pytest.raises(ConfigError) as caught:
+            labels(tmp_path, name)
+        assert str(caught.value) == (
+            f"output 'x': label_filename: {tmp_path}/{name}: expected a file, got something else"
+        )
 
 
 def test_labels_that_are_not_there_are_refused(tmp_path: Path) -> None:

@@ -148,12 +148,17 @@ def test_bare_file_may_be_a_link(tmp_path: Path) -> None:
     assert found(tmp_path / "m.onnx").keys() == {"m"}
 
 
-def test_config_is_that_of_the_folder_if_it_is_a_file(tmp_path: Path) -> None:
+def test_config_is_that_of_the_folder_be_it_a_file_or_not(tmp_path: Path) -> None:
     config = touch(tmp_path / "a" / "config.pbtxt")
     (tmp_path / "b" / "config.pbtxt").mkdir(parents=True)
+    (tmp_path / "c").mkdir()
+    (tmp_path / "c" / "config.pbtxt").symlink_to("nowhere")
+    (tmp_path / "d").mkdir()
     models = found(tmp_path)
     assert models["a"].config == config
-    assert models["b"].config is None
+    assert models["b"].config == tmp_path / "b" / "config.pbtxt"
+    assert models["c"].config == tmp_path / "c" / "config.pbtxt"
+    assert models["d"].config is None
 
 
 def test_config_of_another_name_is_taken_where_it_is_there(tmp_path: Path) -> None:

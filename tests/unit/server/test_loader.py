@@ -189,6 +189,13 @@ def test_load_default_model_filename_is_looked_for_inside_the_version(tmp_path: 
     assert shelf.sources[0].path == tmp_path / "m" / "1" / name
 
 
+def test_load_default_model_filename_that_no_file_can_have_is_refused(tmp_path: Path) -> None:
+    shelf = Shelf()
+    with pytest.raises(ConfigError, match=r"^default_model_filename: .*: File name too long$"):
+        load_model(folder(tmp_path, 1, config=f'default_model_filename: "{"x" * 300}"'), shelf.of)
+    assert not shelf.sources
+
+
 @pytest.mark.parametrize("name", ["/etc/passwd", "../2/model.onnx", "sub/../../x", ".."])
 def test_load_default_model_filename_outside_of_the_version_is_refused(tmp_path: Path, name: str) -> None:
     shelf = Shelf()

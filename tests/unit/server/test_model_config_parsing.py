@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -57,6 +59,13 @@ def test_parse_fault_is_told_with_file_line_and_column(tmp_path: Path, content: 
 def test_parse_what_is_no_text_or_no_number_is_a_config_error(tmp_path: Path, content: str | bytes) -> None:
     with pytest.raises(ConfigError, match=r"^config\.pbtxt can't be read: "):
         parsed(tmp_path, content)
+
+
+@pytest.mark.parametrize("put", [Path.mkdir, os.mkfifo, lambda path: path.symlink_to("/dev/zero")])
+def test_parse_what_is_no_file_is_a_config_error(tmp_path: Path, put: Callable[[Path], None]) -> None:
+    put(tmp_path / "config.pbtxt")
+    with pytest.raises(ConfigError, match=r"^config\.pbtxt can't be read: .*expected a file, got something else"):
+        parse_config(tmp_path / "config.pbtxt")
 
 
 def test_parse_file_that_is_gone_is_a_config_error(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -243,6 +244,13 @@ def test_sample_from_a_file_outside_of_the_folder_is_refused(tmp_path: Path, fil
 def test_sample_from_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
     text = Bench().refusal(sample('input_data_file: "gone"'), tmp_path)
     assert text == f"warmup sample 's': input 'a': {tmp_path}/warmup/gone: No such file or directory"
+
+
+def test_sample_from_what_is_no_file_is_refused_and_not_waited_for(tmp_path: Path) -> None:
+    (tmp_path / "warmup").mkdir()
+    os.mkfifo(tmp_path / "warmup" / "data")
+    text = Bench().refusal(sample('input_data_file: "data"'), tmp_path)
+    assert text == f"warmup sample 's': input 'a': {tmp_path}/warmup/data: expected a file, got something else"
 
 
 def test_sample_from_a_file_of_the_wrong_size_is_refused(tmp_path: Path) -> None:
