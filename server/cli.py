@@ -78,6 +78,17 @@ class _Amount(click.FloatRange):
         return number
 
 
+class _ModelPath(click.Path):
+    """Where models lie. Nothing at all, as of a variable that is empty or a colon too many, would be the folder that
+    the server is started in."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if not str(value):
+            self.fail("expected a path, got ''", param, ctx)
+        return super().convert(value, param, ctx)
+
+
+_MODEL_PATH = _ModelPath(path_type=Path)
 _AMOUNT = _Amount(0, 1_000_000)
 _MOST_US = 10**12
 """A million seconds too."""
@@ -86,12 +97,12 @@ _MOST_ROWS = 2**31 - 1
 
 
 @main.command(context_settings={"auto_envvar_prefix": "PACELINE"})
-@click.argument("paths", nargs=-1, type=click.Path(path_type=Path))
+@click.argument("paths", nargs=-1, type=_MODEL_PATH)
 @click.option(
     "--model-repository",
     "--model-store",
     cls=Repeatable,
-    type=click.Path(path_type=Path),
+    type=_MODEL_PATH,
     show_envvar=True,
     help="Another PATH, as Triton names it.",
 )

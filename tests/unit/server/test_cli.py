@@ -279,6 +279,8 @@ def test_every_flag_has_a_variable_and_help_says_which() -> None:
     ("arguments", "text"),
     [
         ((), "expected at least one PATH: a model repository, a model's folder or a .onnx file"),
+        (("m", ""), "Invalid value for '[PATHS]...': expected a path, got ''"),
+        (("m", "--model-repository", ""), "Invalid value for '--model-repository' / '--model-store': expected a path"),
         (("m", "--grpc-port", "65536"), "Invalid value for '--grpc-port'"),
         (("m", "--grpc-port", "-1"), "Invalid value for '--grpc-port'"),
         (("m", "--metrics-port", "http"), "Invalid value for '--metrics-port'"),
@@ -368,6 +370,13 @@ def test_usage_error_in_the_environment_names_the_flag() -> None:
     result = run("m", GRPC_PORT="many")
     assert result.exit_code == 2
     assert "Invalid value for '--grpc-port'" in result.stderr
+
+
+@pytest.mark.parametrize("given", ["/a:", ":", "/a::/b"])
+def test_path_of_nothing_in_the_environment_is_not_the_folder_that_the_server_runs_in(given: str) -> None:
+    result = run(MODEL_REPOSITORY=given)
+    assert result.exit_code == 2
+    assert "'--model-repository' / '--model-store': expected a path, got ''" in " ".join(result.stderr.split())
 
 
 def test_variable_of_an_upstream_without_one_is_a_usage_error() -> None:
