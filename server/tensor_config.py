@@ -32,11 +32,23 @@ def declared_spec(config: pb.ModelConfig) -> ModelSpec | None:
         return None
     lead = (-1,) if config.max_batch_size else ()
     scattered = _scattered(config)
-    inputs = (
+    inputs = [
         replace(_whole("input", one, lead, flat=one.allow_ragged_batch), optional=one.optional) for one in config.input
-    )
+    ]
     outputs = (_whole("output", one, lead, flat=one.name in scattered) for one in config.output)
-    return ModelSpec(tuple(inputs), tuple(outputs))
+    return ModelSpec((*inputs, *_declared_by_batch_inputs(config)), tuple(outputs))
+
+
+def _declared_by_batch_inputs(config: pb.ModelConfig) -> Iterable[TensorSpec]:
+    """What the model has to have for them, unless they contradict themselves, which `served_spec` finds."""
+    named = {one.name for one in config.input}
+    for one in config.batch_input:
+        datatype = CONFIG_DATATYPES.get(one.data_type)
+        dims = (-1, -1) if _batch_input_kind(one) is BatchInputKind.ITEM_SHAPE else _FLAT
+        for name in sorted({*one.target_name} - named):
+            if datatype is not None:
+                named.add(name)
+                yield TensorSpec(name, datatype, dims)
 
 
 def _whole(kind: str, one: Declared, lead: tuple[int, ...], *, flat: bool) -> TensorSpec:

@@ -153,6 +153,22 @@ async def test_python_model_without_batch_axis_gets_requests_one_by_one(tmp_path
         assert numbers(await served.infer(request(*range(100)))) == [10 * number for number in range(100)]
 
 
+async def test_python_model_that_declares_nothing_gets_what_batch_input_makes(tmp_path: Path) -> None:
+    config = """
+        max_batch_size: 4
+        input { name: "INPUT0" data_type: TYPE_FP32 dims: [ -1 ] allow_ragged_batch: true }
+        output { name: "OUTPUT0" data_type: TYPE_FP32 dims: [ 1 ] }
+        batch_input { kind: BATCH_ELEMENT_COUNT target_name: "COUNT" data_type: TYPE_FP32 source_input: "INPUT0" }
+        """
+    folder = write(tmp_path, config)
+    (folder / "1" / "model.py").write_text(
+        "class Model:\n    def execute(self, inputs): return {'OUTPUT0': inputs['COUNT'].reshape(-1, 1)}\n"
+    )
+    async with serving(tmp_path, settings=allowing(tmp_path)) as served:
+        response = await served.infer(infer("m", {"INPUT0": np.zeros((1, 7), np.float32)}))
+        assert np.frombuffer(response.raw_output_contents[0], np.float32).tolist() == [7]
+
+
 async def test_python_model_that_contradicts_its_configuration_fails_its_load(tmp_path: Path) -> None:
     write(
         tmp_path,
