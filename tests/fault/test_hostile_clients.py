@@ -13,7 +13,7 @@ import pytest
 
 from clients import InferenceClient
 from tests.certificates import Authority
-from tests.fault.traffic import connected, quiet, request
+from tests.fault.traffic import connected, peak_bytes, quiet, request
 from tests.harness import ServerProcess, write_identity
 from tests.integration.http2 import begun_calls, calls_unread
 from tests.polling import eventually
@@ -131,6 +131,23 @@ def test_calls_begun_on_a_connection_beyond_its_limit_are_reset(tmp_path: Path) 
             assert more
             received += more
         assert client.server_live()
+
+
+@pytest.mark.parametrize("algorithm", [grpc.Compression.Gzip, grpc.Compression.Deflate], ids=lambda one: one.name)
+def test_compressed_message_that_grows_beyond_the_limit_is_refused_before_it_has_the_memory(
+    tmp_path: Path, algorithm: grpc.Compression
+) -> None:
+    """Some 130 KB that were 128 MiB."""
+    write_identity(tmp_path)
+    with ServerProcess(tmp_path, args=["--grpc-max-message-bytes=1000000"]) as server, connected(server) as client:
+        assert client.code(request()) is grpc.StatusCode.OK
+        before = peak_bytes(server.pid)
+        infer = client.channel.unary_unary("/inference.GRPCInferenceService/ModelInfer")
+        bomb = infer.future(bytes(128 * 2**20), compression=algorithm, timeout=60)
+        assert bomb.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert "larger than max" in bomb.details()
+        assert peak_bytes(server.pid) - before < 32 * 2**20
+        assert client.code(request()) is grpc.StatusCode.OK
 
 
 @pytest.mark.parametrize("frontends", [1, 2])

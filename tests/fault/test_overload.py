@@ -15,7 +15,7 @@ import pytest
 
 from protos import inference_pb2 as pb
 from protos.inference_pb2_grpc import GRPCInferenceServiceStub
-from tests.fault.traffic import request
+from tests.fault.traffic import peak_bytes, request
 from tests.harness import ServerProcess, write_identity
 from tests.polling import eventually, eventually_async
 
@@ -37,12 +37,6 @@ def nothing_left(server: ServerProcess) -> bool:
     """Whether no counter says that something is under way."""
     gauges = samples(server, "paceline_limit_used") | samples(server, "nv_inference_pending_request_count")
     return not any(value for name, value in gauges.items() if 'limit="models"' not in name)
-
-
-def peak_bytes(pid: int) -> int:
-    """The most memory that the process has had."""
-    (line,) = (line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("VmHWM"))
-    return int(line.split()[1]) * 1024
 
 
 async def outcome(stub: Any, number: int, columns: int = COLUMNS) -> Code:

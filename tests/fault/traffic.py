@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -27,6 +28,7 @@ __all__ = [
     "connected",
     "free_port",
     "half_a_request",
+    "peak_bytes",
     "pending",
     "quiet",
     "request",
@@ -50,6 +52,12 @@ def total(server: ServerProcess, name: str) -> int:
 def pending(server: ServerProcess) -> int:
     """Requests that wait in the queue."""
     return total(server, "nv_inference_pending_request_count")
+
+
+def peak_bytes(pid: int) -> int:
+    """The most memory that the process has had."""
+    (line,) = (line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("VmHWM"))
+    return int(line.split()[1]) * 1024
 
 
 class Client:
