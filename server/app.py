@@ -86,6 +86,12 @@ def _refuse_port_in_use(address: str, port: int) -> None:
         raise StartError(f"gRPC can't listen on {host_and_port(address, port)}: {reason}") from None
 
 
+def _regions(settings: Settings) -> Regions | None:
+    if not settings.allow_client_shm:
+        return None
+    return Regions(settings.max_client_shm_regions, settings.limits.message_bytes)
+
+
 def _load_defaults(settings: Settings) -> LoadDefaults:
     given = settings.backend_config
     rows = LoadDefaults().max_batch_rows if given.max_batch_rows is None else given.max_batch_rows
@@ -139,7 +145,7 @@ class Server:
         self._settings = settings
         self._start_front = start_front
         self._metrics = Metrics()
-        self._regions = Regions(settings.max_client_shm_regions) if settings.allow_client_shm else None
+        self._regions = _regions(settings)
         self._tracer = Tracer(settings.trace)
         self._room = Room(settings.limits.queued_requests, settings.limits.queued_bytes)
         loads = Loads(

@@ -34,6 +34,7 @@ class ClientMemory:
         self._model = model
         self._spec = spec
         self._regions = regions
+        self._most_bytes = 0 if regions is None else regions.message_bytes
         self._input_types: list[Datatype] = [by_name(tensor.datatype) for tensor in spec.inputs]
         self._fixed_bytes = [_fixed_bytes(spec, index) for index in range(len(spec.outputs))]
 
@@ -67,6 +68,11 @@ class ClientMemory:
             unread = RegionTensor.of_span(f"model '{self._model}': input '{spec.name}'", span, datatype, shape)
             if not spec.shape_tensor and datatype.dtype.kind != "b":
                 return unread
+        if span.byte_size > self._most_bytes:
+            raise TensorError(
+                f"expected at most {self._most_bytes} bytes of {datatype.name}, as --grpc-max-message-bytes has it, "
+                f"got {span.byte_size}"
+            )
         return decode_raw(span.read(), datatype, shape)
 
     def check_targets(self, targets: Mapping[int, Span], rows: int) -> None:

@@ -11,6 +11,7 @@ from weakref import WeakValueDictionary
 
 from backends.base import Array
 from server.errors import InvalidRequest, RegionExists, RegionNotFound, TooManyRegions
+from server.limits import LARGEST_MESSAGE_BYTES
 
 __all__ = ["Region", "Regions"]
 
@@ -52,13 +53,15 @@ class Region(Protocol):
 
 
 class Regions:
-    """At most `limit` regions, system and CUDA ones in one space of names; so many were `refused` beyond that.
+    """At most `limit` regions, system and CUDA ones in one space of names; so many were `refused` beyond that. An input
+    that is read when its request arrives, while all others wait, has at most `message_bytes`, as if it came with it.
 
     A region that is unregistered while requests use it can be found until the last of them has ended, as in Triton.
     """
 
-    def __init__(self, limit: int) -> None:
+    def __init__(self, limit: int, message_bytes: int = LARGEST_MESSAGE_BYTES) -> None:
         self.limit = limit
+        self.message_bytes = message_bytes
         self.refused = 0
         self._registered: dict[str, Region] = {}
         self._leaving: WeakValueDictionary[str, Region] = WeakValueDictionary()

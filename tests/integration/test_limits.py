@@ -18,10 +18,12 @@ from server.limits import Connections, Limits
 from tests.harness import REPO
 from tests.integration.controlling import explicit, index, load, unload
 from tests.integration.http2 import frames_until_the_end, pings_answered
+from tests.integration.regions import register
 from tests.integration.scripted import Script, mark_of, request
 from tests.integration.serving import Served, echo_model, failure_of, serving
 from tests.integration.streams import Stream
 from tests.polling import eventually_async
+from tests.shared_objects import lies_in, shared_object
 from tests.wire import infer, rows_of_floats
 
 Code = grpc.StatusCode
@@ -130,6 +132,28 @@ async def test_message_beyond_the_limit_is_refused_and_one_of_that_size_is_not(t
         message.id = ""
         await served.infer(message)
         assert await served.metric("paceline_limit", 'limit="message_bytes"') == size
+
+
+@pytest.mark.usefixtures("frontends")
+async def test_texts_in_shared_memory_are_no_larger_than_a_message_and_numbers_may_be(tmp_path: Path) -> None:
+    """Texts are read when their request arrives, and all others wait meanwhile. The request may be small, and the
+    memory cost its client nothing."""
+    settings = Settings(paths=(tmp_path,), allow_client_shm=True, limits=Limits(message_bytes=1_000))
+    models = {"m": echo_model("FP32"), "t": echo_model("BYTES")}
+
+    def lying(model: str, datatype: str, size: int) -> pb.ModelInferRequest:
+        request = pb.ModelInferRequest(model_name=model)
+        lies_in(request, "a", datatype, [1, size // 4], "r", size)
+        return request
+
+    with shared_object(4096) as memory:
+        async with serving(tmp_path, models, settings=settings) as served:
+            await register(served, "r", memory.key, 4096)
+            assert (await served.infer(lying("t", "BYTES", 1_000))).outputs
+            code, text = await failure_of(served.infer(lying("t", "BYTES", 1_004)))
+            assert code is grpc.StatusCode.INVALID_ARGUMENT
+            assert "expected at most 1000 bytes of BYTES, as --grpc-max-message-bytes has it, got 1004" in text
+            assert (await served.infer(lying("m", "FP32", 4_096))).outputs
 
 
 @pytest.mark.usefixtures("frontends")
