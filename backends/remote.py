@@ -126,7 +126,8 @@ class RemoteServer:
         """Call `rpc`. Raises UpstreamFailed or UpstreamRefused."""
         call: Any = self._channels[0].unary_unary(f"{_SERVICE}{rpc}", type(request).SerializeToString, None)
         try:
-            return answer.FromString(await call(request, timeout=timeout_s, metadata=self._own_headers or None))
+            data = await call(request, timeout=timeout_s, metadata=self._own_headers or None)
+            return answer.FromString(self._present(data))
         except grpc.aio.AioRpcError as error:
             raise self._failure(error) from None
         except DecodeError as error:
@@ -137,7 +138,7 @@ class RemoteServer:
         left_s = max(0.0, (deadline_ns - monotonic_ns()) / 1e9)
         timeout_s = min(self._limit_s, left_s)
         try:
-            answer: bytes = await self._infer[connection % len(self._infer)](
+            answer: bytes | None = await self._infer[connection % len(self._infer)](
                 request, timeout=timeout_s, metadata=(*self._own_headers, *headers) or None
             )
         except grpc.aio.AioRpcError as error:
@@ -148,6 +149,12 @@ class RemoteServer:
                 self.answered += 1
             raise failure from None
         self.answered += 1
+        return self._present(answer)
+
+    def _present(self, answer: bytes | None) -> bytes:
+        """Raises UpstreamRefused for a call that ended well and had no message, which gRPC gives as None."""
+        if answer is None:
+            raise UpstreamRefused("INTERNAL", f"{self._said}it answered OK without a message")
         return answer
 
     @property

@@ -20,6 +20,10 @@ RIVALS = "model appears in two or more repositories"
 """Reasons in the index that clients of Triton compare with."""
 
 
+_MOST_DIGITS = 100
+"""Of a version that is a number: int() raises an error for thousands, and other servers tell what they like."""
+
+
 class ModelState(Enum):
     LOADING = "LOADING"
     READY = "READY"
@@ -29,7 +33,9 @@ class ModelState(Enum):
 
 def version_order(version: str) -> tuple[int, str]:
     """Sorts versions by number; those of other servers, which need not be numbers, behind them."""
-    return (int(version), "") if version.isascii() and version.isdecimal() else (1 << 63, version)
+    if version.isascii() and version.isdecimal() and len(version) <= _MOST_DIGITS:
+        return int(version), ""
+    return 10**_MOST_DIGITS, version
 
 
 @dataclass(frozen=True, slots=True)

@@ -63,7 +63,7 @@ class Upstream:
         self._server.open()
         self._repository.waits_for = self._said
         self._repository.names_known = bool(self._settings.models)
-        await self._look()
+        await self._look_anyhow()
         self._watching = asyncio.create_task(self._watch())
 
     def stop(self) -> None:
@@ -94,10 +94,13 @@ class Upstream:
                 await asyncio.wait_for(self._server.suspected.wait(), self._settings.health_secs)
                 await asyncio.sleep(min(_BETWEEN_S, self._settings.health_secs))
             self._server.suspected.clear()
-            try:
-                await self._look()
-            except Exception:  # noqa: BLE001 - the next look may go well; this must not be the last
-                _log.exception("looking after upstream %s failed", self._settings.target)
+            await self._look_anyhow()
+
+    async def _look_anyhow(self) -> None:
+        try:
+            await self._look()
+        except Exception:  # noqa: BLE001 - the next look may go well; this must not be the last
+            _log.exception("looking after upstream %s failed", self._settings.target)
 
     async def _look(self) -> None:
         """See how everything is, and have the repository be so."""

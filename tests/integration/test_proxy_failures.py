@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from pathlib import Path
+from time import monotonic_ns
 from typing import Any
 
 import grpc
 import pytest
 
-from backends.errors import ExecutionError
+from backends.errors import ExecutionError, UpstreamRefused
+from backends.remote import RemoteServer
 from protos import inference_pb2 as pb
 from server.config import Settings
 from tests.integration.scripted import Script, request, send
@@ -32,6 +34,40 @@ def rows(call: pb.ModelInferRequest) -> list[float]:
     stub = Upstream()
     stub.calls.append(call)
     return stub.marks[0]
+
+
+class Wordless(grpc.GenericRpcHandler):
+    """Ends each call well, and sends no message: to a caller who awaits one, a stream of none looks like that."""
+
+    def service(self, handler_call_details: Any) -> grpc.RpcMethodHandler[Any, Any]:
+        async def say_nothing(request: bytes, context: Any) -> AsyncIterator[bytes]:
+            return
+            yield b""
+
+        return grpc.unary_stream_rpc_method_handler(say_nothing)
+
+
+async def test_answer_without_a_message_is_an_error_and_keeps_nobody_from_starting(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    server = grpc.aio.server()
+    server.add_generic_rpc_handlers((Wordless(),))
+    target = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    await server.start()
+    remote = RemoteServer(target)
+    remote.open()
+    try:
+        async with proxying(tmp_path, target, **NAMED) as served:
+            said = f"upstream {target}: it answered OK without a message"
+            code, text = await failure_of(served.infer(request(1)))
+            assert (code, text) == (Code.UNAVAILABLE, f"model 'm' is not ready: {said}")
+            with pytest.raises(UpstreamRefused) as caught:
+                await remote.infer(b"", (), monotonic_ns() + 20_000_000_000)
+            assert (caught.value.status, str(caught.value)) == ("INTERNAL", said)
+        assert not [record for record in caplog.records if record.exc_info]
+    finally:
+        await remote.close()
+        await server.stop(0)
 
 
 @pytest.mark.usefixtures("frontends")

@@ -332,6 +332,13 @@ async def test_versions_are_the_upstreams_numbers_or_not(
         assert sum(one.inference_count for one in statistics.model_stats) == 1
 
 
+async def test_version_of_thousands_of_digits_is_served_as_any_other(tmp_path: Path) -> None:
+    stub = Upstream()
+    stub.versions = ("1" * 5000,)  # int() refuses so many
+    async with behind(tmp_path, stub) as served:
+        assert (await served.infer(request(1))).model_version == "1" * 5000
+
+
 async def test_model_that_cannot_be_served_is_unavailable_with_the_reason(tmp_path: Path) -> None:
     stub = Upstream()
     stub.inputs = {"a": ("COMPLEX", [-1])}

@@ -193,3 +193,4 @@ def test_away_ends_with_a_load_or_an_unload(entry: Entry[int]) -> None:
 
 def test_versions_sort_as_numbers_and_others_behind() -> None:
     assert sorted(["v2", "10", "9", "", "v10"], key=version_order) == ["9", "10", "", "v10", "v2"]
+    assert sorted(["v2", "1" * 5000, "9" * 20], key=version_order) == ["9" * 20, "1" * 5000, "v2"]
