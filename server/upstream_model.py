@@ -80,7 +80,11 @@ def _version(
 
 
 def _tensors(kind: str, tensors: Sequence[pb.ModelMetadataResponse.TensorMetadata]) -> tuple[TensorSpec, ...]:
+    names = set()
     for one in tensors:
+        if one.name in names:
+            raise ConfigError(f"{kind} '{one.name}' of the upstream: expected each name once, got it again")
+        names.add(one.name)
         try:
             by_name(one.datatype)
         except UnknownDatatypeError as error:
@@ -105,10 +109,12 @@ def _with_optional(own: ModelSpec, config: config_pb.ModelConfig) -> ModelSpec:
 
 def _max_batch_rows(own: ModelSpec, config: config_pb.ModelConfig | None, batching: BatchDefaults) -> int:
     """The rows of a batch: what ModelConfig says, else the flag; 0 for models that can't batch."""
+    if config is not None and config.max_batch_size <= 0:
+        return 0
     if not own.inputs:
-        return (config.max_batch_size if config else 0) or batching.max_batch_rows
+        return config.max_batch_size if config else batching.max_batch_rows
     if config is not None:
-        if config.max_batch_size <= 0 or _has_shape_tensors(config):
+        if _has_shape_tensors(config):
             return 0
         if all(one.optional for one in own.inputs):
             return 0  # what a request brings need not tell its rows

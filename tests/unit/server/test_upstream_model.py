@@ -87,7 +87,24 @@ def test_requests_are_split_where_the_upstream_says_that_it_does_and_so_is_told_
 def test_model_that_tells_no_tensors_batches_what_requests_bring() -> None:
     plan = brought({}, {}).plan
     assert (plan.spec.inputs, plan.max_batch_rows) == ((), 16)
-    assert brought({}, {}, unbatched=("m",)).plan.max_batch_rows == 0
+    assert brought({}, {}, "max_batch_size: 8").plan.max_batch_rows == 8
+    first = brought({}, {}, unbatched=("m",))
+    assert first.plan.max_batch_rows == 0
+    # and so it is told to a batcher in front
+    second = brought({}, {}, text_format.MessageToString(first.config), calls=5)
+    assert (second.plan.max_batch_rows, second.plan.spec.batched, len(second.instances)) == (0, False, 5)
+    assert brought({}, {}, "max_batch_size: -5").plan.max_batch_rows == 0
+
+
+@pytest.mark.parametrize("kind", ["input", "output"])
+def test_name_that_is_told_twice_is_refused(kind: str) -> None:
+    told = pb.ModelMetadataResponse(name="m")
+    for tensors, name in ((told.inputs, "input"), (told.outputs, "output")):
+        for _ in range(2 if name == kind else 1):
+            tensors.add(name="a", datatype="FP32", shape=[-1])
+    version = UpstreamVersion("", told.SerializeToString(), b"")
+    with pytest.raises(ConfigError, match=f"{kind} 'a' of the upstream: expected each name once"):
+        bring("m", [version], RemoteServer("localhost:1"), UpstreamSettings("localhost:1"), FLAGS)
 
 
 @pytest.mark.parametrize(
