@@ -17,6 +17,7 @@ from backends.remote_messages import OpenResult, OpenTensor
 from protos.datatypes import by_name
 from protos.inference_pb2 import ModelInferRequest, ModelInferResponse
 from protos.tensors import TensorError, encode_contents, encode_raw
+from scheduler.errors import ExecutionFailed
 from server.codec import ModelCodec
 from server.decoded import DecodedRequest
 from server.errors import InvalidRequest
@@ -84,8 +85,13 @@ class OpenCodec:
 
     @staticmethod
     def join(results: Sequence[OpenResult]) -> OpenResult:
-        """The results of the parts of a split request as one."""
+        """The results of the parts of a split request as one. Raises ExecutionFailed if they don't fit."""
         first = results[0]
+        told = [[(one.name, one.datatype) for one in part] for part in results]
+        for other in told:
+            if other != told[0]:
+                what = f"the parts of a split request don't fit together: outputs are {told[0]} and {other}"
+                raise ExecutionFailed(what)
         return tuple(
             OpenTensor(one.name, one.datatype, joined(number, [part[number].array for part in results]))
             for number, one in enumerate(first)

@@ -95,6 +95,40 @@ async def test_request_of_more_rows_than_a_batch_travels_in_parts(tmp_path: Path
         assert [len(marks) for marks in stub.marks] == [4, 4, 1]
 
 
+def one_output_less(answer: pb.ModelInferResponse) -> None:
+    del answer.outputs[1], answer.raw_output_contents[1]
+
+
+def renamed_output(answer: pb.ModelInferResponse) -> None:
+    answer.outputs[0].name = "other"
+
+
+def integers(answer: pb.ModelInferResponse) -> None:
+    answer.outputs[0].datatype = "INT32"
+
+
+@pytest.mark.parametrize("spoil", [one_output_less, renamed_output, integers])
+@pytest.mark.parametrize("spoilt", [0, 1], ids=["first", "second"])
+async def test_parts_whose_answers_have_not_the_same_outputs_are_an_error(
+    tmp_path: Path, spoil: Any, spoilt: int
+) -> None:
+    stub = Upstream()
+
+    def answer(call: pb.ModelInferRequest) -> pb.ModelInferResponse:
+        whole = double(call)
+        if len(stub.calls) == spoilt + 1:
+            spoil(whole)
+        return whole
+
+    stub.answer = answer
+    settings = Settings(paths=(), batching=BatchDefaults(max_batch_rows=2))
+    async with behind_silent(tmp_path, stub, settings=settings) as served:
+        code, text = await failure_of(served.infer(request(1, rows=4)))
+        assert code is Code.INTERNAL
+        assert "the parts of a split request don't fit together: outputs are [" in text
+        assert tensors_of(await served.infer(request(1, rows=4)))["x"][3, 0] == 2
+
+
 async def test_unbatched_ones_travel_alone(tmp_path: Path) -> None:
     stub = Upstream()
     async with behind_silent(tmp_path, stub, unbatched=("m",), calls=1) as served:
