@@ -19,7 +19,7 @@ from protos import inference_pb2 as pb
 from protos import model_config_pb2 as config_pb
 from server.batch_policy import BatchDefaults
 from server.entry import version_order
-from server.errors import LoadFailed, StartError
+from server.errors import LoadFailed, StartError, TooManyModels
 from server.loader import LoadedVersion
 from server.repository import Repository
 from server.upstream_model import UpstreamVersion, bring
@@ -37,6 +37,9 @@ _DESCRIBE_EVERY = 10
 _SILENT_LOOKS = 3
 """Many a server answers nothing while it computes: only one that is silent so often, and answers no request either,
 counts as gone."""
+
+_MOST_SAID = 5
+"""Models whose reasons the log and the probe tell; there may be thousands, and another line each second."""
 
 _READY = "READY"
 
@@ -131,7 +134,7 @@ class Upstream:
             self._say(f"upstream {self._settings.target} is not ready")
             return
         self._repository.names_known = True
-        self._say("; ".join(f"model '{name}': {why}" for name, why in missing.items() if why))
+        self._say(_listed([f"model '{name}': {why}" for name, why in missing.items() if why]))
 
     async def _is_ready(self) -> bool:
         answer = await self._server.ask("ServerReady", pb.ServerReadyRequest(), pb.ServerReadyResponse, _ASK_S)
@@ -224,6 +227,10 @@ class Upstream:
 
         try:
             await self._repository.install(name, serve)
+        except TooManyModels as error:
+            if self._served.get(name) != ():
+                _log.error("%s", error)
+            versions = ()  # unlike any, to be tried again: others may have gone
         except LoadFailed as error:
             _log.error("%s", error)
         else:
@@ -250,6 +257,11 @@ class Upstream:
     async def _metadata(self, name: str, version: str) -> pb.ModelMetadataResponse:
         request = pb.ModelMetadataRequest(name=name, version=version)
         return await self._server.ask("ModelMetadata", request, pb.ModelMetadataResponse, _ASK_S)
+
+
+def _listed(reasons: Sequence[str]) -> str:
+    more = [f"and {len(reasons) - _MOST_SAID} more"] if len(reasons) > _MOST_SAID else []
+    return "; ".join((*reasons[:_MOST_SAID], *more))
 
 
 def _bytes(message: pb.ModelMetadataResponse | config_pb.ModelConfig) -> bytes:

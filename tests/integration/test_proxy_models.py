@@ -11,6 +11,8 @@ import pytest
 
 from protos import inference_pb2 as pb
 from protos.inference_pb2_grpc import GRPCInferenceServiceStub
+from server.config import Settings
+from server.limits import Limits
 from tests.harness import ServerProcess, write_identity
 from tests.integration.scripted import request, send
 from tests.integration.serving import Served, failure_of
@@ -330,6 +332,45 @@ async def test_versions_are_the_upstreams_numbers_or_not(
         assert [line.version for line in index.models] == (list(versions) or [""])
         statistics = await served.stub.ModelStatistics(pb.ModelStatisticsRequest())
         assert sum(one.inference_count for one in statistics.model_stats) == 1
+
+
+class OfMany(Upstream):
+    """Has any model."""
+
+    def __init__(self, *names: str) -> None:
+        super().__init__()
+        self.has(*names)
+
+    def has(self, *names: str) -> None:
+        self.index = [pb.RepositoryIndexResponse.ModelIndex(name=name, state="READY") for name in names]
+
+    async def ModelReady(self, call: Any, context: Any) -> pb.ModelReadyResponse:
+        return pb.ModelReadyResponse(ready=self.model_ready)
+
+
+async def test_model_that_there_was_no_room_for_is_served_when_another_goes(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    stub = OfMany("m", "n")
+    settings = Settings(paths=(), limits=Limits(models=1))
+    async with upstream(stub) as target, proxying(tmp_path, target, settings=settings) as served:
+        code, text = await failure_of(served.infer(request(1, model="n")))
+        assert (code, "as many as --max-models allows" in text) == (Code.UNAVAILABLE, True)
+        refused = served.server.repository.refused_loads
+        await eventually_async(lambda: served.server.repository.refused_loads > refused + 1, "it is tried again")
+        assert len([line for line in caplog.messages if "--max-models" in line]) == 1
+        stub.has("n")
+        await eventually_async(lambda: served.server.repository.find("n", ""), "the other one")
+        assert tensors_of(await served.infer(request(1, model="n")))["x"][0, 0] == 2
+
+
+async def test_reasons_of_many_models_are_a_few_and_how_many_more(tmp_path: Path) -> None:
+    stub = OfMany(*(f"m{number}" for number in range(8)))
+    stub.model_ready = False
+    async with upstream(stub) as target, proxying(tmp_path, target) as served:
+        why = f"upstream {target}: the model is not ready"
+        told = "; ".join(f"model 'm{number}': {why}" for number in range(5))
+        assert await probe(served, "/readyz") == (503, f"{told}; and 3 more\n")
 
 
 async def test_version_of_thousands_of_digits_is_served_as_any_other(tmp_path: Path) -> None:
