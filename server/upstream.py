@@ -95,6 +95,7 @@ class Upstream:
         while True:
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._server.suspected.wait(), self._settings.health_secs)
+                self._looks = 0  # it may have come back already, as another
                 await asyncio.sleep(min(_BETWEEN_S, self._settings.health_secs))
             self._server.suspected.clear()
             await self._look_anyhow()

@@ -334,6 +334,19 @@ async def test_versions_are_the_upstreams_numbers_or_not(
         assert sum(one.inference_count for one in statistics.model_stats) == 1
 
 
+async def test_upstream_that_was_away_between_looks_is_asked_what_its_models_are(tmp_path: Path) -> None:
+    stub = Upstream()
+    async with behind(tmp_path, stub, health_secs=60) as served:
+        stub.inputs = {"a": ("FP32", [-1, 3])}
+        stub.outputs = {"x": ("FP32", [-1, 3])}
+        stub.abort = lambda call: (Code.UNAVAILABLE, "as if it had ended, and come back at once as another")
+        assert (await failure_of(served.infer(request(1))))[0] is Code.UNAVAILABLE
+        stub.abort = lambda call: None
+        changed = lambda: served.server.repository.get("m", "").spec.inputs[0].dims == (3,)  # noqa: E731
+        await eventually_async(changed, "the other model")
+        assert tensors_of(await served.infer(request(1, columns=3)))["x"][0, 0] == 2
+
+
 class OfMany(Upstream):
     """Has any model."""
 
