@@ -90,6 +90,11 @@ class Sample:
     engine_us: float
     fronts_us: float
 
+    @property
+    def cpu_us(self) -> float:
+        """Of all of them."""
+        return self.engine_us + self.fronts_us
+
 
 def measure(server: ServerProcess, load: Load, floats: int, folder: Path) -> Sample:
     """One run of the load."""
