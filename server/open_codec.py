@@ -84,14 +84,22 @@ class OpenCodec:
         return response
 
     @staticmethod
-    def join(results: Sequence[OpenResult]) -> OpenResult:
-        """The results of the parts of a split request as one. Raises ExecutionFailed if they don't fit."""
+    def join(results: Sequence[OpenResult], rows: Sequence[int]) -> OpenResult:
+        """The results of the parts of a split request, of so many `rows` each, as one. Raises ExecutionFailed if they
+        don't fit, or haven't those rows: nobody could tell what of them is whose."""
         first = results[0]
         told = [[(one.name, one.datatype) for one in part] for part in results]
         for other in told:
             if other != told[0]:
                 what = f"the parts of a split request don't fit together: outputs are {told[0]} and {other}"
                 raise ExecutionFailed(what)
+        for part, count in zip(results, rows, strict=True):
+            for one in part:
+                if one.array.shape[:1] != (count,):
+                    raise ExecutionFailed(
+                        f"output '{one.name}' of {count} rows, a part of a request, has shape {list(one.array.shape)}; "
+                        "--upstream-unbatched is for models that don't answer row by row"
+                    )
         return tuple(
             OpenTensor(one.name, one.datatype, joined(number, [part[number].array for part in results]))
             for number, one in enumerate(first)

@@ -31,20 +31,20 @@ async def submit_parts(
     *,
     size_bytes: int,
     payload_of: Callable[[Any], Any] | None = None,
-    join: Callable[[Sequence[Any]], Any] | None = None,
+    join: Callable[[Sequence[Any], Sequence[int]], Any] | None = None,
     **how: Any,
 ) -> tuple[Tensors, Pending[Any, Tensors]]:
     """Execute `inputs` in parts of full batches; the joined results, and the last part.
 
-    `payload_of` makes what the batcher carries of a part's inputs, by default these themselves, and `join`
-    puts results together that aren't plain arrays. `how` goes to
-    `Batcher.submit`. Whatever one part meets, the request meets, and its other parts are taken back.
+    `payload_of` makes what the batcher carries of a part's inputs, by default these themselves, and `join` puts results
+    together that aren't plain arrays, knowing the rows of each part. `how` goes to `Batcher.submit`. Whatever one part
+    meets, the request meets, and its other parts are taken back.
     """
     limit = batcher.policy.max_batch_rows
+    shares = [min(limit, rows - start) for start in range(0, rows, limit)]
     parts: list[Pending[Any, Tensors]] = []
     try:
-        for start in range(0, rows, limit):
-            share = min(limit, rows - start)
+        for start, share in zip(range(0, rows, limit), shares, strict=True):
             part: Any = tuple(array[start : start + share] for array in inputs)
             part = payload_of(part) if payload_of else part
             bytes_of_part = size_bytes * share // rows
@@ -56,7 +56,7 @@ async def submit_parts(
         while parts:
             parts.pop().cancel()
         raise
-    whole = join(results) if join else [joined(*column) for column in enumerate(zip(*results, strict=True))]
+    whole = join(results, shares) if join else [joined(*column) for column in enumerate(zip(*results, strict=True))]
     return whole, parts[-1]
 
 

@@ -68,14 +68,16 @@ async def test_tensors_of_different_rows_travel_alone(tmp_path: Path) -> None:
         assert sorted(map(tuple, stub.marks)) == [(-1,), (1, 1), (2, 2)]
 
 
-async def test_answers_that_have_not_the_rows_of_the_batch_are_asked_for_again_alone(tmp_path: Path) -> None:
-    def summed(call: pb.ModelInferRequest) -> pb.ModelInferResponse:
-        answer = double(call)
-        total = tensors_of(answer)["x"].sum(axis=0)
-        answer.outputs[0].shape[:] = [2]
-        answer.raw_output_contents[0] = total.tobytes()
-        return answer
+def summed(call: pb.ModelInferRequest) -> pb.ModelInferResponse:
+    """`x` is that of all rows together."""
+    answer = double(call)
+    total = tensors_of(answer)["x"].sum(axis=0)
+    answer.outputs[0].shape[:] = [2]
+    answer.raw_output_contents[0] = total.tobytes()
+    return answer
 
+
+async def test_answers_that_have_not_the_rows_of_the_batch_are_asked_for_again_alone(tmp_path: Path) -> None:
     stub = Upstream()
     stub.answer = summed
     async with behind_silent(tmp_path, stub) as served:
@@ -127,6 +129,18 @@ async def test_parts_whose_answers_have_not_the_same_outputs_are_an_error(
         assert code is Code.INTERNAL
         assert "the parts of a split request don't fit together: outputs are [" in text
         assert tensors_of(await served.infer(request(1, rows=4)))["x"][3, 0] == 2
+
+
+async def test_parts_whose_answers_have_not_their_rows_are_an_error_and_no_shorter_answer(tmp_path: Path) -> None:
+    stub = Upstream()
+
+    stub.answer = summed
+    settings = Settings(paths=(), batching=BatchDefaults(max_batch_rows=4))
+    async with behind_silent(tmp_path, stub, settings=settings) as served:
+        code, text = await failure_of(served.infer(request(1, rows=8)))
+        assert code is Code.INTERNAL
+        assert "output 'x' of 4 rows, a part of a request, has shape [2]; --upstream-unbatched is for" in text
+        assert tensors_of(await served.infer(request(1, rows=4)))["x"].shape == (2,)
 
 
 async def test_unbatched_ones_travel_alone(tmp_path: Path) -> None:
