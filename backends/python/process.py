@@ -59,7 +59,7 @@ class ModelProcess:
     """A process that runs the model of `source`; `load` comes first. `close_s`: how long `close` waits for its end."""
 
     def __init__(self, source: ModelSource, device: Device, close_s: float = _CLOSE_S) -> None:
-        """Start it. Raises LoadError if the interpreter can't be run."""
+        """Start it. Raises LoadError if that can't be done."""
         self._close_s = close_s
         self._source = source
         self._device = device
@@ -68,7 +68,10 @@ class ModelProcess:
         self._asking = threading.Lock()
         self._ended = threading.Event()
         self._on_end: Callable[[], None] = _nothing
-        self._line, remote = Line.pair(_REGION_BYTES)
+        try:
+            self._line, remote = Line.pair(_REGION_BYTES)
+        except OSError as error:
+            raise LoadError(f"model '{source.name}': no connection to its process: {error.strerror}") from None
         descriptors = list(map(str, remote.descriptors))
         try:
             self._popen = subprocess.Popen(

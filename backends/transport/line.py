@@ -7,17 +7,15 @@ places which aren't needed any more are told along with the next message, and no
 
 from __future__ import annotations
 
-import os
 import socket
 from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
 from backends.base import Array
-from backends.transport.channel import socket_pair
 from backends.transport.frames import FrameReader, Message, frame
-from backends.transport.link import RemoteEnd
-from backends.transport.memory import Memory, Window, new_region
+from backends.transport.link import RemoteEnd, open_ends
+from backends.transport.memory import Memory, Window
 from backends.transport.parcel import Parcel, pack, pack_inline, unpack
 
 __all__ = ["Line"]
@@ -43,10 +41,15 @@ class Line:
 
     @classmethod
     def pair(cls, size_bytes: int) -> tuple[Line, RemoteEnd]:
-        """An end for this process and what another needs to `join`, with memory of at most `size_bytes` each."""
-        here, there = socket_pair()
-        remote = RemoteEnd(there.detach(), own=new_region(size_bytes), other=new_region(size_bytes))
-        return cls(here, Memory(os.dup(remote.other)), os.dup(remote.own)), remote
+        """An end for this process and what another needs to `join`, with memory of at most `size_bytes` each. Raises
+        OSError."""
+        here, own, other, remote = open_ends(size_bytes)
+        try:
+            return cls(here, own, other), remote
+        except OSError:
+            here.close()
+            remote.close()
+            raise
 
     @classmethod
     def join(cls, remote: RemoteEnd) -> Line:

@@ -11,6 +11,7 @@ import os
 import socket
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from threading import get_ident
 
@@ -21,7 +22,7 @@ from backends.transport.gathering import Gathering
 from backends.transport.memory import Memory, Window, new_region
 from backends.transport.parcel import Parcel, pack, packed_start, unpack
 
-__all__ = ["FIRST_KIND", "Link", "RemoteEnd"]
+__all__ = ["FIRST_KIND", "Link", "RemoteEnd", "open_ends"]
 
 _GIVE_BACK = 0
 FIRST_KIND = 1
@@ -46,6 +47,24 @@ class RemoteEnd:
             os.close(descriptor)
 
 
+def open_ends(size_bytes: int) -> tuple[socket.socket, Memory, int, RemoteEnd]:
+    """For this process a socket, its own memory of `size_bytes` and the descriptor of the other's, and what another
+    process needs to `join`. Raises OSError, and leaves nothing open: whoever tries again may lack descriptors."""
+    with ExitStack() as undo:
+        here, there = socket_pair()
+        undo.callback(here.close)
+        undo.callback(there.close)
+        theirs = new_region(size_bytes)
+        undo.callback(os.close, theirs)
+        ours = new_region(size_bytes)
+        undo.callback(os.close, ours)
+        seen = os.dup(theirs)
+        undo.callback(os.close, seen)
+        memory = Memory(os.dup(ours))
+        undo.pop_all()
+        return here, memory, seen, RemoteEnd(there.detach(), own=theirs, other=ours)
+
+
 class Link:
     """One end. Belongs to the event loop that `start` ran on; arrays may be dropped on any thread."""
 
@@ -65,10 +84,15 @@ class Link:
 
     @classmethod
     def pair(cls, size_bytes: int) -> tuple[Link, RemoteEnd]:
-        """An end for this process and what another needs to `join`, with memory of `size_bytes` each."""
-        here, there = socket_pair()
-        remote = RemoteEnd(there.detach(), own=new_region(size_bytes), other=new_region(size_bytes))
-        return cls(here, Memory(os.dup(remote.other)), os.dup(remote.own)), remote
+        """An end for this process and what another needs to `join`, with memory of `size_bytes` each. Raises
+        OSError."""
+        here, own, other, remote = open_ends(size_bytes)
+        try:
+            return cls(here, own, other), remote
+        except OSError:
+            here.close()
+            remote.close()
+            raise
 
     @classmethod
     def join(cls, remote: RemoteEnd, gathering: Gathering | None = None) -> Link:

@@ -30,9 +30,13 @@ _UINT8 = np.dtype(np.uint8)
 
 
 def new_region(size_bytes: int) -> int:
-    """The descriptor of a new region of `size_bytes`, rounded up to whole pages."""
+    """The descriptor of a new region of `size_bytes`, rounded up to whole pages. Raises OSError."""
     descriptor = _nameless_file()
-    os.ftruncate(descriptor, -(-size_bytes // mmap.PAGESIZE) * mmap.PAGESIZE)
+    try:
+        os.ftruncate(descriptor, -(-size_bytes // mmap.PAGESIZE) * mmap.PAGESIZE)
+    except OSError:
+        os.close(descriptor)
+        raise
     return descriptor
 
 

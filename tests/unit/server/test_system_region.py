@@ -7,13 +7,13 @@ import re
 import resource
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager
 
 import numpy as np
 import pytest
 
 from server.errors import InvalidRequest
 from server.system_region import RESERVED_PREFIX, SystemRegion, object_name, open_system_region
+from tests.rlimits import limited
 from tests.shared_objects import FOLDER, SharedObject, held_by, shared_object
 
 MIB = 2**20
@@ -172,21 +172,13 @@ def test_read_into_an_array_of_any_dtype_and_shape_fills_it(
     assert target.tobytes() == sent.tobytes()
 
 
-@contextmanager
-def files_up_to(size: int) -> Iterator[None]:
-    """A limit on the size of files stands for one on memory, which it would hurt the machine to fill."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-
-
 def test_write_where_memory_runs_out_says_so_and_the_next_one_succeeds(memory: SharedObject) -> None:
     """Sparse objects may promise more than there is: written through a mapping, that would be the end."""
     region = open_system_region("n", memory.key, 0, 100)
-    with files_up_to(10), pytest.raises(InvalidRequest, match="region 'n' can't be written: File too large"):
+    with (
+        limited(resource.RLIMIT_FSIZE, 10),
+        pytest.raises(InvalidRequest, match="region 'n' can't be written: File too large"),
+    ):
         region.write(b"x", 50)
     region.write(b"x", 50)
     assert read(region, 1, 50) == b"x"

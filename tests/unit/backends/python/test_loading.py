@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import resource
 import sys
 import venv
 from dataclasses import replace
@@ -15,6 +16,7 @@ from backends.base import GroupKind, InstanceGroup, ModelSource, ModelSpec, Tens
 from backends.errors import LoadError
 from backends.python.backend import PythonBackend
 from tests import puppet
+from tests.rlimits import limited
 from tests.unit.backends.python_models import CLASS, CPU
 
 
@@ -99,6 +101,13 @@ def test_load_with_an_interpreter_that_no_file_can_be_keeps_nothing_open(folder:
         with pytest.raises(LoadError, match="can't be run: embedded null byte"):
             PythonBackend().open(source, CPU)
     assert len(list(Path("/proc/self/fd").iterdir())) <= before
+
+
+def test_load_for_whose_connection_there_is_no_room_is_refused(folder: Path) -> None:
+    source = ModelSource("m", puppet.write_puppet(folder))
+    words = "model 'm': no connection to its process: File too large"
+    with limited(resource.RLIMIT_FSIZE, 1), pytest.raises(LoadError, match=words):
+        PythonBackend().open(source, CPU)
 
 
 def test_load_gets_the_context_and_files_beside_the_model_can_be_imported(folder: Path) -> None:

@@ -1,0 +1,24 @@
+"""Limits of this process, for as long as a test wants them.
+
+Lives here: setting them and putting them back. Must not: assertions about behaviour.
+"""
+
+from __future__ import annotations
+
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+__all__ = ["limited"]
+
+
+@contextmanager
+def limited(which: int, value: int) -> Iterator[None]:
+    """`which` is one of `resource`'s, such as RLIMIT_FSIZE: the size of files stands for that of memory too, which it
+    would hurt the machine to fill."""
+    before = resource.getrlimit(which)
+    resource.setrlimit(which, (value, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(which, before)
