@@ -14,7 +14,7 @@ from typing import Any
 
 from backends.base import Array
 from backends.transport.frames import FrameReader, Message, frame
-from backends.transport.link import RemoteEnd, open_ends
+from backends.transport.link import RemoteEnd, connect
 from backends.transport.memory import Memory, Window
 from backends.transport.parcel import Parcel, pack, pack_inline, unpack
 
@@ -43,13 +43,7 @@ class Line:
     def pair(cls, size_bytes: int) -> tuple[Line, RemoteEnd]:
         """An end for this process and what another needs to `join`, with memory of at most `size_bytes` each. Raises
         OSError."""
-        here, own, other, remote = open_ends(size_bytes)
-        try:
-            return cls(here, own, other), remote
-        except OSError:
-            here.close()
-            remote.close()
-            raise
+        return connect(cls, size_bytes)
 
     @classmethod
     def join(cls, remote: RemoteEnd) -> Line:

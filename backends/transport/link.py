@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from threading import get_ident
+from typing import TypeVar
 
 from backends.base import Array
 from backends.transport.channel import Channel, socket_pair
@@ -22,7 +23,9 @@ from backends.transport.gathering import Gathering
 from backends.transport.memory import Memory, Window, new_region
 from backends.transport.parcel import Parcel, pack, packed_start, unpack
 
-__all__ = ["FIRST_KIND", "Link", "RemoteEnd", "open_ends"]
+__all__ = ["FIRST_KIND", "Link", "RemoteEnd", "connect"]
+
+T = TypeVar("T")
 
 _GIVE_BACK = 0
 FIRST_KIND = 1
@@ -47,7 +50,7 @@ class RemoteEnd:
             os.close(descriptor)
 
 
-def open_ends(size_bytes: int) -> tuple[socket.socket, Memory, int, RemoteEnd]:
+def _open_ends(size_bytes: int) -> tuple[socket.socket, Memory, int, RemoteEnd]:
     """For this process a socket, its own memory of `size_bytes` and the descriptor of the other's, and what another
     process needs to `join`. Raises OSError, and leaves nothing open: whoever tries again may lack descriptors."""
     with ExitStack() as undo:
@@ -63,6 +66,18 @@ def open_ends(size_bytes: int) -> tuple[socket.socket, Memory, int, RemoteEnd]:
         memory = Memory(os.dup(ours))
         undo.pop_all()
         return here, memory, seen, RemoteEnd(there.detach(), own=theirs, other=ours)
+
+
+def connect(make: Callable[[socket.socket, Memory, int], T], size_bytes: int) -> tuple[T, RemoteEnd]:
+    """What `make` makes of an end for this process: its socket, its own memory of `size_bytes` and the descriptor of
+    the other's; and what another process needs to `join`. Raises OSError, and leaves nothing open."""
+    here, own, other, remote = _open_ends(size_bytes)
+    try:
+        return make(here, own, other), remote
+    except OSError:
+        here.close()
+        remote.close()
+        raise
 
 
 class Link:
@@ -86,13 +101,7 @@ class Link:
     def pair(cls, size_bytes: int) -> tuple[Link, RemoteEnd]:
         """An end for this process and what another needs to `join`, with memory of `size_bytes` each. Raises
         OSError."""
-        here, own, other, remote = open_ends(size_bytes)
-        try:
-            return cls(here, own, other), remote
-        except OSError:
-            here.close()
-            remote.close()
-            raise
+        return connect(cls, size_bytes)
 
     @classmethod
     def join(cls, remote: RemoteEnd, gathering: Gathering | None = None) -> Link:
