@@ -23,7 +23,6 @@ from scheduler.lane import Entry
 from scheduler.observer import Drop, GuardedObserver, NullObserver, Observer
 from scheduler.pending import Pending
 from scheduler.policy import NEVER, BatchPolicy
-from scheduler.rests import Rests
 from scheduler.runner import Outcome, Runner
 from scheduler.turns import Submit, Turns
 from scheduler.waiting import Room
@@ -50,7 +49,8 @@ class Batcher(Generic[P, R]):
     `runners` are started by `start` and stopped by `close`. `blames` says of an instance's error whose fault it may be;
     by default that of some of the requests. `hangs` is told of runners given up; without it, instances that are to
     blame are used on. `room` is what its queue shares with those of other models. `instance_of` tells of runners that
-    are slots of one instance, which one that is (`scheduler.slots`); by default each is an instance.
+    are slots of one instance, which one that is (`scheduler.slots`); by default each is an instance. `company` learns
+    for how long it is worth waiting for more.
     All methods must be called on the event loop that ran `start`.
     """
 
@@ -71,6 +71,7 @@ class Batcher(Generic[P, R]):
         hangs: Hangs | None = None,
         room: Room | None = None,
         instance_of: Callable[[Any], Hashable] | None = None,
+        company: Company | None = None,
     ) -> None:
         self.policy = policy
         self._clock: Clock = clock or MonotonicClock()
@@ -85,8 +86,8 @@ class Batcher(Generic[P, R]):
         self._answers = OrderedAnswers() if policy.preserve_ordering else Answers()
         self._delivery = Delivery(self._answers, self._observer)
         self._accepts = self._stopped = self._suspended = False
-        self._company = Company()
-        self._turns = Turns(self._turn, self._kept_waiting, self._company, Rests(self._clock.now_ns))
+        self._company = company or Company()
+        self._turns = Turns(self._turn, self._kept_waiting, self._company, self._clock)
         self.announce = self._turns.announce
         self._wake_ns: int | None = None
         self._drained: asyncio.Event
@@ -261,6 +262,7 @@ class Batcher(Generic[P, R]):
         for entries in (late, *(batch.entries for batch in batches), *(group.entries for group in self._suspects)):
             self._delivery.give_up(entries, Drop.CLOSED, BatcherClosed)
         self._alarm.close()
+        self._turns.close()
         self._drained.set()
         self._instances.close()
 
@@ -270,12 +272,14 @@ class Batcher(Generic[P, R]):
         has this done before."""
         self._turns.submit_announced()
 
-    def _kept_waiting(self, announced: int) -> int | None:
-        """How many requests wait, if there is an instance to be kept waiting and not a full batch for it already."""
-        if not self._accepts or self._suspects or self._queue.rows + announced >= self.policy.max_batch_rows:
+    def _kept_waiting(self, announced: int) -> tuple[int, int] | None:
+        """How many requests wait, and how many like them would fill a batch, if there is an instance to be kept waiting
+        and not a full batch for it already."""
+        queued, rows, most = self._queue.requests, self._queue.rows, self.policy.max_batch_rows
+        if not self._accepts or self._suspects or rows + announced >= most:
             return None
         if self._slots.idle > 0 or (self._ahead and self._ahead.about_to_end(self._clock.now_ns())):
-            return self._queue.requests + announced
+            return queued + announced, -(-(most - rows - announced) * max(1, queued) // max(1, rows))
         return None
 
     def _on_alarm(self) -> None:
@@ -348,7 +352,7 @@ class Batcher(Generic[P, R]):
 
     # hot path
     def _run(self, runner: Runner[P, R], batch: Batch[Pending[P, R]], suspects: Suspects[Pending[P, R]] | None) -> None:
-        self._company.on_start(len(batch.entries), self._queue.requests, self._clock.now_ns())
+        self._company.on_start(len(batch.entries), self._queue.requests, self._clock.now_ns(), self._clock.busy_ns())
         payloads = []
         for entry in batch.entries:
             pending = entry.payload

@@ -37,6 +37,9 @@ class Clock(Protocol):
     def now_ns(self) -> int:
         """Monotonic nanoseconds."""
 
+    def busy_ns(self) -> int:
+        """The processor time that the calling thread has used, from any beginning."""
+
     def alarm(self, ring: Callable[[], None]) -> Alarm:
         """An alarm on the running event loop."""
 
@@ -46,6 +49,9 @@ class MonotonicClock:
 
     def now_ns(self) -> int:
         return time.monotonic_ns()
+
+    def busy_ns(self) -> int:
+        return time.thread_time_ns()
 
     def alarm(self, ring: Callable[[], None]) -> Alarm:
         loop = asyncio.get_running_loop()

@@ -2,27 +2,44 @@
 
 from __future__ import annotations
 
+from math import ceil
+
 __all__ = ["Company"]
 
 _CROWD_WEIGHT = 0.1
 _CROWD_OF_ONE = 1.05
-_QUIET_ITERATIONS = 6
-_MOST_QUIET_ITERATIONS = 60
-_MOST_ITERATIONS = 400
+_CROWD_OF_MANY = 3.0
+"""From batches of so many on it is worth waiting longest."""
+_QUIET_COSTS = 8
+"""Nobody may come for the time in which so many requests are taken up and answered."""
+_COSTS_OF_ALL = 1.5
+"""And it is waited in all for so many times what a batch takes that is as large as they have been."""
+_LONGEST_NS = 10_000_000
+"""In all, whatever a batch takes: callers have deadlines."""
+_COST_WEIGHT = 0.1
+_FIRST_COST_NS = 100_000
+_LEAST_COST_NS = 10_000
+_MOST_COST_NS = 500_000
 _STILL_THERE = 0.98
+_BATCHES_FOR_ONE_MORE = 16
+"""One in so many doesn't leave when all are there who are known of, since there may be others. For these it isn't
+waited as long."""
+_COSTS_FOR_ONE_MORE = 2
 _PAUSE_WEIGHT = 0.2
 _OVERLAP = 0.75
 """So much of a pause half of a batch has to execute for, that the other half comes back meanwhile."""
 
 
 class Company:
-    """What an idle instance is kept waiting for, in iterations of the event loop.
+    """What an idle instance is kept waiting for, and how long.
 
     gRPC hands requests that have arrived to the loop one an iteration, and taking one up and answering it costs the
-    loop more than a small model's execution does. So where batches have company, it is worth waiting until the loop has
-    been without new requests for some iterations, a few microseconds each: the more, the larger batches have been. It
-    ends when as many wait as have lately been there at a time, and at the latest after a bound of iterations. For a
-    crowd the loop's thread rests meanwhile, and that counts for many iterations (`rests`).
+    loop more than a small model's execution does. So where batches have company, it is worth waiting until nobody has
+    come for some time: the longer, the larger batches have been, in times of what a request costs the loop. It ends
+    when as many wait as have lately been there at a time, and at the latest when a batch as large as usual would be
+    there, if all came as fast as the loop can take them up. So callers who come by chance, and not because they were
+    answered, hardly wait for each other while the loop has time to spare: fewer come in that time, batches get smaller,
+    and with them what is waited.
 
     Where executions take long, half of those may be enough. Callers who come again as soon as they are answered may
     all get into one batch, and then stay together, with nothing executing while they are answered and come back. As
@@ -32,11 +49,13 @@ class Company:
 
     __slots__ = (
         "_batch_requests",
+        "_batches",
+        "_busy_ns",
+        "_cost_ns",
         "_ended_ns",
         "_ended_requests",
         "_executing",
         "_in_halves",
-        "_patience",
         "_pause_ns",
         "_present",
     )
@@ -44,23 +63,28 @@ class Company:
     def __init__(self) -> None:
         self._batch_requests = 1.0
         self._present = 1.0
-        self._patience = _QUIET_ITERATIONS
+        self._batches = 0
+        self._cost_ns = float(_FIRST_COST_NS)
+        self._busy_ns = -1
         self._executing = self._ended_ns = 0
         self._ended_requests = 1
         self._pause_ns = 0.0
         self._in_halves = False
 
-    def on_start(self, requests: int, waiting: int, now_ns: int) -> None:
-        """A batch of so many requests starts, others still wait."""
+    def on_start(self, requests: int, waiting: int, now_ns: int, busy_ns: int) -> None:
+        """A batch of so many requests starts, others still wait. `busy_ns` is how long the event loop has worked."""
+        if self._busy_ns >= 0:
+            cost_ns = max(_LEAST_COST_NS, min(_MOST_COST_NS, (busy_ns - self._busy_ns) / requests))
+            self._cost_ns += _COST_WEIGHT * (cost_ns - self._cost_ns)
+        self._busy_ns = busy_ns
         if not self._executing and self._ended_ns:
             # What answering a part of them has taken says what it takes to answer all.
             pause_ns = (now_ns - self._ended_ns) * max(1.0, self._present / self._ended_requests)
             self._pause_ns += _PAUSE_WEIGHT * (pause_ns - self._pause_ns)
         self._executing += requests
+        self._batches += 1
         self._batch_requests += _CROWD_WEIGHT * (requests - self._batch_requests)
         self._present = max(self._executing + waiting, _STILL_THERE * self._present)
-        squared = self._batch_requests * self._batch_requests
-        self._patience = min(_MOST_QUIET_ITERATIONS, int(_QUIET_ITERATIONS * squared))
 
     def on_end(self, requests: int, now_ns: int) -> None:
         """A batch of so many requests is done."""
@@ -76,15 +100,19 @@ class Company:
         """What a batch like the last costs besides its rows, 0 if that isn't known, and what half of all would take."""
         self._in_halves = 0 < base_ns < self._pause_ns and _OVERLAP * self._pause_ns < half_ns
 
-    @property
-    def is_crowd(self) -> bool:
-        """Whether batches have been so large that it is worth waiting longest."""
-        return self._patience == _MOST_QUIET_ITERATIONS
+    def patience_ns(self, waiting: int, waited_ns: int) -> int:
+        """For how long without a new request it is worth waiting, after it was waited for so long; 0 if not at all."""
+        missing = self.missing(waiting)
+        if self._batch_requests < _CROWD_OF_ONE or not missing:
+            return 0
+        part = min(1.0, (self._batch_requests - 1) / (_CROWD_OF_MANY - 1))
+        costs = part * part * (_QUIET_COSTS if waiting < self._present else _COSTS_FOR_ONE_MORE)
+        left_ns = min(_LONGEST_NS, _COSTS_OF_ALL * self._batch_requests * self._cost_ns) - waited_ns
+        return max(0, int(min(costs * self._cost_ns, left_ns)))
 
-    def patience(self, waiting: int, iterations: int) -> int:
-        """For how many more iterations without a new request it is worth waiting, after so many; 0 if not at all."""
-        if self._batch_requests < _CROWD_OF_ONE or waiting >= self._present:
-            return 0
-        if self._in_halves and not self._executing and 2 * waiting >= self._present:
-            return 0
-        return max(0, min(self._patience, _MOST_ITERATIONS - iterations))
+    def missing(self, waiting: int) -> int:
+        """How many more need to come so that nobody else is waited for."""
+        if self._in_halves and not self._executing:
+            return max(0, ceil(self._present / 2) - waiting)
+        missing = max(0, ceil(self._present) - waiting)
+        return missing if self._batches % _BATCHES_FOR_ONE_MORE else max(1, missing)

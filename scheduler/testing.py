@@ -28,6 +28,10 @@ class ManualClock:
     def now_ns(self) -> int:
         return self._now_ns
 
+    def busy_ns(self) -> int:
+        """As if the thread had always something to do."""
+        return self._now_ns
+
     @property
     def alarms(self) -> int:
         """How many there are that weren't closed."""

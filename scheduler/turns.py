@@ -11,8 +11,8 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
+from scheduler.clock import Alarm, Clock
 from scheduler.company import Company
-from scheduler.rests import Rests
 
 __all__ = ["Submit", "Turns"]
 
@@ -30,46 +30,48 @@ class Turns:
     """
 
     __slots__ = (
+        "_alarm",
         "_announced",
-        "_arrivals",
+        "_came",
+        "_clock",
         "_company",
-        "_granted",
-        "_is_crowded",
+        "_due_ns",
         "_is_due",
         "_is_looking",
+        "_is_put_off",
         "_kept_waiting",
         "_latest",
-        "_left",
-        "_looks",
         "_loop",
-        "_rest",
-        "_seen",
+        "_missing",
         "_submit",
         "_take",
     )
 
     _loop: asyncio.AbstractEventLoop
+    _alarm: Alarm
 
     def __init__(
         self,
         take: Callable[[], None],
-        kept_waiting: Callable[[int], int | None],
+        kept_waiting: Callable[[int], tuple[int, int] | None],
         company: Company,
-        rest: Rests,
+        clock: Clock,
     ) -> None:
         self._take = take
         self._kept_waiting = kept_waiting
         self._company = company
-        self._rest = rest
+        self._clock = clock
         # By what submits them; those that do so for the latest ones are the `_latest`.
         self._announced: list[tuple[Submit, list[Any]]] = []
         self._submit: Submit | None = None
         self._latest: list[Any] = []
-        self._arrivals = 0
-        self._is_due = self._is_looking = self._is_crowded = False
-        # How often it was looked whether to take the turn that is due; and of the looks granted when the arrivals were
-        # those `_seen`, how many are left.
-        self._looks = self._granted = self._left = self._seen = 0
+        # Whether a turn is to be taken, since `_due_ns`, and whether the loop's next iteration looks after it.
+        self._is_due = self._is_looking = False
+        self._due_ns = 0
+        # Put off until the alarm rings, and again if somebody has come meanwhile; `_missing` are how many need to come
+        # for another look before that.
+        self._came = self._missing = 0
+        self._is_put_off = False
 
     @property
     def announced(self) -> int:
@@ -79,6 +81,11 @@ class Turns:
     def start(self) -> None:
         """From now on, on the running event loop."""
         self._loop = asyncio.get_running_loop()
+        self._alarm = self._clock.alarm(self._on_alarm)
+
+    def close(self) -> None:
+        """No more."""
+        self._alarm.close()
 
     # hot path
     def announce(self, submit: Submit, request: object) -> None:
@@ -87,29 +94,27 @@ class Turns:
             self._submit, self._latest = submit, []
             self._announced.append((submit, self._latest))
         self._latest.append(request)
-        self._arrivals += 1
-        if not self._is_due:
-            self.request()
+        self.arrived()
 
     # hot path
     def arrived(self) -> None:
-        """A request was submitted."""
-        self._arrivals += 1
-        if not self._is_due:
+        """A request was submitted, or will be."""
+        self._came += 1
+        if not self._is_due or (self._is_put_off and self._came >= self._missing):
             self.request()
 
     def request(self) -> None:
         """Have a turn taken once all that is ready on the loop has run: requests that arrive together share a batch."""
-        if self._is_due:
-            return
-        self._is_due = True
-        self._looks = self._granted = self._left = 0
+        if not self._is_due:
+            self._is_due = True
+            self._due_ns = 0
         if not self._is_looking:
             self._is_looking = True
             self._loop.call_soon(self._look)
 
     def begin(self) -> None:
         """A turn is being taken, due or not."""
+        self._is_put_off = False
         if self._announced:
             self._is_due = True  # this one: nobody has to ask for another
             self.submit_announced()
@@ -130,32 +135,33 @@ class Turns:
             except Exception:  # noqa: BLE001 - it is logged, and the others are owed theirs
                 _log.exception("announced requests can't be submitted")
 
-    # hot path: in each iteration of the event loop while an instance is kept waiting, most often for nobody
     def _look(self) -> None:
         """Take the turn that is due, unless batches had company lately and more requests are likely to come up right
         away."""
-        if self._is_due:
-            if self._left and self._seen == self._arrivals:
-                self._left = max(0, self._left - (self._rest() if self._is_crowded else 1))
-                self._loop.call_soon(self._look)
-                return
-            if self._is_worth_waiting():
-                self._loop.call_soon(self._look)
-                return
         self._is_looking = False
-        if self._is_due:
+        if self._is_due and not self._put_off():
             self._take()
 
-    def _is_worth_waiting(self) -> bool:
-        """Whether to look again. If so, `_left` looks don't need another thought until somebody arrives."""
-        if self._granted and self._seen == self._arrivals:
-            return False  # they were all for nobody
-        waiting = self._kept_waiting(self.announced)
-        if waiting is None:
+    def _put_off(self) -> bool:
+        """Whether the turn had better be taken later: then, or when enough have come, there will be another look."""
+        kept = self._kept_waiting(self.announced)
+        if kept is None:
             return False
-        self._looks += 1 + self._granted - self._left
-        self._granted = self._left = self._company.patience(waiting, self._looks)
-        self._is_crowded = self._company.is_crowd
-        self._rest.restart()
-        self._seen = self._arrivals
-        return self._granted > 0
+        waiting, room = kept
+        now_ns = self._clock.now_ns()
+        self._due_ns = self._due_ns or now_ns
+        patience_ns = self._company.patience_ns(waiting, now_ns - self._due_ns)
+        if not patience_ns:
+            return False
+        self._came, self._missing = 0, min(room, self._company.missing(waiting))
+        self._is_put_off = True
+        self._alarm.set(now_ns + patience_ns)
+        return True
+
+    def _on_alarm(self) -> None:
+        if not self._is_put_off or self._is_looking:
+            return
+        if self._came:
+            self._look()
+        else:
+            self._take()

@@ -16,7 +16,10 @@ TOLD = {
     "server.spans": {"time.time_ns"},  # OpenTelemetry has spans by the time of day
     "clients.top": {"time.strftime"},  # in the corner of the screen
 }
-MONOTONIC = {"time.monotonic", "time.monotonic_ns", "time.perf_counter", "time.perf_counter_ns", "time.thread_time"}
+MONOTONIC = {
+    *("time.monotonic", "time.monotonic_ns", "time.perf_counter", "time.perf_counter_ns"),
+    *("time.thread_time", "time.thread_time_ns"),
+}
 HARMLESS = {"time.sleep", "time.process_time"}
 
 

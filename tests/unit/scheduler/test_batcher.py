@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from scheduler.batcher import Batcher
+from scheduler.company import Company
 from scheduler.errors import (
     BatcherClosed,
     DeadlineUnreachable,
@@ -52,7 +53,8 @@ async def test_submit_while_busy_queues_and_batches_when_the_instance_is_free(be
     assert bench.runner.batches == [["a"], ["b", "c"]]
 
 
-async def test_instance_that_is_done_early_gets_what_arrives_while_its_answers_leave(bench: Bench) -> None:
+async def test_instance_that_is_done_early_gets_what_arrives_while_its_answers_leave() -> None:
+    bench = Bench(BatchPolicy(max_batch_rows=4), company=Company())
     first = bench.put("a", "b", "c")
     await one_turn()
     bench.put("d")
@@ -60,6 +62,8 @@ async def test_instance_that_is_done_early_gets_what_arrives_while_its_answers_l
     first[0].add_done_callback(lambda _: bench.put("e"))
     bench.runner.finish(str.upper)
     await one_turn()
+    assert not bench.runner.busy
+    bench.clock.advance(1_000_000)
     assert bench.runner.batches == [["a", "b", "c"], ["d", "e"]]
 
 

@@ -6,55 +6,103 @@ import pytest
 
 from scheduler.company import Company
 
+MS = 1_000_000
 
-def after_batches_of(requests: int, *, count: int = 100) -> Company:
+
+def after_batches_of(requests: int, *, count: int = 100, cost_us: float = 100) -> Company:
+    """So many came at a time, each of whom cost the event loop so much."""
     company = Company()
-    for _ in range(count):
-        company.on_start(requests, 0, 0)
+    for number in range(1, count + 1):
+        company.on_start(requests, 0, 0, busy_ns=round(number * requests * cost_us * 1_000))
         company.on_end(requests, 0)
     return company
 
 
 def test_company_of_nobody_is_not_waited_for() -> None:
-    assert Company().patience(0, 0) == 0
-    assert after_batches_of(1).patience(0, 0) == 0
+    assert Company().patience_ns(0, 0) == 0
+    assert after_batches_of(1).patience_ns(0, 0) == 0
 
 
 def test_company_is_waited_for_the_longer_the_larger_batches_have_been() -> None:
-    waited = [after_batches_of(requests).patience(1, 0) for requests in (1, 2, 3, 8, 64)]
+    waited = [after_batches_of(requests).patience_ns(1, 0) for requests in (1, 2, 3, 8, 64)]
     assert waited == sorted(waited)
-    assert 0 == waited[0] < waited[1] < waited[2] < waited[3] <= 60
+    assert 0 == waited[0] < waited[1] < waited[2] < waited[3] <= MS
 
 
 def test_company_that_is_all_there_is_not_waited_for() -> None:
     company = after_batches_of(8)
-    assert company.patience(7, 0)
-    assert not company.patience(8, 0)
+    assert company.patience_ns(7, 0)
+    assert not company.patience_ns(8, 0)
 
 
 def test_company_executing_and_waiting_counts_as_there() -> None:
     company = after_batches_of(4)
-    company.on_start(4, waiting=4, now_ns=0)
+    company.on_start(4, waiting=4, now_ns=0, busy_ns=0)
     company.on_end(4, 0)
-    assert company.patience(5, 0)
-    assert not company.patience(8, 0)
+    assert company.patience_ns(5, 0)
+    assert not company.patience_ns(8, 0)
 
 
 def test_company_that_has_gone_is_forgotten() -> None:
     company = after_batches_of(64)
     for _ in range(300):
-        company.on_start(1, 0, 0)
+        company.on_start(1, 0, 0, busy_ns=0)
         company.on_end(1, 0)
-    assert company.patience(0, 0) == 0
+    assert company.patience_ns(0, 0) == 0
 
 
 def test_company_that_keeps_coming_is_not_waited_for_without_end() -> None:
     company = after_batches_of(64)
-    iterations = next(count for count in range(10_000) if not company.patience(1, count))
-    assert 0 < iterations <= 400
+    waited_us = next(us for us in range(1_000_000) if not company.patience_ns(1, us * 1_000))
+    assert 1_000 < waited_us <= 10_000
 
 
-MS = 1_000_000
+def test_company_is_waited_for_the_longer_the_more_a_request_costs() -> None:
+    waited = [after_batches_of(16, cost_us=cost_us).patience_ns(8, 0) for cost_us in (50, 100, 200)]
+    assert [round(ns / waited[0], 1) for ns in waited] == [1, 2, 4]
+    assert 4 * 50_000 < waited[0] < 16 * 50_000
+
+
+@pytest.mark.parametrize(
+    ("cost_us", "least_us", "most_us"),
+    [pytest.param(0.1, 50, 150, id="nothing"), pytest.param(50_000, 1_000, 5_000, id="all there is")],
+)
+def test_company_is_waited_for_within_bounds_when_requests_cost(cost_us: float, least_us: int, most_us: int) -> None:
+    assert least_us * 1_000 <= after_batches_of(16, cost_us=cost_us).patience_ns(8, 0) <= most_us * 1_000
+
+
+@pytest.mark.parametrize("requests", [2, 4, 16])
+def test_company_is_waited_for_in_all_as_long_as_it_takes_a_batch_to_come_and_not_much_longer(requests: int) -> None:
+    company = after_batches_of(requests, cost_us=100)
+    assert company.patience_ns(1, requests * 100_000)
+    assert not company.patience_ns(1, 2 * requests * 100_000)
+
+
+@pytest.mark.parametrize(("every_us", "most"), [(300, 4), (600, 2)])
+def test_callers_who_come_by_chance_hardly_wait_for_each_other_while_the_loop_has_time_to_spare(
+    every_us: int, most: int
+) -> None:
+    """Each costs 150 us. They come evenly, so that whoever is waited for does come, and all who came in the longest
+    time that is waited are in a batch."""
+    company, busy_ns = after_batches_of(16, cost_us=150), 16 * 100 * 150_000
+    for _ in range(300):
+        waited_us = 0
+        requests = 1
+        while company.patience_ns(requests, waited_us * 1_000) > every_us * 1_000:
+            waited_us += every_us
+            requests += 1
+        busy_ns += requests * 150_000
+        company.on_start(requests, 0, 0, busy_ns)
+        company.on_end(requests, 0)
+    assert requests <= most
+
+
+def test_now_and_then_there_may_be_more_than_all_who_are_known_of() -> None:
+    company = after_batches_of(8, count=96)
+    assert 0 < company.patience_ns(8, 0) < company.patience_ns(7, 0)
+    assert company.missing(8) == 1
+    company.on_start(8, 0, 0, busy_ns=0)
+    assert (company.patience_ns(8, 0), company.missing(8)) == (0, 0)
 
 
 def after_pauses_of(pause_ms: float, base_ms: float, half_ms: float, *, count: int = 50) -> Company:
@@ -62,7 +110,7 @@ def after_pauses_of(pause_ms: float, base_ms: float, half_ms: float, *, count: i
     company, now_ns = Company(), 1
     for _ in range(count):
         now_ns += round(pause_ms * MS)
-        company.on_start(8, 0, now_ns)
+        company.on_start(8, 0, now_ns, busy_ns=0)
         now_ns += 10 * MS
         company.on_end(8, now_ns)
         company.took(round(base_ms * MS), round(half_ms * MS))
@@ -71,8 +119,8 @@ def after_pauses_of(pause_ms: float, base_ms: float, half_ms: float, *, count: i
 
 def test_half_of_those_who_come_again_is_enough_where_the_pause_is_longer_than_what_a_batch_costs() -> None:
     company = after_pauses_of(6, base_ms=5, half_ms=7)
-    assert company.patience(3, 0)
-    assert not company.patience(4, 0)
+    assert company.patience_ns(3, 0)
+    assert not company.patience_ns(4, 0)
 
 
 @pytest.mark.parametrize(
@@ -86,17 +134,17 @@ def test_half_of_those_who_come_again_is_enough_where_the_pause_is_longer_than_w
     ],
 )
 def test_half_of_those_who_come_again_is_not_enough_where(pause_ms: float, base_ms: float, half_ms: float) -> None:
-    assert after_pauses_of(pause_ms, base_ms, half_ms).patience(7, 0)
+    assert after_pauses_of(pause_ms, base_ms, half_ms).patience_ns(7, 0)
 
 
 def test_half_of_those_who_come_again_is_not_enough_after_one_long_pause() -> None:
-    assert after_pauses_of(6, base_ms=5, half_ms=7, count=3).patience(7, 0)
+    assert after_pauses_of(6, base_ms=5, half_ms=7, count=3).patience_ns(7, 0)
 
 
 def test_half_of_those_who_come_again_is_not_enough_while_others_execute() -> None:
     company = after_pauses_of(6, base_ms=5, half_ms=7)
-    company.on_start(2, 0, 10**12)
-    assert company.patience(5, 0)
+    company.on_start(2, 0, 10**12, busy_ns=0)
+    assert company.patience_ns(5, 0)
 
 
 def test_pause_after_a_part_of_those_who_come_again_counts_as_that_after_all_of_them() -> None:
@@ -105,13 +153,13 @@ def test_pause_after_a_part_of_those_who_come_again_counts_as_that_after_all_of_
     now_ns = 0
     for _ in range(50):
         now_ns += 2 * MS
-        company.on_start(4, 4, now_ns)
+        company.on_start(4, 4, now_ns, busy_ns=0)
         now_ns += 10 * MS
         company.on_end(4, now_ns)
         company.took(MS, 2 * MS)
-    assert company.patience(7, 0)
+    assert company.patience_ns(7, 0)
     company.took(MS, 4 * MS)
-    assert not company.patience(4, 0)
+    assert not company.patience_ns(4, 0)
 
 
 def test_half_of_all_is_of_those_who_come_again_whatever_a_batch_had_of_them() -> None:
@@ -122,4 +170,4 @@ def test_half_of_all_is_of_those_who_come_again_whatever_a_batch_had_of_them() -
 def test_half_of_those_who_come_again_is_not_enough_once_executions_are_short() -> None:
     company = after_pauses_of(6, base_ms=5, half_ms=7)
     company.took(0, 0)
-    assert company.patience(7, 0)
+    assert company.patience_ns(7, 0)

@@ -3,45 +3,52 @@
 from __future__ import annotations
 
 import asyncio
-from itertools import count
 
 from scheduler.company import Company
-from scheduler.rests import Rests, Slept
+from scheduler.testing import ManualClock
 from scheduler.turns import Turns
 
-NEVER = Rests(lambda: 0)
-"""Where time stands still, no iteration looks as if it had nothing to do."""
+US = 1_000
+NEVER = 2**31
 
 
 class Taken:
     """Turns that are counted, of a batcher where `waiting` requests wait, besides those announced, for an instance that
-    may be kept waiting; None: there is no such instance."""
+    may be kept waiting and has room for so many more; None: there is no such instance."""
 
-    def __init__(self, company: Company, waiting: int | None = 0, rest: Rests | None = None) -> None:
-        self.waiting = waiting
+    def __init__(self, company: Company, waiting: int | None = 0, room: int = NEVER) -> None:
+        self.waiting, self.room = waiting, room
         self.count = self.thoughts = 0
         self.submitted: list[str] = []
-        self.turns = Turns(self._take, self._kept_waiting, company, rest or NEVER)
+        self.clock = ManualClock(now_ns=1)
+        self.turns = Turns(self._take, self._kept_waiting, company, self.clock)
         self.turns.start()
 
     def announce(self, *requests: str) -> None:
         for request in requests:
             self.turns.announce(self.submitted.extend, request)
 
+    async def after(self, us: int) -> int:
+        """The turns taken when so much time has passed."""
+        await iterations(2)
+        self.clock.advance(us * US)
+        await iterations(2)
+        return self.count
+
     def _take(self) -> None:
         self.turns.begin()
         self.count += 1
 
-    def _kept_waiting(self, announced: int) -> int | None:
+    def _kept_waiting(self, announced: int) -> tuple[int, int] | None:
         self.thoughts += 1
-        return None if self.waiting is None else self.waiting + announced
+        return None if self.waiting is None else (self.waiting + announced, self.room - announced)
 
 
 def crowd(requests: int = 32) -> Company:
-    """After many batches of that many."""
+    """After many batches of that many, each of whom cost the event loop 100 us."""
     company = Company()
-    for _ in range(100):
-        company.on_start(requests, 0, 0)
+    for number in range(100):
+        company.on_start(requests, 0, 0, number * requests * 100 * US)
         company.on_end(requests, 0)
     return company
 
@@ -71,10 +78,19 @@ async def test_turn_is_asked_for_many_times_and_taken_once() -> None:
 async def test_turn_is_put_off_for_company_and_taken_when_nobody_comes() -> None:
     taken = Taken(crowd())
     taken.announce("a")
-    await iterations(10)
-    assert taken.count == 0
-    await iterations(90)
-    assert (taken.count, taken.submitted) == (1, ["a"])
+    assert await taken.after(799) == 0
+    assert await taken.after(1) == 1
+    assert taken.submitted == ["a"]
+
+
+async def test_turn_is_put_off_again_when_somebody_has_come() -> None:
+    taken = Taken(crowd())
+    taken.announce("a")
+    assert await taken.after(799) == 0
+    taken.announce("b")
+    assert await taken.after(2) == 0
+    assert await taken.after(800) == 1
+    assert taken.submitted == ["a", "b"]
 
 
 async def test_turn_is_taken_when_all_are_there() -> None:
@@ -87,6 +103,25 @@ async def test_turn_is_taken_when_all_are_there() -> None:
     assert (taken.count, taken.submitted) == (1, ["a", "b", "c", "d"])
 
 
+async def test_turn_is_taken_when_the_batch_is_full() -> None:
+    taken = Taken(crowd(), room=2)
+    taken.announce("a")
+    await iterations(2)
+    assert taken.count == 0
+    taken.waiting = None
+    taken.announce("b")
+    await iterations(2)
+    assert (taken.count, taken.submitted) == (1, ["a", "b"])
+
+
+async def test_after_turns_are_closed_no_alarm_is_left() -> None:
+    taken = Taken(crowd())
+    taken.announce("a")
+    await iterations(2)
+    taken.turns.close()
+    assert taken.clock.alarms == 0
+
+
 async def test_turn_is_not_put_off_without_an_instance_to_be_kept_waiting() -> None:
     taken = Taken(crowd(), waiting=None)
     taken.announce("a")
@@ -94,40 +129,25 @@ async def test_turn_is_not_put_off_without_an_instance_to_be_kept_waiting() -> N
     assert taken.count == 1
 
 
-async def test_waiting_for_company_takes_a_thought_when_somebody_comes_and_else_none() -> None:
+async def test_waiting_for_company_takes_a_thought_when_it_is_over_and_none_for_each_who_comes() -> None:
     taken = Taken(crowd())
     for request in "abc":
         taken.announce(request)
         await iterations(10)
-    assert (taken.count, taken.thoughts) == (0, 3)
-
-
-async def test_thread_rests_while_a_crowd_is_waited_for_and_no_work_is_left_and_that_takes_fewer_iterations() -> None:
-    clock, slept = count(1_000, 2_000), list[float]()
-    taken = Taken(crowd(), rest=Rests(lambda: next(clock), slept.append, Slept()))
-    taken.announce("a")
-    await iterations(12)
-    assert (taken.count, taken.submitted) == (1, ["a"])
-    assert 3 < len(slept) < 10
-
-
-async def test_thread_does_not_rest_for_a_few() -> None:
-    clock, slept = count(1_000, 2_000), list[float]()
-    taken = Taken(crowd(2), rest=Rests(lambda: next(clock), slept.append, Slept()))
-    taken.announce("a")
-    await iterations(100)
-    assert (taken.count, slept) == (1, [])
+    assert (taken.count, taken.thoughts) == (0, 1)
+    assert await taken.after(800) == 0
+    assert taken.thoughts == 2
 
 
 async def test_arrivals_put_a_turn_off_but_not_without_end() -> None:
     taken = Taken(crowd(1000))
-    for _ in range(500):
+    waited_us = 0
+    while not taken.count and waited_us < 1_000_000:
         taken.announce("x")
-        await iterations(1)
-        if taken.count:
-            break
+        await taken.after(100)
+        waited_us += 100
     assert taken.count == 1
-    assert 100 < len(taken.submitted) <= 402
+    assert 5_000 < waited_us <= 10_100
 
 
 async def test_turn_that_is_taken_while_it_is_put_off_is_not_taken_again() -> None:
@@ -136,20 +156,19 @@ async def test_turn_that_is_taken_while_it_is_put_off_is_not_taken_again() -> No
     await iterations(5)
     taken.turns.begin()
     assert taken.submitted == ["a"]
-    await iterations(200)
-    assert taken.count == 0
+    assert await taken.after(10_000) == 0
 
 
 async def test_turn_asked_for_again_while_another_one_was_put_off_has_its_own_time() -> None:
     taken = Taken(crowd())
     taken.announce("a")
-    await iterations(5)
+    assert await taken.after(700) == 0
     taken.turns.begin()
     taken.announce("b")
-    await iterations(20)
-    assert (taken.count, taken.thoughts) == (0, 2)
-    await iterations(200)
-    assert (taken.count, taken.submitted) == (1, ["a", "b"])
+    assert await taken.after(700) == 0
+    assert taken.thoughts == 2
+    assert await taken.after(100) == 1
+    assert taken.submitted == ["a", "b"]
 
 
 async def test_what_is_announced_in_turns_to_different_submitters_keeps_its_order() -> None:
