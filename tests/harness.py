@@ -87,8 +87,12 @@ class ServerProcess:
 
     def wait_ready(self, timeout_s: float = 60) -> None:
         if not self._ready.wait(timeout_s) or not self.grpc_port:
+            how = "but ended" if self._ready.is_set() else f"in {timeout_s:g} s"
             self.kill()
-            raise AssertionError("the server did not come to serve:\n" + "".join(self.stderr))
+            said = self.log[-1]["message"] if self.log else "nothing"
+            raise AssertionError(
+                f"the server did not come to serve {how}, saying at last: {said}\n{''.join(self.stderr)}"
+            )
 
     def signal(self, number: int) -> None:
         self._process.send_signal(number)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import urllib.request
 from collections.abc import Iterator
@@ -21,6 +20,7 @@ import pytest
 from clients import ClientError, InferenceClient
 from tests.harness import REPO, ServerProcess, write_identity
 from tests.polling import eventually
+from tests.ports import free_port
 
 HERE = REPO / "tests" / "conformance"
 ROWS = 16
@@ -76,7 +76,7 @@ def transformer(python: str, tmp_path: Path) -> Iterator[tuple[str, str]]:
     """Its HTTP and gRPC addresses; between it and the predictor is nothing but gRPC."""
     write_identity(tmp_path, "models")
     env = {"STORAGE_URI": str(tmp_path / "models"), "INFERENCE_SERVICE_NAME": "resnet"}
-    http, rpc = free_ports(2)
+    http, rpc = free_port(), free_port()
     with ServerProcess(env=env) as server, open(tmp_path / "log", "w+") as log:
         flags = ["--model_name", "resnet", "--http_port", str(http), "--grpc_port", str(rpc), "--workers", "1"]
         flags += ["--predictor_host", server.target, "--predictor_protocol", "grpc-v2"]
@@ -89,14 +89,6 @@ def transformer(python: str, tmp_path: Path) -> Iterator[tuple[str, str]]:
         finally:
             process.kill()
             process.wait()
-
-
-def free_ports(count: int) -> list[int]:
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [each.getsockname()[1] for each in sockets]
-    for each in sockets:
-        each.close()
-    return ports
 
 
 def answers(port: int) -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,6 +20,7 @@ from protos import inference_pb2 as pb
 from protos.inference_pb2_grpc import GRPCInferenceServiceStub
 from tests.harness import REPO, ServerProcess
 from tests.polling import eventually
+from tests.ports import free_port
 from tests.wire import infer
 
 Code = grpc.StatusCode
@@ -32,18 +32,6 @@ COUNT = 40
 def named(*models: str) -> list[str]:
     """Flags: PyTriton restricts the index."""
     return [word for model in models for word in ("--upstream-model", model)]
-
-
-def free_port() -> int:
-    """One after which the next is free, too."""
-    while True:
-        with socket.create_server(("127.0.0.1", 0)) as first:
-            port: int = first.getsockname()[1]
-            try:
-                socket.create_server(("127.0.0.1", port + 1)).close()
-            except OSError:
-                continue
-            return port
 
 
 @contextmanager
@@ -75,7 +63,7 @@ def has_all(stub: Any) -> bool:
 
 @pytest.fixture(scope="module")
 def triton(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    port = free_port()
+    port = free_port(count=2)
     with triton_on(port, tmp_path_factory.mktemp("triton") / "log"):
         yield f"127.0.0.1:{port}"
 
@@ -225,7 +213,7 @@ def test_index_that_is_restricted_and_answers_that_are_several_are_told_of(trito
 
 
 def test_triton_killed_amid_a_batch_is_unavailable_and_served_again_when_it_is_back(tmp_path: Path) -> None:
-    port = free_port()
+    port = free_port(count=2)
     flags = ["--upstream", f"127.0.0.1:{port}", "--upstream-health-secs", "0.1", *named("double")]
     with ServerProcess(args=flags) as proxy, grpc.insecure_channel(proxy.target) as channel:
         stub: Any = GRPCInferenceServiceStub(channel)  # type: ignore[no-untyped-call]

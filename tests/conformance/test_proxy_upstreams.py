@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,6 +24,7 @@ from protos import inference_pb2 as pb
 from protos.inference_pb2_grpc import GRPCInferenceServiceStub
 from tests.harness import ServerProcess
 from tests.polling import eventually
+from tests.ports import free_port
 from tests.wire import infer
 
 Code = grpc.StatusCode
@@ -153,12 +153,6 @@ def mlserver_of(folder: Path) -> Iterator[str]:
     finally:
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port: int = free.getsockname()[1]
-        return port
 
 
 def test_models_of_an_mlserver_are_found_with_their_metadata_and_versions(tmp_path: Path) -> None:

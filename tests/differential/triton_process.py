@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from bench.subjects import RIVALS
-from tests.fault.traffic import free_port
+from tests.ports import free_port
 
 __all__ = ["VERSION", "TritonProcess", "command", "missing"]
 

@@ -18,9 +18,10 @@ import pytest
 
 from protos import inference_pb2 as pb
 from protos.inference_pb2_grpc import GRPCInferenceServiceStub
-from tests.fault.traffic import connected, free_port, quiet, request, says
+from tests.fault.traffic import connected, quiet, request, says
 from tests.harness import REPO, ServerProcess, write_identity
 from tests.polling import eventually
+from tests.ports import free_port
 
 OK, INVALID = grpc.StatusCode.OK, grpc.StatusCode.INVALID_ARGUMENT
 

@@ -17,9 +17,10 @@ import pytest
 
 from protos import inference_pb2 as pb
 from protos.inference_pb2_grpc import GRPCInferenceServiceStub
-from tests.fault.traffic import connected, free_port, pending, quiet, request, total
+from tests.fault.traffic import connected, pending, quiet, request, total
 from tests.harness import ServerProcess, write_identity
 from tests.polling import eventually, eventually_async
+from tests.ports import free_port
 
 OK, UNAVAILABLE = grpc.StatusCode.OK, grpc.StatusCode.UNAVAILABLE
 CLIENTS = 16

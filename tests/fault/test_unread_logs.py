@@ -19,9 +19,9 @@ import pytest
 
 from protos import inference_pb2 as pb
 from protos.inference_pb2_grpc import GRPCInferenceServiceStub
-from tests.fault.traffic import free_port
 from tests.harness import REPO, write_identity
 from tests.polling import eventually
+from tests.ports import free_port
 from tests.wire import infer
 
 LONG = "\x01" * 190

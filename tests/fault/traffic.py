@@ -26,7 +26,6 @@ __all__ = [
     "Client",
     "client_process",
     "connected",
-    "free_port",
     "half_a_request",
     "peak_bytes",
     "pending",
@@ -82,12 +81,6 @@ def connected(server: ServerProcess, options: Sequence[tuple[str, Any]] = ()) ->
     with grpc.insecure_channel(server.target, options) as channel:
         grpc.channel_ready_future(channel).result(20)
         yield Client(channel)
-
-
-def free_port() -> int:
-    """One that is free now, for a server that is to come back on it."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])
 
 
 def says(server: ServerProcess, text: str) -> bool:

@@ -6,7 +6,6 @@ import asyncio
 import os
 import pty
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -25,6 +24,7 @@ from tests.harness import REPO, ServerProcess, write_identity
 from tests.integration.controlling import explicit
 from tests.integration.serving import echo_model, serving
 from tests.polling import eventually
+from tests.ports import free_port
 from tests.wire import infer, rows_of_floats
 
 
@@ -60,12 +60,6 @@ async def test_once_of_a_server_without_models_says_so(tmp_path: Path) -> None:
     async with serving(tmp_path, settings=explicit(tmp_path)) as served:
         result = await asyncio.to_thread(top_once, served.server.metrics_port)
     assert (result.exit_code, result.stdout.splitlines()[-1]) == (0, "no models")
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port: int = listener.getsockname()[1]
-    return port
 
 
 def test_once_without_a_server_is_one_line_and_status_1() -> None:

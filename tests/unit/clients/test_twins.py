@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import inspect
 import math
-import socket
 import threading
 from collections.abc import Callable, Iterator
 from fractions import Fraction
@@ -34,6 +33,7 @@ from clients import (
 )
 from clients.errors import inference_error
 from protos import inference_pb2 as pb
+from tests.ports import free_port
 from tests.unit.clients.conftest import Twin
 from tests.unit.clients.peer import Peer, Stall, echo, refuse, serving, serving_bytes
 
@@ -527,6 +527,4 @@ def test_close_by_another_thread_as_a_call_begins_raises_client_closed(peer: Pee
 
 
 def _free_address() -> str:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return f"127.0.0.1:{probe.getsockname()[1]}"
+    return f"127.0.0.1:{free_port()}"
