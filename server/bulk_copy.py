@@ -13,10 +13,9 @@ import ctypes
 import errno
 import logging
 import os
+from array import array
 from collections.abc import Iterator, Sequence
 from typing import Any
-
-import numpy as np
 
 from server.copying import copy_parts, parts_of
 
@@ -73,9 +72,10 @@ def _shared_out(pieces: Sequence[Piece], most_bytes: int) -> Iterator[list[Piece
 
 def _copy(pieces: Sequence[Piece]) -> bool:
     # struct iovec: address and length
-    to = np.array([(target, count) for target, _, count in pieces], np.uint64)
-    come = np.array([(source, count) for _, source, count in pieces], np.uint64)
-    done = _process_vm_readv(os.getpid(), to.ctypes.data, len(pieces), come.ctypes.data, len(pieces), 0)
+    to = array("Q", [one for target, _, count in pieces for one in (target, count)])
+    come = array("Q", [one for _, source, count in pieces for one in (source, count)])
+    places = to.buffer_info()[0], len(pieces), come.buffer_info()[0], len(pieces)
+    done = _process_vm_readv(os.getpid(), *places, 0)
     if done < 0 and (code := ctypes.get_errno()) in (errno.EPERM, errno.ENOSYS):
         Allowed.now = False
         _log.info("shared memory is read tensor by tensor: process_vm_readv: %s", os.strerror(code))

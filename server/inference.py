@@ -147,7 +147,9 @@ class Inference:
         # Their inputs are the batcher's now.
         decoded, told = DecodedRequest((), asked), self._on_done
         for flight, pending, its_targets in zip(together, pendings, targets, strict=True):
-            flight.decoded = DecodedRequest((), asked, its_targets) if its_targets else decoded
+            if decoded.targets is not its_targets:
+                decoded = DecodedRequest((), asked, its_targets)
+            flight.decoded = decoded
             flight.pending = pending
             pending.told, pending.about = told, flight
         return True
@@ -228,7 +230,8 @@ class Inference:
 
     # hot path: see bench/
     def _answer_alike(self, flights: list[InFlight]) -> None:
-        """Make the answers of those who have shares of the same batch's outputs, small ones, and want nothing else."""
+        """Make the answers of those who have shares of the same batch's outputs, small ones, and want nothing else, be
+        it in the response or in shared memory."""
         model = flights[0].model
         if len(flights) == 1 or model.codec.short_way is None or self._tracer.active:
             return
@@ -243,8 +246,8 @@ class Inference:
                 continue
             if flight.decoded is not decoded or share.outputs is not outputs or flight.envelope is not envelope:
                 decoded, outputs, envelope = flight.decoded, share.outputs, flight.envelope
-                may = decoded.asked.plain and not decoded.targets and outputs.size_bytes <= _MOST_MADE_BYTES
-                answers = model.codec.short_way.answers(decoded.asked.outputs, share, envelope) if may else None
+                may = decoded.asked.plain and outputs.size_bytes <= _MOST_MADE_BYTES
+                answers = model.codec.short_way.answers(decoded, share, envelope) if may else None
             answer = answers.answer(flight.request.id, share.start) if answers is not None else None
             if answer is not None:
                 flight.answer = answer

@@ -6,7 +6,8 @@ Lives here: what a region is to everybody else, and the registry. Must not: how 
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Callable
+from typing import Any, Protocol, TypeVar
 from weakref import WeakValueDictionary
 
 from backends.base import Array
@@ -19,6 +20,9 @@ _NAMES_TOLD = 5
 _MOST_NAME_BYTES = 1_024
 """So that all regions there may be by default are told of in a message of 4 MiB, the most that gRPC's clients take."""
 _SHOWN = 64
+_MOST_KNOWN = 1_000
+
+T = TypeVar("T")
 
 
 class Region(Protocol):
@@ -65,6 +69,7 @@ class Regions:
         self.refused = 0
         self._registered: dict[str, Region] = {}
         self._leaving: WeakValueDictionary[str, Region] = WeakValueDictionary()
+        self._known: dict[object, Any] = {}
 
     @property
     def registered(self) -> int:
@@ -93,6 +98,7 @@ class Regions:
     def add(self, region: Region) -> None:
         """Register. Raises as `refuse_unless_free`."""
         self.refuse_unless_free(region.name)
+        self._known.clear()
         self._leaving.pop(region.name, None)
         self._registered[region.name] = region
 
@@ -109,9 +115,24 @@ class Regions:
         """The same, None if there is none."""
         return self._registered.get(name) or self._leaving.get(name)
 
+    # hot path for requests that use some
+    def known(self, about: object, find: Callable[[Regions], T | None]) -> T | None:
+        """What `find` finds out from these regions for `about`, asked once as long as they stay the same. It may hold
+        regions: nobody but the registry keeps it, and not for longer than those are registered."""
+        found: T | None = self._known.get(about)
+        if found is None:
+            found = find(self)
+            # While one is leaving it may be what was found, and nothing would tell when it has gone.
+            if found is not None and not self._leaving:
+                if len(self._known) >= _MOST_KNOWN:
+                    self._known.clear()
+                self._known[about] = found
+        return found
+
     def remove(self, kind: str, name: str) -> None:
         """Unregister the region `name`, or all of that kind for ""; none is fine too. Raises RegionNotFound if it is of
         another kind."""
+        self._known.clear()
         for one in [name] if name else list(self._registered):
             region = self._registered.get(one)
             if region is not None and (name or region.kind == kind):
@@ -122,6 +143,7 @@ class Regions:
 
     def clear(self) -> None:
         """Unregister all."""
+        self._known.clear()
         self._registered.clear()
 
     def of_kind(self, kind: str, name: str = "") -> list[Region]:

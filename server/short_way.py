@@ -11,7 +11,7 @@ from dataclasses import replace
 from operator import attrgetter
 from typing import Any, NamedTuple
 
-from backends.base import ModelSpec, Tensors
+from backends.base import MISSING, ModelSpec, Tensors
 from backends.packed import Layout, Packed
 from backends.shares import Share
 from protos.datatypes import Datatype, by_name
@@ -21,7 +21,7 @@ from server.client_memory import NOWHERE, ClientMemory, tell_place
 from server.decoded import Asked, DecodedRequest
 from server.region_tensors import REGION, Inputs, RegionTensor, Span
 from server.regions import Regions
-from server.shortcuts import AnswerPlan, AnswersOf, Envelope, InputPlan, RegionInputPlan, RequestPlan
+from server.shortcuts import AnswerPlan, AnswersOf, Envelope, InputPlan, Located, RegionInputPlan, RequestPlan
 from server.wire_request import AnyRequest, Remembered, WireRequest
 
 __all__ = ["AlikeRequests", "ShortWay", "Targets"]
@@ -59,19 +59,23 @@ class ShortWay:
         self._layouts: dict[Hashable, Layout] = {}
         self._asked: dict[Hashable, Asked] = {}
         self._answer_plans: dict[Hashable, AnswerPlan] = {}
+        self._nowhere = Located([MISSING] * len(spec.inputs), NOWHERE, ())
 
     # hot path: see bench/
     def decode(self, request: WireRequest) -> DecodedRequest | None:
         """The request, if one like it was learned of and it is like that; else None."""
         plan = self._plans.get(request.mold.head)
-        found = self._tensors(request, plan) if plan is not None else None
-        return DecodedRequest(found[0], plan.asked, found[1]) if plan is not None and found is not None else None
+        if plan is None or (found := self._tensors(request, plan, None)) is None:
+            return None
+        inputs, located = found
+        return DecodedRequest(inputs, plan.asked, located.targets)
 
     # hot path: see bench/
     def decode_alike(self, requests: Iterable[AnyRequest]) -> AlikeRequests | None:
         """As many of the first requests as ask for the same, of inputs whose sizes are known, and bring no deadline of
         their own. None if the first one has to be decoded by itself."""
         asked: Asked | None = None
+        located: Located | None = None
         inputs: list[Inputs] = []
         targets: list[Targets] = []
         for request in requests:
@@ -93,43 +97,50 @@ class ShortWay:
                 inputs.append(Packed(request.data, plan.layout, note[1]))
                 targets.append(NOWHERE)
                 continue
-            found = self._tensors(request, plan)
+            found = self._tensors(request, plan, located)
             if found is None:
                 break
-            inputs.append(found[0])
-            targets.append(found[1])
+            its_inputs, located = found
+            inputs.append(its_inputs)
+            targets.append(located.targets)
         return AlikeRequests(asked, inputs, targets) if asked is not None and inputs else None
 
     # hot path: see bench/
-    def _tensors(self, request: WireRequest, plan: RequestPlan) -> tuple[Inputs, Targets] | None:
-        """Its inputs, and where its outputs belong; None if they aren't what the plan says, or not where."""
-        targets = plan.find_targets(self._regions) if plan.targets else NOWHERE
-        if targets is None:
-            return None
+    def _tensors(self, request: WireRequest, plan: RequestPlan, last: Located | None) -> tuple[Inputs, Located] | None:
+        """Its inputs, and with what it has in shared memory where its outputs belong; None if they aren't what the plan
+        says, or not where. What the `last` one had there needn't be looked at again."""
+        located = plan.nowhere
+        if located is None:
+            located = self._regions.known(plan, plan.locate) if self._regions is not None else None
+            if located is None or not (located is last or located.is_there()):
+                return None
         mold = request.mold
         if mold.note is None or mold.note[0] is not plan:
             mold.note = plan, plan.starts(mold.raw)
         starts = mold.note[1]
         if starts is not None and plan.layout is not None:
-            return Packed(request.data, plan.layout, starts), targets
-        inputs = plan.read(request.data, mold.raw, self._regions)
-        return (inputs, targets) if inputs is not None else None
+            return Packed(request.data, plan.layout, starts), located
+        inputs = plan.read(request.data, mold.raw, located.inputs)
+        return (inputs, located) if inputs is not None else None
 
     # hot path: see bench/
     def encode(
         self, request_id: str, decoded: DecodedRequest, results: Tensors, envelope: Envelope | None
     ) -> bytes | None:
         """The response to what is `plain`; None where this way doesn't lead."""
-        if type(results) is not Share or decoded.targets:
-            return self._respond(request_id, decoded, tuple(results), envelope)
-        answers = self.answers(decoded.asked.outputs, results, envelope)
+        if type(results) is not Share:
+            return self._respond(request_id, decoded, results, envelope)
+        answers = self.answers(decoded, results, envelope)
         if answers is None:
-            return self._plan_for(decoded.asked.outputs, results, envelope).answer(request_id, tuple(results))
+            return self._respond(request_id, decoded, tuple(results), envelope)
         return answers.answer(request_id, results.start)
 
-    def answers(self, wanted: tuple[int, ...], results: Share, envelope: Envelope | None) -> AnswersOf | None:
-        """What answers all who want these outputs and have as large a share of the same batch's, found out with the
-        first; None where there is no such thing."""
+    def answers(self, decoded: DecodedRequest, results: Share, envelope: Envelope | None) -> AnswersOf | None:
+        """What answers all who want these outputs in the same places and have as large a share of the same batch's,
+        found out with the first of those who want them in the response; None where there is no such thing."""
+        wanted, targets = decoded.asked.outputs, decoded.targets
+        if targets:
+            return self._plan_for(wanted, results, envelope, targets).of(results.outputs, targets)
         among = wanted, results.stop - results.start, envelope
         notes = results.outputs.notes
         if among not in notes:
@@ -176,6 +187,7 @@ class ShortWay:
             len(self._inputs),
             self._same(replace(asked, size_bytes=size_bytes)),
             layout,
+            None if region_inputs or decoded.targets else self._nowhere,
         )
         self._plans.remember(head, plan, len(head))
 
@@ -203,7 +215,7 @@ class ShortWay:
         envelope: Envelope | None,
         targets: Mapping[int, Span] = NOWHERE,
     ) -> AnswerPlan:
-        layout: tuple[Any, ...] = (envelope, wanted, *map(_SHAPE, results))
+        layout: tuple[Any, ...] = (envelope, wanted, *_shapes(results))
         if targets:
             layout += tuple((index, span.region.name, span.offset) for index, span in targets.items())
         plan = self._answer_plans.get(layout)
@@ -226,3 +238,10 @@ class ShortWay:
                 tell_place(output, targets[index], element_count(shape) * datatype.item_bytes)
             outputs.append((index, datatype))
         return AnswerPlan(made, outputs, targets.keys(), envelope)
+
+
+def _shapes(results: Tensors) -> Iterable[tuple[int, ...]]:
+    if type(results) is not Share:
+        return map(_SHAPE, results)
+    rows = results.stop - results.start
+    return [(rows, *array.shape[1:]) for array in results.outputs.arrays]

@@ -20,11 +20,13 @@ from protos.datatypes import Datatype
 from protos.inference_pb2 import ModelInferResponse
 from protos.tensors import TensorError, decode_raw, element_count
 from protos.wire import OUTPUT_TAG, RAW_OUTPUT_TAG, RESPONSE_ID_TAG, delimited, varint
+from server.client_memory import NOWHERE
 from server.decoded import Asked
-from server.region_tensors import Input, Place, RegionTensor, Span
-from server.regions import Regions
+from server.errors import InvalidRequest
+from server.region_tensors import Input, Inputs, Place, RegionTensor, Span
+from server.regions import Region, Regions
 
-__all__ = ["AnswerPlan", "AnswersOf", "Envelope", "InputPlan", "RegionInputPlan", "RequestPlan"]
+__all__ = ["AnswerPlan", "AnswersOf", "Envelope", "InputPlan", "Located", "RegionInputPlan", "RequestPlan"]
 
 _MOST_BYTES = 2**31 - 1
 """What protobuf takes for a message."""
@@ -52,11 +54,31 @@ class RegionInputPlan(NamedTuple):
     where: Place
 
 
+class Located(NamedTuple):
+    """What requests of one plan have in shared memory: inputs, in the places of the model's, where others are MISSING;
+    where outputs belong; and the regions that all this is in."""
+
+    inputs: Inputs
+    targets: Mapping[int, Span]
+    regions: Collection[Region]
+
+    # hot path for requests that use some
+    def is_there(self) -> bool:
+        """Whether it still is: clients may cut their memory short."""
+        try:
+            for region in self.regions:
+                region.check()
+        except InvalidRequest:
+            return False
+        return True
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class RequestPlan:
     """What all requests of one head have in common. `inputs` are in the order of the message; `region_inputs` aren't in
     it, and outputs of the indices in `targets` don't go into the response. `layout`: what the model's inputs are, in
-    its order, if nothing but their bytes needs to be looked at; then `starts` of a mold may be asked for."""
+    its order, if nothing but their bytes needs to be looked at; then `starts` of a mold may be asked for. `nowhere`:
+    what they have in shared memory, if that is nothing; else it is for `locate` to say."""
 
     inputs: tuple[InputPlan, ...]
     region_inputs: tuple[RegionInputPlan, ...]
@@ -65,6 +87,7 @@ class RequestPlan:
     """How many inputs the model has."""
     asked: Asked
     layout: Layout | None
+    nowhere: Located | None
 
     def starts(self, raw: Sequence[tuple[int, int]]) -> tuple[int, ...] | None:
         """Where the model's inputs begin in a request of whose raw_input_contents that says where they are; None if
@@ -78,12 +101,32 @@ class RequestPlan:
             starts[one.place] = start
         return tuple(starts)
 
-    def read(self, data: bytes, raw: Sequence[tuple[int, int]], regions: Regions | None) -> tuple[Input, ...] | None:
-        """The model's inputs, views of `data` where the datatype allows; None if they aren't what the head promised, or
-        not where."""
+    def locate(self, regions: Regions) -> Located | None:
+        """What is in `regions`; None if some of it isn't. Good for all requests of the plan, as long as these regions
+        are what their names mean."""
+        inputs: list[Input] = [MISSING] * self.places
+        targets: dict[int, Span] = {}
+        used: set[Region] = set()
+        for place, what, dtype, shape, where in self.region_inputs:
+            if (region := where.find(regions)) is None:
+                return None
+            inputs[place] = RegionTensor(what, region, where.offset, dtype, shape)
+            used.add(region)
+        for index, where in self.targets:
+            if (region := where.find(regions)) is None:
+                return None
+            targets[index] = Span(region, where.offset, where.byte_size)
+            used.add(region)
+        return Located(tuple(inputs), targets or NOWHERE, used)
+
+    def read(self, data: bytes, raw: Sequence[tuple[int, int]], located: Inputs) -> Inputs | None:
+        """The model's inputs: those of the message, views of `data` where the datatype allows, and around them those
+        that were `located` elsewhere; None if they aren't what the head promised."""
         if len(raw) != len(self.inputs):
             return None
-        arrays: list[Input] = [MISSING] * self.places
+        if not raw:
+            return located
+        arrays: list[Input] = [*located]
         for (place, datatype, shape, size_bytes), (start, end) in zip(self.inputs, raw, strict=True):
             if size_bytes == end - start:
                 arrays[place] = np.ndarray(shape, datatype.dtype, data, start)
@@ -94,22 +137,7 @@ class RequestPlan:
                     arrays[place] = decode_raw(data[start:end], datatype, shape)
                 except TensorError:
                     return None
-        for place, what, dtype, shape, where in self.region_inputs:
-            region = where.find(regions) if regions is not None else None
-            if region is None:
-                return None
-            arrays[place] = RegionTensor(what, region, where.offset, dtype, shape)
         return tuple(arrays)
-
-    def find_targets(self, regions: Regions | None) -> Mapping[int, Span] | None:
-        """Where outputs belong that don't go into the response; None if some of that is gone."""
-        found = {}
-        for index, where in self.targets:
-            region = where.find(regions) if regions is not None else None
-            if region is None:
-                return None
-            found[index] = Span(region, where.offset, where.byte_size)
-        return found
 
 
 class Envelope:
@@ -148,16 +176,18 @@ class AnswerPlan:
             model_name=made.model_name, model_version=made.model_version
         ).SerializeToString()
         self._size_bytes = len(self._head) + len(self.more)
+        # Place, dtype, what goes in front of it, its size, that of a row, and whether it goes into the response.
         self._outputs: list[tuple[int, np.dtype[Any], bytes, int, int, bool]] = []
         # What goes in front of a tensor.
         tag = b"".join(delimited(OUTPUT_TAG, output.SerializeToString()) for output in made.outputs)
         for (place, datatype), output in zip(outputs, made.outputs, strict=True):
             is_here = place not in elsewhere
-            size_bytes = element_count(output.shape) * datatype.item_bytes if is_here else 0
+            size_bytes = element_count(output.shape) * datatype.item_bytes
             row_bytes = size_bytes // output.shape[0] if size_bytes and output.shape else 0
-            tag += RAW_OUTPUT_TAG + varint(size_bytes)
+            bytes_here = size_bytes if is_here else 0
+            tag += RAW_OUTPUT_TAG + varint(bytes_here)
             self._outputs.append((place, datatype.dtype, tag, size_bytes, row_bytes, is_here))
-            self._size_bytes += len(tag) + size_bytes
+            self._size_bytes += len(tag) + bytes_here
             tag = b""
         # What comes before an id, by its length.
         self.starts: dict[int, bytes] = {}
@@ -181,16 +211,22 @@ class AnswerPlan:
         pieces.append(self.more)
         return b"".join(pieces)
 
-    def of(self, outputs: Outputs) -> AnswersOf | None:
-        """Those to requests that have as many rows each of `outputs`; None if these aren't laid out like on the
-        wire."""
-        pieces = []
+    def of(self, outputs: Outputs, targets: Mapping[int, Span] = NOWHERE) -> AnswersOf | None:
+        """Those to requests that have as many rows each of `outputs`, and want them in the same `targets`; None if
+        these aren't laid out like on the wire, or too large for where they belong."""
+        pieces, writes = [], []
         for place, dtype, tag, size_bytes, row_bytes, is_here in self._outputs:
-            data = outputs.data(place) if is_here and self._fixed_sizes else None
+            data = outputs.data(place) if self._fixed_sizes else None
             if data is None or outputs.arrays[place].dtype != dtype:
                 return None
-            pieces.append((tag, data, size_bytes, row_bytes))
-        return AnswersOf(self, pieces)
+            if is_here:
+                pieces.append((tag, data, size_bytes, row_bytes))
+                continue
+            pieces.append((tag, data, 0, 0))
+            if size_bytes > targets[place].byte_size:
+                return None
+            writes.append((targets[place], data, size_bytes, row_bytes))
+        return AnswersOf(self, pieces, writes)
 
     def start(self, id_bytes: int) -> bytes:
         """What comes before an id of so many bytes; nothing if that makes too large a message."""
@@ -209,22 +245,30 @@ class AnswerPlan:
 class AnswersOf:
     """Answers with shares of one batch's outputs, by one plan."""
 
-    __slots__ = ("_more", "_only", "_pieces", "_plan", "_starts")
+    __slots__ = ("_more", "_only", "_pieces", "_plan", "_starts", "_writes")
 
-    def __init__(self, plan: AnswerPlan, pieces: Sequence[tuple[bytes, memoryview, int, int]]) -> None:
-        """`pieces`: for each output what comes before it, the batch's bytes, and how many a share and a row has."""
+    def __init__(
+        self,
+        plan: AnswerPlan,
+        pieces: Sequence[tuple[bytes, memoryview, int, int]],
+        writes: Sequence[tuple[Span, memoryview, int, int]],
+    ) -> None:
+        """`pieces`: for each output what comes before it, the batch's bytes, and how many a share and a row has there;
+        `writes`: for each that belongs elsewhere where that is, and the same."""
         self._plan = plan
         self._starts, self._more = plan.starts, plan.more
+        self._writes = writes
         self._pieces = pieces
         # Most models have one output.
         self._only = pieces[0] if len(pieces) == 1 else None
 
     # hot path: see bench/
     def answer(self, request_id: str, row: int) -> bytes | None:
-        """As `AnswerPlan.answer`, for the share that begins at `row`."""
+        """As `AnswerPlan.answer`, for the share that begins at `row`, with what belongs elsewhere written there; None,
+        too, if that can't be."""
         name = request_id.encode()
         start = self._starts.get(len(name)) or self._plan.start(len(name))
-        if not start:
+        if not start or (self._writes and not self._write(row)):
             return None
         if self._only is not None:
             tag, data, size_bytes, row_bytes = self._only
@@ -236,3 +280,12 @@ class AnswersOf:
             pieces += tag, data[begin : begin + size_bytes]
         pieces.append(self._more)
         return b"".join(pieces)
+
+    def _write(self, row: int) -> bool:
+        try:
+            for span, data, size_bytes, row_bytes in self._writes:
+                begin = row * row_bytes
+                span.region.write(data[begin : begin + size_bytes], span.offset)
+        except InvalidRequest:
+            return False
+        return True

@@ -59,7 +59,7 @@ def submit_alike(flights: Sequence[InFlight], model: ServedModel, alike: AlikeRe
     if any(flight.gone or flight.cancelled for flight in flights):
         return ()
     asked, inputs, targets = alike
-    if any(targets):
+    if model.leaves_outputs and any(targets):
         inputs = [_directed(model, *tensors) for tensors in zip(inputs, targets, strict=True)]
     parameters = asked.parameters
     return model.batcher.submit_alike(

@@ -116,11 +116,13 @@ class SystemRegion:
         write it grows again, which harms nobody but its owner.
         """
         self.check()
-        rest, at = memoryview(data), self.offset + offset
+        at = self.offset + offset
         try:
-            while rest:
-                count = os.pwrite(self._descriptor, rest, at)
-                rest, at = rest[count:], at + count
+            while count := len(data):
+                done = os.pwrite(self._descriptor, data, at)
+                if done == count:
+                    break
+                data, at = memoryview(data)[done:], at + done
         except OSError as error:
             raise InvalidRequest(f"shared memory region '{self.name}' can't be written: {error.strerror}") from None
 

@@ -140,6 +140,48 @@ async def test_one_whose_region_is_gone_fails_alone(
     assert script.seen == [[0.0, 1.0, 3.0, 5.0]]
 
 
+async def test_one_whose_memory_goes_while_they_execute_fails_alone(
+    served: Served, script: Script, memories: list[SharedObject]
+) -> None:
+    clients = Clients(served)
+    requests = await clients.known()
+    for memory in memories:
+        memory.put(bytes(ROW), TARGET)
+    gate = script.hold(3.0)
+    sending = asyncio.create_task(clients.send(*requests))
+    await eventually_async(lambda: gate.entered, "the batch executes")
+    memories[4].resize(TARGET)
+    gate.open()
+    told = [answer.error_message for answer in await sending]
+    assert [bool(text) for text in told] == [number == 4 for number in range(CLIENTS)]
+    assert "shared memory region 'r4'" in told[4]
+    assert [_got(memory) for number, memory in enumerate(memories) if number != 4] == [[n] * 2 for n in (0, 1, 2, 3, 5)]
+    assert totals(await served.metrics())["success"] == 4 * CLIENTS - 1
+
+
+async def test_all_in_one_region_are_looked_at_once(
+    served: Served, script: Script, memories: list[SharedObject]
+) -> None:
+    clients = Clients(served)
+    requests = [clients.request(1) for _ in range(CLIENTS)]
+    for _ in range(3):
+        await clients.send(*requests)
+    memories[1].resize(0)
+    assert all("shared memory region 'r1'" in answer.error_message for answer in await clients.send(*requests))
+
+
+async def test_a_name_that_means_another_region_now(
+    served: Served, script: Script, memories: list[SharedObject]
+) -> None:
+    clients = Clients(served)
+    requests = await clients.known()
+    await unregister(served, "r0")
+    await register(served, "r0", memories[5].key, 4096)
+    script.seen.clear()
+    await clients.send(*requests)
+    assert script.seen == [[5.0, 1.0, 2.0, 3.0, 4.0, 5.0]]
+
+
 async def test_inputs_in_messages_results_where_they_are_wanted(
     served: Served, script: Script, memories: list[SharedObject]
 ) -> None:

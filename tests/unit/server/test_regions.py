@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import dataclass
 from typing import Any
 
@@ -133,3 +134,71 @@ def test_clear_lets_go_of_all() -> None:
     regions.add(Stub("b", "cuda"))
     regions.clear()
     assert names(regions) == names(regions, "cuda") == []
+
+
+class Finder:
+    """Finds a region by its name, and counts how often it was asked to."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.asked = 0
+
+    def __call__(self, regions: Regions) -> Any:
+        self.asked += 1
+        return regions.get(self.name)
+
+
+def test_known_is_found_out_once() -> None:
+    regions, region, find = Regions(4), Stub("a"), Finder("a")
+    regions.add(region)
+    assert [regions.known("it", find) for _ in range(3)] == [region] * 3
+    assert find.asked == 1
+    assert regions.known("something else", Finder("b")) is None
+
+
+def test_known_of_what_is_not_there_is_asked_again() -> None:
+    regions, find = Regions(4), Finder("a")
+    assert [regions.known("it", find) for _ in range(2)] == [None, None]
+    assert find.asked == 2
+
+
+@pytest.mark.parametrize("change", ["add", "remove", "remove all", "clear"])
+def test_known_is_forgotten_with_every_change(change: str) -> None:
+    regions, find = Regions(4), Finder("a")
+    regions.add(Stub("a"))
+    gone = weakref.ref(regions.find("a"))
+    regions.known("it", find)
+    if change == "add":
+        regions.add(Stub("b"))
+        assert regions.known("it", find) is gone()
+    elif change == "clear":
+        regions.clear()
+    else:
+        regions.remove("system", "" if change == "remove all" else "a")
+    assert (gone() is None) == (change != "add")
+    assert (regions.known("it", find) is None) == (change != "add")
+    assert find.asked == 2
+
+
+def test_known_of_one_that_is_leaving_does_not_keep_it() -> None:
+    regions, find = Regions(4), Finder("a")
+    held = Stub("a")
+    regions.add(held)
+    regions.remove("system", "a")
+    assert regions.known("it", find) is held
+    gone = weakref.ref(held)
+    del held
+    assert gone() is None
+    assert regions.known("it", find) is None
+
+
+def test_known_of_many_is_not_kept_for_ever() -> None:
+    regions = Regions(4)
+    regions.add(Stub("a"))
+    finders = [Finder("a") for _ in range(2_000)]
+    gone = weakref.ref(finders[0])
+    regions.known(finders[0], finders[0])
+    for find in finders[1:]:
+        regions.known(find, find)
+    del finders, find
+    assert gone() is None
