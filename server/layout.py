@@ -152,7 +152,7 @@ def check_file(path: Path) -> None:
     """Raises OSError unless a file lies at `path`. Whoever opens a pipe waits for its other end, and devices may have
     none."""
     if not stat.S_ISREG(path.stat().st_mode):
-        raise OSError(errno.EINVAL, "expected a file, got something else")
+        raise OSError(errno.EINVAL, "expected a file, got something else", str(path))
 
 
 def model_folder(name: str, path: Path) -> ModelFolder:

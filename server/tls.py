@@ -20,6 +20,7 @@ from typing import cast
 import grpc
 
 from server.errors import StartError
+from server.layout import check_file
 
 __all__ = ["Certificates", "TlsFiles"]
 
@@ -109,6 +110,8 @@ class Certificates:
         """Raises OSError, ssl.SSLError among them, and ValueError. gRPC itself would find out during handshakes, and
         tell nobody what is wrong."""
         files = self._files
+        for path in files.paths:
+            check_file(path)
         # First, as ssl wouldn't say which of them can't be read.
         pair = files.key.read_bytes(), files.certificate.read_bytes()
         roots = None if files.roots is None else files.roots.read_bytes()

@@ -20,6 +20,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from server.errors import StartError
+from server.layout import check_file
 
 __all__ = ["Tokens", "line_of", "new_token"]
 
@@ -112,6 +113,7 @@ class Tokens:
 
     def _read(self) -> dict[bytes, str]:
         names: dict[bytes, str] = {}
+        check_file(self._path)  # a pipe would hold everybody up
         text = self._path.read_bytes().decode("utf-8", errors="replace")
         for number, line in enumerate(map(str.strip, text.splitlines()), 1):
             if not line or line.startswith("#"):

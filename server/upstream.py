@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
 from backends.errors import BackendError, UpstreamFailed, UpstreamRefused
@@ -38,6 +38,8 @@ _SILENT_LOOKS = 3
 """Many a server answers nothing while it computes: only one that is silent so often, and answers no request either,
 counts as gone."""
 
+_AT_A_TIME = 16
+"""Models that are asked after."""
 _MOST_SAID = 5
 """Models whose reasons the log and the probe tell; there may be thousands, and another line each second."""
 
@@ -128,7 +130,7 @@ class Upstream:
         for name in gone if ready else ():
             self._served.pop(name, None)
             await self._repository.unload(name)
-        missing = {name: await self._look_at(name, versions, full=full) for name, versions in names.items()}
+        missing = await self._look_at_all(names, full=full)
         if not ready:  # it may still be loading models that it doesn't tell of yet, those that it had among them
             for name in gone & self._served.keys():
                 await self._withdraw(name, f"upstream {self._settings.target} is not ready")
@@ -187,6 +189,23 @@ class Upstream:
             if line.state.rpartition(".")[2] == _READY:
                 names.setdefault(line.name, []).extend(filter(None, [line.version]))
         return names
+
+    async def _look_at_all(self, names: Mapping[str, Sequence[str]], *, full: bool) -> dict[str, str]:
+        """All models, some at a time: one of which nothing is heard mustn't hold up what becomes of the others. Returns
+        why each was withdrawn, or ""."""
+        some = asyncio.Semaphore(_AT_A_TIME)
+
+        async def look_at(name: str, versions: Sequence[str]) -> str:
+            async with some:
+                return await self._look_at(name, versions, full=full)
+
+        # All of them, whatever goes wrong with one.
+        looks = [look_at(name, versions) for name, versions in names.items()]
+        said = await asyncio.gather(*looks, return_exceptions=True)
+        for one in said:
+            if isinstance(one, BaseException):
+                raise one
+        return {name: why for name, why in zip(names, said, strict=True) if isinstance(why, str)}
 
     async def _look_at(self, name: str, versions: Sequence[str], *, full: bool) -> str:
         """One model: serve it, serve it anew if it has changed, or withdraw it. Returns why it was withdrawn, or ""."""

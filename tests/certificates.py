@@ -5,6 +5,7 @@ Lives here: authorities, and what they sign. Must not: assertions about behaviou
 
 from __future__ import annotations
 
+import os
 import subprocess
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
@@ -92,10 +93,13 @@ class Authority:
         locked.replace(pair.key)
 
     def spoil(self, path: Path, how: str, pair: Pair) -> None:
-        """Make a file be no good: "no" is not there, "bad" not PEM, "other" another's key, and "locked" has a password,
-        as the key of `pair`."""
+        """Make a file be no good: "no" is not there, "piped" a pipe, "bad" not PEM, "other" another's key, and "locked"
+        has a password, as the key of `pair`."""
         if how == "no":
             path.unlink()
+        elif how == "piped":
+            path.unlink()
+            os.mkfifo(path)
         elif how == "bad":
             path.write_text("-----BEGIN NOTHING-----")
         elif how == "other":

@@ -361,20 +361,43 @@ class OfMany(Upstream):
         return pb.ModelReadyResponse(ready=self.model_ready)
 
 
+async def test_model_that_nothing_is_heard_of_does_not_hold_up_the_others(tmp_path: Path) -> None:
+    silent, answer = asyncio.Event(), asyncio.Event()
+
+    class Silent(OfMany):
+        async def ModelReady(self, call: Any, context: Any) -> pb.ModelReadyResponse:
+            if call.name == "silent":
+                silent.set()
+                await answer.wait()
+                silent.clear()
+            return await super().ModelReady(call, context)
+
+    stub = Silent("m")
+    async with upstream(stub) as target, proxying(tmp_path, target) as served:
+        stub.has("m", "silent", "n")
+        await eventually_async(lambda: served.server.repository.find("n", ""), "the one behind it")
+        assert silent.is_set()
+        assert tensors_of(await served.infer(request(1, model="n")))["x"][0, 0] == 2
+        answer.set()
+        await eventually_async(lambda: served.server.repository.find("silent", ""), "the silent one")
+
+
 async def test_model_that_there_was_no_room_for_is_served_when_another_goes(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     stub = OfMany("m", "n")
     settings = Settings(paths=(), limits=Limits(models=1))
     async with upstream(stub) as target, proxying(tmp_path, target, settings=settings) as served:
-        code, text = await failure_of(served.infer(request(1, model="n")))
+        # Whichever was the first to answer.
+        other = "n" if served.server.repository.find("m", "") else "m"
+        code, text = await failure_of(served.infer(request(1, model=other)))
         assert (code, "as many as --max-models allows" in text) == (Code.UNAVAILABLE, True)
         refused = served.server.repository.refused_loads
         await eventually_async(lambda: served.server.repository.refused_loads > refused + 1, "it is tried again")
         assert len([line for line in caplog.messages if "--max-models" in line]) == 1
-        stub.has("n")
-        await eventually_async(lambda: served.server.repository.find("n", ""), "the other one")
-        assert tensors_of(await served.infer(request(1, model="n")))["x"][0, 0] == 2
+        stub.has(other)
+        await eventually_async(lambda: served.server.repository.find(other, ""), "the other one")
+        assert tensors_of(await served.infer(request(1, model=other)))["x"][0, 0] == 2
 
 
 async def test_reasons_of_many_models_are_a_few_and_how_many_more(tmp_path: Path) -> None:

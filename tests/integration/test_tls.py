@@ -170,6 +170,8 @@ async def test_root_replaced_decides_about_new_clients(tmp_path: Path) -> None:
         ("no certificate", "server.crt: No such file or directory"),
         ("no key", "server.key: No such file or directory"),
         ("no root", "roots.crt: No such file or directory"),
+        ("piped certificate", "server.crt: expected a file, got something else"),
+        ("piped root", "roots.crt: expected a file, got something else"),
         ("bad certificate", "expected a certificate in"),
         ("bad key", "expected a certificate in"),
         ("other key", "expected a certificate in"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -140,6 +141,20 @@ def test_open_of_a_broken_file_is_refused_by_line_and_without_its_words(tmp_path
     with pytest.raises(StartError, match=r"--grpc-token-file: .*: expected .*NAME:SHA256") as refusal:
         Tokens(path).open()
     assert "SECRET" not in str(refusal.value)
+
+
+@pytest.mark.parametrize("put", [os.mkfifo, lambda path: path.symlink_to("/dev/zero")])
+def test_what_is_no_file_is_not_read(tmp_path: Path, put: Callable[[Path], None]) -> None:
+    path, now = tmp_path / "t", Now()
+    put(path)
+    with pytest.raises(StartError, match="expected a file, got something else"):
+        Tokens(path).open()
+    path.unlink()
+    tokens = opened(path, line_of("a", "one"), now=now)
+    path.unlink()
+    put(path)
+    now.ns = 3 * SECOND
+    assert tokens.name_of("Bearer one") == "a"
 
 
 def test_open_of_no_file_is_refused(tmp_path: Path) -> None:
