@@ -109,6 +109,23 @@ class BatchQueue(Generic[T]):
         return self._waiting.requests_of_level(level)
 
     @property
+    def room(self) -> int:
+        """How many more requests like those that wait will be taken: of whichever of their levels has the least."""
+        policies, policy = self._queue_policies, self._queue_policy
+        levels = self._waiting.levels or (0,)
+        return min([self._waiting.room(level, policies.get(level, policy).max_queue_size) for level in levels])
+
+    @property
+    def spare_until_ns(self) -> int:
+        """Until when those who wait may be kept waiting: half of the time that the first one to have to go had, besides
+        an execution's. What is left is for all that may take longer than expected."""
+        if self._deadlines.first_rank() is None:
+            return NEVER
+        entry = self._deadlines.items[0][2].entry
+        assert entry is not None
+        return entry.enqueued_ns + (entry.deadline_ns - self.latency.longest_ns - entry.enqueued_ns) // 2
+
+    @property
     def allowed_rows(self) -> int:
         """How many rows a batch may have by now: the policy's, or fewer while memory is short."""
         return self._allowance.rows

@@ -20,6 +20,8 @@ _COST_WEIGHT = 0.1
 _FIRST_COST_NS = 100_000
 _LEAST_COST_NS = 10_000
 _MOST_COST_NS = 500_000
+_FORGOTTEN_NS = 1_000_000_000
+"""Who hasn't come again for so long isn't there any more."""
 _STILL_THERE = 0.98
 _BATCHES_FOR_ONE_MORE = 16
 """One in so many doesn't leave when all are there who are known of, since there may be others. For these it isn't
@@ -99,6 +101,11 @@ class Company:
     def took(self, base_ns: int, half_ns: int) -> None:
         """What a batch like the last costs besides its rows, 0 if that isn't known, and what half of all would take."""
         self._in_halves = 0 < base_ns < self._pause_ns and _OVERLAP * self._pause_ns < half_ns
+
+    def forget(self, now_ns: int) -> None:
+        """Whoever has lately been there, if that was long ago."""
+        if not self._executing and now_ns - self._ended_ns > _FORGOTTEN_NS:
+            self._batch_requests = self._present = 1.0
 
     def patience_ns(self, waiting: int, waited_ns: int) -> int:
         """For how long without a new request it is worth waiting, after it was waited for so long; 0 if not at all."""

@@ -9,24 +9,38 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from scheduler.clock import Alarm, Clock
 from scheduler.company import Company
 
-__all__ = ["Submit", "Turns"]
+__all__ = ["Kept", "Submit", "Turns"]
 
 Submit = Callable[[list[Any]], None]
 """Submits requests, in order."""
 
 _log = logging.getLogger("paceline.scheduler")
 
+_UNSEEN_NS = 500_000
+"""So long those who come while others are waited for may be unknown but by their number: they may be in a hurry."""
+_LEAST_NS = 50_000
+"""An alarm takes as long to be heard."""
+
+
+class Kept(NamedTuple):
+    """What an instance may be kept waiting for: besides those `waiting`, for so many more as there is `room` for, until
+    `until_ns`, since somebody may have a deadline."""
+
+    waiting: int
+    room: int
+    until_ns: int
+
 
 class Turns:
     """Those of one batcher.
 
-    `take` takes a turn, and lets `begin` do so first. `kept_waiting` says how many requests wait, with so many that
-    were announced, if an instance may be kept waiting for more; else None.
+    `take` takes a turn, and lets `begin` do so first. `kept_waiting` says how long an instance may be kept waiting for
+    more, when all who have come are submitted but so many that were announced; None if not at all.
     """
 
     __slots__ = (
@@ -45,6 +59,7 @@ class Turns:
         "_missing",
         "_submit",
         "_take",
+        "_until_ns",
     )
 
     _loop: asyncio.AbstractEventLoop
@@ -53,7 +68,7 @@ class Turns:
     def __init__(
         self,
         take: Callable[[], None],
-        kept_waiting: Callable[[int], tuple[int, int] | None],
+        kept_waiting: Callable[[int], Kept | None],
         company: Company,
         clock: Clock,
     ) -> None:
@@ -68,9 +83,9 @@ class Turns:
         # Whether a turn is to be taken, since `_due_ns`, and whether the loop's next iteration looks after it.
         self._is_due = self._is_looking = False
         self._due_ns = 0
-        # Put off until the alarm rings, and again if somebody has come meanwhile; `_missing` are how many need to come
-        # for another look before that.
-        self._came = self._missing = 0
+        # Put off until `_until_ns`, and again if somebody has come meanwhile; `_missing` are how many need to come for
+        # another look before the alarm rings.
+        self._came = self._missing = self._until_ns = 0
         self._is_put_off = False
 
     @property
@@ -137,31 +152,54 @@ class Turns:
 
     def _look(self) -> None:
         """Take the turn that is due, unless batches had company lately and more requests are likely to come up right
-        away."""
-        self._is_looking = False
-        if self._is_due and not self._put_off():
-            self._take()
+        away. Only when they are submitted it is known how large those are that have come, and how long they have."""
+        self._is_looking = self._is_put_off = False
+        if self._is_due:
+            self.submit_announced()
+            if not self._put_off():
+                self._take()
 
     def _put_off(self) -> bool:
         """Whether the turn had better be taken later: then, or when enough have come, there will be another look."""
-        kept = self._kept_waiting(self.announced)
+        kept = self._kept_waiting(0)
         if kept is None:
             return False
-        waiting, room = kept
         now_ns = self._clock.now_ns()
         self._due_ns = self._due_ns or now_ns
-        patience_ns = self._company.patience_ns(waiting, now_ns - self._due_ns)
-        if not patience_ns:
+        self._company.forget(now_ns)
+        patience_ns = self._company.patience_ns(kept.waiting, now_ns - self._due_ns)
+        if not patience_ns or kept.until_ns < now_ns + _LEAST_NS:
             return False
-        self._came, self._missing = 0, min(room, self._company.missing(waiting))
+        self._until_ns = min(now_ns + patience_ns, kept.until_ns)
+        self._came, self._missing = 0, min(kept.room, self._company.missing(kept.waiting))
         self._is_put_off = True
-        self._alarm.set(now_ns + patience_ns)
+        self._set_alarm(now_ns)
         return True
+
+    def _set_alarm(self, now_ns: int) -> None:
+        self._alarm.set(min(self._until_ns, now_ns + _UNSEEN_NS))
 
     def _on_alarm(self) -> None:
         if not self._is_put_off or self._is_looking:
             return
-        if self._came:
+        now_ns = self._clock.now_ns()
+        if now_ns < self._until_ns and self._wait_on(now_ns):
+            self._set_alarm(now_ns)
+        elif now_ns >= self._until_ns and self._came:
             self._look()
         else:
             self._take()
+
+    def _wait_on(self, now_ns: int) -> bool:
+        """Whether those who have come meanwhile may be kept waiting as long as it was meant."""
+        if not self._announced:
+            return True
+        # They have been counted.
+        came, self._is_put_off = self._came, False
+        self.submit_announced()
+        self._came, self._is_put_off = came, True
+        kept = self._kept_waiting(0)
+        if kept is None or kept.until_ns < now_ns + _LEAST_NS:
+            return False
+        self._until_ns = min(self._until_ns, kept.until_ns)
+        return True

@@ -109,6 +109,22 @@ class Waiting:
                 return QueueFull(self._max_bytes, "bytes")
         return self._room.full(requests, size_bytes) if self._room is not None else None
 
+    def room(self, level: int, max_queue_size: int) -> int:
+        """How many more requests there is room for, of a level that may hold so many, if they are like those that
+        wait."""
+        requests = max(1, self.requests)
+        bounds = [_MANY]
+        if max_queue_size:
+            bounds.append(max_queue_size - self.requests_of_level(level) - self._held_of_level[level])
+        if self._max_rows:
+            bounds.append((self._max_rows - self.rows - self._held_rows) * requests // max(1, self.rows))
+        if self._max_bytes:
+            bounds.append((self._max_bytes - self.size_bytes - self._held_bytes) * requests // max(1, self.size_bytes))
+        if (room := self._room) is not None:
+            bounds.append(room.most_requests - room.requests)
+            bounds.append((room.most_bytes - room.size_bytes) * requests // max(1, self.size_bytes))
+        return min(bounds)
+
     # hot path
     def came(self, entry: Entry[Any], requests: int = 1) -> None:
         """So many more wait that are like `entry`."""

@@ -6,10 +6,10 @@ import asyncio
 
 from scheduler.company import Company
 from scheduler.testing import ManualClock
-from scheduler.turns import Turns
+from scheduler.turns import Kept, Turns
 
 US = 1_000
-NEVER = 2**31
+NEVER = 2**62
 
 
 class Taken:
@@ -19,6 +19,7 @@ class Taken:
     def __init__(self, company: Company, waiting: int | None = 0, room: int = NEVER) -> None:
         self.waiting, self.room = waiting, room
         self.count = self.thoughts = 0
+        self.until_ns = NEVER
         self.submitted: list[str] = []
         self.clock = ManualClock(now_ns=1)
         self.turns = Turns(self._take, self._kept_waiting, company, self.clock)
@@ -39,9 +40,10 @@ class Taken:
         self.turns.begin()
         self.count += 1
 
-    def _kept_waiting(self, announced: int) -> tuple[int, int] | None:
+    def _kept_waiting(self, announced: int) -> Kept | None:
         self.thoughts += 1
-        return None if self.waiting is None else (self.waiting + announced, self.room - announced)
+        there = len(self.submitted) + announced
+        return None if self.waiting is None else Kept(self.waiting + there, self.room - there, self.until_ns)
 
 
 def crowd(requests: int = 32) -> Company:
@@ -129,14 +131,43 @@ async def test_turn_is_not_put_off_without_an_instance_to_be_kept_waiting() -> N
     assert taken.count == 1
 
 
-async def test_waiting_for_company_takes_a_thought_when_it_is_over_and_none_for_each_who_comes() -> None:
+async def test_waiting_for_company_takes_a_thought_for_all_who_have_come_and_when_it_is_over_and_none_for_each() -> (
+    None
+):
     taken = Taken(crowd())
     for request in "abc":
         taken.announce(request)
         await iterations(10)
-    assert (taken.count, taken.thoughts) == (0, 1)
-    assert await taken.after(800) == 0
-    assert taken.thoughts == 2
+    assert (taken.count, taken.thoughts, taken.submitted) == (0, 1, ["a"])
+    assert await taken.after(500) == 0
+    assert (taken.thoughts, taken.submitted) == (2, ["a", "b", "c"])
+    assert await taken.after(300) == 0
+    assert taken.thoughts == 3
+
+
+async def test_turn_is_taken_before_somebody_runs_out_of_time() -> None:
+    taken = Taken(crowd())
+    taken.until_ns = 300 * US
+    taken.announce("a")
+    assert await taken.after(299) == 0
+    assert await taken.after(1) == 1
+
+
+async def test_turn_is_taken_before_somebody_runs_out_of_time_who_came_later() -> None:
+    taken = Taken(crowd())
+    taken.announce("a")
+    await iterations(2)
+    taken.until_ns = 600 * US
+    taken.announce("b")
+    assert await taken.after(500) == 0
+    assert await taken.after(100) == 1
+
+
+async def test_turn_is_not_put_off_for_somebody_who_has_no_time() -> None:
+    taken = Taken(crowd())
+    taken.until_ns = 49 * US
+    taken.announce("a")
+    assert await taken.after(0) == 1
 
 
 async def test_arrivals_put_a_turn_off_but_not_without_end() -> None:

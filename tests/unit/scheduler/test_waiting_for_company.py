@@ -1,0 +1,177 @@
+"""What an idle instance that waits for company doesn't wait for: deadlines, bounds, a batch that is there."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from scheduler.company import Company
+from scheduler.errors import QueueFull
+from scheduler.policy import BatchPolicy, QueueLimits, QueuePolicy
+from scheduler.waiting import Room
+from tests.unit.scheduler.workbench import Bench
+
+US = 1_000
+MS = 1_000 * US
+
+
+def crowd(requests: int = 16) -> Company:
+    """After many batches of that many, each of whom cost the event loop 150 us: it is waited 1.2 ms for more."""
+    company = Company()
+    for number in range(101):
+        company.on_start(requests, 0, 0, number * requests * 150 * US)
+        company.on_end(requests, 0)
+    return company
+
+
+def bench(company: Company | None = None, **policy: Any) -> Bench:
+    return Bench(BatchPolicy(**{"max_batch_rows": 32, **policy}), company=company or crowd())
+
+
+async def iterations(count: int = 5) -> None:
+    for _ in range(count):
+        await asyncio.sleep(0)
+
+
+async def started_after(one: Bench, step_us: int = 50) -> int:
+    """How long it takes until the next batch starts, in us."""
+    batches, waited_us = len(one.runner.batches), 0
+    await iterations()
+    while len(one.runner.batches) == batches:
+        assert waited_us < 20_000
+        one.clock.advance(step_us * US)
+        await iterations()
+        waited_us += step_us
+    return waited_us
+
+
+async def test_company_is_waited_for_where_nothing_is_in_the_way() -> None:
+    one = bench()
+    one.put("a")
+    assert await started_after(one) == 1_200
+
+
+@pytest.mark.parametrize(
+    ("policy", "how"),
+    [
+        ({"queue": QueuePolicy(default_timeout_ns=800 * US)}, {}),
+        ({"queue": QueuePolicy(allow_timeout_override=True)}, {"timeout_ns": 800 * US}),
+        (
+            {
+                "priority_levels": 2,
+                "default_priority_level": 2,
+                "priority_queue": {1: QueuePolicy(default_timeout_ns=800 * US)},
+            },
+            {"priority": 1},
+        ),
+        ({}, {"rpc_deadline_ns": 800 * US}),
+    ],
+)
+async def test_who_has_little_time_waits_for_half_of_it(policy: dict[str, Any], how: dict[str, Any]) -> None:
+    one = bench(**policy)
+    (pending,) = one.put("a", **how)
+    assert await started_after(one) in (400, 450)
+    one.runner.finish(str.upper)
+    assert await pending == "A"
+
+
+async def test_who_has_little_time_and_comes_while_others_are_waited_for_is_seen_in_time() -> None:
+    one = bench()
+    submitted: list[Any] = []
+
+    def submit(requests: list[Any]) -> None:
+        submitted.extend(one.put(*requests, rpc_deadline_ns=one.clock.now_ns() + 900 * US))
+
+    one.put("a")
+    await iterations()
+    one.clock.advance(100 * US)
+    one.batcher.announce(submit, "b")
+    await started_after(one)
+    assert one.runner.batches == [["a", "b"]]
+    one.runner.finish(str.upper)
+    assert await submitted[0] == "B"
+
+
+async def test_those_with_little_time_who_come_one_by_one_after_a_crowd_are_all_executed() -> None:
+    one = bench(crowd(64), queue=QueuePolicy(default_timeout_ns=1 * MS))
+    for _ in range(100):
+        (pending,) = one.put("a")
+        await started_after(one, step_us=25)
+        one.runner.finish(str.upper)
+        assert await pending == "A"
+        one.clock.advance(10 * MS)
+
+
+@pytest.mark.parametrize("rows", [1, 16, 32])
+async def test_full_batch_that_was_announced_starts_at_once(rows: int) -> None:
+    one = bench()
+
+    def submit(requests: list[Any]) -> None:
+        one.put(*requests, rows=rows)
+
+    for _ in range(32 // rows):
+        one.batcher.announce(submit, "a")
+    assert await started_after(one) == 0
+    assert one.runner.padded_rows == [32]
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        {"queue": QueuePolicy(max_queue_size=4)},
+        {"priority_levels": 1, "default_priority_level": 1, "queue": QueuePolicy(max_queue_size=4)},
+        {"max_batch_requests": 4},
+        {"preferred_batch_rows": (4, 8)},
+        {"preferred_batch_rows": (4, 8), "max_queue_delay_ns": 3 * MS},
+    ],
+)
+async def test_as_many_as_there_may_be_or_as_are_preferred_start_at_once(policy: dict[str, Any]) -> None:
+    one = bench(**policy)
+    one.put(*"abc")
+    await iterations()
+    assert one.runner.batches == []
+    one.put("d")
+    assert await started_after(one) == 0
+    assert one.runner.batches == [["a", "b", "c", "d"]]
+
+
+@pytest.mark.parametrize("bound", [{"max_rows": 4}, {"max_bytes": 400}])
+async def test_as_many_as_the_queue_has_room_for_start_at_once(bound: dict[str, int]) -> None:
+    one = bench(limits=QueueLimits(**bound))
+    one.put(*"abcd", size_bytes=100)
+    assert await started_after(one) == 0
+    one.put(*"efgh", size_bytes=100)
+    with pytest.raises(QueueFull):
+        one.put("i", size_bytes=100)
+
+
+async def test_as_many_as_all_queues_have_room_for_start_at_once() -> None:
+    one = Bench(BatchPolicy(max_batch_rows=32), company=crowd(), room=Room(4, 0))
+    one.put(*"abcd")
+    assert await started_after(one) == 0
+
+
+async def test_delay_that_is_configured_is_how_long_is_waited() -> None:
+    one = bench(max_queue_delay_ns=300 * US)
+    one.put("a")
+    assert await started_after(one) == 300
+
+
+async def test_flush_ends_the_waiting() -> None:
+    one = bench()
+    one.put("a")
+    await iterations()
+    one.batcher.flush()
+    assert await started_after(one) == 0
+    one.runner.finish(str.upper)
+    one.put("b")
+    assert await started_after(one) == 0
+
+
+async def test_crowd_of_long_ago_is_not_waited_for() -> None:
+    one = bench()
+    one.clock.advance(1_000 * MS)
+    one.put("a")
+    assert await started_after(one) == 0
