@@ -269,11 +269,11 @@ class ModelInstance(Protocol):
 
 @runtime_checkable
 class Abandonable(Protocol):
-    """An instance whose executions can be ended, whatever they do."""
+    """An instance whose executions can be ended, whatever they do; or a model, with what is becoming an instance."""
 
     def abandon(self) -> None:
-        """Have what executes fail soon, and nothing execute any more. On any thread, and without blocking; `close`
-        follows once nothing executes."""
+        """Have what executes, or loads, fail soon, and nothing do so any more. On any thread, and without blocking;
+        `close` follows once nothing does."""
 
 
 @runtime_checkable

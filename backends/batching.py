@@ -136,7 +136,7 @@ def _fits(shape: tuple[int, ...], expected: tuple[int, ...]) -> bool:
 
 def _misshapen(shape: tuple[int, ...], expected: tuple[int, ...], tensor: TensorSpec, batched: bool) -> ExecutionError:
     what = f"output '{tensor.name}': expected shape {list(expected)}, got {list(shape)}"
-    if not batched or (len(shape) == len(expected) and shape[0] == expected[0]):
+    if not batched or shape[:1] == expected[:1]:
         return ExecutionError(what)
     return ExecutionError(f"{what}; the first dimension of every output must be the {expected[0]} rows of the batch")
 

@@ -132,6 +132,9 @@ class Instances:
     async def close(self) -> None:
         """Give everything back that nothing executes on. What still hangs keeps what it uses."""
         self._closed = True
+        if self._replacing and isinstance(opened := self._loaded.opened, Abandonable):
+            # Nobody needs what is being loaded, and that may never end.
+            opened.abandon()
         # Closing what loads, hangs or is lost isn't safe, and the model is what its instances are made of.
         instances = list({id(one): one for one in self._live.values()}.values())
         await asyncio.to_thread(self._close, instances)

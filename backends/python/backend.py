@@ -5,6 +5,7 @@ Lives here: what opens one. Must not: run a line of its code; that happens in th
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 
 from backends.base import Device, GroupKind, InstanceGroup, ModelSource, ModelSpec, TensorSpec
@@ -36,6 +37,9 @@ class PythonModel:
         self._process: ModelProcess | None = process
         self._declared = declared
         self._spec = spec
+        self._lock = threading.Lock()
+        self._loading: set[ModelProcess] = set()
+        self._is_abandoned = False
 
     @property
     def spec(self) -> ModelSpec:
@@ -51,8 +55,27 @@ class PythonModel:
             self._process = None
         else:
             process = ModelProcess(self._source, device)
-            declared = process.load()
+            declared = self._loaded(process)
         return PythonInstance(self._source, spec, process, declared)
+
+    def _loaded(self, process: ModelProcess) -> tuple[Declared | None, Declared | None]:
+        with self._lock:
+            self._loading.add(process)
+            if self._is_abandoned:
+                process.kill()
+        try:
+            return process.load()
+        finally:
+            with self._lock:
+                self._loading.discard(process)
+
+    def abandon(self) -> None:
+        """End the processes that are loading now, whatever they do: their instances fail, and there will be no more. On
+        any thread."""
+        with self._lock:
+            self._is_abandoned = True
+            for process in self._loading:
+                process.kill()
 
     def close(self) -> None:
         if self._process is not None:

@@ -191,7 +191,10 @@ class ModelProcess:
     def _asked(self, kind: int, *content: object) -> Message | None:
         if self.ended or not self._line.send(kind, *content):
             raise GoneBefore("the model's process was gone before it was asked")
-        return self._line.receive()
+        answer = self._line.receive()
+        if answer is None and self._line.unread:
+            raise GoneBefore("the model's process was gone before it had read what it was asked")
+        return answer
 
     def _why_no_answer(self) -> ProcessError:
         """It has ended, or closed its end of the line: then it is of no use."""

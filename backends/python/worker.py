@@ -93,7 +93,10 @@ def _answer(
         outputs = model.execute(given)
         _end_unless(own)
         return DONE, line.pack(_in_order(outputs, wanted))
-    except (Exception, asyncio.CancelledError) as error:  # noqa: BLE001 - the model's; those who asked get its words
+    except (SystemExit, KeyboardInterrupt) as error:
+        _end_unless(own, error)
+        raise
+    except BaseException as error:  # noqa: BLE001 - the model's, as panics of Rust's; those who asked get its words
         _end_unless(own, error)
         model.tell(error)
         return FAILED, _in_one_line(error), isinstance(error, MemoryError)
@@ -200,6 +203,10 @@ def _in_order(outputs: object, wanted: Sequence[str]) -> list[Array]:
 def _array(name: str, value: object) -> Array:
     """`value` as an array of numbers or of `bytes`; text is encoded."""
     array: Array = np.asarray(value)
+    if array.dtype.kind == "b":
+        # What was made of other bytes may have some that are neither 0 nor 1, which are no BOOL.
+        whole: Array = array.view(np.uint8) != 0
+        return whole
     if array.dtype.kind not in "USOT":
         return array
     if array is not value:
@@ -224,7 +231,7 @@ def _in_one_line(error: BaseException) -> str:
     try:
         # The str of a KeyError is the repr of its text.
         words = str(error.args[0]) if isinstance(error, KeyError) and error.args else str(error)
-    except Exception:  # noqa: BLE001 - the model's own __str__; those who asked are owed an answer
+    except BaseException:  # noqa: BLE001 - the model's own __str__; those who asked are owed an answer
         words = ""
     return ": ".join(filter(None, (type(error).__name__, " ".join(_cut(words, _LONGEST_WORDS).split()))))
 

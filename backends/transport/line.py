@@ -38,6 +38,8 @@ class Line:
 
         self._window = Window(other, on_gone)
         self._reader = FrameReader()
+        self.unread = False
+        """Whether the other end, now gone, hadn't read all that it was sent."""
 
     @classmethod
     def pair(cls, size_bytes: int) -> tuple[Line, RemoteEnd]:
@@ -91,7 +93,9 @@ class Line:
         while True:
             try:
                 data = self._socket.recv(_RECEIVE_BYTES)
-            except OSError:
+            except OSError as error:
+                # What Linux says where something was left to read, see unix_release_sock in net/unix/af_unix.c.
+                self.unread = isinstance(error, ConnectionResetError)
                 return None
             if not data:
                 return None

@@ -368,8 +368,10 @@ async def test_model_that_nothing_is_heard_of_does_not_hold_up_the_others(tmp_pa
         async def ModelReady(self, call: Any, context: Any) -> pb.ModelReadyResponse:
             if call.name == "silent":
                 silent.set()
-                await answer.wait()
-                silent.clear()
+                try:
+                    await answer.wait()
+                finally:  # also when the caller has given up
+                    silent.clear()
             return await super().ModelReady(call, context)
 
     stub = Silent("m")

@@ -49,6 +49,8 @@ def test_execute_that_goes_wrong_says_how_and_the_process_goes_on(
         ('ValueError("\\ud800")', "^ValueError: .*"),
         ('ExceptionGroup("several", [ValueError("a")])', r"^ExceptionGroup: several \(1 sub-exception\)$"),
         ('asyncio.CancelledError("of a task")', "^CancelledError: of a task$"),
+        ('Panic("index out of bounds")', "^Panic: index out of bounds$"),
+        ("Speechless()", "^Speechless$"),
     ],
 )
 def test_exception_whatever_its_words_is_told_in_a_bounded_line_and_the_process_goes_on(
@@ -61,6 +63,16 @@ import asyncio
 class Wordless(Exception):
     def __str__(self):
         raise RuntimeError("no words")
+
+
+class Panic(BaseException):
+    # As those of packages that are written in Rust.
+    pass
+
+
+class Speechless(Exception):
+    def __str__(self):
+        raise SystemExit(3)
 
 
 class Model:
@@ -130,6 +142,21 @@ def test_execute_after_many_large_batches_has_all_memory_again(instance: PythonI
     process = instance._process
     assert process is not None
     assert process._line.used_bytes == 0
+
+
+def test_execute_bool_of_other_bytes_than_0_and_1_is_true(folder: Path) -> None:
+    text = """
+import numpy
+class Model:
+    inputs = {"x": ("UINT8", [-1, 1])}
+    outputs = {"y": ("BOOL", [-1, 1])}
+    def execute(self, inputs):
+        return {"y": inputs["x"].view(bool)}
+"""
+    spec = ModelSpec((TensorSpec("x", "UINT8", (1,)),), (TensorSpec("y", "BOOL", (1,)),), batched=True)
+    with serving(folder, text, spec) as instance:
+        (((result,),)) = instance.execute([(np.array([[0], [1], [2], [255]], np.uint8),)]).results
+    assert result.view(np.uint8).tolist() == [[0], [1], [1], [1]]
 
 
 def test_execute_text_is_encoded_and_anything_else_refused(folder: Path) -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
 import gc
 import os
 import signal
+import termios
 import threading
+from array import array
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -14,13 +17,21 @@ import numpy as np
 import pytest
 
 from backends.base import ModelSource, ModelSpec, TensorSpec
-from backends.errors import ExecutionError, ProcessError
+from backends.errors import ExecutionError, LoadError, ProcessError
 from backends.python.backend import PythonBackend
 from backends.python.instance import PythonInstance
 from backends.python.process import ModelProcess
+from backends.transport.line import Line
 from tests import puppet
 from tests.polling import eventually
 from tests.unit.backends.python_models import CLASS, CPU, SPEC, is_alive, run, serving
+
+
+def unread_bytes(line: Line) -> int:
+    """Of what was sent, by what the kernel keeps of it."""
+    kept = array("i", [0])
+    fcntl.ioctl(line._socket, termios.TIOCOUTQ, kept)
+    return kept[0]
 
 
 def loads(folder: Path) -> list[str]:
@@ -49,6 +60,19 @@ def test_death_of_an_idle_process_costs_no_request(instance: PythonInstance, fol
         os.kill(pid, signal.SIGKILL)
         eventually(lambda pid=pid: not is_alive(pid), "the process gone")  # type: ignore[misc]
         assert run(instance, 4) == [40]
+        assert len(loads(folder)) == number
+
+
+def test_death_of_a_process_that_had_not_begun_costs_no_request(instance: PythonInstance, folder: Path) -> None:
+    for number in range(2, 5):
+        (pid,) = run(instance, puppet.PID)
+        os.kill(pid, signal.SIGSTOP)
+        with ThreadPoolExecutor(1) as asking:
+            answer = asking.submit(run, instance, 4)
+            line = instance._process._line  # type: ignore[union-attr]
+            eventually(lambda line=line: unread_bytes(line) > 0, "the batch is on its way")  # type: ignore[misc]
+            os.kill(pid, signal.SIGKILL)
+            assert answer.result(30) == [40]
         assert len(loads(folder)) == number
 
 
@@ -96,6 +120,33 @@ def test_instance_that_hangs_and_is_abandoned_fails_its_batch_and_ends(
     assert len(loads(folder)) == 1, "no other process is started"
 
 
+def test_model_that_is_abandoned_while_an_instance_is_being_loaded_ends_it(folder: Path) -> None:
+    text = f"""
+import pathlib, threading
+HERE = pathlib.Path(__file__).parent
+{CLASS}
+    def load(self, context):
+        if (HERE / "slow").exists():
+            (HERE / "slow").unlink()
+            threading.Event().wait()
+"""
+    folder.mkdir()
+    (folder / "model.py").write_text(text)
+    model = PythonBackend().open(ModelSource("m", folder / "model.py"), CPU)
+    first = model.instance(model.spec, CPU)
+    (folder / "slow").touch()
+    with ThreadPoolExecutor(1) as loading:
+        second = loading.submit(model.instance, model.spec, CPU)
+        eventually(lambda: not (folder / "slow").exists(), "it loads")
+        model.abandon()
+        with pytest.raises(LoadError, match="was killed by SIGKILL while loading"):
+            second.result(30)
+    with pytest.raises(LoadError, match="its process"):
+        model.instance(model.spec, CPU)
+    first.close()
+    model.close()
+
+
 def test_signals_that_ask_a_group_to_end_are_left_to_the_server(instance: PythonInstance) -> None:
     (pid,) = run(instance, puppet.PID)
     os.kill(pid, signal.SIGTERM)
@@ -125,6 +176,7 @@ def test_close_calls_the_models_own_and_leaves_nothing_behind(folder: Path) -> N
 
 def test_closed_instance_has_no_memory_although_somebody_knows_it(instance: PythonInstance) -> None:
     """A batcher, say, until the garbage collector comes by."""
+    gc.collect()  # what errors of other tests have kept
     before = _memory()
     run(instance, 1)
     assert before
