@@ -192,9 +192,9 @@ class Turns:
 
     def _wait_on(self, now_ns: int) -> bool:
         """Whether those who have come meanwhile may be kept waiting as long as it was meant."""
-        if not self._announced:
+        if not self._came:
             return True
-        # They have been counted.
+        # Those announced have been counted.
         came, self._is_put_off = self._came, False
         self.submit_announced()
         self._came, self._is_put_off = came, True

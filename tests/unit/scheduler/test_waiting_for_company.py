@@ -77,7 +77,8 @@ async def test_who_has_little_time_waits_for_half_of_it(policy: dict[str, Any], 
     assert await pending == "A"
 
 
-async def test_who_has_little_time_and_comes_while_others_are_waited_for_is_seen_in_time() -> None:
+@pytest.mark.parametrize("announced", [True, False])
+async def test_who_has_little_time_and_comes_while_others_are_waited_for_is_seen_in_time(announced: bool) -> None:
     one = bench()
     submitted: list[Any] = []
 
@@ -87,7 +88,10 @@ async def test_who_has_little_time_and_comes_while_others_are_waited_for_is_seen
     one.put("a")
     await iterations()
     one.clock.advance(100 * US)
-    one.batcher.announce(submit, "b")
+    if announced:
+        one.batcher.announce(submit, "b")
+    else:
+        submit(["b"])
     await started_after(one)
     assert one.runner.batches == [["a", "b"]]
     one.runner.finish(str.upper)
