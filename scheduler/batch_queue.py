@@ -68,6 +68,9 @@ class BatchQueue(Generic[T]):
         self._returns = Returns()
         configured = policy.max_queue_delay_ns or policy.preferred_batch_rows or policy.max_batch_requests
         self._holds = policy.await_returns and not configured and policy.max_batch_rows > 1
+        # Whoever configures a delay has said how long is waited for company.
+        self._waits = not policy.max_queue_delay_ns
+        self._enough_rows = min(policy.preferred)
         self._sizing = Sizing(policy, self.latency)
         self._allowance = self._sizing.allowance
         self._executing: Executing[T] = Executing(self.latency, instances, policy.max_batch_rows)
@@ -108,12 +111,19 @@ class BatchQueue(Generic[T]):
         """How many requests of a priority level wait; of level 0, where there are no levels, all."""
         return self._waiting.requests_of_level(level)
 
-    @property
-    def room(self) -> int:
-        """How many more requests like those that wait will be taken: of whichever of their levels has the least."""
+    def worth_waiting_for(self, announced: int) -> int:
+        """For how many more requests, besides so many, an idle instance may be kept waiting, if they are like those who
+        wait: there has to be room for them, and no batch that is full or of a preferred size without them."""
+        waiting = self._waiting
+        missing_rows = min(self._enough_rows, self._allowance.rows) - waiting.rows - announced
+        if not self._waits or missing_rows <= 0:
+            return 0
         policies, policy = self._queue_policies, self._queue_policy
-        levels = self._waiting.levels or (0,)
-        return min([self._waiting.room(level, policies.get(level, policy).max_queue_size) for level in levels])
+        room = min([waiting.room(one, policies.get(one, policy).max_queue_size) for one in waiting.levels or (0,)])
+        if most := self.policy.max_batch_requests:
+            room = min(room, most - waiting.requests)
+        fitting = -(-missing_rows * max(1, waiting.requests) // max(1, waiting.rows))
+        return max(0, min(fitting, room - announced))
 
     @property
     def spare_until_ns(self) -> int:
@@ -322,7 +332,7 @@ class BatchQueue(Generic[T]):
 
     def flush(self) -> None:
         """From now on nothing waits for company: whatever is queued leaves as soon as an instance is idle."""
-        self._holds = False
+        self._holds = self._waits = False
         self._lanes.flush()
 
     def _refuse_unreachable(self, rows: int, key: Hashable, level: int, now_ns: int, rpc_deadline_ns: int) -> None:

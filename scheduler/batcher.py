@@ -86,9 +86,6 @@ class Batcher(Generic[P, R]):
         self._answers = OrderedAnswers() if policy.preserve_ordering else Answers()
         self._delivery = Delivery(self._answers, self._observer)
         self._accepts = self._stopped = self._suspended = False
-        # Whoever configures a delay has said how long is waited for company.
-        self._waits = not policy.max_queue_delay_ns
-        self._enough_rows = min(policy.preferred)
         self._company = company or Company()
         self._turns = Turns(self._turn, self._kept_waiting, self._company, self._clock)
         self.announce = self._turns.announce
@@ -235,7 +232,6 @@ class Batcher(Generic[P, R]):
 
     def flush(self) -> None:
         """From now on let nothing wait for company: execute what is queued, and what still comes, at once."""
-        self._waits = False
         self._queue.flush()
         self._turns.request()
 
@@ -278,16 +274,12 @@ class Batcher(Generic[P, R]):
 
     def _kept_waiting(self, announced: int) -> Kept | None:
         """What there is to be waited for, if there is an instance to be kept waiting and not enough for it already."""
-        queue = self._queue
-        queued, missing = queue.requests, min(self._enough_rows, queue.allowed_rows) - queue.rows - announced
-        if not (self._accepts and self._waits) or self._suspects or missing <= 0:
+        room = self._queue.worth_waiting_for(announced)
+        if not room or not self._accepts or self._suspects:
             return None
-        if not (self._slots.idle > 0 or (self._ahead and self._ahead.about_to_end(self._clock.now_ns()))):
-            return None
-        room = min(-(-missing * max(1, queued) // max(1, queue.rows)), queue.room - announced)
-        if most := self.policy.max_batch_requests:
-            room = min(room, most - queued - announced)
-        return Kept(queued + announced, room, queue.spare_until_ns) if room > 0 else None
+        if self._slots.idle > 0 or (self._ahead and self._ahead.about_to_end(self._clock.now_ns())):
+            return Kept(self._queue.requests + announced, room, self._queue.spare_until_ns)
+        return None
 
     def _on_alarm(self) -> None:
         self._wake_ns = None
