@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 from pathlib import Path
 
 import grpc
@@ -54,6 +55,38 @@ async def test_hang_whose_instance_cannot_be_had_anew_is_tried_again(
             assert served.server.repository.ready
     assert model.closed
     assert model.open_instances == 0
+
+
+class Loading(MemoryModel):
+    """All instances but the first load until the model is abandoned."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        super().__init__(spec)
+        self.first = True
+        self.loading, self.abandoned = threading.Event(), threading.Event()
+
+    def instance(self, spec: ModelSpec, device: Device) -> MemoryInstance:
+        if not self.first:
+            self.loading.set()
+            self.abandoned.wait(20)
+            raise LoadError("abandoned")
+        self.first = False
+        return super().instance(spec, device)
+
+    def abandon(self) -> None:
+        self.abandoned.set()
+
+
+async def test_model_that_is_unloaded_while_an_instance_is_replaced_is_abandoned(tmp_path: Path) -> None:
+    model = Loading(echo_model().spec)
+    async with serving(tmp_path, {"m": model}, config=LIMITED) as served:
+        model.gate.close()
+        assert (await failure_of(served.infer(ONE)))[0] is grpc.StatusCode.INTERNAL
+        await eventually_async(model.loading.is_set, "another one loads")
+        assert not model.abandoned.is_set()
+        model.gate.open()
+    assert model.abandoned.is_set()
+    await eventually_async(lambda: model.closed, "the model closed")
 
 
 async def test_hang_in_what_was_to_replace_an_instance_is_given_up_and_it_is_tried_again(
