@@ -36,6 +36,7 @@ __all__ = [
     "ModelInstance",
     "ModelSource",
     "ModelSpec",
+    "Mortal",
     "OpenModel",
     "Slot",
     "Slotted",
@@ -274,6 +275,19 @@ class Abandonable(Protocol):
     def abandon(self) -> None:
         """Have what executes, or loads, fail soon, and nothing do so any more. On any thread, and without blocking;
         `close` follows once nothing does."""
+
+
+@runtime_checkable
+class Mortal(Protocol):
+    """An instance that may end by itself, also while it executes nothing."""
+
+    @property
+    def has_executed(self) -> bool:
+        """Whether it has executed anything, without an error, since `when_lost` was called."""
+
+    def when_lost(self, call: Callable[[BaseException], None]) -> None:
+        """Have `call` called, on another thread, with an InstanceLost once it has ended; not if it was closed or
+        abandoned. `close` follows all the same."""
 
 
 @runtime_checkable

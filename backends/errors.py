@@ -7,8 +7,10 @@ BackendError
     ├── UpstreamRefused     another server, which executes, has something against this batch
     └── SessionError   it failed whatever the requests
         ├── OutOfMemory     there wasn't memory enough, on the device or beside it, for so large a batch
-        ├── DeviceLost      the device is gone, or refuses everything from now on; so will the next execution
-        ├── ProcessError    the process that runs the model ended
+        ├── InstanceLost    it won't execute anything any more; another instance may
+        │   ├── DeviceLost      the device is gone, or refuses everything from now on
+        │   └── ProcessError    the process that runs the model ended
+        │       └── ProcessGone     and that before it had begun on this batch
         └── UpstreamFailed  another server, which executes, isn't there or takes nothing
 """
 
@@ -17,9 +19,11 @@ __all__ = [
     "DeviceError",
     "DeviceLost",
     "ExecutionError",
+    "InstanceLost",
     "LoadError",
     "OutOfMemory",
     "ProcessError",
+    "ProcessGone",
     "SessionError",
     "UpstreamFailed",
     "UpstreamRefused",
@@ -50,8 +54,12 @@ class OutOfMemory(SessionError):
     """There wasn't memory enough. A smaller batch may succeed, at once."""
 
 
-class DeviceLost(SessionError):
+class InstanceLost(SessionError):
     """The instance won't execute anything any more; another may, on the same device or not."""
+
+
+class DeviceLost(InstanceLost):
+    """The device is gone, or refuses everything from now on."""
 
 
 class UpstreamRefused(ExecutionError):
@@ -71,5 +79,9 @@ class UpstreamFailed(SessionError):
         self.status = status
 
 
-class ProcessError(SessionError):
-    """The process that runs the model ended, or isn't there; another takes its place."""
+class ProcessError(InstanceLost):
+    """The process that runs the model ended."""
+
+
+class ProcessGone(ProcessError):
+    """It had ended before it began on this batch, which may execute elsewhere."""

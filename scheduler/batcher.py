@@ -220,6 +220,11 @@ class Batcher(Generic[P, R]):
         self._instances.add(runner)
         self._turns.request()
 
+    def lose(self, runner: Runner[P, R], error: BaseException) -> None:
+        """Its instance has ended while it executed nothing. If it does execute, that will say so itself."""
+        if not self._stopped and runner not in self._running and self._instances.may_be_lost(runner):
+            self._instances.lose(runner, error)
+
     def suspend(self) -> None:
         """Until `add` brings an instance, of which none is left: refuse what comes, and whoever waits already."""
         self.take_announced()
@@ -415,11 +420,14 @@ class Batcher(Generic[P, R]):
         blame = self._retries.blame_for(error)
         if blame is Blame.SIZE:
             self._queue.exhausted(batch.padded_rows, self._clock.now_ns())
-        if blame is Blame.INSTANCE and self._instances.may_be_lost(runner):
-            following = self._running.get(runner)
-            if following is not None and self._take_back(runner, following):
-                self._instances.forget(runner)
-            self._instances.lose(runner, error)
+        if blame in (Blame.INSTANCE, Blame.INSTANCE_BEFORE):
+            if self._instances.may_be_lost(runner):
+                following = self._running.get(runner)
+                if following is not None and self._take_back(runner, following):
+                    self._instances.forget(runner)
+                self._instances.lose(runner, error)
+            elif not self._instances.given_up(runner):
+                blame = Blame.NOBODY  # it is used on, and would be the one to try again
         return self._retries.plan(batch, blame, suspects, self._queue.allowed_rows)
 
     def _run_again(self, suspects: Suspects[Pending[P, R]], now_ns: int) -> None:

@@ -33,8 +33,8 @@ class Hangs(Protocol):
         slots of that which still execute. `Batcher.add` takes another in its place."""
 
     def on_loss(self, runner: Any, error: BaseException) -> None:
-        """Its execution has ended with an error after which none can succeed. Else as `on_hang`; slots that still
-        execute may be told of by `on_return`."""
+        """Its instance can't execute any more, by `error`: that of its execution, which has ended, or what it has ended
+        of while it had none. Else as `on_hang`; slots that still execute may be told of by `on_return`."""
 
     def on_return(self, runner: Any) -> None:
         """What it executed when its instance was given up has ended after all, or failed."""
@@ -134,6 +134,10 @@ class Instances(Generic[P, R]):
     def may_be_lost(self, runner: Runner[P, R]) -> bool:
         """Whether its instance wasn't given up before, and somebody sees to another one."""
         return self._hangs is not None and runner in self._runners
+
+    def given_up(self, runner: Runner[P, R]) -> bool:
+        """Whether its instance was."""
+        return runner not in self._runners
 
     def lose(self, runner: Runner[P, R], error: BaseException) -> None:
         """Give up on its instance, which can't execute any more."""

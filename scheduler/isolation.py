@@ -6,7 +6,8 @@ Where some request may be at fault, halves run again: one bad row among n costs 
 budget of twice that finds two. What isn't told apart by then runs one by one: nobody fails for what others have sent,
 and a model that always fails has hardly more to do than without batches. Where the batch was too large for the
 memory, no request is at fault and nobody has to fail: all of them run again, in batches as small as it takes, since
-whatever failed once is only tried with fewer rows. What fails for good is a request that is too large alone.
+whatever failed once is only tried with fewer rows. What fails for good is a request that is too large alone. And a
+batch that its instance hadn't begun on when it ended is run as it is by another.
 """
 
 from __future__ import annotations
@@ -37,6 +38,8 @@ class Blame(Enum):
     """Nobody's: there wasn't memory enough for so many rows."""
     INSTANCE = auto()
     """The instance's: nothing will succeed on it any more."""
+    INSTANCE_BEFORE = auto()
+    """The same, but from before it began on the batch, which another one may execute."""
     NOBODY = auto()
     """None of these; nothing is to be gained by running anything again."""
 
@@ -75,6 +78,8 @@ class Suspects(Generic[T]):
         they fail for good. A group that is larger than that runs in parts."""
         if blame is Blame.REQUESTS:
             return self.halves()
+        if blame is Blame.INSTANCE_BEFORE:
+            return [self]
         smaller = blame is Blame.SIZE and len(self.entries) > 1 and allowed_rows < rows
         return [self] if smaller else []
 
@@ -92,7 +97,7 @@ class Suspects(Generic[T]):
 
 class Retries(Generic[T]):
     """The `groups` that wait to run again. `blames` says of an error whose fault it may be; where nothing `isolates`,
-    none run again."""
+    none run again but what hasn't begun."""
 
     def __init__(self, blames: Callable[[BaseException], Blame], *, isolates: bool) -> None:
         self._blames = blames
@@ -111,7 +116,7 @@ class Retries(Generic[T]):
     ) -> Sequence[Entry[T]]:
         """Have what may succeed of a failed batch, which was of `suspects` if it ran again itself, wait here. Returns
         the requests that fail for good."""
-        if not self._isolates:
+        if not self._isolates and blame is not Blame.INSTANCE_BEFORE:
             return batch.entries
         suspects = suspects or Suspects.of_batch(batch.key, batch.entries)
         groups = suspects.again(blame, batch.padded_rows, allowed_rows)

@@ -30,9 +30,11 @@ from backends.errors import (
     DeviceError,
     DeviceLost,
     ExecutionError,
+    InstanceLost,
     LoadError,
     OutOfMemory,
     ProcessError,
+    ProcessGone,
     SessionError,
     UpstreamFailed,
     UpstreamRefused,
@@ -179,12 +181,14 @@ STATUS_OF: dict[type[BaseException], grpc.StatusCode] = {
     SessionError: grpc.StatusCode.INTERNAL,
     OutOfMemory: grpc.StatusCode.RESOURCE_EXHAUSTED,
     # Not a status that clients take elsewhere: tensors can break a device, the next one too.
+    InstanceLost: grpc.StatusCode.INTERNAL,
     DeviceLost: grpc.StatusCode.INTERNAL,
     # Their own is the upstream's, see status_of.
     UpstreamFailed: grpc.StatusCode.UNAVAILABLE,
     UpstreamRefused: grpc.StatusCode.INTERNAL,
     # Not a status that clients take elsewhere: what ends one process would end the next.
     ProcessError: grpc.StatusCode.INTERNAL,
+    ProcessGone: grpc.StatusCode.INTERNAL,
     LoadError: grpc.StatusCode.INTERNAL,
     DeviceError: grpc.StatusCode.INTERNAL,
     ConfigError: grpc.StatusCode.INVALID_ARGUMENT,

@@ -2,9 +2,9 @@
 is lost.
 
 Lives here: which instances there are. Must not: batches, or the decision that one hangs (`scheduler.watchdog`) or is
-lost (`scheduler.batcher`). The rule: what an execution that hangs uses is given back only if it ends after all, which
-few instances can be made to; and what a lost device held is never given back, since the driver may end the process over
-that.
+lost (`scheduler.batcher`, or the instance itself). The rule: what an execution that hangs uses is given back only if it
+ends after all, which few instances can be made to; and what a lost device held is never given back, since the driver
+may end the process over that.
 """
 
 from __future__ import annotations
@@ -14,9 +14,11 @@ import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from typing import Any
 
-from backends.base import Abandonable, Device, ModelInstance, Slotted, Tensors
+from backends.base import Abandonable, Device, ModelInstance, Mortal, Slotted, Tensors
+from backends.errors import DeviceLost
 from backends.remote import RemoteInstance, RemoteModel
 from scheduler.batcher import Batcher
 from scheduler.runner import TaskRunner, ThreadRunner
@@ -36,6 +38,8 @@ _MOST_HANGING = 16
 """Of a version at a time. Each keeps a thread and maybe a device's memory; where so many hang, the next would too."""
 _PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
 """Between attempts to replace an instance."""
+_FIRST_PAUSE_S, _LONGEST_FIRST_PAUSE_S = 0.1, 10.0
+"""Before the first attempt, if instances end one after the other without having executed anything."""
 
 Runner = ThreadRunner[Inputs, Tensors] | TaskRunner[Any, Tensors]
 Instance = ModelInstance | RemoteInstance
@@ -68,8 +72,11 @@ class Instances:
         self._leaving: set[int] = set()
         self._hopeless = ""
         self._replacing: set[asyncio.Task[None]] = set()
+        self._first_pause_s = 0.0
+        self._pausing: set[asyncio.Task[None]] = set()
         self._closed = self._model_is_left = False
         self._lock = threading.Lock()
+        self._loop: asyncio.AbstractEventLoop
         self.batcher: Batcher[Any, Tensors]
 
     @property
@@ -100,6 +107,12 @@ class Instances:
             return None
         return lambda runner: id(self._live[runner])
 
+    def start(self) -> None:
+        """From now on, on the running event loop, they are replaced if they end."""
+        self._loop = asyncio.get_running_loop()
+        for runner, instance in self._live.items():
+            self._watch(runner, instance)
+
     def on_hang(self, runner: Runner, others: Sequence[Runner]) -> None:
         """Put another in its place, unless too many hang."""
         instance = self._take_out(runner)
@@ -112,12 +125,15 @@ class Instances:
             self._start_replacing(instance.device)
 
     def on_loss(self, runner: Runner, error: BaseException) -> None:
-        """Put another in its place. What it holds is kept until the process ends."""
+        """Put another in its place. What is of a device is kept until the process ends."""
         instance = self._take_out(runner)
-        self._lost.append(instance)
         self._statistics.lost_instances += 1
         self._tell(f"an instance is lost: {error}")
-        self._start_replacing(instance.device, str(error))
+        if isinstance(error, DeviceLost):
+            self._lost.append(instance)
+        else:
+            self._start_giving_back(instance)
+        self._start_replacing(instance.device, error, self._pause_after(instance))
 
     def on_return(self, runner: Runner) -> None:
         """Give back what it used; on a thread, since that may take as long as a load."""
@@ -126,12 +142,15 @@ class Instances:
             return  # of an instance that was lost
         _log.warning("model '%s' version %s: an execution that hung has ended", self._loaded.name, self._loaded.version)
         if all(one is not instance for one in self._hanging.values()):
-            self._leaving.add(id(instance))
-            asyncio.get_running_loop().run_in_executor(None, self._give_back, instance)
+            self._start_giving_back(instance)
 
     async def close(self) -> None:
         """Give everything back that nothing executes on. What still hangs keeps what it uses."""
         self._closed = True
+        if pausing := list(self._pausing):
+            for task in pausing:
+                task.cancel()
+            await asyncio.wait(pausing)
         if self._replacing and isinstance(opened := self._loaded.opened, Abandonable):
             # Nobody needs what is being loaded, and that may never end.
             opened.abandon()
@@ -158,8 +177,30 @@ class Instances:
             return False
         return True
 
-    def _start_replacing(self, device: Device, lost: str = "") -> None:
-        task = asyncio.get_running_loop().create_task(self._replace(device, lost))
+    def _watch(self, runner: Runner, instance: Instance) -> None:
+        if isinstance(instance, Mortal):
+            instance.when_lost(lambda error: self._on_end(runner, error))
+
+    def _on_end(self, runner: Runner, error: BaseException) -> None:
+        """On any thread, which may outlive the event loop."""
+        with suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(self.batcher.lose, runner, error)
+
+    def _pause_after(self, instance: Instance) -> float:
+        """Before another takes its place. None after one that was of use: whoever ends it harms nobody but for the time
+        that a start takes."""
+        pause_s = 0.0
+        if isinstance(instance, Mortal) and not instance.has_executed:
+            pause_s = min(max(_FIRST_PAUSE_S, 2 * self._first_pause_s), _LONGEST_FIRST_PAUSE_S)
+        self._first_pause_s = pause_s
+        return pause_s
+
+    def _start_giving_back(self, instance: Instance) -> None:
+        self._leaving.add(id(instance))
+        asyncio.get_running_loop().run_in_executor(None, self._give_back, instance)
+
+    def _start_replacing(self, device: Device, lost: BaseException | None = None, pause_s: float = 0.0) -> None:
+        task = asyncio.get_running_loop().create_task(self._replace(device, lost, pause_s))
         self._replacing.add(task)
         task.add_done_callback(self._on_replaced)
 
@@ -168,9 +209,10 @@ class Instances:
         if self._model_is_left:
             asyncio.get_running_loop().run_in_executor(None, self._close_model)
 
-    async def _replace(self, device: Device, lost: str) -> None:
-        """Until there is one. `lost`: why the old one was, "" if it hangs."""
+    async def _replace(self, device: Device, lost: BaseException | None, first_pause_s: float) -> None:
+        """Until there is one. `lost`: why the old one was, None if it hangs."""
         pause_s = _PAUSE_S
+        await self._pause(first_pause_s)
         while not self._closed:
             try:
                 await self._put_in(await asyncio.to_thread(self._open, device))
@@ -179,10 +221,20 @@ class Instances:
                 self._on_failed_attempt(lost)
                 if isinstance(error, LoadHangs) and not self._may_make_more():
                     return
-                await asyncio.sleep(pause_s)
+                await self._pause(pause_s)
                 pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
                 continue
             return
+
+    async def _pause(self, pause_s: float) -> None:
+        """While it does so, its task may be cancelled."""
+        task = asyncio.current_task()
+        assert task is not None
+        self._pausing.add(task)
+        try:
+            await asyncio.sleep(pause_s)
+        finally:
+            self._pausing.discard(task)
 
     async def _put_in(self, instance: Instance) -> None:
         """Have it execute, unless it comes too late. Raises what is in the way; then it is closed."""
@@ -195,11 +247,12 @@ class Instances:
             await asyncio.to_thread(instance.close)
             raise
 
-    def _on_failed_attempt(self, lost: str) -> None:
-        """Of what hangs there is hope that it ends; nobody is to wait for a device that may never be back."""
-        if self._live or self._closed or not lost:
+    def _on_failed_attempt(self, lost: BaseException | None) -> None:
+        """Of what hangs there is hope that it ends; nobody is to wait for what may never be back. That a new process of
+        the server's would help is known of devices."""
+        if self._live or self._closed or lost is None:
             return
-        self._hopeless = lost
+        self._hopeless = str(lost) if isinstance(lost, DeviceLost) else ""
         self.batcher.suspend()
         self._on_change()
 
@@ -218,6 +271,7 @@ class Instances:
                 text = "model '%s' version %s: an instance has %d of its %d slots: %s"
                 _log.warning(text, name, version, number, len(runners), error)
                 break
+            self._watch(runner, instance)
         self._hopeless = ""
         _log.warning("model '%s' version %s: an instance is replaced", self._loaded.name, self._loaded.version)
         self._on_change()

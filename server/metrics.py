@@ -328,7 +328,7 @@ _FAMILIES = (
     _Family("paceline_pending_requests", "gauge", "Requests waiting to execute, by priority level", _by_level),
     _counter("paceline_hung_executions", "Executions given up, each with its instance", lambda s: s.hung_executions),
     _counter(
-        "paceline_lost_instances", "Instances whose device was lost or refused everything", lambda s: s.lost_instances
+        "paceline_lost_instances", "Instances that ended: device lost, or process ended", lambda s: s.lost_instances
     ),
     _counter("paceline_out_of_memory", "Executions for which memory didn't suffice", lambda s: s.shortages),
     _gauge(

@@ -123,7 +123,7 @@ class Repository:
     @property
     def hangs(self) -> bool:
         """Whether there are executions that may never end; they can't be interrupted either."""
-        return bool(self._hung) or any(model.hangs for model in (*self.models, *self._leaving))
+        return any(model.hangs for model in (*self.models, *self._leaving, *self._hung))
 
     # hot path
     def get(self, name: str, version: str) -> ServedModel:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any, cast
 
 from backends.base import ModelInstance, Slot, Tensors
-from backends.errors import DeviceLost, OutOfMemory, SessionError
+from backends.errors import InstanceLost, OutOfMemory, ProcessGone, SessionError
 from backends.remote import RemoteModel
 from scheduler.batcher import Batcher
 from scheduler.isolation import Blame
@@ -132,6 +132,7 @@ class ServedModel:
     def start(self) -> None:
         """Take requests, on the running event loop, and show in the metrics."""
         self.batcher.start()
+        self._instances.start()
         self._metrics.add(self._shown)
 
     def in_parts(self, whole: asyncio.Future[Any]) -> None:
@@ -164,6 +165,6 @@ class ServedModel:
 def _blame_for(error: BaseException) -> Blame:
     if isinstance(error, (OutOfMemory, MemoryError)):
         return Blame.SIZE
-    if isinstance(error, DeviceLost):
-        return Blame.INSTANCE
+    if isinstance(error, InstanceLost):
+        return Blame.INSTANCE_BEFORE if isinstance(error, ProcessGone) else Blame.INSTANCE
     return Blame.NOBODY if isinstance(error, SessionError) or not isinstance(error, Exception) else Blame.REQUESTS

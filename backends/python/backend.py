@@ -50,24 +50,27 @@ class PythonModel:
         return "python"
 
     def instance(self, spec: ModelSpec, device: Device) -> PythonInstance:
-        process, declared = self._process, self._declared
+        process = self._process
         if process is not None and process.device == device:
             self._process = None
         else:
-            process = ModelProcess(self._source, device)
-            declared = self._loaded(process)
-        return PythonInstance(self._source, spec, process, declared)
+            process = self._loaded(ModelProcess(self._source, device))
+        return PythonInstance(self._source.name, spec, process)
 
-    def _loaded(self, process: ModelProcess) -> tuple[Declared | None, Declared | None]:
+    def _loaded(self, process: ModelProcess) -> ModelProcess:
         with self._lock:
             self._loading.add(process)
             if self._is_abandoned:
                 process.kill()
         try:
-            return process.load()
+            declared = process.load()
         finally:
             with self._lock:
                 self._loading.discard(process)
+        if declared != self._declared:
+            process.close()
+            raise LoadError(f"model '{self._source.name}': its file declares other tensors now; load it again")
+        return process
 
     def abandon(self) -> None:
         """End the processes that are loading now, whatever they do: their instances fail, and there will be no more. On

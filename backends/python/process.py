@@ -1,7 +1,7 @@
 """The server's side of a process that runs a Python model.
 
-Lives here: starting one, asking it, ending it, and its output as lines of the log. Must not: starting it again
-(`instance`). The rule: whatever becomes of the process, it is reaped, what it has started goes with it, and whoever
+Lives here: starting one, asking it, ending it, and its output as lines of the log. Must not: start another in its
+place. The rule: whatever becomes of the process, it is reaped, what it has started goes with it, and whoever
 waits for its answer gets one.
 """
 
@@ -18,13 +18,13 @@ from pathlib import Path
 
 import backends
 from backends.base import Array, Device, ModelSource, Tensors
-from backends.errors import ExecutionError, LoadError, OutOfMemory, ProcessError
+from backends.errors import ExecutionError, LoadError, OutOfMemory, ProcessError, ProcessGone
 from backends.python import EXECUTABLE
 from backends.python.protocol import CLOSE, DONE, FAILED, RUN, START, Declared
 from backends.transport.frames import Message
 from backends.transport.line import Line
 
-__all__ = ["GoneBefore", "ModelProcess"]
+__all__ = ["ModelProcess"]
 
 _log = logging.getLogger("paceline.models")
 
@@ -49,10 +49,6 @@ package.__path__ = [sys.argv[1]]
 from backends.python.worker import main
 main(sys.argv[2:])
 """
-
-
-class GoneBefore(ProcessError):
-    """The process ended before it could be asked: whatever it was, it wasn't executed."""
 
 
 class ModelProcess:
@@ -134,7 +130,7 @@ class ModelProcess:
         """The outputs that the model makes of `arrays`: views of memory that is free again once they are dropped.
 
         Blocks. Raises ExecutionError with the model's own words, OutOfMemory if it ran out of memory, ProcessError, or
-        GoneBefore.
+        ProcessGone.
         """
         with self._asking:
             try:
@@ -190,11 +186,15 @@ class ModelProcess:
 
     def _asked(self, kind: int, *content: object) -> Message | None:
         if self.ended or not self._line.send(kind, *content):
-            raise GoneBefore("the model's process was gone before it was asked")
+            raise self._gone()
         answer = self._line.receive()
         if answer is None and self._line.unread:
-            raise GoneBefore("the model's process was gone before it had read what it was asked")
+            raise self._gone()
         return answer
+
+    def _gone(self) -> ProcessGone:
+        self.wait_ended()
+        return ProcessGone(f"the model's process {self.end}, before it had read this batch")
 
     def _why_no_answer(self) -> ProcessError:
         """It has ended, or closed its end of the line: then it is of no use."""

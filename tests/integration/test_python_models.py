@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +18,9 @@ from server.app import Server
 from server.config import Settings
 from server.errors import StartError
 from tests import models, puppet
-from tests.integration.controlling import explicit, index, load
+from tests.integration.controlling import explicit, index, load, unload
 from tests.integration.serving import Served, failure_of, serving, write_model
+from tests.integration.test_probes import probe
 from tests.polling import eventually_async
 from tests.wire import infer
 
@@ -42,6 +45,11 @@ def write(root: Path, config: str | None = None, name: str = "m") -> Path:
 
 def request(*elements: int) -> pb.ModelInferRequest:
     return infer("m", {"INPUT0": np.array(elements, np.int64).reshape(-1, 1)})
+
+
+def loads(root: Path) -> int:
+    """How often it was loaded."""
+    return len((root / "m" / "1" / "loads").read_text().splitlines())
 
 
 def numbers(response: pb.ModelInferResponse) -> list[int]:
@@ -210,6 +218,85 @@ async def test_crash_of_one_instance_leaves_the_others_and_other_models_alone(tm
         crash = asyncio.create_task(failure_of(served.infer(request(puppet.EXIT))))
         assert numbers(await served.infer(request(1))) == [10]
         assert (await crash)[0] is INTERNAL
+
+
+async def test_death_of_a_process_that_executes_nothing_costs_no_request(tmp_path: Path) -> None:
+    write(tmp_path)
+    async with serving(tmp_path, settings=allowing(tmp_path)) as served:
+        for number in range(1, 4):
+            (pid,) = numbers(await served.infer(request(puppet.PID)))
+            os.kill(pid, signal.SIGKILL)
+            # Some of them reach a process that is dying, some find none.
+            assert await together(served, 1, 2, 3) == [[10], [20], [30]]
+            assert await served.metric("paceline_lost_instances") == number
+        os.kill(numbers(await served.infer(request(puppet.PID)))[0], signal.SIGKILL)
+        await eventually_async(lambda: loads(tmp_path) == 5, "another process, although nobody asks")
+
+
+async def test_model_of_which_no_process_can_be_started_is_unavailable_and_unready_until_one_can(
+    tmp_path: Path, frontends: int
+) -> None:
+    folder = write(tmp_path)
+    write(tmp_path, name="other")
+    async with serving(tmp_path, settings=allowing(tmp_path)) as served:
+        (folder / "1" / "broken").touch()
+        assert (await failure_of(served.infer(request(puppet.EXIT))))[0] is INTERNAL
+        # Who comes while the first attempt runs waits for it.
+        assert await failure_of(served.infer(request(1))) == (
+            grpc.StatusCode.UNAVAILABLE,
+            "model 'm': no instance of the model is left that can execute; another is being tried for",
+        )
+        assert await probe(served, "/readyz") == (503, "no instance can execute of: 'm'\n")
+        assert await probe(served, "/livez") == (200, "ok\n"), "a restart isn't known to help, and others are served"
+        other = infer("other", {"INPUT0": np.array([[1]], np.int64)})
+        assert numbers(await served.infer(other)) == [10]
+        (folder / "1" / "broken").unlink()
+        await eventually_async(lambda: served.server.repository.ready, "a process again")
+        assert numbers(await served.infer(request(1))) == [10]
+
+
+async def test_instance_whose_process_cannot_be_started_again_gets_no_requests_while_others_do(tmp_path: Path) -> None:
+    folder = write(tmp_path, "max_batch_size: 1 instance_group { count: 2 kind: KIND_CPU }")
+    async with serving(tmp_path, settings=allowing(tmp_path)) as served:
+        (folder / "1" / "broken").touch()
+        assert (await failure_of(served.infer(request(puppet.EXIT))))[0] is INTERNAL
+        assert await together(served, *range(1, 20)) == [[10 * number] for number in range(1, 20)]
+        assert served.server.repository.ready
+
+
+async def test_processes_that_end_before_they_were_of_use_are_started_ever_more_seldom(tmp_path: Path) -> None:
+    folder = write(tmp_path)
+    path = folder / "1" / "model.py"
+    async with serving(tmp_path, settings=explicit(tmp_path, load=("m",), allow_python_models=True)) as served:
+        dying = """
+import time
+class Ending(Model):
+    def load(self, context):
+        with open(HERE / "starts", "a") as file:
+            print(time.monotonic(), file=file)
+        threading.Timer(0.01, os._exit, (3,)).start()
+    def execute(self, inputs):
+        threading.Event().wait()
+Model = Ending
+"""
+        path.write_text(path.read_text() + dying)
+        os.kill(numbers(await served.infer(request(puppet.PID)))[0], signal.SIGKILL)
+
+        def starts() -> list[float]:
+            file = folder / "1" / "starts"
+            return [float(line) for line in file.read_text().splitlines()] if file.exists() else []
+
+        await eventually_async(lambda: len(starts()) >= 4, "four starts")
+        first, second, third, fourth = starts()[:4]
+        assert second - first > 0.1
+        assert third - second > 0.2
+        assert fourth - third > 0.4
+        waiting = asyncio.create_task(failure_of(served.infer(request(1))))
+        await eventually_async(lambda: served.waiting("m") == 1, "one that waits")
+        waiting.cancel()
+        # Nobody waits for the pauses of what goes.
+        await unload(served, "m")
+        await eventually_async(lambda: not served.server.repository.hangs, "all of it gone")
 
 
 async def test_output_of_a_python_model_is_in_the_servers_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

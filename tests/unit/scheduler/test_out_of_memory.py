@@ -16,7 +16,12 @@ from scheduler.policy import BatchPolicy
 from scheduler.testing import StepRunner
 from tests.unit.scheduler.workbench import Bench, one_turn
 
-BLAMES = {MemoryError: Blame.SIZE, OSError: Blame.INSTANCE, ValueError: Blame.REQUESTS}
+BLAMES = {
+    MemoryError: Blame.SIZE,
+    OSError: Blame.INSTANCE,
+    EOFError: Blame.INSTANCE_BEFORE,
+    ValueError: Blame.REQUESTS,
+}
 
 
 class ShortBench(Bench):
@@ -197,6 +202,66 @@ async def test_lost_instance_leaves_the_work_to_the_others() -> None:
     bench.runners[1].finish(str.upper)
     assert waiting[0].result() == "C"
     bench.batcher.close()
+
+
+@pytest.mark.parametrize("isolates", [True, False])
+async def test_batch_that_its_instance_had_not_begun_when_it_was_lost_is_executed_by_the_next(isolates: bool) -> None:
+    bench = ShortBench(BatchPolicy(max_batch_rows=4, isolate_failures=isolates))
+    lost = await bench.submit("a", "b")
+    later = await bench.submit("c")
+    error = EOFError("gone before")
+    bench.runners[0].fail(error)
+    await one_turn()
+    assert bench.lost == [(bench.runners[0], error)]
+    assert not any(future.done() for future in lost)
+    another = await bench.add()
+    assert another.batches == [["a", "b"]], "before all who came later"
+    another.finish(str.upper)
+    await one_turn()
+    assert [future.result() for future in lost] == ["A", "B"]
+    another.finish(str.upper)
+    assert later[0].result() == "C"
+    bench.batcher.close()
+
+
+async def test_batch_that_was_not_begun_is_refused_if_there_is_no_instance(bench: ShortBench) -> None:
+    lost = await bench.submit("a")
+    bench.runners[0].fail(EOFError())
+    bench.batcher.suspend()
+    assert isinstance(lost[0].exception(), NoInstance)
+
+
+async def test_batch_that_was_not_begun_fails_where_instances_are_used_on() -> None:
+    bench = Bench(BatchPolicy(max_batch_rows=4), blames=lambda _: Blame.INSTANCE_BEFORE)
+    lost = await bench.submit("a")
+    bench.runner.fail(EOFError())
+    await one_turn()
+    assert isinstance(lost[0].exception(), ExecutionFailed)
+    assert bench.runner.batches == [["a"]]
+    bench.batcher.close()
+
+
+async def test_instance_lost_while_it_executes_nothing_gets_nothing_more() -> None:
+    bench = ShortBench(BatchPolicy(max_batch_rows=1), instances=2)
+    first, second = bench.runners
+    executing = await bench.submit("a")
+    busy = first if first.busy else second
+    idle = second if first.busy else first
+    error = OSError()
+    for _ in range(2):
+        bench.batcher.lose(busy, error)  # its execution will say so itself
+        bench.batcher.lose(idle, error)
+    assert bench.lost == [(idle, error)]
+    assert idle.stopped
+    waiting = await bench.submit("b")
+    assert not idle.busy
+    busy.finish(str.upper)
+    await one_turn()
+    busy.finish(str.upper)
+    assert (executing[0].result(), waiting[0].result()) == ("A", "B")
+    bench.batcher.close()
+    bench.batcher.lose(busy, error)
+    assert len(bench.lost) == 1
 
 
 async def test_suspended_refuses_who_waits_and_who_comes_until_there_is_an_instance(bench: ShortBench) -> None:

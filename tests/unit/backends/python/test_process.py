@@ -1,4 +1,4 @@
-"""How the processes of Python models die, are replaced, and end."""
+"""How the processes of Python models die, what is told of it, and how they end."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ from array import array
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
+from queue import Queue
 
 import numpy as np
 import pytest
 
 from backends.base import ModelSource, ModelSpec, TensorSpec
-from backends.errors import ExecutionError, LoadError, ProcessError
+from backends.errors import ExecutionError, LoadError, ProcessError, ProcessGone
 from backends.python.backend import PythonBackend
 from backends.python.instance import PythonInstance
 from backends.python.process import ModelProcess
@@ -41,66 +42,72 @@ def loads(folder: Path) -> list[str]:
 @pytest.mark.parametrize(
     ("what", "words"), [(puppet.EXIT, "ended with exit status 3"), (puppet.SEGFAULT, "was killed by SIGSEGV")]
 )
-def test_crash_fails_its_batch_and_the_next_one_is_answered_by_another_process(
+def test_crash_fails_its_batch_and_ends_the_instance_which_says_so(
     instance: PythonInstance, folder: Path, what: int, words: str
 ) -> None:
     (pid,) = run(instance, puppet.PID)
-    for _ in range(2):
-        with pytest.raises(ProcessError, match=f"^the model's process {words} while it executed this batch$"):
-            run(instance, what)
-        assert run(instance, 4) == [40]
-    assert len(set(loads(folder))) == 3
-    assert run(instance, puppet.PID) != [pid]
+    ends: Queue[BaseException] = Queue()
+    instance.when_lost(ends.put)
+    assert not instance.has_executed
+    with pytest.raises(ProcessError, match=f"^the model's process {words} while it executed this batch$") as error:
+        run(instance, what)
+    assert not isinstance(error.value, ProcessGone)
+    assert str(ends.get(timeout=20)) == f"the model's process {words}"
+    assert not instance.has_executed
     assert not is_alive(pid)
+    with pytest.raises(ProcessGone, match=f"^the model's process {words}, before it had read this batch$"):
+        run(instance, 4)
+    assert len(loads(folder)) == 1
 
 
-def test_death_of_an_idle_process_costs_no_request(instance: PythonInstance, folder: Path) -> None:
-    for number in range(2, 5):
-        (pid,) = run(instance, puppet.PID)
+def test_death_of_an_idle_process_is_told_also_if_nobody_asked_before(instance: PythonInstance) -> None:
+    (pid,) = run(instance, puppet.PID)
+    ends: Queue[BaseException] = Queue()
+    instance.when_lost(ends.put)
+    assert run(instance, 4) == [40]
+    assert instance.has_executed
+    os.kill(pid, signal.SIGKILL)
+    assert isinstance(ends.get(timeout=20), ProcessError)
+    instance.when_lost(ends.put)
+    assert str(ends.get(timeout=20)) == "the model's process was killed by SIGKILL"
+
+
+def test_death_of_a_process_before_it_reads_a_batch_is_told_from_a_crash(instance: PythonInstance) -> None:
+    (pid,) = run(instance, puppet.PID)
+    os.kill(pid, signal.SIGSTOP)
+    with ThreadPoolExecutor(1) as asking:
+        answer = asking.submit(run, instance, 4)
+        line = instance._process._line  # type: ignore[union-attr]
+        eventually(lambda: unread_bytes(line) > 0, "the batch is on its way")
         os.kill(pid, signal.SIGKILL)
-        eventually(lambda pid=pid: not is_alive(pid), "the process gone")  # type: ignore[misc]
-        assert run(instance, 4) == [40]
-        assert len(loads(folder)) == number
+        with pytest.raises(ProcessGone, match="was killed by SIGKILL, before it had read this batch"):
+            answer.result(30)
 
 
-def test_death_of_a_process_that_had_not_begun_costs_no_request(instance: PythonInstance, folder: Path) -> None:
-    for number in range(2, 5):
-        (pid,) = run(instance, puppet.PID)
-        os.kill(pid, signal.SIGSTOP)
-        with ThreadPoolExecutor(1) as asking:
-            answer = asking.submit(run, instance, 4)
-            line = instance._process._line  # type: ignore[union-attr]
-            eventually(lambda line=line: unread_bytes(line) > 0, "the batch is on its way")  # type: ignore[misc]
-            os.kill(pid, signal.SIGKILL)
-            assert answer.result(30) == [40]
-        assert len(loads(folder)) == number
-
-
-def test_crash_whose_successor_cannot_load_is_told_and_tried_again(instance: PythonInstance, folder: Path) -> None:
-    (folder / "broken").touch()
-    with pytest.raises(ProcessError, match="ended with exit status 3"):
-        run(instance, puppet.EXIT)
-    for _ in range(2):
-        with pytest.raises(ProcessError, match="can't be started again: model 'm': RuntimeError: it is broken"):
-            run(instance, 1)
-    (folder / "broken").unlink()
-
-    def answers() -> bool:
-        try:
-            return run(instance, 1) == [10]
-        except ProcessError:
-            return False
-
-    eventually(answers, "an answer")
-
-
-def test_crash_whose_successor_declares_something_else_is_told(instance: PythonInstance, folder: Path) -> None:
-    path = folder / "model.py"
+def test_instance_of_a_file_that_declares_something_else_by_now_is_refused(folder: Path) -> None:
+    path = puppet.write_puppet(folder)
+    model = PythonBackend().open(ModelSource("m", path), CPU)
+    first = model.instance(SPEC, CPU)
     path.write_text(path.read_text().replace('"INT64", [-1, 1]', '"FP32", [-1, 1]'))
-    with pytest.raises(ProcessError):
-        run(instance, puppet.EXIT)
-    with pytest.raises(ProcessError, match="its file declares other tensors now; load it again"):
-        run(instance, 1)
+    with pytest.raises(LoadError, match="model 'm': its file declares other tensors now; load it again"):
+        model.instance(SPEC, CPU)
+    pids = [int(one.split()[0]) for one in loads(folder)]
+    eventually(lambda: not is_alive(pids[1]), "the process that was of no use gone")
+    assert is_alive(pids[0])
+    first.close()
+    model.close()
+
+
+@pytest.mark.parametrize("end", ["close", "abandon"])
+def test_end_that_was_asked_for_is_told_to_nobody(instance: PythonInstance, end: str) -> None:
+    (pid,) = run(instance, puppet.PID)
+    ends: Queue[BaseException] = Queue()
+    instance.when_lost(ends.put)
+    threads = {*threading.enumerate()}
+    getattr(instance, end)()
+    eventually(lambda: not is_alive(pid), "the process gone")
+    eventually(lambda: not any("end of m" in one.name for one in threads & {*threading.enumerate()}), "all was told")
+    assert ends.empty()
 
 
 @pytest.mark.parametrize("what", [puppet.HANG, puppet.GRAB])
@@ -210,24 +217,6 @@ def test_close_that_takes_too_long_is_ended(folder: Path) -> None:
     process.close()
     assert process.end == "was killed by SIGKILL"
     assert not is_alive(process.pid)
-
-
-def test_close_while_a_successor_is_being_loaded_ends_it(instance: PythonInstance, folder: Path) -> None:
-    path = folder / "model.py"
-    path.write_text(
-        f"import pathlib, threading\npathlib.Path({str(folder / 'waits')!r}).touch()\nthreading.Event().wait()"
-    )
-    with pytest.raises(ProcessError):
-        run(instance, puppet.EXIT)
-    with ThreadPoolExecutor(1) as threads:
-        waiting = threads.submit(run, instance, 1)
-        eventually((folder / "waits").exists, "the successor loading")
-        starting = instance._starting
-        assert starting is not None
-        instance.close()
-        with pytest.raises((ExecutionError, ProcessError)):
-            waiting.result(20)
-    eventually(lambda: not is_alive(starting.pid), "the successor gone")
 
 
 def test_what_the_model_has_started_goes_with_its_process(folder: Path) -> None:
