@@ -55,7 +55,7 @@ class PythonModel:
             self._process = None
         else:
             process = self._loaded(ModelProcess(self._source, device))
-        return PythonInstance(self._source.name, spec, process)
+        return PythonInstance(spec, process)
 
     def _loaded(self, process: ModelProcess) -> ModelProcess:
         with self._lock:

@@ -7,7 +7,6 @@ whether it may be what ended it.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 
 from backends.base import Array, Device, Execution, ModelSpec, Tensors
@@ -17,14 +16,11 @@ from backends.ragged import batch_input_tensors, batch_runner
 
 __all__ = ["PythonInstance"]
 
-_log = logging.getLogger("paceline.backends.python")
-
 
 class PythonInstance:
-    """`ModelInstance` in `process`, where the model `name` is loaded."""
+    """`ModelInstance` in `process`, where the model is loaded."""
 
-    def __init__(self, name: str, spec: ModelSpec, process: ModelProcess) -> None:
-        self._name = name
+    def __init__(self, spec: ModelSpec, process: ModelProcess) -> None:
         self._device = process.device
         self._run_batch = batch_runner(spec)
         self._inputs = tuple(tensor.name for tensor in (*spec.inputs, *batch_input_tensors(spec)))
@@ -74,7 +70,5 @@ class PythonInstance:
         return outputs
 
     def _on_end(self, process: ModelProcess, call: Callable[[BaseException], None]) -> None:
-        if self._process is None:
-            return
-        _log.error("model '%s': its process %d %s", self._name, process.pid, process.end)
-        call(ProcessError(f"the model's process {process.end}"))
+        if self._process is not None:
+            call(ProcessError(f"the model's process {process.end}"))

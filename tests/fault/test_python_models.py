@@ -109,5 +109,6 @@ def test_crashes_in_a_row_leave_a_server_that_answers(server: ServerProcess) -> 
             assert client.code(request(what)) is grpc.StatusCode.INTERNAL
             assert client.code(request(1)) is grpc.StatusCode.OK
     messages = [line["message"] for line in server.log]
-    assert sum(one.endswith("was killed by SIGSEGV") and ": its process " in one for one in messages) == 2
+    assert any("an instance is lost: the model's process was killed by SIGSEGV" in message for message in messages)
+    assert server.metrics()['paceline_lost_instances{model="m",version="1"}'] == 4
     assert any("Fatal Python error: Segmentation fault" in message for message in messages)
