@@ -37,7 +37,7 @@ _LOST = re.compile(
     r"|illegal instruction was encountered|misaligned address|device-side assert|GPU (?:is lost|has fallen off the bus)"
 )
 _DRIVER_ERROR = re.compile(r"returned (\d+) \(")
-_SESSION_FAULT = re.compile(r"(CUDA|CUDNN|CUBLAS|CUFFT) failure")
+_SESSION_FAULT = re.compile(r"(CUDA|CUDNN(?:_FE)?|CUBLAS|CUFFT) failure|cuDNN is not available")
 
 
 def failure(error: Exception) -> ExecutionError:

@@ -177,8 +177,8 @@ def _cuda(source: ModelSource, read: _Parameters) -> dict[str, str]:
     gpu_mem_limit_bytes = read.integer("gpu_mem_limit", 1, _MOST_BYTES)
     copy_in_default_stream = read.choice("do_copy_in_default_stream", _SWITCH)
     given = {
-        # ONNX Runtime's own default, EXHAUSTIVE, measures every algorithm again for each new input shape, hundreds of
-        # milliseconds a time; behind a batcher every batch size is a new shape.
+        # ONNX Runtime's own default, EXHAUSTIVE, takes hundreds of milliseconds for each new input shape: it measures
+        # every algorithm, or with cuDNN 9 asks its slower heuristics. Behind a batcher every batch size is a new shape.
         "cudnn_conv_algo_search": read.choice("cudnn_conv_algo_search", _CONV_SEARCH) or "HEURISTIC",
         "gpu_mem_limit": None if gpu_mem_limit_bytes is None else str(gpu_mem_limit_bytes),
         "arena_extend_strategy": read.choice("arena_extend_strategy", _ARENA_GROWTH),

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import importlib.util
 import io
 import logging
@@ -55,6 +56,8 @@ CUDA = "CUDAExecutionProvider"
 _CPU = "CPUExecutionProvider"
 _FATAL = 4
 """Severity for ONNX Runtime's own log: its errors reach us as exceptions, and each bad row would fill the log."""
+
+_CUDNN = "libcudnn.so.9"
 
 NO_GRAPH = -1
 """The id that says: neither capture nor replay."""
@@ -187,6 +190,16 @@ def prepare_cuda(preload: Callable[..., object] = ort.preload_dlls) -> None:
                 preload(directory=str(folder))
     for line in said.getvalue().splitlines():
         _log.debug("onnxruntime: %s", line)
+    _look_for_cudnn()
+
+
+@functools.cache
+def _look_for_cudnn() -> None:
+    """Tell if it isn't there: sessions open without it, and models with convolutions fail when they execute."""
+    try:
+        ctypes.CDLL(_CUDNN)
+    except OSError as error:
+        _log.warning("no cuDNN: %s; models with convolutions need it: the extra 'cuda' installs it", error)
 
 
 def _why_no_cuda() -> str:

@@ -214,9 +214,11 @@ class StagedSlot:
         shared = self._shared
         fitted = [self._fit_output(index, rows) for index in range(len(shared.outputs))]
         binding = session.io_binding()
-        for tensor, shape, address in zip(shared.inputs, shapes, given, strict=True):
-            device = shared.accelerator.ort_device if tensor.on_device else ("cpu", 0)
-            binding.bind_input(tensor.name, *device, tensor.element, shape, address)
+        # Binding an input may have ONNX Runtime set the stream of the handles that a computation uses meanwhile.
+        with shared.lock:
+            for tensor, shape, address in zip(shared.inputs, shapes, given, strict=True):
+                device = shared.accelerator.ort_device if tensor.on_device else ("cpu", 0)
+                binding.bind_input(tensor.name, *device, tensor.element, shape, address)
         bound = Bound(binding, [shape for shape, _ in fitted], [address for _, address in fitted])
         for index, tensor in enumerate(shared.outputs):
             if bound.shapes[index] is None:

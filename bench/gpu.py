@@ -253,6 +253,9 @@ def _compare(plan: Plan, found: Found, names: tuple[str, str, str, str], point: 
         yield Comparison(
             f"{_LOAD:.0%} of that", "p99 latency / a full batch", spread(times), plan.reach(Reach(False, 2.5))
         )
+    if after := found.of(bound, "after_smaller_ms"):
+        times = ratio(after, found.of(bound, "batch_ms"))
+        yield Comparison("alone", "a full batch after one of half the rows / after its like", times, None)
     if first := found.of("the first request", "first_ms"):
         times = ratio(first, found.of("the first request", "p50_ms"))
         yield Comparison("1 client", "first request / the median of later ones", times, None)
@@ -266,7 +269,7 @@ def _fronts(plan: Plan, folder: Path) -> Section:
     (repository / _TINY / "config.pbtxt").write_text(
         f"max_batch_size: 64 dynamic_batching {{ }} instance_group {{ kind: {kind} count: 1 }}\n"
     )
-    model = GpuModel(_TINY, "FP32", "FP32", (_SMALL,), _SMALL, 1, 64, False, 0.0, 1, lambda: None)  # type: ignore[arg-type, return-value]
+    model = GpuModel(_TINY, "FP32", "FP32", (_SMALL,), _SMALL, 1, (64,), False, 0.0, 1, lambda: None)  # type: ignore[arg-type, return-value]
     request = gpu_steps.requests_of(model, gpu_models.batch_of(model, 1), "", folder)
     crowd = Crowd(plan.processes, 32, 4, stream=False)
     found, absent = Found(), {}

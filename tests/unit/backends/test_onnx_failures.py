@@ -71,6 +71,8 @@ def test_lost_device_comes_before_what_else_a_text_says() -> None:
         CUDA.format(906, "operation would make the legacy stream depend on a capturing blocking stream"),
         "[ONNXRuntimeError] : 1 : FAIL : CUBLAS failure 13: CUBLAS_STATUS_EXECUTION_FAILED ; GPU=0 ; expr=f();",
         "[ONNXRuntimeError] : 1 : FAIL : CUDNN failure 5000: CUDNN_STATUS_EXECUTION_FAILED ; GPU=0 ; expr=f();",
+        "[ONNXRuntimeError] : 1 : FAIL : CUDNN_FE failure 11: CUDNN_BACKEND_API_FAILED ; GPU=0 ; expr=f();",
+        "[ONNXRuntimeError] : 1 : FAIL : cuDNN is not available. Install cuDNN, or set enable_cudnn=0.",
     ],
 )
 def test_other_errors_of_cuda_are_the_sessions(text: str) -> None:

@@ -170,6 +170,39 @@ def test_graphs_are_captured_and_replayed_with_other_data_and_sizes(
             pair.check(slot, [floats(rng, rows, 64)], padded)
 
 
+def test_graphs_of_convolutions_are_replayed_in_any_order_of_sizes(
+    tmp_path: Path, accelerator: CudaAccelerator
+) -> None:
+    """cuDNN's plans belong to a node and not to a graph: each size that is captured makes new ones."""
+    rng = np.random.default_rng(1)
+    weights = [
+        onnx.numpy_helper.from_array(rng.standard_normal(shape).astype(np.float32) / 9, name)
+        for name, shape in (("A", (8, 3, 3, 3)), ("B", (4, 8, 3, 3)))
+    ]
+    nodes = [
+        helper.make_node("Conv", ["INPUT0", "A"], ["X"], pads=[1, 1, 1, 1]),
+        helper.make_node("Relu", ["X"], ["Y"]),
+        helper.make_node("Conv", ["Y", "B"], ["OUTPUT0"], strides=[2, 2]),
+    ]
+    model = models.model(
+        nodes,
+        [models.tensor("INPUT0", "FP32", ["batch", 3, 17, 17])],
+        [models.tensor("OUTPUT0", "FP32", ["batch", 4, 8, 8])],
+        weights,
+    )
+    spec = ModelSpec(
+        (TensorSpec("INPUT0", "FP32", (3, 17, 17)),), (TensorSpec("OUTPUT0", "FP32", (4, 8, 8)),), batched=True
+    )
+    pair = Pair(tmp_path, model, spec, accelerator, GRAPHS)
+    for slot in pair.gpu.slots:
+        for size in (32, 8, 1):
+            slot.prepare([floats(rng, 1, 3, 17, 17)], size)
+    for _ in range(30):
+        for slot in pair.gpu.slots:
+            rows, padded = ((5, 8), (1, 1), (32, 32), (20, 32), (3, 3))[int(rng.integers(5))]
+            on_thread_of(slot, lambda: pair.check(slot, [floats(rng, rows, 3, 17, 17)], padded))  # noqa: B023
+
+
 def test_graph_replays_at_the_same_time_keep_batches_apart(tmp_path: Path, accelerator: CudaAccelerator) -> None:
     pair = Pair(tmp_path, models.mlp((64, 256, 16)), MLP, accelerator, GRAPHS)
     for slot in pair.gpu.slots:

@@ -10,6 +10,7 @@ from typing import Any
 import onnxruntime as ort  # type: ignore[import-untyped,unused-ignore]
 import pytest
 
+from backends import onnx_sessions
 from backends.onnx_options import GraphLevel, OnnxOptions
 from backends.onnx_sessions import OpenSession, prepare_cuda, session_options
 
@@ -98,3 +99,13 @@ def test_preparing_cuda_on_two_threads_leaves_stdout_as_it_was() -> None:
         thread.join(30)
     assert inside.is_set()
     assert sys.stdout is before
+
+
+def test_cudnn_that_is_missing_is_told_once(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(onnx_sessions, "_CUDNN", "libcudnn-that-is-nowhere.so")
+    onnx_sessions._look_for_cudnn.cache_clear()
+    for _ in range(2):
+        prepare_cuda(lambda **given: None)
+    (message,) = caplog.messages
+    assert message.startswith("no cuDNN: libcudnn-that-is-nowhere.so: cannot open shared object file")
+    assert "models with convolutions need it" in message
