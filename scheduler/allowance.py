@@ -3,21 +3,32 @@
 Lives here: one number, halved when an execution runs out of memory and doubled again as time passes without. Must not:
 batches, or a clock. Whoever runs out again right after the number grew waits twice as long before the next attempt, so
 that a `max_batch_rows` which never fits costs an execution every ten minutes, and a neighbour on the device that was
-large for a moment costs ten seconds of smaller batches.
+large for a moment costs ten seconds of smaller batches. Where it turns out that one request alone needs too much, the
+shortage is forgiven: it says nothing of others, who would get small batches for that.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from scheduler.policy import NEVER
 
-__all__ = ["LONGEST_PAUSE_NS", "PAUSE_NS", "Allowance"]
+__all__ = ["LONGEST_PAUSE_NS", "PAUSE_NS", "Allowance", "Allowed"]
 
 PAUSE_NS = 10_000_000_000
 """Without running out of memory, until twice as many rows are tried."""
 LONGEST_PAUSE_NS = 600_000_000_000
+
+
+class Allowed(NamedTuple):
+    """An `Allowance` at some moment."""
+
+    rows: int
+    pause_ns: int
+    grew: bool
+    due_ns: int
 
 
 class Allowance:
@@ -33,15 +44,21 @@ class Allowance:
         self.rows = most
         self.due_ns = NEVER
 
-    def exhausted(self, rows: int, now_ns: int) -> None:
+    def exhausted(self, rows: int, now_ns: int) -> Allowed:
         """Learn that memory wasn't enough for `rows` rows. What ran at the same time and failed likewise is the same
-        shortage: it halves nothing twice."""
+        shortage: it halves nothing twice. Returns what it was before."""
         self.grow(now_ns)
+        before = Allowed(self.rows, self._pause_ns, self._grew, self.due_ns)
         if self._grew:
             self._pause_ns = min(2 * self._pause_ns, LONGEST_PAUSE_NS)
             self._grew = False
         self.rows = min(self.rows, self._allowed(max(1, rows // 2)))
         self.due_ns = now_ns + self._pause_ns
+        return before
+
+    def forgive(self, before: Allowed) -> None:
+        """It was none: be as `before`."""
+        self.rows, self._pause_ns, self._grew, self.due_ns = before
 
     def grow(self, now_ns: int) -> None:
         """Double what is due to be, and forget the shortage once all that may be has been for a whole pause."""

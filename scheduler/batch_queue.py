@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from typing import Generic, NamedTuple, TypeVar
 
+from scheduler.allowance import Allowed
 from scheduler.errors import DeadlineUnreachable, RequestTooLarge
 from scheduler.executing import Batch, Executing
 from scheduler.lane import DELAYED, LEVEL, Entry, Lane, Watch
@@ -319,15 +320,24 @@ class BatchQueue(Generic[T]):
                 self._watch_deadline(entry)
         self._lanes.put_back(batch.key, entries)
 
-    def exhausted(self, rows: int, now_ns: int) -> None:
-        """Learn that memory wasn't enough for an execution of `rows` rows: for a while batches have fewer."""
-        self._allowance.exhausted(rows, now_ns)
+    def exhausted(self, rows: int, now_ns: int) -> Allowed:
+        """Learn that memory wasn't enough for an execution of `rows` rows: for a while batches have fewer. Returns what
+        was allowed before, to `forgive` it."""
+        before = self._allowance.exhausted(rows, now_ns)
+        self._lanes.prefer(self._allowance.rows)
+        return before
+
+    def forgive(self, before: Allowed) -> None:
+        """Learn that a request alone is to blame for that: allow what was allowed `before`."""
+        self._allowance.forgive(before)
         self._lanes.prefer(self._allowance.rows)
 
-    def again(self, key: Hashable, entries: Sequence[Entry[T]], now_ns: int) -> tuple[Batch[T], Sequence[Entry[T]]]:
+    def again(
+        self, key: Hashable, entries: Sequence[Entry[T]], now_ns: int, most_rows: int
+    ) -> tuple[Batch[T], Sequence[Entry[T]]]:
         """A batch of entries that have left in an earlier one, which failed; it starts now. And those of them for which
-        it has no room: since then less may have been allowed."""
-        fitting, rows = self._sizing.fitting(entries, len(entries))
+        it has no room, since it has `most_rows`, or fewer where less is allowed by now; 0: what is allowed."""
+        fitting, rows = self._sizing.fitting(entries, len(entries), most_rows)
         return self._executing.begin(key, fitting, rows, self._sizing.padded(rows), now_ns), entries[len(fitting) :]
 
     def flush(self) -> None:

@@ -18,7 +18,7 @@ from scheduler.delivery import Delivery
 from scheduler.errors import BatcherClosed, DeadlineUnreachable, ExecutionTimeout, NoInstance, QueueFull, QueueTimeout
 from scheduler.executing import Batch
 from scheduler.instances import Hangs, Instances
-from scheduler.isolation import Blame, Retries, Suspects
+from scheduler.isolation import Blame, Retries, Search, Suspects
 from scheduler.lane import Entry
 from scheduler.observer import Drop, GuardedObserver, NullObserver, Observer
 from scheduler.pending import Pending
@@ -418,8 +418,9 @@ class Batcher(Generic[P, R]):
     ) -> Sequence[Entry[Pending[P, R]]]:
         """Learn from it, and plan to run again what may succeed. Returns the requests that fail for good."""
         blame = self._retries.blame_for(error)
+        suspects = suspects or Suspects.of_batch(batch.key, batch.entries)
         if blame is Blame.SIZE:
-            self._queue.exhausted(batch.padded_rows, self._clock.now_ns())
+            self._learn_shortage(batch, suspects.search)
         if blame in (Blame.INSTANCE, Blame.INSTANCE_BEFORE):
             if self._instances.may_be_lost(runner):
                 following = self._running.get(runner)
@@ -428,7 +429,17 @@ class Batcher(Generic[P, R]):
                 self._instances.lose(runner, error)
             elif not self._instances.given_up(runner):
                 blame = Blame.NOBODY  # it is used on, and would be the one to try again
-        return self._retries.plan(batch, blame, suspects, self._queue.allowed_rows)
+        return self._retries.plan(batch, blame, suspects)
+
+    def _learn_shortage(self, batch: Batch[Pending[P, R]], search: Search) -> None:
+        """What one request needs alone says nothing of others, nor do the batches that it was in before."""
+        if len(batch.entries) > 1:
+            before = self._queue.exhausted(batch.padded_rows, self._clock.now_ns())
+            search.before = search.before or before
+            search.most_rows = self._queue.allowed_rows
+        elif search.before is not None:
+            self._queue.forgive(search.before)
+            search.before = None
 
     def _run_again(self, suspects: Suspects[Pending[P, R]], now_ns: int) -> None:
         waiting = []
@@ -439,7 +450,7 @@ class Batcher(Generic[P, R]):
                 waiting.append(entry)
         if not waiting:
             return
-        batch, rest = self._queue.again(suspects.key, waiting, now_ns)
+        batch, rest = self._queue.again(suspects.key, waiting, now_ns, suspects.search.most_rows)
         if rest:
             self._suspects.appendleft(suspects.narrowed(rest))
         self._run(self._instances.take(batch), batch, suspects.narrowed(batch.entries))

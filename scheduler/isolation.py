@@ -19,10 +19,11 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Generic, TypeVar
 
+from scheduler.allowance import Allowed
 from scheduler.executing import Batch
 from scheduler.lane import Entry
 
-__all__ = ["Blame", "Retries", "Suspects", "budget_for"]
+__all__ = ["Blame", "Retries", "Search", "Suspects", "budget_for"]
 
 _log = logging.getLogger("paceline.scheduler")
 
@@ -51,10 +52,14 @@ def budget_for(requests: int) -> int:
 
 
 @dataclass(slots=True)
-class Budget:
-    """Executions of halves that are left; shared by all parts of what was one batch."""
+class Search:
+    """What all parts of one batch share that failed: `left` are the executions of halves that may still be run,
+    `most_rows` what a part may have, if memory wasn't enough for more (else 0), and `before` what batches were allowed
+    to have when that began."""
 
     left: int
+    most_rows: int = 0
+    before: Allowed | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,24 +68,24 @@ class Suspects(Generic[T]):
 
     key: Hashable
     entries: Sequence[Entry[T]]
-    budget: Budget
+    search: Search
 
     @classmethod
     def of_batch(cls, key: Hashable, entries: Sequence[Entry[T]]) -> Suspects[T]:
-        return cls(key, entries, Budget(budget_for(len(entries))))
+        return cls(key, entries, Search(budget_for(len(entries))))
 
     def narrowed(self, entries: Sequence[Entry[T]]) -> Suspects[T]:
         """Those of them that still wait for an answer."""
-        return Suspects(self.key, entries, self.budget)
+        return Suspects(self.key, entries, self.search)
 
-    def again(self, blame: Blame, rows: int, allowed_rows: int) -> list[Suspects[T]]:
-        """The groups to run again after they failed together, as `rows` rows, now that so many are allowed; none if
-        they fail for good. A group that is larger than that runs in parts."""
+    def again(self, blame: Blame, rows: int) -> list[Suspects[T]]:
+        """The groups to run again after they failed together, as `rows` rows; none if they fail for good. A group that
+        is larger than it may be runs in parts."""
         if blame is Blame.REQUESTS:
             return self.halves()
         if blame is Blame.INSTANCE_BEFORE:
             return [self]
-        smaller = blame is Blame.SIZE and len(self.entries) > 1 and allowed_rows < rows
+        smaller = blame is Blame.SIZE and len(self.entries) > 1 and self.search.most_rows < rows
         return [self] if smaller else []
 
     def halves(self) -> list[Suspects[T]]:
@@ -88,8 +93,8 @@ class Suspects(Generic[T]):
         left."""
         if len(self.entries) < 2:
             return []
-        if self.budget.left >= 2:
-            self.budget.left -= 2
+        if self.search.left >= 2:
+            self.search.left -= 2
             middle = len(self.entries) // 2
             return [self.narrowed(half) for half in (self.entries[:middle], self.entries[middle:])]
         return [self.narrowed([entry]) for entry in self.entries]
@@ -111,14 +116,11 @@ class Retries(Generic[T]):
             _log.exception("can't tell whose fault a failure is")
             return Blame.NOBODY
 
-    def plan(
-        self, batch: Batch[T], blame: Blame, suspects: Suspects[T] | None, allowed_rows: int
-    ) -> Sequence[Entry[T]]:
-        """Have what may succeed of a failed batch, which was of `suspects` if it ran again itself, wait here. Returns
-        the requests that fail for good."""
+    def plan(self, batch: Batch[T], blame: Blame, suspects: Suspects[T]) -> Sequence[Entry[T]]:
+        """Have what may succeed of a failed batch, whose requests are `suspects`, wait here. Returns the requests that
+        fail for good."""
         if not self._isolates and blame is not Blame.INSTANCE_BEFORE:
             return batch.entries
-        suspects = suspects or Suspects.of_batch(batch.key, batch.entries)
-        groups = suspects.again(blame, batch.padded_rows, allowed_rows)
+        groups = suspects.again(blame, batch.padded_rows)
         self.groups.extend(groups)
         return () if groups else batch.entries

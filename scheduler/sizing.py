@@ -67,9 +67,11 @@ class Sizing:
             fitting, rows = self.fitting(lane, max_requests)
         return self._to_allowed_size(lane.key, fitting, rows) if self._policy.batch_sizes else Cut(fitting, rows, rows)
 
-    def fitting(self, entries: Iterable[Entry[T]], max_requests: int) -> tuple[list[Entry[T]], int]:
-        """As many of the first entries as fit into a batch, at least one; and their rows."""
-        fitting, rows = _fitting(entries, self.allowance.rows, max_requests)
+    def fitting(self, entries: Iterable[Entry[T]], max_requests: int, most_rows: int = 0) -> tuple[list[Entry[T]], int]:
+        """As many of the first entries as fit into a batch, of `most_rows` if that isn't 0, at least one; and their
+        rows."""
+        allowed_rows = self.allowance.rows
+        fitting, rows = _fitting(entries, min(allowed_rows, most_rows or allowed_rows), max_requests)
         if fitting:
             return fitting, rows
         first = next(iter(entries))

@@ -199,6 +199,15 @@ async def test_exception_of_a_python_model_is_that_of_the_request_at_fault(tmp_p
         assert "ValueError: this is no good" in text
 
 
+async def test_request_a_python_model_has_too_little_memory_for_makes_no_batches_smaller(tmp_path: Path) -> None:
+    write(tmp_path, FOUR)
+    async with serving(tmp_path, settings=allowing(tmp_path)) as served:
+        *good, (status, _) = await together(served, 1, 2, 3, puppet.MEMORY)
+        assert good == [[10], [20], [30]]
+        assert status is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert await served.metric("paceline_allowed_batch_rows") == 4
+
+
 async def test_crash_of_a_python_model_fails_its_batch_and_the_next_is_answered(tmp_path: Path) -> None:
     folder = write(tmp_path, FOUR)
     async with serving(tmp_path, settings=allowing(tmp_path)) as served:

@@ -84,3 +84,15 @@ def test_allowed_sizes_are_the_only_ones_and_the_smallest_stays(failed: int, exp
     assert allowance.rows == expected
     allowance.grow(PAUSE_NS)
     assert allowance.rows == {16: 64, 4: 16}[expected]
+
+
+def test_shortage_that_is_forgiven_leaves_what_was_allowed_and_due_before() -> None:
+    allowance = Allowance(32)
+    allowance.exhausted(32, 0)
+    due_ns = allowance.due_ns
+    before = allowance.exhausted(16, 7)
+    assert allowance.rows == 8
+    allowance.forgive(before)
+    assert (allowance.rows, allowance.due_ns) == (16, due_ns)
+    allowance.grow(due_ns)
+    assert allowance.rows == 32

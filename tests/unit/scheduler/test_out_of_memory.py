@@ -111,6 +111,36 @@ async def test_request_of_more_rows_than_allowed_for_now_runs_alone(bench: Short
     assert [await first, await large, await last] == ["A", "B", "C"]
 
 
+@pytest.mark.parametrize("place", range(8))
+async def test_request_that_needs_too_much_by_itself_makes_nobody_elses_batches_smaller(
+    bench: ShortBench, place: int
+) -> None:
+    given = names(8)
+    given[place] = "greedy"
+    futures = await bench.submit(*given)
+    while bench.runner.busy:
+        if "greedy" in bench.runner.batches[-1]:
+            bench.runner.fail(MemoryError())
+        else:
+            bench.runner.finish(str.upper)
+        await one_turn()
+    assert [isinstance(future.exception(), ExecutionFailed) for future in futures] == [one == "greedy" for one in given]
+    assert bench.batcher.allowed_rows == 16
+    await bench.submit(*names(16))
+    assert await bench.run_all(fits=16) == [(16, False)]
+    bench.clock.advance(3 * PAUSE_NS)
+    await bench.submit(*names(16))
+    assert await bench.run_all(fits=8) == [(16, True), (8, False), (8, False)], "shortages are still learned of"
+    assert bench.batcher.allowed_rows == 8
+
+
+async def test_request_that_is_alone_and_fails_makes_nobody_elses_batches_smaller(bench: ShortBench) -> None:
+    (large,) = await bench.submit("large", rows=6)
+    assert await bench.run_all(fits=0) == [(6, True)]
+    assert isinstance(large.exception(), ExecutionFailed)
+    assert bench.batcher.allowed_rows == 16
+
+
 async def test_nothing_fits_at_all_and_each_request_fails_once(bench: ShortBench) -> None:
     futures = await bench.submit(*names(16))
     ran = await bench.run_all(fits=0)
