@@ -7,6 +7,7 @@ waits for its answer gets one.
 
 from __future__ import annotations
 
+import codecs
 import logging
 import os
 import signal
@@ -203,9 +204,11 @@ class ModelProcess:
 
     def _log_output(self) -> None:
         assert self._popen.stdout is not None
+        # A long line comes in parts, which may end within a character.
+        decoder = codecs.getincrementaldecoder("utf-8")("replace")
         with self._popen.stdout as output:
             while line := output.readline(_LONGEST_LINE_BYTES):
-                if text := line.decode(errors="replace").rstrip():
+                if text := decoder.decode(line, line.endswith(b"\n")).rstrip():
                     self._last_words = text
                     _log.info("model '%s': %s", self._source.name, text)
 

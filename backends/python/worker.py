@@ -12,6 +12,7 @@ import faulthandler
 import fcntl
 import importlib.util
 import inspect
+import operator
 import os
 import signal
 import sys
@@ -184,7 +185,9 @@ def _declared(kind: type, attribute: str) -> Declared | None:
     if tensors is None:
         return None
     try:
-        return tuple((str(name), str(datatype), tuple(map(int, dims))) for name, (datatype, dims) in tensors.items())
+        return tuple(
+            (str(name), str(datatype), tuple(map(operator.index, dims))) for name, (datatype, dims) in tensors.items()
+        )
     except (AttributeError, TypeError, ValueError):
         raise TypeError(
             f'{_CLASS}.{attribute}: expected a dict such as {{"x": ("FP32", [-1, 4])}}, got {tensors!r}'

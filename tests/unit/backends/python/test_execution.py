@@ -13,7 +13,7 @@ from backends.errors import ExecutionError, SessionError
 from backends.python.instance import PythonInstance
 from tests import puppet
 from tests.polling import eventually
-from tests.unit.backends.python_models import run, serving
+from tests.unit.backends.python_models import CLASS, run, serving
 
 
 def single(datatype: str) -> ModelSpec:
@@ -210,6 +210,17 @@ def test_output_goes_to_the_log_with_the_models_name(
         run(instance, puppet.PRINT)
         eventually(lambda: "model 'm': its words" in caplog.messages, "both lines in the log")
     assert "model 'm': these are" in caplog.messages
+
+
+def test_long_line_of_output_is_cut_between_characters(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    spec = ModelSpec((TensorSpec("x", "FP32", (4,)),), (TensorSpec("y", "FP32", ()),), batched=True)
+    with (
+        caplog.at_level(logging.INFO, "paceline.models"),
+        serving(folder, f"print('a' + 5000 * 'é')\nprint('that was it')\n{CLASS}", spec),
+    ):
+        eventually(lambda: "model 'm': that was it" in caplog.messages, "all lines in the log")
+    lines = [message.removeprefix("model 'm': ") for message in caplog.messages]
+    assert "".join(lines[: lines.index("that was it")]) == "a" + 5000 * "é"
 
 
 def test_traceback_goes_to_the_log_once_for_each_place(

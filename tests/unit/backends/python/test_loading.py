@@ -64,6 +64,7 @@ def test_spec_of_a_class_that_declares_nothing_is_that_of_the_configuration(fold
         (CLASS.replace('"FP32", [-1])', '"FP33", [-1])'), r"Model.outputs\['y'\]: expected a datatype of BOOL, .*FP33"),
         (CLASS.replace("[-1])", "[-2])"), r"Model.outputs\['y'\]: expected dims from -1 to .*, got \[-2\]"),
         (CLASS.replace("[-1])", "[2**63])"), r"expected dims from -1 to .*, got \[9223372036854775808\]"),
+        (CLASS.replace("[-1])", "[2.7])"), r"Model.outputs: expected a dict .* \('FP32', \[2.7\]\)}"),
         (CLASS.replace('"y": (', r'"\udcff": ('), "Model.outputs.*: expected a name that is UTF-8"),
         (CLASS.replace('{"y": ("FP32", [-1])}', '["y"]'), r"Model.outputs: expected a dict such as .*, got \['y'\]"),
         (CLASS.replace('{"y": ("FP32", [-1])}', "{}"), "Model.outputs: expected one or more, got none"),
