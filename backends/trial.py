@@ -36,6 +36,10 @@ _NOISIER = 10
 """How much more than larger numbers of the same output smaller ones may differ by: what models that quantize are off
 by has the size of the largest."""
 
+_MANY = (0, 0, 1, 0, 1, 1, 0, 1)
+"""Which of the two rows those of a longer stack are: what rows do to others that aren't next to them is seen, as each
+distance from one to seven lies between two that differ, in either direction."""
+
 Run = Callable[[Sequence[Array]], Tensors]
 
 
@@ -66,8 +70,8 @@ def try_rows(spec: ModelSpec, run: Run) -> Trial:
     order; one if its inputs don't all have a free first dimension. `run` gives the outputs for one array per input and
     raises ExecutionError.
 
-    Blocks for eight executions, or twelve where other dimensions are free, too, one more if they differ, and some more
-    if it doesn't take the first rows.
+    Blocks for ten executions, two of them of eight rows, or fourteen where other dimensions are free, too, one more if
+    they differ, and some more if it doesn't take the first rows.
     """
     if any(tensor.any_rank for tensor in spec.inputs):
         return Trial(spec)
@@ -78,7 +82,7 @@ def try_rows(spec: ModelSpec, run: Run) -> Trial:
         if made_up.free <= longest or _elements(spec, made_up) > _MOST_ELEMENTS:
             continue
         try:
-            found = _try(found.spec if found else spec, run, made_up)
+            found = _try(found.spec if found else spec, run, made_up, many=found is None)
         except SessionError as error:
             return found or Trial(spec, failed=str(error))
         except ExecutionError as error:
@@ -92,8 +96,8 @@ def try_rows(spec: ModelSpec, run: Run) -> Trial:
     return found or Trial(spec, failed=failed)
 
 
-def _try(spec: ModelSpec, run: Run, made_up: _MadeUp) -> Trial:
-    """Raises ExecutionError if it doesn't take rows alone, and SessionError."""
+def _try(spec: ModelSpec, run: Run, made_up: _MadeUp, *, many: bool) -> Trial:
+    """`many`: also more than two at a time. Raises ExecutionError if it doesn't take rows alone, and SessionError."""
     stackable = _can_be_stacked(spec)
     random = np.random.default_rng(0)
     pairs = [_pair(tensor, made_up, stackable, random) for tensor in spec.inputs]
@@ -103,17 +107,22 @@ def _try(spec: ModelSpec, run: Run, made_up: _MadeUp) -> Trial:
         raise ExecutionError("it makes infinite numbers of negative ones")
     if not stackable:
         return Trial(_as_seen(spec, alone))
-    try:
-        # In either order: what rows do to those before them is seen, and what to those behind.
-        together = [run([np.concatenate(pair[::step]) for pair in pairs]) for step in (1, -1)]
-    except SessionError:
-        raise
-    except ExecutionError as error:
-        few, many = _counts(made_up.rows)
-        return Trial(_as_seen(spec, alone), f"it runs {few} and fails for {many}: {error}")
-    seen = _as_seen(spec, [*alone, *together])
-    found = _differences(seen, alone, together[0], made_up.rows)
-    found = found or _differences(seen, alone[::-1], together[1], made_up.rows)
+    # In either order: what rows do to those before them is seen, and what to those behind.
+    orders: list[tuple[int, ...]] = [(0, 1), (1, 0)]
+    if many and made_up.rows == 1 and len(_MANY) * _elements(spec, made_up) <= 2 * _MOST_ELEMENTS:
+        orders += [_MANY, _MANY[::-1]]
+    seen, found, results = _as_seen(spec, alone), dict[int, str](), list(alone)
+    for order in orders:
+        try:
+            together = run([np.concatenate([pair[number] for number in order]) for pair in pairs])
+        except SessionError:
+            raise
+        except ExecutionError as error:
+            few, more = _count(made_up.rows), _count(len(order) * made_up.rows)
+            return Trial(seen, f"it runs {few} and fails for {more}: {error}")
+        results.append(together)
+        seen = _as_seen(spec, results)
+        found = found or _differences(seen, [alone[number] for number in order], together, made_up.rows)
     steady = _steady(alone[0], lambda: run(rows[0])) if found else ()
     return Trial(seen, next((why for index, why in found.items() if index in steady), ""))
 
@@ -123,24 +132,24 @@ def _can_be_stacked(spec: ModelSpec) -> bool:
 
 
 def _differences(spec: ModelSpec, alone: Sequence[Tensors], both: Tensors, rows: int) -> dict[int, str]:
-    """How outputs that aren't in company what they are alone differ, by their index."""
+    """How outputs of `both`, or more, that aren't in company what they are `alone` differ, by their index."""
     columns = enumerate(zip(spec.outputs, zip(*alone, strict=True), both, strict=True))
     found = {index: _compare(*column, rows) for index, column in columns}
     return {index: why for index, why in found.items() if why}
 
 
 def _compare(tensor: TensorSpec, alone: Sequence[Array], both: Array, rows: int) -> str:
-    shapes = [one.shape for one in alone]
-    if both.shape[:1] != (2 * rows,) or any(shape != (rows, *both.shape[1:]) for shape in shapes):
-        few, many = _counts(rows)
+    shapes, all_rows = [one.shape for one in alone], len(alone) * rows
+    if both.shape[:1] != (all_rows,) or any(shape != (rows, *both.shape[1:]) for shape in shapes):
+        few, many = _count(rows), _count(all_rows)
         return f"output '{tensor.name}' has shape {list(shapes[0])} for {few} and {list(both.shape)} for {many}"
     if not _alike(tensor, np.concatenate(alone), both):
-        return f"output '{tensor.name}' of a row depends on the row beside it"
+        return f"output '{tensor.name}' of a row depends on {'the row' if len(alone) == 2 else 'rows'} beside it"
     return ""
 
 
-def _counts(rows: int) -> tuple[str, str]:
-    return ("one row", "two") if rows == 1 else (f"{rows} rows", f"{2 * rows}")
+def _count(rows: int) -> str:
+    return {1: "one row", 2: "two"}.get(rows, f"{rows} rows")
 
 
 def _alike(tensor: TensorSpec, alone: Array, both: Array) -> bool:
