@@ -3,7 +3,7 @@
 Lives here: who may share a request, when it is sent, and whose rows are whose in the answer. Must not live here:
 channels, calls, streams. To a caller it is an inference of his own: its timeout, its cancellation, and no error that
 isn't his, as far as one can tell: a request that is refused or fails by what is in it is sent again for each alone, and
-one for which there is no room in smaller ones.
+one for which there is no room, or no time, in smaller ones.
 """
 
 from __future__ import annotations
@@ -39,6 +39,8 @@ Send = Callable[[ModelInferRequest, float | None], Awaitable[InferResult]]
 
 # While one request is computed the next is on its way; a third would only make all of them smaller.
 _UNDER_WAY: Final = 2
+# Kinds of inferences of which it is remembered that there was too little room or time for many together.
+_MOST_SHORT: Final = 100
 # What paceline's bounds on what waits count, besides requests, what is short where a batch finds no memory, and what
 # gRPC's implementations say of a message beyond the receiver's limit.
 _SIZE: Final = re.compile(r"\b(rows|bytes|memory)\b|larger than max")
@@ -61,8 +63,8 @@ class _Group:
     """Inferences that may share a request: those that wait, in order, and the requests under way.
 
     Where the server has no room for as many rows as there may be in a request, because it never has, or is full just
-    now of what others sent, there are half as many in the next one, which comes when no other is under way; then more
-    again, by and by.
+    now of what others sent, or can't answer them in time, there are half as many in the next one, which comes when no
+    other is under way; then more again, by and by.
     """
 
     def __init__(self, most_rows: int) -> None:
@@ -72,18 +74,18 @@ class _Group:
         self.most_rows = most_rows
         self.is_short = False
 
-    def shrink(self, members: Sequence[_Member], refusal: InferenceError) -> bool:
-        """There was no room for `members` in one request. False if there was but one: then those who wait for the
-        same reason and are no smaller would fare no better, and a full server isn't asked for each of them."""
-        if len(members) > 1:
-            self.is_short = True
-            self.most_rows = max(1, min(self.most_rows, sum(member.rows for member in members) // 2))
-            return True
-        size_bytes = members[0].request.ByteSize()
-        for member in self.waiting if self.is_short else ():
-            if member.request.ByteSize() >= size_bytes:
-                _fail(member, _own(refusal))
-        return False
+    def shrink(self, members: Sequence[_Member]) -> None:
+        """There was no room, or no time, for several `members` in one request."""
+        self.is_short = True
+        self.most_rows = max(1, min(self.most_rows, sum(member.rows for member in members) // 2))
+
+    def refuse_alike(self, member: _Member, refusal: InferenceError) -> None:
+        """There was no room for one alone: those who wait for the same reason and are no smaller would fare no better,
+        and a full server isn't asked for each of them."""
+        size_bytes = member.request.ByteSize()
+        for other in self.waiting if self.is_short else ():
+            if other.request.ByteSize() >= size_bytes:
+                _fail(other, _own(refusal))
 
     def grow(self, most_rows: int) -> None:
         """A request was answered; there may be `most_rows` in one at most."""
@@ -156,7 +158,8 @@ class Coalescer:
             task = loop.create_task(self._run(group, members))
             group.tasks[task] = members
             task.add_done_callback(partial(self._on_done, key, group))
-        if not group.waiting and not group.tasks:
+        is_known = group.is_short and len(self._groups) <= _MOST_SHORT
+        if not group.waiting and not group.tasks and not is_known:
             self._groups.pop(key, None)
 
     def _next(self, group: _Group) -> list[_Member]:
@@ -195,6 +198,8 @@ class Coalescer:
         """Its caller has an answer, or wants none any more; what nobody wants isn't waited for."""
         for task, members in group.tasks.items():
             if member in members and all(one.answer.done() for one in members):
+                if len(members) > 1 and not task.done() and _has_expired(member):
+                    group.shrink(members)
                 task.cancel()
 
     async def _run(self, group: _Group, members: Sequence[_Member]) -> Sequence[_Member]:
@@ -202,8 +207,11 @@ class Coalescer:
         try:
             await self._ask(members)
         except InferenceError as error:
-            if _is_due_to_its_size(error) and group.shrink(members, error):
-                return members
+            if len(members) > 1 and (_is_due_to_its_size(error) or isinstance(error, DeadlineExceeded)):
+                group.shrink(members)
+                return [member for member in members if not member.answer.done()]
+            if _is_due_to_its_size(error):
+                group.refuse_alike(members[0], error)
             if len(members) > 1 and _is_due_to_what_is_in_it(error):
                 await asyncio.gather(*(self._ask_alone(member) for member in members if not member.answer.done()))
             else:
@@ -299,6 +307,12 @@ def _is_due_to_what_is_in_it(error: InferenceError) -> bool:
 def _is_due_to_its_size(error: InferenceError) -> bool:
     """Whether requests of fewer rows may be let in."""
     return isinstance(error, ResourceExhausted) and _SIZE.search(error.message) is not None
+
+
+def _has_expired(member: _Member) -> bool:
+    """Whether its own alarm has rung."""
+    answer = member.answer
+    return answer.done() and not answer.cancelled() and isinstance(answer.exception(), DeadlineExceeded)
 
 
 def _own(error: InferenceError) -> InferenceError:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import grpc
 import numpy as np
 
 from clients.coalescing import Coalescer
+from clients.errors import DeadlineExceeded
 from clients.messages import InferResult, infer_request, infer_result
 from protos import inference_pb2 as pb
 from tests.unit.clients.peer import echo
@@ -28,3 +30,60 @@ async def test_requests_together_are_no_larger_than_a_message_may_be() -> None:
     assert sizes_bytes == [80, 80, 80, 40]
     larger = np.zeros((1, 40), np.float32)
     assert (await coalescer.infer(infer_request("m", {"x": larger}), 30.0))["x"].shape == larger.shape
+
+
+def rows_of(request: pb.ModelInferRequest) -> int:
+    return int(request.inputs[0].shape[0])
+
+
+def one_row(number: int) -> pb.ModelInferRequest:
+    return infer_request("m", {"x": np.full((1, 10), number, np.float32)})
+
+
+async def test_rows_that_are_too_late_together_go_in_smaller_requests() -> None:
+    sent: list[int] = []
+
+    async def send(request: pb.ModelInferRequest, timeout_s: float | None) -> InferResult:
+        sent.append(rows_of(request))
+        if rows_of(request) > 2:
+            raise DeadlineExceeded(grpc.StatusCode.DEADLINE_EXCEEDED, "the deadline can't be met")
+        context: Any = None
+        return infer_result(echo(request, context))
+
+    coalescer = Coalescer(send, 32)
+    results = await asyncio.gather(*(coalescer.infer(one_row(number), 30.0) for number in range(8)))
+    assert [result["x"][0, 0] for result in results] == list(range(8))
+    assert sent[:3] == [8, 4, 2]
+    assert len(sent) < 2 * 8
+    assert sum(rows for rows in sent if rows <= 2) == 8, "nobody was asked for twice"
+
+
+async def test_row_that_is_too_late_alone_fails_by_itself() -> None:
+    async def send(request: pb.ModelInferRequest, timeout_s: float | None) -> InferResult:
+        if 3 in np.frombuffer(request.raw_input_contents[0], np.float32):
+            raise DeadlineExceeded(grpc.StatusCode.DEADLINE_EXCEEDED, "the deadline can't be met")
+        context: Any = None
+        return infer_result(echo(request, context))
+
+    coalescer = Coalescer(send, 32)
+    asking = [coalescer.infer(one_row(number), 30.0) for number in range(8)]
+    outcomes = await asyncio.gather(*asking, return_exceptions=True)
+    assert [isinstance(outcome, DeadlineExceeded) for outcome in outcomes] == [number == 3 for number in range(8)]
+
+
+async def test_rows_that_nobody_waited_for_long_enough_are_fewer_the_next_time() -> None:
+    sent: list[int] = []
+
+    async def send(request: pb.ModelInferRequest, timeout_s: float | None) -> InferResult:
+        sent.append(rows_of(request))
+        if rows_of(request) > 4:
+            await asyncio.Event().wait()
+        context: Any = None
+        return infer_result(echo(request, context))
+
+    coalescer = Coalescer(send, 32)
+    asking = [coalescer.infer(one_row(number), 0.05) for number in range(8)]
+    assert {type(one) for one in await asyncio.gather(*asking, return_exceptions=True)} == {DeadlineExceeded}
+    results = await asyncio.gather(*(coalescer.infer(one_row(number), 30.0) for number in range(8)))
+    assert [result["x"][0, 0] for result in results] == list(range(8))
+    assert sent == [8, 4, 4]
