@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from numbers import Integral
 from types import ModuleType, TracebackType
-from typing import Any, ClassVar, Literal, Self, TypeVar
+from typing import Any, ClassVar, Final, Literal, Self, TypeVar
 
 import grpc
 import grpc.aio
@@ -21,13 +21,16 @@ from clients.calls import Call, Method
 from clients.coalescing import Coalescer
 from clients.errors import Cancelled, DeadlineExceeded, Unavailable, rpc_failure, unreadable
 from clients.messages import InferResult, Inputs, ModelMetadata, Parameters, ServerMetadata, infer_request
-from clients.streams import Streams, check_request
+from clients.streams import NoStream, Streams, check_request
 from clients.tls import Tls
 from protos.inference_pb2 import ModelInferRequest
 
 __all__ = ["InferenceClient"]
 
 T = TypeVar("T")
+
+_MOST_STREAMED_BYTES: Final = 1024 * 1024
+"""A larger message would hold up those behind it on its stream, and end it where it is beyond the server's limit."""
 
 
 class InferenceClient(BaseClient):
@@ -37,11 +40,13 @@ class InferenceClient(BaseClient):
     in which it is first used, and raises RuntimeError in another. Cancelling the task that awaits a method cancels the
     call on the server too.
 
-    With `transport="stream"`, `infer` shares a few ModelStreamInfer streams instead of making calls of its own, which
-    is less work for both ends where many small requests are under way. What differs: a stream that breaks fails all who
-    wait on it, a large tensor holds up those behind it, `metadata` is for the client as a whole, and of an error only
-    status and message travel, from servers other than paceline the message alone (and the status is UNKNOWN). The
-    server sees a `request_id` with a number before it, `7:mine`, in its logs and traces; the result has one's own.
+    With `transport="stream"`, `infer` shares up to 16 ModelStreamInfer streams instead of making calls of its own,
+    which is less work for both ends where many small requests are under way. Requests of more than a MiB of tensors,
+    and those for which the server has no room for a stream, are calls all the same. What differs: a stream that breaks
+    fails all who wait on it, as does a message beyond the server's limit; `metadata` is for the client as a whole, and
+    of an error only status and message travel, from servers other than paceline the message alone (and the status is
+    UNKNOWN). The server sees a `request_id` with a number before it, `7:mine`, in its logs and traces; the result has
+    one's own.
 
     With `coalesce=N`, concurrent inferences that differ in their rows alone become requests of up to N rows, and each
     caller gets its rows of the answer: for models that work row by row, whose batches may have N rows. Timeouts,
@@ -179,10 +184,15 @@ class InferenceClient(BaseClient):
 
     async def _infer(self, request: ModelInferRequest, timeout_s: float | None, metadata: Metadata = ()) -> InferResult:
         call = calls.infer(request)
-        if self._streams is None:
+        if self._streams is None or _is_large(request):
             return await self._call(call, timeout_s, metadata)
         self._open()
-        return call.read(await self._streams.infer(request, timeout_s))
+        until_s = None if timeout_s is None else asyncio.get_running_loop().time() + timeout_s
+        try:
+            return call.read(await self._streams.infer(request, timeout_s))
+        except NoStream:
+            left_s = None if until_s is None else max(0.0, until_s - asyncio.get_running_loop().time())
+            return await self._call(call, left_s, metadata)
 
     def _open(self) -> Mapping[Method, Callable[..., Any]]:
         """As in every client. Raises RuntimeError in another loop than the channel's: gRPC would fail in words of its
@@ -226,6 +236,10 @@ class InferenceClient(BaseClient):
         if response is None:
             raise unreadable()
         return call.read(response)
+
+
+def _is_large(request: ModelInferRequest) -> bool:
+    return sum(map(len, request.raw_input_contents)) > _MOST_STREAMED_BYTES
 
 
 def _check_rows(coalesce: int) -> None:

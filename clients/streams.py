@@ -3,7 +3,8 @@
 Lives here: which stream a request takes, whose answer is whose, and what the end of a stream means. Must not live here:
 channels, or what requests and answers say. Works with every server whose ModelStreamInfer returns ids; paceline besides
 takes back what its caller gave up, lets answers overtake each other, and tells the status of an error. An answer's way
-back is the id alone, and callers may use one twice: on the wire theirs has a number before it.
+back is the id alone, and callers may use one twice: on the wire theirs has a number before it. What a stream was
+refused for goes over others, or as calls of their own: the server hasn't looked at it.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from clients.errors import (
     Cancelled,
     DeadlineExceeded,
     InferenceError,
+    ResourceExhausted,
     Unavailable,
     inference_error,
     rpc_failure,
@@ -30,11 +32,17 @@ from clients.errors import (
 )
 from protos.inference_pb2 import ModelInferRequest, ModelInferResponse, ModelStreamInferResponse
 
-__all__ = ["Streams", "check_request"]
+__all__ = ["NoStream", "Streams", "check_request"]
 
 # 64 callers of a tiny model on 2 cores: calls 3,100 requests/s, 1 stream 3,000, 4 streams 4,500, 8 5,200, 16 6,100,
 # 32 6,500 (medians of four interleaved rounds). Each message of one stream wakes both ends up; streams share that.
 _STREAMS: Final = 16
+# So many on each of them before another one is opened.
+_BUSY: Final = 2
+# After the server has refused one, until another one is tried for.
+_REFUSED_S: Final = 1.0
+# What gRPC's implementations say where a message is beyond the server's limit; other streams would end likewise.
+_TOO_LARGE: Final = "larger than max"
 _UNORDERED: Final = "paceline_unordered"
 _DEADLINE: Final = "paceline_deadline_us"
 _CANCEL: Final = "paceline_cancel"
@@ -46,34 +54,55 @@ _STATUS_S: Final = 1.0
 _T = TypeVar("_T")
 
 
+class NoStream(Exception):
+    """The server has no room for a stream just now. The request is as it was."""
+
+
 class Streams:
-    """A few streams, each opened by `open_call` when it is first used, and again after it has ended."""
+    """A few streams, opened by `open_call` as they are needed: when there is none, or those that there are are busy.
+
+    A server lets in so many, of all its clients. What was meant for one that it has refused goes over the others.
+    """
 
     def __init__(self, open_call: Callable[[], Any]) -> None:
         self._open_call = open_call
-        self._streams: list[_Stream | None] = [None] * _STREAMS
-        self._next = 0
+        self._streams: list[_Stream] = []
+        self._refused_until_s = 0.0
 
     async def infer(self, request: ModelInferRequest, timeout_s: float | None) -> ModelInferResponse:
         """The answer to `request`, which is changed on the way, as ModelInfer would give it.
 
         Raises InferenceError as a call would: DeadlineExceeded when `timeout_s` seconds have passed, and what ended the
-        stream for all who waited on it. Cancelling takes the request back.
+        stream for all who waited on it; NoStream if there is none to be had. Cancelling takes the request back.
         """
-        return await self._stream().infer(request, timeout_s)
+        now_s = asyncio.get_running_loop().time
+        began_s, own_id, left_s = now_s(), request.id, timeout_s
+        while (stream := self._stream(now_s())) is not None:
+            try:
+                return await stream.infer(request, left_s)
+            except ResourceExhausted:
+                if not stream.was_refused:
+                    raise
+            self._refused_until_s = now_s() + _REFUSED_S
+            request.id = own_id
+            del request.parameters[_UNORDERED]
+            left_s = None if timeout_s is None else max(0.0, timeout_s - (now_s() - began_s))
+        raise NoStream
 
-    def _stream(self) -> _Stream:
-        number = self._next = (self._next + 1) % len(self._streams)
-        stream = self._streams[number]
-        if stream is None or stream.ended:
-            stream = self._streams[number] = _Stream(self._open_call())
-        return stream
+    def _stream(self, now_s: float) -> _Stream | None:
+        streams = self._streams = [stream for stream in self._streams if not stream.ended]
+        least = min(streams, key=_Stream.requests, default=None)
+        if least is not None and (least.requests() < _BUSY or len(streams) == _STREAMS):
+            return least
+        if now_s < self._refused_until_s:
+            return least
+        streams.append(_Stream(self._open_call()))
+        return streams[-1]
 
     async def close(self) -> None:
         """End all streams; who still waits gets Cancelled."""
         for stream in self._streams:
-            if stream is not None:
-                await stream.close()
+            await stream.close()
 
 
 class _Stream:
@@ -92,6 +121,12 @@ class _Stream:
         self._reading = self._loop.create_task(self._read())
         self._writing = self._loop.create_task(self._write())
         self.ended = False
+        self.was_refused = False
+        """Whether it ended before there was any answer, as the server had no room for it."""
+
+    def requests(self) -> int:
+        """How many are under way."""
+        return len(self._waiting)
 
     async def infer(self, request: ModelInferRequest, timeout_s: float | None) -> ModelInferResponse:
         own_id, request.id = request.id, self._wire_id(request.id)
@@ -153,8 +188,10 @@ class _Stream:
     async def _read(self) -> None:
         """Hand out answers until the stream ends, and then everybody who still waits the reason."""
         reason: Callable[[], InferenceError] = _ended
+        has_answered = False
         try:
             while (message := await self._call.read()) is not EOF:
+                has_answered = True
                 if message is None:
                     # No message: nobody can tell whose answer it was.
                     reason = unreadable
@@ -164,7 +201,9 @@ class _Stream:
                 if answer is not None and not answer.done():
                     answer.set_result(message)
         except grpc.aio.AioRpcError as error:
-            reason = partial(_broken, await self._true_status(error))
+            status = await self._true_status(error)
+            reason = partial(_broken, status)
+            self.was_refused = not has_answered and _is_refusal(status)
         except asyncio.CancelledError:
             reason = _closed
         self.ended = True
@@ -215,6 +254,11 @@ def _at_once(coroutine: Coroutine[Any, Any, _T]) -> _T:
         return value
     coroutine.close()
     raise RuntimeError("grpc.aio calls done what isn't")
+
+
+def _is_refusal(status: grpc.aio.AioRpcError) -> bool:
+    """Whether it says that there is no room for a stream."""
+    return status.code() is grpc.StatusCode.RESOURCE_EXHAUSTED and _TOO_LARGE not in (status.details() or "")
 
 
 def _of_a_write(error: grpc.aio.AioRpcError) -> bool:

@@ -30,6 +30,7 @@ from clients import (
 from protos import inference_pb2 as pb
 from protos.inference_pb2_grpc import GRPCInferenceServiceServicer, add_GRPCInferenceServiceServicer_to_server
 from server.config import Settings
+from server.limits import Limits
 from tests.integration.relay import relaying
 from tests.integration.scripted import Script, busy, marked
 from tests.integration.serving import Served, serving
@@ -356,11 +357,15 @@ async def test_infer_over_streams_answer_that_is_no_message_ends_its_stream_for_
 
 async def test_infer_over_streams_of_a_foreign_server_has_answers_and_errors_without_status() -> None:
     async with peer(Foreign()) as client:
-        for _ in range(50):
-            assert (await client.infer("m", {"a": marked(1)}, request_id="mine")).id == "mine"
+        for _ in range(20):
+            for _ in range(2):
+                assert (await client.infer("m", {"a": marked(1)}, request_id="mine")).id == "mine"
             with pytest.raises(InferenceError, match="no such thing") as caught:
                 await client.infer("bad", {"a": marked(1)})
             assert caught.value.status is grpc.StatusCode.UNKNOWN
+            assert client._streams is not None
+            streams = client._streams._streams
+            await eventually_async(lambda: all(stream.ended for stream in streams), "its end")  # noqa: B023
 
 
 @pytest.mark.parametrize("request_id", ["mine", "grün/7", "7", "7:x", "x" * 5000])
@@ -372,6 +377,47 @@ async def test_infer_over_streams_request_id_is_in_what_the_server_sees_and_may_
         results = await asyncio.gather(*asking)
     assert [(result.model_name, result.id) for result in results] == [(f"m{n}", request_id) for n in range(32)]
     assert sorted(pairing.ids) == sorted([f"1:{request_id}", f"2:{request_id}"] * 16)
+
+
+async def test_infer_over_streams_opens_as_many_as_are_needed(
+    served: Served, client: AsyncInferenceClient, script: Script
+) -> None:
+    async def streams() -> float:
+        return await served.metric("paceline_limit_used", 'limit="streams"')
+
+    for mark in range(5):
+        assert await ask(client, mark) == mark
+    assert await streams() == 1
+    async with busy(served, script):
+        asking = [asyncio.create_task(ask(client, mark)) for mark in range(100)]
+        await eventually_async(lambda: served.waiting("m") == 40, "all that fit in the queue")
+    await asyncio.gather(*asking, return_exceptions=True)
+    assert await streams() == 16
+
+
+@pytest.mark.parametrize("room", [0, 1, 5])
+async def test_infer_over_streams_for_which_there_is_no_room_goes_over_others_or_by_calls(
+    tmp_path: Path, script: Script, room: int
+) -> None:
+    settings = Settings(paths=(tmp_path,), limits=Limits(streams=max(1, room)))
+    async with (
+        serving(tmp_path, {"m": script.model}, settings=settings, config="max_batch_size: 8") as served,
+        AsyncInferenceClient(served.target, transport="stream", timeout_s=20) as client,
+        AsyncInferenceClient(served.target, transport="stream", timeout_s=20) as other,
+    ):
+        if not room:
+            assert await ask(other, 1) == 1
+        for _ in range(5):
+            assert await asyncio.gather(*(ask(client, mark) for mark in range(100))) == list(range(100))
+        assert len([one for batch in script.served for one in batch]) == 500 + (not room), "each was executed once"
+        assert await served.metric("paceline_limit_used", 'limit="streams"') == max(1, room)
+
+
+async def test_infer_over_streams_sends_large_tensors_by_calls(served: Served, client: AsyncInferenceClient) -> None:
+    large = np.zeros((1, 300_000), np.float32)
+    result = await client.infer("m", {"a": large}, request_id="mine")
+    assert (result.id, result["x"].shape) == ("mine", large.shape)
+    assert await served.metric("paceline_limit_used", 'limit="streams"') == 0
 
 
 async def test_infer_over_streams_that_end_without_an_answer_is_unavailable() -> None:
