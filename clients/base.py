@@ -41,6 +41,7 @@ _CHANNEL_OPTIONS: Final[Mapping[str, Any]] = {
 
 # 31 years, and no bound beyond. gRPC's times are nanoseconds since 1970 in 64 bits; what is later counts as the past.
 _LONGEST_S: Final = 1e9
+_LARGEST_PORT: Final = 65_535
 
 _FIRST_PAUSE_S: Final = 0.05
 _LONGEST_PAUSE_S: Final = 1.0
@@ -144,8 +145,14 @@ class BaseClient:
 
 
 def _target(target: str) -> str:
+    expected = "target: expected a gRPC name such as '127.0.0.1:8001'"
     if not text("target", target):
-        raise ValueError("target: expected a gRPC name such as '127.0.0.1:8001', got ''")
+        raise ValueError(f"{expected}, got ''")
+    if target.startswith(("http://", "https://", "grpc://", "grpcs://")):
+        raise ValueError(f"{expected}, got {target!r}: leave out what is before the host; tls=True makes it TLS")
+    port = target.rpartition(":")[2]
+    if port.isdecimal() and int(port) > _LARGEST_PORT:  # gRPC would take what is left of it by 65536
+        raise ValueError(f"{expected}, got {target!r}, whose port is above {_LARGEST_PORT}")
     return target
 
 

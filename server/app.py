@@ -11,9 +11,10 @@ import ctypes
 import logging
 import os
 import socket
+import threading
 import time
 from collections.abc import Callable, Sequence
-from functools import cache, partial
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Protocol
@@ -92,6 +93,20 @@ def _regions(settings: Settings) -> Regions | None:
     return Regions(settings.max_client_shm_regions, settings.limits.message_bytes)
 
 
+def _made_once(make: Callable[[str], Backend]) -> Callable[[str], Backend]:
+    """What gives everybody who asks for a name the same, also those who ask at the same time, as loads do."""
+    made: dict[str, Backend] = {}
+    lock = threading.Lock()
+
+    def one(name: str) -> Backend:
+        with lock:
+            if name not in made:
+                made[name] = make(name)
+            return made[name]
+
+    return one
+
+
 def _load_defaults(settings: Settings) -> LoadDefaults:
     given = settings.backend_config
     rows = LoadDefaults().max_batch_rows if given.max_batch_rows is None else given.max_batch_rows
@@ -149,7 +164,7 @@ class Server:
         self._tracer = Tracer(settings.trace)
         self._room = Room(settings.limits.queued_requests, settings.limits.queued_bytes)
         loads = Loads(
-            backend_of or cache(partial(registry.backend, shared_threads=settings.backend_config.shared_threads)),
+            backend_of or _made_once(partial(registry.backend, shared_threads=settings.backend_config.shared_threads)),
             _load_defaults(settings),
             threads=settings.model_load_thread_count,
             retries=settings.model_load_retry_count,

@@ -51,8 +51,6 @@ class OpenCodec:
     def decode(self, request: AnyRequest) -> DecodedRequest:
         """Read the tensors; `spec` says which there are. Raises InvalidRequest."""
         message = message_of(request)
-        if not message.inputs:
-            raise InvalidRequest(f"model '{self._model}': expected inputs, got none")
         if (most := max(len(message.inputs), len(message.outputs))) > _MOST_TENSORS:
             raise InvalidRequest(f"model '{self._model}': expected at most {_MOST_TENSORS} tensors, got {most}")
         batched = self._max_batch_rows > 0 and _has_rows(message)
@@ -121,6 +119,6 @@ class OpenCodec:
 
 
 def _has_rows(message: ModelInferRequest) -> bool:
-    """Whether each tensor has a first axis, all of the same size."""
+    """Whether there are tensors, and each has a first axis, all of the same size."""
     rows = {one.shape[0] if one.shape else 0 for one in message.inputs}
     return len(rows) == 1 and min(rows) > 0

@@ -30,8 +30,9 @@ _log = logging.getLogger("paceline.server.poller")
 _SETTLE_S = 1.0
 """How soon to look again at what is changing, if looks aren't that frequent anyway."""
 
-Fingerprint = frozenset[tuple[str, int, int, int]]
-"""Path, time of modification and of any change in nanoseconds, and size of each file.
+Fingerprint = frozenset[tuple[str, str, int, int, int]]
+"""Path, where that leads if there are links on its way, time of modification and of any change in nanoseconds, and size
+of each file.
 
 Tools that copy set the time of modification and nobody can set the other, which also tells of a new mode or link: a
 load too many, once. The number of the inode would tell of replacements alone, but file systems in front of object
@@ -168,9 +169,10 @@ def _files(top: Path) -> Iterator[Path]:
         yield from (Path(where, file) for file in files)
 
 
-def _file(path: Path) -> tuple[str, int, int, int]:
+def _file(path: Path) -> tuple[str, str, int, int, int]:
     try:
         about = path.stat()
+        place = os.path.realpath(path)
     except OSError:  # it went while we looked, or is a link to nowhere
-        return str(path), -1, -1, -1
-    return str(path), about.st_mtime_ns, about.st_ctime_ns, about.st_size
+        return str(path), "", -1, -1, -1
+    return str(path), place, about.st_mtime_ns, about.st_ctime_ns, about.st_size

@@ -54,6 +54,26 @@ async def test_requests_that_look_alike_travel_together(tmp_path: Path) -> None:
         assert [[one.name for one in call.outputs] for call in stub.calls if call.outputs] == [["y"]]
 
 
+def constant(call: pb.ModelInferRequest) -> pb.ModelInferResponse:
+    answer = pb.ModelInferResponse(model_name=call.model_name, id=call.id)
+    answer.outputs.add(name="x", datatype="FP32", shape=[2])
+    answer.raw_output_contents.append(np.array([3, 4], np.float32).tobytes())
+    return answer
+
+
+@pytest.mark.parametrize("outputs", [{}, {"x": ("FP32", [2])}], ids=["silent", "outputs"])
+async def test_requests_without_tensors_travel_alone(tmp_path: Path, outputs: Any) -> None:
+    stub = Upstream()
+    stub.answer = constant
+    stub.inputs, stub.outputs = {}, outputs
+    async with behind(tmp_path, stub) as served:
+        asked = [pb.ModelInferRequest(model_name="m", id=str(number)) for number in range(3)]
+        answers = await asyncio.gather(*map(served.infer, asked))
+        assert [answer.id for answer in answers] == ["0", "1", "2"]
+        assert [tensors_of(answer)["x"].tolist() for answer in answers] == [[3, 4]] * 3
+        assert len(stub.calls) == 3
+
+
 async def test_tensors_of_different_rows_travel_alone(tmp_path: Path) -> None:
     stub = Upstream()
     async with behind_silent(tmp_path, stub) as served:

@@ -302,6 +302,8 @@ async def test_timeout_of_any_type_of_numbers_is_taken(make_twin: MakeTwin, peer
     ("target", "settings", "error", "text"),
     [
         ("", {}, ValueError, "target: expected a gRPC name such as '127.0.0.1:8001', got ''"),
+        ("http://127.0.0.1:8001", {}, ValueError, "got 'http://127.0.0.1:8001': leave out what is before the host"),
+        ("127.0.0.1:99999", {}, ValueError, "got '127.0.0.1:99999', whose port is above 65535"),
         (None, {}, TypeError, "target: expected a str, got None"),
         (8001, {}, TypeError, "target: expected a str, got 8001"),
         ("h:1", {"timeout_s": "1"}, TypeError, "timeout_s: expected a number of seconds, or None, got '1'"),

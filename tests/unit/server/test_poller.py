@@ -452,6 +452,26 @@ def test_fingerprint_follows_links_and_survives_circles_and_links_to_nowhere(tmp
     assert fingerprint(folder) != before
 
 
+def test_fingerprint_tells_where_links_lead(tmp_path: Path) -> None:
+    """As a mounted ConfigMap is replaced; of files that were written at the same time nothing else may differ."""
+    (tmp_path / "m" / "1").mkdir(parents=True)
+    for number in (1, 2):
+        (tmp_path / str(number)).mkdir()
+    (tmp_path / "1" / "model.onnx").write_bytes(b"1")
+    os.link(tmp_path / "1" / "model.onnx", tmp_path / "2" / "model.onnx")
+    (tmp_path / "data").symlink_to(tmp_path / "1")
+    (tmp_path / "m" / "1" / "model.onnx").symlink_to(tmp_path / "data" / "model.onnx")
+    folder = model_folder("m", tmp_path / "m")
+    before = fingerprint(folder)
+    (tmp_path / "new").symlink_to(tmp_path / "2")
+    (tmp_path / "new").replace(tmp_path / "data")
+    assert fingerprint(folder) != before
+    (tmp_path / "m" / "2").mkdir()
+    before = fingerprint(folder)
+    (tmp_path / "m" / "2" / "model.onnx").symlink_to(tmp_path / "data" / "model.onnx")
+    assert fingerprint(folder) != before, "another version of the same file"
+
+
 def test_fingerprint_of_a_bare_file_is_of_that_file_alone(tmp_path: Path) -> None:
     (tmp_path / "m.onnx").write_bytes(b"1")
     (tmp_path / "n.onnx").write_bytes(b"1")
