@@ -297,13 +297,21 @@ async def test_timeout_of_any_type_of_numbers_is_taken(make_twin: MakeTwin, peer
     assert await twin.server_live(timeout_s=timeout_s)
 
 
+TARGET = "target: expected a gRPC name such as '127.0.0.1:8001', got "
+
+
 @pytest.mark.parametrize("client", [InferenceClient, AsyncInferenceClient])
 @pytest.mark.parametrize(
     ("target", "settings", "error", "text"),
     [
         ("", {}, ValueError, "target: expected a gRPC name such as '127.0.0.1:8001', got ''"),
-        ("http://127.0.0.1:8001", {}, ValueError, "got 'http://127.0.0.1:8001': leave out what is before the host"),
-        ("127.0.0.1:99999", {}, ValueError, "got '127.0.0.1:99999', whose port is above 65535"),
+        (
+            "http://h:1",
+            {},
+            ValueError,
+            f"{TARGET}'http://h:1': leave out what is before the host; tls=True makes it TLS",
+        ),
+        ("127.0.0.1:99999", {}, ValueError, f"{TARGET}'127.0.0.1:99999', whose port is above 65535"),
         (None, {}, TypeError, "target: expected a str, got None"),
         (8001, {}, TypeError, "target: expected a str, got 8001"),
         ("h:1", {"timeout_s": "1"}, TypeError, "timeout_s: expected a number of seconds, or None, got '1'"),
