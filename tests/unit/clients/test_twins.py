@@ -298,6 +298,7 @@ async def test_timeout_of_any_type_of_numbers_is_taken(make_twin: MakeTwin, peer
 
 
 TARGET = "target: expected a gRPC name such as '127.0.0.1:8001', got "
+SCHEME = "leave out what is before the host; tls=True makes it TLS"
 
 
 @pytest.mark.parametrize("client", [InferenceClient, AsyncInferenceClient])
