@@ -87,7 +87,7 @@ async def test_request_of_the_client_over_streams_is_found_by_its_id(
         for request_id in ("strm", ""):
             result = await client.infer("m", {"a": rows_of_floats(1)}, request_id=request_id)
             assert result.id == request_id
-    assert [line["request_id"] for line in records(capfd)] == ["1:strm", "1"]
+    assert [line["request_id"] for line in records(capfd)] == ["1:strm", "2"]
 
 
 async def test_nothing_is_said_of_requests_above_debug(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
