@@ -5,13 +5,14 @@ Lives here: what is said of a request. Must not: do anything where nobody wants 
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from typing import TYPE_CHECKING, Any
 
 from scheduler.pending import BatchFacts
 from server.calls import TraceParent
-from server.errors import status_of
+from server.errors import status_of, words_of
 from server.log import debugging
 from server.wire_request import AnyRequest
 
@@ -24,6 +25,7 @@ _access = logging.getLogger("paceline.access")
 
 _MOST_CHARACTERS = 200
 """Of a text that a client sent."""
+_GIVEN_UP = "the caller gave it up"
 
 
 class RequestWatch:
@@ -62,7 +64,8 @@ class RequestWatch:
             self.span.end(error)
         if debugging.on:
             code = status_of(error)
-            self._write("INTERNAL" if code is None else code.name, None, str(error)[:_MOST_CHARACTERS])
+            words = _GIVEN_UP if isinstance(error, asyncio.CancelledError) else words_of(error)
+            self._write("INTERNAL" if code is None else code.name, None, words[:_MOST_CHARACTERS])
 
     def _write(self, status: str, facts: BatchFacts | None, error: str) -> None:
         fields: dict[str, Any] = {
