@@ -285,6 +285,10 @@ class Mortal(Protocol):
     def has_executed(self) -> bool:
         """Whether it has executed anything, without an error, since `when_lost` was called."""
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether it has, or was closed or abandoned."""
+
     def when_lost(self, call: Callable[[BaseException], None]) -> None:
         """Have `call` called, on another thread, with an InstanceLost once it has ended; not if it was closed or
         abandoned. `close` follows all the same."""

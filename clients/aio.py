@@ -42,9 +42,10 @@ class InferenceClient(BaseClient):
 
     With `transport="stream"`, `infer` shares up to 16 ModelStreamInfer streams instead of making calls of its own,
     which is less work for both ends where many small requests are under way. Requests of more than a MiB of tensors,
-    and those for which the server has no room for a stream, are calls all the same. What differs: a stream that breaks
-    fails all who wait on it, as does a message beyond the server's limit; `metadata` is for the client as a whole, and
-    of an error only status and message travel, from servers other than paceline the message alone (and the status is
+    and those for which the server has no room for a stream, are calls all the same; where a connection may have fewer
+    than 17 calls, streams and calls wait for each other. What differs: a stream that breaks fails all who wait on it,
+    as does a message beyond the server's limit; `metadata` is for the client as a whole, and of an error only
+    status and message travel, from servers other than paceline the message alone (and the status is
     UNKNOWN). The server sees a `request_id` with a number before it, `7:mine`, in its logs and traces; the result has
     one's own.
 

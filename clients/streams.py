@@ -45,6 +45,8 @@ _REFUSED_S: Final = 1.0
 _TOO_LARGE: Final = "larger than max"
 _UNORDERED: Final = "paceline_unordered"
 _DEADLINE: Final = "paceline_deadline_us"
+_OURS: Final = (_UNORDERED, _DEADLINE)
+"""What a request gets on a stream."""
 _CANCEL: Final = "paceline_cancel"
 _STATUS: Final = "paceline_status"
 _FINAL: Final = "triton_final_response"
@@ -76,7 +78,11 @@ class Streams:
         stream for all who waited on it; NoStream if there is none to be had. Cancelling takes the request back.
         """
         now_s = asyncio.get_running_loop().time
-        began_s, own_id, left_s = now_s(), request.id, timeout_s
+        began_s, left_s = now_s(), timeout_s
+        own_id, own = request.id, ModelInferRequest()
+        for name in _OURS:
+            if name in request.parameters:
+                own.parameters[name].CopyFrom(request.parameters[name])
         while (stream := self._stream(now_s())) is not None:
             try:
                 return await stream.infer(request, left_s)
@@ -85,7 +91,9 @@ class Streams:
                     raise
             self._refused_until_s = now_s() + _REFUSED_S
             request.id = own_id
-            del request.parameters[_UNORDERED]
+            for name in _OURS:
+                request.parameters.pop(name, None)
+            request.MergeFrom(own)
             left_s = None if timeout_s is None else max(0.0, timeout_s - (now_s() - began_s))
         raise NoStream
 

@@ -57,8 +57,9 @@ class Allowance:
         return before
 
     def forgive(self, before: Allowed) -> None:
-        """It was none: be as `before`."""
-        self.rows, self._pause_ns, self._grew, self.due_ns = before
+        """It was none: be as `before`. Of two at a time both may be none, so that more is allowed by now."""
+        if before.rows > self.rows:
+            self.rows, self._pause_ns, self._grew, self.due_ns = before
 
     def grow(self, now_ns: int) -> None:
         """Double what is due to be, and forget the shortage once all that may be has been for a whole pause."""

@@ -38,6 +38,9 @@ _LOOP_NS = 150_000
 _LONG_NS = 1_000_000
 """Shorter executions are no use to those who could come back meanwhile."""
 
+_MOST_UNBEGUN = 3
+"""So many instances may end before they have begun on a request."""
+
 _NOTHING: Step[Any] = Step()
 
 _FULL = {"requests": Drop.FULL_REQUESTS, "rows": Drop.FULL_ROWS, "bytes": Drop.FULL_BYTES}
@@ -83,6 +86,8 @@ class Batcher(Generic[P, R]):
         self._running, self._slots, self._ahead = self._instances.running, self._instances.slots, self._instances.ahead
         self._retries: Retries[Pending[P, R]] = Retries(blames, isolates=policy.isolate_failures)
         self._suspects = self._retries.groups
+        # Instances that have ended by themselves, whose executions haven't.
+        self._ended: dict[Runner[P, R], BaseException] = {}
         self._answers = OrderedAnswers() if policy.preserve_ordering else Answers()
         self._delivery = Delivery(self._answers, self._observer)
         self._accepts = self._stopped = self._suspended = False
@@ -221,8 +226,12 @@ class Batcher(Generic[P, R]):
         self._turns.request()
 
     def lose(self, runner: Runner[P, R], error: BaseException) -> None:
-        """Its instance has ended while it executed nothing. If it does execute, that will say so itself."""
-        if not self._stopped and runner not in self._running and self._instances.may_be_lost(runner):
+        """Its instance has ended by itself. What it executes is waited for, as that may have succeeded before."""
+        if self._stopped or not self._instances.may_be_lost(runner):
+            return
+        if runner in self._running:
+            self._ended[runner] = error
+        else:
             self._instances.lose(runner, error)
 
     def suspend(self) -> None:
@@ -339,11 +348,15 @@ class Batcher(Generic[P, R]):
         if not runner.take_back():
             return False
         self._company.on_end(len(batch.entries), self._clock.now_ns())
-        waiting = self._delivery.still_wanted(batch.entries)
+        self._put_back(batch, batch.entries)
+        return True
+
+    def _put_back(self, batch: Batch[Pending[P, R]], entries: Sequence[Entry[Pending[P, R]]]) -> None:
+        """Have those `entries` of a batch that nobody executed wait on, as far as somebody wants them."""
+        waiting = self._delivery.still_wanted(entries)
         for entry in waiting:
             entry.payload.entry = entry
         self._queue.put_back(batch, waiting)
-        return True
 
     def _set_alarm(self, wake_ns: int | None) -> None:
         if wake_ns == self._wake_ns:
@@ -379,6 +392,8 @@ class Batcher(Generic[P, R]):
         self._queue.done(batch, outcome.finished_ns, None if outcome.error else computed_ns)
         self._company.took(*self._costs(batch) if duration_ns >= _LONG_NS else (0, 0))
         failed = self._on_failure(runner, batch, outcome.error, suspects) if outcome.error else ()
+        if self._ended and (ended := self._ended.pop(runner, None)) is not None and self._instances.may_be_lost(runner):
+            self._lose(runner, ended)
         try:
             if duration_ns < _LOOP_NS * len(batch.entries) and self._kept_waiting(self._turns.announced) is not None:
                 self._turns.request()
@@ -402,6 +417,7 @@ class Batcher(Generic[P, R]):
                 return
             self._queue.release(following)
         batch = self._running[runner]
+        self._ended.pop(runner, None)
         self._company.on_end(len(batch.entries), self._clock.now_ns())
         self._queue.done(batch, self._clock.now_ns(), None)
         for entry in batch.entries:
@@ -421,15 +437,26 @@ class Batcher(Generic[P, R]):
         suspects = suspects or Suspects.of_batch(batch.key, batch.entries)
         if blame is Blame.SIZE:
             self._learn_shortage(batch, suspects.search)
-        if blame in (Blame.INSTANCE, Blame.INSTANCE_BEFORE):
-            if self._instances.may_be_lost(runner):
-                following = self._running.get(runner)
-                if following is not None and self._take_back(runner, following):
-                    self._instances.forget(runner)
-                self._instances.lose(runner, error)
-            elif not self._instances.given_up(runner):
-                blame = Blame.NOBODY  # it is used on, and would be the one to try again
+        if blame in (Blame.INSTANCE, Blame.INSTANCE_BEFORE) and self._instances.may_be_lost(runner):
+            self._lose(runner, error)
+        if blame is Blame.INSTANCE_BEFORE and self._instances.given_up(runner):
+            return self._wait_for_another(batch)
         return self._retries.plan(batch, blame, suspects)
+
+    def _lose(self, runner: Runner[P, R], error: BaseException) -> None:
+        following = self._running.get(runner)
+        if following is not None and self._take_back(runner, following):
+            self._instances.forget(runner)
+        self._instances.lose(runner, error)
+
+    def _wait_for_another(self, batch: Batch[Pending[P, R]]) -> Sequence[Entry[Pending[P, R]]]:
+        """Its instance ended before it had begun. Returns the requests to which that has happened too often: it may be
+        they that instances end of, while they read them."""
+        for entry in batch.entries:
+            entry.payload.unbegun += 1
+        failed = [entry for entry in batch.entries if entry.payload.unbegun >= _MOST_UNBEGUN]
+        self._put_back(batch, [entry for entry in batch.entries if entry.payload.unbegun < _MOST_UNBEGUN])
+        return failed
 
     def _learn_shortage(self, batch: Batch[Pending[P, R]], search: Search) -> None:
         """What one request needs alone says nothing of others, nor do the batches that it was in before."""

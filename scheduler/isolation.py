@@ -6,8 +6,7 @@ Where some request may be at fault, halves run again: one bad row among n costs 
 budget of twice that finds two. What isn't told apart by then runs one by one: nobody fails for what others have sent,
 and a model that always fails has hardly more to do than without batches. Where the batch was too large for the
 memory, no request is at fault and nobody has to fail: all of them run again, in batches as small as it takes, since
-whatever failed once is only tried with fewer rows. What fails for good is a request that is too large alone. And a
-batch that its instance hadn't begun on when it ended is run as it is by another.
+whatever failed once is only tried with fewer rows. What fails for good is a request that is too large alone.
 """
 
 from __future__ import annotations
@@ -83,8 +82,6 @@ class Suspects(Generic[T]):
         is larger than it may be runs in parts."""
         if blame is Blame.REQUESTS:
             return self.halves()
-        if blame is Blame.INSTANCE_BEFORE:
-            return [self]
         smaller = blame is Blame.SIZE and len(self.entries) > 1 and self.search.most_rows < rows
         return [self] if smaller else []
 
@@ -102,7 +99,7 @@ class Suspects(Generic[T]):
 
 class Retries(Generic[T]):
     """The `groups` that wait to run again. `blames` says of an error whose fault it may be; where nothing `isolates`,
-    none run again but what hasn't begun."""
+    none run again."""
 
     def __init__(self, blames: Callable[[BaseException], Blame], *, isolates: bool) -> None:
         self._blames = blames
@@ -119,7 +116,7 @@ class Retries(Generic[T]):
     def plan(self, batch: Batch[T], blame: Blame, suspects: Suspects[T]) -> Sequence[Entry[T]]:
         """Have what may succeed of a failed batch, whose requests are `suspects`, wait here. Returns the requests that
         fail for good."""
-        if not self._isolates and blame is not Blame.INSTANCE_BEFORE:
+        if not self._isolates:
             return batch.entries
         groups = suspects.again(blame, batch.padded_rows)
         self.groups.extend(groups)

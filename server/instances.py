@@ -15,7 +15,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from typing import Any
+from typing import Any, TypeVar
 
 from backends.base import Abandonable, Device, ModelInstance, Mortal, Slotted, Tensors
 from backends.errors import DeviceLost
@@ -31,6 +31,8 @@ from server.supervisor import Supervisor
 from server.warmup import warm_up_by_default
 
 __all__ = ["Instances"]
+
+T = TypeVar("T")
 
 _log = logging.getLogger("paceline.server.instances")
 
@@ -72,7 +74,9 @@ class Instances:
         self._leaving: set[int] = set()
         self._hopeless = ""
         self._replacing: set[asyncio.Task[None]] = set()
-        self._first_pause_s = 0.0
+        # By the ids of instances that replace others, for how long that was put off.
+        self._first_pauses_s: dict[int, float] = {}
+        self._stays_cold = False
         self._pausing: set[asyncio.Task[None]] = set()
         self._closed = self._model_is_left = False
         self._lock = threading.Lock()
@@ -116,6 +120,7 @@ class Instances:
     def on_hang(self, runner: Runner, others: Sequence[Runner]) -> None:
         """Put another in its place, unless too many hang."""
         instance = self._take_out(runner)
+        self._first_pauses_s.pop(id(instance), None)
         self._hanging.update((one, instance) for one in (runner, *others))
         self._statistics.hung_executions += 1
         self._tell("an execution hangs")
@@ -189,15 +194,14 @@ class Instances:
     def _pause_after(self, instance: Instance) -> float:
         """Before another takes its place. None after one that was of use: whoever ends it harms nobody but for the time
         that a start takes."""
-        pause_s = 0.0
-        if isinstance(instance, Mortal) and not instance.has_executed:
-            pause_s = min(max(_FIRST_PAUSE_S, 2 * self._first_pause_s), _LONGEST_FIRST_PAUSE_S)
-        self._first_pause_s = pause_s
-        return pause_s
+        before_s = self._first_pauses_s.pop(id(instance), 0.0)
+        if not isinstance(instance, Mortal) or instance.has_executed:
+            return 0.0
+        return min(max(_FIRST_PAUSE_S, 2 * before_s), _LONGEST_FIRST_PAUSE_S)
 
     def _start_giving_back(self, instance: Instance) -> None:
         self._leaving.add(id(instance))
-        asyncio.get_running_loop().run_in_executor(None, self._give_back, instance)
+        _start_thread(lambda: self._give_back(instance))
 
     def _start_replacing(self, device: Device, lost: BaseException | None = None, pause_s: float = 0.0) -> None:
         task = asyncio.get_running_loop().create_task(self._replace(device, lost, pause_s))
@@ -207,7 +211,7 @@ class Instances:
     def _on_replaced(self, task: asyncio.Task[None]) -> None:
         self._replacing.discard(task)
         if self._model_is_left:
-            asyncio.get_running_loop().run_in_executor(None, self._close_model)
+            _start_thread(self._close_model)
 
     async def _replace(self, device: Device, lost: BaseException | None, first_pause_s: float) -> None:
         """Until there is one. `lost`: why the old one was, None if it hangs."""
@@ -215,8 +219,12 @@ class Instances:
         await self._pause(first_pause_s)
         while not self._closed:
             try:
-                await self._put_in(await asyncio.to_thread(self._open, device))
+                instance = await _on_a_thread(lambda: self._open(device))
+                await self._put_in(instance)
+                self._first_pauses_s[id(instance)] = first_pause_s
             except Exception as error:  # noqa: BLE001 - a backend's; it is tried again
+                if self._closed:
+                    return
                 _log.error("model '%s': an instance can't be replaced: %s", self._loaded.name, error)
                 self._on_failed_attempt(lost)
                 if isinstance(error, LoadHangs) and not self._may_make_more():
@@ -282,6 +290,8 @@ class Instances:
         if isinstance(opened, RemoteModel):
             return opened.instance()
         instance = opened.instance(plan.spec, device)
+        if self._stays_cold:
+            return instance
         supervise = Supervisor(plan.policy.execution_limit_ns)
         try:
             warm_up_by_default(self._loaded.name, plan, [instance], supervise)
@@ -290,7 +300,12 @@ class Instances:
             raise
         finally:
             supervise.close()
-        return instance
+        if not (isinstance(instance, Mortal) and instance.has_ended):
+            return instance
+        # It ends of what is made up for its warm-up. It may do well with what it was made for.
+        self._stays_cold = True
+        instance.close()
+        return opened.instance(plan.spec, device)
 
     def _leave(self, instance: ModelInstance, ended: Future[Any]) -> None:
         """Give back what hangs before it was of any use, if that ends."""
@@ -339,6 +354,28 @@ class Instances:
             ThreadRunner(f"{name}_{number}", self._execute_of(slot), slot.start, stages=False)
             for number, slot in enumerate(instance.slots)
         ]
+
+
+def _start_thread(function: Callable[[], object]) -> None:
+    """On a thread of its own, which may never end: the event loop's are few, and others wait for them."""
+    try:
+        threading.Thread(target=function, name="paceline instance", daemon=True).start()
+    except RuntimeError:  # there can be no more; sooner or later one of the loop's has time
+        asyncio.get_running_loop().run_in_executor(None, function)
+
+
+async def _on_a_thread(function: Callable[[], T]) -> T:
+    """What it returns or raises."""
+    future: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(function())
+        except BaseException as error:  # noqa: BLE001 - it is whose who waits
+            future.set_exception(error)
+
+    _start_thread(run)
+    return await asyncio.wrap_future(future)
 
 
 def _count(instances: Mapping[Runner, Instance]) -> int:

@@ -360,8 +360,7 @@ class Repository:
         except Exception:  # noqa: BLE001 - a backend's; nobody waits for it
             _log.exception("model '%s' version %s could not be closed", model.name, model.version)
         finally:
-            if model.hangs:
-                self._hung.append(model)
+            self._hung = [one for one in (*self._hung, model) if one.hangs]
             del self._leaving[model]
             entry.left(model.version)
             self.on_change()

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from backends.base import Array, Device, Execution, ModelSpec, Tensors
-from backends.errors import ExecutionError, ProcessError, ProcessGone
+from backends.errors import ProcessError, ProcessGone
 from backends.python.process import ModelProcess
 from backends.ragged import batch_input_tensors, batch_runner
 
@@ -37,6 +37,11 @@ class PythonInstance:
     def has_executed(self) -> bool:
         return self._has_executed
 
+    @property
+    def has_ended(self) -> bool:
+        process = self._process
+        return process is None or process.ended
+
     def execute(self, requests: Sequence[Tensors], padded_rows: int = 0) -> Execution:
         return self._run_batch(requests, self._run, padded_rows)
 
@@ -59,7 +64,7 @@ class PythonInstance:
     def _run(self, inputs: list[Array]) -> Tensors:
         process = self._process
         if process is None:
-            raise ExecutionError("the instance is closed")
+            raise ProcessGone("the instance is closed")
         try:
             outputs = process.execute(inputs, self._inputs, self._outputs)
         except ProcessGone:

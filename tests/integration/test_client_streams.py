@@ -346,6 +346,31 @@ class Refusing(GRPCInferenceServiceServicer):
         yield
 
 
+class Full(GRPCInferenceServiceServicer):
+    """A server that has no room for streams, and keeps the calls it gets."""
+
+    def __init__(self) -> None:
+        self.calls: list[pb.ModelInferRequest] = []
+
+    async def ModelStreamInfer(self, requests: Any, context: Any) -> AsyncIterator[pb.ModelStreamInferResponse]:
+        await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "no more streams")
+        yield
+
+    async def ModelInfer(self, request: pb.ModelInferRequest, context: Any) -> pb.ModelInferResponse:
+        self.calls.append(request)
+        return pb.ModelInferResponse(model_name=request.model_name, id=request.id)
+
+
+@pytest.mark.parametrize("parameters", [{}, {"paceline_unordered": False, "paceline_deadline_us": 30_000_000, "a": 1}])
+async def test_infer_over_streams_for_which_there_is_no_room_are_the_callers_own_as_calls(parameters: Any) -> None:
+    full = Full()
+    async with peer(full) as client:
+        result = await client.infer("m", {"a": marked(1)}, request_id="mine", parameters=parameters)
+    assert (result.id, full.calls[0].id) == ("mine", "mine")
+    sent = full.calls[0].parameters
+    assert {name: getattr(value, value.WhichOneof("parameter_choice")) for name, value in sent.items()} == parameters
+
+
 async def test_infer_over_streams_answer_that_is_no_message_ends_its_stream_for_all_who_wait() -> None:
     with serving_bytes(b"\xff\xff") as target:
         async with AsyncInferenceClient(target, transport="stream", timeout_s=None) as client:

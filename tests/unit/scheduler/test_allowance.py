@@ -96,3 +96,12 @@ def test_shortage_that_is_forgiven_leaves_what_was_allowed_and_due_before() -> N
     assert (allowance.rows, allowance.due_ns) == (16, due_ns)
     allowance.grow(due_ns)
     assert allowance.rows == 32
+
+
+def test_shortages_of_two_at_a_time_that_are_both_forgiven_leave_all_that_was_allowed() -> None:
+    allowance = Allowance(32)
+    one = allowance.exhausted(32, 0)
+    other = allowance.exhausted(16, 1)
+    allowance.forgive(one)
+    allowance.forgive(other)
+    assert allowance.rows == 32

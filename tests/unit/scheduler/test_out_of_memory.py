@@ -245,13 +245,42 @@ async def test_batch_that_its_instance_had_not_begun_when_it_was_lost_is_execute
     assert bench.lost == [(bench.runners[0], error)]
     assert not any(future.done() for future in lost)
     another = await bench.add()
-    assert another.batches == [["a", "b"]], "before all who came later"
+    assert another.batches == [["a", "b", "c"]], "before all who came later"
     another.finish(str.upper)
     await one_turn()
-    assert [future.result() for future in lost] == ["A", "B"]
-    another.finish(str.upper)
-    assert later[0].result() == "C"
+    assert [future.result() for future in (*lost, *later)] == ["A", "B", "C"]
     bench.batcher.close()
+
+
+async def test_batch_that_was_not_begun_waits_like_any_other(bench: ShortBench) -> None:
+    late = bench.batcher.submit("late", 1, "k", rpc_deadline_ns=bench.clock.now_ns() + 50)
+    gone, good = await bench.submit("gone", "good")
+    bench.runners[0].fail(EOFError())
+    await one_turn()
+    assert bench.batcher.waiting_requests == 3
+    gone.cancel()
+    assert bench.batcher.waiting_requests == 2
+    bench.clock.advance(50)
+    await one_turn()
+    assert isinstance(late.exception(), QueueTimeout)
+    draining = asyncio.create_task(bench.batcher.drain())
+    await one_turn()
+    assert not draining.done()
+    good.cancel()
+    await one_turn()
+    assert draining.done()
+
+
+async def test_request_that_instances_end_of_before_they_begin_fails_in_the_end(bench: ShortBench) -> None:
+    (deadly,) = await bench.submit("deadly")
+    for ends in range(1, 4):
+        assert not deadly.done()
+        bench.runners[-1].fail(EOFError("too much"))
+        await one_turn()
+        assert len(bench.lost) == ends
+        await bench.add()
+    assert isinstance(deadly.exception(), ExecutionFailed)
+    assert not bench.runners[-1].busy
 
 
 async def test_batch_that_was_not_begun_is_refused_if_there_is_no_instance(bench: ShortBench) -> None:
@@ -279,7 +308,6 @@ async def test_instance_lost_while_it_executes_nothing_gets_nothing_more() -> No
     idle = second if first.busy else first
     error = OSError()
     for _ in range(2):
-        bench.batcher.lose(busy, error)  # its execution will say so itself
         bench.batcher.lose(idle, error)
     assert bench.lost == [(idle, error)]
     assert idle.stopped
@@ -292,6 +320,28 @@ async def test_instance_lost_while_it_executes_nothing_gets_nothing_more() -> No
     bench.batcher.close()
     bench.batcher.lose(busy, error)
     assert len(bench.lost) == 1
+
+
+@pytest.mark.parametrize("fails", [False, True])
+async def test_instance_that_ends_by_itself_while_it_executes_is_lost_once_that_is_done(
+    bench: ShortBench, fails: bool
+) -> None:
+    (executing,) = await bench.submit("a")
+    (waiting,) = await bench.submit("b")
+    runner, error = bench.runner, OSError("ended")
+    bench.batcher.lose(runner, error)
+    assert not bench.lost
+    if fails:
+        runner.fail(error)
+    else:
+        runner.finish(str.upper)
+    await one_turn()
+    assert bench.lost == [(runner, error)]
+    assert fails == isinstance(executing.exception(), ExecutionFailed)
+    assert (runner.stopped, len(runner.batches)) == (True, 1)
+    another = await bench.add()
+    another.finish(str.upper)
+    assert waiting.result() == "B"
 
 
 async def test_suspended_refuses_who_waits_and_who_comes_until_there_is_an_instance(bench: ShortBench) -> None:
