@@ -12,10 +12,12 @@ import time
 from collections.abc import Callable
 from typing import Any, Protocol
 
+import grpc
+
 from scheduler.telling import Telling
 from server.calls import Sent, TraceParent
 from server.codec import AnyResponse
-from server.errors import words_of
+from server.errors import status_of, words_of
 from server.model_statistics import FailureReason, reason_of
 from server.shortcuts import Envelope
 from server.watching import RequestWatch
@@ -24,6 +26,11 @@ from server.wire_request import AnyRequest
 __all__ = ["Call", "InFlight", "follow"]
 
 _log = logging.getLogger("paceline.server.inference")
+
+_NO_FAULT_OF_THE_MODEL = frozenset(
+    (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.OUT_OF_RANGE, grpc.StatusCode.DEADLINE_EXCEEDED)
+)
+"""As another server may say that executes it: a request is at fault, or its caller was in a hurry."""
 
 
 class InFlight:
@@ -71,7 +78,7 @@ class InFlight:
         """Count it as one that ended with `error`."""
         if self.model is not None:
             self.model.statistics.on_failure(error, time.monotonic_ns() - self.began_ns)
-            if reason_of(error) is FailureReason.BACKEND:
+            if reason_of(error) is FailureReason.BACKEND and status_of(error) not in _NO_FAULT_OF_THE_MODEL:
                 # Its words alone: whoever keeps the record would keep the error, and all that its traceback leads to.
                 _log.error("model '%s' version %s failed: %s", self.model.name, self.model.version, words_of(error))
         if self.watch is not None:

@@ -97,6 +97,9 @@ class Certificates:
                     return None
                 self._warn_of_dates()
             except (OSError, ValueError) as error:
+                if isinstance(error, OSError):
+                    # Nothing was read, as where descriptors are short. What is no good stays so until it changes.
+                    self._seen = ()
                 _log.error("TLS: new certificates are not used, the old ones stay: %s", _why(error))
                 return None
             _log.info("TLS: new certificates are in use, of %s", self._files.certificate)

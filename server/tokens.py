@@ -99,6 +99,9 @@ class Tokens:
             self._seen = stamp
             self._names = self._read()
         except (OSError, ValueError) as error:
+            if isinstance(error, OSError):
+                # Nothing was read, as where descriptors are short. What is no good stays so until it changes.
+                self._seen = None
             _log.error("tokens are not read again, the old ones stay: %s", self._why(error))
             return
         self._good.clear()

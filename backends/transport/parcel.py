@@ -16,7 +16,7 @@ from backends.base import MISSING, Array
 from backends.transport.arena import ALIGNMENT
 from backends.transport.memory import Memory, Window
 
-__all__ = ["Parcel", "pack", "pack_inline", "packed_start", "unpack"]
+__all__ = ["Parcel", "is_inline", "pack", "pack_inline", "packed_start", "unpack"]
 
 _INLINE_BYTES = 8 * 1024
 """Up to so many bytes a tensor rides in the message. A place has to be found, made an array, dropped and given back,
@@ -62,6 +62,11 @@ def pack(arrays: Sequence[Array], memory: Memory) -> Parcel | None:
     for offset, data in large:
         memory.array(start + offset, data.dtype, data.shape)[...] = data
     return start, size, tuple(tensors)
+
+
+def is_inline(arrays: Sequence[Array]) -> bool:
+    """Whether `pack` needs no room for them, as far as that can be told without looking at each element."""
+    return all(one is MISSING or (not one.dtype.hasobject and one.nbytes <= _INLINE_BYTES) for one in arrays)
 
 
 def pack_inline(arrays: Sequence[Array]) -> Parcel:

@@ -18,7 +18,7 @@ from backends.base import MISSING, Array, Tensors
 from backends.errors import ExecutionError
 from backends.transport.frames import Message
 from backends.transport.link import Link
-from backends.transport.parcel import Parcel
+from backends.transport.parcel import Parcel, is_inline
 from protos import inference_pb2 as pb
 from protos.datatypes import by_name
 from protos.tensors import TensorError, encode_raw
@@ -259,7 +259,7 @@ class Desk:
             outputs[index] = results[index]
         told = told_facts(pending.facts) if asked.parameters.batch_info and pending.facts else None
         result = protocol.RESULT, number, outputs, told
-        if not self._results:
+        if not self._results or is_inline(outputs):
             try:
                 if self._try_send(*result):
                     return
@@ -285,6 +285,8 @@ class Desk:
         self._look_whether_quiet()
 
     def _cancel(self, number: int) -> None:
+        if self._results:
+            self._results = deque(result for result in self._results if result[1] != number)
         if (one := self._waited_for.pop(number, None)) is not None:
             self._inference.give_up(one)
         elif (task := self._tasks.get(number)) is not None:

@@ -15,7 +15,7 @@ from itertools import count
 from operator import attrgetter
 from typing import Any, cast
 
-from backends.base import Tensors
+from backends.base import MISSING, Tensors
 from backends.transport.frames import Message
 from backends.transport.link import Link
 from protos import inference_pb2 as pb
@@ -37,6 +37,9 @@ __all__ = ["RemoteInference", "Replies", "Reply"]
 
 _MOST_UNSENT_BYTES = 64 * 2**20
 """Messages that the engine doesn't take: it hangs, and whoever comes is better told than kept."""
+
+_KEPT_SHARE = 4
+"""Of the engine's memory for results one in so many bytes may be of answers that can't leave yet."""
 
 _MOST_MADE_BYTES = 2**13
 """Of an answer that is made before it can leave."""
@@ -119,9 +122,12 @@ class Replies:
         reply = self._waiting.pop(number, None)
         if kind == protocol.RESULT:
             # Also for nobody: only what is unpacked is given back.
-            result = self._link.unpack(message[2]), message[3]
+            outputs = self._link.unpack(message[2])
             if reply is not None:
-                reply.set_result(result)
+                if self._link.seen_bytes > self._link.size_bytes // _KEPT_SHARE:
+                    # Callers who don't read would take all of it, and everybody else's answers wait for room.
+                    outputs = tuple(one if one is MISSING else one.copy() for one in outputs)
+                reply.set_result((outputs, message[3]))
         elif kind == protocol.PACKED:
             (data,) = self._link.unpack(message[2])
             if reply is not None:

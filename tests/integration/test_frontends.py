@@ -35,6 +35,7 @@ from tests.integration.controlling import explicit, load, unload
 from tests.integration.regions import in_region, register
 from tests.integration.regions import settings as with_shared_memory
 from tests.integration.serving import Served, echo_model, failure_of, write_model
+from tests.integration.streams import Stream
 from tests.polling import eventually_async
 from tests.shared_objects import shared_object
 from tests.wire import infer, rows_of_floats
@@ -287,6 +288,29 @@ async def test_answers_that_do_not_fit_at_once_wait_for_room(tmp_path: Path) -> 
             assert answer.raw_output_contents[0] == np.full(KIB_300.size, number, np.float32).tobytes()
         await nothing_held(served)
         assert await served.metric("nv_inference_request_success") == 16
+
+
+async def test_stream_whose_answers_nobody_reads_leaves_its_neighbours_room(tmp_path: Path) -> None:
+    models = {"wide": widening(KIB_300.size), "m": echo_model()}
+    async with (
+        serving(tmp_path, models, config=BATCHED, settings=two(tmp_path, memory_mb=4)) as served,
+        through_each(served) as (first, second),
+    ):
+        await first.infer(infer("wide", {"a": rows_of_floats(1)}))  # from now on it is known to have large answers
+        unread = Stream(first)
+        sent = [infer("wide", {"a": rows_of_floats(1, 1, first=number)}) for number in range(60)]
+        await unread.send(*sent)
+        labels = 'model="wide",version="1"'
+        while await served.metric("nv_inference_request_success", labels) < 61:
+            await asyncio.sleep(0.01)
+        for side in (first, second) * 3:
+            for request in (infer("m", {"a": KIB_300}), infer("m", {"a": rows_of_floats(1)})):
+                assert (await side.infer(request)).raw_output_contents[0] == request.raw_input_contents[0]
+        await unread.end()
+        for number in range(60):
+            answer = (await unread.message()).infer_response
+            assert answer.raw_output_contents[0] == np.full(KIB_300.size, number, np.float32).tobytes()
+        await nothing_held(served)
 
 
 @pytest.mark.parametrize("columns", [2040, 3000, 2**15], ids=["8 KB", "12 KB", "128 KB"])

@@ -73,7 +73,7 @@ async def test_answer_without_a_message_is_an_error_and_keeps_nobody_from_starti
 @pytest.mark.usefixtures("frontends")
 @pytest.mark.parametrize("code", [Code.INVALID_ARGUMENT, Code.INTERNAL, Code.UNKNOWN, Code.FAILED_PRECONDITION])
 async def test_request_that_the_upstream_refuses_fails_alone_with_the_upstreams_status(
-    tmp_path: Path, code: grpc.StatusCode
+    tmp_path: Path, code: grpc.StatusCode, caplog: pytest.LogCaptureFixture
 ) -> None:
     stub = Upstream()
     stub.abort = poison(5, code, "not this one")
@@ -87,6 +87,8 @@ async def test_request_that_the_upstream_refuses_fails_alone_with_the_upstreams_
         assert text.startswith("model 'm': upstream 127.0.0.1:")
         assert text.endswith(": not this one")
         assert len(stub.calls) == 1 + 1 + 2 * 3
+    errors = [record for record in caplog.records if record.name == "paceline.server.inference"]
+    assert bool(errors) == (code is not Code.INVALID_ARGUMENT), "a request at fault is no error of the model"
 
 
 @pytest.mark.usefixtures("frontends")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import resource
 import ssl
 from dataclasses import replace
 from pathlib import Path
@@ -19,12 +20,13 @@ from server.app import Server
 from server.config import Settings
 from server.errors import StartError
 from server.limits import Connections
-from server.tls import TlsFiles
+from server.tls import Certificates, TlsFiles
 from server.tokens import line_of
 from tests.certificates import Authority, Pair
 from tests.harness import ServerProcess, write_identity
 from tests.integration.scripted import Script, mark_of, request
 from tests.integration.serving import Served, failure_of, serving
+from tests.rlimits import limited
 
 pytestmark = pytest.mark.usefixtures("frontends")
 
@@ -201,6 +203,19 @@ def test_key_that_everybody_can_read_is_a_warning(tmp_path: Path, mode: int, war
         said = [line["message"] for line in server.log if line["level"] == "WARNING"]
     assert len(said) == warnings
     assert all("every user of this machine can read the key" in one for one in said)
+
+
+def test_certificates_that_could_not_be_read_are_read_at_the_next_handshake(tmp_path: Path) -> None:
+    ours = Authority(tmp_path)
+    pair = ours.sign("server")
+    certificates = Certificates(TlsFiles(pair.certificate, pair.key))
+    certificates.credentials()
+    assert certificates._if_changed() is None
+    pair.replace(ours.sign("another"))
+    with limited(resource.RLIMIT_NOFILE, 3):  # more are open
+        assert certificates._if_changed() is None
+    assert certificates._if_changed() is not None
+    assert certificates._if_changed() is None
 
 
 def test_certificate_out_of_its_time_is_a_warning_at_the_start_and_when_it_is_replaced(tmp_path: Path) -> None:

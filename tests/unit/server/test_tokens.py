@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import resource
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import pytest
 
 from server.errors import StartError
 from server.tokens import Tokens, line_of, new_token
+from tests.rlimits import limited
 
 SECOND = 10**9
 
@@ -79,6 +81,19 @@ def test_file_that_has_changed_counts_within_a_second(tmp_path: Path) -> None:
     now.ns = SECOND - 1
     assert tokens.name_of("Bearer one") == "a"
     now.ns = SECOND
+    assert tokens.name_of("Bearer one") is None
+    assert tokens.name_of("Bearer another") == "b"
+
+
+def test_file_that_could_not_be_read_is_read_later(tmp_path: Path) -> None:
+    """Or a token that was taken out would stay good."""
+    now, path = Now(), tmp_path / "t"
+    tokens = opened(path, line_of("a", "one"), now=now)
+    path.write_text(line_of("b", "another"))
+    now.ns = SECOND
+    with limited(resource.RLIMIT_NOFILE, 3):  # more are open
+        assert tokens.name_of("Bearer one") == "a"
+    now.ns = 2 * SECOND
     assert tokens.name_of("Bearer one") is None
     assert tokens.name_of("Bearer another") == "b"
 
