@@ -365,8 +365,9 @@ def _start_thread(function: Callable[[], object]) -> None:
 
 
 async def _on_a_thread(function: Callable[[], T]) -> T:
-    """What it returns or raises."""
+    """What it returns or raises. Who awaits that may be cancelled, as at the loop's end; the thread goes on."""
     future: Future[T] = Future()
+    future.set_running_or_notify_cancel()
 
     def run() -> None:
         try:
