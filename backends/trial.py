@@ -109,7 +109,7 @@ def _try(spec: ModelSpec, run: Run, made_up: _MadeUp, *, many: bool) -> Trial:
         return Trial(_as_seen(spec, alone))
     # In either order: what rows do to those before them is seen, and what to those behind.
     orders: list[tuple[int, ...]] = [(0, 1), (1, 0)]
-    if many and made_up.rows == 1 and len(_MANY) * _elements(spec, made_up) <= 2 * _MOST_ELEMENTS:
+    if many and made_up.rows == 1 and len(_MANY) // 2 * _elements(spec, made_up) <= _MOST_ELEMENTS:
         orders += [_MANY, _MANY[::-1]]
     seen, found, results = _as_seen(spec, alone), dict[int, str](), list(alone)
     for order in orders:

@@ -44,10 +44,9 @@ class InferenceClient(BaseClient):
     which is less work for both ends where many small requests are under way. Requests of more than a MiB of tensors,
     and those for which the server has no room for a stream, are calls all the same; where a connection may have fewer
     than 17 calls, streams and calls wait for each other. What differs: a stream that breaks fails all who wait on it,
-    as does a message beyond the server's limit; `metadata` is for the client as a whole, and of an error only
-    status and message travel, from servers other than paceline the message alone (and the status is
-    UNKNOWN). The server sees a `request_id` with a number before it, `7:mine`, in its logs and traces; the result has
-    one's own.
+    as does a message beyond the server's limit; `metadata` is for the client as a whole, and of an error only status
+    and message travel, from servers other than paceline the message alone (and the status is UNKNOWN). The server sees
+    a `request_id` with a number before it, `7:mine`, in its logs and traces; the result has one's own.
 
     With `coalesce=N`, concurrent inferences that differ in their rows alone become requests of up to N rows, and each
     caller gets its rows of the answer: for models that work row by row, whose batches may have N rows. Timeouts,
@@ -188,12 +187,10 @@ class InferenceClient(BaseClient):
         if self._streams is None or _is_large(request):
             return await self._call(call, timeout_s, metadata)
         self._open()
-        until_s = None if timeout_s is None else asyncio.get_running_loop().time() + timeout_s
         try:
             return call.read(await self._streams.infer(request, timeout_s))
-        except NoStream:
-            left_s = None if until_s is None else max(0.0, until_s - asyncio.get_running_loop().time())
-            return await self._call(call, left_s, metadata)
+        except NoStream as none:
+            return await self._call(call, none.left_s, metadata)
 
     def _open(self) -> Mapping[Method, Callable[..., Any]]:
         """As in every client. Raises RuntimeError in another loop than the channel's: gRPC would fail in words of its

@@ -150,10 +150,9 @@ def _target(target: str) -> str:
         raise ValueError(f"{expected}, got ''")
     if target.startswith(("http://", "https://", "grpc://", "grpcs://")):
         raise ValueError(f"{expected}, got {target!r}: leave out what is before the host; tls=True makes it TLS")
-    port = target.rpartition(":")[2]
-    if (
-        not target.startswith(("unix:", "vsock:")) and port.isdecimal() and int(port) > _LARGEST_PORT
-    ):  # gRPC would take what is left of it by 65536
+    # gRPC would take what is left of the port by 65536.
+    port = "" if target.startswith(("unix:", "vsock:")) else target.rpartition(":")[2]
+    if port.isdecimal() and int(port) > _LARGEST_PORT:
         raise ValueError(f"{expected}, got {target!r}, whose port is above {_LARGEST_PORT}")
     return target
 

@@ -44,6 +44,7 @@ _MOST_SHORT: Final = 100
 # What paceline's bounds on what waits count, besides requests, what is short where a batch finds no memory, and what
 # gRPC's implementations say of a message beyond the receiver's limit.
 _SIZE: Final = re.compile(r"\b(rows|bytes|memory)\b|larger than max")
+_TOO_LATE: Final = "the deadline can't be met"
 
 
 class _Member:
@@ -207,7 +208,7 @@ class Coalescer:
         try:
             await self._ask(members)
         except InferenceError as error:
-            if len(members) > 1 and (_is_due_to_its_size(error) or isinstance(error, DeadlineExceeded)):
+            if len(members) > 1 and (_is_due_to_its_size(error) or _is_too_late_together(error)):
                 group.shrink(members)
                 return [member for member in members if not member.answer.done()]
             if _is_due_to_its_size(error):
@@ -307,6 +308,12 @@ def _is_due_to_what_is_in_it(error: InferenceError) -> bool:
 def _is_due_to_its_size(error: InferenceError) -> bool:
     """Whether requests of fewer rows may be let in."""
     return isinstance(error, ResourceExhausted) and _SIZE.search(error.message) is not None
+
+
+def _is_too_late_together(error: InferenceError) -> bool:
+    """Whether fewer rows may be in time, as paceline says before it has done anything. What has expired in a queue has
+    waited as long as it would have alone, and had better not wait again."""
+    return isinstance(error, DeadlineExceeded) and _TOO_LATE in error.message
 
 
 def _has_expired(member: _Member) -> bool:

@@ -57,7 +57,11 @@ _T = TypeVar("_T")
 
 
 class NoStream(Exception):
-    """The server has no room for a stream just now. The request is as it was."""
+    """The server has no room for a stream just now. The request is as it was, and has `left_s` of its timeout left."""
+
+    def __init__(self, left_s: float | None) -> None:
+        super().__init__()
+        self.left_s = left_s
 
 
 class Streams:
@@ -95,7 +99,7 @@ class Streams:
                 request.parameters.pop(name, None)
             request.MergeFrom(own)
             left_s = None if timeout_s is None else max(0.0, timeout_s - (now_s() - began_s))
-        raise NoStream
+        raise NoStream(left_s)
 
     def _stream(self, now_s: float) -> _Stream | None:
         streams = self._streams = [stream for stream in self._streams if not stream.ended]

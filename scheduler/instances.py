@@ -133,7 +133,7 @@ class Instances(Generic[P, R]):
 
     def may_be_lost(self, runner: Runner[P, R]) -> bool:
         """Whether its instance wasn't given up before, and somebody sees to another one."""
-        return self._hangs is not None and runner in self._runners
+        return self._hangs is not None and not self.given_up(runner)
 
     def given_up(self, runner: Runner[P, R]) -> bool:
         """Whether its instance was."""

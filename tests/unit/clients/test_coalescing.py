@@ -58,6 +58,22 @@ async def test_rows_that_are_too_late_together_go_in_smaller_requests() -> None:
     assert sum(rows for rows in sent if rows <= 2) == 8, "nobody was asked for twice"
 
 
+async def test_rows_that_have_expired_in_the_servers_queue_do_not_wait_there_again() -> None:
+    sent: list[int] = []
+
+    async def send(request: pb.ModelInferRequest, timeout_s: float | None) -> InferResult:
+        sent.append(rows_of(request))
+        text = "model 'm': Request timeout expired after 100000 us in the queue"
+        raise DeadlineExceeded(grpc.StatusCode.DEADLINE_EXCEEDED, text)
+
+    coalescer = Coalescer(send, 32)
+    asking = [coalescer.infer(one_row(number), 30.0) for number in range(8)]
+    outcomes = await asyncio.gather(*asking, return_exceptions=True)
+    assert {type(outcome) for outcome in outcomes} == {DeadlineExceeded}
+    assert len({id(outcome) for outcome in outcomes}) == 8
+    assert sent == [8]
+
+
 async def test_row_that_is_too_late_alone_fails_by_itself() -> None:
     async def send(request: pb.ModelInferRequest, timeout_s: float | None) -> InferResult:
         if 3 in np.frombuffer(request.raw_input_contents[0], np.float32):
