@@ -7,6 +7,7 @@ import asyncio
 from scheduler.company import Company
 from scheduler.testing import ManualClock
 from scheduler.turns import Kept, Turns
+from tests.unit.scheduler import workbench
 
 US = 1_000
 NEVER = 2**62
@@ -47,12 +48,8 @@ class Taken:
 
 
 def crowd(requests: int = 32) -> Company:
-    """After many batches of that many, each of whom cost the event loop 100 us."""
-    company = Company()
-    for number in range(100):
-        company.on_start(requests, 0, 0, number * requests * 100 * US)
-        company.on_end(requests, 0)
-    return company
+    """After many batches of that many."""
+    return workbench.crowd(requests, 100 * US)
 
 
 async def iterations(count: int) -> None:

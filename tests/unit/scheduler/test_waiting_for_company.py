@@ -11,6 +11,7 @@ from scheduler.company import Company
 from scheduler.errors import QueueFull
 from scheduler.policy import BatchPolicy, QueueLimits, QueuePolicy
 from scheduler.waiting import Room
+from tests.unit.scheduler import workbench
 from tests.unit.scheduler.workbench import Bench
 
 US = 1_000
@@ -18,12 +19,8 @@ MS = 1_000 * US
 
 
 def crowd(requests: int = 16) -> Company:
-    """After many batches of that many, each of whom cost the event loop 150 us: it is waited 1.2 ms for more."""
-    company = Company()
-    for number in range(101):
-        company.on_start(requests, 0, 0, number * requests * 150 * US)
-        company.on_end(requests, 0)
-    return company
+    """After many batches of that many: it is waited 1.2 ms for more."""
+    return workbench.crowd(requests, 150 * US, batches=101)
 
 
 def bench(company: Company | None = None, **policy: Any) -> Bench:

@@ -11,7 +11,7 @@ from scheduler.pending import Pending
 from scheduler.policy import BatchPolicy
 from scheduler.testing import ManualClock, RecordingObserver, StepRunner
 
-__all__ = ["Alone", "Bench", "one_turn"]
+__all__ = ["Alone", "Bench", "crowd", "one_turn"]
 
 
 class Alone(Company):
@@ -19,6 +19,15 @@ class Alone(Company):
 
     def patience_ns(self, waiting: int, waited_ns: int) -> int:
         return 0
+
+
+def crowd(requests: int, cost_ns: int, batches: int = 100) -> Company:
+    """After so many batches of so many requests, each of whom cost the event loop so much."""
+    company = Company()
+    for number in range(batches):
+        company.on_start(requests, 0, 0, number * requests * cost_ns)
+        company.on_end(requests, 0)
+    return company
 
 
 class Bench:
