@@ -1,11 +1,17 @@
-"""A CUDA driver without a GPU, `driver.c`, so that calls through ctypes are made for real."""
+"""A GPU without a GPU: the libraries that ONNX Runtime's CUDA provider loads, made from the C files beside this one.
+
+`build` makes the driver alone, for calls of it within this process; `libraries` all of them, for a process that finds
+them on its `LD_LIBRARY_PATH`: there the real provider opens sessions, copies, computes and captures graphs. What such a
+GPU can't show is what a real one does by itself: its speed, and what NVIDIA's libraries do inside.
+"""
 
 from __future__ import annotations
 
 import ctypes
+import functools
 import shutil
 import subprocess
-from functools import cache
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -15,26 +21,69 @@ import pytest
 from backends.cuda_accelerator import CudaAccelerator
 from backends.cuda_context import load_driver
 
-SOURCE = Path(__file__).with_name("driver.c")
+SOURCES = Path(__file__).parent
+_DRIVER = "libcuda.so.1"
+_LIBRARIES: Mapping[str, Sequence[str]] = {
+    _DRIVER: ("device.c", "driver.c"),
+    "libcudart.so.13": ("runtime.c", "kernels.c"),
+    "libcublas.so.13": ("cublas.c",),
+    "libcublasLt.so.13": ("cublaslt.c",),
+    "libcurand.so.10": (),
+    "libcudnn.so.9": ("cudnn.c",),
+    "libnvidia-ml.so.1": ("nvml.c",),
+}
+_NEEDS = {name: (_DRIVER,) for name in _LIBRARIES if name != _DRIVER} | {
+    "libcublas.so.13": (_DRIVER, "libcudart.so.13")
+}
+_FLAGS = ("-O3", "-Wall", "-Werror", "-shared", "-fPIC", "-fvisibility=hidden", "-pthread")
 
 
-@cache
-def _library() -> bytes:
-    compiler = shutil.which("cc") or shutil.which("gcc")
-    if compiler is None:
-        pytest.skip("no C compiler to make the stand-in for the CUDA driver with")
+def compiler() -> str:
+    found = shutil.which("cc") or shutil.which("gcc")
+    if found is None:
+        pytest.skip("no C compiler to make the stand-in for a GPU with")
+    return found
+
+
+def _make(folder: Path, name: str, sources: Sequence[str]) -> None:
+    """`folder`/`name`, whose symbols have the version that the provider links to: the library's name."""
+    files = [str(SOURCES / source) for source in sources] or ["-x", "c", "/dev/null"]
+    linked = [f"-Wl,-soname,{name}", "-Wl,--default-symver", "-Wl,-rpath,$ORIGIN", "-L", str(folder)]
+    command = [
+        compiler(),
+        *_FLAGS,
+        "-o",
+        str(folder / name),
+        *files,
+        *linked,
+        *(f"-l:{one}" for one in _NEEDS.get(name, ())),
+    ]
+    subprocess.run(command, check=True)
+
+
+@functools.cache
+def _driver() -> bytes:
     with TemporaryDirectory() as folder:
-        made = Path(folder) / "made.so"
-        flags = ["-O1", "-Wall", "-Werror", "-shared", "-fPIC", "-fvisibility=hidden", "-pthread"]
-        subprocess.run([compiler, *flags, "-o", str(made), str(SOURCE)], check=True)
-        return made.read_bytes()
+        # Not by the driver's name: who asks for that later on would be given this one.
+        _make(Path(folder), "libcuda-stand-in.so", _LIBRARIES[_DRIVER])
+        return (Path(folder) / "libcuda-stand-in.so").read_bytes()
+
+
+def libraries(folder: Path) -> Path:
+    """`folder` with all of the libraries. Skips the test where no compiler is."""
+    for name, sources in _LIBRARIES.items():
+        _make(folder, name, sources)
+    return folder
 
 
 def build(folder: Path) -> Any:
-    """The driver, as a library in `folder` with a state of its own. Skips the test where no compiler is."""
+    """The driver, as a library in `folder` with a state of its own, and memory that the host sees as well: what computes
+    is ONNX Runtime's CPU provider. Skips the test where no compiler is."""
     library = folder / "libcuda-stand-in.so"
-    library.write_bytes(_library())
-    return ctypes.CDLL(str(library))
+    library.write_bytes(_driver())
+    driver = ctypes.CDLL(str(library))
+    driver.stand_in_show()
+    return driver
 
 
 def accelerator(folder: Path, driver: Any = None) -> CudaAccelerator:

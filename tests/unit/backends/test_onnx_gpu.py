@@ -174,6 +174,8 @@ def test_graphs_of_convolutions_are_replayed_in_any_order_of_sizes(
     tmp_path: Path, accelerator: CudaAccelerator
 ) -> None:
     """cuDNN's plans belong to a node and not to a graph: each size that is captured makes new ones."""
+    if not hasattr(ctypes.CDLL("libcudnn.so.9"), "cudnnBackendExecute"):
+        pytest.skip("this cuDNN is a stand-in that computes nothing")
     rng = np.random.default_rng(1)
     weights = [
         onnx.numpy_helper.from_array(rng.standard_normal(shape).astype(np.float32) / 9, name)
@@ -386,7 +388,7 @@ def test_two_instances_on_one_gpu_compute_side_by_side(tmp_path: Path, accelerat
 
 def test_closing_gives_the_devices_memory_back(tmp_path: Path, accelerator: CudaAccelerator) -> None:
     def once() -> None:
-        pair = Pair(tmp_path, models.mlp((64, 4096, 4096, 16)), MLP, accelerator)
+        pair = Pair(tmp_path, models.mlp((64, 2048, 2048, 16)), MLP, accelerator)
         pair.gpu.execute([floats(np.random.default_rng(1), 32, 64)])
         pair.gpu.close()
         pair.opened.close()
