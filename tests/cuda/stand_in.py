@@ -32,9 +32,8 @@ _LIBRARIES: Mapping[str, Sequence[str]] = {
     "libcudnn.so.9": ("cudnn.c",),
     "libnvidia-ml.so.1": ("nvml.c",),
 }
-_NEEDS = {name: (_DRIVER,) for name in _LIBRARIES if name != _DRIVER} | {
-    "libcublas.so.13": (_DRIVER, "libcudart.so.13")
-}
+_NEEDS = {name: (_DRIVER,) for name in _LIBRARIES if name != _DRIVER}
+_NEEDS["libcublas.so.13"] = (_DRIVER, "libcudart.so.13")
 _FLAGS = ("-O3", "-Wall", "-Werror", "-shared", "-fPIC", "-fvisibility=hidden", "-pthread")
 
 
@@ -77,7 +76,7 @@ def libraries(folder: Path) -> Path:
 
 
 def build(folder: Path) -> Any:
-    """The driver, as a library in `folder` with a state of its own, and memory that the host sees as well: what computes
+    """The driver, as a library in `folder` with a state of its own. The host sees its memory as well, as what computes
     is ONNX Runtime's CPU provider. Skips the test where no compiler is."""
     library = folder / "libcuda-stand-in.so"
     library.write_bytes(_driver())

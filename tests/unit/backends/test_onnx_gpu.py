@@ -252,6 +252,33 @@ def test_graphs_are_captured_while_other_sessions_open_and_close(
     assert not caplog.records
 
 
+def test_graphs_are_captured_while_other_models_make_room(
+    tmp_path: Path, accelerator: CudaAccelerator, caplog: pytest.LogCaptureFixture
+) -> None:
+    captured = threading.Event()
+    (tmp_path / "other").mkdir()
+    other = Pair(tmp_path / "other", models.mlp((64, 256, 16)), MLP, accelerator)
+
+    def grow() -> None:
+        rows = 1
+        while not captured.is_set():
+            other.check(other.gpu.slots[rows % 2], [floats(np.random.default_rng(2), rows, 64)])
+            rows += 10
+
+    with caplog.at_level(logging.WARNING, "paceline.backends.onnx"), ThreadPoolExecutor(1) as threads:
+        beside = threads.submit(grow)
+        try:
+            pair = Pair(tmp_path, models.mlp((64, *[16] * 100, 16)), MLP, accelerator, GRAPHS)  # as slow to capture
+            for slot in pair.gpu.slots:
+                for size in range(100, 0, -1):
+                    slot.prepare([floats(np.random.default_rng(1), 1, 64)], size)
+        finally:
+            captured.set()
+        beside.result(60)
+    assert pair.gpu._shared.graphs
+    assert not caplog.records
+
+
 def test_model_with_control_flow_runs_without_graphs_and_says_so(
     tmp_path: Path, accelerator: CudaAccelerator, caplog: pytest.LogCaptureFixture
 ) -> None:
