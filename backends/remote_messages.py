@@ -131,11 +131,16 @@ def _joined_shape(column: Sequence[Array]) -> tuple[int, ...]:
 def decode_response(
     data: bytes, spec: ModelSpec, requests: Sequence[RemoteRequest], wanted: Sequence[int]
 ) -> Sequence[Tensors]:
-    """One result per request, shares of `data`'s tensors; outputs that nobody wanted are MISSING.
+    """One result per request, shares of `data`'s tensors; outputs that nobody wanted are MISSING, and those that the
+    model leaves out with optional inputs.
 
     Raises ExecutionError, naming the output, for an answer that isn't what `spec` promises for these requests' rows.
     """
-    outputs = _outputs(_message(data), spec, wanted)
+    message = _message(data)
+    if any(array is MISSING for array in requests[0].inputs):
+        there = {output.name for output in message.outputs}
+        wanted = [place for place in wanted if spec.outputs[place].name in there]
+    outputs = _outputs(message, spec, wanted)
     rows = rows_of([_present(one.inputs) for one in requests]) if spec.batched else [1]
     if len(wanted) == len(spec.outputs):
         return split(outputs, rows, spec)

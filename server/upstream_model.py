@@ -61,8 +61,11 @@ def _version(
         own = _with_optional(own, config)
     rows = 0 if name in settings.unbatched else _max_batch_rows(own, config, batching)
     # A limit that the upstream doesn't know, or doesn't keep to, must not refuse what it would take.
-    plan = _plan(own, rows, batching, splits=config is None or _says_it_splits(config))
+    splits = config is None or _says_it_splits(config)
+    queueing = _queueing(config) if config else config_pb.ModelConfig()
+    plan = _plan(own, rows, batching, queueing, splits=splits)
     served = config_pb.ModelConfig(name=name, platform=metadata.platform, backend=config.backend if config else "")
+    served.MergeFrom(queueing)
     if plan.splits:  # for whoever batches in front of us
         served.parameters[_SPLITS].string_value = "true"
     made = effective_config(
@@ -114,16 +117,20 @@ def _max_batch_rows(own: ModelSpec, config: config_pb.ModelConfig | None, batchi
     if not own.inputs:
         return config.max_batch_size if config else batching.max_batch_rows
     if config is not None:
-        if _has_shape_tensors(config):
-            return 0
+        if not _is_made_of_rows(config):
+            return 0  # requests joined here would be one to the upstream
         if all(one.optional for one in own.inputs):
             return 0  # what a request brings need not tell its rows
         return config.max_batch_size if _leads_with_free(own) else 0
     return batching.max_batch_rows if can_batch(config_pb.ModelConfig(), own) else 0
 
 
-def _has_shape_tensors(config: config_pb.ModelConfig) -> bool:
-    return any(one.is_shape_tensor for one in config.input) or any(one.is_shape_tensor for one in config.output)
+def _is_made_of_rows(config: config_pb.ModelConfig) -> bool:
+    """Whether the upstream joins requests by nothing but rows: with ragged or batch inputs it tells each its own."""
+    special = any(one.is_shape_tensor or one.allow_ragged_batch for one in config.input)
+    return not (
+        special or any(one.is_shape_tensor for one in config.output) or config.batch_input or config.batch_output
+    )
 
 
 def _leads_with_free(own: ModelSpec) -> bool:
@@ -141,9 +148,26 @@ def _says_it_splits(config: config_pb.ModelConfig) -> bool:
     return _SPLITS in config.parameters and config.parameters[_SPLITS].string_value.strip().lower() in ("true", "1")
 
 
-def _plan(own: ModelSpec, rows: int, batching: BatchDefaults, *, splits: bool) -> ServingPlan:
+def _queueing(config: config_pb.ModelConfig) -> config_pb.ModelConfig:
+    """Who waits for whom and how long there, which holds for the queue here: there only batches arrive, without the
+    priorities and timeouts of their requests. Not how many may wait."""
+    held = config_pb.ModelConfig()
+    if not config.HasField("dynamic_batching"):
+        return held
+    given, batching = config.dynamic_batching, held.dynamic_batching
+    batching.CopyFrom(given)
+    for setting in ("preferred_batch_size", "max_queue_delay_microseconds", "preserve_ordering"):
+        batching.ClearField(setting)
+    for policy in (batching.default_queue_policy, *batching.priority_queue_policy.values()):
+        policy.ClearField("max_queue_size")
+    return held
+
+
+def _plan(
+    own: ModelSpec, rows: int, batching: BatchDefaults, queueing: config_pb.ModelConfig, *, splits: bool
+) -> ServingPlan:
     lead = 1 if rows else 0
     inputs, outputs = (tuple(_behind(one, lead) for one in tensors) for tensors in (own.inputs, own.outputs))
     spec = ModelSpec(inputs, outputs, batched=rows > 0)
-    policy = batch_policy(config_pb.ModelConfig(), rows, merges=rows > 0, defaults=batching)
+    policy = batch_policy(queueing, rows, merges=rows > 0, defaults=batching)
     return ServingPlan(spec, rows, policy, splits=rows > 0 and splits and spec.by_rows)

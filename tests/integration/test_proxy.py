@@ -11,6 +11,7 @@ from typing import Any
 import grpc
 import numpy as np
 import pytest
+from google.protobuf import text_format
 
 from protos import inference_pb2 as pb
 from protos import model_config_pb2 as config_pb
@@ -241,6 +242,62 @@ async def test_parameters_travel_and_keep_requests_apart_and_ours_do_not(tmp_pat
         assert {key: one.double_param for key, one in sent.parameters.items()} == {"temperature": 2.5}
         assert sent.inputs[0].parameters["content_type"].string_param == "np"
         assert stub.calls[2].parameters["temperature"].double_param == 0.5
+
+
+async def test_priorities_and_timeouts_that_the_upstream_knows_hold_in_the_queue_here(tmp_path: Path) -> None:
+    stub = Upstream()
+    stub.config = text_format.Parse(
+        "max_batch_size: 8 dynamic_batching { priority_levels: 2 default_priority_level: 2"
+        " default_queue_policy { allow_timeout_override: true max_queue_size: 1 } }",
+        config_pb.ModelConfig(name="m"),
+    )
+    async with behind(tmp_path, stub) as served:
+        # What differs in a parameter travels apart.
+        late = [request(number, temperature=float(number)) for number in (1, 2)]
+        first = request(3, temperature=3.0, priority=1)
+        calls = await held(served, stub, *late, first)
+        status, text = await failure_of(served.infer(request(4, timeout=1_000)))
+        assert (status, text[:34]) == (grpc.StatusCode.DEADLINE_EXCEEDED, "model 'm': Request timeout expired")
+        stub.gate.set()
+        await asyncio.gather(*calls)
+        assert stub.marks == [[-1], [3], [1], [2]]
+        config = (await served.stub.ModelConfig(pb.ModelConfigRequest(name="m"))).config
+        assert config.dynamic_batching.priority_levels == 2
+
+
+@pytest.mark.parametrize("merged", [False, True])
+async def test_outputs_left_out_with_optional_inputs_are_left_out_here(tmp_path: Path, merged: bool) -> None:
+    def given(call: pb.ModelInferRequest) -> pb.ModelInferResponse:
+        answer = pb.ModelInferResponse(model_name="m")
+        for one, raw in zip(call.inputs, call.raw_input_contents, strict=True):
+            answer.outputs.add(name=one.name.replace("a", "x").replace("b", "y"), datatype="FP32", shape=one.shape)
+            answer.raw_output_contents.append(raw)
+        return answer
+
+    stub = Upstream()
+    stub.inputs = {"a": ("FP32", [-1, 2]), "b": ("FP32", [-1, 2])}
+    stub.answer = given
+    stub.config = text_format.Parse(
+        'max_batch_size: 8 input { name: "b" optional: true }', config_pb.ModelConfig(name="m")
+    )
+    async with behind(tmp_path, stub) as served:
+        calls = await held(served, stub, *[request(mark) for mark in range(1, 4 if merged else 2)])
+        stub.gate.set()
+        for call, mark in zip(calls, (-1, 1, 2, 3), strict=False):
+            answer = tensors_of(await call)
+            assert list(answer) == ["x"]
+            np.testing.assert_array_equal(answer["x"], marked(mark, 1))
+        assert stub.marks == [[-1], [1, 2, 3] if merged else [1]]
+        # Where all inputs are there, an output that isn't is a fault.
+        whole = request(5)
+        whole.inputs.add(name="b", datatype="FP32", shape=[1, 2])
+        whole.raw_input_contents.append(whole.raw_input_contents[0])
+        stub.answer = lambda call: given(request(5))
+        status, text = await failure_of(served.infer(whole))
+        assert (status, text) == (
+            grpc.StatusCode.INTERNAL,
+            "model 'm': output 'y' is not in the upstream's answer, only ['x']",
+        )
 
 
 async def test_id_of_a_request_travels_with_it_alone(tmp_path: Path) -> None:

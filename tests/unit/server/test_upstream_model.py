@@ -11,6 +11,7 @@ from backends.base import TensorSpec
 from backends.remote import RemoteServer
 from protos import inference_pb2 as pb
 from protos import model_config_pb2 as config_pb
+from scheduler.policy import QueuePolicy, TimeoutAction
 from server.batch_policy import BatchDefaults
 from server.errors import ConfigError
 from server.loader import LoadedVersion
@@ -56,6 +57,9 @@ def test_model_that_can_batch_does_so_as_flags_say() -> None:
         ({"a": [-1, 4]}, {"x": [2]}, "max_batch_size: 8"),
         ({"a": [-1, 4], "s": [2]}, {"x": [-1]}, 'max_batch_size: 8 input { name: "s" is_shape_tensor: true }'),
         ({"a": [-1, 4]}, {"x": [-1]}, 'max_batch_size: 8 input { name: "a" optional: true }'),
+        ({"a": [-1, -1]}, {"x": [-1]}, 'max_batch_size: 8 input { name: "a" allow_ragged_batch: true }'),
+        ({"a": [-1, 4]}, {"x": [-1]}, 'max_batch_size: 8 batch_input { target_name: "n" source_input: "a" }'),
+        ({"a": [-1, 4]}, {"x": [-1]}, 'max_batch_size: 8 batch_output { target_name: "x" source_input: "a" }'),
     ],
 )
 def test_model_that_cannot_batch_is_passed_its_requests_as_they_are(
@@ -72,6 +76,19 @@ def test_limit_that_the_upstream_tells_is_kept_and_nothing_is_split() -> None:
     plan = brought({"a": [-1, 4], "b": [-1]}, {"x": [-1]}, 'max_batch_size: 8 input { name: "b" optional: true }').plan
     assert (plan.max_batch_rows, plan.splits) == (8, False)
     assert [one.optional for one in plan.spec.inputs] == [False, True]
+
+
+def test_queue_policies_of_the_upstream_hold_here_but_for_how_many_may_wait() -> None:
+    said = """max_batch_size: 8 dynamic_batching {
+        preferred_batch_size: 4 max_queue_delay_microseconds: 1 priority_levels: 3 default_priority_level: 2
+        default_queue_policy { timeout_action: DELAY default_timeout_microseconds: 5 max_queue_size: 9 }
+        priority_queue_policy { key: 1 value { allow_timeout_override: true } }
+    }"""
+    policy = brought({"a": [-1, 4]}, {"x": [-1]}, said).plan.policy
+    assert (policy.priority_levels, policy.default_priority_level) == (3, 2)
+    assert policy.queue == QueuePolicy(0, 5_000, False, TimeoutAction.DELAY)
+    assert policy.priority_queue == {1: QueuePolicy(allow_timeout_override=True)}
+    assert (policy.preferred_batch_rows, policy.max_queue_delay_ns) == ((), 5_000_000)
 
 
 def test_requests_are_split_where_the_upstream_says_that_it_does_and_so_is_told_to_a_batcher_in_front() -> None:
