@@ -12,6 +12,7 @@ from typing import Any
 import jsonschema
 import numpy as np
 import pytest
+import yaml
 
 from clients import InferenceClient
 from server import app
@@ -126,9 +127,11 @@ def test_container_declares_the_ports_that_its_command_opens(container: Containe
 
 @every_container
 def test_container_is_scraped_where_its_metrics_are(container: Container) -> None:
-    prefix = "prometheus.kserve.io" if container.kserve else "prometheus.io"
-    assert container.annotations[f"{prefix}/port"] == str(accepted(container.args)["metrics_port"])
-    assert container.annotations[f"{prefix}/path"] == "/metrics"
+    assert container.annotations["prometheus.io/scrape"] == "true"
+    # The second is read by Knative's queue-proxy alone.
+    for prefix in ("prometheus.io", "prometheus.kserve.io") if container.kserve else ("prometheus.io",):
+        assert container.annotations[f"{prefix}/port"] == str(accepted(container.args)["metrics_port"])
+        assert container.annotations[f"{prefix}/path"] == "/metrics"
 
 
 @every_container
@@ -211,6 +214,7 @@ def test_inference_service_names_a_runtime_that_serves_its_format_and_protocol(m
     if model is None:
         (container,) = (each for each in manifest.spec["predictor"]["containers"] if each["name"] == "kserve-container")
         assert [each["name"] for each in container["env"]] == ["STORAGE_URI"]
+        assert f"--model_name={manifest.name}" in container["args"]
         return
     (runtime,) = (each for each in of_kind("ClusterServingRuntime") if each.name == model["runtime"])
     assert model["protocolVersion"] in runtime.spec["protocolVersions"]
@@ -279,6 +283,21 @@ def test_autoscaler_scales_the_deployment(manifest: Manifest) -> None:
     assert deployment.spec["replicas"] <= least < most
 
 
+def test_overlay_with_an_autoscaler_leaves_the_number_of_pods_to_it() -> None:
+    folders = {each.file.parent for each in of_kind("HorizontalPodAutoscaler", "ScaledObject")}
+    assert len(folders) == 2
+    for manifest in of_kind("Kustomization"):
+        patches = [yaml.safe_load(each["patch"]) for each in manifest.document.get("patches", ()) if "patch" in each]
+        assert patches == [[{"op": "remove", "path": "/spec/replicas"}]] * (manifest.file.parent in folders)
+
+
+def test_metrics_that_kserve_scales_by_have_what_it_reads() -> None:
+    """Its webhook and its controller take `value` of External metrics, whatever their type is."""
+    scaling = [each.spec["predictor"].get("autoScaling", {}) for each in of_kind("InferenceService")]
+    targets = [metric["external"]["target"] for each in scaling for metric in each.get("metrics", ())]
+    assert [(one["value"], one["averageValue"]) for one in targets] == [("32", "32")]
+
+
 def whole_deployment() -> dict[str, Any]:
     (deployment,) = (each.spec for each in of_kind("Deployment") if "selector" in each.spec)
     return deployment
@@ -287,7 +306,10 @@ def whole_deployment() -> dict[str, Any]:
 @pytest.mark.parametrize("manifest", of_kind("Kustomization", "Component"), ids=str)
 def test_kustomization_names_files_that_exist_and_images_that_are_used(manifest: Manifest) -> None:
     folder = manifest.file.parent
-    named = [*manifest.document.get("resources", ()), *(each["path"] for each in manifest.document.get("patches", ()))]
+    named = [
+        *manifest.document.get("resources", ()),
+        *(each["path"] for each in manifest.document.get("patches", ()) if "path" in each),
+    ]
     assert all((folder / name).exists() for name in named)
     others = ("", "Kustomization", "Component")
     files = {each.file.name for each in manifests() if each.file.parent == folder and each.kind not in others}
@@ -330,7 +352,8 @@ def test_container_serves_what_its_probes_and_autoscalers_ask_for(container: Con
         container.body[f"{name}Probe"]["grpc"].get("service", "") for name in ("startup", "readiness", "liveness")
     }
     with ServerProcess(*paths, args=flags, env=kserve) as server, InferenceClient(server.target) as client:
-        assert client.model_ready("rendered" if container.kserve else tmp_path.name)
+        named = [word.partition("=")[2] for word in flags if word.startswith("--model_name=")]
+        assert client.model_ready(named[0] if named else tmp_path.name)
         assert {client.health(service) for service in probed} == {"SERVING"}
         there = {name.partition("{")[0] for name in server.metrics()}
         server.kill()  # its grace for load balancers is of no interest here
