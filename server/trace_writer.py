@@ -21,7 +21,6 @@ __all__ = ["TraceWriter"]
 _log = logging.getLogger("paceline.server.tracing")
 
 _MOST_WAITING = 10_000
-_PATIENCE_S = 3
 _END = b"\n]\n"
 
 Entries = Sequence[Any]
@@ -30,11 +29,13 @@ Entries = Sequence[Any]
 class TraceWriter:
     """Appends to `path`, or to `path` with .0, .1, … behind it. What is there already is overwritten."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, patience_s: float = 3.0) -> None:
         self._path = path
+        self._patience_s = patience_s
         self._waiting: Queue[tuple[Entries, int] | None] = Queue(_MOST_WAITING)
         self._thread = threading.Thread(target=self._run, name="traces", daemon=True)
-        self._lost = 0
+        self._lost = self._begun = 0
+        self._failure = ""
 
     def start(self) -> None:
         """Take traces. Raises OSError if there is no folder to write them to."""
@@ -55,22 +56,29 @@ class TraceWriter:
         """Return when all is written, or after some seconds if the files hang."""
         if self._thread.is_alive():
             with contextlib.suppress(Full):
-                self._waiting.put(None, timeout=_PATIENCE_S)
-            self._thread.join(_PATIENCE_S)
-        if self._lost:
-            _log.warning("%d traces were lost, as %s can't be written so fast", self._lost, self._path)
+                self._waiting.put(None, timeout=self._patience_s)
+            self._thread.join(self._patience_s)
+        hanging = self._thread.is_alive()
+        lost = self._lost + (self._begun if hanging else 0) + sum(one is not None for one in list(self._waiting.queue))
+        if lost:
+            why = "it hangs" if hanging else self._failure or "it can't be written so fast"
+            _log.warning("%d traces were not written to %s: %s", lost, self._path, why)
 
     def _run(self) -> None:
-        files = _Files(self._path)
-        try:
+        with contextlib.closing(_Files(self._path)) as files:
             while (item := self._waiting.get()) is not None:
-                files.write(*item)
+                self._begun = 1
+                if not self._failure:
+                    self._write(files, *item)
+                self._lost += bool(self._failure)
+                self._begun = 0
+
+    def _write(self, files: _Files, entries: Entries, per_file: int) -> None:
+        try:
+            files.write(entries, per_file)
         except OSError as error:
-            _log.error("no more traces are written: %s: %s", self._path, error.strerror or error)
-            while self._waiting.get() is not None:
-                self._lost += 1
-        finally:
-            files.close()
+            self._failure = error.strerror or str(error)
+            _log.error("no more traces are written: %s: %s", self._path, self._failure)
 
 
 class _Files:
@@ -98,7 +106,9 @@ class _Files:
     def close(self) -> None:
         for file in (self._whole, self._numbered):
             if file is not None:
-                file.close()
+                # What couldn't be written is tried once more here; that it fails was told.
+                with contextlib.suppress(OSError):
+                    file.close()
 
 
 def _append(file: IO[bytes], entries: Entries) -> None:

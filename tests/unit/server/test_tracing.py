@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 from backends.base import Execution
 from scheduler.pending import BatchFacts
 from server.trace_settings import TraceConfig, TraceSettings
+from server.trace_writer import TraceWriter
 from server.tracing import Tracer
 
 FACTS = BatchFacts(1, 2, 2, 300, 1000, 5_000, Execution([()], 10, 900, 90))
@@ -175,4 +177,33 @@ def test_files_that_fail_later_end_tracing_with_one_line(tmp_path: Path, caplog:
         traces.tracer.close()
     first, second = (record.getMessage() for record in caplog.records)
     assert first == f"no more traces are written: {tmp_path}/sub/t.json: No such file or directory"
-    assert second.startswith("2 traces were lost")
+    assert second == f"3 traces were not written to {tmp_path}/sub/t.json: No such file or directory"
+
+
+def test_full_disk_ends_tracing_with_one_line_and_the_thread_in_order(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, recwarn: pytest.WarningsRecorder
+) -> None:
+    (tmp_path / "t.json").symlink_to("/dev/full")
+    traces = Traced(tmp_path, TraceSettings(timestamps=True, rate=1))
+    with caplog.at_level(logging.WARNING, "paceline.server.tracing"):
+        traces.record(*"abc")
+        traces.tracer.close()
+    assert [record.getMessage() for record in caplog.records] == [
+        f"no more traces are written: {tmp_path}/t.json: No space left on device",
+        f"3 traces were not written to {tmp_path}/t.json: No space left on device",
+    ]
+    assert not [one for one in recwarn if one.category is pytest.PytestUnhandledThreadExceptionWarning]
+
+
+def test_traces_that_wait_for_a_file_that_hangs_are_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    os.mkfifo(tmp_path / "t.json")
+    writer = TraceWriter(tmp_path / "t.json", patience_s=0.05)
+    writer.start()
+    for _ in range(3):
+        writer.put([{}], 0)
+    with caplog.at_level(logging.WARNING, "paceline.server.tracing"):
+        writer.close()
+    os.close(os.open(tmp_path / "t.json", os.O_RDONLY))  # so that the thread can end
+    assert [record.getMessage() for record in caplog.records] == [
+        f"3 traces were not written to {tmp_path}/t.json: it hangs"
+    ]
