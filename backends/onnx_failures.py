@@ -2,7 +2,8 @@
 
 Lives here: the texts. Must not: onnxruntime. They are those of onnxruntime 1.31 and earlier ones
 (onnxruntime/core/framework/bfc_arena.cc, core/providers/cuda/cuda_call.cc); CUDA's errors come as
-`CUDA failure NUMBER: TEXT ; GPU=…`, the numbers being cudaError_t's, CUBLAS's and CUDNN's likewise with their own.
+`CUDA failure NUMBER: TEXT ; GPU=…`, the numbers being cudaError_t's, CUBLAS's and CUDNN's likewise with their own. Where
+a kernel can't be launched some come as `CUDA error cudaErrorNAME:TEXT`.
 """
 
 from __future__ import annotations
@@ -36,8 +37,17 @@ _LOST = re.compile(
     r"device lost|busy or unavailable|uncorrectable ECC|illegal memory access|unspecified launch failure"
     r"|illegal instruction was encountered|misaligned address|device-side assert|GPU (?:is lost|has fallen off the bus)"
 )
+# The same by name, of what can befall a launch; what has another text than those above.
+_LOST_BY_NAME = re.compile(
+    r"\bCUDA error cudaError(?:InitializationError|CudartUnloading|NoDevice|InvalidDevice|DeviceUninitialized"
+    r"|NvlinkUncorrectable|Contained|LaunchTimeout|ContextIsDestroyed|Assert|HardwareStackError|InvalidAddressSpace"
+    r"|InvalidPc|TensorMemoryLeak|Unknown):"
+)
 _DRIVER_ERROR = re.compile(r"returned (\d+) \(")
-_SESSION_FAULT = re.compile(r"(CUDA|CUDNN(?:_FE)?|CUBLAS|CUFFT) failure|cuDNN is not available")
+_SESSION_FAULT = re.compile(
+    r"(CUDA|CUDNN(?:_FE)?|CUBLAS|CUFFT) failure|\bCUDA error cudaError|cu(DNN|FFT) is (not available|unavailable)"
+    r"|Failed to initialize CUDNN Frontend"
+)
 
 
 def failure(error: Exception) -> ExecutionError:
@@ -68,4 +78,4 @@ def reason_of(error: Exception) -> str:
 
 def _is_lost(reason: str) -> bool:
     codes = {int(code) for code in _CUDA_ERROR.findall(reason)}
-    return bool(codes & (_BROKEN | _GONE)) or bool(_LOST.search(reason))
+    return bool(codes & (_BROKEN | _GONE) or _LOST.search(reason) or _LOST_BY_NAME.search(reason))

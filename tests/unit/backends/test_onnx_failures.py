@@ -58,6 +58,22 @@ def test_lost_device_is_told_by_its_number(code: int, text: str) -> None:
     assert f"CUDA failure {code}: {text}" in str(lost)
 
 
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("IllegalAddress", "an illegal memory access was encountered"),
+        ("LaunchTimeout", "the launch timed out and was terminated"),
+        ("HardwareStackError", "hardware stack error"),
+        ("Unknown", "unknown error"),
+    ],
+)
+def test_lost_device_is_told_by_its_name_where_there_is_no_number(name: str, text: str) -> None:
+    told = (
+        f"Non-zero status code returned while running Greater node. Status Message: CUDA error cudaError{name}:{text}"
+    )
+    assert type(failure(RuntimeError(told))) is DeviceLost
+
+
 def test_lost_device_comes_before_what_else_a_text_says() -> None:
     text = CUDA.format(700, "an illegal memory access was encountered") + " Failed to allocate memory"
     assert type(failure(RuntimeError(text))) is DeviceLost
@@ -73,6 +89,9 @@ def test_lost_device_comes_before_what_else_a_text_says() -> None:
         "[ONNXRuntimeError] : 1 : FAIL : CUDNN failure 5000: CUDNN_STATUS_EXECUTION_FAILED ; GPU=0 ; expr=f();",
         "[ONNXRuntimeError] : 1 : FAIL : CUDNN_FE failure 11: CUDNN_BACKEND_API_FAILED ; GPU=0 ; expr=f();",
         "[ONNXRuntimeError] : 1 : FAIL : cuDNN is not available. Install cuDNN, or set enable_cudnn=0.",
+        "Error in execution: running Conv node. Status Message: cuda_kernel.h:296 RequireCudnnHandle(cudnnHandle_t) "
+        "[ONNXRuntimeError] : 9 : NOT_IMPLEMENTED : cuDNN is unavailable or disabled for CUDA Execution Provider: why",
+        "running Sum node. Status Message: CUDA error cudaErrorInvalidDeviceFunction:invalid device function",
     ],
 )
 def test_other_errors_of_cuda_are_the_sessions(text: str) -> None:
