@@ -102,6 +102,7 @@ _CUDA: Mapping[str, Reader] = {
             "cudnn_conv_use_max_workspace",
             "do_copy_in_default_stream",
             "enable_cuda_graph",
+            "enable_cudnn",
             "enable_skip_layer_norm_strict_mode",
             "fuse_conv_bias",
             "prefer_nhwc",

@@ -2,7 +2,7 @@
 
 Lives here: the texts. Must not: onnxruntime. They are those of onnxruntime 1.31 and earlier ones
 (onnxruntime/core/framework/bfc_arena.cc, core/providers/cuda/cuda_call.cc); CUDA's errors come as
-`CUDA failure NUMBER: TEXT ; GPU=…`, the numbers being cudaError_t's, CUBLAS's and CUDNN's likewise with their own. Where
+`CUDA failure NUMBER: TEXT ; GPU=…`, numbers being cudaError_t's, CUBLAS's and CUDNN's likewise with their own. Where
 a kernel can't be launched some come as `CUDA error cudaErrorNAME:TEXT`.
 """
 

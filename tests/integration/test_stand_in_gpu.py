@@ -3,26 +3,42 @@ libraries that carry out what it queues as late, or in an order as random, as CU
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
+import grpc
+import numpy as np
 import onnxruntime as ort  # type: ignore[import-untyped,unused-ignore]
 import pytest
 
+from protos import inference_pb2 as pb
+from protos.inference_pb2_grpc import GRPCInferenceServiceStub
+from tests import models
 from tests.cuda import stand_in
-from tests.harness import REPO
+from tests.harness import REPO, ServerProcess
+from tests.polling import eventually
+from tests.wire import infer
 
 _OPTIONS = ("-o", "addopts=--import-mode=importlib", "-m", "gpu", "-rs", "-p", "no:cacheprovider", "-q")
 _WITHOUT = ("this cuDNN is a stand-in", "libnvinfer.so.10: cannot open")
+GPUS = "max_batch_size: 16 dynamic_batching { } instance_group { kind: KIND_GPU %s }"
+SIZES = 'parameters { key: "paceline.batch_sizes" value { string_value: "1,4,16" } }'
+GRAPHS = f"optimization {{ cuda {{ graphs: true }} }} {SIZES}"
+UUIDS = [f"GPU-{byte * 4}-{byte * 2}-{byte * 2}-{byte * 2}-{byte * 6}" for byte in ("10", "11")]
 
 
 @pytest.fixture(scope="module")
 def libraries(tmp_path_factory: pytest.TempPathFactory) -> Path:
     if "CUDAExecutionProvider" not in ort.get_available_providers():
         pytest.skip("this onnxruntime is built without CUDA")
+    if importlib.util.find_spec("nvidia") is not None:
+        pytest.skip("NVIDIA's own libraries are installed, and would be found first")
     return stand_in.libraries(tmp_path_factory.mktemp("gpu"))
 
 
@@ -42,3 +58,141 @@ def test_what_needs_a_gpu_passes(seed: str, libraries: Path, tmp_path: Path) -> 
     assert run.returncode == 0, said
     reasons = re.findall(r"^SKIPPED \[\d+\] \S+: (.*)$", run.stdout, re.MULTILINE)
     assert [one for one in reasons if not any(known in one for known in _WITHOUT)] == [], said
+
+
+class Served:
+    """A server on the stand-in with a perceptron `m` of `sizes`, and what the CPU answers."""
+
+    def __init__(self, folder: Path, libraries: Path, config: str, sizes: tuple[int, ...] = (64, 256, 16), **env: Any):
+        path = models.write(models.mlp(sizes), folder / "m" / "1" / "model.onnx")
+        (folder / "m" / "config.pbtxt").write_text(config)
+        self.cpu = ort.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+        self.columns = sizes[0]
+        given = {"LD_LIBRARY_PATH": str(libraries), **{name: str(value) for name, value in env.items()}}
+        self.server = ServerProcess(folder, env=given)
+
+    def __enter__(self) -> Served:
+        self.server.__enter__()
+        self.channel = grpc.insecure_channel(self.server.target)
+        self.stub: Any = GRPCInferenceServiceStub(self.channel)  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.channel.close()
+        self.server.__exit__(*exc)
+
+    def check(self, rows: int, seed: int = 0) -> None:
+        given = np.random.default_rng(seed).standard_normal((rows, self.columns)).astype(np.float32)
+        answer = self.stub.ModelInfer(infer("m", {"INPUT0": given}), timeout=60)
+        got = np.frombuffer(answer.raw_output_contents[0], np.float32)
+        expected = self.cpu.run(None, {"INPUT0": given})[0]
+        np.testing.assert_allclose(got.reshape(expected.shape), expected, rtol=1e-4, atol=1e-4)
+
+    def refused(self, rows: int) -> tuple[grpc.StatusCode, str]:
+        with pytest.raises(grpc.RpcError) as refusal:
+            self.check(rows)
+        return refusal.value.code(), refusal.value.details()
+
+    def crowd(self, clients: int, requests: int) -> None:
+        def client(number: int) -> None:
+            for turn in range(requests):
+                self.check(1 + (number + turn) % 3, 1000 * number + turn)
+
+        with ThreadPoolExecutor(clients) as threads:
+            list(threads.map(client, range(clients)))
+
+    def metric(self, name: str, **labels: str) -> float:
+        inner = ",".join(f'{key}="{value}"' for key, value in labels.items())
+        return self.server.metrics()[f"{name}{{{inner}}}" if inner else name]
+
+    @property
+    def said(self) -> list[str]:
+        return [one["message"] for one in self.server.log]
+
+
+@pytest.mark.parametrize("seed", ["", "3"], ids=["late", "random"])
+@pytest.mark.parametrize("config", [GPUS % "", f"{GPUS % ''} {GRAPHS}"], ids=["plain", "graphs"])
+def test_crowd_gets_the_answers_of_the_cpu(config: str, seed: str, libraries: Path, tmp_path: Path) -> None:
+    with Served(tmp_path, libraries, config, STAND_IN_SEED=seed) as served:
+        served.crowd(clients=16, requests=40)
+        executions = served.metric("nv_inference_exec_count", model="m", version="1")
+        assert executions < 16 * 40, "nobody shared a batch"
+        assert not [one for one in served.server.log if one["level"] in ("WARNING", "ERROR")]
+
+
+def test_model_that_says_nothing_of_devices_is_on_the_gpu_and_the_log_tells(libraries: Path, tmp_path: Path) -> None:
+    with Served(tmp_path, libraries, "max_batch_size: 16") as served:
+        served.check(3)
+        assert "KIND_AUTO instances run on GPU 0" in served.said
+        labels = {"gpu_uuid": UUIDS[0]}
+        eventually(lambda: served.metric("nv_gpu_memory_used_bytes", **labels) > 0, "the GPU's memory is told")
+        assert served.metric("nv_gpu_memory_total_bytes", **labels) == 2**30
+        assert served.metric("nv_gpu_utilization", **labels) == 0.5
+        assert served.metric("nv_gpu_power_usage", **labels) == 100
+
+
+def test_instances_on_two_gpus_share_the_load(libraries: Path, tmp_path: Path) -> None:
+    config = f"{GPUS % 'count: 2 gpus: [ 0, 1 ]'} {GRAPHS}"
+    with Served(tmp_path, libraries, config, STAND_IN_GPUS=2, STAND_IN_SEED=5) as served:
+        served.crowd(clients=16, requests=20)
+        for uuid in UUIDS:
+            eventually(lambda one=uuid: served.metric("nv_gpu_memory_used_bytes", gpu_uuid=one) > 0, uuid)
+
+
+def test_batch_beyond_the_devices_memory_fails_alone_and_later_ones_are_smaller(
+    libraries: Path, tmp_path: Path
+) -> None:
+    # A row takes 512 KiB in between, half of it for each of two tensors.
+    config = "max_batch_size: 512 dynamic_batching { } instance_group { kind: KIND_GPU }"
+    with Served(tmp_path, libraries, config, sizes=(4, 65536, 16), STAND_IN_MEMORY=96 * 2**20) as served:
+        served.check(64)
+        status, text = served.refused(512)
+        assert status is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert "BFCArena" in text
+        served.crowd(clients=32, requests=8)
+        assert served.metric("paceline_out_of_memory", model="m", version="1") >= 1
+        assert served.stub.ServerReady(pb.ServerReadyRequest()).ready
+
+
+def test_lost_gpu_fails_its_batch_and_then_all_until_the_process_begins_anew(libraries: Path, tmp_path: Path) -> None:
+    lost = tmp_path / "lost"
+    with Served(tmp_path / "models", libraries, GPUS % "", STAND_IN_LOST=lost) as served:
+        served.check(2)
+        lost.touch()
+        assert served.refused(2) == (
+            grpc.StatusCode.INTERNAL,
+            "model 'm': the NVIDIA driver failed: cuEventSynchronize returned 719 (CUDA_ERROR_LAUNCH_FAILED)",
+        )
+        eventually(lambda: not served.stub.ServerReady(pb.ServerReadyRequest()).ready, "not ready")
+        assert served.refused(2)[0] is grpc.StatusCode.UNAVAILABLE
+        assert served.metric("paceline_lost_instances", model="m", version="1") == 1
+        assert served.server.terminate() == 0
+
+
+def test_options_of_the_cuda_accelerator_are_those_that_onnxruntime_has(libraries: Path) -> None:
+    source = """
+import onnxruntime as ort
+from backends.onnx_accelerators import _CUDA
+from backends.onnx_sessions import PROBE_MODEL
+ort.set_default_logger_severity(4)
+texts = {"arena_extend_strategy": "kSameAsRequested", "cudnn_conv_algo_search": "DEFAULT"}
+made = ort.SessionOptions()
+made.log_severity_level = 4
+for name in _CUDA:
+    given = {name: texts.get(name, "1")}
+    session = ort.InferenceSession(PROBE_MODEL, made, [("CUDAExecutionProvider", given), "CPUExecutionProvider"])
+    assert session.get_providers()[0] == "CUDAExecutionProvider", name
+    told = session.get_provider_options()["CUDAExecutionProvider"]
+    if told.get(name) != given[name]:
+        print(name, told.get(name))
+# Those of addresses, and what we say ourselves.
+print(*sorted(one for one in told if one not in _CUDA))
+"""
+    env = {**os.environ, "LD_LIBRARY_PATH": str(libraries)}
+    run = subprocess.run([sys.executable, "-c", source], cwd=REPO, env=env, capture_output=True, text=True, timeout=60)
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.splitlines() == [
+        "enable_skip_layer_norm_strict_mode None",
+        "device_id external_data_loader_reading_threads gpu_external_alloc gpu_external_empty_cache gpu_external_free "
+        "has_user_compute_stream user_compute_stream",
+    ]
