@@ -505,5 +505,6 @@ EXPORT int stand_in_events(void) { COUNT(events, Event, 1); }
 EXPORT int stand_in_pinned(void) { COUNT(blocks, Block, one->kind == PINNED); }
 EXPORT int stand_in_device(void) { COUNT(blocks, Block, one->kind == ON_DEVICE); }
 EXPORT int stand_in_opened(void) { return opened; }
+EXPORT int stand_in_pending(void) { COUNT(streams, Stream, one->queued - one->done); }
 EXPORT int stand_in_captured(void) { return captured; }
 EXPORT int stand_in_launched(void) { return launched; }

@@ -396,6 +396,28 @@ def test_tensors_that_clients_have_on_the_device_are_read_and_written_there(
     on_thread_of(slot, lambda: [check() for _ in range(50)])
 
 
+@pytest.mark.parametrize("accelerators", [EXACT, GRAPHS], ids=["plain", "graphs"])
+def test_computation_is_queued_and_not_waited_for(
+    accelerators: Any, tmp_path: Path, accelerator: CudaAccelerator
+) -> None:
+    driver = ctypes.CDLL("libcuda.so.1")
+    if not hasattr(driver, "stand_in_pending"):
+        pytest.skip("only a stand-in tells what is still to be done")
+    pair = Pair(tmp_path, models.mlp((64, 256, 16)), MLP, accelerator, accelerators)
+    slot = pair.gpu._slots[0]
+    requests = [floats(np.random.default_rng(1), 4, 64)]
+    slot.prepare(requests, 4)
+
+    def compute() -> tuple[int, int]:
+        bound = slot._stage(pair.gpu._shared.opened, requests, 4, 0)
+        staged = driver.stand_in_pending()
+        slot._compute(pair.gpu._shared.opened, bound, False)
+        return staged, driver.stand_in_pending()
+
+    staged, computing = on_thread_of(slot, compute)
+    assert 0 < staged < computing
+
+
 def test_two_instances_on_one_gpu_compute_side_by_side(tmp_path: Path, accelerator: CudaAccelerator) -> None:
     pair = Pair(tmp_path, models.mlp((64, 256, 16)), MLP, accelerator)
     second = pair.opened.instance(MLP, GPU)
