@@ -8,6 +8,7 @@ user gave can't be used; either way one line on stderr.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -118,6 +119,9 @@ def _refuse_contradictions(repeat: int, concurrency: int, save: Path | None) -> 
         raise InputError("--save keeps one answer, --repeat gets many")
     if repeat == 1 and concurrency > 1:
         raise InputError("--concurrency needs --repeat")
+    # Before the model computes anything for it. That it can't be written after all is told later.
+    if save is not None and not os.access(save if save.exists() else save.absolute().parent, os.W_OK):
+        raise InputError(f"--save {save}: expected a file that can be written, in a folder that is there")
 
 
 def _random_inputs(make_up: bool, rows: int | None, shapes: Sequence[str], seed: int | None) -> RandomInputs | None:

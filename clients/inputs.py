@@ -13,6 +13,7 @@ An input is one of
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -134,9 +135,16 @@ def _json_file(path: Path) -> Any:
 
 def _json(text: str) -> Any:
     try:
-        return json.loads(text)
+        return json.loads(text, parse_float=_finite)
     except RecursionError:
         raise InputError("expected JSON of fewer brackets in each other") from None
+
+
+def _finite(digits: str) -> float:
+    number = float(digits)
+    if math.isinf(number):
+        raise InputError(f"{digits}: larger than any FP64; infinity is written as Infinity")
+    return number
 
 
 def _array_of(name: str, value: Any) -> Array:
