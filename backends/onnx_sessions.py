@@ -183,11 +183,18 @@ def prepare_cuda(preload: Callable[..., object] = ort.preload_dlls) -> None:
     ort.set_default_logger_severity(_FATAL)
     said = io.StringIO()
     found = importlib.util.find_spec("nvidia")
+    places = [Path(place) for place in found.submodule_search_locations or ()] if found else []
+    folders = [str(folder) for place in places for folder in sorted(place.glob("*/lib"))]
+    beside = Path(ort.__file__).parents[1] / "nvidia" in places
     with _stdout, contextlib.redirect_stdout(said):
-        preload()
-        for place in found.submodule_search_locations or () if found else ():
-            for folder in sorted(Path(place).glob("*/lib")):
-                preload(directory=str(folder))
+        # What it finds nowhere else it takes from the system, where there may be another release's, or half of one: so
+        # it begins where the packages are.
+        if beside:
+            preload()
+        for folder in folders:
+            preload(directory=folder)
+        if not beside:
+            preload()
     for line in said.getvalue().splitlines():
         _log.debug("onnxruntime: %s", line)
     _look_for_cudnn()

@@ -6,6 +6,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
+import shutil
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -129,6 +130,19 @@ def test_model_that_says_nothing_of_devices_is_on_the_gpu_and_the_log_tells(libr
         assert served.metric("nv_gpu_memory_total_bytes", **labels) == 2**30
         assert served.metric("nv_gpu_utilization", **labels) == 0.5
         assert served.metric("nv_gpu_power_usage", **labels) == 100
+
+
+def test_libraries_in_the_folders_of_pypis_packages_are_found(libraries: Path, tmp_path: Path) -> None:
+    driver, packages = tmp_path / "driver", tmp_path / "site" / "nvidia"
+    for library in libraries.glob("*.so.*"):
+        name = library.name
+        of_driver = name.startswith(("libcuda.", "libnvidia-ml."))
+        folder = driver if of_driver else packages / ("cudnn" if "cudnn" in name else "cu13") / "lib"
+        folder.mkdir(parents=True, exist_ok=True)
+        shutil.copy(library, folder)
+    with Served(tmp_path / "models", driver, GPUS % "", PYTHONPATH=packages.parent) as served:
+        served.check(3)
+        assert not [one for one in served.server.log if one["level"] in ("WARNING", "ERROR")]
 
 
 def test_instances_on_two_gpus_share_the_load(libraries: Path, tmp_path: Path) -> None:
