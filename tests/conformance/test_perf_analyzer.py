@@ -20,6 +20,7 @@ import pytest
 import tritonclient.grpc
 
 from tests import models
+from tests.cuda import stand_in
 from tests.harness import REPO, ServerProcess
 
 PROGRAM = Path(os.environ.get("PACELINE_PERF_ANALYZER", REPO / ".witness" / "perf_analyzer" / "perf_analyzer"))
@@ -106,11 +107,14 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
         yield started
 
 
-def analyze(target: str, report: Path, model: str, *args: str) -> subprocess.CompletedProcess[str]:
+def analyze(
+    target: str, report: Path, model: str, *args: str, libraries: Path = PROGRAM.parent
+) -> subprocess.CompletedProcess[str]:
     """Run it to its end, its table in the file `report`."""
     command = [str(PROGRAM), "-m", model, "-u", target, "-i", "grpc", "-f", str(report), "--verbose-csv", *args]
-    libraries = {"LD_LIBRARY_PATH": f"{PROGRAM.parent}:{os.environ.get('LD_LIBRARY_PATH', '')}"}
-    return subprocess.run(command, env=os.environ | libraries, capture_output=True, text=True, timeout=300)
+    folders = f"{libraries}:{PROGRAM.parent}:{os.environ.get('LD_LIBRARY_PATH', '')}"
+    env = os.environ | {"LD_LIBRARY_PATH": folders}
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
 
 
 def levels_of(said: str, report: Path, column: str) -> dict[str, Level]:
@@ -210,3 +214,21 @@ def test_what_is_refused_ends_it_with_our_reason(
     assert done.returncode != 0
     assert reason in done.stdout + done.stderr
     assert analyze(closed.target, tmp_path / "report.csv", "mlp", *BRIEF).returncode == 0
+
+
+def test_it_has_its_tensors_in_cuda_shared_memory(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """On a GPU that isn't one, of which both have the libraries."""
+    libraries = stand_in.libraries(tmp_path_factory.mktemp("gpu"))
+    models.write(models.mlp(), tmp_path / "models" / "mlp" / "1" / "model.onnx")
+    config = "max_batch_size: 16 dynamic_batching { } instance_group { kind: KIND_GPU }"
+    (tmp_path / "models" / "mlp" / "config.pbtxt").write_text(config)
+    env = {"LD_LIBRARY_PATH": str(libraries)}
+    with ServerProcess(tmp_path / "models", args=["--allow-client-shm=true"], env=env) as server:
+        given = ("--shared-memory", "cuda", "--concurrency-range", "4", "--async")
+        run = analyze(server.target, tmp_path / "report.csv", "mlp", *given, *BRIEF, libraries=libraries)
+        assert run.returncode == 0, run.stdout + run.stderr
+        level = levels_of(run.stdout, tmp_path / "report.csv", "Concurrency")["4"]
+        assert level.requests > 0
+        assert server.metrics()['nv_inference_request_failure{model="mlp",reason="BACKEND",version="1"}'] == 0
+        with tritonclient.grpc.InferenceServerClient(server.target) as client:
+            assert not client.get_cuda_shared_memory_status().regions

@@ -90,6 +90,7 @@ EXPORT int cudaPointerGetAttributes(Attributes *attributes, const void *address)
         *attributes = (Attributes){kind < 0 ? 0 : kind == PINNED ? 1 : 2, device, kind < 0 ? NULL : (void *)address, kind == PINNED ? (void *)address : NULL};
     });
 }
+EXPORT int cudaIpcGetMemHandle(void *handle, const void *address) { CALL(FREELY, code = gpu_share(address, handle)); }
 EXPORT int cudaMemPoolCreate(void **pool, const void *properties) { return done(NOT_SUPPORTED); }
 EXPORT int cudaMemPoolDestroy(void *pool) { return OK; }
 EXPORT int cudaMemPoolGetAttribute(void *pool, int attribute, void *value) { return done(NOT_SUPPORTED); }

@@ -26,6 +26,7 @@ _DRIVER = "libcuda.so.1"
 _LIBRARIES: Mapping[str, Sequence[str]] = {
     _DRIVER: ("device.c", "driver.c"),
     "libcudart.so.13": ("runtime.c", "kernels.c"),
+    "libcudart.so.12": ("runtime.c", "kernels.c"),  # for perf_analyzer
     "libcublas.so.13": ("cublas.c",),
     "libcublasLt.so.13": ("cublaslt.c",),
     "libcurand.so.10": (),
