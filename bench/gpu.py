@@ -179,8 +179,8 @@ def _model(plan: Plan, server: ServerProcess, model: GpuModel, file: Path, first
     found, absent = Found(), {}
     crowd = _crowd(plan, model)
     batch = gpu_models.batch_of(model, model.rows)
-    with ExitStack() as stack:
-        try:
+    try:
+        with ExitStack() as stack:
             name = stack.enter_context(gpu_steps.region(server, batch)) if model.shared else ""
             request = gpu_steps.requests_of(model, batch, name, folder)
             full = gpu_models.batch_of(model, model.batch_rows)
@@ -200,8 +200,8 @@ def _model(plan: Plan, server: ServerProcess, model: GpuModel, file: Path, first
                 request = gpu_steps.requests_of(model, batch, name, folder)
                 times = plan.seconds, plan.warmup_s
                 found.add(there, gpu_steps.saturation(server, model.name, model.rows, crowd, request, *times))
-        except _FAILURES as error:
-            absent[model.name] = _reason(error)
+    except _FAILURES as error:
+        absent[model.name] = _reason(error)
     if first:
         found.add("the first request", first)
     points = {ours: str(crowd), there: str(crowd), calm: "open loop"}

@@ -208,8 +208,10 @@ def region(server: ServerProcess, batch: Array) -> Iterator[str]:
             service.SystemSharedMemoryRegister(
                 pb.SystemSharedMemoryRegisterRequest(name=name, key=f"/{name}", byte_size=batch.nbytes)
             )
-            yield name
-            service.SystemSharedMemoryUnregister(pb.SystemSharedMemoryUnregisterRequest(name=name))
+            try:
+                yield name
+            finally:
+                service.SystemSharedMemoryUnregister(pb.SystemSharedMemoryUnregisterRequest(name=name))
         except grpc.RpcError as error:
             raise BenchError(f"{error.code().name}: {error.details()}") from None
         finally:
@@ -227,8 +229,10 @@ def gpu_region(server: ServerProcess, batch: Array) -> Iterator[str]:
             service.CudaSharedMemoryRegister(
                 pb.CudaSharedMemoryRegisterRequest(name=name, raw_handle=exported.handle, byte_size=batch.nbytes)
             )
-            yield name
-            service.CudaSharedMemoryUnregister(pb.CudaSharedMemoryUnregisterRequest(name=name))
+            try:
+                yield name
+            finally:
+                service.CudaSharedMemoryUnregister(pb.CudaSharedMemoryUnregisterRequest(name=name))
         except grpc.RpcError as error:
             raise BenchError(f"{error.code().name}: {error.details()}") from None
 

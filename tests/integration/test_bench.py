@@ -3,23 +3,29 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from backends.cuda_driver import count_gpus
 from backends.errors import LoadError
-from bench import overload
+from bench import gpu, gpu_models, gpu_steps, overload
 from bench.document import markdown
 from bench.rounds import Settings
 from bench.run import run
 from bench.scenario import parse
+from bench.steps import BenchError
 from bench.summary import load
-from tests.harness import REPO
+from tests import models as tiny_models
+from tests.harness import REPO, ServerProcess
 
 SHORT = Settings(rounds=2, seconds=0.1, warmup_s=0.2, rivals=False)
 TINY = {"server": "paceline", "model": "tiny"}
@@ -108,6 +114,37 @@ def test_gpu_benchmark_runs_through_on_a_cpu_and_its_results_make_a_document(tmp
         assert {one.who for one in section.measurements} >= {"paceline", "run_with_iobinding", "paceline at 70 %"}
         assert not any(one.reach for one in section.comparisons)
     assert "rows/s / run_with_iobinding of full batches" in markdown(found, "figures")
+
+
+def test_gpu_benchmark_whose_server_dies_measures_what_is_left(tmp_path: Path) -> None:
+    doomed: set[str] = set()
+
+    class Plan(gpu.Plan):
+        def check(self) -> None:
+            while doomed:
+                os.kill(int(doomed.pop()), signal.SIGKILL)
+
+    chosen = [one for one in gpu_models.chosen("cpu", quick=True) if one.name == "resnet50_fp32"]
+    before = children()
+    sections = gpu.run(Plan("cpu", 1, 0.1, 0.1, 1, (1,), 1, False, 0.0), chosen, tmp_path)
+    assert not next(sections).absent
+    doomed |= children() - before
+    model, fronts = sections
+    assert "UNAVAILABLE" in model.absent["resnet50_fp32"]
+    assert not fronts.absent
+
+
+def children() -> set[str]:
+    """Processes that this thread has started."""
+    return set(Path(f"/proc/self/task/{threading.get_native_id()}/children").read_text().split())
+
+
+def test_region_of_what_fails_is_gone_from_the_server(tmp_path: Path) -> None:
+    tiny_models.write(tiny_models.identity("FP32"), tmp_path / "tiny" / "1" / "model.onnx")
+    with ServerProcess(tmp_path, args=["--allow-client-shm=true"]) as server:
+        for _ in range(2):
+            with pytest.raises(BenchError, match="no answer"), gpu_steps.region(server, np.zeros(16, np.float32)):
+                raise BenchError("no answer")
 
 
 def test_gpu_benchmark_without_what_it_asks_for_fails_with_the_reason(tmp_path: Path) -> None:
