@@ -62,27 +62,50 @@ static int run_gemm(void *arguments) {
     for (int number = 0; number < it->batch && !code; number++) code = multiply(it, number);
     return code;
 }
-static int queue(Handle *handle, Gemm gemm) {
+static long at(const Matrix *it, long row, long column) {
+    return it->transposed ? row * it->ld + column : column * it->ld + row;
+}
+static int run_add(void *arguments) {
+    Gemm *it = arguments;
+    const float *a = given(&it->a, 0, it->rows, it->columns);
+    const float *b = it->beta ? given(&it->b, 0, it->rows, it->columns) : a;
+    float *c = (float *)given(&it->c, 0, it->rows, it->columns);
+    if (!a || !b || !c) return ILLEGAL_ADDRESS;
+    for (long column = 0; column < it->columns; column++)
+        for (long row = 0; row < it->rows; row++) {
+            float other = it->beta ? it->beta * b[at(&it->b, row, column)] : 0;
+            c[at(&it->c, row, column)] = it->alpha * a[at(&it->a, row, column)] + other;
+        }
+    return OK;
+}
+static int queue(Handle *handle, Operation *run, Gemm gemm) {
     int code = gpu_enter("cublasSgemm", FREELY);
-    if (!code) code = gpu_compute(handle->stream, run_gemm, &gemm, sizeof gemm);
+    if (!code) code = gpu_compute(handle->stream, run, &gemm, sizeof gemm);
     return gpu_leave(code) ? EXECUTION_FAILED : OK;
+}
+EXPORT int cublasSgeam(
+    Handle *handle, int ta, int tb, int m, int n, const float *alpha, const float *a, int lda, const float *beta,
+    const float *b, int ldb, float *c, int ldc
+) {
+    return queue(handle, run_add, (Gemm){m, n, 0, 1, *alpha, *beta, {a, ta, lda}, {b, tb, ldb}, {c, 0, ldc}});
 }
 EXPORT int cublasSgemm_v2(
     Handle *handle, int ta, int tb, int m, int n, int k, const float *alpha, const float *a, int lda, const float *b,
     int ldb, const float *beta, float *c, int ldc
 ) {
-    return queue(handle, (Gemm){m, n, k, 1, *alpha, *beta, {a, ta, lda}, {b, tb, ldb}, {c, 0, ldc}});
+    return queue(handle, run_gemm, (Gemm){m, n, k, 1, *alpha, *beta, {a, ta, lda}, {b, tb, ldb}, {c, 0, ldc}});
 }
 EXPORT int cublasSgemmStridedBatched(
     Handle *handle, int ta, int tb, int m, int n, int k, const float *alpha, const float *a, int lda, long long sa,
     const float *b, int ldb, long long sb, const float *beta, float *c, int ldc, long long sc, int batch
 ) {
-    return queue(handle, (Gemm){m, n, k, batch, *alpha, *beta, {a, ta, lda, sa}, {b, tb, ldb, sb}, {c, 0, ldc, sc}});
+    Gemm gemm = {m, n, k, batch, *alpha, *beta, {a, ta, lda, sa}, {b, tb, ldb, sb}, {c, 0, ldc, sc}};
+    return queue(handle, run_gemm, gemm);
 }
 
 #define NOT_HERE(name) \
     EXPORT int name(void) { fprintf(stderr, "stand-in: no %s\n", #name); return BLAS_NOT_SUPPORTED; }
 NOT_HERE(cublasDgeam) NOT_HERE(cublasDgemmBatched) NOT_HERE(cublasDgemmStridedBatched) NOT_HERE(cublasDgemm_v2)
 NOT_HERE(cublasDgetrfBatched) NOT_HERE(cublasDgetriBatched) NOT_HERE(cublasGemmBatchedEx) NOT_HERE(cublasGemmEx)
-NOT_HERE(cublasGemmStridedBatchedEx) NOT_HERE(cublasScopy_v2) NOT_HERE(cublasSgeam) NOT_HERE(cublasSgemmBatched)
+NOT_HERE(cublasGemmStridedBatchedEx) NOT_HERE(cublasScopy_v2) NOT_HERE(cublasSgemmBatched)
 NOT_HERE(cublasSgetrfBatched) NOT_HERE(cublasSgetriBatched) NOT_HERE(cublasSscal_v2)

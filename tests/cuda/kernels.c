@@ -1,16 +1,20 @@
 /* In C what onnxruntime/core/providers/cuda has for the device, as far as tests' models need it. Another version of
    ONNX Runtime may have other names and arguments; the runtime says which kernel it would have needed. */
 #include "kernels.h"
+#include <fnmatch.h>
 #include <math.h>
 #include <string.h>
 
 #define ARGUMENT(type, number) (*(type *)arguments[number])
 #define FLOATS(number, count) gpu_at(ARGUMENT(void *, number), 4l * (count))
+#define LACKS(number, found) (ARGUMENT(void *, number) && !(found)) /* one that may be NULL */
 
 typedef struct { int divisor; unsigned multiplier, shift; } Division;
-_Static_assert(sizeof(Division) <= LARGEST_ARGUMENT, "has room");
+typedef struct { int rank; long each[8]; } Steps;
+typedef struct { int rank; Division each[8]; } Divisions;
+_Static_assert(sizeof(Steps) <= LARGEST_ARGUMENT && sizeof(Divisions) <= LARGEST_ARGUMENT, "has room");
 
-static int broadcast_bias(void **arguments) {
+static int broadcast_bias(void **arguments, Size grid) {
     long count = ARGUMENT(long, 2);
     int width = ARGUMENT(Division, 3).divisor, per_row = ARGUMENT(int, 4), per_column = ARGUMENT(int, 5);
     const float *bias = FLOATS(0, count / width * per_row + per_column);
@@ -20,7 +24,7 @@ static int broadcast_bias(void **arguments) {
     return OK;
 }
 
-static int add_rows_up(void **arguments) {
+static int add_rows_up(void **arguments, Size grid) {
     long rows = ARGUMENT(int, 2), columns = ARGUMENT(int, 3);
     const float *in = FLOATS(0, rows * columns);
     float *out = FLOATS(1, columns);
@@ -30,7 +34,7 @@ static int add_rows_up(void **arguments) {
 }
 
 #define UNARY(name, expression) \
-    static int name(void **arguments) { \
+    static int name(void **arguments, Size grid) { \
         long count = ARGUMENT(int, 3); \
         const float *in = FLOATS(0, count); \
         float *out = FLOATS(1, count); \
@@ -44,7 +48,7 @@ UNARY(relu, x > 0 ? x : 0)
 
 /* `left` and `right`: how far each side goes on with each element, 0 for a single number. */
 #define BINARY_OF(name, type, expression, left, right) \
-    static int name##_##left##right(void **arguments) { \
+    static int name##_##left##right(void **arguments, Size grid) { \
         long count = ARGUMENT(int, 4); \
         const float *one = FLOATS(0, left ? count : 1), *other = FLOATS(1, right ? count : 1); \
         type *out = gpu_at(ARGUMENT(void *, 2), count * sizeof(type)); \
@@ -59,20 +63,155 @@ BINARY(difference, float, x - y)
 BINARY(product, float, x * y)
 BINARY(greater, char, x > y)
 
-#define UNARY_KERNEL(op, run) {"_UnaryElementWiseIffNS0_" op "IfEE", 4, {8, 8, 4, 4}, run}
+static int add_per_channel(void **arguments, Size grid) {
+    long count = ARGUMENT(int, 6), height = ARGUMENT(Division, 2).divisor, channels = ARGUMENT(Division, 3).divisor;
+    const float *one = FLOATS(0, count), *other = FLOATS(1, channels);
+    float *out = FLOATS(4, count);
+    if (!one || !other || !out) return ILLEGAL_ADDRESS;
+    for (long i = 0; i < count; i++) out[i] = one[i] + other[i / height % channels];
+    return OK;
+}
+
+/* How far into memory that has `steps` the element lies that is number `i` in memory that has `order`. */
+static long place(long i, int rank, const long *order, const long *steps) {
+    long found = 0;
+    for (int dim = 0; dim < rank; i %= order[dim++]) found += i / order[dim] * steps[dim];
+    return found;
+}
+
+static int add_broadcast(void **arguments, Size grid) {
+    int rank = ARGUMENT(int, 0);
+    long count = ARGUMENT(int, 8), order[8], *steps = ARGUMENT(Steps, 3).each;
+    for (int dim = 0; dim < rank; dim++) order[dim] = ARGUMENT(Divisions, 5).each[dim].divisor;
+    const float *one = FLOATS(2, count), *other = FLOATS(4, place(count - 1, rank, order, steps) + 1);
+    float *out = FLOATS(6, count);
+    if (!one || !other || !out) return ILLEGAL_ADDRESS;
+    for (long i = 0; i < count; i++) out[i] = one[i] + other[place(i, rank, order, steps)];
+    return OK;
+}
+
+static int transpose_first_three(void **arguments, Size grid) {
+    long count = 4l * ARGUMENT(int, 5), *from = ARGUMENT(Steps, 0).each, *to = ARGUMENT(Steps, 2).each;
+    const float *in = FLOATS(1, count);
+    float *out = FLOATS(3, count);
+    if (!in || !out) return ILLEGAL_ADDRESS;
+    for (long i = 0; i < count; i++) out[place(i, 4, from, to)] = in[i];
+    return OK;
+}
+
+static int transpose_last_two(void **arguments, Size grid) {
+    long rows = ARGUMENT(long, 0), columns = ARGUMENT(long, 1), step = ARGUMENT(long, 2);
+    const float *in = FLOATS(3, grid.z * step);
+    float *out = FLOATS(4, grid.z * step);
+    if (!in || !out) return ILLEGAL_ADDRESS;
+    for (long batch = 0; batch < grid.z; batch++, in += step, out += step)
+        for (long i = 0; i < rows * columns; i++) out[i % columns * rows + i / columns] = in[i];
+    return OK;
+}
+
+static int gather(void **arguments, Size grid) {
+    long count = ARGUMENT(int, 8), in_block = ARGUMENT(long, 0), out_block = ARGUMENT(Division, 2).divisor;
+    long width = ARGUMENT(Division, 3).divisor, most = ARGUMENT(long, 1), index_size = ARGUMENT(long, 5);
+    const char *indices = gpu_at(ARGUMENT(void *, 4), out_block / width * index_size);
+    const float *in = FLOATS(6, count / out_block * in_block);
+    float *out = FLOATS(7, count);
+    if (!indices || !in || !out) return ILLEGAL_ADDRESS;
+    for (long i = 0; i < count; i++) {
+        const void *at = indices + i % out_block / width * index_size;
+        long index = index_size == 8 ? *(const long *)at : *(const int *)at;
+        if (index < 0) index += most;
+        out[i] = index < 0 || index >= most ? 0 : in[i / out_block * in_block + index * width + i % width];
+    }
+    return OK;
+}
+
+static int bias_gelu(void **arguments, Size grid) {
+    long width = ARGUMENT(long, 0), count = grid.x * width;
+    const float *in = FLOATS(1, count), *bias = FLOATS(2, width);
+    float *out = FLOATS(3, count);
+    if (!in || !bias || !out) return ILLEGAL_ADDRESS;
+    for (long i = 0; i < count; i++) {
+        float x = in[i] + bias[i % width];
+        out[i] = 0.5f * x * (1 + erff(x * (float)M_SQRT1_2));
+    }
+    return OK;
+}
+
+static int softmax(void **arguments, Size grid) {
+    long rows = ARGUMENT(int, 2), step = ARGUMENT(int, 3), width = ARGUMENT(int, 4);
+    float *out = FLOATS(0, rows * step);
+    const float *in = FLOATS(1, rows * step);
+    if (!in || !out) return ILLEGAL_ADDRESS;
+    for (; rows; rows--, in += step, out += step) {
+        float most = -INFINITY, sum = 0;
+        for (long i = 0; i < width; i++) most = fmaxf(most, in[i]);
+        for (long i = 0; i < width; i++) sum += out[i] = expf(in[i] - most);
+        for (long i = 0; i < width; i++) out[i] /= sum;
+    }
+    return OK;
+}
+
+static void normalize(float *row, long width, float epsilon, const float *scale, const float *bias) {
+    double mean = 0, variance = 0;
+    for (long i = 0; i < width; i++) mean += row[i] / width;
+    for (long i = 0; i < width; i++) variance += (row[i] - mean) * (row[i] - mean) / width;
+    for (long i = 0; i < width; i++)
+        row[i] = (scale ? scale[i] : 1) * (row[i] - mean) / sqrt(variance + epsilon) + (bias ? bias[i] : 0);
+}
+
+static int layer_norm(void **arguments, Size grid) {
+    static const int UNKNOWN[] = {1, 2, 10, 11, 12}; /* statistics, and what is to be added before */
+    for (int i = 0; i < 5; i++) if (ARGUMENT(void *, UNKNOWN[i])) return NOT_SUPPORTED;
+    if (ARGUMENT(int, 9)) return NOT_SUPPORTED; /* scales that aren't the same for all rows */
+    long rows = ARGUMENT(int, 4), width = ARGUMENT(int, 5);
+    const float *in = FLOATS(3, rows * width), *scale = FLOATS(7, width), *bias = FLOATS(8, width);
+    float *out = FLOATS(0, rows * width);
+    if (!in || !out || LACKS(7, scale) || LACKS(8, bias)) return ILLEGAL_ADDRESS;
+    memmove(out, in, 4 * rows * width);
+    for (long row = 0; row < rows; row++) normalize(out + row * width, width, ARGUMENT(float, 6), scale, bias);
+    return OK;
+}
+
+static int layer_norm_of_sum(void **arguments, Size grid) {
+    if (ARGUMENT(void *, 1)) return NOT_SUPPORTED; /* the sum */
+    long width = ARGUMENT(int, 8), count = grid.x * width, others = ARGUMENT(int, 9);
+    const float *one = FLOATS(2, count), *other = FLOATS(3, others), *added = FLOATS(4, width);
+    const float *scale = FLOATS(5, width), *bias = FLOATS(6, width);
+    float *out = FLOATS(0, count);
+    if (!one || !other || !out || LACKS(4, added) || LACKS(5, scale) || LACKS(6, bias)) return ILLEGAL_ADDRESS;
+    for (long i = 0; i < count; i++) out[i] = one[i] + other[i % others] + (added ? added[i % width] : 0);
+    for (long i = 0; i < count; i += width) normalize(out + i, width, ARGUMENT(float, 7), scale, bias);
+    return OK;
+}
+
+#define UNARY_KERNEL(op, run) {"*_UnaryElementWiseIffNS0_" op "IfEE*", 4, {8, 8, 4, 4}, run}
 #define BINARY_KERNEL(left, right, out, op, run) \
-    {"_BinaryElementWiseSimpleILb" #left "ELb" #right "E" out "ffNS0_" op "I", 5, {8, 8, 8, 1, 4}, run##_##left##right}
+    {"*_BinaryElementWiseSimpleILb" #left "ELb" #right "E" out "ffNS0_" op "I*", \
+     5, {8, 8, 8, 1, 4}, run##_##left##right}
 #define BINARY_KERNELS(out, op, run) \
     BINARY_KERNEL(1, 1, out, op, run), BINARY_KERNEL(0, 1, out, op, run), BINARY_KERNEL(1, 0, out, op, run)
 
 static const Kernel KERNELS[] = {
-    {"BroadcastBiasKernelIfiLb0EE", 7, {8, 8, 8, sizeof(Division), 4, 4, 4}, broadcast_bias},
-    {"reduce_matrix_rows_kernelIfffEE", 4, {8, 8, 4, 4}, add_rows_up},
+    {"*BroadcastBiasKernelIfiLb0EE*", 7, {8, 8, 8, sizeof(Division), 4, 4, 4}, broadcast_bias},
+    {"*reduce_matrix_rows_kernelIfffEE*", 4, {8, 8, 4, 4}, add_rows_up},
     UNARY_KERNEL("6OP_Neg", negative), UNARY_KERNEL("6OP_Abs", absolute), UNARY_KERNEL("7OP_Relu", relu),
     BINARY_KERNELS("f", "6OP_Add", sum), BINARY_KERNELS("f", "6OP_Sub", difference),
     BINARY_KERNELS("f", "6OP_Mul", product), BINARY_KERNELS("b", "10OP_Greater", greater),
+    {"*_BinaryElementWiseRhsPerChannelBatchNIfffNS0_6OP_AddI*",
+     7, {8, 8, sizeof(Division), sizeof(Division), 8, 1, 4}, add_per_channel},
+    {"*_BinaryElementWiseIfffNS0_6OP_AddIfffEELb0ELb1E*",
+     9, {4, sizeof(Steps), 8, sizeof(Steps), 8, sizeof(Divisions), 8, 1, 4}, add_broadcast},
+    {"*Transpose4DKernelParallelizeMultipleElementsPerThreadInInnermostDimILi4EE*",
+     6, {sizeof(Steps), 8, sizeof(Steps), 8, 8, 4}, transpose_first_three},
+    {"*Transpose3DKernelIiLj32EE*", 5, {8, 8, 8, 8, 8}, transpose_last_two},
+    {"*_GatherKernelIiEE*", 9, {8, 8, sizeof(Division), sizeof(Division), 8, 8, 8, 8, 4}, gather},
+    {"*BiasGeluKernelIfEE*", 4, {8, 8, 8, 8}, bias_gelu},
+    {"*softmax_warp_forwardIfffLi*ELb0EE*", 5, {8, 8, 4, 4, 4}, softmax},
+    {"*cuApplyLayerNormIfffLb0EE*", 13, {8, 8, 8, 8, 4, 4, 4, 8, 8, 4, 8, 8, 8}, layer_norm},
+    {"*SkipLayerNormKernelSmallIfLj*ELb0EE*", 10, {8, 8, 8, 8, 8, 8, 8, 4, 4, 4}, layer_norm_of_sum},
 };
 const Kernel *kernel_named(const char *name) {
-    for (size_t i = 0; i < sizeof KERNELS / sizeof *KERNELS; i++) if (strstr(name, KERNELS[i].name)) return &KERNELS[i];
+    for (size_t i = 0; i < sizeof KERNELS / sizeof *KERNELS; i++)
+        if (!fnmatch(KERNELS[i].name, name, 0)) return &KERNELS[i];
     return NULL;
 }

@@ -156,7 +156,6 @@ EXPORT int cudaLaunchHostFunc(Stream *stream, void (*call)(void *), void *data) 
 
 /* ---- kernels: compilers have them registered by a function of the host's, by which they are launched */
 
-typedef struct { unsigned x, y, z; } Size;
 typedef struct { const void *function; const char *name; } Registered;
 static Registered *registered;
 static size_t known, room, sorted;
@@ -181,15 +180,15 @@ static const char *name_of(const void *function) {
     return found ? found->name : "that was never registered";
 }
 
-typedef struct { const Kernel *kernel; _Alignas(16) char values[MOST_ARGUMENTS][LARGEST_ARGUMENT]; } Launch;
+typedef struct { const Kernel *kernel; Size grid; _Alignas(16) char values[MOST_ARGUMENTS][LARGEST_ARGUMENT]; } Launch;
 static int run_kernel(void *arguments) {
     Launch *launch = arguments;
     void *each[MOST_ARGUMENTS];
     for (int i = 0; i < MOST_ARGUMENTS; i++) each[i] = launch->values[i];
-    return launch->kernel->run(each);
+    return launch->kernel->run(each, launch->grid);
 }
-static int launch(const void *function, void **arguments, Stream *stream) {
-    Launch made = {kernel_named(name_of(function))};
+static int launch(const void *function, Size grid, void **arguments, Stream *stream) {
+    Launch made = {kernel_named(name_of(function)), grid};
     if (!made.kernel) {
         fprintf(stderr, "stand-in: no kernel %s\n", name_of(function));
         return INVALID_FUNCTION;
@@ -198,20 +197,20 @@ static int launch(const void *function, void **arguments, Stream *stream) {
     return gpu_compute(stream, run_kernel, &made, sizeof made);
 }
 EXPORT int cudaLaunchKernel(const void *function, Size grid, Size block, void **arguments, size_t shared, Stream *stream) {
-    CALL(FREELY, code = launch(function, arguments, stream));
+    CALL(FREELY, code = launch(function, grid, arguments, stream));
 }
 EXPORT int cudaLaunchCooperativeKernel(
     const void *function, Size grid, Size block, void **arguments, size_t shared, Stream *stream
 ) {
-    CALL(FREELY, code = launch(function, arguments, stream));
+    CALL(FREELY, code = launch(function, grid, arguments, stream));
 }
 EXPORT int __cudaGetKernel(const void **kernel, const void *function) { *kernel = function; return OK; }
 EXPORT int __cudaLaunchKernel(const void *kernel, Size grid, Size block, void **arguments, size_t shared, Stream *stream) {
-    CALL(FREELY, code = launch(kernel, arguments, stream));
+    CALL(FREELY, code = launch(kernel, grid, arguments, stream));
 }
 typedef struct { Size grid, block; size_t shared; Stream *stream; void *attributes; unsigned count; } Config;
 EXPORT int cudaLaunchKernelExC(const Config *config, const void *function, void **arguments) {
-    CALL(FREELY, code = launch(function, arguments, config->stream));
+    CALL(FREELY, code = launch(function, config->grid, arguments, config->stream));
 }
 static __thread Config configured;
 EXPORT unsigned __cudaPushCallConfiguration(Size grid, Size block, size_t shared, Stream *stream) {

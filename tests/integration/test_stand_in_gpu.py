@@ -18,6 +18,7 @@ import numpy as np
 import onnxruntime as ort  # type: ignore[import-untyped,unused-ignore]
 import pytest
 
+from bench.summary import load
 from protos import inference_pb2 as pb
 from protos.inference_pb2_grpc import GRPCInferenceServiceStub
 from tests import models
@@ -46,19 +47,36 @@ def libraries(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("seed", ["", "1", "2"], ids=["late", "random-1", "random-2"])
 def test_what_needs_a_gpu_passes(seed: str, libraries: Path, tmp_path: Path) -> None:
     files = [str(one) for one in (REPO / "tests").rglob("test_*.py") if "mark.gpu" in one.read_text()]
+    run = _python("pytest", *_OPTIONS, "--basetemp", str(tmp_path / "their"), *files, libraries=libraries, seed=seed)
+    said = f"{run.stdout[-8000:]}\n{run.stderr[-4000:]}"
+    assert run.returncode == 0, said
+    reasons = re.findall(r"^SKIPPED \[\d+\] \S+: (.*)$", run.stdout, re.MULTILINE)
+    assert [one for one in reasons if not any(known in one for known in _WITHOUT)] == [], said
+
+
+def test_gpu_benchmark_runs_through_with_graphs(libraries: Path, tmp_path: Path) -> None:
+    out = tmp_path / "gpu.json"
+    options = ("--device", "cuda", "--quick", "--models", "bert_base_fp32", "--graphs", "--out", str(out))
+    run = _python("bench.gpu", *options, libraries=libraries)
+    assert run.returncode == 0, run.stderr
+    found = load(out.read_text())
+    assert [section.name for section in found.sections] == ["gpu-correct", "gpu-bert-base-fp32", "gpu-frontends"]
+    assert not any(section.absent for section in found.sections)
+    assert [one.verdict for one in found.sections[0].comparisons] == ["reached"]
+    whos = {"paceline", "run_with_iobinding", "the same with copies", "paceline at 70 %", "the first request"}
+    assert {one.who for one in found.sections[1].measurements} == whos
+
+
+def _python(module: str, *arguments: str, libraries: Path, seed: str = "") -> subprocess.CompletedProcess[str]:
     environment = {key: value for key, value in os.environ.items() if not key.startswith("PYTEST_")}
-    run = subprocess.run(
-        [sys.executable, "-m", "pytest", *_OPTIONS, "--basetemp", str(tmp_path / "their"), *files],
+    return subprocess.run(
+        [sys.executable, "-m", module, *arguments],
         cwd=REPO,
         env={**environment, "LD_LIBRARY_PATH": str(libraries), "STAND_IN_SEED": seed},
         capture_output=True,
         text=True,
         timeout=110,
     )
-    said = f"{run.stdout[-8000:]}\n{run.stderr[-4000:]}"
-    assert run.returncode == 0, said
-    reasons = re.findall(r"^SKIPPED \[\d+\] \S+: (.*)$", run.stdout, re.MULTILINE)
-    assert [one for one in reasons if not any(known in one for known in _WITHOUT)] == [], said
 
 
 class Served:
