@@ -83,11 +83,8 @@ class _Graph:
         self.nodes: list[onnx.NodeProto] = []
         self.constants: list[onnx.TensorProto] = []
 
-    def weights(self, shape: Sequence[int], scale: float) -> str:
-        return self.constant((self._chance.standard_normal(shape, np.float32) * scale).astype(self._dtype))
-
-    def filled(self, size: int, value: float) -> str:
-        return self.constant(np.full(size, value, self._dtype))
+    def weights(self, shape: Sequence[int], scale: float, mean: float = 0.0) -> str:
+        return self.constant((self._chance.standard_normal(shape, np.float32) * scale + mean).astype(self._dtype))
 
     def constant(self, array: Array) -> str:
         name = f"c{len(self.constants)}"
@@ -114,7 +111,7 @@ def _resnet(sizes: Sizes, datatype: str) -> onnx.ModelProto:
     def conv(x: str, taken: int, given: int, kernel: int, stride: int = 1, gain: float = 2.0) -> str:
         weights = graph.weights((given, taken, kernel, kernel), (gain / (taken * kernel**2)) ** 0.5)
         padding, shape = [kernel // 2] * 4, [kernel, kernel]
-        bias = graph.filled(given, 0.01)
+        bias = graph.weights((given,), 0.01)
         return graph.add("Conv", x, weights, bias, kernel_shape=shape, strides=[stride] * 2, pads=padding)
 
     x = graph.add("Relu", conv(INPUT, 3, sizes.width, 7, 2))
@@ -131,7 +128,11 @@ def _resnet(sizes: Sizes, datatype: str) -> onnx.ModelProto:
             x, taken = graph.add("Relu", graph.add("Add", deep, short)), 4 * inner
     x = graph.add("Flatten", graph.add("GlobalAveragePool", x))
     graph.add(
-        "Gemm", x, graph.weights((taken, sizes.classes), taken**-0.5), graph.filled(sizes.classes, 0.0), output=OUTPUT
+        "Gemm",
+        x,
+        graph.weights((taken, sizes.classes), taken**-0.5),
+        graph.weights((sizes.classes,), 0.1),
+        output=OUTPUT,
     )
     return graph.model(models.tensor(INPUT, datatype, ["batch", 3, sizes.image, sizes.image]), sizes.classes, datatype)
 
@@ -143,10 +144,10 @@ def _bert(sizes: Sizes, datatype: str) -> onnx.ModelProto:
 
     def linear(x: str, taken: int, given: int) -> str:
         product = graph.add("MatMul", x, graph.weights((taken, given), taken**-0.5))
-        return graph.add("Add", product, graph.filled(given, 0.01))
+        return graph.add("Add", product, graph.weights((given,), 0.1))
 
     def normal(x: str) -> str:
-        scale, bias = graph.filled(hidden, 1.0), graph.filled(hidden, 0.0)
+        scale, bias = graph.weights((hidden,), 0.1, 1.0), graph.weights((hidden,), 0.1)
         return graph.add("LayerNormalization", x, scale, bias, axis=-1, epsilon=1e-5)
 
     def by_head(x: str, order: Sequence[int]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import os
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -401,8 +402,8 @@ def test_computation_is_queued_and_not_waited_for(
     accelerators: Any, tmp_path: Path, accelerator: CudaAccelerator
 ) -> None:
     driver = ctypes.CDLL("libcuda.so.1")
-    if not hasattr(driver, "stand_in_pending"):
-        pytest.skip("only a stand-in tells what is still to be done")
+    if not hasattr(driver, "stand_in_pending") or os.environ.get("STAND_IN_SEED"):
+        pytest.skip("only a stand-in that is always late tells whether anybody waits")
     pair = Pair(tmp_path, models.mlp((64, 256, 16)), MLP, accelerator, accelerators)
     slot = pair.gpu._slots[0]
     requests = [floats(np.random.default_rng(1), 4, 64)]
