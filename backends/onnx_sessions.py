@@ -265,6 +265,10 @@ def staged_run_options(options: OnnxOptions, device: Device, graph: int | None) 
     """What a run is told whose caller waits for the device itself. `graph` is the graph to capture or to replay,
     NO_GRAPH for none, None where the session doesn't know graphs."""
     arenas = None if graph is not None else _own_arenas(options, device)
+    if graph is None and options.tensorrt is None:
+        # It means nothing there, but ONNX Runtime's Python looks for it, and what isn't found costs 30 us each time: it
+        # is an exception, with a stack. TensorRT's provider would leave out the graphs of its own.
+        graph = NO_GRAPH
     graph_id = None if graph is None else str(graph)
     return _run_options({_UNSYNCHRONIZED: "1", _SHRINKAGE: arenas, _GRAPH_ID: graph_id})
 
