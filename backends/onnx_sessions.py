@@ -255,22 +255,23 @@ def run_options(options: OnnxOptions, device: Device) -> ort.RunOptions | None:
     """What a plain run of a session on `device` is told, if anything."""
     arenas = _own_arenas(options, device)
     # Plain runs bring buffers of their own each time, which no graph can do with.
-    graph = str(NO_GRAPH) if options.cuda_graphs and device.kind is DeviceKind.GPU else None
-    if not arenas and graph is None:
+    if not arenas and not (options.cuda_graphs and device.kind is DeviceKind.GPU):
         return None
-    return _run_options({_SHRINKAGE: arenas, _GRAPH_ID: graph})
+    return _run_options({_SHRINKAGE: arenas, _GRAPH_ID: _graph_id(options, NO_GRAPH)})
 
 
 def staged_run_options(options: OnnxOptions, device: Device, graph: int | None) -> ort.RunOptions:
     """What a run is told whose caller waits for the device itself. `graph` is the graph to capture or to replay,
     NO_GRAPH for none, None where the session doesn't know graphs."""
     arenas = None if graph is not None else _own_arenas(options, device)
-    if graph is None and options.tensorrt is None:
-        # It means nothing there, but ONNX Runtime's Python looks for it, and what isn't found costs 30 us each time: it
-        # is an exception, with a stack. TensorRT's provider would leave out the graphs of its own.
-        graph = NO_GRAPH
-    graph_id = None if graph is None else str(graph)
+    graph_id = _graph_id(options, NO_GRAPH if graph is None else graph)
     return _run_options({_UNSYNCHRONIZED: "1", _SHRINKAGE: arenas, _GRAPH_ID: graph_id})
+
+
+def _graph_id(options: OnnxOptions, graph: int) -> str | None:
+    """Also where it means nothing: ONNX Runtime's Python looks for it, and what isn't set costs 30 us each time: it is
+    an exception, with a stack. But TensorRT's provider would leave out graphs of its own."""
+    return None if options.tensorrt is not None else str(graph)
 
 
 def _own_arenas(options: OnnxOptions, device: Device) -> str | None:

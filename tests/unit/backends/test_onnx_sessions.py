@@ -12,8 +12,9 @@ import onnxruntime as ort  # type: ignore[import-untyped,unused-ignore]
 import pytest
 
 from backends import onnx_sessions
+from backends.base import Device, DeviceKind
 from backends.onnx_options import GraphLevel, OnnxOptions
-from backends.onnx_sessions import OpenSession, prepare_cuda, session_options
+from backends.onnx_sessions import OpenSession, prepare_cuda, run_options, session_options, staged_run_options
 
 
 def test_session_options_carry_what_was_asked_for() -> None:
@@ -60,6 +61,22 @@ def test_session_goes_before_the_streams_that_it_computes_on() -> None:
     assert not gone
     held.clear()
     assert gone == ["session", "streams"]
+
+
+def test_run_options_name_a_graph_be_it_none_but_for_tensorrts_own() -> None:
+    gpu, shrinking = Device(DeviceKind.GPU), OnnxOptions(shrink_arenas=("cpu:0",))
+    for made in (
+        run_options(shrinking, Device()),
+        run_options(shrinking, gpu),
+        staged_run_options(shrinking, gpu, None),
+    ):
+        assert made.get_run_config_entry("gpu_graph_id") == "-1"
+        assert made.get_run_config_entry("memory.enable_memory_arena_shrinkage") == "cpu:0"
+    assert run_options(OnnxOptions(), gpu) is None
+    assert staged_run_options(OnnxOptions(), gpu, 3).get_run_config_entry("gpu_graph_id") == "3"
+    theirs = OnnxOptions(tensorrt={"trt_cuda_graph_enable": "True"})
+    with pytest.raises(RuntimeError):
+        staged_run_options(theirs, gpu, None).get_run_config_entry("gpu_graph_id")
 
 
 def test_preparing_cuda_looks_in_all_folders_of_nvidias_packages(
