@@ -3,7 +3,11 @@
    where it is said to lie, unless `stand_in_show`. A call is refused with CUDA's own codes where a real one may: without
    a context, with memory or streams that weren't given out, during captures, while `stand_in_fail` names it, and for
    ever once the device is lost: something has touched memory that isn't there, or the file STAND_IN_LOST has appeared.
-   There are STAND_IN_GPUS of STAND_IN_MEMORY bytes each. */
+   There are STAND_IN_GPUS of STAND_IN_MEMORY bytes each.
+
+   With STAND_IN_KERNEL_US they keep time: each kernel takes so long, one after the other, and copies go at 25 GB/s beside
+   them, one each way; who waits sleeps. With STAND_IN_IDLE kernels take time and compute nothing. Processes with the same
+   file STAND_IN_CLOCK have the same GPUs as far as time goes. */
 #define _GNU_SOURCE
 #include "device.h"
 #include <fcntl.h>
@@ -12,25 +16,29 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <time.h>
 #include <unistd.h>
 
-typedef struct Op { Operation *run; struct Op *next; _Alignas(16) char arguments[]; } Op;
+typedef struct Op { Operation *run; struct Op *next; int computes; _Alignas(16) char arguments[]; } Op;
 typedef struct Queue { Op *first, *last; } Queue;
-struct Graph { Queue queue; int users; };
+struct Graph { Queue queue; int64_t takes_ns; int users; };
 typedef struct Capture { Graph *graph; int mode, broken; pthread_t thread; struct Capture *next; } Capture;
 struct Stream {
     uint64_t id, queued, done; /* operations so far */
+    int64_t ends_ns; /* when the last of them will have ended */
     Queue queue; Capture *capture; int device, blocking; Stream *next;
 };
-typedef struct Point { uint64_t stream, place; } Point; /* reached when so many operations are done */
+typedef struct Point { uint64_t stream, place; int64_t ends_ns; } Point; /* reached when so many operations are done */
 struct Event { Point point; Capture *capture; int device; Event *next; };
 typedef struct Block {
     char *begin, *real; /* where it is said to lie, and where it does */
     size_t size, offset; int kind, device; struct Block *next;
 } Block;
-typedef struct Device { int file, retained; char *begin, *real; Stream *legacy; } Device;
+typedef struct Clock { int64_t free_ns[4], busy_ns; } Clock; /* when each engine is free, and how long the first has worked */
+typedef struct Device { int file, retained; char *begin, *real; Stream *legacy; int64_t told_ns, told_busy_ns; } Device;
 
-enum { DEVICES = 8, GRAIN = 512, PAGE = 4096 };
+enum { DEVICES = 8, GRAIN = 512, PAGE = 4096, BYTES_PER_NS = 25 };
+enum { COMPUTES, COPIES_IN, COPIES_OUT, WAITS }; /* engines, and none */
 static pthread_mutex_t lock = PTHREAD_RECURSIVE_MUTEX_INITIALIZER_NP;
 static Device devices[DEVICES];
 static Stream *streams;
@@ -68,6 +76,56 @@ static Device *device_of(int number) {
     if (device->real == MAP_FAILED) abort();
     device->begin = hidden(capacity(), device->real);
     return device;
+}
+
+/* ---- time */
+
+static int64_t now_ns(void) {
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return now.tv_sec * 1000000000ll + now.tv_nsec;
+}
+static int64_t kernel_ns(void) {
+    static int64_t known = -1;
+    if (known < 0) known = 1000 * setting("STAND_IN_KERNEL_US", 0);
+    return known;
+}
+/* Let others call meanwhile. */
+static void sleep_until(int64_t end_ns) {
+    if (!kernel_ns()) return;
+    struct timespec end = {end_ns / 1000000000, end_ns % 1000000000};
+    pthread_mutex_unlock(&lock);
+    while (clock_nanosleep(CLOCK_MONOTONIC, TIMER_ABSTIME, &end, NULL)) {}
+    pthread_mutex_lock(&lock);
+}
+static int64_t later(int64_t one, int64_t other) { return one > other ? one : other; }
+static Clock *clock_of(int number) {
+    static Clock alone[DEVICES], *clocks;
+    const char *path = getenv("STAND_IN_CLOCK");
+    if (clocks || !path) return (clocks ? clocks : alone) + number;
+    int file = open(path, O_RDWR | O_CREAT | O_CLOEXEC, 0600);
+    if (file < 0 || ftruncate(file, sizeof alone)) abort();
+    clocks = mmap(NULL, sizeof alone, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
+    if (clocks == MAP_FAILED) abort();
+    close(file);
+    return clocks + number;
+}
+static void take_time(Stream *stream, int engine, int64_t ns) {
+    if (!kernel_ns()) return;
+    Clock *clock = clock_of(stream->device);
+    int64_t begin = later(later(now_ns(), stream->ends_ns), engine == WAITS ? 0 : clock->free_ns[engine]);
+    stream->ends_ns = begin + ns;
+    if (engine != WAITS) clock->free_ns[engine] = begin + ns;
+    if (engine == COMPUTES) __atomic_fetch_add(&clock->busy_ns, ns, __ATOMIC_RELAXED);
+}
+/* The share of the time since it was asked last in which kernels ran, in percent; 50 of a GPU that keeps no time. */
+int gpu_busy(int number) {
+    Device *device = &devices[number];
+    int64_t now = now_ns(), passed = now - device->told_ns, all_ns = clock_of(number)->busy_ns;
+    int64_t busy = all_ns - device->told_busy_ns;
+    device->told_ns = now;
+    device->told_busy_ns = all_ns;
+    return !kernel_ns() ? 50 : busy > passed ? 100 : 100 * busy / passed;
 }
 
 /* ---- calls */
@@ -255,13 +313,17 @@ static Stream *behind(Point point) { /* the stream that hasn't reached it, if th
     return NULL;
 }
 
-static void append(Queue *queue, Operation *run, const void *arguments, size_t size) {
+static void append(Queue *queue, Operation *run, const void *arguments, size_t size, int computes) {
     Op *op = malloc(sizeof *op + size);
-    op->run = run;
-    op->next = NULL;
+    *op = (Op){run, NULL, computes};
     memcpy(op->arguments, arguments, size);
     if (queue->last) queue->last->next = op; else queue->first = op;
     queue->last = op;
+}
+static int do_op(Op *op) {
+    static int idle = -1;
+    if (idle < 0) idle = setting("STAND_IN_IDLE", 0);
+    return idle && op->computes ? OK : op->run(op->arguments);
 }
 static void do_next(Stream *stream) {
     Op *op = stream->queue.first;
@@ -269,13 +331,14 @@ static void do_next(Stream *stream) {
     if (!op->next) stream->queue.last = NULL;
     int before = current;
     current = stream->device;
-    int code = lost() ? broken : op->run(op->arguments);
+    int code = lost() ? broken : do_op(op);
     current = before;
     stream->done++;
     if (code && !broken) broken = code;
     free(op);
 }
 static void carry_out(Stream *stream, uint64_t place) { while (stream->done < place) do_next(stream); }
+static int run_graph(void *arguments);
 static int run_wait(void *arguments) {
     Point *point = arguments;
     Stream *stream = behind(*point);
@@ -305,23 +368,31 @@ static void at_random(void) {
     }
 }
 
-int gpu_queue(Stream *it, Operation *run, const void *arguments, size_t size) {
-    Stream *stream = stream_of(it);
-    if (!stream) return INVALID_HANDLE;
+static int queue(Stream *stream, Operation *run, const void *arguments, size_t size, int engine, int64_t ns) {
+    int computes = engine == COMPUTES && run != run_graph;
     if (stream->capture) {
         if (stream->capture->broken) return INVALIDATED;
-        append(&stream->capture->graph->queue, run, arguments, size);
+        append(&stream->capture->graph->queue, run, arguments, size, computes);
+        stream->capture->graph->takes_ns += ns;
         return OK;
     }
     in_order(stream);
-    append(&stream->queue, run, arguments, size);
+    append(&stream->queue, run, arguments, size, computes);
     stream->queued++;
+    take_time(stream, engine, ns);
     at_random();
     return OK;
 }
-int gpu_compute(Stream *it, Operation *run, const void *arguments, size_t size) {
+static int compute(Stream *it, Operation *run, const void *arguments, size_t size, int64_t ns) {
     Stream *stream = stream_of(it);
-    return stream && stream->device == current ? gpu_queue(stream, run, arguments, size) : INVALID_HANDLE;
+    return stream && stream->device == current ? queue(stream, run, arguments, size, COMPUTES, ns) : INVALID_HANDLE;
+}
+int gpu_compute(Stream *it, Operation *run, const void *arguments, size_t size) {
+    return compute(it, run, arguments, size, kernel_ns());
+}
+int gpu_call(Stream *it, Operation *run, const void *arguments, size_t size) {
+    Stream *stream = stream_of(it);
+    return stream ? queue(stream, run, arguments, size, WAITS, 0) : INVALID_HANDLE;
 }
 int gpu_stream(Stream **stream, unsigned flags) { *stream = made_stream(!(flags & 1)); return OK; }
 int gpu_stream_end(Stream *it) {
@@ -337,11 +408,16 @@ int gpu_synchronize(Stream *it) {
     Stream *stream = stream_of(it);
     if (!stream) return INVALID_HANDLE;
     if (stream->capture) { stream->capture->broken = 1; return UNSUPPORTED; }
+    uint64_t queued = stream->queued;
+    sleep_until(stream->ends_ns);
     in_order(stream);
-    carry_out(stream, stream->queued);
+    carry_out(stream, queued);
     return lost();
 }
 int gpu_synchronize_all(void) {
+    int64_t ends_ns = 0;
+    for (Stream *one = streams; one; one = one->next) ends_ns = later(ends_ns, one->ends_ns);
+    sleep_until(ends_ns);
     for (Stream *one = streams; one; one = one->next) carry_out(one, one->queued);
     return lost();
 }
@@ -367,7 +443,7 @@ static int copy_pageable(Stream *stream, Copy copy, Block *from) {
     }
     copy.source = memcpy(malloc(copy.size), copy.source, copy.size);
     copy.staged = 1;
-    return gpu_queue(stream, run_copy, &copy, sizeof copy);
+    return queue(stream, run_copy, &copy, sizeof copy, COPIES_IN, copy.size / BYTES_PER_NS);
 }
 int gpu_copy(Stream *it, void *target, const void *source, size_t size) {
     Stream *stream = stream_of(it);
@@ -376,7 +452,9 @@ int gpu_copy(Stream *it, void *target, const void *source, size_t size) {
     Block *to = block_at(target, size), *from = block_at(source, size);
     if ((!to && gpu_kind(target, NULL) >= 0) || (!from && gpu_kind(source, NULL) >= 0) || (!to && !from)) return INVALID_VALUE;
     Copy copy = {target, (void *)source, size, 0};
-    return to && from ? gpu_queue(stream, run_copy, &copy, sizeof copy) : copy_pageable(stream, copy, from);
+    if (!to || !from) return copy_pageable(stream, copy, from);
+    int engine = from->kind == PINNED ? COPIES_IN : to->kind == PINNED ? COPIES_OUT : WAITS;
+    return queue(stream, run_copy, &copy, sizeof copy, engine, size / BYTES_PER_NS);
 }
 int gpu_copy_now(void *target, const void *source, size_t size) {
     int pageable = gpu_kind(source, NULL) < 0, code = gpu_copy(NULL, target, source, size);
@@ -391,7 +469,7 @@ static int run_set(void *arguments) {
 }
 int gpu_set(Stream *stream, void *target, int value, size_t size) {
     Set set = {target, size, value};
-    return !size ? OK : block_at(target, size) ? gpu_queue(stream, run_set, &set, sizeof set) : INVALID_VALUE;
+    return !size ? OK : block_at(target, size) ? gpu_call(stream, run_set, &set, sizeof set) : INVALID_VALUE;
 }
 
 /* ---- events */
@@ -417,7 +495,7 @@ int gpu_event_end(Event *it) {
 int gpu_record(Event *event, Stream *it) {
     Stream *stream = stream_of(it);
     if (!known_event(event) || !stream || event->device != stream->device) return INVALID_HANDLE;
-    event->point = (Point){stream->id, stream->queued};
+    event->point = (Point){stream->id, stream->queued, stream->ends_ns};
     event->capture = stream->capture;
     return OK;
 }
@@ -430,12 +508,16 @@ int gpu_wait(Stream *it, Event *event) {
     }
     if (event->capture) return OK;
     if (stream->capture) { stream->capture->broken = 1; return ISOLATION; }
-    return gpu_shown ? run_wait(&event->point) : gpu_queue(stream, run_wait, &event->point, sizeof event->point);
+    if (gpu_shown) return run_wait(&event->point);
+    stream->ends_ns = later(stream->ends_ns, event->point.ends_ns);
+    return queue(stream, run_wait, &event->point, sizeof event->point, WAITS, 0);
 }
 int gpu_event_synchronize(Event *event) {
     if (!known_event(event)) return INVALID_HANDLE;
     if (event->capture) { event->capture->broken = 1; return CAPTURED_EVENT; }
-    run_wait(&event->point);
+    Point point = event->point;
+    sleep_until(point.ends_ns);
+    run_wait(&point);
     return lost();
 }
 
@@ -458,7 +540,7 @@ int gpu_captured(Stream *it, Graph **graph) {
     if (capture->mode != 2 && !pthread_equal(capture->thread, pthread_self())) return WRONG_THREAD;
     for (Stream *one = streams; one; one = one->next) if (one->capture == capture) one->capture = NULL;
     for (Event *one = events; one; one = one->next)
-        if (one->capture == capture) { one->capture = NULL; one->point = (Point){0, 0}; }
+        if (one->capture == capture) { one->capture = NULL; one->point = (Point){0}; }
     Capture **place = &captures;
     while (*place != capture) place = &(*place)->next;
     *place = capture->next;
@@ -483,14 +565,14 @@ void gpu_graph_drop(Graph *graph) {
 static int run_graph(void *arguments) {
     Graph *graph = *(Graph **)arguments;
     int code = OK;
-    for (Op *op = graph->queue.first; op && !code; op = op->next) code = op->run(op->arguments);
+    for (Op *op = graph->queue.first; op && !code; op = op->next) code = do_op(op);
     gpu_graph_drop(graph);
     return code;
 }
 int gpu_launch(Graph *graph, Stream *stream) {
     gpu_graph_keep(graph);
     launched++;
-    return gpu_compute(stream, run_graph, &graph, sizeof graph);
+    return compute(stream, run_graph, &graph, sizeof graph, graph->takes_ns);
 }
 
 /* ---- what tests tell and ask */

@@ -29,6 +29,7 @@ EXPORT int gpu_leave(int code);
 extern int gpu_shown;
 
 EXPORT int gpu_count(void);
+EXPORT int gpu_busy(int device);
 EXPORT int gpu_current(void);
 EXPORT int gpu_retain(int device);
 EXPORT void gpu_make_current(int device); /* -1 for none */
@@ -48,8 +49,8 @@ EXPORT int gpu_stream(Stream **stream, unsigned flags);
 EXPORT int gpu_stream_end(Stream *stream);
 EXPORT int gpu_synchronize(Stream *stream);
 EXPORT int gpu_synchronize_all(void);
-EXPORT int gpu_queue(Stream *stream, Operation *run, const void *arguments, size_t size);
 EXPORT int gpu_compute(Stream *stream, Operation *run, const void *arguments, size_t size); /* on its own device only */
+EXPORT int gpu_call(Stream *stream, Operation *run, const void *arguments, size_t size); /* which takes no time */
 EXPORT int gpu_copy(Stream *stream, void *target, const void *source, size_t size);
 EXPORT int gpu_copy_now(void *target, const void *source, size_t size);
 EXPORT int gpu_set(Stream *stream, void *target, int value, size_t size);

@@ -36,7 +36,11 @@ EXPORT int nvmlDeviceGetMemoryInfo(int *handle, Memory *memory) {
     *memory = (Memory){total, free, total - free};
     return gpu_leave(0);
 }
-EXPORT int nvmlDeviceGetUtilizationRates(int *handle, Rates *rates) { *rates = (Rates){50, 25}; return 0; }
+EXPORT int nvmlDeviceGetUtilizationRates(int *handle, Rates *rates) {
+    gpu_enter("nvmlDeviceGetUtilizationRates", FREELY);
+    *rates = (Rates){gpu_busy(*handle), 25};
+    return gpu_leave(0);
+}
 EXPORT int nvmlDeviceGetPowerUsage(int *handle, unsigned *mw) { *mw = 100000; return 0; }
 EXPORT int nvmlDeviceGetPowerManagementLimit(int *handle, unsigned *mw) { *mw = 700000; return 0; }
 EXPORT int nvmlDeviceGetTotalEnergyConsumption(int *handle, unsigned long long *mj) {

@@ -151,7 +151,7 @@ typedef struct { void (*call)(void *); void *data; } HostCall;
 static int run_host_call(void *arguments) { HostCall *it = arguments; it->call(it->data); return OK; }
 EXPORT int cudaLaunchHostFunc(Stream *stream, void (*call)(void *), void *data) {
     HostCall it = {call, data};
-    CALL(FREELY, code = gpu_queue(stream, run_host_call, &it, sizeof it));
+    CALL(FREELY, code = gpu_call(stream, run_host_call, &it, sizeof it));
 }
 
 /* ---- kernels: compilers have them registered by a function of the host's, by which they are launched */
