@@ -94,6 +94,10 @@ class Accelerator(Protocol):
     def enter(self) -> None:
         """Make the calling thread ready for this device."""
 
+    def synchronize(self) -> None:
+        """Block until the device has done all that it was told. Other Python threads run meanwhile. Nothing may be
+        captured on it."""
+
     def host_memory(self, size_bytes: int) -> HostMemory: ...
 
     def device_memory(self, size_bytes: int) -> Memory: ...

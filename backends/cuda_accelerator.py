@@ -156,6 +156,9 @@ class CudaAccelerator:
     def enter(self) -> None:
         self._device.context.enter()
 
+    def synchronize(self) -> None:
+        self._device.call("cuCtxSynchronize")
+
     def host_memory(self, size_bytes: int) -> _HostMemory:
         self._count()
         return _HostMemory(self._device, size_bytes)

@@ -15,10 +15,16 @@ from contextlib import contextmanager
 __all__ = ["Captures", "captures"]
 
 
-class Captures:
-    """One capture at a time and nothing beside it, or any number of those that synchronize a device."""
+_LONGEST_S = 60.0
+"""Neither takes longer, unless its device hangs. Then others go on, and may fail, rather than wait for ever."""
 
-    def __init__(self) -> None:
+
+class Captures:
+    """One capture at a time and nothing beside it, or any number of those that synchronize a device. Nobody waits
+    longer than `longest_s`."""
+
+    def __init__(self, longest_s: float = _LONGEST_S) -> None:
+        self._longest_s = longest_s
         self._turn = threading.Condition()
         self._capturing = 0  # the thread that does
         self._synchronizing = 0
@@ -27,13 +33,14 @@ class Captures:
     def capturing(self) -> Iterator[None]:
         """Blocks until nobody else is in here."""
         with self._turn:
-            self._turn.wait_for(lambda: not (self._capturing or self._synchronizing))
-            self._capturing = threading.get_ident()
+            self._turn.wait_for(lambda: not (self._capturing or self._synchronizing), self._longest_s)
+            self._capturing = thread = threading.get_ident()
         try:
             yield
         finally:
             with self._turn:
-                self._capturing = 0
+                if self._capturing == thread:
+                    self._capturing = 0
                 self._turn.notify_all()
 
     @contextmanager
@@ -41,7 +48,7 @@ class Captures:
         """Blocks while another thread captures: for as long as an execution takes. The thread that captures gets here
         by the garbage collector, and had better lose the capture than wait for itself."""
         with self._turn:
-            self._turn.wait_for(lambda: self._capturing in (0, threading.get_ident()))
+            self._turn.wait_for(lambda: self._capturing in (0, threading.get_ident()), self._longest_s)
             self._synchronizing += 1
         try:
             yield

@@ -24,9 +24,9 @@ import onnxruntime as ort  # type: ignore[import-untyped,unused-ignore]
 
 from backends.accelerator import Accelerator, Lanes, open_lanes
 from backends.base import Device, DeviceKind
-from backends.errors import DeviceError, LoadError
+from backends.errors import DeviceError, DeviceLost, LoadError
 from backends.onnx_captures import captures
-from backends.onnx_failures import failure, reason_of
+from backends.onnx_failures import device_failure, failure, reason_of
 from backends.onnx_options import OnnxOptions, without_graphs
 from backends.onnx_providers import (
     accelerator_of,
@@ -93,10 +93,30 @@ class OpenSession:
         self.graphs = graphs
 
     def __del__(self) -> None:
-        if self.lanes is not None:
-            # Left alone, attributes go in alphabetical order.
-            with captures.synchronizing():
+        if self.lanes is None:
+            return
+        with captures.synchronizing():
+            if _has_ended(self.lanes.accelerator):
+                # Left alone, attributes go in alphabetical order.
                 del self.session
+            else:
+                _keep_for_ever(self.session)
+
+
+def _has_ended(accelerator: Accelerator) -> bool:
+    """Wait until the device has done all that it was told. A session that goes has it waited for as well, but with the
+    interpreter held, and without end if the device hangs. False if it is lost: taking down a session's graphs would end
+    the process, as ONNX Runtime throws in a destructor."""
+    try:
+        accelerator.enter()
+        accelerator.synchronize()
+    except DeviceError as error:
+        return not isinstance(device_failure(error), DeviceLost)
+    return True
+
+
+def _keep_for_ever(session: ort.InferenceSession) -> None:
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(session))
 
 
 def open_session(
@@ -264,8 +284,11 @@ def staged_run_options(options: OnnxOptions, device: Device, graph: int | None) 
     """What a run is told whose caller waits for the device itself. `graph` is the graph to capture or to replay,
     NO_GRAPH for none, None where the session doesn't know graphs."""
     arenas = None if graph is not None else _own_arenas(options, device)
+    # ONNX Runtime shrinks an arena when it returns: what is still queued may be using it, and freeing waits for nothing
+    # that the manual promises.
+    unsynchronized = None if arenas and "gpu:" in arenas else "1"
     graph_id = _graph_id(options, NO_GRAPH if graph is None else graph)
-    return _run_options({_UNSYNCHRONIZED: "1", _SHRINKAGE: arenas, _GRAPH_ID: graph_id})
+    return _run_options({_UNSYNCHRONIZED: unsynchronized, _SHRINKAGE: arenas, _GRAPH_ID: graph_id})
 
 
 def _graph_id(options: OnnxOptions, graph: int) -> str | None:

@@ -169,6 +169,7 @@ class StagedSlot:
             turn = self._compute(opened, bound, capture)
             outputs, left = self._collect(bound, rows, targets)
             ran_ns = monotonic_ns()
+            self._let_go(bound)
             waited_ns = shared.waited_ns(turn, staged_ns, ran_ns)
         except DeviceError as error:
             self._settle()
@@ -226,6 +227,7 @@ class StagedSlot:
             binding.bind_output(
                 tensor.name, *shared.accelerator.ort_device, tensor.element, bound.shapes[index], bound.addresses[index]
             )
+        self._let_go(bound)
         if len(self._bindings) >= _MOST_BINDINGS:
             for key in [key for key, one in self._bindings.items() if one.graph == NO_GRAPH]:
                 del self._bindings[key]
@@ -243,8 +245,6 @@ class StagedSlot:
     def _compute(self, opened: OpenSession, bound: Bound, capture: bool) -> int:
         """Queue the computation behind the copies of its inputs. Returns its number among those of the instance."""
         shared = self._shared
-        if None in bound.shapes:
-            self._bind_open(bound)
         with shared.lock:
             graph = self._graph(bound, capture)
             shared.lanes.compute.wait(self._copied_in)
@@ -270,8 +270,11 @@ class StagedSlot:
     def _is_fixed(self, bound: Bound) -> bool:
         return None not in bound.shapes and all(tensor.on_device for tensor in self._shared.inputs)
 
-    def _bind_open(self, bound: Bound) -> None:
-        """Have ONNX Runtime allocate anew what it made room for last time: sizes may differ."""
+    def _let_go(self, bound: Bound) -> None:
+        """Have ONNX Runtime make room for outputs of open size when it runs, and not keep what it made last time: there
+        are many shapes, and each would keep the memory of its outputs."""
+        if None not in bound.shapes:
+            return
         for tensor, shape in zip(self._shared.outputs, bound.shapes, strict=True):
             if shape is None:
                 device = self._shared.accelerator.ort_device if tensor.on_device else ("cpu", 0)
@@ -337,6 +340,8 @@ class StagedSlot:
         for stream in self._shared.lanes.streams:
             with contextlib.suppress(DeviceError):
                 stream.synchronize()
+        for bound in self._bindings.values():
+            self._let_go(bound)
 
 
 def _is_there(column: Sequence[Array], host: HostMemory, tensor: StagedTensor, shape: Shape) -> bool:

@@ -20,6 +20,9 @@ from server.errors import InvalidRequest
 
 __all__ = ["CudaRegion", "open_cuda_region"]
 
+_LAST = 2**31 - 1
+"""The driver counts in 32 bits, and would take what is beyond for another device."""
+
 
 class CudaRegion:
     """The first `byte_size` bytes of an allocation, which stays open as long as somebody holds the region."""
@@ -68,6 +71,8 @@ def open_cuda_region(
     where = f"failed to register CUDA shared memory region '{name}': invalid args"
     if device < 0:
         raise InvalidRequest(f"{where}: expected a device_id of at least 0, got {device}")
+    if device > _LAST:
+        raise InvalidRequest(f"{where}: expected a device_id of at most {_LAST}, got {device}")
     if byte_size < 1:
         raise InvalidRequest(f"{where}: expected at least 1 byte, got {byte_size}")
     try:

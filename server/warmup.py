@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from backends.base import MISSING, Array, ModelInstance, ModelSpec, Slotted, Supervise, Tensors, TensorSpec, directly
-from backends.errors import BackendError, OutOfMemory
+from backends.errors import BackendError, DeviceLost, LoadError, OutOfMemory
 from protos import model_config_pb2 as pb
 from protos.datatypes import CONFIG_DATATYPES, by_name
 from protos.tensors import TensorError, decode_raw, element_count
@@ -79,6 +79,8 @@ def warm_up_by_default(
         try:
             for run in _ways(instance, supervise):
                 _run_sizes(run, [_all_zeros(plan.spec, lead)], _sizes(instance, plan))
+        except DeviceLost as error:
+            raise LoadError(f"its warm-up: {error}") from error
         except (BackendError, TensorError, MemoryError) as error:
             _log.warning("model '%s' stays cold, as it doesn't take zeros for a warm-up: %s", name, _words(error))
 

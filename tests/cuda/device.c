@@ -3,7 +3,8 @@
    where it is said to lie, unless `stand_in_show`. A call is refused with CUDA's own codes where a real one may: without
    a context, with memory or streams that weren't given out, during captures, while `stand_in_fail` names it, and for
    ever once the device is lost: something has touched memory that isn't there, or the file STAND_IN_LOST has appeared.
-   There are STAND_IN_GPUS of STAND_IN_MEMORY bytes each.
+   While there is a file STAND_IN_HANG, whoever waits does so for ever. Both files may have the number of the GPU in them
+   that is meant, 0 otherwise. There are STAND_IN_GPUS of STAND_IN_MEMORY bytes each.
 
    With STAND_IN_KERNEL_US they keep time: each kernel takes so long, one after the other, and copies go at 25 GB/s beside
    them, one each way; who waits sleeps. With STAND_IN_IDLE kernels take time and compute nothing. Processes with the same
@@ -35,7 +36,10 @@ typedef struct Block {
     size_t size, offset; int kind, device; struct Block *next;
 } Block;
 typedef struct Clock { int64_t free_ns[4], busy_ns; } Clock; /* when each engine is free, and how long the first has worked */
-typedef struct Device { int file, retained; char *begin, *real; Stream *legacy; int64_t told_ns, told_busy_ns; } Device;
+typedef struct Device {
+    int file, retained; char *begin, *real; Stream *legacy; int64_t told_ns, told_busy_ns;
+    int broken; /* what every call says since it is lost */
+} Device;
 
 enum { DEVICES = 8, GRAIN = 512, PAGE = 4096, BYTES_PER_NS = 25 };
 enum { COMPUTES, COPIES_IN, COPIES_OUT, WAITS }; /* engines, and none */
@@ -46,7 +50,6 @@ static Event *events;
 static Block *blocks; /* device memory in the order of `offset` */
 static Capture *captures;
 static uint64_t ids;
-static int broken; /* what every call says since the device is lost */
 static int opened, captured, launched;
 int gpu_shown;
 static __thread int current = -1, capture_mode;
@@ -130,10 +133,23 @@ int gpu_busy(int number) {
 
 /* ---- calls */
 
+/* Whether a test has made the file that this variable names, for the current GPU. */
+static int told_by(const char *variable) {
+    const char *path = getenv(variable);
+    int file = path ? open(path, O_RDONLY | O_CLOEXEC) : -1;
+    if (file < 0) return 0;
+    char text[8] = "";
+    int number = read(file, text, sizeof text - 1) > 0 ? atoi(text) : 0;
+    close(file);
+    return number == current;
+}
 static int lost(void) {
-    const char *path = getenv("STAND_IN_LOST");
-    if (!broken && path && !access(path, F_OK)) broken = LAUNCH_FAILURE;
-    return broken;
+    Device *device = &devices[current];
+    if (!device->broken && told_by("STAND_IN_LOST")) device->broken = LAUNCH_FAILURE;
+    return device->broken;
+}
+static void hang(void) {
+    while (told_by("STAND_IN_HANG")) { pthread_mutex_unlock(&lock); usleep(10000); pthread_mutex_lock(&lock); }
 }
 
 /* Whether a call that may disturb captures fails, and breaks them (cuThreadExchangeStreamCaptureMode). */
@@ -147,16 +163,23 @@ static int disturbs(int call) {
     return code;
 }
 
-int gpu_enter(const char *call, int in_captures) {
+int gpu_enter_anyhow(const char *call) {
     pthread_mutex_lock(&lock);
-    if (!strcmp(failing, call)) { failing[0] = 0; return failing_code; }
+    if (strcmp(failing, call)) return OK;
+    failing[0] = 0;
+    return failing_code;
+}
+int gpu_enter(const char *call, int in_captures) {
+    int code = gpu_enter_anyhow(call);
+    if (code) return code;
     if (current < 0) return INVALID_CONTEXT;
+    int broken = devices[current].broken;
     return broken ? broken : in_captures == FREELY ? OK : disturbs(in_captures);
 }
 int gpu_leave(int code) { pthread_mutex_unlock(&lock); return code; }
 int gpu_current(void) { return current; }
 void gpu_make_current(int device) { current = device; }
-int gpu_retain(int device) { device_of(device)->retained++; return broken; }
+int gpu_retain(int device) { device_of(device)->retained++; return devices[device].broken; }
 void gpu_exchange_capture_mode(int *mode) { int before = capture_mode; capture_mode = *mode; *mode = before; }
 
 /* ---- memory */
@@ -331,10 +354,10 @@ static void do_next(Stream *stream) {
     if (!op->next) stream->queue.last = NULL;
     int before = current;
     current = stream->device;
-    int code = lost() ? broken : do_op(op);
+    int code = lost();
+    if (!code) devices[current].broken = do_op(op);
     current = before;
     stream->done++;
-    if (code && !broken) broken = code;
     free(op);
 }
 static void carry_out(Stream *stream, uint64_t place) { while (stream->done < place) do_next(stream); }
@@ -409,6 +432,7 @@ int gpu_synchronize(Stream *it) {
     if (!stream) return INVALID_HANDLE;
     if (stream->capture) { stream->capture->broken = 1; return UNSUPPORTED; }
     uint64_t queued = stream->queued;
+    hang();
     sleep_until(stream->ends_ns);
     in_order(stream);
     carry_out(stream, queued);
@@ -416,9 +440,10 @@ int gpu_synchronize(Stream *it) {
 }
 int gpu_synchronize_all(void) {
     int64_t ends_ns = 0;
-    for (Stream *one = streams; one; one = one->next) ends_ns = later(ends_ns, one->ends_ns);
+    for (Stream *one = streams; one; one = one->next) if (one->device == current) ends_ns = later(ends_ns, one->ends_ns);
+    hang();
     sleep_until(ends_ns);
-    for (Stream *one = streams; one; one = one->next) carry_out(one, one->queued);
+    for (Stream *one = streams; one; one = one->next) if (one->device == current) carry_out(one, one->queued);
     return lost();
 }
 
@@ -516,6 +541,7 @@ int gpu_event_synchronize(Event *event) {
     if (!known_event(event)) return INVALID_HANDLE;
     if (event->capture) { event->capture->broken = 1; return CAPTURED_EVENT; }
     Point point = event->point;
+    hang();
     sleep_until(point.ends_ns);
     run_wait(&point);
     return lost();

@@ -22,6 +22,7 @@ typedef int Operation(void *arguments); /* what a stream does in its turn; anyth
 /* `gpu_enter` takes the one lock, whatever it returns, and says whether the call may be made; `gpu_leave` releases it and
    returns its argument. Everything below is called in between. */
 EXPORT int gpu_enter(const char *call, int captures);
+EXPORT int gpu_enter_anyhow(const char *call); /* which is nothing to a context, nor to what befell it */
 EXPORT int gpu_leave(int code);
 
 /* Said by `stand_in_show`: device memory is the host's as well, and it is the CPU that computes in it, on no stream but

@@ -6,13 +6,12 @@
 
 #define CALL(name, captures, ...) \
     do { int code = gpu_enter(name, captures); if (!code) { __VA_ARGS__; } return gpu_leave(code); } while (0)
-#define WITHOUT_CONTEXT(name) \
-    do { int code = gpu_enter(name, FREELY); return gpu_leave(code == INVALID_CONTEXT ? OK : code); } while (0)
+#define CALL_ANYHOW(name, ...) do { int code = gpu_enter_anyhow(name); if (!code) { __VA_ARGS__; } return gpu_leave(code); } while (0)
 
 static __thread int pushed[8], pushes;
 static char contexts[8]; /* a context's address says whose it is */
 
-EXPORT int cuInit(unsigned flags) { WITHOUT_CONTEXT("cuInit"); }
+EXPORT int cuInit(unsigned flags) { return gpu_leave(gpu_enter_anyhow("cuInit")); }
 EXPORT int cuDriverGetVersion(int *version) { *version = 13000; return OK; }
 EXPORT int cuGetErrorName(int code, const char **name) {
     *name = error_of(code)->driver;
@@ -20,28 +19,22 @@ EXPORT int cuGetErrorName(int code, const char **name) {
 }
 EXPORT int cuGetErrorString(int code, const char **text) { *text = error_of(code)->text; return OK; }
 
-EXPORT int cuDeviceGetCount(int *number) { *number = gpu_count(); WITHOUT_CONTEXT("cuDeviceGetCount"); }
+EXPORT int cuDeviceGetCount(int *number) { CALL_ANYHOW("cuDeviceGetCount", *number = gpu_count()); }
 EXPORT int cuDeviceGet(int *device, int ordinal) {
     *device = ordinal;
     return ordinal >= 0 && ordinal < gpu_count() ? OK : INVALID_DEVICE;
 }
 EXPORT int cuDeviceGetUuid_v2(unsigned char *uuid, int device) { memset(uuid, 0x10 + device, 16); return OK; }
 EXPORT int cuDevicePrimaryCtxRetain(void **context, int device) {
-    int code = gpu_enter("cuDevicePrimaryCtxRetain", FREELY);
-    if (code && code != INVALID_CONTEXT) return gpu_leave(code);
-    *context = &contexts[device];
-    return gpu_leave(gpu_retain(device));
+    CALL_ANYHOW("cuDevicePrimaryCtxRetain", { *context = &contexts[device]; code = gpu_retain(device); });
 }
 void stand_in_release(int device);
 EXPORT int cuDevicePrimaryCtxRelease_v2(int device) {
-    gpu_enter("cuDevicePrimaryCtxRelease", FREELY);
-    stand_in_release(device);
-    return gpu_leave(OK);
+    CALL_ANYHOW("cuDevicePrimaryCtxRelease", stand_in_release(device));
 }
 static int number_of(void *context) { return context ? (char *)context - contexts : -1; }
 EXPORT int cuCtxSetCurrent(void *context) {
-    gpu_make_current(number_of(context));
-    WITHOUT_CONTEXT("cuCtxSetCurrent");
+    CALL_ANYHOW("cuCtxSetCurrent", gpu_make_current(number_of(context)));
 }
 EXPORT int cuCtxPushCurrent_v2(void *context) {
     pushed[pushes++ % 8] = gpu_current();

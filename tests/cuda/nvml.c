@@ -28,7 +28,7 @@ EXPORT int nvmlDeviceGetHandleByUUID(const char *uuid, int **handle) {
 }
 EXPORT int nvmlDeviceGetMemoryInfo(int *handle, Memory *memory) {
     size_t free, total;
-    gpu_enter("nvmlDeviceGetMemoryInfo", FREELY);
+    gpu_enter_anyhow("nvmlDeviceGetMemoryInfo");
     int before = gpu_current();
     gpu_make_current(*handle);
     gpu_memory(&free, &total);
@@ -37,7 +37,7 @@ EXPORT int nvmlDeviceGetMemoryInfo(int *handle, Memory *memory) {
     return gpu_leave(0);
 }
 EXPORT int nvmlDeviceGetUtilizationRates(int *handle, Rates *rates) {
-    gpu_enter("nvmlDeviceGetUtilizationRates", FREELY);
+    gpu_enter_anyhow("nvmlDeviceGetUtilizationRates");
     *rates = (Rates){gpu_busy(*handle), 25};
     return gpu_leave(0);
 }

@@ -30,9 +30,13 @@ EXPORT const char *cudaGetErrorName(int code) { return error_of(code)->runtime; 
 EXPORT const char *cudaGetErrorString(int code) { return error_of(code)->text; }
 EXPORT int cudaDriverGetVersion(int *version) { *version = 13000; return OK; }
 EXPORT int cudaRuntimeGetVersion(int *version) { *version = 13000; return OK; }
-EXPORT int cudaGetDeviceCount(int *count) { CALL(FREELY, *count = gpu_count()); }
-EXPORT int cudaSetDevice(int device) { CALL(FREELY, if (device != gpu_current()) code = set_device(device)); }
-EXPORT int cudaGetDevice(int *device) { CALL(FREELY, *device = gpu_current()); }
+EXPORT int cudaGetDeviceCount(int *count) { *count = gpu_count(); return OK; }
+EXPORT int cudaSetDevice(int device) {
+    int code = gpu_enter_anyhow(__func__);
+    if (!code && device != gpu_current()) code = set_device(device);
+    return done(gpu_leave(code));
+}
+EXPORT int cudaGetDevice(int *device) { *device = gpu_current() < 0 ? 0 : gpu_current(); return OK; }
 EXPORT int cudaDeviceSynchronize(void) { CALL(NEVER_IN_CAPTURES, code = gpu_synchronize_all()); }
 
 /* An H100's figures, where somebody reads them. */
@@ -64,7 +68,9 @@ EXPORT int cudaDeviceGetAttribute(int *value, int attribute, int device) {
     for (size_t i = 0; i < sizeof KNOWN / sizeof *KNOWN; i++) if (KNOWN[i].attribute == attribute) *value = KNOWN[i].value;
     return OK;
 }
-EXPORT int cudaGetDriverEntryPointByVersion(const char *symbol, void **function, unsigned version, unsigned long long flags, int *result) {
+EXPORT int cudaGetDriverEntryPointByVersion(
+    const char *symbol, void **function, unsigned version, unsigned long long flags, int *result
+) {
     *function = NULL;
     if (result) *result = 1;
     return done(NOT_FOUND);
@@ -87,7 +93,8 @@ EXPORT int cudaPointerGetAttributes(Attributes *attributes, const void *address)
     CALL(FREELY, {
         int device = 0;
         int kind = gpu_kind(address, &device);
-        *attributes = (Attributes){kind < 0 ? 0 : kind == PINNED ? 1 : 2, device, kind < 0 ? NULL : (void *)address, kind == PINNED ? (void *)address : NULL};
+        void *known = kind < 0 ? NULL : (void *)address;
+        *attributes = (Attributes){!known ? 0 : kind == PINNED ? 1 : 2, device, known, kind == PINNED ? known : NULL};
     });
 }
 EXPORT int cudaIpcGetMemHandle(void *handle, const void *address) { CALL(FREELY, code = gpu_share(address, handle)); }
@@ -126,8 +133,12 @@ EXPORT int cudaMemcpy(void *target, const void *source, size_t size, int kind) {
 EXPORT int cudaMemcpyAsync(void *target, const void *source, size_t size, int kind, Stream *stream) {
     CALL(FREELY, code = gpu_copy(stream, target, source, size));
 }
-EXPORT int cudaMemcpy2DAsync(void *target, size_t target_pitch, const void *source, size_t source_pitch, size_t width, size_t height, int kind, Stream *stream) {
-    CALL(FREELY, for (size_t i = 0; i < height && !code; i++) code = gpu_copy(stream, (char *)target + i * target_pitch, (char *)source + i * source_pitch, width));
+EXPORT int cudaMemcpy2DAsync(
+    char *target, size_t target_step, const char *source, size_t source_step, size_t width, size_t rows, int kind, Stream *stream
+) {
+    CALL(FREELY, for (size_t i = 0; i < rows && !code; i++) {
+        code = gpu_copy(stream, target + i * target_step, source + i * source_step, width);
+    });
 }
 EXPORT int cudaMemset(void *target, int value, size_t size) { CALL(FREELY, code = gpu_set(NULL, target, value, size)); }
 EXPORT int cudaMemsetAsync(void *target, int value, size_t size, Stream *stream) {

@@ -79,16 +79,23 @@ def _python(module: str, *arguments: str, libraries: Path, seed: str = "") -> su
     )
 
 
+def write(folder: Path, name: str, config: str, sizes: tuple[int, ...] = (64, 256, 16)) -> Path:
+    path = models.write(models.mlp(sizes), folder / name / "1" / "model.onnx")
+    (folder / name / "config.pbtxt").write_text(config)
+    return path
+
+
 class Served:
-    """A server on the stand-in with a perceptron `m` of `sizes`, and what the CPU answers."""
+    """A server on the stand-in with a perceptron `m` of `sizes`, what the CPU answers, and what else is in `folder`."""
+
+    FLAGS = ("--model-control-mode", "explicit", "--load-model", "*", "--exit-timeout-secs", "2")
 
     def __init__(self, folder: Path, libraries: Path, config: str, sizes: tuple[int, ...] = (64, 256, 16), **env: Any):
-        path = models.write(models.mlp(sizes), folder / "m" / "1" / "model.onnx")
-        (folder / "m" / "config.pbtxt").write_text(config)
+        path = write(folder, "m", config, sizes)
         self.cpu = ort.InferenceSession(str(path), providers=["CPUExecutionProvider"])
         self.columns = sizes[0]
         given = {"LD_LIBRARY_PATH": str(libraries), **{name: str(value) for name, value in env.items()}}
-        self.server = ServerProcess(folder, env=given)
+        self.server = ServerProcess(folder, args=self.FLAGS, env=given)
 
     def __enter__(self) -> Served:
         self.server.__enter__()
@@ -100,9 +107,9 @@ class Served:
         self.channel.close()
         self.server.__exit__(*exc)
 
-    def check(self, rows: int, seed: int = 0) -> None:
+    def check(self, rows: int, seed: int = 0, name: str = "m") -> None:
         given = np.random.default_rng(seed).standard_normal((rows, self.columns)).astype(np.float32)
-        answer = self.stub.ModelInfer(infer("m", {"INPUT0": given}), timeout=60)
+        answer = self.stub.ModelInfer(infer(name, {"INPUT0": given}), timeout=60)
         got = np.frombuffer(answer.raw_output_contents[0], np.float32)
         expected = self.cpu.run(None, {"INPUT0": given})[0]
         np.testing.assert_allclose(got.reshape(expected.shape), expected, rtol=1e-4, atol=1e-4)
@@ -199,6 +206,53 @@ def test_lost_gpu_fails_its_batch_and_then_all_until_the_process_begins_anew(lib
         assert served.refused(2)[0] is grpc.StatusCode.UNAVAILABLE
         assert served.metric("paceline_lost_instances", model="m", version="1") == 1
         assert served.server.terminate() == 0
+
+
+@pytest.mark.parametrize("config", [GPUS % "", f"{GPUS % ''} {GRAPHS}"], ids=["plain", "graphs"])
+def test_model_whose_gpu_is_lost_while_it_is_idle_is_unloaded_and_others_go_on(
+    config: str, libraries: Path, tmp_path: Path
+) -> None:
+    lost = tmp_path / "lost"
+    write(tmp_path / "models", "idle", config)
+    with Served(tmp_path / "models", libraries, "instance_group { kind: KIND_CPU }", STAND_IN_LOST=lost) as served:
+        served.check(2, name="idle")
+        lost.touch()
+        served.stub.RepositoryModelUnload(pb.RepositoryModelUnloadRequest(model_name="idle"), timeout=60)
+        served.check(2)
+        assert served.server.terminate() == 0
+
+
+def test_gpu_that_hangs_while_a_model_of_it_is_unloaded_stops_nobody_else(libraries: Path, tmp_path: Path) -> None:
+    hangs = tmp_path / "hangs"
+    write(tmp_path / "models", "other", GPUS % "gpus: 1")
+    write(tmp_path / "models", "idle", GPUS % "gpus: 0")
+    config = "instance_group { kind: KIND_CPU }"
+    with Served(tmp_path / "models", libraries, config, STAND_IN_GPUS=2, STAND_IN_HANG=hangs) as served:
+        served.check(2, name="idle")
+        hangs.touch()
+        served.stub.RepositoryModelUnload(pb.RepositoryModelUnloadRequest(model_name="idle"), timeout=60)
+        for _ in range(20):
+            served.check(2)
+            served.check(2, name="other")
+        served.server.terminate()
+
+
+def test_outputs_of_open_size_are_kept_for_nobody(libraries: Path, tmp_path: Path) -> None:
+    node = models.helper.make_node("Neg", ["INPUT0"], ["OUTPUT0"])
+    tensors = [models.tensor(name, "FP32", ["batch", "n"]) for name in ("INPUT0", "OUTPUT0")]
+    models.write(models.model([node], tensors[:1], tensors[1:]), tmp_path / "open" / "1" / "model.onnx")
+    (tmp_path / "open" / "config.pbtxt").write_text(GPUS % "")
+    with Served(tmp_path, libraries, "instance_group { kind: KIND_CPU }", STAND_IN_MEMORY=50 * 2**20) as served:
+        for number in range(40):
+            given = np.full((1, 400_000 + number), number, np.float32)
+            answer = served.stub.ModelInfer(infer("open", {"INPUT0": given}), timeout=60)
+            assert answer.raw_output_contents[0] == (-given).tobytes()
+
+
+def test_arena_of_the_gpu_is_shrunk_when_nothing_uses_it(libraries: Path, tmp_path: Path) -> None:
+    shrinks = 'parameters { key: "memory.enable_memory_arena_shrinkage" value { string_value: "gpu:0" } }'
+    with Served(tmp_path, libraries, f"{GPUS % ''} {shrinks}") as served:
+        served.crowd(clients=8, requests=20)
 
 
 def test_options_of_the_cuda_accelerator_are_those_that_onnxruntime_has(libraries: Path) -> None:

@@ -13,6 +13,7 @@ import pytest
 
 from backends import onnx_sessions
 from backends.base import Device, DeviceKind
+from backends.host_accelerator import HostAccelerator
 from backends.onnx_options import GraphLevel, OnnxOptions
 from backends.onnx_sessions import OpenSession, prepare_cuda, run_options, session_options, staged_run_options
 
@@ -50,6 +51,7 @@ def test_session_goes_before_the_streams_that_it_computes_on() -> None:
     class Part:
         def __init__(self, name: str) -> None:
             self.name = name
+            self.accelerator = HostAccelerator()
 
         def __del__(self) -> None:
             gone.append(self.name)
@@ -61,6 +63,17 @@ def test_session_goes_before_the_streams_that_it_computes_on() -> None:
     assert not gone
     held.clear()
     assert gone == ["session", "streams"]
+
+
+def test_runs_that_shrink_the_gpus_arena_are_waited_for() -> None:
+    gpu, shrinking = Device(DeviceKind.GPU), OnnxOptions(shrink_arenas=("cpu:0", "gpu:0"))
+    made = staged_run_options(shrinking, gpu, None)
+    assert made.get_run_config_entry("memory.enable_memory_arena_shrinkage") == "cpu:0;gpu:0"
+    with pytest.raises(RuntimeError):
+        made.get_run_config_entry("disable_synchronize_execution_providers")
+    # Where there are graphs nothing is shrunk.
+    made = staged_run_options(shrinking, gpu, 3)
+    assert made.get_run_config_entry("disable_synchronize_execution_providers") == "1"
 
 
 def test_run_options_name_a_graph_be_it_none_but_for_tensorrts_own() -> None:

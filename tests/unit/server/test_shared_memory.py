@@ -60,6 +60,7 @@ async def test_cuda_register_without_a_driver_says_that_and_why() -> None:
     ("device", "size", "handle", "text"),
     [
         (-1, 1, b"x" * 64, "expected a device_id of at least 0, got -1"),
+        (2**40, 1, b"x" * 64, "expected a device_id of at most 2147483647, got 1099511627776"),
         (0, 0, b"x" * 64, "expected at least 1 byte, got 0"),
         (0, 1, b"x" * 63, "expected a handle of 64 bytes, got 63"),
     ],

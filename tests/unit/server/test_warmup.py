@@ -13,7 +13,7 @@ import pytest
 from google.protobuf import text_format
 
 from backends.base import MISSING, Array, Device, ModelInstance, ModelSpec, Tensors, TensorSpec
-from backends.errors import ExecutionError
+from backends.errors import DeviceLost, ExecutionError, LoadError
 from backends.memory import MemoryModel
 from protos import model_config_pb2 as pb
 from protos.datatypes import DATATYPES, by_name
@@ -92,6 +92,13 @@ def test_default_with_an_unknown_dimension_is_nothing() -> None:
     bench = Bench(dims=(2, -1))
     bench.warm("")
     assert not bench.seen
+
+
+def test_default_that_loses_the_device_fails_the_load() -> None:
+    bench = Bench(instances=2)
+    bench.model.faults.raise_next(DeviceLost("CUDA failure 719"))
+    with pytest.raises(LoadError, match="its warm-up: CUDA failure 719"):
+        bench.warm("")
 
 
 def test_default_that_fails_is_logged_and_forgiven(caplog: pytest.LogCaptureFixture) -> None:
