@@ -251,8 +251,10 @@ def test_outputs_of_open_size_are_kept_for_nobody(libraries: Path, tmp_path: Pat
 
 def test_arena_of_the_gpu_is_shrunk_when_nothing_uses_it(libraries: Path, tmp_path: Path) -> None:
     shrinks = 'parameters { key: "memory.enable_memory_arena_shrinkage" value { string_value: "gpu:0" } }'
-    with Served(tmp_path, libraries, f"{GPUS % ''} {shrinks}") as served:
+    config = f"max_batch_size: 128 instance_group {{ kind: KIND_GPU }} {shrinks}"
+    with Served(tmp_path, libraries, config, sizes=(64, 2048, 16)) as served:
         served.crowd(clients=8, requests=20)
+        assert not [one for one in served.server.log if one["level"] in ("WARNING", "ERROR")]
 
 
 def test_options_of_the_cuda_accelerator_are_those_that_onnxruntime_has(libraries: Path) -> None:
