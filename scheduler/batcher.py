@@ -41,6 +41,9 @@ _LONG_NS = 1_000_000
 _MOST_UNBEGUN = 3
 """So many instances may end before they have begun on a request."""
 
+_MOST_TRIES = 3
+"""So many instances may have no memory for a request alone before it fails."""
+
 _NOTHING: Step[Any] = Step()
 
 _FULL = {"requests": Drop.FULL_REQUESTS, "rows": Drop.FULL_ROWS, "bytes": Drop.FULL_BYTES}
@@ -307,13 +310,14 @@ class Batcher(Generic[P, R]):
         now_ns = self._clock.now_ns()
         if self._ahead.next:
             self._recall(now_ns)
-        while self._suspects and self._slots.free:
-            self._run_again(self._suspects.popleft(), now_ns)
+        rested_ns = self._instances.wake(now_ns)
+        if self._suspects:
+            self._run_suspects(now_ns)
         step = self._queue.poll(now_ns, self._slots.idle, self._slots.ahead)
         for batch in step.batches:
             self._run(self._instances.take(batch), batch, None)
         further = self._hand_over_ahead(now_ns) if self._ahead else _NOTHING
-        self._set_alarm(_first(step.wake_ns, further.wake_ns))
+        self._set_alarm(_first(_first(step.wake_ns, further.wake_ns), rested_ns))
         for entry in (*step.expired, *further.expired):
             self._delivery.drop(entry, Drop.EXPIRED, QueueTimeout(now_ns - entry.enqueued_ns))
         for late in (*step.unreachable, *further.unreachable):
@@ -392,6 +396,8 @@ class Batcher(Generic[P, R]):
         self._queue.done(batch, outcome.finished_ns, None if outcome.error else computed_ns)
         self._company.took(*self._costs(batch) if duration_ns >= _LONG_NS else (0, 0))
         failed = self._on_failure(runner, batch, outcome.error, suspects) if outcome.error else ()
+        if suspects is not None and suspects.tried and not outcome.error:
+            self._instances.rest(suspects.tried)
         if self._ended and (ended := self._ended.pop(runner, None)) is not None and self._instances.may_be_lost(runner):
             self._lose(runner, ended)
         try:
@@ -441,6 +447,9 @@ class Batcher(Generic[P, R]):
             self._lose(runner, error)
         if blame is Blame.INSTANCE_BEFORE and self._instances.given_up(runner):
             return self._wait_for_another(batch)
+        if blame is Blame.SIZE and len(batch.entries) == 1 and self._may_fit_elsewhere(suspects.tried, runner):
+            self._retries.elsewhere(suspects, runner)
+            return ()
         return self._retries.plan(batch, blame, suspects)
 
     def _lose(self, runner: Runner[P, R], error: BaseException) -> None:
@@ -468,7 +477,24 @@ class Batcher(Generic[P, R]):
             self._queue.forgive(search.before)
             search.before = None
 
-    def _run_again(self, suspects: Suspects[Pending[P, R]], now_ns: int) -> None:
+    def _may_fit_elsewhere(self, tried: Sequence[Runner[P, R]], runner: Runner[P, R]) -> bool:
+        """Whether a request for which those `tried` and `runner` had no memory alone is worth another try."""
+        again = self._retries.isolates and len(tried) + 1 < _MOST_TRIES
+        return again and bool(self._instances.untried((*tried, runner)))
+
+    def _run_suspects(self, now_ns: int) -> None:
+        stay = []
+        while self._suspects and self._slots.free:
+            suspects = self._suspects.popleft()
+            untried = self._instances.untried(suspects.tried) if suspects.tried else ()
+            if untried and all(one in self._running for one in untried):
+                stay.append(suspects)
+            else:
+                self._run_again(suspects, now_ns, untried)
+        self._suspects.extendleft(reversed(stay))
+
+    def _run_again(self, suspects: Suspects[Pending[P, R]], now_ns: int, untried: Sequence[Runner[P, R]] = ()) -> None:
+        """On one of those `untried`, one of which is free, if there are any."""
         waiting = []
         for entry in self._delivery.still_wanted(suspects.entries):
             if entry.rpc_deadline_ns <= now_ns:
@@ -480,7 +506,8 @@ class Batcher(Generic[P, R]):
         batch, rest = self._queue.again(suspects.key, waiting, now_ns, suspects.search.most_rows)
         if rest:
             self._suspects.appendleft(suspects.narrowed(rest))
-        self._run(self._instances.take(batch), batch, suspects.narrowed(batch.entries))
+        runner = self._instances.take_of(untried, batch) or self._instances.take(batch)
+        self._run(runner, batch, suspects.narrowed(batch.entries))
 
     def on_cancel(self, pending: Pending[P, R], entry: Entry[Pending[P, R]] | None) -> None:
         if entry is not None and self._queue.cancel(entry):

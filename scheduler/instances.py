@@ -19,10 +19,13 @@ from scheduler.runner import Runner
 from scheduler.slots import FreeRunners, Slots, Whole
 from scheduler.watchdog import Watchdog
 
-__all__ = ["Hangs", "Instances"]
+__all__ = ["REST_NS", "Hangs", "Instances"]
 
 P = TypeVar("P")
 R = TypeVar("R")
+
+REST_NS = 1_000_000_000
+"""So long an instance without memory for a single request gets none, if another had it."""
 
 
 class Hangs(Protocol):
@@ -59,6 +62,8 @@ class Instances(Generic[P, R]):
         self._instance_of = instance_of or id
         self._watchdog: Watchdog[Runner[P, R]] | None = None
         self._leaving: set[Runner[P, R]] = set()
+        # Runners that get nothing until then.
+        self._resting: dict[Runner[P, R], int] = {}
         self.slots: FreeRunners[Runner[P, R]] = Slots(instance_of) if instance_of else Whole()
         self.running: dict[Runner[P, R], Batch[Pending[P, R]]] = {}
         self.ahead: Ahead[Runner[P, R], Pending[P, R]] = Ahead()
@@ -91,6 +96,41 @@ class Instances(Generic[P, R]):
         self._begin(runner, batch)
         return runner
 
+    def take_of(self, runners: Sequence[Runner[P, R]], batch: Batch[Pending[P, R]]) -> Runner[P, R] | None:
+        """One of `runners` that is free, which from now on executes `batch`; None if none of them is."""
+        for runner in runners:
+            if runner not in self.running:
+                self.slots.take_this(runner)
+                self._begin(runner, batch)
+                return runner
+        return None
+
+    def untried(self, tried: Sequence[Runner[P, R]]) -> Sequence[Runner[P, R]]:
+        """Which may have memory where those `tried` had none: of other instances; if there is one, its other slots."""
+        several = len({*map(self._instance_of, self._runners)}) > 1
+        part = self._instance_of if several else id
+        parts = {part(one) for one in tried}
+        return [one for one in self._runners if part(one) not in parts and one not in self._resting]
+
+    def rest(self, tried: Sequence[Runner[P, R]]) -> None:
+        """Those `tried`, and the other slots of theirs if there are other instances, had no memory for what another one
+        did: they get nothing for a while, as long as there are others."""
+        others = self.untried(tried)
+        until_ns = self._clock.now_ns() + REST_NS
+        for runner in self._runners if others else ():
+            if runner not in others and runner not in self._resting:
+                self._resting[runner] = until_ns
+                self.slots.remove(runner)
+
+    def wake(self, now_ns: int) -> int | None:
+        """Those that have rested are free again. Returns when others will be."""
+        for runner, until_ns in [*self._resting.items()]:
+            # Its slot may execute still, and is given back when it doesn't.
+            if until_ns <= now_ns and runner not in self.running:
+                del self._resting[runner]
+                self.slots.add(runner)
+        return min((one for one in self._resting.values() if one > now_ns), default=None)
+
     # hot path
     def end(self, runner: Runner[P, R]) -> tuple[Batch[Pending[P, R]], Batch[Pending[P, R]] | None]:
         """Its execution is over. Returns the batch, and the one that it has begun on instead, if there is one."""
@@ -104,7 +144,7 @@ class Instances(Generic[P, R]):
             self._leaving.discard(runner)
             runner.stop()
             self.returned(runner)
-        else:
+        elif runner not in self._resting:
             self.slots.back(runner)
         return batch, following
 
@@ -172,7 +212,8 @@ class Instances(Generic[P, R]):
         instance = self._instance_of(runner)
         slots = [one for one in self._runners if self._instance_of(one) == instance]
         for one in slots:
-            self.slots.remove(one)
+            if self._resting.pop(one, None) is None:
+                self.slots.remove(one)
             if one not in self.running:
                 one.stop()
         self._runners = tuple(one for one in self._runners if one not in slots)

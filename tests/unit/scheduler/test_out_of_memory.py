@@ -10,6 +10,7 @@ import pytest
 
 from scheduler.allowance import PAUSE_NS
 from scheduler.errors import BatcherClosed, ExecutionFailed, NoInstance, QueueTimeout
+from scheduler.instances import REST_NS
 from scheduler.isolation import Blame
 from scheduler.observer import Drop
 from scheduler.policy import BatchPolicy
@@ -27,9 +28,9 @@ BLAMES = {
 class ShortBench(Bench):
     """Has room for `fits` rows, and keeps what it is told of lost instances."""
 
-    def __init__(self, policy: BatchPolicy, instances: int = 1) -> None:
+    def __init__(self, policy: BatchPolicy, instances: int = 1, **more: Any) -> None:
         self.lost: list[Any] = []
-        super().__init__(policy, instances, blames=lambda error: BLAMES[type(error)], hangs=self)
+        super().__init__(policy, instances, blames=lambda error: BLAMES[type(error)], hangs=self, **more)
 
     def on_hang(self, runner: Any, others: Sequence[Any]) -> None:
         raise AssertionError("nothing hangs here")
@@ -381,3 +382,119 @@ async def test_drain_of_a_suspended_one_ends_at_once_and_refuses_as_closed(bench
     await bench.batcher.drain()
     with pytest.raises(BatcherClosed):
         bench.batcher.submit("c", 1, "k")
+
+
+async def test_request_alone_for_which_an_instance_has_no_memory_runs_on_another_and_the_first_rests() -> None:
+    bench = ShortBench(BatchPolicy(max_batch_rows=4), instances=2)
+    full, other = bench.runners
+    first = await bench.submit("a")
+    assert full.busy  # the first one is taken first
+    full.fail(MemoryError())
+    await one_turn()
+    assert (full.busy, other.busy) == (False, True)
+    other.finish(str.upper)
+    await one_turn()
+    assert await asyncio.gather(*first) == ["A"]
+    # Now the other one executes all of it, and what there is no room for waits for it.
+    second = await bench.submit("b")
+    third = await bench.submit("c")
+    assert (full.busy, other.busy) == (False, True)
+    bench.clock.advance(REST_NS)
+    await one_turn()
+    assert (full.busy, other.busy) == (True, True)
+    full.finish(str.upper)
+    other.finish(str.upper)
+    assert await asyncio.gather(*second, *third) == ["B", "C"]
+    assert bench.batcher.allowed_rows == 4
+    bench.batcher.close()
+
+
+async def test_request_that_waits_for_another_instance_holds_up_nobody_else() -> None:
+    bench = ShortBench(BatchPolicy(max_batch_rows=1), instances=2)
+    full, other = bench.runners
+    futures = await bench.submit("a", "b")
+    full.fail(MemoryError())
+    await one_turn()
+    assert not full.busy  # what it failed for waits for the other one
+    later = await bench.submit("c")
+    assert full.busy
+    full.fail(MemoryError())
+    await one_turn()
+    for _ in range(3):
+        other.finish(str.upper)
+        await one_turn()
+    assert sorted(await asyncio.gather(*futures, *later)) == ["A", "B", "C"]
+    assert not full.busy
+    bench.batcher.close()
+
+
+async def test_request_that_no_instance_has_memory_for_fails_and_none_of_them_rests() -> None:
+    bench = ShortBench(BatchPolicy(max_batch_rows=4), instances=5)
+    (future,) = await bench.submit("huge")
+    tries = 0
+    while busy := [runner for runner in bench.runners if runner.busy]:
+        tries += 1
+        busy[0].fail(MemoryError())
+        await one_turn()
+    assert tries == 3
+    with pytest.raises(ExecutionFailed):
+        await future
+    await bench.submit("a")
+    await bench.submit("b")
+    await bench.submit("c")
+    await bench.submit("d")
+    await bench.submit("e")
+    assert all(runner.busy for runner in bench.runners)
+    bench.batcher.close()
+
+
+async def test_slot_without_memory_leaves_it_to_the_other_one_of_its_instance() -> None:
+    bench = ShortBench(BatchPolicy(max_batch_rows=4), instances=2, instance_of=lambda runner: 0)
+    full, other = bench.runners
+    futures = await bench.submit("a")
+    taken = full if full.busy else other
+    left = other if taken is full else full
+    taken.fail(MemoryError())
+    await one_turn()
+    left.finish(str.upper)
+    assert await asyncio.gather(*futures) == ["A"]
+    for _ in range(3):
+        futures = await bench.submit("b")
+        assert (taken.busy, left.busy) == (False, True)
+        left.finish(str.upper)
+        assert await asyncio.gather(*futures) == ["B"]
+    bench.clock.advance(REST_NS)
+    await one_turn()
+    await bench.submit("c")
+    await bench.submit(*"defg")  # a full batch, which leaves ahead of its turn
+    assert taken.busy
+    assert left.busy
+    bench.batcher.close()
+
+
+@pytest.mark.parametrize("ends", ["while it rests", "while it executes"])
+async def test_instance_that_rests_may_be_lost(ends: str) -> None:
+    bench = ShortBench(BatchPolicy(max_batch_rows=1), instances=3)
+    first, second, third = bench.runners
+    await bench.submit("a")
+    first.fail(MemoryError())
+    await one_turn()
+    if ends == "while it executes":
+        # It began on another one before it was known that it is to rest.
+        await bench.submit("b")
+        assert first.busy
+    (executes,) = (runner for runner in (second, third) if runner.busy and runner.batches[-1] == ["a"])
+    executes.finish(str.upper)
+    await one_turn()
+    if first.busy:
+        first.fail(OSError())
+        await one_turn()
+    else:
+        bench.batcher.lose(first, OSError())
+    assert [runner for runner, _ in bench.lost] == [first]
+    bench.clock.advance(REST_NS)
+    await bench.submit("c", "d")
+    assert not first.busy
+    assert second.busy
+    assert third.busy
+    bench.batcher.close()
