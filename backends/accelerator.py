@@ -96,7 +96,7 @@ class Accelerator(Protocol):
 
     def synchronize(self) -> None:
         """Block until the device has done all that it was told. Other Python threads run meanwhile. Nothing may be
-        captured on it."""
+        captured on it. For any thread, be it ready or not."""
 
     def host_memory(self, size_bytes: int) -> HostMemory: ...
 

@@ -157,7 +157,8 @@ class CudaAccelerator:
         self._device.context.enter()
 
     def synchronize(self) -> None:
-        self._device.call("cuCtxSynchronize")
+        with self._device.context.current():
+            self._device.call("cuCtxSynchronize")
 
     def host_memory(self, size_bytes: int) -> _HostMemory:
         self._count()

@@ -15,25 +15,26 @@ from contextlib import contextmanager
 __all__ = ["Captures", "captures"]
 
 
-_LONGEST_S = 60.0
-"""Neither takes longer, unless its device hangs. Then others go on, and may fail, rather than wait for ever."""
+_LONGEST_S = 600.0
+"""What takes longer is on a device that hangs, but for an engine that TensorRT builds."""
 
 
 class Captures:
-    """One capture at a time and nothing beside it, or any number of those that synchronize a device. Nobody waits
-    longer than `longest_s`."""
+    """One capture at a time and nothing beside it, or any number of those that synchronize a device. What has been
+    waited for for `longest_s` is no longer: both may fail then, but nobody else waits for ever."""
 
     def __init__(self, longest_s: float = _LONGEST_S) -> None:
         self._longest_s = longest_s
         self._turn = threading.Condition()
         self._capturing = 0  # the thread that does
-        self._synchronizing = 0
+        self._synchronizing = self._given_up = 0
 
     @contextmanager
     def capturing(self) -> Iterator[None]:
         """Blocks until nobody else is in here."""
         with self._turn:
-            self._turn.wait_for(lambda: not (self._capturing or self._synchronizing), self._longest_s)
+            if not self._turn.wait_for(self._is_free, self._longest_s):
+                self._given_up = self._synchronizing
             self._capturing = thread = threading.get_ident()
         try:
             yield
@@ -48,14 +49,20 @@ class Captures:
         """Blocks while another thread captures: for as long as an execution takes. The thread that captures gets here
         by the garbage collector, and had better lose the capture than wait for itself."""
         with self._turn:
-            self._turn.wait_for(lambda: self._capturing in (0, threading.get_ident()), self._longest_s)
+            mine = (0, threading.get_ident())
+            if not self._turn.wait_for(lambda: self._capturing in mine, self._longest_s):
+                self._capturing = 0
             self._synchronizing += 1
         try:
             yield
         finally:
             with self._turn:
                 self._synchronizing -= 1
+                self._given_up = min(self._given_up, self._synchronizing)
                 self._turn.notify_all()
+
+    def _is_free(self) -> bool:
+        return not self._capturing and self._synchronizing <= self._given_up
 
 
 captures = Captures()

@@ -16,7 +16,7 @@ import io
 import logging
 import re
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +58,7 @@ _FATAL = 4
 """Severity for ONNX Runtime's own log: its errors reach us as exceptions, and each bad row would fill the log."""
 
 _CUDNN = "libcudnn.so.9"
+_LIBRARIES = ("cudart", "nvrtc", "cublasLt", "cublas", "curand", "cufft", "cudnn")
 
 NO_GRAPH = -1
 """The id that says: neither capture nor replay."""
@@ -108,7 +109,6 @@ def _has_ended(accelerator: Accelerator) -> bool:
     interpreter held, and without end if the device hangs. False if it is lost: taking down a session's graphs would end
     the process, as ONNX Runtime throws in a destructor."""
     try:
-        accelerator.enter()
         accelerator.synchronize()
     except DeviceError as error:
         return not isinstance(device_failure(error), DeviceLost)
@@ -196,28 +196,37 @@ def _session(
 _stdout = threading.Lock()  # is the process's: of two that redirect it side by side, the first puts it back too early
 
 
-def prepare_cuda(preload: Callable[..., object] = ort.preload_dlls) -> None:
+def prepare_cuda(
+    preload: Callable[..., object] = ort.preload_dlls, load: Callable[[str], object] = ctypes.CDLL
+) -> None:
     """Make the CUDA libraries of PyPI's nvidia packages known: they lie where the loader doesn't look, and `preload`
-    by itself beside onnxruntime alone. In an environment on top of another one they are elsewhere."""
+    only beside onnxruntime. In an environment on top of another one they are elsewhere. It takes from the system what
+    it doesn't find, where there may be another release's, or half of one: so `load` opens those there are before."""
     # Its complaints are repeated by what fails next, and there as an error that says what for.
     ort.set_default_logger_severity(_FATAL)
     said = io.StringIO()
-    found = importlib.util.find_spec("nvidia")
-    places = [Path(place) for place in found.submodule_search_locations or ()] if found else []
-    folders = [str(folder) for place in places for folder in sorted(place.glob("*/lib"))]
-    beside = Path(ort.__file__).parents[1] / "nvidia" in places
     with _stdout, contextlib.redirect_stdout(said):
-        # What it finds nowhere else it takes from the system, where there may be another release's, or half of one: so
-        # it begins where the packages are.
-        if beside:
-            preload()
-        for folder in folders:
-            preload(directory=folder)
-        if not beside:
-            preload()
+        for library in _libraries_of_packages():
+            try:
+                load(str(library))
+            except OSError as error:
+                print(error)
+        preload()
     for line in said.getvalue().splitlines():
         _log.debug("onnxruntime: %s", line)
     _look_for_cudnn()
+
+
+def _libraries_of_packages() -> Sequence[Path]:
+    """Those that ONNX Runtime may need, each behind what it needs itself."""
+    found = importlib.util.find_spec("nvidia")
+    places = found.submodule_search_locations or () if found else ()
+    return [
+        library
+        for name in _LIBRARIES
+        for place in places
+        for library in sorted(Path(place).glob(f"*/lib/lib{name}.so.*"))
+    ]
 
 
 @functools.cache

@@ -341,7 +341,9 @@ class StagedSlot:
             with contextlib.suppress(DeviceError):
                 stream.synchronize()
         for bound in self._bindings.values():
-            self._let_go(bound)
+            # What failed is on its way to be told, and this may fail of the same.
+            with contextlib.suppress(Exception):
+                self._let_go(bound)
 
 
 def _is_there(column: Sequence[Array], host: HostMemory, tensor: StagedTensor, shape: Shape) -> bool:

@@ -308,11 +308,11 @@ class Batcher(Generic[P, R]):
         if self._stopped:
             return
         now_ns = self._clock.now_ns()
+        rested_ns = self._instances.wake(now_ns) if self._instances.resting else None
         if self._ahead.next:
             self._recall(now_ns)
-        rested_ns = self._instances.wake(now_ns)
-        if self._suspects:
-            self._run_suspects(now_ns)
+        while self._suspects and self._slots.free:
+            self._run_again(self._suspects.popleft(), now_ns)
         step = self._queue.poll(now_ns, self._slots.idle, self._slots.ahead)
         for batch in step.batches:
             self._run(self._instances.take(batch), batch, None)
@@ -396,8 +396,8 @@ class Batcher(Generic[P, R]):
         self._queue.done(batch, outcome.finished_ns, None if outcome.error else computed_ns)
         self._company.took(*self._costs(batch) if duration_ns >= _LONG_NS else (0, 0))
         failed = self._on_failure(runner, batch, outcome.error, suspects) if outcome.error else ()
-        if suspects is not None and suspects.tried and not outcome.error:
-            self._instances.rest(suspects.tried)
+        if self._instances.resting and not outcome.error:
+            self._instances.resting.executed(runner)
         if self._ended and (ended := self._ended.pop(runner, None)) is not None and self._instances.may_be_lost(runner):
             self._lose(runner, ended)
         try:
@@ -447,8 +447,8 @@ class Batcher(Generic[P, R]):
             self._lose(runner, error)
         if blame is Blame.INSTANCE_BEFORE and self._instances.given_up(runner):
             return self._wait_for_another(batch)
-        if blame is Blame.SIZE and len(batch.entries) == 1 and self._may_fit_elsewhere(suspects.tried, runner):
-            self._retries.elsewhere(suspects, runner)
+        if blame is Blame.SIZE and len(batch.entries) == 1 and self._may_fit_elsewhere(runner, batch):
+            self._put_back(batch, batch.entries)
             return ()
         return self._retries.plan(batch, blame, suspects)
 
@@ -467,6 +467,14 @@ class Batcher(Generic[P, R]):
         self._put_back(batch, [entry for entry in batch.entries if entry.payload.unbegun < _MOST_UNBEGUN])
         return failed
 
+    def _may_fit_elsewhere(self, runner: Runner[P, R], batch: Batch[Pending[P, R]]) -> bool:
+        """Whether a request for which there wasn't memory alone is worth another try; then this instance rests."""
+        if not self._retries.isolates:
+            return False
+        (entry,) = batch.entries
+        entry.payload.tries += 1
+        return entry.payload.tries < _MOST_TRIES and self._instances.rest(runner)
+
     def _learn_shortage(self, batch: Batch[Pending[P, R]], search: Search) -> None:
         """What one request needs alone says nothing of others, nor do the batches that it was in before."""
         if len(batch.entries) > 1:
@@ -477,24 +485,7 @@ class Batcher(Generic[P, R]):
             self._queue.forgive(search.before)
             search.before = None
 
-    def _may_fit_elsewhere(self, tried: Sequence[Runner[P, R]], runner: Runner[P, R]) -> bool:
-        """Whether a request for which those `tried` and `runner` had no memory alone is worth another try."""
-        again = self._retries.isolates and len(tried) + 1 < _MOST_TRIES
-        return again and bool(self._instances.untried((*tried, runner)))
-
-    def _run_suspects(self, now_ns: int) -> None:
-        stay = []
-        while self._suspects and self._slots.free:
-            suspects = self._suspects.popleft()
-            untried = self._instances.untried(suspects.tried) if suspects.tried else ()
-            if untried and all(one in self._running for one in untried):
-                stay.append(suspects)
-            else:
-                self._run_again(suspects, now_ns, untried)
-        self._suspects.extendleft(reversed(stay))
-
-    def _run_again(self, suspects: Suspects[Pending[P, R]], now_ns: int, untried: Sequence[Runner[P, R]] = ()) -> None:
-        """On one of those `untried`, one of which is free, if there are any."""
+    def _run_again(self, suspects: Suspects[Pending[P, R]], now_ns: int) -> None:
         waiting = []
         for entry in self._delivery.still_wanted(suspects.entries):
             if entry.rpc_deadline_ns <= now_ns:
@@ -506,8 +497,7 @@ class Batcher(Generic[P, R]):
         batch, rest = self._queue.again(suspects.key, waiting, now_ns, suspects.search.most_rows)
         if rest:
             self._suspects.appendleft(suspects.narrowed(rest))
-        runner = self._instances.take_of(untried, batch) or self._instances.take(batch)
-        self._run(runner, batch, suspects.narrowed(batch.entries))
+        self._run(self._instances.take(batch), batch, suspects.narrowed(batch.entries))
 
     def on_cancel(self, pending: Pending[P, R], entry: Entry[Pending[P, R]] | None) -> None:
         if entry is not None and self._queue.cancel(entry):

@@ -15,17 +15,15 @@ from scheduler.clock import Clock
 from scheduler.executing import Batch
 from scheduler.latency import LatencyModel
 from scheduler.pending import Pending
+from scheduler.resting import Resting
 from scheduler.runner import Runner
 from scheduler.slots import FreeRunners, Slots, Whole
 from scheduler.watchdog import Watchdog
 
-__all__ = ["REST_NS", "Hangs", "Instances"]
+__all__ = ["Hangs", "Instances"]
 
 P = TypeVar("P")
 R = TypeVar("R")
-
-REST_NS = 1_000_000_000
-"""So long an instance without memory for a single request gets none, if another had it."""
 
 
 class Hangs(Protocol):
@@ -62,8 +60,7 @@ class Instances(Generic[P, R]):
         self._instance_of = instance_of or id
         self._watchdog: Watchdog[Runner[P, R]] | None = None
         self._leaving: set[Runner[P, R]] = set()
-        # Runners that get nothing until then.
-        self._resting: dict[Runner[P, R], int] = {}
+        self.resting: Resting[Runner[P, R]] = Resting()
         self.slots: FreeRunners[Runner[P, R]] = Slots(instance_of) if instance_of else Whole()
         self.running: dict[Runner[P, R], Batch[Pending[P, R]]] = {}
         self.ahead: Ahead[Runner[P, R], Pending[P, R]] = Ahead()
@@ -96,40 +93,31 @@ class Instances(Generic[P, R]):
         self._begin(runner, batch)
         return runner
 
-    def take_of(self, runners: Sequence[Runner[P, R]], batch: Batch[Pending[P, R]]) -> Runner[P, R] | None:
-        """One of `runners` that is free, which from now on executes `batch`; None if none of them is."""
-        for runner in runners:
-            if runner not in self.running:
-                self.slots.take_this(runner)
-                self._begin(runner, batch)
-                return runner
-        return None
-
-    def untried(self, tried: Sequence[Runner[P, R]]) -> Sequence[Runner[P, R]]:
-        """Which may have memory where those `tried` had none: of other instances; if there is one, its other slots."""
-        several = len({*map(self._instance_of, self._runners)}) > 1
-        part = self._instance_of if several else id
-        parts = {part(one) for one in tried}
-        return [one for one in self._runners if part(one) not in parts and one not in self._resting]
-
-    def rest(self, tried: Sequence[Runner[P, R]]) -> None:
-        """Those `tried`, and the other slots of theirs if there are other instances, had no memory for what another one
-        did: they get nothing for a while, as long as there are others."""
-        others = self.untried(tried)
-        until_ns = self._clock.now_ns() + REST_NS
-        for runner in self._runners if others else ():
-            if runner not in others and runner not in self._resting:
-                self._resting[runner] = until_ns
-                self.slots.remove(runner)
+    def rest(self, runner: Runner[P, R]) -> bool:
+        """`runner`, whose execution is over, had no memory for a request alone: its instance, or, if there is no other,
+        this slot of it gets nothing for a while. False if there is nobody who may have memory."""
+        able = [one for one in self._runners if one not in self.resting]
+        if runner in self.resting:
+            return bool(able)  # it began before another slot of its instance had none either
+        several = len({*map(self._instance_of, able)}) > 1
+        part_of = self._instance_of if several else id
+        part = [one for one in able if part_of(one) == part_of(runner)]
+        if runner not in part or len(part) == len(able):
+            return False
+        for one in part:
+            self.slots.remove(one)
+            self.ahead.forget(one)
+        self.resting.begin(part, self._clock.now_ns())
+        return True
 
     def wake(self, now_ns: int) -> int | None:
         """Those that have rested are free again. Returns when others will be."""
-        for runner, until_ns in [*self._resting.items()]:
-            # Its slot may execute still, and is given back when it doesn't.
-            if until_ns <= now_ns and runner not in self.running:
-                del self._resting[runner]
-                self.slots.add(runner)
-        return min((one for one in self._resting.values() if one > now_ns), default=None)
+        for rest in self.resting.due(now_ns):
+            # What they execute still, begun before, has to end first.
+            if not any(one in self.running for one in rest.runners):
+                for one in self.resting.end(rest):
+                    self.slots.add(one)
+        return self.resting.wake_ns(now_ns)
 
     # hot path
     def end(self, runner: Runner[P, R]) -> tuple[Batch[Pending[P, R]], Batch[Pending[P, R]] | None]:
@@ -144,7 +132,7 @@ class Instances(Generic[P, R]):
             self._leaving.discard(runner)
             runner.stop()
             self.returned(runner)
-        elif runner not in self._resting:
+        elif not self.resting or runner not in self.resting:
             self.slots.back(runner)
         return batch, following
 
@@ -212,7 +200,7 @@ class Instances(Generic[P, R]):
         instance = self._instance_of(runner)
         slots = [one for one in self._runners if self._instance_of(one) == instance]
         for one in slots:
-            if self._resting.pop(one, None) is None:
+            if not self.resting.forget(one):
                 self.slots.remove(one)
             if one not in self.running:
                 one.stop()

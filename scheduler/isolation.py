@@ -6,8 +6,7 @@ Where some request may be at fault, halves run again: one bad row among n costs 
 budget of twice that finds two. What isn't told apart by then runs one by one: nobody fails for what others have sent,
 and a model that always fails has hardly more to do than without batches. Where the batch was too large for the
 memory, no request is at fault and nobody has to fail: all of them run again, in batches as small as it takes, since
-whatever failed once is only tried with fewer rows. What fails for good is a request that is too large alone, for
-several instances: one may lack memory that another has.
+whatever failed once is only tried with fewer rows. What fails for good is a request that is too large alone.
 """
 
 from __future__ import annotations
@@ -15,9 +14,9 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import Enum, auto
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 from scheduler.allowance import Allowed
 from scheduler.executing import Batch
@@ -64,12 +63,11 @@ class Search:
 
 @dataclass(frozen=True, slots=True)
 class Suspects(Generic[T]):
-    """Requests that failed together and might not alone. `tried` are the runners that had no memory for one alone."""
+    """Requests that failed together and might not alone."""
 
     key: Hashable
     entries: Sequence[Entry[T]]
     search: Search
-    tried: tuple[Any, ...] = ()
 
     @classmethod
     def of_batch(cls, key: Hashable, entries: Sequence[Entry[T]]) -> Suspects[T]:
@@ -77,7 +75,7 @@ class Suspects(Generic[T]):
 
     def narrowed(self, entries: Sequence[Entry[T]]) -> Suspects[T]:
         """Those of them that still wait for an answer."""
-        return Suspects(self.key, entries, self.search, self.tried)
+        return Suspects(self.key, entries, self.search)
 
     def again(self, blame: Blame, rows: int) -> list[Suspects[T]]:
         """The groups to run again after they failed together, as `rows` rows; none if they fail for good. A group that
@@ -114,10 +112,6 @@ class Retries(Generic[T]):
         except Exception:  # noqa: BLE001 - the requests are owed an answer all the same
             _log.exception("can't tell whose fault a failure is")
             return Blame.NOBODY
-
-    def elsewhere(self, suspects: Suspects[T], runner: object) -> None:
-        """Have a request for which `runner` had no memory wait here for another one."""
-        self.groups.append(replace(suspects, tried=(*suspects.tried, runner)))
 
     def plan(self, batch: Batch[T], blame: Blame, suspects: Suspects[T]) -> Sequence[Entry[T]]:
         """Have what may succeed of a failed batch, whose requests are `suspects`, wait here. Returns the requests that

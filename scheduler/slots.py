@@ -40,11 +40,8 @@ class FreeRunners(Protocol[R]):
         """A runner of an instance that is idle, the one that was so last, as its caches are warm; else one of a busy
         instance. There has to be one."""
 
-    def take_this(self, runner: R) -> None:
-        """`runner`, which is free."""
-
     def remove(self, runner: R) -> None:
-        """`runner` gets nothing more, free or not, unless it is added again."""
+        """`runner` gets nothing more, free or not."""
 
 
 class Whole(Generic[R]):
@@ -67,9 +64,6 @@ class Whole(Generic[R]):
 
     def take(self) -> R:
         return self._free.pop()
-
-    def take_this(self, runner: R) -> None:
-        self._free.remove(runner)
 
     def remove(self, runner: R) -> None:
         if runner in self._free:
@@ -109,22 +103,17 @@ class Slots(Generic[R]):
         self.add(runner)
 
     def take(self) -> R:
-        runner = self._free[next(reversed(self._idle)) if self._idle else next(iter(self._busy))][-1]
-        self.take_this(runner)
-        return runner
-
-    def take_this(self, runner: R) -> None:
-        group = self._group_of(runner)
+        group = self._idle.popitem()[0] if self._idle else next(iter(self._busy))
         free = self._free[group]
-        free.remove(runner)
+        runner = free.pop()
         self.free -= 1
-        self._idle.pop(group, None)
         self._taken[group] = self._taken.get(group, 0) + 1
         if free:
             self._busy[group] = None
         else:
             del self._free[group]
             self._busy.pop(group, None)
+        return runner
 
     def remove(self, runner: R) -> None:
         group = self._group_of(runner)

@@ -76,8 +76,8 @@ class TraceWriter:
     def _write(self, files: _Files, entries: Entries, per_file: int) -> None:
         try:
             files.write(entries, per_file)
-        except OSError as error:
-            self._failure = error.strerror or str(error)
+        except Exception as error:  # noqa: BLE001 - a trace isn't worth the thread that writes all others
+            self._failure = getattr(error, "strerror", None) or str(error)
             _log.error("no more traces are written: %s: %s", self._path, self._failure)
 
 

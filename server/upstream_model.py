@@ -158,6 +158,9 @@ def _queueing(config: config_pb.ModelConfig) -> config_pb.ModelConfig:
     batching.CopyFrom(given)
     for setting in ("preferred_batch_size", "max_queue_delay_microseconds", "preserve_ordering"):
         batching.ClearField(setting)
+    if not batching.priority_levels:  # then they mean nothing there, and are refused here
+        batching.ClearField("default_priority_level")
+        batching.ClearField("priority_queue_policy")
     for policy in (batching.default_queue_policy, *batching.priority_queue_policy.values()):
         policy.ClearField("max_queue_size")
     return held

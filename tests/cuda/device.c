@@ -420,6 +420,7 @@ int gpu_call(Stream *it, Operation *run, const void *arguments, size_t size) {
 int gpu_stream(Stream **stream, unsigned flags) { *stream = made_stream(!(flags & 1)); return OK; }
 int gpu_stream_end(Stream *it) {
     if (!known_stream(it)) return INVALID_HANDLE;
+    if (it->capture) { it->capture->broken = 1; return UNSUPPORTED; }
     carry_out(it, it->queued);
     Stream **place = &streams;
     while (*place != it) place = &(*place)->next;
@@ -434,6 +435,7 @@ int gpu_synchronize(Stream *it) {
     uint64_t queued = stream->queued;
     hang();
     sleep_until(stream->ends_ns);
+    if (stream != stream_of(it)) return INVALID_HANDLE; /* gone meanwhile */
     in_order(stream);
     carry_out(stream, queued);
     return lost();
@@ -604,10 +606,19 @@ int gpu_launch(Graph *graph, Stream *stream) {
 /* ---- what tests tell and ask */
 
 EXPORT void stand_in_show(void) { gpu_shown = 1; }
-EXPORT void stand_in_fail(const char *call, int code) { strncpy(failing, call, sizeof failing - 1); failing_code = code; }
+EXPORT void stand_in_fail(const char *call, int code) {
+    pthread_mutex_lock(&lock);
+    strncpy(failing, call, sizeof failing - 1);
+    failing_code = code;
+    pthread_mutex_unlock(&lock);
+}
 EXPORT int stand_in_retained(void) { return devices[0].retained; }
 EXPORT void stand_in_release(int device) { devices[device].retained--; }
-#define COUNT(list, type, where) int n = 0; for (type *one = list; one; one = one->next) n += (where); return n
+#define COUNT(list, type, where) \
+    int n = 0; \
+    pthread_mutex_lock(&lock); \
+    for (type *one = list; one; one = one->next) n += (where); \
+    return gpu_leave(n)
 EXPORT int stand_in_streams(void) { COUNT(streams, Stream, one != devices[one->device].legacy); }
 EXPORT int stand_in_events(void) { COUNT(events, Event, 1); }
 EXPORT int stand_in_pinned(void) { COUNT(blocks, Block, one->kind == PINNED); }

@@ -75,7 +75,7 @@ def _python(module: str, *arguments: str, libraries: Path, seed: str = "") -> su
         env={**environment, "LD_LIBRARY_PATH": str(libraries), "STAND_IN_SEED": seed},
         capture_output=True,
         text=True,
-        timeout=110,
+        timeout=115,
     )
 
 

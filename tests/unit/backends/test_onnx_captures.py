@@ -76,6 +76,42 @@ def test_a_thread_that_captures_never_waits_for_itself() -> None:
     assert other.ends()
 
 
+def test_a_capture_that_hangs_is_not_waited_for_for_ever() -> None:
+    turns, ends = Captures(longest_s=NEVER_S), threading.Event()
+
+    def hang() -> None:
+        with turns.capturing():
+            ends.wait(60)
+
+    hanging = Beside(hang)
+    assert hanging.waits()
+    assert Beside(lambda: inside(turns.synchronizing())).ends()
+    turns._longest_s = 60.0
+    with turns.capturing():
+        ends.set()
+        assert hanging.ends()
+        # It takes nobody's turn along when it ends.
+        assert Beside(lambda: inside(turns.capturing())).waits()
+
+
+def test_those_that_synchronize_a_device_that_hangs_are_waited_for_once() -> None:
+    turns, end = Captures(longest_s=NEVER_S), threading.Event()
+
+    def hang() -> None:
+        with turns.synchronizing():
+            end.wait(60)
+
+    hanging = Beside(hang)
+    assert hanging.waits()
+    assert Beside(lambda: inside(turns.capturing())).ends()
+    turns._longest_s = 60.0
+    assert Beside(lambda: inside(turns.capturing())).ends()
+    with turns.synchronizing():
+        assert Beside(lambda: inside(turns.capturing())).waits()
+    end.set()
+    assert hanging.ends()
+
+
 def test_turns_go_on_after_a_failure() -> None:
     turns = Captures()
     for context in (turns.capturing, turns.synchronizing):

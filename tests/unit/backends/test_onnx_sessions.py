@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 import threading
 from pathlib import Path
@@ -92,33 +91,56 @@ def test_run_options_name_a_graph_be_it_none_but_for_tensorrts_own() -> None:
         staged_run_options(theirs, gpu, None).get_run_config_entry("gpu_graph_id")
 
 
-def test_preparing_cuda_looks_in_all_folders_of_nvidias_packages(
+def test_preparing_cuda_opens_what_packages_have_before_what_the_system_has(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folders = [
-        tmp_path / site / "nvidia" / name / "lib" for site, name in (("a", "cu13"), ("a", "cudnn"), ("b", "nvtx"))
+    files = [
+        tmp_path / site / "nvidia" / folder / "lib" / f"lib{name}"
+        for site, folder, name in (
+            ("a", "cudnn", "cudnn.so.9"),
+            ("a", "cu13", "cublas.so.13"),
+            ("a", "cu13", "cublasLt.so.13"),
+            ("b", "cuda_runtime", "cudart.so.12"),
+            ("a", "cu13", "unrelated.so.1"),
+        )
     ]
-    for folder in folders:
-        folder.mkdir(parents=True)
+    for file in files:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.touch()
     for site in ("b", "a"):
         monkeypatch.syspath_prepend(tmp_path / site)
-    looked: list[dict[str, str]] = []
-    prepare_cuda(lambda **given: looked.append(given))
-    there = [{"directory": str(folder)} for folder in folders]
-    assert [one for one in looked if str(tmp_path) in str(one)] == there
-    # Those that are beside onnxruntime come first, and what is the system's last.
-    beside = importlib.util.find_spec("nvidia", None) and (Path(ort.__file__).parents[1] / "nvidia").is_dir()
-    assert looked.index({}) == (0 if beside else len(looked) - 1)
+    seen: list[str] = []
+    prepare_cuda(lambda: seen.append("preload"), lambda path: seen.append(path))
+    cudnn, cublas, cublas_lt, cudart = map(str, files[:4])
+    assert [one for one in seen if one.startswith((str(tmp_path), "preload"))] == [
+        cudart,
+        cublas_lt,
+        cublas,
+        cudnn,
+        "preload",
+    ]
+
+
+def test_library_of_a_package_that_cannot_be_opened_is_left_to_what_comes_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broken = tmp_path / "nvidia" / "cu13" / "lib" / "libcudart.so.13"
+    broken.parent.mkdir(parents=True)
+    broken.touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    seen: list[str] = []
+    prepare_cuda(lambda: seen.append("preload"))
+    assert seen == ["preload"]
 
 
 def test_preparing_cuda_on_two_threads_leaves_stdout_as_it_was() -> None:
     before, inside, go_on = sys.stdout, threading.Event(), threading.Event()
 
-    def first(**given: str) -> None:
+    def first() -> None:
         inside.set()
         assert go_on.wait(30)
 
-    def second(**given: str) -> None:
+    def second() -> None:
         inside.set()
 
     one = threading.Thread(target=prepare_cuda, args=(first,))
@@ -139,7 +161,7 @@ def test_cudnn_that_is_missing_is_told_once(caplog: pytest.LogCaptureFixture, mo
     monkeypatch.setattr(onnx_sessions, "_CUDNN", "libcudnn-that-is-nowhere.so")
     onnx_sessions._look_for_cudnn.cache_clear()
     for _ in range(2):
-        prepare_cuda(lambda **given: None)
+        prepare_cuda(lambda: None)
     (message,) = caplog.messages
     assert message.startswith("no cuDNN: libcudnn-that-is-nowhere.so: cannot open shared object file")
     assert "models with convolutions need it" in message

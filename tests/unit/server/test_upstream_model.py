@@ -91,6 +91,14 @@ def test_queue_policies_of_the_upstream_hold_here_but_for_how_many_may_wait() ->
     assert (policy.preferred_batch_rows, policy.max_queue_delay_ns) == ((), 5_000_000)
 
 
+def test_levels_that_the_upstream_does_not_have_are_not_refused() -> None:
+    said = """max_batch_size: 8 dynamic_batching {
+        default_priority_level: 3 priority_queue_policy { key: 1 value { max_queue_size: 1 } }
+    }"""
+    policy = brought({"a": [-1, 4]}, {"x": [-1]}, said).plan.policy
+    assert (policy.priority_levels, policy.default_priority_level, policy.priority_queue) == (0, 0, {})
+
+
 def test_requests_are_split_where_the_upstream_says_that_it_does_and_so_is_told_to_a_batcher_in_front() -> None:
     said = 'max_batch_size: 8 parameters { key: "paceline.split_oversized" value { string_value: "true" } }'
     for config in None, said:
