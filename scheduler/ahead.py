@@ -57,11 +57,6 @@ class Ahead(Generic[RunnerT, T]):
         self._ends.pop(runner, None)
         return self.next.pop(runner, None)
 
-    def forget(self, runner: RunnerT) -> None:
-        """It gets nothing to go on with but what it has."""
-        if runner not in self.next:
-            self._ends.pop(runner, None)
-
     def ends_ns(self, runner: RunnerT) -> int:
         """When one of `about_to_end` is likely to."""
         return self._ends[runner].at_ns

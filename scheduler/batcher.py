@@ -41,9 +41,6 @@ _LONG_NS = 1_000_000
 _MOST_UNBEGUN = 3
 """So many instances may end before they have begun on a request."""
 
-_MOST_TRIES = 3
-"""So many instances may have no memory for a request alone before it fails."""
-
 _NOTHING: Step[Any] = Step()
 
 _FULL = {"requests": Drop.FULL_REQUESTS, "rows": Drop.FULL_ROWS, "bytes": Drop.FULL_BYTES}
@@ -308,7 +305,6 @@ class Batcher(Generic[P, R]):
         if self._stopped:
             return
         now_ns = self._clock.now_ns()
-        rested_ns = self._instances.wake(now_ns) if self._instances.resting else None
         if self._ahead.next:
             self._recall(now_ns)
         while self._suspects and self._slots.free:
@@ -317,7 +313,7 @@ class Batcher(Generic[P, R]):
         for batch in step.batches:
             self._run(self._instances.take(batch), batch, None)
         further = self._hand_over_ahead(now_ns) if self._ahead else _NOTHING
-        self._set_alarm(_first(_first(step.wake_ns, further.wake_ns), rested_ns))
+        self._set_alarm(_first(step.wake_ns, further.wake_ns))
         for entry in (*step.expired, *further.expired):
             self._delivery.drop(entry, Drop.EXPIRED, QueueTimeout(now_ns - entry.enqueued_ns))
         for late in (*step.unreachable, *further.unreachable):
@@ -396,8 +392,6 @@ class Batcher(Generic[P, R]):
         self._queue.done(batch, outcome.finished_ns, None if outcome.error else computed_ns)
         self._company.took(*self._costs(batch) if duration_ns >= _LONG_NS else (0, 0))
         failed = self._on_failure(runner, batch, outcome.error, suspects) if outcome.error else ()
-        if self._instances.resting and not outcome.error:
-            self._instances.resting.executed(runner)
         if self._ended and (ended := self._ended.pop(runner, None)) is not None and self._instances.may_be_lost(runner):
             self._lose(runner, ended)
         try:
@@ -443,13 +437,12 @@ class Batcher(Generic[P, R]):
         suspects = suspects or Suspects.of_batch(batch.key, batch.entries)
         if blame is Blame.SIZE:
             self._learn_shortage(batch, suspects.search)
+            if len(batch.entries) == 1 and not self._instances.given_up(runner):
+                self._slots.put_last(runner)
         if blame in (Blame.INSTANCE, Blame.INSTANCE_BEFORE) and self._instances.may_be_lost(runner):
             self._lose(runner, error)
         if blame is Blame.INSTANCE_BEFORE and self._instances.given_up(runner):
             return self._wait_for_another(batch)
-        if blame is Blame.SIZE and len(batch.entries) == 1 and self._may_fit_elsewhere(runner, batch):
-            self._put_back(batch, batch.entries)
-            return ()
         return self._retries.plan(batch, blame, suspects)
 
     def _lose(self, runner: Runner[P, R], error: BaseException) -> None:
@@ -466,14 +459,6 @@ class Batcher(Generic[P, R]):
         failed = [entry for entry in batch.entries if entry.payload.unbegun >= _MOST_UNBEGUN]
         self._put_back(batch, [entry for entry in batch.entries if entry.payload.unbegun < _MOST_UNBEGUN])
         return failed
-
-    def _may_fit_elsewhere(self, runner: Runner[P, R], batch: Batch[Pending[P, R]]) -> bool:
-        """Whether a request for which there wasn't memory alone is worth another try; then this instance rests."""
-        if not self._retries.isolates:
-            return False
-        (entry,) = batch.entries
-        entry.payload.tries += 1
-        return entry.payload.tries < _MOST_TRIES and self._instances.rest(runner)
 
     def _learn_shortage(self, batch: Batch[Pending[P, R]], search: Search) -> None:
         """What one request needs alone says nothing of others, nor do the batches that it was in before."""

@@ -15,7 +15,6 @@ from scheduler.clock import Clock
 from scheduler.executing import Batch
 from scheduler.latency import LatencyModel
 from scheduler.pending import Pending
-from scheduler.resting import Resting
 from scheduler.runner import Runner
 from scheduler.slots import FreeRunners, Slots, Whole
 from scheduler.watchdog import Watchdog
@@ -60,7 +59,6 @@ class Instances(Generic[P, R]):
         self._instance_of = instance_of or id
         self._watchdog: Watchdog[Runner[P, R]] | None = None
         self._leaving: set[Runner[P, R]] = set()
-        self.resting: Resting[Runner[P, R]] = Resting()
         self.slots: FreeRunners[Runner[P, R]] = Slots(instance_of) if instance_of else Whole()
         self.running: dict[Runner[P, R], Batch[Pending[P, R]]] = {}
         self.ahead: Ahead[Runner[P, R], Pending[P, R]] = Ahead()
@@ -93,32 +91,6 @@ class Instances(Generic[P, R]):
         self._begin(runner, batch)
         return runner
 
-    def rest(self, runner: Runner[P, R]) -> bool:
-        """`runner`, whose execution is over, had no memory for a request alone: its instance, or, if there is no other,
-        this slot of it gets nothing for a while. False if there is nobody who may have memory."""
-        able = [one for one in self._runners if one not in self.resting]
-        if runner in self.resting:
-            return bool(able)  # it began before another slot of its instance had none either
-        several = len({*map(self._instance_of, able)}) > 1
-        part_of = self._instance_of if several else id
-        part = [one for one in able if part_of(one) == part_of(runner)]
-        if runner not in part or len(part) == len(able):
-            return False
-        for one in part:
-            self.slots.remove(one)
-            self.ahead.forget(one)
-        self.resting.begin(part, self._clock.now_ns())
-        return True
-
-    def wake(self, now_ns: int) -> int | None:
-        """Those that have rested are free again. Returns when others will be."""
-        for rest in self.resting.due(now_ns):
-            # What they execute still, begun before, has to end first.
-            if not any(one in self.running for one in rest.runners):
-                for one in self.resting.end(rest):
-                    self.slots.add(one)
-        return self.resting.wake_ns(now_ns)
-
     # hot path
     def end(self, runner: Runner[P, R]) -> tuple[Batch[Pending[P, R]], Batch[Pending[P, R]] | None]:
         """Its execution is over. Returns the batch, and the one that it has begun on instead, if there is one."""
@@ -132,7 +104,7 @@ class Instances(Generic[P, R]):
             self._leaving.discard(runner)
             runner.stop()
             self.returned(runner)
-        elif not self.resting or runner not in self.resting:
+        else:
             self.slots.back(runner)
         return batch, following
 
@@ -200,8 +172,7 @@ class Instances(Generic[P, R]):
         instance = self._instance_of(runner)
         slots = [one for one in self._runners if self._instance_of(one) == instance]
         for one in slots:
-            if not self.resting.forget(one):
-                self.slots.remove(one)
+            self.slots.remove(one)
             if one not in self.running:
                 one.stop()
         self._runners = tuple(one for one in self._runners if one not in slots)

@@ -103,7 +103,7 @@ class Retries(Generic[T]):
 
     def __init__(self, blames: Callable[[BaseException], Blame], *, isolates: bool) -> None:
         self._blames = blames
-        self.isolates = isolates
+        self._isolates = isolates
         self.groups: deque[Suspects[T]] = deque()
 
     def blame_for(self, error: BaseException) -> Blame:
@@ -116,7 +116,7 @@ class Retries(Generic[T]):
     def plan(self, batch: Batch[T], blame: Blame, suspects: Suspects[T]) -> Sequence[Entry[T]]:
         """Have what may succeed of a failed batch, whose requests are `suspects`, wait here. Returns the requests that
         fail for good."""
-        if not self.isolates:
+        if not self._isolates:
             return batch.entries
         groups = suspects.again(blame, batch.padded_rows)
         self.groups.extend(groups)

@@ -39,14 +39,13 @@ class Pending(Telling[R], Generic[P, R]):
 
     `facts` are there as soon as there is a result; few ask, so they are put together then. `answered` says that there
     is a result, `refused` that there is an error for this request alone, `unbegun` how many instances ended before they
-    began on it, `tries` how many had no memory for it alone. `tag` is whatever the caller wants an observer of batches
-    to find here.
+    began on it. `tag` is whatever the caller wants an observer of batches to find here.
     """
 
     payload: P
     tag: Any = None
     batch_facts: BatchFacts | None = None
-    waited_ns = unbegun = tries = 0
+    waited_ns = unbegun = 0
     refused = answered = False
     entry: Entry[Pending[P, R]] | None = None
     batcher: _HearsOfCancelling

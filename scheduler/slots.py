@@ -40,6 +40,9 @@ class FreeRunners(Protocol[R]):
         """A runner of an instance that is idle, the one that was so last, as its caches are warm; else one of a busy
         instance. There has to be one."""
 
+    def put_last(self, runner: R) -> None:
+        """If `runner` is free, all others come before it, and their instances before its own."""
+
     def remove(self, runner: R) -> None:
         """`runner` gets nothing more, free or not."""
 
@@ -64,6 +67,11 @@ class Whole(Generic[R]):
 
     def take(self) -> R:
         return self._free.pop()
+
+    def put_last(self, runner: R) -> None:
+        if runner in self._free:
+            self._free.remove(runner)
+            self._free.insert(0, runner)
 
     def remove(self, runner: R) -> None:
         if runner in self._free:
@@ -114,6 +122,16 @@ class Slots(Generic[R]):
             del self._free[group]
             self._busy.pop(group, None)
         return runner
+
+    def put_last(self, runner: R) -> None:
+        group = self._group_of(runner)
+        free = self._free.get(group, [])
+        if runner in free:
+            free.remove(runner)
+            free.insert(0, runner)
+        if group in self._idle:
+            del self._idle[group]
+            self._idle = {group: None, **self._idle}
 
     def remove(self, runner: R) -> None:
         group = self._group_of(runner)

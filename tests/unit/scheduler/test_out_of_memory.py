@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
@@ -13,8 +12,7 @@ from scheduler.allowance import PAUSE_NS
 from scheduler.errors import BatcherClosed, ExecutionFailed, NoInstance, QueueTimeout
 from scheduler.isolation import Blame
 from scheduler.observer import Drop
-from scheduler.policy import BatchPolicy, QueuePolicy
-from scheduler.resting import LONGEST_REST_NS, SHORTEST_REST_NS
+from scheduler.policy import BatchPolicy
 from scheduler.testing import StepRunner
 from tests.unit.scheduler.workbench import Bench, one_turn
 
@@ -385,206 +383,59 @@ async def test_drain_of_a_suspended_one_ends_at_once_and_refuses_as_closed(bench
         bench.batcher.submit("c", 1, "k")
 
 
-async def ran(runner: StepRunner[str, str]) -> None:
-    runner.finish(str.upper)
-    await one_turn()
+@pytest.mark.parametrize("slots", [1, 2])
+async def test_instance_without_memory_for_a_request_alone_gets_the_next_one_last(slots: int) -> None:
+    groups: dict[int, int] = {}
+    instance_of = {"instance_of": lambda runner: groups.setdefault(id(runner), len(groups) // 2)} if slots > 1 else {}
+    bench = ShortBench(BatchPolicy(max_batch_rows=4), instances=2 * slots, **instance_of)
 
-
-async def short(runner: StepRunner[str, str]) -> None:
-    runner.fail(MemoryError())
-    await one_turn()
-
-
-async def test_request_alone_for_which_an_instance_has_no_memory_runs_on_another_and_the_first_rests() -> None:
-    bench = ShortBench(BatchPolicy(max_batch_rows=4), instances=2)
-    full, other = bench.runners
-    pause_ns = SHORTEST_REST_NS
-    for _ in range(9):
-        future = (await bench.submit("a"))[0]
-        assert full.busy  # which was free last, or is alone
-        await short(full)
-        assert (full.busy, other.busy) == (False, True)
-        later = (await bench.submit("b"))[0]
-        await ran(other)
-        await ran(other)
-        assert await asyncio.gather(future, later) == ["A", "B"]
-        # Each time it rests twice as long, up to a second.
-        bench.clock.advance(pause_ns - 1)
-        busy = await bench.submit("c")
-        assert (full.busy, other.busy) == (False, True)
-        queued = await bench.submit("d")
-        assert not full.busy
-        bench.clock.advance(1)
-        await one_turn()
-        assert full.busy
-        await short(full)
-        await ran(other)
-        await ran(other)
-        assert await asyncio.gather(*busy, *queued) == ["C", "D"]
-        pause_ns = min(2 * pause_ns, LONGEST_REST_NS)
-        bench.clock.advance(pause_ns)
-        await one_turn()
-        pause_ns = min(2 * pause_ns, LONGEST_REST_NS)
-    assert bench.batcher.allowed_rows == 4
-    # What it has executed makes it as good as before.
-    done = await bench.submit("e")
-    await ran(full if full.busy else other)
-    await bench.submit("f", key="other")
-    assert await asyncio.gather(*done) == ["E"]
-    bench.batcher.close()
-
-
-async def test_request_that_waits_for_another_instance_waits_as_all_others_do() -> None:
-    policy = BatchPolicy(max_batch_rows=1, queue=QueuePolicy(default_timeout_ns=5_000_000))
-    bench = ShortBench(policy, instances=2)
-    full, other = bench.runners
-    busy, waits = await bench.submit("a", "b")
-    if other.batches[-1] == ["b"]:
-        await short(full)
-    assert other.busy
-    assert not full.busy
-    assert bench.batcher.waiting_requests == 1
-    many = await bench.submit(*"cdefgh")
-    assert not full.busy  # it rests, and draws nobody
-    bench.clock.advance(5_000_000)
-    await one_turn()
-    assert bench.batcher.waiting_requests == 0
-    assert bench.seen.drops == [Drop.EXPIRED] * 7
-    for one in many:
-        with pytest.raises(QueueTimeout):
-            await one
-    await ran(other)
-    answers = await asyncio.gather(busy, waits, return_exceptions=True)
-    assert sorted(type(one).__name__ for one in answers) == ["QueueTimeout", "str"]
-    bench.batcher.close()
-
-
-async def test_request_that_three_instances_have_no_memory_for_fails_and_the_others_go_on() -> None:
-    bench = ShortBench(BatchPolicy(max_batch_rows=4), instances=5)
-    (future,) = await bench.submit("huge")
-    tries = 0
-    while busy := [runner for runner in bench.runners if runner.busy]:
-        tries += 1
-        await short(busy[0])
-    assert tries == 3
-    with pytest.raises(ExecutionFailed):
-        await future
-    bench.clock.advance(SHORTEST_REST_NS)
-    await one_turn()
-    for name in "abcde":
-        await bench.submit(name)
-    assert all(runner.busy for runner in bench.runners)
-    bench.batcher.close()
-
-
-async def test_last_instance_that_is_left_never_rests() -> None:
-    bench = ShortBench(BatchPolicy(max_batch_rows=4), instances=2)
-    (future,) = await bench.submit("huge")
-    for _ in range(2):
+    async def answered_by() -> Any:
+        (future,) = await bench.submit("a")
         (busy,) = (runner for runner in bench.runners if runner.busy)
-        await short(busy)
+        busy.finish(str.upper)
+        assert await future == "A"
+        return busy
+
+    (future,) = await bench.submit("a")
+    (full,) = (runner for runner in bench.runners if runner.busy)
+    full.fail(MemoryError())
     with pytest.raises(ExecutionFailed):
         await future
-    (answer,) = await bench.submit("a")
-    (busy,) = (runner for runner in bench.runners if runner.busy)
-    await ran(busy)
-    assert await answer == "A"
+    others = [await answered_by() for _ in range(5)]
+    assert full not in others
+    assert not groups or {groups[id(one)] for one in others} == {1 - groups[id(full)]}
+    # It is no worse than the others where these are busy.
+    await bench.submit("b", key="b")
+    await bench.submit("c", key="c")
+    assert not groups or {groups[id(one)] for one in bench.runners if one.busy} == {0, 1}
+    assert slots > 1 or full.busy
     bench.batcher.close()
 
 
-async def test_slot_without_memory_leaves_it_to_the_other_one_of_its_instance() -> None:
+async def test_slot_without_memory_for_a_request_alone_gets_the_next_one_last() -> None:
     bench = ShortBench(BatchPolicy(max_batch_rows=4), instances=2, instance_of=lambda runner: 0)
-    futures = await bench.submit("a")
-    (taken,) = (runner for runner in bench.runners if runner.busy)
-    (left,) = (runner for runner in bench.runners if runner is not taken)
-    await short(taken)
-    assert left.busy
-    await bench.submit(*"defg")  # a full batch, which would leave ahead of its turn
-    assert not taken.busy
-    await ran(left)
-    assert await asyncio.gather(*futures) == ["A"]
-    assert (taken.busy, left.busy) == (False, True)
-    await bench.submit(*"hijk")
-    bench.clock.advance(SHORTEST_REST_NS)
-    await one_turn()
-    assert taken.busy
+    (future,) = await bench.submit("a")
+    (full,) = (runner for runner in bench.runners if runner.busy)
+    full.fail(MemoryError())
+    with pytest.raises(ExecutionFailed):
+        await future
+    for _ in range(3):
+        (future,) = await bench.submit("a")
+        assert not full.busy
+        (busy,) = (runner for runner in bench.runners if runner.busy)
+        busy.finish(str.upper)
+        assert await future == "A"
     bench.batcher.close()
 
 
-async def test_instance_of_two_slots_rests_as_a_whole_where_there_are_others() -> None:
-    numbers = itertools.count()
-    groups: dict[int, int] = {}
-
-    def group(runner: Any) -> int:
-        return groups.setdefault(id(runner), next(numbers) // 2) if id(runner) not in groups else groups[id(runner)]
-
-    bench = ShortBench(BatchPolicy(max_batch_rows=1), instances=4, instance_of=group)
-    await bench.submit("a")
-    (taken,) = (runner for runner in bench.runners if runner.busy)
-    await short(taken)
-    (now,) = (runner for runner in bench.runners if runner.busy)
-    assert group(now) != group(taken)
-    await bench.submit(*"bcd")
-    assert [group(runner) for runner in bench.runners if runner.busy] == [group(now)] * 2
-    bench.batcher.close()
-
-
-async def test_slot_that_has_no_memory_either_while_its_instance_rests_fails_nobody() -> None:
-    groups: dict[int, int] = {}
-    bench = ShortBench(
-        BatchPolicy(max_batch_rows=1),
-        instances=4,
-        instance_of=lambda runner: groups.setdefault(id(runner), len(groups) // 2),
-    )
-    futures = await bench.submit(*"abcd")
-    full = [runner for runner in bench.runners if groups[id(runner)] == 0]
-    for runner in full:
-        await short(runner)
-    assert not any(runner.busy for runner in full)
-    for _ in range(2):
-        for runner in bench.runners:
-            if runner.busy:
-                await ran(runner)
-    assert await asyncio.gather(*futures) == ["A", "B", "C", "D"]
-    bench.batcher.close()
-
-
-async def test_instance_that_goes_on_ahead_rests_when_it_has_ended_that() -> None:
-    bench = ShortBench(BatchPolicy(max_batch_rows=1), instances=2, stages=True)
-    for _ in range(3):  # it learns what they take
-        await bench.submit("x")
-        await bench.submit("x")
-        bench.clock.advance(20_000_000)
-        for runner in bench.runners:
-            await ran(runner)
-    await bench.submit("a", "b", "c")
-    bench.clock.advance(18_000_000)
-    await one_turn()
-    (ahead,) = (runner for runner in bench.runners if runner.next)
-    ahead.fail(MemoryError())
-    await one_turn()
-    assert ahead.busy  # with what it had got
-    await bench.submit(*"defg")
-    bench.clock.advance(5_000_000)
-    await one_turn()
-    assert ahead.next is None
-    await ran(ahead)
-    assert not ahead.busy
-    bench.clock.advance(SHORTEST_REST_NS)
-    await one_turn()
-    assert ahead.busy
-    bench.batcher.close()
-
-
-async def test_instance_that_rests_may_be_lost() -> None:
-    bench = ShortBench(BatchPolicy(max_batch_rows=1), instances=3)
-    await bench.submit("a")
-    (first,) = (runner for runner in bench.runners if runner.busy)
-    await short(first)
+async def test_lost_instance_that_had_no_memory_is_nowhere() -> None:
+    bench = ShortBench(BatchPolicy(max_batch_rows=1), instances=2)
+    await bench.submit("a", "b")
+    first, second = bench.runners
     bench.batcher.lose(first, OSError())
-    assert [runner for runner, _ in bench.lost] == [first]
-    bench.clock.advance(LONGEST_REST_NS)
-    await bench.submit("c", "d")
-    assert [runner.busy for runner in bench.runners if runner is not first] == [True, True]
+    first.fail(MemoryError())
+    await one_turn()
+    await bench.submit("c")
     assert not first.busy
+    assert second.busy
     bench.batcher.close()

@@ -203,7 +203,6 @@ def test_traces_that_wait_for_a_file_that_hangs_are_counted(tmp_path: Path, capl
         writer.put([{}], 0)
     with caplog.at_level(logging.WARNING, "paceline.server.tracing"):
         writer.close()
+    said = [record.getMessage() for record in caplog.records]
     os.close(os.open(tmp_path / "t.json", os.O_RDONLY))  # so that the thread can end
-    assert [record.getMessage() for record in caplog.records] == [
-        f"3 traces were not written to {tmp_path}/t.json: it hangs"
-    ]
+    assert said == [f"3 traces were not written to {tmp_path}/t.json: it hangs"]
