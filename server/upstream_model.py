@@ -112,13 +112,11 @@ def _with_optional(own: ModelSpec, config: config_pb.ModelConfig) -> ModelSpec:
 
 def _max_batch_rows(own: ModelSpec, config: config_pb.ModelConfig | None, batching: BatchDefaults) -> int:
     """The rows of a batch: what ModelConfig says, else the flag; 0 for models that can't batch."""
-    if config is not None and config.max_batch_size <= 0:
-        return 0
+    if config is not None and (config.max_batch_size <= 0 or not _is_made_of_rows(config)):
+        return 0  # of what isn't made of rows, requests joined here would be one to the upstream
     if not own.inputs:
         return config.max_batch_size if config else batching.max_batch_rows
     if config is not None:
-        if not _is_made_of_rows(config):
-            return 0  # requests joined here would be one to the upstream
         if all(one.optional for one in own.inputs):
             return 0  # what a request brings need not tell its rows
         return config.max_batch_size if _leads_with_free(own) else 0
@@ -127,10 +125,9 @@ def _max_batch_rows(own: ModelSpec, config: config_pb.ModelConfig | None, batchi
 
 def _is_made_of_rows(config: config_pb.ModelConfig) -> bool:
     """Whether the upstream joins requests by nothing but rows: with ragged or batch inputs it tells each its own."""
-    special = any(one.is_shape_tensor or one.allow_ragged_batch for one in config.input)
-    return not (
-        special or any(one.is_shape_tensor for one in config.output) or config.batch_input or config.batch_output
-    )
+    if config.batch_input or config.batch_output or any(one.allow_ragged_batch for one in config.input):
+        return False
+    return not any(one.is_shape_tensor for tensors in (config.input, config.output) for one in tensors)
 
 
 def _leads_with_free(own: ModelSpec) -> bool:

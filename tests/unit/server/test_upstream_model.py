@@ -59,6 +59,7 @@ def test_model_that_can_batch_does_so_as_flags_say() -> None:
         ({"a": [-1, 4]}, {"x": [-1]}, 'max_batch_size: 8 input { name: "a" optional: true }'),
         ({"a": [-1, -1]}, {"x": [-1]}, 'max_batch_size: 8 input { name: "a" allow_ragged_batch: true }'),
         ({"a": [-1, 4]}, {"x": [-1]}, 'max_batch_size: 8 batch_input { target_name: "n" source_input: "a" }'),
+        ({}, {}, 'max_batch_size: 8 input { name: "a" allow_ragged_batch: true }'),
         ({"a": [-1, 4]}, {"x": [-1]}, 'max_batch_size: 8 batch_output { target_name: "x" source_input: "a" }'),
     ],
 )
