@@ -210,7 +210,7 @@ def prepare_cuda(
             try:
                 load(str(library))
             except OSError as error:
-                print(error)
+                said.write(f"{error}\n")
         preload()
     for line in said.getvalue().splitlines():
         _log.debug("onnxruntime: %s", line)

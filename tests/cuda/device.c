@@ -50,7 +50,7 @@ static Event *events;
 static Block *blocks; /* device memory in the order of `offset` */
 static Capture *captures;
 static uint64_t ids;
-static int opened, captured, launched;
+static int opened;
 int gpu_shown;
 static __thread int current = -1, capture_mode;
 static char failing[64];
@@ -574,7 +574,6 @@ int gpu_captured(Stream *it, Graph **graph) {
     *place = capture->next;
     int code = capture->broken ? INVALIDATED : OK;
     if (code) gpu_graph_drop(capture->graph); else *graph = capture->graph;
-    captured += !code;
     free(capture);
     return code;
 }
@@ -599,7 +598,6 @@ static int run_graph(void *arguments) {
 }
 int gpu_launch(Graph *graph, Stream *stream) {
     gpu_graph_keep(graph);
-    launched++;
     return compute(stream, run_graph, &graph, sizeof graph, graph->takes_ns);
 }
 
@@ -625,5 +623,3 @@ EXPORT int stand_in_pinned(void) { COUNT(blocks, Block, one->kind == PINNED); }
 EXPORT int stand_in_device(void) { COUNT(blocks, Block, one->kind == ON_DEVICE); }
 EXPORT int stand_in_opened(void) { return opened; }
 EXPORT int stand_in_pending(void) { COUNT(streams, Stream, one->queued - one->done); }
-EXPORT int stand_in_captured(void) { return captured; }
-EXPORT int stand_in_launched(void) { return launched; }

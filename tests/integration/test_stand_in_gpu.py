@@ -157,6 +157,19 @@ def test_model_that_says_nothing_of_devices_is_on_the_gpu_and_the_log_tells(libr
         assert served.metric("nv_gpu_power_usage", **labels) == 100
 
 
+def test_gpu_that_keeps_time_gives_the_same_answers_and_tells_how_busy_it_is(libraries: Path, tmp_path: Path) -> None:
+    clock = tmp_path / "clock"
+    with Served(tmp_path / "models", libraries, GPUS % "", STAND_IN_KERNEL_US=200, STAND_IN_CLOCK=clock) as served:
+        busy: list[float] = []
+
+        def some_of_the_time() -> bool:
+            served.crowd(clients=8, requests=5)
+            busy.append(served.metric("nv_gpu_utilization", gpu_uuid=UUIDS[0]))
+            return 0 < busy[-1] <= 1
+
+        eventually(some_of_the_time, "busy")
+
+
 def test_libraries_in_the_folders_of_pypis_packages_are_found(libraries: Path, tmp_path: Path) -> None:
     driver, packages = tmp_path / "driver", tmp_path / "site" / "nvidia"
     for library in libraries.glob("*.so.*"):

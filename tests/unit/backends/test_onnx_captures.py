@@ -46,6 +46,11 @@ def inside(context: Any) -> None:
         pass
 
 
+def hang(context: Any, ends: threading.Event) -> None:
+    with context:
+        ends.wait(60)
+
+
 def test_many_synchronize_side_by_side() -> None:
     turns = Captures()
     with turns.synchronizing():
@@ -78,12 +83,7 @@ def test_a_thread_that_captures_never_waits_for_itself() -> None:
 
 def test_a_capture_that_hangs_is_not_waited_for_for_ever() -> None:
     turns, ends = Captures(longest_s=NEVER_S), threading.Event()
-
-    def hang() -> None:
-        with turns.capturing():
-            ends.wait(60)
-
-    hanging = Beside(hang)
+    hanging = Beside(lambda: hang(turns.capturing(), ends))
     assert hanging.waits()
     assert Beside(lambda: inside(turns.synchronizing())).ends()
     turns._longest_s = 60.0
@@ -95,20 +95,15 @@ def test_a_capture_that_hangs_is_not_waited_for_for_ever() -> None:
 
 
 def test_those_that_synchronize_a_device_that_hangs_are_waited_for_once() -> None:
-    turns, end = Captures(longest_s=NEVER_S), threading.Event()
-
-    def hang() -> None:
-        with turns.synchronizing():
-            end.wait(60)
-
-    hanging = Beside(hang)
+    turns, ends = Captures(longest_s=NEVER_S), threading.Event()
+    hanging = Beside(lambda: hang(turns.synchronizing(), ends))
     assert hanging.waits()
     assert Beside(lambda: inside(turns.capturing())).ends()
     turns._longest_s = 60.0
     assert Beside(lambda: inside(turns.capturing())).ends()
     with turns.synchronizing():
         assert Beside(lambda: inside(turns.capturing())).waits()
-    end.set()
+    ends.set()
     assert hanging.ends()
 
 
