@@ -18,17 +18,16 @@ from contextlib import suppress
 from typing import Any, TypeVar
 
 from backends.base import Abandonable, Device, ModelInstance, Mortal, Slotted, Tensors
-from backends.errors import DeviceLost
+from backends.errors import DeviceLost, LoadError
 from backends.remote import RemoteInstance, RemoteModel
 from scheduler.batcher import Batcher
 from scheduler.runner import TaskRunner, ThreadRunner
-from server.errors import LoadHangs
+from server.errors import ConfigError, LoadHangs
 from server.loader import LoadedVersion
 from server.model_statistics import VersionStatistics
 from server.reading import ExecuteInputs
 from server.region_tensors import Inputs
 from server.supervisor import Supervisor
-from server.warmup import warm_up_by_default
 
 __all__ = ["Instances"]
 
@@ -290,13 +289,16 @@ class Instances:
         if isinstance(opened, RemoteModel):
             return opened.instance()
         instance = opened.instance(plan.spec, device)
-        if self._stays_cold:
+        if self._stays_cold or self._loaded.warm_up is None:
             return instance
         supervise = Supervisor(plan.policy.execution_limit_ns)
         try:
-            warm_up_by_default(self._loaded.name, plan, [instance], supervise)
+            self._loaded.warm_up.run(instance, supervise)
         except LoadHangs as error:
             self._leave(instance, error.ended)
+            raise
+        except (ConfigError, LoadError):
+            instance.close()
             raise
         finally:
             supervise.close()

@@ -33,7 +33,7 @@ from server.model_config import (
 from server.python_models import PYTHON, check_python_allowed, is_python
 from server.supervisor import Supervisor
 from server.tensor_config import can_batch
-from server.warmup import warm_up
+from server.warmup import WarmUp
 
 __all__ = ["LoadDefaults", "LoadedVersion", "load_model"]
 
@@ -63,7 +63,8 @@ class LoadDefaults:
 @dataclass(frozen=True, slots=True)
 class LoadedVersion:
     """One version of a model, warm and ready to execute, which took `load_ns`. `config` is its configuration with
-    nothing left open; nobody may change it. `labels` are the names of the classes of its outputs.
+    nothing left open; nobody may change it. `labels` are the names of the classes of its outputs. `warm_up` is for
+    instances that take the place of one of these; None where that isn't done.
 
     Of a model that another server executes, `version` is what that calls it, "" for none."""
 
@@ -74,6 +75,7 @@ class LoadedVersion:
     labels: Labels
     opened: OpenModel | RemoteModel
     instances: tuple[ModelInstance | RemoteInstance, ...]
+    warm_up: WarmUp | None = None
     load_ns: int = 0
 
     def close(self) -> None:
@@ -210,11 +212,13 @@ def _load_version(
         undo.callback(supervise.close)
         try:
             served = _plan(config, _tried(config, opened, supervise), defaults, batching)
+            warm_up = WarmUp(config, served, folder.path)
             for device in devices:
                 instance = opened.instance(served.spec, device)
                 undo.callback(instance.close)
                 instances.append(instance)
-            warm_up(config, served, folder.path, instances, supervise)
+            for instance in instances:
+                warm_up.run(instance, supervise)
         except LoadHangs as error:
             _give_up(instances, undo.pop_all(), error)
             raise
@@ -223,7 +227,7 @@ def _load_version(
         undo.pop_all()
     took_ns = time.monotonic_ns() - began_ns
     _log.info("model '%s' version %d loaded in %.2f s: %s", folder.name, version, took_ns / 1e9, _say(served))
-    return LoadedVersion(folder.name, version, whole, served, labels, opened, tuple(instances), took_ns)
+    return LoadedVersion(folder.name, version, whole, served, labels, opened, tuple(instances), warm_up, took_ns)
 
 
 def _give_up(instances: Sequence[ModelInstance], undo: ExitStack, error: LoadHangs) -> None:

@@ -25,64 +25,71 @@ from server.layout import check_file, inside
 from server.model_config import ServingPlan
 from server.reshaping import to_model
 
-__all__ = ["warm_up", "warm_up_by_default"]
+__all__ = ["WarmUp"]
 
 Run = Callable[[Sequence[Tensors], int], object]
 
 _log = logging.getLogger("paceline.server.warmup")
 
 
-def warm_up(
-    config: pb.ModelConfig,
-    plan: ServingPlan,
-    folder: Path,
-    instances: Sequence[ModelInstance],
-    supervise: Supervise = directly,
-) -> None:
-    """Run the configured samples on every instance, or the default one if there are none; `supervise` runs each.
+class WarmUp:
+    """What an instance of the model that `config` describes executes before it serves, be it one of those that are
+    loaded or one that takes the place of another later: so samples, with what files they name, are read once and kept.
 
-    Blocks. Raises ConfigError if a configured sample doesn't fit or fails: a model that can't do what its author says
-    it does isn't ready. A failing default sample is only logged, since nobody promised that zeros are good input.
+    Raises ConfigError for a configured sample that doesn't fit. `folder` is the model's.
     """
-    if not config.model_warmup:
-        warm_up_by_default(config.name, plan, instances, supervise)
-        return
-    for sample in config.model_warmup:
-        requests = list(_requests(sample, plan, folder))
-        for instance in instances:
+
+    def __init__(self, config: pb.ModelConfig, plan: ServingPlan, folder: Path) -> None:
+        self._name = config.name
+        self._plan = plan
+        self._said_cold = False
+        self._samples = [(sample, list(_requests(sample, plan, folder))) for sample in config.model_warmup]
+
+    def run(self, instance: ModelInstance, supervise: Supervise = directly) -> None:
+        """Run the configured samples, or the default one if there are none; `supervise` runs each execution.
+
+        Blocks. Raises ConfigError if a configured sample fails: a model that can't do what its author says it does
+        isn't ready. A failing default sample is only logged, since nobody promised that zeros are good input, unless
+        the device is lost over it: LoadError.
+        """
+        if not self._samples:
+            self._run_default(instance, supervise)
+        for sample, requests in self._samples:
             for run in _ways(instance, supervise):
-                for iteration in range(1, max(1, sample.count) + 1):
-                    _log.debug(
-                        "model '%s' is running warmup sample '%s' for iteration %d", config.name, sample.name, iteration
-                    )
-                    try:
-                        if requests:
-                            _run_sizes(run, requests, _sizes(instance, plan) if iteration == 1 else [0])
-                    except (BackendError, MemoryError) as error:
-                        raise ConfigError(f"failed to run warmup sample '{sample.name}': {_words(error)}") from error
+                self._run_sample(sample, requests, run, _sizes(instance, self._plan))
 
+    def _run_sample(self, sample: pb.ModelWarmup, requests: Sequence[Tensors], run: Run, sizes: Sequence[int]) -> None:
+        for iteration in range(1, max(1, sample.count) + 1):
+            _log.debug("model '%s' is running warmup sample '%s' for iteration %d", self._name, sample.name, iteration)
+            try:
+                if requests:
+                    _run_sizes(run, requests, sizes if iteration == 1 else [0])
+            except (BackendError, MemoryError) as error:
+                raise ConfigError(f"failed to run warmup sample '{sample.name}': {_words(error)}") from error
 
-def warm_up_by_default(
-    name: str, plan: ServingPlan, instances: Sequence[ModelInstance], supervise: Supervise = directly
-) -> None:
-    """Run one batch of one row of zeros on each instance, where batches of other sizes are worth it of these too, if
-    the model's dimensions are known. Blocks."""
-    needed = [tensor for tensor in plan.spec.inputs if not tensor.optional]
-    if any(tensor.shape_tensor or tensor.any_rank or min(tensor.dims, default=0) < 0 for tensor in needed):
-        if any(isinstance(instance, Slotted) for instance in instances):
-            _log.info("model '%s' stays cold, as its dims aren't all known; model_warmup can tell of them", name)
-        return
-    if plan.spec.batched and not needed:
-        return
-    lead = (1,) if plan.spec.batched else ()
-    for instance in instances:
+    def _run_default(self, instance: ModelInstance, supervise: Supervise) -> None:
+        """One batch of one row of zeros, where batches of other sizes are worth it of these too, if the model's
+        dimensions are known."""
+        spec = self._plan.spec
+        needed = [tensor for tensor in spec.inputs if not tensor.optional]
+        if any(tensor.shape_tensor or tensor.any_rank or min(tensor.dims, default=0) < 0 for tensor in needed):
+            if isinstance(instance, Slotted) and not self._said_cold:
+                self._said_cold = True
+                text = "model '%s' stays cold, as its dims aren't all known; model_warmup can tell of them"
+                _log.info(text, self._name)
+            return
+        if spec.batched and not needed:
+            return
         try:
             for run in _ways(instance, supervise):
-                _run_sizes(run, [_all_zeros(plan.spec, lead)], _sizes(instance, plan))
+                _run_sizes(run, [_all_zeros(spec, (1,) if spec.batched else ())], _sizes(instance, self._plan))
         except DeviceLost as error:
             raise LoadError(f"its warm-up: {error}") from error
-        except (BackendError, TensorError, MemoryError) as error:
-            _log.warning("model '%s' stays cold, as it doesn't take zeros for a warm-up: %s", name, _words(error))
+        except (OutOfMemory, MemoryError) as error:
+            _log.warning("model '%s' stays cold, as memory is too short for a warm-up: %s", self._name, _words(error))
+        except (BackendError, TensorError) as error:
+            text = "model '%s' stays cold, as it doesn't take zeros for a warm-up: %s"
+            _log.warning(text, self._name, _words(error))
 
 
 def _ways(instance: ModelInstance, supervise: Supervise) -> Sequence[Run]:

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import shutil
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import grpc
+import numpy as np
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from backends.base import Device, ModelSpec
 from backends.errors import DeviceLost, LoadError
 from backends.memory import MemoryInstance, MemoryModel
-from tests.integration.serving import Served, echo_model, failure_of, serving
+from tests.integration.serving import Served, echo_model, failure_of, serving, write_model
 from tests.integration.test_probes import probe
 from tests.polling import eventually_async
 from tests.wire import infer, rows_of_floats
@@ -119,6 +121,46 @@ async def test_model_whose_device_is_lost_can_be_stopped_and_keeps_what_it_held(
         assert served.server.repository.hangs
     assert model.open_instances == 1
     assert not model.closed
+
+
+SAMPLE = """max_batch_size: 4 model_warmup { name: "s" batch_size: 2 inputs { key: "a" value {
+    data_type: TYPE_FP32 dims: [ 1 ] input_data_file: "a" } } }"""
+
+
+def write_sampled(repository: Path) -> Path:
+    """A model with a sample for its warm-up; returns the folder with the sample's file."""
+    folder = write_model(repository, "m", SAMPLE) / "warmup"
+    folder.mkdir()
+    (folder / "a").write_bytes(np.float32([7]).tobytes())
+    return folder
+
+
+async def test_instance_in_the_place_of_a_lost_one_is_warmed_up_by_the_samples_that_were_read_at_load(
+    tmp_path: Path,
+) -> None:
+    folder, model = write_sampled(tmp_path), echo_model()
+    async with serving(tmp_path, {"m": model}) as served:
+        assert model.batches == [(1, 1)]
+        shutil.rmtree(folder)
+        model.faults.raise_next(BROKEN)
+        await failure_of(served.infer(ONE))
+        assert (await served.infer(ONE)).raw_output_contents[0] == ONE.raw_input_contents[0]
+        assert model.batches == [(1, 1), (1,), (1, 1), (1,)]
+
+
+async def test_instance_in_the_place_of_a_lost_one_that_fails_its_sample_is_closed_and_tried_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    write_sampled(tmp_path)
+    model = echo_model()
+    async with serving(tmp_path, {"m": model}) as served:
+        model.faults.raise_next(BROKEN, times=2)
+        await failure_of(served.infer(ONE))
+        await eventually_async(lambda: model.batches[3:] == [(1, 1)], "a sample of the next attempt")
+        await eventually_async(lambda: served.server.repository.models[0].able, "an instance again")
+        assert (await served.infer(ONE)).raw_output_contents[0] == ONE.raw_input_contents[0]
+        assert model.open_instances == 2  # the lost one, and the one that executes
+    assert f"model 'm': an instance can't be replaced: failed to run warmup sample 's': {BROKEN}" in caplog.messages
 
 
 class Slot:

@@ -19,7 +19,7 @@ from protos import model_config_pb2 as pb
 from protos.datatypes import DATATYPES, by_name
 from server.errors import ConfigError
 from server.model_config import plan
-from server.warmup import warm_up
+from server.warmup import WarmUp
 from tests.wire import bytes_element
 
 Executed = list[list[Array]]
@@ -52,7 +52,9 @@ class Bench:
         config = text_format.Parse(f'name: "m" max_batch_size: {self.rows} {text}', pb.ModelConfig())
         served = plan(config, self.own)
         instances: Sequence[ModelInstance] = [self.model.instance(served.spec, Device()) for _ in range(self.count)]
-        warm_up(config, served, folder, instances)
+        warm_up = WarmUp(config, served, folder)
+        for instance in instances:
+            warm_up.run(instance)
 
     def refusal(self, text: str, folder: Path = Path()) -> str:
         with pytest.raises(ConfigError) as caught:
@@ -337,7 +339,7 @@ def warm_features(text: str, *, shape_tensor: bool = False) -> list[list[Array]]
     own = ModelSpec(tuple(given), (TensorSpec("x", "FP32", (-1, 2, 2)),))
     config = text_format.Parse(FEATURES + text, pb.ModelConfig())
     served = plan(config, own)
-    warm_up(config, served, Path(), [MemoryModel(own, compute).instance(served.spec, Device())])
+    WarmUp(config, served, Path()).run(MemoryModel(own, compute).instance(served.spec, Device()))
     return seen
 
 
@@ -379,7 +381,7 @@ def test_optional_inputs_alone_in_a_batched_model_are_not_warmed_up_by_default_a
     def warm(more: str) -> None:
         config = text_format.Parse(text + more, pb.ModelConfig())
         served = plan(config, own)
-        warm_up(config, served, Path(), [model.instance(served.spec, Device())])
+        WarmUp(config, served, Path()).run(model.instance(served.spec, Device()))
 
     warm("")
     assert not model.batches

@@ -15,7 +15,7 @@ from backends.errors import OutOfMemory
 from protos import model_config_pb2 as pb
 from server.errors import ConfigError
 from server.model_config import plan
-from server.warmup import warm_up
+from server.warmup import WarmUp
 from tests.unit.server.test_warmup import Bench, sample
 
 
@@ -53,7 +53,7 @@ def prepared(text: str = "", *, rows: int = 6, most: int = 100, dims: tuple[int,
     config = text_format.Parse(f'name: "m" max_batch_size: {rows} {text}', pb.ModelConfig())
     served = plan(config, bench.own)
     instance: Any = Slotted(bench.model.instance(served.spec, Device()), most)
-    warm_up(config, served, Path(), [instance])
+    WarmUp(config, served, Path()).run(instance)
     return [slot.sizes for slot in instance.slots]
 
 
