@@ -57,6 +57,11 @@ class Ahead(Generic[RunnerT, T]):
         self._ends.pop(runner, None)
         return self.next.pop(runner, None)
 
+    def hand_no_more(self, runner: RunnerT) -> None:
+        """When its execution is over it goes on with nothing, unless it has got that already."""
+        if runner not in self.next:
+            self._ends.pop(runner, None)
+
     def ends_ns(self, runner: RunnerT) -> int:
         """When one of `about_to_end` is likely to."""
         return self._ends[runner].at_ns

@@ -114,6 +114,11 @@ class Batcher(Generic[P, R]):
         """How many rows a batch may have; fewer than the policy says for a while after memory ran out."""
         return self._queue.allowed_rows
 
+    @property
+    def resting_instances(self) -> int:
+        """Those that get nothing for a while, as they had no memory for what others execute."""
+        return self._instances.resting
+
     def waiting_of_level(self, level: int) -> int:
         """Requests of one priority level that wait."""
         return self._queue.requests_of_level(level)
@@ -305,6 +310,8 @@ class Batcher(Generic[P, R]):
         if self._stopped:
             return
         now_ns = self._clock.now_ns()
+        if self._instances.resting:
+            self._instances.wake(now_ns)
         if self._ahead.next:
             self._recall(now_ns)
         while self._suspects and self._slots.free:
@@ -313,7 +320,7 @@ class Batcher(Generic[P, R]):
         for batch in step.batches:
             self._run(self._instances.take(batch), batch, None)
         further = self._hand_over_ahead(now_ns) if self._ahead else _NOTHING
-        self._set_alarm(_first(step.wake_ns, further.wake_ns))
+        self._set_alarm(_first(step.wake_ns, _first(further.wake_ns, self._instances.wake_ns)))
         for entry in (*step.expired, *further.expired):
             self._delivery.drop(entry, Drop.EXPIRED, QueueTimeout(now_ns - entry.enqueued_ns))
         for late in (*step.unreachable, *further.unreachable):
@@ -390,6 +397,8 @@ class Batcher(Generic[P, R]):
         duration_ns = outcome.finished_ns - outcome.started_ns
         computed_ns = duration_ns - getattr(outcome.executed, "waited_ns", 0)
         self._queue.done(batch, outcome.finished_ns, None if outcome.error else computed_ns)
+        if not outcome.error:
+            self._instances.executed(runner, batch.key)
         self._company.took(*self._costs(batch) if duration_ns >= _LONG_NS else (0, 0))
         failed = self._on_failure(runner, batch, outcome.error, suspects) if outcome.error else ()
         if self._ended and (ended := self._ended.pop(runner, None)) is not None and self._instances.may_be_lost(runner):
@@ -436,9 +445,10 @@ class Batcher(Generic[P, R]):
         blame = self._retries.blame_for(error)
         suspects = suspects or Suspects.of_batch(batch.key, batch.entries)
         if blame is Blame.SIZE:
+            if self._instances.lacked_memory(runner, batch):
+                self._forgive(suspects.search)
+                return self._retries.plan_elsewhere(batch, suspects)
             self._learn_shortage(batch, suspects.search)
-            if len(batch.entries) == 1 and not self._instances.given_up(runner):
-                self._slots.put_last(runner)
         if blame in (Blame.INSTANCE, Blame.INSTANCE_BEFORE) and self._instances.may_be_lost(runner):
             self._lose(runner, error)
         if blame is Blame.INSTANCE_BEFORE and self._instances.given_up(runner):
@@ -466,7 +476,12 @@ class Batcher(Generic[P, R]):
             before = self._queue.exhausted(batch.padded_rows, self._clock.now_ns())
             search.before = search.before or before
             search.most_rows = self._queue.allowed_rows
-        elif search.before is not None:
+        else:
+            self._forgive(search)
+
+    def _forgive(self, search: Search) -> None:
+        """It wasn't the batch that was too large."""
+        if search.before is not None:
             self._queue.forgive(search.before)
             search.before = None
 

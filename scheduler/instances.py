@@ -16,6 +16,7 @@ from scheduler.executing import Batch
 from scheduler.latency import LatencyModel
 from scheduler.pending import Pending
 from scheduler.runner import Runner
+from scheduler.shortages import Shortages
 from scheduler.slots import FreeRunners, Slots, Whole
 from scheduler.watchdog import Watchdog
 
@@ -59,6 +60,9 @@ class Instances(Generic[P, R]):
         self._instance_of = instance_of or id
         self._watchdog: Watchdog[Runner[P, R]] | None = None
         self._leaving: set[Runner[P, R]] = set()
+        self._shortages: Shortages[Hashable] = Shortages()
+        # Free runners of instances that rest.
+        self._held: set[Runner[P, R]] = set()
         self.slots: FreeRunners[Runner[P, R]] = Slots(instance_of) if instance_of else Whole()
         self.running: dict[Runner[P, R], Batch[Pending[P, R]]] = {}
         self.ahead: Ahead[Runner[P, R], Pending[P, R]] = Ahead()
@@ -106,7 +110,51 @@ class Instances(Generic[P, R]):
             self.returned(runner)
         else:
             self.slots.back(runner)
+            if self._shortages.resting and self._shortages.rests(self._instance_of(runner)):
+                self._hold(runner)
         return batch, following
+
+    # hot path
+    def executed(self, runner: Runner[P, R], key: Hashable) -> None:
+        """It has executed a batch of `key`."""
+        if len(self._runners) > 1 and not self.given_up(runner):
+            self._shortages.executed(self._instance_of(runner), key)
+
+    def lacked_memory(self, runner: Runner[P, R], batch: Batch[Pending[P, R]]) -> bool:
+        """It has ended, for want of memory. Whether others have it, and are to execute the batch: its instance gets
+        nothing for a while, and later on the others come first. So they do now if it was a request alone."""
+        if self.given_up(runner):
+            return False
+        instance, alone = self._instance_of(runner), len(batch.entries) == 1
+        now_ns, count = self._clock.now_ns(), self._count()
+        if not self._shortages.failed(instance, batch.key, alone=alone, instances=count, now_ns=now_ns):
+            if alone:
+                self.slots.put_last(runner)
+            return False
+        for one in self._slots_of(instance):
+            if one in self.running:
+                self.ahead.hand_no_more(one)
+            elif one not in self._held:
+                self._hold(one)
+        return True
+
+    @property
+    def resting(self) -> int:
+        """Instances that get nothing for a while, as they had no memory for what others execute."""
+        return self._shortages.resting
+
+    @property
+    def wake_ns(self) -> int | None:
+        """When to `wake` the next one of these."""
+        return self._shortages.wake_ns
+
+    def wake(self, now_ns: int) -> None:
+        """Those that have rested, or can't be spared any longer, may be used again."""
+        for instance in self._shortages.wake(now_ns, self._count()):
+            for one in self._held.intersection(self._slots_of(instance)):
+                self._held.discard(one)
+                self.slots.add(one)
+                self.slots.put_last(one)
 
     def has_begun(self, runner: Runner[P, R]) -> None:
         """It has ended its execution and begun the next one, and will tell so; until then it isn't late."""
@@ -170,12 +218,27 @@ class Instances(Generic[P, R]):
         """Nothing more for `runner`, which executes nothing that counts, and the other slots of its instance. Returns
         those of them that execute: their answers still count."""
         instance = self._instance_of(runner)
-        slots = [one for one in self._runners if self._instance_of(one) == instance]
+        slots = self._slots_of(instance)
         for one in slots:
-            self.slots.remove(one)
+            if one in self._held:
+                self._held.discard(one)
+            else:
+                self.slots.remove(one)
             if one not in self.running:
                 one.stop()
+        self._shortages.forget(instance)
         self._runners = tuple(one for one in self._runners if one not in slots)
         executing = [one for one in slots if one in self.running]
         self._leaving.update(executing)
         return executing
+
+    def _hold(self, runner: Runner[P, R]) -> None:
+        """It is free, and gets nothing until it is woken."""
+        self.slots.remove(runner)
+        self._held.add(runner)
+
+    def _slots_of(self, instance: Hashable) -> list[Runner[P, R]]:
+        return [one for one in self._runners if self._instance_of(one) == instance]
+
+    def _count(self) -> int:
+        return len({self._instance_of(one) for one in self._runners})

@@ -121,3 +121,10 @@ class Retries(Generic[T]):
         groups = suspects.again(blame, batch.padded_rows)
         self.groups.extend(groups)
         return () if groups else batch.entries
+
+    def plan_elsewhere(self, batch: Batch[T], suspects: Suspects[T]) -> Sequence[Entry[T]]:
+        """The same where its instance is to blame, and can't be the one that executes all of it again."""
+        if not self._isolates:
+            return batch.entries
+        self.groups.append(suspects)
+        return ()

@@ -43,6 +43,9 @@ class WaitingRoom(Protocol):
     @property
     def allowed_rows(self) -> int: ...
 
+    @property
+    def resting_instances(self) -> int: ...
+
     def waiting_of_level(self, level: int) -> int: ...
 
 
@@ -335,6 +338,11 @@ _FAMILIES = (
         "paceline_allowed_batch_rows",
         "Rows that a batch may have, fewer than configured for a while after memory ran out",
         lambda version: version.waiting.allowed_rows,
+    ),
+    _gauge(
+        "paceline_resting_instances",
+        "Instances that get nothing for a while, as they had no memory for what others execute",
+        lambda version: version.waiting.resting_instances,
     ),
     _gauge("paceline_lanes", "Shape keys with requests waiting", lambda version: version.waiting.lanes),
     _counter("paceline_padding_rows", "Rows executed to fill batches up to an allowed size", lambda s: s.padding_rows),

@@ -1,0 +1,105 @@
+"""Which instances are short of memory that others have, and rest.
+
+Lives here: whether the instance is at fault or the request where there was no memory, and how long a rest is. Must not:
+runners, or what becomes of requests. An instance that fails is the first to be free again: it would draw requests and
+refuse them while others do their work. What others have executed lately of the same shape key shows that it is the
+instance. That may be wrong, as memory can depend on what is in a tensor; so a first rest is short, and a witness that
+has no memory for such a request either is none any more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Generic, NamedTuple, TypeVar
+
+__all__ = ["LONGEST_REST_NS", "SHORTEST_REST_NS", "Shortages"]
+
+InstanceT = TypeVar("InstanceT", bound=Hashable)
+
+SHORTEST_REST_NS, LONGEST_REST_NS = 10_000_000, 10_000_000_000
+"""A rest is twice as long as the one before, up to the longest. So long after one nothing is known of it any more."""
+_MOST_KEYS = 1024
+
+
+class _Short(NamedTuple):
+    """Since it had no memory for `key`, by its hash, it hasn't executed such. It last rested for `rest_ns`."""
+
+    key: int
+    rest_ns: int
+    until_ns: int
+
+
+class Shortages(Generic[InstanceT]):
+    """Of the instances of one model. Of keys their hashes alone are kept: they may be large."""
+
+    def __init__(self) -> None:
+        # By key who has memory for such a request alone, as far as is known.
+        self._able: dict[int, set[InstanceT]] = {}
+        self._short: dict[InstanceT, _Short] = {}
+        self._resting: set[InstanceT] = set()
+
+    @property
+    def resting(self) -> int:
+        """Instances that do."""
+        return len(self._resting)
+
+    def rests(self, instance: InstanceT) -> bool:
+        return instance in self._resting
+
+    @property
+    def wake_ns(self) -> int | None:
+        """When the next rest is over."""
+        return min((self._short[one].until_ns for one in self._resting), default=None)
+
+    # hot path
+    def executed(self, instance: InstanceT, key: Hashable) -> None:
+        """Learn that it has executed a batch."""
+        hashed = hash(key)
+        able = self._able.get(hashed)
+        if able is None:
+            able = self._able[hashed] = set()
+            if len(self._able) > _MOST_KEYS:
+                del self._able[next(iter(self._able))]
+        able.add(instance)
+        if self._short:
+            short = self._short.get(instance)
+            if short is not None and short.key == hashed and instance not in self._resting:
+                del self._short[instance]
+
+    def failed(self, instance: InstanceT, key: Hashable, *, alone: bool, instances: int, now_ns: int) -> bool:
+        """Learn that it, one of `instances`, had no memory for a batch, of a request `alone` or of several. Whether it
+        rests now, so that others are to execute that. Never more than half of all do."""
+        hashed = hash(key)
+        if alone and (able := self._able.get(hashed)):
+            able.discard(instance)
+        if instance in self._resting:
+            return True
+        short = self._short.get(instance)
+        if short is not None and now_ns - short.until_ns <= LONGEST_REST_NS:
+            hashed, rest_ns = short.key, min(2 * short.rest_ns, LONGEST_REST_NS)
+        elif alone:
+            rest_ns = SHORTEST_REST_NS
+        else:
+            return False
+        others = self._able.get(hashed, set()) - {instance}
+        if not others or 2 * (self.resting + 1) > instances:
+            return False
+        self._short[instance] = _Short(hashed, rest_ns, now_ns + rest_ns)
+        self._resting.add(instance)
+        return True
+
+    def wake(self, now_ns: int, instances: int) -> list[InstanceT]:
+        """End the rests that are over, and those that would end next where not so many of `instances` may rest any
+        more. Returns whose."""
+        order = sorted(self._resting, key=lambda one: self._short[one].until_ns)
+        too_many = max(0, len(order) - instances // 2)
+        awake = [one for place, one in enumerate(order) if place < too_many or self._short[one].until_ns <= now_ns]
+        self._resting.difference_update(awake)
+        return awake
+
+    def forget(self, instance: InstanceT) -> None:
+        """It is gone, and another may be called the same."""
+        self._resting.discard(instance)
+        self._short.pop(instance, None)
+        for able in self._able.values():
+            able.discard(instance)

@@ -1,0 +1,394 @@
+"""Which instances rest for want of memory, by what others have executed; and what becomes of their batches."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from typing import Any
+
+import pytest
+
+from scheduler.errors import ExecutionFailed
+from scheduler.isolation import Blame
+from scheduler.policy import BatchPolicy
+from scheduler.shortages import LONGEST_REST_NS, SHORTEST_REST_NS, Shortages
+from tests.unit.scheduler.workbench import Bench, one_turn
+
+POLICY = BatchPolicy(max_batch_rows=4)
+BLAMES = {MemoryError: Blame.SIZE, OSError: Blame.INSTANCE, ValueError: Blame.REQUESTS}
+
+
+def failed(shortages: Shortages[str], instance: str, key: str = "k", *, now_ns: int = 0, **how: Any) -> bool:
+    return shortages.failed(instance, key, **{"alone": True, "instances": 2, "now_ns": now_ns, **how})
+
+
+def short_of(instance: str, key: str = "k") -> Shortages[str]:
+    """That instance rests from moment 0 on, by the witness of another."""
+    shortages: Shortages[str] = Shortages()
+    shortages.executed("witness", key)
+    assert failed(shortages, instance, key)
+    return shortages
+
+
+def test_instance_rests_that_lacks_memory_for_a_request_alone_such_as_others_have_executed() -> None:
+    shortages: Shortages[str] = Shortages()
+    assert not failed(shortages, "a"), "nobody has shown that it fits anywhere"
+    shortages.executed("b", "other")
+    assert not failed(shortages, "a"), "something else was executed"
+    shortages.executed("a", "k")
+    assert not failed(shortages, "a"), "it is no witness against itself"
+    shortages.executed("b", "k")
+    assert not failed(shortages, "a", alone=False), "several together may need too much"
+    assert failed(shortages, "a")
+    assert (shortages.resting, shortages.rests("a"), shortages.rests("b")) == (1, True, False)
+    assert failed(shortages, "a", alone=False), "what it had begun before is for others, too"
+
+
+def test_request_that_fits_nowhere_lets_nothing_rest() -> None:
+    shortages: Shortages[str] = Shortages()
+    for instance in "abab" * 5:
+        assert not failed(shortages, instance, "huge")
+        shortages.executed("a", "k")
+        shortages.executed("b", "k")
+    assert not shortages.resting
+
+
+def test_witness_that_has_no_memory_for_such_a_request_itself_is_none_any_more() -> None:
+    shortages = short_of("a")
+    assert not failed(shortages, "witness")
+    shortages.wake(SHORTEST_REST_NS, 2)
+    assert not failed(shortages, "a", now_ns=SHORTEST_REST_NS)
+    shortages.executed("witness", "k")
+    assert failed(shortages, "a", now_ns=SHORTEST_REST_NS)
+
+
+def test_rests_are_longer_each_time_until_it_has_executed_what_it_had_no_memory_for() -> None:
+    shortages = short_of("a")
+    now_ns, rests = 0, []
+    for _ in range(12):
+        wake_ns = shortages.wake_ns
+        assert wake_ns is not None
+        rests.append(wake_ns - now_ns)
+        now_ns = wake_ns
+        assert not shortages.wake(now_ns - 1, 2)
+        assert shortages.wake(now_ns, 2) == ["a"]
+        shortages.executed("a", "something small")
+        assert failed(shortages, "a", "large", alone=False, now_ns=now_ns), "whatever it is, it is known to be short"
+    assert rests == [*(SHORTEST_REST_NS << times for times in range(10)), LONGEST_REST_NS, LONGEST_REST_NS]
+    assert shortages.wake(now_ns + LONGEST_REST_NS, 2) == ["a"]
+    shortages.executed("a", "k")
+    assert not failed(shortages, "a", "large", alone=False, now_ns=now_ns)
+
+
+def test_instance_that_was_short_long_ago_is_as_good_as_any() -> None:
+    shortages = short_of("a")
+    shortages.wake(SHORTEST_REST_NS, 2)
+    late_ns = SHORTEST_REST_NS + LONGEST_REST_NS
+    assert not failed(shortages, "a", alone=False, now_ns=late_ns + 1)
+    assert failed(shortages, "a", alone=False, now_ns=late_ns)
+
+
+@pytest.mark.parametrize(("instances", "most"), [(1, 0), (2, 1), (3, 1), (4, 2), (5, 2)])
+def test_never_more_than_half_rest(instances: int, most: int) -> None:
+    shortages: Shortages[str] = Shortages()
+    names = "abcde"[:instances]
+    shortages.executed("none of them", "k")
+    assert [failed(shortages, name, instances=instances) for name in names] == [
+        place < most for place in range(instances)
+    ]
+
+
+def test_rest_is_cut_short_where_others_are_gone_the_one_that_ends_next_first() -> None:
+    shortages: Shortages[str] = Shortages()
+    shortages.executed("c", "k")
+    assert failed(shortages, "a", instances=4, now_ns=5)
+    assert failed(shortages, "b", instances=4, now_ns=3)
+    assert not shortages.wake(6, 4)
+    assert shortages.wake(6, 3) == ["b"]
+    assert shortages.wake(6, 1) == ["a"]
+
+
+def test_instance_that_is_gone_leaves_nothing_to_one_that_is_called_the_same() -> None:
+    shortages = short_of("a")
+    shortages.forget("a")
+    assert (shortages.resting, shortages.wake_ns) == (0, None)
+    assert not failed(shortages, "a", alone=False)
+    shortages.forget("witness")
+    assert not failed(shortages, "a")
+
+
+def test_keys_that_callers_choose_are_forgotten_in_the_end() -> None:
+    shortages: Shortages[str] = Shortages()
+    for number in range(1025):
+        shortages.executed("b", str(number))
+    assert not failed(shortages, "a", "0")
+    assert failed(shortages, "a", "1")
+
+
+class Gpus(Bench):
+    """Instances of so many slots; those in `full` have no memory for anything."""
+
+    def __init__(self, instances: int = 2, slots: int = 1, **more: Any) -> None:
+        self.full: set[int] = set()
+        self.gone: set[int] = set()
+        self._slots = slots
+        policy = more.pop("policy", BatchPolicy(max_batch_rows=4))
+        if slots > 1:
+            more["instance_of"] = self.instance_of
+        super().__init__(policy, instances * slots, blames=lambda error: BLAMES[type(error)], hangs=self, **more)
+
+    def instance_of(self, runner: Any) -> int:
+        instance = self.runners.index(runner) // self._slots if runner in self.runners else -1
+        assert instance not in self.gone, "nothing is known any more of what was given up"
+        return instance
+
+    def on_hang(self, runner: Any, others: Any) -> None:
+        self.gone.add(self.runners.index(runner) // self._slots)
+
+    def on_loss(self, runner: Any, error: BaseException) -> None:
+        self.on_hang(runner, ())
+
+    def on_return(self, runner: Any) -> None:
+        pass
+
+    def busy(self, *instances: int) -> list[Any]:
+        """Runners that execute, of these or all instances."""
+        return [
+            one
+            for place, one in enumerate(self.runners)
+            if one.busy and place // self._slots in (instances or range(99))
+        ]
+
+    async def end(self, *instances: int) -> None:
+        """Have these, or all, end what they execute."""
+        for runner in self.busy(*instances):
+            if self.runners.index(runner) // self._slots in self.full:
+                runner.fail(MemoryError())
+            else:
+                runner.finish(str.upper)
+        await one_turn()
+
+    async def warm(self) -> None:
+        """Let each instance execute something."""
+        await self.submit(*"w" * 4 * len(self.runners))
+        assert len(self.busy()) == len(self.runners)
+        while self.busy():
+            await self.end()
+
+
+async def refused_of(bench: Gpus, clients: int) -> int:
+    """So many ask again and again, while instance 0 fails at once, time and again, before another one is done."""
+    refused = 0
+    asking = await bench.submit(*"a" * clients)
+    for _ in range(50):
+        for _ in range(5):
+            bench.clock.advance(1_000_000)
+            await bench.end(0)
+        await bench.end(1)
+        for place, future in enumerate(asking):
+            if future.done():
+                refused += future.exception() is not None
+                (asking[place],) = bench.put("a")
+        await one_turn()
+    while not all(future.done() for future in asking):
+        await bench.end()
+    return refused + sum(future.exception() is not None for future in asking)
+
+
+@pytest.mark.parametrize("slots", [1, 2])
+@pytest.mark.parametrize("clients", [1, 4, 9])
+async def test_no_request_is_refused_that_another_instance_has_memory_for(slots: int, clients: int) -> None:
+    bench = Gpus(slots=slots)
+    await bench.warm()
+    bench.full = {0}
+    assert await refused_of(bench, clients) == 0
+    assert bench.batcher.allowed_rows == 4
+    assert len([batch for one in bench.runners[:slots] for batch in one.batches]) < 30, "it is tried ever more seldom"
+    bench.batcher.close()
+
+
+async def test_where_all_instances_are_full_each_request_fails_and_all_serve_when_there_is_memory_again() -> None:
+    bench = Gpus()
+    await bench.warm()
+    bench.full = {0, 1}
+    assert await refused_of(bench, 3) > 40
+    bench.full = set()
+    bench.clock.advance(LONGEST_REST_NS)
+    await one_turn()
+    assert bench.batcher.resting_instances == 0
+    futures = await bench.submit(*"a" * 8)
+    await bench.end()
+    assert [future.result() for future in futures] == ["A"] * 8
+
+
+ONE_ROW = BatchPolicy(max_batch_rows=1, execution_limit_ns=1_000)
+
+
+async def test_rest_ends_where_the_others_are_lost_and_who_waits_is_executed() -> None:
+    bench = Gpus(policy=ONE_ROW)
+    await bench.warm()
+    bench.full = {0}
+    futures = await bench.submit(*"abcd")
+    await bench.end(0)
+    assert bench.batcher.resting_instances == 1
+    bench.full = set()
+    (other,) = bench.busy()
+    other.fail(OSError("lost"))
+    await one_turn()
+    assert bench.batcher.resting_instances == 0
+    for _ in range(3):
+        await bench.end(0)
+    assert sorted(type(future.exception()) is ExecutionFailed for future in futures) == [False, False, False, True]
+    bench.batcher.close()
+
+
+async def resting(**how: Any) -> Gpus:
+    """Instance 0 had no memory for a request alone, and rests; all others execute."""
+    bench = Gpus(**{"policy": ONE_ROW, **how})
+    await bench.warm()
+    bench.full = {0}
+    await bench.submit(*"a" * len(bench.runners))
+    bench.busy(0)[0].fail(MemoryError())
+    await one_turn()
+    assert bench.batcher.resting_instances == 1
+    return bench
+
+
+@pytest.mark.parametrize("lost", [True, False], ids=["lost", "hangs"])
+async def test_resting_instance_that_is_given_up_over_its_other_slot_gets_nothing_more(lost: bool) -> None:
+    bench = await resting(instances=4, slots=2)
+    full, (sibling,) = bench.runner, bench.busy(0)
+    bench.clock.advance(999)
+    await bench.end(1, 2, 3)
+    if lost:
+        sibling.fail(OSError("lost"))
+    else:
+        bench.clock.advance(1)
+    await one_turn()
+    assert (bench.gone, full.stopped, bench.batcher.resting_instances) == ({0}, True, 0)
+    bench.clock.advance(LONGEST_REST_NS)
+    while bench.busy(1, 2, 3):
+        await bench.end(1, 2, 3)
+    futures = await bench.submit(*"efgh")
+    while bench.busy(1, 2, 3):
+        await bench.end(1, 2, 3)
+    assert [future.result() for future in futures] == list("EFGH")
+    bench.batcher.close()
+
+
+async def test_slot_of_a_resting_instance_ends_what_it_executes_and_gets_nothing_more() -> None:
+    bench = await resting(slots=2, policy=BatchPolicy(max_batch_rows=1))
+    (sibling,) = bench.busy(0)
+    sibling.finish(str.upper)
+    await bench.submit(*"efgh")
+    assert not bench.busy(0)
+    assert len(bench.busy(1)) == 2
+    bench.clock.advance(SHORTEST_REST_NS)
+    await one_turn()
+    assert len(bench.busy(0)) == 2, "who waits doesn't wait for the others when the rest is over"
+    bench.batcher.close()
+
+
+async def test_instance_that_has_rested_comes_last() -> None:
+    bench = await resting(policy=BatchPolicy(max_batch_rows=1))
+    while bench.busy():
+        await bench.end()
+    bench.clock.advance(SHORTEST_REST_NS)
+    await one_turn()
+    assert bench.batcher.resting_instances == 0
+    await bench.submit("a")
+    assert not bench.busy(0)
+    bench.batcher.close()
+
+
+async def test_instance_that_rests_is_handed_nothing_to_go_on_with() -> None:
+    bench = Gpus(stages=True, policy=BatchPolicy(max_batch_rows=1))
+    await bench.submit(*"w" * 12)
+    while bench.busy():
+        bench.clock.advance(10_000_000)
+        await bench.end()
+    await bench.submit(*"abcdef")
+    bench.clock.advance(9_000_000)
+    await one_turn()
+    full = bench.runner
+    assert full.next, "it is about to be done"
+    bench.full = {0}
+    bench.clock.advance(1_000_000)
+    await bench.end(0)
+    assert full.busy, "it has begun on that"
+    for advance_ns in (0, 9_500_000):
+        bench.clock.advance(advance_ns)
+        await bench.end(1)
+    assert bench.batcher.waiting_requests
+    assert full.next is None
+    bench.batcher.close()
+
+
+class Chaos:
+    """A batcher of one to four instances to which anything may happen, by chance."""
+
+    def __init__(self, seed: int) -> None:
+        self.chance = random.Random(seed)
+        self.slots, self.instances = self.chance.choice([1, 1, 2]), self.chance.randint(1, 4)
+        policy = BatchPolicy(
+            max_batch_rows=self.chance.choice([1, 4]),
+            execution_limit_ns=self.chance.choice([0, 50_000_000]),
+            isolate_failures=self.chance.random() < 0.9,
+        )
+        stages = self.slots == 1 and self.chance.random() < 0.5
+        self.bench = Gpus(self.instances, self.slots, policy=policy, stages=stages)
+        self.futures: list[Any] = []
+
+    async def run(self) -> None:
+        for _ in range(40):
+            await self.step()
+            self.check()
+        self.bench.full = set()
+        draining = asyncio.create_task(self.bench.batcher.drain())
+        for _ in range(1_000):
+            await self.bench.end()
+            if draining.done() or len(self.bench.gone) == self.instances:
+                break
+        self.bench.batcher.close()
+        await draining
+        assert all(future.cancelled() or future.exception() or future.result() == "A" for future in self.futures)
+
+    async def step(self) -> None:
+        bench, chance = self.bench, self.chance
+        self.futures += await bench.submit(*"a" * chance.randint(0, 5), key=chance.choice("kkkl"))
+        bench.clock.advance(chance.choice([0, 100_000, 3_000_000, 20_000_000]))
+        await one_turn()
+        if chance.random() < 0.1:
+            bench.full = {instance for instance in range(self.instances) if chance.random() < 0.4}
+        if chance.random() < 0.2 and self.futures:
+            chance.choice(self.futures).cancel()
+        for runner in chance.sample(bench.busy(), len(bench.busy())):
+            if chance.random() < 0.6 and runner.busy:
+                self.end(runner)
+                if chance.random() < 0.5:
+                    await one_turn()
+        await one_turn()
+
+    def end(self, runner: Any) -> None:
+        instance = self.bench.runners.index(runner) // self.slots
+        if self.chance.random() < 0.02:
+            runner.fail(OSError("lost"))
+        elif instance in self.bench.full and self.chance.random() < 0.9:
+            runner.fail(MemoryError())
+        elif self.chance.random() < 0.05:
+            runner.fail(ValueError("bad"))
+        else:
+            runner.finish(str.upper)
+
+    def check(self) -> None:
+        bench, left = self.bench, self.instances - len(self.bench.gone)
+        assert bench.batcher.resting_instances <= left // 2
+        executing = {bench.runners.index(one) // self.slots for one in bench.busy()} - bench.gone
+        handed_over = sum(len(one.next or ()) for one in bench.runners)
+        if bench.batcher.waiting_requests > handed_over:
+            assert len(executing) >= left - bench.batcher.resting_instances, "somebody waits for nothing"
+
+
+@pytest.mark.parametrize("seed", range(150))
+async def test_whatever_happens_everybody_is_answered_and_nobody_waits_while_an_instance_is_idle(seed: int) -> None:
+    await Chaos(seed).run()
