@@ -125,13 +125,15 @@ class BatchOutput:
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
     """Inputs and outputs, in the model's own order. `batched`: every tensor has a batch axis in front of its `dims`,
-    but for shape tensors. `batch_inputs` are not among `inputs`: clients neither see nor send them."""
+    but for shape tensors. `batch_inputs` are not among `inputs`: clients neither see nor send them. `as_tried`: by what
+    was seen it may be batched, not by anybody's word, so a request alone may yet come out with other rows."""
 
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
     batched: bool = False
     batch_inputs: tuple[BatchInput, ...] = ()
     batch_outputs: tuple[BatchOutput, ...] = ()
+    as_tried: bool = field(default=False, compare=False)
 
     @property
     def by_rows(self) -> bool:
@@ -148,11 +150,10 @@ class ModelSpec:
 @dataclass(frozen=True, slots=True)
 class Trial:
     """What a model shows when it runs. `spec`: what it says of itself, with the outputs' dims as they were seen;
-    `why_not`: what speaks against stacking rows, "" if nothing. `failed`: why that couldn't be found out."""
+    `why_not`: what speaks against stacking rows, "" if nothing, or why that couldn't be found out."""
 
     spec: ModelSpec
     why_not: str = ""
-    failed: str = ""
 
 
 class GroupKind(Enum):

@@ -3,7 +3,7 @@
 Lives here: what is tried and what follows from it, in pure numpy. Must not: a runtime, a configuration, a log. A free
 first dimension looks like a batch axis and needn't be one: it may be time, or be summed over, or come out as often as
 something was found. A model that is batched all the same gives its callers each other's numbers. The rule: only what
-was seen counts. A trial that fails, because the model doesn't take made-up inputs or draws lots, says nothing.
+was seen counts. Where the model takes nothing that is made up its rows aren't stacked; one that draws lots is believed.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 from backends.base import Array, ModelSpec, Tensors, TensorSpec, Trial
-from backends.errors import ExecutionError, SessionError
+from backends.errors import ExecutionError, ProcessError, SessionError
 from protos.datatypes import by_name
 
 __all__ = ["try_rows"]
@@ -43,25 +43,34 @@ distance from one to seven lies between two that differ, in either direction."""
 Run = Callable[[Sequence[Array]], Tensors]
 
 
+_FAINT, _LOUD = 1e-3, 1e4
+"""What the floats of two rows are multiplied by that could hardly be more different."""
+
+
 class _MadeUp(NamedTuple):
-    """Inputs to try: integers up to `highest`, floats of both signs or in [0, 1), `rows` at a time, free dimensions of
-    `free`."""
+    """Inputs to try: integers up to `highest`, floats of both signs or in [0, 1), or in `contrast`, `rows` at a time,
+    free dimensions of `free`."""
 
     highest: int = 1
     signed: bool = False
     rows: int = 1
     free: int = 1
+    contrast: bool = False
 
 
 # The likeliest to show something first, then those that are likelier to be taken: roots and logarithms take no negative
-# numbers; an index of 1 leads to a second row or word, which there may not be; windows take several steps.
+# numbers; an index of 1 leads to a second row or word, which there may not be; windows take several steps, and those of
+# sounds many: so many that other models would take their time, so they are for those that nothing shorter is made for.
+_LONG, _LONGEST = 32, 4096
 _ATTEMPTS = (
     _MadeUp(signed=True),
     _MadeUp(),
     _MadeUp(highest=0),
-    _MadeUp(free=32),
-    _MadeUp(highest=0, free=32),
-    _MadeUp(highest=0, free=32, rows=8),
+    _MadeUp(free=_LONG),
+    _MadeUp(highest=0, free=_LONG),
+    _MadeUp(highest=0, free=_LONG, rows=8),
+    _MadeUp(free=_LONGEST),
+    _MadeUp(highest=0, free=_LONGEST),
 )
 
 
@@ -70,30 +79,59 @@ def try_rows(spec: ModelSpec, run: Run) -> Trial:
     order; one if its inputs don't all have a free first dimension. `run` gives the outputs for one array per input and
     raises ExecutionError.
 
-    Blocks for ten executions, two of them of eight rows, or fourteen where other dimensions are free, too, one more if
-    they differ, and some more if it doesn't take the first rows.
+    Blocks for fourteen executions, two of them of eight rows, or eighteen where other dimensions are free, too, one
+    more if they differ, and some more if it doesn't take the first rows.
     """
     if any(tensor.any_rank for tensor in spec.inputs):
         return Trial(spec)
+    try:
+        return _try_all(spec, run)
+    except ProcessError as error:
+        return Trial(spec, str(error))
+
+
+def _try_all(spec: ModelSpec, run: Run) -> Trial:
+    """Raises ProcessError."""
     stackable = _can_be_stacked(spec)
     is_free = any(-1 in tensor.dims[stackable:] for tensor in spec.inputs)
-    found, failed, longest = None, "its inputs are too large to be made up", 0
+    found, failed, longest = None, "they would be too large", 0
+    taken = _ATTEMPTS[0]
     for made_up in _ATTEMPTS:
+        is_last_resort = made_up.free > _LONG
         if made_up.free <= longest or _elements(spec, made_up) > _MOST_ELEMENTS:
             continue
+        if is_last_resort and (found or not is_free):
+            break
         try:
             found = _try(found.spec if found else spec, run, made_up, many=found is None)
+        except ProcessError:
+            raise
         except SessionError as error:
-            return found or Trial(spec, failed=str(error))
+            failed = str(error)
+            break
         except ExecutionError as error:
             failed = str(error)
             continue
+        taken = made_up
         # What rows of both signs don't show others may: each row attends to itself alone where it's all but opposite to
         # the one beside it. And what short ones do to each other may be too little to be seen.
         if found.why_not or not stackable or not (made_up.signed or is_free):
-            return found
+            break
         longest = 0 if made_up.signed else made_up.free
-    return found or Trial(spec, failed=failed)
+    if found is None:
+        return _untried(spec, failed)
+    if not stackable or found.why_not or not any(map(_is_of_floats, spec.inputs)):
+        return found
+    try:
+        return _try(found.spec, run, taken._replace(signed=False, contrast=True), many=False)
+    except ProcessError:
+        raise
+    except ExecutionError:
+        return found
+
+
+def _untried(spec: ModelSpec, why: str) -> Trial:
+    return Trial(spec, f"nobody knows whether its rows depend on each other, as it takes no made-up inputs ({why})")
 
 
 def _try(spec: ModelSpec, run: Run, made_up: _MadeUp, *, many: bool) -> Trial:
@@ -122,7 +160,7 @@ def _try(spec: ModelSpec, run: Run, made_up: _MadeUp, *, many: bool) -> Trial:
             return Trial(seen, f"it runs {few} and fails for {more}: {error}")
         results.append(together)
         seen = _as_seen(spec, results)
-        found = found or _differences(seen, [alone[number] for number in order], together, made_up.rows)
+        found = found or _differences(seen, alone, together, order, made_up)
     steady = _steady(alone[0], lambda: run(rows[0])) if found else ()
     return Trial(seen, next((why for index, why in found.items() if index in steady), ""))
 
@@ -131,19 +169,23 @@ def _can_be_stacked(spec: ModelSpec) -> bool:
     return bool(spec.inputs) and all(tensor.dims[:1] == (-1,) for tensor in spec.inputs)
 
 
-def _differences(spec: ModelSpec, alone: Sequence[Tensors], both: Tensors, rows: int) -> dict[int, str]:
+def _differences(
+    spec: ModelSpec, alone: Sequence[Tensors], both: Tensors, order: Sequence[int], made_up: _MadeUp
+) -> dict[int, str]:
     """How outputs of `both`, or more, that aren't in company what they are `alone` differ, by their index."""
-    columns = enumerate(zip(spec.outputs, zip(*alone, strict=True), both, strict=True))
-    found = {index: _compare(*column, rows) for index, column in columns}
+    columns = enumerate(zip(spec.outputs, zip(*(alone[number] for number in order), strict=True), both, strict=True))
+    # Beside large numbers small ones may vanish; what those do to the large ones is too little to be told.
+    judged = np.repeat([number == 0 or not made_up.contrast for number in order], made_up.rows)
+    found = {index: _compare(*column, judged) for index, column in columns}
     return {index: why for index, why in found.items() if why}
 
 
-def _compare(tensor: TensorSpec, alone: Sequence[Array], both: Array, rows: int) -> str:
-    shapes, all_rows = [one.shape for one in alone], len(alone) * rows
-    if both.shape[:1] != (all_rows,) or any(shape != (rows, *both.shape[1:]) for shape in shapes):
-        few, many = _count(rows), _count(all_rows)
+def _compare(tensor: TensorSpec, alone: Sequence[Array], both: Array, judged: Array) -> str:
+    shapes, rows = [one.shape for one in alone], len(judged) // len(alone)
+    if both.shape[:1] != judged.shape or any(shape != (rows, *both.shape[1:]) for shape in shapes):
+        few, many = _count(rows), _count(len(judged))
         return f"output '{tensor.name}' has shape {list(shapes[0])} for {few} and {list(both.shape)} for {many}"
-    if not _alike(tensor, np.concatenate(alone), both):
+    if not _alike(tensor, np.concatenate(alone)[judged], both[judged]):
         return f"output '{tensor.name}' of a row depends on {'the row' if len(alone) == 2 else 'rows'} beside it"
     return ""
 
@@ -172,6 +214,10 @@ def _alike(tensor: TensorSpec, alone: Array, both: Array) -> bool:
 def _is_finite(tensor: TensorSpec, array: Array) -> bool:
     array = _numbers(tensor, array)
     return array.dtype.kind != "f" or bool(np.isfinite(array).all())
+
+
+def _is_of_floats(tensor: TensorSpec) -> bool:
+    return tensor.datatype == "BF16" or by_name(tensor.datatype).dtype.kind == "f"
 
 
 def _numbers(tensor: TensorSpec, array: Array) -> Array:
@@ -205,7 +251,8 @@ def _seen(tensor: TensorSpec, shapes: Sequence[tuple[int, ...]]) -> TensorSpec:
 
 
 def _elements(spec: ModelSpec, made_up: _MadeUp) -> int:
-    sizes = (math.prod(dim if dim >= 0 else made_up.free for dim in tensor.dims) for tensor in spec.inputs)
+    dims = (tensor.dims[_can_be_stacked(spec) :] for tensor in spec.inputs)
+    sizes = (math.prod(dim if dim >= 0 else made_up.free for dim in one) for one in dims)
     return 2 * made_up.rows * sum(sizes)
 
 
@@ -219,6 +266,8 @@ def _pair(tensor: TensorSpec, made_up: _MadeUp, stackable: bool, random: np.rand
     dtype = by_name(tensor.datatype).dtype
     floats = random.random((2, *shape), np.float32)
     floats[1] = 6 * floats[1] - 4 if made_up.signed else floats[1] / 4
+    if made_up.contrast:
+        floats *= np.array([_FAINT, _LOUD], np.float32).reshape(2, *(1,) * len(shape))
     if tensor.datatype == "BF16":
         rows = (floats.view(np.uint32) >> 16).astype(dtype)
     elif dtype.kind == "f":

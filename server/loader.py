@@ -245,19 +245,12 @@ def _tried(config: pb.ModelConfig, opened: OpenModel, supervise: Supervise) -> T
     if agreed or not isinstance(opened, Triable):
         return Trial(opened.spec)
     tried = opened.try_rows(supervise)
-    return replace(tried, why_not="", failed="") if told else tried
+    return Trial(tried.spec) if told else replace(tried, spec=replace(tried.spec, as_tried=True))
 
 
 def _plan(config: pb.ModelConfig, tried: Trial, defaults: LoadDefaults, batching: BatchDefaults | None) -> ServingPlan:
     limit_ns = defaults.execution_limit_ns
     served = plan(config, tried.spec, batching, defaults.max_batch_rows, limit_ns)
-    if tried.failed and served.max_batch_rows:
-        _log.warning(
-            "model '%s' is batched untried, as it takes no made-up inputs (%s): if its rows depend on each other, say "
-            "max_batch_size: 0 beside input and output in a config.pbtxt",
-            config.name,
-            tried.failed,
-        )
     if not (tried.why_not and served.max_batch_rows):
         return served
     _log.warning(

@@ -114,7 +114,7 @@ def _copy(sources: list[str], work: Path, target: str) -> None:
 
 def main(root: Path) -> None:
     shutil.rmtree(root, ignore_errors=True)
-    _, build, _ = stages(DOCKERFILE.read_text())
+    _, build, *_ = stages(DOCKERFILE.read_text())
     build_in(root, build)
     shutil.rmtree(root / "src")
 

@@ -16,7 +16,7 @@ from tests.deploy.dockerfile import DOCKERFILE, Stage, stages
 from tests.harness import REPO
 
 FOLDER = DOCKERFILE.parent
-HEAD, BUILD, FINAL = stages(DOCKERFILE.read_text())
+HEAD, BUILD, LOCALE, FINAL = stages(DOCKERFILE.read_text())
 PROJECT = tomllib.loads((REPO / "pyproject.toml").read_text())
 _LOCKED = re.compile(r"^([a-z0-9-]+)==(\S+?)(?: ; (.*?))? \\$", re.MULTILINE)
 
@@ -32,7 +32,7 @@ def locked(lock: Path) -> dict[str, set[str]]:
 
 
 def test_stages_have_the_same_base_so_that_the_environment_still_has_its_python() -> None:
-    assert BUILD.base == FINAL.base == "${PYTHON_IMAGE}"
+    assert BUILD.base == LOCALE.base == FINAL.base == "${PYTHON_IMAGE}"
     assert re.search(r":\d+\.\d+-slim-\w+$", HEAD.pairs("ARG")["PYTHON_IMAGE"])
 
 
@@ -42,11 +42,12 @@ def test_image_python_is_one_that_the_product_supports() -> None:
     assert tuple(map(int, version[1].split("."))) >= (3, 11)
 
 
-def test_final_stage_runs_nothing_and_copies_from_the_build_alone() -> None:
+def test_final_stage_runs_nothing_and_copies_from_the_others_alone() -> None:
     assert not FINAL.all("RUN")
-    assert not any(stage.all("ADD") for stage in (BUILD, FINAL))
+    assert not any(stage.all("ADD") for stage in (BUILD, LOCALE, FINAL))
     assert [(copy.flags, copy.text) for copy in FINAL.all("COPY")] == [
-        (("--from=build",), "/opt/paceline /opt/paceline")
+        (("--from=locale",), "/opt/locale/en_US.utf8 /usr/lib/locale/en_US.utf8"),
+        (("--from=build",), "/opt/paceline /opt/paceline"),
     ]
 
 

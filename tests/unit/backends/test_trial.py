@@ -15,7 +15,7 @@ import pytest
 
 from backends.apart.session import SessionApart
 from backends.base import Array, Device, ModelSource, ModelSpec, Tensors, TensorSpec, Trial
-from backends.errors import ExecutionError, LoadError, OutOfMemory
+from backends.errors import ExecutionError, LoadError, OutOfMemory, ProcessError
 from backends.host_accelerator import HostAccelerator
 from backends.onnx import OnnxBackend
 from backends.trial import try_rows
@@ -45,7 +45,6 @@ def trial(folder: Path, model: onnx.ModelProto) -> Trial:
         models.cast("FP32", "BF16"),
         models.identity(dims=("batch",)),
         models.identity(dims=("batch", 0)),
-        models.identity(dims=("batch", 1 << 40)),
     ],
     ids=lambda model: "",
 )
@@ -212,19 +211,44 @@ def test_try_rows_that_are_no_numbers_in_company_alone_is_told() -> None:
     assert try_rows(SPEC, run).why_not == "output 'x' of a row depends on the row beside it"
 
 
+UNTRIED = "nobody knows whether its rows depend on each other, as it takes no made-up inputs (%s)"
+
+
 @pytest.mark.parametrize(
     ("counts", "error"),
     [((1, 8), ExecutionError("no such word")), ((1,), OutOfMemory("full")), ((2,), OutOfMemory("full"))],
 )
-def test_try_rows_that_fails_for_other_reasons_says_nothing_but_that(
-    counts: tuple[int, ...], error: ExecutionError
-) -> None:
+def test_try_rows_that_takes_nothing_made_up_says_so(counts: tuple[int, ...], error: ExecutionError) -> None:
     def run(inputs: Tensors) -> Tensors:
         if len(inputs[0]) in counts:
             raise error
         return [inputs[0][:, :1]]
 
-    assert try_rows(SPEC, run) == Trial(SPEC, failed=str(error))
+    assert try_rows(SPEC, run) == Trial(SPEC, UNTRIED % error)
+
+
+def test_try_rows_that_would_be_too_large_are_untried(tmp_path: Path) -> None:
+    assert trial(tmp_path, models.identity(dims=("batch", 1 << 40))).why_not == UNTRIED % "they would be too large"
+
+
+@pytest.mark.parametrize("fatal", [1, 2, 8])
+def test_try_rows_that_end_the_process_say_so(fatal: int) -> None:
+    def run(inputs: Tensors) -> Tensors:
+        if len(inputs[0]) == fatal:
+            raise ProcessError("it was killed")
+        return inputs
+
+    assert try_rows(SPEC, run) == Trial(SPEC, "it was killed")
+
+
+def test_try_rows_where_memory_runs_out_for_longer_ones_is_what_was_seen_until_then() -> None:
+    def run(inputs: Tensors) -> Tensors:
+        if inputs[0].shape[1] > 1 or inputs[0].max() > 100:
+            raise OutOfMemory("full")
+        return inputs
+
+    spec = ModelSpec((TensorSpec("a", "FP32", (-1, -1)),), (TensorSpec("x", "FP32", (-1, -1)),))
+    assert try_rows(spec, run) == Trial(spec)
 
 
 @pytest.mark.parametrize("small", [1e-3, 1.0])
@@ -240,16 +264,43 @@ def test_try_rows_that_are_mixed_in_small_numbers_are_told_beside_large_ones(sma
     assert try_rows(wider, run).why_not == "output 'x' of a row depends on the row beside it"
 
 
-def test_try_rows_that_are_off_by_what_the_largest_number_brings_is_not_held_against_them() -> None:
-    """Models that quantize while they run: the step is that of the largest number of a batch."""
+def test_try_rows_that_quantize_by_the_largest_number_of_all_are_told() -> None:
+    """Not by what they are off beside a row of about their size, but by what is left of them beside a large one."""
+    spec = ModelSpec((TensorSpec("a", "FP32", (-1, 5)),), (TensorSpec("x", "FP32", (-1, 5)),))
 
     def run(inputs: Tensors) -> Tensors:
         wide = inputs[0] * np.array([[1, 0.3, 0.1, 0.03, 0.01]], np.float32)
         step = np.abs(wide).max() / 127
         return [np.round(wide / step) * step]
 
-    spec = ModelSpec((TensorSpec("a", "FP32", (-1, 5)),), (TensorSpec("x", "FP32", (-1, 5)),))
-    assert try_rows(spec, run).why_not == ""
+    assert try_rows(spec, run).why_not == "output 'x' of a row depends on the row beside it"
+
+
+@pytest.mark.parametrize("datatype", ["FP16", "FP32", "BF16", "FP64"])
+@pytest.mark.parametrize("window", [1, 400])
+def test_try_rows_that_are_clipped_by_the_loudest_of_all_are_told(datatype: str, window: int) -> None:
+    """Spectrograms of sounds are, at 80 dB below it."""
+
+    def run(inputs: Tensors) -> Tensors:
+        (rows,) = inputs
+        if rows.shape[1] < window:
+            raise ExecutionError("shorter than a window")
+        if datatype == "BF16":
+            rows = (rows.astype(np.uint32) << 16).view(np.float32)
+        levels = 20 * np.log10(np.maximum(np.abs(rows.astype(np.float32)), 1e-10))
+        return [np.maximum(levels, levels.max() - 80)]
+
+    spec = ModelSpec((TensorSpec("a", datatype, (-1, -1)),), (TensorSpec("x", "FP32", (-1, -1)),))
+    assert try_rows(spec, run).why_not == "output 'x' of a row depends on the row beside it"
+
+
+def test_try_rows_of_which_none_may_be_large_are_judged_by_the_others() -> None:
+    def run(inputs: Tensors) -> Tensors:
+        if np.abs(inputs[0]).max() > 100:
+            raise ExecutionError("out of range")
+        return inputs
+
+    assert try_rows(SPEC, run) == Trial(SPEC)
 
 
 def test_try_rows_that_are_mixed_by_sign_or_size_are_told() -> None:
