@@ -30,11 +30,12 @@ _LIBRARIES: Mapping[str, Sequence[str]] = {
     "libcublas.so.13": ("cublas.c",),
     "libcublasLt.so.13": ("cublaslt.c",),
     "libcurand.so.10": (),
-    "libcudnn.so.9": ("cudnn.c",),
+    "libcudnn.so.9": ("cudnn.c", "cudnn_graph.c"),
     "libnvidia-ml.so.1": ("nvml.c",),
 }
 _NEEDS = {name: (_DRIVER,) for name in _LIBRARIES if name != _DRIVER}
-_NEEDS["libcublas.so.13"] = (_DRIVER, "libcudart.so.13")
+for _name in ("libcublas.so.13", "libcudnn.so.9"):
+    _NEEDS[_name] = (_DRIVER, "libcudart.so.13")
 _FLAGS = ("-O3", "-Wall", "-Werror", "-shared", "-fPIC", "-fvisibility=hidden", "-pthread")
 
 

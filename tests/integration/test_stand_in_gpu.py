@@ -28,7 +28,7 @@ from tests.polling import eventually
 from tests.wire import infer
 
 _OPTIONS = ("-o", "addopts=--import-mode=importlib", "-m", "gpu", "-rs", "-p", "no:cacheprovider", "-q")
-_WITHOUT = ("this cuDNN is a stand-in", "libnvinfer.so.10: cannot open", "only a stand-in that is always late")
+_WITHOUT = ("libnvinfer.so.10: cannot open", "only a stand-in that is always late")
 GPUS = "max_batch_size: 16 dynamic_batching { } instance_group { kind: KIND_GPU %s }"
 SIZES = 'parameters { key: "paceline.batch_sizes" value { string_value: "1,4,16" } }'
 GRAPHS = f"optimization {{ cuda {{ graphs: true }} }} {SIZES}"
@@ -56,15 +56,17 @@ def test_what_needs_a_gpu_passes(seed: str, libraries: Path, tmp_path: Path) -> 
 
 def test_gpu_benchmark_runs_through_with_graphs(libraries: Path, tmp_path: Path) -> None:
     out = tmp_path / "gpu.json"
-    options = ("--device", "cuda", "--quick", "--models", "bert_base_fp32", "--graphs", "--out", str(out))
+    options = ("--device", "cuda", "--quick", "--models", "fp32", "--graphs", "--out", str(out))
     run = _python("bench.gpu", *options, libraries=libraries)
     assert run.returncode == 0, run.stderr
     found = load(out.read_text())
-    assert [section.name for section in found.sections] == ["gpu-correct", "gpu-bert-base-fp32", "gpu-frontends"]
+    correct, resnet, bert, fronts = found.sections
+    assert (resnet.name, bert.name, fronts.name) == ("gpu-resnet50-fp32", "gpu-bert-base-fp32", "gpu-frontends")
     assert not any(section.absent for section in found.sections)
-    assert [one.verdict for one in found.sections[0].comparisons] == ["reached"]
+    assert [one.verdict for one in correct.comparisons] == ["reached", "reached"]
     whos = {"paceline", "run_with_iobinding", "the same with copies", "paceline at 70 %", "the first request"}
-    assert {one.who for one in found.sections[1].measurements} == whos
+    assert {one.who for one in bert.measurements} == whos
+    assert {one.who for one in resnet.measurements} == {*whos, "paceline, images on the GPU"}
 
 
 def _python(module: str, *arguments: str, libraries: Path, seed: str = "") -> subprocess.CompletedProcess[str]:
@@ -93,7 +95,7 @@ class Served:
     def __init__(self, folder: Path, libraries: Path, config: str, sizes: tuple[int, ...] = (64, 256, 16), **env: Any):
         path = write(folder, "m", config, sizes)
         self.cpu = ort.InferenceSession(str(path), providers=["CPUExecutionProvider"])
-        self.columns = sizes[0]
+        self.shape: tuple[int, ...] = sizes[:1]
         given = {"LD_LIBRARY_PATH": str(libraries), **{name: str(value) for name, value in env.items()}}
         self.server = ServerProcess(folder, args=self.FLAGS, env=given)
 
@@ -108,7 +110,7 @@ class Served:
         self.server.__exit__(*exc)
 
     def check(self, rows: int, seed: int = 0, name: str = "m") -> None:
-        given = np.random.default_rng(seed).standard_normal((rows, self.columns)).astype(np.float32)
+        given = np.random.default_rng(seed).standard_normal((rows, *self.shape)).astype(np.float32)
         answer = self.stub.ModelInfer(infer(name, {"INPUT0": given}), timeout=60)
         got = np.frombuffer(answer.raw_output_contents[0], np.float32)
         expected = self.cpu.run(None, {"INPUT0": given})[0]
