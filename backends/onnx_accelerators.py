@@ -45,6 +45,13 @@ def _bit(value: str) -> str | None:
     return {"0": "0", "1": "1", "false": "0", "true": "1"}.get(value.lower())
 
 
+def _unfused(value: str) -> str | None:
+    """Where biases are fused ONNX Runtime 1.31 clears a convolution's output with cudaMemset, on the default stream,
+    and adds to it on its own, which doesn't wait for that: it adds to whatever is there, or loses what is in use. In
+    graphs nothing is cleared at all."""
+    return "0" if _bit(value) == "0" else None
+
+
 def _one_of(*choices: str) -> Reader:
     return lambda value: value if value in choices else None
 
@@ -54,6 +61,7 @@ _EXPECTED: Mapping[Reader, str] = {
     _whole: "a whole number",
     _switch: "0, 1, false or true",
     _bit: "0, 1, false or true",
+    _unfused: "0 or false, as answers would be wrong otherwise",
 }
 
 # Source: github.com/triton-inference-server/onnxruntime_backend; what they are called by ONNX Runtime, if otherwise.
@@ -93,6 +101,7 @@ _PRECISIONS = {
 _CUDA: Mapping[str, Reader] = {
     "arena_extend_strategy": _one_of("kNextPowerOfTwo", "kSameAsRequested"),
     "cudnn_conv_algo_search": _one_of("EXHAUSTIVE", "HEURISTIC", "DEFAULT"),
+    "fuse_conv_bias": _unfused,
     "gpu_mem_limit": _whole,
     "sdpa_kernel": _whole,
     "tunable_op_max_tuning_duration_ms": _whole,
@@ -104,7 +113,6 @@ _CUDA: Mapping[str, Reader] = {
             "enable_cuda_graph",
             "enable_cudnn",
             "enable_skip_layer_norm_strict_mode",
-            "fuse_conv_bias",
             "prefer_nhwc",
             "tunable_op_enable",
             "tunable_op_tuning_enable",

@@ -161,6 +161,18 @@ for rows in (4, 4, 8, 8, 4, 8, 1, 1, 4):
     assert in_a_process(source, path, libraries=libraries) == [str(one) for one in expected]
 
 
+def test_onnxruntime_that_fuses_biases_answers_wrongly(libraries: Path, tmp_path: Path) -> None:
+    """Why `fuse_conv_bias` is refused. Where this fails there is a version that may have it."""
+    path = models.write(convnet(), tmp_path / "m.onnx")
+    source = """
+for fused in "01":
+    opened = session(sys.argv[1], fuse_conv_bias=fused)
+    right = ort.InferenceSession(sys.argv[1], providers=["CPUExecutionProvider"])
+    print(all(np.allclose(ask(opened, n, 3, 19, 14), ask(right, n, 3, 19, 14), atol=1e-4) for n in (2, 5)))
+"""
+    assert in_a_process(source, path, libraries=libraries) == ["True", "False"]
+
+
 @pytest.mark.parametrize(
     ("options", "shape", "said"),
     [

@@ -61,8 +61,13 @@ def test_tensorrt_precision_is_one_switch(precision: str, expected: Mapping[str,
 
 
 def test_cuda_switches_may_be_words_or_digits() -> None:
-    cuda = options("cuda", {"enable_cuda_graph": "true", "use_tf32": "0", "cudnn_conv_algo_search": "DEFAULT"}).cuda
-    assert cuda == {"enable_cuda_graph": "1", "use_tf32": "0", "cudnn_conv_algo_search": "DEFAULT"}
+    given = {"enable_cuda_graph": "true", "use_tf32": "0", "fuse_conv_bias": "false"}
+    assert options("cuda", given).cuda == {
+        "cudnn_conv_algo_search": "HEURISTIC",
+        "enable_cuda_graph": "1",
+        "use_tf32": "0",
+        "fuse_conv_bias": "0",
+    }
 
 
 def test_openvino_computes_on_the_cpu_with_as_many_threads_as_the_model_asks_for() -> None:
@@ -116,6 +121,8 @@ def test_unknown_parameter_is_refused_by_name(device: str, name: str, key: str) 
         ("tensorrt", "trt_engine_cache_path", " ", "a text"),
         ("cuda", "gpu_mem_limit", "-1", "a whole number"),
         ("cuda", "cudnn_conv_algo_search", "1", "another value"),
+        ("cuda", "fuse_conv_bias", "1", "0 or false, as answers would be wrong otherwise"),
+        ("cuda", "fuse_conv_bias", "yes", "0 or false, as answers would be wrong otherwise"),
     ],
 )
 def test_malformed_value_is_refused(name: str, key: str, value: str, expected: str) -> None:
