@@ -33,10 +33,11 @@ from backends.base import (
 )
 from backends.cuda_accelerator import open_cuda
 from backends.cuda_driver import count_gpus
-from backends.errors import DeviceError, LoadError
+from backends.errors import DeviceError, ExecutionError, LoadError
 from backends.onnx_captures import captures
 from backends.onnx_instance import OnnxInstance
 from backends.onnx_options import OnnxOptions, parse_options, without_graphs
+from backends.onnx_plans import StalePlan
 from backends.onnx_sessions import CUDA, OpenSession, open_session, probe_cuda
 from backends.onnx_shapes import without_shape
 from backends.onnx_shared import why_not_staged
@@ -185,7 +186,15 @@ class OnnxModel:
                 _log.info("model '%s' is tried in the server's own process: %s", self._name, error)
         instance = OnnxInstance(session, spec, device, options)
         stack.callback(instance.close)  # else the session, and all that it has of a device's memory, would stay
-        return instance.run
+
+        def run(inputs: Sequence[Array]) -> Tensors:
+            try:
+                return instance.run(inputs)
+            except StalePlan as error:
+                # What was tried in that shape failed, as this would; it goes on in others.
+                raise ExecutionError(str(error)) from error
+
+        return run
 
     def _session(self, device: Device) -> OpenSession:
         """The shared session of the CPU; else the one that the model was opened with, once, and fresh ones after."""

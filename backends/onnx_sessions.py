@@ -28,6 +28,7 @@ from backends.errors import DeviceError, DeviceLost, LoadError
 from backends.onnx_captures import captures
 from backends.onnx_failures import device_failure, failure, reason_of
 from backends.onnx_options import OnnxOptions, without_graphs
+from backends.onnx_plans import Plans
 from backends.onnx_providers import (
     accelerator_of,
     check_taken,
@@ -84,14 +85,16 @@ PROBE_MODEL = (
 
 class OpenSession:
     """A session; `lanes` are the streams of its device, on one of which it computes: whoever holds the session or what
-    is bound to it holds this, as they have to outlive it. `graphs`: it captures what runs under a graph's id."""
+    is bound to it holds this, as they have to outlive it. `graphs`: it captures what runs under a graph's id. `plans`
+    is for those who execute it, one at a time."""
 
-    __slots__ = ("graphs", "lanes", "session")
+    __slots__ = ("graphs", "lanes", "plans", "session")
 
     def __init__(self, session: ort.InferenceSession, lanes: Lanes | None = None, graphs: bool = False) -> None:
         self.session = session
         self.lanes = lanes
         self.graphs = graphs
+        self.plans = Plans()
 
     def __del__(self) -> None:
         if self.lanes is None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,12 +68,13 @@ class StagedTensor:
 
 class Bound:
     """Where the tensors of batches of one shape lie, as ONNX Runtime knows it. `shapes` are those of the outputs, None
-    where only the execution tells. `graph` is the graph that was captured of it."""
+    where only the execution tells. `graph` is the graph that was captured of it, `plan` what `Plans` tells it by."""
 
-    __slots__ = ("addresses", "binding", "graph", "shapes")
+    __slots__ = ("addresses", "binding", "graph", "plan", "shapes")
 
-    def __init__(self, binding: Any, shapes: list[Shape | None], addresses: list[int]) -> None:
+    def __init__(self, binding: Any, plan: Hashable, shapes: list[Shape | None], addresses: list[int]) -> None:
         self.binding = binding
+        self.plan = plan
         self.shapes = shapes
         self.addresses = addresses
         self.graph = NO_GRAPH

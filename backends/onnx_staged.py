@@ -30,6 +30,7 @@ from backends.onnx_captures import captures
 from backends.onnx_failures import device_failure, failure
 from backends.onnx_instance import from_ortvalue
 from backends.onnx_options import OnnxOptions
+from backends.onnx_plans import StalePlan
 from backends.onnx_sessions import NO_GRAPH, OpenSession
 from backends.onnx_shared import Bound, Shared, StagedTensor
 from backends.staging import Growing, Shape, array_in, join_into
@@ -174,6 +175,11 @@ class StagedSlot:
         except DeviceError as error:
             self._settle()
             raise device_failure(error) from error
+        except StalePlan:
+            self._settle()
+            if not (spec.batched and spec.paddable):
+                raise
+            return self._execute(requests, opened.plans.next_rows(sum(rows) + padding), targets, capture)
         except BaseException:
             self._settle()
             raise
@@ -220,7 +226,8 @@ class StagedSlot:
             for tensor, shape, address in zip(shared.inputs, shapes, given, strict=True):
                 device = shared.accelerator.ort_device if tensor.on_device else ("cpu", 0)
                 binding.bind_input(tensor.name, *device, tensor.element, shape, address)
-        bound = Bound(binding, [shape for shape, _ in fitted], [address for _, address in fitted])
+        plan = rows if shared.spec.batched else shapes
+        bound = Bound(binding, plan, [shape for shape, _ in fitted], [address for _, address in fitted])
         for index, tensor in enumerate(shared.outputs):
             if bound.shapes[index] is None:
                 continue
@@ -247,11 +254,17 @@ class StagedSlot:
         shared = self._shared
         with shared.lock:
             graph = self._graph(bound, capture)
+            replays = graph != NO_GRAPH and graph == bound.graph  # which goes by what was planned when it was captured
+            if not replays:
+                opened.plans.check(bound.plan)
             shared.lanes.compute.wait(self._copied_in)
             try:
                 opened.session.run_with_iobinding(bound.binding, shared.run_options(graph))
             except Exception as error:  # its exceptions share no base class below this one
-                raise failure(error) from error
+                # In no variable: the error has this frame in its traceback, and would keep the session.
+                raise opened.plans.failed(failure(error), bound.plan) from error
+            if not replays:
+                opened.plans.executed()
             shared.lanes.compute.record(self._computed)
             if capture:
                 bound.graph = graph

@@ -8,8 +8,10 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import grpc
 import numpy as np
 import onnx
 import onnxruntime as ort  # type: ignore[import-untyped,unused-ignore]
@@ -19,6 +21,7 @@ from onnx import helper, numpy_helper
 from tests import models
 from tests.harness import REPO
 from tests.integration.test_stand_in_gpu import GPUS, Served, libraries
+from tests.wire import infer
 
 __all__ = ["libraries"]
 
@@ -48,14 +51,14 @@ class Net:
 
     def add(self, operator: str, *inputs: str, **attributes: object) -> str:
         self.x = f"x{len(self.nodes)}"
-        self.nodes.append(helper.make_node(operator, inputs, [self.x], **attributes))
+        self.nodes.append(helper.make_node(operator, inputs, [self.x], self.x, **attributes))
         return self.x
 
     def conv(self, x: str, shape: Sequence[int], *, bias: bool = True, **attributes: object) -> str:
         given = [self.weight(*shape), *([self.weight(shape[0])] if bias else [])]
         return self.add("Conv", x, *given, **attributes)
 
-    def model(self, shape: Sequence[int], result: Sequence[int | str]) -> onnx.ModelProto:
+    def model(self, shape: Sequence[int | str], result: Sequence[int | str]) -> onnx.ModelProto:
         self.nodes[-1].output[0] = "OUTPUT0"
         inputs, outputs = [["batch", *shape]], [["batch", *result]]
         return models.model(
@@ -121,6 +124,27 @@ def test_convolutions_of_signals_are_those_of_the_cpu(libraries: Path, tmp_path:
     with ServedNet(tmp_path, libraries, signals(), f"{GPUS % ''} {EXACT % ''}") as served:
         for number, rows in enumerate(ROWS):
             served.check(rows, number)
+
+
+def test_images_that_are_too_small_are_refused_and_harm_nobody(libraries: Path, tmp_path: Path) -> None:
+    """ONNX Runtime itself would answer the second one by what lies behind it in the GPU's memory."""
+    net = Net()
+    net.conv(net.add("Relu", net.conv("INPUT0", (4, 3, 3, 3))), (2, 4, 5, 5))
+    model = net.model((3, "h", "w"), (2, "i", "j"))
+    with ServedNet(tmp_path, libraries, model, f"{GPUS % ''} {EXACT % ''}") as served:
+
+        def client(number: int) -> None:
+            for turn in range(6):
+                given = np.full((1 + turn % 2, 3, 4, 6), number, np.float32)
+                with pytest.raises(grpc.RpcError) as refusal:
+                    served.stub.ModelInfer(infer("m", {"INPUT0": given}), timeout=60)
+                assert "Invalid input shape" in refusal.value.details(), refusal.value
+                served.check(1 + (number + turn) % 3, number)
+
+        served.shape = (3, 12, 9)
+        with ThreadPoolExecutor(6) as threads:
+            list(threads.map(client, range(6)))
+        assert served.metric("paceline_lost_instances", model="m", version="1") == 0
 
 
 def in_a_process(source: str, *arguments: object, libraries: Path) -> list[str]:

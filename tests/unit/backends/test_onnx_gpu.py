@@ -20,8 +20,10 @@ from onnx import helper
 from backends.base import Array, Device, DeviceKind, DeviceTensor, ModelSource, ModelSpec, Slot, Targets, TensorSpec
 from backends.cuda_accelerator import CudaAccelerator, open_cuda
 from backends.cuda_driver import count_gpus
-from backends.errors import LoadError
+from backends.errors import ExecutionError, InstanceLost, LoadError, OutOfMemory
 from backends.onnx import OnnxBackend
+from backends.onnx_instance import OnnxInstance
+from backends.onnx_options import parse_options
 from backends.onnx_sessions import NO_GRAPH
 from backends.onnx_staged import StagedInstance
 from backends.staging import array_in
@@ -35,6 +37,10 @@ CPU, GPU = Device(), Device(DeviceKind.GPU)
 GRAPHS = (("cuda", {"enable_cuda_graph": "1", "use_tf32": "0"}),)
 EXACT = (("cuda", {"use_tf32": "0"}),)
 MLP = ModelSpec((TensorSpec("INPUT0", "FP32", (64,)),), (TensorSpec("OUTPUT0", "FP32", (16,)),), batched=True)
+IMAGES = ModelSpec(
+    (TensorSpec("INPUT0", "FP32", (3, 16, 16)),), (TensorSpec("OUTPUT0", "FP32", (1, 16, 16)),), batched=True
+)
+FRUGAL = (("cuda", {"use_tf32": "0", "arena_extend_strategy": "kSameAsRequested"}),)
 _HOST = 1  # CU_MEMORYTYPE_HOST
 _MEMORY_TYPE = 2  # CU_POINTER_ATTRIBUTE_MEMORY_TYPE
 
@@ -198,10 +204,98 @@ def test_graphs_of_convolutions_are_replayed_in_any_order_of_sizes(
     for slot in pair.gpu.slots:
         for size in (32, 8, 1):
             slot.prepare([floats(rng, 1, 3, 17, 17)], size)
+    plans = getattr(ctypes.CDLL("libcudnn.so.9"), "stand_in_plans", lambda: 0)
     for _ in range(30):
         for slot in pair.gpu.slots:
             rows, padded = ((5, 8), (1, 1), (32, 32), (20, 32), (3, 3))[int(rng.integers(5))]
+            before = plans()
             on_thread_of(slot, lambda: pair.check(slot, [floats(rng, rows, 3, 17, 17)], padded))  # noqa: B023
+            assert padded == 3 or plans() == before
+
+
+def convolved(channels: int, *dims: Any) -> onnx.ModelProto:
+    """Two convolutions of images of 3 planes, with `channels` in between."""
+    rng = np.random.default_rng(1)
+    weights = [
+        onnx.numpy_helper.from_array(rng.standard_normal(shape).astype(np.float32) / 9, name)
+        for name, shape in (("A", (channels, 3, 3, 3)), ("B", (1, channels, 3, 3)))
+    ]
+    nodes = [
+        helper.make_node("Conv", ["INPUT0", "A"], ["X"]),
+        helper.make_node("Conv", ["X", "B"], ["OUTPUT0"], pads=[2, 2, 2, 2]),
+    ]
+    tensors = [
+        models.tensor(name, "FP32", ["batch", planes, *dims]) for name, planes in (("INPUT0", 3), ("OUTPUT0", 1))
+    ]
+    return models.model(nodes, tensors[:1], tensors[1:], weights)
+
+
+FREE_IMAGES = ModelSpec(
+    (TensorSpec("INPUT0", "FP32", (3, -1, -1)),), (TensorSpec("OUTPUT0", "FP32", (1, -1, -1)),), batched=True
+)
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_images_that_are_too_small_are_refused_each_time(
+    rows: int, tmp_path: Path, accelerator: CudaAccelerator
+) -> None:
+    """ONNX Runtime refuses them the first time, and then convolves what lies behind them (`onnx_plans`)."""
+    pair = Pair(tmp_path, convolved(4, "h", "w"), FREE_IMAGES, accelerator)
+    rng, slot = np.random.default_rng(1), pair.gpu.slots[0]
+    for _ in range(4):
+        pair.check(slot, [floats(rng, rows, 3, 16, 16)])
+        for _ in range(3):
+            with pytest.raises(ExecutionError, match=r"running Conv node.*Invalid input shape"):
+                slot.execute([floats(rng, rows, 3, 2, 2)])
+        pair.check(slot, [floats(rng, rows, 3, 16, 16)])
+        pair.check(slot, [floats(rng, rows, 3, 9, 7), floats(rng, 1, 3, 9, 7)])
+
+
+def test_instance_that_takes_no_rows_is_given_up_when_it_would_convolve_what_lies_behind_an_image(
+    tmp_path: Path, accelerator: CudaAccelerator
+) -> None:
+    one = [(TensorSpec(name, "FP32", (1, planes, -1, -1)),) for name, planes in (("INPUT0", 3), ("OUTPUT0", 1))]
+    spec = ModelSpec(one[0], one[1])
+    pair = Pair(tmp_path, convolved(4, "h", "w"), spec, accelerator)
+    source = ModelSource("m", tmp_path / "model.onnx", accelerators=EXACT)
+    backend = OnnxBackend(accelerators=lambda device: accelerator if device == GPU else None)
+    plain = OnnxInstance(backend.open(source, GPU)._session(GPU), spec, GPU, parse_options(source))
+    rng = np.random.default_rng(1)
+    image, small = floats(rng, 1, 3, 16, 16), floats(rng, 1, 3, 2, 2)
+    for instance in (pair.gpu, plain):
+        instance.execute([image])
+        with pytest.raises(ExecutionError, match="Invalid input shape"):
+            instance.execute([small])
+        with pytest.raises(InstanceLost):
+            instance.execute([small])
+        instance.execute([image])
+
+
+def test_images_of_any_size_are_tried_in_larger_ones_after_those_that_are_too_small(
+    tmp_path: Path, accelerator: CudaAccelerator
+) -> None:
+    path = models.write(convolved(4, "h", "w"), tmp_path / "model.onnx")
+    backend = OnnxBackend(accelerators=lambda device: accelerator if device == GPU else None)
+    trials = [backend.open(ModelSource("m", path), device).try_rows() for device in (CPU, GPU)]
+    assert [trial.failed for trial in trials] == ["", ""]
+    assert trials[0] == trials[1]
+
+
+def test_batch_that_memory_did_not_suffice_for_is_computed_rightly_once_it_does(
+    tmp_path: Path, accelerator: CudaAccelerator
+) -> None:
+    pair = Pair(tmp_path, convolved(64, 16, 16), IMAGES, accelerator, FRUGAL)
+    rng, slot = np.random.default_rng(1), pair.gpu.slots[0]
+    pair.check(slot, [floats(rng, 4, 3, 16, 16)])
+    large = [floats(rng, 200, 3, 16, 16)]
+    slot._stage(pair.gpu._shared.opened, large, 200, 0)  # so that it is ONNX Runtime that lacks memory
+    taken = accelerator.device_memory(free_bytes(accelerator) - 2**22)
+    with pytest.raises(OutOfMemory, match="running Conv node"):
+        slot.execute(large)
+    del taken
+    for _ in range(2):
+        pair.check(slot, large)
+    pair.check(slot, [floats(rng, 4, 3, 16, 16)])
 
 
 def test_graph_replays_at_the_same_time_keep_batches_apart(tmp_path: Path, accelerator: CudaAccelerator) -> None:
