@@ -58,6 +58,10 @@ class OnnxInstance:
             self._enter(self._lanes)
         return self._run(inputs)
 
+    def abandon(self) -> None:
+        # Looked at between one operator and the next; other instances of the session have options of their own.
+        self._run_options.terminate = True
+
     def close(self) -> None:
         # The session goes when its last instance and the model let go; `_run` is bound to self and so must not hold it.
         if self._lanes is not None:

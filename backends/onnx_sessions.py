@@ -283,13 +283,10 @@ def session_options(options: OnnxOptions) -> ort.SessionOptions:
     return made
 
 
-def run_options(options: OnnxOptions, device: Device) -> ort.RunOptions | None:
-    """What a plain run of a session on `device` is told, if anything."""
-    arenas = _own_arenas(options, device)
+def run_options(options: OnnxOptions, device: Device) -> ort.RunOptions:
+    """What a plain run of a session on `device` is told."""
     # Plain runs bring buffers of their own each time, which no graph can do with.
-    if not arenas and not (options.cuda_graphs and device.kind is DeviceKind.GPU):
-        return None
-    return _run_options({_SHRINKAGE: arenas, _GRAPH_ID: _graph_id(options, NO_GRAPH)})
+    return _run_options({_SHRINKAGE: _own_arenas(options, device), _GRAPH_ID: _graph_id(options, NO_GRAPH)})
 
 
 def staged_run_options(options: OnnxOptions, device: Device, graph: int | None) -> ort.RunOptions:

@@ -78,6 +78,9 @@ class StagedInstance:
         """In the first slot."""
         return self._slots[0].execute(requests, padded_rows)
 
+    def abandon(self) -> None:
+        self._shared.abandon()
+
     def close(self) -> None:
         for slot in self._slots:
             slot.close()

@@ -387,6 +387,29 @@ def hidden_rank() -> onnx.ModelProto:
     )
 
 
+def endless() -> onnx.ModelProto:
+    """OUTPUT0 = INPUT0, FP32 [batch, 1], after a loop of as many steps as the first number of INPUT0."""
+    body = helper.make_graph(
+        [helper.make_node("Identity", ["go"], ["on"]), helper.make_node("Sqrt", ["given"], ["next"])],
+        "step",
+        [tensor("step", "INT64", []), tensor("go", "BOOL", []), tensor("given", "FP32", [])],
+        [tensor("on", "BOOL", []), tensor("next", "FP32", [])],
+    )
+    return model(
+        [
+            helper.make_node("Gather", ["INPUT0", "first"], ["row"], axis=0),
+            helper.make_node("Squeeze", ["row"], ["number"]),
+            helper.make_node("Cast", ["number"], ["steps"], to=TensorProto.INT64),
+            helper.make_node("Loop", ["steps", "", "number"], ["ended"], body=body),
+            helper.make_node("Mul", ["ended", "zero"], ["nothing"]),
+            helper.make_node("Add", ["INPUT0", "nothing"], ["OUTPUT0"]),
+        ],
+        [tensor("INPUT0", "FP32", ["batch", 1])],
+        [tensor("OUTPUT0", "FP32", ["batch", 1])],
+        [numpy_helper.from_array(np.array([0], np.int64), "first"), numpy_helper.from_array(np.float32(0), "zero")],
+    )
+
+
 def classifier() -> onnx.ModelProto:
     """What skl2onnx makes of scikit-learn's classifiers unless told otherwise: INPUT0, FP32 [batch, 2], to a label,
     OUTPUT0, INT64 [batch], 1 if the second column is larger, else 0; and to OUTPUT1, a map of labels to scores for

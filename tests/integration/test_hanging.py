@@ -8,12 +8,17 @@ import threading
 from pathlib import Path
 
 import grpc
+import numpy as np
 import pytest
 
 from backends.base import Device, ModelSpec
 from backends.errors import LoadError
+from backends.host_accelerator import HostAccelerator
 from backends.memory import MemoryInstance, MemoryModel
+from backends.onnx import OnnxBackend
+from protos import inference_pb2 as pb
 from server.config import Settings
+from tests import models
 from tests.integration.controlling import explicit, load, unload
 from tests.integration.serving import echo_model, failure_of, serving
 from tests.polling import eventually_async
@@ -55,6 +60,25 @@ async def test_hang_whose_instance_cannot_be_had_anew_is_tried_again(
             assert served.server.repository.ready
     assert model.closed
     assert model.open_instances == 0
+
+
+@pytest.mark.parametrize("staged", [False, True], ids=["plain", "staged"])
+async def test_hang_between_operators_of_an_onnx_model_is_ended_and_nothing_of_it_stays(
+    tmp_path: Path, staged: bool
+) -> None:
+    path = models.write(models.endless(), tmp_path / "m" / "1" / "model.onnx")
+    (path.parents[1] / "config.pbtxt").write_text(LIMITED)
+    backend = OnnxBackend(accelerators=lambda device: HostAccelerator() if staged else None)
+    async with serving(tmp_path, backends={"onnxruntime": backend}) as served:
+
+        def counting_to(number: float) -> pb.ModelInferRequest:
+            return infer("m", {"INPUT0": np.full((1, 1), number, np.float32)})
+
+        assert (await served.infer(counting_to(3))).raw_output_contents[0] == np.float32(3).tobytes()
+        assert (await failure_of(served.infer(counting_to(1e12))))[0] is grpc.StatusCode.INTERNAL
+        assert (await served.infer(counting_to(4))).raw_output_contents[0] == np.float32(4).tobytes()
+        assert await served.metric("paceline_hung_executions", 'model="m",version="1"') == 1
+        await eventually_async(lambda: not served.server.repository.hangs, "the end of what hung")
 
 
 class Loading(MemoryModel):

@@ -84,7 +84,7 @@ def test_run_options_name_a_graph_be_it_none_but_for_tensorrts_own() -> None:
     ):
         assert made.get_run_config_entry("gpu_graph_id") == "-1"
         assert made.get_run_config_entry("memory.enable_memory_arena_shrinkage") == "cpu:0"
-    assert run_options(OnnxOptions(), gpu) is None
+    assert run_options(OnnxOptions(), Device()).get_run_config_entry("gpu_graph_id") == "-1"
     assert staged_run_options(OnnxOptions(), gpu, 3).get_run_config_entry("gpu_graph_id") == "3"
     theirs = OnnxOptions(tensorrt={"trt_cuda_graph_enable": "True"})
     with pytest.raises(RuntimeError):
