@@ -9,6 +9,7 @@ BackendError
         ├── OutOfMemory     there wasn't memory enough, on the device or beside it, for so large a batch
         ├── InstanceLost    it won't execute anything any more; another instance may
         │   ├── DeviceLost      the device is gone, or refuses everything from now on
+        │   ├── StalePlan       its session has plans for another execution; nothing of this batch was computed
         │   └── ProcessError    the process that runs the model ended
         │       └── ProcessGone     and that before it had begun on this batch
         └── UpstreamFailed  another server, which executes, isn't there or takes nothing
@@ -25,6 +26,7 @@ __all__ = [
     "ProcessError",
     "ProcessGone",
     "SessionError",
+    "StalePlan",
     "UpstreamFailed",
     "UpstreamRefused",
 ]
@@ -60,6 +62,10 @@ class InstanceLost(SessionError):
 
 class DeviceLost(InstanceLost):
     """The device is gone, or refuses everything from now on."""
+
+
+class StalePlan(InstanceLost):
+    """An execution that would go by what its session planned for another one; nothing was computed."""
 
 
 class UpstreamRefused(ExecutionError):

@@ -33,11 +33,10 @@ from backends.base import (
 )
 from backends.cuda_accelerator import open_cuda
 from backends.cuda_driver import count_gpus
-from backends.errors import DeviceError, ExecutionError, LoadError
+from backends.errors import DeviceError, ExecutionError, LoadError, StalePlan
 from backends.onnx_captures import captures
 from backends.onnx_instance import OnnxInstance
 from backends.onnx_options import OnnxOptions, parse_options, without_graphs
-from backends.onnx_plans import StalePlan
 from backends.onnx_sessions import CUDA, OpenSession, open_session, probe_cuda
 from backends.onnx_shapes import without_shape
 from backends.onnx_shared import why_not_staged

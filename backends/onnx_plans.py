@@ -13,18 +13,14 @@ from __future__ import annotations
 import re
 from collections.abc import Hashable
 
-from backends.errors import ExecutionError, InstanceLost
+from backends.errors import ExecutionError, StalePlan
 
-__all__ = ["Plans", "StalePlan"]
+__all__ = ["Plans"]
 
 _IN_CONVOLUTION = re.compile(r"running \w*Conv\w* node\b(?:\. Name:'(.*?)' )?")
 """Those of ConvTranspose, FusedConv and NhwcConv note shapes likewise."""
 
 _MOST_FAILED = 8
-
-
-class StalePlan(InstanceLost):
-    """An execution that would go by the plans for another one; nothing was computed."""
 
 
 class Plans:

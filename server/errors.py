@@ -36,6 +36,7 @@ from backends.errors import (
     ProcessError,
     ProcessGone,
     SessionError,
+    StalePlan,
     UpstreamFailed,
     UpstreamRefused,
 )
@@ -183,6 +184,7 @@ STATUS_OF: dict[type[BaseException], grpc.StatusCode] = {
     # Not a status that clients take elsewhere: tensors can break a device, the next one too.
     InstanceLost: grpc.StatusCode.INTERNAL,
     DeviceLost: grpc.StatusCode.INTERNAL,
+    StalePlan: grpc.StatusCode.INTERNAL,
     # Their own is the upstream's, see status_of.
     UpstreamFailed: grpc.StatusCode.UNAVAILABLE,
     UpstreamRefused: grpc.StatusCode.INTERNAL,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from backends.errors import ExecutionError, InstanceLost, OutOfMemory
-from backends.onnx_plans import Plans, StalePlan
+from backends.errors import ExecutionError, InstanceLost, OutOfMemory, StalePlan
+from backends.onnx_plans import Plans
 
 NODE = "onnx runtime error 1: Non-zero status code returned while running {} node. Name:'{}' Status Message: why"
 

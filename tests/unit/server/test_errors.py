@@ -23,6 +23,7 @@ from backends.errors import (
     LoadError,
     OutOfMemory,
     SessionError,
+    StalePlan,
     UpstreamFailed,
     UpstreamRefused,
 )
@@ -117,6 +118,7 @@ def test_table_names_nothing_that_is_gone() -> None:
         (SessionError("x"), Code.INTERNAL),
         (OutOfMemory("x"), Code.RESOURCE_EXHAUSTED),
         (DeviceLost("x"), Code.INTERNAL),
+        (StalePlan("x"), Code.INTERNAL),
         (NoInstance(), Code.UNAVAILABLE),
         (LoadError("x"), Code.INTERNAL),
         (DeviceError("x"), Code.INTERNAL),
