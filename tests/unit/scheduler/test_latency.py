@@ -105,6 +105,24 @@ def test_longest_bounds_every_estimate_also_beyond_what_was_seen() -> None:
             assert all(model.expected_ns("k", size) <= model.longest_ns for size in range(1, 65))
 
 
+@pytest.mark.parametrize("before", [0, 500])
+def test_longest_forgets_an_outlier_within_some_hundred_measurements(before: int) -> None:
+    model = learned(*[2_000_000] * before, 2 * SECOND)
+    assert model.longest_ns == 4 * SECOND
+    for _ in range(150):
+        model.observe("k", 1, 2_000_000, 0)
+    assert 2_000_000 < model.longest_ns < 10_000_000
+
+
+def test_longest_keeps_to_what_is_estimated_of_keys_that_have_become_rare() -> None:
+    model = LatencyModel(64)
+    for rows, duration_ns in ((1, SECOND), (2, 2 * SECOND), (1, SECOND), (2, 2 * SECOND)):
+        model.observe("rare", rows, duration_ns, 0)
+    for _ in range(1_000):
+        model.observe("k", 1, 2_000_000, 0)
+    assert 64 * SECOND == model.expected_ns("rare", 64) <= model.longest_ns
+
+
 def test_observe_of_endless_sizes_stays_bounded() -> None:
     model = LatencyModel(1_024)
     for key in range(20):
