@@ -14,7 +14,7 @@ import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from typing import Any, TypeVar
 
 from backends.base import Abandonable, Device, ModelInstance, Mortal, Slotted, Tensors
@@ -331,9 +331,13 @@ class Instances:
             self._close_model()
 
     def _close(self, instances: Sequence[Instance]) -> None:
-        """Blocks."""
-        for instance in instances:
-            instance.close()
+        """Blocks. What one of them raises keeps neither the others nor the model open."""
+        with ExitStack() as closing:
+            closing.callback(self._leave_model)
+            for instance in reversed(instances):
+                closing.callback(instance.close)
+
+    def _leave_model(self) -> None:
         self._model_is_left = True
         self._close_model()
 

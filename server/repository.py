@@ -230,7 +230,7 @@ class Repository:
         for task in self._operations:
             task.cancel()
         self._loads.stop()
-        await asyncio.gather(*(model.stop() for model in self.models), *self._leaving.values())
+        await asyncio.gather(*map(_stop, self.models), *self._leaving.values())
 
     def abandon(self) -> None:
         """Stop every model now."""
@@ -356,9 +356,7 @@ class Repository:
 
     async def _leave(self, entry: Entry[ServedModel], model: ServedModel) -> None:
         try:
-            await model.stop()
-        except Exception:  # noqa: BLE001 - a backend's; nobody waits for it
-            _log.exception("model '%s' version %s could not be closed", model.name, model.version)
+            await _stop(model)
         finally:
             self._hung = [one for one in (*self._hung, model) if one.hangs]
             del self._leaving[model]
@@ -384,6 +382,13 @@ class Repository:
         if reason != UNLOADED:
             return ModelNotReady(f"model '{name}' version {version} is not at ready state: {reason}")
         return ModelNotFound(f"model '{name}' version {version} is not found; versions served: {list(entry.serving)}")
+
+
+async def _stop(model: ServedModel) -> None:
+    try:
+        await model.stop()
+    except Exception:  # noqa: BLE001 - a backend's; other models are to be stopped, too
+        _log.exception("model '%s' version %s could not be closed", model.name, model.version)
 
 
 def _reason(model: str, error: Exception) -> str:

@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from backends.base import Backend, ModelSpec, TensorSpec
+from backends.base import Backend, Device, ModelSpec, TensorSpec
 from backends.errors import LoadError
-from backends.memory import MemoryBackend, MemoryModel
+from backends.memory import MemoryBackend, MemoryInstance, MemoryModel
 from scheduler.errors import BatcherClosed
 from server.errors import InvalidRequest, ModelNotFound, ModelNotReady
 from server.loading import Loads, always
@@ -191,6 +191,29 @@ async def test_stop_executes_what_is_queued_and_closes_everything(bench: Bench) 
     assert all(future.done() and future.exception() is None for future in futures)
     assert opened.closed
     assert opened.open_instances == 0
+
+
+class UnclosableInstance(MemoryInstance):
+    def close(self) -> None:
+        raise LookupError("it can't be closed")
+
+
+class UnclosableModel(MemoryModel):
+    """The last one of two instances raises when it is closed."""
+
+    def instance(self, spec: ModelSpec, device: Device) -> MemoryInstance:
+        return UnclosableInstance(self, spec, device) if self.open_instances else super().instance(spec, device)
+
+
+async def test_stop_closes_the_others_where_one_instance_raises(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
+    other = bench.add("other")
+    bench.add("m", config="instance_group { count: 2 }")
+    opened = bench.models["m"] = UnclosableModel(SPEC)
+    repository = await bench.load()
+    await repository.stop()
+    assert (opened.open_instances, opened.closed) == (0, True)
+    assert (other.open_instances, other.closed) == (0, True)
+    assert [one.message for one in caplog.records if one.exc_info] == ["model 'm' version 1 could not be closed"]
 
 
 async def test_stop_twice_and_abandon_afterwards_do_nothing_more(bench: Bench) -> None:
