@@ -90,12 +90,12 @@ class Channel:
 
     # hot path: 2 us and a system call
     def flush(self) -> None:
-        """Send what was collected now."""
-        if not self._collected or self._closed:
-            self._collected.clear()
+        """Send what was collected now. Raises ValueError for what can't be marshalled, and then nothing of it is sent;
+        what comes later is."""
+        messages, self._collected = self._collected, []
+        if not messages or self._closed:
             return
-        data = frame(self._collected)
-        self._collected.clear()
+        data = frame(messages)
         if self._unsent:
             self._unsent += data
             return

@@ -54,6 +54,18 @@ async def ends() -> AsyncIterator[Pair]:
         end.link.close()
 
 
+async def test_message_that_is_none_is_told_of_and_those_of_later_iterations_arrive(ends: Pair) -> None:
+    here, there = ends
+    told: list[object] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: told.append(context["exception"]))
+    here.link.send((HELLO, object()))
+    await asyncio.sleep(0)
+    assert [type(one) for one in told] == [ValueError]
+    here.link.send((HELLO, 2))
+    await eventually_async(lambda: there.got, "the next message")
+    assert there.got == [(HELLO, 2)]
+
+
 async def test_messages_of_one_iteration_arrive_in_order_and_at_once(ends: Pair) -> None:
     here, there = ends
     for number in range(100):
