@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -80,7 +81,8 @@ def read_inputs(arguments: Iterable[str]) -> dict[str, GivenTensor]:
 
 def _read_input(argument: str) -> dict[str, GivenTensor]:
     name, separator, value = argument.partition("=")
-    if separator and not Path(argument).is_file():
+    # Unlike `Path.is_file` this takes JSON of any length for no file.
+    if separator and not os.path.isfile(argument):
         return {name: _read_value(name, value)}
     suffix = Path(argument).suffix
     if suffix == ".npz":

@@ -49,6 +49,11 @@ def test_read_inputs_json_text_is_nested_lists() -> None:
     }
 
 
+@pytest.mark.parametrize("elements", [100, 10_000])
+def test_read_inputs_json_text_may_be_longer_than_a_file_is_named(elements: int) -> None:
+    assert read_inputs([f"x={list(range(elements))}"])["x"].array.tolist() == list(range(elements))
+
+
 def test_read_inputs_json_file_is_one_array_or_many(tmp_path: Path) -> None:
     one = write_json(tmp_path / "one.json", [[1.5]])
     many = write_json(tmp_path / "many.json", {"y": ["a"], "inputs": [[1]]})
