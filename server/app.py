@@ -134,8 +134,6 @@ class _Front(Protocol):
 
     async def stop(self, grace_s: float) -> None: ...
 
-    async def wait_for_termination(self) -> None: ...
-
     @property
     def is_open(self) -> bool: ...
 
@@ -289,10 +287,6 @@ class Server:
         if self._settings.frontends == 1:
             await self._inference.refuse_until_quiet()
         self._front.leave()
-
-    async def wait_for_termination(self) -> None:
-        """Return once the gRPC server has ended."""
-        await self._front.wait_for_termination()
 
     def _fronts(self) -> Fleet | None:
         """The processes that speak gRPC, if it isn't this one."""

@@ -133,11 +133,6 @@ class Listener:
         if self._leaving is not None:
             await self._leaving
 
-    async def wait_for_termination(self) -> None:
-        """Return once gRPC's server has ended."""
-        if self._server is not None:
-            await self._server.wait_for_termination()
-
 
 async def _to_its_end(starting: Coroutine[Any, Any, None]) -> None:
     """Await gRPC's start, which takes no time; cancelled halfway through it couldn't be stopped in order."""

@@ -51,7 +51,7 @@ async def _serve(repository: Path) -> None:
     await server.start()
     message = f"ready: gRPC on 127.0.0.1:{server.grpc_port}, metrics on port {server.metrics_port}"
     print(json.dumps({"message": message}), file=sys.stderr, flush=True)
-    await server.wait_for_termination()
+    await asyncio.Event().wait()  # until the process is ended
 
 
 if __name__ == "__main__":

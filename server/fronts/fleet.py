@@ -179,10 +179,6 @@ class Fleet:
         if self._port_holder is not None:
             self._port_holder.close()
 
-    async def wait_for_termination(self) -> None:
-        """Return once all fronts have ended for good."""
-        await asyncio.gather(*(front.ended.wait() for front in self._fronts))
-
     @property
     def state(self) -> Message:
         """What fronts are told of the server as a whole."""
@@ -255,7 +251,6 @@ class _Front:
         self.desk: Desk | None = None
         self.is_open = False
         self.listens: asyncio.Future[None] = asyncio.Future()
-        self.ended = asyncio.Event()
 
     def start(self) -> None:
         self._keeping = asyncio.get_running_loop().create_task(self._keep())
@@ -275,26 +270,23 @@ class _Front:
     async def _keep(self) -> None:
         """Start it, and again whenever it has died, until the server stops."""
         pause_s = _FIRST_PAUSE_S
-        try:
-            while not self._fleet.stopping:
-                born_s = time.monotonic()
-                try:
-                    how = f"ended with status {await self._live()}"
-                except OSError as error:
-                    how = f"could not be started: {error.strerror}"
-                if self._fleet.stopping:
-                    break
-                if not self.listens.done():
-                    self.listens.set_exception(StartError(f"a front {how} before it listened"))
-                    break
-                pause_s = _FIRST_PAUSE_S if time.monotonic() - born_s > _YOUNG_S else pause_s
-                _log.error("front %d %s; the next one in %g s", self._number, how, pause_s)
-                self._fleet.restarts += 1
-                with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self._fleet.ending.wait(), pause_s)
-                pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
-        finally:
-            self.ended.set()
+        while not self._fleet.stopping:
+            born_s = time.monotonic()
+            try:
+                how = f"ended with status {await self._live()}"
+            except OSError as error:
+                how = f"could not be started: {error.strerror}"
+            if self._fleet.stopping:
+                break
+            if not self.listens.done():
+                self.listens.set_exception(StartError(f"a front {how} before it listened"))
+                break
+            pause_s = _FIRST_PAUSE_S if time.monotonic() - born_s > _YOUNG_S else pause_s
+            _log.error("front %d %s; the next one in %g s", self._number, how, pause_s)
+            self._fleet.restarts += 1
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._fleet.ending.wait(), pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
     async def _live(self) -> int:
         """One process, from its start to its end; its exit status."""
