@@ -56,7 +56,6 @@ class ServedModel:
         self.platform = loaded.opened.platform
         self.max_batch_rows = loaded.plan.max_batch_rows
         self.remote = isinstance(loaded.opened, RemoteModel)
-        self.counts_bytes = room is not None or loaded.plan.policy.limits.max_bytes > 0
         # Whether outputs are written to GPUs' memory on the instances' threads.
         self.leaves_outputs = self.spec.by_rows
         # Apart from its number, which begins anew with every load, what a caller gets to see as the id of a batch.

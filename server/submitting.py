@@ -32,24 +32,13 @@ def submit(flight: InFlight, model: ServedModel, decoded: DecodedRequest, arrive
     """Have the batcher run the request, which came at `arrived_ns` (0: now): what it gives back, or for a request that
     is split a task of `submit_parts`."""
     asked, inputs, targets = decoded.asked, decoded.inputs, decoded.targets
+    how = _how(flight, decoded)
     if 0 < model.max_batch_rows < asked.rows:
-        whole = asyncio.ensure_future(
-            submit_parts(model.batcher, inputs, asked.rows, asked.key, **_how(flight, model, decoded))
-        )
+        whole = asyncio.ensure_future(submit_parts(model.batcher, inputs, asked.rows, asked.key, **how))
         model.in_parts(whole)
         return whole
-    parameters = asked.parameters
-    return model.batcher.submit(
-        _directed(model, inputs, targets),
-        asked.rows,
-        asked.key,
-        size_bytes=asked.size_bytes if asked.size_bytes >= 0 else _size_bytes(model, decoded),
-        priority=parameters.priority,
-        timeout_ns=parameters.timeout_ns,
-        rpc_deadline_ns=flight.deadline_ns,
-        tag=flight.watch,
-        arrived_ns=arrived_ns,
-    )
+    payload = _directed(model, inputs, targets)
+    return model.batcher.submit(payload, asked.rows, asked.key, arrived_ns=arrived_ns, **how)
 
 
 # hot path: see bench/
@@ -77,14 +66,6 @@ def _directed(model: ServedModel, inputs: Inputs, targets: Targets) -> Inputs:
     return inputs
 
 
-def _size_bytes(model: ServedModel, decoded: DecodedRequest) -> int:
-    """Of its inputs, if anybody wants to know."""
-    if not model.counts_bytes:
-        return 0
-    known = decoded.asked.size_bytes
-    return known if known >= 0 else sum(map(tensor_bytes, decoded.inputs))
-
-
 def submit_remote(
     flight: InFlight, model: ServedModel, decoded: DecodedRequest, carried: Carried, arrived_ns: int
 ) -> asyncio.Future[Any]:
@@ -93,7 +74,7 @@ def submit_remote(
     asked, inputs = decoded.asked, cast("Tensors", decoded.inputs)
     payload = RemoteRequest(inputs, asked.outputs, flight.deadline_ns, flight.request.id, *carried, spec=asked.spec)
     key = asked.key, carried.key
-    how = _how(flight, model, decoded)
+    how = _how(flight, decoded)
     if 0 < model.max_batch_rows < asked.rows:
         parts = submit_parts(
             model.batcher,
@@ -110,10 +91,10 @@ def submit_remote(
     return model.batcher.submit(payload, asked.rows, key, arrived_ns=arrived_ns, **how)
 
 
-def _how(flight: InFlight, model: ServedModel, decoded: DecodedRequest) -> dict[str, Any]:
-    parameters = decoded.asked.parameters
+def _how(flight: InFlight, decoded: DecodedRequest) -> dict[str, Any]:
+    parameters, known_bytes = decoded.asked.parameters, decoded.asked.size_bytes
     return {
-        "size_bytes": _size_bytes(model, decoded),
+        "size_bytes": known_bytes if known_bytes >= 0 else sum(map(tensor_bytes, decoded.inputs)),
         "priority": parameters.priority,
         "timeout_ns": parameters.timeout_ns,
         "rpc_deadline_ns": flight.deadline_ns,
