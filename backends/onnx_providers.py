@@ -55,9 +55,9 @@ def ready_accelerator(name: str, path: Path, options: OnnxOptions, device: Devic
     ready = replace(options, session_entries={**options.session_entries, _RECORD: "1"})
     if asked is None or device.kind is DeviceKind.CPU:
         return ready
-    tensorrt = {**asked, **_engine_cache(name, asked, options.cache_directory, device)}
+    tensorrt = {**asked, **_engine_cache(name, asked, options.cache_directory)}
     if not any(key.startswith("trt_profile_") for key in asked):
-        tensorrt |= _profile(name, path, options, device)
+        tensorrt |= _profile(name, path, options)
     return replace(ready, tensorrt={**tensorrt, "device_id": str(device.index)})
 
 
@@ -118,7 +118,7 @@ def _available(provider: str, name: str, hint: str) -> str:
     return provider
 
 
-def _engine_cache(name: str, asked: Mapping[str, str], flag: str, device: Device) -> dict[str, str]:
+def _engine_cache(name: str, asked: Mapping[str, str], flag: str) -> dict[str, str]:
     """Where engines are kept: building one takes minutes. Nobody is refused for a place that they didn't ask for."""
     if asked.get(ENGINE_CACHE) == "False":
         return {}
@@ -146,7 +146,7 @@ def _cache_home() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "paceline"
 
 
-def _profile(name: str, path: Path, options: OnnxOptions, device: Device) -> dict[str, str]:
+def _profile(name: str, path: Path, options: OnnxOptions) -> dict[str, str]:
     """Shapes that the model itself and the largest batch tell; without, TensorRT builds another engine for each shape
     beyond those that it has seen."""
     made = ort.SessionOptions()

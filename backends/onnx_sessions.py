@@ -26,7 +26,7 @@ from backends.accelerator import Accelerator, Lanes, open_lanes
 from backends.base import Device, DeviceKind
 from backends.errors import DeviceError, DeviceLost, LoadError
 from backends.onnx_captures import captures
-from backends.onnx_failures import device_failure, failure, reason_of
+from backends.onnx_failures import device_failure, reason_of
 from backends.onnx_options import OnnxOptions, without_graphs
 from backends.onnx_plans import Plans
 from backends.onnx_providers import (
@@ -42,7 +42,6 @@ __all__ = [
     "NO_GRAPH",
     "PROBE_MODEL",
     "OpenSession",
-    "failure",
     "open_session",
     "prepare_cuda",
     "probe_cuda",

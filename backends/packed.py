@@ -24,11 +24,10 @@ class Layout:
     """What tensors of so many bytes are: `tensors` are their dtypes, shapes and sizes in bytes, all in C order and
     little endian. Known by identity."""
 
-    __slots__ = ("rows", "size_bytes", "tensors")
+    __slots__ = ("rows", "tensors")
 
     def __init__(self, tensors: Sequence[tuple[np.dtype[Any], tuple[int, ...], int]]) -> None:
         self.tensors = tuple(tensors)
-        self.size_bytes = sum(size_bytes for *_, size_bytes in tensors)
         self.rows = tensors[0][1][0] if tensors and tensors[0][1] else 0
         """Of each request, where axis 0 is the batch's."""
 

@@ -38,10 +38,6 @@ class Nvml:
         self._library = library
         self._handles = dict(map(self._find, uuids))
 
-    @property
-    def uuids(self) -> Sequence[str]:
-        return list(self._handles)
-
     def read(self) -> list[GpuReading]:
         """Of each GPU. Blocks."""
         return [self._read(uuid, handle) for uuid, handle in self._handles.items()]

@@ -21,7 +21,7 @@ from backends.transport.channel import Channel, socket_pair
 from backends.transport.frames import Message
 from backends.transport.gathering import Gathering
 from backends.transport.memory import Memory, Window, new_region
-from backends.transport.parcel import Parcel, pack, packed_start, unpack
+from backends.transport.parcel import Parcel, pack, unpack
 
 __all__ = ["FIRST_KIND", "Link", "RemoteEnd", "connect"]
 
@@ -155,13 +155,8 @@ class Link:
     def pack(self, arrays: Sequence[Array]) -> Parcel | None:
         """Copy `arrays` to where the other end finds them. None if this end's memory has no room now.
 
-        The parcel must be sent and unpacked there, or discarded. Raises as `parcel.pack`."""
+        The parcel must be sent and unpacked there. Raises as `parcel.pack`."""
         return pack(arrays, self._own)
-
-    def discard(self, parcel: Parcel) -> None:
-        """Take back what was packed and not sent."""
-        if (start := packed_start(parcel)) is not None:
-            self._own.free(start)
 
     # hot path
     def unpack(self, parcel: Parcel) -> tuple[Array, ...]:

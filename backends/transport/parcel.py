@@ -16,7 +16,7 @@ from backends.base import MISSING, Array
 from backends.transport.arena import ALIGNMENT
 from backends.transport.memory import Memory, Window
 
-__all__ = ["Parcel", "is_inline", "pack", "pack_inline", "packed_start", "unpack"]
+__all__ = ["Parcel", "is_inline", "pack", "pack_inline", "unpack"]
 
 _INLINE_BYTES = 8 * 1024
 """Up to so many bytes a tensor rides in the message. A place has to be found, made an array, dropped and given back,
@@ -34,7 +34,7 @@ Parcel: TypeAlias = tuple[int, int, tuple[Tensor, ...]]
 
 # hot path: 1 us for a small tensor, 3 us and the copy for others
 def pack(arrays: Sequence[Array], memory: Memory) -> Parcel | None:
-    """A parcel of `arrays`, copied; its place is taken until `packed_start` of it is freed. None if there is no room.
+    """A parcel of `arrays`, copied; its place is taken until the start of that is freed. None if there is no room.
 
     Raises TypeError or ValueError for elements of object arrays that aren't `bytes`, or have 4 GiB.
     """
@@ -79,11 +79,6 @@ def pack_inline(arrays: Sequence[Array]) -> Parcel:
             data = _elements(array) if array.dtype.hasobject else array
             tensors.append((array.dtype.str, array.shape, data.tobytes()))
     return 0, 0, tuple(tensors)
-
-
-def packed_start(parcel: Parcel) -> int | None:
-    """The start of the parcel's place; None if it has none."""
-    return parcel[0] if parcel[1] else None
 
 
 # hot path: 0.5 us for a small tensor, 1.5 us for others

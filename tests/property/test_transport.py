@@ -17,7 +17,7 @@ from backends.base import MISSING, Array
 from backends.transport.arena import ALIGNMENT, Arena
 from backends.transport.frames import FrameReader, frame
 from backends.transport.memory import Memory, Window, new_region
-from backends.transport.parcel import pack, packed_start, unpack
+from backends.transport.parcel import pack, unpack
 
 UNITS = 24
 
@@ -135,8 +135,8 @@ def test_tensors_arrive_as_they_were_and_leave_nothing_taken(arrays: list[Array]
         assert got.dtype.hasobject or got is MISSING or not got.flags.writeable
     sent, got = (), None
     del received
-    start = packed_start(parcel)
-    assert gone == ([] if start is None else [start])
+    start, size_bytes, _ = parcel
+    assert gone == ([start] if size_bytes else [])
     for start in gone:
         memory.free(start)
     assert memory.used_bytes == 0

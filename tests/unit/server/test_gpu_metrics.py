@@ -100,7 +100,7 @@ def test_what_a_gpu_does_not_tell_is_left_open() -> None:
 
 def test_slice_of_a_gpu_is_found_by_its_own_kind_of_name() -> None:
     name = FIRST.replace("GPU-", "MIG-")
-    assert Nvml(Library(known=(name,)), [FIRST]).uuids == [name]
+    assert [one.uuid for one in Nvml(Library(known=(name,)), [FIRST]).read()] == [name]
 
 
 def test_library_without_a_driver_says_so() -> None:
