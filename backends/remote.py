@@ -188,8 +188,8 @@ class RemoteModel:
     def platform(self) -> str:
         return self._platform
 
-    def instance(self, number: int = 0) -> RemoteInstance:
-        """One of those that send a batch each at the same time."""
+    def instance(self, number: int) -> RemoteInstance:
+        """That of this number, of those that send a batch each at the same time."""
         return RemoteInstance(self, number)
 
     def close(self) -> None:
@@ -199,7 +199,7 @@ class RemoteModel:
 class RemoteInstance:
     """Has one batch under way at a time and blocks nobody: `execute` is awaited; a `ModelInstance` needs a thread."""
 
-    def __init__(self, model: RemoteModel, number: int = 0) -> None:
+    def __init__(self, model: RemoteModel, number: int) -> None:
         self._model = model
         self._connection = number
 

@@ -283,11 +283,11 @@ class Instances:
         _log.warning("model '%s' version %s: an instance is replaced", self._loaded.name, self._loaded.version)
         self._on_change()
 
-    def _open(self, device: Device) -> Instance:
+    def _open(self, device: Device) -> ModelInstance:
         """Blocks."""
         opened, plan = self._loaded.opened, self._loaded.plan
-        if isinstance(opened, RemoteModel):
-            return opened.instance()
+        # Nothing limits executions on another server but deadlines of calls, and none of its devices is lost here.
+        assert not isinstance(opened, RemoteModel)
         instance = opened.instance(plan.spec, device)
         if self._stays_cold or self._loaded.warm_up is None:
             return instance
