@@ -270,15 +270,12 @@ class Batcher(Generic[P, R]):
         self._accepts = False
         self.take_announced()
         self._stopped = True
-        self._queue.flush()
-        # With an instance for each request, everything leaves.
-        step = self._queue.poll(self._clock.now_ns(), self._queue.requests)
         for runner, batch in self._ahead.next.items():
             runner.take_back()
             self._queue.release(batch)
-        late = (*step.expired, *(one.entry for one in step.unreachable))
-        batches = (*step.batches, *self._running.values(), *self._ahead.next.values())
-        for entries in (late, *(batch.entries for batch in batches), *(group.entries for group in self._suspects)):
+        batches = (*self._running.values(), *self._ahead.next.values())
+        left = (*(batch.entries for batch in batches), *(group.entries for group in self._suspects))
+        for entries in (self._queue.take_all(), *left):
             self._delivery.give_up(entries, Drop.CLOSED, BatcherClosed)
         self._alarm.close()
         self._turns.close()
