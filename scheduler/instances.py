@@ -17,7 +17,7 @@ from scheduler.latency import LatencyModel
 from scheduler.pending import Pending
 from scheduler.runner import Runner
 from scheduler.shortages import Shortages
-from scheduler.slots import FreeRunners, Slots, Whole
+from scheduler.slots import Slots
 from scheduler.watchdog import Watchdog
 
 __all__ = ["Hangs", "Instances"]
@@ -63,7 +63,7 @@ class Instances(Generic[P, R]):
         self._shortages: Shortages[Hashable] = Shortages()
         # Free runners of instances that rest.
         self._held: set[Runner[P, R]] = set()
-        self.slots: FreeRunners[Runner[P, R]] = Slots(instance_of) if instance_of else Whole()
+        self.slots: Slots[Runner[P, R]] = Slots(self._instance_of)
         self.running: dict[Runner[P, R], Batch[Pending[P, R]]] = {}
         self.ahead: Ahead[Runner[P, R], Pending[P, R]] = Ahead()
 

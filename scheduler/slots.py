@@ -8,78 +8,16 @@ further ones are taken ahead of theirs.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
 
-__all__ = ["FreeRunners", "Slots", "Whole"]
+__all__ = ["Slots"]
 
 R = TypeVar("R")
 
 
-class FreeRunners(Protocol[R]):
-    """What the batcher asks of them."""
-
-    @property
-    def idle(self) -> int:
-        """Instances that execute nothing."""
-
-    @property
-    def ahead(self) -> int:
-        """Batches that could be taken besides those of `idle`, ahead of their turn."""
-
-    @property
-    def free(self) -> int:
-        """Runners, of whichever instances."""
-
-    def add(self, runner: R) -> None:
-        """`runner` is free, for the first time."""
-
-    def back(self, runner: R) -> None:
-        """`runner`, which `take` gave, is free again."""
-
-    def take(self) -> R:
-        """A runner of an instance that is idle, the one that was so last, as its caches are warm; else one of a busy
-        instance. There has to be one."""
-
-    def put_last(self, runner: R) -> None:
-        """If `runner` is free, all others come before it, and their instances before its own."""
-
-    def remove(self, runner: R) -> None:
-        """`runner` gets nothing more, free or not."""
-
-
-class Whole(Generic[R]):
-    """Free runners of which each is an instance."""
-
-    def __init__(self) -> None:
-        self._free: list[R] = []
-
-    @property
-    def idle(self) -> int:
-        return len(self._free)
-
-    free = idle
-    ahead = 0
-
-    def add(self, runner: R) -> None:
-        self._free.append(runner)
-
-    back = add
-
-    def take(self) -> R:
-        return self._free.pop()
-
-    def put_last(self, runner: R) -> None:
-        if runner in self._free:
-            self._free.remove(runner)
-            self._free.insert(0, runner)
-
-    def remove(self, runner: R) -> None:
-        if runner in self._free:
-            self._free.remove(runner)
-
-
 class Slots(Generic[R]):
-    """Free runners. `group_of` tells which instance a runner is a slot of."""
+    """Free runners. `group_of` tells which instance a runner is a slot of, or is; `free` is how many there are, of
+    whichever instances."""
 
     def __init__(self, group_of: Callable[[R], Hashable]) -> None:
         self._group_of = group_of
@@ -93,24 +31,31 @@ class Slots(Generic[R]):
 
     @property
     def idle(self) -> int:
+        """Instances that execute nothing."""
         return len(self._idle)
 
     @property
     def ahead(self) -> int:
+        """Batches that could be taken besides those of `idle`, ahead of their turn."""
         return self.free - len(self._idle)
 
     def add(self, runner: R) -> None:
+        """`runner` is free, for the first time."""
         group = self._group_of(runner)
         self._free.setdefault(group, []).append(runner)
         self.free += 1
         self._file(group)
 
-    # hot path of instances with slots
+    # hot path: 1 us with `take`
     def back(self, runner: R) -> None:
+        """`runner`, which `take` gave, is free again."""
         self._end(self._group_of(runner))
         self.add(runner)
 
+    # hot path
     def take(self) -> R:
+        """A runner of an instance that is idle, the one that was so last, as its caches are warm; else one of a busy
+        instance. There has to be one."""
         group = self._idle.popitem()[0] if self._idle else next(iter(self._busy))
         free = self._free[group]
         runner = free.pop()
@@ -124,6 +69,7 @@ class Slots(Generic[R]):
         return runner
 
     def put_last(self, runner: R) -> None:
+        """If `runner` is free, all others come before it, and their instances before its own."""
         group = self._group_of(runner)
         free = self._free.get(group, [])
         if runner in free:
@@ -134,6 +80,7 @@ class Slots(Generic[R]):
             self._idle = {group: None, **self._idle}
 
     def remove(self, runner: R) -> None:
+        """`runner` gets nothing more, free or not."""
         group = self._group_of(runner)
         free = self._free.get(group, [])
         if runner not in free:
