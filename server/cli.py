@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import os
 import re
 import signal
@@ -21,7 +20,7 @@ from server.backend_config import parse_backend_config
 from server.batch_policy import BatchDefaults
 from server.config import ControlMode, Settings
 from server.errors import StartError
-from server.flags import TEXT, flag, network_flags, network_settings
+from server.flags import AMOUNT, POSITIVE_AMOUNT, TEXT, flag, network_flags, network_settings
 from server.kserve import models_to_serve
 from server.log_output import exit_now, take_stderr
 from server.loop import SWITCH_INTERVAL_S, new_loop
@@ -68,16 +67,6 @@ def main() -> None:
     """A gRPC inference server that batches."""
 
 
-class _Amount(click.FloatRange):
-    """A number up to a million; the event loop's timers end somewhere, and NaN is within every range."""
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        number: float = super().convert(value, param, ctx)
-        if math.isnan(number):
-            self.fail("expected a number, got nan", param, ctx)
-        return number
-
-
 class _ModelPath(click.Path):
     """Where models lie. Nothing at all, as of a variable that is empty or a colon too many, would be the folder that
     the server is started in."""
@@ -89,9 +78,8 @@ class _ModelPath(click.Path):
 
 
 _MODEL_PATH = _ModelPath(path_type=Path)
-_AMOUNT = _Amount(0, 1_000_000)
 _MOST_US = 10**12
-"""A million seconds too."""
+"""A million seconds, as of `AMOUNT`."""
 _MOST_ROWS = 2**31 - 1
 """Of `max_batch_size` in a model's configuration."""
 
@@ -126,9 +114,9 @@ _MOST_ROWS = 2**31 - 1
 @flag("metrics-port", 8002, "Port for GET /metrics; 0 takes a free one.", type=click.IntRange(0, 65535))
 @flag("allow-client-shm", False, "Whether clients may register shared memory of theirs.", type=bool)
 @flag("max-client-shm-regions", 256, "Shared memory regions that may be registered.", type=click.IntRange(1))
-@flag("drain-grace-secs", 0.0, "How long to take requests at the end, while not ready any more.", type=_AMOUNT)
-@flag("exit-timeout-secs", 30.0, "Grace for accepted requests at the end.", type=_AMOUNT)
-@flag("execution-timeout-secs", 0.0, "Longest execution before its instance is replaced; 0: none is.", type=_AMOUNT)
+@flag("drain-grace-secs", 0.0, "How long to take requests at the end, while not ready any more.", type=AMOUNT)
+@flag("exit-timeout-secs", 30.0, "Grace for accepted requests at the end.", type=AMOUNT)
+@flag("execution-timeout-secs", 0.0, "Longest execution before its instance is replaced; 0: none is.", type=AMOUNT)
 @flag("exit-on-error", False, "End if any model fails to load, instead of serving the others.", type=bool)
 @flag("strict-readiness", True, "Be ready only while every model is that should be.", type=bool)
 @flag(
@@ -137,7 +125,7 @@ _MOST_ROWS = 2**31 - 1
     "Serve all models (none), follow what changes on disk (poll), or load and unload by RPC (explicit).",
     type=click.Choice([mode.value for mode in ControlMode]),
 )
-@flag("repository-poll-secs", 15.0, "How often to look, in mode poll.", type=_Amount(0, 1_000_000, min_open=True))
+@flag("repository-poll-secs", 15.0, "How often to look, in mode poll.", type=POSITIVE_AMOUNT)
 @click.option(
     "--load-model",
     cls=Repeatable,
@@ -180,9 +168,9 @@ _MOST_ROWS = 2**31 - 1
     also="--max-batchsize",
 )
 @flag("max-queue-delay-microseconds", None, "Longest wait for company. *", type=click.IntRange(0, _MOST_US))
-@flag("max-latency", None, "The same in milliseconds, as KServe's batcher has it. *", type=_AMOUNT)
-@flag("max-batch-time", None, "The same in seconds, as MLServer has it. *", type=_AMOUNT)
-@flag("timeout", None, "Longest wait at all, in seconds. *", type=_AMOUNT)
+@flag("max-latency", None, "The same in milliseconds, as KServe's batcher has it. *", type=AMOUNT)
+@flag("max-batch-time", None, "The same in seconds, as MLServer has it. *", type=AMOUNT)
+@flag("timeout", None, "Longest wait at all, in seconds. *", type=AMOUNT)
 @flag("id", "paceline", "Name of this server in its metadata.", type=TEXT)
 @flag("log-level", "info", "Least important lines to log.", type=click.Choice(["debug", "info", "warning", "error"]))
 @flag("log-format", "text", "How to log.", type=click.Choice(["text", "json"]))

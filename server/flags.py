@@ -5,6 +5,7 @@ Lives here: these flags, and the settings that they are. Must not: flags about m
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from server.repeatable import Repeatable
 from server.restrictions import parse_restrictions
 from server.tls import TlsFiles
 
-__all__ = ["TEXT", "Decorator", "flag", "network_flags", "network_settings"]
+__all__ = ["AMOUNT", "POSITIVE_AMOUNT", "TEXT", "Decorator", "flag", "network_flags", "network_settings"]
 
 Decorator = Callable[[Any], Any]
 
@@ -37,7 +38,21 @@ class _Text(click.types.StringParamType):
         return text
 
 
+class _Amount(click.FloatRange):
+    """A number up to a million; the event loop's timers end somewhere, and NaN is within every range."""
+
+    def __init__(self, *, min_open: bool = False) -> None:
+        super().__init__(0, 1_000_000, min_open=min_open)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        number: float = super().convert(value, param, ctx)
+        if math.isnan(number):
+            self.fail("expected a number, got nan", param, ctx)
+        return number
+
+
 TEXT = _Text()
+AMOUNT, POSITIVE_AMOUNT = _Amount(), _Amount(min_open=True)
 
 
 def flag(name: str, default: object, what: str, *, also: str | None = None, **more: Any) -> Decorator:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.core import ParameterSource
 
-from server.flags import TEXT
+from server.flags import POSITIVE_AMOUNT, TEXT
 from server.repeatable import Repeatable
 
 if TYPE_CHECKING:
@@ -60,7 +59,6 @@ def _flag(name: str, default: Any, what: str, **more: Any) -> Callable[[Any], An
 
 
 _PATH = click.Path(path_type=Path)
-_SECONDS = click.FloatRange(0, 1_000_000, min_open=True)
 _DEFAULTS = UpstreamSettings("")
 _FLAGS = (
     _flag("upstream", None, "Batch for the server there instead of serving models.", metavar="HOST:PORT", type=TEXT),
@@ -83,8 +81,8 @@ _FLAGS = (
     _flag("upstream-batches", _DEFAULTS.batches, "Batches of a model under way.", type=click.IntRange(1, 1024)),
     _flag("upstream-calls", _DEFAULTS.calls, "The same where nothing is batched.", type=click.IntRange(1, 1024)),
     _flag("upstream-connections", _DEFAULTS.connections, "Connections to it.", type=click.IntRange(1, 64)),
-    _flag("upstream-timeout-secs", _DEFAULTS.timeout_secs, "Longest time that it may take.", type=_SECONDS),
-    _flag("upstream-health-secs", _DEFAULTS.health_secs, "How often to ask how it is.", type=_SECONDS),
+    _flag("upstream-timeout-secs", _DEFAULTS.timeout_secs, "Longest time that it may take.", type=POSITIVE_AMOUNT),
+    _flag("upstream-health-secs", _DEFAULTS.health_secs, "How often to ask how it is.", type=POSITIVE_AMOUNT),
     _flag(
         "upstream-header",
         (),
@@ -144,9 +142,6 @@ def _settings(given: dict[str, Any], *, has_tokens: bool) -> UpstreamSettings | 
     if target is None:
         return None
     _check_target(target)
-    for name in ("upstream_timeout_secs", "upstream_health_secs"):
-        if math.isnan(given[name]):  # within every range
-            raise click.UsageError(f"--{name.replace('_', '-')}: expected a number, got nan")
     known = {field.name for field in fields(UpstreamSettings)}
     values = {name.removeprefix("upstream_"): value for name, value in given.items()}
     assert values.keys() <= known

@@ -326,7 +326,7 @@ def test_every_flag_has_a_variable_and_help_says_which() -> None:
         (("m", "--upstream", "localhost:1"), "--upstream goes with no PATH"),
         (("--upstream", "localhost:1", "--allow-client-shm", "true"), "--upstream goes with no PATH"),
         (("--upstream", "localhost:1", "--model-control-mode", "poll"), "--upstream goes with no PATH"),
-        (("--upstream", "localhost:1", "--upstream-health-secs", "nan"), "--upstream-health-secs: expected a number"),
+        (("--upstream", "localhost:1", "--upstream-health-secs", "nan"), "Invalid value for '--upstream-health-secs'"),
         (
             ("--upstream", "localhost:1", "--upstream-root-cert", "f"),
             "the upstream's certificates need --upstream-use-ssl true",
