@@ -320,7 +320,7 @@ class Desk:
             self.fail(number, error)
 
     def fail(self, number: int, error: BaseException) -> None:
-        self._link.send((protocol.FAILED, number, *protocol.words_of(error)))
+        self._link.send((protocol.FAILED, number, *protocol.packed_error(error)))
 
     def _look_whether_quiet(self) -> None:
         if not self.requests:

@@ -37,9 +37,9 @@ __all__ = [
     "SUBMIT",
     "USAGE",
     "WHAT_IS_FULL",
-    "error_of",
+    "packed_error",
     "status_of_number",
-    "words_of",
+    "unpacked_error",
 ]
 
 # From the front.
@@ -58,7 +58,7 @@ CATALOGUE = FIRST_KIND + 7  # pickled Catalogue
 STATE = FIRST_KIND + 8  # whether it serves, is ready, stops, is live
 RESULT = FIRST_KIND + 9  # id, parcel of outputs, facts; to SUBMIT
 STALE = FIRST_KIND + 10  # id; to SUBMIT, for a model that is gone
-FAILED = FIRST_KIND + 11  # id, `words_of` the error; to SUBMIT and INFER
+FAILED = FIRST_KIND + 11  # id, and the `packed_error`; to SUBMIT and INFER
 ANSWER = FIRST_KIND + 12  # id, bytes of the response; to INFER and CALL
 PACKED = FIRST_KIND + 18  # id, parcel of the same; to INFER, where that is large
 ABORTED = FIRST_KIND + 13  # id, number of the status, text; to CALL
@@ -80,7 +80,7 @@ def status_of_number(number: int) -> grpc.StatusCode:
     return _STATUSES[number]
 
 
-def words_of(error: BaseException) -> tuple[str, str, str]:
+def packed_error(error: BaseException) -> tuple[str, str, str]:
     """What to send of an error: the name of its class, or of the base that the table of statuses has, its text, and the
     status that comes of what caused it, or ""."""
     for kind in type(error).__mro__:
@@ -99,7 +99,7 @@ def _status_by_cause(error: BaseException) -> str:
     return "" if code in (None, STATUS_OF[ExecutionFailed]) else code.name
 
 
-def error_of(name: str, text: str, status: str) -> BaseException:
+def unpacked_error(name: str, text: str, status: str) -> BaseException:
     """The error again, as far as its status and text go; what else it had is lost."""
     kind = _BY_NAME[name]
     if issubclass(kind, (UpstreamFailed, UpstreamRefused)):

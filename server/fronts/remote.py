@@ -137,7 +137,7 @@ class Replies:
         elif kind == protocol.ANSWER:
             reply.set_result(message[2])
         elif kind == protocol.FAILED:
-            reply.set_exception(protocol.error_of(*message[2:]))
+            reply.set_exception(protocol.unpacked_error(*message[2:]))
         elif kind == protocol.ABORTED:
             reply.set_exception(Aborted(protocol.status_of_number(message[2]), message[3]))
         return reply
