@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-__all__ = ["Accelerator", "Buffer", "Event", "HostMemory", "Lanes", "Memory", "Stream", "open_lanes"]
+__all__ = ["Accelerator", "Buffer", "Event", "HostMemory", "Memory", "Stream", "Streams", "open_streams"]
 
 Buffer = ctypes.Array[ctypes.c_uint8]
 """Bytes at an address, for numpy to make arrays over. Being no array itself, it never stands in the place of another
@@ -108,7 +108,7 @@ class Accelerator(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Lanes:
+class Streams:
     """An accelerator's streams for one session: copies in, computation and copies out go on side by side."""
 
     accelerator: Accelerator
@@ -117,11 +117,11 @@ class Lanes:
     copy_out: Stream
 
     @property
-    def streams(self) -> Sequence[Stream]:
+    def all(self) -> Sequence[Stream]:
         return (self.copy_in, self.compute, self.copy_out)
 
 
-def open_lanes(accelerator: Accelerator) -> Lanes:
+def open_streams(accelerator: Accelerator) -> Streams:
     """New streams; they live as long as somebody holds them. Raises DeviceError."""
     accelerator.enter()
-    return Lanes(accelerator, accelerator.stream(), accelerator.stream(), accelerator.stream())
+    return Streams(accelerator, accelerator.stream(), accelerator.stream(), accelerator.stream())

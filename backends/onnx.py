@@ -161,7 +161,7 @@ class OnnxModel:
     def instance(self, spec: ModelSpec, device: Device) -> OnnxInstance | StagedInstance:
         check_served(self._name, spec, self._spec)
         opened, options = self._session(device), self._opener.options
-        if opened.lanes is None:
+        if opened.streams is None:
             return OnnxInstance(opened, spec, device, options)
         if reason := why_not_staged(opened, spec):
             _log.info("model '%s': ONNX Runtime copies its tensors itself, as %s", self._name, reason)
@@ -177,10 +177,10 @@ class OnnxModel:
     def _run_untrusted(self, spec: ModelSpec, stack: ExitStack) -> Callable[[Sequence[Array]], Tensors]:
         """What runs the model with inputs that may be more than it can take, until `stack` is left: a process apart,
         unless the model is on a GPU or large, or none can be had."""
-        ((device, session), *_), options = self._sessions.items(), self._opener.options
-        if device.kind is DeviceKind.CPU and session.lanes is None and self._opener.path.stat().st_size <= _MOST_APART:
+        ((device, session), *_), options, path = self._sessions.items(), self._opener.options, self._opener.path
+        if device.kind is DeviceKind.CPU and session.streams is None and path.stat().st_size <= _MOST_APART:
             try:
-                return stack.enter_context(SessionApart(Job(self._name, self._opener.path, spec, options))).run
+                return stack.enter_context(SessionApart(Job(self._name, path, spec, options))).run
             except LoadError as error:
                 _log.info("model '%s' is tried in the server's own process: %s", self._name, error)
         instance = OnnxInstance(session, spec, device, options)
@@ -198,7 +198,7 @@ class OnnxModel:
     def _session(self, device: Device) -> OpenSession:
         """The shared session of the CPU; else the one that the model was opened with, once, and fresh ones after."""
         opened = self._sessions.pop(device, None) or self._opener.open(device)
-        if opened.lanes is None and device.kind is DeviceKind.CPU:
+        if opened.streams is None and device.kind is DeviceKind.CPU:
             self._sessions[device] = opened
         return opened
 

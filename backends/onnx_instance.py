@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import onnxruntime as ort  # type: ignore[import-untyped,unused-ignore]
 
-from backends.accelerator import Lanes
+from backends.accelerator import Streams
 from backends.base import MISSING, Array, Device, Execution, ModelSpec, Tensors, TensorSpec
 from backends.errors import DeviceError, ExecutionError
 from backends.onnx_failures import device_failure, failure
@@ -33,7 +33,7 @@ class OnnxInstance:
 
     def __init__(self, opened: OpenSession, spec: ModelSpec, device: Device, options: OnnxOptions) -> None:
         self._open: OpenSession | None = opened
-        self._lanes = opened.lanes
+        self._streams = opened.streams
         self._spec = spec
         self._device = device
         self._inputs = [*spec.inputs, *batch_input_tensors(spec)]
@@ -48,14 +48,14 @@ class OnnxInstance:
         return self._device
 
     def execute(self, requests: Sequence[Tensors], padded_rows: int = 0) -> Execution:
-        if self._lanes is not None:
-            self._enter(self._lanes)
+        if self._streams is not None:
+            self._enter(self._streams)
         return self._run_batch(requests, self._run, padded_rows)
 
     def run(self, inputs: Sequence[Array]) -> Tensors:
         """The outputs for `inputs`, whatever shapes they have. Blocks; raises as `execute`."""
-        if self._lanes is not None:
-            self._enter(self._lanes)
+        if self._streams is not None:
+            self._enter(self._streams)
         return self._run(inputs)
 
     def abandon(self) -> None:
@@ -64,15 +64,15 @@ class OnnxInstance:
 
     def close(self) -> None:
         # The session goes when its last instance and the model let go; `_run` is bound to self and so must not hold it.
-        if self._lanes is not None:
+        if self._streams is not None:
             # Giving memory back is among what a capture on another thread would forbid.
             with contextlib.suppress(DeviceError):
-                self._lanes.accelerator.enter()
+                self._streams.accelerator.enter()
         self._open = None
 
-    def _enter(self, lanes: Lanes) -> None:
+    def _enter(self, streams: Streams) -> None:
         try:
-            lanes.accelerator.enter()
+            streams.accelerator.enter()
         except DeviceError as error:
             raise device_failure(error) from error
 
@@ -81,7 +81,7 @@ class OnnxInstance:
         run = self._run_strings if "BYTES" in datatypes else self._run_arrays
         if "BF16" in datatypes:
             run = self._run_bound
-        if self._lanes is not None:
+        if self._streams is not None:
             run = self._planned(run)
         if not any(tensor.optional for tensor in self._inputs):
             return run

@@ -24,7 +24,7 @@ from backends.onnx_accelerators import ENGINE_CACHE, ENGINE_CACHE_PATH, profile_
 from backends.onnx_options import OnnxOptions
 from backends.onnx_types import is_known, tensor_spec
 
-__all__ = ["accelerator_of", "check_taken", "missing_library", "prepare_accelerator", "ready_accelerator"]
+__all__ = ["check_taken", "missing_library", "prepare_accelerator", "provider_of", "ready_accelerator"]
 
 _log = logging.getLogger("paceline.backends.onnx")
 
@@ -33,7 +33,7 @@ _RECORD = "session.record_ep_graph_assignment_info"
 _TENSORRT_LIBRARIES = ("libnvinfer.so.10", "libnvinfer_plugin.so.10", "libnvonnxparser.so.10")
 
 
-def accelerator_of(options: OnnxOptions, device: Device) -> tuple[str, Mapping[str, str]] | None:
+def provider_of(options: OnnxOptions, device: Device) -> tuple[str, Mapping[str, str]] | None:
     """The provider that a session on `device` is to have in front of others, with its options; None if none is asked
     for. LoadError if this onnxruntime has no such provider."""
     if device.kind is DeviceKind.GPU and options.tensorrt is not None:
@@ -48,7 +48,7 @@ def ready_accelerator(name: str, path: Path, options: OnnxOptions, device: Devic
     """`options` of model `name` in `path`, with what goes without saying for an accelerator that it asks for: a place
     for TensorRT's engines, and the shapes that they are for. Blocks; LoadError for a place that can't be written."""
     asked = options.tensorrt
-    if accelerator_of(options, device) is None:
+    if provider_of(options, device) is None:
         if asked is not None:
             _log.info("model '%s': instances on the CPU do without its gpu_execution_accelerator", name)
         return options

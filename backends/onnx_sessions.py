@@ -22,7 +22,7 @@ from typing import Any
 
 import onnxruntime as ort  # type: ignore[import-untyped,unused-ignore]
 
-from backends.accelerator import Accelerator, Lanes, open_lanes
+from backends.accelerator import Accelerator, Streams, open_streams
 from backends.base import Device, DeviceKind
 from backends.errors import DeviceError, DeviceLost, LoadError
 from backends.onnx_captures import captures
@@ -30,10 +30,10 @@ from backends.onnx_failures import device_failure, reason_of
 from backends.onnx_options import OnnxOptions, without_graphs
 from backends.onnx_plans import Plans
 from backends.onnx_providers import (
-    accelerator_of,
     check_taken,
     missing_library,
     prepare_accelerator,
+    provider_of,
     ready_accelerator,
 )
 
@@ -83,24 +83,24 @@ PROBE_MODEL = (
 
 
 class OpenSession:
-    """A session; `lanes` are the streams of its device, on one of which it computes: whoever holds the session or what
+    """A session; `streams` are those of its device, on one of which it computes: whoever holds the session or what
     is bound to it holds this, as they have to outlive it. `graphs`: it captures what runs under a graph's id. `plans`
     is for those who execute it, one at a time."""
 
-    __slots__ = ("graphs", "lanes", "plans", "session")
+    __slots__ = ("graphs", "plans", "session", "streams")
 
-    def __init__(self, session: ort.InferenceSession, lanes: Lanes | None = None, graphs: bool = False) -> None:
+    def __init__(self, session: ort.InferenceSession, streams: Streams | None = None, graphs: bool = False) -> None:
         self.session = session
-        self.lanes = lanes
+        self.streams = streams
         self.graphs = graphs
         self.plans = Plans()
 
     def __del__(self) -> None:
-        if self.lanes is None:
+        if self.streams is None:
             return
         with captures.synchronizing():
-            if _has_ended(self.lanes.accelerator):
-                # Left alone, attributes go in alphabetical order.
+            if _has_ended(self.streams.accelerator):
+                # While nothing is captured, and before its streams, in whatever order attributes go if left alone.
                 del self.session
             else:
                 _keep_for_ever(self.session)
@@ -130,20 +130,20 @@ def open_session(
     """
     try:
         options = ready_accelerator(name, path, options, device)
-        lanes = open_lanes(accelerator) if accelerator is not None else None
+        streams = open_streams(accelerator) if accelerator is not None else None
         # What TensorRT computes isn't the CUDA provider's to capture; it has graphs of its own.
-        graphs = lanes is not None and options.cuda_graphs and options.tensorrt is None
+        graphs = streams is not None and options.cuda_graphs and options.tensorrt is None
         if graphs:
             try:
-                session = _session(str(path), session_options(options), options, device, lanes)
+                session = _session(str(path), session_options(options), options, device, streams)
             except LoadError as error:
                 if not _NOT_CAPTURED.search(str(error)):
                     raise
                 _log.warning("model '%s' runs without CUDA graphs: %s", name, error)
             else:
-                return OpenSession(session, lanes, graphs)
+                return OpenSession(session, streams, graphs)
         plain = without_graphs(options)
-        return OpenSession(_session(str(path), session_options(plain), plain, device, lanes), lanes)
+        return OpenSession(_session(str(path), session_options(plain), plain, device, streams), streams)
     except (DeviceError, LoadError) as error:
         raise LoadError(f"model '{name}': can't open '{path}': {error}") from error
 
@@ -171,25 +171,25 @@ def _session(
     made: ort.SessionOptions,
     options: OnnxOptions,
     device: Device,
-    lanes: Lanes | None = None,
+    streams: Streams | None = None,
 ) -> ort.InferenceSession:
     providers: list[Any] = [_CPU]
     stream: dict[str, str] = {}
     if device.kind is DeviceKind.GPU:
         prepare_cuda()
-        stream = {"user_compute_stream": str(lanes.compute.handle)} if lanes is not None else {}
+        stream = {"user_compute_stream": str(streams.compute.handle)} if streams is not None else {}
         providers = [(CUDA, {**options.cuda, **stream, "device_id": str(device.index)}), _CPU]
-    accelerator = accelerator_of(options, device)
-    if accelerator is not None:
-        prepare_accelerator(accelerator[0])
-        providers = [(accelerator[0], {**accelerator[1], **stream}), *providers]
+    provider = provider_of(options, device)
+    if provider is not None:
+        prepare_accelerator(provider[0])
+        providers = [(provider[0], {**provider[1], **stream}), *providers]
     try:
         session = ort.InferenceSession(model, made, providers=providers, enable_fallback=0)
     except Exception as error:  # its exceptions share no base class below this one
-        missing = missing_library(accelerator[0]) if accelerator is not None else ""
+        missing = missing_library(provider[0]) if provider is not None else ""
         raise LoadError(missing or reason_of(error)) from error
-    if accelerator is not None:
-        check_taken(session, accelerator[0])
+    if provider is not None:
+        check_taken(session, provider[0])
     if device.kind is DeviceKind.GPU and CUDA not in session.get_providers():
         raise LoadError(f"onnxruntime couldn't use GPU {device.index}: {_why_no_cuda()}")
     return session

@@ -13,7 +13,7 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any
 
-from backends.accelerator import Lanes
+from backends.accelerator import Streams
 from backends.base import Device, ModelSpec, TensorSpec
 from backends.errors import DeviceError, ExecutionError
 from backends.onnx_instance import BFLOAT16
@@ -30,7 +30,7 @@ _log = logging.getLogger("paceline.backends.onnx")
 
 def why_not_staged(opened: OpenSession, spec: ModelSpec) -> str:
     """Why batches of `spec` have to go the plain way; "" if they needn't."""
-    if opened.lanes is None:
+    if opened.streams is None:
         return "its device is the CPU"
     if not spec.by_rows:
         return "it has tensors that are more than rows"
@@ -92,11 +92,11 @@ class Shared:
         options: OnnxOptions,
         reopen: Callable[[], OpenSession],
     ) -> None:
-        assert opened.lanes is not None
+        assert opened.streams is not None
         self.spec = as_the_model_sees(spec)
-        self.lanes: Lanes = opened.lanes
+        self.streams: Streams = opened.streams
         self.lock = threading.Lock()
-        self.accelerator = opened.lanes.accelerator
+        self.accelerator = opened.streams.accelerator
         self.graphs = opened.graphs
         inputs, outputs = memory_names(opened.session)
         memory = self.accelerator.memory_name
@@ -160,8 +160,8 @@ class Shared:
             # Its words alone: whoever keeps the record would keep the session, by the error's traceback.
             _log.warning("model '%s' runs without CUDA graphs: %s", self._name, str(error))
             opened = self._reopen()
-            assert opened.lanes is not None
-            self._opened, self.lanes, self.graphs = opened, opened.lanes, False
+            assert opened.streams is not None
+            self._opened, self.streams, self.graphs = opened, opened.streams, False
             self._run_options.clear()
 
     def close(self) -> None:

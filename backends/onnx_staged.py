@@ -206,16 +206,16 @@ class StagedSlot:
             host = self._pinned[index].fit(size_bytes)
             place = self._given[index].fit(size_bytes).address if tensor.on_device else None
             if any(type(one) is DeviceTensor for one in column):
-                gather(shared.lanes.copy_in, column, array_in(host, tensor.dtype, shape), place, padding)
+                gather(shared.streams.copy_in, column, array_in(host, tensor.dtype, shape), place, padding)
             else:
                 arrays = cast("Tensors", column)
                 if not _is_there(arrays, host, tensor, shape):
                     join_into(array_in(host, tensor.dtype, shape), arrays, padding)
                 if place is not None and size_bytes:
-                    shared.lanes.copy_in.copy_in(place, host.address, size_bytes)
+                    shared.streams.copy_in.copy_in(place, host.address, size_bytes)
             shapes.append(shape)
             given.append(host.address if place is None else place)
-        shared.lanes.copy_in.record(self._copied_in)
+        shared.streams.copy_in.record(self._copied_in)
         key = tuple(shapes)
         return self._bindings.get(key) or self._bind(opened.session, key, given, rows + padding)
 
@@ -259,7 +259,7 @@ class StagedSlot:
             replays = graph != NO_GRAPH and graph == bound.graph  # which goes by what was planned when it was captured
             if not replays:
                 opened.plans.check(bound.plan)
-            shared.lanes.compute.wait(self._copied_in)
+            shared.streams.compute.wait(self._copied_in)
             try:
                 opened.session.run_with_iobinding(bound.binding, shared.run_options(graph))
             except Exception as error:  # its exceptions share no base class below this one
@@ -267,7 +267,7 @@ class StagedSlot:
                 raise opened.plans.failed(failure(error), bound.plan) from error
             if not replays:
                 opened.plans.executed()
-            shared.lanes.compute.record(self._computed)
+            shared.streams.compute.record(self._computed)
             if capture:
                 bound.graph = graph
             shared.queued += 1
@@ -301,7 +301,7 @@ class StagedSlot:
         """The outputs, in memory that goes back when their last view is gone, and which of them each request has where
         it wanted them. Blocks until they are there."""
         shared = self._shared
-        copy_out = shared.lanes.copy_out
+        copy_out = shared.streams.copy_out
         values = self._values(bound)
         made = [self._made(bound, index, values) for index in range(len(shared.outputs))]
         outputs: list[Array] = []
@@ -352,7 +352,7 @@ class StagedSlot:
 
     def _settle(self) -> None:
         """Wait for what was queued before something failed: the next batch writes to the same places."""
-        for stream in self._shared.lanes.streams:
+        for stream in self._shared.streams.all:
             with contextlib.suppress(DeviceError):
                 stream.synchronize()
         for bound in self._bindings.values():

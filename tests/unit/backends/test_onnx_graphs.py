@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import numpy as np
 import pytest
 
-from backends.accelerator import open_lanes
+from backends.accelerator import open_streams
 from backends.base import Array, Device, Execution, ModelSpec, Slot, TensorSpec
 from backends.errors import ExecutionError, LoadError
 from backends.host_accelerator import HostAccelerator
@@ -85,7 +85,7 @@ class Bench:
         plain = open_session("m", self.path, OnnxOptions(), CPU)
         self.sessions.append(Capturing(plain.session, broken))
         session: Any = self.sessions[-1] if graphs else plain.session
-        return OpenSession(session, open_lanes(self.accelerator), graphs)
+        return OpenSession(session, open_streams(self.accelerator), graphs)
 
     def reopen(self) -> OpenSession:
         if not self.reopens:
