@@ -1,6 +1,6 @@
 """The contract between the server and whatever runs a model.
 
-Lives here: the value types that cross it and the three protocols. Must not: anything about one runtime.
+Lives here: the value types that cross it and the protocols. Must not: anything about one runtime.
 A *request* on this side is a sequence of arrays, one per input of the served spec and in its order, in the shapes that
 the model sees (`TensorSpec.model_dims`); a *result* is the same for outputs. What an optional tensor leaves out is
 `MISSING` in its place, for all requests of a batch or for none. BYTES tensors are object arrays of `bytes`, BF16 rides

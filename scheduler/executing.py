@@ -1,7 +1,7 @@
 """The batches that execute, and when an instance is likely to be free.
 
 Lives here: which batches have left and aren't done, and what measured executions say of their ends. Must not: know
-which instance has which; that is `batcher`.
+which instance has which; `Instances.running` does.
 """
 
 from __future__ import annotations

@@ -1,1 +1,2 @@
-"""The server: the only package that names gRPC status codes, signals and files."""
+"""The server: what clients, the command line and the system see. It joins the other packages, and alone makes status
+codes of their errors."""

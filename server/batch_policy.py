@@ -17,7 +17,7 @@ __all__ = ["BatchDefaults", "OwnSettings", "batch_policy", "limit_of", "own_sett
 
 _PREFIX = "paceline."
 _MOST = 2**63 - 1
-"""So many milliseconds a timer of the system can still be set to."""
+"""Of rows, of bytes, and of milliseconds: to so many a timer of the system can still be set."""
 _ACTIONS = {
     pb.ModelQueuePolicy.REJECT: TimeoutAction.REJECT,
     pb.ModelQueuePolicy.DELAY: TimeoutAction.DELAY,

@@ -33,8 +33,8 @@ class Settings:
     configuration, `backend_config` for all; without `auto_complete` they have to spell out their tensors.
     `model_config_name`: the configuration to read in a model's folder `configs`, instead of `config.pbtxt`.
     `model_name`: what the one model is called that is not in a repository. `allow_op_libraries`: whether models may
-    bring code. `allow_python_models`: whether they may be nothing
-    else.
+    bring libraries of operators, which run in this process. `allow_python_models`: whether models may be Python code,
+    which runs in processes of its own.
     `allow_remote_settings`: whether RPCs may change how the server logs and traces, which begins with `trace`.
     `drain_grace_secs`: how long requests are taken at the end, while the server isn't ready any more.
     `execution_timeout_secs`: how long a batch may execute before its instance is given up, 0: for ever.

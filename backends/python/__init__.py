@@ -1,6 +1,6 @@
 """Models that are Python code, each instance in a process of its own.
 
-`backend` is what the server uses; `instance` keeps a process running behind a model's instance, `process` is the
+`backend` is what the server uses; `instance` is a model's instance, which ends with its process, `process` is the
 server's side of one, `worker` is what runs in it, and `protocol` what the two say to each other. `worker` and what it
 imports are all that a model's interpreter needs of this product: `backends.base` and `backends.transport`, so nothing
 but numpy.
