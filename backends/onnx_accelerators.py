@@ -37,6 +37,10 @@ def _whole(value: str) -> str | None:
     return value if value.isascii() and value.isdecimal() else None
 
 
+def _positive(value: str) -> str | None:
+    return _whole(value) if value.strip("0") else None
+
+
 def _switch(value: str) -> str | None:
     return {"0": "False", "1": "True", "false": "False", "true": "True"}.get(value.lower())
 
@@ -59,6 +63,7 @@ def _one_of(*choices: str) -> Reader:
 _EXPECTED: Mapping[Reader, str] = {
     _text: "a text",
     _whole: "a whole number",
+    _positive: "a whole number above 0",
     _switch: "0, 1, false or true",
     _bit: "0, 1, false or true",
     _unfused: "0 or false, as answers would be wrong otherwise",
@@ -102,7 +107,7 @@ _CUDA: Mapping[str, Reader] = {
     "arena_extend_strategy": _one_of("kNextPowerOfTwo", "kSameAsRequested"),
     "cudnn_conv_algo_search": _one_of("EXHAUSTIVE", "HEURISTIC", "DEFAULT"),
     "fuse_conv_bias": _unfused,
-    "gpu_mem_limit": _whole,
+    "gpu_mem_limit": _positive,
     "sdpa_kernel": _whole,
     "tunable_op_max_tuning_duration_ms": _whole,
     **dict.fromkeys(
