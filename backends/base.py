@@ -125,15 +125,13 @@ class BatchOutput:
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
     """Inputs and outputs, in the model's own order. `batched`: every tensor has a batch axis in front of its `dims`,
-    but for shape tensors. `batch_inputs` are not among `inputs`: clients neither see nor send them. `as_tried`: by what
-    was seen it may be batched, not by anybody's word, so a request alone may yet come out with other rows."""
+    but for shape tensors. `batch_inputs` are not among `inputs`: clients neither see nor send them."""
 
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
     batched: bool = False
     batch_inputs: tuple[BatchInput, ...] = ()
     batch_outputs: tuple[BatchOutput, ...] = ()
-    as_tried: bool = field(default=False, compare=False)
 
     @property
     def by_rows(self) -> bool:

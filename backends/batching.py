@@ -103,11 +103,10 @@ def split(outputs: Tensors, rows: Sequence[int], spec: ModelSpec) -> Sequence[Te
     """One result per entry of `rows`: shares of `outputs`, as many rows each as `rows` says, in order.
 
     Raises ExecutionError, naming the output, what was expected and what came, if `outputs` aren't what `spec` promises
-    for `sum(rows)` rows. Where that is only what a trial has shown, a request alone gets what the model makes of it.
+    for `sum(rows)` rows.
     """
-    alone = len(rows) == 1
-    check_outputs(outputs, spec, -1 if alone and spec.as_tried else sum(rows))
-    if alone or not outputs:
+    check_outputs(outputs, spec, sum(rows))
+    if len(rows) == 1 or not outputs:
         return [tuple(outputs)] * len(rows)
     # hot path: for most of them nobody ever needs an array
     return shares(outputs, [0, *accumulate(rows)])
@@ -119,7 +118,7 @@ def shares(outputs: Tensors, bounds: Sequence[int]) -> Sequence[Tensors]:
 
 
 def check_outputs(outputs: Tensors, spec: ModelSpec, rows: int) -> None:
-    """Raise ExecutionError unless `outputs` fit `spec`; `rows` counts only if the spec is batched; -1 is any number."""
+    """Raise ExecutionError unless `outputs` fit `spec`; `rows` counts only if the spec is batched."""
     if len(outputs) != len(spec.outputs):
         raise ExecutionError(f"expected {len(spec.outputs)} outputs, got {len(outputs)}")
     lead = (rows,) if spec.batched else ()

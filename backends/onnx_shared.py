@@ -112,7 +112,6 @@ class Shared:
         self._options = options
         self._reopen = reopen
         self._run_options: dict[int, Any] = {}
-        self._is_abandoned = False
         # Computations queued so far, which is under the lock, and the number and the end of the last one that is done.
         self.queued = 0
         self._done = (0, 0)
@@ -129,14 +128,7 @@ class Shared:
         if made is None:
             made = staged_run_options(self._options, self._device, graph if self.graphs else None)
             self._run_options[graph] = made
-            made.terminate = self._is_abandoned
         return made
-
-    def abandon(self) -> None:
-        """Have what executes end at the next operator."""
-        self._is_abandoned = True
-        for made in list(self._run_options.values()):
-            made.terminate = True
 
     def next_graph(self) -> int:
         """An id that no graph has. Under the lock."""

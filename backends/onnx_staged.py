@@ -77,9 +77,6 @@ class StagedInstance:
         """In the first slot."""
         return self._slots[0].execute(requests, padded_rows)
 
-    def abandon(self) -> None:
-        self._shared.abandon()
-
     def close(self) -> None:
         for slot in self._slots:
             slot.close()
@@ -181,7 +178,11 @@ class StagedSlot:
             self._settle()
             if not (spec.batched and spec.paddable):
                 raise
-            return self._execute(requests, opened.plans.next_rows(sum(rows) + padding), targets, capture)
+            with shared.lock:
+                more = opened.plans.next_rows(sum(rows) + padding)
+            # What was read right to where batches are made would be gone with the smaller memory.
+            requests = [[_own(one) for one in cast("Tensors", request)] for request in requests]
+            return self._execute(requests, more, targets, capture)
         except BaseException:
             self._settle()
             raise
@@ -370,3 +371,8 @@ def _is_there(column: Sequence[Array], host: HostMemory, tensor: StagedTensor, s
 
 def _do_nothing() -> None:
     pass
+
+
+def _own(tensor: Any) -> Any:
+    """In memory of its own, if it is in the host's."""
+    return tensor.copy() if isinstance(tensor, np.ndarray) else tensor

@@ -442,7 +442,7 @@ class Batcher(Generic[P, R]):
         blame = self._retries.blame_for(error)
         suspects = suspects or Suspects.of_batch(batch.key, batch.entries)
         if blame is Blame.SIZE:
-            if self._instances.lacked_memory(runner, batch):
+            if self._instances.lacked_memory(runner, batch, suspects.moves):
                 self._forgive(suspects.search)
                 return self._retries.plan_elsewhere(batch, suspects)
             self._learn_shortage(batch, suspects.search)

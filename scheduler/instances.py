@@ -120,14 +120,16 @@ class Instances(Generic[P, R]):
         if len(self._runners) > 1 and not self.given_up(runner):
             self._shortages.executed(self._instance_of(runner), key)
 
-    def lacked_memory(self, runner: Runner[P, R], batch: Batch[Pending[P, R]]) -> bool:
+    def lacked_memory(self, runner: Runner[P, R], batch: Batch[Pending[P, R]], moves: int) -> bool:
         """It has ended, for want of memory. Whether others have it, and are to execute the batch: its instance gets
-        nothing for a while, and later on the others come first. So they do now if it was a request alone."""
+        nothing for a while, and later on the others come first. So they do now if it was a request alone. A batch that
+        has left as many instances as may rest at a time, `moves`, is at fault itself."""
         if self.given_up(runner):
             return False
         instance, alone = self._instance_of(runner), len(batch.entries) == 1
         now_ns, count = self._clock.now_ns(), self._count()
-        if not self._shortages.failed(instance, batch.key, alone=alone, instances=count, now_ns=now_ns):
+        settled = moves >= count // 2
+        if settled or not self._shortages.failed(instance, batch.key, alone=alone, instances=count, now_ns=now_ns):
             if alone:
                 self.slots.put_last(runner)
             return False

@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum, auto
 from typing import Generic, TypeVar
 
@@ -63,11 +63,12 @@ class Search:
 
 @dataclass(frozen=True, slots=True)
 class Suspects(Generic[T]):
-    """Requests that failed together and might not alone."""
+    """Requests that failed together and might not alone. `moves`: how often they left an instance that was to blame."""
 
     key: Hashable
     entries: Sequence[Entry[T]]
     search: Search
+    moves: int = 0
 
     @classmethod
     def of_batch(cls, key: Hashable, entries: Sequence[Entry[T]]) -> Suspects[T]:
@@ -75,7 +76,7 @@ class Suspects(Generic[T]):
 
     def narrowed(self, entries: Sequence[Entry[T]]) -> Suspects[T]:
         """Those of them that still wait for an answer."""
-        return Suspects(self.key, entries, self.search)
+        return replace(self, entries=entries)
 
     def again(self, blame: Blame, rows: int) -> list[Suspects[T]]:
         """The groups to run again after they failed together, as `rows` rows; none if they fail for good. A group that
@@ -126,5 +127,5 @@ class Retries(Generic[T]):
         """The same where its instance is to blame, and can't be the one that executes all of it again."""
         if not self._isolates:
             return batch.entries
-        self.groups.append(suspects)
+        self.groups.append(replace(suspects, moves=suspects.moves + 1))
         return ()

@@ -18,7 +18,7 @@ from contextlib import ExitStack, suppress
 from typing import Any, TypeVar
 
 from backends.base import Abandonable, Device, ModelInstance, Mortal, Slotted, Tensors
-from backends.errors import DeviceLost, LoadError
+from backends.errors import DeviceLost, InstanceLost
 from backends.remote import RemoteInstance, RemoteModel
 from scheduler.batcher import Batcher
 from scheduler.runner import TaskRunner, ThreadRunner
@@ -297,7 +297,12 @@ class Instances:
         except LoadHangs as error:
             self._leave(instance, error.ended)
             raise
-        except (ConfigError, LoadError):
+        except ConfigError as error:
+            if isinstance(error.__cause__, InstanceLost):
+                instance.close()
+                raise
+            _log.warning("model '%s': an instance stays cold: %s", self._loaded.name, error)
+        except BaseException:
             instance.close()
             raise
         finally:

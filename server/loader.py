@@ -245,7 +245,7 @@ def _tried(config: pb.ModelConfig, opened: OpenModel, supervise: Supervise) -> T
     if agreed or not isinstance(opened, Triable):
         return Trial(opened.spec)
     tried = opened.try_rows(supervise)
-    return Trial(tried.spec) if told else replace(tried, spec=replace(tried.spec, as_tried=True))
+    return replace(tried, why_not="") if told else tried
 
 
 def _plan(config: pb.ModelConfig, tried: Trial, defaults: LoadDefaults, batching: BatchDefaults | None) -> ServingPlan:

@@ -87,9 +87,7 @@ def served_spec(config: pb.ModelConfig, own: ModelSpec, *, batched: bool) -> Mod
     if batched and all(tensor.shape_tensor for tensor in inputs):
         raise ConfigError(f"input: expected one with a batch axis, got only shape tensors: {sorted(given)}")
     batch_outputs = tuple(_batch_outputs(config, inputs, outputs, batched))
-    return replace(
-        own, inputs=inputs, outputs=outputs, batched=batched, batch_inputs=batch_inputs, batch_outputs=batch_outputs
-    )
+    return ModelSpec(inputs, outputs, batched=batched, batch_inputs=batch_inputs, batch_outputs=batch_outputs)
 
 
 def _some(names: Collection[str]) -> str:

@@ -138,23 +138,6 @@ def positive_rows(size: int = 4) -> onnx.ModelProto:
     )
 
 
-def without_large_rows(limit: float) -> onnx.ModelProto:
-    """OUTPUT0 = the rows of INPUT0, FP32 [batch, 2], with no number above `limit`."""
-    return model(
-        [
-            helper.make_node("ReduceMax", ["INPUT0", "axes"], ["largest"], keepdims=0),
-            helper.make_node("LessOrEqual", ["largest", "limit"], ["kept"]),
-            helper.make_node("Compress", ["INPUT0", "kept"], ["OUTPUT0"], axis=0),
-        ],
-        [tensor("INPUT0", "FP32", ["batch", 2])],
-        [tensor("OUTPUT0", "FP32", ["batch", 2])],
-        [
-            numpy_helper.from_array(np.array(limit, np.float32), "limit"),
-            numpy_helper.from_array(np.array([1], np.int64), "axes"),
-        ],
-    )
-
-
 def gather(table: Sequence[float] = (0.0, 10.0, 20.0, 30.0), size: int = 1) -> onnx.ModelProto:
     """OUTPUT0 = table[INPUT0], FP32 [size] from INT64 [size]: an index outside of the table fails the batch (CPU)."""
     return model(

@@ -13,9 +13,7 @@ import pytest
 
 from backends.base import Device, ModelSpec
 from backends.errors import LoadError
-from backends.host_accelerator import HostAccelerator
 from backends.memory import MemoryInstance, MemoryModel
-from backends.onnx import OnnxBackend
 from protos import inference_pb2 as pb
 from server.config import Settings
 from tests import models
@@ -62,14 +60,10 @@ async def test_hang_whose_instance_cannot_be_had_anew_is_tried_again(
     assert model.open_instances == 0
 
 
-@pytest.mark.parametrize("staged", [False, True], ids=["plain", "staged"])
-async def test_hang_between_operators_of_an_onnx_model_is_ended_and_nothing_of_it_stays(
-    tmp_path: Path, staged: bool
-) -> None:
+async def test_hang_between_operators_of_an_onnx_model_is_ended_and_nothing_of_it_stays(tmp_path: Path) -> None:
     path = models.write(models.endless(), tmp_path / "m" / "1" / "model.onnx")
     (path.parents[1] / "config.pbtxt").write_text(LIMITED)
-    backend = OnnxBackend(accelerators=lambda device: HostAccelerator() if staged else None)
-    async with serving(tmp_path, backends={"onnxruntime": backend}) as served:
+    async with serving(tmp_path) as served:
 
         def counting_to(number: float) -> pb.ModelInferRequest:
             return infer("m", {"INPUT0": np.full((1, 1), number, np.float32)})

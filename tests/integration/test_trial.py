@@ -66,17 +66,6 @@ async def test_model_that_ends_the_process_in_which_it_is_tried_is_served_one_by
     assert "the process in which it was run was killed by SIGFPE, as the server would be" in caplog.text
 
 
-async def test_request_that_turns_out_to_have_other_rows_gets_what_the_model_makes_of_it(tmp_path: Path) -> None:
-    """Rows with a number above a million are left out, of which made-up ones have none."""
-    model = models.without_large_rows(1e6)
-    models.write(model, tmp_path / "m" / "1" / "model.onnx")
-    inputs = [1e5 * rows_of_floats(3, 2, first=i % 12) for i in range(32)]
-    async with serving(tmp_path) as served:
-        assert await _limit(served) == 32
-        for answer, expected in zip(await _answers(served, inputs), _alone(model, inputs), strict=True):
-            np.testing.assert_array_equal(answer, expected)
-
-
 async def test_model_without_a_configuration_whose_output_has_other_dims_than_it_says_is_served_and_batched(
     tmp_path: Path,
 ) -> None:

@@ -207,6 +207,31 @@ async def test_no_request_is_refused_that_another_instance_has_memory_for(slots:
     bench.batcher.close()
 
 
+@pytest.mark.parametrize("instances", [2, 4])
+@pytest.mark.parametrize("took_ns", [0, SHORTEST_REST_NS, 10 * SHORTEST_REST_NS])
+async def test_request_that_fits_nowhere_is_refused_although_all_execute_smaller_ones_like_it(
+    instances: int, took_ns: int
+) -> None:
+    """Of the same key, so that each is a witness against the others again and again."""
+    bench = Gpus(instances)
+    await bench.warm()
+    (huge,) = await bench.submit("huge", rows=4)
+    tries = 0
+    while not huge.done():
+        await bench.submit(*"a" * instances, key="k")
+        bench.clock.advance(took_ns)
+        for runner in bench.busy():
+            if runner.batches[-1] == ["huge"]:
+                tries += 1
+                runner.fail(MemoryError())
+            else:
+                runner.finish(str.upper)
+        await one_turn()
+        assert tries <= instances // 2 + 1
+    assert isinstance(huge.exception(), ExecutionFailed)
+    bench.batcher.close()
+
+
 async def test_where_all_instances_are_full_each_request_fails_and_all_serve_when_there_is_memory_again() -> None:
     bench = Gpus()
     await bench.warm()
