@@ -321,3 +321,15 @@ def test_execute_of_both_slots_at_a_time_keeps_batches_apart(tmp_path: Path) -> 
     for number, batches in answers.items():
         expected = [[[[v, v]], [[-v, -v]] * 2] for v in range(100 * number, 100 * number + 20)]
         assert [[result[0].tolist() for result in results] for results in batches] == expected
+
+
+def test_execute_that_is_padded_over_an_outdated_plan_keeps_what_was_read_right_to_where_batches_are_made(
+    tmp_path: Path,
+) -> None:
+    slot = identity(tmp_path, stand_in.accelerator(tmp_path, stand_in.build(tmp_path))).slots[0]
+    slot.execute([rows(32)])
+    failed = ExecutionError("onnx runtime error 6: running Conv node. Name:'c' Status Message: why")
+    slot._shared.opened.plans.failed(failed, 32)
+    room = slot.room(0, (32, 2))
+    room[:] = given = np.arange(64, dtype=np.float32).reshape(32, 2)
+    np.testing.assert_array_equal(slot.execute([(room,)]).results[0][0], given)
