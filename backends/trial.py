@@ -122,11 +122,16 @@ def _try_all(spec: ModelSpec, run: Run) -> Trial:
         return _untried(spec, failed)
     if not stackable or found.why_not or not any(map(_is_of_floats, spec.inputs)):
         return found
+    return _contrasted(found, run, taken)
+
+
+def _contrasted(found: Trial, run: Run, taken: _MadeUp) -> Trial:
+    """What is left of `found` when rows of inputs like those `taken` are most unlike. Raises ProcessError."""
     try:
         return _try(found.spec, run, taken._replace(signed=False, contrast=True), many=False)
     except ProcessError:
         raise
-    except ExecutionError:
+    except ExecutionError:  # so large numbers aren't taken, or there is no memory
         return found
 
 
