@@ -16,7 +16,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from backends.base import Device, ModelSpec
-from backends.errors import DeviceLost, LoadError
+from backends.errors import DeviceLost, LoadError, OutOfMemory
 from backends.memory import MemoryInstance, MemoryModel
 from tests.integration.serving import Served, echo_model, failure_of, serving, write_model
 from tests.integration.test_probes import probe
@@ -148,7 +148,7 @@ async def test_instance_in_the_place_of_a_lost_one_is_warmed_up_by_the_samples_t
         assert model.batches == [(1, 1), (1,), (1, 1), (1,)]
 
 
-async def test_instance_in_the_place_of_a_lost_one_that_fails_its_sample_is_closed_and_tried_again(
+async def test_instance_in_the_place_of_a_lost_one_that_is_lost_over_its_sample_is_closed_and_tried_again(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     write_sampled(tmp_path)
@@ -161,6 +161,20 @@ async def test_instance_in_the_place_of_a_lost_one_that_fails_its_sample_is_clos
         assert (await served.infer(ONE)).raw_output_contents[0] == ONE.raw_input_contents[0]
         assert model.open_instances == 2  # the lost one, and the one that executes
     assert f"model 'm': an instance can't be replaced: failed to run warmup sample 's': {BROKEN}" in caplog.messages
+
+
+async def test_instance_in_the_place_of_a_lost_one_that_fails_its_sample_serves_cold(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    write_sampled(tmp_path)
+    model = echo_model()
+    async with serving(tmp_path, {"m": model}) as served:
+        model.faults.raise_next(BROKEN)
+        model.faults.raise_next(OutOfMemory("full"))
+        await failure_of(served.infer(ONE))
+        assert (await served.infer(ONE)).raw_output_contents[0] == ONE.raw_input_contents[0]
+        assert model.batches == [(1, 1), (1,), (1, 1), (1,)]
+    assert "model 'm': an instance stays cold: failed to run warmup sample 's': full" in caplog.messages
 
 
 class Slot:
