@@ -41,6 +41,8 @@ _LONG_NS = 1_000_000
 _MOST_UNBEGUN = 3
 """So many instances may end before they have begun on a request."""
 
+_LOSING = (Blame.INSTANCE, Blame.INSTANCE_BEFORE, Blame.FATAL)
+
 _NOTHING: Step[Any] = Step()
 
 _FULL = {"requests": Drop.FULL_REQUESTS, "rows": Drop.FULL_ROWS, "bytes": Drop.FULL_BYTES}
@@ -446,7 +448,7 @@ class Batcher(Generic[P, R]):
                 self._forgive(suspects.search)
                 return self._retries.plan_elsewhere(batch, suspects)
             self._learn_shortage(batch, suspects.search)
-        if blame in (Blame.INSTANCE, Blame.INSTANCE_BEFORE) and self._instances.may_be_lost(runner):
+        if blame in _LOSING and self._instances.may_be_lost(runner):
             self._lose(runner, error)
         if blame is Blame.INSTANCE_BEFORE and self._instances.given_up(runner):
             return self._wait_for_another(batch)

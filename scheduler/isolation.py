@@ -6,7 +6,9 @@ Where some request may be at fault, halves run again: one bad row among n costs 
 budget of twice that finds two. What isn't told apart by then runs one by one: nobody fails for what others have sent,
 and a model that always fails has hardly more to do than without batches. Where the batch was too large for the
 memory, no request is at fault and nobody has to fail: all of them run again, in batches as small as it takes, since
-whatever failed once is only tried with fewer rows. What fails for good is a request that is too large alone.
+whatever failed once is only tried with fewer rows. What fails for good is a request that is too large alone. Where the
+instance ended of the batch, each request runs again by itself, on another one: a new instance costs more than a few
+executions, and only a few are to end of one batch.
 """
 
 from __future__ import annotations
@@ -26,6 +28,9 @@ __all__ = ["Blame", "Retries", "Search", "Suspects", "budget_for"]
 
 _log = logging.getLogger("paceline.scheduler")
 
+_MOST_ENDS = 4
+"""Instances that may end of the requests of one batch: two culprits are found. Meanwhile everybody else waits."""
+
 T = TypeVar("T")
 
 
@@ -40,6 +45,8 @@ class Blame(Enum):
     """The instance's: nothing will succeed on it any more."""
     INSTANCE_BEFORE = auto()
     """The same, but from before it began on the batch, which another one may execute."""
+    FATAL = auto()
+    """The instance has ended of some of them, and may be replaced: the others may succeed on another one."""
     NOBODY = auto()
     """None of these; nothing is to be gained by running anything again."""
 
@@ -53,12 +60,13 @@ def budget_for(requests: int) -> int:
 @dataclass(slots=True)
 class Search:
     """What all parts of one batch share that failed: `left` are the executions of halves that may still be run,
-    `most_rows` what a part may have, if memory wasn't enough for more (else 0), and `before` what batches were allowed
-    to have when that began."""
+    `most_rows` what a part may have, if memory wasn't enough for more (else 0), `before` what batches were allowed to
+    have when that began, and `ends` how many instances have ended of them."""
 
     left: int
     most_rows: int = 0
     before: Allowed | None = None
+    ends: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +91,8 @@ class Suspects(Generic[T]):
         is larger than it may be runs in parts."""
         if blame is Blame.REQUESTS:
             return self.halves()
+        if blame is Blame.FATAL:
+            return self.alone()
         smaller = blame is Blame.SIZE and len(self.entries) > 1 and self.search.most_rows < rows
         return [self] if smaller else []
 
@@ -95,7 +105,11 @@ class Suspects(Generic[T]):
             self.search.left -= 2
             middle = len(self.entries) // 2
             return [self.narrowed(half) for half in (self.entries[:middle], self.entries[middle:])]
-        return [self.narrowed([entry]) for entry in self.entries]
+        return self.alone()
+
+    def alone(self) -> list[Suspects[T]]:
+        """A group for each; none if there is one request left."""
+        return [self.narrowed([entry]) for entry in self.entries] if len(self.entries) > 1 else []
 
 
 class Retries(Generic[T]):
@@ -119,9 +133,20 @@ class Retries(Generic[T]):
         fail for good."""
         if not self._isolates:
             return batch.entries
+        if blame is Blame.FATAL:
+            suspects.search.ends += 1
+            if suspects.search.ends >= _MOST_ENDS:
+                return [*batch.entries, *self._take_others(suspects)]
         groups = suspects.again(blame, batch.padded_rows)
         self.groups.extend(groups)
         return () if groups else batch.entries
+
+    def _take_others(self, suspects: Suspects[T]) -> list[Entry[T]]:
+        """The requests of the same batch that wait here."""
+        others = [group for group in self.groups if group.search is suspects.search]
+        for group in others:
+            self.groups.remove(group)
+        return [entry for group in others for entry in group.entries]
 
     def plan_elsewhere(self, batch: Batch[T], suspects: Suspects[T]) -> Sequence[Entry[T]]:
         """The same where its instance is to blame, and can't be the one that executes all of it again."""

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any, cast
 
 from backends.base import ModelInstance, Slot, Tensors
-from backends.errors import InstanceLost, OutOfMemory, ProcessGone, SessionError, StalePlan
+from backends.errors import InstanceLost, OutOfMemory, ProcessError, ProcessGone, SessionError, StalePlan
 from backends.remote import RemoteModel
 from scheduler.batcher import Batcher
 from scheduler.isolation import Blame
@@ -164,6 +164,8 @@ class ServedModel:
 def _blame_for(error: BaseException) -> Blame:
     if isinstance(error, (OutOfMemory, MemoryError)):
         return Blame.SIZE
+    if isinstance(error, (ProcessGone, StalePlan)):
+        return Blame.INSTANCE_BEFORE
     if isinstance(error, InstanceLost):
-        return Blame.INSTANCE_BEFORE if isinstance(error, (ProcessGone, StalePlan)) else Blame.INSTANCE
+        return Blame.FATAL if isinstance(error, ProcessError) else Blame.INSTANCE
     return Blame.NOBODY if isinstance(error, SessionError) or not isinstance(error, Exception) else Blame.REQUESTS

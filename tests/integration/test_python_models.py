@@ -208,14 +208,25 @@ async def test_request_a_python_model_has_too_little_memory_for_makes_no_batches
         assert await served.metric("paceline_allowed_batch_rows") == 4
 
 
-async def test_crash_of_a_python_model_fails_its_batch_and_the_next_is_answered(tmp_path: Path) -> None:
-    folder = write(tmp_path, FOUR)
+async def test_crash_of_a_python_model_fails_the_request_at_fault_alone(tmp_path: Path, frontends: int) -> None:
+    write(tmp_path, FOUR)
     async with serving(tmp_path, settings=allowing(tmp_path)) as served:
-        for status, text in await together(served, 1, 2, 3, puppet.SEGFAULT):
-            assert status is INTERNAL
-            assert "the model's process was killed by SIGSEGV while it executed this batch" in text
+        *good, (status, text) = await together(served, 1, 2, 3, puppet.SEGFAULT)
+        assert good == [[10], [20], [30]]
+        assert status is INTERNAL
+        assert "the model's process was killed by SIGSEGV while it executed this batch" in text
         assert await together(served, 1, 2, 3, 4) == [[10], [20], [30], [40]]
-    assert len((folder / "1" / "loads").read_text().splitlines()) == 2, "a batch that crashes isn't run again in halves"
+    assert loads(tmp_path) == 3, "at the start, for those who were in its batch, and for what came later"
+
+
+async def test_crash_of_a_python_model_fails_its_batch_where_failures_are_not_isolated(tmp_path: Path) -> None:
+    once = 'parameters { key: "paceline.isolate_failures" value { string_value: "false" } }'
+    write(tmp_path, f"{FOUR} {once}")
+    async with serving(tmp_path, settings=allowing(tmp_path)) as served:
+        for status, _ in await together(served, 1, 2, 3, puppet.SEGFAULT):
+            assert status is INTERNAL
+        assert await together(served, 1, 2, 3, 4) == [[10], [20], [30], [40]]
+    assert loads(tmp_path) == 2
 
 
 async def test_crash_of_one_instance_leaves_the_others_and_other_models_alone(tmp_path: Path) -> None:

@@ -1,44 +1,20 @@
-"""Executions that run out of memory, and instances that are lost: who gets which answer, and what comes after."""
+"""Executions that run out of memory: who gets which answer, and what comes after."""
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
 
 from scheduler.allowance import PAUSE_NS
-from scheduler.errors import BatcherClosed, ExecutionFailed, NoInstance, QueueTimeout
-from scheduler.isolation import Blame
-from scheduler.observer import Drop
+from scheduler.errors import ExecutionFailed, QueueTimeout
 from scheduler.policy import BatchPolicy
-from scheduler.testing import StepRunner
-from tests.unit.scheduler.workbench import Bench, one_turn
-
-BLAMES = {
-    MemoryError: Blame.SIZE,
-    OSError: Blame.INSTANCE,
-    EOFError: Blame.INSTANCE_BEFORE,
-    ValueError: Blame.REQUESTS,
-}
+from tests.unit.scheduler.workbench import LossBench, one_turn
 
 
-class ShortBench(Bench):
-    """Has room for `fits` rows, and keeps what it is told of lost instances."""
-
-    def __init__(self, policy: BatchPolicy, instances: int = 1, **more: Any) -> None:
-        self.lost: list[Any] = []
-        super().__init__(policy, instances, blames=lambda error: BLAMES[type(error)], hangs=self, **more)
-
-    def on_hang(self, runner: Any, others: Sequence[Any]) -> None:
-        raise AssertionError("nothing hangs here")
-
-    def on_return(self, runner: Any) -> None:
-        raise AssertionError("nothing hangs here")
-
-    def on_loss(self, runner: Any, error: BaseException) -> None:
-        self.lost.append((runner, error))
+class ShortBench(LossBench):
+    """Has room for as many rows as `run_all` says."""
 
     async def run_all(self, fits: int) -> list[tuple[int, bool]]:
         """Let batches run until none is left; more rows than `fits` are too many. Sizes, and whether they failed."""
@@ -54,13 +30,6 @@ class ShortBench(Bench):
                 runner.finish(str.upper)
             await one_turn()
         return ran
-
-    async def add(self) -> StepRunner[str, str]:
-        runner: StepRunner[str, str] = StepRunner(self.clock)
-        self.runners.append(runner)
-        self.batcher.add(runner)
-        await one_turn()
-        return runner
 
 
 @pytest.fixture
@@ -204,183 +173,6 @@ async def test_instances_side_by_side_share_the_work_of_a_batch_that_was_too_lar
     await bench.run_all(fits=8)
     assert [future.result() for future in futures] == [name.upper() for name in names(16)]
     bench.batcher.close()
-
-
-async def test_lost_instance_fails_its_batch_and_those_who_wait_are_executed_by_the_next(bench: ShortBench) -> None:
-    lost = await bench.submit("a", "b")
-    waiting = await bench.submit("c")
-    error = OSError("device lost")
-    bench.runners[0].fail(error)
-    assert bench.lost == [(bench.runners[0], error)]
-    assert bench.runners[0].stopped
-    assert all(isinstance(future.exception(), ExecutionFailed) for future in lost)
-    await one_turn()
-    assert bench.runners[0].batches == [["a", "b"]]
-    another = await bench.add()
-    another.finish(str.upper)
-    assert waiting[0].result() == "C"
-
-
-async def test_lost_instance_leaves_the_work_to_the_others() -> None:
-    bench = ShortBench(BatchPolicy(max_batch_rows=1), instances=2)
-    await bench.submit("a", "b")
-    waiting = await bench.submit("c")
-    bench.runners[0].fail(OSError())
-    assert not waiting[0].done()
-    bench.runners[1].finish(str.upper)
-    await one_turn()
-    bench.runners[1].finish(str.upper)
-    assert waiting[0].result() == "C"
-    bench.batcher.close()
-
-
-@pytest.mark.parametrize("isolates", [True, False])
-async def test_batch_that_its_instance_had_not_begun_when_it_was_lost_is_executed_by_the_next(isolates: bool) -> None:
-    bench = ShortBench(BatchPolicy(max_batch_rows=4, isolate_failures=isolates))
-    lost = await bench.submit("a", "b")
-    later = await bench.submit("c")
-    error = EOFError("gone before")
-    bench.runners[0].fail(error)
-    await one_turn()
-    assert bench.lost == [(bench.runners[0], error)]
-    assert not any(future.done() for future in lost)
-    another = await bench.add()
-    assert another.batches == [["a", "b", "c"]], "before all who came later"
-    another.finish(str.upper)
-    await one_turn()
-    assert [future.result() for future in (*lost, *later)] == ["A", "B", "C"]
-    bench.batcher.close()
-
-
-async def test_batch_that_was_not_begun_waits_like_any_other(bench: ShortBench) -> None:
-    late = bench.batcher.submit("late", 1, "k", rpc_deadline_ns=bench.clock.now_ns() + 50)
-    gone, good = await bench.submit("gone", "good")
-    bench.runners[0].fail(EOFError())
-    await one_turn()
-    assert bench.batcher.waiting_requests == 3
-    gone.cancel()
-    assert bench.batcher.waiting_requests == 2
-    bench.clock.advance(50)
-    await one_turn()
-    assert isinstance(late.exception(), QueueTimeout)
-    draining = asyncio.create_task(bench.batcher.drain())
-    await one_turn()
-    assert not draining.done()
-    good.cancel()
-    await one_turn()
-    assert draining.done()
-
-
-async def test_request_that_instances_end_of_before_they_begin_fails_in_the_end(bench: ShortBench) -> None:
-    (deadly,) = await bench.submit("deadly")
-    for ends in range(1, 4):
-        assert not deadly.done()
-        bench.runners[-1].fail(EOFError("too much"))
-        await one_turn()
-        assert len(bench.lost) == ends
-        await bench.add()
-    assert isinstance(deadly.exception(), ExecutionFailed)
-    assert not bench.runners[-1].busy
-
-
-async def test_batch_that_was_not_begun_is_refused_if_there_is_no_instance(bench: ShortBench) -> None:
-    lost = await bench.submit("a")
-    bench.runners[0].fail(EOFError())
-    bench.batcher.suspend()
-    assert isinstance(lost[0].exception(), NoInstance)
-
-
-async def test_batch_that_was_not_begun_fails_where_instances_are_used_on() -> None:
-    bench = Bench(BatchPolicy(max_batch_rows=4), blames=lambda _: Blame.INSTANCE_BEFORE)
-    lost = await bench.submit("a")
-    bench.runner.fail(EOFError())
-    await one_turn()
-    assert isinstance(lost[0].exception(), ExecutionFailed)
-    assert bench.runner.batches == [["a"]]
-    bench.batcher.close()
-
-
-async def test_instance_lost_while_it_executes_nothing_gets_nothing_more() -> None:
-    bench = ShortBench(BatchPolicy(max_batch_rows=1), instances=2)
-    first, second = bench.runners
-    executing = await bench.submit("a")
-    busy = first if first.busy else second
-    idle = second if first.busy else first
-    error = OSError()
-    for _ in range(2):
-        bench.batcher.lose(idle, error)
-    assert bench.lost == [(idle, error)]
-    assert idle.stopped
-    waiting = await bench.submit("b")
-    assert not idle.busy
-    busy.finish(str.upper)
-    await one_turn()
-    busy.finish(str.upper)
-    assert (executing[0].result(), waiting[0].result()) == ("A", "B")
-    bench.batcher.close()
-    bench.batcher.lose(busy, error)
-    assert len(bench.lost) == 1
-
-
-@pytest.mark.parametrize("fails", [False, True])
-async def test_instance_that_ends_by_itself_while_it_executes_is_lost_once_that_is_done(
-    bench: ShortBench, fails: bool
-) -> None:
-    (executing,) = await bench.submit("a")
-    (waiting,) = await bench.submit("b")
-    runner, error = bench.runner, OSError("ended")
-    bench.batcher.lose(runner, error)
-    assert not bench.lost
-    if fails:
-        runner.fail(error)
-    else:
-        runner.finish(str.upper)
-    await one_turn()
-    assert bench.lost == [(runner, error)]
-    assert fails == isinstance(executing.exception(), ExecutionFailed)
-    assert (runner.stopped, len(runner.batches)) == (True, 1)
-    another = await bench.add()
-    another.finish(str.upper)
-    assert waiting.result() == "B"
-
-
-async def test_suspended_refuses_who_waits_and_who_comes_until_there_is_an_instance(bench: ShortBench) -> None:
-    await bench.submit("a")
-    waiting = await bench.submit("b")
-    bench.runners[0].fail(OSError())
-    bench.batcher.suspend()
-    assert isinstance(waiting[0].exception(), NoInstance)
-    with pytest.raises(NoInstance):
-        bench.batcher.submit("c", 1, "k")
-    assert bench.seen.count(Drop.NO_INSTANCE) == 2
-    assert bench.batcher.waiting_requests == 0
-    another = await bench.add()
-    served = await bench.submit("d")
-    another.finish(str.upper)
-    assert served[0].result() == "D"
-
-
-async def test_drain_of_one_that_was_suspended_waits_for_those_who_came_since(bench: ShortBench) -> None:
-    await bench.submit("a")
-    bench.runners[0].fail(OSError())
-    bench.batcher.suspend()
-    another = await bench.add()
-    served = await bench.submit("d")
-    draining = asyncio.create_task(bench.batcher.drain())
-    await one_turn()
-    assert not draining.done()
-    another.finish(str.upper)
-    await draining
-    assert served[0].result() == "D"
-
-
-async def test_drain_of_a_suspended_one_ends_at_once_and_refuses_as_closed(bench: ShortBench) -> None:
-    await bench.submit("a")
-    bench.runners[0].fail(OSError())
-    bench.batcher.suspend()
-    await bench.batcher.drain()
-    with pytest.raises(BatcherClosed):
-        bench.batcher.submit("c", 1, "k")
 
 
 @pytest.mark.parametrize("slots", [1, 2])

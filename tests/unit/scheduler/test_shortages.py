@@ -15,7 +15,7 @@ from scheduler.shortages import LONGEST_REST_NS, SHORTEST_REST_NS, Shortages
 from tests.unit.scheduler.workbench import Bench, one_turn
 
 POLICY = BatchPolicy(max_batch_rows=4)
-BLAMES = {MemoryError: Blame.SIZE, OSError: Blame.INSTANCE, ValueError: Blame.REQUESTS}
+BLAMES = {MemoryError: Blame.SIZE, OSError: Blame.INSTANCE, EOFError: Blame.FATAL, ValueError: Blame.REQUESTS}
 
 
 def failed(shortages: Shortages[str], instance: str, key: str = "k", *, now_ns: int = 0, **how: Any) -> bool:
@@ -397,7 +397,7 @@ class Chaos:
     def end(self, runner: Any) -> None:
         instance = self.bench.runners.index(runner) // self.slots
         if self.chance.random() < 0.02:
-            runner.fail(OSError("lost"))
+            runner.fail(self.chance.choice([OSError("lost"), EOFError("ended of it")]))
         elif instance in self.bench.full and self.chance.random() < 0.9:
             runner.fail(MemoryError())
         elif self.chance.random() < 0.05:

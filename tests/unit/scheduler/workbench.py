@@ -3,15 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from typing import Any
 
 from scheduler.batcher import Batcher
 from scheduler.company import Company
+from scheduler.isolation import Blame
 from scheduler.pending import Pending
 from scheduler.policy import BatchPolicy
 from scheduler.testing import ManualClock, RecordingObserver, StepRunner
 
-__all__ = ["Alone", "Bench", "crowd", "one_turn"]
+__all__ = ["Alone", "Bench", "LossBench", "crowd", "one_turn"]
+
+_BLAMES = {
+    MemoryError: Blame.SIZE,
+    OSError: Blame.INSTANCE,
+    EOFError: Blame.INSTANCE_BEFORE,
+    ChildProcessError: Blame.FATAL,
+    ValueError: Blame.REQUESTS,
+}
 
 
 class Alone(Company):
@@ -61,6 +71,30 @@ class Bench:
             await self.submit("x")
             self.clock.advance(duration_ns)
             self.runner.finish(str.upper)
+
+
+class LossBench(Bench):
+    """Errors mean what `_BLAMES` says; `lost` is what it is told of lost instances."""
+
+    def __init__(self, policy: BatchPolicy, instances: int = 1, **more: Any) -> None:
+        self.lost: list[Any] = []
+        super().__init__(policy, instances, blames=lambda error: _BLAMES[type(error)], hangs=self, **more)
+
+    def on_hang(self, runner: Any, others: Sequence[Any]) -> None:
+        raise AssertionError("nothing hangs here")
+
+    def on_return(self, runner: Any) -> None:
+        raise AssertionError("nothing hangs here")
+
+    def on_loss(self, runner: Any, error: BaseException) -> None:
+        self.lost.append((runner, error))
+
+    async def add(self) -> StepRunner[str, str]:
+        runner: StepRunner[str, str] = StepRunner(self.clock)
+        self.runners.append(runner)
+        self.batcher.add(runner)
+        await one_turn()
+        return runner
 
 
 async def one_turn() -> None:
