@@ -31,6 +31,7 @@ __all__ = [
     "DeviceKind",
     "DeviceTensor",
     "Execution",
+    "Files",
     "GroupKind",
     "InstanceGroup",
     "ModelInstance",
@@ -148,10 +149,12 @@ class ModelSpec:
 @dataclass(frozen=True, slots=True)
 class Trial:
     """What a model shows when it runs. `spec`: what it says of itself, with the outputs' dims as they were seen;
-    `why_not`: what speaks against stacking rows, "" if nothing, or why that couldn't be found out."""
+    `why_not`: what speaks against stacking rows, "" if nothing, or why that couldn't be found out. `deadly`: it ended
+    the process in which it was tried."""
 
     spec: ModelSpec
     why_not: str = ""
+    deadly: bool = False
 
 
 class GroupKind(Enum):
@@ -207,6 +210,26 @@ Targets = Mapping[int, DeviceTensor]
 """Where outputs, by index, are to be left; what has that room. Dtypes and shapes say no more than how much it is."""
 
 
+class Files(Protocol):
+    """Whoever has a model's files, which may go once it is loaded."""
+
+    def keep(self) -> None:
+        """Let them stay: they will be read again. On any thread."""
+
+    def let_go(self) -> None:
+        """They won't any more, as often as they were kept. On any thread; blocks."""
+
+
+class _Lasting:
+    """Those of a repository stay without being asked to."""
+
+    def keep(self) -> None:
+        pass
+
+    def let_go(self) -> None:
+        pass
+
+
 @dataclass(frozen=True, slots=True)
 class ModelSource:
     """What a backend needs to open one version of a model.
@@ -217,7 +240,7 @@ class ModelSource:
     the GPU execution accelerators by name with their parameters, in order, `cpu_accelerators` those for the CPU,
     `op_libraries` shared libraries with operators of the model's own, which run in this process. `largest_rows`: the
     largest batch that it will see, as far as that is known yet; else 0. `cuda_graphs`: what a GPU does for a batch is
-    to be captured once and replayed.
+    to be captured once and replayed. `files` is whom to tell that they will be read again.
     """
 
     name: str
@@ -230,6 +253,7 @@ class ModelSource:
     cpu_accelerators: tuple[tuple[str, Mapping[str, str]], ...] = ()
     largest_rows: int = 0
     cuda_graphs: bool = False
+    files: Files = field(default_factory=_Lasting)
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,11 +14,12 @@ import weakref
 from typing import Any
 
 from backends.accelerator import Buffer, Event, Stream
+from backends.base import Device, DeviceKind
 from backends.cuda_context import PrimaryContext, check, load_driver
 from backends.cuda_driver import LIBRARY
 from backends.errors import DeviceError
 
-__all__ = ["CudaAccelerator", "open_cuda"]
+__all__ = ["CudaAccelerator", "accelerator_of", "open_cuda"]
 
 _PORTABLE = 1  # CU_MEMHOSTALLOC_PORTABLE: page-locked for all contexts
 _NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING: not ordered with the default stream, which others may use
@@ -177,6 +178,11 @@ class CudaAccelerator:
     def _count(self) -> None:
         with self._lock:
             self.allocations += 1
+
+
+def accelerator_of(device: Device) -> CudaAccelerator | None:
+    """What stages the batches of `device`. Blocks as `open_cuda`; raises DeviceError."""
+    return open_cuda(device.index) if device.kind is DeviceKind.GPU else None
 
 
 def open_cuda(index: int) -> CudaAccelerator:

@@ -8,18 +8,18 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 
 import onnxruntime as ort  # type: ignore[import-untyped,unused-ignore]
 
 from backends.accelerator import Accelerator
-from backends.apart.job import Job
+from backends.apart.questions import Job
+from backends.apart.served import OnnxModelApart
 from backends.apart.session import SessionApart
 from backends.base import (
-    Array,
     Device,
     DeviceKind,
     GroupKind,
@@ -27,23 +27,22 @@ from backends.base import (
     ModelSource,
     ModelSpec,
     Supervise,
-    Tensors,
     Trial,
     directly,
 )
-from backends.cuda_accelerator import open_cuda
+from backends.cuda_accelerator import accelerator_of
 from backends.cuda_driver import count_gpus
-from backends.errors import DeviceError, ExecutionError, LoadError, StalePlan
+from backends.errors import DeviceError, LoadError
 from backends.onnx_captures import captures
 from backends.onnx_instance import OnnxInstance
 from backends.onnx_options import OnnxOptions, parse_options, without_graphs
 from backends.onnx_sessions import CUDA, OpenSession, open_session, probe_cuda
-from backends.onnx_shapes import without_shape
 from backends.onnx_shared import why_not_staged
+from backends.onnx_spec import find_spec
 from backends.onnx_staged import StagedInstance
-from backends.onnx_types import NodeArg, check_served, is_known, tensor_spec, why_unknown
+from backends.onnx_trial import Runs, try_model
+from backends.onnx_types import check_served
 from backends.placement import on_cpu, on_gpus
-from backends.trial import try_rows
 
 __all__ = ["OnnxBackend", "OnnxModel"]
 
@@ -84,10 +83,12 @@ class OnnxBackend:
         """
         return tuple(device for group in groups or (InstanceGroup(),) for device in self._place(group))
 
-    def open(self, source: ModelSource, device: Device) -> OnnxModel:
+    def open(self, source: ModelSource, device: Device) -> OnnxModel | OnnxModelApart:
         options = replace(parse_options(source), shared_threads=self._shared_threads)
+        if options.own_process:
+            return OnnxModelApart(Job(source.name, _model_file(source), options, device, source.declared), source.files)
         opener = Opener(source.name, _model_file(source), options, self._accelerators)
-        return OnnxModel(source.name, device, opener, source.declared)
+        return OnnxModel(source, device, opener)
 
     def _place(self, group: InstanceGroup) -> list[Device]:
         if group.kind is GroupKind.CPU:
@@ -133,11 +134,14 @@ class OnnxModel:
     own, because a session computes on one stream, where a second instance's kernels could only queue.
     """
 
-    def __init__(self, name: str, device: Device, opener: Opener, declared: ModelSpec | None = None) -> None:
-        self._name = name
+    def __init__(self, source: ModelSource, device: Device, opener: Opener) -> None:
+        self._name = name = source.name
+        self._files, self._keeps_files = source.files, False
         self._opener = opener
         self._sessions = {device: opener.open(device)}
-        self._spec = _spec_of(name, opener.path, self._sessions[device].session, declared)
+        found = find_spec(name, opener.path, self._sessions[device].session, source.declared)
+        found.tell(name)
+        self._spec = found.spec
 
     @property
     def spec(self) -> ModelSpec:
@@ -148,15 +152,7 @@ class OnnxModel:
         return "onnxruntime_onnx"
 
     def try_rows(self, supervise: Supervise = directly) -> Trial:
-        options = self._opener.options
-        if options.tensorrt is not None or options.openvino is not None:
-            # Makes an engine for each shape that it sees, which may take minutes.
-            return Trial(self._spec)
-        needed = replace(self._spec, inputs=tuple(one for one in self._spec.inputs if not one.optional))
-        with ExitStack() as until_tried:
-            run = self._run_untrusted(needed, until_tried)
-            tried = try_rows(needed, lambda inputs: supervise(lambda: run(inputs)))
-        return replace(tried, spec=replace(tried.spec, inputs=self._spec.inputs))
+        return try_model(self._spec, self._opener.options, self._untrusting, supervise)
 
     def instance(self, spec: ModelSpec, device: Device) -> OnnxInstance | StagedInstance:
         check_served(self._name, spec, self._spec)
@@ -173,33 +169,36 @@ class OnnxModel:
 
     def close(self) -> None:
         self._sessions.clear()
+        if self._keeps_files:
+            self._keeps_files = False
+            self._files.let_go()
 
-    def _run_untrusted(self, spec: ModelSpec, stack: ExitStack) -> Callable[[Sequence[Array]], Tensors]:
+    @contextmanager
+    def _untrusting(self, spec: ModelSpec) -> Iterator[Runs]:
+        with ExitStack() as stack:
+            yield self._run_untrusted(spec, stack)
+
+    def _run_untrusted(self, spec: ModelSpec, stack: ExitStack) -> Runs:
         """What runs the model with inputs that may be more than it can take, until `stack` is left: a process apart,
         unless the model is on a GPU or large, or none can be had."""
         ((device, session), *_), options, path = self._sessions.items(), self._opener.options, self._opener.path
         if device.kind is DeviceKind.CPU and session.streams is None and path.stat().st_size <= _MOST_APART:
             try:
-                return stack.enter_context(SessionApart(Job(self._name, path, spec, options))).run
+                return stack.enter_context(SessionApart(Job(self._name, path, options), spec))
             except LoadError as error:
                 _log.info("model '%s' is tried in the server's own process: %s", self._name, error)
-        instance = OnnxInstance(session, spec, device, options)
-        stack.callback(instance.close)  # else the session, and all that it has of a device's memory, would stay
-
-        def run(inputs: Sequence[Array]) -> Tensors:
-            try:
-                return instance.run(inputs)
-            except StalePlan as error:
-                # What was tried in that shape failed, as this would; it goes on in others.
-                raise ExecutionError(str(error)) from error
-
-        return run
+        # Left open, the session, and all that it has of a device's memory, would stay.
+        return stack.enter_context(closing(OnnxInstance(session, spec, device, options)))
 
     def _session(self, device: Device) -> OpenSession:
         """The shared session of the CPU; else the one that the model was opened with, once, and fresh ones after."""
         opened = self._sessions.pop(device, None) or self._opener.open(device)
         if opened.streams is None and device.kind is DeviceKind.CPU:
             self._sessions[device] = opened
+        elif not self._keeps_files:
+            # For the session of an instance that will take the place of another.
+            self._keeps_files = True
+            self._files.keep()
         return opened
 
 
@@ -229,11 +228,6 @@ class Opener:
             ) from error
         with captures.synchronizing() if accelerator is not None else nullcontext():
             return open_session(self._name, self.path, options, device, accelerator)
-
-
-def accelerator_of(device: Device) -> Accelerator | None:
-    """What stages the batches of `device`. Raises DeviceError."""
-    return open_cuda(device.index) if device.kind is DeviceKind.GPU else None
 
 
 def _model_file(source: ModelSource) -> Path:
@@ -266,33 +260,3 @@ def _instead(folder: Path) -> str:
     more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
     hint = "; default_model_filename in its config.pbtxt says another name than model.onnx" if names else ""
     return f"; there is {', '.join(names[:_MOST_NAMES]) or 'nothing'}{more}{hint}"
-
-
-def _spec_of(name: str, path: Path, session: ort.InferenceSession, declared: ModelSpec | None) -> ModelSpec:
-    """Inputs that have an initializer are optional; those among them that the protocol can't carry stay unknown, and so
-    do outputs that it can't carry unless the configuration names them, or there are no others."""
-    inputs, outputs = session.get_inputs(), _served_outputs(name, session.get_outputs(), declared)
-    shapeless = without_shape(path) if any(not node.shape for node in (*inputs, *outputs)) else frozenset()
-    required = [tensor_spec(name, "input", node, node.name in shapeless) for node in inputs]
-    optional = [
-        replace(tensor_spec(name, "input", node), optional=True)
-        for node in session.get_overridable_initializers()
-        if is_known(node)
-    ]
-    return ModelSpec(
-        inputs=(*required, *optional),
-        outputs=tuple(tensor_spec(name, "output", node, node.name in shapeless) for node in outputs),
-    )
-
-
-def _served_outputs(name: str, nodes: Sequence[NodeArg], declared: ModelSpec | None) -> list[NodeArg]:
-    """Those that the protocol has datatypes for, and those that the configuration names; all, if none is left. What is
-    left out without anybody having said so is told."""
-    named = {tensor.name for tensor in declared.outputs} if declared is not None else set()
-    served = [node for node in nodes if is_known(node) or node.name in named]
-    if not served:
-        return list(nodes)
-    for node in nodes:
-        if declared is None and not is_known(node):
-            _log.warning("model '%s' is served without its output '%s': %s", name, node.name, why_unknown(node))
-    return served

@@ -29,7 +29,8 @@ BFLOAT16 = 16
 
 
 class OnnxInstance:
-    """`ModelInstance` over a session, which other instances may share."""
+    """`ModelInstance` over a session, which other instances may share. `run` takes arrays in the order of
+    `input_names`, and gives them in that of `output_names`."""
 
     def __init__(self, opened: OpenSession, spec: ModelSpec, device: Device, options: OnnxOptions) -> None:
         self._open: OpenSession | None = opened
@@ -37,8 +38,8 @@ class OnnxInstance:
         self._spec = spec
         self._device = device
         self._inputs = [*spec.inputs, *batch_input_tensors(spec)]
-        self._input_names = [tensor.name for tensor in self._inputs]
-        self._output_names = [tensor.name for tensor in spec.outputs]
+        self.input_names = [tensor.name for tensor in self._inputs]
+        self.output_names = [tensor.name for tensor in spec.outputs]
         self._run_options = run_options(options, device)
         self._run_batch = batch_runner(spec)
         self._run = self._runner()
@@ -113,7 +114,7 @@ class OnnxInstance:
         session = self._opened().session
         try:
             outputs: list[Array] = session.run(
-                self._output_names, dict(zip(self._input_names, inputs, strict=True)), self._run_options
+                self.output_names, dict(zip(self.input_names, inputs, strict=True)), self._run_options
             )
         except Exception as error:  # its exceptions share no base class below this one
             raise failure(error) from error
@@ -131,7 +132,7 @@ class OnnxInstance:
             for tensor, array in zip(self._inputs, inputs, strict=True):
                 if array is not None:
                     binding.bind_ortvalue_input(tensor.name, _to_ortvalue(tensor, array))
-            for name in self._output_names:
+            for name in self.output_names:
                 binding.bind_output(name)
             session.run_with_iobinding(binding, self._run_options)
             outputs = [from_ortvalue(value) for value in binding.get_outputs()]

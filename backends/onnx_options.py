@@ -19,10 +19,12 @@ from backends.base import ModelSource
 from backends.errors import LoadError
 from backends.onnx_accelerators import cuda_options, openvino_options, tensorrt_options
 
-__all__ = ["CACHE_DIRECTORY", "GraphLevel", "OnnxOptions", "parse_options", "without_graphs"]
+__all__ = ["CACHE_DIRECTORY", "OWN_PROCESS", "GraphLevel", "OnnxOptions", "parse_options", "without_graphs"]
 
 CACHE_DIRECTORY = "paceline.cache_directory"
 """The parameter that a flag of the server's sets; no configuration may."""
+OWN_PROCESS = "paceline.own_process"
+"""The parameter that has each instance execute in a process of its own."""
 _CUDA_GRAPHS = "enable_cuda_graph"
 
 
@@ -46,7 +48,7 @@ class OnnxOptions:
     `shared_threads`: compute on the pool that all sessions share, whatever the thread counts say. `tensorrt` and
     `openvino` are those of the providers that execution accelerators ask for, None where none does; what TensorRT keeps
     goes below `cache_directory`, and is for batches of up to `largest_rows` rows (0: not known).
-    `op_libraries` bring operators of the model's own.
+    `op_libraries` bring operators of the model's own. `own_process`: each instance is in a process of its own.
     """
 
     graph_level: GraphLevel = GraphLevel.ALL
@@ -64,6 +66,7 @@ class OnnxOptions:
     openvino: Mapping[str, str] | None = None
     cache_directory: str = ""
     largest_rows: int = 0
+    own_process: bool = False
 
     @property
     def cuda_graphs(self) -> bool:
@@ -97,7 +100,7 @@ def parse_options(source: ModelSource) -> OnnxOptions:
     read = _Parameters(source)
     cpu_mem_arena = read.choice("enable_mem_arena", _SWITCH) is not False
     intra_op_threads = read.integer("intra_op_thread_count", 0, _MOST_THREADS) or 0
-    return OnnxOptions(
+    options = OnnxOptions(
         graph_level=_graph_level(source),
         intra_op_threads=intra_op_threads,
         inter_op_threads=read.integer("inter_op_thread_count", 0, _MOST_THREADS) or 0,
@@ -112,7 +115,11 @@ def parse_options(source: ModelSource) -> OnnxOptions:
         openvino=openvino_options(source, intra_op_threads),
         cache_directory=source.parameters.get(CACHE_DIRECTORY, ""),
         largest_rows=source.largest_rows,
+        own_process=read.choice(OWN_PROCESS, _SWITCH) or False,
     )
+    if options.own_process and options.cuda_graphs:
+        raise LoadError(f"model '{source.name}': {OWN_PROCESS}: expected false for a model with CUDA graphs, got true")
+    return options
 
 
 class _Parameters:

@@ -87,7 +87,7 @@ def try_rows(spec: ModelSpec, run: Run) -> Trial:
     try:
         return _try_all(spec, run)
     except ProcessError as error:
-        return Trial(spec, str(error))
+        return Trial(spec, str(error), deadly=True)
 
 
 def _try_all(spec: ModelSpec, run: Run) -> Trial:

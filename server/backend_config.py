@@ -1,6 +1,6 @@
 """`--backend-config BACKEND,KEY=VALUE`: what the command line tells a backend about all of its models.
 
-Lives here: the keys of Triton's ONNX Runtime backend, one of our own, and the refusal of others. Must not: models.
+Lives here: the keys of Triton's ONNX Runtime backend, two of our own, and the refusal of others. Must not: models.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from backends.onnx_options import CACHE_DIRECTORY
+from backends.onnx_options import CACHE_DIRECTORY, OWN_PROCESS
 
 __all__ = ["BackendConfig", "parse_backend_config"]
 
@@ -17,7 +17,8 @@ _ROWS = "default-max-batch-size"
 _SHARED = "enable-global-threadpool"
 _INTRA, _INTER = "intra_op_thread_count", "inter_op_thread_count"
 _CACHE = "cache-directory"
-_KEYS = (_ROWS, _SHARED, _INTRA, _INTER, _CACHE)
+_APART = "own-process"
+_KEYS = (_ROWS, _SHARED, _INTRA, _INTER, _CACHE, _APART)
 _MOST = 2**31 - 1
 _MOST_DIGITS = 40
 _MOST_THREADS = 1_024
@@ -30,20 +31,24 @@ _SWITCH = {"0": False, "1": True, "false": False, "true": True}
 class BackendConfig:
     """Of ONNX Runtime: rows of a batch where a model leaves them open (None: not given), threads of a session that
     doesn't say (0: ONNX Runtime decides), and whether all sessions share one pool of so many threads. What sessions
-    keep for the next start goes to `cache_directory` ("": below the user's)."""
+    keep for the next start goes to `cache_directory` ("": below the user's). `own_process`: whether models that don't
+    say execute in processes of their own (None: not given)."""
 
     max_batch_rows: int | None = None
     intra_op_threads: int = 0
     inter_op_threads: int = 0
     shared_threads: bool = False
     cache_directory: str = ""
+    own_process: bool | None = None
 
     @property
     def parameters(self) -> dict[str, str]:
         """What stands behind a model's own `parameters`."""
         threads = {_INTRA: self.intra_op_threads, _INTER: self.inter_op_threads}
         counts = {} if self.shared_threads else {key: str(count) for key, count in threads.items() if count}
-        return counts | ({CACHE_DIRECTORY: self.cache_directory} if self.cache_directory else {})
+        cache = {CACHE_DIRECTORY: self.cache_directory} if self.cache_directory else {}
+        apart = {} if self.own_process is None else {OWN_PROCESS: str(self.own_process).lower()}
+        return counts | cache | apart
 
 
 def parse_backend_config(given: Iterable[str]) -> BackendConfig:
@@ -56,6 +61,7 @@ def parse_backend_config(given: Iterable[str]) -> BackendConfig:
         inter_op_threads=_count(_INTER, values.get(_INTER, "0"), _MOST_THREADS),
         shared_threads=_switch(_SHARED, values.get(_SHARED, "0")),
         cache_directory=values.get(_CACHE, ""),
+        own_process=_switch(_APART, values[_APART]) if _APART in values else None,
     )
 
 

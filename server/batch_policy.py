@@ -191,4 +191,4 @@ _READERS: Mapping[str, tuple[Callable[[str], object], str]] = {
     "split_oversized": (_boolean, "true or false"),
     "execution_timeout_ms": (_count, f"a whole number from 0 to {_MOST}"),
 }
-_OF_BACKENDS = {"execute_delay_per_row_us", "python_executable"}
+_OF_BACKENDS = {"execute_delay_per_row_us", "own_process", "python_executable"}

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
 
+from backends.base import Files
 from server.errors import StartError
 
 __all__ = [
@@ -45,7 +46,7 @@ class ModelFolder:
     named it, whatever its folder and its configuration call it. `problem` says why a folder can't be read: its load
     fails with that, and the other models go on. `rivals` are all paths of a name that several
     repositories have; none of them can be loaded. `strays` look like versions, and are none. `config_name` picks
-    another configuration than `config.pbtxt`. `brought`: it came with a client's request, and not from a repository."""
+    another configuration than `config.pbtxt`. `files` is who has them, if they came with a client's request."""
 
     name: str
     path: Path
@@ -56,7 +57,12 @@ class ModelFolder:
     rivals: tuple[Path, ...] = ()
     strays: tuple[Path, ...] = ()
     config_name: str = ""
-    brought: bool = False
+    files: Files | None = None
+
+    @property
+    def brought(self) -> bool:
+        """Whether it came with a client's request."""
+        return self.files is not None
 
     @property
     def config(self) -> Path | None:

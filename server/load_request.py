@@ -7,6 +7,7 @@ Source of names and types: Triton's "model repository" extension.
 from __future__ import annotations
 
 import tempfile
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -76,12 +77,36 @@ def parse_unload_parameters(parameters: Parameters) -> bool:
     return "unload_dependents" in parameters and parameters["unload_dependents"].bool_param
 
 
+class _Scratch:
+    """A new folder, and whoever still needs it."""
+
+    def __init__(self) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="paceline-", ignore_cleanup_errors=True)
+        self._lock = threading.Lock()
+        self._needed = 1
+
+    @property
+    def path(self) -> Path:
+        return Path(self._folder.name)
+
+    def keep(self) -> None:
+        with self._lock:
+            self._needed += 1
+
+    def let_go(self) -> None:
+        with self._lock:
+            self._needed -= 1
+            if not self._needed:
+                self._folder.cleanup()
+
+
 @contextmanager
 def scratch_folder(name: str, files: Mapping[PurePosixPath, bytes]) -> Iterator[ModelFolder]:
-    """Model `name` made of `files`, in a new folder that goes with the block. Blocks. Raises InvalidRequest if a path
-    is both file and folder, or of no use to the file system."""
-    with tempfile.TemporaryDirectory(prefix="paceline-", ignore_cleanup_errors=True) as scratch:
-        top = Path(scratch)
+    """Model `name` made of `files`, in a new folder that goes with the block, unless the model keeps it. Blocks. Raises
+    InvalidRequest if a path is both file and folder, or of no use to the file system."""
+    scratch = _Scratch()
+    try:
+        top = scratch.path
         for path, content in files.items():
             try:
                 (top / path).parent.mkdir(parents=True, exist_ok=True)
@@ -92,7 +117,9 @@ def scratch_folder(name: str, files: Mapping[PurePosixPath, bytes]) -> Iterator[
                 raise InvalidRequest(f"load parameter 'file:{path}': another file has its place") from None
             except OSError as error:
                 raise InvalidRequest(f"load parameter 'file:{path}' can't be written: {error.strerror}") from None
-        yield replace(model_folder(name, top), brought=True)
+        yield replace(model_folder(name, top), files=scratch)
+    finally:
+        scratch.let_go()
 
 
 def _inner_path(key: str) -> PurePosixPath:

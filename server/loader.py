@@ -12,7 +12,18 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from backends.base import Abandonable, Backend, InstanceGroup, ModelInstance, OpenModel, Supervise, Triable, Trial
+from backends.base import (
+    Abandonable,
+    Backend,
+    InstanceGroup,
+    ModelInstance,
+    ModelSource,
+    OpenModel,
+    Supervise,
+    Triable,
+    Trial,
+)
+from backends.onnx_options import OWN_PROCESS
 from backends.remote import RemoteInstance, RemoteModel
 from protos import model_config_pb2 as pb
 from server.batch_policy import BatchDefaults, limit_of
@@ -206,12 +217,20 @@ def _load_version(
         libraries = _op_libraries(folder, version, config)
         rows = batching.max_batch_rows if batching else defaults.max_batch_rows
         source = model_source(config, folder.name, file, defaults.parameters, libraries, rows)
+        if folder.files is not None:
+            source = replace(source, files=folder.files)
         opened = backend.open(source, devices[0])
         undo.callback(opened.close)
         supervise = Supervisor(limit_of(config, defaults.execution_limit_ns))
         undo.callback(supervise.close)
         try:
-            served = _plan(config, _tried(config, opened, supervise), defaults, batching)
+            tried = _tried(config, opened, supervise)
+            if tried.deadly and OWN_PROCESS not in source.parameters:
+                opened.close()
+                config, source = _apart(config, source)
+                opened = backend.open(source, devices[0])
+                undo.callback(opened.close)
+            served = _plan(config, tried, defaults, batching)
             warm_up = WarmUp(config, served, folder.path)
             for device in devices:
                 instance = opened.instance(served.spec, device)
@@ -246,6 +265,16 @@ def _tried(config: pb.ModelConfig, opened: OpenModel, supervise: Supervise) -> T
         return Trial(opened.spec)
     tried = opened.try_rows(supervise)
     return replace(tried, why_not="") if told else tried
+
+
+def _apart(config: pb.ModelConfig, source: ModelSource) -> tuple[pb.ModelConfig, ModelSource]:
+    """The same, but in a process of its own: what its callers send may end it as well."""
+    text = "model '%s' executes in a process of its own, as it ended the one in which it was tried"
+    _log.warning(text, config.name)
+    apart = pb.ModelConfig()
+    apart.CopyFrom(config)
+    apart.parameters[OWN_PROCESS].string_value = "true"
+    return apart, replace(source, parameters={**source.parameters, OWN_PROCESS: "true"})
 
 
 def _plan(config: pb.ModelConfig, tried: Trial, defaults: LoadDefaults, batching: BatchDefaults | None) -> ServingPlan:

@@ -157,6 +157,15 @@ def fixed_batch(rows: int = 4, size: int = 3) -> onnx.ModelProto:
     )
 
 
+def quotient() -> onnx.ModelProto:
+    """OUTPUT0 = INPUT0 / INPUT1, INT64 [batch, 1]. The smallest number by -1 ends ONNX Runtime's process."""
+    return model(
+        [helper.make_node("Div", ["INPUT0", "INPUT1"], ["OUTPUT0"])],
+        [tensor(name, "INT64", ["batch", 1]) for name in ("INPUT0", "INPUT1")],
+        [tensor("OUTPUT0", "INT64", ["batch", 1])],
+    )
+
+
 def matrix_product() -> onnx.ModelProto:
     """OUTPUT0 = INPUT0 x INPUT1 per row, FP32: dims [-1, -1] each, whose sizes must agree where matrices multiply."""
     return model(

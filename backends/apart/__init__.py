@@ -1,4 +1,5 @@
 """ONNX Runtime in a process of its own.
 
-Lives here: what starts it and asks it, and what runs in it. Must not: know what for, or batch.
+`model` is what runs there, in the form of a Python model, and `questions` what it is asked besides batches. `session`
+is one such process for a while, for inputs that nobody has vouched for; `served` a model that is served from them.
 """

@@ -1,14 +1,14 @@
-"""What runs in the process apart: sessions of ONNX Runtime, one at a time.
+"""What runs in the process apart: one session of ONNX Runtime at a time.
 
-Lives here: that side of it, in the form of a Python model. Must not: hold a session that nobody asks any more. Errors
-are answers, so that they keep their class.
+Lives here: that side of it, in the form of a Python model. Must not: hold a session that nobody asks any more. Why a
+model can't be opened is an answer, as that keeps its class.
 """
 
 from __future__ import annotations
 
 import pickle
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 # The server's own modules, wherever they were imported from: they aren't on this interpreter's path by themselves.
@@ -16,45 +16,83 @@ sys.path.insert(1, str(Path(__file__).parents[2]))
 
 import numpy as np
 
-from backends.apart.job import ANSWER, QUESTION, Job
-from backends.base import Array, Device, Tensors
-from backends.errors import BackendError
+from backends.apart.questions import ANSWER, QUESTION, Job, Question
+from backends.base import MISSING, Array, ModelSpec
+from backends.cuda_accelerator import accelerator_of
+from backends.errors import DeviceError, LoadError, SessionError, StalePlan
 from backends.onnx_instance import OnnxInstance
-from backends.onnx_sessions import open_session
+from backends.onnx_sessions import OpenSession, open_session
+from backends.onnx_spec import Found, find_spec
 
 __all__ = ["Model"]
 
 
 class Model:
-    """Answers a pickled `(Job, inputs)` with the pickled outputs or error; None is the end of the last job."""
+    """Answers questions, and executes batches of the spec that it was told last."""
 
     def __init__(self) -> None:
         self._job: Job | None = None
+        self._session: OpenSession | None = None
+        self._spec: ModelSpec | None = None
         self._instance: OnnxInstance | None = None
 
     def execute(self, inputs: Mapping[str, Array]) -> dict[str, Array]:
-        (question,) = inputs[QUESTION].tolist()
-        return {ANSWER: np.array([pickle.dumps(self._answer(pickle.loads(question)), -1)], object)}
-
-    def _answer(self, question: tuple[Job, Sequence[Array]] | None) -> Tensors | BackendError | None:
-        if question is None:
-            self._close()
-            return None
-        job, inputs = question
+        if (question := inputs.get(QUESTION)) is not None:
+            return {ANSWER: np.array([pickle.dumps(self._answer(pickle.loads(question.item())), -1)], object)}
         try:
-            return self._opened(job).run(inputs)
-        except BackendError as error:
-            return error.with_traceback(None)
+            return self._run(inputs)
+        except StalePlan:
+            self._begin_anew()
+            return self._run(inputs)
 
-    def _opened(self, job: Job) -> OnnxInstance:
-        if self._instance is None or job != self._job:
-            self._close()
-            device = Device()
-            session = open_session(job.name, job.path, job.options, device)
-            self._job, self._instance = job, OnnxInstance(session, job.spec, device, job.options)
-        return self._instance
-
-    def _close(self) -> None:
+    def close(self) -> None:
+        """Else the session, and all weights, would stay until garbage is collected."""
         if self._instance is not None:
-            self._instance.close()  # else the session, and all weights, would stay until garbage is collected
-        self._job = self._instance = None
+            self._instance.close()
+        self._job = self._session = self._spec = self._instance = None
+
+    def _run(self, inputs: Mapping[str, Array]) -> dict[str, Array]:
+        if self._instance is None:
+            raise SessionError("no model is open")
+        outputs = self._instance.run([inputs.get(name, MISSING) for name in self._instance.input_names])
+        return dict(zip(self._instance.output_names, outputs, strict=True))
+
+    def _begin_anew(self) -> None:
+        """With another session, which has no plans yet. That takes as long as a load, but no other process."""
+        job, spec = self._job, self._spec
+        assert job is not None
+        assert spec is not None
+        try:
+            self._open(job)
+        except LoadError as error:
+            raise SystemExit(str(error)) from error  # which is logged; another process may have more luck
+        self._serve(spec)
+
+    def _answer(self, question: Question) -> Found | LoadError | None:
+        if question is None:
+            self.close()
+        elif isinstance(question, Job):
+            try:
+                return self._open(question)
+            except LoadError as error:
+                return LoadError(str(error))
+        else:
+            self._serve(question)
+        return None
+
+    def _open(self, job: Job) -> Found:
+        self.close()
+        try:
+            accelerator = accelerator_of(job.device)
+        except DeviceError as error:
+            raise LoadError(f"model '{job.name}': onnxruntime couldn't use GPU {job.device.index}: {error}") from error
+        session = open_session(job.name, job.path, job.options, job.device, accelerator)
+        found = find_spec(job.name, job.path, session.session, job.declared)
+        self._job, self._session = job, session
+        return found
+
+    def _serve(self, spec: ModelSpec) -> None:
+        assert self._job is not None
+        assert self._session is not None
+        self._spec = spec
+        self._instance = OnnxInstance(self._session, spec, self._job.device, self._job.options)

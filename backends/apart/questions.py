@@ -1,23 +1,53 @@
-"""What the process apart is asked to run."""
+"""What the process apart is asked to do before it executes.
+
+Lives here: questions, and asking them. Must not: know what for.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import pickle
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeAlias
 
-from backends.base import ModelSpec
+import numpy as np
+
+from backends.base import Array, Device, ModelSpec
+from backends.errors import BackendError
 from backends.onnx_options import OnnxOptions
+from backends.onnx_spec import Found
+from backends.python.process import ModelProcess
 
-__all__ = ["ANSWER", "QUESTION", "Job"]
+__all__ = ["ANSWER", "FILE", "QUESTION", "Job", "Question", "ask"]
 
-QUESTION, ANSWER = "question", "answer"
+QUESTION = ANSWER = ""
+"""The tensors that they are: in an ONNX model none is called that, as an empty name says that there is none."""
+
+FILE = Path(__file__).with_name("model.py")
+"""What runs there."""
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """The model in `path`, opened with `options` on the CPU, to run with inputs of `spec`."""
+    """The model in `path`, to be opened with `options` on `device`. `declared` as in `ModelSource`."""
 
     name: str
     path: Path
-    spec: ModelSpec
     options: OnnxOptions
+    device: Device = field(default_factory=Device)
+    declared: ModelSpec | None = None
+
+
+Question: TypeAlias = Job | ModelSpec | None
+"""A job: open it, and say what it is, `Found`. A spec: batches to come are of that. None: that was all."""
+
+
+def ask(process: ModelProcess, question: Question) -> Found | None:
+    """Its answer. Blocks. Raises LoadError if the model can't be opened, ProcessError if the process has ended, and
+    ExecutionError for whatever else it met."""
+    asked: Array = np.array([pickle.dumps(question, -1)], object)
+    (answer,) = process.execute([asked], [QUESTION], [ANSWER])
+    result: Found | BackendError | None = pickle.loads(answer.item())
+    if isinstance(result, BackendError):
+        raise result
+    return result

@@ -7,38 +7,38 @@ process, and a server would end with all of its models and callers.
 
 from __future__ import annotations
 
-import pickle
 import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
-from pathlib import Path
 from threading import Lock, Timer
 from types import TracebackType
 
-import numpy as np
-
-from backends.apart.job import ANSWER, QUESTION, Job
-from backends.base import Array, Device, ModelSource, Tensors
-from backends.errors import BackendError, LoadError, ProcessError, SessionError
+from backends.apart.questions import FILE, Job, ask
+from backends.base import Array, Device, DeviceKind, ModelSource, ModelSpec, Tensors
+from backends.errors import LoadError, ProcessError, SessionError
 from backends.python.process import ModelProcess
 
 __all__ = ["SessionApart"]
 
-_SOURCE = ModelSource("a trial", Path(__file__).with_name("model.py"))
+_SOURCE = ModelSource("a trial", FILE)
 _IDLE_S = 10.0
 """For how long, or twice that, a process is kept for the next: models are loaded one after the other."""
 
 
 class SessionApart:
-    """Runs `job` there: a context, for one thread at a time. Weights that lie beside the model's file aren't copied."""
+    """Runs the model of `job` with inputs of `spec` there: a context, for one thread at a time. Weights that lie beside
+    the model's file aren't copied."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: Job, spec: ModelSpec) -> None:
         # A pool that the server's sessions share isn't there; and weights that aren't rearranged stay the file's.
         entries = {**job.options.session_entries, "session.disable_prepacking": "1"}
         options = replace(job.options, shared_threads=False, session_entries=entries)
-        self._job = replace(job, options=options)
+        self._job, self._spec = replace(job, options=options), spec
+        self._inputs = tuple(tensor.name for tensor in spec.inputs)
+        self._outputs = tuple(tensor.name for tensor in spec.outputs)
         self._process: ModelProcess | None = None
+        self._is_open = False
 
     def __enter__(self) -> SessionApart:
         """Have a process; LoadError if there is none to be had."""
@@ -49,32 +49,29 @@ class SessionApart:
         assert self._process is not None
         if kind is not None:  # it may be executing still
             self._process.kill()
-            return
-        with suppress(ProcessError):
-            self._ask(None)
-            _idle.give(self._process)
+        elif self._job.device.kind is not DeviceKind.CPU:  # what it has of a device is needed elsewhere
+            self._process.close()
+        else:
+            with suppress(ProcessError):
+                ask(self._process, None)
+                _idle.give(self._process)
 
     def run(self, inputs: Sequence[Array]) -> Tensors:
         """The outputs for `inputs`. Blocks; opens the model first. Raises as `OnnxInstance.run`, ProcessError if the
         process has ended, and SessionError if it can't open the model."""
-        answer = self._ask((self._job, inputs))
-        if isinstance(answer, LoadError):
-            raise SessionError(str(answer))
-        if isinstance(answer, BackendError):
-            raise answer
-        return answer
-
-    def _ask(self, question: tuple[Job, Sequence[Array]] | None) -> Tensors | BackendError:
         process = self._process
         assert process is not None
-        asked: Array = np.array([pickle.dumps(question, -1)], object)
         try:
-            (answer,) = process.execute([asked], [QUESTION], [ANSWER])
+            if not self._is_open:
+                ask(process, self._job)
+                ask(process, self._spec)
+                self._is_open = True
+            return process.execute(inputs, self._inputs, self._outputs)
+        except LoadError as error:
+            raise SessionError(str(error)) from error
         except ProcessError:
             process.wait_ended()
-            raise ProcessError(f"the process in which it was run {process.end}, as the server would be") from None
-        result: Tensors | BackendError = pickle.loads(answer.item())
-        return result
+            raise ProcessError(f"the process in which it was run {process.end}") from None
 
 
 class _Idle:

@@ -5,7 +5,6 @@ Lives here: what opens one. Must not: run a line of its code; that happens in th
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 
 from backends.base import Device, GroupKind, InstanceGroup, ModelSource, ModelSpec, TensorSpec
@@ -14,6 +13,7 @@ from backends.errors import LoadError
 from backends.placement import on_cpu, on_gpus
 from backends.python.instance import PythonInstance
 from backends.python.process import ModelProcess
+from backends.python.processes import Processes
 from backends.python.protocol import Declared
 from protos.datatypes import DATATYPES
 
@@ -34,12 +34,9 @@ class PythonModel:
         spec: ModelSpec,
     ) -> None:
         self._source = source
-        self._process: ModelProcess | None = process
         self._declared = declared
         self._spec = spec
-        self._lock = threading.Lock()
-        self._loading: set[ModelProcess] = set()
-        self._is_abandoned = False
+        self._processes = Processes(source, process, self._load)
 
     @property
     def spec(self) -> ModelSpec:
@@ -50,39 +47,19 @@ class PythonModel:
         return "python"
 
     def instance(self, spec: ModelSpec, device: Device) -> PythonInstance:
-        process = self._process
-        if process is not None and process.device == device:
-            self._process = None
-        else:
-            process = self._loaded(ModelProcess(self._source, device))
-        return PythonInstance(spec, process)
-
-    def _loaded(self, process: ModelProcess) -> ModelProcess:
-        with self._lock:
-            self._loading.add(process)
-            if self._is_abandoned:
-                process.kill()
-        try:
-            declared = process.load()
-        finally:
-            with self._lock:
-                self._loading.discard(process)
-        if declared != self._declared:
-            process.close()
-            raise LoadError(f"model '{self._source.name}': its file declares other tensors now; load it again")
-        return process
+        return PythonInstance(spec, self._processes.take(device))
 
     def abandon(self) -> None:
-        """End the processes that are loading now, whatever they do: their instances fail, and there will be no more. On
-        any thread."""
-        with self._lock:
-            self._is_abandoned = True
-            for process in self._loading:
-                process.kill()
+        """`Abandonable`: end the processes that are loading now."""
+        self._processes.abandon()
 
     def close(self) -> None:
-        if self._process is not None:
-            self._process.close()
+        self._processes.close()
+
+    def _load(self, process: ModelProcess) -> None:
+        if process.load() != self._declared:
+            process.close()
+            raise LoadError(f"model '{self._source.name}': its file declares other tensors now; load it again")
 
 
 class PythonBackend:

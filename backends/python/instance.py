@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from backends.base import Array, Device, Execution, ModelSpec, Tensors
-from backends.errors import ProcessError, ProcessGone
+from backends.errors import DeviceLost, ProcessError, ProcessGone
 from backends.python.process import ModelProcess
 from backends.ragged import batch_input_tensors, batch_runner
 
@@ -69,6 +69,9 @@ class PythonInstance:
             outputs = process.execute(inputs, self._inputs, self._outputs)
         except ProcessGone:
             raise
+        except DeviceLost as error:
+            # Of that process: another may have the device back.
+            raise ProcessError(str(error)) from error
         except ProcessError as error:
             raise ProcessError(f"{error} while it executed this batch") from None
         self._has_executed = True

@@ -19,7 +19,15 @@ from pathlib import Path
 
 import backends
 from backends.base import Array, Device, ModelSource, Tensors
-from backends.errors import ExecutionError, LoadError, OutOfMemory, ProcessError, ProcessGone
+from backends.errors import (
+    DeviceLost,
+    ExecutionError,
+    LoadError,
+    OutOfMemory,
+    ProcessError,
+    ProcessGone,
+    SessionError,
+)
 from backends.python import EXECUTABLE
 from backends.python.protocol import CLOSE, DONE, FAILED, RUN, START, Declared
 from backends.transport.frames import Message
@@ -37,6 +45,7 @@ _CLOSE_S = 5.0
 _LAST_WORDS_S = 1.0
 """For what it has written to come out, where something that it has started has its output too."""
 _SETTINGS = "PACELINE_"
+_ERRORS = {one.__name__: one for one in (DeviceLost, OutOfMemory, SessionError)}
 _REAP_S = 10.0
 """From the end of its connection to that of a process that was killed, which swapping may delay."""
 
@@ -130,8 +139,8 @@ class ModelProcess:
     def execute(self, arrays: Sequence[Array], names: Sequence[str], wanted: Sequence[str]) -> Tensors:
         """The outputs that the model makes of `arrays`: views of memory that is free again once they are dropped.
 
-        Blocks. Raises ExecutionError with the model's own words, OutOfMemory if it ran out of memory, ProcessError, or
-        ProcessGone.
+        Blocks. Raises ExecutionError with the model's own words, OutOfMemory if it ran out of memory, what else of
+        `_ERRORS` it says it met, ProcessError, or ProcessGone.
         """
         with self._asking:
             try:
@@ -143,7 +152,7 @@ class ModelProcess:
                 return self._line.unpack(answer[1])
         if answer is None:
             raise self._why_no_answer()
-        raise (OutOfMemory if answer[2] else ExecutionError)(answer[1])
+        raise _ERRORS.get(answer[2], ExecutionError)(answer[1])
 
     def when_ended(self, call: Callable[[], None]) -> None:
         """Have `call` called, on a thread of its own, once it has ended, unless `close` or `kill` came before."""

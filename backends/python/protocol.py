@@ -24,7 +24,7 @@ DONE = 4
 """A parcel of outputs, in the order asked for."""
 
 FAILED = 5
-"""Why, in one line; whether it is to do with the process rather than with what it was asked."""
+"""Why, in one line, and which of `backends.errors` that is."""
 
 CLOSE = 6
 """From the server, last. The answer is the process's end."""

@@ -36,6 +36,9 @@ __all__ = ["Context", "main"]
 
 _CLASS = "Model"
 _TRITONS = "TritonPythonModel"
+_ERRORS = "backends.errors"
+"""Who raises one of these knows what it means, and to whom: it needs no traceback."""
+_EXECUTION_ERROR, _OUT_OF_MEMORY = "ExecutionError", "OutOfMemory"
 _LONGEST_WORDS, _LONGEST_TRACEBACK = 4_000, 32_000
 """In characters, of what the server is told of an error, and of what goes to its log."""
 
@@ -70,7 +73,7 @@ def main(arguments: Sequence[str]) -> None:
         _end_unless(own, error)
         _print(error)
         where = f" (its interpreter is {sys.executable})" if isinstance(error, ModuleNotFoundError) else ""
-        line.send(FAILED, f"{_in_one_line(error)}{where}", False)
+        line.send(FAILED, f"{_in_one_line(error)}{where}", _EXECUTION_ERROR)
         return
     line.send(READY, model.inputs, model.outputs)
     while (message := line.receive()) is not None:
@@ -81,7 +84,7 @@ def main(arguments: Sequence[str]) -> None:
         try:
             line.send(*_answer(model, own, line, *message[1:]))
         except ValueError as error:  # of tensors beyond what memory and messages hold
-            line.send(FAILED, f"outputs can't be handed to the server: {error}", False)
+            line.send(FAILED, f"outputs can't be handed to the server: {error}", _EXECUTION_ERROR)
 
 
 def _answer(
@@ -99,8 +102,10 @@ def _answer(
         raise
     except BaseException as error:  # noqa: BLE001 - the model's, as panics of Rust's; those who asked get its words
         _end_unless(own, error)
+        if type(error).__module__ == _ERRORS:
+            return FAILED, str(error), type(error).__name__
         model.tell(error)
-        return FAILED, _in_one_line(error), isinstance(error, MemoryError)
+        return FAILED, _in_one_line(error), _OUT_OF_MEMORY if isinstance(error, MemoryError) else _EXECUTION_ERROR
 
 
 def _end_unless(own: int, error: BaseException | None = None) -> None:

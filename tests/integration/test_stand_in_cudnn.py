@@ -31,6 +31,7 @@ EXACT = (
     "optimization { execution_accelerators { gpu_execution_accelerator { "
     'name: "cuda" parameters { key: "use_tf32" value: "0" } %s } } }'
 )
+OWN_PROCESS = 'parameters { key: "paceline.own_process" value { string_value: "true" } }'
 GRAPHED = f"""{EXACT % 'parameters { key: "enable_cuda_graph" value: "1" }'} {SIZES % "1,2,4,8,16"}"""
 
 
@@ -126,12 +127,13 @@ def test_convolutions_of_signals_are_those_of_the_cpu(libraries: Path, tmp_path:
             served.check(rows, number)
 
 
-def test_images_that_are_too_small_are_refused_and_harm_nobody(libraries: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("apart", ["", OWN_PROCESS], ids=["here", "own-process"])
+def test_images_that_are_too_small_are_refused_and_harm_nobody(apart: str, libraries: Path, tmp_path: Path) -> None:
     """ONNX Runtime itself would answer the second one by what lies behind it in the GPU's memory."""
     net = Net()
     net.conv(net.add("Relu", net.conv("INPUT0", (4, 3, 3, 3))), (2, 4, 5, 5))
     model = net.model((3, "h", "w"), (2, "i", "j"))
-    with ServedNet(tmp_path, libraries, model, f"{GPUS % ''} {EXACT % ''}") as served:
+    with ServedNet(tmp_path, libraries, model, f"{GPUS % ''} {EXACT % ''} {apart}") as served:
 
         def client(number: int) -> None:
             for turn in range(6):

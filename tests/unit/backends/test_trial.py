@@ -238,7 +238,7 @@ def test_try_rows_that_end_the_process_say_so(fatal: int) -> None:
             raise ProcessError("it was killed")
         return inputs
 
-    assert try_rows(SPEC, run) == Trial(SPEC, "it was killed")
+    assert try_rows(SPEC, run) == Trial(SPEC, "it was killed", deadly=True)
 
 
 def test_try_rows_where_memory_runs_out_for_longer_ones_is_what_was_seen_until_then() -> None:

@@ -33,6 +33,11 @@ def test_cache_directory_is_told_to_sessions_and_left_out_where_it_is_not_given(
     assert given.parameters == {"paceline.cache_directory": "/some/where"}
 
 
+@pytest.mark.parametrize(("text", "own"), [("1", "true"), ("true", "true"), ("0", "false")])
+def test_own_process_is_told_to_models_that_do_not_say(text: str, own: str) -> None:
+    assert parse_backend_config([f"onnxruntime,own-process={text}"]).parameters == {"paceline.own_process": own}
+
+
 def test_later_values_overrule_earlier_ones() -> None:
     given = parse_backend_config(["onnxruntime,default-max-batch-size=8", "onnxruntime,default-max-batch-size=0"])
     assert given.max_batch_rows == 0
@@ -49,7 +54,7 @@ def test_later_values_overrule_earlier_ones() -> None:
         (
             "onnxruntime,version=2",
             "expected one of default-max-batch-size, enable-global-threadpool, intra_op_thread_count, "
-            "inter_op_thread_count, cache-directory, got 'version', which this build doesn't have",
+            "inter_op_thread_count, cache-directory, own-process, got 'version', which this build doesn't have",
         ),
         (
             "onnxruntime,default-max-batch-size=",
@@ -71,6 +76,7 @@ def test_later_values_overrule_earlier_ones() -> None:
             "onnxruntime,inter_op_thread_count=1025",
             "inter_op_thread_count: expected a whole number from 0 to 1024, got '1025'",
         ),
+        ("onnxruntime,own-process=", "own-process: expected 0 or 1, got ''"),
         ("onnxruntime,enable-global-threadpool=yes", "enable-global-threadpool: expected 0 or 1, got 'yes'"),
     ],
 )

@@ -258,8 +258,8 @@ def test_own_setting_that_does_not_exist_is_refused_naming_those_that_do() -> No
     assert str(caught.value) == (
         "parameters: expected one of ['paceline.await_returns', 'paceline.batch_sizes', 'paceline.deadline_aware', "
         "'paceline.execute_delay_per_row_us', 'paceline.execution_timeout_ms', 'paceline.isolate_failures', "
-        "'paceline.max_queue_bytes', 'paceline.max_queue_rows', 'paceline.python_executable', "
-        "'paceline.split_oversized'], got 'paceline.isolate_failure'"
+        "'paceline.max_queue_bytes', 'paceline.max_queue_rows', 'paceline.own_process', "
+        "'paceline.python_executable', 'paceline.split_oversized'], got 'paceline.isolate_failure'"
     )
 
 

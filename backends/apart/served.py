@@ -1,0 +1,85 @@
+"""An ONNX model of which each instance is in a process of its own.
+
+Lives here: opening it, and its instances. Must not: batches (`backends.python.instance`), or a session of ONNX Runtime:
+whatever native code does to this model's requests, it does there.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from backends.apart.questions import FILE, Job, ask
+from backends.apart.session import SessionApart
+from backends.base import Device, Files, ModelSource, ModelSpec, Supervise, Trial, directly
+from backends.errors import ExecutionError, LoadError, ProcessError
+from backends.onnx_spec import Found
+from backends.onnx_trial import try_model
+from backends.onnx_types import check_served
+from backends.python.instance import PythonInstance
+from backends.python.process import ModelProcess
+from backends.python.processes import Processes
+
+__all__ = ["OnnxModelApart"]
+
+
+class OnnxModelApart:
+    """`OpenModel` of one ONNX file. Sessions have threads of their own, whatever the server's share."""
+
+    def __init__(self, job: Job, files: Files) -> None:
+        """Blocks; raises LoadError."""
+        self._job = replace(job, options=replace(job.options, shared_threads=False))
+        first = ModelProcess(ModelSource(job.name, FILE), job.device)
+        self._found = _opened(first, self._job)
+        self._found.tell(job.name)
+        files.keep()
+        self._files = files
+        self._processes = Processes(ModelSource(job.name, FILE), first, self._open_again)
+
+    @property
+    def spec(self) -> ModelSpec:
+        return self._found.spec
+
+    @property
+    def platform(self) -> str:
+        return "onnxruntime_onnx"
+
+    def try_rows(self, supervise: Supervise = directly) -> Trial:
+        return try_model(self.spec, self._job.options, lambda spec: SessionApart(self._job, spec), supervise)
+
+    def instance(self, spec: ModelSpec, device: Device) -> PythonInstance:
+        check_served(self._job.name, spec, self.spec)
+        process = self._processes.take(device)
+        try:
+            ask(process, spec)
+        except ExecutionError as error:
+            process.close()
+            raise LoadError(f"model '{self._job.name}': {error}") from error
+        return PythonInstance(spec, process)
+
+    def abandon(self) -> None:
+        """`Abandonable`: end the processes that are opening it now."""
+        self._processes.abandon()
+
+    def close(self) -> None:
+        self._processes.close()
+        self._files.let_go()
+
+    def _open_again(self, process: ModelProcess) -> None:
+        if _opened(process, replace(self._job, device=process.device)) != self._found:
+            process.close()
+            raise LoadError(f"model '{self._job.name}': its file has other tensors now; load it again")
+
+
+def _opened(process: ModelProcess, job: Job) -> Found:
+    """Have `process` open it. Blocks. LoadError, and then the process has ended."""
+    process.load()
+    try:
+        found = ask(process, job)
+    except ProcessError:
+        process.wait_ended()
+        raise LoadError(f"model '{job.name}': its process {process.end} while it opened '{job.path}'") from None
+    except (LoadError, ExecutionError) as error:
+        process.close()
+        raise error if isinstance(error, LoadError) else LoadError(f"model '{job.name}': {error}") from error
+    assert found is not None
+    return found

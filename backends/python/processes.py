@@ -1,0 +1,58 @@
+"""The processes of one model, until each is an instance's.
+
+Lives here: which of them are being loaded. Must not: know what is loaded in them, or instances.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+from backends.base import Device, ModelSource
+from backends.python.process import ModelProcess
+
+__all__ = ["Processes"]
+
+
+class Processes:
+    """`first` has been loaded already, and is the first one that is taken on its device. `load` has a further one
+    loaded; it blocks, and raises LoadError, and then the process has ended."""
+
+    def __init__(self, source: ModelSource, first: ModelProcess, load: Callable[[ModelProcess], None]) -> None:
+        self._source = source
+        self._first: ModelProcess | None = first
+        self._load = load
+        self._lock = threading.Lock()
+        self._loading: set[ModelProcess] = set()
+        self._is_abandoned = False
+
+    def take(self, device: Device) -> ModelProcess:
+        """One in which the model is loaded, for whoever asks. Blocks; raises LoadError."""
+        first = self._first
+        if first is not None and first.device == device:
+            self._first = None
+            return first
+        process = ModelProcess(self._source, device)
+        with self._lock:
+            self._loading.add(process)
+            if self._is_abandoned:
+                process.kill()
+        try:
+            self._load(process)
+        finally:
+            with self._lock:
+                self._loading.discard(process)
+        return process
+
+    def abandon(self) -> None:
+        """End those that are being loaded now, whatever they do: who waits for them gets a LoadError, and there will be
+        no more. On any thread."""
+        with self._lock:
+            self._is_abandoned = True
+            for process in self._loading:
+                process.kill()
+
+    def close(self) -> None:
+        """The first one, if nobody has taken it. Blocks."""
+        if self._first is not None:
+            self._first.close()

@@ -1,0 +1,233 @@
+"""ONNX models that execute in processes of their own: whatever these end of, the server and all others go on."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import signal
+from pathlib import Path
+
+import grpc
+import numpy as np
+import pytest
+
+from protos import inference_pb2 as pb
+from server.backend_config import parse_backend_config
+from server.config import Settings
+from tests import models
+from tests.integration.controlling import explicit, index, load, unload
+from tests.integration.serving import Served, failure_of, serving
+from tests.operators import build_library, twice
+from tests.polling import eventually_async
+from tests.wire import infer
+
+INTERNAL = grpc.StatusCode.INTERNAL
+OWN = 'parameters { key: "paceline.own_process" value { string_value: "true" } }'
+FOUR = f"max_batch_size: 4 dynamic_batching {{ max_queue_delay_microseconds: 100000000 }} {OWN}"
+"""Batches leave when they are full, so that what shares one is known."""
+SMALLEST = -(2**63)
+
+
+def write_quotient(root: Path, config: str = OWN, name: str = "m") -> Path:
+    path = models.write(models.quotient(), root / name / "1" / "model.onnx")
+    (root / name / "config.pbtxt").write_text(config)
+    return path
+
+
+async def divide(served: Served, first: int, second: int, name: str = "m") -> int | tuple[grpc.StatusCode, str]:
+    inputs = {"INPUT0": np.array([[first]], np.int64), "INPUT1": np.array([[second]], np.int64)}
+    try:
+        response = await served.infer(infer(name, inputs))
+    except grpc.aio.AioRpcError as error:
+        return error.code(), error.details() or ""
+    return int(np.frombuffer(response.raw_output_contents[0], np.int64)[0])
+
+
+async def is_refused(served: Served) -> bool:
+    answer = await divide(served, 8, 2)
+    return isinstance(answer, tuple) and answer[0] is grpc.StatusCode.UNAVAILABLE
+
+
+def processes(name: str = "m") -> list[int]:
+    """Of the model of that name, below this one."""
+    found = []
+    for folder in Path("/proc").iterdir():
+        try:
+            arguments = (folder / "cmdline").read_bytes().split(b"\0")
+            parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+        except (OSError, ValueError):
+            continue
+        if f"paceline:{name}".encode() in arguments and parent == os.getpid():
+            found.append(int(folder.name))
+    return found
+
+
+async def test_input_that_ends_the_process_fails_its_request_and_nobody_elses(tmp_path: Path, frontends: int) -> None:
+    write_quotient(tmp_path, FOUR)
+    async with serving(tmp_path) as served:
+        *good, (status, text) = await asyncio.gather(
+            *(divide(served, *pair) for pair in ((8, 2), (9, 3), (10, 5), (SMALLEST, -1)))
+        )
+        assert good == [4, 3, 2]
+        assert (status, text) == (
+            INTERNAL,
+            "model 'm': the model's process was killed by SIGFPE while it executed this batch",
+        )
+        assert await asyncio.gather(*(divide(served, 8, 2) for _ in range(4))) == [4] * 4
+        # One of a batch's, and one of hers alone.
+        assert await served.metric("paceline_lost_instances") == 2
+
+
+async def test_model_that_ends_the_process_in_which_it_is_tried_executes_in_one_of_its_own(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = models.write(twice(), tmp_path / "m" / "1" / "model.onnx")
+    build_library(path.with_name("twice.so"), least=4)
+    (path.parents[1] / "config.pbtxt").write_text('model_operations { op_library_filename: "twice.so" }')
+    models.write(models.identity(), tmp_path / "other" / "1" / "model.onnx")
+    three, four = (np.ones((1, size), np.float32) for size in (3, 4))
+    async with serving(tmp_path, settings=Settings(paths=(tmp_path,), allow_op_libraries=True)) as served:
+        told = (await served.stub.ModelConfig(pb.ModelConfigRequest(name="m"))).config
+        assert told.parameters["paceline.own_process"].string_value == "true"
+        assert (told.max_batch_size, told.platform) == (0, "onnxruntime_onnx")
+        status, text = await failure_of(served.infer(infer("m", {"INPUT0": three})))
+        assert (status, "was killed by SIGFPE" in text) == (INTERNAL, True)
+        assert (await served.infer(infer("m", {"INPUT0": four}))).raw_output_contents[0] == (2 * four).tobytes()
+        assert (await served.infer(infer("other", {"INPUT0": three}))).raw_output_contents[0] == three.tobytes()
+    assert "model 'm' executes in a process of its own, as it ended the one in which it was tried" in caplog.text
+    assert "the process in which it was run was killed by SIGFPE" in caplog.text
+
+
+async def test_model_that_is_told_not_to_stays_in_the_servers_process(tmp_path: Path) -> None:
+    path = models.write(twice(), tmp_path / "m" / "1" / "model.onnx")
+    build_library(path.with_name("twice.so"), least=4)
+    library = 'model_operations { op_library_filename: "twice.so" }'
+    (path.parents[1] / "config.pbtxt").write_text(f"{library} {OWN.replace('true', 'false')}")
+    async with serving(tmp_path, settings=Settings(paths=(tmp_path,), allow_op_libraries=True)) as served:
+        four = np.ones((1, 4), np.float32)
+        assert (await served.infer(infer("m", {"INPUT0": four}))).raw_output_contents[0] == (2 * four).tobytes()
+        assert processes() == []
+
+
+async def test_each_instance_has_a_process_and_none_stays_when_the_model_is_unloaded(tmp_path: Path) -> None:
+    write_quotient(tmp_path, f"{OWN} instance_group {{ count: 3 kind: KIND_CPU }}")
+    async with serving(tmp_path, settings=explicit(tmp_path, load=("m",))) as served:
+        first = processes()
+        assert len(first) == 3
+        await load(served, "m")
+        await eventually_async(lambda: not set(first) & set(processes()), "the end of those before")
+        assert len(processes()) == 3
+        assert await divide(served, 8, 2) == 4
+        await unload(served, "m")
+        await eventually_async(lambda: processes() == [], "the end of all processes")
+
+
+async def test_process_that_is_killed_while_it_has_nothing_to_do_costs_no_request(tmp_path: Path) -> None:
+    write_quotient(tmp_path)
+    async with serving(tmp_path) as served:
+        for _ in range(3):
+            (process,) = processes()
+            os.kill(process, signal.SIGKILL)
+            assert await asyncio.gather(*(divide(served, 8, 2) for _ in range(4))) == [4] * 4
+
+
+async def test_execution_that_hangs_in_an_operator_is_killed_and_nothing_of_it_stays(tmp_path: Path) -> None:
+    path = models.write(twice(), tmp_path / "m" / "1" / "model.onnx")
+    build_library(path.with_name("twice.so"), endless=3)
+    limit = 'parameters { key: "paceline.execution_timeout_ms" value { string_value: "300" } }'
+    config = f'max_batch_size: 4 model_operations {{ op_library_filename: "twice.so" }} {limit} {OWN}'
+    (path.parents[1] / "config.pbtxt").write_text(config)
+    async with serving(tmp_path, settings=Settings(paths=(tmp_path,), allow_op_libraries=True)) as served:
+        (process,) = processes()
+        assert (await failure_of(served.infer(infer("m", {"INPUT0": np.ones((1, 3), np.float32)}))))[0] is INTERNAL
+        four = np.ones((1, 4), np.float32)
+        assert (await served.infer(infer("m", {"INPUT0": four}))).raw_output_contents[0] == (2 * four).tobytes()
+        await eventually_async(lambda: process not in processes(), "the end of what hung")
+        await eventually_async(lambda: not served.server.repository.hangs, "nothing hangs")
+
+
+async def test_batch_without_memory_in_its_process_runs_again_smaller(tmp_path: Path) -> None:
+    path = models.write(models.hungry(2), tmp_path / "m" / "1" / "model.onnx")
+    (path.parents[1] / "config.pbtxt").write_text(FOUR)
+    rows = [np.full((1, 1), number, np.float32) for number in range(4)]
+    async with serving(tmp_path) as served:
+        answers = await asyncio.gather(*(served.infer(infer("m", {"INPUT0": row})) for row in rows))
+        assert [one.raw_output_contents[0] for one in answers] == [row.tobytes() for row in rows]
+        assert await served.metric("paceline_out_of_memory") == 1
+        status, _ = await failure_of(served.infer(infer("m", {"INPUT0": np.zeros((3, 1), np.float32)})))
+        assert status is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert await served.metric("paceline_lost_instances") == 0
+
+
+async def test_file_that_cannot_be_opened_fails_the_load_with_the_words_of_onnx_runtime(tmp_path: Path) -> None:
+    write_quotient(tmp_path, name="good")
+    write_quotient(tmp_path).write_bytes(b"no model")
+    async with serving(tmp_path) as served:
+        (line,) = [one for one in await index(served) if one[0] == "m"]
+        assert line[2] == "UNAVAILABLE"
+        assert line[3].startswith("can't open ")
+        assert "Protobuf parsing failed" in line[3]
+        assert await divide(served, 8, 2, name="good") == 4
+        assert processes() == []
+
+
+async def test_library_that_ends_the_process_while_it_opens_fails_the_load(tmp_path: Path) -> None:
+    path = models.write(twice(), tmp_path / "m" / "1" / "model.onnx")
+    source = path.with_name("deadly.c")
+    build_library(path.with_name("twice.so"))
+    source.write_text("#include <unistd.h>\nvoid *RegisterCustomOps(void *o, void *r) { _exit(7); }\n")
+    compiled = await asyncio.create_subprocess_exec("cc", "-shared", "-fPIC", "-o", path.with_name("d.so"), source)
+    assert await compiled.wait() == 0
+    (path.parents[1] / "config.pbtxt").write_text(f'model_operations {{ op_library_filename: "d.so" }} {OWN}')
+    write_quotient(tmp_path, name="good")
+    async with serving(tmp_path, settings=Settings(paths=(tmp_path,), allow_op_libraries=True)) as served:
+        (line,) = [one for one in await index(served) if one[0] == "m"]
+        assert "its process ended with exit status 7 while it opened" in line[3]
+        assert await divide(served, 8, 2, name="good") == 4
+
+
+async def test_process_that_finds_another_file_in_its_place_is_not_used(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = write_quotient(tmp_path)
+    with caplog.at_level(logging.ERROR, "paceline.server.instances"):
+        async with serving(tmp_path) as served:
+            models.write(models.identity(), path)
+            assert isinstance(await divide(served, SMALLEST, -1), tuple)
+            await eventually_async(lambda: "its file has other tensors now" in caplog.text, "an attempt")
+            assert await is_refused(served)
+            models.write(models.quotient(), path)
+            while await is_refused(served):
+                await asyncio.sleep(0.05)
+            assert await divide(served, 8, 2) == 4
+
+
+async def test_model_of_a_clients_files_has_another_process_when_one_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(scratch))
+    (tmp_path / "models").mkdir()
+    config = json.dumps({"parameters": {"paceline.own_process": {"string_value": "true"}}})
+    brought = {"file:1/model.onnx": models.quotient().SerializeToString()}
+    async with serving(tmp_path / "models", settings=explicit(tmp_path / "models")) as served:
+        await load(served, "m", config=config, **brought)
+        assert isinstance(await divide(served, SMALLEST, -1), tuple)
+        assert await divide(served, 8, 2) == 4
+        await load(served, "m", config=config, **brought)
+        await eventually_async(lambda: len(list(scratch.iterdir())) == 1, "the files of the one before are gone")
+        assert await divide(served, 8, 2) == 4
+        await unload(served, "m")
+        await eventually_async(lambda: not list(scratch.iterdir()), "all files are gone")
+
+
+async def test_all_models_have_processes_where_the_command_line_says_so(tmp_path: Path) -> None:
+    write_quotient(tmp_path, "", "apart")
+    write_quotient(tmp_path, OWN.replace("true", "false"), "here")
+    given = parse_backend_config(["onnxruntime,own-process=true"])
+    async with serving(tmp_path, settings=Settings(paths=(tmp_path,), backend_config=given)) as served:
+        assert (len(processes("apart")), len(processes("here"))) == (1, 0)
+        assert await divide(served, 8, 2, "apart") == await divide(served, 8, 2, "here") == 4

@@ -1,0 +1,57 @@
+"""ONNX models on a GPU in processes of their own, on the stand-in (`tests/cuda/stand_in.py`): a context that is lost is
+that process's, and the next one has another."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import grpc
+import pytest
+
+from protos import inference_pb2 as pb
+from tests.integration.test_stand_in_gpu import GPUS, Served, libraries
+from tests.polling import eventually
+
+__all__ = ["libraries"]
+
+OWN = f'{GPUS % ""} parameters {{ key: "paceline.own_process" value {{ string_value: "true" }} }}'
+
+
+@pytest.mark.parametrize("seed", ["", "3"], ids=["late", "random"])
+def test_crowd_gets_the_answers_of_the_cpu(seed: str, libraries: Path, tmp_path: Path) -> None:
+    with Served(tmp_path, libraries, OWN, STAND_IN_SEED=seed) as served:
+        served.crowd(clients=16, requests=20)
+        executions = served.metric("nv_inference_exec_count", model="m", version="1")
+        assert executions < 16 * 20, "nobody shared a batch"
+        assert not [one for one in served.server.log if one["level"] in ("WARNING", "ERROR")]
+
+
+def test_gpu_that_is_lost_and_comes_back_serves_on_without_a_new_server(libraries: Path, tmp_path: Path) -> None:
+    lost = tmp_path / "lost"
+    with Served(tmp_path / "models", libraries, OWN, STAND_IN_LOST=lost) as served:
+        served.check(2)
+        lost.touch()
+        status, text = served.refused(2)
+        assert status is grpc.StatusCode.INTERNAL
+        assert "CUDA" in text
+        eventually(lambda: not served.stub.ServerReady(pb.ServerReadyRequest()).ready, "not ready")
+        assert served.stub.ServerLive(pb.ServerLiveRequest()).live
+        lost.unlink()
+        eventually(lambda: served.stub.ServerReady(pb.ServerReadyRequest()).ready, "another process")
+        served.crowd(clients=4, requests=5)
+        assert served.server.terminate() == 0
+
+
+def test_batch_beyond_the_devices_memory_fails_alone_and_later_ones_are_smaller(
+    libraries: Path, tmp_path: Path
+) -> None:
+    # A row takes 512 KiB in between, half of it for each of two tensors.
+    config = OWN.replace("max_batch_size: 16", "max_batch_size: 512")
+    with Served(tmp_path, libraries, config, sizes=(4, 65536, 16), STAND_IN_MEMORY=96 * 2**20) as served:
+        served.check(64)
+        status, text = served.refused(512)
+        assert status is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert "BFCArena" in text
+        served.crowd(clients=32, requests=4)
+        assert served.metric("paceline_out_of_memory", model="m", version="1") >= 1
+        assert served.metric("paceline_lost_instances", model="m", version="1") == 0
