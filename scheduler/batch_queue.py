@@ -15,7 +15,7 @@ from typing import Generic, NamedTuple, TypeVar
 from scheduler.allowance import Allowed
 from scheduler.errors import DeadlineUnreachable, RequestTooLarge
 from scheduler.executing import Batch, Executing
-from scheduler.lane import DELAYED, LEVEL, Entry, Lane, Watch
+from scheduler.lane import Entry, Lane, Watch, order_of
 from scheduler.lanes import Lanes
 from scheduler.latency import LatencyModel
 from scheduler.lazy_heap import LazyHeap
@@ -68,7 +68,7 @@ class BatchQueue(Generic[T]):
         self.latency = LatencyModel(policy.max_batch_rows)
         self._returns = Returns()
         configured = policy.max_queue_delay_ns or policy.preferred_batch_rows or policy.max_batch_requests
-        self._holds = policy.await_returns and not configured and policy.max_batch_rows > 1
+        self._awaits_returns = policy.await_returns and not configured and policy.max_batch_rows > 1
         # Whoever configures a delay has said how long is waited for company.
         self._waits = not policy.max_queue_delay_ns
         self._enough_rows = min(policy.preferred)
@@ -79,7 +79,7 @@ class BatchQueue(Generic[T]):
         self._has_levels = policy.priority_levels > 0
         self._queue_policy, self._queue_policies = policy.queue, policy.priority_queue
         self._pads = bool(policy.batch_sizes)
-        self._arrived = self._watched = 0
+        self._arrived = 0
         self._lanes: Lanes[T] = Lanes(policy)
         self._deadlines: LazyHeap[Watch[T]] = LazyHeap(_is_watched)
 
@@ -89,9 +89,9 @@ class BatchQueue(Generic[T]):
         return self._waiting.requests
 
     @property
-    def held(self) -> int:
+    def reserved(self) -> int:
         """How many requests have left and may come back."""
-        return self._waiting.held
+        return self._waiting.reserved
 
     @property
     def rows(self) -> int:
@@ -134,7 +134,7 @@ class BatchQueue(Generic[T]):
             return NEVER
         entry = self._deadlines.items[0][2].entry
         assert entry is not None
-        return entry.enqueued_ns + (entry.deadline_ns - self.latency.longest_ns - entry.enqueued_ns) // 2
+        return entry.enqueued_ns + (entry.act_at_ns - self.latency.longest_ns - entry.enqueued_ns) // 2
 
     @property
     def allowed_rows(self) -> int:
@@ -178,18 +178,18 @@ class BatchQueue(Generic[T]):
             finally:
                 # Its traceback leads here, and from here to the tensors of all who are being submitted.
                 del full
-        deadline_ns = rpc_deadline_ns
-        if deadline_ns != NEVER and self.policy.deadline_aware:
-            self._refuse_unreachable(rows, key, level, now_ns, deadline_ns)
+        if rpc_deadline_ns != NEVER and self.policy.deadline_aware:
+            self._refuse_unreachable(rows, key, level, now_ns, rpc_deadline_ns)
+        act_at_ns = rpc_deadline_ns
         if timeout_ns or queue.default_timeout_ns:
-            deadline_ns = min(deadline_ns, queue.timeout_at_ns(now_ns, timeout_ns))
-        self._arrived = arrived = self._arrived + 1
-        order = level * LEVEL + arrived if level else arrived
-        entry = Entry(payload, rows, size_bytes, level, order, now_ns, deadline_ns, rpc_deadline_ns)
+            act_at_ns = min(act_at_ns, queue.timeout_at_ns(now_ns, timeout_ns))
+        self._arrived += 1
+        order = order_of(level, self._arrived)
+        entry = Entry(payload, rows, size_bytes, level, order, now_ns, act_at_ns, rpc_deadline_ns)
         waiting.came(entry)
-        if deadline_ns != NEVER:
+        if act_at_ns != NEVER:
             self._watch_deadline(entry)
-        if self._holds:
+        if self._awaits_returns:
             self._returns.arrived(key, rows, now_ns)
         self._lanes.add(key, entry)
         return entry
@@ -197,13 +197,13 @@ class BatchQueue(Generic[T]):
     @property
     def takes_any_alike(self) -> bool:
         """Whether there is any use in asking whether it `takes_alike`."""
-        return not self._holds
+        return not self._awaits_returns
 
     def takes_alike(self, alike: Alike, arrivals_ns: Sequence[int], rpc_deadlines_ns: Sequence[int]) -> bool:
         """Whether such requests can come now, and none of them needs a thought of its own. If not, some of them may be
         refused by `push`, or none."""
         rows, requests = alike.rows, len(arrivals_ns)
-        if self._holds or not 0 < rows <= self._max_rows:
+        if self._awaits_returns or not 0 < rows <= self._max_rows:
             return False
         level = self.policy.level_of(alike.priority) if self._has_levels else 0
         most = self._queue_policies.get(level, self._queue_policy).max_queue_size
@@ -225,16 +225,16 @@ class BatchQueue(Generic[T]):
             queue = self._queue_policies.get(level, queue)
         rows, key, size_bytes, _, timeout_ns = alike
         times_out = timeout_ns or queue.default_timeout_ns
-        order = level * LEVEL + self._arrived
+        order = order_of(level, self._arrived)
         self._arrived += len(payloads)
         entries = []
         for payload, now_ns, rpc_deadline_ns in zip(payloads, arrivals_ns, rpc_deadlines_ns, strict=True):
             order += 1
-            deadline_ns = rpc_deadline_ns
+            act_at_ns = rpc_deadline_ns
             if times_out:
-                deadline_ns = min(deadline_ns, queue.timeout_at_ns(now_ns, timeout_ns))
-            entry = Entry(payload, rows, size_bytes, level, order, now_ns, deadline_ns, rpc_deadline_ns)
-            if deadline_ns != NEVER:
+                act_at_ns = min(act_at_ns, queue.timeout_at_ns(now_ns, timeout_ns))
+            entry = Entry(payload, rows, size_bytes, level, order, now_ns, act_at_ns, rpc_deadline_ns)
+            if act_at_ns != NEVER:
                 self._watch_deadline(entry)
             entries.append(entry)
         self._waiting.came(entries[0], len(entries))
@@ -279,7 +279,7 @@ class BatchQueue(Generic[T]):
                 # Nor may a full lane overtake it, or it could wait for ever.
                 self._lanes.pass_over(lane)
                 break
-            if self._holds and self._hold(lane, now_ns):
+            if self._awaits_returns and self._await_returns(lane, now_ns):
                 continue
             if lane.requests == 1 and not self._may_be_late(starts_ns):
                 batches.append(self._take_only(lane, starts_ns))
@@ -295,18 +295,18 @@ class BatchQueue(Generic[T]):
         self._executing.end(batch)
         if duration_ns is not None:
             self.latency.observe(batch.key, batch.padded_rows, duration_ns, now_ns)
-            if self._holds:
+            if self._awaits_returns:
                 self._returns.answered(batch.key, batch.rows, self.latency.base_ns(batch.key), now_ns)
 
-    def hold(self, batch: Batch[T]) -> None:
+    def reserve(self, batch: Batch[T]) -> None:
         """The batch hasn't begun, and may be put back: until `release` it takes as much room as if it waited."""
         for entry in batch.entries:
-            self._waiting.hold(entry, 1)
+            self._waiting.reserve(entry, 1)
 
     def release(self, batch: Batch[T]) -> None:
         """It has begun, or is about to be put back."""
         for entry in batch.entries:
-            self._waiting.hold(entry, -1)
+            self._waiting.reserve(entry, -1)
 
     def put_back(self, batch: Batch[T], entries: Sequence[Entry[T]]) -> None:
         """A batch won't execute. Those of its `entries` that still want to wait where they did before, as if it hadn't
@@ -316,7 +316,7 @@ class BatchQueue(Generic[T]):
             return
         for entry in entries:
             self._waiting.came(entry)
-            if entry.deadline_ns != NEVER:
+            if entry.act_at_ns != NEVER:
                 self._watch_deadline(entry)
         self._lanes.put_back(batch.key, entries)
 
@@ -342,7 +342,7 @@ class BatchQueue(Generic[T]):
 
     def flush(self) -> None:
         """From now on nothing waits for company: whatever is queued leaves as soon as an instance is idle."""
-        self._holds = self._waits = False
+        self._awaits_returns = self._waits = False
         self._lanes.flush()
 
     def _refuse_unreachable(self, rows: int, key: Hashable, level: int, now_ns: int, rpc_deadline_ns: int) -> None:
@@ -376,9 +376,8 @@ class BatchQueue(Generic[T]):
         return self._waiting.rows_up_to(level)
 
     def _watch_deadline(self, entry: Entry[T]) -> None:
-        self._watched += 1
         entry.watch = Watch(entry)
-        self._deadlines.push(entry.deadline_ns, self._watched, entry.watch)
+        self._deadlines.push(entry.act_at_ns, entry.order, entry.watch)
 
     def _expire(self, now_ns: int) -> tuple[Entry[T], ...]:
         expired: list[Entry[T]] = []
@@ -386,25 +385,25 @@ class BatchQueue(Generic[T]):
         while (first := deadlines.first_rank()) is not None and first <= now_ns:
             entry = deadlines.pop().entry
             assert entry is not None
-            if self._may_be_delayed(entry, now_ns):
-                self._delay(entry)
+            if self._may_wait_on(entry, now_ns):
+                self._demote(entry)
             else:
                 self._remove(entry)
                 expired.append(entry)
         return tuple(expired)
 
-    def _may_be_delayed(self, entry: Entry[T], now_ns: int) -> bool:
+    def _may_wait_on(self, entry: Entry[T], now_ns: int) -> bool:
         action = self.policy.queue_policy(entry.level).timeout_action
         return action is TimeoutAction.DELAY and entry.rpc_deadline_ns > now_ns
 
-    def _delay(self, entry: Entry[T]) -> None:
+    def _demote(self, entry: Entry[T]) -> None:
         """Let the entry wait on behind all others of its level, bound by its RPC's deadline alone."""
         key = self._lanes.remove(entry)
         self._arrived += 1
-        entry.order = entry.level * LEVEL + DELAYED + self._arrived
-        entry.deadline_ns = entry.rpc_deadline_ns
+        entry.order = order_of(entry.level, self._arrived, demoted=True)
+        entry.act_at_ns = entry.rpc_deadline_ns
         entry.unwatch()
-        if entry.deadline_ns != NEVER:
+        if entry.act_at_ns != NEVER:
             self._watch_deadline(entry)
         self._lanes.add(key, entry)
 
@@ -414,7 +413,7 @@ class BatchQueue(Generic[T]):
         entry.unwatch()
         self._waiting.left((entry,))
 
-    def _hold(self, lane: Lane[T], now_ns: int) -> bool:
+    def _await_returns(self, lane: Lane[T], now_ns: int) -> bool:
         """Keep the lane waiting if those who were just answered will soon make its batch worth more; until then."""
         if lane.rows >= self._allowance.rows:
             return False
@@ -424,7 +423,7 @@ class BatchQueue(Generic[T]):
             until_ns = min(until_ns, first_ns - self.latency.longest_ns)
         if until_ns <= now_ns:
             return False
-        self._lanes.hold(lane, until_ns)
+        self._lanes.postpone(lane, until_ns)
         return True
 
     def _take(self, lane: Lane[T], now_ns: int, starts_ns: int, unreachable: list[Unreachable[T]]) -> Batch[T] | None:

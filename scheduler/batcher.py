@@ -104,7 +104,7 @@ class Batcher(Generic[P, R]):
     @property
     def waiting_requests(self) -> int:
         """Requests accepted and not yet executing."""
-        return self._queue.requests + self._queue.held + self._turns.announced
+        return self._queue.requests + self._queue.reserved + self._turns.announced
 
     @property
     def lanes(self) -> int:
@@ -337,7 +337,7 @@ class Batcher(Generic[P, R]):
             step = self._queue.poll(now_ns, len(runners), starts_ns=self._ahead.ends_ns(runners[-1]))
             for runner, batch in zip(runners, step.batches, strict=False):
                 self._ahead.next[runner] = batch
-                self._queue.hold(batch)
+                self._queue.reserve(batch)
                 self._run(runner, batch, None)
         return step._replace(wake_ns=_first(step.wake_ns, self._ahead.wake_ns(now_ns, requests=self._queue.requests)))
 

@@ -3,7 +3,8 @@
 Lives here: the order, and the walk that looks for a batch worth releasing. Must not: deadlines, limits, other lanes.
 
 The order is one number, `Entry.order`: priority level first, then whether its queue timeout has passed, then arrival.
-So "before" means the same within a lane and between the heads of two.
+So "before" means the same within a lane and between the heads of two. A lane relies on this: whoever comes last has the
+highest order of its section, that is of all with the same level and the same answer to that question.
 """
 
 from __future__ import annotations
@@ -14,15 +15,18 @@ from collections.abc import Hashable, Iterator, Sequence
 from itertools import chain, islice
 from typing import Generic, TypeVar
 
-__all__ = ["DELAYED", "LEVEL", "Entry", "Lane", "Watch"]
+__all__ = ["Entry", "Lane", "Watch", "order_of"]
 
 T = TypeVar("T")
 
 _SECTION_BITS = 64
-DELAYED = 1 << _SECTION_BITS
-"""Added to the order of a request that is served after the others of its level."""
-LEVEL = DELAYED << 1
-"""What one priority level weighs in the order."""
+"""Of an order, those that arrival has. Above them is a bit for the demoted, and above that the level."""
+
+
+# hot path
+def order_of(level: int, arrived: int, *, demoted: bool = False) -> int:
+    """That of the request that came as number `arrived`; `demoted`: after the others of its level."""
+    return (2 * level + demoted << _SECTION_BITS) + arrived
 
 
 class Watch(Generic[T]):
@@ -34,15 +38,20 @@ class Watch(Generic[T]):
     def __init__(self, entry: Entry[T]) -> None:
         self.entry: Entry[T] | None = entry
 
+    def __lt__(self, other: Watch[T]) -> bool:
+        """Only one and what is left of the one before, of an entry that was put back, are of equal rank."""
+        return False
+
 
 class Entry(Generic[T]):
     """One waiting request. `lane` is None once it has left.
 
-    `deadline_ns` is when the queue has to do something about it, `rpc_deadline_ns` when its caller gives up.
+    `act_at_ns` is when the queue has to do something about it: at its queue timeout, or at `rpc_deadline_ns`, when its
+    caller gives up.
     """
 
     __slots__ = (
-        "deadline_ns",
+        "act_at_ns",
         "enqueued_ns",
         "lane",
         "level",
@@ -62,7 +71,7 @@ class Entry(Generic[T]):
         level: int,
         order: int,
         enqueued_ns: int,
-        deadline_ns: int,
+        act_at_ns: int,
         rpc_deadline_ns: int,
     ) -> None:
         self.payload = payload
@@ -71,7 +80,7 @@ class Entry(Generic[T]):
         self.level = level
         self.order = order
         self.enqueued_ns = enqueued_ns
-        self.deadline_ns = deadline_ns
+        self.act_at_ns = act_at_ns
         self.rpc_deadline_ns = rpc_deadline_ns
         self.watch: Watch[T] | None = None
         self.lane: Lane[T] | None = None
@@ -86,7 +95,7 @@ class Entry(Generic[T]):
 class Lane(Generic[T]):
     """Entries of one shape key by ascending order.
 
-    They lie in sections of equal level and delay; within one, new entries go to the end. add and remove are O(1) plus
+    They lie in sections, in each of which new entries go to the end. add and remove are O(1) plus
     the bisection for a section's first entry. An entry that found the lane empty is `only` kept at hand: where shapes
     are many, most lanes never see a second one.
 

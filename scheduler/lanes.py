@@ -75,9 +75,7 @@ class Lanes(Generic[T]):
 
     # hot path
     def add(self, key: Hashable, entry: Entry[T]) -> None:
-        lane = self._by_key.get(key)
-        if lane is None:
-            lane = self._by_key[key] = Lane(key)
+        lane = self._lane_of(key)
         entry.lane = lane
         lane.add(entry)
         if not self._delay_ns:
@@ -98,6 +96,7 @@ class Lanes(Generic[T]):
             return
         lane = self._enter(key, entries)
         lane.add_all(entries)
+        # The first one has the lowest order of them.
         if not lane.ready_token or entries[0].order < lane.filed_order:
             self._file(lane)
 
@@ -112,11 +111,15 @@ class Lanes(Generic[T]):
 
     def _enter(self, key: Hashable, entries: Sequence[Entry[T]]) -> Lane[T]:
         """The lane that they are in from now on, and to be added to."""
+        lane = self._lane_of(key)
+        for entry in entries:
+            entry.lane = lane
+        return lane
+
+    def _lane_of(self, key: Hashable) -> Lane[T]:
         lane = self._by_key.get(key)
         if lane is None:
             lane = self._by_key[key] = Lane(key)
-        for entry in entries:
-            entry.lane = lane
         return lane
 
     def remove(self, entry: Entry[T]) -> Hashable:
@@ -178,7 +181,7 @@ class Lanes(Generic[T]):
         """It is as ready as it was."""
         self._make_ready(lane)
 
-    def hold(self, lane: Lane[T], until_ns: int) -> None:
+    def postpone(self, lane: Lane[T], until_ns: int) -> None:
         """It isn't ready before `until_ns`, unless somebody comes or goes."""
         self._make_due(lane, until_ns)
 

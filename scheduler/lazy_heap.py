@@ -1,7 +1,8 @@
 """A heap whose items may die inside it.
 
 Removing from the middle of a binary heap is linear, so the dead stay until they surface or outnumber the living.
-The rule: every push has a token of its own, and once `alive(item, token)` is false it stays false.
+The rule: once `alive(item, token)` is false it stays false. Living items have tokens of their own; the dead need
+none, if items can be compared.
 """
 
 from __future__ import annotations

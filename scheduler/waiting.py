@@ -50,29 +50,29 @@ class _Level:
 
 
 class Waiting:
-    """Requests, rows and bytes that wait in one queue, which shares `room` with others. `held` are requests that have
-    left it and may come back: they take room until they don't any more."""
+    """Requests, rows and bytes that wait in one queue, which shares `room` with others. `reserved` are requests that
+    have left it and may come back: they take room until they don't any more."""
 
     __slots__ = (
         "_has_levels",
-        "_held_bytes",
-        "_held_of_level",
-        "_held_rows",
         "_is_bounded",
         "_levels",
         "_max_bytes",
         "_max_rows",
+        "_reserved_bytes",
+        "_reserved_of_level",
+        "_reserved_rows",
         "_room",
-        "held",
         "requests",
+        "reserved",
         "rows",
         "size_bytes",
     )
 
     def __init__(self, policy: BatchPolicy, room: Room | None = None) -> None:
         self.requests = self.rows = self.size_bytes = 0
-        self.held = self._held_rows = self._held_bytes = 0
-        self._held_of_level: Counter[int] = Counter()
+        self.reserved = self._reserved_rows = self._reserved_bytes = 0
+        self._reserved_of_level: Counter[int] = Counter()
         self._max_rows, self._max_bytes = policy.limits.max_rows, policy.limits.max_bytes
         self._room = room
         self._is_bounded = bool(self._max_rows or self._max_bytes)
@@ -100,12 +100,12 @@ class Waiting:
         """What `requests` more, of that size together and of a level that may hold so many, would be too many for; None
         if there is room for all."""
         if max_queue_size or self._is_bounded:
-            held = self._held_of_level[level] if self.held else 0
-            if max_queue_size and self.requests_of_level(level) + held + requests > max_queue_size:
+            reserved = self._reserved_of_level[level] if self.reserved else 0
+            if max_queue_size and self.requests_of_level(level) + reserved + requests > max_queue_size:
                 return QueueFull(max_queue_size)
-            if self._max_rows and self.rows + self._held_rows + rows > self._max_rows:
+            if self._max_rows and self.rows + self._reserved_rows + rows > self._max_rows:
                 return QueueFull(self._max_rows, "rows")
-            if self._max_bytes and self.size_bytes + self._held_bytes + size_bytes > self._max_bytes:
+            if self._max_bytes and self.size_bytes + self._reserved_bytes + size_bytes > self._max_bytes:
                 return QueueFull(self._max_bytes, "bytes")
         return self._room.full(requests, size_bytes) if self._room is not None else None
 
@@ -115,11 +115,13 @@ class Waiting:
         requests = max(1, self.requests)
         bounds = [_MANY]
         if max_queue_size:
-            bounds.append(max_queue_size - self.requests_of_level(level) - self._held_of_level[level])
+            bounds.append(max_queue_size - self.requests_of_level(level) - self._reserved_of_level[level])
         if self._max_rows:
-            bounds.append((self._max_rows - self.rows - self._held_rows) * requests // max(1, self.rows))
+            bounds.append((self._max_rows - self.rows - self._reserved_rows) * requests // max(1, self.rows))
         if self._max_bytes:
-            bounds.append((self._max_bytes - self.size_bytes - self._held_bytes) * requests // max(1, self.size_bytes))
+            bounds.append(
+                (self._max_bytes - self.size_bytes - self._reserved_bytes) * requests // max(1, self.size_bytes)
+            )
         if (room := self._room) is not None:
             bounds.append(room.most_requests - room.requests)
             bounds.append((room.most_bytes - room.size_bytes) * requests // max(1, self.size_bytes))
@@ -152,14 +154,14 @@ class Waiting:
             for entry in entries:
                 self._count_level(entry, -1)
 
-    def hold(self, entry: Entry[Any], sign: int) -> None:
+    def reserve(self, entry: Entry[Any], sign: int) -> None:
         """An entry that has left may come back (`sign` 1), or no more (-1)."""
-        self.held += sign
-        self._held_rows += sign * entry.rows
-        self._held_bytes += sign * entry.size_bytes
-        self._held_of_level[entry.level] += sign
-        if not self._held_of_level[entry.level]:
-            del self._held_of_level[entry.level]
+        self.reserved += sign
+        self._reserved_rows += sign * entry.rows
+        self._reserved_bytes += sign * entry.size_bytes
+        self._reserved_of_level[entry.level] += sign
+        if not self._reserved_of_level[entry.level]:
+            del self._reserved_of_level[entry.level]
         if (room := self._room) is not None:
             room.requests += sign
             room.size_bytes += sign * entry.size_bytes

@@ -13,7 +13,7 @@ from protos import model_config_pb2 as pb
 from scheduler.policy import BatchPolicy, PolicyError, QueueLimits, QueuePolicy, TimeoutAction
 from server.errors import ConfigError
 
-__all__ = ["BatchDefaults", "OwnSettings", "batch_policy", "limit_of", "own_settings"]
+__all__ = ["OWN_PARAMETERS", "BatchDefaults", "OwnSettings", "batch_policy", "limit_of", "own_settings"]
 
 _PREFIX = "paceline."
 _MOST = 2**63 - 1
@@ -55,10 +55,9 @@ def own_settings(config: pb.ModelConfig) -> OwnSettings:
         for key, parameter in config.parameters.items()
         if key.startswith(_PREFIX)
     }
-    unknown = set(given) - set(_READERS) - _OF_BACKENDS
+    unknown = {_PREFIX + name for name in given} - OWN_PARAMETERS
     if unknown:
-        known = sorted(_PREFIX + name for name in (*_READERS, *_OF_BACKENDS))
-        raise ConfigError(f"parameters: expected one of {known}, got '{_PREFIX}{min(unknown)}'")
+        raise ConfigError(f"parameters: expected one of {sorted(OWN_PARAMETERS)}, got '{min(unknown)}'")
     values = {name: _read(name, text) for name, text in given.items() if name in _READERS}
     return OwnSettings(**values)  # type: ignore[arg-type]
 
@@ -111,7 +110,7 @@ def batch_policy(
             execution_limit_ns=limit_of(config, execution_limit_ns),
         )
     except PolicyError as error:
-        prefix = _PREFIX if str(error).startswith("batch_sizes:") else "dynamic_batching."
+        prefix = _PREFIX if str(error).partition(":")[0] in _READERS else "dynamic_batching."
         raise ConfigError(f"{prefix}{error}") from None
 
 
@@ -192,3 +191,5 @@ _READERS: Mapping[str, tuple[Callable[[str], object], str]] = {
     "execution_timeout_ms": (_count, f"a whole number from 0 to {_MOST}"),
 }
 _OF_BACKENDS = {"execute_delay_per_row_us", "own_process", "python_executable"}
+OWN_PARAMETERS = frozenset(_PREFIX + name for name in (*_READERS, *_OF_BACKENDS))
+"""The keys of `parameters` that are ours."""

@@ -16,7 +16,7 @@ from grpc_reflection.v1alpha import reflection_pb2
 
 from protos import inference_pb2 as pb
 from protos import model_config_pb2
-from server.batch_policy import OwnSettings
+from server.batch_policy import OWN_PARAMETERS, OwnSettings
 from server.cli import serve
 from server.errors import STATUS_OF
 from server.parameters import KNOWN
@@ -223,6 +223,11 @@ def test_configuration_has_each_flag_with_its_variable() -> None:
         if parameter.name != "paths":
             assert f"| `{max(parameter.opts, key=len)}`" in text or f"`{parameter.opts[0]}`" in text
             assert f"`PACELINE_{str(parameter.name).upper()}`" in text, parameter.name
+
+
+def test_configuration_has_each_parameter_of_ours_and_no_others() -> None:
+    table = CONFIGURATION.read_text(encoding="utf-8").partition("### `parameters` of our own")[2].partition("\n#")[0]
+    assert set(re.findall(r"^\| `(\S+)` \|", table, re.MULTILINE)) == OWN_PARAMETERS
 
 
 def test_security_names_files_that_exist() -> None:

@@ -107,6 +107,25 @@ def test_push_is_not_refused_for_rows_of_other_shapes_that_may_take_turns() -> N
     queue.push("in time", 1, "k", 0, rpc_deadline_ns=150 * MS)
 
 
+def test_push_is_not_refused_for_rows_of_other_shapes_or_lower_levels_that_wait_behind_it() -> None:
+    queue = measured(BatchPolicy(max_batch_rows=1, priority_levels=2, default_priority_level=2), {1: 100})
+    queue.push("same shape", 1, "k", 0)
+    queue.push("in time, of a higher level", 1, "k", 0, priority=1, rpc_deadline_ns=150 * MS)
+    for number in range(30):
+        queue.push("other", 1, f"other {number}", 0, priority=1)
+    queue.push("as late as one behind one", 1, "k", 0, priority=1, rpc_deadline_ns=350 * MS)
+
+
+def test_push_is_refused_for_rows_of_its_lane_that_are_served_before_it() -> None:
+    for levels, before, after in ((0, 0, 0), (2, 1, 2), (2, 2, 2)):
+        queue = measured(BatchPolicy(max_batch_rows=1, priority_levels=levels, default_priority_level=levels), {1: 100})
+        for number in range(5):
+            queue.push(f"before {number}", 1, "k", 0, priority=before)
+        with pytest.raises(DeadlineUnreachable):
+            queue.push("late", 1, "k", 0, priority=after, rpc_deadline_ns=590 * MS)
+        queue.push("in time", 1, "k", 0, priority=after, rpc_deadline_ns=610 * MS)
+
+
 def test_push_is_not_refused_for_an_execution_that_only_one_measurement_calls_long() -> None:
     queue = measured(BatchPolicy(max_batch_rows=1), {1: 5})
     queue.latency.observe("slow once", 1, 5_000 * MS, 0)

@@ -12,7 +12,8 @@ PATIENT = BatchPolicy(max_batch_rows=4, preferred_batch_rows=(2,), max_queue_del
 
 
 def entry(order: int, rows: int = 1) -> Entry[int]:
-    return Entry(order, rows, 0, 0, order, enqueued_ns=order, deadline_ns=NEVER, rpc_deadline_ns=NEVER)
+    """One of a negative order overtakes those of a positive one, as a higher priority does."""
+    return Entry(order, rows, 0, 0, order, enqueued_ns=order, act_at_ns=NEVER, rpc_deadline_ns=NEVER)
 
 
 def filled(policy: BatchPolicy, keys: str) -> tuple[Lanes[int], list[Entry[int]]]:
@@ -46,6 +47,35 @@ def test_lane_whose_head_has_left_goes_by_the_next_one() -> None:
     assert keys_served(lanes) == "ba"
 
 
+def test_lane_goes_by_whoever_overtakes_its_head() -> None:
+    for together in (False, True):
+        lanes: Lanes[int] = Lanes(GREEDY)
+        for key, order in (("b", 1), ("a", 2)):
+            lanes.add(key, entry(order))
+        if together:
+            lanes.add_all("a", [entry(-2), entry(-1)])
+        else:
+            lanes.add("a", entry(-2))
+        assert keys_served(lanes).startswith("a" * (1 + together) + "b")
+
+
+def test_prefix_that_is_overtaken_is_looked_for_anew() -> None:
+    lanes, _ = filled(PATIENT, "aa")
+    lanes.add("a", entry(-1, rows=3))
+    lane = lanes.next_ready(2)
+    assert lane is not None
+    assert [(one.order, one.rows) for one in lane][: lanes.releasable(lane, 2)] == [(-1, 3)]
+
+
+def test_prefix_is_that_of_those_who_overtake_each_other_before_anybody_looks() -> None:
+    lanes, (_, second) = filled(PATIENT, "aa")
+    lanes.add("a", entry(-1))
+    lanes.remove(second)
+    lane = lanes.next_ready(2)
+    assert lane is not None
+    assert [one.order for one in lane][: lanes.releasable(lane, 2)] == [-1, 0]
+
+
 def test_lane_that_was_chosen_is_ready_no_more_until_it_is_filed_anew() -> None:
     lanes, _ = filled(GREEDY, "ab")
     chosen = lanes.next_ready(0)
@@ -60,7 +90,7 @@ def test_lane_that_is_held_is_ready_when_its_moment_comes_or_somebody_older_does
     for waken in (lambda: None, lambda: lanes.add("b", entry(-1))):
         lane = lanes.next_ready(0)
         assert lane is not None
-        lanes.hold(lane, 10)
+        lanes.postpone(lane, 10)
         assert lanes.due.first_rank() == 10
         assert lanes.next_ready(9) is None
         waken()
