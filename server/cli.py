@@ -117,7 +117,7 @@ _MOST_ROWS = 2**31 - 1
 @flag("drain-grace-secs", 0.0, "How long to take requests at the end, while not ready any more.", type=AMOUNT)
 @flag("exit-timeout-secs", 30.0, "Grace for accepted requests at the end.", type=AMOUNT)
 @flag("execution-timeout-secs", 0.0, "Longest execution before its instance is replaced; 0: none is.", type=AMOUNT)
-@flag("exit-on-error", False, "End if any model fails to load, instead of serving the others.", type=bool)
+@flag("exit-on-error", False, "End if any model fails to load at the start, instead of serving the others.", type=bool)
 @flag("strict-readiness", True, "Be ready only while every model is that should be.", type=bool)
 @flag(
     "model-control-mode",
@@ -134,7 +134,12 @@ _MOST_ROWS = 2**31 - 1
     help="A model to load at the start, in mode explicit; '*' alone: all.",
 )
 @flag("model-load-thread-count", 4, "Models to load at the same time.", type=click.IntRange(1))
-@flag("model-load-retry-count", 0, "How often to try a load again that fails.", type=click.IntRange(0))
+@flag(
+    "model-load-retry-count",
+    0,
+    "How often to try a load again that fails.",
+    type=click.IntRange(0),
+)
 @click.option(
     "--backend-config",
     cls=Repeatable,
@@ -223,9 +228,10 @@ def serve(
 ) -> None:
     """Serve models over gRPC until SIGTERM or SIGINT.
 
-    PATH is a model repository in Triton's layout, one model's folder, or a bare .onnx file; several may be given.
+    PATH is a model repository in Triton's layout, one model's folder, or a bare .onnx file; several may be given. In
+    KServe it may be left out; with --upstream there is none.
 
-    * for models without a config.pbtxt.
+    * for models without a config.pbtxt, and with --upstream.
     """
     served, name = _models_to_serve((*paths, *model_repository), model_name) if upstream is None else ((), "")
     if not (served or upstream):

@@ -91,7 +91,7 @@ _FLAGS: tuple[Decorator, ...] = (
     _bound("grpc-max-streams", _LIMITS.streams, "Open streams of each RPC."),
     _bound("max-queued-requests", _LIMITS.queued_requests, "Requests in all queues."),
     _bound("max-queued-bytes", _LIMITS.queued_bytes, "Bytes of their tensors.", high=2**60),
-    _bound("max-models", _LIMITS.models, "Models that serve at a time."),
+    _bound("max-models", _LIMITS.models, "Models that serve or load at a time."),
     _bound("grpc-keepalive-time", _CONNECTIONS.keepalive_time_ms, "ms of silence before a ping.", high=_MOST_MS),
     _bound("grpc-keepalive-timeout", _CONNECTIONS.keepalive_timeout_ms, "ms to answer a ping.", high=_MOST_MS),
     flag(

@@ -14,7 +14,8 @@ class Repeatable(click.Option):
     may have spaces in them, and names of files too."""
 
     def __init__(self, *names: Any, **more: Any) -> None:
-        super().__init__(*names, **more | {"multiple": True})
+        what = more.get("help", "").removesuffix(".")
+        super().__init__(*names, **more | {"multiple": True, "help": f"{what}. Repeatable."})
 
     def value_from_envvar(self, ctx: click.Context) -> Any:
         given = self.resolve_envvar_value(ctx)
