@@ -39,6 +39,7 @@ __all__ = [
     "ModelSpec",
     "Mortal",
     "OpenModel",
+    "Rounding",
     "Slot",
     "Slotted",
     "Supervise",
@@ -397,6 +398,15 @@ class Triable(Protocol):
     def try_rows(self, supervise: Supervise = directly) -> Trial:
         """Run it with made-up inputs. Blocks for a few executions, each of which `supervise` runs; before any instance
         is made."""
+
+
+@runtime_checkable
+class Rounding(Protocol):
+    """A model that may round each row's numbers by what other rows of its batch are."""
+
+    @property
+    def rounds_by(self) -> str:
+        """What does so, for a sentence about it; "" if nothing is known to."""
 
 
 class Backend(Protocol):

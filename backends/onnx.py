@@ -142,6 +142,7 @@ class OnnxModel:
         found = find_spec(name, opener.path, self._sessions[device].session, source.declared)
         found.tell(name)
         self._spec = found.spec
+        self.rounds_by = found.rounds_by
 
     @property
     def spec(self) -> ModelSpec:

@@ -1,6 +1,7 @@
-"""What a session of ONNX Runtime says of its model's inputs and outputs.
+"""What a session of ONNX Runtime, and the file, say of a model.
 
-Lives here: which of them are served. Must not: onnxruntime; the session comes as an object.
+Lives here: which inputs and outputs are served, and what is to be told of it. Must not: onnxruntime; the session comes
+as an object.
 """
 
 from __future__ import annotations
@@ -12,10 +13,13 @@ from pathlib import Path
 from typing import Protocol
 
 from backends.base import ModelSpec
-from backends.onnx_shapes import without_shape
+from backends.onnx_file import operators, without_shape
 from backends.onnx_types import NodeArg, is_known, tensor_spec, why_unknown
 
 __all__ = ["Found", "Session", "find_spec"]
+
+_DYNAMIC = "DynamicQuantize"
+"""ONNX's DynamicQuantizeLinear, and ONNX Runtime's own: they scale a tensor by its smallest and largest number."""
 
 _log = logging.getLogger("paceline.backends.onnx")
 
@@ -30,10 +34,12 @@ class Session(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A model's spec, and what of its outputs is `left_out` without anybody having said so: name, and why."""
+    """A model's spec, and what of its outputs is `left_out` without anybody having said so: name, and why. `rounds_by`
+    as in `Rounding`."""
 
     spec: ModelSpec
     left_out: tuple[tuple[str, str], ...] = ()
+    rounds_by: str = ""
 
     def tell(self, model: str) -> None:
         for name, why in self.left_out:
@@ -55,7 +61,8 @@ def find_spec(name: str, path: Path, session: Session, declared: ModelSpec | Non
         inputs=(*required, *optional),
         outputs=tuple(tensor_spec(name, "output", node, node.name in shapeless) for node in outputs),
     )
-    return Found(spec, tuple((node.name, why_unknown(node)) for node in left_out) if declared is None else ())
+    told = tuple((node.name, why_unknown(node)) for node in left_out) if declared is None else ()
+    return Found(spec, told, next((one for one in sorted(operators(path)) if one.startswith(_DYNAMIC)), ""))
 
 
 def _served_outputs(

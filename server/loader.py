@@ -19,6 +19,7 @@ from backends.base import (
     ModelInstance,
     ModelSource,
     OpenModel,
+    Rounding,
     Supervise,
     Triable,
     Trial,
@@ -231,6 +232,7 @@ def _load_version(
                 opened = backend.open(source, devices[0])
                 undo.callback(opened.close)
             served = _plan(config, tried, defaults, batching)
+            _tell_if_rounded(opened, folder.name, served)
             warm_up = WarmUp(config, served, folder.path)
             for device in devices:
                 instance = opened.instance(served.spec, device)
@@ -288,6 +290,18 @@ def _plan(config: pb.ModelConfig, tried: Trial, defaults: LoadDefaults, batching
         tried.why_not,
     )
     return plan(config, tried.spec, batching and replace(batching, max_batch_rows=0), 0, limit_ns)
+
+
+def _tell_if_rounded(opened: OpenModel, name: str, served: ServingPlan) -> None:
+    """Where requests share batches of a model that rounds by all rows of them."""
+    shares = served.max_batch_rows > 1 and served.policy.max_batch_requests != 1
+    if shares and isinstance(opened, Rounding) and opened.rounds_by:
+        text = (
+            "model '%s': %s rounds by the largest number of a batch: answers depend a little on who shares it; where "
+            "that matters, quantize it statically, or give it a config.pbtxt with input and output and without "
+            "dynamic_batching"
+        )
+        _log.warning(text, name, opened.rounds_by)
 
 
 def _model_file(folder: ModelFolder, version: int, config: pb.ModelConfig) -> Path:

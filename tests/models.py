@@ -166,6 +166,22 @@ def quotient() -> onnx.ModelProto:
     )
 
 
+def dynamically_quantized() -> onnx.ModelProto:
+    """OUTPUT0 = a table's rows that INPUT0 [batch, 1], INT64 0 to 3, names, FP32 [batch, 1, 2], each rounded by the
+    largest number of all."""
+    table = np.array([[1, 2], [3, 4], [5, 600], [7, 8]], np.float32)
+    return model(
+        [
+            helper.make_node("Gather", ["table", "INPUT0"], ["rows"]),
+            helper.make_node("DynamicQuantizeLinear", ["rows"], ["quantized", "scale", "zero"]),
+            helper.make_node("DequantizeLinear", ["quantized", "scale", "zero"], ["OUTPUT0"]),
+        ],
+        [tensor("INPUT0", "INT64", ["batch", 1])],
+        [tensor("OUTPUT0", "FP32", ["batch", 1, 2])],
+        [numpy_helper.from_array(table, "table")],
+    )
+
+
 def matrix_product() -> onnx.ModelProto:
     """OUTPUT0 = INPUT0 x INPUT1 per row, FP32: dims [-1, -1] each, whose sizes must agree where matrices multiply."""
     return model(

@@ -40,6 +40,10 @@ class OnnxModelApart:
         return self._found.spec
 
     @property
+    def rounds_by(self) -> str:
+        return self._found.rounds_by
+
+    @property
     def platform(self) -> str:
         return "onnxruntime_onnx"
 

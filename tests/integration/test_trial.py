@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -64,6 +65,50 @@ async def test_model_that_ends_the_process_in_which_it_is_tried_is_served_one_by
             np.testing.assert_array_equal(answer, 2 * given)
         assert await _limit(served) == 0
     assert "the process in which it was run was killed by SIGFPE" in caplog.text
+
+
+@pytest.mark.parametrize("own", ["", 'parameters { key: "paceline.own_process" value { string_value: "true" } }'])
+async def test_model_that_was_quantized_dynamically_is_batched_and_the_log_says_what_that_does(
+    own: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = "max_batch_size: 8 dynamic_batching { max_queue_delay_microseconds: 100000000 preferred_batch_size: 2 }"
+    path = models.write(models.dynamically_quantized(), tmp_path / "m" / "1" / "model.onnx")
+    (path.parents[1] / "config.pbtxt").write_text(f"{config} {own}")
+    alone = _alone_by_index(models.dynamically_quantized())
+    async with serving(tmp_path) as served:
+        requests = [infer("m", {"INPUT0": np.array([[number]], np.int64)}) for number in (1, 2)]
+        answers = await asyncio.gather(*map(served.infer, requests))
+        assert not np.allclose(np.frombuffer(answers[0].raw_output_contents[0], np.float32), alone(1))
+    assert "model 'm': DynamicQuantizeLinear rounds by the largest number of a batch" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        'max_batch_size: 8 input { name: "INPUT0" data_type: TYPE_INT64 dims: 1 } '
+        'output { name: "OUTPUT0" data_type: TYPE_FP32 dims: [ 1, 2 ] }',
+        'input { name: "INPUT0" data_type: TYPE_INT64 dims: [ -1, 1 ] } '
+        'output { name: "OUTPUT0" data_type: TYPE_FP32 dims: [ -1, 1, 2 ] }',
+    ],
+    ids=["one-by-one", "no-batch-axis"],
+)
+async def test_model_that_was_quantized_dynamically_may_be_kept_from_company(
+    config: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = models.write(models.dynamically_quantized(), tmp_path / "m" / "1" / "model.onnx")
+    (path.parents[1] / "config.pbtxt").write_text(config)
+    alone = _alone_by_index(models.dynamically_quantized())
+    async with serving(tmp_path) as served:
+        requests = [infer("m", {"INPUT0": np.array([[number]], np.int64)}) for number in (0, 1, 2, 3) * 8]
+        answers = await asyncio.gather(*map(served.infer, requests))
+        for number, answer in zip((0, 1, 2, 3) * 8, answers, strict=True):
+            np.testing.assert_array_equal(np.frombuffer(answer.raw_output_contents[0], np.float32), alone(number))
+    assert "rounds by" not in caplog.text
+
+
+def _alone_by_index(model: onnx.ModelProto) -> Callable[[int], Array]:
+    session = ort.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
+    return lambda number: session.run(None, {"INPUT0": np.array([[number]], np.int64)})[0].ravel()
 
 
 async def test_model_without_a_configuration_whose_output_has_other_dims_than_it_says_is_served_and_batched(

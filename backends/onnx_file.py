@@ -1,8 +1,9 @@
-"""What an ONNX file says of its graph's inputs and outputs, and ONNX Runtime doesn't tell: which of them have a shape.
+"""What an ONNX file says of its graph and ONNX Runtime doesn't tell: which inputs and outputs have a shape, and what
+its nodes are.
 
 Lives here: as much of protobuf's wire format as it takes to find that out, without reading weights. Must not:
 onnxruntime. To that a tensor without a shape, which may have any rank, looks like a scalar. Numbers of fields are those
-of `onnx.proto`.
+of `onnx.proto`. Files of another format, of which ONNX Runtime reads some, say nothing here.
 """
 
 from __future__ import annotations
@@ -11,9 +12,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
-__all__ = ["without_shape"]
+__all__ = ["operators", "without_shape"]
 
 _GRAPH = 7  # of ModelProto
+_NODE = 1  # of GraphProto
+_OPERATOR = 4  # of NodeProto: op_type
 _TENSORS = (11, 12)  # of GraphProto: input, output
 _NAME = 1  # of ValueInfoProto
 _SHAPE = (2, 1, 2)  # of ValueInfoProto: type, its tensor_type, its shape
@@ -22,8 +25,8 @@ _Span = tuple[int, int]
 
 
 def without_shape(path: Path) -> frozenset[str]:
-    """The names of the graph's inputs and outputs that have no shape; none if the file isn't of ONNX's own format, of
-    which ONNX Runtime reads others too. Blocks, for a millisecond per thousand nodes or so; raises OSError."""
+    """The names of the graph's inputs and outputs that have no shape. Blocks, for a millisecond per thousand nodes or
+    so; raises OSError."""
     names = set()
     with path.open("rb") as file:
         try:
@@ -35,6 +38,21 @@ def without_shape(path: Path) -> frozenset[str]:
         except ValueError:
             return frozenset()
     return frozenset(names)
+
+
+def operators(path: Path) -> frozenset[str]:
+    """The types of the graph's nodes, but for those in the bodies of others. Blocks, for some milliseconds per thousand
+    nodes; raises OSError."""
+    with path.open("rb") as file:
+        try:
+            return frozenset(
+                _read(file, name).decode()
+                for graph in _fields(file, (0, file.seek(0, 2)), _GRAPH)
+                for node in _fields(file, graph, _NODE)
+                for name in _fields(file, node, _OPERATOR)
+            )
+        except ValueError:
+            return frozenset()
 
 
 def _has(file: BinaryIO, message: _Span, path: Sequence[int]) -> bool:

@@ -1,7 +1,8 @@
-"""Which tensors of an ONNX file have no shape: what the package onnx reads of the same file."""
+"""Which tensors of an ONNX file have no shape, and what its nodes are: what the package onnx reads of the same file."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from onnx import TensorProto, helper, numpy_helper
 
-from backends.onnx_shapes import without_shape
+from backends.onnx_file import operators, without_shape
 from tests import models
 
 SHAPES = [None, [], [3], ["batch", None], [0]]
@@ -38,12 +39,19 @@ def test_without_shape_is_what_onnx_reads(tmp_path: Path) -> None:
     assert without_shape(path) == _as_onnx_reads(path) == {"入力0", "OUTPUT0"}
 
 
+@pytest.mark.parametrize("make", [models.mlp, models.hungry, models.batch_input_echo, models.endless])
+def test_operators_are_what_onnx_reads(make: Callable[..., onnx.ModelProto], tmp_path: Path) -> None:
+    made = make(2) if make is models.hungry else make()
+    path = models.write(made, tmp_path / "model.onnx")
+    assert operators(path) == {node.op_type for node in onnx.load(path).graph.node}
+
+
 @pytest.mark.parametrize(
     "data", [b"", b"ORTM", bytes(range(256)), b"\x3a\xff\xff\xff\xff\xff\xff\xff\xff\xff\x01", b"\x3b"]
 )
 def test_without_shape_of_a_file_in_another_format_is_empty(tmp_path: Path, data: bytes) -> None:
     (tmp_path / "model").write_bytes(data)
-    assert without_shape(tmp_path / "model") == frozenset()
+    assert without_shape(tmp_path / "model") == operators(tmp_path / "model") == frozenset()
 
 
 @given(st.data())
@@ -56,3 +64,4 @@ def test_without_shape_of_a_damaged_file_comes_to_an_end(
     path = tmp_path_factory.getbasetemp() / "damaged"
     path.write_bytes(whole[: data.draw(st.integers(0, len(whole)))])
     assert isinstance(without_shape(path), frozenset)
+    assert isinstance(operators(path), frozenset)
