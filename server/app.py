@@ -25,6 +25,7 @@ from backends.cuda_driver import count_gpus
 from backends.errors import DeviceError, LoadError
 from scheduler.waiting import Room
 from server.addresses import host_and_port, resolve
+from server.calling import Calling
 from server.calls import HeaderForwarding, HeaderPassing
 from server.config import ControlMode, Settings
 from server.configuration import Configuration
@@ -196,10 +197,11 @@ class Server:
             ModelControl(self.repository, self._layout, settings.model_control_mode),
             self._shared_memory,
             self._remote_settings,
+            Calling(self._inference, forwarding, passing),
             self._streaming,
         ]
         self._service = InferenceService(
-            self._inference, self.repository, settings.server_id, product_version(), groups, forwarding, passing
+            self._inference, self.repository, settings.server_id, product_version(), groups
         )
         self._endpoint: MetricsEndpoint | None = None
         self._why_closed = "starting"

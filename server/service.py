@@ -1,7 +1,7 @@
-"""`inference.GRPCInferenceService`: the RPCs of the Open Inference Protocol, and the registration of all.
+"""`inference.GRPCInferenceService`: the RPCs that tell of the server and its models, and the registration of all.
 
-Lives here: convert, call, convert. Must not: checks (codec), look-ups (repository) or waiting policy (batcher). RPCs
-beyond the Open Inference Protocol come from groups, one module each, so that each can be read and left out alone.
+Lives here: convert, call, convert. Must not: checks (codec), look-ups (repository) or waiting policy (batcher). All
+other RPCs come from groups, one module each, so that each can be read and left out alone.
 """
 
 from __future__ import annotations
@@ -13,14 +13,11 @@ from typing import Any, Protocol
 from backends.base import TensorSpec
 from protos import inference_pb2 as pb
 from server.answering import Context, Method, answering
-from server.calls import NOTHING_SENT, HeaderForwarding, HeaderPassing, add_headers, deadline_of, traceparent_of
-from server.codec import AnyResponse
 from server.errors import NotSupported
 from server.gate import Registry
 from server.handlers import METHODS, add_handlers, handler_of
 from server.inference import Inference
 from server.repository import Repository, ServedModel
-from server.wire_request import AnyRequest, message_of
 
 __all__ = ["InferenceService", "RpcGroup"]
 
@@ -48,16 +45,11 @@ class InferenceService:
         server_id: str,
         version: str,
         groups: Sequence[RpcGroup] = (),
-        forwarding: HeaderForwarding | None = None,
-        passing: HeaderPassing | None = None,
     ) -> None:
         self._inference = inference
         self._repository = repository
         self._server_id = server_id
         self._version = version
-        self._forwarding = forwarding
-        self._reads_parents = inference.reads_parents
-        self._passing = passing
         self._groups: tuple[RpcGroup, ...] = (self, *groups)
 
     def add_to(self, server: Registry) -> None:
@@ -72,16 +64,6 @@ class InferenceService:
     def _behaviour(self, rpc: str) -> Callable[..., Any]:
         found: list[Callable[..., Any]] = [getattr(group, rpc) for group in self._groups if hasattr(group, rpc)]
         return found[0] if found else partial(_unsupported(rpc), self)
-
-    # hot path: see bench/
-    @answering
-    async def ModelInfer(self, request: AnyRequest, context: Context) -> AnyResponse:
-        if self._forwarding is not None:
-            request = message_of(request)
-            add_headers(request, self._forwarding.headers(context))
-        parent = traceparent_of(context) if self._reads_parents else None
-        sent = self._passing.sent(context) if self._passing is not None else NOTHING_SENT
-        return await self._inference.infer(request, deadline_of(context), parent, sent)
 
     @answering
     async def ServerLive(self, request: pb.ServerLiveRequest, context: Context) -> pb.ServerLiveResponse:

@@ -24,9 +24,8 @@ from backends.transport.gathering import Gathering
 from backends.transport.link import Link, RemoteEnd
 from scheduler.telling import tell
 from server import log
-from server.answering import Context, answering
-from server.calls import NOTHING_SENT, HeaderForwarding, HeaderPassing, add_headers, deadline_of, traceparent_of
-from server.codec import AnyResponse
+from server.calling import Calling
+from server.calls import HeaderForwarding, HeaderPassing
 from server.config import Settings
 from server.errors import StartError
 from server.fronts import protocol
@@ -41,7 +40,6 @@ from server.loop import SWITCH_INTERVAL_S, new_loop
 from server.quiet import until_quiet
 from server.streaming import Streaming
 from server.tuning import keep_freed_memory
-from server.wire_request import AnyRequest, message_of
 
 __all__ = ["Greeting", "main"]
 
@@ -77,8 +75,6 @@ class _Front:
         self._models = LookUp()
         self._replies = Replies(link)
         self._inference = RemoteInference(link, self._replies, self._models)
-        self._forwarding: HeaderForwarding | None = None
-        self._passing: HeaderPassing | None = None
         self._listener: Listener
         self._tasks: set[asyncio.Task[None]] = set()
         self._listening: asyncio.Task[None]
@@ -121,18 +117,18 @@ class _Front:
         log.apply(greeting.log)
         settings = greeting.settings
         self._inference.reads_parents = greeting.reads_parents
-        if pattern := settings.grpc_header_forward_pattern:
-            self._forwarding = HeaderForwarding(pattern)
-        if upstream := settings.upstream:
-            self._passing = HeaderPassing(upstream.headers, upstream.tracing_headers)
-        most = settings.grpc_max_stream_requests
-        streaming = Streaming(self._inference, most, self._forwarding, self._passing)
-        self._listener = Listener(settings, partial(self._add_services, streaming), streaming.close, shares_port=True)
+        pattern, upstream = settings.grpc_header_forward_pattern, settings.upstream
+        forwarding = HeaderForwarding(pattern) if pattern else None
+        passing = HeaderPassing(upstream.headers, upstream.tracing_headers) if upstream else None
+        calling = Calling(self._inference, forwarding, passing)
+        streaming = Streaming(self._inference, settings.grpc_max_stream_requests, forwarding, passing)
+        add_services = partial(self._add_services, calling, streaming)
+        self._listener = Listener(settings, add_services, streaming.close, shares_port=True)
         self._listening = self._begin(self._listen(greeting.port))
         self._begin(self._tell_usage())
 
-    def _add_services(self, streaming: Streaming, server: Registry) -> None:
-        own = {"ModelInfer": self.ModelInfer, "ModelStreamInfer": streaming.ModelStreamInfer}
+    def _add_services(self, calling: Calling, streaming: Streaming, server: Registry) -> None:
+        own = {"ModelInfer": calling.ModelInfer, "ModelStreamInfer": streaming.ModelStreamInfer}
         handlers = {
             method.name: handler_of(method, own[method.name])
             if method.name in own
@@ -140,16 +136,6 @@ class _Front:
             for method in METHODS
         }
         add_handlers(server, handlers)
-
-    # hot path: see bench/
-    @answering
-    async def ModelInfer(self, request: AnyRequest, context: Context) -> AnyResponse:
-        if self._forwarding is not None:
-            request = message_of(request)
-            add_headers(request, self._forwarding.headers(context))
-        parent = traceparent_of(context) if self._inference.reads_parents else None
-        sent = self._passing.sent(context) if self._passing is not None else NOTHING_SENT
-        return await self._inference.infer(request, deadline_of(context), parent, sent)
 
     async def _listen(self, port: int) -> None:
         try:

@@ -21,6 +21,7 @@ from grpc.aio import EOF  # type: ignore[attr-defined]
 from backends.errors import LoadError
 from backends.registry import backend
 from protos import inference_pb2 as pb
+from server.calling import Calling
 from server.calls import HeaderForwarding
 from server.config import ControlMode
 from server.configuration import Configuration
@@ -152,9 +153,10 @@ class _World:
             ModelControl(self._repository, layout, ControlMode.EXPLICIT),
             SharedMemory(regions, _no_gpus),
             RemoteSettings(self._repository, tracer, is_allowed=True),
+            Calling(inference, forwarding),
             Streaming(inference, 16, forwarding),
         ]
-        InferenceService(inference, self._repository, "fuzzed", "0", groups, forwarding).add_to(self)  # type: ignore[arg-type]
+        InferenceService(inference, self._repository, "fuzzed", "0", groups).add_to(self)  # type: ignore[arg-type]
 
     async def _anew(self) -> None:
         await self._repository.stop()

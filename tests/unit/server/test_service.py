@@ -12,6 +12,7 @@ import pytest
 
 from protos import inference_pb2 as pb
 from protos.inference_pb2_grpc import GRPCInferenceServiceStub
+from server.calling import Calling
 from server.inference import Inference
 from server.metrics import Metrics
 from server.quiet import TRY_AGAIN_MS
@@ -48,7 +49,7 @@ async def bench() -> AsyncIterator[Bench]:
     repository = Broken(KeyError("x"))
     inference = Inference(repository)
     inference.serving = inference.ready = True
-    service = InferenceService(inference, repository, "id", "1")
+    service = InferenceService(inference, repository, "id", "1", [Calling(inference)])
     server = grpc.aio.server()
     service.add_to(server)
     port = server.add_insecure_port("127.0.0.1:0")

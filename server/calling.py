@@ -1,0 +1,60 @@
+"""`ModelInfer`: a request with a call of its own.
+
+Lives here: what is read off the call, in a server of one process and in a front. Must not: the steps of a request,
+which `inference` has, or `fronts.remote`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from server.answering import Context, answering
+from server.calls import (
+    NOTHING_SENT,
+    HeaderForwarding,
+    HeaderPassing,
+    Sent,
+    TraceParent,
+    add_headers,
+    deadline_of,
+    traceparent_of,
+)
+from server.codec import AnyResponse
+from server.wire_request import AnyRequest, message_of
+
+__all__ = ["Infers", "Calling"]
+
+
+class Infers(Protocol):
+    """Whoever has the steps of a request, or hands it to whoever has."""
+
+    @property
+    def reads_parents(self) -> bool: ...
+
+    async def infer(
+        self, request: AnyRequest, deadline_ns: int, parent: TraceParent | None, sent: Sent
+    ) -> AnyResponse: ...
+
+
+class Calling:
+    """The RPC."""
+
+    extensions: Sequence[str] = ()
+
+    def __init__(
+        self, inference: Infers, forwarding: HeaderForwarding | None = None, passing: HeaderPassing | None = None
+    ) -> None:
+        self._inference = inference
+        self._forwarding = forwarding
+        self._passing = passing
+
+    # hot path: see bench/
+    @answering
+    async def ModelInfer(self, request: AnyRequest, context: Context) -> AnyResponse:
+        if self._forwarding is not None:
+            request = message_of(request)
+            add_headers(request, self._forwarding.headers(context))
+        parent = traceparent_of(context) if self._inference.reads_parents else None
+        sent = self._passing.sent(context) if self._passing is not None else NOTHING_SENT
+        return await self._inference.infer(request, deadline_of(context), parent, sent)
