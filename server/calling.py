@@ -23,7 +23,7 @@ from server.calls import (
 from server.codec import AnyResponse
 from server.wire_request import AnyRequest, message_of
 
-__all__ = ["Infers", "Calling"]
+__all__ = ["Calling", "Infers"]
 
 
 class Infers(Protocol):

@@ -8,7 +8,8 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -16,7 +17,7 @@ import click
 
 from backends.base import Backend
 from server import log
-from server.backend_config import parse_backend_config
+from server.backend_config import BackendConfig, parse_backend_config
 from server.batch_policy import BatchDefaults
 from server.config import ControlMode, Settings
 from server.errors import StartError
@@ -28,7 +29,7 @@ from server.repeatable import Repeatable
 from server.tokens import line_of, new_token
 from server.trace_settings import parse_trace_config
 from server.tuning import keep_freed_memory, made_to_stay
-from server.upstream_settings import UpstreamSettings, upstream_flags
+from server.upstream_settings import upstream_flags
 
 __all__ = ["main"]
 
@@ -180,52 +181,7 @@ _MOST_ROWS = 2**31 - 1
 @flag("log-level", "info", "Least important lines to log.", type=click.Choice(["debug", "info", "warning", "error"]))
 @flag("log-format", "text", "How to log.", type=click.Choice(["text", "json"]))
 @upstream_flags
-def serve(
-    paths: tuple[Path, ...],
-    model_repository: tuple[Path, ...],
-    grpc_address: str,
-    grpc_port: int,
-    grpc_max_stream_requests: int,
-    grpc_header_forward_pattern: str,
-    grpc_infer_response_compression_level: str,
-    frontends: int,
-    frontend_memory_mb: int,
-    frontend_timeout_secs: int,
-    allow_metrics: bool,
-    allow_gpu_metrics: bool,
-    metrics_address: str | None,
-    metrics_port: int,
-    allow_client_shm: bool,
-    max_client_shm_regions: int,
-    drain_grace_secs: float,
-    exit_timeout_secs: float,
-    execution_timeout_secs: float,
-    exit_on_error: bool,
-    strict_readiness: bool,
-    model_control_mode: str,
-    repository_poll_secs: float,
-    load_model: tuple[str, ...],
-    model_load_thread_count: int,
-    model_load_retry_count: int,
-    backend_config: tuple[str, ...],
-    disable_auto_complete_config: bool,
-    model_config_name: str,
-    model_name: str,
-    allow_op_libraries: bool,
-    allow_python_models: bool,
-    allow_remote_settings: bool,
-    trace_config: tuple[str, ...],
-    max_batch_size: int | None,
-    max_queue_delay_microseconds: int | None,
-    max_latency: float | None,
-    max_batch_time: float | None,
-    timeout: float | None,
-    upstream: UpstreamSettings | None,
-    id: str,
-    log_level: str,
-    log_format: str,
-    **network: Any,
-) -> None:
+def serve(paths: tuple[Path, ...], **given: Any) -> None:
     """Serve models over gRPC until SIGTERM or SIGINT.
 
     PATH is a model repository in Triton's layout, one model's folder, or a bare .onnx file; several may be given. In
@@ -233,62 +189,9 @@ def serve(
 
     * for models without a config.pbtxt, and with --upstream.
     """
-    served, name = _models_to_serve((*paths, *model_repository), model_name) if upstream is None else ((), "")
-    if not (served or upstream):
-        raise click.UsageError("expected at least one PATH: a model repository, a model's folder or a .onnx file")
-    mode = ControlMode(model_control_mode)
-    if upstream is not None and (paths or model_repository or mode is not ControlMode.NONE or allow_client_shm):
-        raise click.UsageError("--upstream goes with no PATH, no --model-control-mode and no --allow-client-shm")
-    _check_load_models(mode, load_model)
-    _check_pattern(grpc_header_forward_pattern)
-    if Path(model_config_name).name != model_config_name:
-        raise click.UsageError(f"--model-config-name: expected the name of a file, got '{model_config_name}'")
-    backends = _parsed("--backend-config", parse_backend_config, backend_config)
-    tracing = _parsed("--trace-config", parse_trace_config, trace_config)
+    settings = _settings(paths, given)
     take_stderr()
-    log.configure(log_level, log_format)
-    settings = Settings(
-        paths=served,
-        grpc_address=grpc_address,
-        grpc_port=grpc_port,
-        grpc_max_stream_requests=grpc_max_stream_requests,
-        grpc_header_forward_pattern=grpc_header_forward_pattern,
-        grpc_infer_response_compression_level=grpc_infer_response_compression_level,
-        frontends=frontends,
-        frontend_memory_mb=frontend_memory_mb,
-        frontend_timeout_secs=frontend_timeout_secs,
-        metrics_address=metrics_address,
-        metrics_port=metrics_port if allow_metrics else None,
-        allow_gpu_metrics=allow_gpu_metrics,
-        allow_client_shm=allow_client_shm,
-        max_client_shm_regions=max_client_shm_regions,
-        drain_grace_secs=drain_grace_secs,
-        exit_timeout_secs=exit_timeout_secs,
-        execution_timeout_secs=execution_timeout_secs,
-        exit_on_error=exit_on_error,
-        strict_readiness=strict_readiness,
-        model_control_mode=mode,
-        repository_poll_secs=repository_poll_secs,
-        load_models=load_model,
-        model_load_thread_count=model_load_thread_count,
-        model_load_retry_count=model_load_retry_count,
-        server_id=id,
-        backend_config=backends,
-        auto_complete=not disable_auto_complete_config,
-        model_config_name=model_config_name,
-        model_name=name,
-        allow_op_libraries=allow_op_libraries,
-        allow_python_models=allow_python_models,
-        allow_remote_settings=allow_remote_settings,
-        trace=tracing,
-        upstream=upstream,
-        **network_settings(network),
-        batching=BatchDefaults(
-            max_batch_rows=_first_given(max_batch_size, backends.max_batch_rows, BatchDefaults().max_batch_rows),
-            max_queue_delay_ns=_delay_ns(max_queue_delay_microseconds, max_latency, max_batch_time),
-            queue_timeout_ns=int((timeout or 0) * 1e9),
-        ),
-    )
+    log.configure(given["log_level"], given["log_format"])
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     keep_freed_memory()
     try:
@@ -316,6 +219,42 @@ def _parsed(flag: str, parse: Callable[[Sequence[str]], T], given: Sequence[str]
         return parse(given)
     except ValueError as error:
         raise click.UsageError(f"{flag}: {error}") from None
+
+
+def _settings(paths: Sequence[Path], given: Mapping[str, Any]) -> Settings:
+    """Those that flags say: many under their own names. Raises click.UsageError."""
+    mode, upstream = ControlMode(given["model_control_mode"]), given["upstream"]
+    repositories = given["model_repository"]
+    served, name = _models_to_serve((*paths, *repositories), given["model_name"]) if upstream is None else ((), "")
+    if not (served or upstream):
+        raise click.UsageError("expected at least one PATH: a model repository, a model's folder or a .onnx file")
+    if upstream is not None and (paths or repositories or mode is not ControlMode.NONE or given["allow_client_shm"]):
+        raise click.UsageError("--upstream goes with no PATH, no --model-control-mode and no --allow-client-shm")
+    _check_load_models(mode, given["load_model"])
+    _check_pattern(given["grpc_header_forward_pattern"])
+    if Path(given["model_config_name"]).name != given["model_config_name"]:
+        raise click.UsageError(f"--model-config-name: expected the name of a file, got '{given['model_config_name']}'")
+    backends = _parsed("--backend-config", parse_backend_config, given["backend_config"])
+    others = {
+        "paths": served,
+        "model_name": name,
+        "model_control_mode": mode,
+        "load_models": given["load_model"],
+        "metrics_port": given["metrics_port"] if given["allow_metrics"] else None,
+        "server_id": given["id"],
+        "backend_config": backends,
+        "auto_complete": not given["disable_auto_complete_config"],
+        "trace": _parsed("--trace-config", parse_trace_config, given["trace_config"]),
+        "batching": _batching(backends, given),
+        **network_settings(given),
+    }
+    return Settings(**{field.name: given[field.name] for field in fields(Settings) if field.name in given} | others)
+
+
+def _batching(backends: BackendConfig, given: Mapping[str, Any]) -> BatchDefaults:
+    rows = _first_given(given["max_batch_size"], backends.max_batch_rows, BatchDefaults().max_batch_rows)
+    delays = (given[name] for name in ("max_queue_delay_microseconds", "max_latency", "max_batch_time"))
+    return BatchDefaults(rows, _delay_ns(*delays), int((given["timeout"] or 0) * 1e9))
 
 
 def _models_to_serve(paths: Sequence[Path], model_name: str) -> tuple[tuple[Path, ...], str]:

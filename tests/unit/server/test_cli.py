@@ -12,7 +12,7 @@ import click
 import pytest
 from click.testing import CliRunner, Result
 
-from server.cli import main, serve
+from server.cli import _settings, main, serve
 from server.tokens import Tokens
 from server.upstream_settings import TRACING_HEADERS
 from tests.harness import REPO
@@ -260,6 +260,20 @@ def test_repeatable_flag_in_the_environment_may_be_a_line_for_each_value(
 def test_repeatable_flag_of_blank_lines_in_the_environment_counts_as_not_given(flag: str) -> None:
     name = flag.replace("-", "_")
     assert parsed(**{variable(flag): " \n\n"})[name] == DEFAULTS[name]
+
+
+def test_every_flag_is_made_a_setting() -> None:
+    read: set[str] = set()
+
+    class Watched(dict[str, Any]):
+        def __getitem__(self, key: str) -> Any:
+            read.add(key)
+            return super().__getitem__(key)
+
+    flags = parsed(str(REPO))
+    given = {key: value for key, value in flags.items() if key != "paths" and not key.startswith("upstream_")}
+    _settings((REPO,), Watched(given))
+    assert set(given) - read == {"log_level", "log_format"}, "which are for the log"
 
 
 def test_disable_auto_complete_config_takes_no_value() -> None:
