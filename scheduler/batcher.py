@@ -15,7 +15,7 @@ from scheduler.batch_queue import Alike, BatchQueue, Step
 from scheduler.clock import Alarm, Clock, MonotonicClock
 from scheduler.company import Company
 from scheduler.delivery import Delivery
-from scheduler.errors import BatcherClosed, DeadlineUnreachable, ExecutionTimeout, NoInstance, QueueFull, QueueTimeout
+from scheduler.errors import BatcherClosed, DeadlineUnreachable, NoInstance, QueueFull, QueueTimeout
 from scheduler.executing import Batch
 from scheduler.instances import Hangs, Instances
 from scheduler.isolation import Blame, Retries, Search, Suspects
@@ -424,14 +424,15 @@ class Batcher(Generic[P, R]):
                 self._instances.has_begun(runner)
                 return
             self._queue.release(following)
-        batch = self._running[runner]
+        batch, now_ns = self._running[runner], self._clock.now_ns()
         self._ended.pop(runner, None)
-        self._company.on_end(len(batch.entries), self._clock.now_ns())
-        self._queue.done(batch, self._clock.now_ns(), None)
-        for entry in batch.entries:
-            self._delivery.fail(entry, ExecutionTimeout(self.policy.execution_limit_ns))
+        self._company.on_end(len(batch.entries), now_ns)
+        self._queue.done(batch, now_ns, None)
         self._instances.hang(runner)
-        self._turn()
+        try:
+            self._turn()
+        finally:
+            self._delivery.time_out(batch, self.policy.execution_limit_ns, now_ns)
 
     def _on_failure(
         self,

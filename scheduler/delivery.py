@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from scheduler.answers import Answers
-from scheduler.errors import ExecutionFailed, SchedulerError
+from scheduler.errors import ExecutionFailed, ExecutionTimeout, SchedulerError
 from scheduler.executing import Batch
 from scheduler.lane import Entry
 from scheduler.observer import BatchReport, Drop, Observer
@@ -65,6 +65,16 @@ class Delivery:
             for entry in failed:
                 self.fail(entry, _failure(outcome.error))
             self._observer.on_batch(_report(batch, outcome, failed))
+        finally:
+            self._answers.tell()
+
+    def time_out(self, batch: Batch[Pending[Any, Any]], limit_ns: int, now_ns: int) -> None:
+        """A batch executes for longer than it may; nobody waits for what comes of it."""
+        outcome: Outcome[Any] = Outcome(now_ns - limit_ns, now_ns, error=ExecutionTimeout(limit_ns))
+        try:
+            for entry in batch.entries:
+                self.fail(entry, ExecutionTimeout(limit_ns))
+            self._observer.on_batch(_report(batch, outcome, batch.entries))
         finally:
             self._answers.tell()
 

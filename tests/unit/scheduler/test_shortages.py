@@ -377,6 +377,9 @@ class Chaos:
         self.bench.batcher.close()
         await draining
         assert all(future.cancelled() or future.exception() or future.result() == "A" for future in self.futures)
+        seen = self.bench.seen
+        told = sum(len(report.waits_ns) + report.failed + report.cancelled for report in seen.reports)
+        assert len(seen.drops) + told == len(self.futures), "each was told to the observer, and once"
 
     async def step(self) -> None:
         bench, chance = self.bench, self.chance

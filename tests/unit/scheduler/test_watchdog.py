@@ -87,6 +87,9 @@ async def test_execution_beyond_its_limit_fails_its_requests_and_the_next_wait_f
         with pytest.raises(ExecutionTimeout, match=r"longer than 1e-07 s and was given up"):
             await future
     assert bench.told == [("hang", bench.runners[0])]
+    (report,) = bench.seen.reports
+    assert (report.failed, type(report.error)) == (2, ExecutionTimeout)
+    assert report.finished_ns - report.started_ns == LIMIT_NS
     assert bench.runners[0].stopped
     await one_turn()
     assert bench.batcher.waiting_requests == 3
