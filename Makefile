@@ -23,6 +23,9 @@ ATHERIS := atheris==3.0.0
 LOCK_IMAGE := .venv-lock/bin/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes \
     --no-emit-index-url --no-annotate --no-header --constraint requirements.lock
 
+# Whatever of this imports ONNX Runtime, it tells nobody: backends/__init__.py.
+export ORT_DISABLE_TELEMETRY ?= 1
+
 .DEFAULT_GOAL := help
 .PHONY: help demo serve test test-gpu check protos bench bench-gpu bench-quick bench-rivals lock witness witness-kserve fuzz clean
 

@@ -16,6 +16,9 @@ from server.tuning import made_to_stay
 settings.register_profile("repeatable", derandomize=True, deadline=None)
 settings.load_profile("repeatable")
 
+# Before a test imports ONNX Runtime: backends/__init__.py.
+os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
+
 # Tests start processes while servers and clients run in their own. gRPC's fork handlers, which the harness's children
 # go through before they become another program, kill one in five of them then. Nothing here goes on after a fork.
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
