@@ -104,7 +104,8 @@ class Batcher(Generic[P, R]):
     @property
     def waiting_requests(self) -> int:
         """Requests accepted and not yet executing."""
-        return self._queue.requests + self._queue.reserved + self._turns.announced
+        again = sum(len(group.entries) for group in self._suspects)
+        return self._queue.requests + self._queue.reserved + self._turns.announced + again
 
     @property
     def lanes(self) -> int:
@@ -313,13 +314,16 @@ class Batcher(Generic[P, R]):
             self._instances.wake(now_ns)
         if self._ahead.next:
             self._recall(now_ns)
+        if self._suspects:
+            self._let_go_of_suspects(now_ns)
         while self._suspects and self._slots.free:
             self._run_again(self._suspects.popleft(), now_ns)
         step = self._queue.poll(now_ns, self._slots.idle, self._slots.ahead)
         for batch in step.batches:
             self._run(self._instances.take(batch), batch, None)
         further = self._hand_over_ahead(now_ns) if self._ahead else _NOTHING
-        self._set_alarm(_first(step.wake_ns, _first(further.wake_ns, self._instances.wake_ns)))
+        wake_ns = _first(step.wake_ns, _first(further.wake_ns, self._instances.wake_ns))
+        self._set_alarm(_first(wake_ns, self._retries.wake_ns) if self._suspects else wake_ns)
         for entry in (*step.expired, *further.expired):
             self._delivery.drop(entry, Drop.EXPIRED, QueueTimeout(now_ns - entry.enqueued_ns))
         for late in (*step.unreachable, *further.unreachable):
@@ -442,7 +446,7 @@ class Batcher(Generic[P, R]):
         suspects: Suspects[Pending[P, R]] | None,
     ) -> Sequence[Entry[Pending[P, R]]]:
         """Learn from it, and plan to run again what may succeed. Returns the requests that fail for good."""
-        blame = self._retries.blame_for(error)
+        blame, among_suspects = self._retries.blame_for(error), suspects is not None
         suspects = suspects or Suspects.of_batch(batch.key, batch.entries)
         if blame is Blame.SIZE:
             if self._instances.lacked_memory(runner, batch, suspects.moves):
@@ -452,7 +456,7 @@ class Batcher(Generic[P, R]):
         if blame in _LOSING and self._instances.may_be_lost(runner):
             self._lose(runner, error)
         if blame is Blame.INSTANCE_BEFORE and self._instances.given_up(runner):
-            return self._wait_for_another(batch)
+            return self._wait_for_another(batch, suspects if among_suspects else None)
         return self._retries.plan(batch, blame, suspects)
 
     def _lose(self, runner: Runner[P, R], error: BaseException) -> None:
@@ -461,13 +465,19 @@ class Batcher(Generic[P, R]):
             self._instances.forget(runner)
         self._instances.lose(runner, error)
 
-    def _wait_for_another(self, batch: Batch[Pending[P, R]]) -> Sequence[Entry[Pending[P, R]]]:
-        """Its instance ended before it had begun. Returns the requests to which that has happened too often: it may be
-        they that instances end of, while they read them."""
+    def _wait_for_another(
+        self, batch: Batch[Pending[P, R]], suspects: Suspects[Pending[P, R]] | None
+    ) -> Sequence[Entry[Pending[P, R]]]:
+        """Its instance ended before it had begun. `suspects` wait among each other, all others like any. Returns the
+        requests to which that has happened too often: it may be they that instances end of, while they read them."""
         for entry in batch.entries:
             entry.payload.unbegun += 1
         failed = [entry for entry in batch.entries if entry.payload.unbegun >= _MOST_UNBEGUN]
-        self._put_back(batch, [entry for entry in batch.entries if entry.payload.unbegun < _MOST_UNBEGUN])
+        left = [entry for entry in batch.entries if entry.payload.unbegun < _MOST_UNBEGUN]
+        if suspects is None:
+            self._put_back(batch, left)
+        elif left:
+            self._suspects.append(suspects.narrowed(left))
         return failed
 
     def _learn_shortage(self, batch: Batch[Pending[P, R]], search: Search) -> None:
@@ -485,16 +495,20 @@ class Batcher(Generic[P, R]):
             self._queue.forgive(search.before)
             search.before = None
 
+    def _let_go_of_suspects(self, now_ns: int) -> None:
+        """Those whose callers have gone, or whose time is up: it may take long until there is an instance for them."""
+        for suspects in [self._suspects.popleft() for _ in range(len(self._suspects))]:
+            waiting = []
+            for entry in self._delivery.still_wanted(suspects.entries):
+                if entry.rpc_deadline_ns <= now_ns:
+                    self._delivery.drop(entry, Drop.EXPIRED, QueueTimeout(now_ns - entry.enqueued_ns))
+                else:
+                    waiting.append(entry)
+            if waiting:
+                self._suspects.append(suspects.narrowed(waiting))
+
     def _run_again(self, suspects: Suspects[Pending[P, R]], now_ns: int) -> None:
-        waiting = []
-        for entry in self._delivery.still_wanted(suspects.entries):
-            if entry.rpc_deadline_ns <= now_ns:
-                self._delivery.drop(entry, Drop.EXPIRED, QueueTimeout(now_ns - entry.enqueued_ns))
-            else:
-                waiting.append(entry)
-        if not waiting:
-            return
-        batch, rest = self._queue.again(suspects.key, waiting, now_ns, suspects.search.most_rows)
+        batch, rest = self._queue.again(suspects.key, suspects.entries, now_ns, suspects.search.most_rows)
         if rest:
             self._suspects.appendleft(suspects.narrowed(rest))
         self._run(self._instances.take(batch), batch, suspects.narrowed(batch.entries))
@@ -505,6 +519,8 @@ class Batcher(Generic[P, R]):
             self._turns.request()
         elif entry is None:
             self._instances.call_off()
+            if self._suspects:
+                self._turns.request()
         self._answers.cancelled(pending)
 
 

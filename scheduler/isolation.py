@@ -23,13 +23,15 @@ from typing import Generic, TypeVar
 from scheduler.allowance import Allowed
 from scheduler.executing import Batch
 from scheduler.lane import Entry
+from scheduler.policy import NEVER
 
 __all__ = ["Blame", "Retries", "Search", "Suspects", "budget_for"]
 
 _log = logging.getLogger("paceline.scheduler")
 
 _MOST_ENDS = 4
-"""Instances that may end of the requests of one batch: two culprits are found. Meanwhile everybody else waits."""
+"""Instances that may end of the requests of one batch: with two culprits everybody else is answered, and with more the
+rest fails, as all others wait meanwhile."""
 
 T = TypeVar("T")
 
@@ -120,6 +122,13 @@ class Retries(Generic[T]):
         self._blames = blames
         self._isolates = isolates
         self.groups: deque[Suspects[T]] = deque()
+
+    @property
+    def wake_ns(self) -> int | None:
+        """When the time of one of those that wait is up; None if it never is."""
+        deadlines_ns = (entry.rpc_deadline_ns for group in self.groups for entry in group.entries)
+        first_ns = min(deadlines_ns, default=NEVER)
+        return None if first_ns == NEVER else first_ns
 
     def blame_for(self, error: BaseException) -> Blame:
         try:

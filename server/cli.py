@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import click
 
@@ -26,6 +26,7 @@ from server.kserve import models_to_serve
 from server.log_output import exit_now, take_stderr
 from server.loop import SWITCH_INTERVAL_S, new_loop
 from server.repeatable import Repeatable
+from server.scratch import remove_all
 from server.tokens import line_of, new_token
 from server.trace_settings import parse_trace_config
 from server.tuning import keep_freed_memory, made_to_stay
@@ -312,15 +313,20 @@ async def _serve(settings: Settings, backend_of: Callable[[str], Backend] | None
         starting.cancel()
         await asyncio.wait((starting,))
         _log.info("stopped while loading")
-        exit_now(0)  # a model that is being loaded can't be interrupted, and Python would wait for its thread
+        _end(0)  # a model that is being loaded can't be interrupted, and Python would wait for its thread
     try:
         starting.result()
         await stopping.wait()
         await server.stop()
         # Taking Python down isn't safe while a thread executes native code, and takes longer than the rest of the end.
-        exit_now(0)
+        _end(0)
     finally:
         stop_asked.cancel()
+
+
+def _end(status: int) -> NoReturn:
+    remove_all()
+    exit_now(status)
 
 
 def _on_signals(stopping: asyncio.Event) -> None:
@@ -328,7 +334,7 @@ def _on_signals(stopping: asyncio.Event) -> None:
 
     def on_signal(number: int) -> None:
         if stopping.is_set():
-            exit_now(128 + number)
+            _end(128 + number)
         stopping.set()
 
     loop = asyncio.get_running_loop()

@@ -6,12 +6,10 @@ Source of names and types: Triton's "model repository" extension.
 
 from __future__ import annotations
 
-import tempfile
-import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path, PurePosixPath
+from pathlib import PurePosixPath
 
 from google.protobuf import json_format
 
@@ -19,6 +17,7 @@ from protos import model_config_pb2 as config_pb
 from protos.inference_pb2 import ModelRepositoryParameter
 from server.errors import InvalidRequest
 from server.layout import ModelFolder, model_folder
+from server.scratch import Scratch
 
 __all__ = ["Override", "checked_name", "parse_load_parameters", "parse_unload_parameters", "scratch_folder"]
 
@@ -77,34 +76,11 @@ def parse_unload_parameters(parameters: Parameters) -> bool:
     return "unload_dependents" in parameters and parameters["unload_dependents"].bool_param
 
 
-class _Scratch:
-    """A new folder, and whoever still needs it."""
-
-    def __init__(self) -> None:
-        self._folder = tempfile.TemporaryDirectory(prefix="paceline-", ignore_cleanup_errors=True)
-        self._lock = threading.Lock()
-        self._needed = 1
-
-    @property
-    def path(self) -> Path:
-        return Path(self._folder.name)
-
-    def keep(self) -> None:
-        with self._lock:
-            self._needed += 1
-
-    def let_go(self) -> None:
-        with self._lock:
-            self._needed -= 1
-            if not self._needed:
-                self._folder.cleanup()
-
-
 @contextmanager
 def scratch_folder(name: str, files: Mapping[PurePosixPath, bytes]) -> Iterator[ModelFolder]:
     """Model `name` made of `files`, in a new folder that goes with the block, unless the model keeps it. Blocks. Raises
     InvalidRequest if a path is both file and folder, or of no use to the file system."""
-    scratch = _Scratch()
+    scratch = Scratch()
     try:
         top = scratch.path
         for path, content in files.items():

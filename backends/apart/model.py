@@ -16,7 +16,7 @@ sys.path.insert(1, str(Path(__file__).parents[2]))
 
 import numpy as np
 
-from backends.apart.questions import ANSWER, QUESTION, Job, Question
+from backends.apart.questions import Job, Question
 from backends.base import MISSING, Array, ModelSpec
 from backends.cuda_accelerator import accelerator_of
 from backends.errors import DeviceError, LoadError, SessionError, StalePlan
@@ -36,37 +36,29 @@ class Model:
         self._spec: ModelSpec | None = None
         self._instance: OnnxInstance | None = None
 
+    def answer(self, question: bytes) -> bytes:
+        """Of pickles: only the server asks, and callers' tensors don't come here."""
+        return pickle.dumps(self._answer(pickle.loads(question)), -1)
+
     def execute(self, inputs: Mapping[str, Array]) -> dict[str, Array]:
-        if (question := inputs.get(QUESTION)) is not None:
-            return {ANSWER: np.array([pickle.dumps(self._answer(pickle.loads(question.item())), -1)], object)}
+        instance, spec = self._instance, self._spec
+        if instance is None or spec is None:
+            raise SessionError("no model is open")
+        given = [inputs.get(name, MISSING) for name in instance.input_names]
         try:
-            return self._run(inputs)
+            outputs = instance.run(given)
         except StalePlan:
-            self._begin_anew()
-            return self._run(inputs)
+            if not (spec.batched and spec.by_rows):
+                raise
+            # Plans are for as many rows.
+            outputs = [output[:-1] for output in instance.run([_one_row_longer(array) for array in given])]
+        return dict(zip(instance.output_names, outputs, strict=True))
 
     def close(self) -> None:
         """Else the session, and all weights, would stay until garbage is collected."""
         if self._instance is not None:
             self._instance.close()
         self._job = self._session = self._spec = self._instance = None
-
-    def _run(self, inputs: Mapping[str, Array]) -> dict[str, Array]:
-        if self._instance is None:
-            raise SessionError("no model is open")
-        outputs = self._instance.run([inputs.get(name, MISSING) for name in self._instance.input_names])
-        return dict(zip(self._instance.output_names, outputs, strict=True))
-
-    def _begin_anew(self) -> None:
-        """With another session, which has no plans yet. That takes as long as a load, but no other process."""
-        job, spec = self._job, self._spec
-        assert job is not None
-        assert spec is not None
-        try:
-            self._open(job)
-        except LoadError as error:
-            raise SystemExit(str(error)) from error  # which is logged; another process may have more luck
-        self._serve(spec)
 
     def _answer(self, question: Question) -> Found | LoadError | None:
         if question is None:
@@ -77,7 +69,10 @@ class Model:
             except LoadError as error:
                 return LoadError(str(error))
         else:
-            self._serve(question)
+            assert self._job is not None
+            assert self._session is not None
+            self._spec = question
+            self._instance = OnnxInstance(self._session, question, self._job.device, self._job.options)
         return None
 
     def _open(self, job: Job) -> Found:
@@ -91,8 +86,6 @@ class Model:
         self._job, self._session = job, session
         return found
 
-    def _serve(self, spec: ModelSpec) -> None:
-        assert self._job is not None
-        assert self._session is not None
-        self._spec = spec
-        self._instance = OnnxInstance(self._session, spec, self._job.device, self._job.options)
+
+def _one_row_longer(array: Array) -> Array:
+    return np.concatenate([array, array[-1:]])

@@ -10,18 +10,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeAlias
 
-import numpy as np
-
-from backends.base import Array, Device, ModelSpec
+from backends.base import Device, ModelSpec
 from backends.errors import BackendError
 from backends.onnx_options import OnnxOptions
 from backends.onnx_spec import Found
 from backends.python.process import ModelProcess
 
-__all__ = ["ANSWER", "FILE", "QUESTION", "Job", "Question", "ask"]
-
-QUESTION = ANSWER = ""
-"""The tensors that they are: in an ONNX model none is called that, as an empty name says that there is none."""
+__all__ = ["FILE", "Job", "Question", "ask"]
 
 FILE = Path(__file__).with_name("model.py")
 """What runs there."""
@@ -45,9 +40,7 @@ Question: TypeAlias = Job | ModelSpec | None
 def ask(process: ModelProcess, question: Question) -> Found | None:
     """Its answer. Blocks. Raises LoadError if the model can't be opened, ProcessError if the process has ended, and
     ExecutionError for whatever else it met."""
-    asked: Array = np.array([pickle.dumps(question, -1)], object)
-    (answer,) = process.execute([asked], [QUESTION], [ANSWER])
-    result: Found | BackendError | None = pickle.loads(answer.item())
+    result: Found | BackendError | None = pickle.loads(process.ask(pickle.dumps(question, -1)))
     if isinstance(result, BackendError):
         raise result
     return result

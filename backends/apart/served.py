@@ -6,10 +6,12 @@ whatever native code does to this model's requests, it does there.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
 from backends.apart.questions import FILE, Job, ask
-from backends.apart.session import SessionApart
+from backends.apart.session import Trying
 from backends.base import Device, Files, ModelSource, ModelSpec, Supervise, Trial, directly
 from backends.errors import ExecutionError, LoadError, ProcessError
 from backends.onnx_spec import Found
@@ -32,7 +34,7 @@ class OnnxModelApart:
         self._found = _opened(first, self._job)
         self._found.tell(job.name)
         files.keep()
-        self._files = files
+        self._files, self._keeps_files = files, True
         self._processes = Processes(ModelSource(job.name, FILE), first, self._open_again)
 
     @property
@@ -48,7 +50,7 @@ class OnnxModelApart:
         return "onnxruntime_onnx"
 
     def try_rows(self, supervise: Supervise = directly) -> Trial:
-        return try_model(self.spec, self._job.options, lambda spec: SessionApart(self._job, spec), supervise)
+        return try_model(self.spec, self._job.options, self._trying, supervise)
 
     def instance(self, spec: ModelSpec, device: Device) -> PythonInstance:
         check_served(self._job.name, spec, self.spec)
@@ -66,7 +68,20 @@ class OnnxModelApart:
 
     def close(self) -> None:
         self._processes.close()
-        self._files.let_go()
+        if self._keeps_files:
+            self._keeps_files = False
+            self._files.let_go()
+
+    @contextmanager
+    def _trying(self, spec: ModelSpec) -> Iterator[Trying]:
+        """In the process that will be the first instance's, so that nothing is opened twice; if that ends, in vain for
+        this, another one is started later."""
+        process = self._processes.first
+        try:
+            yield Trying(process, spec)
+        except BaseException:
+            process.kill()  # it may be executing still
+            raise
 
     def _open_again(self, process: ModelProcess) -> None:
         if _opened(process, replace(self._job, device=process.device)) != self._found:

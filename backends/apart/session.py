@@ -15,15 +15,38 @@ from threading import Lock, Timer
 from types import TracebackType
 
 from backends.apart.questions import FILE, Job, ask
-from backends.base import Array, Device, DeviceKind, ModelSource, ModelSpec, Tensors
-from backends.errors import LoadError, ProcessError, SessionError
+from backends.base import Array, Device, ModelSource, ModelSpec, Tensors
+from backends.errors import ExecutionError, LoadError, ProcessError, SessionError
 from backends.python.process import ModelProcess
 
-__all__ = ["SessionApart"]
+__all__ = ["SessionApart", "Trying"]
 
 _SOURCE = ModelSource("a trial", FILE)
 _IDLE_S = 10.0
 """For how long, or twice that, a process is kept for the next: models are loaded one after the other."""
+
+
+class Trying:
+    """Runs a model, which is open in `process`, with inputs of `spec`. For one thread at a time."""
+
+    def __init__(self, process: ModelProcess, spec: ModelSpec) -> None:
+        self._process = process
+        self._spec = spec
+        self._inputs = tuple(tensor.name for tensor in spec.inputs)
+        self._outputs = tuple(tensor.name for tensor in spec.outputs)
+        self._is_told = False
+
+    def run(self, inputs: Sequence[Array]) -> Tensors:
+        """The outputs for `inputs`. Blocks. Raises as `OnnxInstance.run`, and ProcessError if the process has ended."""
+        process = self._process
+        try:
+            if not self._is_told:
+                ask(process, self._spec)
+                self._is_told = True
+            return process.execute(inputs, self._inputs, self._outputs)
+        except ProcessError:
+            process.wait_ended()
+            raise ProcessError(f"the process in which it was run {process.end}") from None
 
 
 class SessionApart:
@@ -35,43 +58,57 @@ class SessionApart:
         entries = {**job.options.session_entries, "session.disable_prepacking": "1"}
         options = replace(job.options, shared_threads=False, session_entries=entries)
         self._job, self._spec = replace(job, options=options), spec
-        self._inputs = tuple(tensor.name for tensor in spec.inputs)
-        self._outputs = tuple(tensor.name for tensor in spec.outputs)
         self._process: ModelProcess | None = None
-        self._is_open = False
+        self._trying: Trying | None = None
+        self._is_over = False
 
     def __enter__(self) -> SessionApart:
         """Have a process; LoadError if there is none to be had."""
-        self._process = _idle.take() or _started()
+        used = _idle.take()
+        self._process, self._is_fresh = used or _started(), used is None
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         assert self._process is not None
+        self._is_over = True
         if kind is not None:  # it may be executing still
             self._process.kill()
-        elif self._job.device.kind is not DeviceKind.CPU:  # what it has of a device is needed elsewhere
-            self._process.close()
+            return
+        try:
+            ask(self._process, None)
+        except ExecutionError:
+            self._process.kill()
         else:
-            with suppress(ProcessError):
-                ask(self._process, None)
-                _idle.give(self._process)
+            _idle.give(self._process)
 
     def run(self, inputs: Sequence[Array]) -> Tensors:
         """The outputs for `inputs`. Blocks; opens the model first. Raises as `OnnxInstance.run`, ProcessError if the
         process has ended, and SessionError if it can't open the model."""
-        process = self._process
-        assert process is not None
         try:
-            if not self._is_open:
-                ask(process, self._job)
-                ask(process, self._spec)
-                self._is_open = True
-            return process.execute(inputs, self._inputs, self._outputs)
+            return self._opened().run(inputs)
         except LoadError as error:
             raise SessionError(str(error)) from error
         except ProcessError:
-            process.wait_ended()
-            raise ProcessError(f"the process in which it was run {process.end}") from None
+            if self._is_fresh or self._is_over:
+                raise
+        # It may have ended of something else, before it had this model or since.
+        self._is_fresh, self._trying = True, None
+        try:
+            self._process = _started()
+        except LoadError as error:
+            raise SessionError(str(error)) from error
+        return self.run(inputs)
+
+    def _opened(self) -> Trying:
+        if self._trying is None:
+            assert self._process is not None
+            try:
+                ask(self._process, self._job)
+            except ProcessError:
+                self._process.wait_ended()
+                raise ProcessError(f"the process that was to open it {self._process.end}") from None
+            self._trying = Trying(self._process, self._spec)
+        return self._trying
 
 
 class _Idle:

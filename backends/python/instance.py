@@ -70,7 +70,8 @@ class PythonInstance:
         except ProcessGone:
             raise
         except DeviceLost as error:
-            # Of that process: another may have the device back.
+            # That process has: another may have it back, and needs what this one still has of it.
+            process.kill()
             raise ProcessError(str(error)) from error
         except ProcessError as error:
             raise ProcessError(f"{error} while it executed this batch") from None

@@ -27,9 +27,10 @@ from backends.errors import (
     ProcessError,
     ProcessGone,
     SessionError,
+    StalePlan,
 )
 from backends.python import EXECUTABLE
-from backends.python.protocol import CLOSE, DONE, FAILED, RUN, START, Declared
+from backends.python.protocol import ANSWERED, ASK, CLOSE, DONE, FAILED, RUN, START, Declared
 from backends.transport.frames import Message
 from backends.transport.line import Line
 
@@ -45,7 +46,7 @@ _CLOSE_S = 5.0
 _LAST_WORDS_S = 1.0
 """For what it has written to come out, where something that it has started has its output too."""
 _SETTINGS = "PACELINE_"
-_ERRORS = {one.__name__: one for one in (DeviceLost, OutOfMemory, SessionError)}
+_ERRORS = {one.__name__: one for one in (DeviceLost, OutOfMemory, SessionError, StalePlan)}
 _REAP_S = 10.0
 """From the end of its connection to that of a process that was killed, which swapping may delay."""
 
@@ -152,7 +153,15 @@ class ModelProcess:
                 return self._line.unpack(answer[1])
         if answer is None:
             raise self._why_no_answer()
-        raise _ERRORS.get(answer[2], ExecutionError)(answer[1])
+        raise _error(answer)
+
+    def ask(self, question: bytes) -> bytes:
+        """What a model that the server brings itself answers. Blocks. Raises as `execute`."""
+        answer = self._ask(ASK, question)
+        if answer[0] == ANSWERED:
+            told: bytes = answer[1]
+            return told
+        raise _error(answer)
 
     def when_ended(self, call: Callable[[], None]) -> None:
         """Have `call` called, on a thread of its own, once it has ended, unless `close` or `kill` came before."""
@@ -244,6 +253,11 @@ class ModelProcess:
             os.killpg(self._popen.pid, signal.SIGKILL)
         except ProcessLookupError:
             return
+
+
+def _error(answer: Message) -> ExecutionError:
+    """What to raise for `answer`, which is FAILED."""
+    return _ERRORS.get(answer[2], ExecutionError)(answer[1])
 
 
 def _executable(source: ModelSource) -> str:

@@ -26,12 +26,19 @@ class Processes:
         self._loading: set[ModelProcess] = set()
         self._is_abandoned = False
 
+    @property
+    def first(self) -> ModelProcess:
+        """Until it is taken."""
+        assert self._first is not None
+        return self._first
+
     def take(self, device: Device) -> ModelProcess:
         """One in which the model is loaded, for whoever asks. Blocks; raises LoadError."""
         first = self._first
         if first is not None and first.device == device:
             self._first = None
-            return first
+            if not first.ended:
+                return first
         process = ModelProcess(self._source, device)
         with self._lock:
             self._loading.add(process)
@@ -54,5 +61,6 @@ class Processes:
 
     def close(self) -> None:
         """The first one, if nobody has taken it. Blocks."""
-        if self._first is not None:
-            self._first.close()
+        first, self._first = self._first, None
+        if first is not None:
+            first.close()

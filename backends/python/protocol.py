@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TypeAlias
 
-__all__ = ["CLOSE", "DONE", "FAILED", "READY", "RUN", "START", "Declared"]
+__all__ = ["ANSWERED", "ASK", "CLOSE", "DONE", "FAILED", "READY", "RUN", "START", "Declared"]
 
 START = 1
 """From the server, first: model's name, path of its file, device's kind and index, its parameters as pairs. Answered by
@@ -28,6 +28,13 @@ FAILED = 5
 
 CLOSE = 6
 """From the server, last. The answer is the process's end."""
+
+ASK = 7
+"""From the server, to a model of its own, whose class has a method `answer`: bytes. Answered by ANSWERED or FAILED. Of
+what callers send, which is in RUN alone, nothing can be taken for it."""
+
+ANSWERED = 8
+"""Bytes: what `answer` returned."""
 
 Declared: TypeAlias = tuple[tuple[str, str, tuple[int, ...]], ...]
 """Name, datatype and dims of each tensor."""

@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 
 from backends.base import MISSING, Array
-from backends.python.protocol import CLOSE, DONE, FAILED, READY, RUN, Declared
+from backends.python.protocol import ANSWERED, ASK, CLOSE, DONE, FAILED, READY, Declared
 from backends.transport.line import Line
 from backends.transport.link import RemoteEnd
 from backends.transport.parcel import Parcel
@@ -80,9 +80,9 @@ def main(arguments: Sequence[str]) -> None:
         if message[0] == CLOSE:
             model.close()
             return
-        assert message[0] == RUN
+        answer = _answer_question if message[0] == ASK else _answer
         try:
-            line.send(*_answer(model, own, line, *message[1:]))
+            line.send(*answer(model, own, line, *message[1:]))
         except ValueError as error:  # of tensors beyond what memory and messages hold
             line.send(FAILED, f"outputs can't be handed to the server: {error}", _EXECUTION_ERROR)
 
@@ -97,15 +97,27 @@ def _answer(
         outputs = model.execute(given)
         _end_unless(own)
         return DONE, line.pack(_in_order(outputs, wanted))
-    except (SystemExit, KeyboardInterrupt) as error:
-        _end_unless(own, error)
-        raise
     except BaseException as error:  # noqa: BLE001 - the model's, as panics of Rust's; those who asked get its words
-        _end_unless(own, error)
-        if type(error).__module__ == _ERRORS:
-            return FAILED, str(error), type(error).__name__
-        model.tell(error)
-        return FAILED, _in_one_line(error), _OUT_OF_MEMORY if isinstance(error, MemoryError) else _EXECUTION_ERROR
+        return _failure(model, own, error)
+
+
+def _answer_question(model: _Model, own: int, line: Line, question: bytes) -> tuple[Any, ...]:
+    """A message, of a model that the server brings itself."""
+    try:
+        return ANSWERED, model.answer(question)
+    except BaseException as error:  # noqa: BLE001 - as above
+        return _failure(model, own, error)
+
+
+def _failure(model: _Model, own: int, error: BaseException) -> tuple[Any, ...]:
+    """A message that says what the model raised. Raises it again if it is to end the process."""
+    _end_unless(own, error)
+    if isinstance(error, (SystemExit, KeyboardInterrupt)):
+        raise error
+    if type(error).__module__ == _ERRORS:
+        return FAILED, " ".join(_cut(str(error), _LONGEST_WORDS).split()), type(error).__name__
+    model.tell(error)
+    return FAILED, _in_one_line(error), _OUT_OF_MEMORY if isinstance(error, MemoryError) else _EXECUTION_ERROR
 
 
 def _end_unless(own: int, error: BaseException | None = None) -> None:
@@ -135,6 +147,10 @@ class _Model:
 
     def execute(self, inputs: dict[str, Array]) -> object:
         return self._result(self._model.execute(inputs))
+
+    def answer(self, question: bytes) -> bytes:
+        answer: bytes = self._model.answer(question)
+        return answer
 
     def close(self) -> None:
         try:

@@ -14,13 +14,15 @@ import numpy as np
 import pytest
 
 from protos import inference_pb2 as pb
+from protos.inference_pb2_grpc import GRPCInferenceServiceStub
 from server.backend_config import parse_backend_config
 from server.config import Settings
 from tests import models
-from tests.integration.controlling import explicit, index, load, unload
+from tests.harness import ServerProcess
+from tests.integration.controlling import explicit, index, load, load_request, unload
 from tests.integration.serving import Served, failure_of, serving
 from tests.operators import build_library, twice
-from tests.polling import eventually_async
+from tests.polling import eventually, eventually_async
 from tests.wire import infer
 
 INTERNAL = grpc.StatusCode.INTERNAL
@@ -222,6 +224,26 @@ async def test_model_of_a_clients_files_has_another_process_when_one_ends(
         assert await divide(served, 8, 2) == 4
         await unload(served, "m")
         await eventually_async(lambda: not list(scratch.iterdir()), "all files are gone")
+
+
+def test_files_of_a_client_go_with_the_server_however_hasty_its_end(tmp_path: Path) -> None:
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    (tmp_path / "models").mkdir()
+    config = json.dumps({"parameters": {"paceline.own_process": {"string_value": "true"}}})
+    flags = ("--model-control-mode", "explicit", "--drain-grace-secs", "60")
+    with ServerProcess(tmp_path / "models", args=flags, env={"TMPDIR": str(scratch)}) as server:
+        with grpc.insecure_channel(server.target) as channel:
+            stub = GRPCInferenceServiceStub(channel)  # type: ignore[no-untyped-call]
+            request = load_request("m", config=config, **{"file:1/model.onnx": models.quotient().SerializeToString()})
+            stub.RepositoryModelLoad(request, timeout=60)
+        assert len(list(scratch.iterdir())) == 1
+        os.kill(server.pid, signal.SIGTERM)
+        with grpc.insecure_channel(server.target) as channel:
+            stub = GRPCInferenceServiceStub(channel)  # type: ignore[no-untyped-call]
+            eventually(lambda: not stub.ServerReady(pb.ServerReadyRequest()).ready, "the first is taken")
+        os.kill(server.pid, signal.SIGTERM)
+        eventually(lambda: not list(scratch.iterdir()), "the files are gone")
 
 
 async def test_all_models_have_processes_where_the_command_line_says_so(tmp_path: Path) -> None:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import random
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 
 import pytest
 
@@ -197,89 +196,3 @@ async def test_drain_of_a_suspended_one_ends_at_once_and_refuses_as_closed(bench
     await bench.batcher.drain()
     with pytest.raises(BatcherClosed):
         bench.batcher.submit("c", 1, "k")
-
-
-class DeadlyBench(LossBench):
-    """Instances end of what has a `!`, and are replaced."""
-
-    async def run_all(self) -> list[Sequence[str]]:
-        """Let batches run until none is left. What instances have ended of."""
-        ended_of = []
-        while busy := [runner for runner in self.runners if runner.busy]:
-            runner = busy[0]
-            if any("!" in payload for payload in runner.batches[-1]):
-                ended_of.append(runner.batches[-1])
-                assert len(ended_of) < 100
-                runner.fail(ChildProcessError("ended"))
-                await self.add()
-            else:
-                runner.finish(str.upper)
-            await one_turn()
-        return ended_of
-
-
-def deadly_among(count: int, *deadly: int) -> list[str]:
-    return [f"p{number}!" if number in deadly else f"p{number}" for number in range(count)]
-
-
-def outcomes(futures: Sequence[asyncio.Future[str]]) -> list[str]:
-    return ["failed" if future.exception() else future.result() for future in futures]
-
-
-@pytest.mark.parametrize("deadly", [(0,), (7,), (3, 5)])
-async def test_nobody_fails_for_a_request_in_the_same_batch_that_the_instance_ends_of(deadly: tuple[int, ...]) -> None:
-    bench = DeadlyBench(BatchPolicy(max_batch_rows=8))
-    payloads = deadly_among(8, *deadly)
-    futures = await bench.submit(*payloads)
-    assert await bench.run_all() == [payloads, *([payloads[number]] for number in deadly)]
-    assert outcomes(futures) == ["failed" if "!" in payload else payload.upper() for payload in payloads]
-    assert sum(report.failed for report in bench.seen.reports) == len(deadly)
-    assert len(bench.lost) == 1 + len(deadly)
-    bench.batcher.close()
-
-
-async def test_no_more_than_four_instances_end_of_one_batch() -> None:
-    bench = DeadlyBench(BatchPolicy(max_batch_rows=16))
-    futures = await bench.submit(*deadly_among(16, 2, 5, 9, 11, 12))
-    waiting = await bench.submit("later")
-    assert len(await bench.run_all()) == 4
-    assert outcomes(futures) == ["P0", "P1", "failed", "P3", "P4", "failed", "P6", "P7", "P8", *["failed"] * 7]
-    assert sum(report.failed for report in bench.seen.reports) == 9
-    assert outcomes(waiting) == ["LATER"]
-    bench.batcher.close()
-
-
-async def test_batch_that_the_instance_ends_of_fails_as_a_whole_where_failures_are_not_isolated() -> None:
-    bench = DeadlyBench(BatchPolicy(max_batch_rows=8, isolate_failures=False))
-    futures = await bench.submit(*deadly_among(8, 3))
-    assert len(await bench.run_all()) == 1
-    assert outcomes(futures) == ["failed"] * 8
-    bench.batcher.close()
-
-
-async def test_who_has_gone_meanwhile_is_not_executed_again_after_an_instance_has_ended() -> None:
-    bench = DeadlyBench(BatchPolicy(max_batch_rows=4))
-    futures = await bench.submit("a", "b!", "gone")
-    bench.runner.fail(ChildProcessError())
-    futures[2].cancel()
-    another = await bench.add()
-    await bench.run_all()
-    assert (outcomes(futures[:2]), another.batches) == (["A", "failed"], [["a"], ["b!"]])
-    assert bench.seen.count(Drop.CANCELLED) == 1
-    bench.batcher.close()
-
-
-@pytest.mark.parametrize("seed", range(50))
-async def test_every_request_is_answered_once_however_many_instances_end_of_them(seed: int) -> None:
-    chance = random.Random(seed)
-    bench = DeadlyBench(BatchPolicy(max_batch_rows=8), instances=chance.randint(1, 3))
-    payloads = [f"p{number}" + "!" * (chance.random() < 0.2) for number in range(40)]
-    futures = await bench.submit(*payloads)
-    batches = [batch for batch in await bench.run_all() if len(batch) > 1]
-    crowded = {one for batch in batches if "".join(batch).count("!") > 2 for one in batch}
-    for payload, outcome in zip(payloads, outcomes(futures), strict=True):
-        expected = {"failed"} if "!" in payload else {payload.upper(), *["failed"] * (payload in crowded)}
-        assert outcome in expected
-    assert len(bench.lost) <= 4 * len(batches) + sum("!" in payload for payload in payloads if payload not in crowded)
-    assert sum(report.failed for report in bench.seen.reports) == outcomes(futures).count("failed")
-    bench.batcher.close()

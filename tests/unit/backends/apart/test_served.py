@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import pickle
 import signal
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
@@ -210,15 +213,60 @@ def test_instance_has_a_process_that_ends_with_it(tmp_path: Path) -> None:
         eventually(lambda: not any(map(is_alive, pids)), "both have ended")
 
 
-def test_instance_of_a_process_that_has_ended_meanwhile_cannot_be_had(tmp_path: Path) -> None:
+def test_instance_has_another_process_if_the_first_has_ended_meanwhile(tmp_path: Path) -> None:
     with opened(source_of(tmp_path, models.identity())) as model:
-        first = model._processes._first
-        assert first is not None
+        first = model._processes.first
         os.kill(first.pid, signal.SIGKILL)
         eventually(lambda: first.ended, "its end")
-        with pytest.raises(LoadError, match=r"^model 'm': the model's process was killed by SIGKILL"):
-            model.instance(batched(model.spec), CPU)
-        executed(model, batched(model.spec), [[FLOATS]])
+        with serving(model, batched(model.spec)) as instance:
+            assert process_of(instance) is not first
+            instance.execute([[FLOATS]])
+
+
+def test_trial_and_first_instance_share_a_process(tmp_path: Path) -> None:
+    with opened(source_of(tmp_path, models.mlp())) as model:
+        first = model._processes.first
+        assert not model.try_rows().deadly
+        with serving(model, batched(model.spec)) as instance:
+            assert process_of(instance) is first
+
+
+def test_model_that_is_abandoned_while_an_instance_is_being_opened_ends_its_process(tmp_path: Path) -> None:
+    """The file can't be read to its end, as on a mount that has gone."""
+    with opened(source_of(tmp_path, models.identity())) as model, serving(model, batched(model.spec)):
+        (tmp_path / "model.onnx").unlink()
+        os.mkfifo(tmp_path / "model.onnx")
+        with ThreadPoolExecutor(1) as threads:
+            another = threads.submit(model.instance, batched(model.spec), CPU)
+            eventually(lambda: model._processes._loading, "a process that opens it")
+            (process,) = model._processes._loading
+            model.abandon()
+            with pytest.raises(LoadError, match=r"^model 'm': its process was killed by SIGKILL while "):
+                another.result(20)
+        assert process.ended
+
+
+def test_tensor_without_a_name_is_no_question(tmp_path: Path) -> None:
+    """Nobody but the server asks: what callers send is never unpickled."""
+    node = onnx.helper.make_node("Identity", ["INPUT0"], ["OUTPUT0"])
+    inputs = [models.tensor("INPUT0", "BYTES", ["batch", 1]), models.tensor("", "BYTES", ["batch", 1])]
+    proto = models.model([node], inputs, [models.tensor("OUTPUT0", "BYTES", ["batch", 1])])
+    path = tmp_path / "unpickled"
+    question = pickle.dumps(_Touch(path), 0)
+    with opened(source_of(tmp_path, proto)) as model, serving(model, batched(model.spec)) as instance:
+        rows = np.array([[question]], object)
+        (result,) = instance.execute([[rows, rows]]).results
+        assert not isinstance(result, Exception)
+        assert result[0].tolist() == [[question]]
+    assert not path.exists()
+
+
+class _Touch:
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(self._path),)
 
 
 def test_instance_of_a_file_that_has_changed_meanwhile_cannot_be_had(tmp_path: Path) -> None:
