@@ -19,6 +19,7 @@ import pytest
 from backends.apart.served import OnnxModelApart
 from backends.base import MISSING, Array, Device, DeviceKind, ModelSource, ModelSpec, OpenModel, Tensors, Trial
 from backends.errors import ExecutionError, LoadError, OutOfMemory, ProcessError
+from backends.host_accelerator import HostAccelerator
 from backends.onnx import OnnxBackend
 from backends.onnx_options import OWN_PROCESS
 from backends.python.instance import PythonInstance
@@ -301,3 +302,17 @@ def test_files_are_kept_until_the_model_is_closed(tmp_path: Path) -> None:
     assert files.needed == 0, "its session is there for all instances"
     here.close()
     assert files.needed == 0
+
+
+def test_files_of_a_model_on_a_device_are_kept_until_it_is_closed(tmp_path: Path) -> None:
+    """An instance that takes the place of another there opens them again."""
+    files = Counted()
+    source = source_of(tmp_path, models.mlp(), own="false", files=files)
+    model = OnnxBackend(accelerators=lambda _: HostAccelerator()).open(source, CPU)
+    instances = [model.instance(batched(model.spec), CPU) for _ in range(2)]
+    assert files.needed == 1
+    for instance in instances:
+        instance.close()
+    for _ in range(2):
+        model.close()
+        assert files.needed == 0
