@@ -100,7 +100,7 @@ def parse_options(source: ModelSource) -> OnnxOptions:
     read = _Parameters(source)
     cpu_mem_arena = read.choice("enable_mem_arena", _SWITCH) is not False
     intra_op_threads = read.integer("intra_op_thread_count", 0, _MOST_THREADS) or 0
-    options = OnnxOptions(
+    return OnnxOptions(
         graph_level=_graph_level(source),
         intra_op_threads=intra_op_threads,
         inter_op_threads=read.integer("inter_op_thread_count", 0, _MOST_THREADS) or 0,
@@ -117,9 +117,6 @@ def parse_options(source: ModelSource) -> OnnxOptions:
         largest_rows=source.largest_rows,
         own_process=read.choice(OWN_PROCESS, _SWITCH) or False,
     )
-    if options.own_process and options.cuda_graphs:
-        raise LoadError(f"model '{source.name}': {OWN_PROCESS}: expected false for a model with CUDA graphs, got true")
-    return options
 
 
 class _Parameters:

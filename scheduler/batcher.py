@@ -124,7 +124,8 @@ class Batcher(Generic[P, R]):
 
     def waiting_of_level(self, level: int) -> int:
         """Requests of one priority level that wait."""
-        return self._queue.requests_of_level(level)
+        again = sum(entry.level == level for group in self._suspects for entry in group.entries)
+        return self._queue.requests_of_level(level) + again
 
     def start(self) -> None:
         """Start the runners and take requests. Closed if that fails, as it may where there can be no more threads."""
@@ -280,6 +281,7 @@ class Batcher(Generic[P, R]):
         left = (*(batch.entries for batch in batches), *(group.entries for group in self._suspects))
         for entries in (self._queue.take_all(), *left):
             self._delivery.give_up(entries, Drop.CLOSED, BatcherClosed)
+        self._suspects.clear()
         self._alarm.close()
         self._turns.close()
         self._drained.set()

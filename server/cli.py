@@ -325,8 +325,10 @@ async def _serve(settings: Settings, backend_of: Callable[[str], Backend] | None
 
 
 def _end(status: int) -> NoReturn:
-    remove_all()
-    exit_now(status)
+    try:
+        remove_all()
+    finally:
+        exit_now(status)
 
 
 def _on_signals(stopping: asyncio.Event) -> None:

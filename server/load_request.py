@@ -82,18 +82,14 @@ def scratch_folder(name: str, files: Mapping[PurePosixPath, bytes]) -> Iterator[
     InvalidRequest if a path is both file and folder, or of no use to the file system."""
     scratch = Scratch()
     try:
-        top = scratch.path
         for path, content in files.items():
             try:
-                (top / path).parent.mkdir(parents=True, exist_ok=True)
-                # Exclusive: in a new folder nothing is overwritten, whatever the file system takes for equal names.
-                with (top / path).open("xb") as file:
-                    file.write(content)
+                scratch.write(path, content)
             except (FileExistsError, NotADirectoryError, IsADirectoryError):
                 raise InvalidRequest(f"load parameter 'file:{path}': another file has its place") from None
             except OSError as error:
                 raise InvalidRequest(f"load parameter 'file:{path}' can't be written: {error.strerror}") from None
-        yield replace(model_folder(name, top), files=scratch)
+        yield replace(model_folder(name, scratch.path), files=scratch)
     finally:
         scratch.let_go()
 

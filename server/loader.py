@@ -15,7 +15,6 @@ from pathlib import Path
 from backends.base import (
     Abandonable,
     Backend,
-    DeviceKind,
     InstanceGroup,
     ModelInstance,
     ModelSource,
@@ -49,8 +48,6 @@ from server.tensor_config import can_batch
 from server.warmup import WarmUp
 
 __all__ = ["LoadDefaults", "LoadedVersion", "load_model"]
-
-_CPU = DeviceKind.CPU
 
 _log = logging.getLogger("paceline.server.loader")
 
@@ -229,7 +226,7 @@ def _load_version(
         undo.callback(supervise.close)
         try:
             tried = _tried(config, opened, supervise)
-            if tried.deadly and OWN_PROCESS not in source.parameters and all(one.kind is _CPU for one in devices):
+            if tried.deadly and OWN_PROCESS not in source.parameters:
                 opened.close()
                 config, source = _apart(config, source)
                 opened = backend.open(source, devices[0])

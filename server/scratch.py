@@ -5,14 +5,20 @@ Lives here: when such a folder goes: once nobody needs it, or with the process. 
 
 from __future__ import annotations
 
+import errno
+import logging
 import tempfile
 import threading
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 __all__ = ["Scratch", "remove_all"]
 
-_there: set[Scratch] = set()
+_log = logging.getLogger("paceline.server.scratch")
+
+_there: set[Scratch] | None = set()
+"""None once the process is about to end."""
 _lock = threading.Lock()
+_PATIENCE_S = 1.0
 
 
 class Scratch:
@@ -21,14 +27,28 @@ class Scratch:
 
     def __init__(self) -> None:
         """Raises OSError."""
-        self._folder = tempfile.TemporaryDirectory(prefix="paceline-", ignore_cleanup_errors=True)
-        self._needed = 1
         with _lock:
+            if _there is None:
+                raise _ending()
+            self._folder = tempfile.TemporaryDirectory(prefix="paceline-", ignore_cleanup_errors=True)
             _there.add(self)
+        self._needed = 1
+        self._writing = threading.Lock()
+        self._is_gone = False
 
     @property
     def path(self) -> Path:
         return Path(self._folder.name)
+
+    def write(self, path: PurePosixPath, content: bytes) -> None:
+        """A new file, and the folders that it is in. Raises OSError."""
+        with self._writing:
+            if self._is_gone:
+                raise _ending()
+            (self.path / path).parent.mkdir(parents=True, exist_ok=True)
+            # Exclusive: in a new folder nothing is overwritten, whatever the file system takes for equal names.
+            with (self.path / path).open("xb") as file:
+                file.write(content)
 
     def keep(self) -> None:
         with _lock:
@@ -39,17 +59,32 @@ class Scratch:
             self._needed -= 1
             if self._needed:
                 return
-            _there.discard(self)
+            if _there is not None:
+                _there.discard(self)
         self.remove()
 
     def remove(self) -> None:
-        """Whoever needs it."""
-        self._folder.cleanup()
+        """Whoever needs it. A file that is being written is waited for, but not for ever."""
+        self._is_gone = True
+        waited = self._writing.acquire(timeout=_PATIENCE_S)
+        try:
+            self._folder.cleanup()
+        finally:
+            if waited:
+                self._writing.release()
 
 
 def remove_all() -> None:
     """At the end of the process, which may leave models as they are."""
+    global _there
     with _lock:
-        left = list(_there)
+        left, _there = _there or (), None
     for scratch in left:
-        scratch.remove()
+        try:
+            scratch.remove()
+        except Exception:  # noqa: BLE001 - the others are to go, and the process is to end
+            _log.exception("%s stays", scratch.path)
+
+
+def _ending() -> OSError:
+    return OSError(errno.ECANCELED, "the server is ending")

@@ -6,6 +6,7 @@ whatever native code does to this model's requests, it does there.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -14,6 +15,7 @@ from backends.apart.questions import FILE, Job, ask
 from backends.apart.session import Trying
 from backends.base import Device, Files, ModelSource, ModelSpec, Supervise, Trial, directly
 from backends.errors import ExecutionError, LoadError, ProcessError
+from backends.onnx_options import without_graphs
 from backends.onnx_spec import Found
 from backends.onnx_trial import try_model
 from backends.onnx_types import check_served
@@ -23,13 +25,17 @@ from backends.python.processes import Processes
 
 __all__ = ["OnnxModelApart"]
 
+_log = logging.getLogger("paceline.backends.onnx")
+
 
 class OnnxModelApart:
     """`OpenModel` of one ONNX file. Sessions have threads of their own, whatever the server's share."""
 
     def __init__(self, job: Job, files: Files) -> None:
         """Blocks; raises LoadError."""
-        self._job = replace(job, options=replace(job.options, shared_threads=False))
+        if job.options.cuda_graphs:
+            _log.warning("model '%s' runs without CUDA graphs, as it is in a process of its own", job.name)
+        self._job = replace(job, options=replace(without_graphs(job.options), shared_threads=False))
         first = ModelProcess(ModelSource(job.name, FILE), job.device)
         self._found = _opened(first, self._job)
         self._found.tell(job.name)

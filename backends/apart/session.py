@@ -61,6 +61,8 @@ class SessionApart:
         self._process: ModelProcess | None = None
         self._trying: Trying | None = None
         self._is_over = False
+        # A run that is given up goes on, on its thread.
+        self._lock = Lock()
 
     def __enter__(self) -> SessionApart:
         """Have a process; LoadError if there is none to be had."""
@@ -69,17 +71,18 @@ class SessionApart:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
-        assert self._process is not None
-        self._is_over = True
+        with self._lock:
+            process, self._is_over = self._process, True
+        assert process is not None
         if kind is not None:  # it may be executing still
-            self._process.kill()
+            process.kill()
             return
         try:
-            ask(self._process, None)
+            ask(process, None)
         except ExecutionError:
-            self._process.kill()
+            process.kill()
         else:
-            _idle.give(self._process)
+            _idle.give(process)
 
     def run(self, inputs: Sequence[Array]) -> Tensors:
         """The outputs for `inputs`. Blocks; opens the model first. Raises as `OnnxInstance.run`, ProcessError if the
@@ -92,12 +95,21 @@ class SessionApart:
             if self._is_fresh or self._is_over:
                 raise
         # It may have ended of something else, before it had this model or since.
-        self._is_fresh, self._trying = True, None
+        self._begin_anew()
+        return self.run(inputs)
+
+    def _begin_anew(self) -> None:
+        """With a new process. Raises SessionError, and ProcessError if nobody waits any more."""
         try:
-            self._process = _started()
+            process = _started()
         except LoadError as error:
             raise SessionError(str(error)) from error
-        return self.run(inputs)
+        with self._lock:
+            if not self._is_over:
+                self._process, self._is_fresh, self._trying = process, True, None
+                return
+        process.kill()
+        raise ProcessError("nobody waits for what it was to be asked")
 
     def _opened(self) -> Trying:
         if self._trying is None:

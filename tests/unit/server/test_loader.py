@@ -14,6 +14,7 @@ from google.protobuf import text_format
 from backends.base import (
     Backend,
     Device,
+    DeviceKind,
     Execution,
     InstanceGroup,
     ModelSource,
@@ -26,6 +27,7 @@ from backends.base import (
 )
 from backends.errors import ExecutionError, LoadError
 from backends.memory import MemoryInstance, MemoryModel
+from backends.onnx_options import OWN_PROCESS
 from protos import model_config_pb2 as pb
 from server.errors import ConfigError, LoadHangs
 from server.layout import ModelFolder
@@ -392,6 +394,33 @@ def test_load_whose_trial_hangs_fails_and_closes_nothing_until_that_has_ended(tm
     model.gate.open()
     caught.value.ended.result(30)
     eventually(lambda: model.closed, "the model closed")
+
+
+class Deadly(Model):
+    """Ends the process in which it is tried."""
+
+    def try_rows(self, supervise: Supervise = directly) -> Trial:
+        return Trial(self.spec, "it was killed", deadly=True)
+
+
+class Mixed(Shelf):
+    def devices(self, groups: Sequence[InstanceGroup]) -> tuple[Device, ...]:
+        return Device(), Device(DeviceKind.GPU)
+
+
+@pytest.mark.parametrize("shelf", [Shelf, Mixed])
+@pytest.mark.parametrize("told", ["", "false"])
+def test_load_of_what_ends_the_process_of_its_trial_opens_it_in_one_of_its_own_unless_told_not_to(
+    told: str, shelf: type[Shelf], tmp_path: Path
+) -> None:
+    own = f'parameters {{ key: "{OWN_PROCESS}" value {{ string_value: "{told}" }} }}' if told else ""
+    backend = shelf(v1=Deadly())
+    (loaded,) = load_model(folder(tmp_path, 1, config=own), backend.of)
+    says = [source.parameters.get(OWN_PROCESS) for source in backend.sources]
+    assert says == ([told] if told else [None, "true"])
+    assert loaded.config.parameters[OWN_PROCESS].string_value == (told or "true")
+    assert not loaded.plan.max_batch_rows
+    loaded.close()
 
 
 class Watched(Model):

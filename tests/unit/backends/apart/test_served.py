@@ -16,12 +16,15 @@ import numpy as np
 import onnx
 import pytest
 
+from backends.apart.model import Model
+from backends.apart.questions import Job
 from backends.apart.served import OnnxModelApart
 from backends.base import MISSING, Array, Device, DeviceKind, ModelSource, ModelSpec, OpenModel, Tensors, Trial
-from backends.errors import ExecutionError, LoadError, OutOfMemory, ProcessError
+from backends.errors import ExecutionError, LoadError, OutOfMemory, ProcessError, StalePlan
 from backends.host_accelerator import HostAccelerator
 from backends.onnx import OnnxBackend
-from backends.onnx_options import OWN_PROCESS
+from backends.onnx_instance import OnnxInstance
+from backends.onnx_options import OWN_PROCESS, OnnxOptions
 from backends.python.instance import PythonInstance
 from backends.python.process import ModelProcess
 from backends.python.protocol import FAILED
@@ -144,8 +147,44 @@ def test_execute_whose_process_has_lost_its_device_loses_the_instance(
     """Another process may have the device, so nothing is told of it."""
     with opened(source_of(tmp_path, models.identity())) as model, serving(model, batched(model.spec)) as instance:
         monkeypatch.setattr(process_of(instance), "_asked", lambda *_: (FAILED, "CUDA failure 700", "DeviceLost"))
+        process = process_of(instance)
         with pytest.raises(ProcessError, match=r"^CUDA failure 700$"):
             instance.execute([[FLOATS]])
+        eventually(lambda: process.ended, "its end: the next one needs what it has of the device")
+
+
+def test_execute_with_plans_that_cannot_be_trusted_loses_the_instance_before_it_begins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with opened(source_of(tmp_path, models.identity())) as model, serving(model, batched(model.spec)) as instance:
+        monkeypatch.setattr(process_of(instance), "_asked", lambda *_: (FAILED, "an outdated plan", "StalePlan"))
+        with pytest.raises(StalePlan, match=r"^an outdated plan$"):
+            instance.execute([[FLOATS]])
+
+
+@pytest.mark.parametrize("by_rows", [True, False])
+def test_plans_for_other_rows_are_trusted(by_rows: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[int, ...]] = []
+    run = OnnxInstance.run
+
+    def wary(self: OnnxInstance, inputs: Sequence[Array]) -> Tensors:
+        seen.append(inputs[0].shape)
+        if len(inputs[0]) == len(FLOATS):
+            raise StalePlan("outdated")
+        return run(self, inputs)
+
+    monkeypatch.setattr(OnnxInstance, "run", wary)
+    path = models.write(models.identity(), tmp_path / "model.onnx")
+    model = Model()
+    found = pickle.loads(model.answer(pickle.dumps(Job("m", path, OnnxOptions()))))
+    model.answer(pickle.dumps(batched(found.spec) if by_rows else found.spec))
+    if by_rows:
+        assert model.execute({"INPUT0": FLOATS})["OUTPUT0"].tolist() == FLOATS.tolist()
+        assert seen == [(2, 3), (3, 3)]
+    else:
+        with pytest.raises(StalePlan):
+            model.execute({"INPUT0": FLOATS})
+    model.close()
 
 
 def test_open_that_fails_says_what_it_says_in_the_servers_process(tmp_path: Path) -> None:
@@ -164,9 +203,11 @@ def test_open_on_a_gpu_that_is_not_there_says_so(tmp_path: Path) -> None:
         OnnxBackend().open(source_of(tmp_path, models.identity()), Device(DeviceKind.GPU, 7))
 
 
-def test_open_with_graphs_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(LoadError, match=r"paceline\.own_process: expected false for a model with CUDA graphs"):
-        OnnxBackend().open(source_of(tmp_path, models.identity(), cuda_graphs=True), CPU)
+def test_open_with_graphs_does_without_and_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with opened(source_of(tmp_path, models.identity(), cuda_graphs=True)) as model:
+        (result,) = executed(model, batched(model.spec), [[FLOATS]])
+        assert not isinstance(result, Exception)
+    assert "model 'm' runs without CUDA graphs, as it is in a process of its own" in caplog.text
 
 
 def test_outputs_that_the_protocol_cannot_carry_are_told_to_the_servers_log(

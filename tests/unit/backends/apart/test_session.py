@@ -13,7 +13,7 @@ import onnx
 import pytest
 
 from backends.apart.questions import Job
-from backends.apart.session import SessionApart, _Idle
+from backends.apart.session import SessionApart, _Idle, _started
 from backends.base import Array, ModelSpec, TensorSpec
 from backends.errors import ExecutionError, LoadError, ProcessError, SessionError
 from backends.onnx_options import OnnxOptions
@@ -117,6 +117,36 @@ def test_process_that_nobody_uses_for_a_while_ends(tmp_path: Path, monkeypatch: 
             processes.append(process_of(apart))
         eventually(lambda: processes[-1].ended, "the process ended")
     assert [process.end for process in processes] == ["ended with exit status 0"] * 2
+
+
+def test_run_whose_used_process_has_ended_of_something_else_has_another(tmp_path: Path) -> None:
+    model = job(tmp_path, models.identity())
+    with SessionApart(*model) as apart:
+        apart.run([FOUR])
+        first = process_of(apart)
+    with SessionApart(*model) as apart:
+        assert process_of(apart) is first
+        os.kill(first.pid, signal.SIGKILL)
+        assert apart.run([FOUR])[0].tolist() == FOUR.tolist()
+        assert process_of(apart) is not first
+
+
+def test_process_that_is_started_for_nobody_any_more_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, started = job(tmp_path, models.identity()), list[ModelProcess]()
+    with SessionApart(*model) as apart:
+        apart.run([FOUR])
+    apart = SessionApart(*model).__enter__()
+    process_of(apart).kill()
+
+    def start() -> ModelProcess:
+        apart.__exit__(TimeoutError, None, None)
+        started.append(_started())
+        return started[0]
+
+    monkeypatch.setattr("backends.apart.session._started", start)
+    with pytest.raises(ProcessError, match="nobody waits"):
+        apart.run([FOUR])
+    eventually(lambda: started[0].ended, "its end")
 
 
 def test_process_that_is_not_waited_for_any_more_is_killed_whatever_it_does(tmp_path: Path) -> None:
