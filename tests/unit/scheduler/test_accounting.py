@@ -7,7 +7,7 @@ import pytest
 from scheduler.errors import BatcherClosed, QueueFull
 from scheduler.observer import Drop
 from scheduler.policy import BatchPolicy, QueueLimits, QueuePolicy
-from tests.unit.scheduler.workbench import Bench
+from tests.unit.scheduler.workbench import Bench, LossBench
 
 
 class CountingBench(Bench):
@@ -71,6 +71,8 @@ async def test_counters_of_a_batcher_that_closes_have_everybody_once() -> None:
     assert bench.seen.count(Drop.CLOSED) == 5
     assert bench.seen.count(Drop.CANCELLED) == 1
     assert bench.counted == 6
+    bench.runner.finish(str.upper)
+    assert bench.counted == 6
 
 
 async def test_counters_of_a_batcher_that_closes_in_a_search_for_culprits_have_everybody_once() -> None:
@@ -82,6 +84,18 @@ async def test_counters_of_a_batcher_that_closes_in_a_search_for_culprits_have_e
     bench.batcher.close()
     assert [bench.seen.count(drop) for drop in (Drop.CLOSED, Drop.CANCELLED)] == [2, 2]
     assert bench.counted == 4
+
+
+async def test_counters_of_a_batch_that_instances_end_of_until_it_is_given_up_have_everybody_once() -> None:
+    bench = LossBench(BatchPolicy(max_batch_rows=8))
+    futures = await bench.submit(*"abcdef")
+    while not all(future.done() for future in futures):
+        next(runner for runner in bench.runners if runner.busy).fail(ChildProcessError())
+        await bench.add()
+    assert not any(runner.busy for runner in bench.runners)
+    assert sum(report.failed for report in bench.seen.reports) == len(futures)
+    assert bench.seen.drops == []
+    bench.batcher.close()
 
 
 @pytest.mark.parametrize(

@@ -44,3 +44,16 @@ def test_instances_are_asked_in_the_order_of_their_ends_and_once() -> None:
     assert ahead.wake_ns(DUE_NS - 1, requests=1) == 21 * MS
     assert ahead.end("two") is not None
     assert not ahead
+
+
+def test_instance_that_gets_nothing_more_goes_on_with_what_it_has() -> None:
+    ahead: Ahead[str, str] = Ahead()
+    for runner in ("one", "two"):
+        ahead.begin(runner, 0, LONG_NS)
+    following = Batch(1, "k", 1, 1, ())
+    ahead.next["one"] = following
+    for runner in ("one", "two"):
+        ahead.hand_no_more(runner)
+    assert ahead.about_to_end(DUE_NS) == []
+    assert (ahead.overdue(22 * MS - 1), ahead.overdue(22 * MS)) == ([], ["one"])
+    assert (ahead.end("one"), ahead.end("two")) == (following, None)

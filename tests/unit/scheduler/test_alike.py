@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from scheduler.batch_queue import Alike
+from scheduler.batch_queue import Alike, BatchQueue
 from scheduler.errors import DeadlineUnreachable, QueueFull
 from scheduler.pending import Pending
 from scheduler.policy import NEVER, BatchPolicy, QueueLimits, QueuePolicy
@@ -46,6 +46,14 @@ async def test_they_queue_behind_those_that_came_before_and_before_those_that_co
     assert bench.runner.batches[-1] == ["d", "e", "f"]
 
 
+async def test_they_queue_behind_those_that_were_announced_before() -> None:
+    bench = Bench(BatchPolicy(max_batch_rows=3))
+    bench.batcher.announce(lambda payloads: bench.put(*payloads) and None, "a")
+    _together(bench, "bc")
+    await one_turn()
+    assert bench.runner.batches[-1] == ["a", "b", "c"]
+
+
 async def test_they_are_told_of_together_in_their_order() -> None:
     bench = Bench(BatchPolicy(max_batch_rows=8, preserve_ordering=True))
     pendings, told = _together(bench, "abc"), list[list[object]]()
@@ -75,6 +83,43 @@ async def test_timeouts_count_from_each_ones_arrival() -> None:
     bench.clock.advance(1)
     await one_turn()
     assert [type(pending.exception()).__name__ for pending in pendings] == ["QueueTimeout", "QueueTimeout"]
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        BatchPolicy(max_batch_rows=8),
+        BatchPolicy(max_batch_rows=8, max_queue_delay_ns=50),
+        BatchPolicy(max_batch_rows=8, queue=QueuePolicy(default_timeout_ns=50)),
+        BatchPolicy(
+            max_batch_rows=8,
+            priority_levels=3,
+            default_priority_level=1,
+            queue=QueuePolicy(default_timeout_ns=50),
+            priority_queue={2: QueuePolicy(default_timeout_ns=20, allow_timeout_override=True)},
+        ),
+    ],
+    ids=["plain", "delay", "default timeout", "levels"],
+)
+@pytest.mark.parametrize("timeout_ns", [0, 10])
+def test_they_wait_as_they_would_one_after_the_other(policy: BatchPolicy, timeout_ns: int) -> None:
+    arrivals_ns, deadlines_ns = [3, 5, 5, 8], [NEVER, 30, NEVER, 70]
+    waiting = []
+    for together in (False, True):
+        queue: BatchQueue[int] = BatchQueue(policy)
+        for priority in (2, 9):
+            if together:
+                alike = Alike(1, "k", size_bytes=10, priority=priority, timeout_ns=timeout_ns)
+                queue.push_alike(range(4), alike, arrivals_ns, deadlines_ns)
+            else:
+                for number, (now_ns, deadline_ns) in enumerate(zip(arrivals_ns, deadlines_ns, strict=True)):
+                    how = {"size_bytes": 10, "priority": priority, "timeout_ns": timeout_ns}
+                    queue.push(number, 1, "k", now_ns, rpc_deadline_ns=deadline_ns, **how)
+        queue.push(4, 1, "k", 8)
+        waiting.append([(one.payload, one.order, one.level, one.act_at_ns) for one in queue.take_all()])
+        assert queue.requests == queue.lanes == 0
+    assert waiting[0] == waiting[1]
+    assert len(waiting[0]) == 9
 
 
 @pytest.mark.parametrize(
@@ -114,8 +159,22 @@ async def test_none_is_taken_if_one_may_not_be_answered_in_time() -> None:
     assert len(_together(bench, "ab", deadlines_ns=[NEVER, late])) == 2
 
 
-async def test_none_is_taken_that_has_too_many_rows() -> None:
-    assert _together(Bench(BatchPolicy(max_batch_rows=4)), "ab", Alike(5, "k")) == ()
+def test_none_is_taken_if_the_last_one_has_come_too_late_to_be_answered_in_time() -> None:
+    queue: BatchQueue[int] = BatchQueue(BatchPolicy(max_batch_rows=8))
+    queue.latency.observe("k", 1, 1_000, 0)
+    assert queue.takes_alike(ONE_ROW, [0, 0, 0], [NEVER, 10_000, NEVER])
+    assert not queue.takes_alike(ONE_ROW, [0, 0, 5_000], [NEVER, 10_000, NEVER])
+
+
+@pytest.mark.parametrize(("rows", "taken"), [(0, 0), (1, 2), (4, 2), (5, 0)])
+async def test_none_is_taken_of_a_size_that_no_batch_can_have(rows: int, taken: int) -> None:
+    assert len(_together(Bench(BatchPolicy(max_batch_rows=4)), "ab", Alike(rows, "k"))) == taken
+
+
+async def test_none_is_taken_where_there_is_no_room_for_the_rows_of_all() -> None:
+    bench = Bench(BatchPolicy(max_batch_rows=8, limits=QueueLimits(max_rows=5)))
+    assert _together(bench, "abc", Alike(2, "k")) == ()
+    assert len(_together(bench, "ab", Alike(2, "k"))) == 2
 
 
 async def test_none_is_taken_where_lanes_are_held_for_those_who_were_just_answered() -> None:

@@ -54,6 +54,23 @@ def test_attempts_that_fail_come_at_ever_longer_intervals_up_to_a_longest() -> N
     assert pauses_ns[-1] == LONGEST_PAUSE_NS
 
 
+def test_shortage_after_a_pause_is_that_of_the_attempt_though_nobody_asked_meanwhile() -> None:
+    allowance = Allowance(32)
+    allowance.exhausted(32, 0)
+    assert allowance.exhausted(32, PAUSE_NS).rows == 32
+    assert (allowance.rows, allowance.due_ns) == (16, 3 * PAUSE_NS)
+
+
+def test_more_than_all_that_may_be_is_never_tried() -> None:
+    allowance, seen = Allowance(5), []
+    allowance.exhausted(5, 0)
+    for pauses in range(4):
+        allowance.grow(pauses * PAUSE_NS)
+        seen.append(allowance.rows)
+    assert seen == [2, 4, 5, 5]
+    assert allowance.due_ns == NEVER
+
+
 def test_going_down_step_by_step_is_one_failed_attempt() -> None:
     allowance = Allowance(32)
     allowance.exhausted(32, 0)

@@ -97,6 +97,7 @@ async def test_announced_waits_since_it_arrived() -> None:
 async def test_announced_when_the_batcher_ends_are_refused(bench: Bench, announced: Announced, end: str) -> None:
     announced.announce("a", "b")
     getattr(bench.batcher, end)()
+    assert announced.order == ["a", "b"]
     announced.announce("c")
     await one_turn()
     assert announced.order == ["a", "b", "c"]

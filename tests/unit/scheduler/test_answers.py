@@ -51,6 +51,16 @@ async def test_ordered_answer_waits_for_all_that_arrived_before() -> None:
 
 
 @pytest.mark.parametrize("outcome", ["succeed", "fail"])
+async def test_ordered_answer_of_the_first_leaves_at_once_with_those_that_waited_for_it(outcome: str) -> None:
+    answers = OrderedAnswers()
+    first, second, third = await expected(answers, 3)
+    answers.succeed(second, "b")
+    getattr(answers, outcome)(first, Answer())
+    assert [future.done() for future in (first, second, third)] == [True, True, False]
+    assert (first.exception() is not None) == (outcome == "fail")
+
+
+@pytest.mark.parametrize("outcome", ["succeed", "fail"])
 async def test_ordered_answer_that_comes_after_its_request_was_cancelled_is_not_kept(outcome: str) -> None:
     answers = OrderedAnswers()
     gone, _ = await expected(answers, 2)
@@ -84,9 +94,11 @@ async def test_preserve_ordering_with_two_instances_answers_in_order_of_arrival(
     for name, future in zip("abc", futures, strict=True):
         future.add_done_callback(lambda _, name=name: order.append(name))
     first, second = bench.runners
+    bench.clock.advance(7)
     second.finish(str.upper)
     await one_turn()
     assert not any(future.done() for future in futures[:2])
+    assert [report.waits_ns for report in bench.seen.reports] == [[0]], "it was executed, whenever it is answered"
     first.finish(str.upper)
     await one_turn()
     assert order == ["a", "b"]

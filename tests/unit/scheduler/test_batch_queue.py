@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from scheduler.allowance import PAUSE_NS
 from scheduler.batch_queue import BatchQueue, Step
 from scheduler.errors import QueueFull, RequestTooLarge
 from scheduler.policy import NEVER, BatchPolicy, QueuePolicy
@@ -41,6 +42,8 @@ def filled(policy: BatchPolicy, *rows: int, key: str = "k") -> BatchQueue[str]:
         pytest.param([3, 4], [3], [4], id="sum-above-largest-preferred"),
         pytest.param([1] * 6, [6], [], id="biggest-preferred"),
         pytest.param([1] * 3, [2], [1], id="best-preferred"),
+        pytest.param([2, 3, 2], [2], [5], id="preferred-before-sum-above-largest-preferred"),
+        pytest.param([5, 2, 1], [5, 2], [1], id="nobody-overtakes-who-is-too-large"),
     ],
 )
 def test_poll_with_preferred_sizes_and_delay_batches_as_triton(
@@ -59,9 +62,31 @@ def test_poll_when_delay_exceeded_takes_up_to_maximum_past_preferred_sizes() -> 
     assert poll_all(queue, 11 * SECOND) == [8]
 
 
-@pytest.mark.parametrize(("rows", "batches"), [([1] * 4, [4]), ([1] * 5, [4, 1]), ([1] * 7, [6, 1]), ([1] * 3, [3])])
+@pytest.mark.parametrize(
+    ("rows", "batches"), [([1] * 4, [4]), ([1] * 5, [4, 1]), ([1] * 7, [6, 1]), ([1] * 3, [3]), ([5, 2, 1], [5, 3])]
+)
 def test_poll_with_preferred_sizes_and_no_delay_never_waits(rows: list[int], batches: list[int]) -> None:
     assert poll_all(filled(PREFERRED_ONLY, *rows), 0) == batches
+
+
+def test_poll_while_memory_is_short_prefers_what_is_allowed_until_that_is_forgiven() -> None:
+    queue = filled(BatchPolicy(max_batch_rows=4, max_queue_delay_ns=SECOND), 1, 1)
+    assert poll_all(queue, 0) == []
+    before = queue.exhausted(4, 0)
+    assert poll_all(queue, 0) == [2]
+    queue.forgive(before)
+    for _ in range(2):
+        queue.push("request", 1, "k", 0)
+    assert poll_all(queue, 0) == []
+
+
+def test_poll_prefers_what_is_allowed_again_after_a_pause() -> None:
+    queue: BatchQueue[str] = BatchQueue(BatchPolicy(max_batch_rows=4, max_queue_delay_ns=SECOND))
+    queue.exhausted(4, 0)
+    for now_ns, at_once in ((PAUSE_NS - 1, [2]), (PAUSE_NS, [])):
+        for _ in range(2):
+            queue.push("request", 1, "k", now_ns)
+        assert poll_all(queue, now_ns) == at_once
 
 
 def test_poll_with_two_shapes_batches_each_in_its_lane() -> None:
@@ -98,9 +123,25 @@ def test_poll_with_merging_off_gives_each_request_its_own_batch() -> None:
     assert poll_all(filled(policy, 3, 1, 2), 0) == [3, 1, 2]
 
 
+@pytest.mark.parametrize(
+    ("policy", "rows", "ahead"),
+    [
+        pytest.param(BatchPolicy(max_batch_rows=8), [4, 4], [8], id="all rows there may be"),
+        pytest.param(BatchPolicy(max_batch_rows=8), [4, 3], [], id="room for a row"),
+        pytest.param(BatchPolicy(max_batch_rows=8, max_batch_requests=1), [1], [1], id="merging off"),
+        pytest.param(BatchPolicy(max_batch_rows=8, max_batch_requests=3), [1] * 3, [3], id="all requests there may be"),
+        pytest.param(BatchPolicy(max_batch_rows=8, max_batch_requests=3), [1] * 2, [], id="room for a request"),
+    ],
+)
+def test_poll_hands_out_ahead_what_can_not_become_any_larger(
+    policy: BatchPolicy, rows: list[int], ahead: list[int]
+) -> None:
+    assert rows_of(filled(policy, *rows).poll(0, idle=0, ahead=1)) == ahead
+
+
 def test_poll_without_idle_instance_starts_nothing_and_wakes_for_deadlines_only() -> None:
-    queue = filled(TRITON_QA, 2)
-    assert queue.poll(0, idle=0).wake_ns is None
+    queue = filled(TRITON_QA, 1)
+    assert queue.poll(0, idle=0).wake_ns is None, "the end of its delay is nothing to wake for"
     queue.push("patient", 1, "k", 0, rpc_deadline_ns=5)
     assert queue.poll(0, idle=0) == Step(wake_ns=5)
 
@@ -108,6 +149,13 @@ def test_poll_without_idle_instance_starts_nothing_and_wakes_for_deadlines_only(
 def test_poll_with_waiting_lane_wakes_when_its_head_has_waited_the_delay() -> None:
     queue = filled(TRITON_QA, 1)
     assert queue.poll(7, idle=1).wake_ns == 10 * SECOND
+
+
+def test_poll_with_waiting_lane_wakes_for_a_deadline_that_comes_before_the_end_of_the_delay() -> None:
+    for left_ns, wake_ns in ((5, 5), (11 * SECOND, 10 * SECOND)):
+        queue: BatchQueue[str] = BatchQueue(TRITON_QA)
+        queue.push("patient", 1, "k", 0, rpc_deadline_ns=left_ns)
+        assert queue.poll(0, idle=1).wake_ns == wake_ns
 
 
 def test_poll_at_the_deadline_expires_instead_of_starting() -> None:
@@ -141,6 +189,16 @@ def test_cancel_after_leaving_in_a_batch_is_refused() -> None:
     entry = queue.push("x", 1, "k", 0)
     queue.poll(0, idle=1)
     assert not queue.cancel(entry)
+
+
+def test_cancel_after_leaving_in_a_batch_with_others_is_refused() -> None:
+    for leaving in (2, 3):
+        queue: BatchQueue[str] = BatchQueue(BatchPolicy(max_batch_rows=leaving))
+        first, *_ = [queue.push(name, 1, "k", 0) for name in "abc"]
+        (batch,) = queue.poll(0, idle=1).batches
+        assert batch.rows == leaving
+        assert not queue.cancel(first)
+        assert queue.requests == 3 - leaving
 
 
 def test_push_to_a_full_queue_is_refused_exactly_at_the_limit() -> None:

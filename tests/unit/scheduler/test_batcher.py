@@ -77,6 +77,19 @@ async def test_instance_that_is_done_late_starts_on_what_waits_before_its_answer
     assert bench.runner.batches == [["a"], ["b"]]
 
 
+@pytest.mark.parametrize(("took_us", "early"), [(449, True), (450, False)])
+async def test_instance_is_done_early_if_the_loop_takes_longer_for_as_many_requests(took_us: int, early: bool) -> None:
+    bench = Bench(BatchPolicy(max_batch_rows=4))
+    await bench.submit("a", "b", "c")
+    await bench.submit("d")
+    bench.clock.advance(took_us * 1_000)
+    bench.runner.finish(str.upper)
+    assert bench.runner.busy != early
+    await one_turn()
+    assert bench.runner.batches == [["a", "b", "c"], ["d"]]
+    bench.batcher.close()
+
+
 async def test_instance_that_is_done_early_starts_on_a_full_batch_at_once(bench: Bench) -> None:
     bench.put("a")
     await one_turn()
@@ -180,6 +193,7 @@ async def test_cancel_of_the_awaiting_task_takes_the_request_out(bench: Bench) -
 async def test_timeout_in_the_queue_answers_at_its_moment_though_no_instance_is_free() -> None:
     policy = BatchPolicy(max_batch_rows=4, queue=QueuePolicy(default_timeout_ns=50 * MS, allow_timeout_override=True))
     bench = Bench(policy)
+    bench.clock.advance(7 * MS)
     bench.put("blocker")
     await one_turn()
     hasty, patient = bench.put("a", timeout_ns=10 * MS), bench.put("b")
@@ -215,6 +229,29 @@ async def test_submit_beyond_the_queue_bound_is_refused_and_counted() -> None:
     assert bench.seen.drops == [Drop.FULL_REQUESTS]
     assert bench.batcher.waiting_requests == 1
     bench.batcher.close()
+
+
+async def test_what_waits_is_told_by_level_and_shape() -> None:
+    bench = Bench(BatchPolicy(max_batch_rows=1, priority_levels=2, default_priority_level=2))
+    await bench.submit("executes")
+    bench.put("a", priority=1)
+    bench.put("b", "c", key="other")
+    told = bench.batcher.waiting_requests, bench.batcher.lanes, *map(bench.batcher.waiting_of_level, (1, 2))
+    assert told == (3, 2, 1, 2)
+    bench.batcher.announce(lambda payloads: None, "d")
+    assert bench.batcher.waiting_requests == 4
+    bench.batcher.close()
+
+
+async def test_batcher_needs_nothing_but_a_policy_and_runners() -> None:
+    runner: StepRunner[str, str] = StepRunner(ManualClock())
+    batcher: Batcher[str, str] = Batcher(BatchPolicy(max_batch_rows=4), [runner])
+    batcher.start()
+    future = batcher.submit("a", 1, "k")
+    await one_turn()
+    runner.finish(str.upper)
+    assert await future == "A"
+    batcher.close()
 
 
 async def test_submit_of_too_many_rows_is_refused(bench: Bench) -> None:
@@ -311,7 +348,7 @@ async def test_deadline_that_cannot_be_met_any_more_is_given_up_instead_of_execu
     doomed = bench.batcher.submit("b", 1, "k", rpc_deadline_ns=bench.clock.now_ns() + 25 * MS)
     bench.clock.advance(16 * MS)
     bench.runner.finish(str.upper)
-    with pytest.raises(DeadlineUnreachable):
+    with pytest.raises(DeadlineUnreachable, match=r": 9000 us are left, an answer takes about \d{5} us"):
         await doomed
     assert not bench.runner.busy
     bench.batcher.close()

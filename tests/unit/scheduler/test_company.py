@@ -171,3 +171,76 @@ def test_half_of_those_who_come_again_is_not_enough_once_executions_are_short() 
     company = after_pauses_of(6, base_ms=5, half_ms=7)
     company.took(0, 0)
     assert company.patience_ns(7, 0)
+
+
+def test_company_of_two_is_waited_for_a_quarter_as_long_as_that_of_many() -> None:
+    two, many = (after_batches_of(requests).patience_ns(1, 0) for requests in (2, 16))
+    assert round(many / two, 1) == 4
+    assert round(two / MS, 2) == 0.2
+
+
+def test_company_that_came_once_is_not_waited_for_soon_after() -> None:
+    company = after_batches_of(1)
+    company.on_start(2, 0, 0, busy_ns=0)
+    company.on_end(2, 0)
+    assert company.patience_ns(1, 0)
+    for _ in range(8):
+        company.on_start(1, 0, 0, busy_ns=0)
+        company.on_end(1, 0)
+    assert company.missing(1) == 1
+    assert company.patience_ns(1, 0) == 0
+
+
+def test_one_batch_in_sixteen_may_wait_for_more_than_all_who_are_known_of() -> None:
+    company = after_batches_of(8)
+    missing = []
+    for _ in range(64):
+        company.on_start(8, 0, 0, busy_ns=0)
+        company.on_end(8, 0)
+        missing.append(company.missing(8))
+    assert (missing.count(1), missing.count(0)) == (4, 60)
+    first = missing.index(1)
+    assert missing[first::16] == [1] * 4
+
+
+@pytest.mark.parametrize("count", [96, 97])
+def test_batch_that_may_wait_for_more_than_all_waits_for_all_of_them(count: int) -> None:
+    assert after_batches_of(8, count=count).missing(2) == 6
+
+
+def test_time_between_batches_is_no_pause_while_others_execute() -> None:
+    company, now_ns = Company(), 1
+    company.on_start(4, 0, now_ns, busy_ns=0)
+    for _ in range(50):
+        now_ns += 6 * MS
+        company.on_start(4, 0, now_ns, busy_ns=0)
+        company.on_end(4, now_ns + MS)
+    company.on_end(4, now_ns + MS)
+    company.took(5 * MS, 20 * MS)
+    assert company.patience_ns(7, 0)
+
+
+def test_time_before_the_first_batch_is_no_pause() -> None:
+    company, now_ns = Company(), 10**16
+    for _ in range(50):
+        company.on_start(8, 0, now_ns, busy_ns=0)
+        now_ns += 10 * MS
+        company.on_end(8, now_ns)
+        company.took(5 * MS, 7 * MS)
+        now_ns += 6 * MS
+    assert not company.patience_ns(4, 0)
+
+
+def test_half_of_who_is_alone_is_one_row() -> None:
+    assert Company().half_of_all(1, 1) == 1
+
+
+def test_what_the_loop_did_before_the_first_batch_is_no_cost_of_it() -> None:
+    waited = []
+    for before_ns in (0, 10**15):
+        company = Company()
+        for number in range(4):
+            company.on_start(16, 0, 0, before_ns + number * 16 * 100_000)
+            company.on_end(16, 0)
+        waited.append(company.patience_ns(8, 0))
+    assert waited[0] == waited[1] > 0

@@ -62,6 +62,53 @@ def test_hopeless_request_is_given_up_and_the_rest_is_not_cut_down_for_it() -> N
     assert [(late.entry.payload, late.needed_ns) for late in step.unreachable] == [("hopeless", 12 * MS)]
 
 
+def test_answer_that_comes_at_the_deadline_is_in_time() -> None:
+    queue = measured(BatchPolicy(max_batch_rows=3), {1: 10, 2: 10, 3: 10})
+    queue.push("hopeless", 1, "k", 0, rpc_deadline_ns=10 * MS)
+    queue.push("just in time", 1, "k", 0, rpc_deadline_ns=14 * MS)
+    queue.push("patient", 1, "k", 0)
+    step = queue.poll(4 * MS, idle=1)
+    assert names(step) == [["just in time", "patient"]]
+    assert [late.entry.payload for late in step.unreachable] == ["hopeless"]
+
+
+def test_batch_too_late_for_all_gives_up_nobody_who_could_be_answered_alone_at_the_deadline() -> None:
+    queue = measured(BatchPolicy(max_batch_rows=4, batch_sizes=(2, 4)), {2: 10})
+    queue.latency.observe("k", 2, 11 * MS, 0)  # so that it may well take longer than what is proven
+    proven_ns = queue.latency.proven_ns("k", 2, 0)
+    assert 0 < queue.latency.margin_ns("k", 2) < proven_ns
+    queue.push("just in time", 1, "k", 0, rpc_deadline_ns=proven_ns)
+    step = queue.poll(0, idle=1)
+    assert names(step) == [["just in time"]]
+    assert not step.unreachable
+
+
+@pytest.mark.parametrize(("short_ns", "leaving"), [(0, ["hasty", "patient"]), (1, ["hasty"])])
+def test_batch_is_cut_down_for_who_would_be_late_if_it_takes_as_much_longer_as_others_did(
+    short_ns: int, leaving: list[str]
+) -> None:
+    queue = measured(BatchPolicy(max_batch_rows=2), {1: 8, 2: 10})
+    queue.latency.observe("k", 2, 14 * MS, 0)
+    margin_ns = queue.latency.margin_ns("k", 2)
+    assert margin_ns > 1
+    needed_ns = queue.latency.proven_ns("k", 2, 0) + margin_ns
+    queue.push("hasty", 1, "k", 0, rpc_deadline_ns=needed_ns - short_ns)
+    queue.push("patient", 1, "k", 0)
+    step = queue.poll(0, idle=1)
+    assert names(step) == [leaving]
+    assert not step.unreachable
+
+
+def test_batch_that_skips_the_late_has_no_more_requests_than_it_may_have() -> None:
+    queue = measured(BatchPolicy(max_batch_rows=8, max_batch_requests=2), {1: 10, 2: 10, 3: 10, 5: 10})
+    queue.push("late", 4, "k", 0, rpc_deadline_ns=12 * MS)
+    for name in "abc":
+        queue.push(name, 1, "k", 0)
+    step = queue.poll(5 * MS, idle=1)
+    assert [late.entry.payload for late in step.unreachable] == ["late"]
+    assert names(step) == [["a", "b"]]
+
+
 def test_refusals_for_a_measurement_that_nobody_can_renew_come_to_an_end() -> None:
     """First executions may be slow as none after them. If no caller has that much time, only executing one anyhow can
     tell."""
@@ -116,6 +163,14 @@ def test_push_is_not_refused_for_rows_of_other_shapes_or_lower_levels_that_wait_
     queue.push("as late as one behind one", 1, "k", 0, priority=1, rpc_deadline_ns=350 * MS)
 
 
+def test_push_is_not_refused_for_rows_of_one_other_shape_where_there_are_levels() -> None:
+    queue = measured(BatchPolicy(max_batch_rows=1, priority_levels=2, default_priority_level=2), {1: 100})
+    for _ in range(30):
+        queue.push("other", 1, "other", 0, priority=1)
+    queue.push("in time, or so it may be", 1, "k", 0, priority=1, rpc_deadline_ns=150 * MS)
+    queue.push("in time, as others may come in turns", 1, "k", 0, priority=1, rpc_deadline_ns=150 * MS)
+
+
 def test_push_is_refused_for_rows_of_its_lane_that_are_served_before_it() -> None:
     for levels, before, after in ((0, 0, 0), (2, 1, 2), (2, 2, 2)):
         queue = measured(BatchPolicy(max_batch_rows=1, priority_levels=levels, default_priority_level=levels), {1: 100})
@@ -124,6 +179,14 @@ def test_push_is_refused_for_rows_of_its_lane_that_are_served_before_it() -> Non
         with pytest.raises(DeadlineUnreachable):
             queue.push("late", 1, "k", 0, priority=after, rpc_deadline_ns=590 * MS)
         queue.push("in time", 1, "k", 0, priority=after, rpc_deadline_ns=610 * MS)
+
+
+def test_push_is_not_refused_for_a_batch_that_was_put_back() -> None:
+    queue = measured(BatchPolicy(max_batch_rows=1), {1: 10})
+    queue.push("waits again", 1, "k", 0)
+    (batch,) = queue.poll(0, idle=1).batches
+    queue.put_back(batch, batch.entries)
+    queue.push("in time", 1, "k", 0, rpc_deadline_ns=20 * MS)
 
 
 def test_push_is_not_refused_for_an_execution_that_only_one_measurement_calls_long() -> None:
@@ -143,3 +206,29 @@ def test_overload_serves_the_requests_that_can_still_be_met_and_skips_the_late_o
     step = queue.poll(10 * MS, idle=1)
     assert [late.entry.payload for late in step.unreachable] == [f"late {number}" for number in range(4)]
     assert names(step) == [["p0", "p1", "p2", "p3"]]
+
+
+def test_batch_handed_out_ahead_of_its_turn_starts_when_the_first_execution_ends() -> None:
+    queue: BatchQueue[str] = BatchQueue(BatchPolicy(max_batch_rows=4))
+    for name in "abcd":
+        queue.push(name, 1, "k", 0)
+    for name in "efgh":
+        queue.push(name, 1, "k", 0, rpc_deadline_ns=15 * MS)
+    for rows in (1, 2, 3, 4) * 3:
+        queue.latency.observe("k", rows, 10 * MS, 0)
+    step = queue.poll(0, idle=1, ahead=1)
+    assert names(step) == [list("abcd")]
+    assert [late.entry.payload for late in step.unreachable] == list("efgh")
+
+
+def test_batch_handed_out_ahead_of_its_turn_starts_no_sooner_than_now() -> None:
+    queue: BatchQueue[str] = BatchQueue(BatchPolicy(max_batch_rows=4))
+    for name in "abcd":
+        queue.push(name, 1, "k", 0)
+    for name in "efgh":
+        queue.push(name, 1, "k", 0, rpc_deadline_ns=21 * MS)
+    for rows in (1, 2, 3, 4) * 3:
+        queue.latency.observe("k", rows, 10 * MS, 0)
+    assert names(queue.poll(0, idle=1)) == [list("abcd")]
+    step = queue.poll(12 * MS, idle=0, ahead=1)
+    assert [late.entry.payload for late in step.unreachable] == list("efgh")

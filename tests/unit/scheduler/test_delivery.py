@@ -36,12 +36,37 @@ async def test_facts_tell_batch_rows_padding_and_times() -> None:
     bench.batcher.close()
 
 
+async def test_facts_are_there_with_the_result_and_tell_how_long_each_has_waited(bench: Bench) -> None:
+    (first,) = await bench.submit("a")
+    (second,) = await bench.submit("b")
+    bench.clock.advance(7)
+    (third,) = await bench.submit("c")
+    assert first.facts is None
+    for _ in range(2):
+        bench.clock.advance(2)
+        bench.runner.finish(str.upper)
+        await one_turn()
+    assert [one.facts.queue_ns for one in (first, second, third) if one.facts] == [0, 9, 2]
+
+
+async def test_who_is_dropped_leaves_no_cycle_for_the_garbage_collector() -> None:
+    bench = Bench(BatchPolicy(max_batch_rows=1, queue=QueuePolicy(default_timeout_ns=MS)))
+    await bench.submit("runs")
+    (late,) = await bench.submit("late")
+    assert late.entry is not None
+    bench.clock.advance(MS)
+    assert isinstance(late.exception(), QueueTimeout)
+    assert late.entry is None
+    bench.batcher.close()
+
+
 async def test_result_that_is_an_exception_fails_its_request_and_no_other(bench: Bench) -> None:
     futures = bench.put("a", "b", "c")
     await one_turn()
     refused = ValueError("not this one")
     bench.runner.finish(lambda payload: refused if payload == "b" else payload.upper())  # type: ignore[arg-type,return-value]
     assert await asyncio.gather(*futures, return_exceptions=True) == ["A", refused, "C"]
+    assert [(one.answered, one.refused) for one in futures] == [(True, False), (False, True), (True, False)]
     assert bench.runner.batches == [["a", "b", "c"]]
     assert bench.batcher.waiting_requests == 0
     (report,) = bench.seen.reports

@@ -17,7 +17,7 @@ from scheduler.policy import BatchPolicy, QueueLimits, QueuePolicy
 from scheduler.runner import Outcome, ThreadRunner
 from scheduler.testing import Results, StepRunner
 from scheduler.waiting import Room
-from tests.unit.scheduler.workbench import Bench, one_turn
+from tests.unit.scheduler.workbench import Alone, Bench, one_turn
 
 MS = 1_000_000
 LONG_NS = 20 * MS
@@ -28,13 +28,13 @@ DUE_NS = 18 * MS
 class StagingBench(Bench):
     """Batches of one or two rows take 20 ms, once it has learned."""
 
-    def __init__(self, instances: int = 1, blame: Blame = Blame.REQUESTS, limit_ns: int = 0) -> None:
+    def __init__(self, instances: int = 1, blame: Blame = Blame.REQUESTS, limit_ns: int = 0, **more: Any) -> None:
         self.told: list[tuple[str, Any]] = []
         self.room = Room(max_requests=4, max_bytes=0)
         policy = BatchPolicy(
             max_batch_rows=2, execution_limit_ns=limit_ns, queue=QueuePolicy(allow_timeout_override=True)
         )
-        super().__init__(policy, instances, stages=True, blames=lambda error: blame, hangs=self, room=self.room)
+        super().__init__(policy, instances, stages=True, blames=lambda error: blame, hangs=self, room=self.room, **more)
 
     def on_hang(self, runner: Any, others: Sequence[Any]) -> None:
         self.told.append(("hang", runner))
@@ -53,6 +53,22 @@ class StagingBench(Bench):
             await asyncio.gather(*futures)
         await one_turn()
         self.runner.batches.clear()
+
+
+class Counted(Alone):
+    """Counts who executes, and how often it is asked for how long to wait for more."""
+
+    executing = asked = 0
+
+    def patience_ns(self, waiting: int, waited_ns: int) -> int:
+        self.asked += 1
+        return super().patience_ns(waiting, waited_ns)
+
+    def on_start(self, requests: int, waiting: int, now_ns: int, busy_ns: int) -> None:
+        self.executing += requests
+
+    def on_end(self, requests: int, now_ns: int) -> None:
+        self.executing -= requests
 
 
 @pytest.fixture
@@ -83,6 +99,15 @@ async def test_next_batch_is_handed_over_shortly_before_the_end_and_not_sooner(b
     # From when it executed, not from when it was handed over.
     assert bench.seen.reports[-1].finished_ns - bench.seen.reports[-1].started_ns == LONG_NS
     assert bench.seen.reports[-1].waits_ns == [LONG_NS, 2 * MS + 1]
+
+
+async def test_request_whose_time_is_up_before_the_end_is_near_is_answered_at_its_moment(bench: StagingBench) -> None:
+    await bench.submit("a", "b")
+    (late,) = await bench.submit("c", timeout_ns=5 * MS)
+    bench.clock.advance(5 * MS - 1)
+    assert not late.done()
+    bench.clock.advance(1)
+    assert isinstance(late.exception(), QueueTimeout)
 
 
 async def test_request_that_comes_when_the_end_is_near_is_handed_over_at_once(bench: StagingBench) -> None:
@@ -195,6 +220,42 @@ async def test_what_was_handed_over_waits_on_if_the_execution_takes_longer(bench
     assert await kept == "C"
     assert bench.batcher.waiting_requests == 0
     assert bench.seen.count(Drop.CANCELLED) == 2
+
+
+async def test_instance_that_executes_is_not_kept_waiting_for_more_until_it_is_about_to_be_done() -> None:
+    company = Counted()
+    bench = StagingBench(company=company)
+    await bench.learn()
+    for in_ns, asked in ((DUE_NS - 1, 0), (DUE_NS, 1)):
+        await bench.submit("a", "b")
+        bench.clock.advance(in_ns)
+        before = company.asked
+        (waiting,) = await bench.submit("c")
+        assert company.asked - before == asked
+        waiting.cancel()
+        bench.clock.advance(LONG_NS - in_ns)
+        bench.runner.finish(str.upper)
+        await one_turn()
+        while bench.runner.busy:
+            bench.clock.advance(LONG_NS)
+            bench.runner.finish(str.upper)
+            await one_turn()
+    bench.batcher.close()
+
+
+@pytest.mark.parametrize("limit_ns", [0, 21 * MS])
+async def test_company_executes_once_however_often_it_was_handed_over(limit_ns: int) -> None:
+    company = Counted()
+    bench = StagingBench(limit_ns=limit_ns, company=company)
+    await bench.learn()
+    await bench.submit("a", "b")
+    waiting = await bench.submit("c")
+    bench.clock.advance(DUE_NS)
+    assert (bench.runner.next, company.executing) == (["c"], 3)
+    bench.clock.advance(4 * MS)  # longer than expected, or than it may take at all
+    assert (bench.runner.next, company.executing) == (None, 0 if limit_ns else 2)
+    assert not waiting[0].done()
+    bench.batcher.close()
 
 
 async def test_failed_batch_comes_before_what_waits_and_nothing_is_handed_over_meanwhile(bench: StagingBench) -> None:

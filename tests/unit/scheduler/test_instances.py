@@ -9,8 +9,10 @@ import pytest
 
 from scheduler.executing import Batch
 from scheduler.instances import Instances
+from scheduler.lane import Entry
 from scheduler.latency import LatencyModel
 from scheduler.pending import Pending
+from scheduler.policy import NEVER
 from scheduler.testing import ManualClock, StepRunner
 
 MS = 1_000_000
@@ -43,8 +45,9 @@ class Bench:
         self.told.append(("return", runner))
 
 
-def batch(number: int = 1) -> Batch[Pending[str, str]]:
-    return Batch(number, "k", 1, 1, ())
+def batch(number: int = 1, requests: int = 0) -> Batch[Pending[str, str]]:
+    entries = [Entry(Pending[str, str](), 1, 0, 0, 0, 0, NEVER, NEVER) for _ in range(requests)]
+    return Batch(number, "k", 1, 1, tuple(entries))
 
 
 @pytest.fixture
@@ -90,6 +93,13 @@ def test_hang_gives_the_instance_up_and_its_other_slot_executes_for_the_last_tim
     assert bench.told[1:] == [("return", two)]
     assert two.stopped  # type: ignore[attr-defined]
     assert bench.instances.slots.free == 0
+    assert not bench.instances._leaving
+
+
+def test_instance_that_hangs_is_never_about_to_be_done(bench: Bench) -> None:
+    bench.instances.hang(bench.instances.take(batch(1)))
+    assert not bench.instances.ahead
+    assert bench.instances.ahead.about_to_end(1 + 19 * MS) == []
 
 
 def test_hang_of_the_slot_that_was_left_is_not_told_again(bench: Bench) -> None:
@@ -112,9 +122,38 @@ def test_loss_stops_the_idle_slot_and_is_told_once() -> None:
     assert bench.instances.slots.free == 2
 
 
+@pytest.mark.parametrize(("requests", "same"), [(1, False), (2, True)])
+async def test_instance_without_memory_for_a_request_alone_is_the_last_to_be_used_again(
+    requests: int, same: bool
+) -> None:
+    bench = Bench(slots=4)
+    failing = batch(requests=requests)
+    one = bench.instances.take(failing)
+    bench.instances.end(one)
+    assert not bench.instances.lacked_memory(one, failing, moves=0)
+    assert (bench.runners.index(bench.instances.take(batch())) // 2 == bench.runners.index(one) // 2) == same
+
+
+async def test_instance_that_is_lost_while_it_rests_leaves_nothing_behind() -> None:
+    bench = Bench(slots=4)
+    failing = batch(requests=1)
+    one = bench.instances.take(failing)
+    other = bench.instances.take(batch(2))
+    bench.instances.end(other)
+    bench.instances.executed(other, "k")
+    bench.instances.end(one)
+    assert bench.instances.lacked_memory(one, failing, moves=0)
+    assert (bench.instances.resting, bench.instances.slots.free) == (1, 2)
+    bench.instances.lose(one, OSError())
+    assert (bench.instances.resting, bench.instances.wake_ns, bench.instances.slots.free) == (0, None, 2)
+    assert not bench.instances._held
+    assert [runner.stopped for runner in bench.runners].count(True) == 2
+
+
 def test_batch_that_is_forgotten_is_never_late(bench: Bench) -> None:
     runner = bench.instances.take(batch())
     bench.instances.forget(runner)
+    assert not bench.instances.ahead
     bench.clock.advance(LIMIT_NS)
     assert (bench.told, bench.instances.running) == ([], {})
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
 from scheduler.errors import ExecutionFailed, QueueTimeout
-from scheduler.isolation import Blame, budget_for
-from scheduler.policy import BatchPolicy
+from scheduler.isolation import Blame, Search, Suspects, budget_for
+from scheduler.lane import Entry
+from scheduler.policy import NEVER, BatchPolicy
 from tests.unit.scheduler.workbench import Bench, one_turn
 
 MS = 1_000_000
@@ -78,6 +80,20 @@ async def test_good_ones_never_fail_however_many_bad_ones_there_are(bad: int) ->
         bench.batcher.close()
 
 
+def test_budget_is_twice_what_one_culprit_takes() -> None:
+    assert [budget_for(requests) for requests in (2, 3, 4, 5, 32, 33)] == [4, 8, 8, 12, 20, 24]
+
+
+def test_budget_is_spent_to_the_last_two_halves() -> None:
+    entries: list[Entry[str]] = [Entry(name, 1, 0, 0, 0, 0, NEVER, NEVER) for name in "abcde"]
+    for left in (2, 3):
+        suspects = replace(Suspects.of_batch("k", entries), search=Search(left))
+        groups = [["".join(entry.payload for entry in group.entries) for group in suspects.halves()] for _ in range(2)]
+        assert groups == [["ab", "cde"], list("abcde")]
+        assert suspects.search.left == left - 2
+    assert suspects.narrowed(entries[:1]).halves() == suspects.narrowed(entries[:1]).alone() == []
+
+
 @pytest.mark.parametrize("first", ["", "!"])
 async def test_every_other_one_that_is_bad_fails_alone(first: str) -> None:
     bench = SearchBench(BatchPolicy(max_batch_rows=32))
@@ -113,13 +129,14 @@ async def test_isolation_switched_off_or_for_an_error_of_the_whole_session_fails
 
 async def test_isolation_leaves_out_who_has_gone_or_is_late_meanwhile() -> None:
     bench = SearchBench(BatchPolicy(max_batch_rows=4))
+    bench.clock.advance(7 * MS)
     late = bench.batcher.submit("late", 1, "k", rpc_deadline_ns=bench.clock.now_ns() + MS)
     gone, good = await bench.submit("gone", "good")
     gone.cancel()
     bench.clock.advance(MS)
     bench.runner.fail(ValueError("x"))
     bench.run_all()
-    with pytest.raises(QueueTimeout):
+    with pytest.raises(QueueTimeout, match="after 1000 us"):
         await late
     assert await good == "GOOD"
     assert bench.runner.batches[1:] == [["good"]]

@@ -111,6 +111,16 @@ def test_lane_with_a_delay_is_ready_with_a_preferred_prefix_or_when_the_delay_ha
     assert (late.key, lanes.releasable(late, DELAY_NS)) == ("b", 1)
 
 
+def test_delay_is_that_of_the_oldest_though_a_younger_one_comes_before_it() -> None:
+    lanes: Lanes[int] = Lanes(BatchPolicy(max_batch_rows=4, max_queue_delay_ns=DELAY_NS))
+    for order, enqueued_ns in ((1, 10), (-1, 20)):
+        lanes.add("a", Entry(order, 1, 0, 0, order, enqueued_ns, act_at_ns=NEVER, rpc_deadline_ns=NEVER))
+    assert lanes.next_ready(10 + DELAY_NS - 1) is None
+    lane = lanes.next_ready(10 + DELAY_NS)
+    assert lane is not None
+    assert lanes.releasable(lane, 10 + DELAY_NS) == 2
+
+
 def test_lane_somebody_of_whom_is_overdue_releases_all() -> None:
     lanes, _ = filled(PATIENT, "aaa")
     lane = lanes.next_ready(DELAY_NS)
@@ -155,12 +165,59 @@ def test_entries_put_back_have_the_turn_that_they_had() -> None:
         assert keys_served(lanes, 3 * DELAY_NS) == "abc"
 
 
+def test_entries_put_back_stand_in_the_order_of_arrival_whichever_comes_first() -> None:
+    for returning in ((0, 1), (1, 0)):
+        lanes, entries = filled(GREEDY, "aaa")
+        for one in entries[:2]:
+            lanes.remove(one)
+        for place in returning:
+            lanes.put_back("a", [entries[place]])
+        lane = lanes.get("a")
+        assert lane is not None
+        assert list(lane) == entries
+
+
+def test_entries_put_back_wait_for_company_until_their_delay_has_passed() -> None:
+    lanes, (first,) = filled(PATIENT, "a")
+    lanes.remove(first)
+    lanes.put_back("a", [first])
+    assert lanes.next_ready(DELAY_NS - 1) is None
+    lane = lanes.next_ready(DELAY_NS)
+    assert lane is not None
+    assert lane.head is first
+
+
+def test_lane_all_of_whom_leave_before_anybody_looks_is_gone() -> None:
+    lanes, (first, second) = filled(PATIENT, "aa")
+    overtaking = entry(-1)
+    lanes.add("a", overtaking)
+    for one in (overtaking, first, second):
+        lanes.remove(one)
+    assert lanes.next_ready(2 * DELAY_NS) is None
+    assert lanes.due.first_rank() is None
+
+
+def test_size_that_is_the_most_allowed_is_preferred() -> None:
+    lanes, _ = filled(BatchPolicy(max_batch_rows=4, preferred_batch_rows=(2, 4), max_queue_delay_ns=DELAY_NS), "aaaa")
+    lane = lanes.next_ready(3)
+    assert lane is not None
+    assert lanes.releasable(lane, 3) == 4
+
+
 def test_flush_makes_every_lane_ready() -> None:
     lanes, _ = filled(PATIENT, "ab")
     assert lanes.next_ready(0) is None
     lanes.flush()
     assert lanes.due.first_rank() is None
     assert keys_served(lanes) == "ab"
+
+
+def test_lane_that_comes_after_a_flush_is_ready_at_once() -> None:
+    lanes, _ = filled(PATIENT, "")
+    lanes.flush()
+    lanes.add("a", entry(1))
+    assert lanes.due.first_rank() is None
+    assert keys_served(lanes) == "a"
 
 
 def test_lanes_that_are_gone_leave_little_behind_in_the_heaps() -> None:

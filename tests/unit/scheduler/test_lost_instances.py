@@ -189,6 +189,48 @@ async def test_drain_of_one_that_was_suspended_waits_for_those_who_came_since(be
     assert served[0].result() == "D"
 
 
+async def test_instance_that_is_added_to_others_changes_nothing_for_who_comes(bench: LossBench) -> None:
+    await bench.add()
+    served = await bench.submit("a")
+    next(runner for runner in bench.runners if runner.busy).finish(str.upper)
+    assert served[0].result() == "A"
+
+
+async def test_suspended_twice_serves_again_once_there_is_an_instance(bench: LossBench) -> None:
+    bench.batcher.lose(bench.runner, OSError())
+    for _ in range(2):
+        bench.batcher.suspend()
+    another = await bench.add()
+    served = await bench.submit("a")
+    another.finish(str.upper)
+    assert served[0].result() == "A"
+
+
+async def test_drain_waits_for_those_who_run_again_on_the_next_instance(bench: LossBench) -> None:
+    futures = await bench.submit("a", "b")
+    draining = asyncio.create_task(bench.batcher.drain())
+    bench.runners[0].fail(ChildProcessError())
+    await one_turn()
+    assert not draining.done()
+    another = await bench.add()
+    for _ in range(2):
+        another.finish(str.upper)
+        await one_turn()
+    await asyncio.wait_for(draining, 5)
+    assert [future.result() for future in futures] == ["A", "B"]
+
+
+async def test_drain_ends_when_there_is_no_instance_for_those_it_waits_for(bench: LossBench) -> None:
+    await bench.submit("a")
+    (waiting,) = await bench.submit("b")
+    draining = asyncio.create_task(bench.batcher.drain())
+    await one_turn()
+    bench.runners[0].fail(OSError())
+    bench.batcher.suspend()
+    await asyncio.wait_for(draining, 5)
+    assert isinstance(waiting.exception(), NoInstance)
+
+
 async def test_drain_of_a_suspended_one_ends_at_once_and_refuses_as_closed(bench: LossBench) -> None:
     await bench.submit("a")
     bench.runners[0].fail(OSError())

@@ -76,11 +76,25 @@ def test_queue_timeout_with_delay_lets_the_request_wait_on_behind_its_level_only
     )
     queue: BatchQueue[str] = BatchQueue(policy)
     queue.push("delayed", 1, "k", 0)
-    queue.push("low", 1, "k", 0, priority=2)
+    queue.push("low", 1, "k", 5, priority=2)  # whose own timeout hasn't passed when it is its turn
     assert queue.poll(10, idle=0).expired == ()
     queue.push("fresh", 1, "k", 11)
     order = [names(queue.poll(12, idle=1))[0][0] for _ in range(3)]
     assert order == ["fresh", "delayed", "low"]
+
+
+def test_queue_timeout_with_delay_leaves_those_whom_it_passed_in_order_and_apart() -> None:
+    queue: BatchQueue[str] = BatchQueue(
+        BatchPolicy(queue=QueuePolicy(timeout_action=TimeoutAction.DELAY, default_timeout_ns=10))
+    )
+    for name in "abc":
+        queue.push(name, 1, "k", 0)
+    assert queue.poll(10, idle=0).expired == ()
+    for name in "de":
+        queue.push(name, 1, "k", 11)
+    assert queue.poll(21, idle=0).expired == ()
+    queue.push("f", 1, "k", 22)
+    assert [names(queue.poll(22, idle=1))[0][0] for _ in range(6)] == list("fabcde")
 
 
 def test_queue_timeout_with_delay_still_ends_with_the_rpc() -> None:
@@ -100,6 +114,36 @@ def test_queue_bound_counts_each_level_for_itself() -> None:
         queue.push("b", 1, "k", 0, priority=2)
     for _ in range(5):
         queue.push("c", 1, "k", 0, priority=1)
+
+
+def test_level_that_is_the_only_one_has_its_own_bound_and_count() -> None:
+    policy = BatchPolicy(priority_levels=1, default_priority_level=1, priority_queue={1: QueuePolicy(max_queue_size=1)})
+    queue: BatchQueue[str] = BatchQueue(policy)
+    queue.push("a", 1, "k", 0)
+    assert (queue.levels, queue.requests_of_level(1)) == ([1], 1)
+    with pytest.raises(QueueFull):
+        queue.push("b", 1, "k", 0)
+
+
+def test_no_level_waits_where_there_are_none() -> None:
+    queue: BatchQueue[str] = BatchQueue(BatchPolicy())
+    queue.push("a", 1, "k", 0, priority=1)
+    assert (queue.levels, queue.requests_of_level(0)) == ([], 1)
+
+
+def test_levels_of_which_requests_may_come_back_are_bounded_each_for_itself_and_forgotten() -> None:
+    bounded = QueuePolicy(max_queue_size=1)
+    policy = BatchPolicy(priority_levels=2, default_priority_level=1, priority_queue={1: bounded, 2: bounded})
+    queue: BatchQueue[str] = BatchQueue(policy)
+    queue.push("a", 1, "k", 0)
+    (batch,) = queue.poll(0, idle=1).batches
+    queue.reserve(batch)
+    with pytest.raises(QueueFull):
+        queue.push("b", 1, "k", 0, priority=1)
+    queue.push("c", 1, "k", 0, priority=2)
+    queue.release(batch)
+    assert not queue._waiting._reserved_of_level
+    queue.push("b", 1, "k", 0, priority=1)
 
 
 @pytest.mark.parametrize(
@@ -140,6 +184,31 @@ def test_batch_sizes_with_measurements_pad_up_or_cut_down_by_cost_a_row(
     for _ in range(5):
         queue.push("x", 1, "k", 0)
     assert [(batch.rows, batch.padded_rows) for batch in queue.poll(0, idle=9).batches] == batches
+
+
+def test_batch_sizes_pad_up_where_cutting_down_costs_as_much_a_row() -> None:
+    queue: BatchQueue[str] = BatchQueue(BatchPolicy(max_batch_rows=8, batch_sizes=(4, 8)))
+    measured(queue, {4: 40, 8: 50})
+    for _ in range(5):
+        queue.push("x", 1, "k", 0)
+    assert [(batch.rows, batch.padded_rows) for batch in queue.poll(0, idle=1).batches] == [(5, 8)]
+
+
+def test_batch_sizes_pad_what_is_below_the_smallest_up_to_it_though_a_larger_one_was_faster() -> None:
+    queue: BatchQueue[str] = BatchQueue(BatchPolicy(max_batch_rows=8, batch_sizes=(4, 8)))
+    measured(queue, {4: 100, 8: 50})
+    for _ in range(2):
+        queue.push("x", 1, "k", 0)
+    assert [(batch.rows, batch.padded_rows) for batch in queue.poll(0, idle=1).batches] == [(2, 4)]
+
+
+def test_batch_sizes_are_not_cut_down_to_one_of_which_nothing_is_known() -> None:
+    """A line through what was measured would have two rows cost nothing."""
+    queue: BatchQueue[str] = BatchQueue(BatchPolicy(max_batch_rows=8, batch_sizes=(2, 4, 8)))
+    measured(queue, {4: 10, 8: 100})
+    for _ in range(3):
+        queue.push("x", 1, "k", 0)
+    assert [(batch.rows, batch.padded_rows) for batch in queue.poll(0, idle=1).batches] == [(3, 4)]
 
 
 def test_batch_sizes_never_cut_a_request_in_two() -> None:

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
+
 from scheduler.batch_queue import BatchQueue
 from scheduler.policy import BatchPolicy
+from scheduler.returns import Returns
 
 MS = 1_000_000
 BASE_NS = 64 * MS
@@ -58,6 +63,17 @@ def test_idle_instance_does_not_wait_by_default_nor_after_a_flush() -> None:
         assert queue.poll(now_ns + 10_000, idle=1).batches
 
 
+@pytest.mark.parametrize(
+    "configured",
+    [{"max_queue_delay_ns": 1}, {"preferred_batch_rows": (8,)}, {"max_batch_requests": 8}],
+    ids=lambda fields: next(iter(fields)),
+)
+def test_idle_instance_does_not_wait_where_a_delay_or_a_size_is_configured(configured: dict[str, Any]) -> None:
+    queue, now_ns = learned(clients=4, policy=BatchPolicy(max_batch_rows=8, await_returns=True, **configured))
+    queue.push(0, 1, "k", now_ns + 10_000)
+    assert queue.poll(now_ns + 10_001, idle=1).batches
+
+
 def test_idle_instance_does_not_wait_for_one_caller_alone() -> None:
     queue, now_ns = learned(clients=1)
     queue.push(0, 1, "k", now_ns + 10_000)
@@ -69,3 +85,79 @@ def test_idle_instance_does_not_wait_where_a_deadline_leaves_no_time_for_it() ->
     now_ns += 10_000
     queue.push(0, 1, "k", now_ns, rpc_deadline_ns=now_ns + queue.latency.longest_ns)
     assert queue.poll(now_ns, idle=1).batches
+
+
+def test_idle_instance_waits_no_longer_for_a_deadline_that_is_far() -> None:
+    queue, now_ns = learned(clients=4)
+    now_ns += 10_000
+    queue.push(0, 1, "k", now_ns, rpc_deadline_ns=now_ns + 1_000 * BASE_NS)
+    wake_ns = queue.poll(now_ns, idle=1).wake_ns
+    assert wake_ns is not None
+    assert now_ns < wake_ns <= now_ns + BASE_NS // 4
+
+
+def test_idle_instance_that_would_wait_for_one_shape_serves_another() -> None:
+    queue, now_ns = learned(clients=4)
+    now_ns += 10_000
+    queue.push(0, 1, "k", now_ns)
+    queue.push(1, 1, "other", now_ns)
+    assert [batch.key for batch in queue.poll(now_ns, idle=1).batches] == ["other"]
+
+
+@pytest.mark.parametrize(("max_rows", "waits"), [(1, False), (2, True)])
+def test_idle_instance_waits_for_nobody_where_requests_have_batches_of_their_own(max_rows: int, waits: bool) -> None:
+    queue: BatchQueue[int] = BatchQueue(BatchPolicy(max_batch_rows=max_rows, await_returns=True))
+    assert queue.takes_any_alike == (not waits)
+
+
+def returned(*arrivals: tuple[int, int], answered: int = 4, times: int = 60) -> Returns:
+    """After batches of so many rows, answered at moment 0, after each of which so many rows arrived at such moments."""
+    returns = Returns()
+    for _ in range(times):
+        returns.answered("k", answered, BASE_NS, 0)
+        for now_ns, rows in arrivals:
+            returns.arrived("k", rows, now_ns)
+    returns.answered("k", answered, BASE_NS, 0)
+    return returns
+
+
+@pytest.mark.parametrize(
+    ("part", "window"), [(100, 64), (64, 64), (63, 32), (20, 16), (10, 8), (6, 4), (4, 4), (3.9, None)]
+)
+def test_wait_for_those_who_return_is_as_short_as_they_are_known_to_need(part: float, window: int | None) -> None:
+    returns = returned((int(BASE_NS / part), 4))
+    assert returns.hold_until_ns("k", 0, 0) == (BASE_NS // window if window else 0)
+
+
+def test_wait_for_those_who_return_ends_with_the_time_that_they_are_known_to_need() -> None:
+    returns = returned((BASE_NS // 5, 4))
+    for now_ns in (1, BASE_NS * 23 // 100, BASE_NS // 4 - 1):
+        assert returns.hold_until_ns("k", 0, now_ns) == BASE_NS // 4
+    assert returns.hold_until_ns("k", 0, BASE_NS // 4) == 0
+
+
+@pytest.mark.parametrize(("rows", "waits"), [(0, False), (1, False), (3, True), (4, True)])
+def test_nobody_is_waited_for_unless_half_of_those_answered_return(rows: int, waits: bool) -> None:
+    assert (returned((1, rows)).hold_until_ns("k", 0, 0) > 0) == waits
+
+
+def test_nobody_is_waited_for_once_all_who_were_answered_are_there_though_others_came_besides() -> None:
+    returns = returned((1, 8))
+    assert returns.hold_until_ns("k", 0, 0) > 0
+    returns.arrived("k", 4, 1)
+    assert returns.hold_until_ns("k", 4, 1) == 0
+
+
+def test_nobody_is_waited_for_where_it_costs_those_who_wait_more_than_it_saves() -> None:
+    returns = returned((BASE_NS // 5, 4))
+    assert returns.hold_until_ns("k", 15, 0) > 0
+    assert returns.hold_until_ns("k", 17, 0) == 0
+
+
+def test_shapes_first_answered_longest_ago_are_forgotten_in_the_end() -> None:
+    returns = returned((1, 4))
+    for number in range(2_000):
+        returns.answered(number, 4, BASE_NS, 0)
+    assert returns.hold_until_ns("k", 0, 0) == 0
+    assert len(returns._keys) == 1024
+    assert hash(1_999) in returns._keys

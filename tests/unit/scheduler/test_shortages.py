@@ -62,6 +62,21 @@ def test_witness_that_has_no_memory_for_such_a_request_itself_is_none_any_more()
     assert failed(shortages, "a", now_ns=SHORTEST_REST_NS)
 
 
+def test_witness_that_has_no_memory_for_several_at_a_time_still_is_one_for_a_request_alone() -> None:
+    shortages: Shortages[str] = Shortages()
+    shortages.executed("witness", "k")
+    assert not failed(shortages, "witness", alone=False)
+    assert failed(shortages, "a")
+
+
+def test_all_who_have_executed_such_a_request_are_witnesses() -> None:
+    for instance in ("first", "last"):
+        shortages: Shortages[str] = Shortages()
+        shortages.executed("first", "k")
+        shortages.executed("last", "k")
+        assert failed(shortages, instance)
+
+
 def test_rests_are_longer_each_time_until_it_has_executed_what_it_had_no_memory_for() -> None:
     shortages = short_of("a")
     now_ns, rests = 0, []
@@ -103,6 +118,7 @@ def test_rest_is_cut_short_where_others_are_gone_the_one_that_ends_next_first() 
     shortages.executed("c", "k")
     assert failed(shortages, "a", instances=4, now_ns=5)
     assert failed(shortages, "b", instances=4, now_ns=3)
+    assert shortages.wake_ns == 3 + SHORTEST_REST_NS
     assert not shortages.wake(6, 4)
     assert shortages.wake(6, 3) == ["b"]
     assert shortages.wake(6, 1) == ["a"]
@@ -204,6 +220,23 @@ async def test_no_request_is_refused_that_another_instance_has_memory_for(slots:
     assert await refused_of(bench, clients) == 0
     assert bench.batcher.allowed_rows == 4
     assert len([batch for one in bench.runners[:slots] for batch in one.batches]) < 30, "it is tried ever more seldom"
+    bench.batcher.close()
+
+
+async def test_request_is_taken_on_past_as_many_instances_as_may_rest() -> None:
+    bench = Gpus(4)
+    await bench.warm()
+    bench.full = {0, 1, 2, 3}
+    (future,) = await bench.submit("a")
+    tried = []
+    for _ in range(2):
+        (runner,) = bench.busy()
+        tried.append(bench.runners.index(runner))
+        await bench.end()
+    assert len({*tried}) == bench.batcher.resting_instances == 2
+    bench.full = {*tried}
+    await bench.end()
+    assert await future == "A"
     bench.batcher.close()
 
 

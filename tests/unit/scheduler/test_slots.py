@@ -35,6 +35,15 @@ def test_slots_first_batches_go_to_instances_that_execute_nothing() -> None:
     assert (slots.idle, slots.ahead, slots.free) == (0, 0, 0)
 
 
+def test_slots_ahead_are_of_the_instance_that_is_likely_to_be_done_first_whatever_was_before() -> None:
+    slots = slots_of("a0 a1 b0 b1")
+    before = slots.take()
+    assert before[0] == "b"
+    slots.back(before)
+    slots.put_last(before)
+    assert "".join(slots.take()[0] for _ in range(4)) == "abab"
+
+
 def test_slots_instance_is_idle_when_all_its_slots_are_back() -> None:
     slots = slots_of("a0 a1")
     one, two = slots.take(), slots.take()
@@ -64,6 +73,14 @@ def test_slots_removed_get_nothing_more_whether_they_execute_or_not(taken: int, 
             slots.back(runner)
     assert (slots.idle, slots.ahead, slots.free) == (1, 0, 1)
     assert slots.take() != gone
+
+
+def test_slots_of_an_instance_that_is_gone_leave_nothing_behind() -> None:
+    slots = slots_of("a0 a1")
+    slots.remove(slots.take())
+    slots.remove(next(iter(slots._free["a"])))
+    assert (slots.idle, slots.ahead, slots.free) == (0, 0, 0)
+    assert slots._free == slots._taken == slots._idle == slots._busy == {}
 
 
 class SlotsBench(Bench):

@@ -161,10 +161,11 @@ async def test_turn_is_taken_before_somebody_runs_out_of_time_who_came_later() -
 
 
 async def test_turn_is_not_put_off_for_somebody_who_has_no_time() -> None:
-    taken = Taken(crowd())
-    taken.until_ns = 49 * US
-    taken.announce("a")
-    assert await taken.after(0) == 1
+    for left_ns, turns in ((50 * US - 1, 1), (50 * US, 0)):
+        taken = Taken(crowd())
+        taken.until_ns = taken.clock.now_ns() + left_ns
+        taken.announce("a")
+        assert await taken.after(0) == turns
 
 
 async def test_arrivals_put_a_turn_off_but_not_without_end() -> None:
@@ -178,6 +179,33 @@ async def test_arrivals_put_a_turn_off_but_not_without_end() -> None:
     assert 5_000 < waited_us <= 10_100
 
 
+async def test_asking_for_a_turn_that_is_put_off_does_not_put_it_off_any_longer() -> None:
+    taken = Taken(crowd(1000))
+    waited_us = 0
+    while not taken.count and waited_us < 1_000_000:
+        taken.announce("x")
+        taken.turns.request()
+        await taken.after(100)
+        waited_us += 100
+    assert taken.count == 1
+    assert 5_000 < waited_us <= 10_100
+
+
+async def test_what_is_announced_while_others_are_submitted_has_the_next_turn() -> None:
+    taken = Taken(Company())
+
+    def submit(requests: list[str]) -> None:
+        taken.submitted.extend(requests)
+        if requests == ["a"]:
+            taken.turns.announce(submit, "b")
+
+    taken.turns.announce(submit, "a")
+    taken.turns.begin()
+    assert (taken.submitted, taken.turns.announced) == (["a"], 1)
+    await iterations(2)
+    assert (taken.submitted, taken.turns.announced, taken.count) == (["a", "b"], 0, 1)
+
+
 async def test_turn_that_is_taken_while_it_is_put_off_is_not_taken_again() -> None:
     taken = Taken(crowd())
     taken.announce("a")
@@ -185,6 +213,46 @@ async def test_turn_that_is_taken_while_it_is_put_off_is_not_taken_again() -> No
     taken.turns.begin()
     assert taken.submitted == ["a"]
     assert await taken.after(10_000) == 0
+
+
+async def test_turn_that_is_taken_before_the_loop_comes_to_it_is_not_taken_again() -> None:
+    taken = Taken(Company())
+    taken.announce("a")
+    taken.turns.begin()
+    await iterations(10)
+    assert (taken.count, taken.submitted) == (0, ["a"])
+
+
+async def test_turn_for_which_all_have_come_waits_for_the_loop_though_the_alarm_rings_first() -> None:
+    taken = Taken(crowd(4))
+    taken.announce("a")
+    await iterations(2)
+    taken.announce("b", "c", "d")
+    taken.clock.advance(10_000 * US)
+    assert (taken.count, taken.submitted) == (0, ["a"])
+    await iterations(1)
+    assert (taken.count, taken.submitted) == (1, ["a", "b", "c", "d"])
+
+
+async def test_turn_is_taken_as_soon_as_it_is_seen_that_no_instance_is_left_to_be_kept_waiting() -> None:
+    taken = Taken(crowd())
+    taken.announce("a")
+    await iterations(2)
+    taken.announce("b")
+    taken.waiting = None
+    assert await taken.after(499) == 0
+    assert await taken.after(1) == 1
+
+
+async def test_turn_is_taken_as_soon_as_it_is_seen_that_somebody_has_hardly_any_time() -> None:
+    for left_ns, turns in ((50 * US - 1, 1), (50 * US, 0)):
+        taken = Taken(crowd())
+        taken.announce("a")
+        await iterations(2)
+        taken.announce("b")
+        taken.until_ns = taken.clock.now_ns() + 500 * US + left_ns
+        assert await taken.after(500) == turns
+        assert await taken.after(51) == 1
 
 
 async def test_turn_asked_for_again_while_another_one_was_put_off_has_its_own_time() -> None:

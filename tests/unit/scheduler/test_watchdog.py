@@ -40,6 +40,19 @@ def test_watchdog_tells_of_each_late_one_once_and_of_none_that_ended() -> None:
     assert late == ["a", "c", "b"]
 
 
+def test_watchdog_tells_of_one_in_time_though_others_have_begun_since_it_last_rang() -> None:
+    clock, late = ManualClock(), list[str]()
+    watchdog: Watchdog[str] = Watchdog(LIMIT_NS, clock, late.append)
+    for name, wait_ns in (("a", 50), ("b", 60), ("c", 39)):
+        watchdog.began(name)
+        clock.advance(wait_ns)
+    assert late == ["a"]
+    clock.advance(1)
+    assert late == ["a", "b"]
+    clock.advance(60)
+    assert late == ["a", "b", "c"]
+
+
 def test_limit_below_0_is_refused() -> None:
     with pytest.raises(PolicyError, match="execution_limit_ns: expected >= 0, got -1"):
         BatchPolicy(execution_limit_ns=-1)
@@ -91,6 +104,7 @@ async def test_execution_beyond_its_limit_fails_its_requests_and_the_next_wait_f
     assert (report.failed, type(report.error)) == (2, ExecutionTimeout)
     assert report.finished_ns - report.started_ns == LIMIT_NS
     assert bench.runners[0].stopped
+    assert not bench.batcher._queue._executing._batches, "nothing is kept of the requests"
     await one_turn()
     assert bench.batcher.waiting_requests == 3
     another: StepRunner[str, str] = StepRunner(bench.clock)
@@ -154,3 +168,13 @@ async def test_instance_for_a_closed_batcher_is_stopped(bench: WatchedBench) -> 
     bench.batcher.add(another)
     assert another.stopped
     assert isinstance(waiting.exception(), BatcherClosed)
+
+
+async def test_hang_that_nobody_is_told_of_ends_like_any_other() -> None:
+    bench = Bench(BatchPolicy(max_batch_rows=2, execution_limit_ns=LIMIT_NS))
+    (hung,) = await bench.submit("a")
+    bench.clock.advance(LIMIT_NS)
+    assert isinstance(hung.exception(), ExecutionTimeout)
+    assert bench.runner.stopped
+    bench.runner.finish(str.upper)
+    bench.batcher.close()

@@ -1,0 +1,151 @@
+"""For how many more requests the queue lets an idle instance be kept waiting, and until when."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from scheduler.batch_queue import BatchQueue
+from scheduler.errors import QueueFull
+from scheduler.policy import NEVER, BatchPolicy, QueueLimits, QueuePolicy
+from scheduler.waiting import Room
+
+MS = 1_000_000
+
+
+def waiting(*rows: int, room: tuple[int, int] = (0, 0), size_bytes: int = 0, **policy: Any) -> BatchQueue[str]:
+    """A queue in which requests of these rows wait; `room`: what may wait for all models."""
+    queue: BatchQueue[str] = BatchQueue(BatchPolicy(**{"max_batch_rows": 16, **policy}), room=Room(*room))
+    for count in rows:
+        queue.push("waits", count, "k", 0, size_bytes=size_bytes)
+    return queue
+
+
+@pytest.mark.parametrize(
+    ("rows", "announced", "more"),
+    [
+        ((), 0, 16),
+        ((1,), 0, 15),
+        ((1, 1), 3, 11),
+        ((2, 2, 2), 0, 5),  # of two rows each
+        ((2, 2, 2), 1, 5),  # nine rows are missing
+        ((8, 8), 0, 0),
+        ((8, 7), 1, 0),
+        ((8, 7), 2, 0),
+    ],
+)
+def test_it_is_worth_waiting_for_as_many_like_those_there_as_fill_a_batch(
+    rows: tuple[int, ...], announced: int, more: int
+) -> None:
+    assert waiting(*rows).worth_waiting_for(announced) == more
+
+
+def test_it_is_worth_waiting_for_the_smallest_preferred_size() -> None:
+    assert waiting(1, preferred_batch_rows=(4, 8)).worth_waiting_for(0) == 3
+    assert waiting(2, 3, preferred_batch_rows=(4, 8)).worth_waiting_for(0) == 0
+
+
+def test_it_is_worth_waiting_for_no_more_than_is_allowed_while_memory_is_short() -> None:
+    queue = waiting(1, 1)
+    queue.exhausted(8, 0)
+    assert queue.worth_waiting_for(0) == 2
+    queue.exhausted(4, 0)
+    assert queue.worth_waiting_for(0) == 0
+
+
+@pytest.mark.parametrize(
+    ("policy", "more"),
+    [
+        pytest.param({"queue": QueuePolicy(max_queue_size=6)}, 4, id="requests"),
+        pytest.param({"limits": QueueLimits(max_rows=9)}, 4, id="rows"),
+        pytest.param({"limits": QueueLimits(max_bytes=50)}, 3, id="bytes"),
+        pytest.param({"max_batch_requests": 5}, 3, id="requests of a batch"),
+        pytest.param({"room": (3, 0)}, 1, id="requests of all models"),
+        pytest.param({"room": (0, 40)}, 2, id="bytes of all models"),
+    ],
+)
+def test_it_is_worth_waiting_for_no_more_than_there_is_room_for(policy: dict[str, Any], more: int) -> None:
+    queue = waiting(1, 2, size_bytes=10, **policy)
+    assert queue.worth_waiting_for(0) == more
+    assert queue.worth_waiting_for(1) == more - 1
+    assert queue.worth_waiting_for(more + 1) == 0
+
+
+@pytest.mark.parametrize(
+    ("rows", "limits", "more"),
+    [
+        pytest.param((), QueueLimits(max_rows=9), 9, id="rows, nobody waits"),
+        pytest.param((1,), QueueLimits(max_rows=9), 8, id="rows, one waits"),
+        pytest.param((), QueueLimits(max_bytes=9), 9, id="bytes, nobody waits"),
+        pytest.param((1,), QueueLimits(max_bytes=9), 9, id="bytes, who waits has none"),
+    ],
+)
+def test_it_is_worth_waiting_for_as_many_as_may_come_where_nobody_shows_how_large_they_are(
+    rows: tuple[int, ...], limits: QueueLimits, more: int
+) -> None:
+    assert waiting(*rows, limits=limits).worth_waiting_for(0) == more
+
+
+def test_it_is_worth_waiting_for_as_many_as_any_level_has_room_for_that_waits() -> None:
+    queue: BatchQueue[str] = BatchQueue(
+        BatchPolicy(
+            max_batch_rows=16,
+            priority_levels=3,
+            default_priority_level=1,
+            priority_queue={2: QueuePolicy(max_queue_size=3), 3: QueuePolicy(max_queue_size=1)},
+        )
+    )
+    queue.push("unbounded", 1, "k", 0, priority=1)
+    assert queue.worth_waiting_for(0) == 15
+    queue.push("bounded", 1, "k", 0, priority=2)
+    assert queue.worth_waiting_for(0) == 2
+    queue.push("bounded", 1, "k", 0, priority=3)
+    assert queue.worth_waiting_for(0) == 0
+
+
+@pytest.mark.parametrize(
+    ("policy", "more"),
+    [
+        pytest.param({"queue": QueuePolicy(max_queue_size=5)}, 2, id="requests"),
+        pytest.param({"limits": QueueLimits(max_rows=24)}, 3, id="rows"),
+        pytest.param({"limits": QueueLimits(max_bytes=50)}, 2, id="bytes"),
+        pytest.param({"room": (5, 0)}, 2, id="requests of all models"),
+        pytest.param({"room": (0, 50)}, 2, id="bytes of all models"),
+    ],
+)
+def test_it_is_worth_waiting_for_no_more_than_there_is_room_for_besides_what_may_come_back(
+    policy: dict[str, Any], more: int
+) -> None:
+    queue = waiting(8, 8, 2, size_bytes=10, **policy)
+    (batch,) = queue.poll(0, idle=1).batches
+    assert batch.rows == 16
+    queue.reserve(batch)
+    assert queue.worth_waiting_for(0) == more
+    for _ in range(more):
+        queue.push("fits", 2, "k", 0, size_bytes=10)
+    with pytest.raises(QueueFull):
+        queue.push("refused", 2, "k", 0, size_bytes=10)
+    queue.release(batch)
+    assert queue.reserved == 0
+    queue.push("fits", 2, "k", 0, size_bytes=10)
+
+
+def test_it_is_worth_waiting_for_nobody_where_a_delay_is_configured_or_after_a_flush() -> None:
+    assert waiting(1, max_queue_delay_ns=MS).worth_waiting_for(0) == 0
+    queue = waiting(1)
+    queue.flush()
+    assert queue.worth_waiting_for(0) == 0
+
+
+def test_those_who_wait_can_spare_half_of_what_an_execution_leaves_the_first_who_has_to_go() -> None:
+    queue = waiting(1)
+    assert queue.spare_until_ns == NEVER
+    queue.latency.observe("k", 1, 5 * MS, 0)
+    assert queue.latency.longest_ns == 10 * MS
+    queue.push("later", 1, "k", 2 * MS, rpc_deadline_ns=90 * MS)
+    assert queue.spare_until_ns == (2 + 39) * MS
+    hasty = queue.push("hasty", 1, "k", 4 * MS, rpc_deadline_ns=34 * MS)
+    assert queue.spare_until_ns == (4 + 10) * MS
+    queue.cancel(hasty)
+    assert queue.spare_until_ns == (2 + 39) * MS
