@@ -339,12 +339,18 @@ class Batcher(Generic[P, R]):
         """Instances that are about to be done get what they go on with. `wake_ns` says when to look again."""
         step: Step[Pending[P, R]] = _NOTHING
         wanted = self._queue.requests and not self._suspects and not self._slots.idle
-        if wanted and (runners := self._ahead.about_to_end(now_ns)):
-            step = self._queue.poll(now_ns, len(runners), starts_ns=self._ahead.ends_ns(runners[-1]))
-            for runner, batch in zip(runners, step.batches, strict=False):
-                self._ahead.next[runner] = batch
-                self._queue.reserve(batch)
-                self._run(runner, batch, None)
+        for runner in self._ahead.about_to_end(now_ns) if wanted else ():
+            # One by one, as each has a moment of its own from which its batch can begin.
+            polled = self._queue.poll(now_ns, 1, starts_ns=self._ahead.ends_ns(runner))
+            step = polled._replace(
+                expired=(*step.expired, *polled.expired), unreachable=(*step.unreachable, *polled.unreachable)
+            )
+            if not polled.batches:
+                break
+            (batch,) = polled.batches
+            self._ahead.next[runner] = batch
+            self._queue.reserve(batch)
+            self._run(runner, batch, None)
         return step._replace(wake_ns=_first(step.wake_ns, self._ahead.wake_ns(now_ns, requests=self._queue.requests)))
 
     def _recall(self, now_ns: int) -> None:

@@ -76,7 +76,6 @@ class Slots(Generic[R]):
             free.remove(runner)
             free.insert(0, runner)
         if group in self._idle:
-            del self._idle[group]
             self._idle = {group: None, **self._idle}
 
     def remove(self, runner: R) -> None:

@@ -51,6 +51,7 @@ class Watchdog(Generic[T]):
         for what in [one for one, due_ns in self._due_ns.items() if due_ns <= now_ns]:
             del self._due_ns[what]
             self._on_late(what)
-        if self._due_ns and not self._is_set:
+        if self._due_ns:
+            # Whoever was told may have begun others, which are due later.
             self._is_set = True
             self._alarm.set(next(iter(self._due_ns.values())))

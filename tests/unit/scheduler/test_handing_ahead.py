@@ -427,3 +427,19 @@ async def test_thread_goes_on_by_itself_and_gives_back_only_what_it_has_not_begu
     assert [end.executed.results for end in ends if end.executed] == [["a"], ["b"]]
     assert begun == [["a"], ["b"]]
     runner.stop()
+
+
+async def test_batch_begins_when_the_instance_ends_that_it_is_handed_to() -> None:
+    """And not when the last of those ends that are about to: so a caller isn't refused who can be answered in time."""
+    bench = StagingBench(instances=2)
+    await bench.learn()
+    began_ns = bench.clock.now_ns()
+    await bench.submit("a", "b")
+    bench.clock.advance(3 * MS // 2)
+    await bench.submit("c", "d")
+    bench.clock.advance(LONG_NS - 2 * MS)
+    assert all(runner.busy for runner in bench.runners)
+    (hurried,) = await bench.submit("e", rpc_deadline_ns=began_ns + 2 * LONG_NS + MS)
+    assert not hurried.done()
+    assert [runner.next for runner in bench.runners].count(["e"]) == 1
+    bench.batcher.close()

@@ -89,6 +89,22 @@ async def test_execution_within_its_limit_is_answered(bench: WatchedBench) -> No
     assert bench.told == []
 
 
+def test_what_begins_while_others_are_told_of_keeps_nobody_waiting() -> None:
+    clock, late = ManualClock(), list[tuple[str, int]]()
+
+    def on_late(what: str) -> None:
+        late.append((what, clock.now_ns()))
+        if what == "a":
+            watchdog.began("c")
+
+    watchdog: Watchdog[str] = Watchdog(LIMIT_NS, clock, on_late)
+    watchdog.began("a")
+    clock.advance(LIMIT_NS // 2)
+    watchdog.began("b")
+    clock.advance(10 * LIMIT_NS)
+    assert late == [("a", LIMIT_NS), ("b", LIMIT_NS + LIMIT_NS // 2), ("c", 2 * LIMIT_NS)]
+
+
 async def test_execution_beyond_its_limit_fails_its_requests_and_the_next_wait_for_another_instance(
     bench: WatchedBench,
 ) -> None:
