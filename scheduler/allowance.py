@@ -58,7 +58,7 @@ class Allowance:
 
     def forgive(self, before: Allowed) -> None:
         """It was none: be as `before`. Of two at a time both may be none, so that more is allowed by now."""
-        if before.rows > self.rows:
+        if before.rows >= self.rows:
             self.rows, self._pause_ns, self._grew, self.due_ns = before
 
     def grow(self, now_ns: int) -> None:

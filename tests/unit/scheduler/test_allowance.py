@@ -122,3 +122,12 @@ def test_shortages_of_two_at_a_time_that_are_both_forgiven_leave_all_that_was_al
     allowance.forgive(one)
     allowance.forgive(other)
     assert allowance.rows == 32
+
+
+def test_shortage_that_allowed_no_less_and_is_forgiven_puts_nothing_off() -> None:
+    allowance = Allowance(32)
+    allowance.exhausted(32, 0)
+    before = allowance.exhausted(32, PAUSE_NS // 2)
+    assert (allowance.rows, allowance.due_ns) == (16, PAUSE_NS // 2 + PAUSE_NS)
+    allowance.forgive(before)
+    assert (allowance.rows, allowance.due_ns) == (16, PAUSE_NS)
