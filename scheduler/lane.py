@@ -95,9 +95,9 @@ class Entry(Generic[T]):
 class Lane(Generic[T]):
     """Entries of one shape key by ascending order.
 
-    They lie in sections, in each of which new entries go to the end. add and remove are O(1) plus
-    the bisection for a section's first entry. An entry that found the lane empty is `only` kept at hand: where shapes
-    are many, most lanes never see a second one.
+    They lie in sections, in each of which new entries go to the end. add and remove are O(1) plus the bisection for a
+    section's first entry. An entry that found the lane empty is `only` kept at hand: where shapes are many, most lanes
+    never see a second one.
 
     The walk adds entries from the front while their rows stay within the largest preferred size. `prefix` counts the
     entries that may leave at once (0: none yet); `closed` says that further entries at the end can't change that.

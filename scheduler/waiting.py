@@ -119,9 +119,8 @@ class Waiting:
         if self._max_rows:
             bounds.append((self._max_rows - self.rows - self._reserved_rows) * requests // max(1, self.rows))
         if self._max_bytes:
-            bounds.append(
-                (self._max_bytes - self.size_bytes - self._reserved_bytes) * requests // max(1, self.size_bytes)
-            )
+            left_bytes = self._max_bytes - self.size_bytes - self._reserved_bytes
+            bounds.append(left_bytes * requests // max(1, self.size_bytes))
         if (room := self._room) is not None:
             bounds.append(room.most_requests - room.requests)
             bounds.append((room.most_bytes - room.size_bytes) * requests // max(1, self.size_bytes))

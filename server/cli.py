@@ -136,12 +136,7 @@ _MOST_ROWS = 2**31 - 1
     help="A model to load at the start, in mode explicit; '*' alone: all.",
 )
 @flag("model-load-thread-count", 4, "Models to load at the same time.", type=click.IntRange(1))
-@flag(
-    "model-load-retry-count",
-    0,
-    "How often to try a load again that fails.",
-    type=click.IntRange(0),
-)
+@flag("model-load-retry-count", 0, "How often to try a load again that fails.", type=click.IntRange(0))
 @click.option(
     "--backend-config",
     cls=Repeatable,

@@ -90,7 +90,7 @@ class OnnxModelApart:
             raise
 
     def _open_again(self, process: ModelProcess) -> None:
-        if _opened(process, replace(self._job, device=process.device)) != self._found:
+        if _opened(process, replace(self._job, device=process.device)).spec != self.spec:
             process.close()
             raise LoadError(f"model '{self._job.name}': its file has other tensors now; load it again")
 

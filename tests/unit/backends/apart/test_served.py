@@ -320,6 +320,21 @@ def test_instance_of_a_file_that_has_changed_meanwhile_cannot_be_had(tmp_path: P
                 model.instance(spec, CPU)
 
 
+def test_instance_of_a_file_that_computes_otherwise_by_now_is_had(tmp_path: Path) -> None:
+    """What counts is what it takes and gives."""
+    given = np.array([[1]], np.int64)
+    twin = models.dynamically_quantized()
+    twin.graph.ClearField("node")
+    twin.graph.node.append(onnx.helper.make_node("Gather", ["table", "INPUT0"], ["OUTPUT0"]))
+    with opened(source_of(tmp_path, models.dynamically_quantized())) as model:
+        spec = batched(model.spec)
+        with serving(model, spec):
+            models.write(twin, tmp_path / "model.onnx")
+            (result,) = executed(model, spec, [[given]])
+            assert not isinstance(result, Exception)
+            assert result[0].tolist() == [[[3.0, 4.0]]]
+
+
 class Counted:
     """How often files are needed."""
 
