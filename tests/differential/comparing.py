@@ -15,8 +15,9 @@ from google.protobuf.json_format import MessageToDict
 from google.protobuf.message import Message
 
 from protos.inference_pb2_grpc import GRPCInferenceServiceStub
+from tests.polling import eventually
 
-__all__ = ["Answer", "Call", "answer_of", "differences", "faults_here"]
+__all__ = ["Answer", "Call", "answer_of", "differences", "faults_here", "lasting_answer_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +65,18 @@ def answer_of(channel: grpc.Channel, call: Call) -> Answer:
         failure: Any = error
         return Answer(failure.code().name, failure.details() or "")
     return Answer("OK", reply=MessageToDict(reply, preserving_proto_field_name=True))
+
+
+def lasting_answer_of(channel: grpc.Channel, call: Call) -> Answer:
+    """The same, asked again while a model is on its way: Triton answers that it unloads one before it has."""
+    answers: list[Answer] = []
+
+    def is_lasting() -> bool:
+        answers.append(answer_of(channel, call))
+        return "UNLOADING" not in str(answers[-1])
+
+    eventually(is_lasting, f"no model that is being unloaded, of '{call.what}'")
+    return answers[-1]
 
 
 def differences(call: Call, triton: Answer, here: Answer) -> list[str]:

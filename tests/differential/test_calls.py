@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.differential.calls import CALLS, HARMFUL
-from tests.differential.comparing import Call, answer_of, differences
+from tests.differential.comparing import Call, answer_of, differences, lasting_answer_of
 from tests.differential.pair import Both, serving_both
 from tests.differential.repository import MODELS
 
@@ -15,7 +15,7 @@ from tests.differential.repository import MODELS
 # In the order of the list: what some change, later ones see.
 @pytest.mark.parametrize("call", CALLS, ids=lambda call: f"{call.rpc}: {call.what}")
 def test_call_is_answered_alike_or_as_documented(call: Call, both: Both) -> None:
-    found = differences(call, answer_of(both.triton.channel, call), answer_of(both.here.channel, call))
+    found = differences(call, lasting_answer_of(both.triton.channel, call), answer_of(both.here.channel, call))
     assert not found, "\n".join(found)
 
 
