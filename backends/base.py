@@ -39,6 +39,8 @@ __all__ = [
     "ModelSpec",
     "Mortal",
     "OpenModel",
+    "Room",
+    "Roomy",
     "Rounding",
     "Slot",
     "Slotted",
@@ -318,8 +320,22 @@ class Mortal(Protocol):
         abandoned. `close` follows all the same."""
 
 
+Room = Callable[[int, tuple[int, ...]], Array | None]
+"""Where input number so and so of that shape may be written, rather than to memory of one's own; None: nowhere."""
+
+
 @runtime_checkable
-class Slot(ModelInstance, Protocol):
+class Roomy(Protocol):
+    """An instance that has memory of its own for what is joined, from which it needn't be copied again."""
+
+    def room(self, index: int, shape: tuple[int, ...]) -> Array | None:
+        """`Room`, for the batch that is executed next: if all of that input is one array, this one, nothing is copied.
+        It is written to and given before that, and not afterwards. What was there before is gone. On the thread that
+        executes; raises as `execute`."""
+
+
+@runtime_checkable
+class Slot(ModelInstance, Roomy, Protocol):
     """One of the places of a `Slotted` instance, where a batch is got ready while another's computes."""
 
     @property
@@ -342,11 +358,6 @@ class Slot(ModelInstance, Protocol):
     def prepare(self, requests: Sequence[Tensors], padded_rows: int = 0) -> None:
         """Execute, on the thread that `start` has run things, and remember what makes that shape quick. Before `start`.
         Blocks; raises as `execute`."""
-
-    def room(self, index: int, shape: tuple[int, ...]) -> Array:
-        """Where input `index` of that shape may be written, rather than to memory of one's own: of a request that is
-        executed alone, next, and brings it as it is, nothing is copied. What was there before is gone. On the thread
-        that executes; raises as `execute`."""
 
     def start(self, name: str, function: Callable[[], None]) -> None:
         """Have the slot's own thread, called `name` from then on, run `function`. It is to call `execute` there."""

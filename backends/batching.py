@@ -14,20 +14,17 @@ from typing import cast
 
 import numpy as np
 
-from backends.base import Array, Execution, ModelSpec, Tensors, TensorSpec
+from backends.base import Array, Execution, ModelSpec, Room, Tensors, TensorSpec
 from backends.errors import ExecutionError
+from backends.joining import LEAST_ELEMENTS, join_into
 from backends.packed import Packed, are_alike, stacked
 from backends.shares import Outputs, Share
 from protos.datatypes import by_name
 
-__all__ = ["LEAST_ELEMENTS", "Run", "check_outputs", "rows_of", "run_batch", "shares", "split", "stack", "wrong_count"]
+__all__ = ["Run", "check_outputs", "rows_of", "run_batch", "shares", "split", "stack", "wrong_count"]
 
 _ALIGNMENT_BYTES = 16
 """Of what malloc gives, and so of the arrays and the bytes objects of C and Python."""
-
-LEAST_ELEMENTS = 500
-"""From so many on numpy lets go of the interpreter for each array that it copies. Beside a busy event loop each time
-may cost as long as threads hold on to it: half a millisecond, for a copy of half a microsecond."""
 
 _shape_of = attrgetter("shape")
 _dtype_of = attrgetter("dtype")
@@ -40,13 +37,14 @@ def rows_of(requests: Sequence[Tensors]) -> list[int]:
     return [request[0].shape[0] for request in requests]
 
 
-def stack(requests: Sequence[Tensors], padding_rows: int = 0) -> list[Array]:
+def stack(requests: Sequence[Tensors], padding_rows: int = 0, room: Room | None = None) -> list[Array]:
     """One C-contiguous array per input: the requests' arrays joined along axis 0, in order.
 
     One copy of every row; none for a batch of one, whose own arrays come back (copied only if they aren't contiguous,
     or begin where no array of numpy's would: kernels may count on that).
     All requests must agree, input by input, in datatype and trailing dimensions; ExecutionError if dimensions differ.
-    `padding_rows` copies of the last row follow: the model has to cope with that one anyhow.
+    `padding_rows` copies of the last row follow: the model has to cope with that one anyhow. What is joined lies in
+    `room`, where that has any.
     """
     # hot path: 0.3 us per array above the copy itself; what page faults of fresh memory add, see bench/README.md
     if padding_rows:
@@ -54,16 +52,19 @@ def stack(requests: Sequence[Tensors], padding_rows: int = 0) -> list[Array]:
     if len(requests) == 1:
         return [array if _is_ready(array) else array.copy(order="C") for array in requests[0]]
     try:
-        return [_joined(column) for column in zip(*requests, strict=True)]
+        return [_joined(column, index, room) for index, column in enumerate(zip(*requests, strict=True))]
     except ValueError as error:
         raise ExecutionError(f"requests of one batch don't fit together: {error}") from error
 
 
-def _joined(column: Sequence[Array]) -> Array:
-    """`column` along axis 0, in memory of its own. Raises ValueError if they don't fit together."""
+def _joined(column: Sequence[Array], index: int, room: Room | None) -> Array:
+    """`column`, of input `index`, along axis 0. Raises ValueError or ExecutionError if they don't fit together."""
     shape = _common_shape(column) if column[0].size >= LEAST_ELEMENTS else None
     if shape is None:
         return _joined_by_numpy(column)
+    if room is not None and (target := room(index, shape)) is not None:
+        join_into(target, column, 0)
+        return target
     try:
         # Lets go of the interpreter once if it is more than a MiB, else never. Unlike `bytes` it may be written to.
         data = bytearray().join(cast("Sequence[memoryview]", column))
@@ -146,8 +147,11 @@ def wrong_count(spec: ModelSpec, requests: int) -> ValueError:
     return ValueError(f"expected {'one or more requests' if spec.batched else 'one request'}, got {requests}")
 
 
-def run_batch(spec: ModelSpec, requests: Sequence[Tensors], run: Run, padded_rows: int = 0) -> Execution:
+def run_batch(
+    spec: ModelSpec, requests: Sequence[Tensors], run: Run, padded_rows: int = 0, room: Room | None = None
+) -> Execution:
     """Stack `requests`, call `run` once with one array per input, split what it returns; with the time each step took.
+    What is stacked lies in `room`, where that has any.
 
     What `run` raises passes through. A spec that isn't batched takes exactly one request; ValueError otherwise, and for
     no request at all: those are the caller's mistakes, no model's.
@@ -159,11 +163,11 @@ def run_batch(spec: ModelSpec, requests: Sequence[Tensors], run: Run, padded_row
         packed = cast("Sequence[Packed]", requests)
         rows = [packed[0].layout.rows] * len(packed)
         padding = max(0, padded_rows - sum(rows))
-        inputs = stacked(packed, padding)
+        inputs = stacked(packed, padding, room)
     else:
         rows = rows_of(requests) if spec.batched else [1]
         padding = max(0, padded_rows - sum(rows)) if spec.batched else 0
-        inputs = stack(requests, padding)
+        inputs = stack(requests, padding, room)
     stacked_ns = monotonic_ns()
     outputs = run(inputs)
     ran_ns = monotonic_ns()

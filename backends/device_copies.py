@@ -15,8 +15,9 @@ from typing import NamedTuple, cast
 from backends.accelerator import Stream
 from backends.base import Array, DeviceTensor, Targets, Tensors
 from backends.errors import DeviceError, ExecutionError, SessionError
+from backends.joining import join_into
 from backends.onnx_failures import device_failure
-from backends.staging import DType, Shape, join_into
+from backends.staging import DType, Shape
 
 __all__ = ["Made", "gather", "leave", "with_left"]
 

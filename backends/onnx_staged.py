@@ -26,13 +26,14 @@ from backends.batching import rows_of, split, wrong_count
 from backends.device_copies import Made, gather, leave, with_left
 from backends.errors import DeviceError, DeviceLost, ExecutionError, LoadError, OutOfMemory, SessionError, StalePlan
 from backends.home import Home
+from backends.joining import join_into
 from backends.onnx_captures import captures
 from backends.onnx_failures import device_failure, failure
 from backends.onnx_instance import from_ortvalue
 from backends.onnx_options import OnnxOptions
 from backends.onnx_sessions import NO_GRAPH, OpenSession
 from backends.onnx_shared import Bound, Shared, StagedTensor
-from backends.staging import Growing, Shape, array_in, join_into
+from backends.staging import Growing, Shape, array_in
 
 __all__ = ["StagedInstance"]
 

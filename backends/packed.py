@@ -12,7 +12,8 @@ from typing import Any, overload
 
 import numpy as np
 
-from backends.base import Array
+from backends.base import Array, Room
+from backends.joining import join_into
 
 __all__ = ["Layout", "Packed", "are_alike", "stacked"]
 
@@ -76,20 +77,25 @@ def are_alike(requests: Sequence[Sequence[Any]]) -> bool:
     return not [one for one in requests if type(one) is not Packed or one.layout is not layout]
 
 
-def stacked(requests: Sequence[Packed], padding_rows: int) -> list[Array]:
+def stacked(requests: Sequence[Packed], padding_rows: int, room: Room | None = None) -> list[Array]:
     """One C-contiguous array per tensor, the requests' rows along axis 0, in order, and `padding_rows` copies of the
-    last one. One copy of large tensors, two of small ones."""
+    last one. One copy of large tensors, which lie in `room` where that has any, two of small ones."""
     # hot path: 0.2 us a tensor
     layout, columns = requests[0].layout, []
     rows = len(requests) * layout.rows + padding_rows
-    for index, (dtype, shape, size_bytes) in enumerate(layout.tensors):
+    for index, (dtype, one_shape, size_bytes) in enumerate(layout.tensors):
+        shape, is_large = (rows, *one_shape[1:]), size_bytes > _COPIED_TWICE_BYTES
+        if is_large and room is not None and (target := room(index, shape)) is not None:
+            join_into(target, [one[index] for one in requests], padding_rows)
+            columns.append(target)
+            continue
         pieces: list[bytes | memoryview]
-        if size_bytes <= _COPIED_TWICE_BYTES:
-            pieces = [one.data[(start := one.starts[index]) : start + size_bytes] for one in requests]
-        else:
+        if is_large:
             pieces = [memoryview(one.data)[(start := one.starts[index]) : start + size_bytes] for one in requests]
+        else:
+            pieces = [one.data[(start := one.starts[index]) : start + size_bytes] for one in requests]
         if padding_rows:
             pieces += repeat(pieces[-1][size_bytes - size_bytes // layout.rows :], padding_rows)
         # Unlike `bytes` it may be written to. Lets go of the interpreter once if it is more than a MiB, else never.
-        columns.append(np.ndarray((rows, *shape[1:]), dtype, bytearray().join(pieces)))
+        columns.append(np.ndarray(shape, dtype, bytearray().join(pieces)))
     return columns

@@ -17,7 +17,7 @@ from time import monotonic_ns
 
 import numpy as np
 
-from backends.base import MISSING, Array, BatchOutput, Execution, ModelSpec, Tensors, TensorSpec
+from backends.base import MISSING, Array, BatchOutput, Execution, ModelSpec, Room, Tensors, TensorSpec
 from backends.batch_inputs import batch_input
 from backends.batching import Run, check_outputs, rows_of, run_batch, split, stack, wrong_count
 from backends.errors import ExecutionError
@@ -34,10 +34,10 @@ Join = Callable[[Sequence[Array], int], Array]
 Cut = Callable[[Array, Sequence[Tensors], list[int]], Sequence[Array]]
 
 
-def batch_runner(spec: ModelSpec) -> BatchRunner:
-    """How instances that serve `spec` execute a batch."""
+def batch_runner(spec: ModelSpec, room: Room | None = None) -> BatchRunner:
+    """How instances that serve `spec` execute a batch; rows are stacked in `room`, where that has any."""
     seen = as_the_model_sees(spec)
-    return partial(run_batch, seen) if spec.by_rows else _MixedBatches(seen).run
+    return partial(run_batch, seen, room=room) if spec.by_rows else _MixedBatches(seen).run
 
 
 def row_counter(spec: ModelSpec) -> RowCounter:

@@ -9,25 +9,20 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
 import numpy as np
 
 from backends.accelerator import HostMemory, Memory
 from backends.base import Array
-from backends.batching import LEAST_ELEMENTS
-from backends.errors import ExecutionError
 
-__all__ = ["DType", "Growing", "OutputPool", "Shape", "array_in", "join_into"]
+__all__ = ["DType", "Growing", "OutputPool", "Shape", "array_in"]
 
 _GRANULE_BYTES = 256
 """What sizes are rounded up to; also the size for tensors without elements, which need an address all the same."""
 _KEPT_BLOCKS = 8
 """Of an output, kept for later batches: as many are in use at a time only where answers leave slowly."""
-
-_MOST_BYTES = 2**20
-"""Of one request that are copied without letting go of the interpreter: beyond, others would wait for it too long."""
 
 _UINT8 = np.dtype(np.uint8)
 
@@ -117,48 +112,6 @@ class _Block(np.ndarray[Any, np.dtype[np.uint8]]):
 def array_in(memory: HostMemory, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Array:
     """The first bytes of `memory` as an array; it must not outlive the memory."""
     return np.ndarray(shape, dtype, memory.buffer)  # type: ignore[arg-type]
-
-
-def join_into(target: Array, arrays: Sequence[Array], padding: int) -> None:
-    """Write `arrays` one after the other along axis 0 of `target`, and the last row again into its `padding` last rows.
-
-    One copy, whatever their layout. `target` is C-contiguous and has the rows of all of them. ExecutionError if they
-    don't fit.
-    """
-    # hot path: as `batching.stack`, but to memory that is there already
-    own = target[: len(target) - padding] if padding else target
-    if arrays[0].size < LEAST_ELEMENTS or arrays[0].nbytes > _MOST_BYTES or not _join_holding_on(own, arrays):
-        _join_by_numpy(own, arrays)
-    if padding:
-        target[-padding:] = arrays[-1][-1:]
-
-
-def _join_holding_on(target: Array, arrays: Sequence[Array]) -> bool:
-    """Without letting go of the interpreter during a copy. False, with whatever written, if the arrays aren't laid out
-    like `target`."""
-    dtype, dims = target.dtype, target.shape[1:]
-    room, begin = target.data.cast("B"), 0
-    try:
-        for array in arrays:
-            if array.dtype != dtype or array.shape[1:] != dims:
-                return False
-            data = array.data.cast("B")
-            end = begin + data.nbytes
-            room[begin:end] = data
-            begin = end
-    except TypeError:  # not in C order, or without elements
-        return False
-    return True
-
-
-def _join_by_numpy(target: Array, arrays: Sequence[Array]) -> None:
-    try:
-        if len(arrays) == 1:
-            np.copyto(target, arrays[0], casting="no")
-        else:
-            np.concatenate(arrays, out=target, casting="no")
-    except (ValueError, TypeError) as error:
-        raise ExecutionError(f"requests of one batch don't fit together: {error}") from error
 
 
 def _rounded(size_bytes: int) -> int:

@@ -11,11 +11,11 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from itertools import accumulate
 from time import monotonic_ns
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 
-from backends.base import Array, DeviceTensor, Execution, ModelSpec, Slot, Targets, Tensors
+from backends.base import Array, DeviceTensor, Execution, ModelSpec, Room, Slot, Targets, Tensors
 from backends.batching import shares
 from backends.packed import Packed
 from server.bulk_copy import Piece, copy_all
@@ -23,20 +23,17 @@ from server.errors import InvalidRequest
 from server.region_tensors import Directed, Input, Inputs, RegionTensor
 from server.regions import Region
 
-__all__ = ["Execute", "ExecuteInputs", "Room", "reading", "reading_by"]
+__all__ = ["Execute", "ExecuteInputs", "reading", "reading_by"]
 
 Execute = Callable[[Sequence[Tensors], int], Execution]
 ExecuteInputs = Callable[[Sequence[Inputs], int], Execution]
-
-Room = Callable[[int, tuple[int, ...]], Array]
-"""Where to read input number so and so of that shape to."""
 
 _Failures = dict[int, InvalidRequest]
 """By the place of the request in its batch."""
 
 
 def reading(execute: Execute, spec: ModelSpec, room: Room | None = None) -> ExecuteInputs:
-    """`execute`, an instance's, for requests some of whose inputs aren't read yet. `room`: its own (`Slot.room`).
+    """`execute`, an instance's, for requests some of whose inputs aren't read yet. `room`: its own (`Roomy`).
 
     A request whose inputs can't be read gets an InvalidRequest in the place of its results.
     """
@@ -133,11 +130,7 @@ def _joined(
 ) -> Execution:
     """All read into the rows of one request as large as the batch: stacking would be a second copy."""
     rows = max(sum(inputs[0].shape[0] for inputs in requests), padded_rows)
-    columns: list[Array] = [
-        np.empty(shape, first.dtype) if room is None else room(index, shape)
-        for index, first in enumerate(requests[0])
-        for shape in ((rows, *first.shape[1:]),)
-    ]
+    columns = [_column(index, (rows, *first.shape[1:]), first.dtype, room) for index, first in enumerate(requests[0])]
     bounds = _fill_at_once(columns, requests) or _fill_one_by_one(columns, requests, failures)
     if len(bounds) == 1:
         return _timed(execute, [], rows, began_ns)
@@ -147,6 +140,12 @@ def _joined(
     done = _timed(execute, [columns], rows, began_ns)
     outputs = cast("Tensors", done.results[0])
     return replace(done, results=shares(outputs, bounds))
+
+
+def _column(index: int, shape: tuple[int, ...], dtype: np.dtype[Any], room: Room | None) -> Array:
+    """Where that input is to be read to."""
+    there = None if room is None else room(index, shape)
+    return np.empty(shape, dtype) if there is None else there
 
 
 def _fill_at_once(columns: Sequence[Array], requests: Sequence[Inputs]) -> list[int] | None:

@@ -10,7 +10,7 @@ import secrets
 from collections.abc import Callable
 from typing import Any, cast
 
-from backends.base import ModelInstance, Slot, Tensors
+from backends.base import ModelInstance, Roomy, Slot, Tensors
 from backends.errors import InstanceLost, OutOfMemory, ProcessError, ProcessGone, SessionError, StalePlan
 from backends.remote import RemoteModel
 from scheduler.batcher import Batcher
@@ -125,7 +125,7 @@ class ServedModel:
         if isinstance(instance, Slot):
             execute = reading_by(instance, self.spec)
         else:
-            execute = reading(instance.execute, self.spec)
+            execute = reading(instance.execute, self.spec, instance.room if isinstance(instance, Roomy) else None)
         return leaving(execute) if self.leaves_outputs else execute
 
     def start(self) -> None:

@@ -13,6 +13,7 @@ from backends.base import Array, Device, Execution, ModelSpec, Tensors
 from backends.errors import DeviceLost, ProcessError, ProcessGone
 from backends.python.process import ModelProcess
 from backends.ragged import batch_input_tensors, batch_runner
+from protos.datatypes import by_name
 
 __all__ = ["PythonInstance"]
 
@@ -22,7 +23,8 @@ class PythonInstance:
 
     def __init__(self, spec: ModelSpec, process: ModelProcess) -> None:
         self._device = process.device
-        self._run_batch = batch_runner(spec)
+        self._run_batch = batch_runner(spec, self.room)
+        self._dtypes = tuple(by_name(tensor.datatype).dtype for tensor in spec.inputs)
         self._inputs = tuple(tensor.name for tensor in (*spec.inputs, *batch_input_tensors(spec)))
         self._outputs = tuple(tensor.name for tensor in spec.outputs)
         # None once it is closed: a process has memory, and whoever knows the instance may live on.
@@ -44,6 +46,11 @@ class PythonInstance:
 
     def execute(self, requests: Sequence[Tensors], padded_rows: int = 0) -> Execution:
         return self._run_batch(requests, self._run, padded_rows)
+
+    def room(self, index: int, shape: tuple[int, ...]) -> Array | None:
+        """`Roomy`: where the process finds it."""
+        process = self._process
+        return None if process is None else process.room(index, self._dtypes[index], shape)
 
     def when_lost(self, call: Callable[[BaseException], None]) -> None:
         self._has_executed = False

@@ -16,6 +16,9 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
+
+import numpy as np
 
 import backends
 from backends.base import Array, Device, ModelSource, Tensors
@@ -136,6 +139,11 @@ class ModelProcess:
             self.close()
             raise LoadError(f"model '{source.name}': {answer[1]}")
         return answer[1], answer[2]
+
+    def room(self, number: int, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Array | None:
+        """Where array `number` of those that are executed next may be made, rather than copied there; None: nowhere. On
+        the thread that executes."""
+        return self._line.room(number, dtype, shape)
 
     def execute(self, arrays: Sequence[Array], names: Sequence[str], wanted: Sequence[str]) -> Tensors:
         """The outputs that the model makes of `arrays`: views of memory that is free again once they are dropped.

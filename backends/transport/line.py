@@ -7,16 +7,19 @@ places which aren't needed any more are told along with the next message, and no
 
 from __future__ import annotations
 
+import math
 import socket
 from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from backends.base import Array
 from backends.transport.frames import FrameReader, Message, frame
 from backends.transport.link import RemoteEnd, connect
 from backends.transport.memory import Memory, Window
-from backends.transport.parcel import Parcel, pack, pack_inline, unpack
+from backends.transport.parcel import Parcel, Place, needs_room, pack, pack_inline, unpack
 
 __all__ = ["Line"]
 
@@ -30,6 +33,7 @@ class Line:
         """Takes over `end`, and the descriptor `other` of the other end's memory."""
         self._socket = end
         self._own = own
+        self._rooms: dict[int, tuple[Array, Place]] = {}
         self._gone: deque[int] = deque()
         gone = self._gone
 
@@ -59,11 +63,35 @@ class Line:
         """What is taken of this end's own memory, as far as this end knows."""
         return self._own.used_bytes
 
+    def room(self, number: int, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Array | None:
+        """An array with whatever was there, for one of those that are packed next, which then isn't copied, and is the
+        other end's from then on. A further one of that `number` takes its place. None if it would ride in the
+        message."""
+        if (before := self._rooms.pop(number, None)) is not None:
+            self._own.free(before[1][0])
+        if not needs_room(dtype, shape):
+            return None
+        size = math.prod(shape) * dtype.itemsize
+        start = self._own.allocate(size)
+        if start is None:
+            return None
+        array = self._own.array(start, dtype, shape)
+        self._rooms[number] = array, (start, size)
+        return array
+
     def pack(self, arrays: Sequence[Array]) -> Parcel:
         """Copy `arrays` to where the other end finds them: into the message where memory has no room. To be sent.
 
         Raises TypeError or ValueError for elements of object arrays that aren't `bytes`."""
-        parcel = pack(arrays, self._own)
+        rooms, self._rooms = [*self._rooms.values()], {}
+        parcel = None
+        try:
+            parcel = pack(arrays, self._own, {id(array): place for array, place in rooms})
+        finally:
+            taken = () if parcel is None else set(map(id, arrays))
+            for array, (start, _) in rooms:
+                if id(array) not in taken:
+                    self._own.free(start)
         return pack_inline(arrays) if parcel is None else parcel
 
     def unpack(self, parcel: Parcel) -> tuple[Array, ...]:

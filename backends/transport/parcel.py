@@ -5,7 +5,8 @@ Lives here: `pack` and `unpack`. Must not: sockets, or what the tensors are for.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from functools import cache
 from itertools import accumulate
 from typing import Any, TypeAlias
@@ -16,7 +17,7 @@ from backends.base import MISSING, Array
 from backends.transport.arena import ALIGNMENT
 from backends.transport.memory import Memory, Window
 
-__all__ = ["Parcel", "is_inline", "pack", "pack_inline", "unpack"]
+__all__ = ["Parcel", "Place", "is_inline", "needs_room", "pack", "pack_inline", "unpack"]
 
 _INLINE_BYTES = 8 * 1024
 """Up to so many bytes a tensor rides in the message. A place has to be found, made an array, dropped and given back,
@@ -24,17 +25,23 @@ _INLINE_BYTES = 8 * 1024
 
 _LENGTHS = np.dtype("<u4")
 
-Tensor: TypeAlias = tuple[str, tuple[int, ...], bytes | int] | None
-"""Dtype, shape, and the bytes themselves or their distance from the parcel's start; None for MISSING. Of object arrays
-the bytes are the length of each element as a uint32, and then the elements."""
+Place: TypeAlias = tuple[int, int]
+"""Its start in shared memory, and its size in bytes."""
+
+Tensor: TypeAlias = tuple[str, tuple[int, ...], bytes | int | Place] | None
+"""Dtype, shape, and the bytes themselves, their distance from the parcel's start, or a place of their own; None for
+MISSING. Of object arrays the bytes are the length of each element as a uint32, and then the elements."""
 
 Parcel: TypeAlias = tuple[int, int, tuple[Tensor, ...]]
 """Start and size of its place in shared memory, both 0 if it has none, and its tensors."""
 
+_NOWHERE: Mapping[int, Place] = {}
+
 
 # hot path: 1 us for a small tensor, 3 us and the copy for others
-def pack(arrays: Sequence[Array], memory: Memory) -> Parcel | None:
+def pack(arrays: Sequence[Array], memory: Memory, there: Mapping[int, Place] = _NOWHERE) -> Parcel | None:
     """A parcel of `arrays`, copied; its place is taken until the start of that is freed. None if there is no room.
+    Those whose `id` is in `there` are at that place of `memory`, and aren't copied.
 
     Raises TypeError or ValueError for elements of object arrays that aren't `bytes`, or have 4 GiB.
     """
@@ -46,6 +53,9 @@ def pack(arrays: Sequence[Array], memory: Memory) -> Parcel | None:
             tensors.append(None)
             continue
         dtype, data = array.dtype, array
+        if there and (place := there.get(id(array))) is not None:
+            tensors.append((dtype.str, array.shape, place))
+            continue
         if dtype.hasobject:
             data = _elements(array)
         if data.nbytes <= _INLINE_BYTES:
@@ -62,6 +72,11 @@ def pack(arrays: Sequence[Array], memory: Memory) -> Parcel | None:
     for offset, data in large:
         memory.array(start + offset, data.dtype, data.shape)[...] = data
     return start, size, tuple(tensors)
+
+
+def needs_room(dtype: np.dtype[Any], shape: tuple[int, ...]) -> bool:
+    """Whether an array of that kind takes a place, and might as well be made there."""
+    return not dtype.hasobject and math.prod(shape) * dtype.itemsize > _INLINE_BYTES
 
 
 def is_inline(arrays: Sequence[Array]) -> bool:
@@ -87,14 +102,16 @@ def unpack(parcel: Parcel, window: Window) -> tuple[Array, ...]:
     Object arrays are new."""
     start, size, tensors = parcel
     place = window.place(start, size) if size else None
-    return tuple(MISSING if tensor is None else _unpacked(tensor, place) for tensor in tensors)
+    return tuple(MISSING if tensor is None else _unpacked(tensor, place, window) for tensor in tensors)
 
 
-def _unpacked(tensor: tuple[str, tuple[int, ...], bytes | int], place: Array | None) -> Array:
+def _unpacked(tensor: tuple[str, tuple[int, ...], bytes | int | Place], place: Array | None, window: Window) -> Array:
     code, shape, where = tensor
     dtype = _dtype(code)
     if isinstance(where, bytes):
         return _read_elements(where, shape) if dtype.hasobject else np.ndarray(shape, dtype, where)
+    if isinstance(where, tuple):
+        return np.ndarray(shape, dtype, window.place(*where))
     assert place is not None
     if dtype.hasobject:
         return _read_elements(place.data[where:], shape)

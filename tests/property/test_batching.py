@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from backends.base import Array, ModelSpec, Tensors, TensorSpec
 from backends.batching import rows_of, run_batch, split, stack
 from backends.packed import Layout, Packed
-from protos.datatypes import DATATYPES
+from protos.datatypes import DATATYPES, by_name
 
 
 @dataclass(frozen=True)
@@ -71,6 +71,31 @@ def test_stack_any_requests_equals_numpys_concatenation(batch: Batch) -> None:
         assert _same(array, np.concatenate([request[i] for request in batch.requests]))
 
 
+@given(batches(), st.integers(0, 3), st.booleans())
+def test_stack_in_rooms_is_what_it_is_without(batch: Batch, padding: int, is_large: bool) -> None:
+    requests = [[_wide(array) if is_large else array for array in request] for request in batch.requests]
+    rooms: list[Array] = []
+
+    def room(index: int, shape: tuple[int, ...]) -> Array | None:
+        dtype = by_name(batch.spec.inputs[index].datatype).dtype
+        if index:
+            return None
+        rooms.append(np.full(shape, 1, dtype))
+        return rooms[-1]
+
+    stacked = stack(requests, padding, room)
+
+    for array, expected in zip(stacked, stack(requests, padding), strict=True):
+        assert _same(array, expected)
+    assert len(rooms) <= 1
+    assert all(one is stacked[0] for one in rooms)
+
+
+def _wide(array: Array) -> Array:
+    """Rows that are more than is joined by numpy alone."""
+    return np.repeat(array[..., None], 600, axis=-1)
+
+
 @given(batches())
 def test_split_any_partition_returns_each_request_its_rows(batch: Batch) -> None:
     outputs = [np.concatenate(column) for column in zip(*batch.requests, strict=True)]
@@ -122,7 +147,7 @@ def test_stack_any_requests_leaves_them_as_they_were(batch: Batch) -> None:
 
 @given(st.data())
 def test_packed_requests_are_batched_as_their_arrays_would_be(data: st.DataObject) -> None:
-    """All of one layout, of several, or mixed with requests of arrays; with padding or without."""
+    """All of one layout, of several, or mixed with requests of arrays; with padding or without, in rooms or without."""
     draw = data.draw
     kinds = sorted(name for name, datatype in DATATYPES.items() if datatype.item_bytes)
     large = draw(st.sampled_from([1, 1, 3_000]))
@@ -146,8 +171,15 @@ def test_packed_requests_are_batched_as_their_arrays_would_be(data: st.DataObjec
         seen.extend(inputs)
         return inputs
 
-    execution = run_batch(spec, requests, run, padded_rows)
+    rooms: list[Array] = []
 
+    def room(index: int, shape: tuple[int, ...]) -> Array:
+        rooms.append(np.empty(shape, DATATYPES[specs[index].datatype].dtype))
+        return rooms[-1]
+
+    execution = run_batch(spec, requests, run, padded_rows, draw(st.sampled_from([None, room])))
+
+    assert all(any(one is array for array in seen) for one in rooms)
     expected = stack([tuple(request) for request in requests], max(0, padded_rows - sum(rows_of(requests))))
     assert all(_same(got, wanted) for got, wanted in zip(seen, expected, strict=True))
     assert all(array.flags.c_contiguous for array in seen)

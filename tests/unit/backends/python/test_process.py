@@ -17,7 +17,7 @@ from queue import Queue
 import numpy as np
 import pytest
 
-from backends.base import ModelSource, ModelSpec, TensorSpec
+from backends.base import ModelSource, ModelSpec, Roomy, TensorSpec
 from backends.errors import ExecutionError, LoadError, ProcessError, ProcessGone
 from backends.python.backend import PythonBackend
 from backends.python.instance import PythonInstance
@@ -240,3 +240,33 @@ import subprocess, sys
 def _is_zombie(pid: int) -> bool:
     """Whoever has to reap it is none of ours."""
     return ") Z " in Path(f"/proc/{pid}/stat").read_text()
+
+
+WIDE = """
+class Model:
+    inputs = {"x": ("FP32", [-1, 5000]), "t": ("BYTES", [-1, 5000])}
+    outputs = {"y": ("FP32", [-1])}
+    def execute(self, inputs):
+        return {"y": inputs["x"].sum(axis=1) + inputs["x"].flags.writeable}
+"""
+WIDE_SPEC = ModelSpec(
+    (TensorSpec("x", "FP32", (5000,)), TensorSpec("t", "BYTES", (5000,))), (TensorSpec("y", "FP32", ()),), batched=True
+)
+
+
+def test_inputs_made_in_the_rooms_of_an_instance_are_those_of_its_process(tmp_path: Path) -> None:
+    texts = np.full((3, 5000), b"t", object)
+    with serving(tmp_path / "m", WIDE, WIDE_SPEC) as instance:
+        assert isinstance(instance, Roomy)
+        assert instance.room(0, (0, 5000)) is None
+        assert instance.room(1, (3, 5000)) is None, "texts have no size of their own"
+        for value in (1, 2):
+            room = instance.room(0, (3, 5000))
+            assert room is not None
+            assert room.dtype == np.float32
+            room[...] = value
+            (result,) = instance.execute([(room, texts)]).results
+            assert not isinstance(result, Exception)
+            np.testing.assert_array_equal(result[0], [5000 * value] * 3)
+        instance.close()
+        assert instance.room(0, (3, 5000)) is None

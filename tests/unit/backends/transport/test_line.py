@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from backends.base import MISSING
+from backends.base import MISSING, Array
 from backends.transport.line import Line
 
 SIZE = 1 << 20
@@ -103,3 +103,89 @@ def test_message_that_cannot_be_sent_leaves_places_to_be_given_back(ends: Ends) 
     there.send(2)
     here.receive()
     assert here.used_bytes == 0
+
+
+def arrived(ends: Ends, *arrays: Array) -> tuple[Array, ...]:
+    """What the other end gets of `arrays`."""
+    here, there = ends
+    here.send(1, here.pack(arrays))
+    message = there.receive()
+    assert message is not None
+    return there.unpack(message[1])
+
+
+def made_there(line: Line, number: int, value: float = 1.0) -> Array:
+    room = line.room(number, LARGE.dtype, LARGE.shape)
+    assert room is not None
+    room[...] = LARGE * value
+    return room
+
+
+def test_arrays_made_in_a_room_arrive_beside_others_and_take_no_second_place(ends: Ends) -> None:
+    here, there = ends
+    first, second = made_there(here, 0), made_there(here, 1, 2.0)
+    taken = here.used_bytes
+    small = np.arange(3)
+    got = arrived(ends, first, small, MISSING, second, LARGE * 3)
+    assert taken >= 2 * LARGE.nbytes
+    assert here.used_bytes == taken + taken // 2, "a place for what was in none"
+    for array, expected in zip(got, [LARGE, small, MISSING, LARGE * 2, LARGE * 3], strict=True):
+        np.testing.assert_array_equal(array, expected)
+    assert not got[0].flags.writeable
+    del array
+    kept, got = got[0], ()
+    there.send(2)
+    here.receive()
+    assert here.used_bytes == taken // 2, "each place is given back by itself"
+    del kept
+    there.send(2)
+    here.receive()
+    assert here.used_bytes == 0
+
+
+def test_room_is_written_to_by_nobody_as_long_as_the_other_end_has_it(ends: Ends) -> None:
+    here, _ = ends
+    (first,) = arrived(ends, made_there(here, 0))
+    (second,) = arrived(ends, made_there(here, 0, 2.0))
+    np.testing.assert_array_equal(first, LARGE)
+    np.testing.assert_array_equal(second, LARGE * 2)
+
+
+def test_room_that_is_not_used_is_free_again(ends: Ends) -> None:
+    here, _ = ends
+    made_there(here, 0)
+    made_there(here, 1)
+    assert made_there(here, 0) is not None, "in the place of the first"
+    assert here.used_bytes < 3 * LARGE.nbytes
+    here.pack([np.arange(3)])
+    assert here.used_bytes == 0
+
+
+def test_rooms_are_free_again_if_what_is_beside_them_cannot_be_packed(ends: Ends) -> None:
+    here, _ = ends
+    room = made_there(here, 0)
+    with pytest.raises(TypeError):
+        here.pack([room, np.array([1], object)])
+    assert here.used_bytes == 0
+
+
+def test_rooms_ride_in_the_message_with_what_finds_none(ends: Ends) -> None:
+    here, there = ends
+    room = made_there(here, 0)
+    huge = np.zeros(SIZE, np.uint8)
+    got: list[Array] = []
+    thread = threading.Thread(target=lambda: got.extend(there.unpack((there.receive() or (0,))[1])))
+    thread.start()
+    here.send(1, here.pack([room, huge]))
+    thread.join()
+    assert here.used_bytes == 0
+    np.testing.assert_array_equal(got[0], LARGE)
+    np.testing.assert_array_equal(got[1], huge)
+
+
+@pytest.mark.parametrize(("dtype", "size"), [(np.uint8, 8192), (object, 10_000), (np.uint8, SIZE + 1), (np.uint8, 0)])
+def test_there_is_no_room_for_what_rides_in_the_message(ends: Ends, dtype: type, size: int) -> None:
+    here, _ = ends
+    assert here.room(0, np.dtype(dtype), (size,)) is None
+    assert here.used_bytes == 0
+    assert here.room(0, np.dtype(np.uint8), (8193,)) is not None

@@ -7,7 +7,7 @@ import pytest
 
 from backends.base import Array
 from backends.errors import ExecutionError
-from backends.staging import join_into
+from backends.joining import join_into
 
 
 def made(dtype: str, rows: int, size: int, first: int = 0) -> Array:
