@@ -51,6 +51,7 @@ __all__ = [
     "Triable",
     "Trial",
     "directly",
+    "fits",
 ]
 
 T = TypeVar("T")
@@ -60,6 +61,11 @@ Tensors = Sequence[Array]
 
 MISSING: Final[Array] = np.empty(0, np.bool_)
 """Stands where an optional tensor was left out. Known by identity (`is`), never by what it holds."""
+
+
+def fits(shape: Sequence[int], dims: Sequence[int]) -> bool:
+    """Whether `shape` is one of those that `dims` allow, in which -1 is any size."""
+    return len(shape) == len(dims) and all(dim in (-1, size) for size, dim in zip(shape, dims, strict=True))
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from typing import cast
 
 import numpy as np
 
-from backends.base import Array, Execution, ModelSpec, Room, Tensors, TensorSpec
+from backends.base import Array, Execution, ModelSpec, Room, Tensors, TensorSpec, fits
 from backends.errors import ExecutionError
 from backends.joining import LEAST_ELEMENTS, join_into
 from backends.packed import Packed, are_alike, stacked
@@ -125,14 +125,10 @@ def check_outputs(outputs: Tensors, spec: ModelSpec, rows: int) -> None:
     lead = (rows,) if spec.batched else ()
     for output, tensor in zip(outputs, spec.outputs, strict=True):
         expected = (*lead, *tensor.dims_of(output.ndim - len(lead)))
-        if output.shape != expected and not _fits(output.shape, expected):
+        if output.shape != expected and not fits(output.shape, expected):
             raise _misshapen(output.shape, expected, tensor, spec.batched)
         if output.dtype != by_name(tensor.datatype).dtype:
             raise ExecutionError(f"output '{tensor.name}': expected {tensor.datatype}, got numpy's {output.dtype}")
-
-
-def _fits(shape: tuple[int, ...], expected: tuple[int, ...]) -> bool:
-    return len(shape) == len(expected) and all(want in (-1, got) for got, want in zip(shape, expected, strict=True))
 
 
 def _misshapen(shape: tuple[int, ...], expected: tuple[int, ...], tensor: TensorSpec, batched: bool) -> ExecutionError:

@@ -11,7 +11,7 @@ import math
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 
-from backends.base import BatchInput, BatchInputKind, BatchOutput, ModelSpec, TensorSpec
+from backends.base import BatchInput, BatchInputKind, BatchOutput, ModelSpec, TensorSpec, fits
 from protos import model_config_pb2 as pb
 from protos.datatypes import CONFIG_DATATYPES
 from server.errors import ConfigError
@@ -161,8 +161,7 @@ def _join(kind: str, declared: Declared, own: TensorSpec, batched: bool, scatter
 
 
 def _check_dims(where: str, dims: tuple[int, ...], mine: tuple[int, ...], field: str, lead: int) -> None:
-    fits = len(dims) == len(mine) and all(want in (-1, got) for got, want in zip(dims, mine, strict=True))
-    if not fits or min(dims, default=0) < -1:
+    if not fits(dims, mine) or min(dims, default=0) < -1:
         hint = {
             (1, 1): "; the batch axis isn't among them",
             (0, -1): "; where there is no batch axis they are the whole shape",
@@ -242,7 +241,7 @@ def _batch_inputs(
 
 
 def _check_target(where: str, dims: tuple[int, ...], made: tuple[int, ...]) -> None:
-    if len(dims) != len(made) or any(mine not in (-1, size) for mine, size in zip(dims, made, strict=True)):
+    if not fits(made, dims):
         raise ConfigError(f"{where}: expected a model whose input takes shape {list(made)}, got {list(dims)}")
 
 

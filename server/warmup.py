@@ -15,7 +15,18 @@ from pathlib import Path
 
 import numpy as np
 
-from backends.base import MISSING, Array, ModelInstance, ModelSpec, Slotted, Supervise, Tensors, TensorSpec, directly
+from backends.base import (
+    MISSING,
+    Array,
+    ModelInstance,
+    ModelSpec,
+    Slotted,
+    Supervise,
+    Tensors,
+    TensorSpec,
+    directly,
+    fits,
+)
 from backends.errors import BackendError, DeviceLost, LoadError, OutOfMemory
 from protos import model_config_pb2 as pb
 from protos.datatypes import CONFIG_DATATYPES, by_name
@@ -171,7 +182,7 @@ def _input(sample: pb.ModelWarmup, tensor: TensorSpec, spec: ModelSpec, folder: 
         raise ConfigError(f"{where}: expected data_type {tensor.datatype}, got {datatype}")
     dims = tuple(given.dims)
     wanted = tensor.dims_of(len(dims))
-    if len(dims) != len(wanted) or any(want not in (-1, got) for got, want in zip(dims, wanted, strict=True)):
+    if not fits(dims, wanted):
         raise ConfigError(f"{where}: expected dims {list(wanted)}, got {list(dims)}")
     lead = 1 if spec.batched and not tensor.shape_tensor else 0
     shape = to_model(tensor, (1, *dims) if lead else dims, lead)
