@@ -76,7 +76,7 @@ class OutputPool:
         """An array with whatever was in that memory, and its address. Raises DeviceError."""
         size_bytes = math.prod(shape) * dtype.itemsize
         memory = self._taken(size_bytes)
-        block = _Block((memory.size_bytes,), _UINT8, memory.buffer)  # type: ignore[arg-type]
+        block = _Block((memory.size_bytes,), _UINT8, _buffer(memory))
         block._memory, block._free = memory, self._free
         return np.ndarray(shape, dtype, block), memory.address
 
@@ -111,7 +111,12 @@ class _Block(np.ndarray[Any, np.dtype[np.uint8]]):
 
 def array_in(memory: HostMemory, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Array:
     """The first bytes of `memory` as an array; it must not outlive the memory."""
-    return np.ndarray(shape, dtype, memory.buffer)  # type: ignore[arg-type]
+    return np.ndarray(shape, dtype, _buffer(memory))
+
+
+def _buffer(memory: HostMemory) -> Any:
+    """What releases of numpy differ in how they call it."""
+    return memory.buffer
 
 
 def _rounded(size_bytes: int) -> int:

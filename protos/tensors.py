@@ -113,7 +113,7 @@ def _read_only(data: bytes | memoryview) -> memoryview:
 
 
 def _refuse_bad_bools(array: Array) -> None:
-    highest = int(array.view(_UINT8).max(initial=0))
+    highest = int(np.max(array.view(_UINT8), initial=0))
     if highest > 1:
         raise TensorError(f"expected 0 or 1 in each byte of BOOL, got {highest}")
 
