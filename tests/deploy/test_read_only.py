@@ -6,6 +6,7 @@ The environment that the image would have is looked for in PACELINE_IMAGE_ROOT, 
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -50,6 +51,10 @@ def storage() -> Iterator[Path]:
 
 def program(which: str) -> tuple[str, ...]:
     if which == "source tree":
+        tried = [*read_only_as_nobody(), sys.executable, "-c", ""]
+        done = subprocess.run(tried, capture_output=True, text=True, timeout=20, check=False)
+        if done.returncode:
+            pytest.skip(f"user 1000 can't run this Python: {done.stderr.strip()}")
         return SOURCE_TREE
     if not (INSTALLED / "paceline").exists():
         pytest.skip("the image's environment isn't there: `make witness` makes it")

@@ -64,11 +64,11 @@ def test_nothing_is_left_of_what_is_being_written_at_the_end(folder: Path) -> No
     assert list(folder.iterdir()) == []
 
 
-def test_folder_that_cannot_be_removed_keeps_no_other(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_folder_that_cannot_be_removed_keeps_no_other(folder: Path) -> None:
     stays, goes = Scratch(), Scratch()
-    monkeypatch.setattr(stays, "remove", lambda: (_ for _ in ()).throw(RecursionError()))
-    remove_all()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(stays, "remove", lambda: (_ for _ in ()).throw(RecursionError()))
+        remove_all()
     assert list(folder.iterdir()) == [stays.path]
     assert not goes.path.exists()
-    monkeypatch.undo()
     stays.remove()
