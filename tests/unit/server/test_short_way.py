@@ -13,11 +13,12 @@ from backends.packed import Packed
 from protos import inference_pb2 as pb
 from server.codec import ModelCodec
 from server.cuda_region import CudaRegion
+from server.errors import InvalidRequest
 from server.region_tensors import RegionTensor
 from server.regions import Regions
 from server.short_way import ShortWay
 from server.system_region import open_system_region
-from server.wire_request import AnyRequest, RequestReader
+from server.wire_request import AnyRequest, RequestReader, WireRequest
 from tests.shared_objects import SharedObject, lies_in, shared_object, wanted_in
 from tests.unit.backends.test_cuda_memory import HANDLE, Driver
 
@@ -117,6 +118,20 @@ def test_one_whose_tensors_are_not_as_long_as_promised_ends_them() -> None:
     assert sender.alike(odd, one) == 0
 
 
+@pytest.mark.parametrize("wish", ["classification", "binary_data_output", "paceline_batch_info"])
+def test_who_wants_more_than_raw_outputs_gets_it_however_often_others_did(wish: str) -> None:
+    message = _message(outputs="x")
+    if wish == "classification":
+        message.outputs[0].parameters[wish].int64_param = 1
+    else:
+        message.parameters[wish].bool_param = wish == "paceline_batch_info"
+    sender, results = Sender(FLOATS), (np.array([[[1, 5, 3]]], np.float32),) * 2
+    first = sender.codec.encode(message, sender.codec.decode(message), results)
+    wants = sender.learned(message)
+    assert isinstance(wants, WireRequest)
+    assert sender.codec.encode(wants, sender.codec.decode(wants), results) == first  # a message, to which more is added
+
+
 def test_many_ways_to_ask_are_not_kept_for_ever() -> None:
     sender = Sender(FLOATS)
     for priority in range(1_100):
@@ -166,6 +181,17 @@ def test_those_in_messages_and_those_in_shared_memory_are_alike_if_they_ask_for_
     assert [type(inputs) for inputs in found.inputs] == [Packed]
     assert [[*targets] for targets in found.targets] == [[0]]
     assert sender.alike(requests[2], sender.learned(_message()), requests[2]) == 3
+
+
+def test_one_whose_memory_has_been_cut_short_is_told_which_input_that_is(
+    regions: Regions, memory: SharedObject
+) -> None:
+    sender = Sender(FLOATS, regions)
+    (tensor,) = sender.codec.decode(sender.learned(_in_region("r1"))).inputs
+    assert isinstance(tensor, RegionTensor)
+    memory.resize(0)
+    with pytest.raises(InvalidRequest, match=r"^model 'm': input 'a': shared memory region 'r1'"):
+        tensor.read()
 
 
 def test_one_whose_region_is_gone_ends_them(regions: Regions) -> None:
