@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from backends.base import Array, Device, Execution, ModelSpec, Tensors, TensorSpec
+from backends.base import MISSING, Array, Device, Execution, ModelSpec, Tensors, TensorSpec
 from backends.errors import ExecutionError
 from backends.memory import MemoryModel
 from protos.datatypes import by_name
@@ -161,6 +161,23 @@ def test_inputs_that_were_brought_need_no_room() -> None:
     slot.room(0, (0, 2))
     reading(slot.execute, STACKED, slot.room)([(brought(2),)], 0)
     assert (slot.there, len(slot.rooms)) == ([False], 1)
+
+
+def test_inputs_of_a_model_without_batch_axis_need_no_room(region: SystemRegion) -> None:
+    slot = Slot(ALONE)
+    slot.room(0, (0, 2))
+    results = reading(slot.execute, ALONE, slot.room)([(lying(region, 2, 3),)], 0).results
+    assert values(results) == [[[[6, 7], [8, 9]]]]
+    assert (slot.there, len(slot.rooms)) == ([False], 1)
+
+
+def test_inputs_that_all_have_left_out_stay_so_beside_those_in_shared_memory(region: SystemRegion) -> None:
+    left_out, given = TensorSpec("o", "FP32", (2,), optional=True), TensorSpec("a", "FP32", (2,))
+    spec = ModelSpec((left_out, given), (given,), batched=True)
+    instance = MemoryModel(spec, lambda inputs: [inputs[1] if inputs[0] is MISSING else -inputs[1]])
+    run = reading(instance.instance(spec, Device()).execute, spec)
+    done = run([(MISSING, lying(region, 1)), (MISSING, brought(2, 30))], 0)
+    assert values(done.results) == [[brought(1).tolist()], [brought(2, 30).tolist()]]
 
 
 def test_inputs_beside_those_in_shared_memory_are_joined_too(region: SystemRegion) -> None:
