@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from time import monotonic_ns
 from typing import Any
 
 import numpy as np
@@ -216,7 +217,9 @@ def test_requests_whose_memory_is_gone_fail_alone(
         Bench(spec).run(requests, 6)
     memory.resize(90 * 8 + 3)
     bench = Bench(spec)
+    began_ns = monotonic_ns()
     done = bench.run(requests, 6)
+    took_ns = monotonic_ns() - began_ns
     for number, result in enumerate(done.results):
         if number in gone:
             assert isinstance(result, InvalidRequest)
@@ -225,7 +228,7 @@ def test_requests_whose_memory_is_gone_fail_alone(
         else:
             assert values([result]) == [[brought(2, 2 * number).tolist()]]
     assert len(bench.seen) == (len(gone) < 3)
-    assert done.input_ns > 0
+    assert 0 < done.input_ns <= took_ns
 
 
 def test_model_that_fails_is_passed_on(region: SystemRegion) -> None:
