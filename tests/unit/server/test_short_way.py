@@ -21,6 +21,7 @@ from server.system_region import open_system_region
 from server.wire_request import AnyRequest, RequestReader, WireRequest
 from tests.shared_objects import SharedObject, lies_in, shared_object, wanted_in
 from tests.unit.backends.test_cuda_memory import HANDLE, Driver
+from tests.wire import infer, rows_of_floats
 
 INPUTS = TensorSpec("a", "FP32", (-1, -1)), TensorSpec("t", "BOOL", (1,))
 OUTPUTS = TensorSpec("x", "FP32", (-1, -1)), TensorSpec("y", "FP32", (-1, -1))
@@ -130,6 +131,28 @@ def test_who_wants_more_than_raw_outputs_gets_it_however_often_others_did(wish: 
     wants = sender.learned(message)
     assert isinstance(wants, WireRequest)
     assert sender.codec.encode(wants, sender.codec.decode(wants), results) == first  # a message, to which more is added
+
+
+def test_one_that_was_not_learned_ends_them() -> None:
+    sender = Sender(FLOATS)
+    one, message = sender.learned(_message()), _message((1, 3, 2))
+    new = [sender.read(message.SerializeToString()) for _ in range(2)][1]
+    assert isinstance(new, WireRequest)
+    assert sender.alike(one, new, one) == 1
+    assert sender.alike(new, one) == 0
+
+
+def test_where_tensors_begin_is_found_out_anew_when_the_model_has_another_order_of_inputs() -> None:
+    """As after a reload: requests are those that they were, and what was noted of them is of the model before."""
+    pair = TensorSpec("a", "FP32", (2,)), TensorSpec("b", "FP32", (2,))
+    before, after = (Sender(ModelSpec(inputs, OUTPUTS, batched=True)) for inputs in (pair, pair[::-1]))
+    after.read = before.read
+    message = infer("m", {"a": rows_of_floats(1), "b": rows_of_floats(1, first=5)})
+    request = after.learned(message)
+    before.learned(message)
+    found = after.way.decode_alike([request, request])
+    assert found is not None
+    assert [[tensor.tolist() for tensor in inputs] for inputs in found.inputs] == [[[[5, 6]], [[0, 1]]]] * 2
 
 
 def test_many_ways_to_ask_are_not_kept_for_ever() -> None:
