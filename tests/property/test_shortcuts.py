@@ -295,6 +295,7 @@ def test_heads_of_endless_kinds_stay_bounded() -> None:
             codec.encode(request, codec.decode(request), (np.zeros((1, size), "<f4"),))
     assert len(reader._known) <= 1_000
     assert len(codec._short._plans) <= 1_000
+    assert len(codec._short._layouts) <= 1_000
     assert len(codec._short._answer_plans) <= 1_000
 
 

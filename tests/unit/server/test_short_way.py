@@ -10,10 +10,12 @@ import pytest
 from backends.base import ModelSpec, TensorSpec
 from backends.cuda_memory import open_cuda_memory
 from backends.packed import Packed
+from backends.shares import Outputs, Share
 from protos import inference_pb2 as pb
 from server.codec import ModelCodec
 from server.cuda_region import CudaRegion
 from server.errors import InvalidRequest
+from server.handlers import serialized
 from server.region_tensors import RegionTensor
 from server.regions import Regions
 from server.short_way import ShortWay
@@ -148,11 +150,53 @@ def test_where_tensors_begin_is_found_out_anew_when_the_model_has_another_order_
     before, after = (Sender(ModelSpec(inputs, OUTPUTS, batched=True)) for inputs in (pair, pair[::-1]))
     after.read = before.read
     message = infer("m", {"a": rows_of_floats(1), "b": rows_of_floats(1, first=5)})
-    request = after.learned(message)
-    before.learned(message)
-    found = after.way.decode_alike([request, request])
+    request = before.learned(message)
+    assert _values(before, request) == [[[0, 1]], [[5, 6]]]
+    after.learned(message)
+    assert _values(after, request) == [[[5, 6]], [[0, 1]]]
+    assert _values(before, request) == [[[0, 1]], [[5, 6]]]
+
+
+def _values(sender: Sender, request: AnyRequest) -> list[object]:
+    """Of a request's inputs, whether it is decoded with one like it or alone."""
+    found = sender.way.decode_alike([request, request])
     assert found is not None
-    assert [[tensor.tolist() for tensor in inputs] for inputs in found.inputs] == [[[[5, 6]], [[0, 1]]]] * 2
+    _, inputs = ([tensor.tolist() for tensor in inputs] for inputs in found.inputs)
+    alone = sender.codec.decode(request).inputs
+    assert inputs == [tensor.tolist() for tensor in alone]  # type: ignore[union-attr]
+    return inputs
+
+
+def test_texts_that_must_be_utf8_are_looked_at_each_time() -> None:
+    sender = Sender(ModelSpec((TensorSpec("a", "BYTES", (1,), utf8=True),), OUTPUTS, batched=True))
+    sender.learned(infer("m", {"a": np.array([[b"good"]], object)}))
+    bad = sender.read(infer("m", {"a": np.array([[b"\xff\xfe\xff\xfe"]], object)}).SerializeToString())
+    assert isinstance(bad, WireRequest)
+    with pytest.raises(InvalidRequest, match="expected UTF-8 text"):
+        sender.codec.decode(bad)
+
+
+def test_texts_without_even_their_lengths_are_refused_each_time() -> None:
+    sender = Sender(ModelSpec((TensorSpec("a", "BYTES", (1,)),), OUTPUTS, batched=True))
+    message = infer("m", {"a": np.array([[b"good"]], object)})
+    sender.learned(message)
+    message.raw_input_contents[0] = b""
+    bad = sender.read(message.SerializeToString())
+    assert isinstance(bad, WireRequest)
+    with pytest.raises(InvalidRequest, match="input 'a': expected at least 4 bytes for the lengths"):
+        sender.codec.decode(bad)
+
+
+def test_answers_with_shares_of_several_batches_have_as_many_rows_as_each() -> None:
+    sender = Sender(ModelSpec((TensorSpec("a", "FP32", (2,)),), (TensorSpec("x", "FP32", (2,)),), batched=True))
+    for start, stop in ((1, 2), (0, 3), (0, 1), (1, 2)):
+        request = sender.learned(infer("m", {"a": rows_of_floats(stop - start)}))
+        share = Share(Outputs([rows_of_floats(3)]), start, stop)
+        answer = pb.ModelInferResponse.FromString(
+            serialized(sender.codec.encode(request, sender.codec.decode(request), share))
+        )
+        assert list(answer.outputs[0].shape) == [stop - start, 2]
+        assert answer.raw_output_contents[0] == rows_of_floats(3)[start:stop].tobytes()
 
 
 def test_many_ways_to_ask_are_not_kept_for_ever() -> None:
