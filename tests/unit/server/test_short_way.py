@@ -187,16 +187,19 @@ def test_texts_without_even_their_lengths_are_refused_each_time() -> None:
         sender.codec.decode(bad)
 
 
-def test_answers_with_shares_of_several_batches_have_as_many_rows_as_each() -> None:
-    sender = Sender(ModelSpec((TensorSpec("a", "FP32", (2,)),), (TensorSpec("x", "FP32", (2,)),), batched=True))
+@pytest.mark.parametrize("outputs", ["x", "xy"])
+def test_answers_with_shares_of_several_batches_have_as_many_rows_as_each(outputs: str) -> None:
+    spec = ModelSpec((TensorSpec("a", "FP32", (2,)),), tuple(TensorSpec(one, "FP32", (2,)) for one in outputs), True)
+    sender = Sender(spec)
     for start, stop in ((1, 2), (0, 3), (0, 1), (1, 2)):
         request = sender.learned(infer("m", {"a": rows_of_floats(stop - start)}))
-        share = Share(Outputs([rows_of_floats(3)]), start, stop)
+        batch = [rows_of_floats(3, first=first) for first in range(len(outputs))]
+        share = Share(Outputs(batch), start, stop)
         answer = pb.ModelInferResponse.FromString(
             serialized(sender.codec.encode(request, sender.codec.decode(request), share))
         )
-        assert list(answer.outputs[0].shape) == [stop - start, 2]
-        assert answer.raw_output_contents[0] == rows_of_floats(3)[start:stop].tobytes()
+        assert [list(one.shape) for one in answer.outputs] == [[stop - start, 2]] * len(outputs)
+        assert list(answer.raw_output_contents) == [one[start:stop].tobytes() for one in batch]
 
 
 def test_many_ways_to_ask_are_not_kept_for_ever() -> None:
