@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -105,6 +106,17 @@ async def test_others_among_them_are_answered_as_ever_and_in_order(tmp_path: Pat
         answers = await sender.stream(*requests)
         told = [one.error_message[:40] or mark_of(one.infer_response) for one in answers]
         assert told == [1, 2, 3, "model 'm': unexpected input 'nosuch', ex", 4, 5, 6, 7, 8]
+
+
+async def test_each_of_many_counts_with_the_time_that_it_took(tmp_path: Path, script: Script) -> None:
+    async with serving(tmp_path, {"m": script.model}, config=TEXT) as served:
+        sender = Sender(served)
+        await sender.learn(sender.of(0))
+        counted = served.server.repository.get("m", "").statistics.requests
+        before, before_ns, began_ns = counted.count, counted.total_ns, time.monotonic_ns()
+        await sender.stream(*(sender.of(mark) for mark in range(8)))
+        assert counted.count == before + 8
+        assert 0 < counted.total_ns - before_ns <= 8 * (time.monotonic_ns() - began_ns)
 
 
 async def test_requests_of_a_model_that_sees_another_shape_are_reshaped_all_the_same(tmp_path: Path) -> None:
