@@ -10,6 +10,7 @@ from protos import inference_pb2 as pb
 from scheduler.policy import NEVER
 from server.calls import HeaderForwarding, add_headers, deadline_of, header
 from server.errors import InvalidRequest, StartError
+from server.restrictions import HEADER_PREFIX
 
 
 class Context:
@@ -48,6 +49,11 @@ def test_forward_of_a_reserved_name_is_refused(name: str) -> None:
         HeaderForwarding(".*").headers(Context((name, "1")))
     assert str(caught.value) == f"header '{name}' is reserved and can't be forwarded as a parameter"
     assert HeaderForwarding("^x-").headers(Context((name, "1"))) == {}
+
+
+@pytest.mark.parametrize("name", ["authorization", f"{HEADER_PREFIX}inference"])
+def test_forward_leaves_out_what_is_for_this_server_alone(name: str) -> None:
+    assert HeaderForwarding(".*").headers(Context((name, "secret"), ("x-tenant", "a"))) == {"x-tenant": "a"}
 
 
 def test_forward_with_a_pattern_that_is_none_says_which() -> None:
