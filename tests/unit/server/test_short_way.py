@@ -23,7 +23,7 @@ from server.system_region import open_system_region
 from server.wire_request import AnyRequest, RequestReader, WireRequest
 from tests.shared_objects import SharedObject, lies_in, shared_object, wanted_in
 from tests.unit.backends.test_cuda_memory import HANDLE, Driver
-from tests.wire import infer, rows_of_floats
+from tests.wire import bytes_element, infer, rows_of_floats
 
 INPUTS = TensorSpec("a", "FP32", (-1, -1)), TensorSpec("t", "BOOL", (1,))
 OUTPUTS = TensorSpec("x", "FP32", (-1, -1)), TensorSpec("y", "FP32", (-1, -1))
@@ -200,6 +200,19 @@ def test_answers_with_shares_of_several_batches_have_as_many_rows_as_each(output
         )
         assert [list(one.shape) for one in answer.outputs] == [[stop - start, 2]] * len(outputs)
         assert list(answer.raw_output_contents) == [one[start:stop].tobytes() for one in batch]
+
+
+@pytest.mark.parametrize("of_a_batch", [False, True])
+def test_answers_with_texts_beside_numbers_are_made_as_ever(of_a_batch: bool) -> None:
+    outputs = TensorSpec("x", "FP32", (2,)), TensorSpec("y", "BYTES", (1,))
+    sender = Sender(ModelSpec((TensorSpec("a", "FP32", (2,)),), outputs, batched=True))
+    request = sender.learned(infer("m", {"a": rows_of_floats(1)}))
+    batch = rows_of_floats(2), np.array([[b"no"], [b"yes"]], object)
+    results = Share(Outputs(batch), 1, 2) if of_a_batch else tuple(one[1:] for one in batch)
+    answer = pb.ModelInferResponse.FromString(
+        serialized(sender.codec.encode(request, sender.codec.decode(request), results))
+    )
+    assert list(answer.raw_output_contents) == [rows_of_floats(2)[1:].tobytes(), bytes_element(b"yes")]
 
 
 def test_many_ways_to_ask_are_not_kept_for_ever() -> None:
