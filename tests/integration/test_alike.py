@@ -119,6 +119,16 @@ async def test_each_of_many_counts_with_the_time_that_it_took(tmp_path: Path, sc
         assert 0 < counted.total_ns - before_ns <= 8 * (time.monotonic_ns() - began_ns)
 
 
+async def test_each_that_fails_counts_with_the_time_that_it_took(tmp_path: Path, script: Script) -> None:
+    script.errors[9.0] = ExecutionError("no")
+    async with serving(tmp_path, {"m": script.model}, config=TEXT) as served:
+        began_ns = time.monotonic_ns()
+        await Sender(served).stream(request(9), request(9))
+        statistics = served.server.repository.get("m", "").statistics
+        assert statistics.failed == 2
+        assert 0 < statistics.failure_ns <= 2 * (time.monotonic_ns() - began_ns)
+
+
 async def test_requests_of_a_model_that_sees_another_shape_are_reshaped_all_the_same(tmp_path: Path) -> None:
     tensors = """
         input { name: "a" data_type: TYPE_FP32 dims: [ 2 ] reshape { shape: [ 1, 2 ] } }
