@@ -77,6 +77,20 @@ async def test_each_request_is_one_line_at_debug(tmp_path: Path, capfd: pytest.C
     assert good["message"].startswith("model='m' version='1' request_id='good' status='OK' duration_us=")
 
 
+@pytest.mark.parametrize("columns", [2, 5_000], ids=["small", "large"])
+async def test_request_is_a_line_wherever_it_was_read(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], frontends: int, columns: int
+) -> None:
+    log.configure("debug", "json")
+    model, tensors = echo_model(), {"a": rows_of_floats(1, columns)}
+    async with serving(tmp_path, {"m": model}) as served:
+        await served.infer(infer("m", tensors, id="good"))
+        model.faults.raise_next(ExecutionError("no good"))
+        await failure_of(served.infer(infer("m", tensors, id="failed")))
+    lines = [(line["request_id"], line["status"], line["model"], line["rows"]) for line in records(capfd)]
+    assert lines == [("good", "OK", "m", 1), ("failed", "INTERNAL", "m", 1)]
+
+
 async def test_request_of_the_client_over_streams_is_found_by_its_id(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -5,13 +5,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
+from dataclasses import replace
 from pathlib import Path
 
 import grpc
 import pytest
 
+from backends.base import ModelSpec, Tensors, TensorSpec
 from backends.errors import ExecutionError
-from backends.memory import MemoryBackend
+from backends.memory import MemoryBackend, MemoryModel
 from protos import inference_pb2 as pb
 from scheduler.errors import QueueFull
 from scheduler.policy import NEVER
@@ -103,6 +106,49 @@ async def test_others_among_them_are_answered_as_ever_and_in_order(tmp_path: Pat
         answers = await sender.stream(*requests)
         told = [one.error_message[:40] or mark_of(one.infer_response) for one in answers]
         assert told == [1, 2, 3, "model 'm': unexpected input 'nosuch', ex", 4, 5, 6, 7, 8]
+
+
+async def test_each_of_many_counts_with_the_time_that_it_took(tmp_path: Path, script: Script) -> None:
+    async with serving(tmp_path, {"m": script.model}, config=TEXT) as served:
+        sender = Sender(served)
+        await sender.learn(sender.of(0))
+        counted = served.server.repository.get("m", "").statistics.requests
+        before, before_ns, began_ns = counted.count, counted.total_ns, time.monotonic_ns()
+        await sender.stream(*(sender.of(mark) for mark in range(8)))
+        assert counted.count == before + 8
+        assert 0 < counted.total_ns - before_ns <= 8 * (time.monotonic_ns() - began_ns)
+
+
+async def test_each_that_fails_counts_with_the_time_that_it_took(tmp_path: Path, script: Script) -> None:
+    script.errors[9.0] = ExecutionError("no")
+    async with serving(tmp_path, {"m": script.model}, config=TEXT) as served:
+        began_ns = time.monotonic_ns()
+        await Sender(served).stream(request(9), request(9))
+        statistics = served.server.repository.get("m", "").statistics
+        assert statistics.failed == 2
+        assert 0 < statistics.failure_ns <= 2 * (time.monotonic_ns() - began_ns)
+
+
+async def test_requests_of_a_model_that_sees_another_shape_are_reshaped_all_the_same(tmp_path: Path) -> None:
+    tensors = """
+        input { name: "a" data_type: TYPE_FP32 dims: [ 2 ] reshape { shape: [ 1, 2 ] } }
+        output { name: "x" data_type: TYPE_FP32 dims: [ -1, -1 ] }
+    """
+    tensor = TensorSpec("a", "FP32", (-1, -1, -1))
+    shapes: list[tuple[int, ...]] = []
+
+    def compute(inputs: Tensors) -> Tensors:
+        shapes.append(inputs[0].shape)
+        return inputs
+
+    model = MemoryModel(ModelSpec((tensor,), (replace(tensor, name="x"),)), compute)
+    async with serving(tmp_path, {"m": model}, config=TEXT + tensors) as served:
+        sender = Sender(served)
+        await sender.learn(sender.of(0))
+        shapes.clear()
+        answers = await sender.stream(*(sender.of(mark) for mark in range(4)))
+        assert [mark for _, mark in _marks(answers)] == [0, 1, 2, 3]
+        assert shapes == [(4, 1, 2)]
 
 
 async def test_calls_and_streams_share_batches_and_each_gets_answers_of_its_kind(

@@ -19,6 +19,7 @@ from server.batch_policy import BatchDefaults
 from server.config import Settings
 from tests.integration.scripted import marked, request, send
 from tests.integration.serving import Served, failure_of
+from tests.integration.streams import Stream
 from tests.integration.test_frontends import held_bytes, nothing_held
 from tests.integration.upstreams import Upstream, proxying, tensors_of, upstream
 from tests.polling import eventually_async
@@ -225,6 +226,19 @@ async def test_headers_to_pass_on_are_a_setting(tmp_path: Path) -> None:
         found = stub.headers[0]
         assert found["x-tenant"] == "t"
         assert not {"authorization", "traceparent"} & found.keys()
+
+
+async def test_headers_of_a_stream_travel_with_each_of_its_requests_and_become_parameters_if_asked_for(
+    tmp_path: Path,
+) -> None:
+    stub, settings = Upstream(), Settings(paths=(), grpc_header_forward_pattern="^x-")
+    async with behind(tmp_path, stub, settings=settings) as served:
+        stream = Stream(served, metadata=[("authorization", "Bearer a"), ("x-tenant", "t")])
+        for mark in (1, 2):
+            await stream.send(request(mark, **{"x-tenant": "another"}))
+            await stream.message()
+        assert [found.get("authorization") for found in stub.headers] == ["Bearer a"] * 2
+        assert [call.parameters["x-tenant"].string_param for call in stub.calls] == ["t"] * 2
 
 
 async def test_parameters_travel_and_keep_requests_apart_and_ours_do_not(tmp_path: Path) -> None:

@@ -72,6 +72,23 @@ async def test_queue_at_its_limit_refuses_exactly_what_exceeds_it(tmp_path: Path
     assert sum(len(batch) for batch in model.batches) == limit + 2
 
 
+@pytest.mark.parametrize("columns", [2, 5_000], ids=["small", "large"])
+async def test_queue_at_its_limit_refuses_requests_wherever_they_were_read(
+    tmp_path: Path, frontends: int, columns: int
+) -> None:
+    one = infer("m", {"a": rows_of_floats(1, columns)})
+    async with held(tmp_path, config("max_queue_size: 1")) as (served, model):
+        accepted = await waiting(served, 1)
+        assert await failure_of(served.infer(one)) == (
+            Code.RESOURCE_EXHAUSTED,
+            "model 'm': Exceeds maximum queue size of 1 requests",
+        )
+        assert await failures(served, "REJECTED") == 1
+        model.gate.open()
+        await asyncio.gather(*accepted)
+        assert (await served.infer(one)).raw_output_contents[0] == one.raw_input_contents[0]
+
+
 async def test_queue_limit_counts_requests_and_not_rows(tmp_path: Path) -> None:
     async with held(tmp_path, config("max_queue_size: 2")) as (served, model):
         big = infer("m", {"a": rows_of_floats(4)})

@@ -108,6 +108,8 @@ def test_scan_of_anything_else_agrees_with_protobuf_or_leaves_it_alone(source: A
         b"\x1a\x01a\x1a\x01b",
         b"\x0d\x00\x00\x00\x00",
         b"\xfa\x01\x01a",
+        b"\x08\x01a",
+        b"\x42\x01a",
     ],
     ids=[
         "length over 64 bits",
@@ -119,6 +121,8 @@ def test_scan_of_anything_else_agrees_with_protobuf_or_leaves_it_alone(source: A
         "ids",
         "type",
         "tag",
+        "type with a length's look",
+        "unknown field",
     ],
 )
 def test_scan_leaves_what_is_odd_to_protobuf(data: bytes) -> None:
@@ -295,6 +299,7 @@ def test_heads_of_endless_kinds_stay_bounded() -> None:
             codec.encode(request, codec.decode(request), (np.zeros((1, size), "<f4"),))
     assert len(reader._known) <= 1_000
     assert len(codec._short._plans) <= 1_000
+    assert len(codec._short._layouts) <= 1_000
     assert len(codec._short._answer_plans) <= 1_000
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from functools import partial
+from time import monotonic_ns
 from typing import Any
 
 import numpy as np
@@ -179,6 +180,23 @@ def test_shape_tensor_goes_to_the_model_once_and_comes_back_to_each_request() ->
     assert results == [[floats(2, 2).tolist(), [3, 4]], [floats(1, 2).tolist(), [3, 4]]]
 
 
+def test_shape_tensor_of_another_datatype_that_comes_back_is_an_error() -> None:
+    spec = ModelSpec((SHAPE, ROWS), (SHAPE,), batched=True)
+    run = Seen(lambda inputs: [inputs[0].astype(np.float32)])
+
+    assert failure(spec, [(np.array([3, 4]), floats(2, 2))], run).startswith("output 's': expected INT64, got ")
+
+
+def test_times_of_a_batch_are_no_longer_than_it_took() -> None:
+    spec = ModelSpec((RAGGED, ROWS), (ROWS,), batched=True)
+    began_ns = monotonic_ns()
+
+    done = batch_runner(spec)([(floats(1, 3), floats(1, 2))], Seen(lambda inputs: [inputs[1]]), 0)
+
+    assert min(done.input_ns, done.infer_ns, done.output_ns) >= 0
+    assert done.input_ns + done.infer_ns + done.output_ns <= monotonic_ns() - began_ns
+
+
 def test_padding_fills_up_rows_and_leaves_shape_and_missing_tensors_alone() -> None:
     spec = ModelSpec((SHAPE, ROWS, OPTIONAL), (TensorSpec("x", "FP32", (2,)),), batched=True)
     seen = Seen(lambda inputs: [inputs[1]])
@@ -196,6 +214,16 @@ def test_padding_a_batch_that_is_not_made_of_rows_does_nothing() -> None:
     execute(SCATTER, [(floats(1, 2),)], seen, padded_rows=8)
 
     assert seen.inputs[0].shape == (2,)
+
+
+def test_padding_beside_a_ragged_input_does_nothing_to_others_either() -> None:
+    spec = ModelSpec((RAGGED, ROWS), (ROWS,), batched=True)
+    seen = Seen(lambda inputs: [inputs[1]])
+
+    results = execute(spec, [(floats(1, 3), floats(1, 2))], seen, padded_rows=8)
+
+    assert [array.shape for array in seen.inputs] == [(3,), (1, 2)]
+    assert results == [[floats(1, 2).tolist()]]
 
 
 def test_missing_inputs_stay_missing_and_given_ones_are_stacked() -> None:

@@ -1,7 +1,9 @@
-"""What `scan_request` leaves to protobuf. That what it takes is right, property/test_shortcuts shows."""
+"""What `scan_request` leaves to protobuf, and fields of any length. That all else that it takes is right,
+property/test_shortcuts shows."""
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from protos.wire import scan_request
@@ -17,3 +19,16 @@ def test_scan_of_more_fields_than_models_have_tensors_is_given_up(empty: bytes) 
     fields = 0 if empty < b"\x3a" else 3  # model, input, tensor
     assert scan_request(head + (4_096 - fields) * empty) is not None
     assert scan_request(head + 4_097 * empty) is None
+
+
+@pytest.mark.parametrize("size", [0, 1, 127, 128, 129, 255, 16_383, 16_384, 2**21 - 1, 2**21, 2**21 + 300])
+def test_scan_finds_tensors_of_any_length(size: int) -> None:
+    message = infer("m", {"a": np.zeros(size, np.uint8), "b": np.ones(3, np.uint8)}, id="i" * min(size, 300))
+    fields = scan_request(message.SerializeToString())
+    assert fields is not None
+    data = message.SerializeToString()
+    assert [data[start:end] for start, end in fields.raw] == [bytes(size), b"\1\1\1"]
+    assert fields.id == message.id.encode()
+    del message.raw_input_contents[:]
+    message.id = ""
+    assert fields.head == message.SerializeToString()

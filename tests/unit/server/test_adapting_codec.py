@@ -93,12 +93,29 @@ def test_reshape_output_is_told_in_the_clients_shape(typed: bool) -> None:
         assert list(response.raw_output_contents) == [floats(60).tobytes(), floats(3).tobytes()]
 
 
+def test_reshape_output_that_is_a_shape_tensor_is_reshaped_whole() -> None:
+    made = codec(PLAIN, outputs=(TensorSpec("s", "INT64", (4,), reshape=(2, 2), shape_tensor=True),))
+    request = infer("m", {"a": floats(3, 2)})
+
+    response = made.encode(request, made.decode(request), [np.array([[1, 2], [3, 4]])])
+
+    assert list(response.outputs[0].shape) == [4]
+    assert response.raw_output_contents[0] == np.array([1, 2, 3, 4]).tobytes()
+
+
 def test_optional_input_left_out_is_missing_in_its_place() -> None:
     made = codec(OPTIONAL, PLAIN)
 
     assert decoded(made, a=floats(2, 2)).inputs[0] is MISSING
     assert decoded(made, a=floats(2, 2)).inputs[1].shape == (2, 2)
     assert decoded(made, o=floats(2, 3), a=floats(2, 2)).inputs[0].shape == (2, 3)
+
+
+def test_optional_input_with_a_reshape_is_missing_too_if_it_is_left_out() -> None:
+    made = codec(TensorSpec("r", "FP32", (4, -1), optional=True, reshape=(2, 2, -1)), PLAIN)
+
+    assert decoded(made, a=floats(2, 2)).inputs[0] is MISSING
+    assert decoded(made, r=floats(2, 4, 3), a=floats(2, 2)).inputs[0].shape == (2, 2, 2, 3)
 
 
 def test_optional_inputs_left_out_do_not_excuse_the_others() -> None:
@@ -127,8 +144,9 @@ def test_optional_inputs_all_left_out_without_a_batch_axis_are_one_row() -> None
     assert decoded(codec(OPTIONAL, rows=0)).asked.rows == 1
 
 
-def test_optional_output_that_the_model_left_out_is_not_in_the_response() -> None:
-    made = codec(PLAIN, outputs=(OPTIONAL, PLAIN))
+@pytest.mark.parametrize("left_out", [OPTIONAL, TensorSpec("r", "FP32", (4, -1), optional=True, reshape=(2, 2, -1))])
+def test_optional_output_that_the_model_left_out_is_not_in_the_response(left_out: TensorSpec) -> None:
+    made = codec(PLAIN, outputs=(left_out, PLAIN))
     request = infer("m", {"a": floats(1, 2)})
 
     response = made.encode(request, made.decode(request), [MISSING, floats(1, 2)])
@@ -169,9 +187,10 @@ def test_shape_tensor_of_texts_is_part_of_the_key_by_its_elements() -> None:
     made = codec(TensorSpec("s", "BYTES", (2,), shape_tensor=True), PLAIN)
     contents = [[b"ab", b"c"], [b"a", b"bc"], [b"ab", b"c\x00"]]
 
-    keys = {decoded(made, s=np.array(content, object), a=floats(1, 2)).asked.key for content in contents}
+    keys = [decoded(made, s=np.array(content, object), a=floats(1, 2)).asked.key for content in contents]
 
-    assert len(keys) == 3
+    assert len(set(keys)) == 3
+    assert decoded(made, s=np.array(contents[0], object), a=floats(5, 2)).asked.key == keys[0]
 
 
 def test_ragged_dims_are_no_part_of_the_key_but_are_checked() -> None:

@@ -8,8 +8,9 @@ import pytest
 
 from protos import inference_pb2 as pb
 from scheduler.policy import NEVER
-from server.calls import HeaderForwarding, add_headers, deadline_of, header
+from server.calls import HeaderForwarding, HeaderPassing, Sent, add_headers, deadline_of, header, traceparent_of
 from server.errors import InvalidRequest, StartError
+from server.restrictions import HEADER_PREFIX
 
 
 class Context:
@@ -50,10 +51,37 @@ def test_forward_of_a_reserved_name_is_refused(name: str) -> None:
     assert HeaderForwarding("^x-").headers(Context((name, "1"))) == {}
 
 
+@pytest.mark.parametrize("name", ["authorization", f"{HEADER_PREFIX}inference"])
+def test_forward_leaves_out_what_is_for_this_server_alone(name: str) -> None:
+    assert HeaderForwarding(".*").headers(Context((name, "secret"), ("x-tenant", "a"))) == {"x-tenant": "a"}
+
+
 def test_forward_with_a_pattern_that_is_none_says_which() -> None:
     with pytest.raises(StartError) as caught:
         HeaderForwarding("x-(")
     assert str(caught.value).startswith("--grpc-header-forward-pattern: expected a regular expression, got 'x-(': ")
+
+
+def test_passed_on_are_headers_of_these_names_in_the_calls_order_and_traces_beside_them() -> None:
+    passing = HeaderPassing(("X-More", "x-data-bin", "x-tenant"), ("TraceParent", "x-tenant"))
+    call = Context(*CALL.invocation_metadata(), ("traceparent", "1"))
+    headers = ("x-tenant", "a"), ("x-more", "1"), ("x-more", "2"), ("x-data-bin", b"\xff")
+    assert passing.sent(call) == Sent(headers, (("traceparent", "1"),))
+
+
+@pytest.mark.parametrize("value", ["\N{SNOWMAN}", "a\x7f", "a\nb"], ids=["not ASCII", "delete", "line"])
+def test_passed_on_is_nothing_that_cannot_be_sent(value: str) -> None:
+    passing = HeaderPassing(("x-tenant",), ("traceparent",))
+    assert passing.sent(Context(("traceparent", value), ("x-tenant", "a"))) == Sent((("x-tenant", "a"),), ())
+    with pytest.raises(InvalidRequest, match=r"^header 'x-tenant' can't be passed on: expected printable ASCII"):
+        passing.sent(Context(("x-tenant", value)))
+
+
+def test_trace_is_that_of_its_headers_whatever_comes_behind_them() -> None:
+    states = ("tracestate", "a=1"), ("tracestate", "b=2")
+    call = Context(("x-before", "no"), ("traceparent", "1"), states[0], ("x-behind", "no"), states[1])
+    assert traceparent_of(call) == ("1", "a=1,b=2")
+    assert traceparent_of(Context(*states)) is None
 
 
 def test_add_headers_win_over_what_the_request_says() -> None:

@@ -10,6 +10,8 @@ import pytest
 from backends.base import ModelSpec, TensorSpec
 from protos import inference_pb2 as pb
 from server.codec import ModelCodec
+from server.errors import InvalidRequest
+from server.regions import Regions
 from tests.wire import Array, bytes_element, infer, rows_of_floats
 
 PAIR = ModelSpec(
@@ -49,9 +51,9 @@ FIELDS = {
 }
 
 
-def one_tensor(datatype: str, dims: tuple[int, ...] = (2,)) -> ModelCodec:
+def one_tensor(datatype: str, dims: tuple[int, ...] = (2,), regions: Regions | None = None) -> ModelCodec:
     tensor = TensorSpec("t", datatype, dims)
-    return ModelCodec("m", "1", ModelSpec((tensor,), (tensor,)), 0)
+    return ModelCodec("m", "1", ModelSpec((tensor,), (tensor,)), 0, regions=regions)
 
 
 def pair_codec() -> ModelCodec:
@@ -158,6 +160,21 @@ def test_decode_key_tells_inputs_apart_whose_free_dimensions_are_swapped() -> No
     assert codec.decode(one).asked.key != codec.decode(other).asked.key
 
 
+def test_decode_key_without_batch_axis_tells_the_first_dimension_too() -> None:
+    codec = one_tensor("FP32", (-1,))
+    keys = {codec.decode(infer("m", {"t": np.zeros(size, np.float32)})).asked.key for size in (1, 2, 3)}
+    assert len(keys) == 3
+
+
+def test_decode_key_of_a_tensor_of_any_rank_tells_ranks_and_sizes_apart() -> None:
+    tensor = TensorSpec("t", "FP32", (), any_rank=True)
+    codec = ModelCodec("m", "1", ModelSpec((tensor,), (tensor,), batched=True), 8)
+    shapes = [(1,), (1, 2), (1, 3), (1, 2, 1)]
+    keys = [codec.decode(infer("m", {"t": np.zeros(shape, np.float32)})).asked.key for shape in shapes]
+    assert len(set(keys)) == 4
+    assert codec.decode(infer("m", {"t": np.zeros((5, 2), np.float32)})).asked.key == keys[1]
+
+
 def test_decode_key_ignores_which_outputs_are_wanted() -> None:
     codec = pair_codec()
     keys = [codec.decode(pair_request(outputs=wanted)).asked.key for wanted in (["x"], ["z", "y"])]
@@ -178,12 +195,13 @@ def test_decode_parameters_reach_the_decoded_request() -> None:
     assert (decoded.asked.parameters.timeout_ns, decoded.asked.parameters.typed_outputs) == (250_000, True)
 
 
-def test_decode_parameters_of_tensors_that_mean_nothing_here_are_accepted() -> None:
+@pytest.mark.parametrize("regions", [None, Regions(1)], ids=["no shared memory", "shared memory"])
+def test_decode_parameters_of_tensors_that_mean_nothing_here_are_accepted(regions: Regions | None) -> None:
     request = infer("m", {"t": VALUES["FP32"]}, outputs=["t"])
     request.inputs[0].parameters["binary_data_size"].string_param = "many"
     request.inputs[0].parameters["priority"].bool_param = True
     request.outputs[0].parameters["binary_data"].bool_param = True
-    assert one_tensor("FP32").decode(request).asked.outputs == (0,)
+    assert one_tensor("FP32", regions=regions).decode(request).asked.outputs == (0,)
 
 
 def test_decode_utf8_text_for_a_utf8_input_passes() -> None:
@@ -257,3 +275,37 @@ def test_encode_classes_in_typed_contents_are_bytes_too() -> None:
     response = codec.encode(request, codec.decode(request), pair_results())
     assert list(response.outputs[0].contents.bytes_contents) == [b"1.000000:1", b"3.000000:1"]
     assert not response.raw_output_contents
+
+
+def wants_classes(request: pb.ModelInferRequest, output: str, count: int) -> pb.ModelInferRequest:
+    request.outputs.add(name=output).parameters["classification"].int64_param = count
+    return request
+
+
+def test_encode_classes_of_a_model_without_batch_axis_are_those_of_all_elements() -> None:
+    codec = one_tensor("FP32", (2, 2))
+    request = wants_classes(infer("m", {"t": rows_of_floats(2)}), "t", 3)
+    response = codec.encode(request, codec.decode(request), (rows_of_floats(2),))
+    assert list(response.outputs[0].shape) == [3]
+    expected = [b"3.000000:3", b"2.000000:2", b"1.000000:1"]
+    assert response.raw_output_contents[0] == b"".join(map(bytes_element, expected))
+
+
+def test_encode_classes_of_a_shape_tensor_are_those_of_all_elements() -> None:
+    a, shape = TensorSpec("a", "FP32", (2,)), TensorSpec("s", "INT64", (3,), shape_tensor=True)
+    codec = ModelCodec("m", "1", ModelSpec((a,), (shape,), batched=True), 8)
+    request = wants_classes(infer("m", {"a": rows_of_floats(2)}), "s", 2)
+    response = codec.encode(request, codec.decode(request), (np.array([4, 6, 5]),))
+    assert list(response.outputs[0].shape) == [2]
+    assert response.raw_output_contents[0] == bytes_element(b"6:1") + bytes_element(b"5:2")
+
+
+def test_encode_classes_of_too_large_an_output_are_refused_naming_model_and_output() -> None:
+    codec = one_tensor("INT8", (-1,))
+    request = wants_classes(infer("m", {"t": np.zeros(1, np.int8)}), "t", 1)
+    decoded = codec.decode(request)
+    with pytest.raises(InvalidRequest) as caught:
+        codec.encode(request, decoded, (np.zeros(1_000_001, np.int8),))
+    assert str(caught.value) == (
+        "model 'm': output 't': parameter 'classification': expected an output of up to 1000000 elements, got 1000001"
+    )

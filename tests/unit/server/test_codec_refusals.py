@@ -58,6 +58,10 @@ def repeat_input(request: Request) -> None:
     add_raw(request, "a", "FP32", [1, 2], bytes(8))
 
 
+def repeat_another_input(request: Request) -> None:
+    add_raw(request, "b", "BYTES", [1, 1], bytes_element(b"text"))
+
+
 def change_datatype(request: Request) -> None:
     request.inputs[0].datatype = "INT32"
 
@@ -103,6 +107,7 @@ def give_one_raw_and_one_typed(request: Request) -> None:
         (remove_all, "missing inputs ['a', 'b']: expected ['a', 'b'], got []"),
         (add_unknown_input, "unexpected input 'c', expected ['a', 'b']"),
         (repeat_input, "input 'a' is given more than once"),
+        (repeat_another_input, "input 'b' is given more than once"),
         (change_datatype, "input 'a': expected datatype FP32, got 'INT32'"),
         (change_to_no_datatype, "input 'a': expected datatype FP32, got 'float32'"),
         (add_unknown_output, "unexpected output 'q', expected some of ['x', 'h']"),

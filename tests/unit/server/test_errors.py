@@ -54,6 +54,7 @@ from server.errors import (
     StartError,
     TooManyRegions,
     status_of,
+    words_of,
 )
 
 Code = grpc.StatusCode
@@ -174,3 +175,11 @@ def test_status_of_what_an_upstream_answered_is_the_upstreams(kind: type[Upstrea
     failed.__cause__ = kind("UNAUTHENTICATED", "text")
     assert status_of(failed) is Code.UNAUTHENTICATED
     assert status_of(kind("NEWER_THAN_US", "text")) in (Code.UNAVAILABLE, Code.INTERNAL)
+
+
+def test_words_of_an_error_that_has_none_are_its_type() -> None:
+    class Wordless(Exception):
+        def __str__(self) -> str:
+            raise KeyError("words")
+
+    assert words_of(Wordless()) == "Wordless"

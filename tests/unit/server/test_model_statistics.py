@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from backends.errors import ExecutionError, SessionError
+from backends.errors import ExecutionError, OutOfMemory, SessionError
 from scheduler.errors import (
     BatcherClosed,
     DeadlineUnreachable,
@@ -70,6 +70,26 @@ def test_batch_that_failed_counts_no_execution(statistics: VersionStatistics) ->
     statistics.on_batch(report(3, [], failed=3))
     assert (statistics.execution_count, statistics.rows, statistics.queue.count) == (0, 0, 0)
     assert statistics.last_inference_ms == 0
+
+
+@pytest.mark.parametrize(
+    ("error", "shortages"), [(OutOfMemory("x"), 1), (MemoryError(), 1), (ExecutionError("x"), 0), (ValueError(), 0)]
+)
+def test_batch_for_which_there_was_no_memory_is_a_shortage_and_no_other(
+    statistics: VersionStatistics, error: Exception, shortages: int
+) -> None:
+    statistics.on_batch(report(3, [], failed=3)._replace(error=error))
+    assert statistics.shortages == shortages
+
+
+def test_merge_adds_up_each_number() -> None:
+    one, other = VersionStatistics(), VersionStatistics()
+    numbers = [name for name, value in vars(one).items() if type(value) is int and name != "last_inference_ms"]
+    for index, name in enumerate(numbers, 1):
+        setattr(one, name, index)
+        setattr(other, name, 100 * index)
+    one.merge(other)
+    assert [getattr(one, name) for name in numbers] == [101 * index for index in range(1, len(numbers) + 1)]
 
 
 def test_batch_of_cancelled_requests_counts_their_rows_and_none_of_their_times(statistics: VersionStatistics) -> None:

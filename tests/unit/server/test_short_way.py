@@ -10,16 +10,20 @@ import pytest
 from backends.base import ModelSpec, TensorSpec
 from backends.cuda_memory import open_cuda_memory
 from backends.packed import Packed
+from backends.shares import Outputs, Share
 from protos import inference_pb2 as pb
 from server.codec import ModelCodec
 from server.cuda_region import CudaRegion
+from server.errors import InvalidRequest
+from server.handlers import serialized
 from server.region_tensors import RegionTensor
 from server.regions import Regions
 from server.short_way import ShortWay
 from server.system_region import open_system_region
-from server.wire_request import AnyRequest, RequestReader
+from server.wire_request import AnyRequest, RequestReader, WireRequest
 from tests.shared_objects import SharedObject, lies_in, shared_object, wanted_in
 from tests.unit.backends.test_cuda_memory import HANDLE, Driver
+from tests.wire import bytes_element, infer, rows_of_floats
 
 INPUTS = TensorSpec("a", "FP32", (-1, -1)), TensorSpec("t", "BOOL", (1,))
 OUTPUTS = TensorSpec("x", "FP32", (-1, -1)), TensorSpec("y", "FP32", (-1, -1))
@@ -117,6 +121,100 @@ def test_one_whose_tensors_are_not_as_long_as_promised_ends_them() -> None:
     assert sender.alike(odd, one) == 0
 
 
+@pytest.mark.parametrize("wish", ["classification", "binary_data_output", "paceline_batch_info"])
+def test_who_wants_more_than_raw_outputs_gets_it_however_often_others_did(wish: str) -> None:
+    message = _message(outputs="x")
+    if wish == "classification":
+        message.outputs[0].parameters[wish].int64_param = 1
+    else:
+        message.parameters[wish].bool_param = wish == "paceline_batch_info"
+    sender, results = Sender(FLOATS), (np.array([[[1, 5, 3]]], np.float32),) * 2
+    first = sender.codec.encode(message, sender.codec.decode(message), results)
+    wants = sender.learned(message)
+    assert isinstance(wants, WireRequest)
+    assert sender.codec.encode(wants, sender.codec.decode(wants), results) == first  # a message, to which more is added
+
+
+def test_one_that_was_not_learned_ends_them() -> None:
+    sender = Sender(FLOATS)
+    one, message = sender.learned(_message()), _message((1, 3, 2))
+    new = [sender.read(message.SerializeToString()) for _ in range(2)][1]
+    assert isinstance(new, WireRequest)
+    assert sender.alike(one, new, one) == 1
+    assert sender.alike(new, one) == 0
+
+
+def test_where_tensors_begin_is_found_out_anew_when_the_model_has_another_order_of_inputs() -> None:
+    """As after a reload: requests are those that they were, and what was noted of them is of the model before."""
+    pair = TensorSpec("a", "FP32", (2,)), TensorSpec("b", "FP32", (2,))
+    before, after = (Sender(ModelSpec(inputs, OUTPUTS, batched=True)) for inputs in (pair, pair[::-1]))
+    after.read = before.read
+    message = infer("m", {"a": rows_of_floats(1), "b": rows_of_floats(1, first=5)})
+    request = before.learned(message)
+    assert _values(before, request) == [[[0, 1]], [[5, 6]]]
+    after.learned(message)
+    assert _values(after, request) == [[[5, 6]], [[0, 1]]]
+    assert _values(before, request) == [[[0, 1]], [[5, 6]]]
+
+
+def _values(sender: Sender, request: AnyRequest) -> list[object]:
+    """Of a request's inputs, whether it is decoded with one like it or alone."""
+    found = sender.way.decode_alike([request, request])
+    assert found is not None
+    _, inputs = ([tensor.tolist() for tensor in inputs] for inputs in found.inputs)
+    alone = sender.codec.decode(request).inputs
+    assert inputs == [tensor.tolist() for tensor in alone]  # type: ignore[union-attr]
+    return inputs
+
+
+def test_texts_that_must_be_utf8_are_looked_at_each_time() -> None:
+    sender = Sender(ModelSpec((TensorSpec("a", "BYTES", (1,), utf8=True),), OUTPUTS, batched=True))
+    sender.learned(infer("m", {"a": np.array([[b"good"]], object)}))
+    bad = sender.read(infer("m", {"a": np.array([[b"\xff\xfe\xff\xfe"]], object)}).SerializeToString())
+    assert isinstance(bad, WireRequest)
+    with pytest.raises(InvalidRequest, match="expected UTF-8 text"):
+        sender.codec.decode(bad)
+
+
+def test_texts_without_even_their_lengths_are_refused_each_time() -> None:
+    sender = Sender(ModelSpec((TensorSpec("a", "BYTES", (1,)),), OUTPUTS, batched=True))
+    message = infer("m", {"a": np.array([[b"good"]], object)})
+    sender.learned(message)
+    message.raw_input_contents[0] = b""
+    bad = sender.read(message.SerializeToString())
+    assert isinstance(bad, WireRequest)
+    with pytest.raises(InvalidRequest, match="input 'a': expected at least 4 bytes for the lengths"):
+        sender.codec.decode(bad)
+
+
+@pytest.mark.parametrize("outputs", ["x", "xy"])
+def test_answers_with_shares_of_several_batches_have_as_many_rows_as_each(outputs: str) -> None:
+    spec = ModelSpec((TensorSpec("a", "FP32", (2,)),), tuple(TensorSpec(one, "FP32", (2,)) for one in outputs), True)
+    sender = Sender(spec)
+    for start, stop in ((1, 2), (0, 3), (0, 1), (1, 2)):
+        request = sender.learned(infer("m", {"a": rows_of_floats(stop - start)}))
+        batch = [rows_of_floats(3, first=first) for first in range(len(outputs))]
+        share = Share(Outputs(batch), start, stop)
+        answer = pb.ModelInferResponse.FromString(
+            serialized(sender.codec.encode(request, sender.codec.decode(request), share))
+        )
+        assert [list(one.shape) for one in answer.outputs] == [[stop - start, 2]] * len(outputs)
+        assert list(answer.raw_output_contents) == [one[start:stop].tobytes() for one in batch]
+
+
+@pytest.mark.parametrize("of_a_batch", [False, True])
+def test_answers_with_texts_beside_numbers_are_made_as_ever(of_a_batch: bool) -> None:
+    outputs = TensorSpec("x", "FP32", (2,)), TensorSpec("y", "BYTES", (1,))
+    sender = Sender(ModelSpec((TensorSpec("a", "FP32", (2,)),), outputs, batched=True))
+    request = sender.learned(infer("m", {"a": rows_of_floats(1)}))
+    batch = rows_of_floats(2), np.array([[b"no"], [b"yes"]], object)
+    results = Share(Outputs(batch), 1, 2) if of_a_batch else tuple(one[1:] for one in batch)
+    answer = pb.ModelInferResponse.FromString(
+        serialized(sender.codec.encode(request, sender.codec.decode(request), results))
+    )
+    assert list(answer.raw_output_contents) == [rows_of_floats(2)[1:].tobytes(), bytes_element(b"yes")]
+
+
 def test_many_ways_to_ask_are_not_kept_for_ever() -> None:
     sender = Sender(FLOATS)
     for priority in range(1_100):
@@ -166,6 +264,17 @@ def test_those_in_messages_and_those_in_shared_memory_are_alike_if_they_ask_for_
     assert [type(inputs) for inputs in found.inputs] == [Packed]
     assert [[*targets] for targets in found.targets] == [[0]]
     assert sender.alike(requests[2], sender.learned(_message()), requests[2]) == 3
+
+
+def test_one_whose_memory_has_been_cut_short_is_told_which_input_that_is(
+    regions: Regions, memory: SharedObject
+) -> None:
+    sender = Sender(FLOATS, regions)
+    (tensor,) = sender.codec.decode(sender.learned(_in_region("r1"))).inputs
+    assert isinstance(tensor, RegionTensor)
+    memory.resize(0)
+    with pytest.raises(InvalidRequest, match=r"^model 'm': input 'a': shared memory region 'r1'"):
+        tensor.read()
 
 
 def test_one_whose_region_is_gone_ends_them(regions: Regions) -> None:

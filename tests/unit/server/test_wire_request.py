@@ -6,11 +6,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from google.protobuf.message import DecodeError
 
 from backends.base import ModelSpec, TensorSpec
 from protos import inference_pb2 as pb
 from server.adapting_codec import codec_for
 from server.wire_request import Remembered, RequestReader, WireRequest
+from tests.wire import infer, rows_of_floats
 
 _PAGE_BYTES = 4_096
 _HEAD_BYTES = 4_000
@@ -66,6 +68,27 @@ def test_parameters_of_a_head_are_those_of_its_first_request() -> None:
     assert not again.plain
 
 
+@pytest.mark.parametrize("where", ["", "inputs", "outputs"])
+def test_request_is_plain_if_neither_it_nor_any_of_its_tensors_has_parameters(where: str) -> None:
+    message = infer("m", {"a": rows_of_floats(1), "b": rows_of_floats(1)}, outputs=["x", "y"])
+    if where:
+        getattr(message, where)[1].parameters["mine"].string_param = "here"
+    reader = RequestReader()
+    for _ in range(2):
+        again = reader(message.SerializeToString())
+    assert isinstance(again, WireRequest)
+    assert again.plain is (not where)
+
+
+@pytest.mark.parametrize("known", ["ab", "other"], ids=["of a known length", "of another length"])
+def test_id_that_is_no_text_is_told_whatever_is_known_of_the_head(known: str) -> None:
+    reader = RequestReader()
+    for _ in range(2):
+        reader(infer("m", {"a": rows_of_floats(1)}, id=known).SerializeToString())
+    good = infer("m", {"a": rows_of_floats(1)}, id="ab").SerializeToString()
+    assert isinstance(reader(good.replace(b"ab", b"\xff\xfe")), DecodeError)
+
+
 def test_heads_are_forgotten_when_they_are_many_or_large() -> None:
     few, large = Remembered[bytes, int](), Remembered[bytes, int]()
     for number in range(1_001):
@@ -74,3 +97,5 @@ def test_heads_are_forgotten_when_they_are_many_or_large() -> None:
     for number in range(257):
         large.remember(b"%04096d" % number, number, 4_096)
     assert len(large) == 1
+    large.remember(b"another", 1, 4_096)
+    assert len(large) == 2
