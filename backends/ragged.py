@@ -104,8 +104,6 @@ class _MixedBatches:
     def _cut(self, outputs: Tensors, requests: Sequence[Tensors], rows: list[int]) -> list[tuple[Array, ...]]:
         if len(outputs) != len(self._cuts):
             raise ExecutionError(f"expected {len(self._cuts)} outputs, got {len(outputs)}")
-        if not outputs:
-            return [()] * len(requests)
         columns = [cut(output, requests, rows) for cut, output in zip(self._cuts, outputs, strict=True)]
         # Rows of padding are behind the requests' own: the columns are longer by them, and no request is theirs.
         return [tuple(column[number] for column in columns) for number in range(len(requests))]

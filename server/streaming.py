@@ -244,7 +244,7 @@ class _Stream:
     def _take_back(self, request_id: str) -> None:
         """Cancel what runs under this id. A look at all there is costs those nothing who never cancel."""
         for slot in self._slots:
-            if not slot.done and slot.request.id == request_id and slot.request is not _NO_REQUEST:
+            if not slot.done and slot.request.id == request_id:
                 slot.cancel()
 
     # hot path: see bench/
