@@ -9,6 +9,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 from functools import wraps
+from itertools import accumulate
 from typing import Any, TypeVar
 
 import grpc
@@ -23,9 +24,11 @@ __all__ = ["Context", "Method", "answering", "status_and_text"]
 
 _log = logging.getLogger("paceline.server.service")
 
-_MAX_TEXT_BYTES = 2_000
-"""Of a status's message. It travels in a header, each byte written as up to three, and a client that gets more than
-8 KiB of headers drops the answer and reports RESOURCE_EXHAUSTED instead."""
+_MAX_TEXT_BYTES = 3_000
+"""Of a status's message as it is written: in a header, and there as three bytes what isn't printable ASCII. A client
+that gets more than 8 KiB of headers drops the answer and reports RESOURCE_EXHAUSTED instead, and nginx, unless it is
+told otherwise, one that gets 4 KiB, and reports that the server isn't available."""
+_PLAIN = frozenset(range(0x20, 0x7F)) - {ord("%")}
 
 _TRY_LATER = (("grpc-retry-pushback-ms", str(TRY_AGAIN_MS)),)
 
@@ -79,7 +82,13 @@ def _text(request: object, error: Exception) -> str:
 def _sendable(text: str) -> str:
     """`text`, its middle left out if it is too long to arrive, and without what UTF-8 can't say."""
     data = text.encode(errors="backslashreplace")
-    if len(data) > _MAX_TEXT_BYTES:
-        half = _MAX_TEXT_BYTES // 2
-        data = data[:half] + b" [...] " + data[-half:]
+    head, tail = _begin(data), _begin(data[::-1])
+    if len(head) + len(tail) < len(data):
+        data = head + b" [...] " + tail[::-1]
     return data.decode(errors="ignore")
+
+
+def _begin(data: bytes) -> bytes:
+    """As much of its beginning as takes half of what a message may."""
+    ends = accumulate(1 if byte in _PLAIN else 3 for byte in data[: _MAX_TEXT_BYTES // 2])
+    return data[: sum(end <= _MAX_TEXT_BYTES // 2 for end in ends)]

@@ -80,6 +80,7 @@ _OPEN_TO_ALL = frozenset(
 """Without a token: probes and load balancers have none, and learn no more than whether the server takes requests. What
 of it has one request isn't counted either: a server with all it can bear is alive."""
 
+_NO_REQUEST = "expected one request message, got none"
 _NO_TOKEN = "expected the header 'authorization: Bearer TOKEN' with a token that this server knows"
 
 
@@ -154,10 +155,32 @@ class Gate(grpc.GenericRpcHandler):  # type: ignore[type-arg]  # generic in the 
         return None
 
 
-def _entry(admission: Admission, path: str, handler: Any) -> _Entry:
-    if handler.request_streaming or handler.response_streaming:
+def _entry(admission: Admission, path: str, registered: Any) -> _Entry:
+    handler = registered if registered.request_streaming else _that_reads(registered)
+    if registered.request_streaming or registered.response_streaming:
         return _Streams(admission, path, handler)
     return _Uncounted(handler) if path in _OPEN_TO_ALL else _Calls(admission, handler)
+
+
+def _that_reads(handler: Any) -> Any:
+    """`handler` of one request, as one of a stream of which it reads that one. Where gRPC is to read it, a call that
+    ends without any is left as it is: never answered, and counted by nobody."""
+    answers = handler.unary_stream if handler.response_streaming else handler.unary_unary
+
+    # hot path
+    async def read_and_answer(requests: object, context: Any) -> Any:
+        request = await context.read()
+        if request is grpc.aio.EOF:  # type: ignore[attr-defined]  # the stubs lack it
+            answer = context.abort(grpc.StatusCode.UNIMPLEMENTED, _NO_REQUEST)  # which gRPC says of such calls
+        else:
+            answer = answers(request, context)
+        # An error that ends the call has this frame in its traceback, and is kept with the call.
+        del requests, request, context
+        return await answer
+
+    streams = handler.response_streaming
+    make = grpc.stream_stream_rpc_method_handler if streams else grpc.stream_unary_rpc_method_handler
+    return make(read_and_answer, handler.request_deserializer, handler.response_serializer)
 
 
 class _Uncounted:
@@ -218,7 +241,7 @@ class _Streams:
 
 # hot path
 def _at_the_end_of_the_call(do: Callable[[asyncio.Task[Any]], None]) -> None:
-    """gRPC handles each call in a task of its own, which this is: it picks the handler, reads the request, and ends
+    """gRPC handles each call in a task of its own, which this is: it picks the handler, has the request read, and ends
     once the answer has been sent or nobody wants it any more. Handlers see less of that, and callers may be slow to
     send a request and to take an answer, which have to be kept meanwhile."""
     task = asyncio.current_task()

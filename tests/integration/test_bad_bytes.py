@@ -14,6 +14,7 @@ import pytest
 
 from protos import inference_pb2 as pb
 from protos.inference_pb2_grpc import GRPCInferenceServiceServicer
+from server.config import Settings
 from tests.integration.http2 import call_by_hand
 from tests.integration.serving import Served, echo_model, failure_of, serving
 from tests.wire import infer, rows_of_floats
@@ -25,6 +26,8 @@ SERVED = {"ServerLive", "ServerReady", "ModelReady", "ServerMetadata", "ModelMet
 SERVED |= {"RepositoryIndex", "RepositoryModelLoad", "RepositoryModelUnload"}
 SERVED |= {f"{kind}SharedMemory{what}" for kind in ("System", "Cuda") for what in ("Status", "Register", "Unregister")}
 SERVED |= {"ModelConfig", "LogSettings", "TraceSetting"}
+HEALTH = ("grpc.health.v1.Health/Check", "grpc.health.v1.Health/Watch")
+WITHOUT = "expected one request message, got none"
 STREAMED = {"ModelStreamInfer"}
 ALL = {name for name in vars(GRPCInferenceServiceServicer) if not name.startswith("_")}
 
@@ -60,6 +63,25 @@ async def test_infer_of_bytes_that_are_no_message_is_refused(served: Served, dat
 async def test_call_of_any_method_with_bytes_that_are_no_message_is_refused(served: Served, method: str) -> None:
     code, text = await failure_of(served.raw_call(method, b"\xff"))
     assert (code, text) == (Code.INVALID_ARGUMENT, f"Error parsing message with type 'inference.{method}Request'")
+
+
+@pytest.mark.parametrize("frontends", [1, 2])
+async def test_call_that_ends_without_a_message_is_answered_and_no_longer_under_way(
+    tmp_path: Path, frontends: int
+) -> None:
+    def used(metrics: dict[str, float]) -> list[float]:
+        return [metrics[f'paceline_limit_used{{limit="{limit}"}}'] for limit in ("rpcs", "streams")]
+
+    settings = Settings(paths=(tmp_path,), frontends=frontends)
+    async with serving(tmp_path, {"m": echo_model()}, settings=settings) as served:
+        for path in [*(f"inference.GRPCInferenceService/{one}" for one in sorted(SERVED)), *HEALTH]:
+            call: Any = served.channel.stream_stream(f"/{path}")(timeout=20)
+            await call.done_writing()
+            assert await failure_of(call.read()) == (Code.UNIMPLEMENTED, WITHOUT), path
+        until_s = time.monotonic() + 20
+        while used(await served.metrics()) != [0, 0]:
+            assert time.monotonic() < until_s
+        assert list((await served.infer(GOOD)).outputs[0].shape) == [1, 2]
 
 
 async def test_infer_of_bytes_with_unknown_fields_ignores_them(served: Served) -> None:
