@@ -12,14 +12,15 @@ import numpy as np
 from backends.base import Array
 from backends.errors import ExecutionError
 
-__all__ = ["LEAST_ELEMENTS", "join_into"]
+__all__ = ["LEAST_ELEMENTS", "join_bytes_into", "join_into"]
 
 LEAST_ELEMENTS = 500
 """From so many on numpy lets go of the interpreter for each array that it copies. Beside a busy event loop each time
 may cost as long as threads hold on to it: half a millisecond, for a copy of half a microsecond."""
 
 _MOST_BYTES = 2**20
-"""Of one request that are copied without letting go of the interpreter: beyond, others would wait for it too long."""
+"""Of one request that are copied without letting go of the interpreter. Between two copies others have their turn once
+they have waited for the switch interval, half a millisecond; to let go may cost as much for each of them."""
 
 
 def join_into(target: Array, arrays: Sequence[Array], padding: int) -> None:
@@ -34,6 +35,19 @@ def join_into(target: Array, arrays: Sequence[Array], padding: int) -> None:
         _join_by_numpy(own, arrays)
     if padding:
         target[-padding:] = arrays[-1][-1:]
+
+
+def join_bytes_into(target: Array, pieces: Sequence[bytes | memoryview]) -> None:
+    """Write `pieces`, which are all of the bytes of `target`, C-contiguous, one after the other."""
+    flat = target.reshape(-1).view(np.uint8)
+    if max(map(len, pieces)) > _MOST_BYTES:
+        np.concatenate([np.frombuffer(one, np.uint8) for one in pieces], out=flat)
+        return
+    room, begin = flat.data, 0
+    for one in pieces:
+        end = begin + len(one)
+        room[begin:end] = one
+        begin = end
 
 
 def _join_holding_on(target: Array, arrays: Sequence[Array]) -> bool:

@@ -13,7 +13,7 @@ from typing import Any, overload
 import numpy as np
 
 from backends.base import Array, Room
-from backends.joining import join_into
+from backends.joining import join_bytes_into
 
 __all__ = ["Layout", "Packed", "are_alike", "stacked"]
 
@@ -84,18 +84,18 @@ def stacked(requests: Sequence[Packed], padding_rows: int, room: Room | None = N
     layout, columns = requests[0].layout, []
     rows = len(requests) * layout.rows + padding_rows
     for index, (dtype, one_shape, size_bytes) in enumerate(layout.tensors):
-        shape, is_large = (rows, *one_shape[1:]), size_bytes > _COPIED_TWICE_BYTES
-        if is_large and room is not None and (target := room(index, shape)) is not None:
-            join_into(target, [one[index] for one in requests], padding_rows)
-            columns.append(target)
-            continue
+        shape = (rows, *one_shape[1:])
         pieces: list[bytes | memoryview]
-        if is_large:
+        if size_bytes > _COPIED_TWICE_BYTES:
             pieces = [memoryview(one.data)[(start := one.starts[index]) : start + size_bytes] for one in requests]
         else:
             pieces = [one.data[(start := one.starts[index]) : start + size_bytes] for one in requests]
         if padding_rows:
             pieces += repeat(pieces[-1][size_bytes - size_bytes // layout.rows :], padding_rows)
+        if room is not None and (target := room(index, shape)) is not None:
+            join_bytes_into(target, pieces)
+            columns.append(target)
+            continue
         # Unlike `bytes` it may be written to. Lets go of the interpreter once if it is more than a MiB, else never.
         columns.append(np.ndarray(shape, dtype, bytearray().join(pieces)))
     return columns

@@ -14,6 +14,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import accumulate, pairwise
 from time import monotonic_ns
+from typing import Protocol
 
 import numpy as np
 
@@ -25,19 +26,26 @@ from protos.datatypes import by_name
 
 __all__ = ["BatchRunner", "as_the_model_sees", "batch_input_tensors", "batch_runner", "row_counter"]
 
-BatchRunner = Callable[[Sequence[Tensors], Run, int], Execution]
-"""Requests, what runs the model, the rows it is to see. `run` gets one array per input of the spec, MISSING where it is
-left out, and then one per target of each `batch_input`, in order."""
+
+class BatchRunner(Protocol):
+    """Requests, what runs the model, the rows it is to see. `run` gets one array per input of the spec, MISSING where
+    it is left out, and then one per target of each `batch_input`, in order. Where all are stacked by rows they are in
+    `room`, if that has any."""
+
+    def __call__(
+        self, requests: Sequence[Tensors], run: Run, padded_rows: int = 0, room: Room | None = None
+    ) -> Execution: ...
+
 
 RowCounter = Callable[[Sequence[Tensors]], list[int]]
 Join = Callable[[Sequence[Array], int], Array]
 Cut = Callable[[Array, Sequence[Tensors], list[int]], Sequence[Array]]
 
 
-def batch_runner(spec: ModelSpec, room: Room | None = None) -> BatchRunner:
-    """How instances that serve `spec` execute a batch; rows are stacked in `room`, where that has any."""
+def batch_runner(spec: ModelSpec) -> BatchRunner:
+    """How instances that serve `spec` execute a batch."""
     seen = as_the_model_sees(spec)
-    return partial(run_batch, seen, room=room) if spec.by_rows else _MixedBatches(seen).run
+    return partial(run_batch, seen) if spec.by_rows else _MixedBatches(seen).run
 
 
 def row_counter(spec: ModelSpec) -> RowCounter:
@@ -80,8 +88,8 @@ class _MixedBatches:
         scattered = {name: one for one in spec.batch_outputs for name in one.targets}
         self._cuts = [_cut_of(tensor, scattered.get(tensor.name), places, spec.batched) for tensor in spec.outputs]
 
-    def run(self, requests: Sequence[Tensors], run: Run, padded_rows: int) -> Execution:
-        """As `run_batch`."""
+    def run(self, requests: Sequence[Tensors], run: Run, padded_rows: int = 0, room: Room | None = None) -> Execution:
+        """As `run_batch`, but none of it in `room`."""
         spec = self._spec
         if len(requests) != 1 and (not requests or not spec.batched):
             raise wrong_count(spec, len(requests))

@@ -45,10 +45,10 @@ def reading(execute: Execute, spec: ModelSpec, room: Room | None = None) -> Exec
             return execute(cast("Sequence[Tensors]", requests), padded_rows)
         began_ns = monotonic_ns()
         failures: _Failures = {}
-        if stackable and (len(requests) > 1 or room is not None):
+        if stackable and (len(requests) > 1 or padded_rows > requests[0][0].shape[0]):
             done = _joined(execute, requests, padded_rows, failures, began_ns, room)
         else:
-            done = _one_by_one(execute, requests, padded_rows, failures, began_ns)
+            done = _one_by_one(execute, requests, padded_rows, failures, began_ns, room if stackable else None)
         return _placed(done, failures, len(requests))
 
     return read_and_execute
@@ -107,12 +107,15 @@ def _one_by_one(
     padded_rows: int,
     failures: _Failures,
     began_ns: int,
+    room: Room | None = None,
 ) -> Execution:
-    """Each request read into arrays of its own, and handed on with the others."""
+    """Each request read into arrays of its own, and handed on with the others; one alone into `room`."""
     there: list[Tensors] = []
     for number, inputs in enumerate(requests):
         try:
-            read = [one.read() if isinstance(one, RegionTensor) else one for one in inputs]
+            read = [
+                _read(one, index, room) if isinstance(one, RegionTensor) else one for index, one in enumerate(inputs)
+            ]
         except InvalidRequest as error:
             failures[number] = _bare(error)
         else:
@@ -142,6 +145,14 @@ def _joined(
     return replace(done, results=shares(outputs, bounds))
 
 
+def _read(one: RegionTensor, index: int, room: Room | None) -> Array:
+    there = None if room is None else room(index, one.shape)
+    if there is None:
+        return one.read()
+    one.read_into(there)
+    return there
+
+
 def _column(index: int, shape: tuple[int, ...], dtype: np.dtype[Any], room: Room | None) -> Array:
     """Where that input is to be read to."""
     there = None if room is None else room(index, shape)
@@ -153,19 +164,24 @@ def _fill_at_once(columns: Sequence[Array], requests: Sequence[Inputs]) -> list[
     as when the memory of one of them is gone: then which one it is has to be found out."""
     bounds = [0, *accumulate(inputs[0].shape[0] for inputs in requests)]
     pieces: list[Piece] = []
+    arrays: list[tuple[Array, Array]] = []
     regions: set[Region] = set()
     for index, column in enumerate(columns):
         begin, row_bytes = column.ctypes.data, column.strides[0]
         for start, stop, inputs in zip(bounds, bounds[1:], requests, strict=False):
             one, size_bytes = inputs[index], (stop - start) * row_bytes
             if not isinstance(one, RegionTensor):
-                column[start:stop] = one
+                arrays.append((column[start:stop], one))
             elif (source := one.mapped_at(size_bytes)) is not None:
                 pieces.append((begin + start * row_bytes, source, size_bytes))
                 regions.add(one.region)
             else:
                 return None
-    return bounds if len(pieces) > 1 and copy_all(pieces) and _are_whole(regions) else None
+    if len(pieces) < 2 or not copy_all(pieces) or not _are_whole(regions):
+        return None
+    for rows, one in arrays:
+        rows[...] = one
+    return bounds
 
 
 def _are_whole(regions: Collection[Region]) -> bool:

@@ -23,7 +23,7 @@ class PythonInstance:
 
     def __init__(self, spec: ModelSpec, process: ModelProcess) -> None:
         self._device = process.device
-        self._run_batch = batch_runner(spec, self.room)
+        self._run_batch = batch_runner(spec)
         self._dtypes = tuple(by_name(tensor.datatype).dtype for tensor in spec.inputs)
         self._inputs = tuple(tensor.name for tensor in (*spec.inputs, *batch_input_tensors(spec)))
         self._outputs = tuple(tensor.name for tensor in spec.outputs)
@@ -45,7 +45,12 @@ class PythonInstance:
         return process is None or process.ended
 
     def execute(self, requests: Sequence[Tensors], padded_rows: int = 0) -> Execution:
-        return self._run_batch(requests, self._run, padded_rows)
+        process = self._process
+        try:
+            return self._run_batch(requests, self._run, padded_rows, self.room)
+        finally:
+            if process is not None:
+                process.forget_rooms()
 
     def room(self, index: int, shape: tuple[int, ...]) -> Array | None:
         """`Roomy`: where the process finds it."""

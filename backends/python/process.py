@@ -145,6 +145,10 @@ class ModelProcess:
         the thread that executes."""
         return self._line.room(number, dtype, shape)
 
+    def forget_rooms(self) -> None:
+        """What was made in them won't be executed. On the thread that executes."""
+        self._line.forget_rooms()
+
     def execute(self, arrays: Sequence[Array], names: Sequence[str], wanted: Sequence[str]) -> Tensors:
         """The outputs that the model makes of `arrays`: views of memory that is free again once they are dropped.
 
@@ -249,7 +253,8 @@ class ModelProcess:
         self._line.hang_up()
         with self._lock:
             self._ended.set()
-            on_end = self._on_end
+            # It may lead back here.
+            on_end, self._on_end = self._on_end, _nothing
         with self._asking:
             self._line.close()
         assert self._popen.stdin is not None

@@ -19,11 +19,14 @@ from backends.base import Array
 from backends.transport.frames import FrameReader, Message, frame
 from backends.transport.link import RemoteEnd, connect
 from backends.transport.memory import Memory, Window
-from backends.transport.parcel import Parcel, Place, needs_room, pack, pack_inline, unpack
+from backends.transport.parcel import Parcel, Place, pack, pack_inline, unpack
 
 __all__ = ["Line"]
 
 _RECEIVE_BYTES = 256 * 1024
+_LEAST_ROOM_BYTES = 128 * 1024
+"""A place of its own for an array costs both ends more than they have to do for one among others: some 10 us, for which
+as much is copied."""
 
 
 class Line:
@@ -65,13 +68,13 @@ class Line:
 
     def room(self, number: int, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Array | None:
         """An array with whatever was there, for one of those that are packed next, which then isn't copied, and is the
-        other end's from then on. A further one of that `number` takes its place. None if it would ride in the
-        message."""
+        other end's from then on. A further one of that `number` takes its place. None if copying it costs less, or
+        there is no room."""
         if (before := self._rooms.pop(number, None)) is not None:
             self._own.free(before[1][0])
-        if not needs_room(dtype, shape):
-            return None
         size = math.prod(shape) * dtype.itemsize
+        if dtype.hasobject or size < _LEAST_ROOM_BYTES:
+            return None
         start = self._own.allocate(size)
         if start is None:
             return None
@@ -83,16 +86,31 @@ class Line:
         """Copy `arrays` to where the other end finds them: into the message where memory has no room. To be sent.
 
         Raises TypeError or ValueError for elements of object arrays that aren't `bytes`."""
-        rooms, self._rooms = [*self._rooms.values()], {}
+        there = self._rooms_of(arrays) if self._rooms else {}
         parcel = None
         try:
-            parcel = pack(arrays, self._own, {id(array): place for array, place in rooms})
+            parcel = pack(arrays, self._own, there)
+            return pack_inline(arrays) if parcel is None else parcel
         finally:
-            taken = () if parcel is None else set(map(id, arrays))
-            for array, (start, _) in rooms:
-                if id(array) not in taken:
+            if parcel is None:
+                for start, _ in there.values():
                     self._own.free(start)
-        return pack_inline(arrays) if parcel is None else parcel
+
+    def _rooms_of(self, arrays: Sequence[Array]) -> dict[int, Place]:
+        """By the ids of those of `arrays` that are in rooms. All other rooms are free again."""
+        wanted, there = set(map(id, arrays)), {}
+        for array, place in self._rooms.values():
+            if id(array) in wanted:
+                there[id(array)] = place
+            else:
+                self._own.free(place[0])
+        self._rooms = {}
+        return there
+
+    def forget_rooms(self) -> None:
+        """What was made in them won't be packed."""
+        if self._rooms:
+            self._rooms_of(())
 
     def unpack(self, parcel: Parcel) -> tuple[Array, ...]:
         """The arrays that the other end packed. Once for each parcel: its place is given back after the last array."""

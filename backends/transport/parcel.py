@@ -5,7 +5,6 @@ Lives here: `pack` and `unpack`. Must not: sockets, or what the tensors are for.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from functools import cache
 from itertools import accumulate
@@ -17,7 +16,7 @@ from backends.base import MISSING, Array
 from backends.transport.arena import ALIGNMENT
 from backends.transport.memory import Memory, Window
 
-__all__ = ["Parcel", "Place", "is_inline", "needs_room", "pack", "pack_inline", "unpack"]
+__all__ = ["Parcel", "Place", "is_inline", "pack", "pack_inline", "unpack"]
 
 _INLINE_BYTES = 8 * 1024
 """Up to so many bytes a tensor rides in the message. A place has to be found, made an array, dropped and given back,
@@ -72,11 +71,6 @@ def pack(arrays: Sequence[Array], memory: Memory, there: Mapping[int, Place] = _
     for offset, data in large:
         memory.array(start + offset, data.dtype, data.shape)[...] = data
     return start, size, tuple(tensors)
-
-
-def needs_room(dtype: np.dtype[Any], shape: tuple[int, ...]) -> bool:
-    """Whether an array of that kind takes a place, and might as well be made there."""
-    return not dtype.hasobject and math.prod(shape) * dtype.itemsize > _INLINE_BYTES
 
 
 def is_inline(arrays: Sequence[Array]) -> bool:

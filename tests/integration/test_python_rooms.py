@@ -9,6 +9,7 @@ import grpc
 import numpy as np
 import pytest
 
+from backends.python.instance import PythonInstance
 from protos import inference_pb2 as pb
 from tests.integration.regions import register, settings, unregister
 from tests.integration.scripted import queued
@@ -17,13 +18,13 @@ from tests.shared_objects import SharedObject, lies_in, shared_object
 from tests.wire import Array, infer
 
 INVALID = grpc.StatusCode.INVALID_ARGUMENT
-WIDTH = 5_000
+WIDTH = 10_000
 ROW = 4 * WIDTH
 ROWS = 6
 MODEL = """
 class Model:
-    inputs = {"x": ("FP32", [-1, 5000]), "n": ("INT32", [-1, 1])}
-    outputs = {"y": ("FP32", [-1, 5000]), "first": ("FP32", [-1, 1])}
+    inputs = {"x": ("FP32", [-1, 10000]), "n": ("INT32", [-1, 1])}
+    outputs = {"y": ("FP32", [-1, 10000]), "first": ("FP32", [-1, 1])}
 
     def load(self, context):
         self.kept = []
@@ -128,6 +129,31 @@ async def test_request_out_of_shared_memory_alone_is_padded_and_answered(
         for _ in range(2):
             (answer,) = await batch(served, of_region(rows, 0))
             check(answer, wide(rows, 5.0))
+
+
+@pytest.mark.parametrize("rows", [[ROWS], [4, 2]], ids=str)
+async def test_what_lies_in_shared_memory_is_read_into_a_room_of_the_instance(
+    tmp_path: Path, memory: SharedObject, monkeypatch: pytest.MonkeyPatch, rows: list[int]
+) -> None:
+    rooms: list[tuple[int, ...]] = []
+    room_of = PythonInstance.room
+
+    def counted(instance: PythonInstance, index: int, shape: tuple[int, ...]) -> Array | None:
+        room = room_of(instance, index, shape)
+        rooms.extend([shape] if room is not None else [])
+        return room
+
+    monkeypatch.setattr(PythonInstance, "room", counted)
+    write(tmp_path, FULL)
+    memory.put(wide(ROWS, 5.0))
+    async with serving(tmp_path, settings=settings(tmp_path, allow_python_models=True)) as served:
+        await register(served, "r", memory.key, ROWS * ROW)
+        rooms.clear()
+        begins = [0, *rows[:-1]]
+        answers = await batch(served, *(of_region(count, ROW * one) for count, one in zip(rows, begins, strict=True)))
+        for answer, count, begin in zip(answers, rows, begins, strict=True):
+            check(answer, wide(ROWS, 5.0)[begin : begin + count])
+    assert rooms == [(ROWS, WIDTH)]
 
 
 async def test_request_whose_memory_is_gone_fails_alone(tmp_path: Path, memory: SharedObject) -> None:

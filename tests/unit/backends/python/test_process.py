@@ -9,6 +9,7 @@ import signal
 import termios
 import threading
 from array import array
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -17,7 +18,7 @@ from queue import Queue
 import numpy as np
 import pytest
 
-from backends.base import ModelSource, ModelSpec, Roomy, TensorSpec
+from backends.base import Array, ModelSource, ModelSpec, Roomy, TensorSpec
 from backends.errors import ExecutionError, LoadError, ProcessError, ProcessGone
 from backends.python.backend import PythonBackend
 from backends.python.instance import PythonInstance
@@ -247,26 +248,69 @@ class Model:
     inputs = {"x": ("FP32", [-1, 5000]), "t": ("BYTES", [-1, 5000])}
     outputs = {"y": ("FP32", [-1])}
     def execute(self, inputs):
-        return {"y": inputs["x"].sum(axis=1) + inputs["x"].flags.writeable}
+        return {"y": inputs["x"].max(axis=1) + inputs["x"].flags.writeable}
 """
 WIDE_SPEC = ModelSpec(
     (TensorSpec("x", "FP32", (5000,)), TensorSpec("t", "BYTES", (5000,))), (TensorSpec("y", "FP32", ()),), batched=True
 )
 
 
-def test_inputs_made_in_the_rooms_of_an_instance_are_those_of_its_process(tmp_path: Path) -> None:
-    texts = np.full((3, 5000), b"t", object)
-    with serving(tmp_path / "m", WIDE, WIDE_SPEC) as instance:
-        assert isinstance(instance, Roomy)
-        assert instance.room(0, (0, 5000)) is None
-        assert instance.room(1, (3, 5000)) is None, "texts have no size of their own"
-        for value in (1, 2):
-            room = instance.room(0, (3, 5000))
-            assert room is not None
-            assert room.dtype == np.float32
-            room[...] = value
-            (result,) = instance.execute([(room, texts)]).results
-            assert not isinstance(result, Exception)
-            np.testing.assert_array_equal(result[0], [5000 * value] * 3)
-        instance.close()
-        assert instance.room(0, (3, 5000)) is None
+class Counting(PythonInstance):
+    """Tells which rooms it was asked for, and gives them."""
+
+    def __init__(self, spec: ModelSpec, process: ModelProcess) -> None:
+        super().__init__(spec, process)
+        self.rooms: list[Array] = []
+
+    def room(self, index: int, shape: tuple[int, ...]) -> Array | None:
+        room = super().room(index, shape)
+        if room is not None:
+            self.rooms.append(room)
+        return room
+
+
+@pytest.fixture
+def counting(tmp_path: Path) -> Iterator[Counting]:
+    (tmp_path / "model.py").write_text(WIDE)
+    process = ModelProcess(ModelSource("m", tmp_path / "model.py"), CPU)
+    process.load()
+    instance = Counting(WIDE_SPEC, process)
+    yield instance
+    instance.close()
+
+
+def test_inputs_made_in_the_rooms_of_an_instance_are_those_of_its_process(counting: Counting) -> None:
+    texts = np.full((8, 5000), b"t", object)
+    assert isinstance(counting, Roomy)
+    assert counting.room(0, (0, 5000)) is None
+    assert counting.room(1, (8, 5000)) is None, "texts have no size of their own"
+    for value in (1, 2):
+        room = counting.room(0, (8, 5000))
+        assert room is not None
+        assert room.dtype == np.float32
+        room[...] = value
+        (result,) = counting.execute([(room, texts)]).results
+        assert not isinstance(result, Exception)
+        np.testing.assert_array_equal(result[0], [value] * 8)
+    counting.close()
+    assert counting.room(0, (8, 5000)) is None
+
+
+def test_batches_are_stacked_in_rooms_which_are_free_afterwards_whatever_comes(counting: Counting) -> None:
+    process = counting._process
+    assert process is not None
+    wide = [(np.full((8, 5000), value, np.float32), np.full((8, 5000), b"", object)) for value in (1, 2)]
+    results = counting.execute(wide).results
+    assert [np.unique(one[0]).tolist() for one in results if not isinstance(one, Exception)] == [[1], [2]]
+    assert [np.unique(room).tolist() for room in counting.rooms] == [[1, 2]]
+    counting.rooms.clear()
+    odd = (np.zeros((8, 5000), np.float32), np.zeros((8, 4000), object))
+    with pytest.raises(ExecutionError, match="don't fit together"):
+        counting.execute([wide[0], odd])
+    assert len(counting.rooms) == 1
+    assert process._line.used_bytes <= 16 * 5000 * 4 + 64 * 5000, (
+        "of the batch before, which the process may still have"
+    )
+    counting.rooms.clear()
+    counting.execute([(one[:1], two[:1]) for one, two in wide])
+    assert counting.rooms == [], "of small ones copies cost less"

@@ -13,6 +13,9 @@ from backends.transport.line import Line
 
 SIZE = 1 << 20
 LARGE = np.arange(20_000, dtype=np.float32)
+WIDE = np.arange(40_000, dtype=np.float32)
+WORTH_BYTES = 128 * 1024
+"""From so many on an array may have a room."""
 
 Ends = tuple[Line, Line]
 
@@ -115,9 +118,9 @@ def arrived(ends: Ends, *arrays: Array) -> tuple[Array, ...]:
 
 
 def made_there(line: Line, number: int, value: float = 1.0) -> Array:
-    room = line.room(number, LARGE.dtype, LARGE.shape)
+    room = line.room(number, WIDE.dtype, WIDE.shape)
     assert room is not None
-    room[...] = LARGE * value
+    room[...] = WIDE * value
     return room
 
 
@@ -126,10 +129,10 @@ def test_arrays_made_in_a_room_arrive_beside_others_and_take_no_second_place(end
     first, second = made_there(here, 0), made_there(here, 1, 2.0)
     taken = here.used_bytes
     small = np.arange(3)
-    got = arrived(ends, first, small, MISSING, second, LARGE * 3)
-    assert taken >= 2 * LARGE.nbytes
+    got = arrived(ends, first, small, MISSING, second, WIDE * 3)
+    assert taken >= 2 * WIDE.nbytes
     assert here.used_bytes == taken + taken // 2, "a place for what was in none"
-    for array, expected in zip(got, [LARGE, small, MISSING, LARGE * 2, LARGE * 3], strict=True):
+    for array, expected in zip(got, [WIDE, small, MISSING, WIDE * 2, WIDE * 3], strict=True):
         np.testing.assert_array_equal(array, expected)
     assert not got[0].flags.writeable
     del array
@@ -147,8 +150,8 @@ def test_room_is_written_to_by_nobody_as_long_as_the_other_end_has_it(ends: Ends
     here, _ = ends
     (first,) = arrived(ends, made_there(here, 0))
     (second,) = arrived(ends, made_there(here, 0, 2.0))
-    np.testing.assert_array_equal(first, LARGE)
-    np.testing.assert_array_equal(second, LARGE * 2)
+    np.testing.assert_array_equal(first, WIDE)
+    np.testing.assert_array_equal(second, WIDE * 2)
 
 
 def test_room_that_is_not_used_is_free_again(ends: Ends) -> None:
@@ -156,7 +159,7 @@ def test_room_that_is_not_used_is_free_again(ends: Ends) -> None:
     made_there(here, 0)
     made_there(here, 1)
     assert made_there(here, 0) is not None, "in the place of the first"
-    assert here.used_bytes < 3 * LARGE.nbytes
+    assert here.used_bytes < 3 * WIDE.nbytes
     here.pack([np.arange(3)])
     assert here.used_bytes == 0
 
@@ -179,13 +182,68 @@ def test_rooms_ride_in_the_message_with_what_finds_none(ends: Ends) -> None:
     here.send(1, here.pack([room, huge]))
     thread.join()
     assert here.used_bytes == 0
-    np.testing.assert_array_equal(got[0], LARGE)
+    np.testing.assert_array_equal(got[0], WIDE)
     np.testing.assert_array_equal(got[1], huge)
 
 
-@pytest.mark.parametrize(("dtype", "size"), [(np.uint8, 8192), (object, 10_000), (np.uint8, SIZE + 1), (np.uint8, 0)])
-def test_there_is_no_room_for_what_rides_in_the_message(ends: Ends, dtype: type, size: int) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "shape"),
+    [
+        (np.uint8, (WORTH_BYTES - 1,)),
+        (np.float32, (WORTH_BYTES // 4 - 1,)),
+        (object, (WORTH_BYTES,)),
+        (np.uint8, (SIZE + 1,)),
+        (np.uint8, (0, WORTH_BYTES)),
+    ],
+)
+def test_there_is_no_room_for_what_is_small_or_has_no_size_or_finds_none(
+    ends: Ends, dtype: type, shape: tuple[int, ...]
+) -> None:
     here, _ = ends
-    assert here.room(0, np.dtype(dtype), (size,)) is None
+    assert here.room(0, np.dtype(dtype), shape) is None
     assert here.used_bytes == 0
-    assert here.room(0, np.dtype(np.uint8), (8193,)) is not None
+    room = here.room(0, np.dtype(np.float32), (2, WORTH_BYTES // 8))
+    assert room is not None
+    assert (room.dtype, room.shape) == (np.float32, (2, WORTH_BYTES // 8))
+
+
+def test_rooms_that_are_forgotten_are_free_and_packed_as_any_array(ends: Ends) -> None:
+    here, _ = ends
+    room = made_there(here, 0)
+    here.forget_rooms()
+    assert here.used_bytes == 0
+    (got,) = arrived(ends, room)
+    np.testing.assert_array_equal(got, WIDE)
+
+
+def test_rooms_that_are_not_packed_leave_their_place_to_what_is() -> None:
+    here, remote = Line.pair(SIZE)
+    there = Line.join(remote)
+    try:
+        assert here.room(0, np.dtype(np.uint8), (SIZE - WORTH_BYTES,)) is not None
+        (got,) = arrived((here, there), WIDE)
+        np.testing.assert_array_equal(got, WIDE)
+        assert WIDE.nbytes <= here.used_bytes < SIZE // 2
+    finally:
+        here.close()
+        there.close()
+
+
+def test_rooms_whose_pages_go_when_they_are_free_still_arrive_in_the_message() -> None:
+    """Beyond the first 64 MiB what is free has no pages any more."""
+    here, remote = Line.pair(130 * 2**20)
+    there = Line.join(remote)
+    try:
+        here.pack([np.zeros(70 * 2**20, np.uint8)])
+        room = made_there(here, 0)
+        huge = np.ones(100 * 2**20, np.uint8)
+        got: list[Array] = []
+        thread = threading.Thread(target=lambda: got.extend(there.unpack((there.receive() or (0,))[1])))
+        thread.start()
+        here.send(1, here.pack([room, huge]))
+        thread.join()
+        np.testing.assert_array_equal(got[0], WIDE)
+        assert got[1].all()
+    finally:
+        here.close()
+        there.close()
