@@ -339,6 +339,9 @@ class Roomy(Protocol):
         It is written to and given before that, and not afterwards. What was there before is gone. On the thread that
         executes; raises as `execute`."""
 
+    def forget_rooms(self) -> None:
+        """There is no batch of what was asked for, or it is executed. On that thread."""
+
 
 @runtime_checkable
 class Slot(ModelInstance, Roomy, Protocol):

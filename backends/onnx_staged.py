@@ -124,6 +124,9 @@ class StagedSlot:
         except DeviceError as error:
             raise device_failure(error) from error
 
+    def forget_rooms(self) -> None:
+        """They are there for the next."""
+
     def prepare(self, requests: Sequence[Tensors], padded_rows: int = 0) -> None:
         self._home.call(lambda: self._prepare(requests, padded_rows))
 

@@ -82,7 +82,7 @@ def _text(request: object, error: Exception) -> str:
 def _sendable(text: str) -> str:
     """`text`, its middle left out if it is too long to arrive, and without what UTF-8 can't say."""
     data = text.encode(errors="backslashreplace")
-    head, tail = _begin(data), _begin(data[::-1])
+    head, tail = _begin(data), _begin(data[-_MAX_TEXT_BYTES // 2 :][::-1])
     if len(head) + len(tail) < len(data):
         data = head + b" [...] " + tail[::-1]
     return data.decode(errors="ignore")

@@ -16,6 +16,7 @@ from enum import Enum
 from typing import Any, NamedTuple, Protocol
 
 import grpc
+from google.protobuf.message import DecodeError
 
 from server.restrictions import Restriction, group_of
 from server.tokens import Tokens
@@ -169,11 +170,16 @@ def _that_reads(handler: Any) -> Any:
 
     # hot path
     async def read_and_answer(requests: object, context: Any) -> Any:
-        request = await context.read()
-        if request is grpc.aio.EOF:  # type: ignore[attr-defined]  # the stubs lack it
-            answer = context.abort(grpc.StatusCode.UNIMPLEMENTED, _NO_REQUEST)  # which gRPC says of such calls
+        request: Any = None
+        try:
+            request = await context.read()
+        except DecodeError as error:
+            answer = context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
         else:
-            answer = answers(request, context)
+            if request is grpc.aio.EOF:  # type: ignore[attr-defined]  # the stubs lack it
+                answer = context.abort(grpc.StatusCode.UNIMPLEMENTED, _NO_REQUEST)  # which gRPC says of such calls
+            else:
+                answer = answers(request, context)
         # An error that ends the call has this frame in its traceback, and is kept with the call.
         del requests, request, context
         return await answer

@@ -15,7 +15,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from backends.base import Array, DeviceTensor, Execution, ModelSpec, Room, Slot, Targets, Tensors
+from backends.base import Array, DeviceTensor, Execution, ModelSpec, Room, Roomy, Slot, Targets, Tensors
 from backends.batching import shares
 from backends.packed import Packed
 from server.bulk_copy import Piece, copy_all
@@ -32,12 +32,13 @@ _Failures = dict[int, InvalidRequest]
 """By the place of the request in its batch."""
 
 
-def reading(execute: Execute, spec: ModelSpec, room: Room | None = None) -> ExecuteInputs:
-    """`execute`, an instance's, for requests some of whose inputs aren't read yet. `room`: its own (`Roomy`).
+def reading(execute: Execute, spec: ModelSpec, roomy: Roomy | None = None) -> ExecuteInputs:
+    """`execute`, an instance's, for requests some of whose inputs aren't read yet. `roomy`: that, if it has room.
 
     A request whose inputs can't be read gets an InvalidRequest in the place of its results.
     """
     stackable = spec.by_rows and spec.batched
+    room = roomy.room if roomy is not None and stackable else None
 
     def read_and_execute(requests: Sequence[Inputs], padded_rows: int) -> Execution:
         # hot path for those who bring their own bytes: 20 to 40 ns an input
@@ -45,10 +46,14 @@ def reading(execute: Execute, spec: ModelSpec, room: Room | None = None) -> Exec
             return execute(cast("Sequence[Tensors]", requests), padded_rows)
         began_ns = monotonic_ns()
         failures: _Failures = {}
-        if stackable and (len(requests) > 1 or padded_rows > requests[0][0].shape[0]):
-            done = _joined(execute, requests, padded_rows, failures, began_ns, room)
-        else:
-            done = _one_by_one(execute, requests, padded_rows, failures, began_ns, room if stackable else None)
+        try:
+            if stackable and (len(requests) > 1 or padded_rows > requests[0][0].shape[0]):
+                done = _joined(execute, requests, padded_rows, failures, began_ns, room)
+            else:
+                done = _one_by_one(execute, requests, padded_rows, failures, began_ns, room)
+        finally:
+            if roomy is not None:
+                roomy.forget_rooms()
         return _placed(done, failures, len(requests))
 
     return read_and_execute
@@ -56,7 +61,7 @@ def reading(execute: Execute, spec: ModelSpec, room: Room | None = None) -> Exec
 
 def reading_by(slot: Slot, spec: ModelSpec) -> ExecuteInputs:
     """The same for a slot: what lies in memory of its GPU, or belongs there, stays out of the host's."""
-    plain, gpu = reading(slot.execute, spec, slot.room), slot.gpu
+    plain, gpu = reading(slot.execute, spec, slot), slot.gpu
     if gpu is None:
         return plain
 

@@ -125,7 +125,7 @@ class ServedModel:
         if isinstance(instance, Slot):
             execute = reading_by(instance, self.spec)
         else:
-            execute = reading(instance.execute, self.spec, instance.room if isinstance(instance, Roomy) else None)
+            execute = reading(instance.execute, self.spec, instance if isinstance(instance, Roomy) else None)
         return leaving(execute) if self.leaves_outputs else execute
 
     def start(self) -> None:

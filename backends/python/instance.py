@@ -45,17 +45,19 @@ class PythonInstance:
         return process is None or process.ended
 
     def execute(self, requests: Sequence[Tensors], padded_rows: int = 0) -> Execution:
-        process = self._process
         try:
             return self._run_batch(requests, self._run, padded_rows, self.room)
         finally:
-            if process is not None:
-                process.forget_rooms()
+            self.forget_rooms()
 
     def room(self, index: int, shape: tuple[int, ...]) -> Array | None:
         """`Roomy`: where the process finds it."""
         process = self._process
         return None if process is None else process.room(index, self._dtypes[index], shape)
+
+    def forget_rooms(self) -> None:
+        if (process := self._process) is not None:
+            process.forget_rooms()
 
     def when_lost(self, call: Callable[[BaseException], None]) -> None:
         self._has_executed = False

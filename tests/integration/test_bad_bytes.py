@@ -65,6 +65,13 @@ async def test_call_of_any_method_with_bytes_that_are_no_message_is_refused(serv
     assert (code, text) == (Code.INVALID_ARGUMENT, f"Error parsing message with type 'inference.{method}Request'")
 
 
+@pytest.mark.parametrize("path", HEALTH)
+async def test_health_of_bytes_that_are_no_message_is_refused(served: Served, path: str) -> None:
+    call: Any = served.channel.stream_stream(f"/{path}")(timeout=20)
+    await call.write(b"\xff")
+    assert (await failure_of(call.read()))[0] is Code.INVALID_ARGUMENT
+
+
 @pytest.mark.parametrize("frontends", [1, 2])
 async def test_call_that_ends_without_a_message_is_answered_and_no_longer_under_way(
     tmp_path: Path, frontends: int

@@ -5,9 +5,11 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from protos import inference_pb2 as pb
 from server.config import ControlMode, Settings
@@ -45,6 +47,10 @@ async def test_refused_calls_leave_nothing_to_the_garbage_collector(
             assert (await failure_of(served.infer(bad)))[0] is grpc.StatusCode.INVALID_ARGUMENT
         missing = served.stub.ModelMetadata(pb.ModelMetadataRequest(name="missing"))
         assert (await failure_of(missing))[0] is grpc.StatusCode.NOT_FOUND
+        health: Any = health_pb2_grpc.HealthStub(served.channel)  # type: ignore[no-untyped-call]
+        for _ in range(10):
+            unknown = health.Check(health_pb2.HealthCheckRequest(service="nobody"), timeout=20)
+            assert (await failure_of(unknown))[0] is grpc.StatusCode.NOT_FOUND
         # gRPC has the last ones in hand.
         await eventually_async(lambda: _refusals() < before + 5, "refusals are gone")
 

@@ -7,7 +7,7 @@ import pytest
 
 from backends.base import Array
 from backends.errors import ExecutionError
-from backends.joining import join_into
+from backends.joining import join_bytes_into, join_into
 
 
 def made(dtype: str, rows: int, size: int, first: int = 0) -> Array:
@@ -47,3 +47,12 @@ def test_join_into_of_what_does_not_fit_is_refused(size: int, wrong: Array) -> N
         join_into(np.zeros((2, size), np.float32), [made("f4", 1, size), wrong], 0)
     with pytest.raises(ExecutionError, match="requests of one batch don't fit together"):
         join_into(np.zeros((1, size), np.float32), [wrong], 0)
+
+
+@pytest.mark.parametrize("dtype", ["f4", "?", "u2"])
+@pytest.mark.parametrize("row_bytes", [0, 8, 2**20, 2**20 + 8])
+def test_join_bytes_into_is_the_pieces_one_after_the_other(dtype: str, row_bytes: int) -> None:
+    rows = [made(dtype, 1, row_bytes // np.dtype(dtype).itemsize, number).tobytes() for number in (1, 2, 3)]
+    target = np.zeros((3, row_bytes // np.dtype(dtype).itemsize), dtype)
+    join_bytes_into(target, [rows[0], memoryview(rows[1]), rows[2]])
+    assert target.tobytes() == b"".join(rows)

@@ -134,8 +134,12 @@ class Slot:
 
     def __init__(self, spec: ModelSpec) -> None:
         self.rooms: list[Array] = []
+        self.forgotten = 0
         self.there: list[bool] = []
         self._instance = MemoryModel(spec).instance(spec, Device())
+
+    def forget_rooms(self) -> None:
+        self.forgotten += 1
 
     def room(self, index: int, shape: tuple[int, ...]) -> Array:
         self.rooms.append(np.full(shape, np.nan, np.float32))
@@ -150,24 +154,34 @@ class Slot:
 @pytest.mark.parametrize("count", [1, 3])
 def test_inputs_are_read_to_where_the_instance_wants_them(region: SystemRegion, count: int, padded: int) -> None:
     slot = Slot(STACKED)
-    run = reading(slot.execute, STACKED, slot.room)
+    run = reading(slot.execute, STACKED, slot)
     results = run([(lying(region, 2, 10 * number),) for number in range(count)], padded).results
     assert values(results) == [[brought(2, 10 * number).tolist()] for number in range(count)]
     assert slot.there == [True]
     assert [room.shape for room in slot.rooms] == [(max(padded, 2 * count), 2)]
 
 
+def test_rooms_of_a_batch_that_comes_to_nothing_are_forgotten(memory: SharedObject, region: SystemRegion) -> None:
+    requests = [(lying(region, 2, 90),), (lying(region, 2, 90),)]
+    memory.resize(90 * 8 + 3)
+    for some in (requests, requests[:1]):
+        slot = Slot(STACKED)
+        results = reading(slot.execute, STACKED, slot)(some, 0).results
+        assert all(isinstance(one, InvalidRequest) for one in results)
+        assert (slot.there, slot.forgotten) == ([], 1)
+
+
 def test_inputs_that_were_brought_need_no_room() -> None:
     slot = Slot(STACKED)
     slot.room(0, (0, 2))
-    reading(slot.execute, STACKED, slot.room)([(brought(2),)], 0)
+    reading(slot.execute, STACKED, slot)([(brought(2),)], 0)
     assert (slot.there, len(slot.rooms)) == ([False], 1)
 
 
 def test_inputs_of_a_model_without_batch_axis_need_no_room(region: SystemRegion) -> None:
     slot = Slot(ALONE)
     slot.room(0, (0, 2))
-    results = reading(slot.execute, ALONE, slot.room)([(lying(region, 2, 3),)], 0).results
+    results = reading(slot.execute, ALONE, slot)([(lying(region, 2, 3),)], 0).results
     assert values(results) == [[[[6, 7], [8, 9]]]]
     assert (slot.there, len(slot.rooms)) == ([False], 1)
 
