@@ -60,7 +60,9 @@ async def test_stream_has_at_most_so_many_requests_under_way(tmp_path: Path, scr
 
 async def test_stream_whose_answers_nobody_reads_is_not_read_on(tmp_path: Path, script: Script) -> None:
     settings = Settings(paths=(tmp_path,), grpc_max_stream_requests=4)
-    async with serving(tmp_path, {"m": script.model}, config=MERGE, settings=settings) as served:
+    # Else its window may grow to tens of MB, by how fast other answers come.
+    steady = [("grpc.http2.bdp_probe", 0)]
+    async with serving(tmp_path, {"m": script.model}, config=MERGE, settings=settings, options=steady) as served:
         stream = Stream(served)
         sending = asyncio.create_task(stream.send(*(request(mark, columns=LARGE) for mark in range(60))))
         await eventually_async(lambda: len(script.seen) > 0, "the first execution")
