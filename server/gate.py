@@ -1,7 +1,8 @@
 """Before any RPC: who may call, and how many may be under way.
 
 Lives here: what is refused before a message is read, the count of what isn't, and that its request is read, or answered
-for want of one. Must not: know what RPCs do, or check requests. All handlers of a server are registered here, so that none is reached past it.
+for want of one. Must not: know what RPCs do, or check requests. All handlers of a server are registered here, so that
+none is reached past it.
 
 A call that is refused isn't read: its caller's message may be as large as it likes.
 """
