@@ -93,16 +93,18 @@ class OnnxBackend:
     def _place(self, group: InstanceGroup) -> list[Device]:
         if group.kind is GroupKind.CPU:
             return on_cpu(group)
-        if group.kind is GroupKind.GPU:
-            return on_gpus(group, self._gpus())
         try:
             gpus = self._gpus()
         except LoadError as reason:
+            if group.kind is GroupKind.GPU:
+                raise LoadError(f"instance_group KIND_GPU: {reason}; KIND_CPU or KIND_AUTO do without one") from reason
             if (group.kind, str(reason)) not in self._told:  # it is the same for every model
                 self._told.add((group.kind, str(reason)))
                 _log.info("%s instances run on the CPU: %s", group.kind.value, reason)
             return on_cpu(group)
         devices = on_gpus(group, gpus)
+        if group.kind is GroupKind.GPU:
+            return devices
         try:
             # Beside another model's warm-up, what this allocates would break the capture of graphs.
             if (accelerator := self._accelerators(devices[0])) is not None:

@@ -8,11 +8,14 @@ configuration run code or call addresses: `trt_extra_plugin_lib_paths`, and of C
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from backends.base import ModelSource, TensorSpec
 from backends.errors import LoadError
 
 __all__ = [
+    "ARENA_GROWTH",
+    "CONV_SEARCH",
     "ENGINE_CACHE",
     "ENGINE_CACHE_PATH",
     "cuda_options",
@@ -21,6 +24,9 @@ __all__ = [
     "tensorrt_options",
 ]
 
+ARENA_GROWTH = {"0": "kNextPowerOfTwo", "1": "kSameAsRequested"}
+"""Triton's numbers for ONNX Runtime's words."""
+CONV_SEARCH = {"0": "EXHAUSTIVE", "1": "HEURISTIC", "2": "DEFAULT"}
 ENGINE_CACHE, ENGINE_CACHE_PATH = "trt_engine_cache_enable", "trt_engine_cache_path"
 
 _GPU, _CPU = ("cuda", "tensorrt"), ("openvino",)
@@ -56,8 +62,16 @@ def _unfused(value: str) -> str | None:
     return "0" if _bit(value) == "0" else None
 
 
-def _one_of(*choices: str) -> Reader:
-    return lambda value: value if value in choices else None
+@dataclass(frozen=True, slots=True)
+class _OneOf:
+    """Of `choices`, or of Triton's numbers for them in its `parameters`, if there are any."""
+
+    choices: tuple[str, ...]
+    numbers: Mapping[str, str] = field(default_factory=dict)
+
+    def __call__(self, value: str) -> str | None:
+        named = self.numbers.get(value, value)
+        return named if named in self.choices else None
 
 
 _EXPECTED: Mapping[Reader, str] = {
@@ -97,15 +111,15 @@ _TENSORRT: Mapping[str, tuple[str, Reader]] = {
         for name in names.split()
     },
 }
-_PRECISIONS = {
+_PRECISIONS: Mapping[str, Mapping[str, str]] = {
     "FP32": {},
     "FP16": {"trt_fp16_enable": "True"},
     "BF16": {"trt_bf16_enable": "True"},
     "INT8": {"trt_int8_enable": "True"},
 }
 _CUDA: Mapping[str, Reader] = {
-    "arena_extend_strategy": _one_of("kNextPowerOfTwo", "kSameAsRequested"),
-    "cudnn_conv_algo_search": _one_of("EXHAUSTIVE", "HEURISTIC", "DEFAULT"),
+    "arena_extend_strategy": _OneOf(tuple(ARENA_GROWTH.values()), ARENA_GROWTH),
+    "cudnn_conv_algo_search": _OneOf(tuple(CONV_SEARCH.values()), CONV_SEARCH),
     "fuse_conv_bias": _unfused,
     "gpu_mem_limit": _positive,
     "sdpa_kernel": _whole,
@@ -131,7 +145,7 @@ _OPENVINO: Mapping[str, Reader] = {
     "cache_dir": _text,
     "num_of_threads": _whole,
     "num_streams": _whole,
-    "precision": _one_of("FP32", "FP16", "ACCURACY"),
+    "precision": _OneOf(("FP32", "FP16", "ACCURACY")),
 }
 
 
@@ -163,7 +177,7 @@ def tensorrt_options(source: ModelSource) -> dict[str, str] | None:
     options: dict[str, str] = {}
     for key, value in _given(source.accelerators, "tensorrt"):
         if key == "precision_mode":
-            _read(source, "tensorrt", key, value, _one_of(*_PRECISIONS), _TENSORRT)
+            _read(source, "tensorrt", key, value, _OneOf(tuple(_PRECISIONS)), _TENSORRT)
             options.update(_PRECISIONS[value])
             continue
         name, read = _TENSORRT.get(key, (key, None))
@@ -230,5 +244,6 @@ def _read(
         raise LoadError(f"{where}: expected one of {', '.join(sorted(known))}, got '{key}'")
     text = read(value)
     if text is None:
-        raise LoadError(f"{where}: '{key}': expected {_EXPECTED.get(read, 'another value')}, got '{value}'")
+        expected = f"one of {', '.join(read.choices)}" if isinstance(read, _OneOf) else _EXPECTED[read]
+        raise LoadError(f"{where}: '{key}': expected {expected}, got '{value}'")
     return text

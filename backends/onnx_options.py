@@ -17,7 +17,7 @@ from typing import TypeVar
 
 from backends.base import ModelSource
 from backends.errors import LoadError
-from backends.onnx_accelerators import cuda_options, openvino_options, tensorrt_options
+from backends.onnx_accelerators import ARENA_GROWTH, CONV_SEARCH, cuda_options, openvino_options, tensorrt_options
 
 __all__ = ["CACHE_DIRECTORY", "OWN_PROCESS", "GraphLevel", "OnnxOptions", "parse_options", "without_graphs"]
 
@@ -82,8 +82,6 @@ def without_graphs(options: OnnxOptions) -> OnnxOptions:
 # Triton's numbers, which are not ONNX Runtime's: 0 is "not given" there.
 _GRAPH_LEVELS = {-1: GraphLevel.BASIC, 0: GraphLevel.ALL, 1: GraphLevel.EXTENDED, 2: GraphLevel.NONE}
 _SWITCH = {"0": False, "1": True, "false": False, "true": True}
-_CONV_SEARCH = {"0": "EXHAUSTIVE", "1": "HEURISTIC", "2": "DEFAULT"}
-_ARENA_GROWTH = {"0": "kNextPowerOfTwo", "1": "kSameAsRequested"}
 _ARENA = re.compile(r"cpu:0|gpu:\d+")
 
 _MOST_THREADS = 1_024
@@ -183,9 +181,9 @@ def _cuda(source: ModelSource, read: _Parameters) -> dict[str, str]:
     given = {
         # ONNX Runtime's own default, EXHAUSTIVE, takes hundreds of milliseconds for each new input shape: it measures
         # every algorithm, or with cuDNN 9 asks its slower heuristics. Behind a batcher every batch size is a new shape.
-        "cudnn_conv_algo_search": read.choice("cudnn_conv_algo_search", _CONV_SEARCH) or "HEURISTIC",
+        "cudnn_conv_algo_search": read.choice("cudnn_conv_algo_search", CONV_SEARCH) or "HEURISTIC",
         "gpu_mem_limit": None if gpu_mem_limit_bytes is None else str(gpu_mem_limit_bytes),
-        "arena_extend_strategy": read.choice("arena_extend_strategy", _ARENA_GROWTH),
+        "arena_extend_strategy": read.choice("arena_extend_strategy", ARENA_GROWTH),
         _CUDA_GRAPHS: "1" if source.cuda_graphs else None,
         "do_copy_in_default_stream": None if copy_in_default_stream is None else str(int(copy_in_default_stream)),
     }

@@ -46,6 +46,12 @@ class QueuePolicy:
         _require(self.max_queue_size >= 0, "max_queue_size", ">= 0", self.max_queue_size)
         _require(self.default_timeout_ns >= 0, "default_timeout_ns", ">= 0", self.default_timeout_ns)
 
+    @property
+    def delays(self) -> bool:
+        """Whether requests may come to be served after others that came later."""
+        may_pass = self.default_timeout_ns > 0 or self.allow_timeout_override
+        return may_pass and self.timeout_action is TimeoutAction.DELAY
+
     def timeout_at_ns(self, now_ns: int, timeout_ns: int = 0) -> int:
         """When the queue timeout of a request that arrives now passes; `timeout_ns` is its own wish (0: none)."""
         at_ns = now_ns + self.default_timeout_ns if self.default_timeout_ns else NEVER
@@ -137,8 +143,8 @@ class BatchPolicy:
             _require(1 <= level <= levels, "priority_queue_policy", expected, level)
         if self.preserve_ordering:
             _require(levels <= 1, "preserve_ordering", "at most one priority level with it", levels)
-            delays = [q for q in (self.queue, *self.priority_queue.values()) if q.timeout_action is TimeoutAction.DELAY]
-            _require(not delays, "preserve_ordering", "no timeout_action DELAY with it", "DELAY")
+            delays = any(q.delays for q in (self.queue, *self.priority_queue.values()))
+            _require(not delays, "preserve_ordering", "no timeout_action DELAY of queue timeouts with it", "DELAY")
 
 
 def _require(holds: bool, name: str, expected: str, got: object) -> None:

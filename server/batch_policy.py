@@ -95,11 +95,12 @@ def batch_policy(
             max_queue_delay_ns=delay_ns if max_rows else 0,
             max_batch_requests=0 if merges else 1,
             priority_levels=batching.priority_levels,
-            default_priority_level=batching.default_priority_level,
+            default_priority_level=batching.default_priority_level if batching.priority_levels else 0,
             queue=_queue_policy("default_queue_policy", batching.default_queue_policy, timeout_ns),
             priority_queue={
                 level: _queue_policy(f"priority_queue_policy[{level}]", one)
                 for level, one in batching.priority_queue_policy.items()
+                if batching.priority_levels  # without any, Triton doesn't look at what is said of them
             },
             limits=QueueLimits(own.max_queue_rows, own.max_queue_bytes),
             preserve_ordering=batching.preserve_ordering,

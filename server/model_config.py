@@ -147,13 +147,15 @@ def plan(
 
 
 def _metric_tags(config: pb.ModelConfig) -> Mapping[str, str]:
-    """`metric_tags`, each of which becomes a label of its name with `_` in front."""
-    for tag in sorted(config.metric_tags):
+    """`metric_tags`, each of which becomes a label of its name with `_` in front. An entry without name and value is
+    the text format's `metric_tags { }`, which is meant to be none."""
+    tags = {tag: value for tag, value in config.metric_tags.items() if tag or value}
+    for tag in sorted(tags):
         if not _TAG.fullmatch(tag):
             raise ConfigError(
                 f"metric_tags: expected names of ASCII letters, digits and _, which is not the first, got '{tag}'"
             )
-    return dict(config.metric_tags)
+    return tags
 
 
 def _check_rows(spec: ModelSpec, policy: BatchPolicy, splits: bool) -> None:
@@ -181,7 +183,6 @@ def _unsupported(config: pb.ModelConfig) -> Iterable[tuple[bool, str]]:
     yield config.HasField("ensemble_scheduling") or config.platform == "ensemble", "ensemble_scheduling"
     yield config.HasField("sequence_batching"), "sequence_batching"
     yield config.model_transaction_policy.decoupled, "model_transaction_policy.decoupled"
-    yield config.response_cache.enable, "response_cache"
     yield bool(config.model_repository_agents.agents), "model_repository_agents"
     for one in config.input:
         yield one.is_non_linear_format_io, f"input '{one.name}': is_non_linear_format_io"

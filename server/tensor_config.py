@@ -143,8 +143,10 @@ def _join(kind: str, declared: Declared, own: TensorSpec, batched: bool, scatter
     if ragged:
         _check_ragged(where, declared, own, batched)
     if not (ragged or scattered):
-        given, field = (dims, "dims") if reshape is None else (reshape, "reshape.shape")
         lead = 1 if batched and not declared.is_shape_tensor else 0
+        if reshape is None and set(dims) == {1} and len(own.dims) == lead and not own.any_rank:
+            reshape = ()  # Triton takes a scalar for a vector of one without a word, as its `dims` can't be empty
+        given, field = (dims, "dims") if reshape is None else (reshape, "reshape.shape")
         mine = (-1,) * len(given) if own.any_rank else own.dims[lead:]
         _check_dims(where, given, _believed(mine, given) if kind == "output" else mine, field, lead)
     elif min((*dims, *(reshape or ())), default=0) < -1:
@@ -170,10 +172,8 @@ def _check_dims(where: str, dims: tuple[int, ...], mine: tuple[int, ...], field:
 
 
 def _believed(mine: tuple[int, ...], given: tuple[int, ...]) -> tuple[int, ...]:
-    """What to hold the dims `given` of an output against. A model's word on its outputs isn't binding: ONNX Runtime
-    takes wrong sizes, and has no dims for those whose rank it doesn't know. So free ones are always in order."""
-    if not mine:
-        return (-1,) * len(given)
+    """What to hold the dims `given` of an output against. A model's word on the sizes of its outputs isn't binding, as
+    ONNX Runtime takes others. So free ones are always in order."""
     return tuple(-1 if one == -1 else dim for dim, one in zip(mine, given, strict=False)) + mine[len(given) :]
 
 

@@ -98,6 +98,19 @@ async def test_scalar_input_takes_scalars_only(tmp_path: Path) -> None:
         assert (await answer(served, floats())).shape == ()
 
 
+@pytest.mark.parametrize("frontends", [1, 2])
+async def test_scalar_is_a_vector_of_one_to_clients_where_a_configuration_says_so(
+    tmp_path: Path, frontends: int
+) -> None:
+    text = '{ name: "%s" data_type: TYPE_FP32 dims: [ 1 ] }'
+    write(tmp_path, models.scalar(), f"input {text % 'INPUT0'} output {text % 'OUTPUT0'}")
+    async with serving(tmp_path, settings=Settings(paths=(tmp_path,), frontends=frontends)) as served:
+        np.testing.assert_array_equal(await answer(served, floats(1)), 2 * floats(1))
+        assert await shapes_of(served) == [[1], [1]]
+        code, text = await failure_of(served.infer(infer("m", {"INPUT0": floats()})))
+        assert (code, "expected shape [1], got []" in text) == (grpc.StatusCode.INVALID_ARGUMENT, True)
+
+
 async def test_input_of_unknown_rank_has_the_dims_that_a_configuration_says(tmp_path: Path) -> None:
     write(tmp_path, models.shapeless(), 'input { name: "INPUT0" data_type: TYPE_FP32 dims: [ 2, -1 ] }')
     async with serving(tmp_path) as served:

@@ -60,6 +60,14 @@ def test_tensorrt_precision_is_one_switch(precision: str, expected: Mapping[str,
     assert options("tensorrt", {"precision_mode": precision}).tensorrt == expected
 
 
+def test_cuda_choices_may_be_words_or_the_numbers_of_tritons_parameters() -> None:
+    for search, growth in (("2", "1"), ("DEFAULT", "kSameAsRequested")):
+        assert options("cuda", {"cudnn_conv_algo_search": search, "arena_extend_strategy": growth}).cuda == {
+            "cudnn_conv_algo_search": "DEFAULT",
+            "arena_extend_strategy": "kSameAsRequested",
+        }
+
+
 def test_cuda_switches_may_be_words_or_digits() -> None:
     given = {"enable_cuda_graph": "true", "use_tf32": "0", "fuse_conv_bias": "false"}
     assert options("cuda", given).cuda == {
@@ -115,13 +123,13 @@ def test_unknown_parameter_is_refused_by_name(device: str, name: str, key: str) 
 @pytest.mark.parametrize(
     ("name", "key", "value", "expected"),
     [
-        ("tensorrt", "precision_mode", "FP8", "another value"),
+        ("tensorrt", "precision_mode", "FP8", "one of FP32, FP16, BF16, INT8"),
         ("tensorrt", "trt_engine_cache_enable", "yes", "0, 1, false or true"),
         ("tensorrt", "max_workspace_size_bytes", "1 GB", "a whole number"),
         ("tensorrt", "trt_engine_cache_path", " ", "a text"),
         ("cuda", "gpu_mem_limit", "-1", "a whole number above 0"),
         ("cuda", "gpu_mem_limit", "0", "a whole number above 0"),
-        ("cuda", "cudnn_conv_algo_search", "1", "another value"),
+        ("cuda", "cudnn_conv_algo_search", "3", "one of EXHAUSTIVE, HEURISTIC, DEFAULT"),
         ("cuda", "fuse_conv_bias", "1", "0 or false, as answers would be wrong otherwise"),
         ("cuda", "fuse_conv_bias", "yes", "0 or false, as answers would be wrong otherwise"),
     ],

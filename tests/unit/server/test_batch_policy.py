@@ -110,6 +110,15 @@ def test_policy_preserve_ordering_with_at_most_one_level_is_taken(text: str) -> 
     assert not batching(text).preserve_ordering
 
 
+def test_policy_preserve_ordering_with_delay_of_timeouts_that_are_none_is_taken() -> None:
+    assert batching("preserve_ordering: true default_queue_policy { timeout_action: DELAY }").preserve_ordering
+
+
+@pytest.mark.parametrize("text", ["default_priority_level: 1", "priority_queue_policy { key: 1 value { } }"])
+def test_policy_what_is_said_of_priorities_without_levels_means_nothing(text: str) -> None:
+    assert batching(text) == batching("")
+
+
 LEVELS = "priority_levels: 2 default_priority_level: 1"
 
 
@@ -117,10 +126,6 @@ LEVELS = "priority_levels: 2 default_priority_level: 1"
     ("text", "message"),
     [
         ("preferred_batch_size: [ 9 ]", "preferred_batch_size: expected 1 to max_batch_size, 8, got 9"),
-        (
-            "default_priority_level: 1",
-            "default_priority_level: expected 0, as there are no priority levels, got 1",
-        ),
         ("priority_levels: 2", "default_priority_level: expected 1 to 2, the number of priority levels, got 0"),
         (
             "priority_levels: 2 default_priority_level: 3",
@@ -131,16 +136,16 @@ LEVELS = "priority_levels: 2 default_priority_level: 1"
             "priority_queue_policy: expected 1 to 2, the number of priority levels, got 3",
         ),
         (
-            "priority_queue_policy { key: 1 value { } }",
-            "priority_queue_policy: expected 0, as there are no priority levels, got 1",
-        ),
-        (
             f"preserve_ordering: true {LEVELS}",
             "preserve_ordering: expected at most one priority level with it, got 2",
         ),
         (
-            "preserve_ordering: true default_queue_policy { timeout_action: DELAY }",
-            "preserve_ordering: expected no timeout_action DELAY with it, got DELAY",
+            "preserve_ordering: true default_queue_policy { timeout_action: DELAY default_timeout_microseconds: 1 }",
+            "preserve_ordering: expected no timeout_action DELAY of queue timeouts with it, got DELAY",
+        ),
+        (
+            "preserve_ordering: true default_queue_policy { timeout_action: DELAY allow_timeout_override: true }",
+            "preserve_ordering: expected no timeout_action DELAY of queue timeouts with it, got DELAY",
         ),
         (
             "default_queue_policy { timeout_action: 7 }",

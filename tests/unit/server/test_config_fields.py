@@ -189,6 +189,7 @@ IGNORED: dict[str, tuple[str, str]] = {
     ),
     "instance_group.profile": ("instance_group { }", 'instance_group { profile: "p" }'),
     "instance_group.host_policy": ("instance_group { }", 'instance_group { host_policy: "h" }'),
+    "response_cache": ("", "response_cache { enable: true }"),
     "cc_model_filenames": ("", 'cc_model_filenames { key: "7.5" value: "x.onnx" }'),
     "model_metrics": (
         "",
@@ -205,7 +206,6 @@ REFUSED: dict[str, str] = {
     "instance_group.passive": "instance_group { passive: true }",
     "model_transaction_policy.decoupled": "model_transaction_policy { decoupled: true }",
     "model_repository_agents": 'model_repository_agents { agents { name: "x" } }',
-    "response_cache": "response_cache { enable: true }",
 }
 
 OWN = {

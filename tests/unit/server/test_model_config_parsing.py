@@ -80,7 +80,6 @@ def test_parse_file_that_is_gone_is_a_config_error(tmp_path: Path) -> None:
         ('platform: "ensemble"', "ensemble_scheduling"),
         ("sequence_batching { }", "sequence_batching"),
         ("model_transaction_policy { decoupled: true }", "model_transaction_policy.decoupled"),
-        ("response_cache { enable: true }", "response_cache"),
         ('model_repository_agents { agents { name: "x" } }', "model_repository_agents"),
         ('input { name: "a" is_non_linear_format_io: true }', "input 'a': is_non_linear_format_io"),
         (
@@ -107,7 +106,7 @@ def test_check_supported_what_is_not_is_refused_by_name(text: str, feature: str)
         'input { name: "a" dims: [ 1 ] format: FORMAT_NCHW } output { name: "b" label_filename: "labels.txt" }',
         "dynamic_batching { preserve_ordering: true default_queue_policy { timeout_action: DELAY } }",
         "dynamic_batching { priority_levels: 2 priority_queue_policy { key: 1 value { } } }",
-        "response_cache { enable: false } model_transaction_policy { decoupled: false }",
+        "response_cache { enable: true } model_transaction_policy { decoupled: false }",
         "optimization { eager_batching: true }",
         "optimization { input_pinned_memory { enable: true } cuda { graphs: true } priority: PRIORITY_MAX }",
         'instance_group { name: "g" rate_limiter { priority: 1 } host_policy: "h" profile: "0" }',

@@ -207,6 +207,7 @@ def test_plan_each_datatype_of_a_configuration_meets_that_of_the_model(number: i
 def test_plan_metric_tags_are_kept_as_they_are() -> None:
     tags = planned('metric_tags { key: "team_1" value: "blue \\"x\\"" } metric_tags { key: "0" value: "" }').metric_tags
     assert dict(tags) == {"team_1": 'blue "x"', "0": ""}
+    assert planned("metric_tags { }").metric_tags == {}
 
 
 @pytest.mark.parametrize("tag", ["", "_team", "my-team", "a b", "gr\u00fcn", "team\n", 'x="1"'])

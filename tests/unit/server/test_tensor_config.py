@@ -110,6 +110,28 @@ def test_reshape_without_a_batch_axis_is_that_of_the_whole_tensor() -> None:
     assert [one.reshape for one in (*spec.inputs, *spec.outputs)] == [(2, -1), ()]
 
 
+@pytest.mark.parametrize("rows", [0, 4])
+def test_scalar_may_be_a_vector_of_one_to_clients_without_a_word(rows: int) -> None:
+    lead = (-1,) if rows else ()
+    model = ModelSpec((TensorSpec("a", "FP32", lead),), (TensorSpec("x", "FP32", lead),))
+
+    spec = served(tensor("a", "1") + tensor("x", "1, 1", kind="output"), model, rows)
+
+    assert [(one.dims, one.reshape) for one in (*spec.inputs, *spec.outputs)] == [((1,), ()), ((1, 1), ())]
+
+
+@pytest.mark.parametrize("kind", ["input", "output"])
+@pytest.mark.parametrize("dims", ["2", "-1", "1, 2"])
+def test_scalar_is_nothing_else_to_clients(kind: str, dims: str) -> None:
+    model = ModelSpec((TensorSpec("a", "FP32", ()),), (TensorSpec("x", "FP32", ()),))
+    name = {"input": "a", "output": "x"}[kind]
+    hint = "; where there is no batch axis they are the whole shape"
+
+    fault = refusal(tensor(name, dims, kind=kind), model, rows=0)
+
+    assert fault.removesuffix(hint) == f"{kind} '{name}': expected dims of the model, [], got [{dims}]"
+
+
 def test_rows_of_rank_zero_look_like_vectors_of_one_if_the_configuration_leaves_them_out() -> None:
     spec = served("", own("flat"))
 
