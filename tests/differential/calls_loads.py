@@ -55,7 +55,7 @@ CALLS = [
     Call("delayed timeouts in order",
          batching("preserve_ordering: true default_queue_policy { "
                   "timeout_action: DELAY default_timeout_microseconds: 1000000 }"),
-         "OK", "INVALID_ARGUMENT", "`preserve_ordering`"),
+         "INTERNAL", "INVALID_ARGUMENT", NONSENSE),
     Call("in order", batching("preserve_ordering: true")),
     Call("a dimension of 0", loading(BATCHED, "0 FP32 [0]"), "INVALID_ARGUMENT", "OK", "`dims`"),
     Call("a dimension of -2", loading(BATCHED, "0 FP32 [-2]"), "INVALID_ARGUMENT"),
