@@ -125,10 +125,15 @@ def check_outputs(outputs: Tensors, spec: ModelSpec, rows: int) -> None:
     lead = (rows,) if spec.batched else ()
     for output, tensor in zip(outputs, spec.outputs, strict=True):
         expected = (*lead, *tensor.dims_of(output.ndim - len(lead)))
-        if output.shape != expected and not fits(output.shape, expected):
+        if output.shape != expected and not (fits(output.shape, expected) or _is_scalar(output, tensor, lead)):
             raise _misshapen(output.shape, expected, tensor, spec.batched)
         if output.dtype != by_name(tensor.datatype).dtype:
             raise ExecutionError(f"output '{tensor.name}': expected {tensor.datatype}, got numpy's {output.dtype}")
+
+
+def _is_scalar(output: Array, tensor: TensorSpec, lead: tuple[int, ...]) -> bool:
+    """Whether what clients see as a vector of one is one already, although the model says that it is a scalar."""
+    return tensor.reshape == () and output.shape == (*lead, *[1] * (output.ndim - len(lead)))
 
 
 def _misshapen(shape: tuple[int, ...], expected: tuple[int, ...], tensor: TensorSpec, batched: bool) -> ExecutionError:

@@ -19,8 +19,10 @@ def to_model(tensor: TensorSpec, shape: Shape, lead: int) -> Shape:
 
 
 def to_client(tensor: TensorSpec, shape: Shape, lead: int) -> Shape:
-    """The client's shape for a model's; the first `lead` axes stay as they are."""
-    return shape if tensor.reshape is None else _converted(shape, lead, tensor.reshape, tensor.dims)
+    """The client's shape for a model's; the first `lead` axes stay as they are. Scalars may have axes of one."""
+    if tensor.reshape is None:
+        return shape
+    return _converted(shape if tensor.reshape else shape[:lead], lead, tensor.reshape, tensor.dims)
 
 
 def _converted(shape: Shape, lead: int, source: Shape, target: Shape) -> Shape:

@@ -172,8 +172,10 @@ def _check_dims(where: str, dims: tuple[int, ...], mine: tuple[int, ...], field:
 
 
 def _believed(mine: tuple[int, ...], given: tuple[int, ...]) -> tuple[int, ...]:
-    """What to hold the dims `given` of an output against. A model's word on the sizes of its outputs isn't binding, as
-    ONNX Runtime takes others. So free ones are always in order."""
+    """What to hold the dims `given` of an output against. A model's word on its outputs isn't binding: ONNX Runtime
+    takes wrong sizes, and scalars that aren't. So free ones are always in order."""
+    if not mine:
+        return (-1,) * len(given)
     return tuple(-1 if one == -1 else dim for dim, one in zip(mine, given, strict=False)) + mine[len(given) :]
 
 

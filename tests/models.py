@@ -270,6 +270,22 @@ def scalar() -> onnx.ModelProto:
     )
 
 
+def called_scalar(shape: Sequence[int]) -> onnx.ModelProto:
+    """OUTPUT0 = INPUT0, FP32 of one axis, in `shape`, although it is said to be of rank 0. ONNX Runtime knows no
+    better, as the shape comes of what is computed."""
+    size = numpy_helper.from_array(np.array([*shape, 0], np.int64), "shape")
+    ends = [numpy_helper.from_array(np.array([value], np.int64), name) for name, value in (("zero", 0), ("end", -1))]
+    nodes = [
+        helper.make_node("Cast", ["INPUT0"], ["ints"], to=TensorProto.INT64),
+        helper.make_node("ReduceSum", ["ints"], ["some"], keepdims=1),
+        helper.make_node("Mul", ["some", "zero"], ["none"]),
+        helper.make_node("Add", ["end", "none"], ["stop"]),
+        helper.make_node("Slice", ["shape", "zero", "stop"], ["taken"]),
+        helper.make_node("Reshape", ["INPUT0", "taken"], ["OUTPUT0"]),
+    ]
+    return model(nodes, [tensor("INPUT0", "FP32", ["n"])], [tensor("OUTPUT0", "FP32", [])], [size, *ends])
+
+
 def sequence_output() -> onnx.ModelProto:
     """An output that is a sequence of tensors, which the protocol can't carry."""
     element = helper.make_tensor_type_proto(TensorProto.FLOAT, ["batch", 2])

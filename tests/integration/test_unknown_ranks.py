@@ -111,6 +111,24 @@ async def test_scalar_is_a_vector_of_one_to_clients_where_a_configuration_says_s
         assert (code, "expected shape [1], got []" in text) == (grpc.StatusCode.INVALID_ARGUMENT, True)
 
 
+@pytest.mark.parametrize("shape", [(), (1,), (1, 1)])
+async def test_output_that_the_model_calls_a_scalar_may_be_a_vector_of_one_already(
+    tmp_path: Path, shape: tuple[int, ...]
+) -> None:
+    write(tmp_path, models.called_scalar(shape), 'output { name: "OUTPUT0" data_type: TYPE_FP32 dims: [ 1 ] }')
+    async with serving(tmp_path) as served:
+        np.testing.assert_array_equal(await answer(served, floats(1)), floats(1))
+
+
+@pytest.mark.parametrize("dims", ["2", "-1"])
+async def test_output_that_the_model_calls_a_scalar_has_the_dims_that_a_configuration_says(
+    tmp_path: Path, dims: str
+) -> None:
+    write(tmp_path, models.called_scalar((2,)), f'output {{ name: "OUTPUT0" data_type: TYPE_FP32 dims: [ {dims} ] }}')
+    async with serving(tmp_path) as served:
+        np.testing.assert_array_equal(await answer(served, floats(2)), floats(2))
+
+
 async def test_input_of_unknown_rank_has_the_dims_that_a_configuration_says(tmp_path: Path) -> None:
     write(tmp_path, models.shapeless(), 'input { name: "INPUT0" data_type: TYPE_FP32 dims: [ 2, -1 ] }')
     async with serving(tmp_path) as served:
