@@ -27,7 +27,8 @@ from protos.tensors import (
 from server.classification import Labels, class_count, classes_of
 from server.client_memory import NOWHERE, ClientMemory, Write
 from server.decoded import Asked, DecodedRequest
-from server.errors import InvalidRequest
+from server.errors import AnswerTooLarge, InvalidRequest
+from server.limits import LARGEST_MESSAGE_BYTES
 from server.parameters import NO_PARAMETERS, RequestParameters, parse_parameters
 from server.region_tensors import Input, RegionTensor, Span
 from server.regions import Regions
@@ -45,6 +46,8 @@ AnyResponse = ModelInferResponse | bytes
 _BYTES = by_name("BYTES")
 _MOST_DIMS = 1_000
 """That anything is made of, if only to tell what is wrong with them."""
+_MOST_HEAD_BYTES = 2**20
+"""Left in a response for all but its tensors and its id."""
 _BOTH = "expected no contents beside raw_input_contents, got both"
 
 
@@ -132,8 +135,9 @@ class ModelCodec:
         """The response with the wanted outputs: raw, or in typed contents if the request asked for them. What belongs
         into shared memory is written there, in the order asked for, if all of it has room. Bytes are in `envelope`.
 
-        Raises ExecutionError for elements that no message can carry, InvalidRequest for classes of too large an output
-        and for shared memory that is too small or gone; what else could be wrong the backend has checked.
+        Raises ExecutionError for elements that no message can carry, AnswerTooLarge for more of them than it can,
+        InvalidRequest for classes of too large an output and for shared memory that is too small or gone; what else
+        could be wrong the backend has checked.
         """
         if isinstance(request, WireRequest) and decoded.asked.plain:
             short = self._short.encode(request.id, decoded, results, envelope)
@@ -142,6 +146,7 @@ class ModelCodec:
         asked = decoded.asked
         response = ModelInferResponse(model_name=self._model, model_version=self._version, id=request.id)
         writes: list[Write] = []
+        room = LARGEST_MESSAGE_BYTES - _MOST_HEAD_BYTES - len(request.id.encode())
         for index in asked.outputs:
             tensor, array, datatype = self._spec.outputs[index], results[index], self._output_types[index]
             if asked.classes and index in asked.classes:
@@ -154,14 +159,29 @@ class ModelCodec:
                     if not asked.parameters.typed_outputs:
                         response.raw_output_contents.append(b"")
                 elif asked.parameters.typed_outputs:
-                    output.contents.CopyFrom(encode_contents(array, datatype))
+                    contents = encode_contents(array, datatype)
+                    room = self._room(room, contents.ByteSize())
+                    output.contents.CopyFrom(contents)
                 else:
-                    response.raw_output_contents.append(encode_raw(array, datatype))
+                    # What can be told before it is copied.
+                    self._room(room, array.nbytes if datatype.item_bytes else 0)
+                    raw = encode_raw(array, datatype)
+                    room = self._room(room, len(raw))
+                    response.raw_output_contents.append(raw)
             except TensorError as error:
                 raise ExecutionError(f"model '{self._model}': output '{tensor.name}': {error}") from None
         if writes:
             self._memory.write(writes)
         return response
+
+    def _room(self, room: int, size_bytes: int) -> int:
+        """What is left of it."""
+        if size_bytes > room:
+            raise AnswerTooLarge(
+                f"model '{self._model}': expected outputs that one message can carry, at most {LARGEST_MESSAGE_BYTES} "
+                "bytes in all, got more; ask for fewer rows or outputs, or for them in shared memory"
+            )
+        return room - size_bytes
 
     def _parameters(self, request: ModelInferRequest) -> RequestParameters:
         try:

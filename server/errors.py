@@ -5,6 +5,7 @@ ServerError
 ├── ModelNotFound    no such model, or no such version of it
 ├── ModelNotReady    known, but not serving: loading, failed to load, or the server stops
 │   └── ServerStopping   the server takes nothing more; another one may
+├── AnswerTooLarge   what was asked for exceeds a message
 ├── RegionNotFound   no shared memory region of that name
 ├── RegionExists     a shared memory region of that name is registered already
 ├── TooManyRegions   as many shared memory regions as allowed
@@ -57,6 +58,7 @@ from scheduler.errors import (
 
 __all__ = [
     "STATUS_OF",
+    "AnswerTooLarge",
     "ConfigError",
     "InternalError",
     "InvalidRequest",
@@ -98,6 +100,10 @@ class ServerStopping(ModelNotReady):
 
     def __init__(self) -> None:
         super().__init__("the server is stopping")
+
+
+class AnswerTooLarge(ServerError):
+    """The outputs are more than one message can carry."""
 
 
 class RegionNotFound(ServerError):
@@ -163,6 +169,8 @@ STATUS_OF: dict[type[BaseException], grpc.StatusCode] = {
     ModelNotFound: grpc.StatusCode.NOT_FOUND,
     ModelNotReady: grpc.StatusCode.UNAVAILABLE,
     ServerStopping: grpc.StatusCode.UNAVAILABLE,
+    # As gRPC says it of messages that are too large.
+    AnswerTooLarge: grpc.StatusCode.RESOURCE_EXHAUSTED,
     RegionNotFound: grpc.StatusCode.NOT_FOUND,
     RegionExists: grpc.StatusCode.ALREADY_EXISTS,
     TooManyRegions: grpc.StatusCode.RESOURCE_EXHAUSTED,

@@ -23,13 +23,12 @@ from protos.wire import OUTPUT_TAG, RAW_OUTPUT_TAG, RESPONSE_ID_TAG, delimited, 
 from server.client_memory import NOWHERE
 from server.decoded import Asked
 from server.errors import InvalidRequest
+from server.limits import LARGEST_MESSAGE_BYTES
 from server.region_tensors import Input, Inputs, Place, RegionTensor, Span
 from server.regions import Region, Regions
 
 __all__ = ["AnswerPlan", "AnswersOf", "Envelope", "InputPlan", "Located", "RegionInputPlan", "RequestPlan"]
 
-_MOST_BYTES = 2**31 - 1
-"""What protobuf takes for a message."""
 _MOST_ID_LENGTHS = 64
 """For each of which a plan keeps some bytes; callers choose ids."""
 
@@ -232,7 +231,7 @@ class AnswerPlan:
         """What comes before an id of so many bytes; nothing if that makes too large a message."""
         field = RESPONSE_ID_TAG + varint(id_bytes) if id_bytes else b""
         size_bytes = self._size_bytes + len(field) + id_bytes
-        if size_bytes > _MOST_BYTES:
+        if size_bytes > LARGEST_MESSAGE_BYTES:
             return b""
         start = self._head + field
         if self._envelope is not None:

@@ -10,7 +10,7 @@ import grpc
 import numpy as np
 import pytest
 
-from backends.base import ModelSpec, TensorSpec
+from backends.base import ModelSpec, Tensors, TensorSpec
 from backends.memory import MemoryModel
 from clients import AsyncInferenceClient
 from protos import inference_pb2 as pb
@@ -19,6 +19,7 @@ from server.config import ControlMode, Settings
 from server.trace_settings import TraceConfig
 from tests import models
 from tests.integration.serving import Served, echo_model, failure_of, serving, write_model
+from tests.integration.streams import Stream
 from tests.wire import bytes_element, infer, rows_of_floats
 
 
@@ -219,3 +220,30 @@ async def test_infer_name_of_a_model_may_be_any_text_that_a_folder_may_have(tmp_
     write_model(tmp_path, name)
     async with serving(tmp_path, {name: echo_model()}) as served:
         assert (await served.infer(infer(name, {"a": rows_of_floats(1)}))).model_name == name
+
+
+async def test_outputs_beyond_one_message_are_refused_and_counted_and_calls_and_streams_go_on(tmp_path: Path) -> None:
+    def compute(inputs: Tensors) -> Tensors:
+        # What nobody touches takes no memory.
+        size = int(inputs[0].max())
+        return (np.zeros((len(inputs[0]), size), np.uint8),)
+
+    spec = ModelSpec((TensorSpec("a", "INT64", (-1, -1)),), (TensorSpec("x", "UINT8", (-1, -1)),))
+    async with serving(tmp_path, {"m": MemoryModel(spec, compute)}, config="max_batch_size: 4") as served:
+
+        def wanted(size: int) -> pb.ModelInferRequest:
+            return infer("m", {"a": np.full((1, 1), size)}, id=str(size))
+
+        refused = (
+            grpc.StatusCode.RESOURCE_EXHAUSTED,
+            "model 'm': expected outputs that one message can carry, at most 2147483647 bytes in all, got more; ask "
+            "for fewer rows or outputs, or for them in shared memory",
+        )
+        assert await failure_of(served.infer(wanted(2**31))) == refused
+        stream = Stream(served)
+        await stream.send(wanted(2**31), wanted(3))
+        assert (await stream.message()).error_message == refused[1]
+        assert (await stream.message()).infer_response.raw_output_contents[0] == bytes(3)
+        await stream.end()
+        assert (await served.infer(wanted(5))).raw_output_contents[0] == bytes(5)
+        assert await served.metric("nv_inference_request_success") == 2
