@@ -29,7 +29,7 @@ from server.repeatable import Repeatable
 from server.scratch import remove_all
 from server.tokens import line_of, new_token
 from server.trace_settings import parse_trace_config
-from server.tuning import keep_freed_memory, made_to_stay
+from server.tuning import keep_freed_memory, made_to_stay, take_descriptors
 from server.upstream_settings import upstream_flags
 
 __all__ = ["main"]
@@ -190,6 +190,7 @@ def serve(paths: tuple[Path, ...], **given: Any) -> None:
     log.configure(given["log_level"], given["log_format"])
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     keep_freed_memory()
+    take_descriptors()
     try:
         with asyncio.Runner(loop_factory=new_loop) as runner:
             # Who calls `main` with backends of their own, as tests do, has them used.

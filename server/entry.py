@@ -24,6 +24,10 @@ _MOST_DIGITS = 100
 """Of a version that is a number: int() raises an error for thousands, and other servers tell what they like."""
 
 
+_LONGEST_REASON = 2_000
+"""In characters. The index tells those of all models in one message, of which gRPC's clients take 4 MiB by default."""
+
+
 class ModelState(Enum):
     LOADING = "LOADING"
     READY = "READY"
@@ -120,7 +124,8 @@ class Entry(Generic[V]):
         return before
 
     def fail_load(self, reason: str) -> None:
-        """The load failed: what served goes on serving."""
+        """The load failed: what served goes on serving. Of a long reason the end is forgotten."""
+        reason = reason if len(reason) <= _LONGEST_REASON else reason[:_LONGEST_REASON] + " [...]"
         lost = {*self.gone, *(self.loading or ())} - self.serving.keys()
         self.gone = dict.fromkeys(lost, reason)
         self.loading, self.failure, self.unloaded = None, reason, False

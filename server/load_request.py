@@ -22,6 +22,9 @@ from server.scratch import Scratch
 __all__ = ["Override", "checked_name", "parse_load_parameters", "parse_unload_parameters", "scratch_folder"]
 
 _FILE = "file:"
+_MOST_NAME_BYTES = 1_024
+"""Names of loads that failed are in the index for a while."""
+_SHOWN = 64
 Parameters = Mapping[str, ModelRepositoryParameter]
 
 
@@ -42,6 +45,11 @@ def checked_name(name: str) -> str:
         raise InvalidRequest(
             f"invalid model name {name!r}: model name must not contain path traversal characters; expected the name "
             "of a folder"
+        )
+    if len(name.encode()) > _MOST_NAME_BYTES:
+        raise InvalidRequest(
+            f"invalid model name '{name[:_SHOWN]}…': expected at most {_MOST_NAME_BYTES} bytes, "
+            f"got {len(name.encode())}"
         )
     return name
 

@@ -9,10 +9,11 @@ import ctypes
 import gc
 import logging
 import os
+import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-__all__ = ["KEPT_BYTES", "SETTINGS", "keep_freed_memory", "made_to_stay"]
+__all__ = ["KEPT_BYTES", "SETTINGS", "keep_freed_memory", "made_to_stay", "take_descriptors"]
 
 _log = logging.getLogger("paceline.server")
 
@@ -36,6 +37,16 @@ def keep_freed_memory() -> None:
     # Setting one of them switches glibc's own adjustment of both off.
     if not (mallopt(_M_MMAP_THRESHOLD, KEPT_BYTES) and mallopt(_M_TRIM_THRESHOLD, KEPT_BYTES)):
         _log.warning("the C library doesn't keep freed memory: mallopt refused the settings")
+
+
+def take_descriptors() -> None:
+    """Raise the bound of open files to the most that this process may have: a connection is one, and each version of a
+    model has some. The usual 1024 are for programs that wait with select(2), which knows no higher ones."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    except (OSError, ValueError) as error:
+        _log.warning("the bound of open files can't be raised to %d: %s", most, error)
 
 
 @contextmanager

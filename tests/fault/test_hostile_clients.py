@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import socket
 import sys
 from collections.abc import Sequence
@@ -87,8 +88,9 @@ def test_connections_beyond_the_limit_are_closed_and_those_before_them_go_on(tmp
             client.wait_ready(20)
 
 
-def few_descriptors(number: int) -> Sequence[str]:
-    return "/bin/sh", "-c", f'ulimit -n {number}; exec "{sys.executable}" -m server "$@"', "sh"
+def few_descriptors(number: int, most: int | None = None) -> Sequence[str]:
+    limits = f"ulimit -Sn {number}; ulimit -Hn {most or number}"
+    return "/bin/sh", "-c", f'{limits}; exec "{sys.executable}" -m server "$@"', "sh"
 
 
 def test_connections_leave_descriptors_for_all_else(tmp_path: Path) -> None:
@@ -114,6 +116,13 @@ def test_connections_that_descriptors_suffice_for_are_the_bound_that_metrics_sho
     write_identity(tmp_path)
     with ServerProcess(tmp_path, program=few_descriptors(128), args=flags) as server:
         assert server.metrics()['paceline_limit{limit="connections"}'] == bound
+
+
+def test_descriptors_are_as_many_as_may_be_had(tmp_path: Path) -> None:
+    write_identity(tmp_path)
+    with ServerProcess(tmp_path, program=few_descriptors(128, most=400)) as server:
+        assert resource.prlimit(server.pid, resource.RLIMIT_NOFILE) == (400, 400)
+        assert server.metrics()['paceline_limit{limit="connections"}'] == 300
 
 
 def test_calls_begun_on_a_connection_beyond_its_limit_are_reset(tmp_path: Path) -> None:

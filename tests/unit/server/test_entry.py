@@ -35,6 +35,13 @@ def fail(entry: Entry[int], *versions: int, reason: str = "broken") -> None:
     entry.fail_load(reason)
 
 
+def test_of_a_long_reason_the_end_is_forgotten(entry: Entry[int]) -> None:
+    fail(entry, reason="x" * 2000)
+    assert entry.lines()[0].reason == "x" * 2000
+    fail(entry, 1, reason="x" * 2001)
+    assert [line.reason for line in entry.lines()] == ["x" * 2000 + " [...]"]
+
+
 def test_never_loaded_has_a_name_and_nothing_else(entry: Entry[int]) -> None:
     assert entry.lines() == [IndexLine("m")]
     assert (entry.state, entry.missing, entry.forgettable) == (None, False, True)

@@ -53,6 +53,12 @@ def test_name_that_leads_elsewhere_is_refused(name: str) -> None:
         checked_name(name)
 
 
+def test_name_that_is_too_long_to_be_remembered_is_refused() -> None:
+    assert checked_name("é" * 512) == "é" * 512
+    with pytest.raises(InvalidRequest, match=r"^invalid model name 'é{64}…': expected at most 1024 bytes, got 1026$"):
+        checked_name("é" * 513)
+
+
 def test_unload_dependents_is_read() -> None:
     assert parse_unload_parameters({"unload_dependents": ModelRepositoryParameter(bool_param=True)})
     assert not parse_unload_parameters({"unload_dependents": ModelRepositoryParameter(bool_param=False)})
