@@ -269,10 +269,11 @@ def _pair(tensor: TensorSpec, made_up: _MadeUp, stackable: bool, random: np.rand
     if stackable:
         shape = (made_up.rows, *shape[1:])
     dtype = by_name(tensor.datatype).dtype
-    floats = random.random((2, *shape), np.float32)
+    # Flat: of arrays with as many axes as there may be, no two can be stacked.
+    floats = random.random((2, math.prod(shape)), np.float32)
     floats[1] = 6 * floats[1] - 4 if made_up.signed else floats[1] / 4
     if made_up.contrast:
-        floats *= np.array([_FAINT, _LOUD], np.float32).reshape(2, *(1,) * len(shape))
+        floats *= np.array([[_FAINT], [_LOUD]], np.float32)
     if tensor.datatype == "BF16":
         rows = (floats.view(np.uint32) >> 16).astype(dtype)
     elif dtype.kind == "f":
@@ -280,4 +281,4 @@ def _pair(tensor: TensorSpec, made_up: _MadeUp, stackable: bool, random: np.rand
     else:
         ones = np.array([floats[0] < 0.75, floats[0] >= 0.75]) & bool(made_up.highest)
         rows = np.where(ones, b"1", b"0").astype(dtype) if dtype.hasobject else ones.astype(dtype)
-    return rows[0, ...], rows[1, ...]  # arrays even if there is but one element
+    return rows[0].reshape(shape), rows[1].reshape(shape)

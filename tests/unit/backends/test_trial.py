@@ -45,6 +45,7 @@ def trial(folder: Path, model: onnx.ModelProto) -> Trial:
         models.cast("FP32", "BF16"),
         models.identity(dims=("batch",)),
         models.identity(dims=("batch", 0)),
+        models.identity(dims=("batch", *(1,) * 63)),
     ],
     ids=lambda model: "",
 )
