@@ -18,7 +18,15 @@ from backends.errors import BackendError
 from protos import model_config_pb2 as pb
 from scheduler.waiting import Room
 from server.entry import UNLOADED, Entry, IndexLine, ModelState
-from server.errors import InvalidRequest, LoadFailed, ModelNotFound, ModelNotReady, ServerError, TooManyModels
+from server.errors import (
+    InvalidRequest,
+    LoadFailed,
+    ModelNotFound,
+    ModelNotReady,
+    ServerError,
+    TooManyModels,
+    words_of,
+)
 from server.layout import ModelFolder
 from server.loader import LoadedVersion
 from server.loading import Find, Loads, always
@@ -394,9 +402,9 @@ async def _stop(model: ServedModel) -> None:
 def _reason(model: str, error: Exception) -> str:
     """Why a load failed, in words for whoever asked for it."""
     if isinstance(error, (BackendError, ServerError)):
-        return str(error).removeprefix(f"model '{model}': ")
+        return words_of(error).removeprefix(f"model '{model}': ")
     _log.error("model '%s' failed to load on something unforeseen", model, exc_info=error)
-    return f"{type(error).__name__}: {error}"
+    return f"{type(error).__name__}: {words_of(error)}"
 
 
 def _retrieve(task: asyncio.Task[None]) -> None:

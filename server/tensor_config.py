@@ -149,8 +149,8 @@ def _join(kind: str, declared: Declared, own: TensorSpec, batched: bool, scatter
         given, field = (dims, "dims") if reshape is None else (reshape, "reshape.shape")
         mine = (-1,) * len(given) if own.any_rank else own.dims[lead:]
         _check_dims(where, given, _believed(mine, given) if kind == "output" else mine, field, lead)
-    elif min((*dims, *(reshape or ())), default=0) < -1:
-        raise ConfigError(f"{where}: expected dims and reshape.shape >= -1, got {[*dims, *(reshape or ())]}")
+    elif min(dims, default=0) < -1:
+        raise ConfigError(f"{where}: expected dims >= -1, got {list(dims)}")
     return replace(
         own,
         dims=dims,
@@ -181,6 +181,8 @@ def _believed(mine: tuple[int, ...], given: tuple[int, ...]) -> tuple[int, ...]:
 
 def _check_reshape(where: str, dims: tuple[int, ...], reshape: tuple[int, ...]) -> None:
     """Free dims pair up in order, so between them there must be as many elements on both sides."""
+    if min((*dims, *reshape), default=0) < -1:
+        raise ConfigError(f"{where}: expected dims and reshape.shape >= -1, got {[*dims, *reshape]}")
     if _runs(dims) != _runs(reshape):
         raise ConfigError(
             f"{where}: expected a reshape.shape with as many elements as dims {list(dims)}, before, between and after "

@@ -13,7 +13,7 @@ import grpc
 from backends.errors import UpstreamFailed, UpstreamRefused
 from backends.transport.link import FIRST_KIND
 from scheduler.errors import ExecutionFailed
-from server.errors import STATUS_OF, InternalError, status_of
+from server.errors import STATUS_OF, InternalError, status_of, words_of
 
 __all__ = [
     "ABORTED",
@@ -85,9 +85,9 @@ def packed_error(error: BaseException) -> tuple[str, str, str]:
     status that comes of what caused it, or ""."""
     for kind in type(error).__mro__:
         if kind in STATUS_OF:
-            return kind.__name__, str(error), _status_by_cause(error)
+            return kind.__name__, words_of(error), _status_by_cause(error)
     _log.error("a request failed on something unforeseen", exc_info=error)
-    return InternalError.__name__, f"internal error: {type(error).__name__}: {error}", ""
+    return InternalError.__name__, f"internal error: {type(error).__name__}: {words_of(error)}", ""
 
 
 def _status_by_cause(error: BaseException) -> str:

@@ -115,9 +115,18 @@ class FailingModel(MemoryModel):
         return super().instance(spec, device)
 
 
+class Wordless(LoadError):
+    def __str__(self) -> str:
+        raise KeyError("words")
+
+
 @pytest.mark.parametrize(
     ("error", "reason"),
-    [(LoadError("no more memory"), "no more memory"), (RuntimeError("never seen"), "RuntimeError: never seen")],
+    [
+        (LoadError("no more memory"), "no more memory"),
+        (RuntimeError("never seen"), "RuntimeError: never seen"),
+        (Wordless(), "Wordless"),
+    ],
 )
 async def test_bad_model_that_raises_anything_at_all_is_unavailable_and_leaves_nothing_open(
     tmp_path: Path, error: Exception, reason: str

@@ -95,6 +95,15 @@ def test_reshape_of_other_elements_is_refused(dims: str, reshape: str) -> None:
     )
 
 
+@pytest.mark.parametrize(("dims", "reshape"), [("-2, -2", "2, 2"), ("2, 2", "-2, -2")])
+def test_reshape_of_or_to_sizes_that_are_none_is_refused(dims: str, reshape: str) -> None:
+    text = tensor("square", dims, f"reshape {{ shape: [ {reshape} ] }}")
+
+    assert refusal(text, own("square")) == (
+        f"input 'square': expected dims and reshape.shape >= -1, got [{dims}, {reshape}]"
+    )
+
+
 def test_reshape_that_is_not_the_models_shape_is_refused() -> None:
     text = tensor("y", "2, 2", "reshape { shape: [ 4 ] }", kind="output")
 
@@ -165,7 +174,7 @@ def test_ragged_input_has_dims_of_its_own_and_is_a_vector_to_the_model() -> None
         (
             tensor("flat", "-2", "allow_ragged_batch: true"),
             own("flat"),
-            "input 'flat': expected dims and reshape.shape >= -1, got [-2]",
+            "input 'flat': expected dims >= -1, got [-2]",
         ),
         (
             RAGGED + 'parameters { key: "paceline.batch_sizes" value { string_value: "2,4" } }',
