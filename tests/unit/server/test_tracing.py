@@ -168,6 +168,10 @@ def test_start_where_nothing_can_be_written_says_so(tmp_path: Path) -> None:
             Tracer(TraceConfig(path)).start()
 
 
+def said(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.name == "paceline.server.tracing"]
+
+
 def test_files_that_fail_later_end_tracing_with_one_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "sub").mkdir()
     traces = Traced(tmp_path / "sub", TraceSettings(timestamps=True, rate=1))
@@ -175,7 +179,7 @@ def test_files_that_fail_later_end_tracing_with_one_line(tmp_path: Path, caplog:
     with caplog.at_level(logging.WARNING, "paceline.server.tracing"):
         traces.record(*"abc")
         traces.tracer.close()
-    first, second = (record.getMessage() for record in caplog.records)
+    first, second = said(caplog)
     assert first == f"no more traces are written: {tmp_path}/sub/t.json: No such file or directory"
     assert second == f"3 traces were not written to {tmp_path}/sub/t.json: No such file or directory"
 
@@ -188,7 +192,7 @@ def test_full_disk_ends_tracing_with_one_line_and_the_thread_in_order(
     with caplog.at_level(logging.WARNING, "paceline.server.tracing"):
         traces.record(*"abc")
         traces.tracer.close()
-    assert [record.getMessage() for record in caplog.records] == [
+    assert said(caplog) == [
         f"no more traces are written: {tmp_path}/t.json: No space left on device",
         f"3 traces were not written to {tmp_path}/t.json: No space left on device",
     ]
@@ -203,6 +207,5 @@ def test_traces_that_wait_for_a_file_that_hangs_are_counted(tmp_path: Path, capl
         writer.put([{}], 0)
     with caplog.at_level(logging.WARNING, "paceline.server.tracing"):
         writer.close()
-    said = [record.getMessage() for record in caplog.records]
     os.close(os.open(tmp_path / "t.json", os.O_RDONLY))  # so that the thread can end
-    assert said == [f"3 traces were not written to {tmp_path}/t.json: it hangs"]
+    assert said(caplog) == [f"3 traces were not written to {tmp_path}/t.json: it hangs"]
