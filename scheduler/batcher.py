@@ -327,7 +327,7 @@ class Batcher(Generic[P, R]):
         wake_ns = _first(step.wake_ns, _first(further.wake_ns, self._instances.wake_ns))
         self._set_alarm(_first(wake_ns, self._retries.wake_ns) if self._suspects else wake_ns)
         for entry in (*step.expired, *further.expired):
-            self._delivery.drop(entry, Drop.EXPIRED, QueueTimeout(now_ns - entry.enqueued_ns))
+            self._delivery.drop(entry, Drop.EXPIRED, _expired(entry, now_ns))
         for late in (*step.unreachable, *further.unreachable):
             error = DeadlineUnreachable(late.entry.rpc_deadline_ns - now_ns, late.needed_ns)
             self._delivery.drop(late.entry, Drop.UNREACHABLE, error)
@@ -509,7 +509,7 @@ class Batcher(Generic[P, R]):
             waiting = []
             for entry in self._delivery.still_wanted(suspects.entries):
                 if entry.rpc_deadline_ns <= now_ns:
-                    self._delivery.drop(entry, Drop.EXPIRED, QueueTimeout(now_ns - entry.enqueued_ns))
+                    self._delivery.drop(entry, Drop.EXPIRED, _expired(entry, now_ns))
                 else:
                     waiting.append(entry)
             if waiting:
@@ -530,6 +530,10 @@ class Batcher(Generic[P, R]):
             if self._suspects:
                 self._turns.request()
         self._answers.cancelled(pending)
+
+
+def _expired(entry: Entry[P], now_ns: int) -> QueueTimeout:
+    return QueueTimeout.at(now_ns, entry.enqueued_ns, entry.rpc_deadline_ns)
 
 
 def _first(one_ns: int | None, other_ns: int | None) -> int | None:

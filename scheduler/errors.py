@@ -27,6 +27,9 @@ __all__ = [
     "SchedulerError",
 ]
 
+_DEADLINE = "Deadline Exceeded"
+"""Clients look for gRPC's own words, which they get from it when it is first to notice."""
+
 
 class SchedulerError(Exception):
     """Base of everything that the batcher answers instead of a result."""
@@ -53,10 +56,16 @@ class DeadlineExceeded(SchedulerError):
 
 
 class QueueTimeout(DeadlineExceeded):
-    """The time that the request was allowed to wait passed."""
+    """The time that the request was allowed to wait passed; `why`: what set it, if that wasn't a queue timeout."""
 
-    def __init__(self, waited_ns: int) -> None:
-        super().__init__(f"Request timeout expired after {waited_ns // 1_000} us in the queue")
+    def __init__(self, waited_ns: int, why: str = "") -> None:
+        text = f"Request timeout expired after {waited_ns // 1_000} us in the queue"
+        super().__init__(f"{text}: {why}" if why else text)
+
+    @classmethod
+    def at(cls, now_ns: int, enqueued_ns: int, rpc_deadline_ns: int) -> QueueTimeout:
+        """That of a request which has waited since then; with the words for it if its RPC's deadline has passed."""
+        return cls(now_ns - enqueued_ns, _DEADLINE if rpc_deadline_ns <= now_ns else "")
 
 
 class DeadlineUnreachable(DeadlineExceeded):
@@ -65,7 +74,9 @@ class DeadlineUnreachable(DeadlineExceeded):
     def __init__(self, left_ns: int, needed_ns: int) -> None:
         # A deadline may have passed before anybody looked, such as one of 1 us.
         left_us, needed_us = max(0, left_ns) // 1_000, needed_ns // 1_000
-        super().__init__(f"the deadline can't be met: {left_us} us are left, an answer takes about {needed_us} us")
+        super().__init__(
+            f"{_DEADLINE}: the deadline can't be met: {left_us} us are left, an answer takes about {needed_us} us"
+        )
 
 
 class BatcherClosed(SchedulerError):

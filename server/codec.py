@@ -226,7 +226,10 @@ class ModelCodec:
         for output in request.outputs:
             index = self._outputs.get(output.name)
             if index is None:
-                raise self._invalid(f"unexpected output '{output.name}', expected some of {list(self._outputs)}")
+                raise InvalidRequest(
+                    f"unexpected inference output '{output.name}' for model '{self._model}': expected some of "
+                    f"{list(self._outputs)}"
+                )
             if index in wanted:
                 raise self._invalid(f"output '{output.name}' is asked for more than once")
             if output.parameters and (span := self._target(output)) is not None:
@@ -294,7 +297,10 @@ class ModelCodec:
         wanted = spec.dims_of(len(dims))
         if dims != wanted and not _fits(dims, wanted):
             expected = [-1, *wanted] if lead else list(wanted)
-            raise self._invalid(f"input '{spec.name}': expected shape {expected}, got {list(shape)}")
+            raise InvalidRequest(
+                f"unexpected shape for input '{spec.name}' for model '{self._model}': expected {expected}, "
+                f"got {list(shape)}"
+            )
         return self._memory.span("input", tensor) if tensor.parameters else None
 
     def _arrays(

@@ -54,25 +54,13 @@ def checked_name(name: str) -> str:
     return name
 
 
-def parse_load_parameters(parameters: Parameters) -> Override | None:
-    """What the parameters of a load say; None if they say nothing. Raises InvalidRequest naming the parameter."""
-    files: dict[PurePosixPath, bytes] = {}
-    for key, parameter in parameters.items():
-        if key.startswith(_FILE):
-            path = _inner_path(key)
-            if path in files:
-                raise InvalidRequest(f"load parameter {key!r}: expected each file once, got '{path}' twice")
-            _check_type("load", key, parameter, "bytes_param")
-            files[path] = parameter.bytes_param
-        elif key == "config":
-            _check_type("load", key, parameter, "string_param")
-        else:
-            raise InvalidRequest(f"unrecognized load parameter {key!r}: expected 'config' or 'file:<path>'")
-    if "config" in parameters:
-        return Override(_parse_config(parameters["config"].string_param), files)
-    if files:
-        raise InvalidRequest("load parameter 'config': expected one beside 'file:...', got none")
-    return None
+def parse_load_parameters(name: str, parameters: Parameters) -> Override | None:
+    """What the parameters of a load of model `name` say; None if they say nothing. Raises InvalidRequest naming the
+    parameter."""
+    try:
+        return _override(parameters)
+    except InvalidRequest as error:
+        raise _refused(name, str(error)) from None
 
 
 def parse_unload_parameters(parameters: Parameters) -> bool:
@@ -94,12 +82,38 @@ def scratch_folder(name: str, files: Mapping[PurePosixPath, bytes]) -> Iterator[
             try:
                 scratch.write(path, content)
             except (FileExistsError, NotADirectoryError, IsADirectoryError):
-                raise InvalidRequest(f"load parameter 'file:{path}': another file has its place") from None
+                raise _refused(name, f"load parameter 'file:{path}': another file has its place") from None
             except OSError as error:
-                raise InvalidRequest(f"load parameter 'file:{path}' can't be written: {error.strerror}") from None
+                why = f"load parameter 'file:{path}' can't be written: {error.strerror}"
+                raise _refused(name, why) from None
         yield replace(model_folder(name, scratch.path), files=scratch)
     finally:
         scratch.let_go()
+
+
+def _refused(name: str, why: str) -> InvalidRequest:
+    # Words that Triton's clients look for.
+    return InvalidRequest(f"failed to load '{name}', {why}")
+
+
+def _override(parameters: Parameters) -> Override | None:
+    files: dict[PurePosixPath, bytes] = {}
+    for key, parameter in parameters.items():
+        if key.startswith(_FILE):
+            path = _inner_path(key)
+            if path in files:
+                raise InvalidRequest(f"load parameter {key!r}: expected each file once, got '{path}' twice")
+            _check_type("load", key, parameter, "bytes_param")
+            files[path] = parameter.bytes_param
+        elif key == "config":
+            _check_type("load", key, parameter, "string_param")
+        else:
+            raise InvalidRequest(f"unrecognized load parameter {key!r}: expected 'config' or 'file:<path>'")
+    if "config" in parameters:
+        return Override(_parse_config(parameters["config"].string_param), files)
+    if files:
+        raise InvalidRequest("load parameter 'config': expected one beside 'file:...', got none")
+    return None
 
 
 def _inner_path(key: str) -> PurePosixPath:

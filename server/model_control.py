@@ -60,7 +60,8 @@ class ModelControl:
     ) -> pb.RepositoryModelLoadResponse:
         self._refuse_unless_explicit()
         _refuse_repository(request.repository_name)
-        name, override = checked_name(request.model_name), parse_load_parameters(request.parameters)
+        name = checked_name(request.model_name)
+        override = parse_load_parameters(name, request.parameters)
         try:
             await self._repository.load(
                 name, lambda: self._folder(name, override), override.config if override else None

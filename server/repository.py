@@ -39,6 +39,9 @@ __all__ = ["Repository", "ServedModel"]
 
 _log = logging.getLogger("paceline.server.repository")
 
+_UNKNOWN = "Request for unknown model"
+"""What Triton's clients look for, whatever is the matter with the model."""
+
 
 class Repository:
     """Has models loaded by `loads`, and finds them.
@@ -374,22 +377,23 @@ class Repository:
     def _why_not(self, name: str, version: str) -> ServerError:
         entry = self._entries.get(name)
         if entry is None and not self.names_known:
-            return ModelNotReady(f"model '{name}' is not ready: {self.waits_for}")
+            return ModelNotReady(f"{_UNKNOWN}: '{name}' is not ready: {self.waits_for}")
         if entry is None:
             known = sorted(known for known, one in self._entries.items() if one.serving or one.missing)
-            return ModelNotFound(f"unknown model '{name}' is not found; this server has {_some(known)}")
+            return ModelNotFound(f"{_UNKNOWN}: '{name}' is not found; this server has {_some(known)}")
         if entry.missing:
             reason = entry.away or entry.failure or ModelState.LOADING.value
-            return ModelNotReady(f"model '{name}' is not ready: {reason}")
+            return ModelNotReady(f"{_UNKNOWN}: '{name}' is not ready: {reason}")
         if not entry.serving:
             why = UNLOADED if entry.unloaded else "never loaded"
-            return ModelNotFound(f"model '{name}' has no available versions: it was {why}")
+            return ModelNotFound(f"{_UNKNOWN}: '{name}' has no available versions: it was {why}")
         if not (version.isascii() and version.isdecimal()):
             return InvalidRequest(f"model '{name}': expected a version number, got '{version}'")
         reason = "LOADING" if version in (entry.loading or ()) else entry.gone.get(version, UNLOADED)
         if reason != UNLOADED:
-            return ModelNotReady(f"model '{name}' version {version} is not at ready state: {reason}")
-        return ModelNotFound(f"model '{name}' version {version} is not found; versions served: {list(entry.serving)}")
+            return ModelNotReady(f"{_UNKNOWN}: '{name}' version {version} is not at ready state: {reason}")
+        versions = list(entry.serving)
+        return ModelNotFound(f"{_UNKNOWN}: '{name}' version {version} is not found; versions served: {versions}")
 
 
 async def _stop(model: ServedModel) -> None:

@@ -83,6 +83,11 @@ async def test_load_of_the_unknown_says_so(triton: Triton) -> None:
         await triton.load_model("nosuch")
 
 
+async def test_load_with_a_configuration_that_is_none_says_so(triton: Triton) -> None:
+    with pytest.raises(InferenceServerException, match="failed to load 'echo', load parameter 'config'"):
+        await triton.load_model("echo", config="max_batch_size: 16")
+
+
 async def test_load_with_a_configuration_holds_until_the_next_load(triton: Triton) -> None:
     await triton.load_model("echo")
     config = {

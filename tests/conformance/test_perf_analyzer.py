@@ -201,7 +201,7 @@ def closed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
 @pytest.mark.parametrize(
     ("args", "reason"),
     [
-        (("-m", "nosuch"), "unknown model 'nosuch'"),
+        (("-m", "nosuch"), "unknown model: 'nosuch' is not found"),
         (("-m", "mlp", "--shared-memory", "system"), "--allow-client-shm"),
         (("-m", "mlp", "--trace-level", "TIMESTAMPS"), "--allow-remote-settings"),
     ],

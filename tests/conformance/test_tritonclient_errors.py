@@ -45,11 +45,17 @@ MATRIX = tensors({"INPUT0": np.ones((1, 2, 3), np.float32)})
 
 # Model, inputs, further arguments of `infer`; the status; what the text must contain.
 REFUSED: dict[str, tuple[str, Inputs, dict[str, Any], str, list[str]]] = {
-    "unknown model": ("nosuch", both(1, 16), {}, "NOT_FOUND", ["'nosuch'"]),
-    "unknown version": ("simple", both(1, 16), {"model_version": "9"}, "NOT_FOUND", ["'simple'", "version 9", "['1']"]),
+    "unknown model": ("nosuch", both(1, 16), {}, "NOT_FOUND", ["Request for unknown model: 'nosuch' is not found"]),
+    "unknown version": (
+        "simple", both(1, 16), {"model_version": "9"}, "NOT_FOUND",
+        ["Request for unknown model: 'simple' version 9 is not found", "['1']"],
+    ),
     "version no number": ("simple", both(1, 16), {"model_version": "x"}, "INVALID_ARGUMENT", ["'simple'", "'x'"]),
     "datatype": ("simple", WRONG_TYPE, {}, "INVALID_ARGUMENT", ["'simple'", "'INPUT1'", "INT32", "INT64"]),
-    "shape": ("simple", both(2, 15), {}, "INVALID_ARGUMENT", ["'simple'", "'INPUT0'", "[-1, 16]", "[2, 15]"]),
+    "shape": (
+        "simple", both(2, 15), {}, "INVALID_ARGUMENT",
+        ["unexpected shape for input 'INPUT0' for model 'simple'", "[-1, 16]", "[2, 15]"],
+    ),
     "rank too high": ("simple", both(1, 1, 16), {}, "INVALID_ARGUMENT", ["'INPUT0'", "[-1, 16]", "[1, 1, 16]"]),
     "no batch axis": ("simple", both(16), {}, "INVALID_ARGUMENT", ["'INPUT0'", "[-1, 16]", "[16]"]),
     "scalar": ("simple", both(), {}, "INVALID_ARGUMENT", ["'simple'", "'INPUT0'", "batch dimension", "got shape []"]),
@@ -69,7 +75,7 @@ REFUSED: dict[str, tuple[str, Inputs, dict[str, Any], str, list[str]]] = {
     "input without data": ("simple", NO_DATA, {}, "INVALID_ARGUMENT", ["'simple'", "expected 2", "got 1"]),
     "unknown output": (
         "simple", both(1, 16), {"outputs": wanted("OUTPUT9")}, "INVALID_ARGUMENT",
-        ["'simple'", "'OUTPUT9'", "'OUTPUT0'", "'OUTPUT1'"],
+        ["unexpected inference output 'OUTPUT9' for model 'simple'", "'OUTPUT0'", "'OUTPUT1'"],
     ),
     "output twice": (
         "simple", both(1, 16), {"outputs": wanted("OUTPUT1", "OUTPUT1")}, "INVALID_ARGUMENT", ["'simple'", "'OUTPUT1'"]

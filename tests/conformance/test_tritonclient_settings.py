@@ -193,8 +193,8 @@ async def test_trace_of_requests_is_a_file_of_their_times(client: Triton, trace_
         ("", {"trace_level": ["TENSORS"]}, "UNIMPLEMENTED", "'trace_level': TENSORS is not supported"),
         ("", {"trace_file": "x"}, "UNIMPLEMENTED", "'trace_file' can only be given when the server starts"),
         ("", {"colour": "red"}, "INVALID_ARGUMENT", "trace setting 'colour': expected one of"),
-        ("nosuch", {"trace_rate": "1"}, "INVALID_ARGUMENT", "unknown model 'nosuch'"),
-        ("nosuch", {}, "INVALID_ARGUMENT", "unknown model 'nosuch'"),
+        ("nosuch", {"trace_rate": "1"}, "INVALID_ARGUMENT", "Request for unknown model: 'nosuch'"),
+        ("nosuch", {}, "INVALID_ARGUMENT", "Request for unknown model: 'nosuch'"),
     ],
 )
 async def test_trace_settings_that_are_refused_change_nothing(

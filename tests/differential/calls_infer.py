@@ -112,9 +112,16 @@ ANSWERED = [
 ]
 
 REFUSED = [
-    Call("unknown model", infer("nobody", PAIR), "NOT_FOUND", phrase="'nobody'"),
+    Call(
+        "unknown model", infer("nobody", PAIR), "NOT_FOUND", phrase="Request for unknown model: 'nobody' is not found"
+    ),
     Call("no model's name", infer("", PAIR), "NOT_FOUND"),
-    Call("unknown version", infer("pair", PAIR, version="9"), "NOT_FOUND", phrase="version 9"),
+    Call(
+        "unknown version",
+        infer("pair", PAIR, version="9"),
+        "NOT_FOUND",
+        phrase="Request for unknown model: 'pair' version 9 is not found",
+    ),
     Call("version left out by the policy", infer("versions", {"INPUT0": floats(1, 4)}, version="2"), "NOT_FOUND"),
     Call("version that is no number", infer("pair", PAIR, version="x"), "INVALID_ARGUMENT", phrase="version"),
     Call("version and more", infer("pair", PAIR, version="1x"), "OK", "INVALID_ARGUMENT", "version such as"),
@@ -149,7 +156,12 @@ REFUSED = [
     Call("unknown input", infer("free", {**FREE, "INPUT9": floats(1, 3)}), "INVALID_ARGUMENT", phrase="INPUT9"),
     Call("unknown input instead", infer("free", {"INPUT9": floats(1, 3)}), "INVALID_ARGUMENT", phrase="INPUT9"),
     Call("input twice", raw("free", *[("INPUT0", "FP32", [1, 3], ROW)] * 2), "INVALID_ARGUMENT", phrase="INPUT0"),
-    Call("unknown output", wanting(infer("free", FREE), "OUTPUT9"), "INVALID_ARGUMENT", phrase="OUTPUT9"),
+    Call(
+        "unknown output",
+        wanting(infer("free", FREE), "OUTPUT9"),
+        "INVALID_ARGUMENT",
+        phrase="unexpected inference output 'OUTPUT9' for model 'free'",
+    ),
     Call("output twice", doubled("OUTPUT0"), "OK", "INVALID_ARGUMENT", "an output asked for twice"),
     Call("other datatype", raw("free", ("INPUT0", "INT32", [1, 3], ROW)), "INVALID_ARGUMENT", phrase="INT32"),
     Call("unknown datatype", raw("free", ("INPUT0", "FP31", [1, 3], ROW)), "INVALID_ARGUMENT"),

@@ -67,7 +67,8 @@ def _load(parent: Path, loop: asyncio.AbstractEventLoop) -> Callable[[bytes], No
             return
         before, tempfile.tempdir = tempfile.tempdir, str(scratches)
         try:
-            name, override = checked_name(request.model_name), parse_load_parameters(request.parameters)
+            name = checked_name(request.model_name)
+            override = parse_load_parameters(name, request.parameters)
             if override is not None:
                 with scratch_folder(name, override.files) as folder:
                     _serve(folder, override.config, loop)

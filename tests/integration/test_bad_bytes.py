@@ -101,7 +101,7 @@ async def test_infer_of_bytes_with_unknown_fields_ignores_them(served: Served) -
 
 async def test_infer_of_no_bytes_at_all_is_a_request_for_no_model(served: Served) -> None:
     code, text = await failure_of(served.raw_call("ModelInfer", b""))
-    assert (code, text) == (Code.NOT_FOUND, "unknown model '' is not found; this server has ['m']")
+    assert (code, text) == (Code.NOT_FOUND, "Request for unknown model: '' is not found; this server has ['m']")
 
 
 async def test_infer_of_damaged_messages_always_ends_with_an_answer_or_a_refusal(served: Served) -> None:

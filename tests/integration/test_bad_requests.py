@@ -133,7 +133,7 @@ INVALID: list[tuple[str, Change, str]] = [
     ("missing input", without_b, "missing inputs ['b']: expected ['a', 'b'], got ['a']"),
     ("unknown input", with_c, "unexpected input 'c', expected ['a', 'b']"),
     ("duplicate input", with_a_again, "input 'a' is given more than once"),
-    ("unknown output", wanting("q"), "unexpected output 'q', expected some of ['x', 'y']"),
+    ("unknown output", wanting("q"), "unexpected inference output 'q' for model 'm': expected some of ['x', 'y']"),
     ("duplicate output", wanting("x", "y", "x"), "output 'x' is asked for more than once"),
     ("wrong datatype", datatype("FP64"), "input 'a': expected datatype FP32, got 'FP64'"),
     ("no datatype", datatype(""), "input 'a': expected datatype FP32, got ''"),
@@ -148,8 +148,8 @@ INVALID: list[tuple[str, Change, str]] = [
     ("too many rows", shape(0, 5, 2), "input 'a': expected a batch of 1 to 4 rows, got 5 in shape [5, 2]"),
     ("negative rows", shape(0, -1, 2), "input 'a': expected a batch of 1 to 4 rows, got -1 in shape [-1, 2]"),
     ("rows that differ", shape(1, 2, 1), "input 'b': expected 1 rows as in input 'a', got 2 in shape [2, 1]"),
-    ("wrong dims", shape(0, 1, 3), "input 'a': expected shape [-1, 2], got [1, 3]"),
-    ("rank 65", shape(0, *[1] * 65), f"input 'a': expected shape [-1, 2], got {[1] * 65}"),
+    ("wrong dims", shape(0, 1, 3), "unexpected shape for input 'a' for model 'm': expected [-1, 2], got [1, 3]"),
+    ("rank 65", shape(0, *[1] * 65), f"unexpected shape for input 'a' for model 'm': expected [-1, 2], got {[1] * 65}"),
     ("negative dims", shape(1, 1, -1), "input 'b': shape: expected no negative dimension, got [1, -1]"),
     (
         "2^40 elements in 8 bytes",
@@ -213,7 +213,8 @@ async def test_infer_faulty_request_is_refused_with_its_reason_and_neighbours_ar
 ) -> None:
     request = good()
     change(request)
-    assert await refused(served, model, request) == (Code.INVALID_ARGUMENT, f"model 'm': {text}")
+    whole = text if "for model 'm'" in text else f"model 'm': {text}"  # Triton's words have the name in them
+    assert await refused(served, model, request) == (Code.INVALID_ARGUMENT, whole)
 
 
 def named(name: str, version: str = "") -> Request:
@@ -225,11 +226,21 @@ def named(name: str, version: str = "") -> Request:
 @pytest.mark.parametrize(
     ("name", "version", "code", "text"),
     [
-        ("nope", "", Code.NOT_FOUND, "unknown model 'nope' is not found; this server has ['m']"),
-        ("", "", Code.NOT_FOUND, "unknown model '' is not found; this server has ['m']"),
-        ("\u6a21\u578b", "", Code.NOT_FOUND, "unknown model '\u6a21\u578b' is not found; this server has ['m']"),
-        ("m", "2", Code.NOT_FOUND, "model 'm' version 2 is not found; versions served: ['1']"),
-        ("m", "9" * 30, Code.NOT_FOUND, f"model 'm' version {'9' * 30} is not found; versions served: ['1']"),
+        ("nope", "", Code.NOT_FOUND, "Request for unknown model: 'nope' is not found; this server has ['m']"),
+        ("", "", Code.NOT_FOUND, "Request for unknown model: '' is not found; this server has ['m']"),
+        (
+            "\u6a21\u578b",
+            "",
+            Code.NOT_FOUND,
+            "Request for unknown model: '\u6a21\u578b' is not found; this server has ['m']",
+        ),
+        ("m", "2", Code.NOT_FOUND, "Request for unknown model: 'm' version 2 is not found; versions served: ['1']"),
+        (
+            "m",
+            "9" * 30,
+            Code.NOT_FOUND,
+            f"Request for unknown model: 'm' version {'9' * 30} is not found; versions served: ['1']",
+        ),
         ("m", "one", Code.INVALID_ARGUMENT, "model 'm': expected a version number, got 'one'"),
         ("m", "1.0", Code.INVALID_ARGUMENT, "model 'm': expected a version number, got '1.0'"),
         ("m", "-2", Code.INVALID_ARGUMENT, "model 'm': expected a version number, got '-2'"),

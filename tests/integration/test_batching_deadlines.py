@@ -52,7 +52,7 @@ async def test_deadline_shorter_than_a_measured_execution_is_refused_long_before
         began_s = time.monotonic()
         code, text = await failure_of(served.infer(request(1), timeout_s=SLOW_S - 0.1))
         assert code is Code.DEADLINE_EXCEEDED
-        assert text.startswith("model 'm': the deadline can't be met: ")
+        assert text.startswith("model 'm': Deadline Exceeded: the deadline can't be met: ")
         assert time.monotonic() - began_s < SLOW_S - 0.1
         assert await dropped(served, "unreachable") == 1
         assert await served.metric("nv_inference_pending_request_count") == 0

@@ -120,7 +120,10 @@ async def test_models_loaded_through_one_front_serve_at_once_through_the_other(t
             await unload(second, "m")
             for side in (first, second):
                 code, text = await failure_of(side.infer(one_row))
-                assert (code, text) == (Code.NOT_FOUND, "model 'm' has no available versions: it was unloaded")
+                assert (code, text) == (
+                    Code.NOT_FOUND,
+                    "Request for unknown model: 'm' has no available versions: it was unloaded",
+                )
 
 
 async def test_regions_registered_through_one_front_serve_requests_of_the_other(tmp_path: Path) -> None:

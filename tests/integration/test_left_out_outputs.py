@@ -68,7 +68,7 @@ async def test_output_that_no_message_can_carry_is_left_out_and_the_log_says_so(
             assert [output.name for output in metadata.outputs] == ["OUTPUT0"]
             request = infer("m", {"INPUT0": rows_of_floats(1, 2)}, outputs=["OUTPUT1"])
             code, text = await failure_of(served.infer(request))
-            assert (code, "unexpected output 'OUTPUT1'" in text) == (grpc.StatusCode.INVALID_ARGUMENT, True)
+            assert (code, "unexpected inference output 'OUTPUT1'" in text) == (grpc.StatusCode.INVALID_ARGUMENT, True)
     said = [record.getMessage() for record in caplog.records]
     assert said == [f"model 'm' is served without its output 'OUTPUT1': {words}"]
 

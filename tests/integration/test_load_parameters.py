@@ -92,8 +92,12 @@ BAD_LOADS: list[tuple[str, dict[str, object], str]] = [
     ("m", {"config": '{"max_batch_size": "many"}'}, "load parameter 'config': expected a ModelConfig as JSON"),
     ("m", {"config": '{"name": "other"}'}, "name: expected 'm', the name of its folder, got 'other'"),
     ("m", {"config": '{"backend": "memory", "sequence_batching": {}}'}, "sequence_batching is not supported"),
-    ("m", {"force": True}, "unrecognized load parameter 'force'"),
-    ("m", {"file:1/model.onnx": b""}, "load parameter 'config': expected one beside 'file:...', got none"),
+    ("m", {"force": True}, "failed to load 'm', unrecognized load parameter 'force'"),
+    (
+        "m",
+        {"file:1/model.onnx": b""},
+        "failed to load 'm', load parameter 'config': expected one beside 'file:...', got none",
+    ),
     (
         "m",
         {"config": IDENTITY, "file:1/model.onnx": "text"},
@@ -107,7 +111,7 @@ BAD_LOADS: list[tuple[str, dict[str, object], str]] = [
     ("m", {"config": IDENTITY, "file:1\0/model.onnx": b""}, "expected a path inside the model's folder"),
     ("m", {"config": IDENTITY, "file:1": b"", "file:1/model.onnx": b""}, "another file has its place"),
     ("m", {"config": IDENTITY, "file:1//x": b"", "file:1/x": b""}, "expected each file once, got '1/x' twice"),
-    ("m", {"config": IDENTITY, f"file:1/{'x' * 300}": b""}, "File name too long"),
+    ("m", {"config": IDENTITY, f"file:1/{'x' * 300}": b""}, "failed to load 'm', load parameter 'file:1/xxx"),
 ]
 
 

@@ -39,7 +39,7 @@ async def test_explicit_mode_without_load_model_starts_with_nothing_and_is_ready
         assert not await model_ready(served)
         assert await failure_of(served.infer(ask())) == (
             Code.NOT_FOUND,
-            "model 'm' has no available versions: it was never loaded",
+            "Request for unknown model: 'm' has no available versions: it was never loaded",
         )
 
 

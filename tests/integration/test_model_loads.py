@@ -41,7 +41,10 @@ async def test_load_returns_when_the_model_serves(tmp_path: Path) -> None:
         assert await index(served) == [("m", "1", "LOADING", "")]
         assert not await model_ready(served)
         assert not await ready(served)
-        assert await failure_of(served.infer(ask())) == (Code.UNAVAILABLE, "model 'm' is not ready: LOADING")
+        assert await failure_of(served.infer(ask())) == (
+            Code.UNAVAILABLE,
+            "Request for unknown model: 'm' is not ready: LOADING",
+        )
         assert not task.done()
         model.gate.open()
         await task
@@ -85,7 +88,10 @@ async def test_load_takes_the_versions_that_the_policy_asks_for_now(tmp_path: Pa
         ]
         assert (await served.infer(ask())).model_version == "10"
         code, text = await failure_of(served.infer(ask(version="1")))
-        assert (code, text) == (Code.NOT_FOUND, "model 'm' version 1 is not found; versions served: ['2', '10']")
+        assert (code, text) == (
+            Code.NOT_FOUND,
+            "Request for unknown model: 'm' version 1 is not found; versions served: ['2', '10']",
+        )
 
 
 async def test_reload_serves_the_old_one_until_the_new_one_is_warm_and_closes_it_then(tmp_path: Path) -> None:
@@ -206,7 +212,7 @@ async def test_reload_to_a_version_that_fails_shows_it_unavailable_beside_the_ol
         assert await ready(served)
         assert await failure_of(served.infer(ask(version="2"))) == (
             Code.UNAVAILABLE,
-            f"model 'm' version 2 is not at ready state: {two[3]}",
+            f"Request for unknown model: 'm' version 2 is not at ready state: {two[3]}",
         )
         assert not await model_ready(served, version="2")
 
@@ -222,7 +228,10 @@ async def test_load_that_fails_for_a_new_model_leaves_it_unavailable_and_the_nex
         assert text == f"load failed for model 'm': {reason}"
         assert (await index(served))[0] == ("m", "1", "UNAVAILABLE", reason)
         assert not await ready(served)
-        assert await failure_of(served.infer(ask())) == (Code.UNAVAILABLE, f"model 'm' is not ready: {reason}")
+        assert await failure_of(served.infer(ask())) == (
+            Code.UNAVAILABLE,
+            f"Request for unknown model: 'm' is not ready: {reason}",
+        )
         models["m"] = echo_model()
         await load(served, "m")
         assert (await index(served))[0] == READY_M[0]

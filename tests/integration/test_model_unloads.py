@@ -46,7 +46,7 @@ async def test_unload_refuses_new_requests_and_answers_those_that_are_there(tmp_
         assert await index(served) == [("m", "1", "UNLOADING", "")]
         assert await failure_of(served.infer(ask())) == (
             Code.NOT_FOUND,
-            "model 'm' has no available versions: it was unloaded",
+            "Request for unknown model: 'm' has no available versions: it was unloaded",
         )
         assert not await model_ready(served)
         assert await ready(served)

@@ -66,7 +66,7 @@ async def check(served: Served, reason: str) -> None:
     ):
         code, text = await failure_of(call)
         assert code is Code.UNAVAILABLE
-        assert text.startswith("model 'bad' is not ready: ")
+        assert text.startswith("Request for unknown model: 'bad' is not ready: ")
         assert reason in text
 
 

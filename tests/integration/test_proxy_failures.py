@@ -60,7 +60,7 @@ async def test_answer_without_a_message_is_an_error_and_keeps_nobody_from_starti
         async with proxying(tmp_path, target, **NAMED) as served:
             said = f"upstream {target}: it answered OK without a message"
             code, text = await failure_of(served.infer(request(1)))
-            assert (code, text) == (Code.UNAVAILABLE, f"model 'm' is not ready: {said}")
+            assert (code, text) == (Code.UNAVAILABLE, f"Request for unknown model: 'm' is not ready: {said}")
             with pytest.raises(UpstreamRefused) as caught:
                 await remote.infer(b"", (), monotonic_ns() + 20_000_000_000)
             assert (caught.value.status, str(caught.value)) == ("INTERNAL", said)

@@ -81,7 +81,7 @@ async def test_models_are_unavailable_with_the_reason_until_the_upstream_has_tol
     async with proxying(tmp_path, target) as served:
         for code, text in await refusals_of(served, "m"):
             assert code is Code.UNAVAILABLE
-            assert text.startswith(f"model 'm' is not ready: upstream {target}: ")
+            assert text.startswith(f"Request for unknown model: 'm' is not ready: upstream {target}: ")
             assert "Connection refused" in text
         stream = Stream(served)
         await stream.send(request(1))
@@ -104,7 +104,7 @@ async def test_upstream_that_has_never_been_ready_may_have_models_that_it_does_n
     stub = Upstream()
     stub.index, stub.ready = [], False
     async with upstream(stub) as target, proxying(tmp_path, target) as served:
-        refusal = (Code.UNAVAILABLE, f"model 'm' is not ready: upstream {target} is not ready")
+        refusal = (Code.UNAVAILABLE, f"Request for unknown model: 'm' is not ready: upstream {target} is not ready")
         assert await failure_of(served.infer(request(1))) == refusal
         stub.ready = True
         await eventually_async(lambda: served.server.repository.ready, "ready")
@@ -129,7 +129,7 @@ async def test_model_that_an_upstream_that_is_not_ready_does_not_tell_of_any_mor
         await eventually_async(lambda: not served.server.repository.ready, "not ready")
         assert await failure_of(served.infer(request(1))) == (
             Code.UNAVAILABLE,
-            f"model 'm' is not ready: upstream {target} is not ready",
+            f"Request for unknown model: 'm' is not ready: upstream {target} is not ready",
         )
         stub.ready = True
         await eventually_async(lambda: served.server.repository.ready, "ready")

@@ -95,11 +95,16 @@ async def test_statistics_of_versions_are_counted_apart(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "version", "code", "text"),
     [
-        ("n", "", Code.NOT_FOUND, "unknown model 'n' is not found; this server has ['broken', 'm']"),
-        ("n", "1", Code.NOT_FOUND, "unknown model 'n' is not found; this server has ['broken', 'm']"),
-        ("m", "7", Code.NOT_FOUND, "model 'm' version 7 is not found; versions served: ['1']"),
+        ("n", "", Code.NOT_FOUND, "Request for unknown model: 'n' is not found; this server has ['broken', 'm']"),
+        ("n", "1", Code.NOT_FOUND, "Request for unknown model: 'n' is not found; this server has ['broken', 'm']"),
+        ("m", "7", Code.NOT_FOUND, "Request for unknown model: 'm' version 7 is not found; versions served: ['1']"),
         ("m", "x", Code.INVALID_ARGUMENT, "model 'm': expected a version number, got 'x'"),
-        ("broken", "", Code.UNAVAILABLE, "model 'broken' is not ready: max_batch_size: expected >= 0, got -1"),
+        (
+            "broken",
+            "",
+            Code.UNAVAILABLE,
+            "Request for unknown model: 'broken' is not ready: max_batch_size: expected >= 0, got -1",
+        ),
     ],
 )
 async def test_statistics_of_what_is_not_served_are_refused(

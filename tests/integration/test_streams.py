@@ -21,7 +21,7 @@ Code = grpc.StatusCode
 MERGE = "max_batch_size: 4 dynamic_batching { }"
 ONE_BY_ONE = "max_batch_size: 1 dynamic_batching { } instance_group { count: 8 }"
 BAD = infer("m", {"a": marked(7)}, id="bad", outputs=["nope"])
-BAD_TEXT = "model 'm': unexpected output 'nope', expected some of ['x']"
+BAD_TEXT = "unexpected inference output 'nope' for model 'm': expected some of ['x']"
 NO_MESSAGE = "Error parsing message with type 'inference.ModelInferRequest'"
 
 
@@ -115,7 +115,7 @@ async def test_stream_error_that_need_not_keep_the_order_leaves_at_once(overtaki
     gate = script.hold(0)
     stream = Stream(overtaking)
     await stream.send(request(0), request(1, model="nope", paceline_unordered=True))
-    assert await stream.next() == ("NOT_FOUND", "unknown model 'nope' is not found; this server has ['m']")
+    assert await stream.next() == ("NOT_FOUND", "Request for unknown model: 'nope' is not found; this server has ['m']")
     gate.open()
     assert await stream.next() == 0
 
@@ -148,7 +148,7 @@ async def test_stream_errors_come_in_their_place_and_leave_the_stream_open(serve
         2,
         ("INVALID_ARGUMENT", NO_MESSAGE),
         ("INTERNAL", "model 'm': no fives"),
-        ("NOT_FOUND", "unknown model 'nope' is not found; this server has ['m']"),
+        ("NOT_FOUND", "Request for unknown model: 'nope' is not found; this server has ['m']"),
         3,
     ]
     await stream.end()
@@ -282,7 +282,7 @@ async def test_stream_deadline_is_that_of_each_of_its_requests(served: Served, s
     answer = await stream.next()
     assert isinstance(answer, tuple)
     assert answer[0] == "DEADLINE_EXCEEDED"
-    assert answer[1].startswith("model 'm': the deadline can't be met: ")
+    assert answer[1].startswith("model 'm': Deadline Exceeded: the deadline can't be met: ")
     script.model.latency = None
     assert script.seen == [[0], [0], [0]]
 

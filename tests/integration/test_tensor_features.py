@@ -170,7 +170,7 @@ async def test_reshape_clients_and_model_each_have_their_own_shape(tmp_path: Pat
         np.testing.assert_array_equal(answer["OUTPUT0"], transposed, strict=True)
     assert (code, text) == (
         grpc.StatusCode.INVALID_ARGUMENT,
-        "model 'm': input 'INPUT0': expected shape [-1, 4], got [1, 2, 2]",
+        "unexpected shape for input 'INPUT0' for model 'm': expected [-1, 4], got [1, 2, 2]",
     )
 
 

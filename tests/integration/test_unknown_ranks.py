@@ -73,7 +73,7 @@ async def test_input_of_unknown_rank_takes_any_and_is_not_batched(tmp_path: Path
 @pytest.mark.parametrize(
     ("dims", "words"),
     [
-        ((2, -3), "input 'INPUT0': expected shape [-1, -1], got [2, -3]"),
+        ((2, -3), "unexpected shape for input 'INPUT0' for model 'm': expected [-1, -1], got [2, -3]"),
         ((1,) * 65, "input 'INPUT0': shape: expected at most 64 dimensions, got 65"),
         ((7,), "input 'INPUT0': expected 28 bytes for FP32 of shape [7], got 24"),
     ],
@@ -94,7 +94,7 @@ async def test_scalar_input_takes_scalars_only(tmp_path: Path) -> None:
     write(tmp_path, models.scalar())
     async with serving(tmp_path) as served:
         code, text = await failure_of(served.infer(infer("m", {"INPUT0": floats(1)})))
-        assert (code, "expected shape [], got [1]" in text) == (grpc.StatusCode.INVALID_ARGUMENT, True)
+        assert (code, "expected [], got [1]" in text) == (grpc.StatusCode.INVALID_ARGUMENT, True)
         assert (await answer(served, floats())).shape == ()
 
 
@@ -108,7 +108,7 @@ async def test_scalar_is_a_vector_of_one_to_clients_where_a_configuration_says_s
         np.testing.assert_array_equal(await answer(served, floats(1)), 2 * floats(1))
         assert await shapes_of(served) == [[1], [1]]
         code, text = await failure_of(served.infer(infer("m", {"INPUT0": floats()})))
-        assert (code, "expected shape [1], got []" in text) == (grpc.StatusCode.INVALID_ARGUMENT, True)
+        assert (code, "expected [1], got []" in text) == (grpc.StatusCode.INVALID_ARGUMENT, True)
 
 
 @pytest.mark.parametrize("shape", [(), (1,), (1, 1)])
@@ -136,7 +136,7 @@ async def test_input_of_unknown_rank_has_the_dims_that_a_configuration_says(tmp_
         for shape in [(), (2,), (3, 5)]:
             code, text = await failure_of(served.infer(infer("m", {"INPUT0": floats(*shape)})))
             assert code == grpc.StatusCode.INVALID_ARGUMENT
-            assert f"expected shape [2, -1], got {list(shape)}" in text
+            assert f"expected [2, -1], got {list(shape)}" in text
 
 
 @pytest.mark.parametrize(

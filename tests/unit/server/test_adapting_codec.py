@@ -75,7 +75,7 @@ def test_reshape_without_a_batch_axis_takes_the_shape_whole() -> None:
 
 def test_reshape_input_is_checked_against_the_clients_dims() -> None:
     assert refusal(codec(RESHAPED), r=floats(1, 2, 2, 3)) == (
-        "model 'm': input 'r': expected shape [-1, 4, -1], got [1, 2, 2, 3]"
+        "unexpected shape for input 'r' for model 'm': expected [-1, 4, -1], got [1, 2, 2, 3]"
     )
 
 
@@ -163,7 +163,7 @@ def test_shape_tensor_has_no_batch_dimension_and_does_not_count_rows() -> None:
     assert one.asked.rows == 2
     assert one.inputs[0].tolist() == [7, 8, 9]
     assert refusal(made, s=np.array([[7, 8]] * 2), a=floats(2, 2)) == (
-        "model 'm': input 's': expected shape [-1], got [2, 2]"
+        "unexpected shape for input 's' for model 'm': expected [-1], got [2, 2]"
     )
 
 
@@ -200,7 +200,9 @@ def test_ragged_dims_are_no_part_of_the_key_but_are_checked() -> None:
 
     assert len(keys) == 1
     assert decoded(made, g=floats(1, 1), b=floats(1, 3)).asked.key not in keys
-    assert "input 'g': expected shape [-1, -1], got [1, 2, 2]" in refusal(made, g=floats(1, 2, 2), b=floats(1, 1))
+    assert "unexpected shape for input 'g' for model 'm': expected [-1, -1], got [1, 2, 2]" in refusal(
+        made, g=floats(1, 2, 2), b=floats(1, 1)
+    )
 
 
 def test_typed_contents_of_a_reshaped_input_are_reshaped_too() -> None:

@@ -100,6 +100,11 @@ def give_one_raw_and_one_typed(request: Request) -> None:
     add_contents_beside_raw(request)
 
 
+def said(text: str) -> str:
+    """What the caller reads; texts in Triton's words have the model's name in them."""
+    return text if "for model 'm'" in text else f"model 'm': {text}"
+
+
 @pytest.mark.parametrize(
     ("change", "text"),
     [
@@ -110,7 +115,7 @@ def give_one_raw_and_one_typed(request: Request) -> None:
         (repeat_another_input, "input 'b' is given more than once"),
         (change_datatype, "input 'a': expected datatype FP32, got 'INT32'"),
         (change_to_no_datatype, "input 'a': expected datatype FP32, got 'float32'"),
-        (add_unknown_output, "unexpected output 'q', expected some of ['x', 'h']"),
+        (add_unknown_output, "unexpected inference output 'q' for model 'm': expected some of ['x', 'h']"),
         (repeat_output, "output 'x' is asked for more than once"),
         (add_raw_entry, "expected 2 entries in raw_input_contents, one per input, got 3"),
         (drop_raw_entry, "expected 2 entries in raw_input_contents, one per input, got 1"),
@@ -120,7 +125,7 @@ def give_one_raw_and_one_typed(request: Request) -> None:
     ],
 )
 def test_decode_names_or_entries_that_do_not_fit_are_refused(change: Change, text: str) -> None:
-    assert refused(change) == f"model 'm': {text}"
+    assert refused(change) == said(text)
 
 
 @pytest.mark.parametrize(
@@ -132,17 +137,17 @@ def test_decode_names_or_entries_that_do_not_fit_are_refused(change: Change, tex
         (shape(0, -1, 2), "input 'a': expected a batch of 1 to 8 rows, got -1 in shape [-1, 2]"),
         (shape(0, 2**40, 2), f"input 'a': expected a batch of 1 to 8 rows, got {2**40} in shape [{2**40}, 2]"),
         (shape(1, 2, 1), "input 'b': expected 1 rows as in input 'a', got 2 in shape [2, 1]"),
-        (shape(0, 1, 3), "input 'a': expected shape [-1, 2], got [1, 3]"),
-        (shape(0, 1), "input 'a': expected shape [-1, 2], got [1]"),
-        (shape(0, 1, 2, 1), "input 'a': expected shape [-1, 2], got [1, 2, 1]"),
-        (shape(0, 1, -2), "input 'a': expected shape [-1, 2], got [1, -2]"),
+        (shape(0, 1, 3), "unexpected shape for input 'a' for model 'm': expected [-1, 2], got [1, 3]"),
+        (shape(0, 1), "unexpected shape for input 'a' for model 'm': expected [-1, 2], got [1]"),
+        (shape(0, 1, 2, 1), "unexpected shape for input 'a' for model 'm': expected [-1, 2], got [1, 2, 1]"),
+        (shape(0, 1, -2), "unexpected shape for input 'a' for model 'm': expected [-1, 2], got [1, -2]"),
         (shape(1, 1, -1), "input 'b': shape: expected no negative dimension, got [1, -1]"),
-        (shape(1, 1, -2), "input 'b': expected shape [-1, -1], got [1, -2]"),
-        (shape(0, *[1] * 65), f"input 'a': expected shape [-1, 2], got {[1] * 65}"),
+        (shape(1, 1, -2), "unexpected shape for input 'b' for model 'm': expected [-1, -1], got [1, -2]"),
+        (shape(0, *[1] * 65), f"unexpected shape for input 'a' for model 'm': expected [-1, 2], got {[1] * 65}"),
     ],
 )
 def test_decode_shapes_that_do_not_fit_are_refused(change: Change, text: str) -> None:
-    assert refused(change) == f"model 'm': {text}"
+    assert refused(change) == said(text)
 
 
 @pytest.mark.parametrize(
@@ -179,16 +184,16 @@ def test_decode_data_that_does_not_fit_is_refused(change: Change, text: str) -> 
     [
         (shape(0, 3, 2), "input 't': expected data in contents or raw_input_contents, got neither"),
         (shape(0, -1, 2), "input 't': shape: expected no negative dimension, got [-1, 2]"),
-        (shape(0, -7, 2), "input 't': expected shape [-1, 2], got [-7, 2]"),
+        (shape(0, -7, 2), "unexpected shape for input 't' for model 'm': expected [-1, 2], got [-7, 2]"),
         (shape(0, 2**62, 2), f"input 't': shape: expected at most {(2**63 - 1) // 8} elements, got [{2**62}, 2]"),
-        (shape(0), "input 't': expected shape [-1, 2], got []"),
+        (shape(0), "unexpected shape for input 't' for model 'm': expected [-1, 2], got []"),
     ],
 )
 def test_decode_without_batch_axis_shapes_that_do_not_fit_are_refused(change: Change, text: str) -> None:
     request = Request()
     request.inputs.add(name="t", datatype="FP32")
     change(request)
-    assert refusal(request, WHOLE, 0) == f"model 'm': {text}"
+    assert refusal(request, WHOLE, 0) == said(text)
 
 
 def typed(datatype: str, **contents: list[object]) -> tuple[Request, ModelSpec]:
@@ -317,7 +322,7 @@ def infer_of(change: Change) -> bytes:
     ("more", "text"),
     [
         (b"\x3a\x00" * (MIB // 2), "entries in raw_input_contents"),
-        (b"\x32\x00" * (MIB // 2), "unexpected output ''"),
+        (b"\x32\x00" * (MIB // 2), "unexpected inference output ''"),
         (b"\x2a\x00" * (MIB // 2), "unexpected input ''"),
         (b"\x2a\x03\x0a\x01a" * (MIB // 5), "input 'a' is given more than once"),
         (infer_of(shape(0, *[1] * MIB)), "input 'a': shape: expected at most 64 dimensions, got 1048576"),

@@ -155,7 +155,11 @@ def test_status_of_what_is_none_of_ours_is_none(error: BaseException) -> None:
 
 @pytest.mark.parametrize(
     ("error", "phrase"),
-    [(QueueFull(4), "Exceeds maximum queue size"), (QueueTimeout(1_000), "Request timeout expired")],
+    [
+        (QueueFull(4), "Exceeds maximum queue size"),
+        (QueueTimeout(1_000), "Request timeout expired"),
+        (DeadlineUnreachable(1, 2), "Deadline Exceeded"),
+    ],
 )
 def test_texts_that_clients_of_triton_match_on_are_there(error: Exception, phrase: str) -> None:
     assert phrase in str(error)

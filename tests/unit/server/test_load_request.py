@@ -16,11 +16,11 @@ CONFIG = ModelRepositoryParameter(
 
 
 def test_no_parameters_bring_nothing() -> None:
-    assert parse_load_parameters({}) is None
+    assert parse_load_parameters("m", {}) is None
 
 
 def test_config_is_read_in_both_spellings_of_json() -> None:
-    override = parse_load_parameters({"config": CONFIG})
+    override = parse_load_parameters("m", {"config": CONFIG})
     assert override is not None
     assert (override.config.max_batch_size, list(override.config.version_policy.specific.versions)) == (4, [2])
     assert not override.files
@@ -31,15 +31,15 @@ def test_files_are_by_path_without_detours() -> None:
         "file:1/model.onnx": ModelRepositoryParameter(bytes_param=b"a"),
         "file:./1/./weights//w.bin": ModelRepositoryParameter(bytes_param=b""),
     }
-    override = parse_load_parameters({"config": CONFIG, **files})
+    override = parse_load_parameters("m", {"config": CONFIG, **files})
     assert override is not None
     assert override.files == {PurePosixPath("1/model.onnx"): b"a", PurePosixPath("1/weights/w.bin"): b""}
 
 
 @pytest.mark.parametrize("key", ["config", "file:1/model.onnx", "other"])
 def test_parameter_without_a_value_is_refused(key: str) -> None:
-    with pytest.raises(InvalidRequest, match=key):
-        parse_load_parameters({key: ModelRepositoryParameter()})
+    with pytest.raises(InvalidRequest, match=f"^failed to load 'm', .*{key}"):
+        parse_load_parameters("m", {key: ModelRepositoryParameter()})
 
 
 @pytest.mark.parametrize("name", ["m", "a b", "modèle", "1", "...", ".hidden", "x" * 500])

@@ -75,11 +75,16 @@ async def test_get_without_version_finds_the_latest_by_number(bench: Bench, vers
 @pytest.mark.parametrize(
     ("name", "version", "error", "text"),
     [
-        ("n", "", ModelNotFound, "unknown model 'n' is not found; this server has ['m']"),
-        ("n", "1", ModelNotFound, "unknown model 'n' is not found; this server has ['m']"),
-        ("M", "", ModelNotFound, "unknown model 'M' is not found; this server has ['m']"),
-        ("m", "2", ModelNotFound, "model 'm' version 2 is not found; versions served: ['1', '3']"),
-        ("m", "03", ModelNotFound, "model 'm' version 03 is not found; versions served: ['1', '3']"),
+        ("n", "", ModelNotFound, "Request for unknown model: 'n' is not found; this server has ['m']"),
+        ("n", "1", ModelNotFound, "Request for unknown model: 'n' is not found; this server has ['m']"),
+        ("M", "", ModelNotFound, "Request for unknown model: 'M' is not found; this server has ['m']"),
+        ("m", "2", ModelNotFound, "Request for unknown model: 'm' version 2 is not found; versions served: ['1', '3']"),
+        (
+            "m",
+            "03",
+            ModelNotFound,
+            "Request for unknown model: 'm' version 03 is not found; versions served: ['1', '3']",
+        ),
         ("m", "latest", InvalidRequest, "model 'm': expected a version number, got 'latest'"),
         ("m", "-3", InvalidRequest, "model 'm': expected a version number, got '-3'"),
         ("m", " 1", InvalidRequest, "model 'm': expected a version number, got ' 1'"),
@@ -116,7 +121,10 @@ async def test_one_model_that_fails_is_not_ready_and_the_others_are(bench: Bench
     for version in ("", "-1", "1", "7"):
         with pytest.raises(ModelNotReady) as caught:
             repository.get("bad", version)
-        assert str(caught.value) == "model 'bad' is not ready: sequence_batching is not supported by this build"
+        assert (
+            str(caught.value)
+            == "Request for unknown model: 'bad' is not ready: sequence_batching is not supported by this build"
+        )
     assert repository.versions("bad") == []
 
 
@@ -150,7 +158,7 @@ async def test_while_loading_a_model_is_known_and_not_ready(bench: Bench) -> Non
     loading = asyncio.create_task(bench.load())
     await asyncio.to_thread(slow.gate.wait_entered, 1)
     assert not bench.repository.ready
-    with pytest.raises(ModelNotReady, match=r"^model 'slow' is not ready: LOADING$"):
+    with pytest.raises(ModelNotReady, match=r"^Request for unknown model: 'slow' is not ready: LOADING$"):
         bench.repository.get("slow", "")
     slow.gate.open()
     assert (await loading).ready
@@ -292,5 +300,5 @@ async def test_take_note_knows_what_is_on_disk_and_forgets_what_went(bench: Benc
     await eventually_async(lambda: not repository.leaving, "the model closed")
     repository.take_note([])
     assert [(line.name, line.version) for line in repository.index()] == [("m", "1")]
-    with pytest.raises(ModelNotFound, match=r"^unknown model 'n' is not found; this server has \['m'\]$"):
+    with pytest.raises(ModelNotFound, match=r"^Request for unknown model: 'n' is not found; this server has \['m'\]$"):
         repository.get("n", "")
