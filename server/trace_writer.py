@@ -27,12 +27,13 @@ Entries = Sequence[Any]
 
 
 class TraceWriter:
-    """Appends to `path`, or to `path` with .0, .1, … behind it. What is there already is overwritten."""
+    """Appends to `path`, or to `path` with .0, .1, … behind it. What is there already is overwritten. As in Triton, a
+    file with all traces that were asked for has a number, too."""
 
     def __init__(self, path: Path, patience_s: float = 3.0) -> None:
         self._path = path
         self._patience_s = patience_s
-        self._waiting: Queue[tuple[Entries, int] | None] = Queue(_MOST_WAITING)
+        self._waiting: Queue[tuple[Entries, int, bool] | None] = Queue(_MOST_WAITING)
         self._thread = threading.Thread(target=self._run, name="traces", daemon=True)
         self._lost = self._begun = 0
         self._failure = ""
@@ -44,11 +45,11 @@ class TraceWriter:
             raise OSError(f"{self._path}: expected a file in a folder that can be written to")
         self._thread.start()
 
-    def put(self, entries: Entries, per_file: int) -> None:
+    def put(self, entries: Entries, per_file: int, last: bool = False) -> None:
         """Write one trace later, on the thread; lost if it can't keep up. `per_file` traces fill a numbered file, 0:
-        all go into one."""
+        all go into one. The `last` of those asked for ends its file."""
         try:
-            self._waiting.put_nowait((entries, per_file))
+            self._waiting.put_nowait((entries, per_file, last))
         except Full:
             self._lost += 1
 
@@ -73,9 +74,9 @@ class TraceWriter:
                 self._lost += bool(self._failure)
                 self._begun = 0
 
-    def _write(self, files: _Files, entries: Entries, per_file: int) -> None:
+    def _write(self, files: _Files, entries: Entries, per_file: int, last: bool) -> None:
         try:
-            files.write(entries, per_file)
+            files.write(entries, per_file, last)
         except Exception as error:  # noqa: BLE001 - a trace isn't worth the thread that writes all others
             self._failure = getattr(error, "strerror", None) or str(error)
             _log.error("no more traces are written: %s: %s", self._path, self._failure)
@@ -90,18 +91,26 @@ class _Files:
         self._numbered: IO[bytes] | None = None
         self._number = self._count = 0
 
-    def write(self, entries: Entries, per_file: int) -> None:
+    def write(self, entries: Entries, per_file: int, last: bool) -> None:
         if not per_file:
             self._whole = self._whole or self._path.open("wb")
             _append(self._whole, entries)
+            # What the path leads to, such as a device, isn't ours to rename.
+            if last and self._path.is_file() and not self._path.is_symlink():
+                self._whole.close()
+                self._whole = None
+                self._path.rename(self._next())
             return
-        if self._numbered is None:
-            self._numbered = self._path.with_name(f"{self._path.name}.{self._number}").open("wb")
+        self._numbered = self._numbered or self._next().open("wb")
         _append(self._numbered, entries)
         self._count += 1
-        if self._count >= per_file:
+        if last or self._count >= per_file:
             self._numbered.close()
-            self._numbered, self._count, self._number = None, 0, self._number + 1
+            self._numbered, self._count = None, 0
+
+    def _next(self) -> Path:
+        self._number += 1
+        return self._path.with_name(f"{self._path.name}.{self._number - 1}")
 
     def close(self) -> None:
         for file in (self._whole, self._numbered):

@@ -105,7 +105,10 @@ class Tracer:
         if request_id:
             head["request_id"] = request_id[:_MOST_CHARACTERS]
         times = [{"name": name, "ns": ns} for name, ns in _times(began_ns, facts, monotonic_ns()).items()]
-        self._writer.put((head, {"id": self._traces, "timestamps": times}), sampler.settings.log_frequency)
+        settings = sampler.settings
+        self._writer.put(
+            (head, {"id": self._traces, "timestamps": times}), settings.log_frequency, last=settings.count == 0
+        )
 
     def _sampler(self, model: str) -> _Sampler:
         return self._samplers.get(model) or self._samplers[""]
@@ -135,9 +138,13 @@ def _spans(target: OtlpTarget, tracer: Tracer) -> Spans:
 
 
 def _times(began_ns: int, facts: BatchFacts, ended_ns: int) -> dict[str, int]:
-    """By Triton's names; what a model doesn't tell of its execution is left out."""
+    """By Triton's names; what a model doesn't tell of its execution is left out. gRPC doesn't tell when it began to
+    read, so that is when it was done, without which Triton's summary of traces knows no request; nor does it tell when
+    it has sent, so there is no GRPC_SEND_END."""
     started_ns = facts.started_ns
     times = {
+        "GRPC_WAITREAD_START": began_ns,
+        "GRPC_WAITREAD_END": began_ns,
         "REQUEST_START": began_ns,
         "QUEUE_START": started_ns - facts.queue_ns,
         "COMPUTE_START": started_ns,
@@ -146,5 +153,5 @@ def _times(began_ns: int, facts: BatchFacts, ended_ns: int) -> dict[str, int]:
         times["COMPUTE_INPUT_END"] = started_ns + facts.executed.input_ns
         times["COMPUTE_OUTPUT_START"] = times["COMPUTE_INPUT_END"] + facts.executed.infer_ns
     times["COMPUTE_END"] = started_ns + facts.compute_ns
-    times["REQUEST_END"] = ended_ns
+    times["INFER_RESPONSE_COMPLETE"] = times["GRPC_SEND_START"] = times["REQUEST_END"] = ended_ns
     return times
