@@ -182,7 +182,10 @@ def _cpu_only(backend: str, groups: Sequence[InstanceGroup]) -> tuple[Device, ..
 def _paired_spec(source: ModelSource) -> ModelSpec:
     spec = source.declared
     if spec is None or not spec.inputs:
-        raise LoadError(f"model '{source.name}': backend 'identity' needs the inputs and outputs in the configuration")
+        raise LoadError(
+            f"model '{source.name}': backend 'identity' needs the inputs and outputs in the configuration, each with "
+            "its data_type"
+        )
     if len(spec.inputs) != len(spec.outputs):
         raise LoadError(
             f"model '{source.name}': backend 'identity' expected {len(spec.inputs)} outputs, one per input, "

@@ -44,7 +44,7 @@ from server.model_config import (
 )
 from server.python_models import PYTHON, check_python_allowed, is_python
 from server.supervisor import Supervisor
-from server.tensor_config import can_batch
+from server.tensor_config import can_batch, without_datatype
 from server.warmup import WarmUp
 
 __all__ = ["LoadDefaults", "LoadedVersion", "load_model"]
@@ -136,6 +136,8 @@ def _check_allowed(config: pb.ModelConfig, defaults: LoadDefaults, *, brought: b
     """Raise ConfigError for what the flags don't allow, or don't allow to a configuration `brought` by a client."""
     if not (defaults.auto_complete or is_complete(config)):
         raise ConfigError("expected input and output in its configuration, as --disable-auto-complete-config is given")
+    if not defaults.auto_complete and (names := without_datatype(config)):
+        raise ConfigError(f"'{names[0]}': expected a data_type, as --disable-auto-complete-config is given")
     if brought and (setting := _writes(config)):
         raise ConfigError(f"{setting}: no client may say where the server writes files; put it into the repository")
     if not config.model_operations.op_library_filename:

@@ -194,7 +194,7 @@ def _unsupported(config: pb.ModelConfig) -> Iterable[tuple[bool, str]]:
 
 
 def is_complete(config: pb.ModelConfig) -> bool:
-    """Whether `config` spells out its tensors, and so leaves nothing to the model. Source: Triton's auto-complete."""
+    """Whether `config` names all its tensors, and so leaves nothing to the model. Source: Triton's auto-complete."""
     return bool(config.input and config.output)
 
 

@@ -16,7 +16,7 @@ from protos import model_config_pb2 as pb
 from protos.datatypes import CONFIG_DATATYPES
 from server.errors import ConfigError
 
-__all__ = ["can_batch", "declared_spec", "served_spec"]
+__all__ = ["can_batch", "declared_spec", "served_spec", "without_datatype"]
 
 _BATCH_INPUT_TYPES = ("INT32", "FP32")
 _FLAT = (-1,)
@@ -25,10 +25,16 @@ _MANY = 20
 Declared = pb.ModelInput | pb.ModelOutput
 
 
+def without_datatype(config: pb.ModelConfig) -> list[str]:
+    """The names of the tensors whose datatype `config` leaves to the model."""
+    declared: list[Declared] = [*config.input, *config.output]
+    return [one.name for one in declared if not one.data_type]
+
+
 def declared_spec(config: pb.ModelConfig) -> ModelSpec | None:
     """The tensors as `config` says the model has them, batch axis included; None unless it spells out inputs and
-    outputs. Raises ConfigError for a tensor without a datatype."""
-    if not (config.input and config.output):
+    outputs. Raises ConfigError for a datatype that there isn't."""
+    if not (config.input and config.output) or without_datatype(config):
         return None
     lead = (-1,) if config.max_batch_size else ()
     scattered = _scattered(config)
@@ -54,7 +60,7 @@ def _declared_by_batch_inputs(config: pb.ModelConfig) -> Iterable[TensorSpec]:
 def _whole(kind: str, one: Declared, lead: tuple[int, ...], *, flat: bool) -> TensorSpec:
     dims = tuple(one.reshape.shape if one.HasField("reshape") else one.dims)
     return TensorSpec(
-        one.name, _datatype(kind, one), _FLAT if flat else dims if one.is_shape_tensor else (*lead, *dims)
+        one.name, _datatype(kind, one, ""), _FLAT if flat else dims if one.is_shape_tensor else (*lead, *dims)
     )
 
 
@@ -132,7 +138,7 @@ def _filled_in(own: TensorSpec, batched: bool) -> TensorSpec:
 
 def _join(kind: str, declared: Declared, own: TensorSpec, batched: bool, scattered: bool) -> TensorSpec:
     where = f"{kind} '{own.name}'"
-    datatype = _datatype(kind, declared)
+    datatype = _datatype(kind, declared, own.datatype)
     if datatype != own.datatype:
         raise ConfigError(f"{where}: expected data_type of the model, {own.datatype}, got {datatype}")
     dims = tuple(declared.dims)
@@ -144,6 +150,8 @@ def _join(kind: str, declared: Declared, own: TensorSpec, batched: bool, scatter
         _check_ragged(where, declared, own, batched)
     if not (ragged or scattered):
         lead = 1 if batched and not declared.is_shape_tensor else 0
+        if reshape is None and not own.any_rank:
+            dims = dims or own.dims[lead:]
         if reshape is None and set(dims) == {1} and len(own.dims) == lead and not own.any_rank:
             reshape = ()  # Triton takes a scalar for a vector of one without a word, as its `dims` can't be empty
         given, field = (dims, "dims") if reshape is None else (reshape, "reshape.shape")
@@ -213,9 +221,12 @@ def _check_ragged(where: str, declared: Declared, own: TensorSpec, batched: bool
         )
 
 
-def _datatype(kind: str, declared: Declared) -> str:
+def _datatype(kind: str, declared: Declared, own: str) -> str:
+    """What is declared, or else the model's `own`."""
+    if not declared.data_type:
+        return own
     if declared.data_type not in CONFIG_DATATYPES:
-        raise ConfigError(f"{kind} '{declared.name}': expected a data_type, got TYPE_INVALID or none")
+        raise ConfigError(f"{kind} '{declared.name}': expected a data_type, got {declared.data_type}")
     return CONFIG_DATATYPES[declared.data_type]
 
 

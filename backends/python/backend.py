@@ -98,7 +98,7 @@ def _spec(source: ModelSource, inputs: Declared | None, outputs: Declared | None
     if inputs is None or outputs is None:
         raise LoadError(
             f"model '{source.name}': expected attributes inputs and outputs of its class, or input and output in its "
-            "configuration"
+            "configuration, each with its data_type"
         )
     return ModelSpec(tuple(_tensors(source, "inputs", inputs)), tuple(_tensors(source, "outputs", outputs)))
 

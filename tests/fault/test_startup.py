@@ -91,7 +91,7 @@ def test_start_with_a_model_in_two_repositories_names_both(tmp_path: Path) -> No
 
 def without_dims(folder: Path) -> str:
     (folder / "config.pbtxt").write_text('backend: "identity" max_batch_size: 8')
-    return "model 'echo': backend 'identity' needs the inputs and outputs in the configuration"
+    return "model 'echo': backend 'identity' needs the inputs and outputs in the configuration, each with its data_type"
 
 
 def with_a_fault_in_line_two(folder: Path) -> str:

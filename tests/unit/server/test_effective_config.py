@@ -102,6 +102,10 @@ CONFIGS: dict[str, tuple[ModelMaker | None, str | None]] = {
         "dynamic_batching { default_queue_policy { max_queue_size: 1 default_timeout_microseconds: 9 } }",
     ),
     "some outputs": (models.add_sub, 'output { name: "OUTPUT1" data_type: TYPE_INT32 dims: [ 16 ] }'),
+    "tensors without dims or datatype": (
+        models.mlp,
+        'max_batch_size: 4 input { name: "INPUT0" } output { name: "OUTPUT0" data_type: TYPE_FP32 }',
+    ),
     "text": (lambda: models.identity("BYTES"), ""),
     "bf16": (lambda: models.identity("BF16"), ""),
     "reshape": (

@@ -161,6 +161,12 @@ def test_load_without_auto_complete_refuses_what_is_left_to_the_model(tmp_path: 
     assert not shelf.sources
 
 
+def test_load_without_auto_complete_refuses_tensors_without_a_datatype(tmp_path: Path) -> None:
+    config = 'backend: "memory" input { name: "a" dims: [ 1 ] } output { name: "x" data_type: TYPE_FP32 dims: [ 1 ] }'
+    with pytest.raises(ConfigError, match="'a': expected a data_type, as --disable-auto-complete-config is given"):
+        load_model(folder(tmp_path, 1, config=config), Shelf().of, LoadDefaults(auto_complete=False))
+
+
 def test_load_without_auto_complete_takes_what_is_spelled_out(tmp_path: Path) -> None:
     config = f"max_batch_size: 2 {TENSORS}"
     (loaded,) = load_model(folder(tmp_path, 1, config=config), Shelf().of, LoadDefaults(auto_complete=False))

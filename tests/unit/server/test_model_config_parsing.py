@@ -222,8 +222,13 @@ def test_model_source_declares_nothing_unless_inputs_and_outputs_are_given(tenso
     assert model_source(config(tensors), "m", Path("x")).declared is None
 
 
-@pytest.mark.parametrize("data_type", ["", "data_type: TYPE_INVALID", "data_type: 77"])
-def test_model_source_tensor_without_a_datatype_is_refused(data_type: str) -> None:
+@pytest.mark.parametrize("data_type", ["", "data_type: TYPE_INVALID"])
+def test_model_source_declares_nothing_if_a_tensor_has_no_datatype(data_type: str) -> None:
     text = f'input {{ name: "a" {data_type} dims: [ 1 ] }} output {{ name: "b" data_type: TYPE_FP32 dims: [ 1 ] }}'
-    with pytest.raises(ConfigError, match=r"^input 'a': expected a data_type, got TYPE_INVALID or none$"):
+    assert model_source(config(text), "m", Path("x")).declared is None
+
+
+def test_model_source_tensor_of_a_datatype_that_is_none_is_refused() -> None:
+    text = 'input { name: "a" data_type: 77 dims: [ 1 ] } output { name: "b" data_type: TYPE_FP32 dims: [ 1 ] }'
+    with pytest.raises(ConfigError, match=r"^input 'a': expected a data_type, got 77$"):
         model_source(config(text), "m", Path("x"))

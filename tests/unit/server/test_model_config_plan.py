@@ -121,6 +121,26 @@ def test_plan_tensors_follow_the_configuration_in_order_choice_and_narrower_dims
 
 
 @pytest.mark.parametrize(
+    ("text", "dims"),
+    [
+        ('max_batch_size: 4 input { name: "a" } input { name: "b" data_type: TYPE_INT64 } output { name: "x" }', (16,)),
+        ('input { name: "a" dims: [ 9, 16 ] } input { name: "b" dims: [ -1, -1 ] } output { name: "x" }', (9, 16)),
+        ('input { name: "a" } input { name: "b" } output { name: "x" data_type: TYPE_FP32 }', (-1, 16)),
+    ],
+)
+def test_plan_datatypes_and_dims_that_are_left_out_are_the_models(text: str, dims: tuple[int, ...]) -> None:
+    (a, b), (x,) = (served := planned(text).spec).inputs, served.outputs
+    assert (a.datatype, b.datatype, x.datatype) == ("FP32", "INT64", "FP32")
+    assert (a.dims, len(b.dims), x.dims[-1:]) == (dims, len(dims), (16,))
+
+
+def test_plan_dims_that_are_left_out_beside_a_reshape_are_a_scalars() -> None:
+    own = ModelSpec((TensorSpec("a", "FP32", (-1, 1)),), (TensorSpec("x", "FP32", (-1, 1)),))
+    (a,) = planned('max_batch_size: 4 input { name: "a" reshape { shape: [ 1 ] } }', own).spec.inputs
+    assert (a.dims, a.reshape) == ((), (1,))
+
+
+@pytest.mark.parametrize(
     ("text", "own", "fault"),
     [
         ("max_batch_size: -1", BATCHABLE, "max_batch_size: expected >= 0, got -1"),
@@ -153,7 +173,6 @@ def test_plan_tensors_follow_the_configuration_in_order_choice_and_narrower_dims
             BATCHABLE,
             "output 'y': expected data_type of the model, BYTES, got UINT8",
         ),
-        ('input { name: "a" dims: [ 16 ] }', BATCHABLE, "input 'a': expected a data_type, got TYPE_INVALID or none"),
         (
             'input { name: "a" data_type: TYPE_FP32 dims: [ 8 ] }',
             BATCHABLE,
@@ -179,11 +198,6 @@ def test_plan_tensors_follow_the_configuration_in_order_choice_and_narrower_dims
             'input { name: "b" data_type: TYPE_INT64 dims: [ -2 ] }',
             BATCHABLE,
             "input 'b': expected dims of the model, [-1], got [-2]",
-        ),
-        (
-            'output { name: "x" data_type: TYPE_FP32 }',
-            BATCHABLE,
-            "output 'x': expected dims of the model, [16], got []",
         ),
         (
             'input { name: "a" data_type: TYPE_FP32 dims: [ 2, 16 ] }',
