@@ -36,6 +36,7 @@ __all__ = ["Context", "main"]
 
 _CLASS = "Model"
 _TRITONS = "TritonPythonModel"
+_TRITONS_MODULE = "triton_python_backend_utils"
 _ERRORS = "backends.errors"
 """Who raises one of these knows what it means, and to whom: it needs no traceback."""
 _EXECUTION_ERROR, _OUT_OF_MEMORY = "ExecutionError", "OutOfMemory"
@@ -190,10 +191,17 @@ def _class_in(path: Path) -> type:
         raise ImportError(f"expected a Python file, got {path.name}")
     module = importlib.util.module_from_spec(spec)
     sys.modules[path.stem] = module
-    spec.loader.exec_module(module)
+    tritons = f"Triton's {_TRITONS}, which gets requests and not batches"
+    try:
+        spec.loader.exec_module(module)
+    except ModuleNotFoundError as error:
+        if error.name != _TRITONS_MODULE:
+            raise
+        got = f"an import of {_TRITONS_MODULE}, as of {tritons}"
+        raise AttributeError(f"expected a class {_CLASS} in {path.name}, got {got}") from None
     kind = getattr(module, _CLASS, None)
     if not isinstance(kind, type):
-        got = f"Triton's {_TRITONS}, which gets requests and not batches" if hasattr(module, _TRITONS) else "none"
+        got = tritons if hasattr(module, _TRITONS) else "none"
         raise AttributeError(f"expected a class {_CLASS} in {path.name}, got {got}")
     if not callable(getattr(kind, "execute", None)):
         raise AttributeError(f"expected a method execute(self, inputs) of class {_CLASS} in {path.name}, got none")
