@@ -35,18 +35,21 @@ CONFIGS_FOLDER = "configs"
 DEFAULT_MODEL_FILE = "model.onnx"
 PYTHON_MODEL_FILE = "model.py"
 _MODEL_FILES = (DEFAULT_MODEL_FILE, PYTHON_MODEL_FILE)
+_OTHER_FOLDERS = frozenset((CONFIGS_FOLDER, "warmup", "initial_state"))
+"""Of Triton's layout, in a model's folder, besides versions."""
 
 _VERSION = re.compile(r"0|[1-9][0-9]*")
 
 
 @dataclass(frozen=True, slots=True)
 class ModelFolder:
-    """One model on disk. `versions` maps version numbers to the folders that hold their files; a bare file or a folder
-    with the model file right inside is version 1. `file` is set for a bare file only. `renamed`: whoever serves it has
-    named it, whatever its folder and its configuration call it. `problem` says why a folder can't be read: its load
-    fails with that, and the other models go on. `rivals` are all paths of a name that several
-    repositories have; none of them can be loaded. `strays` look like versions, and are none. `config_name` picks
-    another configuration than `config.pbtxt`. `files` is who has them, if they came with a client's request."""
+    """One model on disk. `versions` maps version numbers to the folders that hold their files; a bare file or a
+    folder with the model file right inside is version 1. `file` is set for a bare file only. `renamed`: whoever
+    serves it has named it, whatever its folder and its configuration call it. `problem` says why a folder can't be
+    read: its load fails with that, and the other models go on. `rivals` are all paths of a name that several
+    repositories have; none of them can be loaded. `strays` look like versions, or lie where versions do, and are
+    none. `config_name` picks another configuration than `config.pbtxt`. `files` is who has them, if they came with a
+    client's request."""
 
     name: str
     path: Path
@@ -171,8 +174,15 @@ def model_folder(name: str, path: Path) -> ModelFolder:
     except OSError as error:
         return ModelFolder(name, path, {}, problem=_problem(path, error))
     taken = set(versions.values())
-    strays = tuple(entry for entry in entries if entry.name.isdigit() and entry not in taken)
+    strays = tuple(entry for entry in entries if entry not in taken and _is_stray(entry, path not in taken))
     return ModelFolder(name, path, versions, strays=strays)
+
+
+def _is_stray(entry: Path, among_versions: bool) -> bool:
+    """Whether somebody may have meant it as a version, as a folder among those of versions that is none of Triton's."""
+    if entry.name.isdigit():
+        return True
+    return among_versions and not entry.name.startswith(".") and entry.name not in _OTHER_FOLDERS and entry.is_dir()
 
 
 def _model(name: str, paths: Sequence[Path]) -> ModelFolder:

@@ -123,8 +123,21 @@ def test_versions_are_plain_numbers_and_others_are_ignored(tmp_path: Path) -> No
     touch(tmp_path / "m" / "7")  # a file
     model = found(tmp_path)["m"]
     assert model.versions.keys() == {0, 1, 10}
-    assert {stray.name for stray in model.strays} >= {"00", "02", "7"}
-    assert not {stray.name for stray in model.strays} & {"0", "1", "10", "v3", "1.5", "-1"}
+    strays = ["-1", "00", "02", "1.5", "4 ", "7", "v3", "\u0663"]
+    assert [stray.name for stray in model.strays] == strays
+
+
+def test_folders_of_triton_and_hidden_ones_are_no_strays(tmp_path: Path) -> None:
+    for name in ("1", "abc", "configs", "warmup", "initial_state", ".git", "..data"):
+        (tmp_path / "m" / name).mkdir(parents=True)
+    touch(tmp_path / "m" / "config.pbtxt")
+    assert [stray.name for stray in found(tmp_path)["m"].strays] == ["abc"]
+
+
+def test_folders_beside_a_model_file_are_no_strays(tmp_path: Path) -> None:
+    touch(tmp_path / "m" / "model.onnx")
+    (tmp_path / "m" / "weights").mkdir()
+    assert found(tmp_path / "m")["m"].strays == ()
 
 
 def test_versions_may_be_links(tmp_path: Path) -> None:

@@ -263,6 +263,15 @@ def test_wanted_versions_follow_the_policy(tmp_path: Path, text: str, versions: 
     assert wanted_versions(policy(text), folder(tmp_path, 1, 9, 10)) == versions
 
 
+def test_load_tells_of_folders_that_are_no_versions(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "m" / "abc").mkdir(parents=True)
+    with caplog.at_level(logging.WARNING, "paceline.server.loader"):
+        load_model(folder(tmp_path, 1), Shelf().of)
+    assert [record.getMessage() for record in caplog.records] == [
+        f"{tmp_path}/m/abc is no version folder: expected a folder named by a number without leading zeros"
+    ]
+
+
 def test_wanted_versions_that_are_missing_are_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "paceline.server.loader"):
         wanted_versions(policy("specific { versions: [ 1, 2, 3 ] }"), folder(tmp_path, 1))
