@@ -238,5 +238,6 @@ def test_traces_that_wait_for_a_file_that_hangs_are_counted(tmp_path: Path, capl
         writer.put([{}], 0)
     with caplog.at_level(logging.WARNING, "paceline.server.tracing"):
         writer.close()
+    by_then = said(caplog)
     os.close(os.open(tmp_path / "t.json", os.O_RDONLY))  # so that the thread can end
-    assert said(caplog) == [f"3 traces were not written to {tmp_path}/t.json: it hangs"]
+    assert by_then == [f"3 traces were not written to {tmp_path}/t.json: it hangs"]
