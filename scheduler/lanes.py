@@ -202,8 +202,10 @@ class Lanes(Generic[T]):
         return lane.prefix
 
     def _drop(self, lane: Lane[T]) -> None:
-        """Nobody is left in it."""
+        """Nobody is left in it. It may stay in the heaps for a whole delay, and must keep nobody's tensors there."""
         lane.ready_token = lane.due_token = 0
+        lane.only = None
+        lane.sections.clear()
         del self._by_key[lane.key]
         if self._stale:
             self._stale.pop(lane, None)
