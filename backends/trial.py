@@ -232,11 +232,14 @@ def _numbers(tensor: TensorSpec, array: Array) -> Array:
 
 
 def _steady(first: Tensors, again: Callable[[], Tensors]) -> frozenset[int]:
-    """Which outputs of the same row are the same the second time; others draw lots, or keep count."""
+    """Which outputs of the same row are the same the second time; others draw lots, or keep count. Where there is no
+    second time nothing speaks for chance. Raises ProcessError."""
     try:
         pairs = enumerate(zip(first, again(), strict=True))
+    except ProcessError:
+        raise
     except ExecutionError:
-        return frozenset()
+        return frozenset(range(len(first)))
     return frozenset(index for index, (one, two) in pairs if np.array_equal(one, two, equal_nan=one.dtype.kind == "f"))
 
 

@@ -382,6 +382,37 @@ def test_try_rows_that_draws_lots_says_nothing_of_those_and_of_others_what_was_s
     assert try_rows(spec, run).why_not == "output 'y' of a row depends on the row beside it"
 
 
+@pytest.mark.parametrize("error", [ExecutionError("no second time"), OutOfMemory("full")], ids=["refused", "memory"])
+@pytest.mark.parametrize("loud", [False, True])
+def test_try_rows_that_depend_on_each_other_and_do_not_run_again_are_told(error: ExecutionError, loud: bool) -> None:
+    """`loud`: that is seen only where rows are most unlike."""
+    mixed = False
+
+    def run(inputs: Tensors) -> Tensors:
+        nonlocal mixed
+        if mixed and len(inputs[0]) == 1:
+            raise error
+        if len(inputs[0]) == 1 or (loud and inputs[0].max() < 100):
+            return inputs
+        mixed = True
+        return [inputs[0] - inputs[0].mean(axis=0)]
+
+    assert try_rows(SPEC, run).why_not == "output 'x' of a row depends on the row beside it"
+
+
+def test_try_rows_that_depend_on_each_other_and_end_the_process_when_they_run_again_say_so() -> None:
+    alone = 0
+
+    def run(inputs: Tensors) -> Tensors:
+        nonlocal alone
+        alone += len(inputs[0]) == 1
+        if alone > 2:
+            raise ProcessError("it was killed")
+        return [inputs[0] - inputs[0].mean(axis=0)]
+
+    assert try_rows(SPEC, run) == Trial(SPEC, "it was killed", deadly=True)
+
+
 def test_try_rows_of_an_output_whose_rank_depends_on_them_tells_that_it_may_have_any() -> None:
     tried = try_rows(SPEC, lambda inputs: [inputs[0].squeeze()])
     assert [tensor.any_rank for tensor in tried.spec.outputs] == [True]
