@@ -197,7 +197,7 @@ class TaskRunner(Generic[P, R]):
         assert self._loop is not None
         self._task = self._loop.create_task(self._run_one(payloads, padded_rows))
         # Not from inside of the task: `done` may hand over the next batch, and what it raises is the loop's to report.
-        self._task.add_done_callback(lambda task: done(_outcome_of(task)))
+        self._task.add_done_callback(lambda task: self._end(task, done))
 
     def take_back(self) -> bool:
         return False
@@ -209,6 +209,10 @@ class TaskRunner(Generic[P, R]):
     def stop(self) -> None:
         """Unlike native code, what runs can be called off; nobody waits for it any more."""
         self.call_off()
+
+    def _end(self, task: asyncio.Task[Outcome[R]], done: Done[R]) -> None:
+        self._task = None  # the next one may be long in coming, and answers are large
+        done(_outcome_of(task))
 
     async def _run_one(self, payloads: Sequence[P], padded_rows: int) -> Outcome[R]:
         started_ns = time.monotonic_ns()

@@ -4,6 +4,7 @@ import asyncio
 import ctypes
 import logging
 import threading
+import weakref
 from collections.abc import Sequence
 
 import pytest
@@ -171,6 +172,23 @@ async def test_task_that_is_called_off_reports_it_and_the_next_one_runs() -> Non
     assert (await run_on(runner, ["next"])).error is None
     runner.call_off()  # nothing runs
     assert (await run_on(runner, ["next"])).error is None
+
+
+async def test_task_that_is_done_keeps_nothing_until_the_next_one() -> None:
+    class Tensors(str):
+        """Of which one can tell when they are gone."""
+
+    async def execute(payloads: Sequence[str], padded_rows: int) -> Results[str]:
+        return Results([Tensors("answer")])
+
+    runner: TaskRunner[str, str] = TaskRunner(execute)
+    runner.start()
+    payload = Tensors("request")
+    outcome = await run_on(runner, [payload])
+    assert outcome.executed is not None
+    kept = [weakref.ref(payload), weakref.ref(outcome.executed.results[0])]
+    del payload, outcome
+    assert [one() for one in kept] == [None, None]
 
 
 async def test_thread_goes_on_whoever_calls_it_off() -> None:
