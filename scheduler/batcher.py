@@ -128,11 +128,17 @@ class Batcher(Generic[P, R]):
         return self._queue.requests_of_level(level) + again
 
     def start(self) -> None:
-        """Start the runners and take requests. Closed if that fails, as it may where there can be no more threads."""
+        """Start the runners and take requests. Closed if that fails, as it may where there can be no more threads, or
+        descriptors, of which alarms have one each."""
         self._loop = asyncio.get_running_loop()
         self._turns.start()
         self._drained = asyncio.Event()
-        self._alarm = self._clock.alarm(self._on_alarm)
+        try:
+            self._alarm = self._clock.alarm(self._on_alarm)
+        except BaseException:
+            self._turns.close()
+            self._stopped = True
+            raise
         try:
             self._instances.start(self.policy.execution_limit_ns, self._on_late)
         except BaseException:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+import errno
+from collections.abc import AsyncIterator, Callable
+from typing import Any
 
 import pytest
 
@@ -292,6 +294,26 @@ async def test_start_that_fails_leaves_nothing_running() -> None:
         batcher.start()
     assert able.stopped
     assert clock.alarms == 0
+    with pytest.raises(BatcherClosed):
+        batcher.submit("a", 1, "k")
+
+
+@pytest.mark.parametrize("most", [0, 1, 2])
+async def test_start_for_which_there_are_too_few_descriptors_leaves_no_alarm(most: int) -> None:
+    class Short(ManualClock):
+        """Has so many alarms at most."""
+
+        def alarm(self, ring: Callable[[], None]) -> Any:
+            if self.alarms == most:
+                raise OSError(errno.EMFILE, "timerfd_create")
+            return super().alarm(ring)
+
+    clock = Short()
+    runner = StepRunner[str, str](clock)
+    batcher: Batcher[str, str] = Batcher(BatchPolicy(execution_limit_ns=MS), [runner], clock=clock)
+    with pytest.raises(OSError, match="timerfd_create"):
+        batcher.start()
+    assert (clock.alarms, runner.started) == (0, False)
     with pytest.raises(BatcherClosed):
         batcher.submit("a", 1, "k")
 
