@@ -18,7 +18,8 @@ T = TypeVar("T")
 
 
 class Home:
-    """Runs functions one after the other, all on one thread, which starts with the first."""
+    """Runs functions one after the other, all on one thread, which starts with the first. If it can't, that raises
+    RuntimeError, and the next one is the first."""
 
     def __init__(self) -> None:
         self._work: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
@@ -52,8 +53,9 @@ class Home:
     def _put(self, run: Callable[[], object]) -> threading.Thread:
         if self._thread is None:
             # A daemon: what hangs there must not keep the process from ending.
-            self._thread = threading.Thread(target=self._live, name="home", daemon=True)
-            self._thread.start()
+            thread = threading.Thread(target=self._live, name="home", daemon=True)
+            thread.start()
+            self._thread = thread
         self._work.put(run)
         return self._thread
 

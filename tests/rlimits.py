@@ -6,10 +6,11 @@ Lives here: setting them and putting them back. Must not: assertions about behav
 from __future__ import annotations
 
 import resource
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-__all__ = ["limited"]
+__all__ = ["limited", "without_threads"]
 
 
 @contextmanager
@@ -22,3 +23,13 @@ def limited(which: int, value: int) -> Iterator[None]:
         yield
     finally:
         resource.setrlimit(which, before)
+
+
+@contextmanager
+def without_threads() -> Iterator[None]:
+    """No thread can be started: the stack of each would be larger than what can be addressed."""
+    before = threading.stack_size(1 << 62)
+    try:
+        yield
+    finally:
+        threading.stack_size(before)

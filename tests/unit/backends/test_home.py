@@ -9,6 +9,7 @@ import pytest
 
 from backends.home import Home
 from tests.polling import eventually
+from tests.rlimits import without_threads
 
 
 def test_all_functions_run_on_one_thread_that_takes_the_name_of_its_work() -> None:
@@ -29,6 +30,14 @@ def test_call_raises_what_the_function_does_and_the_thread_goes_on() -> None:
     with pytest.raises(ZeroDivisionError):
         home.call(lambda: 1 // 0)
     assert home.call(threading.current_thread) is thread
+    home.close()
+
+
+def test_call_for_which_there_is_no_thread_raises_and_the_next_one_runs() -> None:
+    home = Home()
+    with without_threads(), pytest.raises(RuntimeError, match="can't start new thread"):
+        home.submit(int)
+    assert home.submit(int).result(timeout=10) == 0
     home.close()
 
 
