@@ -100,8 +100,7 @@ class ModelProcess:
         finally:
             remote.close()
         self._output = threading.Thread(target=self._log_output, name=f"output of {source.name}", daemon=True)
-        self._output.start()
-        threading.Thread(target=self._reap, name=f"end of {source.name}", daemon=True).start()
+        self._watch()
 
     @property
     def device(self) -> Device:
@@ -232,6 +231,18 @@ class ModelProcess:
         self.wait_ended()
         return ProcessError(f"the model's process {self.end}")
 
+    def _watch(self) -> None:
+        """Have its output and its end waited for. Raises LoadError if there can be no threads for that, and then it has
+        ended."""
+        name = self._source.name
+        try:
+            self._output.start()
+            threading.Thread(target=self._reap, name=f"end of {name}", daemon=True).start()
+        except RuntimeError as error:
+            self.kill()
+            self._reap()
+            raise LoadError(f"model '{name}': its process can't be watched: {error}") from None
+
     def _log_output(self) -> None:
         assert self._popen.stdout is not None
         # A long line comes in parts, which may end within a character.
@@ -249,7 +260,11 @@ class ModelProcess:
             # Before its number may be another's: what it has started, and left behind.
             self._kill_group()
             self._popen.wait()
-        self._output.join(_LAST_WORDS_S)
+        if self._output.ident is not None:
+            self._output.join(_LAST_WORDS_S)
+        else:  # there was no thread for it
+            assert self._popen.stdout is not None
+            self._popen.stdout.close()
         self._line.hang_up()
         with self._lock:
             self._ended.set()

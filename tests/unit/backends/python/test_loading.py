@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import gc
+import os
 import re
 import resource
 import sys
+import threading
 import venv
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -114,6 +118,42 @@ def test_load_for_whose_connection_there_is_no_room_is_refused(folder: Path) -> 
     words = "model 'm': no connection to its process: File too large"
     with limited(resource.RLIMIT_FSIZE, 1), pytest.raises(LoadError, match=words):
         PythonBackend().open(source, CPU)
+
+
+def children() -> set[str]:
+    """The processes that this one has started, and hasn't reaped."""
+    found = set()
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):  # any may end meanwhile
+            _, parent, *_ = path.read_text().rpartition(")")[2].split()
+            if int(parent) == os.getpid():
+                found.add(path.parent.name)
+    return found
+
+
+@pytest.mark.parametrize("started", [0, 1])
+def test_load_for_which_there_are_too_few_threads_is_refused_and_leaves_nothing(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, started: int
+) -> None:
+    source = ModelSource("m", puppet.write_puppet(folder))
+    before, descriptors, start = children(), len(list(Path("/proc/self/fd").iterdir())), threading.Thread.start
+    threads: list[threading.Thread] = []
+
+    def start_few(thread: threading.Thread) -> None:
+        if len(threads) == started:
+            raise RuntimeError("can't start new thread")
+        threads.append(thread)
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start_few)
+    with pytest.raises(LoadError, match="model 'm': its process can't be watched: can't start new thread"):
+        PythonBackend().open(source, CPU)
+    assert children() <= before
+    gc.collect()  # a thread that didn't start is of a cycle
+    assert len(list(Path("/proc/self/fd").iterdir())) <= descriptors
+    for thread in threads:
+        thread.join(20)
+        assert not thread.is_alive()
 
 
 def test_load_gets_the_context_and_files_beside_the_model_can_be_imported(folder: Path) -> None:
