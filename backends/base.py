@@ -322,8 +322,8 @@ class Mortal(Protocol):
         """Whether it has, or was closed or abandoned."""
 
     def when_lost(self, call: Callable[[BaseException], None]) -> None:
-        """Have `call` called, on another thread, with an InstanceLost once it has ended; not if it was closed or
-        abandoned. `close` follows all the same."""
+        """Have `call` called, on whichever thread, with an InstanceLost once it has ended, if it has before this
+        returns; not if it was closed or abandoned. `close` follows all the same."""
 
 
 Room = Callable[[int, tuple[int, ...]], Array | None]

@@ -175,12 +175,13 @@ class ModelProcess:
         raise _error(answer)
 
     def when_ended(self, call: Callable[[], None]) -> None:
-        """Have `call` called, on a thread of its own, once it has ended, unless `close` or `kill` came before."""
+        """Have `call` called once it has ended, unless `close` or `kill` came before. On a thread of its own; if it has
+        ended, on this one, as there may be no other."""
         with self._lock:
             if not self.ended:
                 self._on_end = call
                 return
-        threading.Thread(target=call, name=f"end of {self._source.name}", daemon=True).start()
+        call()
 
     def close(self) -> None:
         """Have the model closed, and end. Nothing may be executing. Blocks for a few seconds at most."""

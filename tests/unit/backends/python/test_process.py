@@ -27,6 +27,7 @@ from backends.python.process import ModelProcess
 from backends.transport.line import Line
 from tests import puppet
 from tests.polling import eventually
+from tests.rlimits import without_threads
 from tests.unit.backends.python_models import CLASS, CPU, SPEC, is_alive, run, serving
 
 
@@ -70,7 +71,8 @@ def test_death_of_an_idle_process_is_told_also_if_nobody_asked_before(instance: 
     assert instance.has_executed
     os.kill(pid, signal.SIGKILL)
     assert isinstance(ends.get(timeout=20), ProcessError)
-    instance.when_lost(ends.put)
+    with without_threads():
+        instance.when_lost(ends.put)
     assert str(ends.get(timeout=20)) == "the model's process was killed by SIGKILL"
 
 
