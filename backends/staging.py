@@ -92,7 +92,8 @@ class OutputPool:
             try:
                 memory = self._free.popleft()
             except IndexError:
-                return self._allocate(max(self._size_bytes, _GRANULE_BYTES))
+                # Of its own size at least: another slot that grows the pool at the same time may have the last word.
+                return self._allocate(max(self._size_bytes, _rounded(size_bytes)))
             if memory.size_bytes >= size_bytes and len(self._free) < _KEPT_BLOCKS:
                 return memory
 
