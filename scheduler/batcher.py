@@ -410,10 +410,12 @@ class Batcher(Generic[P, R]):
         batch, following = self._instances.end(runner)
         if following is not None:
             self._queue.release(following)
-        self._company.on_end(len(batch.entries), self._clock.now_ns())
+        # That of the answers, and not of the execution's end: who comes in between comes for no answer.
+        now_ns = self._clock.now_ns()
+        self._company.on_end(len(batch.entries), now_ns)
         duration_ns = outcome.finished_ns - outcome.started_ns
         computed_ns = duration_ns - getattr(outcome.executed, "waited_ns", 0)
-        self._queue.done(batch, outcome.finished_ns, None if outcome.error else computed_ns)
+        self._queue.done(batch, now_ns, None if outcome.error else computed_ns)
         if not outcome.error:
             self._instances.executed(runner, batch.key)
         self._company.took(*self._costs(batch) if duration_ns >= _LONG_NS else (0, 0))

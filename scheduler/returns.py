@@ -36,9 +36,9 @@ class Returns:
         self._keys: OrderedDict[int, _Key] = OrderedDict()
 
     def arrived(self, key: Hashable, rows: int, now_ns: int) -> None:
-        """Note an arrival."""
+        """Note an arrival, be it told of after answers that it came before: such a caller had none of those."""
         known = self._keys.get(hash(key))
-        if known is None or 4 * (now_ns - known.answered_ns) > known.base_ns:
+        if known is None or not 0 <= 4 * (now_ns - known.answered_ns) <= known.base_ns:
             return
         for place, part in enumerate(_PARTS):
             if part * (now_ns - known.answered_ns) <= known.base_ns:

@@ -9,6 +9,9 @@ import pytest
 from scheduler.batch_queue import BatchQueue
 from scheduler.policy import BatchPolicy
 from scheduler.returns import Returns
+from scheduler.runner import Outcome
+from scheduler.testing import Results
+from tests.unit.scheduler.workbench import Bench, one_turn
 
 MS = 1_000_000
 BASE_NS = 64 * MS
@@ -139,6 +142,49 @@ def test_wait_for_those_who_return_ends_with_the_time_that_they_are_known_to_nee
 @pytest.mark.parametrize(("rows", "waits"), [(0, False), (1, False), (3, True), (4, True)])
 def test_nobody_is_waited_for_unless_half_of_those_answered_return(rows: int, waits: bool) -> None:
     assert (returned((1, rows)).hold_until_ns("k", 0, 0) > 0) == waits
+
+
+def test_those_who_came_before_the_answers_have_not_returned_though_they_are_told_of_later() -> None:
+    assert returned((-1, 4)).hold_until_ns("k", 0, 0) == 0
+    returns = returned((1, 4))
+    returns.arrived("k", 4, -1)
+    assert returns.hold_until_ns("k", 0, 1) > 0, "nor do they stand for those who will"
+
+
+@pytest.mark.parametrize(("announced", "waits"), [("before", False), ("after", True)])
+async def test_those_announced_before_the_loop_knows_of_the_end_have_not_returned(announced: str, waits: bool) -> None:
+    bench = Bench(BatchPolicy(max_batch_rows=8, await_returns=True))
+    bench.batcher._queue.latency.observe("k", 1, BASE_NS + MS, 0)
+    bench.batcher._queue.latency.observe("k", 8, BASE_NS + 8 * MS, 0)
+
+    def submit(arrivals_ns: list[int]) -> None:
+        for arrived_ns in arrivals_ns:
+            bench.put("a", arrived_ns=arrived_ns)
+
+    def announce() -> None:
+        for _ in range(2):
+            bench.batcher.announce(submit, bench.clock.now_ns())
+
+    await bench.submit("a", "b")
+    for _ in range(30):
+        bench.clock.advance(BASE_NS + 2 * MS)
+        _, done, started_ns = bench.runner._take()
+        outcome = Outcome(started_ns, bench.clock.now_ns(), executed=Results(["A", "B"]))
+        bench.clock.advance(1_000)
+        if announced == "before":
+            announce()
+        bench.clock.advance(1_000)
+        done(outcome)
+        if announced == "after":
+            announce()
+        await one_turn()
+        assert bench.runner.busy
+    bench.clock.advance(BASE_NS + 2 * MS)
+    bench.runner.finish(str.upper)
+    (last,) = await bench.submit("a")
+    assert bench.runner.busy != waits
+    bench.batcher.close()
+    assert last.exception()
 
 
 def test_nobody_is_waited_for_once_all_who_were_answered_are_there_though_others_came_besides() -> None:
