@@ -80,8 +80,10 @@ class Instances(Generic[P, R]):
     def close(self) -> None:
         if self._watchdog is not None:
             self._watchdog.close()
-        for runner in self._runners:
+        for runner in (*self._runners, *self._leaving):
             runner.stop()
+        for runner in self._leaving:
+            del self.running[runner]  # when it ends that is told, as of others that were given up
 
     def add(self, runner: Runner[P, R]) -> None:
         """One more, which has been started."""
@@ -176,6 +178,7 @@ class Instances(Generic[P, R]):
         self.ahead.end(runner)
         if runner in self._leaving:
             self._leaving.discard(runner)
+            runner.stop()
             return
         others = self._give_up(runner)
         if self._hangs is not None:

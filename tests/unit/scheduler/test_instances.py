@@ -108,6 +108,7 @@ def test_hang_of_the_slot_that_was_left_is_not_told_again(bench: Bench) -> None:
     bench.instances.hang(two)
     assert bench.told == [("hang", one, two)]
     assert bench.instances.running == {}
+    assert two.stopped  # type: ignore[attr-defined]
 
 
 def test_loss_stops_the_idle_slot_and_is_told_once() -> None:

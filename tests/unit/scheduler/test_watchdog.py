@@ -61,9 +61,9 @@ def test_limit_below_0_is_refused() -> None:
 class WatchedBench(Bench):
     """Keeps what it is told of hangs."""
 
-    def __init__(self, instances: int = 1) -> None:
+    def __init__(self, runners: int = 1, **more: Any) -> None:
         self.told: list[tuple[str, Any]] = []
-        super().__init__(BatchPolicy(max_batch_rows=2, execution_limit_ns=LIMIT_NS), instances, hangs=self)
+        super().__init__(BatchPolicy(max_batch_rows=2, execution_limit_ns=LIMIT_NS), runners, hangs=self, **more)
 
     def on_hang(self, runner: Any, others: Sequence[Any]) -> None:
         self.told.append(("hang", runner))
@@ -155,6 +155,26 @@ async def test_outcome_that_comes_after_the_batcher_closed_is_told_of(bench: Wat
     bench.runners[0].fail(ValueError())
     assert [what for what, _ in bench.told] == ["hang", "return"]
     assert isinstance(hung.exception(), ExecutionTimeout)
+
+
+@pytest.mark.parametrize("end", ["its limit", "close"])
+async def test_slot_whose_instance_was_given_up_is_stopped_and_its_end_is_told_whatever_comes_first(end: str) -> None:
+    bench = WatchedBench(2, instance_of=lambda runner: "one")
+    futures = await bench.submit("a", "b")
+    bench.clock.advance(LIMIT_NS // 2)
+    futures += await bench.submit("c", "d")
+    bench.clock.advance(LIMIT_NS // 2)
+    left = next(runner for runner in bench.runners if not runner.stopped)
+    assert [what for what, _ in bench.told] == ["hang"]
+    if end == "close":
+        bench.batcher.close()
+    else:
+        bench.clock.advance(LIMIT_NS // 2)
+    assert left.stopped
+    left.finish(str.upper)
+    assert bench.told[1:] == [("return", left)]
+    bench.batcher.close()
+    assert all(future.exception() for future in futures)
 
 
 async def test_drain_with_an_execution_that_hangs_ends_with_it(bench: WatchedBench) -> None:
