@@ -52,6 +52,11 @@ class ManualClock:
             alarm.ring()
         self._now_ns = end_ns
 
+    def freeze(self, by_ns: int) -> None:
+        """Move time forward by `by_ns` while nothing runs: what becomes due on the way rings at the end."""
+        self._now_ns += by_ns
+        self.advance(0)
+
 
 class _ManualAlarm:
     def __init__(self, registry: list[_ManualAlarm], ring: Callable[[], None]) -> None:

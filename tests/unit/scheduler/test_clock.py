@@ -72,3 +72,13 @@ def test_manual_clock_rings_in_order_at_each_alarms_own_moment() -> None:
     clock.advance(15)
     assert rung == [("first", 10), ("second", 20)]
     assert clock.now_ns() == 30
+
+
+def test_manual_clock_that_freezes_rings_at_the_end_in_order() -> None:
+    clock = ManualClock()
+    rung: list[tuple[str, int]] = []
+    for name, at_ns in (("second", 20), ("first", 10), ("later", 31)):
+        clock.alarm(lambda name=name: rung.append((name, clock.now_ns()))).set(at_ns)  # type: ignore[misc]
+    clock.freeze(30)
+    assert rung == [("first", 30), ("second", 30)]
+    assert clock.now_ns() == 30

@@ -53,6 +53,34 @@ def test_watchdog_tells_of_one_in_time_though_others_have_begun_since_it_last_ra
     assert late == ["a", "b", "c"]
 
 
+@pytest.mark.parametrize("frozen_ns", [LIMIT_NS // 2, 50 * LIMIT_NS])
+def test_watchdog_counts_no_time_in_which_the_process_was_frozen(frozen_ns: int) -> None:
+    clock, late = ManualClock(), list[str]()
+    watchdog: Watchdog[str] = Watchdog(LIMIT_NS, clock, late.append)
+    watchdog.began("ends")
+    watchdog.began("hangs")
+    clock.advance(20)
+    clock.alarm(lambda: watchdog.began("begins")).set(21)  # of which the loop hears before it hears of the watchdog's
+    clock.freeze(frozen_ns)
+    clock.advance(65)
+    assert late == []
+    watchdog.ended("ends")
+    clock.advance(15)
+    assert late == ["hangs"]
+    clock.advance(20)
+    assert late == ["hangs", "begins"]
+
+
+def test_watchdog_whose_alarm_is_late_each_time_tells_of_what_hangs_all_the_same() -> None:
+    clock, late = ManualClock(), list[str]()
+    watchdog: Watchdog[str] = Watchdog(LIMIT_NS, clock, late.append)
+    watchdog.began("hangs")
+    for _ in range(9):
+        assert late == []
+        clock.freeze(3 * LIMIT_NS)
+    assert late == ["hangs"]
+
+
 def test_limit_below_0_is_refused() -> None:
     with pytest.raises(PolicyError, match="execution_limit_ns: expected >= 0, got -1"):
         BatchPolicy(execution_limit_ns=-1)
