@@ -48,15 +48,16 @@ _TOO_LATE: Final = "the deadline can't be met"
 
 
 class _Member:
-    """One caller's share."""
+    """One caller's share. `task` is that of the last request that it was a part of."""
 
-    __slots__ = ("answer", "request", "rows", "size_bytes", "until_s")
+    __slots__ = ("answer", "request", "rows", "size_bytes", "task", "until_s")
 
     def __init__(self, request: ModelInferRequest, rows: int, until_s: float | None) -> None:
         self.request = request
         self.rows = rows
         self.size_bytes = sum(map(len, request.raw_input_contents))
         self.until_s = until_s
+        self.task: asyncio.Task[Sequence[_Member]] | None = None
         self.answer: asyncio.Future[InferResult] = asyncio.get_running_loop().create_future()
 
 
@@ -158,6 +159,8 @@ class Coalescer:
         while members := self._next(group):
             task = loop.create_task(self._run(group, members))
             group.tasks[task] = members
+            for member in members:
+                member.task = task
             task.add_done_callback(partial(self._on_done, key, group))
         is_known = group.is_short and len(self._groups) <= _MOST_SHORT
         if not group.waiting and not group.tasks and not is_known:
@@ -197,11 +200,14 @@ class Coalescer:
 
     def _leave(self, group: _Group, member: _Member) -> None:
         """Its caller has an answer, or wants none any more; what nobody wants isn't waited for."""
-        for task, members in group.tasks.items():
-            if member in members and all(one.answer.done() for one in members):
-                if len(members) > 1 and not task.done() and _has_expired(member):
-                    group.shrink(members)
-                task.cancel()
+        task = member.task
+        if task is None or task.done():
+            return
+        members = group.tasks[task]
+        if all(one.answer.done() for one in members):
+            if len(members) > 1 and _has_expired(member):
+                group.shrink(members)
+            task.cancel()
 
     async def _run(self, group: _Group, members: Sequence[_Member]) -> Sequence[_Member]:
         """Answer the members, but those that it returns, who are to be in smaller requests."""

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import sys
+from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 import grpc
 import numpy as np
 
+from clients import coalescing
 from clients.coalescing import Coalescer
 from clients.errors import DeadlineExceeded
 from clients.messages import InferResult, infer_request, infer_result
 from protos import inference_pb2 as pb
 from tests.unit.clients.peer import echo
+
+TraceFunction = Callable[[FrameType, str, Any], Any]
 
 
 async def test_requests_together_are_no_larger_than_a_message_may_be() -> None:
@@ -30,6 +36,32 @@ async def test_requests_together_are_no_larger_than_a_message_may_be() -> None:
     assert sizes_bytes == [80, 80, 80, 40]
     larger = np.zeros((1, 40), np.float32)
     assert (await coalescer.infer(infer_request("m", {"x": larger}), 30.0))["x"].shape == larger.shape
+
+
+async def lines_run(callers: int) -> int:
+    """Of the module, for so many callers at a time, in requests of two."""
+    lines = 0
+
+    async def send(request: pb.ModelInferRequest, timeout_s: float | None) -> InferResult:
+        context: Any = None
+        return infer_result(echo(request, context))
+
+    def count(frame: FrameType, event: str, argument: object) -> TraceFunction | None:
+        nonlocal lines
+        lines += event == "line"
+        return count if frame.f_code.co_filename == coalescing.__file__ else None
+
+    coalescer, before = Coalescer(send, 2), sys.gettrace()
+    sys.settrace(count)
+    try:
+        await asyncio.gather(*(coalescer.infer(one_row(number), None) for number in range(callers)))
+    finally:
+        sys.settrace(before)
+    return lines
+
+
+async def test_callers_cost_as_much_each_however_many_there_are() -> None:
+    assert await lines_run(1000) < 1.1 * 10 * await lines_run(100)
 
 
 def rows_of(request: pb.ModelInferRequest) -> int:
