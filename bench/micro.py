@@ -90,7 +90,7 @@ def _filled(case: _Case) -> tuple[BatchQueue[None], Iterator[int]]:
     moments = count()
     for now_ns in moments:
         case.push(queue, now_ns)
-        if queue.requests == case.depth:
+        if queue.waiting.requests == case.depth:
             break
     queue.poll(next(moments), 0)
     return queue, moments
@@ -101,7 +101,7 @@ def _passing(case: _Case) -> Iterator[None]:
     queue, moments = _filled(case)
     for now_ns in moments:
         case.push(queue, now_ns)
-        for batch in queue.poll(now_ns, int(queue.requests > case.depth + _BATCH_ROWS)).batches:
+        for batch in queue.poll(now_ns, int(queue.waiting.requests > case.depth + _BATCH_ROWS)).batches:
             queue.done(batch, now_ns, 1_000_000)
         yield
 

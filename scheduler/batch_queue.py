@@ -55,7 +55,8 @@ def _is_watched(watch: Watch[T], token: int) -> bool:
 
 
 class BatchQueue(Generic[T]):
-    """Requests wait here until they leave exactly once: in a batch, cancelled, expired or given up.
+    """Requests wait here until they leave exactly once: in a batch, cancelled, expired or given up. `waiting` is for
+    others to see how many do.
 
     Not thread-safe. `now_ns` must not decrease from call to call. push, cancel and poll are O(log n), amortised, in
     the number of waiting requests and lanes; a poll adds what it takes to build its batches and, where there is a
@@ -64,7 +65,7 @@ class BatchQueue(Generic[T]):
 
     def __init__(self, policy: BatchPolicy, instances: int = 1, room: Room | None = None) -> None:
         self.policy = policy
-        self._waiting = Waiting(policy, room)
+        self.waiting = Waiting(policy, room)
         self.latency = LatencyModel(policy.max_batch_rows)
         self._returns = Returns()
         configured = policy.max_queue_delay_ns or policy.preferred_batch_rows or policy.max_batch_requests
@@ -83,39 +84,10 @@ class BatchQueue(Generic[T]):
         self._lanes: Lanes[T] = Lanes(policy)
         self._deadlines: LazyHeap[Watch[T]] = LazyHeap(_is_watched)
 
-    @property
-    def requests(self) -> int:
-        """How many requests wait."""
-        return self._waiting.requests
-
-    @property
-    def reserved(self) -> int:
-        """How many requests have left and may come back."""
-        return self._waiting.reserved
-
-    @property
-    def rows(self) -> int:
-        """How many rows they have."""
-        return self._waiting.rows
-
-    @property
-    def size_bytes(self) -> int:
-        """How many bytes they have said to be."""
-        return self._waiting.size_bytes
-
-    @property
-    def levels(self) -> list[int]:
-        """The priority levels of which requests wait."""
-        return self._waiting.levels
-
-    def requests_of_level(self, level: int) -> int:
-        """How many requests of a priority level wait; of level 0, where there are no levels, all."""
-        return self._waiting.requests_of_level(level)
-
     def worth_waiting_for(self, announced: int) -> int:
         """For how many more requests, besides so many, an idle instance may be kept waiting, if they are like those who
         wait: there has to be room for them, and no batch that is full or of a preferred size without them."""
-        waiting = self._waiting
+        waiting = self.waiting
         missing_rows = min(self._enough_rows, self._allowance.rows) - waiting.rows - announced
         if not self._waits or missing_rows <= 0:
             return 0
@@ -165,7 +137,7 @@ class BatchQueue(Generic[T]):
         `timeout_ns` is its own queue timeout (0: none). Raises RequestTooLarge, QueueFull or DeadlineUnreachable, and
         then nothing has changed.
         """
-        level, queue, waiting = 0, self._queue_policy, self._waiting
+        level, queue, waiting = 0, self._queue_policy, self.waiting
         if self._has_levels:
             level = self.policy.level_of(priority)
             queue = self._queue_policies.get(level, queue)
@@ -207,12 +179,12 @@ class BatchQueue(Generic[T]):
             return False
         level = self.policy.level_of(alike.priority) if self._has_levels else 0
         most = self._queue_policies.get(level, self._queue_policy).max_queue_size
-        if self._waiting.full(requests, requests * rows, requests * alike.size_bytes, level, most) is not None:
+        if self.waiting.full(requests, requests * rows, requests * alike.size_bytes, level, most) is not None:
             return False
         first_ns = min(rpc_deadlines_ns)
         if first_ns == NEVER or not self.policy.deadline_aware:
             return True
-        return first_ns - arrivals_ns[-1] >= (self._waiting.requests + requests + 1) * self.latency.longest_ns
+        return first_ns - arrivals_ns[-1] >= (self.waiting.requests + requests + 1) * self.latency.longest_ns
 
     # hot path
     def push_alike(
@@ -237,7 +209,7 @@ class BatchQueue(Generic[T]):
             if act_at_ns != NEVER:
                 self._watch_deadline(entry)
             entries.append(entry)
-        self._waiting.came(entries[0], len(entries))
+        self.waiting.came(entries[0], len(entries))
         self._lanes.add_all(key, entries)
         return entries
 
@@ -301,12 +273,12 @@ class BatchQueue(Generic[T]):
     def reserve(self, batch: Batch[T]) -> None:
         """The batch hasn't begun, and may be put back: until `release` it takes as much room as if it waited."""
         for entry in batch.entries:
-            self._waiting.reserve(entry, 1)
+            self.waiting.reserve(entry, 1)
 
     def release(self, batch: Batch[T]) -> None:
         """It has begun, or is about to be put back."""
         for entry in batch.entries:
-            self._waiting.reserve(entry, -1)
+            self.waiting.reserve(entry, -1)
 
     def put_back(self, batch: Batch[T], entries: Sequence[Entry[T]]) -> None:
         """A batch won't execute. Those of its `entries` that still want to wait where they did before, as if it hadn't
@@ -315,7 +287,7 @@ class BatchQueue(Generic[T]):
         if not entries:
             return
         for entry in entries:
-            self._waiting.came(entry)
+            self.waiting.came(entry)
             if entry.act_at_ns != NEVER:
                 self._watch_deadline(entry)
         self._lanes.put_back(batch.key, entries)
@@ -347,7 +319,7 @@ class BatchQueue(Generic[T]):
 
     def _refuse_unreachable(self, rows: int, key: Hashable, level: int, now_ns: int, rpc_deadline_ns: int) -> None:
         """Refuse what is certain to be late: even if only full batches are ahead of it and it executes alone."""
-        if rpc_deadline_ns - now_ns >= (self._waiting.requests + 2) * self.latency.longest_ns:
+        if rpc_deadline_ns - now_ns >= (self.waiting.requests + 2) * self.latency.longest_ns:
             return  # a cheap look before the exact one
         alone_ns = self.latency.proven_ns(key, self._sizing.padded(rows), now_ns)
         if not alone_ns:
@@ -358,7 +330,7 @@ class BatchQueue(Generic[T]):
 
     def _may_be_full(self) -> bool:
         """Whether some lane may hold a batch that can't become any larger; a cheap look before the exact one."""
-        waiting, most = self._waiting, self.policy.max_batch_requests
+        waiting, most = self.waiting, self.policy.max_batch_requests
         return waiting.rows >= self._allowance.rows or 0 < most <= waiting.requests
 
     def _is_full(self, lane: Lane[T]) -> bool:
@@ -373,7 +345,7 @@ class BatchQueue(Generic[T]):
             return lane.rows
         if len(self._lanes) > 1:
             return 0  # not counted by lane and level
-        return self._waiting.rows_up_to(level)
+        return self.waiting.rows_up_to(level)
 
     def _watch_deadline(self, entry: Entry[T]) -> None:
         entry.watch = Watch(entry)
@@ -411,7 +383,7 @@ class BatchQueue(Generic[T]):
         """Take one entry out for good, wherever it stands."""
         self._lanes.remove(entry)
         entry.unwatch()
-        self._waiting.left((entry,))
+        self.waiting.left((entry,))
 
     def _await_returns(self, lane: Lane[T], now_ns: int) -> bool:
         """Keep the lane waiting if those who were just answered will soon make its batch worth more; until then."""
@@ -442,7 +414,7 @@ class BatchQueue(Generic[T]):
         if self._deadlines.items:
             for entry in leaving:
                 entry.unwatch()
-        self._waiting.left(leaving)
+        self.waiting.left(leaving)
         if late:
             unreachable += late
             return None
@@ -452,7 +424,7 @@ class BatchQueue(Generic[T]):
         """What `_take` comes to for one request with time to spare, which needs no thought: all that is in the lane."""
         entry = self._lanes.take_only(lane)
         entry.unwatch()
-        self._waiting.left((entry,))
+        self.waiting.left((entry,))
         rows = entry.rows
         padded_rows = self._sizing.padded(rows) if self._pads else rows
         return self._executing.begin(lane.key, (entry,), rows, padded_rows, now_ns)

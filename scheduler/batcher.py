@@ -84,6 +84,7 @@ class Batcher(Generic[P, R]):
         self._queue: BatchQueue[Pending[P, R]] = BatchQueue(
             policy, len({*map(instance_of, runners)} if instance_of else runners), room
         )
+        self._waiting = self._queue.waiting
         self._instances: Instances[P, R] = Instances(runners, self._clock, self._queue.latency, hangs, instance_of)
         self._running, self._slots, self._ahead = self._instances.running, self._instances.slots, self._instances.ahead
         self._retries: Retries[Pending[P, R]] = Retries(blames, isolates=policy.isolate_failures)
@@ -105,7 +106,7 @@ class Batcher(Generic[P, R]):
     def waiting_requests(self) -> int:
         """Requests accepted and not yet executing."""
         again = sum(len(group.entries) for group in self._suspects)
-        return self._queue.requests + self._queue.reserved + self._turns.announced + again
+        return self._waiting.requests + self._waiting.reserved + self._turns.announced + again
 
     @property
     def lanes(self) -> int:
@@ -125,7 +126,7 @@ class Batcher(Generic[P, R]):
     def waiting_of_level(self, level: int) -> int:
         """Requests of one priority level that wait."""
         again = sum(entry.level == level for group in self._suspects for entry in group.entries)
-        return self._queue.requests_of_level(level) + again
+        return self._waiting.requests_of_level(level) + again
 
     def start(self) -> None:
         """Start the runners and take requests. Closed if that fails, as it may where there can be no more threads, or
@@ -305,7 +306,7 @@ class Batcher(Generic[P, R]):
         if not room or not self._accepts or self._suspects:
             return None
         if self._slots.idle > 0 or (self._ahead and self._ahead.about_to_end(self._clock.now_ns())):
-            return Kept(self._queue.requests + announced, room, self._queue.spare_until_ns)
+            return Kept(self._waiting.requests + announced, room, self._queue.spare_until_ns)
         return None
 
     def _on_alarm(self) -> None:
@@ -337,14 +338,14 @@ class Batcher(Generic[P, R]):
         for late in (*step.unreachable, *further.unreachable):
             error = DeadlineUnreachable(late.entry.rpc_deadline_ns - now_ns, late.needed_ns)
             self._delivery.drop(late.entry, Drop.UNREACHABLE, error)
-        busy = self._accepts or self._suspended or self._queue.requests or self._running or self._suspects
+        busy = self._accepts or self._suspended or self._waiting.requests or self._running or self._suspects
         if not busy:
             self._drained.set()
 
     def _hand_over_ahead(self, now_ns: int) -> Step[Pending[P, R]]:
         """Instances that are about to be done get what they go on with. `wake_ns` says when to look again."""
         step: Step[Pending[P, R]] = _NOTHING
-        wanted = self._queue.requests and not self._suspects and not self._slots.idle
+        wanted = self._waiting.requests and not self._suspects and not self._slots.idle
         for runner in self._ahead.about_to_end(now_ns) if wanted else ():
             # One by one, as each has a moment of its own from which its batch can begin.
             polled = self._queue.poll(now_ns, 1, starts_ns=self._ahead.ends_ns(runner))
@@ -357,7 +358,7 @@ class Batcher(Generic[P, R]):
             self._ahead.next[runner] = batch
             self._queue.reserve(batch)
             self._run(runner, batch, None)
-        return step._replace(wake_ns=_first(step.wake_ns, self._ahead.wake_ns(now_ns, requests=self._queue.requests)))
+        return step._replace(wake_ns=_first(step.wake_ns, self._ahead.wake_ns(now_ns, requests=self._waiting.requests)))
 
     def _recall(self, now_ns: int) -> None:
         """An execution takes longer than expected: what was to follow waits on like everything else."""
@@ -393,7 +394,7 @@ class Batcher(Generic[P, R]):
 
     # hot path
     def _run(self, runner: Runner[P, R], batch: Batch[Pending[P, R]], suspects: Suspects[Pending[P, R]] | None) -> None:
-        self._company.on_start(len(batch.entries), self._queue.requests, self._clock.now_ns(), self._clock.busy_ns())
+        self._company.on_start(len(batch.entries), self._waiting.requests, self._clock.now_ns(), self._clock.busy_ns())
         payloads = []
         for entry in batch.entries:
             pending = entry.payload

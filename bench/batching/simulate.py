@@ -194,13 +194,13 @@ class Simulation:
     def _is_held(self) -> bool:
         """Whether the rule keeps an idle instance from what waits."""
         queue = self._queue
-        if self._is_greedy or not self._idle or not queue.requests or queue.rows >= self._max_rows:
+        if self._is_greedy or not self._idle or not queue.waiting.requests or queue.waiting.rows >= self._max_rows:
             return False
         if self._idle_since_ns < 0:
             self._idle_since_ns = self._now_ns
         oldest_ns = next(iter(self._waiting)).enqueued_ns
         deadline_ns = min(entry.rpc_deadline_ns for entry in self._waiting)
-        waiting = Waiting(self._now_ns, queue.rows, oldest_ns, deadline_ns, self._idle_since_ns)
+        waiting = Waiting(self._now_ns, queue.waiting.rows, oldest_ns, deadline_ns, self._idle_since_ns)
         until_ns = self._rule.hold_until_ns(waiting)
         if until_ns > self._now_ns:
             self._wake_at(until_ns)

@@ -343,12 +343,12 @@ class QueueAgainstNaive(RuleBasedStateMachine):
         if not hasattr(self, "queue"):
             return
         waiting = self.naive.waiting
-        assert self.queue.requests == len(waiting) == self.pushed - self.left
-        assert self.queue.rows == sum(one.rows for one in waiting)
-        assert self.queue.size_bytes == sum(one.size_bytes for one in waiting)
+        assert self.queue.waiting.requests == len(waiting) == self.pushed - self.left
+        assert self.queue.waiting.rows == sum(one.rows for one in waiting)
+        assert self.queue.waiting.size_bytes == sum(one.size_bytes for one in waiting)
         assert self.queue.lanes == len(self.naive.lane_keys())
         for level in range(1, 4) if self.policy.priority_levels else [0]:
-            assert self.queue.requests_of_level(level) == sum(one.level == level for one in waiting)
+            assert self.queue.waiting.requests_of_level(level) == sum(one.level == level for one in waiting)
 
     def teardown(self) -> None:
         """Every request leaves: what is still there goes in batches once instances abound."""
@@ -356,7 +356,8 @@ class QueueAgainstNaive(RuleBasedStateMachine):
             return
         self.flush()
         self.poll(idle=10_000, ahead=0)
-        assert self.queue.requests == self.queue.rows == self.queue.size_bytes == self.queue.lanes == 0
+        left = self.queue.waiting
+        assert left.requests == left.rows == left.size_bytes == self.queue.lanes == 0
 
 
 QueueAgainstNaive.TestCase.settings = settings(

@@ -117,7 +117,7 @@ def test_they_wait_as_they_would_one_after_the_other(policy: BatchPolicy, timeou
                     queue.push(number, 1, "k", now_ns, rpc_deadline_ns=deadline_ns, **how)
         queue.push(4, 1, "k", 8)
         waiting.append([(one.payload, one.order, one.level, one.act_at_ns) for one in queue.take_all()])
-        assert queue.requests == queue.lanes == 0
+        assert queue.waiting.requests == queue.lanes == 0
     assert waiting[0] == waiting[1]
     assert len(waiting[0]) == 9
 

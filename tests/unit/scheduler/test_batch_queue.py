@@ -53,7 +53,7 @@ def test_poll_with_preferred_sizes_and_delay_batches_as_triton(
     assert poll_all(queue, 0) == at_once
     assert poll_all(queue, 10 * SECOND - 1) == []
     assert poll_all(queue, 10 * SECOND) == after_delay
-    assert queue.requests == 0
+    assert queue.waiting.requests == 0
 
 
 def test_poll_when_delay_exceeded_takes_up_to_maximum_past_preferred_sizes() -> None:
@@ -181,7 +181,7 @@ def test_cancel_twice_changes_nothing() -> None:
     entry = queue.push("x", 1, "k", 0)
     assert queue.cancel(entry)
     assert not queue.cancel(entry)
-    assert (queue.requests, queue.rows, queue.lanes) == (0, 0, 0)
+    assert (queue.waiting.requests, queue.waiting.rows, queue.lanes) == (0, 0, 0)
 
 
 def test_cancel_after_leaving_in_a_batch_is_refused() -> None:
@@ -198,7 +198,7 @@ def test_cancel_after_leaving_in_a_batch_with_others_is_refused() -> None:
         (batch,) = queue.poll(0, idle=1).batches
         assert batch.rows == leaving
         assert not queue.cancel(first)
-        assert queue.requests == 3 - leaving
+        assert queue.waiting.requests == 3 - leaving
 
 
 def test_push_to_a_full_queue_is_refused_exactly_at_the_limit() -> None:
@@ -207,7 +207,7 @@ def test_push_to_a_full_queue_is_refused_exactly_at_the_limit() -> None:
     entry = queue.push("b", 1, "other", 0)
     with pytest.raises(QueueFull, match="Exceeds maximum queue size"):
         queue.push("c", 1, "k", 0)
-    assert (queue.requests, queue.rows) == (2, 2)
+    assert (queue.waiting.requests, queue.waiting.rows) == (2, 2)
     queue.cancel(entry)
     queue.push("c", 1, "k", 0)
 
@@ -217,7 +217,7 @@ def test_push_of_a_size_no_batch_can_have_is_refused(rows: int) -> None:
     queue: BatchQueue[str] = BatchQueue(BatchPolicy(max_batch_rows=8))
     with pytest.raises(RequestTooLarge):
         queue.push("x", rows, "k", 0)
-    assert queue.requests == queue.lanes == 0
+    assert queue.waiting.requests == queue.lanes == 0
 
 
 def test_memory_of_cancelled_requests_with_far_deadlines_is_given_back() -> None:

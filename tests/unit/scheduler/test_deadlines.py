@@ -33,7 +33,7 @@ def test_batch_too_large_for_every_deadline_in_it_is_cut_down_until_they_are_met
     step = queue.poll(0, idle=1)
     assert names(step) == [[f"p{number}" for number in range(16)]]
     assert not step.unreachable
-    assert queue.requests == 16
+    assert queue.waiting.requests == 16
 
 
 def test_batch_cut_down_for_a_deadline_leaves_the_patient_waiting_for_the_next() -> None:

@@ -149,7 +149,7 @@ async def test_what_is_handed_over_takes_the_room_of_its_model_and_level() -> No
         queue.push(payload, 1, "k", 0, size_bytes=10)
     (batch,) = queue.poll(0, idle=1).batches
     queue.reserve(batch)
-    assert (queue.requests, queue.reserved) == (0, 2)
+    assert (queue.waiting.requests, queue.waiting.reserved) == (0, 2)
     with pytest.raises(QueueFull, match="2 requests"):
         queue.push("c", 1, "k", 0)
     with pytest.raises(QueueFull, match="3 rows"):
@@ -159,7 +159,7 @@ async def test_what_is_handed_over_takes_the_room_of_its_model_and_level() -> No
     queue.push("c", 1, "k", 0, priority=2, size_bytes=10)
     queue.release(batch)
     queue.push("d", 2, "k", 0, size_bytes=20)
-    assert queue.reserved == 0
+    assert queue.waiting.reserved == 0
 
 
 async def test_idle_instance_comes_first() -> None:

@@ -61,10 +61,10 @@ def test_levels_of_64_bit_numbers_cost_nothing_until_used() -> None:
     queue.push("last", 1, "k", 0, priority=2**64 - 1)
     queue.push("default", 1, "k", 0)
     queue.push("first", 1, "k", 0, priority=1)
-    assert queue.requests_of_level(2**63) == 1
-    assert queue.levels == [1, 2**63, 2**64 - 1]
+    assert queue.waiting.requests_of_level(2**63) == 1
+    assert queue.waiting.levels == [1, 2**63, 2**64 - 1]
     assert names(queue.poll(0, idle=1)) == [["first", "default", "last"]]
-    assert queue.levels == []
+    assert queue.waiting.levels == []
 
 
 def test_queue_timeout_with_delay_lets_the_request_wait_on_behind_its_level_only() -> None:
@@ -120,7 +120,7 @@ def test_level_that_is_the_only_one_has_its_own_bound_and_count() -> None:
     policy = BatchPolicy(priority_levels=1, default_priority_level=1, priority_queue={1: QueuePolicy(max_queue_size=1)})
     queue: BatchQueue[str] = BatchQueue(policy)
     queue.push("a", 1, "k", 0)
-    assert (queue.levels, queue.requests_of_level(1)) == ([1], 1)
+    assert (queue.waiting.levels, queue.waiting.requests_of_level(1)) == ([1], 1)
     with pytest.raises(QueueFull):
         queue.push("b", 1, "k", 0)
 
@@ -128,7 +128,7 @@ def test_level_that_is_the_only_one_has_its_own_bound_and_count() -> None:
 def test_no_level_waits_where_there_are_none() -> None:
     queue: BatchQueue[str] = BatchQueue(BatchPolicy())
     queue.push("a", 1, "k", 0, priority=1)
-    assert (queue.levels, queue.requests_of_level(0)) == ([], 1)
+    assert (queue.waiting.levels, queue.waiting.requests_of_level(0)) == ([], 1)
 
 
 def test_levels_of_which_requests_may_come_back_are_bounded_each_for_itself_and_forgotten() -> None:
@@ -142,7 +142,7 @@ def test_levels_of_which_requests_may_come_back_are_bounded_each_for_itself_and_
         queue.push("b", 1, "k", 0, priority=1)
     queue.push("c", 1, "k", 0, priority=2)
     queue.release(batch)
-    assert not queue._waiting._reserved_of_level
+    assert not queue.waiting._reserved_of_level
     queue.push("b", 1, "k", 0, priority=1)
 
 
@@ -223,7 +223,7 @@ def test_push_whose_execution_alone_outlasts_its_deadline_is_refused_at_once() -
     measured(queue, {1: 10 * MS})
     with pytest.raises(DeadlineUnreachable, match="9000 us are left, an answer takes about 10000 us"):
         queue.push("x", 1, "k", 0, rpc_deadline_ns=9 * MS)
-    assert queue.requests == queue.lanes == 0
+    assert queue.waiting.requests == queue.lanes == 0
     queue.push("x", 1, "k", 0, rpc_deadline_ns=11 * MS)
 
 

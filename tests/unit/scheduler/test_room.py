@@ -29,7 +29,7 @@ def test_requests_of_two_queues_fill_one_room_and_what_leaves_makes_room() -> No
     for queue in (one, other):
         with pytest.raises(QueueFull, match="Exceeds maximum queue size of 3 requests of all models"):
             queue.push("d", 1, "k", 0)
-    assert (one.requests, other.requests, taken(room)) == (2, 1, (3, 0))
+    assert (one.waiting.requests, other.waiting.requests, taken(room)) == (2, 1, (3, 0))
     other.cancel(leaving)
     other.push("d", 1, "k", 0)
     assert one.poll(0, idle=1).batches[0].rows == 2

@@ -127,7 +127,7 @@ def test_it_is_worth_waiting_for_no_more_than_there_is_room_for_besides_what_may
     with pytest.raises(QueueFull):
         queue.push("refused", 2, "k", 0, size_bytes=10)
     queue.release(batch)
-    assert queue.reserved == 0
+    assert queue.waiting.reserved == 0
     queue.push("fits", 2, "k", 0, size_bytes=10)
 
 
