@@ -24,6 +24,7 @@ from scheduler.allowance import Allowed
 from scheduler.executing import Batch
 from scheduler.lane import Entry
 from scheduler.policy import NEVER
+from scheduler.runner import ThreadLost
 
 __all__ = ["Blame", "Retries", "Search", "Suspects", "budget_for"]
 
@@ -131,6 +132,8 @@ class Retries(Generic[T]):
         return None if first_ns == NEVER else first_ns
 
     def blame_for(self, error: BaseException) -> Blame:
+        if isinstance(error, ThreadLost):
+            return Blame.INSTANCE_BEFORE
         try:
             return self._blames(error)
         except Exception:  # noqa: BLE001 - the requests are owed an answer all the same

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Generic, Protocol, TypeVar
 
-__all__ = ["Done", "Executed", "Outcome", "Runner", "TaskRunner", "ThreadRunner"]
+__all__ = ["Done", "Executed", "Outcome", "Runner", "TaskRunner", "ThreadLost", "ThreadRunner"]
 
 _log = logging.getLogger("paceline.scheduler")
 
@@ -24,6 +24,10 @@ P = TypeVar("P")
 P_contra = TypeVar("P_contra", contravariant=True)
 R = TypeVar("R")
 R_co = TypeVar("R_co", covariant=True)
+
+
+class ThreadLost(RuntimeError):
+    """Nothing was executed: the instance's thread has died, and there can be no other one for now."""
 
 
 class Executed(Protocol[R_co]):
@@ -85,7 +89,8 @@ class ThreadRunner(Generic[P, R]):
     """Runs `execute(payloads, padded_rows)`, which may block, on a thread of its own.
 
     Should the thread die, which no error of `execute` makes it do, another takes its place; a batch that went with it
-    has failed. `start_thread` has a thread of that name run a function.
+    has failed. Where none can be started batches fail with ThreadLost, until one can. `start_thread` has a thread of
+    that name run a function.
     """
 
     def __init__(
@@ -104,6 +109,7 @@ class ThreadRunner(Generic[P, R]):
         self._loop: asyncio.AbstractEventLoop
         # Touched on the loop alone, so that only the loop can tell, and without a lock, what a dead thread owes.
         self._owed: deque[tuple[_Work[P], Done[R]]] = deque()
+        self._is_dead = False
 
     def start(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -114,6 +120,8 @@ class ThreadRunner(Generic[P, R]):
         work = [(payloads, padded_rows)]
         self._owed.append((work, done))
         self._work.put(work)
+        if self._is_dead:
+            self._loop.call_soon(self._revive)
 
     def take_back(self) -> bool:
         work, _ = self._owed[-1]
@@ -152,10 +160,28 @@ class ThreadRunner(Generic[P, R]):
         lost = bool(self._owed) and not any(work is self._owed[0][0] for work in waiting)
         for work in waiting:
             self._work.put(work)
-        self._start_thread()
-        if lost:
-            now_ns = time.monotonic_ns()
-            self._tell(Outcome(now_ns, now_ns, error=RuntimeError(f"the instance's thread died: {error!r}")))
+        self._is_dead = True
+        self._revive()
+        if lost and not self._is_dead:
+            self._fail(RuntimeError(f"the instance's thread died: {error!r}"))
+
+    def _revive(self) -> None:
+        """Have a thread again, unless there is one by now; if there can be none, all that is owed has failed."""
+        if not self._is_dead:
+            return
+        try:
+            self._start_thread()
+            self._is_dead = False
+        except RuntimeError as error:
+            _log.error("no thread can be started in the place of one that died: %s: %s", self._name, error)
+            for work, _ in self._owed:
+                work.clear()  # nobody takes it any more
+            for _ in range(len(self._owed)):
+                self._fail(ThreadLost(f"the instance's thread died, and no other can be started: {error}"))
+
+    def _fail(self, error: Exception) -> None:
+        now_ns = time.monotonic_ns()
+        self._tell(Outcome(now_ns, now_ns, error=error))
 
     def _loop_forever(self) -> None:
         while (work := self._work.get()) is not None:

@@ -11,6 +11,7 @@ from scheduler.errors import BatcherClosed, ExecutionFailed, NoInstance, QueueTi
 from scheduler.isolation import Blame
 from scheduler.observer import Drop
 from scheduler.policy import BatchPolicy
+from scheduler.runner import ThreadLost
 from tests.unit.scheduler.workbench import Bench, LossBench, one_turn
 
 
@@ -50,11 +51,13 @@ async def test_lost_instance_leaves_the_work_to_the_others() -> None:
 
 
 @pytest.mark.parametrize("isolates", [True, False])
-async def test_batch_that_its_instance_had_not_begun_when_it_was_lost_is_executed_by_the_next(isolates: bool) -> None:
+@pytest.mark.parametrize("error", [EOFError("gone before"), ThreadLost("no thread")], ids=["ended", "no thread"])
+async def test_batch_that_its_instance_had_not_begun_when_it_was_lost_is_executed_by_the_next(
+    isolates: bool, error: Exception
+) -> None:
     bench = LossBench(BatchPolicy(max_batch_rows=4, isolate_failures=isolates))
     lost = await bench.submit("a", "b")
     later = await bench.submit("c")
-    error = EOFError("gone before")
     bench.runners[0].fail(error)
     await one_turn()
     assert bench.lost == [(bench.runners[0], error)]

@@ -9,8 +9,9 @@ from collections.abc import Sequence
 
 import pytest
 
-from scheduler.runner import Outcome, TaskRunner, ThreadRunner
+from scheduler.runner import Outcome, TaskRunner, ThreadLost, ThreadRunner
 from scheduler.testing import Results
+from tests.rlimits import without_threads
 
 
 async def run_on(runner: ThreadRunner[str, str] | TaskRunner[str, str], payloads: Sequence[str]) -> Outcome[str]:
@@ -75,6 +76,21 @@ async def test_thread_that_dies_between_batches_is_replaced_and_a_batch_that_it_
         errors += [str(outcome.error)] if outcome.error else []
         runner = ThreadRunner("doomed", lambda payloads, rows: Results(payloads))
     assert errors == ["the instance's thread died: SystemExit()"]
+
+
+async def test_thread_that_dies_where_there_can_be_no_other_fails_its_batches_until_there_can() -> None:
+    runner: ThreadRunner[str, str] = ThreadRunner("doomed", lambda payloads, rows: Results(payloads))
+    before = set(threading.enumerate())
+    runner.start()
+    assert (await run_on(runner, ["before"])).error is None
+    kill(before)
+    with without_threads():
+        both = await asyncio.gather(run_on(runner, ["taken"]), run_on(runner, ["handed over ahead"]))
+        for outcome in (*both, await run_on(runner, ["next"])):
+            assert isinstance(outcome.error, ThreadLost)
+            assert str(outcome.error).endswith("no other can be started: can't start new thread")
+    assert (await run_on(runner, ["after"])).executed == Results(["after"])
+    runner.stop()
 
 
 async def test_batch_of_a_thread_that_dies_when_it_was_told_to_stop_has_an_end_too() -> None:
