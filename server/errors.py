@@ -55,6 +55,7 @@ from scheduler.errors import (
     RequestTooLarge,
     SchedulerError,
 )
+from scheduler.runner import ThreadLost
 
 __all__ = [
     "STATUS_OF",
@@ -199,6 +200,7 @@ STATUS_OF: dict[type[BaseException], grpc.StatusCode] = {
     # Not a status that clients take elsewhere: what ends one process would end the next.
     ProcessError: grpc.StatusCode.INTERNAL,
     ProcessGone: grpc.StatusCode.INTERNAL,
+    ThreadLost: grpc.StatusCode.INTERNAL,
     LoadError: grpc.StatusCode.INTERNAL,
     DeviceError: grpc.StatusCode.INTERNAL,
     ConfigError: grpc.StatusCode.INVALID_ARGUMENT,
