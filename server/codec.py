@@ -46,8 +46,10 @@ AnyResponse = ModelInferResponse | bytes
 _BYTES = by_name("BYTES")
 _MOST_DIMS = 1_000
 """That anything is made of, if only to tell what is wrong with them."""
-_MOST_HEAD_BYTES = 2**20
-"""Left in a response for all but its tensors and its id."""
+_AROUND_BYTES = 2**10
+"""Left for what a response travels in, and for what is told of its batch."""
+_NEARLY_BYTES = 2**30
+"""With less room left it counts what else is in a response: names, and an id as long as its sender liked."""
 _BOTH = "expected no contents beside raw_input_contents, got both"
 
 
@@ -146,7 +148,8 @@ class ModelCodec:
         asked = decoded.asked
         response = ModelInferResponse(model_name=self._model, model_version=self._version, id=request.id)
         writes: list[Write] = []
-        room = LARGEST_MESSAGE_BYTES - _MOST_HEAD_BYTES - len(request.id.encode())
+        raw: list[bytes] = []
+        room = LARGEST_MESSAGE_BYTES - _AROUND_BYTES
         for index in asked.outputs:
             tensor, array, datatype = self._spec.outputs[index], results[index], self._output_types[index]
             if asked.classes and index in asked.classes:
@@ -156,20 +159,20 @@ class ModelCodec:
                 if decoded.targets and index in decoded.targets:
                     data = array if isinstance(array, DeviceTensor) else raw_buffer(array, datatype)
                     writes.append((output, decoded.targets[index], data))
-                    if not asked.parameters.typed_outputs:
-                        response.raw_output_contents.append(b"")
+                    raw.append(b"")
                 elif asked.parameters.typed_outputs:
-                    contents = encode_contents(array, datatype)
-                    room = self._room(room, contents.ByteSize())
-                    output.contents.CopyFrom(contents)
+                    output.contents.CopyFrom(encode_contents(array, datatype))
                 else:
-                    # What can be told before it is copied.
-                    self._room(room, array.nbytes if datatype.item_bytes else 0)
-                    raw = encode_raw(array, datatype)
-                    room = self._room(room, len(raw))
-                    response.raw_output_contents.append(raw)
+                    if datatype.item_bytes:
+                        self._room(room, array.nbytes)  # before it is copied
+                    raw.append(encode_raw(array, datatype))
+                    room = self._room(room, len(raw[-1]))
             except TensorError as error:
                 raise ExecutionError(f"model '{self._model}': output '{tensor.name}': {error}") from None
+        if asked.parameters.typed_outputs or room < _NEARLY_BYTES:
+            self._room(room, response.ByteSize())
+        if not asked.parameters.typed_outputs:
+            response.raw_output_contents.extend(raw)
         if writes:
             self._memory.write(writes)
         return response
