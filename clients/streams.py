@@ -4,7 +4,8 @@ Lives here: which stream a request takes, whose answer is whose, and what the en
 channels, or what requests and answers say. Works with every server whose ModelStreamInfer returns ids; paceline besides
 takes back what its caller gave up, lets answers overtake each other, and tells the status of an error. An answer's way
 back is the id alone, and callers may use one twice: on the wire theirs has a number before it. What a stream was
-refused for goes over others, or as calls of their own: the server hasn't looked at it.
+refused for, or what is refused on one as its server stops, goes over others, or as calls of their own: the server
+hasn't looked at it.
 """
 
 from __future__ import annotations
@@ -50,6 +51,9 @@ _OURS: Final = (_UNORDERED, _DEADLINE)
 _CANCEL: Final = "paceline_cancel"
 _STATUS: Final = "paceline_status"
 _FINAL: Final = "triton_final_response"
+# What paceline says of each request on a stream from then until it ends it. Behind a balancer another one may lead
+# elsewhere.
+_STOPPING: Final = "the server is stopping"
 # How long the status of a stream may take to arrive after a write has failed because of it.
 _STATUS_S: Final = 1.0
 
@@ -64,6 +68,14 @@ class NoStream(Exception):
         self.left_s = left_s
 
 
+class _Stopping(Exception):
+    """The server has refused the request as it is stopping, in an answer; nothing more is to be sent on the stream."""
+
+    def __init__(self, error: InferenceError) -> None:
+        super().__init__()
+        self.error = error
+
+
 class Streams:
     """A few streams, opened by `open_call` as they are needed: when there is none, or those that there are are busy.
 
@@ -73,6 +85,8 @@ class Streams:
     def __init__(self, open_call: Callable[[], Any]) -> None:
         self._open_call = open_call
         self._streams: list[_Stream] = []
+        # On which nothing more is sent, though some may wait there.
+        self._left: list[_Stream] = []
         self._refused_until_s = 0.0
 
     async def infer(self, request: ModelInferRequest, timeout_s: float | None) -> ModelInferResponse:
@@ -83,7 +97,7 @@ class Streams:
         """
         now_s = asyncio.get_running_loop().time
         began_s, left_s = now_s(), timeout_s
-        own_id, own = request.id, ModelInferRequest()
+        own_id, own, moved = request.id, ModelInferRequest(), False
         for name in _OURS:
             if name in request.parameters:
                 own.parameters[name].CopyFrom(request.parameters[name])
@@ -93,7 +107,12 @@ class Streams:
             except ResourceExhausted:
                 if not stream.was_refused:
                     raise
-            self._refused_until_s = now_s() + _REFUSED_S
+                self._refused_until_s = now_s() + _REFUSED_S
+            except _Stopping as stopping:
+                self._leave(stream)
+                if moved:
+                    raise stopping.error from None
+                moved = True
             request.id = own_id
             for name in _OURS:
                 request.parameters.pop(name, None)
@@ -111,9 +130,14 @@ class Streams:
         streams.append(_Stream(self._open_call()))
         return streams[-1]
 
+    def _leave(self, stream: _Stream) -> None:
+        if stream in self._streams:
+            self._streams.remove(stream)
+            self._left = [*(one for one in self._left if not one.ended), stream]
+
     async def close(self) -> None:
         """End all streams; who still waits gets Cancelled."""
-        for stream in self._streams:
+        for stream in (*self._streams, *self._left):
             await stream.close()
 
 
@@ -284,7 +308,8 @@ def _answer(message: ModelStreamInferResponse, request_id: str) -> ModelInferRes
     if message.error_message:
         status = response.parameters[_STATUS].string_param
         known = status in grpc.StatusCode.__members__
-        raise inference_error(grpc.StatusCode[status] if known else grpc.StatusCode.UNKNOWN, message.error_message)
+        error = inference_error(grpc.StatusCode[status] if known else grpc.StatusCode.UNKNOWN, message.error_message)
+        raise _Stopping(error) if error.message == _STOPPING and isinstance(error, Unavailable) else error
     response.id = request_id
     response.parameters.pop(_FINAL, None)
     return response

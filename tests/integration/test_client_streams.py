@@ -346,6 +346,32 @@ class Refusing(GRPCInferenceServiceServicer):
         yield
 
 
+class Stopping(GRPCInferenceServiceServicer):
+    """Servers behind one address, each of which has a stream. The first so many stop, and refuse what comes; but what
+    came to the very first one before it answers in the end."""
+
+    def __init__(self, stopping: int) -> None:
+        self.streams = 0
+        self.has_begun = asyncio.Event()
+        self._stopping = stopping
+
+    async def ModelStreamInfer(self, requests: Any, context: Any) -> AsyncIterator[pb.ModelStreamInferResponse]:
+        self.streams += 1
+        stops, held = self.streams <= self._stopping, None
+        if self.streams == 1:
+            held = await anext(requests)
+            self.has_begun.set()
+        async for request in requests:
+            answer = pb.ModelStreamInferResponse(error_message="the server is stopping" if stops else "")
+            answer.infer_response.id = request.id
+            if stops:
+                answer.infer_response.parameters["paceline_status"].string_param = "UNAVAILABLE"
+            yield answer
+            if held is not None:
+                yield pb.ModelStreamInferResponse(infer_response=pb.ModelInferResponse(id=held.id))
+                held = None
+
+
 class Full(GRPCInferenceServiceServicer):
     """A server that has no room for streams, and keeps the calls it gets."""
 
@@ -359,6 +385,28 @@ class Full(GRPCInferenceServiceServicer):
     async def ModelInfer(self, request: pb.ModelInferRequest, context: Any) -> pb.ModelInferResponse:
         self.calls.append(request)
         return pb.ModelInferResponse(model_name=request.model_name, id=request.id)
+
+
+async def test_infer_over_streams_of_a_server_that_stops_goes_over_one_to_another_server() -> None:
+    servers = Stopping(1)
+    async with peer(servers) as client:
+        held = asyncio.create_task(client.infer("m", {"a": marked(1)}, request_id="held"))
+        await servers.has_begun.wait()
+        for number in range(3):
+            assert (await client.infer("m", {"a": marked(1)}, request_id=f"{number}")).id == f"{number}"
+        assert (await held).id == "held"
+    assert servers.streams == 2
+
+
+async def test_infer_over_streams_of_nothing_but_servers_that_stop_is_unavailable_after_the_second() -> None:
+    servers = Stopping(9)
+    async with peer(servers) as client:
+        held = asyncio.create_task(client.infer("m", {"a": marked(1)}, request_id="held"))
+        await servers.has_begun.wait()
+        with pytest.raises(Unavailable, match="the server is stopping"):
+            await client.infer("m", {"a": marked(1)})
+        assert (await held).id == "held"
+    assert servers.streams == 2
 
 
 @pytest.mark.parametrize("parameters", [{}, {"paceline_unordered": False, "paceline_deadline_us": 30_000_000, "a": 1}])
