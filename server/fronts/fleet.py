@@ -86,7 +86,6 @@ class Fleet:
         self._read = RequestReader()
         self._fronts = [_Front(self, number) for number in range(1, settings.frontends + 1)]
         self._port_holder: socket.socket | None = None
-        self._changed = False
         self.ending = asyncio.Event()
         self._ready, self._live = False, True
         self._catalogue: Message = (protocol.CATALOGUE, b"")

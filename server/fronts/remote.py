@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import fields
-from itertools import count
 from operator import attrgetter
 from typing import Any, cast
 
@@ -70,7 +69,6 @@ class Replies:
 
     def __init__(self, link: Link) -> None:
         self._link = link
-        self._numbers = count(1)
         self.last_number = 0
         self._waiting: dict[int, Reply] = {}
         # As they came, for the case that the engine has them sent again.
@@ -86,7 +84,7 @@ class Replies:
         """A new one; its number is to be sent along."""
         reply = Reply()
         reply.replies = self
-        reply.number = self.last_number = number = next(self._numbers)
+        reply.number = self.last_number = number = self.last_number + 1
         self._waiting[number] = reply
         return reply
 
