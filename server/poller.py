@@ -68,7 +68,7 @@ class Poller:
         failures = await self._repository.load_all([sight.folder for sight in self._seen.values()])
         self._without_place = {name for name, error in failures.items() if isinstance(error, TooManyModels)}
         if len(failures) > len(self._without_place):
-            self._try_again(self._without_place)  # the others had places, and have left them
+            self._try_again()  # the others had places, and have left them
 
     async def run(self) -> None:
         """Follow until cancelled."""
@@ -119,7 +119,7 @@ class Poller:
         try:
             if sight is None:
                 await self._repository.unload(name)
-                self._try_again(self._without_place)
+                self._try_again()
             else:
                 await self._repository.load(name, always(sight.folder))
         except TooManyModels as error:
@@ -127,17 +127,17 @@ class Poller:
             _log.error("%s; tried again when a model has gone", error)
         except LoadFailed as error:
             _log.error("%s; not tried again until its files change", error)
-            self._try_again(self._without_place)  # if nothing of it serves it has left its place
+            self._try_again()  # if nothing of it serves it has left its place
         except ModelNotReady:
             pass  # the server is stopping
         except Exception:  # noqa: BLE001 - whatever it was, it is this model's and not the others'
             _log.exception("model '%s' could not be followed; not tried again until its files change", name)
 
-    def _try_again(self, names: set[str]) -> None:
-        """With the next look."""
-        for name in names:
+    def _try_again(self) -> None:
+        """Those that had no place, with the next look."""
+        for name in self._without_place:
             self._done.pop(name, None)
-        names.clear()
+        self._without_place.clear()
 
     def _look(self) -> dict[str, Sight]:
         return {folder.name: Sight(folder, fingerprint(folder)) for folder in self._layout.models()}
