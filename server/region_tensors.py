@@ -116,11 +116,11 @@ class RegionTensor:
     `what` names model and input.
     """
 
-    __slots__ = ("_offset", "_region", "_what", "dtype", "shape")
+    __slots__ = ("_offset", "dtype", "region", "shape", "what")
 
     def __init__(self, what: str, region: Region, offset: int, dtype: np.dtype[Any], shape: tuple[int, ...]) -> None:
-        self._what = what
-        self._region = region
+        self.what = what
+        self.region = region
         self._offset = offset
         self.dtype = dtype
         self.shape = shape
@@ -140,12 +140,8 @@ class RegionTensor:
         return cls(what, span.region, span.offset, datatype.dtype, shape)
 
     @property
-    def what(self) -> str:
-        return self._what
-
-    @property
     def place(self) -> Place:
-        return Place(self._region.name, self._offset, self.nbytes)
+        return Place(self.region.name, self._offset, self.nbytes)
 
     @property
     def nbytes(self) -> int:
@@ -153,31 +149,27 @@ class RegionTensor:
 
     def reshape(self, shape: Sequence[int]) -> RegionTensor:
         """The same elements in another shape, of as many elements."""
-        return RegionTensor(self._what, self._region, self._offset, self.dtype, tuple(shape))
+        return RegionTensor(self.what, self.region, self._offset, self.dtype, tuple(shape))
 
     def __getitem__(self, rows: slice) -> RegionTensor:
         """Some of its rows, one after the other."""
         start, stop, _ = rows.indices(self.shape[0])
         dims = self.shape[1:]
         offset = self._offset + start * math.prod(dims) * self.dtype.itemsize
-        return RegionTensor(self._what, self._region, offset, self.dtype, (stop - start, *dims))
-
-    @property
-    def region(self) -> Region:
-        return self._region
+        return RegionTensor(self.what, self.region, offset, self.dtype, (stop - start, *dims))
 
     def mapped_at(self, size_bytes: int) -> int | None:
         """The address of its first `size_bytes` bytes, for `bulk_copy`; None if there is none, or if they do not all
         lie in the region: beyond it is memory of our own, which no mistake in what checked the request may lay open."""
-        begin = self._region.mapped_at
-        if begin is None or not 0 <= self._offset <= self._region.byte_size - size_bytes:
+        begin = self.region.mapped_at
+        if begin is None or not 0 <= self._offset <= self.region.byte_size - size_bytes:
             return None
         return begin + self._offset
 
     def on_gpu(self, gpu: int) -> DeviceTensor | None:
         """The same, for whoever can read that GPU's memory; None if it lies elsewhere."""
-        begin = self._region.address_on(gpu)
-        return None if begin is None else DeviceTensor(self._region, begin + self._offset, self.dtype, self.shape)
+        begin = self.region.address_on(gpu)
+        return None if begin is None else DeviceTensor(self.region, begin + self._offset, self.dtype, self.shape)
 
     def read(self) -> Array:
         """A new array of what is there now. Blocks for the copy; raises InvalidRequest."""
@@ -188,9 +180,9 @@ class RegionTensor:
     def read_into(self, target: Array) -> None:
         """The same, into a C-contiguous array of its own shape and dtype."""
         try:
-            self._region.read_into(target, self._offset)
+            self.region.read_into(target, self._offset)
         except InvalidRequest as error:
-            raise InvalidRequest(f"{self._what}: {error}") from None
+            raise InvalidRequest(f"{self.what}: {error}") from None
 
 
 Input = Array | RegionTensor
