@@ -7,7 +7,7 @@ request whose memory is gone fails alone. (Beside tensors on a GPU, those in the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import accumulate
 from time import monotonic_ns
@@ -21,7 +21,7 @@ from backends.packed import Packed
 from server.bulk_copy import Piece, copy_all
 from server.errors import InvalidRequest
 from server.region_tensors import Directed, Input, Inputs, RegionTensor
-from server.regions import Region
+from server.regions import Region, are_whole
 
 __all__ = ["Execute", "ExecuteInputs", "reading", "reading_by"]
 
@@ -182,21 +182,12 @@ def _fill_at_once(columns: Sequence[Array], requests: Sequence[Inputs]) -> list[
                 regions.add(one.region)
             else:
                 return None
-    if len(pieces) < 2 or not copy_all(pieces) or not _are_whole(regions):
+    # What is beyond a file's end, but in its last page, can be read, and is zero.
+    if len(pieces) < 2 or not copy_all(pieces) or not are_whole(regions):
         return None
     for rows, one in arrays:
         rows[...] = one
     return bounds
-
-
-def _are_whole(regions: Collection[Region]) -> bool:
-    """What is beyond a file's end, but in its last page, can be read, and is zero."""
-    try:
-        for region in regions:
-            region.check()
-    except InvalidRequest:
-        return False
-    return True
 
 
 def _fill_one_by_one(columns: Sequence[Array], requests: Sequence[Inputs], failures: _Failures) -> list[int]:

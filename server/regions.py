@@ -6,7 +6,7 @@ Lives here: what a region is to everybody else, and the registry. Must not: how 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Protocol, TypeVar
 from weakref import WeakValueDictionary
 
@@ -14,7 +14,7 @@ from backends.base import Array
 from server.errors import InvalidRequest, RegionExists, RegionNotFound, TooManyRegions
 from server.limits import LARGEST_MESSAGE_BYTES
 
-__all__ = ["Region", "Regions"]
+__all__ = ["Region", "Regions", "are_whole"]
 
 _NAMES_TOLD = 5
 _MOST_NAME_BYTES = 1_024
@@ -54,6 +54,17 @@ class Region(Protocol):
 
     def write(self, data: bytes | memoryview, offset: int) -> None:
         """Put `data` at `offset`. Blocks for the copy."""
+
+
+# hot path for requests that use some
+def are_whole(regions: Iterable[Region]) -> bool:
+    """Whether all of them are still there: clients may cut their memory short."""
+    try:
+        for region in regions:
+            region.check()
+    except InvalidRequest:
+        return False
+    return True
 
 
 class Regions:

@@ -20,7 +20,7 @@ from protos.tensors import element_count
 from server.client_memory import NOWHERE, ClientMemory, tell_place
 from server.decoded import Asked, DecodedRequest
 from server.region_tensors import REGION, Inputs, RegionTensor, Span
-from server.regions import Regions
+from server.regions import Regions, are_whole
 from server.shortcuts import AnswerPlan, AnswersOf, Envelope, InputPlan, Located, RegionInputPlan, RequestPlan
 from server.wire_request import AnyRequest, Remembered, WireRequest
 
@@ -112,7 +112,7 @@ class ShortWay:
         located = plan.nowhere
         if located is None:
             located = self._regions.known(plan, plan.locate) if self._regions is not None else None
-            if located is None or not (located is last or located.is_there()):
+            if located is None or not (located is last or are_whole(located.regions)):
                 return None
         mold = request.mold
         if mold.note is None or mold.note[0] is not plan:

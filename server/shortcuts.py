@@ -61,16 +61,6 @@ class Located(NamedTuple):
     targets: Mapping[int, Span]
     regions: Collection[Region]
 
-    # hot path for requests that use some
-    def is_there(self) -> bool:
-        """Whether it still is: clients may cut their memory short."""
-        try:
-            for region in self.regions:
-                region.check()
-        except InvalidRequest:
-            return False
-        return True
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RequestPlan:
