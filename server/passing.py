@@ -45,7 +45,7 @@ def carried_by(request: AnyRequest, sent: Sent) -> Carried:
 def _is_plain(request: AnyRequest) -> bool:
     """Whether there are no parameters, of the request or of its tensors."""
     if isinstance(request, WireRequest):
-        return request.plain
+        return request.mold.plain
     return (
         not request.parameters
         and not any(one.parameters for one in request.inputs)

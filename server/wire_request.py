@@ -82,11 +82,6 @@ class WireRequest:
         self.mold = mold
         self.model_name, self.model_version, self.parameters = mold.named
 
-    @property
-    def plain(self) -> bool:
-        """Whether there are no parameters, neither its own nor any of its tensors."""
-        return self.mold.plain
-
     def message(self) -> ModelInferRequest:
         """The request as protobuf sees it."""
         return ModelInferRequest.FromString(self.data)

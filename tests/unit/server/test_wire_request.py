@@ -65,7 +65,7 @@ def test_parameters_of_a_head_are_those_of_its_first_request() -> None:
     again = reader(many_parameters(7))
     assert isinstance(again, WireRequest)
     assert again.parameters == again.message().parameters
-    assert not again.plain
+    assert not again.mold.plain
 
 
 @pytest.mark.parametrize("where", ["", "inputs", "outputs"])
@@ -77,7 +77,7 @@ def test_request_is_plain_if_neither_it_nor_any_of_its_tensors_has_parameters(wh
     for _ in range(2):
         again = reader(message.SerializeToString())
     assert isinstance(again, WireRequest)
-    assert again.plain is (not where)
+    assert again.mold.plain is (not where)
 
 
 @pytest.mark.parametrize("known", ["ab", "other"], ids=["of a known length", "of another length"])
