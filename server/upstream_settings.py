@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.core import ParameterSource
 
-from server.flags import POSITIVE_AMOUNT, TEXT
+from server.flags import POSITIVE_AMOUNT, TEXT, flag
 from server.repeatable import Repeatable
 
 if TYPE_CHECKING:
@@ -53,16 +53,11 @@ class UpstreamSettings:
     token_file: Path | None = None
 
 
-def _flag(name: str, default: Any, what: str, **more: Any) -> Callable[[Any], Any]:
-    shown = default not in (None, ())
-    return click.option(f"--{name}", default=default, show_default=shown, show_envvar=True, help=what, **more)
-
-
 _PATH = click.Path(path_type=Path)
 _DEFAULTS = UpstreamSettings("")
 _FLAGS = (
-    _flag("upstream", None, "Batch for the server there instead of serving models.", metavar="HOST:PORT", type=TEXT),
-    _flag(
+    flag("upstream", None, "Batch for the server there instead of serving models.", metavar="HOST:PORT", type=TEXT),
+    flag(
         "upstream-model",
         (),
         "A model of its; by default all that it tells of.",
@@ -70,7 +65,7 @@ _FLAGS = (
         metavar="NAME",
         type=TEXT,
     ),
-    _flag(
+    flag(
         "upstream-unbatched",
         (),
         "A model to pass requests on one by one for.",
@@ -78,12 +73,12 @@ _FLAGS = (
         metavar="NAME",
         type=TEXT,
     ),
-    _flag("upstream-batches", _DEFAULTS.batches, "Batches of a model under way.", type=click.IntRange(1, 1024)),
-    _flag("upstream-calls", _DEFAULTS.calls, "The same where nothing is batched.", type=click.IntRange(1, 1024)),
-    _flag("upstream-connections", _DEFAULTS.connections, "Connections to it.", type=click.IntRange(1, 64)),
-    _flag("upstream-timeout-secs", _DEFAULTS.timeout_secs, "Longest time that it may take.", type=POSITIVE_AMOUNT),
-    _flag("upstream-health-secs", _DEFAULTS.health_secs, "How often to ask how it is.", type=POSITIVE_AMOUNT),
-    _flag(
+    flag("upstream-batches", _DEFAULTS.batches, "Batches of a model under way.", type=click.IntRange(1, 1024)),
+    flag("upstream-calls", _DEFAULTS.calls, "The same where nothing is batched.", type=click.IntRange(1, 1024)),
+    flag("upstream-connections", _DEFAULTS.connections, "Connections to it.", type=click.IntRange(1, 64)),
+    flag("upstream-timeout-secs", _DEFAULTS.timeout_secs, "Longest time that it may take.", type=POSITIVE_AMOUNT),
+    flag("upstream-health-secs", _DEFAULTS.health_secs, "How often to ask how it is.", type=POSITIVE_AMOUNT),
+    flag(
         "upstream-header",
         (),
         "A header to pass on; requests that differ in it share no batch. '' alone: none. By default authorization, "
@@ -91,21 +86,19 @@ _FLAGS = (
         cls=Repeatable,
         metavar="NAME",
     ),
-    _flag(
+    flag(
         "upstream-trace-header",
         _DEFAULTS.tracing_headers,
         "A header to pass on where all of a batch have the same. '' alone: none.",
         cls=Repeatable,
         metavar="NAME",
     ),
-    _flag("upstream-use-ssl", False, "Whether to speak TLS to it.", type=bool),
-    _flag(
-        "upstream-root-cert", None, "Who signs its certificate, PEM; by default who is known everywhere.", type=_PATH
-    ),
-    _flag("upstream-client-cert", None, "Certificate to show to it, PEM.", type=_PATH),
-    _flag("upstream-client-key", None, "Its key, PEM, without a password.", type=_PATH),
-    _flag("upstream-server-name", None, "What its certificate is for; by default the host.", metavar="NAME", type=TEXT),
-    _flag("upstream-token-file", None, "Token to show to it, alone in a file.", type=_PATH),
+    flag("upstream-use-ssl", False, "Whether to speak TLS to it.", type=bool),
+    flag("upstream-root-cert", None, "Who signs its certificate, PEM; by default who is known everywhere.", type=_PATH),
+    flag("upstream-client-cert", None, "Certificate to show to it, PEM.", type=_PATH),
+    flag("upstream-client-key", None, "Its key, PEM, without a password.", type=_PATH),
+    flag("upstream-server-name", None, "What its certificate is for; by default the host.", metavar="NAME", type=TEXT),
+    flag("upstream-token-file", None, "Token to show to it, alone in a file.", type=_PATH),
 )
 
 
@@ -119,8 +112,8 @@ def upstream_flags(command: Callable[..., None]) -> Callable[..., None]:
             _check_none_given(own)
         command(upstream=_settings(own, has_tokens=given["grpc_token_file"] is not None), **given)
 
-    for flag in reversed(_FLAGS):
-        serve = flag(serve)
+    for one in reversed(_FLAGS):
+        serve = one(serve)
     return serve
 
 
