@@ -219,7 +219,7 @@ def _load_version(
         file = _model_file(folder, version, config)
         libraries = _op_libraries(folder, version, config)
         rows = batching.max_batch_rows if batching else defaults.max_batch_rows
-        source = model_source(config, folder.name, file, defaults.parameters, libraries, rows)
+        source = model_source(config, file, defaults.parameters, libraries, rows)
         if folder.files is not None:
             source = replace(source, files=folder.files)
         opened = backend.open(source, devices[0])

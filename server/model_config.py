@@ -95,7 +95,6 @@ def instance_groups(config: pb.ModelConfig) -> tuple[InstanceGroup, ...]:
 
 def model_source(
     config: pb.ModelConfig,
-    name: str,
     path: Path,
     parameters: Mapping[str, str] | None = None,
     op_libraries: tuple[Path, ...] = (),
@@ -107,7 +106,7 @@ def model_source(
     largest_rows = max(0, config.max_batch_size) or (0 if is_complete(config) else default_rows)
     accelerators = config.optimization.execution_accelerators
     return ModelSource(
-        name=name,
+        name=config.name,
         path=path,
         declared=declared_spec(config),
         parameters={

@@ -161,6 +161,7 @@ def test_instance_groups_nonsense_is_refused(text: str, fault: str) -> None:
 
 def test_model_source_carries_parameters_level_and_accelerators_in_order() -> None:
     text = """
+        name: "m"
         parameters { key: "intra_op_thread_count" value { string_value: "2" } }
         optimization {
           graph { level: -1 }
@@ -170,7 +171,7 @@ def test_model_source_carries_parameters_level_and_accelerators_in_order() -> No
           }
         }
     """
-    source = model_source(config(text), "m", Path("x.onnx"))
+    source = model_source(config(text), Path("x.onnx"))
     assert (source.name, source.path, source.graph_level) == ("m", Path("x.onnx"), -1)
     assert source.parameters == {"intra_op_thread_count": "2"}
     assert source.accelerators == (("cuda", {"k": "v"}),)
@@ -178,7 +179,7 @@ def test_model_source_carries_parameters_level_and_accelerators_in_order() -> No
 
 
 def test_model_source_of_an_empty_configuration_says_nothing() -> None:
-    source = model_source(config(""), "m", Path("x.onnx"))
+    source = model_source(config(""), Path("x.onnx"))
     assert (source.declared, source.parameters, source.graph_level, source.accelerators) == (None, {}, None, ())
 
 
@@ -189,7 +190,7 @@ TENSORS = (
 
 @pytest.mark.parametrize(("rows", "lead"), [(0, ()), (4, (-1,))])
 def test_model_source_declares_tensors_with_their_batch_axis(rows: int, lead: tuple[int, ...]) -> None:
-    source = model_source(config(f"max_batch_size: {rows} {TENSORS}"), "m", Path("x"))
+    source = model_source(config(f"max_batch_size: {rows} {TENSORS}"), Path("x"))
     assert source.declared == ModelSpec(
         (TensorSpec("a", "FP32", (*lead, 2)),), (TensorSpec("b", "BYTES", (*lead, -1)),)
     )
@@ -206,7 +207,7 @@ def test_model_source_declares_tensors_as_the_model_has_them() -> None:
         output { name: "b" data_type: TYPE_FP32 dims: [ 2 ] }
         batch_output { target_name: "a" kind: BATCH_SCATTER_WITH_INPUT_SHAPE source_input: "b" }
     """
-    assert model_source(config(text), "m", Path("x")).declared == ModelSpec(
+    assert model_source(config(text), Path("x")).declared == ModelSpec(
         (
             TensorSpec("a", "FP32", (-1, 2, 2)),
             TensorSpec("b", "FP32", (-1,)),
@@ -219,16 +220,16 @@ def test_model_source_declares_tensors_as_the_model_has_them() -> None:
 
 @pytest.mark.parametrize("tensors", [TENSORS.partition("output")[0], "output" + TENSORS.partition("output")[2]])
 def test_model_source_declares_nothing_unless_inputs_and_outputs_are_given(tensors: str) -> None:
-    assert model_source(config(tensors), "m", Path("x")).declared is None
+    assert model_source(config(tensors), Path("x")).declared is None
 
 
 @pytest.mark.parametrize("data_type", ["", "data_type: TYPE_INVALID"])
 def test_model_source_declares_nothing_if_a_tensor_has_no_datatype(data_type: str) -> None:
     text = f'input {{ name: "a" {data_type} dims: [ 1 ] }} output {{ name: "b" data_type: TYPE_FP32 dims: [ 1 ] }}'
-    assert model_source(config(text), "m", Path("x")).declared is None
+    assert model_source(config(text), Path("x")).declared is None
 
 
 def test_model_source_tensor_of_a_datatype_that_is_none_is_refused() -> None:
     text = 'input { name: "a" data_type: 77 dims: [ 1 ] } output { name: "b" data_type: TYPE_FP32 dims: [ 1 ] }'
     with pytest.raises(ConfigError, match=r"^input 'a': expected a data_type, got 77$"):
-        model_source(config(text), "m", Path("x"))
+        model_source(config(text), Path("x"))
