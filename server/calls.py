@@ -13,7 +13,7 @@ from typing import NamedTuple
 from protos import inference_pb2 as pb
 from scheduler.policy import NEVER
 from server.answering import Context
-from server.errors import InvalidRequest, StartError
+from server.errors import InvalidRequest
 from server.parameters import is_reserved
 from server.restrictions import HEADER_PREFIX
 
@@ -110,16 +110,11 @@ def _can_be_sent(value: str | bytes) -> bool:
 
 
 class HeaderForwarding:
-    """Which headers of a call become parameters of its requests: those in whose names `pattern` occurs. The names that
-    gRPC hands over are in lower case. Raises StartError if `pattern` is no regular expression."""
+    """Which headers of a call become parameters of its requests: those in whose names `pattern`, a regular expression,
+    occurs. The names that gRPC hands over are in lower case."""
 
     def __init__(self, pattern: str) -> None:
-        try:
-            self._pattern = re.compile(pattern)
-        except re.error as error:
-            raise StartError(
-                f"--grpc-header-forward-pattern: expected a regular expression, got '{pattern}': {error}"
-            ) from None
+        self._pattern = re.compile(pattern)
 
     def headers(self, context: Context) -> dict[str, str]:
         """The headers to forward; one that comes several times joined by commas, as gRPC has it, and those of bytes

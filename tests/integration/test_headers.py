@@ -7,9 +7,7 @@ from pathlib import Path
 import grpc
 import pytest
 
-from server.app import Server
 from server.config import Settings
-from server.errors import StartError
 from tests.integration.scripted import Script, mark_of, request
 from tests.integration.serving import Served, failure_of, serving
 from tests.integration.streams import Stream
@@ -41,8 +39,3 @@ async def test_headers_forwarded_are_checked_as_parameters_are(tmp_path: Path) -
         assert await failure_of(served.stub.ModelInfer(request(1), metadata=RESERVED, timeout=20)) == REFUSED
         stream = Stream(served, metadata=RESERVED)
         assert (await stream.rest(), await stream.status()) == ([], REFUSED)
-
-
-def test_headers_pattern_that_is_none_keeps_the_server_from_starting(tmp_path: Path) -> None:
-    with pytest.raises(StartError, match="--grpc-header-forward-pattern"):
-        Server(Settings(paths=(tmp_path,), grpc_header_forward_pattern="*"))
