@@ -135,15 +135,14 @@ def open_session(
         graphs = streams is not None and options.cuda_graphs and options.tensorrt is None
         if graphs:
             try:
-                session = _session(str(path), session_options(options), options, device, streams)
+                session = _session(str(path), options, device, streams)
             except LoadError as error:
                 if not _NOT_CAPTURED.search(str(error)):
                     raise
                 _log.warning("model '%s' runs without CUDA graphs: %s", name, error)
             else:
                 return OpenSession(session, streams, graphs)
-        plain = without_graphs(options)
-        return OpenSession(_session(str(path), session_options(plain), plain, device, streams), streams)
+        return OpenSession(_session(str(path), without_graphs(options), device, streams), streams)
     except (DeviceError, LoadError) as error:
         raise LoadError(f"model '{name}': can't open '{path}': {error}") from error
 
@@ -163,16 +162,13 @@ def memory_names(session: ort.InferenceSession) -> tuple[dict[str, str], dict[st
 
 def probe_cuda(device: Device, options: OnnxOptions) -> None:
     """Find out whether a session can be had on `device`; LoadError saying why not."""
-    _session(PROBE_MODEL, session_options(options), options, device)
+    _session(PROBE_MODEL, options, device)
 
 
 def _session(
-    model: str | bytes,
-    made: ort.SessionOptions,
-    options: OnnxOptions,
-    device: Device,
-    streams: Streams | None = None,
+    model: str | bytes, options: OnnxOptions, device: Device, streams: Streams | None = None
 ) -> ort.InferenceSession:
+    made = session_options(options)
     providers: list[Any] = [_CPU]
     stream: dict[str, str] = {}
     if device.kind is DeviceKind.GPU:
