@@ -23,15 +23,13 @@ from backends.ragged import as_the_model_sees
 from backends.staging import DType, OutputPool, Shape
 from protos.datatypes import by_name
 
-__all__ = ["Bound", "Shape", "Shared", "StagedTensor", "why_not_staged"]
+__all__ = ["Bound", "Shared", "StagedTensor", "why_not_staged"]
 
 _log = logging.getLogger("paceline.backends.onnx")
 
 
 def why_not_staged(opened: OpenSession, spec: ModelSpec) -> str:
     """Why batches of `spec` have to go the plain way; "" if they needn't."""
-    if opened.streams is None:
-        return "its device is the CPU"
     if not spec.by_rows:
         return "it has tensors that are more than rows"
     texts = [tensor.name for tensor in (*spec.inputs, *spec.outputs) if tensor.datatype == "BYTES"]
