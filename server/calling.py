@@ -10,31 +10,19 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from server.answering import Context, answering
-from server.calls import (
-    NOTHING_SENT,
-    HeaderForwarding,
-    HeaderPassing,
-    Sent,
-    TraceParent,
-    add_headers,
-    deadline_of,
-    traceparent_of,
-)
+from server.calls import NOTHING_SENT, HeaderForwarding, HeaderPassing, add_headers, deadline_of, traceparent_of
 from server.codec import AnyResponse
+from server.in_flight import Call, Finishing
 from server.wire_request import AnyRequest, message_of
 
 __all__ = ["Calling", "Infers"]
 
 
-class Infers(Protocol):
+class Infers(Finishing, Protocol):
     """Whoever has the steps of a request, or hands it to whoever has."""
 
     @property
     def reads_parents(self) -> bool: ...
-
-    async def infer(
-        self, request: AnyRequest, deadline_ns: int, parent: TraceParent | None, sent: Sent
-    ) -> AnyResponse: ...
 
 
 class Calling:
@@ -57,4 +45,4 @@ class Calling:
             add_headers(request, self._forwarding.headers(context))
         parent = traceparent_of(context) if self._inference.reads_parents else None
         sent = self._passing.sent(context) if self._passing is not None else NOTHING_SENT
-        return await self._inference.infer(request, deadline_of(context), parent, sent)
+        return await Call(self._inference, request, deadline_of(context), parent, sent).response()

@@ -23,7 +23,7 @@ from server.shortcuts import Envelope
 from server.watching import RequestWatch
 from server.wire_request import AnyRequest
 
-__all__ = ["Call", "InFlight", "follow"]
+__all__ = ["Call", "Finishing", "InFlight", "follow"]
 
 _log = logging.getLogger("paceline.server.inference")
 

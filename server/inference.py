@@ -20,11 +20,10 @@ from protos import inference_pb2 as pb
 from scheduler.observer import Drop
 from scheduler.pending import Pending
 from server.batch_facts import tell_facts, told_facts
-from server.calls import NOTHING_SENT, Sent, TraceParent, leaves_by
-from server.codec import AnyResponse
+from server.calls import leaves_by
 from server.decoded import DecodedRequest
 from server.errors import ServerStopping
-from server.in_flight import Call, InFlight, follow
+from server.in_flight import InFlight, follow
 from server.log import debugging
 from server.passing import NOTHING_CARRIED, Carried, carried_by
 from server.quiet import until_quiet
@@ -33,7 +32,7 @@ from server.short_way import AlikeRequests
 from server.submitting import submit, submit_alike, submit_remote
 from server.tracing import Tracer
 from server.watching import RequestWatch
-from server.wire_request import AnyRequest, WireRequest
+from server.wire_request import WireRequest
 
 __all__ = ["AnyPending", "Inference", "encode"]
 
@@ -64,21 +63,6 @@ class Inference:
     def reads_parents(self) -> bool:
         """Whether the `parent` of a request makes any difference; if not, nobody needs to look for it."""
         return self._spans is not None
-
-    # hot path: see bench/
-    async def infer(
-        self,
-        request: AnyRequest,
-        rpc_deadline_ns: int,
-        parent: TraceParent | None = None,
-        sent: Sent = NOTHING_SENT,
-    ) -> AnyResponse:
-        """The answer to `request`, whose caller gives up at `rpc_deadline_ns` on the monotonic clock, and traces it as
-        part of `parent`. `sent` are headers for another server, should one execute it.
-
-        Cancelling it takes the request out of the queue. Raises what `server.errors` has a status for.
-        """
-        return await Call(self, request, rpc_deadline_ns, parent, sent).response()
 
     # hot path: see bench/
     def announce(self, flight: InFlight) -> None:

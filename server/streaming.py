@@ -33,7 +33,7 @@ from server.calls import (
     traceparent_of,
 )
 from server.errors import InvalidRequest
-from server.in_flight import InFlight
+from server.in_flight import Finishing, InFlight
 from server.parameters import CANCEL, UNORDERED
 from server.shortcuts import Envelope
 from server.wire_request import AnyRequest, WireRequest, message_of
@@ -62,17 +62,11 @@ _ENVELOPE = Envelope(
 """What every answer travels in, and what is in every one."""
 
 
-class Inferring(Protocol):
+class Inferring(Finishing, Protocol):
     """The steps of a request, as `server.inference` has them, or a process that hands them on."""
 
     @property
     def reads_parents(self) -> bool: ...
-
-    def announce(self, flight: InFlight) -> None: ...
-
-    def finish(self, flight: Any) -> None: ...
-
-    def give_up(self, flight: Any) -> None: ...
 
     def check_serving(self) -> None: ...
 

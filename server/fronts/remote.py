@@ -27,7 +27,7 @@ from server.errors import ServerError, ServerStopping
 from server.fronts import protocol
 from server.fronts.calls import Aborted
 from server.fronts.catalogue import LookUp, Model
-from server.in_flight import Call, InFlight, follow
+from server.in_flight import InFlight, follow
 from server.parameters import NO_PARAMETERS, RequestParameters
 from server.passing import carried_by
 from server.wire_request import AnyRequest, WireRequest
@@ -174,21 +174,6 @@ class RemoteInference:
         self._replies = replies
         self._models = models
         self.serving = self.reads_parents = False
-
-    # hot path: see bench/
-    async def infer(
-        self,
-        request: AnyRequest,
-        rpc_deadline_ns: int,
-        parent: TraceParent | None = None,
-        sent: Sent = NOTHING_SENT,
-    ) -> AnyResponse:
-        """The answer to `request`, whose caller gives up at `rpc_deadline_ns` on the monotonic clock. `sent` are
-        headers for another server, should one execute it.
-
-        Cancelling it takes the request back. Raises what `server.errors` has a status for.
-        """
-        return await Call(self, request, rpc_deadline_ns, parent, sent).response()
 
     # hot path: see bench/
     def announce(self, flight: InFlight) -> None:

@@ -28,7 +28,7 @@ from server.repository import Repository
 from server.wire_request import AnyRequest, RequestReader, WireRequest
 from tests.integration.scripted import Script, mark_of, request, totals
 from tests.integration.serving import Served, serving, write_model
-from tests.integration.test_announced import Context
+from tests.integration.test_announced import Context, called
 from tests.unit.server.found import find_models
 
 TEXT = "max_batch_size: 32 dynamic_batching { }"
@@ -59,7 +59,7 @@ class Sender:
         """Have requests like these known, so that the next ones go the short way."""
         for _ in range(3):
             for one in requests:
-                await self.served.server._inference.infer(one, NEVER)
+                await called(self.served.server._inference, one)
 
     async def stream(self, *requests: AnyRequest | Exception) -> list[pb.ModelStreamInferResponse]:
         context = Context(requests)
@@ -159,7 +159,7 @@ async def test_calls_and_streams_share_batches_and_each_gets_answers_of_its_kind
         await sender.learn(sender.of(0))
         await sender.stream(*(sender.of(0) for _ in range(8)))  # so that the batcher waits for company
         script.seen.clear()
-        calls = [asyncio.create_task(served.server._inference.infer(sender.of(mark), NEVER)) for mark in range(3)]
+        calls = [asyncio.create_task(called(served.server._inference, sender.of(mark))) for mark in range(3)]
         answers = await sender.stream(*(sender.of(mark) for mark in range(3, 6)))
         assert [mark for _, mark in _marks(answers)] == [3, 4, 5]
         for mark, call in enumerate(calls):
@@ -197,8 +197,8 @@ async def test_a_deadline_that_can_not_be_kept_is_its_own_alone(tmp_path: Path, 
         sender = Sender(served)
         await sender.learn(sender.of(0))
         await sender.stream(*(sender.of(0) for _ in range(8)))
-        infer = served.server._inference.infer
-        calls = [infer(sender.of(mark), NEVER if mark % 2 else 1) for mark in range(6)]
+        inference = served.server._inference
+        calls = [called(inference, sender.of(mark), NEVER if mark % 2 else 1) for mark in range(6)]
         done = await asyncio.gather(*calls, return_exceptions=True)
         for mark, answer in enumerate(done):
             if mark % 2:
@@ -215,8 +215,7 @@ async def test_cancelled_ones_are_not_executed_and_the_others_are(tmp_path: Path
         await sender.learn(sender.of(0))
         await sender.stream(*(sender.of(0) for _ in range(8)))  # so that the batcher waits for company
         script.seen.clear()
-        infer = served.server._inference.infer
-        calls = [asyncio.create_task(infer(sender.of(mark), NEVER)) for mark in range(6)]
+        calls = [asyncio.create_task(called(served.server._inference, sender.of(mark))) for mark in range(6)]
         await asyncio.sleep(0)
         calls[1].cancel()
         calls[4].cancel()
@@ -250,9 +249,9 @@ async def test_requests_that_can_not_be_submitted_together_are_submitted_one_by_
         return one
 
     for _ in range(3):
-        await inference.infer(of(0), NEVER)
+        await called(inference, of(0))
     script.seen.clear()
-    answers = await asyncio.gather(*(inference.infer(of(mark), NEVER) for mark in (1, 2, 3)))
+    answers = await asyncio.gather(*(called(inference, of(mark)) for mark in (1, 2, 3)))
     told = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
     assert told == ["requests can't be submitted together"]
     assert [mark_of(pb.ModelInferResponse.FromString(serialized(one))) for one in answers] == [1, 2, 3]

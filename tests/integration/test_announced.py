@@ -15,11 +15,13 @@ from grpc.aio import EOF  # type: ignore[attr-defined]
 
 from protos import inference_pb2 as pb
 from scheduler.policy import NEVER
+from server.calls import NOTHING_SENT
+from server.codec import AnyResponse
 from server.decoded import DecodedRequest
 from server.errors import ModelNotFound
 from server.handlers import serialized
-from server.in_flight import Call
-from server.wire_request import RequestReader
+from server.in_flight import Call, Finishing
+from server.wire_request import AnyRequest, RequestReader
 from tests.integration.scripted import Script, mark_of, request, totals
 from tests.integration.serving import serving
 from tests.polling import eventually_async
@@ -62,6 +64,11 @@ class Endless(Context):
         return request
 
 
+async def called(inference: Finishing, request: AnyRequest, deadline_ns: int = NEVER) -> AnyResponse:
+    """The answer to a request with a call of its own."""
+    return await Call(inference, request, deadline_ns, None, NOTHING_SENT).response()
+
+
 def _alive(kind: type) -> int:
     return sum(isinstance(one, kind) for one in gc.get_objects())
 
@@ -70,7 +77,7 @@ async def test_call_cancelled_before_it_is_started_is_counted_once_and_not_execu
     tmp_path: Path, script: Script
 ) -> None:
     async with serving(tmp_path, {"m": script.model}, config=TEXT) as served:
-        call = asyncio.create_task(served.server._inference.infer(request(1), NEVER))
+        call = asyncio.create_task(called(served.server._inference, request(1)))
         await asyncio.sleep(0)
         call.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -86,7 +93,7 @@ async def test_call_cancelled_in_the_queue_has_left_it_at_once(tmp_path: Path, s
         gate = script.hold(1)
         first = asyncio.create_task(served.infer(request(1)))
         await asyncio.to_thread(gate.wait_entered, 1)
-        call = asyncio.create_task(served.server._inference.infer(request(2), NEVER))
+        call = asyncio.create_task(called(served.server._inference, request(2)))
         await asyncio.sleep(0)
         assert served.waiting("m") == 1
         call.cancel()
@@ -104,14 +111,14 @@ async def test_call_that_is_refused_when_it_is_started_leaves_nothing_behind(tmp
         try:
             refused = request(1, 100)
             with pytest.raises(Exception, match="expected a batch of 1 to 32 rows") as raised:
-                await served.server._inference.infer(refused, NEVER)
+                await called(served.server._inference, refused)
             left = weakref.ref(raised.value)
             del raised
             assert left() is None
         finally:
             gc.enable()
         with pytest.raises(ModelNotFound):
-            await served.server._inference.infer(request(1, model="nosuch"), NEVER)
+            await called(served.server._inference, request(1, model="nosuch"))
 
 
 async def test_request_of_a_stream_taken_back_before_it_is_started_is_answered_so(
@@ -159,7 +166,7 @@ async def test_requests_that_arrived_before_an_unload_or_a_stop_are_answered(
     async with serving(tmp_path, {"m": script.model}, config=TEXT) as served:
         # So that the batcher waits for company.
         await served.server._streaming.ModelStreamInfer(None, Context(map(request, range(8))))
-        calls = [asyncio.create_task(served.server._inference.infer(request(mark), NEVER)) for mark in range(3)]
+        calls = [asyncio.create_task(called(served.server._inference, request(mark))) for mark in range(3)]
         await asyncio.sleep(0)
         if end == "unload":
             await served.server.repository.unload("m")
@@ -181,9 +188,8 @@ async def test_refused_request_whose_caller_has_gone_keeps_nothing_of_those_that
         gc.disable()
         others = _alive(Call)
         try:
-            infer = served.server._inference.infer
-            calls = [asyncio.create_task(infer(request(mark), NEVER)) for mark in range(3)]
-            refused = asyncio.create_task(infer(request(9, 100), NEVER))
+            calls = [asyncio.create_task(called(served.server._inference, request(mark))) for mark in range(3)]
+            refused = asyncio.create_task(called(served.server._inference, request(9, 100)))
             await asyncio.sleep(0)
             refused.cancel()
             await asyncio.wait([*calls, refused])
