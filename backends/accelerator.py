@@ -87,10 +87,6 @@ class Accelerator(Protocol):
     def memory_name(self) -> str:
         """What ONNX Runtime calls memory of the device, as opposed to the host's."""
 
-    @property
-    def allocations(self) -> int:
-        """How often memory was allocated, on either side, since the beginning."""
-
     def enter(self) -> None:
         """Make the calling thread ready for this device."""
 

@@ -9,7 +9,6 @@ the interpreter back beside a busy event loop may take half a millisecond each t
 from __future__ import annotations
 
 import ctypes
-import threading
 import weakref
 from typing import Any
 
@@ -148,8 +147,6 @@ class CudaAccelerator:
         self, driver: Any, index: int, ort_device: tuple[str, int] | None = None, memory_name: str = "Cuda"
     ) -> None:
         self._device = _Device(driver, index)
-        self._lock = threading.Lock()
-        self.allocations = 0
         self.gpu = index
         self.ort_device = ort_device or ("cuda", index)
         self.memory_name = memory_name
@@ -162,11 +159,9 @@ class CudaAccelerator:
             self._device.call("cuCtxSynchronize")
 
     def host_memory(self, size_bytes: int) -> _HostMemory:
-        self._count()
         return _HostMemory(self._device, size_bytes)
 
     def device_memory(self, size_bytes: int) -> _DeviceMemory:
-        self._count()
         return _DeviceMemory(self._device, size_bytes)
 
     def stream(self) -> Stream:
@@ -174,10 +169,6 @@ class CudaAccelerator:
 
     def event(self) -> Event:
         return _Event(self._device)
-
-    def _count(self) -> None:
-        with self._lock:
-            self.allocations += 1
 
 
 def accelerator_of(device: Device) -> CudaAccelerator | None:

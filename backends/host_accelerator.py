@@ -78,7 +78,8 @@ class HostAccelerator:
     gpu = 0
 
     def __init__(self, memory_name: str = "Cpu") -> None:
-        """With another `memory_name`, no model has a tensor on the device: all are in the host's memory."""
+        """With another `memory_name`, no model has a tensor on the device: all are in the host's memory. `allocations`
+        counts those of memory."""
         self.memory_name = memory_name
         self._lock = threading.RLock()
         self.allocations = 0
