@@ -54,21 +54,13 @@ class MemoryModel:
         self.latency = latency
         self.gate = Gate()
         self.faults = Faults()
-        self._spec = spec
+        self.spec = spec
         self._compute = compute
         self._wait = wait
-        self._platform = platform
+        self.platform = platform
         self._batches: deque[tuple[int, ...]] = deque(maxlen=10_000)  # of days under load the end is enough
         self._instances: list[MemoryInstance] = []
-        self._closed = False
-
-    @property
-    def spec(self) -> ModelSpec:
-        return self._spec
-
-    @property
-    def platform(self) -> str:
-        return self._platform
+        self.closed = False
 
     @property
     def batches(self) -> list[tuple[int, ...]]:
@@ -80,17 +72,13 @@ class MemoryModel:
         """Instances made and not yet closed."""
         return sum(not instance.closed for instance in self._instances)
 
-    @property
-    def closed(self) -> bool:
-        return self._closed
-
     def instance(self, spec: ModelSpec, device: Device) -> MemoryInstance:
         instance = MemoryInstance(self, spec, device)
         self._instances.append(instance)
         return instance
 
     def close(self) -> None:
-        self._closed = True
+        self.closed = True
 
     def record(self, rows: Sequence[int]) -> None:
         """Note that a batch began (an instance's business)."""
@@ -112,19 +100,11 @@ class MemoryInstance:
         self._model = model
         self._rows_of = row_counter(spec)
         self._run_batch = batch_runner(spec)
-        self._device = device
-        self._closed = False
-
-    @property
-    def device(self) -> Device:
-        return self._device
-
-    @property
-    def closed(self) -> bool:
-        return self._closed
+        self.device = device
+        self.closed = False
 
     def execute(self, requests: Sequence[Tensors], padded_rows: int = 0) -> Execution:
-        if self._closed:
+        if self.closed:
             raise ExecutionError("the instance is closed")
         rows = self._rows_of(requests)
         self._model.record(rows)
@@ -132,7 +112,7 @@ class MemoryInstance:
         return self._run_batch(requests, lambda inputs: self._model.run(inputs, total), padded_rows)
 
     def close(self) -> None:
-        self._closed = True
+        self.closed = True
 
 
 class MemoryBackend:

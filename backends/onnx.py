@@ -136,6 +136,8 @@ class OnnxModel:
     own, because a session computes on one stream, where a second instance's kernels could only queue.
     """
 
+    platform = "onnxruntime_onnx"
+
     def __init__(self, source: ModelSource, device: Device, opener: Opener) -> None:
         self._name = name = source.name
         self._files, self._keeps_files = source.files, False
@@ -143,22 +145,14 @@ class OnnxModel:
         self._sessions = {device: opener.open(device)}
         found = find_spec(name, opener.path, self._sessions[device].session, source.declared)
         found.tell(name)
-        self._spec = found.spec
+        self.spec = found.spec
         self.rounds_by = found.rounds_by
 
-    @property
-    def spec(self) -> ModelSpec:
-        return self._spec
-
-    @property
-    def platform(self) -> str:
-        return "onnxruntime_onnx"
-
     def try_rows(self, supervise: Supervise = directly) -> Trial:
-        return try_model(self._spec, self._opener.options, self._untrusting, supervise)
+        return try_model(self.spec, self._opener.options, self._untrusting, supervise)
 
     def instance(self, spec: ModelSpec, device: Device) -> OnnxInstance | StagedInstance:
-        check_served(self._name, spec, self._spec)
+        check_served(self._name, spec, self.spec)
         opened, options = self._session(device), self._opener.options
         if opened.streams is None:
             return OnnxInstance(opened, spec, device, options)

@@ -36,17 +36,13 @@ class OnnxInstance:
         self._open: OpenSession | None = opened
         self._streams = opened.streams
         self._spec = spec
-        self._device = device
+        self.device = device
         self._inputs = [*spec.inputs, *batch_input_tensors(spec)]
         self.input_names = [tensor.name for tensor in self._inputs]
         self.output_names = [tensor.name for tensor in spec.outputs]
         self._run_options = run_options(options, device)
         self._run_batch = batch_runner(spec)
         self._run = self._runner()
-
-    @property
-    def device(self) -> Device:
-        return self._device
 
     def execute(self, requests: Sequence[Tensors], padded_rows: int = 0) -> Execution:
         if self._streams is not None:

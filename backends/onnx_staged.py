@@ -62,24 +62,16 @@ class StagedInstance:
         options: OnnxOptions,
         reopen: Callable[[], OpenSession],
     ) -> None:
-        self._device = device
+        self.device = device
         self._shared = Shared(name, opened, spec, device, options, reopen)
-        self._slots = tuple(StagedSlot(self._shared, device) for _ in range(_SLOTS))
-
-    @property
-    def device(self) -> Device:
-        return self._device
-
-    @property
-    def slots(self) -> Sequence[Slot]:
-        return self._slots
+        self.slots: Sequence[Slot] = tuple(StagedSlot(self._shared, device) for _ in range(_SLOTS))
 
     def execute(self, requests: Sequence[Tensors], padded_rows: int = 0) -> Execution:
         """In the first slot."""
-        return self._slots[0].execute(requests, padded_rows)
+        return self.slots[0].execute(requests, padded_rows)
 
     def close(self) -> None:
-        for slot in self._slots:
+        for slot in self.slots:
             slot.close()
         self._shared.close()
 
@@ -89,7 +81,7 @@ class StagedSlot:
 
     def __init__(self, shared: Shared, device: Device) -> None:
         self._shared = shared
-        self._device = device
+        self.device = device
         self._home = Home()
         accelerator = shared.accelerator
         self._copied_in, self._computed, self._copied_out = (accelerator.event() for _ in range(3))
@@ -104,10 +96,6 @@ class StagedSlot:
         self._given: list[Growing[Memory]] = [Growing(accelerator.device_memory, forget) for _ in shared.inputs]
         self._taken: list[Growing[Memory]] = [Growing(accelerator.device_memory, forget) for _ in shared.outputs]
         self._capturing_thread = 0
-
-    @property
-    def device(self) -> Device:
-        return self._device
 
     @property
     def gpu(self) -> int | None:

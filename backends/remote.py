@@ -177,16 +177,8 @@ class RemoteModel:
         self.server = server
         self.name = name
         self.version = version
-        self._spec = spec
-        self._platform = platform
-
-    @property
-    def spec(self) -> ModelSpec:
-        return self._spec
-
-    @property
-    def platform(self) -> str:
-        return self._platform
+        self.spec = spec
+        self.platform = platform
 
     def instance(self, number: int) -> RemoteInstance:
         """That of this number, of those that send a batch each at the same time."""
@@ -202,10 +194,7 @@ class RemoteInstance:
     def __init__(self, model: RemoteModel, number: int) -> None:
         self._model = model
         self._connection = number
-
-    @property
-    def device(self) -> Device:
-        return Device()
+        self.device = Device()
 
     async def execute(self, requests: Sequence[RemoteRequest], padded_rows: int = 0) -> Execution:
         """Send `requests` as one batch and take the answer apart. The call has the latest deadline among theirs.

@@ -182,7 +182,7 @@ def test_graphs_are_captured_and_replayed_with_other_data_and_sizes(
                 slot.prepare([floats(rng, 1, 64)], size)
     assert not caplog.records
     assert pair.gpu._shared.graphs
-    graphs = [bound.graph for slot in pair.gpu._slots for bound in slot._bindings.values()]
+    graphs = [bound.graph for slot in pair.gpu.slots for bound in slot._bindings.values()]
     assert len(set(graphs)) == 6
     assert NO_GRAPH not in graphs
     for _ in range(50):
@@ -513,7 +513,7 @@ def test_computation_is_queued_and_not_waited_for(
     if not hasattr(driver, "stand_in_pending") or os.environ.get("STAND_IN_SEED"):
         pytest.skip("only a stand-in that is always late tells whether anybody waits")
     pair = Pair(tmp_path, models.mlp((64, 256, 16)), MLP, accelerator, accelerators)
-    slot = pair.gpu._slots[0]
+    slot = pair.gpu.slots[0]
     requests = [floats(np.random.default_rng(1), 4, 64)]
     slot.prepare(requests, 4)
 
