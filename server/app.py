@@ -207,7 +207,7 @@ class Server:
         self._why_closed = "starting"
         self._was_ready = False
         self._front: _Front = self._fronts() or Listener(settings, self._service.add_to, self._streaming.close)
-        self._metrics.add_limits(self._limits())
+        self._metrics.add_collector(self._limits())
         self.grpc_port = 0
 
     @property
@@ -360,7 +360,7 @@ class Server:
         if self._endpoint is None or not self._settings.allow_gpu_metrics:
             return
         try:
-            self._metrics.add_gpus(await asyncio.to_thread(lambda: GpuCollector(open_nvml())))
+            self._metrics.add_collector(await asyncio.to_thread(lambda: GpuCollector(open_nvml())))
         except DeviceError as error:
             _log.debug("no metrics of GPUs: %s", error)
 

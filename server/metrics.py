@@ -18,10 +18,8 @@ from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 from server.exposition import exposition
-from server.gpu_metrics import GpuCollector
 from server.host_metrics import HostCollector
 from server.log_output import lost_lines
-from server.metrics_limits import LimitCollector
 from server.model_statistics import DURATION_BOUNDS_NS, DurationHistogram, VersionStatistics
 
 __all__ = ["FrontsShown", "Metrics", "VersionMetrics", "WaitingRoom"]
@@ -163,13 +161,9 @@ class Metrics:
         """Show the processes that speak gRPC, where there are such."""
         self._registry.register(_FrontsCollector(fronts))
 
-    def add_limits(self, limits: LimitCollector) -> None:
-        """Show the server's limits."""
-        self._registry.register(limits)
-
-    def add_gpus(self, gpus: GpuCollector) -> None:
-        """Show the GPUs that models may use."""
-        self._registry.register(gpus)
+    def add_collector(self, collector: Collector) -> None:
+        """Show what it collects."""
+        self._registry.register(collector)
 
     def text(self) -> bytes:
         """Everything, in Prometheus' text format 0.0.4."""

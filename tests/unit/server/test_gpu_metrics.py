@@ -167,7 +167,7 @@ def test_families_are_tritons_and_energy_counts_from_the_start() -> None:
     library, clock = Library(), Clock()
     collector = GpuCollector(Nvml(library, [FIRST]), clock=clock)
     metrics = Metrics()
-    metrics.add_gpus(collector)
+    metrics.add_collector(collector)
     library.scale, clock.now_s = 3, 1.0
     assert shown(collector) == {
         ("nv_gpu_utilization", FIRST): 0.75,
