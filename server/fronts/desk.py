@@ -315,7 +315,7 @@ class Desk:
             response = await handler.unary_unary(handler.request_deserializer(data), CallContext(headers, deadline_ns))
             self._link.send((protocol.ANSWER, number, handler.response_serializer(response)))
         except Aborted as aborted:
-            self._link.send((protocol.ABORTED, number, aborted.code.value[0], aborted.text))
+            self._link.send((protocol.ABORTED, number, aborted.code.name, aborted.text))
         except Exception as error:  # noqa: BLE001 - the front's caller is owed an answer
             self.fail(number, error)
 

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import logging
 
-import grpc
-
 from backends.errors import UpstreamFailed, UpstreamRefused
 from backends.transport.link import FIRST_KIND
 from scheduler.errors import ExecutionFailed
@@ -38,7 +36,6 @@ __all__ = [
     "USAGE",
     "WHAT_IS_FULL",
     "packed_error",
-    "status_of_number",
     "unpacked_error",
 ]
 
@@ -61,7 +58,7 @@ STALE = FIRST_KIND + 10  # id; to SUBMIT, for a model that is gone
 FAILED = FIRST_KIND + 11  # id, and the `packed_error`; to SUBMIT and INFER
 ANSWER = FIRST_KIND + 12  # id, bytes of the response; to INFER and CALL
 PACKED = FIRST_KIND + 18  # id, parcel of the same; to INFER, where that is large
-ABORTED = FIRST_KIND + 13  # id, number of the status, text; to CALL
+ABORTED = FIRST_KIND + 13  # id, name of the status, text; to CALL
 END = FIRST_KIND + 14  # seconds of grace
 LOG = FIRST_KIND + 15  # pickled LogSettings
 LEAVE = FIRST_KIND + 17  # nothing: take no more connections, and tell those that are there to go
@@ -72,12 +69,7 @@ reads and makes, with others that are alike, as fast as it takes what a front ha
 WHAT_IS_FULL = "bytes of tensors on their way between processes (--frontend-memory-mb)"
 
 _log = logging.getLogger("paceline.server.fronts")
-_STATUSES = {code.value[0]: code for code in grpc.StatusCode}
 _BY_NAME = {kind.__name__: kind for kind in STATUS_OF}
-
-
-def status_of_number(number: int) -> grpc.StatusCode:
-    return _STATUSES[number]
 
 
 def packed_error(error: BaseException) -> tuple[str, str, str]:

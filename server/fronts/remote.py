@@ -14,6 +14,8 @@ from dataclasses import fields
 from operator import attrgetter
 from typing import Any, cast
 
+import grpc
+
 from backends.base import MISSING, Tensors
 from backends.transport.frames import Message
 from backends.transport.link import Link
@@ -137,7 +139,7 @@ class Replies:
         elif kind == protocol.FAILED:
             reply.set_exception(protocol.unpacked_error(*message[2:]))
         elif kind == protocol.ABORTED:
-            reply.set_exception(Aborted(protocol.status_of_number(message[2]), message[3]))
+            reply.set_exception(Aborted(grpc.StatusCode[message[2]], message[3]))
         return reply
 
     def _send_again(self, number: int) -> None:

@@ -46,7 +46,7 @@ async def link() -> AsyncIterator[tuple[Link, Replies]]:
 
     def refuse(messages: list[Message]) -> None:
         for _, number, rpc, *_ in messages:
-            engine.send((protocol.ABORTED, number, _STATUS.value[0], f"no {rpc}"))
+            engine.send((protocol.ABORTED, number, _STATUS.name, f"no {rpc}"))
 
     def tell(messages: list[Message]) -> None:
         for message in messages:
