@@ -71,7 +71,7 @@ class OnnxOptions:
     @property
     def cuda_graphs(self) -> bool:
         """Whether the CUDA provider is to capture graphs."""
-        return self.cuda.get(_CUDA_GRAPHS, "0").lower() in ("1", "true")
+        return self.cuda.get(_CUDA_GRAPHS) == "1"
 
 
 def without_graphs(options: OnnxOptions) -> OnnxOptions:
