@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import accumulate, repeat
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 from google.protobuf.message import DecodeError
@@ -90,7 +90,8 @@ def encode_request(
 ) -> bytes:
     """The serialized ModelInferRequest of `requests`, joined along axis 0. All agree in datatypes, trailing dimensions
     and in which inputs are MISSING. ExecutionError if it is too large for a message."""
-    message = _head(model, version, requests)
+    request_id = requests[0].id if len(requests) == 1 else ""
+    message = ModelInferRequest(model_name=model, model_version=version, id=request_id)
     extras = ModelInferRequest.FromString(requests[0].extras)
     message.parameters.MergeFrom(extras.parameters)
     of_input = {tensor.name: tensor for tensor in extras.inputs}
@@ -116,10 +117,6 @@ def encode_request(
     if size_bytes > _MOST_BYTES:
         raise ExecutionError(f"expected a batch of at most {_MOST_BYTES} bytes, got {size_bytes}: larger than messages")
     return b"".join(pieces)
-
-
-def _head(model: str, version: str, requests: Sequence[RemoteRequest]) -> ModelInferRequest:
-    return ModelInferRequest(model_name=model, model_version=version, id=requests[0].id if len(requests) == 1 else "")
 
 
 def _joined_shape(column: Sequence[Array]) -> tuple[int, ...]:
@@ -165,11 +162,9 @@ def decode_open(data: bytes, requests: Sequence[RemoteRequest]) -> list[OpenResu
             raise ExecutionError(
                 f"output '{name}': expected {sum(rows)} rows, those of the batch, got shape {list(array.shape)}"
             )
-    ends = list(accumulate(rows))
-    bounds = list(zip([0, *ends], ends, strict=False))
     return [
         tuple(OpenTensor(name, datatype, array[start:end]) for name, datatype, array in tensors)
-        for start, end in bounds
+        for start, end in pairwise(accumulate(rows, initial=0))
     ]
 
 
@@ -178,7 +173,7 @@ def _present(inputs: Tensors) -> Tensors:
 
 
 def _widened(share: Sequence[Array], wanted: Sequence[int], count: int) -> tuple[Array, ...]:
-    whole = list(repeat(MISSING, count))
+    whole = [MISSING] * count
     for place, array in zip(wanted, share, strict=True):
         whole[place] = array
     return tuple(whole)
