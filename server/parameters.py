@@ -26,7 +26,7 @@ _MOST = 1_024
 """Of a request. A MB of them, and the event loop would do nothing else for a fifth of a second."""
 
 _INTEGERS = ("int64_param", "uint64_param")
-_TYPES: dict[str, tuple[str, ...]] = {
+KNOWN: dict[str, tuple[str, ...]] = {
     "priority": _INTEGERS,
     "timeout": _INTEGERS,
     "sequence_id": (*_INTEGERS, "string_param"),
@@ -39,11 +39,10 @@ _TYPES: dict[str, tuple[str, ...]] = {
     _DEADLINE: _INTEGERS,
     "triton_enable_empty_final_response": ("bool_param",),
 }
-KNOWN = frozenset(_TYPES)
-"""The keys that mean something to the server."""
+"""The keys that mean something to the server, and of which types their values may be."""
 _COUNTS = ("priority", "timeout", _DEADLINE)
 _RESERVED_PREFIXES = ("triton_", "paceline_")
-_RESERVED = frozenset((*_TYPES, "headers"))
+_RESERVED = frozenset((*KNOWN, "headers"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,13 +88,13 @@ def _checked(key: str, parameter: InferParameter) -> object:
     kind = parameter.WhichOneof("parameter_choice")
     if kind is None:
         raise InvalidRequest(f"parameter '{key}': expected a value, got none")
-    if key not in _TYPES:
+    if key not in KNOWN:
         for prefix in _RESERVED_PREFIXES:
             if key.startswith(prefix):
-                known = sorted(name for name in _TYPES if name.startswith(prefix))
+                known = sorted(name for name in KNOWN if name.startswith(prefix))
                 raise InvalidRequest(f"parameter '{key}': keys starting with '{prefix}' are reserved; known: {known}")
-    elif kind not in _TYPES[key]:
-        raise InvalidRequest(f"parameter '{key}': expected {' or '.join(_TYPES[key])}, got {kind}")
+    elif kind not in KNOWN[key]:
+        raise InvalidRequest(f"parameter '{key}': expected {' or '.join(KNOWN[key])}, got {kind}")
     value = getattr(parameter, kind)
     if isinstance(value, float) and not math.isfinite(value):
         raise InvalidRequest(f"parameter '{key}': expected a finite number, got {value}")
