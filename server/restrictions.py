@@ -53,12 +53,8 @@ _VALUE = re.compile(r"[ -~]+")
 class Restriction:
     """What callers of a group of RPCs have to bring along: the header `triton-grpc-protocol-KEY` with `value`."""
 
-    key: str
+    header: str
     value: str = field(repr=False)
-
-    @property
-    def header(self) -> str:
-        return HEADER_PREFIX + self.key
 
 
 def group_of(path: str) -> str | None:
@@ -86,5 +82,5 @@ def parse_restrictions(given: Sequence[str]) -> dict[str, Restriction]:
                 raise ValueError(f"expected groups among {', '.join(GROUPS)}, got '{group}'")
             if group in found:
                 raise ValueError(f"expected group '{group}' once, got it several times")
-            found[group] = Restriction(key, value)
+            found[group] = Restriction(HEADER_PREFIX + key, value)
     return found

@@ -23,12 +23,11 @@ def test_group_of_every_rpc_is_one() -> None:
 def test_parse_several_groups_and_several_values() -> None:
     found = parse_restrictions(["health,metadata:k=v", "model-repository:admin-key=a=b:c"])
     assert found == {
-        "health": Restriction("k", "v"),
-        "metadata": Restriction("k", "v"),
-        "model-repository": Restriction("admin-key", "a=b:c"),
+        "health": Restriction("triton-grpc-protocol-k", "v"),
+        "metadata": Restriction("triton-grpc-protocol-k", "v"),
+        "model-repository": Restriction("triton-grpc-protocol-admin-key", "a=b:c"),
     }
     assert parse_restrictions(["health:k= !~"])["health"].value == " !~"
-    assert found["health"].header == "triton-grpc-protocol-k"
     assert "a=b:c" not in repr(found)
 
 
