@@ -81,6 +81,7 @@ class RemoteServer:
         own_headers: Headers = (),
     ) -> None:
         self.target = target
+        self._said = f"upstream {target}: "
         self.suspected = asyncio.Event()
         self.answered = 0
         """Calls of inference that got an answer, whichever: a sign of life."""
@@ -156,10 +157,6 @@ class RemoteServer:
         if answer is None:
             raise UpstreamRefused("INTERNAL", f"{self._said}it answered OK without a message")
         return answer
-
-    @property
-    def _said(self) -> str:
-        return f"upstream {self.target}: "
 
     def _failure(self, error: grpc.aio.AioRpcError) -> UpstreamFailed | UpstreamRefused:
         status, details = error.code().name, error.details() or ""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 from protos import inference_pb2 as pb
@@ -38,11 +38,8 @@ class ModelControl:
         self._repository = repository
         self._layout = layout
         self._mode = mode
-
-    @property
-    def extensions(self) -> Sequence[str]:
-        explicit = self._mode is ControlMode.EXPLICIT
-        return ("model_repository", "model_repository(unload_dependents)") if explicit else ()
+        explicit = mode is ControlMode.EXPLICIT
+        self.extensions = ("model_repository", "model_repository(unload_dependents)") if explicit else ()
 
     @answering
     async def RepositoryIndex(self, request: pb.RepositoryIndexRequest, context: Context) -> pb.RepositoryIndexResponse:

@@ -78,6 +78,9 @@ class Fleet:
         start: StartFront,
     ) -> None:
         self.start_front = start
+        self.memory_bytes = settings.frontend_memory_mb * 2**20
+        # How long a front may say nothing; 0: for ever.
+        self.timeout_s = settings.frontend_timeout_secs
         self._settings = settings
         self._inference = inference
         self._repository = repository
@@ -202,15 +205,6 @@ class Fleet:
 
     def desk(self, link: Link, on_listens: Callable[[int, str], None], on_end: Callable[[], None]) -> Desk:
         return Desk(link, self._inference, self._handles, self._handlers, on_listens, on_end, self._read)
-
-    @property
-    def memory_bytes(self) -> int:
-        return self._settings.frontend_memory_mb * 2**20
-
-    @property
-    def timeout_s(self) -> int:
-        """How long a front may say nothing; 0: for ever."""
-        return self._settings.frontend_timeout_secs
 
     def _hold_port(self, port: int) -> None:
         """Keep the port for the fronts: who doesn't listen gets no connections, but others can't have it."""
