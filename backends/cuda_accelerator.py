@@ -143,13 +143,12 @@ class _Stream:
 class CudaAccelerator:
     """`Accelerator` that is GPU `index`. `ort_device` and `memory_name` are what ONNX Runtime's CUDA provider says."""
 
-    def __init__(
-        self, driver: Any, index: int, ort_device: tuple[str, int] | None = None, memory_name: str = "Cuda"
-    ) -> None:
+    memory_name = "Cuda"
+
+    def __init__(self, driver: Any, index: int) -> None:
         self._device = _Device(driver, index)
         self.gpu = index
-        self.ort_device = ort_device or ("cuda", index)
-        self.memory_name = memory_name
+        self.ort_device = "cuda", index
 
     def enter(self) -> None:
         self._device.context.enter()

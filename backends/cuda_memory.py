@@ -59,7 +59,7 @@ class CudaMemory:
             check(self._driver, "cuStreamSynchronize", self._driver.cuStreamSynchronize(None))
 
 
-def open_cuda_memory(handle: bytes, device: int, load: Callable[[str], Any] = ctypes.CDLL) -> CudaMemory:
+def open_cuda_memory(handle: bytes, device: int, load: Callable[[str], Any]) -> CudaMemory:
     """The memory that `handle` of `HANDLE_BYTES` bytes stands for, on GPU `device`.
 
     Blocks, the first time for as long as the device's context takes to make. `load` opens a shared library by name.

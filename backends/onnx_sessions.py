@@ -89,7 +89,7 @@ class OpenSession:
 
     __slots__ = ("graphs", "plans", "session", "streams")
 
-    def __init__(self, session: ort.InferenceSession, streams: Streams | None = None, graphs: bool = False) -> None:
+    def __init__(self, session: ort.InferenceSession, streams: Streams | None, graphs: bool = False) -> None:
         self.session = session
         self.streams = streams
         self.graphs = graphs

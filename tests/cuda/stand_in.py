@@ -90,7 +90,9 @@ def build(folder: Path) -> Any:
 def accelerator(folder: Path, driver: Any = None) -> CudaAccelerator:
     """GPU 0 of `driver`, a new one by default, with which ONNX Runtime's CPU provider computes: memory is memory."""
     made = driver or build(folder)
-    return CudaAccelerator(load_driver(lambda name: made), 0, ("cpu", 0), "Cpu")
+    accelerator = CudaAccelerator(load_driver(lambda name: made), 0)
+    accelerator.ort_device, accelerator.memory_name = ("cpu", 0), "Cpu"
+    return accelerator
 
 
 class ClientMemory:
