@@ -44,7 +44,7 @@ class InferenceService:
         repository: Repository,
         server_id: str,
         version: str,
-        groups: Sequence[RpcGroup] = (),
+        groups: Sequence[RpcGroup],
     ) -> None:
         self._inference = inference
         self._repository = repository

@@ -10,7 +10,6 @@ import asyncio
 import logging
 from collections.abc import Callable
 
-from backends.cuda_driver import count_gpus
 from backends.errors import LoadError
 from protos import inference_pb2 as pb
 from server.answering import Context, answering
@@ -36,7 +35,7 @@ class SharedMemory:
     def __init__(
         self,
         regions: Regions | None,
-        count_gpus: Callable[[], int] = count_gpus,
+        count_gpus: Callable[[], int],
         open_region: Callable[[str, bytes, int, int], CudaRegion] = open_cuda_region,
     ) -> None:
         self._regions = regions
