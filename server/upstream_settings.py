@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -135,10 +135,7 @@ def _settings(given: dict[str, Any], *, has_tokens: bool) -> UpstreamSettings | 
     if target is None:
         return None
     _check_target(target)
-    known = {field.name for field in fields(UpstreamSettings)}
-    values = {name.removeprefix("upstream_"): value for name, value in given.items()}
-    assert values.keys() <= known
-    return UpstreamSettings(target, **values)
+    return UpstreamSettings(target, **{name.removeprefix("upstream_"): value for name, value in given.items()})
 
 
 def _check_target(target: str) -> None:
