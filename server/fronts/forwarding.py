@@ -12,7 +12,7 @@ from typing import Any
 from backends.transport.link import Link
 from scheduler.errors import QueueFull
 from server.answering import Context
-from server.errors import status_of
+from server.errors import STATUS_OF
 from server.fronts import protocol
 from server.fronts.calls import Aborted
 from server.fronts.remote import Replies
@@ -37,9 +37,7 @@ def forwarded(rpc: str, link: Link, replies: Replies) -> Callable[[bytes, Contex
         try:
             replies.refuse_if_full()
         except QueueFull as error:
-            code = status_of(error)
-            assert code is not None
-            raise Aborted(code, str(error)) from None
+            raise Aborted(STATUS_OF[QueueFull], str(error)) from None
         remaining_s = context.time_remaining()
         deadline_ns = None if remaining_s is None else time.monotonic_ns() + int(remaining_s * 1e9)
         headers = tuple((key, value) for key, value in context.invocation_metadata())
