@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from protos.inference_pb2 import InferParameter
 from server.errors import InvalidRequest
@@ -67,9 +68,6 @@ def parse_parameters(parameters: Mapping[str, InferParameter]) -> RequestParamet
         raise InvalidRequest(f"expected at most {_MOST} parameters, got {len(parameters)}")
     values = {key: _checked(key, parameter) for key, parameter in parameters.items()}
     timeout_us, deadline_us, priority = (values.get(key, 0) for key in ("timeout", _DEADLINE, "priority"))
-    assert isinstance(timeout_us, int)
-    assert isinstance(deadline_us, int)
-    assert isinstance(priority, int)
     return RequestParameters(
         timeout_ns=timeout_us * 1_000,
         deadline_ns=deadline_us * 1_000,
@@ -84,7 +82,7 @@ def is_reserved(key: str) -> bool:
     return key in _RESERVED or key.startswith(_RESERVED_PREFIXES)
 
 
-def _checked(key: str, parameter: InferParameter) -> object:
+def _checked(key: str, parameter: InferParameter) -> Any:
     kind = parameter.WhichOneof("parameter_choice")
     if kind is None:
         raise InvalidRequest(f"parameter '{key}': expected a value, got none")
