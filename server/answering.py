@@ -20,7 +20,7 @@ from server.errors import InvalidRequest, ServerStopping, status_of, words_of
 from server.quiet import TRY_AGAIN_MS
 from server.wire_request import AnyRequest
 
-__all__ = ["Context", "Method", "answering", "status_and_text"]
+__all__ = ["Context", "answering", "status_and_text"]
 
 _log = logging.getLogger("paceline.server.service")
 

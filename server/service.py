@@ -6,14 +6,12 @@ other RPCs come from groups, one module each, so that each can be read and left 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 from backends.base import TensorSpec
 from protos import inference_pb2 as pb
-from server.answering import Context, Method, answering
-from server.errors import NotSupported
+from server.answering import Context, answering
 from server.gate import Registry
 from server.handlers import METHODS, add_handlers, handler_of
 from server.inference import Inference
@@ -33,8 +31,7 @@ class RpcGroup(Protocol):
 
 
 class InferenceService:
-    """The service, over a repository of models: what isn't here comes from `groups`, and what isn't there either is
-    answered with UNIMPLEMENTED."""
+    """The service, over a repository of models: what isn't here comes from `groups`."""
 
     extensions = ("binary_tensor_data", "classification", "schedule_policy")
 
@@ -59,11 +56,12 @@ class InferenceService:
 
     def handlers(self) -> dict[str, Any]:
         """gRPC's handler of each RPC, by its name."""
-        return {method.name: handler_of(method, self._behaviour(method.name)) for method in METHODS}
-
-    def _behaviour(self, rpc: str) -> Callable[..., Any]:
-        found: list[Callable[..., Any]] = [getattr(group, rpc) for group in self._groups if hasattr(group, rpc)]
-        return found[0] if found else partial(_unsupported(rpc), self)
+        return {
+            method.name: handler_of(method, getattr(group, method.name))
+            for method in METHODS
+            for group in self._groups
+            if hasattr(group, method.name)
+        }
 
     @answering
     async def ServerLive(self, request: pb.ServerLiveRequest, context: Context) -> pb.ServerLiveResponse:
@@ -105,11 +103,3 @@ def _tensor_metadata(tensor: TensorSpec, batched: bool) -> pb.ModelMetadataRespo
     return pb.ModelMetadataResponse.TensorMetadata(
         name=tensor.name, datatype=tensor.datatype, shape=[*lead, *tensor.dims]
     )
-
-
-def _unsupported(name: str) -> Method[Any, Any]:
-    async def refuse(self: Any, request: Any, context: Context) -> Any:
-        raise NotSupported(f"{name} is not supported by this build")
-
-    refuse.__name__ = name
-    return answering(refuse)

@@ -117,16 +117,3 @@ async def test_refuse_until_quiet_refuses_who_calls_meanwhile_and_ends_though_th
         refused += code is Code.UNAVAILABLE
     await quiet
     assert refused > 10
-
-
-async def test_call_of_an_rpc_that_no_group_brings_is_unimplemented_and_says_so(bench: Bench) -> None:
-    unary = bench.stub.ModelStatistics(pb.ModelStatisticsRequest(), timeout=10)
-    assert (await unary.code(), await unary.details()) == (
-        Code.UNIMPLEMENTED,
-        "ModelStatistics is not supported by this build",
-    )
-    stream = bench.stub.ModelStreamInfer(timeout=10)
-    assert (await stream.code(), await stream.details()) == (
-        Code.UNIMPLEMENTED,
-        "ModelStreamInfer is not supported by this build",
-    )
