@@ -174,10 +174,13 @@ class ThreadRunner(Generic[P, R]):
             self._is_dead = False
         except RuntimeError as error:
             _log.error("no thread can be started in the place of one that died: %s: %s", self._name, error)
+            text = f"the instance's thread died, and no other can be started: {error}"
+            # What the dead one had taken it may have executed.
+            errors = [ThreadLost(text) if work else RuntimeError(text) for work, _ in self._owed]
             for work, _ in self._owed:
                 work.clear()  # nobody takes it any more
-            for _ in range(len(self._owed)):
-                self._fail(ThreadLost(f"the instance's thread died, and no other can be started: {error}"))
+            for one in errors:
+                self._fail(one)
 
     def _fail(self, error: Exception) -> None:
         now_ns = time.monotonic_ns()

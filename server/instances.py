@@ -200,7 +200,7 @@ class Instances:
 
     def _start_giving_back(self, instance: Instance) -> None:
         self._leaving.add(id(instance))
-        _start_thread(lambda: self._give_back(instance))
+        _start_thread_sometime(lambda: self._give_back(instance))
 
     def _start_replacing(self, device: Device, lost: BaseException | None = None, pause_s: float = 0.0) -> None:
         task = asyncio.get_running_loop().create_task(self._replace(device, lost, pause_s))
@@ -210,7 +210,7 @@ class Instances:
     def _on_replaced(self, task: asyncio.Task[None]) -> None:
         self._replacing.discard(task)
         if self._model_is_left:
-            _start_thread(self._close_model)
+            _start_thread_sometime(self._close_model)
 
     async def _replace(self, device: Device, lost: BaseException | None, first_pause_s: float) -> None:
         """Until there is one. `lost`: why the old one was, None if it hangs."""
@@ -219,7 +219,7 @@ class Instances:
         while not self._closed:
             try:
                 instance = await _on_a_thread(lambda: self._open(device))
-                await self._put_in(instance)
+                self._put_in(instance)
                 self._first_pauses_s[id(instance)] = first_pause_s
             except Exception as error:  # noqa: BLE001 - a backend's; it is tried again
                 if self._closed:
@@ -243,15 +243,15 @@ class Instances:
         finally:
             self._pausing.discard(task)
 
-    async def _put_in(self, instance: Instance) -> None:
+    def _put_in(self, instance: Instance) -> None:
         """Have it execute, unless it comes too late. Raises what is in the way; then it is closed."""
         if self._closed:
-            await asyncio.to_thread(instance.close)
+            self._start_giving_back(instance)
             return
         try:
             self._add(instance)
         except RuntimeError:
-            await asyncio.to_thread(instance.close)
+            self._start_giving_back(instance)
             raise
 
     def _on_failed_attempt(self, lost: BaseException | None) -> None:
@@ -368,15 +368,22 @@ class Instances:
 
 
 def _start_thread(function: Callable[[], object]) -> None:
-    """On a thread of its own, which may never end: the event loop's are few, and others wait for them."""
+    """On a thread of its own, which may never end: the event loop's are few, and others wait for them. Raises
+    RuntimeError if there can be none."""
+    threading.Thread(target=function, name="paceline instance", daemon=True).start()
+
+
+def _start_thread_sometime(function: Callable[[], object]) -> None:
+    """The same, once there can be one."""
     try:
-        threading.Thread(target=function, name="paceline instance", daemon=True).start()
-    except RuntimeError:  # there can be no more; sooner or later one of the loop's has time
-        asyncio.get_running_loop().run_in_executor(None, function)
+        _start_thread(function)
+    except RuntimeError:
+        asyncio.get_running_loop().call_later(_PAUSE_S, _start_thread_sometime, function)
 
 
 async def _on_a_thread(function: Callable[[], T]) -> T:
-    """What it returns or raises. Who awaits that may be cancelled, as at the loop's end; the thread goes on."""
+    """What it returns or raises; RuntimeError if there can be no thread. Who awaits that may be cancelled, as at the
+    loop's end; the thread goes on."""
     future: Future[T] = Future()
     future.set_running_or_notify_cancel()
 

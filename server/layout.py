@@ -35,8 +35,8 @@ CONFIGS_FOLDER = "configs"
 DEFAULT_MODEL_FILE = "model.onnx"
 PYTHON_MODEL_FILE = "model.py"
 _MODEL_FILES = (DEFAULT_MODEL_FILE, PYTHON_MODEL_FILE)
-_OTHER_FOLDERS = frozenset((CONFIGS_FOLDER, "warmup", "initial_state"))
-"""Of Triton's layout, in a model's folder, besides versions."""
+_OTHER_FOLDERS = frozenset((CONFIGS_FOLDER, "warmup", "initial_state", "__pycache__", "lost+found"))
+"""In a model's folder, besides versions: of Triton's layout, of Python and of file systems."""
 
 _VERSION = re.compile(r"0|[1-9][0-9]*")
 
@@ -179,10 +179,16 @@ def model_folder(name: str, path: Path) -> ModelFolder:
 
 
 def _is_stray(entry: Path, among_versions: bool) -> bool:
-    """Whether somebody may have meant it as a version, as a folder among those of versions that is none of Triton's."""
+    """Whether somebody may have meant it as a version, as a folder among those of versions that has no other use. What
+    can't be looked at is none: it's but a warning that is at stake."""
     if entry.name.isdigit():
         return True
-    return among_versions and not entry.name.startswith(".") and entry.name not in _OTHER_FOLDERS and entry.is_dir()
+    if not among_versions or entry.name.startswith(".") or entry.name in _OTHER_FOLDERS:
+        return False
+    try:
+        return entry.is_dir()
+    except OSError:
+        return False
 
 
 def _model(name: str, paths: Sequence[Path]) -> ModelFolder:

@@ -16,11 +16,12 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from backends.base import Device, ModelSpec
-from backends.errors import DeviceLost, LoadError, OutOfMemory
+from backends.errors import DeviceLost, LoadError, OutOfMemory, ProcessGone
 from backends.memory import MemoryInstance, MemoryModel
 from tests.integration.serving import Served, echo_model, failure_of, serving, write_model
 from tests.integration.test_probes import probe
 from tests.polling import eventually_async
+from tests.rlimits import without_threads
 from tests.wire import infer, rows_of_floats
 
 ONE = infer("m", {"a": rows_of_floats(1)})
@@ -233,3 +234,20 @@ async def test_instance_in_the_place_of_a_lost_one_for_which_there_is_no_thread_
         "model 'm' version 1: an instance has 1 of its 2 slots: can't start new thread",
         "model 'm' version 1: an instance is replaced",
     ]
+
+
+async def test_instance_that_is_lost_where_there_can_be_no_threads_is_replaced_once_there_can(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = echo_model()
+    with caplog.at_level(logging.WARNING, "paceline.server.instances"):
+        async with serving(tmp_path, {"m": model}, config=BATCHED) as served:
+            assert (await served.infer(ONE)).raw_output_contents[0] == ONE.raw_input_contents[0]
+            model.faults.raise_next(ProcessGone("it ended before it began"))
+            with without_threads():
+                code, _ = await failure_of(served.infer(ONE))
+            assert code is grpc.StatusCode.UNAVAILABLE
+            await eventually_async(lambda: served.server.repository.models[0].able, "an instance again")
+            assert (await served.infer(ONE)).raw_output_contents[0] == ONE.raw_input_contents[0]
+            await eventually_async(lambda: model.open_instances == 1, "the lost one's end")
+            assert served.server.repository.ready

@@ -85,11 +85,33 @@ async def test_thread_that_dies_where_there_can_be_no_other_fails_its_batches_un
     assert (await run_on(runner, ["before"])).error is None
     kill(before)
     with without_threads():
-        both = await asyncio.gather(run_on(runner, ["taken"]), run_on(runner, ["handed over ahead"]))
-        for outcome in (*both, await run_on(runner, ["next"])):
-            assert isinstance(outcome.error, ThreadLost)
+        taken, ahead = await asyncio.gather(run_on(runner, ["taken"]), run_on(runner, ["handed over ahead"]))
+        assert isinstance(taken.error, RuntimeError)
+        for outcome in (taken, ahead, await run_on(runner, ["next"])):
             assert str(outcome.error).endswith("no other can be started: can't start new thread")
+            assert isinstance(outcome.error, ThreadLost) or outcome is taken
     assert (await run_on(runner, ["after"])).executed == Results(["after"])
+    runner.stop()
+
+
+async def test_batch_that_may_have_been_executed_by_a_thread_that_died_is_not_called_unbegun() -> None:
+    class Doomed(ThreadRunner[str, str]):
+        def _run_one(self, payloads: Sequence[str], padded_rows: int) -> Outcome[str]:
+            super()._run_one(payloads, padded_rows)
+            raise SystemExit
+
+    executed: list[Sequence[str]] = []
+
+    def execute(payloads: Sequence[str], padded_rows: int) -> Results[str]:
+        executed.append(payloads)
+        return Results(payloads)
+
+    runner = Doomed("doomed", execute)
+    runner.start()
+    with without_threads():
+        taken, ahead = await asyncio.gather(run_on(runner, ["taken"]), run_on(runner, ["handed over ahead"]))
+    assert executed == [["taken"]]
+    assert (type(taken.error), type(ahead.error)) == (RuntimeError, ThreadLost)
     runner.stop()
 
 

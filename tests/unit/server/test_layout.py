@@ -128,10 +128,16 @@ def test_versions_are_plain_numbers_and_others_are_ignored(tmp_path: Path) -> No
 
 
 def test_folders_of_triton_and_hidden_ones_are_no_strays(tmp_path: Path) -> None:
-    for name in ("1", "abc", "configs", "warmup", "initial_state", ".git", "..data"):
+    for name in ("1", "abc", "configs", "warmup", "initial_state", "__pycache__", "lost+found", ".git", "..data"):
         (tmp_path / "m" / name).mkdir(parents=True)
     touch(tmp_path / "m" / "config.pbtxt")
     assert [stray.name for stray in found(tmp_path)["m"].strays] == ["abc"]
+
+
+def test_link_that_can_not_be_followed_is_no_stray_and_keeps_no_model_away(tmp_path: Path) -> None:
+    (tmp_path / "m" / "1").mkdir(parents=True)
+    (tmp_path / "m" / "assets").symlink_to("x" * 300)  # an error that isn't "not there", whoever looks
+    assert (found(tmp_path)["m"].strays, list(found(tmp_path)["m"].versions)) == ((), [1])
 
 
 def test_folders_beside_a_model_file_are_no_strays(tmp_path: Path) -> None:
