@@ -44,6 +44,8 @@ _MOST_SHORT: Final = 100
 # What paceline's bounds on what waits count, besides requests, what is short where a batch finds no memory, and what
 # gRPC's implementations say of a message beyond the receiver's limit.
 _SIZE: Final = re.compile(r"\b(rows|bytes|memory)\b|larger than max")
+# Of these what is about the answer, whose size no request tells: paceline's, and gRPC's of this end or the other one.
+_ITS_ANSWER: Final = re.compile(r"\boutputs\b|CLIENT: Received|SERVER: Sent")
 _TOO_LATE: Final = "the deadline can't be met"
 
 
@@ -217,7 +219,7 @@ class Coalescer:
             if len(members) > 1 and (_is_due_to_its_size(error) or _is_too_late_together(error)):
                 group.shrink(members)
                 return [member for member in members if not member.answer.done()]
-            if _is_due_to_its_size(error):
+            if _is_due_to_its_size(error) and not _ITS_ANSWER.search(error.message):
                 group.refuse_alike(members[0], error)
             if len(members) > 1 and _is_due_to_what_is_in_it(error):
                 await asyncio.gather(*(self._ask_alone(member) for member in members if not member.answer.done()))

@@ -48,6 +48,8 @@ _MOST_DIMS = 1_000
 """That anything is made of, if only to tell what is wrong with them."""
 _AROUND_BYTES = 2**10
 """Left for what a response travels in, and for what is told of its batch."""
+_SURELY_BYTES = 2**27
+"""By `_least_bytes`: with what is that small a message has room for its typed contents, of up to ten times that."""
 _NEARLY_BYTES = 2**30
 """With less room left it counts what else is in a response: names, and an id as long as its sender liked."""
 _BOTH = "expected no contents beside raw_input_contents, got both"
@@ -161,6 +163,7 @@ class ModelCodec:
                     writes.append((output, decoded.targets[index], data))
                     raw.append(b"")
                 elif asked.parameters.typed_outputs:
+                    room = self._room(room, _least_bytes(array, datatype))
                     output.contents.CopyFrom(encode_contents(array, datatype))
                 else:
                     if datatype.item_bytes:
@@ -169,7 +172,10 @@ class ModelCodec:
                     room = self._room(room, len(raw[-1]))
             except TensorError as error:
                 raise ExecutionError(f"model '{self._model}': output '{tensor.name}': {error}") from None
-        if asked.parameters.typed_outputs or room < _NEARLY_BYTES:
+        if asked.parameters.typed_outputs:
+            if room < LARGEST_MESSAGE_BYTES - _SURELY_BYTES:
+                self._room(LARGEST_MESSAGE_BYTES - _AROUND_BYTES, response.ByteSize())
+        elif room < _NEARLY_BYTES:
             self._room(room, response.ByteSize())
         if not asked.parameters.typed_outputs:
             response.raw_output_contents.extend(raw)
@@ -180,10 +186,7 @@ class ModelCodec:
     def _room(self, room: int, size_bytes: int) -> int:
         """What is left of it."""
         if size_bytes > room:
-            raise AnswerTooLarge(
-                f"model '{self._model}': expected outputs that one message can carry, at most {LARGEST_MESSAGE_BYTES} "
-                "bytes in all, got more; ask for fewer rows or outputs, or for them in shared memory"
-            )
+            raise AnswerTooLarge(self._model)
         return room - size_bytes
 
     def _parameters(self, request: ModelInferRequest) -> RequestParameters:
@@ -356,6 +359,14 @@ def tensor_bytes(array: Input) -> int:
     if isinstance(array, RegionTensor) or not array.dtype.hasobject:
         return array.nbytes
     return sum(map(len, array.flat))
+
+
+def _least_bytes(array: Array, datatype: Datatype) -> int:
+    """That these elements take in typed contents, where integers have a byte to ten, and texts two besides their own.
+    What else is in the place of a text is found when it is encoded."""
+    if not datatype.item_bytes:
+        return sum(2 + len(one) for one in array.flat if isinstance(one, (bytes, str)))
+    return array.nbytes if datatype.dtype.kind == "f" else array.size
 
 
 def _fits(shape: tuple[int, ...], dims: tuple[int, ...]) -> bool:

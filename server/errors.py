@@ -56,6 +56,7 @@ from scheduler.errors import (
     SchedulerError,
 )
 from scheduler.runner import ThreadLost
+from server.limits import LARGEST_MESSAGE_BYTES
 
 __all__ = [
     "STATUS_OF",
@@ -105,6 +106,12 @@ class ServerStopping(ModelNotReady):
 
 class AnswerTooLarge(ServerError):
     """The outputs are more than one message can carry."""
+
+    def __init__(self, model: str) -> None:
+        super().__init__(
+            f"model '{model}': expected outputs that one message can carry, at most {LARGEST_MESSAGE_BYTES} bytes in "
+            "all, got more; ask for fewer rows or outputs, or for them in shared memory"
+        )
 
 
 class RegionNotFound(ServerError):

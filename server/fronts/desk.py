@@ -28,7 +28,7 @@ from server.batch_facts import told_facts
 from server.calls import NOTHING_SENT, Sent, TraceParent
 from server.codec import tensor_bytes
 from server.decoded import Asked, DecodedRequest
-from server.errors import InvalidRequest
+from server.errors import AnswerTooLarge, InvalidRequest
 from server.fronts import protocol
 from server.fronts.calls import Aborted, CallContext
 from server.fronts.handles import Handles
@@ -36,6 +36,7 @@ from server.gate import Usage
 from server.handlers import serialized
 from server.in_flight import InFlight
 from server.inference import AnyPending, Inference, encode
+from server.limits import LARGEST_MESSAGE_BYTES
 from server.parameters import NO_PARAMETERS, RequestParameters
 from server.passing import NOTHING_CARRIED, Carried
 from server.wire_request import AnyRequest, RequestReader
@@ -250,13 +251,15 @@ class Desk:
     def _send_result(self, submitted: _Submitted, results: Tensors, pending: AnyPending) -> None:
         """Send what the request wants of `results`, now or when there is room.
 
-        Raises ExecutionError, as the codec would, for what no message can carry, and QueueFull for what no front could
-        take.
+        Raises ExecutionError or AnswerTooLarge, as the codec would, for what no message can carry, and QueueFull for
+        what no front could take.
         """
         number, asked = submitted.number, submitted.decoded.asked
         outputs = [MISSING] * len(results)
         for index in asked.outputs:
             outputs[index] = results[index]
+        if self._link.size_bytes > LARGEST_MESSAGE_BYTES and sum(map(tensor_bytes, outputs)) > LARGEST_MESSAGE_BYTES:
+            raise AnswerTooLarge(submitted.model.name)  # as the front would, when it was counted
         told = told_facts(pending.facts) if asked.parameters.batch_info and pending.facts else None
         result = protocol.RESULT, number, outputs, told
         if not self._results or is_inline(outputs):

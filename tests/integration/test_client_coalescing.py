@@ -10,7 +10,7 @@ from typing import Any, Literal
 import numpy as np
 import pytest
 
-from backends.base import ModelSpec, TensorSpec
+from backends.base import ModelSpec, Tensors, TensorSpec
 from backends.errors import OutOfMemory
 from backends.memory import MemoryModel
 from clients import (
@@ -138,6 +138,22 @@ async def test_rows_whose_request_is_too_large_a_message_go_in_smaller_ones(
         np.testing.assert_array_equal([result["x"] for result in results], rows)
         with pytest.raises(ResourceExhausted, match="larger than max"):
             await client.infer("m", {"a": np.zeros((3, 1000), np.float32)})
+
+
+async def test_row_whose_answer_is_too_large_a_message_is_refused_alone(tmp_path: Path) -> None:
+    def compute(inputs: Tensors) -> Tensors:
+        return (np.zeros((len(inputs[0]), int(inputs[0].max())), np.float32),)
+
+    model = MemoryModel(ModelSpec((TensorSpec("a", "INT64", (-1, 1)),), (TensorSpec("x", "FP32", (-1, -1)),)), compute)
+    async with (
+        serving(tmp_path, {"m": model}, config=f"max_batch_size: 4 {own(isolate_failures=False)}") as served,
+        AsyncInferenceClient(
+            served.target, coalesce=4, timeout_s=20, options=[("grpc.max_receive_message_length", 2_000)]
+        ) as client,
+    ):
+        asking = [client.infer("m", {"a": np.array([[size]])}) for size in (1_000, 1, 2, 3)]
+        outcomes = await asyncio.gather(*asking, return_exceptions=True)
+    assert [isinstance(outcome, ResourceExhausted) for outcome in outcomes] == [True, False, False, False]
 
 
 @pytest.mark.parametrize("transport", ["call", "stream"])

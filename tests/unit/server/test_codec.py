@@ -241,10 +241,15 @@ def test_encode_a_result_that_is_no_contiguous_view_is_written_row_by_row() -> N
     assert response.raw_output_contents[0] == rows_of_floats(2, 3).tobytes()
 
 
-def test_encode_more_than_one_message_can_carry_is_refused_before_it_is_copied() -> None:
-    codec, request = one_tensor("FP32", (-1, -1)), infer("m", {"t": rows_of_floats(1, 1)})
+@pytest.mark.parametrize(("datatype", "count"), [("FP32", 2**29), ("INT64", 2**31)])
+@pytest.mark.parametrize("typed", [False, True])
+def test_encode_more_than_one_message_can_carry_is_refused_before_it_is_copied(
+    datatype: str, count: int, typed: bool
+) -> None:
+    codec, one = one_tensor(datatype, (-1,)), np.ones(1, VALUES[datatype].dtype)
+    request = infer("m", {"t": one}, parameters={"binary_data_output": not typed})
     # Of stride 0: as large an array as that one doesn't have to be somewhere.
-    large = np.broadcast_to(np.float32(1), (2**10, 2**19))
+    large = np.broadcast_to(one, (count,))
     with pytest.raises(AnswerTooLarge, match=r"^model 'm': expected outputs that one message can carry"):
         codec.encode(request, codec.decode(request), (large,))
 
