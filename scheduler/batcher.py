@@ -542,7 +542,7 @@ class Batcher(Generic[P, R]):
 
 
 def _expired(entry: Entry[P], now_ns: int) -> QueueTimeout:
-    return QueueTimeout.at(now_ns, entry.enqueued_ns, entry.rpc_deadline_ns)
+    return QueueTimeout(now_ns - entry.enqueued_ns, by_deadline=entry.rpc_deadline_ns <= now_ns)
 
 
 def _first(one_ns: int | None, other_ns: int | None) -> int | None:

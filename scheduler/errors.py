@@ -56,16 +56,11 @@ class DeadlineExceeded(SchedulerError):
 
 
 class QueueTimeout(DeadlineExceeded):
-    """The time that the request was allowed to wait passed; `why`: what set it, if that wasn't a queue timeout."""
+    """The time that the request was allowed to wait passed, be it by its RPC's deadline."""
 
-    def __init__(self, waited_ns: int, why: str = "") -> None:
+    def __init__(self, waited_ns: int, *, by_deadline: bool = False) -> None:
         text = f"Request timeout expired after {waited_ns // 1_000} us in the queue"
-        super().__init__(f"{text}: {why}" if why else text)
-
-    @classmethod
-    def at(cls, now_ns: int, enqueued_ns: int, rpc_deadline_ns: int) -> QueueTimeout:
-        """That of a request which has waited since then; with the words for it if its RPC's deadline has passed."""
-        return cls(now_ns - enqueued_ns, _DEADLINE if rpc_deadline_ns <= now_ns else "")
+        super().__init__(f"{text}: {_DEADLINE}" if by_deadline else text)
 
 
 class DeadlineUnreachable(DeadlineExceeded):

@@ -49,9 +49,8 @@ _MOST_DIMS = 1_000
 _AROUND_BYTES = 2**10
 """Left for what a response travels in, and for what is told of its batch."""
 _SURELY_BYTES = 2**27
-"""By `_least_bytes`: with what is that small a message has room for its typed contents, of up to ten times that."""
-_NEARLY_BYTES = 2**30
-"""With less room left it counts what else is in a response: names, and an id as long as its sender liked."""
+"""Of tensors, for which there is room whatever else is in a response, and though typed contents take ten times what
+`_least_bytes` says."""
 _BOTH = "expected no contents beside raw_input_contents, got both"
 
 
@@ -161,7 +160,8 @@ class ModelCodec:
                 if decoded.targets and index in decoded.targets:
                     data = array if isinstance(array, DeviceTensor) else raw_buffer(array, datatype)
                     writes.append((output, decoded.targets[index], data))
-                    raw.append(b"")
+                    if not asked.parameters.typed_outputs:
+                        raw.append(b"")
                 elif asked.parameters.typed_outputs:
                     room = self._room(room, _least_bytes(array, datatype))
                     output.contents.CopyFrom(encode_contents(array, datatype))
@@ -172,13 +172,9 @@ class ModelCodec:
                     room = self._room(room, len(raw[-1]))
             except TensorError as error:
                 raise ExecutionError(f"model '{self._model}': output '{tensor.name}': {error}") from None
-        if asked.parameters.typed_outputs:
-            if room < LARGEST_MESSAGE_BYTES - _SURELY_BYTES:
-                self._room(LARGEST_MESSAGE_BYTES - _AROUND_BYTES, response.ByteSize())
-        elif room < _NEARLY_BYTES:
-            self._room(room, response.ByteSize())
-        if not asked.parameters.typed_outputs:
-            response.raw_output_contents.extend(raw)
+        if room < LARGEST_MESSAGE_BYTES - _SURELY_BYTES:
+            self._room(LARGEST_MESSAGE_BYTES - _AROUND_BYTES, response.ByteSize() + sum(map(len, raw)))
+        response.raw_output_contents.extend(raw)
         if writes:
             self._memory.write(writes)
         return response

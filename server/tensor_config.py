@@ -152,8 +152,8 @@ def _join(kind: str, declared: Declared, own: TensorSpec, batched: bool, scatter
         lead = 1 if batched and not declared.is_shape_tensor else 0
         if reshape is None and not own.any_rank:
             dims = dims or own.dims[lead:]
-        if reshape is None and set(dims) == {1} and len(own.dims) == lead and not own.any_rank:
-            reshape = ()  # Triton takes a scalar for a vector of one without a word, as its `dims` can't be empty
+            if set(dims) == {1} and len(own.dims) == lead:
+                reshape = ()  # Triton takes a scalar for a vector of one without a word, as its `dims` can't be empty
         given, field = (dims, "dims") if reshape is None else (reshape, "reshape.shape")
         mine = (-1,) * len(given) if own.any_rank else own.dims[lead:]
         _check_dims(where, given, _believed(mine, given) if kind == "output" else mine, field, lead)
