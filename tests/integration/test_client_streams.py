@@ -6,11 +6,9 @@ import asyncio
 import gc
 import math
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-import grpc
 import numpy as np
 import pytest
 
@@ -19,23 +17,18 @@ from clients import (
     Cancelled,
     ClientClosed,
     DeadlineExceeded,
-    InferenceError,
     Internal,
     InvalidArgument,
     NotFound,
-    PermissionDenied,
     ResourceExhausted,
     Unavailable,
 )
-from protos import inference_pb2 as pb
-from protos.inference_pb2_grpc import GRPCInferenceServiceServicer, add_GRPCInferenceServiceServicer_to_server
 from server.config import Settings
 from server.limits import Limits
 from tests.integration.relay import relaying
 from tests.integration.scripted import Script, busy, marked
 from tests.integration.serving import Served, serving
 from tests.polling import eventually_async
-from tests.unit.clients.peer import serving_bytes
 
 MERGE = "max_batch_size: 8 dynamic_batching { default_queue_policy { max_queue_size: 40 } }"
 
@@ -288,170 +281,6 @@ def test_transport_of_another_name_is_refused() -> None:
         AsyncInferenceClient("x", transport="pigeon")  # type: ignore[arg-type]
 
 
-@asynccontextmanager
-async def peer(servicer: GRPCInferenceServiceServicer) -> AsyncIterator[AsyncInferenceClient]:
-    """A client of a server that isn't ours."""
-    server = grpc.aio.server()
-    add_GRPCInferenceServiceServicer_to_server(servicer, server)  # type: ignore[no-untyped-call]
-    port = server.add_insecure_port("127.0.0.1:0")
-    await server.start()
-    async with AsyncInferenceClient(f"127.0.0.1:{port}", transport="stream", timeout_s=20) as client:
-        yield client
-    await server.stop(None)
-
-
-class Foreign(GRPCInferenceServiceServicer):
-    """A server that knows nothing of ours: errors are texts, and after three answers it ends the stream."""
-
-    async def ModelStreamInfer(self, requests: Any, context: Any) -> AsyncIterator[pb.ModelStreamInferResponse]:
-        for _ in range(3):
-            request = await anext(requests)
-            answer = pb.ModelStreamInferResponse(error_message="no such thing" if request.model_name == "bad" else "")
-            answer.infer_response.id = request.id
-            answer.infer_response.model_name = request.model_name
-            yield answer
-
-
-class Pairing(GRPCInferenceServiceServicer):
-    """A server that answers by twos, the later first, and keeps the ids it has seen."""
-
-    def __init__(self) -> None:
-        self.ids: list[str] = []
-
-    async def ModelStreamInfer(self, requests: Any, context: Any) -> AsyncIterator[pb.ModelStreamInferResponse]:
-        async for first in requests:
-            second = await anext(requests)
-            self.ids += [first.id, second.id]
-            for request in (second, first):
-                answer = pb.ModelStreamInferResponse()
-                answer.infer_response.id = request.id
-                answer.infer_response.model_name = request.model_name
-                yield answer
-
-
-class Mute(GRPCInferenceServiceServicer):
-    """A server that reads one request and ends the stream."""
-
-    async def ModelStreamInfer(self, requests: Any, context: Any) -> AsyncIterator[pb.ModelStreamInferResponse]:
-        await anext(requests)
-        return
-        yield
-
-
-class Refusing(GRPCInferenceServiceServicer):
-    """A server that lets nobody in."""
-
-    async def ModelStreamInfer(self, requests: Any, context: Any) -> AsyncIterator[pb.ModelStreamInferResponse]:
-        await context.abort(grpc.StatusCode.PERMISSION_DENIED, "not you")
-        yield
-
-
-class Stopping(GRPCInferenceServiceServicer):
-    """Servers behind one address, each of which has a stream. The first so many stop, and refuse what comes; but what
-    came to the very first one before it answers in the end."""
-
-    def __init__(self, stopping: int) -> None:
-        self.streams = 0
-        self.has_begun = asyncio.Event()
-        self._stopping = stopping
-
-    async def ModelStreamInfer(self, requests: Any, context: Any) -> AsyncIterator[pb.ModelStreamInferResponse]:
-        self.streams += 1
-        stops, held = self.streams <= self._stopping, None
-        if self.streams == 1:
-            held = await anext(requests)
-            self.has_begun.set()
-        async for request in requests:
-            answer = pb.ModelStreamInferResponse(error_message="the server is stopping" if stops else "")
-            answer.infer_response.id = request.id
-            if stops:
-                answer.infer_response.parameters["paceline_status"].string_param = "UNAVAILABLE"
-            yield answer
-            if held is not None:
-                yield pb.ModelStreamInferResponse(infer_response=pb.ModelInferResponse(id=held.id))
-                held = None
-
-
-class Full(GRPCInferenceServiceServicer):
-    """A server that has no room for streams, and keeps the calls it gets."""
-
-    def __init__(self) -> None:
-        self.calls: list[pb.ModelInferRequest] = []
-
-    async def ModelStreamInfer(self, requests: Any, context: Any) -> AsyncIterator[pb.ModelStreamInferResponse]:
-        await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "no more streams")
-        yield
-
-    async def ModelInfer(self, request: pb.ModelInferRequest, context: Any) -> pb.ModelInferResponse:
-        self.calls.append(request)
-        return pb.ModelInferResponse(model_name=request.model_name, id=request.id)
-
-
-async def test_infer_over_streams_of_a_server_that_stops_goes_over_one_to_another_server() -> None:
-    servers = Stopping(1)
-    async with peer(servers) as client:
-        held = asyncio.create_task(client.infer("m", {"a": marked(1)}, request_id="held"))
-        await servers.has_begun.wait()
-        for number in range(3):
-            assert (await client.infer("m", {"a": marked(1)}, request_id=f"{number}")).id == f"{number}"
-        assert (await held).id == "held"
-    assert servers.streams == 2
-
-
-async def test_infer_over_streams_of_nothing_but_servers_that_stop_is_unavailable_after_the_second() -> None:
-    servers = Stopping(9)
-    async with peer(servers) as client:
-        held = asyncio.create_task(client.infer("m", {"a": marked(1)}, request_id="held"))
-        await servers.has_begun.wait()
-        with pytest.raises(Unavailable, match="the server is stopping"):
-            await client.infer("m", {"a": marked(1)})
-        assert (await held).id == "held"
-    assert servers.streams == 2
-
-
-@pytest.mark.parametrize("parameters", [{}, {"paceline_unordered": False, "paceline_deadline_us": 30_000_000, "a": 1}])
-async def test_infer_over_streams_for_which_there_is_no_room_are_the_callers_own_as_calls(parameters: Any) -> None:
-    full = Full()
-    async with peer(full) as client:
-        result = await client.infer("m", {"a": marked(1)}, request_id="mine", parameters=parameters)
-    assert (result.id, full.calls[0].id) == ("mine", "mine")
-    sent = full.calls[0].parameters
-    assert {name: getattr(value, value.WhichOneof("parameter_choice")) for name, value in sent.items()} == parameters
-
-
-async def test_infer_over_streams_answer_that_is_no_message_ends_its_stream_for_all_who_wait() -> None:
-    with serving_bytes(b"\xff\xff") as target:
-        async with AsyncInferenceClient(target, transport="stream", timeout_s=None) as client:
-            for _ in range(2):  # of which the second finds no stream that is of no use any more
-                calls = (client.infer("m", {"a": marked(1)}) for _ in range(40))
-                answers = await asyncio.wait_for(asyncio.gather(*calls, return_exceptions=True), 20)
-                assert {str(one) for one in answers} == {"INTERNAL: Exception deserializing response!"}
-
-
-async def test_infer_over_streams_of_a_foreign_server_has_answers_and_errors_without_status() -> None:
-    async with peer(Foreign()) as client:
-        for _ in range(20):
-            for _ in range(2):
-                assert (await client.infer("m", {"a": marked(1)}, request_id="mine")).id == "mine"
-            with pytest.raises(InferenceError, match="no such thing") as caught:
-                await client.infer("bad", {"a": marked(1)})
-            assert caught.value.status is grpc.StatusCode.UNKNOWN
-            assert client._streams is not None
-            streams = client._streams._streams
-            await eventually_async(lambda: all(stream.ended for stream in streams), "its end")  # noqa: B023
-
-
-@pytest.mark.parametrize("request_id", ["mine", "grün/7", "7", "7:x", "x" * 5000])
-async def test_infer_over_streams_request_id_is_in_what_the_server_sees_and_may_be_used_twice(request_id: str) -> None:
-    pairing = Pairing()
-    async with peer(pairing) as client:
-        # Twice as many as there are streams, so that each has two at once.
-        asking = [client.infer(f"m{number}", {"a": marked(1)}, request_id=request_id) for number in range(32)]
-        results = await asyncio.gather(*asking)
-    assert [(result.model_name, result.id) for result in results] == [(f"m{n}", request_id) for n in range(32)]
-    assert sorted(pairing.ids) == sorted([f"1:{request_id}", f"2:{request_id}"] * 16)
-
-
 async def test_infer_over_streams_opens_as_many_as_are_needed(
     served: Served, client: AsyncInferenceClient, script: Script
 ) -> None:
@@ -491,19 +320,3 @@ async def test_infer_over_streams_sends_large_tensors_by_calls(served: Served, c
     result = await client.infer("m", {"a": large}, request_id="mine")
     assert (result.id, result["x"].shape) == ("mine", large.shape)
     assert await served.metric("paceline_limit_used", 'limit="streams"') == 0
-
-
-async def test_infer_over_streams_that_end_without_an_answer_is_unavailable() -> None:
-    async with peer(Mute()) as client:
-        for _ in range(20):
-            with pytest.raises(Unavailable, match="the server ended the stream"):
-                await ask(client, 1)
-
-
-async def test_infer_over_streams_refused_as_it_writes_tells_the_servers_reason() -> None:
-    """grpc.aio tells a writer whose stream ended of an "internal error", and forgets the status that ended it."""
-    outcomes: list[object] = []
-    for _ in range(20):
-        async with peer(Refusing()) as client:
-            outcomes += await asyncio.gather(*(ask(client, mark) for mark in range(80)), return_exceptions=True)
-    assert {(type(each), getattr(each, "message", each)) for each in outcomes} == {(PermissionDenied, "not you")}
