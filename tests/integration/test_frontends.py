@@ -416,3 +416,17 @@ async def test_the_first_front_answers_while_others_still_start(tmp_path: Path) 
             await starting
             await server.stop(5)
     assert first.model_name == "echo"
+
+
+async def test_answer_that_is_too_large_a_message_is_refused_and_counted_although_memory_has_room_for_it(
+    tmp_path: Path,
+) -> None:
+    def compute(inputs: Tensors) -> Tensors:
+        return (np.zeros((1, 2**31), np.uint8),)  # nobody touches it, so that it takes no memory
+
+    spec = ModelSpec((TensorSpec("a", "FP32", (-1, -1)),), (TensorSpec("x", "UINT8", (-1, -1)),))
+    settings = two(tmp_path, memory_mb=2**13)
+    async with serving(tmp_path, {"m": MemoryModel(spec, compute)}, config=BATCHED, settings=settings) as served:
+        code, text = await failure_of(served.infer(infer("m", {"a": KIB_300})))
+        assert (code, "outputs that one message can carry" in text) == (Code.RESOURCE_EXHAUSTED, True)
+        assert await served.metric("nv_inference_request_success") == 0
