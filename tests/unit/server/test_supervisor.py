@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import threading
+from collections.abc import Iterable
+from concurrent.futures import Future
+from typing import Any
 
 import pytest
 
 from backends.errors import ExecutionError
+from server import supervisor
 from server.errors import LoadHangs
 from server.supervisor import Supervisor
 
@@ -46,4 +51,23 @@ def test_function_beyond_the_limit_is_waited_for_no_longer_and_tells_when_it_has
     assert not caught.value.ended.done()
     gate.set()
     assert caught.value.ended.result(30)
+    supervise.close()
+
+
+def test_wait_that_outlasted_the_limit_as_the_process_was_stopped_is_not_the_functions(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    frozen, gate = iter([True]), threading.Event()
+
+    def wait(futures: Iterable[Future[Any]], timeout: float) -> Any:
+        """The first returns as after SIGCONT: the time is over, and nothing has run in it."""
+        if next(frozen, False):
+            waited = concurrent.futures.wait(futures, 0)
+            gate.set()
+            return waited
+        return concurrent.futures.wait(futures, timeout)
+
+    monkeypatch.setattr(supervisor, "wait", wait)
+    supervise = Supervisor(1)
+    assert supervise(lambda: gate.wait(30))
     supervise.close()
