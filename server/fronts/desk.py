@@ -258,17 +258,16 @@ class Desk:
         outputs = [MISSING] * len(results)
         for index in asked.outputs:
             outputs[index] = results[index]
-        if self._link.size_bytes > LARGEST_MESSAGE_BYTES and sum(map(tensor_bytes, outputs)) > LARGEST_MESSAGE_BYTES:
-            raise AnswerTooLarge(submitted.model.name)  # as the front would, when it was counted
         told = told_facts(pending.facts) if asked.parameters.batch_info and pending.facts else None
         result = protocol.RESULT, number, outputs, told
-        if not self._results or is_inline(outputs):
-            try:
-                if self._try_send(*result):
-                    return
-            except (TypeError, ValueError) as error:
-                _check_sendable(submitted, outputs)
-                raise ExecutionError(f"model '{submitted.model.name}': outputs that can't be sent: {error}") from None
+        try:
+            if self._link.size_bytes > LARGEST_MESSAGE_BYTES < sum(map(tensor_bytes, outputs)):
+                raise AnswerTooLarge(submitted.model.name)  # as the front would, when it was counted
+            if (not self._results or is_inline(outputs)) and self._try_send(*result):
+                return
+        except (TypeError, ValueError) as error:
+            _check_sendable(submitted, outputs)
+            raise ExecutionError(f"model '{submitted.model.name}': outputs that can't be sent: {error}") from None
         _check_sendable(submitted, outputs)
         if sum(map(tensor_bytes, outputs)) > self._link.size_bytes // 2:
             raise QueueFull(self._link.size_bytes, protocol.WHAT_IS_FULL)

@@ -430,3 +430,15 @@ async def test_answer_that_is_too_large_a_message_is_refused_and_counted_althoug
         code, text = await failure_of(served.infer(infer("m", {"a": KIB_300})))
         assert (code, "outputs that one message can carry" in text) == (Code.RESOURCE_EXHAUSTED, True)
         assert await served.metric("nv_inference_request_success") == 0
+
+
+async def test_outputs_that_no_message_can_carry_are_told_in_the_same_words_where_memory_has_room_for_more_than_one(
+    tmp_path: Path,
+) -> None:
+    spec = ModelSpec((TensorSpec("a", "FP32", (-1, -1)),), (TensorSpec("x", "BYTES", (-1,)),))
+    model = MemoryModel(spec, lambda inputs: (np.array([7], object),))
+    async with serving(tmp_path, {"m": model}, config=BATCHED, settings=two(tmp_path, memory_mb=2**13)) as served:
+        assert await failure_of(served.infer(infer("m", {"a": KIB_300}))) == (
+            Code.INTERNAL,
+            "model 'm': output 'x': expected bytes or str in element 0 of BYTES, got int",
+        )
