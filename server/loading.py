@@ -89,7 +89,7 @@ class Loads:
 
         for left in range(self._retries, -1, -1):
             began_s.clear()
-            future = self._pool.submit(load)
+            future = self._submit(load)
             self._note(future)
             slow = loop.create_task(self._tell_if_slow(name, began_s))
             try:
@@ -108,6 +108,17 @@ class Loads:
                 del future  # it has the error, whose traceback leads here
         raise AssertionError("the last try returned or raised")
 
+    def _submit(self, load: Callable[[], list[LoadedVersion]]) -> Future[list[LoadedVersion]]:
+        """Raises RuntimeError if there can be no thread for it."""
+        future: Future[list[LoadedVersion]] = Future()
+        try:
+            self._pool.submit(_run, load, future)
+        except RuntimeError:
+            # The pool keeps it all the same, for the next thread. If none has begun on it by now, nobody waits for it.
+            if future.cancel():
+                raise
+        return future
+
     def _note(self, future: Future[Any]) -> None:
         self._under_way.add(future)
         future.add_done_callback(self._under_way.discard)
@@ -125,6 +136,17 @@ class Loads:
 def always(folder: ModelFolder) -> Find:
     """The folder as it was found, whenever the turn comes."""
     return lambda: nullcontext(folder)
+
+
+def _run(load: Callable[[], list[LoadedVersion]], future: Future[list[LoadedVersion]]) -> None:
+    """Unless it was cancelled."""
+    if not future.set_running_or_notify_cancel():
+        return
+    try:
+        future.set_result(load())
+    except BaseException as error:  # noqa: BLE001 - it is whose who waits
+        future.set_exception(error)
+        del future  # the error's traceback leads here, and this frame mustn't lead back to the error
 
 
 def _close_loaded(future: Future[list[LoadedVersion]]) -> None:

@@ -19,6 +19,7 @@ from server.layout import ModelFolder
 from server.loader import LoadDefaults, LoadedVersion
 from server.loading import Find, Loads, always
 from tests.polling import eventually_async
+from tests.rlimits import without_threads
 from tests.unit.server.found import find_models
 
 SPEC = ModelSpec((TensorSpec("a", "FP32", (-1, -1)),), (TensorSpec("x", "FP32", (-1, -1)),))
@@ -186,6 +187,16 @@ async def test_load_that_hangs_and_was_cancelled_before_is_under_way_until_that_
     assert loads.under_way
     model.gate.open()
     await eventually_async(lambda: model.closed and not loads.under_way, "what hung closed")
+
+
+async def test_load_for_which_there_can_be_no_thread_is_not_done_when_there_can(bench: Bench) -> None:
+    model, loads = bench.add("m"), Loads(bench.backend, threads=1)
+    with without_threads(), pytest.raises(RuntimeError, match="can't start new thread"):
+        await bench.load(loads, "m")
+    assert not loads.under_way
+    (loaded,) = await bench.load(loads, "m")
+    assert (bench.told, model.open_instances) == ([["3"]], 1)
+    loaded.close()
 
 
 async def test_load_that_ends_with_what_no_future_can_tell_fails(bench: Bench) -> None:
