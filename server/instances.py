@@ -160,7 +160,7 @@ class Instances:
             opened.abandon()
         # Closing what loads, hangs or is lost isn't safe, and the model is what its instances are made of.
         instances = list({id(one): one for one in self._live.values()}.values())
-        await asyncio.to_thread(self._close, instances)
+        await _on_a_thread(lambda: self._close(instances), _start_thread_sometime)
 
     def _take_out(self, runner: Runner) -> Instance:
         """The instance that `runner` is a slot of, which isn't among those that live any more."""
@@ -381,9 +381,9 @@ def _start_thread_sometime(function: Callable[[], object]) -> None:
         asyncio.get_running_loop().call_later(_PAUSE_S, _start_thread_sometime, function)
 
 
-async def _on_a_thread(function: Callable[[], T]) -> T:
-    """What it returns or raises; RuntimeError if there can be no thread. Who awaits that may be cancelled, as at the
-    loop's end; the thread goes on."""
+async def _on_a_thread(function: Callable[[], T], start: Callable[[Callable[[], None]], None] = _start_thread) -> T:
+    """What it returns or raises, and what `start` does: by default RuntimeError if there can be no thread. Who awaits
+    that may be cancelled, as at the loop's end; the thread goes on."""
     future: Future[T] = Future()
     future.set_running_or_notify_cancel()
 
@@ -393,7 +393,7 @@ async def _on_a_thread(function: Callable[[], T]) -> T:
         except BaseException as error:  # noqa: BLE001 - it is whose who waits
             future.set_exception(error)
 
-    _start_thread(run)
+    start(run)
     return await asyncio.wrap_future(future)
 
 

@@ -28,6 +28,7 @@ from tests.integration.controlling import (
 )
 from tests.integration.serving import echo_model, failure_of, serving, write_model
 from tests.polling import eventually_async
+from tests.rlimits import without_threads
 from tests.wire import infer, rows_of_floats
 
 Code = grpc.StatusCode
@@ -59,6 +60,21 @@ async def test_unload_refuses_new_requests_and_answers_those_that_are_there(tmp_
         await all_left(served)
         assert await index(served) == [("m", "1", "UNAVAILABLE", "unloaded")]
         assert await ready(served)
+
+
+async def test_unload_where_there_can_be_no_threads_closes_the_model_once_there_can(tmp_path: Path) -> None:
+    model = echo_model()
+    # Looking for GPUs leaves a thread behind that could do it.
+    settings = explicit(tmp_path, allow_gpu_metrics=False)
+    async with serving(tmp_path, {"m": model}, settings=settings) as served:
+        await load(served, "m")
+        with without_threads():
+            await unload(served, "m")
+            assert not await model_ready(served)
+            assert served.server.repository.leaving
+        await eventually_async(lambda: model.closed, "the model closed")
+        assert model.open_instances == 0
+        await all_left(served)
 
 
 async def test_unload_forgets_what_was_counted_and_load_brings_it_back_from_zero(tmp_path: Path) -> None:
