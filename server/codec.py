@@ -28,7 +28,7 @@ from server.classification import Labels, class_count, classes_of
 from server.client_memory import NOWHERE, ClientMemory, Write
 from server.decoded import Asked, DecodedRequest
 from server.errors import AnswerTooLarge, InvalidRequest
-from server.limits import LARGEST_MESSAGE_BYTES
+from server.limits import LARGEST_RESPONSE_BYTES
 from server.parameters import NO_PARAMETERS, RequestParameters, parse_parameters
 from server.region_tensors import Input, RegionTensor, Span
 from server.regions import Regions
@@ -46,8 +46,6 @@ AnyResponse = ModelInferResponse | bytes
 _BYTES = by_name("BYTES")
 _MOST_DIMS = 1_000
 """That anything is made of, if only to tell what is wrong with them."""
-_AROUND_BYTES = 2**10
-"""Left for what a response travels in, and for what is told of its batch."""
 _SURELY_BYTES = 2**27
 """Of tensors, for which there is room whatever else is in a response, and though typed contents take ten times what
 `_least_bytes` says."""
@@ -150,7 +148,7 @@ class ModelCodec:
         response = ModelInferResponse(model_name=self._model, model_version=self._version, id=request.id)
         writes: list[Write] = []
         raw: list[bytes] = []
-        room = LARGEST_MESSAGE_BYTES - _AROUND_BYTES
+        room = LARGEST_RESPONSE_BYTES
         for index in asked.outputs:
             tensor, array, datatype = self._spec.outputs[index], results[index], self._output_types[index]
             if asked.classes and index in asked.classes:
@@ -172,8 +170,8 @@ class ModelCodec:
                     room = self._room(room, len(raw[-1]))
             except TensorError as error:
                 raise ExecutionError(f"model '{self._model}': output '{tensor.name}': {error}") from None
-        if room < LARGEST_MESSAGE_BYTES - _SURELY_BYTES:
-            self._room(LARGEST_MESSAGE_BYTES - _AROUND_BYTES, response.ByteSize() + sum(map(len, raw)))
+        if room < LARGEST_RESPONSE_BYTES - _SURELY_BYTES:
+            self._room(LARGEST_RESPONSE_BYTES, response.ByteSize() + sum(map(len, raw)))
         response.raw_output_contents.extend(raw)
         if writes:
             self._memory.write(writes)

@@ -13,6 +13,8 @@ __all__ = ["Connections", "Limits"]
 
 LARGEST_MESSAGE_BYTES = 2**31 - 1
 """gRPC has no larger ones."""
+LARGEST_RESPONSE_BYTES = LARGEST_MESSAGE_BYTES - 2**10
+"""What is left is for what a response travels in, and for what is told of its batch."""
 _MOST_PENDING = 16_384
 """Each may take some 10 KB, which a client that begins calls and resets them has for nothing: no more than there may be
 calls under way by default."""

@@ -23,7 +23,7 @@ from protos.wire import OUTPUT_TAG, RAW_OUTPUT_TAG, RESPONSE_ID_TAG, delimited, 
 from server.client_memory import NOWHERE
 from server.decoded import Asked
 from server.errors import InvalidRequest
-from server.limits import LARGEST_MESSAGE_BYTES
+from server.limits import LARGEST_RESPONSE_BYTES
 from server.region_tensors import Input, Inputs, Place, RegionTensor, Span
 from server.regions import Region, Regions
 
@@ -221,7 +221,7 @@ class AnswerPlan:
         """What comes before an id of so many bytes; nothing if that makes too large a message."""
         field = RESPONSE_ID_TAG + varint(id_bytes) if id_bytes else b""
         size_bytes = self._size_bytes + len(field) + id_bytes
-        if size_bytes > LARGEST_MESSAGE_BYTES:
+        if size_bytes > LARGEST_RESPONSE_BYTES:
             return b""
         start = self._head + field
         if self._envelope is not None:

@@ -36,7 +36,7 @@ from server.gate import Usage
 from server.handlers import serialized
 from server.in_flight import InFlight
 from server.inference import AnyPending, Inference, encode
-from server.limits import LARGEST_MESSAGE_BYTES
+from server.limits import LARGEST_RESPONSE_BYTES
 from server.parameters import NO_PARAMETERS, RequestParameters
 from server.passing import NOTHING_CARRIED, Carried
 from server.wire_request import AnyRequest, RequestReader
@@ -261,7 +261,7 @@ class Desk:
         told = told_facts(pending.facts) if asked.parameters.batch_info and pending.facts else None
         result = protocol.RESULT, number, outputs, told
         try:
-            if self._link.size_bytes > LARGEST_MESSAGE_BYTES < sum(map(tensor_bytes, outputs)):
+            if self._link.size_bytes > LARGEST_RESPONSE_BYTES < sum(map(tensor_bytes, outputs)):
                 raise AnswerTooLarge(submitted.model.name)  # as the front would, when it was counted
             if (not self._results or is_inline(outputs)) and self._try_send(*result):
                 return

@@ -12,13 +12,16 @@ from backends.cuda_memory import open_cuda_memory
 from backends.packed import Packed
 from backends.shares import Outputs, Share
 from protos import inference_pb2 as pb
+from protos.datatypes import by_name
 from server.codec import ModelCodec
 from server.cuda_region import CudaRegion
 from server.errors import InvalidRequest
 from server.handlers import serialized
+from server.limits import LARGEST_MESSAGE_BYTES
 from server.region_tensors import RegionTensor
 from server.regions import Regions
 from server.short_way import ShortWay
+from server.shortcuts import AnswerPlan, Envelope
 from server.system_region import open_system_region
 from server.wire_request import AnyRequest, RequestReader, WireRequest
 from tests.shared_objects import SharedObject, lies_in, shared_object, wanted_in
@@ -291,3 +294,15 @@ def test_those_whose_outputs_belong_on_a_gpu_are_alike_too(regions: Regions) -> 
     sender = Sender(FLOATS, regions)
     host, gpu = sender.learned(_in_region("r0", "r1")), sender.learned(_in_region("r0", "gpu"))
     assert sender.alike(host, gpu, host) == 3
+
+
+@pytest.mark.parametrize("envelope", [None, Envelope(b"\x12", b"")])
+def test_answers_leave_room_in_a_message_for_what_they_travel_in(envelope: Envelope | None) -> None:
+    def start(size_bytes: int) -> bytes:
+        made = pb.ModelInferResponse(model_name="m", model_version="1")
+        made.outputs.add(name="x", datatype="UINT8", shape=[size_bytes])
+        return AnswerPlan(made, [(0, by_name("UINT8"))], (), envelope).start(0)
+
+    assert start(LARGEST_MESSAGE_BYTES - 2**11)
+    # Alone it would be a few bytes less than a message may have.
+    assert not start(LARGEST_MESSAGE_BYTES - 50)
