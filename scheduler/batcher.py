@@ -124,9 +124,9 @@ class Batcher(Generic[P, R]):
         return self._instances.resting
 
     def waiting_of_level(self, level: int) -> int:
-        """Requests of one priority level that wait."""
+        """Those of `waiting_requests` that are of one priority level; of those only announced it isn't known."""
         again = sum(entry.level == level for group in self._suspects for entry in group.entries)
-        return self._waiting.requests_of_level(level) + again
+        return self._waiting.requests_of_level(level) + self._waiting.reserved_of_level(level) + again
 
     def start(self) -> None:
         """Start the runners and take requests. Closed if that fails, as it may where there can be no more threads, or

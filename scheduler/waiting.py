@@ -91,6 +91,10 @@ class Waiting:
         counts = self._levels.get(level)
         return counts.requests if counts is not None else 0
 
+    def reserved_of_level(self, level: int) -> int:
+        """Requests of a priority level that are `reserved`."""
+        return self._reserved_of_level[level]
+
     def rows_up_to(self, level: int) -> int:
         """Rows of a priority level and of those served before it."""
         return sum(counts.rows for other, counts in self._levels.items() if other <= level)

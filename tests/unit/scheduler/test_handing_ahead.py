@@ -28,11 +28,17 @@ DUE_NS = 18 * MS
 class StagingBench(Bench):
     """Batches of one or two rows take 20 ms, once it has learned."""
 
-    def __init__(self, instances: int = 1, blame: Blame = Blame.REQUESTS, limit_ns: int = 0, **more: Any) -> None:
+    def __init__(
+        self, instances: int = 1, blame: Blame = Blame.REQUESTS, limit_ns: int = 0, levels: int = 0, **more: Any
+    ) -> None:
         self.told: list[tuple[str, Any]] = []
         self.room = Room(max_requests=4, max_bytes=0)
         policy = BatchPolicy(
-            max_batch_rows=2, execution_limit_ns=limit_ns, queue=QueuePolicy(allow_timeout_override=True)
+            max_batch_rows=2,
+            priority_levels=levels,
+            default_priority_level=levels,
+            execution_limit_ns=limit_ns,
+            queue=QueuePolicy(allow_timeout_override=True),
         )
         super().__init__(policy, instances, stages=True, blames=lambda error: blame, hangs=self, room=self.room, **more)
 
@@ -160,6 +166,26 @@ async def test_what_is_handed_over_takes_the_room_of_its_model_and_level() -> No
     queue.release(batch)
     queue.push("d", 2, "k", 0, size_bytes=20)
     assert queue.waiting.reserved == 0
+
+
+async def test_what_is_handed_over_waits_on_in_its_level() -> None:
+    bench = StagingBench(levels=2)
+    await bench.learn()
+    await bench.submit("a", "b")
+    bench.clock.advance(DUE_NS)
+    await bench.submit("c", priority=1)
+    await bench.submit("d")
+    assert bench.runner.next == ["c"]
+    assert [bench.batcher.waiting_of_level(level) for level in (1, 2)] == [1, 1]
+    assert bench.batcher.waiting_requests == 2
+    bench.runner.finish(str.upper)
+    await one_turn()
+    assert [bench.batcher.waiting_of_level(level) for level in (1, 2)] == [0, 1]
+    for _ in range(2):
+        bench.runner.finish(str.upper)
+        await one_turn()
+    assert [bench.batcher.waiting_of_level(level) for level in (1, 2)] == [0, 0]
+    bench.batcher.close()
 
 
 async def test_idle_instance_comes_first() -> None:
