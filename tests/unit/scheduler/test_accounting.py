@@ -7,7 +7,8 @@ import pytest
 from scheduler.errors import BatcherClosed, QueueFull
 from scheduler.observer import Drop
 from scheduler.policy import BatchPolicy, QueueLimits, QueuePolicy
-from tests.unit.scheduler.workbench import Bench, LossBench
+from scheduler.testing import StepRunner
+from tests.unit.scheduler.workbench import Bench, LossBench, one_turn
 
 
 class CountingBench(Bench):
@@ -94,6 +95,27 @@ async def test_counters_of_a_batch_that_instances_end_of_until_it_is_given_up_ha
         await bench.add()
     assert not any(runner.busy for runner in bench.runners)
     assert sum(report.failed for report in bench.seen.reports) == len(futures)
+    assert bench.seen.drops == []
+    bench.batcher.close()
+
+
+async def test_counters_of_one_given_up_among_suspects_whose_instance_had_not_begun_have_everybody_once() -> None:
+    bench = LossBench(BatchPolicy(max_batch_rows=4))
+    unlucky = await bench.submit("a")
+    for _ in range(2):
+        bench.runners[-1].fail(EOFError())
+        bench.runners.append(StepRunner(bench.clock))
+        others = await bench.submit(*"bcd") if len(bench.runners) == 3 else []
+        bench.batcher.add(bench.runners[-1])
+        await one_turn()
+    bench.runners[-1].fail(ValueError("x"))
+    assert bench.runners[-1].batches[-1] == ["a", "b"]
+    bench.runners[-1].fail(EOFError())
+    runner = await bench.add()
+    while runner.busy:
+        runner.finish(str.upper)
+    assert [str(future.exception() or future.result()) for future in (*unlucky, *others)] == ["EOFError", *"BCD"]
+    assert sum(len(report.waits_ns) + report.failed for report in bench.seen.reports) == 4
     assert bench.seen.drops == []
     bench.batcher.close()
 

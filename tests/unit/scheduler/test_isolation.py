@@ -12,6 +12,7 @@ import pytest
 from scheduler.errors import ExecutionFailed, QueueTimeout
 from scheduler.isolation import Blame, Search, Suspects, budget_for
 from scheduler.lane import Entry
+from scheduler.observer import Drop
 from scheduler.policy import NEVER, BatchPolicy
 from tests.unit.scheduler.workbench import Bench, one_turn
 
@@ -162,3 +163,17 @@ async def test_close_during_the_search_answers_everybody() -> None:
     bench.runner.fail(ValueError("x"))
     bench.batcher.close()
     assert outcomes(futures) == ["failed"] * 4
+
+
+async def test_request_that_is_cancelled_while_it_waits_to_run_again_leaves_at_once() -> None:
+    bench = SearchBench(BatchPolicy(max_batch_rows=2))
+    executes, waits = await bench.submit("a", "b")
+    bench.runner.fail(ValueError("x"))
+    assert bench.batcher.waiting_requests == 1
+    waits.cancel()
+    await one_turn()
+    assert bench.batcher.waiting_requests == 0
+    assert bench.seen.drops == [Drop.CANCELLED]
+    assert bench.run_all() == 1
+    assert await executes == "A"
+    bench.batcher.close()
