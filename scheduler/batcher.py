@@ -466,9 +466,9 @@ class Batcher(Generic[P, R]):
         blame, among_suspects = self._retries.blame_for(error), suspects is not None
         suspects = suspects or Suspects.of_batch(batch.key, batch.entries)
         if blame is Blame.SIZE:
-            if self._instances.lacked_memory(runner, batch, suspects.moves):
+            if self._instances.lacked_memory(runner, batch, suspects.left):
                 self._forgive(suspects.search)
-                return self._retries.plan_elsewhere(batch, suspects)
+                return self._retries.plan_elsewhere(batch, suspects, self._instances.instance_of(runner))
             self._learn_shortage(batch, suspects.search)
         if blame in _LOSING and self._instances.may_be_lost(runner):
             self._lose(runner, error)

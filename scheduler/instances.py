@@ -7,7 +7,7 @@ over another slot of its instance executes for the last time; of one that hangs 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
 from scheduler.ahead import Ahead
@@ -57,13 +57,13 @@ class Instances(Generic[P, R]):
         self._clock = clock
         self._latency = latency
         self._hangs = hangs
-        self._instance_of = instance_of or id
+        self.instance_of = instance_of or id
         self._watchdog: Watchdog[Runner[P, R]] | None = None
         self._leaving: set[Runner[P, R]] = set()
         self._shortages: Shortages[Hashable] = Shortages()
         # Free runners of instances that rest.
         self._held: set[Runner[P, R]] = set()
-        self.slots: Slots[Runner[P, R]] = Slots(self._instance_of)
+        self.slots: Slots[Runner[P, R]] = Slots(self.instance_of)
         self.running: dict[Runner[P, R], Batch[Pending[P, R]]] = {}
         self.ahead: Ahead[Runner[P, R], Pending[P, R]] = Ahead()
 
@@ -112,7 +112,7 @@ class Instances(Generic[P, R]):
             self.returned(runner)
         else:
             self.slots.back(runner)
-            if self._shortages.resting and self._shortages.rests(self._instance_of(runner)):
+            if self._shortages.resting and self._shortages.rests(self.instance_of(runner)):
                 self._hold(runner)
         return batch, following
 
@@ -120,17 +120,17 @@ class Instances(Generic[P, R]):
     def executed(self, runner: Runner[P, R], key: Hashable) -> None:
         """It has executed a batch of `key`."""
         if len(self._runners) > 1 and not self.given_up(runner):
-            self._shortages.executed(self._instance_of(runner), key)
+            self._shortages.executed(self.instance_of(runner), key)
 
-    def lacked_memory(self, runner: Runner[P, R], batch: Batch[Pending[P, R]], moves: int) -> bool:
+    def lacked_memory(self, runner: Runner[P, R], batch: Batch[Pending[P, R]], left: Collection[Hashable]) -> bool:
         """It has ended, for want of memory. Whether others have it, and are to execute the batch: its instance gets
         nothing for a while, and later on the others come first. So they do now if it was a request alone. A batch that
-        has left as many instances as may rest at a time, `moves`, is at fault itself."""
+        has `left` as many other instances as may rest at a time is at fault itself."""
         if self.given_up(runner):
             return False
-        instance, alone = self._instance_of(runner), len(batch.entries) == 1
+        instance, alone = self.instance_of(runner), len(batch.entries) == 1
         now_ns, count = self._clock.now_ns(), self._count()
-        settled = moves >= count // 2
+        settled = len({*left} - {instance}) >= count // 2
         if settled or not self._shortages.failed(instance, batch.key, alone=alone, instances=count, now_ns=now_ns):
             if alone:
                 self.slots.put_last(runner)
@@ -222,7 +222,7 @@ class Instances(Generic[P, R]):
     def _give_up(self, runner: Runner[P, R]) -> Sequence[Runner[P, R]]:
         """Nothing more for `runner`, which executes nothing that counts, and the other slots of its instance. Returns
         those of them that execute: their answers still count."""
-        instance = self._instance_of(runner)
+        instance = self.instance_of(runner)
         slots = self._slots_of(instance)
         for one in slots:
             if one in self._held:
@@ -243,7 +243,7 @@ class Instances(Generic[P, R]):
         self._held.add(runner)
 
     def _slots_of(self, instance: Hashable) -> list[Runner[P, R]]:
-        return [one for one in self._runners if self._instance_of(one) == instance]
+        return [one for one in self._runners if self.instance_of(one) == instance]
 
     def _count(self) -> int:
-        return len({self._instance_of(one) for one in self._runners})
+        return len({self.instance_of(one) for one in self._runners})

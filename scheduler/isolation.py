@@ -74,12 +74,12 @@ class Search:
 
 @dataclass(frozen=True, slots=True)
 class Suspects(Generic[T]):
-    """Requests that failed together and might not alone. `moves`: how often they left an instance that was to blame."""
+    """Requests that failed together and might not alone. `left`: instances that were to blame, and not they."""
 
     key: Hashable
     entries: Sequence[Entry[T]]
     search: Search
-    moves: int = 0
+    left: frozenset[Hashable] = frozenset()
 
     @classmethod
     def of_batch(cls, key: Hashable, entries: Sequence[Entry[T]]) -> Suspects[T]:
@@ -160,9 +160,9 @@ class Retries(Generic[T]):
             self.groups.remove(group)
         return [entry for group in others for entry in group.entries]
 
-    def plan_elsewhere(self, batch: Batch[T], suspects: Suspects[T]) -> Sequence[Entry[T]]:
-        """The same where its instance is to blame, and can't be the one that executes all of it again."""
+    def plan_elsewhere(self, batch: Batch[T], suspects: Suspects[T], instance: Hashable) -> Sequence[Entry[T]]:
+        """The same where its `instance` is to blame, and rests."""
         if not self._isolates:
             return batch.entries
-        self.groups.append(replace(suspects, moves=suspects.moves + 1))
+        self.groups.append(replace(suspects, left=suspects.left | {instance}))
         return ()

@@ -192,13 +192,14 @@ class Gpus(Bench):
             await self.end()
 
 
-async def refused_of(bench: Gpus, clients: int) -> int:
-    """So many ask again and again, while instance 0 fails at once, time and again, before another one is done."""
+async def refused_of(bench: Gpus, clients: int, took_ns: int = 5_000_000) -> int:
+    """So many ask again and again, while instance 0 fails at once, time and again, before another one is done, which
+    takes so long."""
     refused = 0
     asking = await bench.submit(*"a" * clients)
     for _ in range(50):
         for _ in range(5):
-            bench.clock.advance(1_000_000)
+            bench.clock.advance(took_ns // 5)
             await bench.end(0)
         await bench.end(1)
         for place, future in enumerate(asking):
@@ -213,11 +214,14 @@ async def refused_of(bench: Gpus, clients: int) -> int:
 
 @pytest.mark.parametrize("slots", [1, 2])
 @pytest.mark.parametrize("clients", [1, 4, 9])
-async def test_no_request_is_refused_that_another_instance_has_memory_for(slots: int, clients: int) -> None:
+@pytest.mark.parametrize("took_ns", [SHORTEST_REST_NS // 2, 2 * SHORTEST_REST_NS, 20 * SHORTEST_REST_NS])
+async def test_no_request_is_refused_that_another_instance_has_memory_for(
+    slots: int, clients: int, took_ns: int
+) -> None:
     bench = Gpus(slots=slots)
     await bench.warm()
     bench.full = {0}
-    assert await refused_of(bench, clients) == 0
+    assert await refused_of(bench, clients, took_ns) == 0
     assert bench.batcher.allowed_rows == 4
     assert len([batch for one in bench.runners[:slots] for batch in one.batches]) < 30, "it is tried ever more seldom"
     bench.batcher.close()
