@@ -112,7 +112,7 @@ class Loads:
         """Raises RuntimeError if there can be no thread for it."""
         future: Future[list[LoadedVersion]] = Future()
         try:
-            self._pool.submit(_run, load, future)
+            self._pool.submit(_run, load, [future])
         except RuntimeError:
             # The pool keeps it all the same, for the next thread. If none has begun on it by now, nobody waits for it.
             if future.cancel():
@@ -138,15 +138,17 @@ def always(folder: ModelFolder) -> Find:
     return lambda: nullcontext(folder)
 
 
-def _run(load: Callable[[], list[LoadedVersion]], future: Future[list[LoadedVersion]]) -> None:
-    """Unless it was cancelled."""
+def _run(load: Callable[[], list[LoadedVersion]], told: list[Future[list[LoadedVersion]]]) -> None:
+    """Unless it was cancelled. It is taken out of `told`: the frames that an error's traceback leads to have that, and
+    mustn't lead back to the error."""
+    future = told.pop()
     if not future.set_running_or_notify_cancel():
         return
     try:
         future.set_result(load())
     except BaseException as error:  # noqa: BLE001 - it is whose who waits
         future.set_exception(error)
-        del future  # the error's traceback leads here, and this frame mustn't lead back to the error
+        del future
 
 
 def _close_loaded(future: Future[list[LoadedVersion]]) -> None:
