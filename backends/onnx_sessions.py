@@ -248,7 +248,7 @@ def _why_no_cuda() -> str:
 
 def share_threads(intra_op: int, inter_op: int) -> None:
     """`registry.share_threads`."""
-    if not hasattr(ort, "set_global_thread_pool_sizes"):
+    if not hasattr(ort, "set_global_thread_pool_sizes"):  # as of onnxruntime-openvino, which is older
         raise LoadError(f"this onnxruntime {ort.__version__} can't share threads between models: it is too old")
     try:
         ort.set_global_thread_pool_sizes(intra_op, inter_op)
