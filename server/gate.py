@@ -74,6 +74,7 @@ class Admission:
 _OPEN_TO_ALL = frozenset(
     (
         "/grpc.health.v1.Health/Check",
+        "/grpc.health.v1.Health/List",
         "/grpc.health.v1.Health/Watch",
         "/inference.GRPCInferenceService/ServerLive",
         "/inference.GRPCInferenceService/ServerReady",

@@ -1,4 +1,4 @@
-"""The standard health service, `grpc.health.v1`: Check and Watch, for the server as a whole and per service.
+"""The standard health service, `grpc.health.v1`: Check, List and Watch, for the server as a whole and per service.
 
 The messages are grpcio-health-checking's. Its servicer isn't used: it forgets every watcher of a service as soon as one
 of them goes, and its Watch streams never end, which would hold up each shutdown for the whole grace period.
@@ -54,6 +54,11 @@ class HealthService(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
             del request, context
             await refusal
         return _Response(status=self._status(request.service))
+
+    async def List(self, request: Any, context: Any) -> Any:
+        """The status of each service. Called where grpcio-health-checking has its messages, from 1.85 on."""
+        statuses = {service: _Response(status=self._status(service)) for service in self._services}
+        return health_pb2.HealthListResponse(statuses=statuses)
 
     async def Watch(self, request: health_pb2.HealthCheckRequest, context: Any) -> None:
         """Send the status now and at each change. An unknown service is SERVICE_UNKNOWN, and stays so."""

@@ -23,6 +23,7 @@ GROUPS: Mapping[str, frozenset[str]] = {
             f"{_SERVICE}ServerReady",
             f"{_SERVICE}ModelReady",
             f"{_HEALTH}Check",
+            f"{_HEALTH}List",
             f"{_HEALTH}Watch",
         )
     ),

@@ -55,6 +55,17 @@ def test_check_server_started_is_serving(server: ServerProcess, service: str) ->
         assert check(health_of(channel), service) == SERVING
 
 
+@pytest.mark.skipif(
+    not hasattr(health_pb2, "HealthListRequest"), reason="this grpcio-health-checking has no messages for it"
+)
+def test_list_has_the_status_of_each_service(server: ServerProcess) -> None:
+    with grpc.insecure_channel(server.target) as channel:
+        answer = health_of(channel).List(health_pb2.HealthListRequest(), timeout=20)
+    assert {name: one.status for name, one in answer.statuses.items()} == dict.fromkeys(
+        ("", "liveness", INFERENCE), SERVING
+    )
+
+
 @pytest.mark.parametrize("service", ["nosuch", "inference", "simple"])
 def test_check_unknown_service_is_not_found(server: ServerProcess, service: str) -> None:
     with grpc.insecure_channel(server.target) as channel:

@@ -53,16 +53,17 @@ async def served(tmp_path: Path) -> AsyncIterator[Served]:
     ids=["stray byte", "huge length", "no text", "nested groups", "last byte missing", "cut in the middle"],
 )
 async def test_infer_of_bytes_that_are_no_message_is_refused(served: Served, data: bytes) -> None:
-    assert await failure_of(served.raw_call("ModelInfer", data)) == (
-        Code.INVALID_ARGUMENT,
-        "Error parsing message with type 'inference.ModelInferRequest'",
-    )
+    code, text = await failure_of(served.raw_call("ModelInfer", data))
+    assert code is Code.INVALID_ARGUMENT
+    # Newer versions of protobuf go on.
+    assert text.startswith("Error parsing message with type 'inference.ModelInferRequest'")
 
 
 @pytest.mark.parametrize("method", sorted(SERVED))
 async def test_call_of_any_method_with_bytes_that_are_no_message_is_refused(served: Served, method: str) -> None:
     code, text = await failure_of(served.raw_call(method, b"\xff"))
-    assert (code, text) == (Code.INVALID_ARGUMENT, f"Error parsing message with type 'inference.{method}Request'")
+    assert code is Code.INVALID_ARGUMENT
+    assert text.startswith(f"Error parsing message with type 'inference.{method}Request'")
 
 
 @pytest.mark.parametrize("path", HEALTH)
@@ -121,7 +122,7 @@ async def test_infer_of_damaged_messages_always_ends_with_an_answer_or_a_refusal
 
 
 @pytest.mark.parametrize(
-    "path", ["/inference.GRPCInferenceService/Nope", "/other.Service/ModelInfer", "/grpc.health.v1.Health/List"]
+    "path", ["/inference.GRPCInferenceService/Nope", "/other.Service/ModelInfer", "/grpc.health.v1.Health/Nope"]
 )
 async def test_call_of_a_method_that_does_not_exist_is_unimplemented(served: Served, path: str) -> None:
     call: Any = served.channel.unary_unary(path)
