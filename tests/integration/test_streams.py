@@ -9,6 +9,7 @@ from pathlib import Path
 
 import grpc
 import pytest
+from google.protobuf.message import DecodeError
 
 from protos import inference_pb2 as pb
 from tests.integration.scripted import Script, busy, mark_of, marked, own, request, totals
@@ -22,7 +23,10 @@ MERGE = "max_batch_size: 4 dynamic_batching { }"
 ONE_BY_ONE = "max_batch_size: 1 dynamic_batching { } instance_group { count: 8 }"
 BAD = infer("m", {"a": marked(7)}, id="bad", outputs=["nope"])
 BAD_TEXT = "unexpected inference output 'nope' for model 'm': expected some of ['x']"
-NO_MESSAGE = "Error parsing message with type 'inference.ModelInferRequest'"
+try:
+    pb.ModelInferRequest.FromString(b"\xff")
+except DecodeError as error:
+    NO_MESSAGE = str(error)
 
 
 @pytest.fixture
