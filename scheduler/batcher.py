@@ -325,8 +325,7 @@ class Batcher(Generic[P, R]):
             self._recall(now_ns)
         if self._suspects:
             self._let_go_of_suspects(now_ns)
-        while self._suspects and self._slots.free:
-            self._run_again(self._suspects.popleft(), now_ns)
+            self._run_suspects(now_ns)
         step = self._queue.poll(now_ns, self._slots.idle, self._slots.ahead)
         for batch in step.batches:
             self._run(self._instances.take(batch), batch, None)
@@ -524,11 +523,23 @@ class Batcher(Generic[P, R]):
             if waiting:
                 self._suspects.append(suspects.narrowed(waiting))
 
+    def _run_suspects(self, now_ns: int) -> None:
+        """They come first, but for those who wait for another instance than they have left: others may have that."""
+        waiting = []
+        while self._suspects and self._slots.free:
+            suspects = self._suspects.popleft()
+            if self._instances.may_run_again(suspects.left):
+                self._run_again(suspects, now_ns)
+            else:
+                waiting.append(suspects)
+        self._suspects.extendleft(reversed(waiting))
+
     def _run_again(self, suspects: Suspects[Pending[P, R]], now_ns: int) -> None:
         batch, rest = self._queue.again(suspects.key, suspects.entries, now_ns, suspects.search.most_rows)
         if rest:
             self._suspects.appendleft(suspects.narrowed(rest))
-        self._run(self._instances.take(batch), batch, suspects.narrowed(batch.entries))
+        runner = self._instances.take_again(batch, suspects.left)
+        self._run(runner, batch, suspects.narrowed(batch.entries))
 
     def on_cancel(self, pending: Pending[P, R], entry: Entry[Pending[P, R]] | None) -> None:
         if entry is not None and self._queue.cancel(entry):

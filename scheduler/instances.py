@@ -97,6 +97,17 @@ class Instances(Generic[P, R]):
         self._begin(runner, batch)
         return runner
 
+    def may_run_again(self, left: Collection[Hashable]) -> bool:
+        """Whether there is a free runner for what has `left` these instances. It waits for another, as long as there is
+        one that doesn't rest."""
+        return self.slots.has_but(left) or (self.slots.free > 0 and not self._others(left))
+
+    def take_again(self, batch: Batch[Pending[P, R]], left: Collection[Hashable]) -> Runner[P, R]:
+        """As `take`, where it `may_run_again`."""
+        runner = self.slots.take_but(left) if self.slots.has_but(left) else self.slots.take()
+        self._begin(runner, batch)
+        return runner
+
     # hot path
     def end(self, runner: Runner[P, R]) -> tuple[Batch[Pending[P, R]], Batch[Pending[P, R]] | None]:
         """Its execution is over. Returns the batch, and the one that it has begun on instead, if there is one."""
@@ -244,6 +255,11 @@ class Instances(Generic[P, R]):
 
     def _slots_of(self, instance: Hashable) -> list[Runner[P, R]]:
         return [one for one in self._runners if self.instance_of(one) == instance]
+
+    def _others(self, left: Collection[Hashable]) -> bool:
+        """Whether there are instances besides those `left` that don't rest."""
+        instances = {self.instance_of(one) for one in self._runners}
+        return any(one not in left and not self._shortages.rests(one) for one in instances)
 
     def _count(self) -> int:
         return len({self.instance_of(one) for one in self._runners})

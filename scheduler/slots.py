@@ -7,7 +7,7 @@ further ones are taken ahead of theirs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Collection, Hashable
 from typing import Generic, TypeVar
 
 __all__ = ["Slots"]
@@ -56,7 +56,20 @@ class Slots(Generic[R]):
     def take(self) -> R:
         """A runner of an instance that is idle, the one that was so last, as its caches are warm; else one of a busy
         instance. There has to be one."""
-        group = self._idle.popitem()[0] if self._idle else next(iter(self._busy))
+        return self._take(self._idle.popitem()[0] if self._idle else next(iter(self._busy)))
+
+    def take_but(self, groups: Collection[Hashable]) -> R:
+        """The same, of no instance among `groups`. There has to be one: `has_but`."""
+        group = next(one for one in (*reversed(self._idle), *self._busy) if one not in groups)
+        self._idle.pop(group, None)
+        return self._take(group)
+
+    def has_but(self, groups: Collection[Hashable]) -> bool:
+        """Whether a runner of another instance is free."""
+        return any(group not in groups for group in self._free)
+
+    # hot path
+    def _take(self, group: Hashable) -> R:
         free = self._free[group]
         runner = free.pop()
         self.free -= 1
