@@ -230,7 +230,7 @@ class Server:
             self.grpc_port = await self._front.open(self._settings.grpc_port)
         except BaseException:
             self._inference.serving = self._inference.ready = False
-            await self.repository.stop()
+            await self._stop_models(self._settings.exit_timeout_secs)
             await self._take_down()
             raise
         self._why_closed = ""
@@ -261,17 +261,21 @@ class Server:
             self._upstream.stop()
         self._front.announce_end()
         leaving = asyncio.get_running_loop().create_task(self._leave())
-        in_time = True
-        try:
-            await asyncio.wait_for(self.repository.stop(), max(grace_s, _LEAST_GRACE_S))
-        except TimeoutError:
-            in_time = False
-            _log.warning("gave up on executions that ran longer than the %g s of grace", grace_s)
+        in_time = await self._stop_models(grace_s)
         await leaving
         left_s = grace_s - (time.monotonic() - began)
         await self._take_down(min(max(_LAST_WORDS_S, left_s), _LONGEST_WORDS_S))
         _log.info("stopped after %.1f s", time.monotonic() - began)
         return in_time and not (self.repository.loads or self.repository.hangs)
+
+    async def _stop_models(self, grace_s: float) -> bool:
+        """False if something of them takes longer than that: executions, or what gives models back."""
+        try:
+            await asyncio.wait_for(self.repository.stop(), max(grace_s, _LEAST_GRACE_S))
+        except TimeoutError:
+            _log.warning("gave up on executions that ran longer than the %g s of grace", grace_s)
+            return False
+        return True
 
     async def _say_goodbye(self) -> None:
         """Be unready, and serve until those who look at that have stopped sending."""

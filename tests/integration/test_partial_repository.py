@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from server.config import Settings
 from server.errors import StartError
 from tests import models
 from tests.integration.serving import Served, echo_model, failure_of, serving, write_model
+from tests.polling import eventually_async
 from tests.wire import infer, rows_of_floats
 
 Code = grpc.StatusCode
@@ -148,6 +150,29 @@ async def test_start_with_exit_on_error_closes_what_was_loaded_and_says_why(tmp_
     assert str(caught.value) == f"failed to load model 'bad': {reason}"
     assert good.closed
     assert good.open_instances == 0
+
+
+class Clinging(MemoryModel):
+    """Isn't given back before `gate` is set."""
+
+    def __init__(self) -> None:
+        super().__init__(echo_model().spec)
+        self.gate = threading.Event()
+
+    def close(self) -> None:
+        self.gate.wait(60)
+        super().close()
+
+
+async def test_start_that_fails_waits_for_what_cannot_be_closed_no_longer_than_a_stop_does(tmp_path: Path) -> None:
+    good, reason = Clinging(), ensemble(tmp_path)
+    settings = Settings(paths=(tmp_path,), exit_on_error=True, exit_timeout_secs=0)
+    with pytest.raises(StartError, match=reason):
+        async with serving(tmp_path, {"good": good}, settings=settings):
+            pass
+    assert not good.closed
+    good.gate.set()
+    await eventually_async(lambda: good.closed, "what was under way ended")
 
 
 async def test_start_with_bad_models_alone_fails_even_without_exit_on_error(tmp_path: Path) -> None:
