@@ -51,6 +51,15 @@ class Both:
     triton: One
     here: One
 
+    def ended(self) -> list[str]:
+        """Which of them has ended, whose answers are those of nobody then, with the last that it said."""
+        ones = {"Triton": self.triton.process, "this server": self.here.process}
+        return [
+            f"{who} has ended with {one.returncode}: {one.log[-5:]}"
+            for who, one in ones.items()
+            if one.returncode is not None
+        ]
+
 
 @contextmanager
 def shared_objects() -> Iterator[None]:

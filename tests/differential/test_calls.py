@@ -16,7 +16,7 @@ from tests.differential.repository import MODELS
 @pytest.mark.parametrize("call", CALLS, ids=lambda call: f"{call.rpc}: {call.what}")
 def test_call_is_answered_alike_or_as_documented(call: Call, both: Both) -> None:
     found = differences(call, lasting_answer_of(both.triton.channel, call), answer_of(both.here.channel, call))
-    assert not found, "\n".join(found)
+    assert not found, "\n".join([*found, *both.ended()])
 
 
 @pytest.mark.parametrize("call", HARMFUL, ids=lambda call: call.what)
