@@ -31,29 +31,21 @@ _log = logging.getLogger("paceline.backends.onnx")
 class OnnxModelApart:
     """`OpenModel` of one ONNX file. Sessions have threads of their own, whatever the server's share."""
 
+    platform = "onnxruntime_onnx"
+
     def __init__(self, job: Job, files: Files) -> None:
         """Blocks; raises LoadError."""
         if job.options.cuda_graphs:
             _log.warning("model '%s' runs without CUDA graphs, as it is in a process of its own", job.name)
         self._job = replace(job, options=replace(without_graphs(job.options), shared_threads=False))
         first = ModelProcess(ModelSource(job.name, FILE), job.device)
-        self._found = _opened(first, self._job)
-        self._found.tell(job.name)
+        found = _opened(first, self._job)
+        found.tell(job.name)
+        self.spec = found.spec
+        self.rounds_by = found.rounds_by
         files.keep()
         self._files, self._keeps_files = files, True
         self._processes = Processes(ModelSource(job.name, FILE), first, self._open_again)
-
-    @property
-    def spec(self) -> ModelSpec:
-        return self._found.spec
-
-    @property
-    def rounds_by(self) -> str:
-        return self._found.rounds_by
-
-    @property
-    def platform(self) -> str:
-        return "onnxruntime_onnx"
 
     def try_rows(self, supervise: Supervise = directly) -> Trial:
         return try_model(self.spec, self._job.options, self._trying, supervise)

@@ -26,6 +26,8 @@ _LARGEST_DIM = 2**63 - 1
 class PythonModel:
     """`OpenModel` of a Python model. `process` has it loaded already, and becomes that of the first instance."""
 
+    platform = "python"
+
     def __init__(
         self,
         source: ModelSource,
@@ -35,16 +37,8 @@ class PythonModel:
     ) -> None:
         self._source = source
         self._declared = declared
-        self._spec = spec
+        self.spec = spec
         self._processes = Processes(source, process, self._load)
-
-    @property
-    def spec(self) -> ModelSpec:
-        return self._spec
-
-    @property
-    def platform(self) -> str:
-        return "python"
 
     def instance(self, spec: ModelSpec, device: Device) -> PythonInstance:
         return PythonInstance(spec, self._processes.take(device))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from backends.base import Array, Device, Execution, ModelSpec, Tensors
+from backends.base import Array, Execution, ModelSpec, Tensors
 from backends.errors import DeviceLost, ProcessError, ProcessGone
 from backends.python.process import ModelProcess
 from backends.ragged import batch_input_tensors, batch_runner
@@ -22,22 +22,14 @@ class PythonInstance:
     """`ModelInstance` in `process`, where the model is loaded."""
 
     def __init__(self, spec: ModelSpec, process: ModelProcess) -> None:
-        self._device = process.device
+        self.device = process.device
         self._run_batch = batch_runner(spec)
         self._dtypes = tuple(by_name(tensor.datatype).dtype for tensor in spec.inputs)
         self._inputs = tuple(tensor.name for tensor in (*spec.inputs, *batch_input_tensors(spec)))
         self._outputs = tuple(tensor.name for tensor in spec.outputs)
         # None once it is closed: a process has memory, and whoever knows the instance may live on.
         self._process: ModelProcess | None = process
-        self._has_executed = False
-
-    @property
-    def device(self) -> Device:
-        return self._device
-
-    @property
-    def has_executed(self) -> bool:
-        return self._has_executed
+        self.has_executed = False
 
     @property
     def has_ended(self) -> bool:
@@ -60,7 +52,7 @@ class PythonInstance:
             process.forget_rooms()
 
     def when_lost(self, call: Callable[[BaseException], None]) -> None:
-        self._has_executed = False
+        self.has_executed = False
         if (process := self._process) is not None:
             process.when_ended(lambda: self._on_end(process, call))
 
@@ -89,7 +81,7 @@ class PythonInstance:
             raise ProcessError(str(error)) from error
         except ProcessError as error:
             raise ProcessError(f"{error} while it executed this batch") from None
-        self._has_executed = True
+        self.has_executed = True
         return outputs
 
     def _on_end(self, process: ModelProcess, call: Callable[[BaseException], None]) -> None:

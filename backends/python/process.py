@@ -72,7 +72,7 @@ class ModelProcess:
         """Start it. Raises LoadError if that can't be done."""
         self._close_s = close_s
         self._source = source
-        self._device = device
+        self.device = device
         self._last_words = ""
         self._lock = threading.Lock()
         self._asking = threading.Lock()
@@ -103,10 +103,6 @@ class ModelProcess:
         self._watch()
 
     @property
-    def device(self) -> Device:
-        return self._device
-
-    @property
     def pid(self) -> int:
         return self._popen.pid
 
@@ -128,7 +124,7 @@ class ModelProcess:
         parameters = tuple(source.parameters.items())
         try:
             answer = self._ask(
-                START, source.name, str(source.path), self._device.kind.value, self._device.index, parameters
+                START, source.name, str(source.path), self.device.kind.value, self.device.index, parameters
             )
         except ProcessError:
             self.wait_ended()
