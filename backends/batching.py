@@ -21,7 +21,7 @@ from backends.packed import Packed, are_alike, stacked
 from backends.shares import Outputs, Share
 from protos.datatypes import by_name
 
-__all__ = ["Run", "check_outputs", "rows_of", "run_batch", "shares", "split", "stack", "wrong_count"]
+__all__ = ["Run", "check_count", "check_outputs", "rows_of", "run_batch", "shares", "split", "stack"]
 
 _ALIGNMENT_BYTES = 16
 """Of what malloc gives, and so of the arrays and the bytes objects of C and Python."""
@@ -143,9 +143,10 @@ def _misshapen(shape: tuple[int, ...], expected: tuple[int, ...], tensor: Tensor
     return ExecutionError(f"{what}; the first dimension of every output must be the {expected[0]} rows of the batch")
 
 
-def wrong_count(spec: ModelSpec, requests: int) -> ValueError:
-    """What to say of a batch of so many requests: a model without batch axis takes one, others one or more."""
-    return ValueError(f"expected {'one or more requests' if spec.batched else 'one request'}, got {requests}")
+def check_count(spec: ModelSpec, requests: Sequence[object]) -> None:
+    """Raise ValueError unless `requests` may be a batch: a model without batch axis takes one, others one or more."""
+    if len(requests) != 1 and (not requests or not spec.batched):
+        raise ValueError(f"expected {'one or more requests' if spec.batched else 'one request'}, got {len(requests)}")
 
 
 def run_batch(
@@ -157,8 +158,7 @@ def run_batch(
     What `run` raises passes through. A spec that isn't batched takes exactly one request; ValueError otherwise, and for
     no request at all: those are the caller's mistakes, no model's.
     """
-    if len(requests) != 1 and (not requests or not spec.batched):
-        raise wrong_count(spec, len(requests))
+    check_count(spec, requests)
     began_ns = monotonic_ns()
     if len(requests) > 1 and are_alike(requests):
         packed = cast("Sequence[Packed]", requests)

@@ -22,7 +22,7 @@ import numpy as np
 
 from backends.accelerator import HostMemory, Memory
 from backends.base import Array, Device, DeviceTensor, Execution, ModelSpec, Slot, Targets, Tensors
-from backends.batching import rows_of, split, wrong_count
+from backends.batching import check_count, rows_of, split
 from backends.device_copies import Made, gather, leave, with_left
 from backends.errors import DeviceError, DeviceLost, ExecutionError, LoadError, OutOfMemory, SessionError, StalePlan
 from backends.home import Home
@@ -149,8 +149,7 @@ class StagedSlot:
         self, requests: Sequence[Inputs], padded_rows: int, targets: Sequence[Targets] = (), capture: bool = False
     ) -> Execution:
         shared, spec = self._shared, self._shared.spec
-        if len(requests) != 1 and (not requests or not spec.batched):
-            raise wrong_count(spec, len(requests))
+        check_count(spec, requests)
         began_ns = monotonic_ns()
         rows = rows_of(cast("Sequence[Tensors]", requests)) if spec.batched else [1]
         padding = max(0, padded_rows - sum(rows)) if spec.batched else 0

@@ -20,7 +20,7 @@ import numpy as np
 
 from backends.base import MISSING, Array, BatchOutput, Execution, ModelSpec, Room, Tensors, TensorSpec
 from backends.batch_inputs import batch_input
-from backends.batching import Run, check_outputs, rows_of, run_batch, split, stack, wrong_count
+from backends.batching import Run, check_count, check_outputs, rows_of, run_batch, split, stack
 from backends.errors import ExecutionError
 from protos.datatypes import by_name
 
@@ -91,8 +91,7 @@ class _MixedBatches:
     def run(self, requests: Sequence[Tensors], run: Run, padded_rows: int = 0, room: Room | None = None) -> Execution:
         """As `run_batch`, but none of it in `room`."""
         spec = self._spec
-        if len(requests) != 1 and (not requests or not spec.batched):
-            raise wrong_count(spec, len(requests))
+        check_count(spec, requests)
         began_ns = monotonic_ns()
         rows = self._rows(requests)
         padding = max(0, padded_rows - sum(rows)) if spec.batched and spec.paddable else 0

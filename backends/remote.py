@@ -15,7 +15,7 @@ import grpc
 from google.protobuf.message import DecodeError, Message
 
 from backends.base import Device, Execution, ModelSpec
-from backends.batching import wrong_count
+from backends.batching import check_count
 from backends.errors import UpstreamFailed, UpstreamRefused
 from backends.remote_messages import (
     Headers,
@@ -201,8 +201,7 @@ class RemoteInstance:
         """
         model, told = self._model, requests[0].spec if requests else None
         spec = told or model.spec
-        if len(requests) != 1 and (not requests or not spec.batched):
-            raise wrong_count(spec, len(requests))
+        check_count(spec, requests)
         began_ns = monotonic_ns()
         wanted = wanted_outputs(requests)
         message = encode_request(model.name, model.version, spec, requests, wanted)
