@@ -75,15 +75,13 @@ class Batcher(Generic[P, R]):
         blames: Callable[[BaseException], Blame] = lambda error: Blame.REQUESTS,
         hangs: Hangs | None = None,
         room: Room | None = None,
-        instance_of: Callable[[Any], Hashable] | None = None,
+        instance_of: Callable[[Any], Hashable] = id,
         company: Company | None = None,
     ) -> None:
         self.policy = policy
         self._clock: Clock = clock or MonotonicClock()
         self._observer: Observer = GuardedObserver(observer) if observer else NullObserver()
-        self._queue: BatchQueue[Pending[P, R]] = BatchQueue(
-            policy, len({*map(instance_of, runners)} if instance_of else runners), room
-        )
+        self._queue: BatchQueue[Pending[P, R]] = BatchQueue(policy, len({*map(instance_of, runners)}), room)
         self._waiting = self._queue.waiting
         self._instances: Instances[P, R] = Instances(runners, self._clock, self._queue.latency, hangs, instance_of)
         self._running, self._slots, self._ahead = self._instances.running, self._instances.slots, self._instances.ahead

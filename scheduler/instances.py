@@ -51,13 +51,13 @@ class Instances(Generic[P, R]):
         clock: Clock,
         latency: LatencyModel,
         hangs: Hangs | None,
-        instance_of: Callable[[Any], Hashable] | None,
+        instance_of: Callable[[Any], Hashable],
     ) -> None:
         self._runners = tuple(runners)
         self._clock = clock
         self._latency = latency
         self._hangs = hangs
-        self.instance_of = instance_of or id
+        self.instance_of = instance_of
         self._watchdog: Watchdog[Runner[P, R]] | None = None
         self._leaving: set[Runner[P, R]] = set()
         self._shortages: Shortages[Hashable] = Shortages()

@@ -104,10 +104,10 @@ class Instances:
         return bool(self._hanging or self._stuck or self._leaving or self._replacing or self._lost)
 
     @property
-    def instance_of(self) -> Callable[[Runner], int] | None:
-        """Tells what slots of one instance have in common, one that doesn't hang; None if none has slots."""
+    def instance_of(self) -> Callable[[Runner], int]:
+        """Tells what slots of one instance have in common, one that doesn't hang."""
         if len(self._live) == _count(self._live):
-            return None
+            return id
         return lambda runner: id(self._live[runner])
 
     def start(self) -> None:
