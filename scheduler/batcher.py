@@ -298,8 +298,9 @@ class Batcher(Generic[P, R]):
         has this done before."""
         self._turns.submit_announced()
 
-    def _kept_waiting(self, announced: int) -> Kept | None:
-        """What there is to be waited for, if there is an instance to be kept waiting and not enough for it already."""
+    def _kept_waiting(self, announced: int = 0) -> Kept | None:
+        """What there is to be waited for, besides so many that were announced, if there is an instance to be kept
+        waiting and not enough for it already."""
         room = self._queue.worth_waiting_for(announced)
         if not room or not self._accepts or self._suspects:
             return None

@@ -40,7 +40,7 @@ class Turns:
     """Those of one batcher.
 
     `take` takes a turn, and lets `begin` do so first. `kept_waiting` says how long an instance may be kept waiting for
-    more, when all who have come are submitted but so many that were announced; None if not at all.
+    more, when all who have come are submitted; None if not at all.
     """
 
     __slots__ = (
@@ -68,7 +68,7 @@ class Turns:
     def __init__(
         self,
         take: Callable[[], None],
-        kept_waiting: Callable[[int], Kept | None],
+        kept_waiting: Callable[[], Kept | None],
         company: Company,
         clock: Clock,
     ) -> None:
@@ -161,7 +161,7 @@ class Turns:
 
     def _put_off(self) -> bool:
         """Whether the turn had better be taken later: then, or when enough have come, there will be another look."""
-        kept = self._kept_waiting(0)
+        kept = self._kept_waiting()
         if kept is None:
             return False
         now_ns = self._clock.now_ns()
@@ -198,7 +198,7 @@ class Turns:
         came, self._is_put_off = self._came, False
         self.submit_announced()
         self._came, self._is_put_off = came, True
-        kept = self._kept_waiting(0)
+        kept = self._kept_waiting()
         if kept is None or kept.until_ns < now_ns + _LEAST_NS:
             return False
         self._until_ns = min(self._until_ns, kept.until_ns)

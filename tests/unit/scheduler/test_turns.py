@@ -41,9 +41,9 @@ class Taken:
         self.turns.begin()
         self.count += 1
 
-    def _kept_waiting(self, announced: int) -> Kept | None:
+    def _kept_waiting(self) -> Kept | None:
         self.thoughts += 1
-        there = len(self.submitted) + announced
+        there = len(self.submitted)
         return None if self.waiting is None else Kept(self.waiting + there, self.room - there, self.until_ns)
 
 
