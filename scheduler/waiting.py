@@ -25,10 +25,9 @@ class Room:
     """What waits in several queues together, and how much may: requests and bytes, 0 for any number. For queues of one
     thread."""
 
-    __slots__ = ("max_bytes", "max_requests", "most_bytes", "most_requests", "requests", "size_bytes")
+    __slots__ = ("most_bytes", "most_requests", "requests", "size_bytes")
 
     def __init__(self, max_requests: int, max_bytes: int) -> None:
-        self.max_requests, self.max_bytes = max_requests, max_bytes
         self.most_requests, self.most_bytes = max_requests or _MANY, max_bytes or _MANY
         self.requests = self.size_bytes = 0
 
@@ -36,9 +35,9 @@ class Room:
     def full(self, requests: int, size_bytes: int) -> QueueFull | None:
         """What `requests` more, of that size together, would be too many for; None if there is room."""
         if self.requests + requests > self.most_requests:
-            return QueueFull(self.max_requests, whose="all models")
+            return QueueFull(self.most_requests, whose="all models")
         if self.size_bytes + size_bytes > self.most_bytes:
-            return QueueFull(self.max_bytes, "bytes", whose="all models")
+            return QueueFull(self.most_bytes, "bytes", whose="all models")
         return None
 
 
