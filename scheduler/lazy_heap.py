@@ -31,9 +31,6 @@ class LazyHeap(Generic[T]):
         self.items: list[tuple[int, int, T]] = []
         self._limit = _SLACK
 
-    def __len__(self) -> int:
-        return len(self.items)
-
     def push(self, rank: int, token: int, item: T) -> None:
         items = self.items
         heappush(items, (rank, token, item))

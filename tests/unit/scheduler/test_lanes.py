@@ -227,4 +227,4 @@ def test_lanes_that_are_gone_leave_little_behind_in_the_heaps() -> None:
             one = entry(number)
             lanes.add(number, one)
             lanes.remove(one)
-        assert len(lanes.due) + len(lanes._ready) < 200
+        assert len(lanes.due.items) + len(lanes._ready.items) < 200
