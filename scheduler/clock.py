@@ -98,12 +98,11 @@ class _TimerFdAlarm:
 
     _CLOCK_MONOTONIC = 1
     _TFD_TIMER_ABSTIME = 1
-    _TFD_NONBLOCK = os.O_NONBLOCK if hasattr(os, "O_NONBLOCK") else 0
-    _TFD_CLOEXEC = os.O_CLOEXEC if hasattr(os, "O_CLOEXEC") else 0
+    _TFD_FLAGS = os.O_NONBLOCK | os.O_CLOEXEC
 
     def __init__(self, loop: asyncio.AbstractEventLoop, ring: Callable[[], None]) -> None:
         self._libc = ctypes.CDLL(None, use_errno=True)
-        fd = self._libc.timerfd_create(self._CLOCK_MONOTONIC, self._TFD_NONBLOCK | self._TFD_CLOEXEC)
+        fd = self._libc.timerfd_create(self._CLOCK_MONOTONIC, self._TFD_FLAGS)
         if fd < 0:
             raise OSError(ctypes.get_errno(), "timerfd_create: " + os.strerror(ctypes.get_errno()))
         self._fd = int(fd)
