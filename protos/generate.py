@@ -3,8 +3,8 @@
 Lives here: running protoc and rewriting its output. Must not live here: anything that runs in production; the
 generator needs grpcio-tools, the generated modules do not.
 
-Rule: every rewrite states how often its text occurs in protoc's output, and any other number is an error. So a new
-protoc cannot quietly give us modules that register in protobuf's default pool (see protos/pool.py).
+Rule: the text of every rewrite occurs once in protoc's output, and any other number is an error. So a new protoc cannot
+quietly give us modules that register in protobuf's default pool (see protos/pool.py).
 
 The version of grpcio-tools is pinned because it sets the oldest grpcio and protobuf that can import the result:
 1.76.0 makes code for grpcio >= 1.76.0 and protobuf >= 6.31.1, 7 included.
@@ -40,11 +40,10 @@ class GenerateError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Rewrite:
-    """Replaces `old` by `new` in a generated file, where `old` has to occur exactly `count` times."""
+    """Replaces `old` by `new` in a generated file, where `old` has to occur exactly once."""
 
     old: str
     new: str
-    count: int = 1
 
 
 _DEFAULT_POOL: Final = (
@@ -88,14 +87,13 @@ _LEFTOVERS: Final = ("_descriptor_pool", "_sym_db", "_symbol_database", "BuildTo
 def rewrite(name: str, text: str) -> str:
     """Returns protoc's `text` for the file `name`, moved to our pool and package.
 
-    Raises GenerateError when an expected text does not occur as often as it should, or something of the default
-    pool is left.
+    Raises GenerateError when an expected text does not occur exactly once, or something of the default pool is left.
     """
     for step in REWRITES[name]:
         found = text.count(step.old)
-        if found != step.count:
+        if found != 1:
             raise GenerateError(
-                f"{name}: expected {step.count} of {step.old!r} in protoc's output, got {found}; "
+                f"{name}: expected 1 of {step.old!r} in protoc's output, got {found}; "
                 "adapt REWRITES in protos/generate.py to what this protoc writes"
             )
         text = text.replace(step.old, step.new)
