@@ -37,7 +37,7 @@ from backends.onnx_captures import captures
 from backends.onnx_instance import OnnxInstance
 from backends.onnx_options import OnnxOptions, parse_options, without_graphs
 from backends.onnx_sessions import CUDA, OpenSession, open_session, probe_cuda
-from backends.onnx_shared import why_not_staged
+from backends.onnx_shared import Shared, why_not_staged
 from backends.onnx_spec import find_spec
 from backends.onnx_staged import StagedInstance
 from backends.onnx_trial import Runs, try_model
@@ -160,7 +160,9 @@ class OnnxModel:
             _log.info("model '%s': ONNX Runtime copies its tensors itself, as %s", self._name, reason)
             return OnnxInstance(opened, spec, device, options)
         try:
-            return StagedInstance(self._name, opened, spec, device, options, lambda: self._opener.open_plainly(device))
+            return StagedInstance(
+                Shared(self._name, opened, spec, device, options, lambda: self._opener.open_plainly(device))
+            )
         except DeviceError as error:
             raise LoadError(f"model '{self._name}': {error}") from error
 

@@ -79,7 +79,7 @@ class Bound:
 
 
 class Shared:
-    """What the slots of an instance have in common."""
+    """What the slots of an instance have in common. `reopen` gives another session for the same, without graphs."""
 
     def __init__(
         self,
@@ -106,7 +106,7 @@ class Shared:
         self.pools = [OutputPool(self.accelerator.host_memory) for _ in self.outputs]
         self._name = name
         self._opened: OpenSession | None = opened
-        self._device = device
+        self.device = device
         self._options = options
         self._reopen = reopen
         self._run_options: dict[int, Any] = {}
@@ -124,7 +124,7 @@ class Shared:
     def run_options(self, graph: int) -> Any:
         made = self._run_options.get(graph)
         if made is None:
-            made = staged_run_options(self._options, self._device, graph if self.graphs else None)
+            made = staged_run_options(self._options, self.device, graph if self.graphs else None)
             self._run_options[graph] = made
         return made
 

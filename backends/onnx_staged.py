@@ -21,7 +21,7 @@ from typing import Any, cast
 import numpy as np
 
 from backends.accelerator import HostMemory, Memory
-from backends.base import Array, Device, DeviceTensor, Execution, ModelSpec, Slot, Targets, Tensors
+from backends.base import Array, DeviceTensor, Execution, Slot, Targets, Tensors
 from backends.batching import check_count, rows_of, split
 from backends.device_copies import Made, gather, leave, with_left
 from backends.errors import DeviceError, DeviceLost, ExecutionError, LoadError, OutOfMemory, SessionError, StalePlan
@@ -30,7 +30,6 @@ from backends.joining import join_into
 from backends.onnx_captures import captures
 from backends.onnx_failures import device_failure, failure
 from backends.onnx_instance import from_ortvalue
-from backends.onnx_options import OnnxOptions
 from backends.onnx_sessions import NO_GRAPH, OpenSession
 from backends.onnx_shared import Bound, Shared, StagedTensor
 from backends.staging import Growing, Shape, array_in
@@ -48,23 +47,13 @@ _MOST_BINDINGS = 64
 
 
 class StagedInstance:
-    """`ModelInstance` on a device, with slots, over a session of its own.
+    """`ModelInstance` on a device, with slots, over a session of its own. Raises DeviceError if there is no memory for
+    it."""
 
-    `reopen` gives another session for the same, without graphs. Raises DeviceError if there is no memory for it.
-    """
-
-    def __init__(
-        self,
-        name: str,
-        opened: OpenSession,
-        spec: ModelSpec,
-        device: Device,
-        options: OnnxOptions,
-        reopen: Callable[[], OpenSession],
-    ) -> None:
-        self.device = device
-        self._shared = Shared(name, opened, spec, device, options, reopen)
-        self.slots: Sequence[Slot] = tuple(StagedSlot(self._shared, device) for _ in range(_SLOTS))
+    def __init__(self, shared: Shared) -> None:
+        self.device = shared.device
+        self._shared = shared
+        self.slots: Sequence[Slot] = tuple(StagedSlot(shared) for _ in range(_SLOTS))
 
     def execute(self, requests: Sequence[Tensors], padded_rows: int = 0) -> Execution:
         """In the first slot."""
@@ -79,9 +68,9 @@ class StagedInstance:
 class StagedSlot:
     """`Slot` of a `StagedInstance`."""
 
-    def __init__(self, shared: Shared, device: Device) -> None:
+    def __init__(self, shared: Shared) -> None:
         self._shared = shared
-        self.device = device
+        self.device = shared.device
         self._home = Home()
         accelerator = shared.accelerator
         self._copied_in, self._computed, self._copied_out = (accelerator.event() for _ in range(3))

@@ -22,6 +22,7 @@ from backends.host_accelerator import HostAccelerator
 from backends.onnx_captures import captures
 from backends.onnx_options import OnnxOptions
 from backends.onnx_sessions import NO_GRAPH, OpenSession, open_session
+from backends.onnx_shared import Shared
 from backends.onnx_staged import StagedInstance
 from tests import models
 from tests.cuda import stand_in
@@ -79,7 +80,7 @@ class Bench:
 
     def instance(self) -> StagedInstance:
         self.path = models.write(self.model, self.folder / "model.onnx")
-        return StagedInstance("m", self.open(self.broken, True), self.spec, CPU, OnnxOptions(), self.reopen)
+        return StagedInstance(Shared("m", self.open(self.broken, True), self.spec, CPU, OnnxOptions(), self.reopen))
 
     def open(self, broken: bool, graphs: bool) -> OpenSession:
         plain = open_session("m", self.path, OnnxOptions(), CPU)
