@@ -80,7 +80,8 @@ class StagedSlot:
         # Whatever is bound has to be forgotten when it moves, were it for an allocation that fails.
         forget = self._bindings.clear
         self._pinned: list[Growing[HostMemory]] = [
-            Growing(accelerator.host_memory, _do_nothing if tensor.on_device else forget) for tensor in shared.inputs
+            Growing(accelerator.host_memory) if tensor.on_device else Growing(accelerator.host_memory, forget)
+            for tensor in shared.inputs
         ]
         self._given: list[Growing[Memory]] = [Growing(accelerator.device_memory, forget) for _ in shared.inputs]
         self._taken: list[Growing[Memory]] = [Growing(accelerator.device_memory, forget) for _ in shared.outputs]
@@ -347,10 +348,6 @@ def _is_there(column: Sequence[Array], host: HostMemory, tensor: StagedTensor, s
     array = column[0]
     same = len(column) == 1 and array.shape == shape and array.dtype == tensor.dtype and array.flags.c_contiguous
     return same and array.ctypes.data == host.address
-
-
-def _do_nothing() -> None:
-    pass
 
 
 def _own(tensor: Any) -> Any:
