@@ -420,16 +420,16 @@ class BatchQueue(Generic[T]):
             return None
         return self._executing.begin(key, cut.entries, cut.rows, cut.padded_rows, starts_ns)
 
-    def _take_only(self, lane: Lane[T], now_ns: int) -> Batch[T]:
+    def _take_only(self, lane: Lane[T], starts_ns: int) -> Batch[T]:
         """What `_take` comes to for one request with time to spare, which needs no thought: all that is in the lane."""
         entry = self._lanes.take_only(lane)
         entry.unwatch()
         self.waiting.left((entry,))
         rows = entry.rows
         padded_rows = self._sizing.padded(rows) if self._pads else rows
-        return self._executing.begin(lane.key, (entry,), rows, padded_rows, now_ns)
+        return self._executing.begin(lane.key, (entry,), rows, padded_rows, starts_ns)
 
-    def _may_be_late(self, now_ns: int) -> bool:
+    def _may_be_late(self, starts_ns: int) -> bool:
         """Whether some deadline is so near that an execution could miss it; a cheap look before the exact one."""
         deadlines = self._deadlines.items
-        return bool(deadlines) and deadlines[0][0] < now_ns + self.latency.longest_ns and self.policy.deadline_aware
+        return bool(deadlines) and deadlines[0][0] < starts_ns + self.latency.longest_ns and self.policy.deadline_aware

@@ -78,59 +78,59 @@ class Sizing:
         return [first], first.rows
 
     def most_in_time(
-        self, key: Hashable, entries: Iterable[Entry[T]], cut: Cut[T], now_ns: int
+        self, key: Hashable, entries: Iterable[Entry[T]], cut: Cut[T], starts_ns: int
     ) -> tuple[Cut[T], list[Unreachable[T]]]:
-        """Another batch of the lane's `entries` than `cut`, their first ones, if that one would be late for somebody:
-        the size that answers the most requests in time per time spent.
+        """Another batch of the lane's `entries` than `cut`, their first ones, if that one, which starts at `starts_ns`,
+        would be late for somebody: the size that answers the most requests in time per time spent.
 
         Returns the batch, and who has to be given up for it. What is too late for a size is skipped, and what follows
         takes its place: under overload the oldest requests are those with the least time left, and small batches for
         their sake would make everybody late. Where no batch is in time for anybody, those are given up that even a
         batch of their own would be too late for.
         """
-        end_ns = now_ns + self._safe_ns(key, cut.padded_rows, now_ns)
+        end_ns = starts_ns + self._safe_ns(key, cut.padded_rows, starts_ns)
         if all(one.rpc_deadline_ns >= end_ns for one in cut.entries):
             return cut, []
         candidates = list(islice(entries, _MOST_BATCHES * len(cut.entries)))
         limit, best, best_late, best_rate = cut.rows + 1, cut, list[Unreachable[T]](), 0.0
         while limit > (smaller := min(cut.rows, max(limit // 2, cut.entries[0].rows))):
             limit = cut.rows if limit > cut.rows else smaller
-            one, late = self._in_time(key, candidates, limit, len(cut.entries), now_ns)
-            rate = len(one.entries) / max(1, self._safe_ns(key, one.padded_rows, now_ns)) if one.entries else 0.0
+            one, late = self._in_time(key, candidates, limit, len(cut.entries), starts_ns)
+            rate = len(one.entries) / max(1, self._safe_ns(key, one.padded_rows, starts_ns)) if one.entries else 0.0
             if rate > best_rate:
                 best, best_late, best_rate = one, late, rate
         if not best_rate:
-            best_late = self._too_late_alone(key, cut.entries, now_ns)
+            best_late = self._too_late_alone(key, cut.entries, starts_ns)
         return best, best_late
 
     def _in_time(
-        self, key: Hashable, entries: Sequence[Entry[T]], max_rows: int, max_requests: int, now_ns: int
+        self, key: Hashable, entries: Sequence[Entry[T]], max_rows: int, max_requests: int, starts_ns: int
     ) -> tuple[Cut[T], list[Unreachable[T]]]:
         """The first entries that a batch of up to `max_rows` rows is in time for, and those before them."""
-        needed_ns = self._safe_ns(key, self.padded(max_rows), now_ns)
+        needed_ns = self._safe_ns(key, self.padded(max_rows), starts_ns)
         fitting: list[Entry[T]] = []
         late: list[Unreachable[T]] = []
         rows = 0
         for one in entries:
             if len(fitting) == max_requests or rows + one.rows > max_rows:
                 break
-            if one.rpc_deadline_ns < now_ns + needed_ns:
+            if one.rpc_deadline_ns < starts_ns + needed_ns:
                 late.append(Unreachable(one, needed_ns))
             else:
                 fitting.append(one)
                 rows += one.rows
         if late and 0 < rows < max_rows:
             # Nobody is to be skipped for the sake of a size that isn't reached.
-            return self._in_time(key, entries, rows, max_requests, now_ns)
+            return self._in_time(key, entries, rows, max_requests, starts_ns)
         return Cut(fitting, rows, self.padded(rows) if rows else 0), late
 
-    def _safe_ns(self, key: Hashable, rows: int, now_ns: int) -> int:
-        proven_ns = self._latency.proven_ns(key, rows, now_ns)
+    def _safe_ns(self, key: Hashable, rows: int, starts_ns: int) -> int:
+        proven_ns = self._latency.proven_ns(key, rows, starts_ns)
         return proven_ns + self._latency.margin_ns(key, rows) if proven_ns else 0
 
-    def _too_late_alone(self, key: Hashable, entries: Sequence[Entry[T]], now_ns: int) -> list[Unreachable[T]]:
-        alone = [(one, self._latency.proven_ns(key, self.padded(one.rows), now_ns)) for one in entries]
-        return [Unreachable(one, needed_ns) for one, needed_ns in alone if one.rpc_deadline_ns < now_ns + needed_ns]
+    def _too_late_alone(self, key: Hashable, entries: Sequence[Entry[T]], starts_ns: int) -> list[Unreachable[T]]:
+        alone = [(one, self._latency.proven_ns(key, self.padded(one.rows), starts_ns)) for one in entries]
+        return [Unreachable(one, needed_ns) for one, needed_ns in alone if one.rpc_deadline_ns < starts_ns + needed_ns]
 
     def _to_allowed_size(self, key: Hashable, entries: Sequence[Entry[T]], rows: int) -> Cut[T]:
         """Pad up to the next allowed size, or leave some requests for the next batch where that costs less a row."""
