@@ -62,11 +62,11 @@ def budget_for(requests: int) -> int:
 
 @dataclass(slots=True)
 class Search:
-    """What all parts of one batch share that failed: `left` are the executions of halves that may still be run,
+    """What all parts of one batch share that failed: `budget` are the executions of halves that may still be run,
     `most_rows` what a part may have, if memory wasn't enough for more (else 0), `before` what batches were allowed to
     have when that began, and `ends` how many instances have ended of them."""
 
-    left: int
+    budget: int
     most_rows: int = 0
     before: Allowed | None = None
     ends: int = 0
@@ -104,8 +104,8 @@ class Suspects(Generic[T]):
         left."""
         if len(self.entries) < 2:
             return []
-        if self.search.left >= 2:
-            self.search.left -= 2
+        if self.search.budget >= 2:
+            self.search.budget -= 2
             middle = len(self.entries) // 2
             return [self.narrowed(half) for half in (self.entries[:middle], self.entries[middle:])]
         return self.alone()

@@ -87,11 +87,11 @@ def test_budget_is_twice_what_one_culprit_takes() -> None:
 
 def test_budget_is_spent_to_the_last_two_halves() -> None:
     entries: list[Entry[str]] = [Entry(name, 1, 0, 0, 0, 0, NEVER, NEVER) for name in "abcde"]
-    for left in (2, 3):
-        suspects = replace(Suspects.of_batch("k", entries), search=Search(left))
+    for budget in (2, 3):
+        suspects = replace(Suspects.of_batch("k", entries), search=Search(budget))
         groups = [["".join(entry.payload for entry in group.entries) for group in suspects.halves()] for _ in range(2)]
         assert groups == [["ab", "cde"], list("abcde")]
-        assert suspects.search.left == left - 2
+        assert suspects.search.budget == budget - 2
     assert suspects.narrowed(entries[:1]).halves() == suspects.narrowed(entries[:1]).alone() == []
 
 
