@@ -216,14 +216,13 @@ class TaskRunner(Generic[P, R]):
 
     def __init__(self, execute: Callable[[Sequence[P], int], Awaitable[Executed[R]]]) -> None:
         self._execute = execute
-        self._loop: asyncio.AbstractEventLoop | None = None
+        self._loop: asyncio.AbstractEventLoop
         self._task: asyncio.Task[Outcome[R]] | None = None
 
     def start(self) -> None:
         self._loop = asyncio.get_running_loop()
 
     def run(self, payloads: Sequence[P], padded_rows: int, done: Done[R]) -> None:
-        assert self._loop is not None
         self._task = self._loop.create_task(self._run_one(payloads, padded_rows))
         # Not from inside of the task: `done` may hand over the next batch, and what it raises is the loop's to report.
         self._task.add_done_callback(lambda task: self._end(task, done))
