@@ -198,7 +198,7 @@ class Batcher(Generic[P, R]):
         return pending
 
     @property
-    def takes_alike(self) -> bool:
+    def takes_any_alike(self) -> bool:
         """Whether there is any use in trying to `submit_alike`."""
         return self._queue.takes_any_alike
 

@@ -104,7 +104,7 @@ class Inference:
         model = flights[first].model
         if len(flights) == 1 or model is None or model.remote or self._spans is not None or debugging.on:
             return None
-        if model.codec.short_way is None or not model.batcher.takes_alike:
+        if model.codec.short_way is None or not model.batcher.takes_any_alike:
             return None
         try:
             alike: AlikeRequests | None = model.codec.short_way.decode_alike(

@@ -179,10 +179,10 @@ async def test_none_is_taken_where_there_is_no_room_for_the_rows_of_all() -> Non
 
 async def test_none_is_taken_where_lanes_are_held_for_those_who_were_just_answered() -> None:
     bench = Bench(BatchPolicy(max_batch_rows=8, await_returns=True))
-    assert not bench.batcher.takes_alike
+    assert not bench.batcher.takes_any_alike
     assert _together(bench, "ab") == ()
     bench.batcher.flush()
-    assert bench.batcher.takes_alike
+    assert bench.batcher.takes_any_alike
     assert len(_together(bench, "ab")) == 2
 
 
