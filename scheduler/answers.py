@@ -7,6 +7,8 @@ caller has cancelled is left alone.
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from scheduler.pending import Pending
@@ -62,36 +64,31 @@ class OrderedAnswers(Answers):
 
     def __init__(self) -> None:
         super().__init__()
-        self._arrivals: OrderedDict[Future, None] = OrderedDict()
-        self._results: dict[Future, object] = {}
-        self._errors: dict[Future, Exception] = {}
+        # In order of arrival, and what gives it its answer, once there is one.
+        self._waiting: OrderedDict[Future, Callable[[], None] | None] = OrderedDict()
 
     def expect(self, future: Future) -> None:
-        self._arrivals[future] = None
+        self._waiting[future] = None
 
     def succeed(self, future: Future, result: object) -> None:
         if not future.done():
-            self._results[future] = result
+            self._waiting[future] = partial(super().succeed, future, result)
         self._release()
 
     def fail(self, future: Future, error: Exception) -> None:
         if not future.done():
-            self._errors[future] = error
+            self._waiting[future] = partial(super().fail, future, error)
         self._release()
 
     def cancelled(self, future: Future) -> None:
-        for kept in (self._arrivals, self._results, self._errors):
-            kept.pop(future, None)
+        self._waiting.pop(future, None)
         self._release()
 
     def _release(self) -> None:
-        while self._arrivals:
-            first = next(iter(self._arrivals))
-            if first in self._results:
-                super().succeed(first, self._results.pop(first))
-            elif first in self._errors:
-                super().fail(first, self._errors.pop(first))
-            else:
+        while self._waiting:
+            first, answer = next(iter(self._waiting.items()))
+            if answer is None:
                 break
-            del self._arrivals[first]
+            answer()
+            del self._waiting[first]
             self.tell_soon(first)

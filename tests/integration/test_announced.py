@@ -214,9 +214,8 @@ async def test_stream_that_ends_while_answers_wait_for_their_turn_counts_all_its
         context = Endless(requests)
         stream = asyncio.create_task(served.server._streaming.ModelStreamInfer(None, context))
         await eventually_async(lambda: len(script.seen) == 6, "all but the first are executed")
-        await eventually_async(
-            lambda: len(served.server.repository.get("m", "").batcher._answers._results) == 5, "and wait for it"
-        )
+        waiting = served.server.repository.get("m", "").batcher._answers._waiting
+        await eventually_async(lambda: sum(map(bool, waiting.values())) == 5, "and wait for it")
         stream.cancel()
         with pytest.raises(asyncio.CancelledError):
             await stream
