@@ -42,12 +42,14 @@ __all__ = [
     "NO_GRAPH",
     "PROBE_MODEL",
     "OpenSession",
+    "memory_names",
     "open_session",
     "prepare_cuda",
     "probe_cuda",
     "run_options",
     "session_options",
     "share_threads",
+    "staged_run_options",
 ]
 
 _log = logging.getLogger("paceline.backends.onnx")
