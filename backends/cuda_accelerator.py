@@ -65,10 +65,15 @@ class _Device:
         library = self._quick if name in _QUEUE_ONLY else self.driver
         check(self.driver, name, getattr(library, name)(*arguments))
 
-    def made(self, owner: object, give_back: str, handle: int) -> None:
-        """Have `handle` given back by the driver's call of that name when `owner` goes, on whichever thread."""
+    def make(self, owner: object, call: str, give_back: str, *arguments: Any) -> int:
+        """What `call` makes, by its handle or address. It is given back by the driver's call of that other name when
+        `owner` goes, on whichever thread."""
+        made = _ARGUMENTS[call][0]._type_()  # the first argument points to it
+        self.call(call, ctypes.byref(made), *arguments)
+        handle: int = made.value
         closing = weakref.finalize(owner, _give_back, self, give_back, handle)
         closing.atexit = False
+        return handle
 
 
 def _give_back(device: _Device, call: str, handle: int) -> None:
@@ -81,30 +86,21 @@ def _give_back(device: _Device, call: str, handle: int) -> None:
 
 class _DeviceMemory:
     def __init__(self, device: _Device, size_bytes: int) -> None:
-        address = _address()
-        device.call("cuMemAlloc_v2", ctypes.byref(address), size_bytes)
-        device.made(self, "cuMemFree_v2", address.value)
-        self.address, self.size_bytes = address.value, size_bytes
+        self.address = device.make(self, "cuMemAlloc_v2", "cuMemFree_v2", size_bytes)
+        self.size_bytes = size_bytes
 
 
 class _HostMemory:
     def __init__(self, device: _Device, size_bytes: int) -> None:
-        address = _pointer()
-        device.call("cuMemHostAlloc", ctypes.byref(address), size_bytes, _PORTABLE)
-        assert address.value is not None
-        device.made(self, "cuMemFreeHost", address.value)
-        self.address, self.size_bytes = address.value, size_bytes
+        self.address = device.make(self, "cuMemHostAlloc", "cuMemFreeHost", size_bytes, _PORTABLE)
+        self.size_bytes = size_bytes
         self.buffer: Buffer = (ctypes.c_uint8 * size_bytes).from_address(self.address)
 
 
 class _Event:
     def __init__(self, device: _Device) -> None:
         self._device = device
-        handle = _pointer()
-        device.call("cuEventCreate", ctypes.byref(handle), _WAITED_FOR)
-        assert handle.value is not None
-        device.made(self, "cuEventDestroy_v2", handle.value)
-        self.handle = handle.value
+        self.handle = device.make(self, "cuEventCreate", "cuEventDestroy_v2", _WAITED_FOR)
 
     def synchronize(self) -> None:
         self._device.call("cuEventSynchronize", self.handle)
@@ -113,11 +109,7 @@ class _Event:
 class _Stream:
     def __init__(self, device: _Device) -> None:
         self._device = device
-        handle = _pointer()
-        device.call("cuStreamCreate", ctypes.byref(handle), _NON_BLOCKING)
-        assert handle.value is not None
-        device.made(self, "cuStreamDestroy_v2", handle.value)
-        self.handle = handle.value
+        self.handle = device.make(self, "cuStreamCreate", "cuStreamDestroy_v2", _NON_BLOCKING)
 
     def copy_in(self, target: int, source: int, size_bytes: int) -> None:
         self._device.call("cuMemcpyHtoDAsync_v2", target, source, size_bytes, self.handle)
