@@ -116,7 +116,7 @@ def array_in(memory: HostMemory, dtype: np.dtype[Any], shape: tuple[int, ...]) -
 
 
 def _buffer(memory: HostMemory) -> Any:
-    """What releases of numpy differ in how they call it."""
+    """Of no type, as releases of numpy differ in what they say that an array's buffer may be."""
     return memory.buffer
 
 
