@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import ExitStack
 from typing import Any, Generic, TypeVar
 
 from scheduler.answers import Answers, OrderedAnswers
@@ -85,7 +86,7 @@ class Batcher(Generic[P, R]):
         self._waiting = self._queue.waiting
         self._instances: Instances[P, R] = Instances(runners, self._clock, self._queue.latency, hangs, instance_of)
         self._running, self._slots, self._ahead = self._instances.running, self._instances.slots, self._instances.ahead
-        self._retries: Retries[Pending[P, R]] = Retries(blames, isolates=policy.isolate_failures)
+        self._retries: Retries[Pending[P, R]] = Retries(blames, self._waiting, isolates=policy.isolate_failures)
         self._suspects = self._retries.groups
         # Instances that have ended by themselves, whose executions haven't.
         self._ended: dict[Runner[P, R], BaseException] = {}
@@ -99,12 +100,12 @@ class Batcher(Generic[P, R]):
         self._drained: asyncio.Event
         self._loop: asyncio.AbstractEventLoop
         self._alarm: Alarm
+        self._alarms = ExitStack()
 
     @property
     def waiting_requests(self) -> int:
         """Requests accepted and not yet executing."""
-        again = sum(len(group.entries) for group in self._suspects)
-        return self._waiting.requests + self._waiting.reserved + self._turns.announced + again
+        return self._waiting.requests + self._waiting.reserved + self._turns.announced + self._retries.requests()
 
     @property
     def lanes(self) -> int:
@@ -123,22 +124,19 @@ class Batcher(Generic[P, R]):
 
     def waiting_of_level(self, level: int) -> int:
         """Those of `waiting_requests` that are of one priority level; of those only announced it isn't known."""
-        again = sum(entry.level == level for group in self._suspects for entry in group.entries)
-        return self._waiting.requests_of_level(level) + self._waiting.reserved_of_level(level) + again
+        waiting = self._waiting
+        return waiting.requests_of_level(level) + waiting.reserved_of_level(level) + self._retries.requests(level)
 
     def start(self) -> None:
         """Start the runners and take requests. Closed if that fails, as it may where there can be no more threads, or
         descriptors, of which alarms have one each."""
         self._loop = asyncio.get_running_loop()
-        self._turns.start()
         self._drained = asyncio.Event()
         try:
+            self._turns.start()
+            self._alarms.callback(self._turns.close)
             self._alarm = self._clock.alarm(self._on_alarm)
-        except BaseException:
-            self._turns.close()
-            self._stopped = True
-            raise
-        try:
+            self._alarms.callback(self._alarm.close)
             self._instances.start(self.policy.execution_limit_ns, self._on_late)
         except BaseException:
             self.close()
@@ -253,9 +251,8 @@ class Batcher(Generic[P, R]):
         self.take_announced()
         self._suspended = self._suspended or self._accepts
         self._accepts = False
-        for entries in (self._queue.take_all(), *(group.entries for group in self._suspects)):
+        for entries in (self._queue.take_all(), self._retries.take_all()):
             self._delivery.give_up(entries, Drop.NO_INSTANCE, NoInstance)
-        self._suspects.clear()
         self._turn()
 
     def flush(self) -> None:
@@ -283,12 +280,9 @@ class Batcher(Generic[P, R]):
             runner.take_back()
             self._queue.release(batch)
         batches = (*self._running.values(), *self._ahead.next.values())
-        left = (*(batch.entries for batch in batches), *(group.entries for group in self._suspects))
-        for entries in (self._queue.take_all(), *left):
+        for entries in (self._queue.take_all(), *(batch.entries for batch in batches), self._retries.take_all()):
             self._delivery.give_up(entries, Drop.CLOSED, BatcherClosed)
-        self._suspects.clear()
-        self._alarm.close()
-        self._turns.close()
+        self._alarms.close()
         self._drained.set()
         self._instances.close()
 
@@ -330,7 +324,7 @@ class Batcher(Generic[P, R]):
             self._run(self._instances.take(batch), batch, None)
         further = self._hand_over_ahead(now_ns) if self._ahead else _NOTHING
         wake_ns = _first(step.wake_ns, _first(further.wake_ns, self._instances.wake_ns))
-        self._set_alarm(_first(wake_ns, self._retries.wake_ns) if self._suspects else wake_ns)
+        self._set_alarm(_first(wake_ns, self._retries.wake_ns(now_ns)) if self._suspects else wake_ns)
         for entry in (*step.expired, *further.expired):
             self._delivery.drop(entry, Drop.EXPIRED, _expired(entry, now_ns))
         for late in (*step.unreachable, *further.unreachable):
@@ -466,7 +460,8 @@ class Batcher(Generic[P, R]):
         if blame is Blame.SIZE:
             if self._instances.lacked_memory(runner, batch, suspects.left):
                 self._forgive(suspects.search)
-                return self._retries.plan_elsewhere(batch, suspects, self._instances.instance_of(runner))
+                instance, longest_ns = self._instances.instance_of(runner), self._queue.latency.longest_ns
+                return self._retries.plan_elsewhere(batch, suspects, instance, self._clock.now_ns(), longest_ns)
             self._learn_shortage(batch, suspects.search)
         if blame in _LOSING and self._instances.may_be_lost(runner):
             self._lose(runner, error)
@@ -491,8 +486,8 @@ class Batcher(Generic[P, R]):
         left = [entry for entry in batch.entries if entry.payload.unbegun < _MOST_UNBEGUN]
         if suspects is None:
             self._put_back(batch, left)
-        elif left:
-            self._suspects.append(suspects.narrowed(left))
+        else:
+            self._retries.wait(suspects.narrowed(left))
         return failed
 
     def _learn_shortage(self, batch: Batch[Pending[P, R]], search: Search) -> None:
@@ -512,33 +507,27 @@ class Batcher(Generic[P, R]):
 
     def _let_go_of_suspects(self, now_ns: int) -> None:
         """Those whose callers have gone, or whose time is up: it may take long until there is an instance for them."""
-        for suspects in [self._suspects.popleft() for _ in range(len(self._suspects))]:
-            waiting = []
-            for entry in self._delivery.still_wanted(suspects.entries):
-                if entry.rpc_deadline_ns <= now_ns:
-                    self._delivery.drop(entry, Drop.EXPIRED, _expired(entry, now_ns))
-                else:
-                    waiting.append(entry)
-            if waiting:
-                self._suspects.append(suspects.narrowed(waiting))
+        for suspects in [*self._suspects]:
+            if any(entry.payload.done() or entry.rpc_deadline_ns <= now_ns for entry in suspects.entries):
+                self._retries.take(suspects)
+                wanted = self._delivery.still_wanted(suspects.entries)
+                for entry in wanted:
+                    if entry.rpc_deadline_ns <= now_ns:
+                        self._delivery.drop(entry, Drop.EXPIRED, _expired(entry, now_ns))
+                self._retries.wait(suspects.narrowed([entry for entry in wanted if entry.rpc_deadline_ns > now_ns]))
 
     def _run_suspects(self, now_ns: int) -> None:
         """They come first, but for those who wait for another instance than they have left: others may have that."""
-        waiting = []
-        while self._suspects and self._slots.free:
-            suspects = self._suspects.popleft()
-            if self._instances.may_run_again(suspects.left):
-                self._run_again(suspects, now_ns)
-            else:
-                waiting.append(suspects)
-        self._suspects.extendleft(reversed(waiting))
-
-    def _run_again(self, suspects: Suspects[Pending[P, R]], now_ns: int) -> None:
-        batch, rest = self._queue.again(suspects.key, suspects.entries, now_ns, suspects.search.most_rows)
-        if rest:
-            self._suspects.appendleft(suspects.narrowed(rest))
-        runner = self._instances.take_again(batch, suspects.left)
-        self._run(runner, batch, suspects.narrowed(batch.entries))
+        may_run = self._instances.may_run_again
+        while self._slots.free:
+            suspects = next((one for one in self._suspects if may_run(one.avoided(now_ns))), None)
+            if suspects is None:
+                break
+            self._retries.take(suspects)
+            batch, rest = self._queue.again(suspects.key, suspects.entries, now_ns, suspects.search.most_rows)
+            self._retries.wait(suspects.narrowed(rest), first=True)
+            runner = self._instances.take_again(batch, suspects.avoided(now_ns))
+            self._run(runner, batch, suspects.narrowed(batch.entries))
 
     def on_cancel(self, pending: Pending[P, R], entry: Entry[Pending[P, R]] | None) -> None:
         if entry is not None and self._queue.cancel(entry):

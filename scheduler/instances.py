@@ -97,14 +97,13 @@ class Instances(Generic[P, R]):
         self._begin(runner, batch)
         return runner
 
-    def may_run_again(self, left: Collection[Hashable]) -> bool:
-        """Whether there is a free runner for what has `left` these instances. It waits for another, as long as there is
-        one that doesn't rest."""
-        return self.slots.has_but(left) or (self.slots.free > 0 and not self._others(left))
+    def may_run_again(self, avoided: Collection[Hashable]) -> bool:
+        """Whether there is a free runner for what is to run on none of these instances, as long as there are others."""
+        return self.slots.has_but(avoided) or (self.slots.free > 0 and self._instances() <= {*avoided})
 
-    def take_again(self, batch: Batch[Pending[P, R]], left: Collection[Hashable]) -> Runner[P, R]:
+    def take_again(self, batch: Batch[Pending[P, R]], avoided: Collection[Hashable]) -> Runner[P, R]:
         """As `take`, where it `may_run_again`."""
-        runner = self.slots.take_but(left) if self.slots.has_but(left) else self.slots.take()
+        runner = self.slots.take_but(avoided) if self.slots.has_but(avoided) else self.slots.take()
         self._begin(runner, batch)
         return runner
 
@@ -136,12 +135,13 @@ class Instances(Generic[P, R]):
     def lacked_memory(self, runner: Runner[P, R], batch: Batch[Pending[P, R]], left: Collection[Hashable]) -> bool:
         """It has ended, for want of memory. Whether others have it, and are to execute the batch: its instance gets
         nothing for a while, and later on the others come first. So they do now if it was a request alone. A batch that
-        has `left` as many other instances as may rest at a time is at fault itself."""
+        has `left` this instance before, or as many others as may rest at a time, is at fault itself."""
         if self.given_up(runner):
             return False
         instance, alone = self.instance_of(runner), len(batch.entries) == 1
-        now_ns, count = self._clock.now_ns(), self._count()
-        settled = len({*left} - {instance}) >= count // 2
+        instances = self._instances()
+        now_ns, count = self._clock.now_ns(), len(instances)
+        settled = instance in left or len(instances.intersection(left)) >= count // 2
         if settled or not self._shortages.failed(instance, batch.key, alone=alone, instances=count, now_ns=now_ns):
             if alone:
                 self.slots.put_last(runner)
@@ -165,7 +165,7 @@ class Instances(Generic[P, R]):
 
     def wake(self, now_ns: int) -> None:
         """Those that have rested, or can't be spared any longer, may be used again."""
-        for instance in self._shortages.wake(now_ns, self._count()):
+        for instance in self._shortages.wake(now_ns, len(self._instances())):
             for one in self._held.intersection(self._slots_of(instance)):
                 self._held.discard(one)
                 self.slots.add(one)
@@ -256,10 +256,5 @@ class Instances(Generic[P, R]):
     def _slots_of(self, instance: Hashable) -> list[Runner[P, R]]:
         return [one for one in self._runners if self.instance_of(one) == instance]
 
-    def _others(self, left: Collection[Hashable]) -> bool:
-        """Whether there are instances besides those `left` that don't rest."""
-        instances = {self.instance_of(one) for one in self._runners}
-        return any(one not in left and not self._shortages.rests(one) for one in instances)
-
-    def _count(self) -> int:
-        return len({self.instance_of(one) for one in self._runners})
+    def _instances(self) -> set[Hashable]:
+        return {self.instance_of(one) for one in self._runners}

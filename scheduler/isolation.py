@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum, auto
 from typing import Generic, TypeVar
@@ -25,14 +25,18 @@ from scheduler.executing import Batch
 from scheduler.lane import Entry
 from scheduler.policy import NEVER
 from scheduler.runner import ThreadLost
+from scheduler.waiting import Waiting
 
-__all__ = ["Blame", "Retries", "Search", "Suspects", "budget_for"]
+__all__ = ["LONGEST_WAIT_NS", "SHORTEST_WAIT_NS", "Blame", "Retries", "Search", "Suspects", "budget_for"]
 
 _log = logging.getLogger("paceline.scheduler")
 
 _MOST_ENDS = 4
 """Instances that may end of the requests of one batch: with two culprits everybody else is answered, and with more the
 rest fails, as all others wait meanwhile."""
+
+SHORTEST_WAIT_NS, LONGEST_WAIT_NS = 1_000_000_000, 10_000_000_000
+"""For another instance, as long as an execution may take: then the one that had no memory is tried again."""
 
 T = TypeVar("T")
 
@@ -72,18 +76,24 @@ class Search:
     ends: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Suspects(Generic[T]):
-    """Requests that failed together and might not alone. `left`: instances that were to blame, and not they."""
+    """Requests that failed together and might not alone. `left`: instances that had no memory for them; until
+    `until_ns` they wait for another one."""
 
     key: Hashable
     entries: Sequence[Entry[T]]
     search: Search
     left: frozenset[Hashable] = frozenset()
+    until_ns: int = 0
 
     @classmethod
     def of_batch(cls, key: Hashable, entries: Sequence[Entry[T]]) -> Suspects[T]:
         return cls(key, entries, Search(budget_for(len(entries))))
+
+    def avoided(self, now_ns: int) -> Collection[Hashable]:
+        """The instances on which they aren't to run at this moment, if there are others."""
+        return self.left if now_ns < self.until_ns else ()
 
     def narrowed(self, entries: Sequence[Entry[T]]) -> Suspects[T]:
         """Those of them that still wait for an answer."""
@@ -117,19 +127,26 @@ class Suspects(Generic[T]):
 
 class Retries(Generic[T]):
     """The `groups` that wait to run again. `blames` says of an error whose fault it may be; where nothing `isolates`,
-    none run again."""
+    none run again. Those that wait for another instance, while others are served, are counted among `waiting`."""
 
-    def __init__(self, blames: Callable[[BaseException], Blame], *, isolates: bool) -> None:
+    def __init__(self, blames: Callable[[BaseException], Blame], waiting: Waiting, *, isolates: bool) -> None:
         self._blames = blames
+        self._waiting = waiting
         self._isolates = isolates
         self.groups: deque[Suspects[T]] = deque()
 
-    @property
-    def wake_ns(self) -> int | None:
-        """When the time of one of those that wait is up; None if it never is."""
-        deadlines_ns = (entry.rpc_deadline_ns for group in self.groups for entry in group.entries)
-        first_ns = min(deadlines_ns, default=NEVER)
+    def wake_ns(self, now_ns: int) -> int | None:
+        """When the time of one of those that wait is up, or one waits for no other instance any more; None if that
+        never is."""
+        deadlines_ns = [entry.rpc_deadline_ns for group in self.groups for entry in group.entries]
+        moments_ns = [group.until_ns for group in self.groups if group.until_ns > now_ns]
+        first_ns = min([*deadlines_ns, *moments_ns, NEVER])
         return None if first_ns == NEVER else first_ns
+
+    def requests(self, level: int | None = None) -> int:
+        """How many wait and aren't counted elsewhere, of that priority level or of all."""
+        entries = [entry for group in self.groups if not group.left for entry in group.entries]
+        return len(entries) if level is None else sum(entry.level == level for entry in entries)
 
     def blame_for(self, error: BaseException) -> Blame:
         if isinstance(error, ThreadLost):
@@ -149,20 +166,49 @@ class Retries(Generic[T]):
             suspects.search.ends += 1
             if suspects.search.ends >= _MOST_ENDS:
                 return [*batch.entries, *self._take_others(suspects)]
-        groups = suspects.again(blame, batch.padded_rows)
+        # Fewer of them may well run where there was no memory for all.
+        groups = replace(suspects, left=frozenset()).again(blame, batch.padded_rows)
         self.groups.extend(groups)
         return () if groups else batch.entries
 
-    def _take_others(self, suspects: Suspects[T]) -> list[Entry[T]]:
+    def plan_elsewhere(
+        self, batch: Batch[T], suspects: Suspects[T], instance: Hashable, now_ns: int, longest_ns: int
+    ) -> Sequence[Entry[T]]:
+        """The same where its `instance` is to blame, and rests. Another one is free once what it executes is done, for
+        which `longest_ns` are enough; nobody waits for that past the queue timeout."""
+        if not self._isolates:
+            return batch.entries
+        until_ns = now_ns + min(max(longest_ns, SHORTEST_WAIT_NS), LONGEST_WAIT_NS)
+        until_ns = min([until_ns, *(entry.act_at_ns for entry in batch.entries if entry.act_at_ns > now_ns)])
+        self.wait(replace(suspects, left=suspects.left | {instance}, until_ns=until_ns))
+        return ()
+
+    def wait(self, group: Suspects[T], *, first: bool = False) -> None:
+        """If anybody is in it, it comes last, or `first`."""
+        if not group.entries:
+            return
+        (self.groups.appendleft if first else self.groups.append)(group)
+        self._count(group, 1)
+
+    def take(self, group: Suspects[T]) -> None:
+        """It waits no more."""
+        self.groups.remove(group)
+        self._count(group, -1)
+
+    def take_all(self) -> Sequence[Entry[T]]:
+        """Nobody waits any more. Returns who did."""
+        groups = [*self.groups]
+        for group in groups:
+            self.take(group)
+        return [entry for group in groups for entry in group.entries]
+
+    def _take_others(self, suspects: Suspects[T]) -> Sequence[Entry[T]]:
         """The requests of the same batch that wait here."""
         others = [group for group in self.groups if group.search is suspects.search]
         for group in others:
-            self.groups.remove(group)
+            self.take(group)
         return [entry for group in others for entry in group.entries]
 
-    def plan_elsewhere(self, batch: Batch[T], suspects: Suspects[T], instance: Hashable) -> Sequence[Entry[T]]:
-        """The same where its `instance` is to blame, and rests."""
-        if not self._isolates:
-            return batch.entries
-        self.groups.append(replace(suspects, left=suspects.left | {instance}))
-        return ()
+    def _count(self, group: Suspects[T], sign: int) -> None:
+        for entry in group.entries if group.left else ():
+            self._waiting.reserve(entry, sign)

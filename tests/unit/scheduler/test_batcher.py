@@ -316,6 +316,8 @@ async def test_start_for_which_there_are_too_few_descriptors_leaves_no_alarm(mos
     assert (clock.alarms, runner.started) == (0, False)
     with pytest.raises(BatcherClosed):
         batcher.submit("a", 1, "k")
+    batcher.close()
+    await batcher.drain()
 
 
 async def test_close_answers_everybody_that_still_waits_and_ignores_late_results(bench: Bench) -> None:
