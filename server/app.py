@@ -230,7 +230,8 @@ class Server:
             self.grpc_port = await self._front.open(self._settings.grpc_port)
         except BaseException:
             self._inference.serving = self._inference.ready = False
-            await self._stop_models(self._settings.exit_timeout_secs)
+            # Nobody has been promised an answer; whoever started this waits for the reason.
+            await self._stop_models(min(self._settings.exit_timeout_secs, _LONGEST_WORDS_S))
             await self._take_down()
             raise
         self._why_closed = ""
@@ -273,7 +274,7 @@ class Server:
         try:
             await asyncio.wait_for(self.repository.stop(), max(grace_s, _LEAST_GRACE_S))
         except TimeoutError:
-            _log.warning("gave up on executions that ran longer than the %g s of grace", grace_s)
+            _log.warning("gave up after %g s on models that still execute, load or are being closed", grace_s)
             return False
         return True
 
