@@ -120,24 +120,24 @@ class Layout:
 
     def models(self) -> list[ModelFolder]:
         """All models there are now, by name. Raises OSError if a repository can't be listed."""
-        return self._joined([self._paths_at(path) for path in self._kinds])
+        return self._found(None)
 
     def model(self, name: str) -> ModelFolder | None:
         """The model of that name, or None. Raises OSError if a repository can't be listed."""
-        found = self._joined([self._paths_at(path, name) for path in self._kinds])
+        found = self._found(name)
         return found[0] if found else None
 
-    def _joined(self, places: Sequence[dict[str, Path]]) -> list[ModelFolder]:
-        paths: dict[str, list[Path]] = {}
-        for place in places:
-            for name, path in place.items():
-                paths.setdefault(name, []).append(path)
-        return [self._model(name, paths[name]) for name in sorted(paths)]
+    def _found(self, only: str | None) -> list[ModelFolder]:
+        found: dict[str, list[Path]] = {}
+        for place in self._kinds:
+            for name, path in self._names_at(place, only).items():
+                found.setdefault(name, []).append(path)
+        return [
+            replace(_model(name, paths), config_name=self._config_name, renamed=self._renames(paths[0]))
+            for name, paths in sorted(found.items())
+        ]
 
-    def _model(self, name: str, paths: Sequence[Path]) -> ModelFolder:
-        return replace(_model(name, paths), config_name=self._config_name, renamed=self._renames(paths[0]))
-
-    def _paths_at(self, path: Path, only: str | None = None) -> dict[str, Path]:
+    def _names_at(self, path: Path, only: str | None) -> dict[str, Path]:
         """The models at one of the paths, by the names that they have here; with `only`, that one alone."""
         if not self._renames(path):
             return _paths_at(path, self._kinds[path], only)
