@@ -63,11 +63,6 @@ class ModelFolder:
     files: Files | None = None
 
     @property
-    def brought(self) -> bool:
-        """Whether it came with a client's request."""
-        return self.files is not None
-
-    @property
     def config(self) -> Path | None:
         """Its configuration, if there is one: `configs/<config_name>.pbtxt`, else `config.pbtxt`. What is called so and
         is no file, or a link to none, is one that can't be read: without it the model would be served in another way

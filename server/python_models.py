@@ -37,7 +37,7 @@ def check_python_allowed(config: pb.ModelConfig, folder: ModelFolder, *, allowed
             "backend 'python': the model's code would run here, with all that the server may do; start it with "
             "--allow-python-models true if you trust whoever writes the model repository"
         )
-    if folder.brought:
+    if folder.files is not None:
         raise ConfigError("backend 'python': no client may bring code; put it into the repository")
     if brought and _executable(config) not in ("", _executable(parse_config(folder.config)) if folder.config else ""):
         raise ConfigError(f"parameters: {EXECUTABLE}: no client may choose a program; put it into the repository")
