@@ -39,7 +39,7 @@ from server.layout import Layout, ModelFolder
 from server.listener import Listener, check_access
 from server.loader import LoadDefaults
 from server.loading import Loads
-from server.metrics import Metrics
+from server.metrics import FrontsCollector, Metrics
 from server.metrics_endpoint import MetricsEndpoint
 from server.metrics_limits import LimitCollector, LimitShown
 from server.model_control import ModelControl
@@ -300,7 +300,7 @@ class Server:
         if self._settings.frontends == 1:
             return None
         fleet = Fleet(self._settings, self._inference, self.repository, self._service.handlers(), self._start_front)
-        self._metrics.add_fronts(fleet)
+        self._metrics.add_collector(FrontsCollector(fleet))
         self._remote_settings.on_log_change = fleet.tell_log_settings
         return fleet
 

@@ -22,7 +22,7 @@ from server.host_metrics import HostCollector
 from server.log_output import lost_lines
 from server.model_statistics import DURATION_BOUNDS_NS, DurationHistogram, VersionStatistics
 
-__all__ = ["FrontsShown", "Metrics", "VersionMetrics", "WaitingRoom"]
+__all__ = ["FrontsCollector", "Metrics", "VersionMetrics", "WaitingRoom"]
 
 _ROW_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 _LEVELS = 16
@@ -157,10 +157,6 @@ class Metrics:
         """Show whether the server is ready, and how many models should serve and don't."""
         self._health = (ready, failed_models)
 
-    def add_fronts(self, fronts: FrontsShown) -> None:
-        """Show the processes that speak gRPC, where there are such."""
-        self._registry.register(_FrontsCollector(fronts))
-
     def add_collector(self, collector: Collector) -> None:
         """Show what it collects."""
         self._registry.register(collector)
@@ -186,7 +182,9 @@ class _Family:
     samples: Callable[[VersionMetrics], Samples]
 
 
-class _FrontsCollector(Collector):
+class FrontsCollector(Collector):
+    """The processes that speak gRPC, where there are such."""
+
     def __init__(self, fronts: FrontsShown) -> None:
         self._fronts = fronts
 

@@ -12,7 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from scheduler.errors import ExecutionFailed
 from scheduler.observer import Drop
 from server.errors import InvalidRequest
-from server.metrics import Metrics, VersionMetrics
+from server.metrics import FrontsCollector, Metrics, VersionMetrics
 from server.model_statistics import VersionStatistics
 from server.statistics_service import statistics_message
 from tests.harness import REPO
@@ -187,7 +187,7 @@ def test_fronts_are_shown_where_there_are_such(metrics: Metrics) -> None:
         input_bytes: int = 7
         output_bytes: int = 11
 
-    metrics.add_fronts(Fronts())
+    metrics.add_collector(FrontsCollector(Fronts()))
     found = {name: kind for name, kind in types(metrics).items() if name.startswith("paceline_")}
     assert found == {**OURS, **OF_FRONTS}
     seen = samples(metrics)
