@@ -233,14 +233,14 @@ class Desk:
         submitted = _Submitted(self, number, request, deadline_ns, parent, NOTHING_SENT, began_ns)
         try:
             told_on = Carried(*carried) if carried else NOTHING_CARRIED
-            self._inference.take(submitted, model, decoded, self._on_done, told_on)
+            self._inference.take(submitted, model, decoded, self._on_results, told_on)
         except Exception as error:  # noqa: BLE001 - the front's caller is owed an answer
             self.fail(number, error)
             return
         self._waited_for[number] = submitted
 
     # hot path
-    def _on_done(self, done: list[_Submitted]) -> None:
+    def _on_results(self, done: list[_Submitted]) -> None:
         """There are results, or errors instead."""
         for submitted in done:
             if self._waited_for.pop(submitted.number, None) is not None:
