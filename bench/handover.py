@@ -29,14 +29,13 @@ from server.fronts.desk import Desk
 from server.fronts.handles import Handles
 from server.fronts.remote import RemoteInference, Replies
 from server.handlers import serialized
-from server.in_flight import InFlight
+from server.in_flight import Inferring, InFlight
 from server.inference import Inference
 from server.layout import Layout
 from server.loading import Loads
 from server.loop import new_loop
 from server.metrics import Metrics
 from server.repository import Repository
-from server.streaming import Inferring
 from server.wire_request import AnyRequest, RequestReader
 from tests.harness import write_identity
 

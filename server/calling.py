@@ -7,22 +7,14 @@ which `inference` has, or `fronts.remote`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
 from server.answering import Context, answering
 from server.calls import NOTHING_SENT, HeaderForwarding, HeaderPassing, add_headers, deadline_of, traceparent_of
 from server.codec import AnyResponse
-from server.in_flight import Call, Finishing
+from server.in_flight import Call, Inferring
 from server.wire_request import AnyRequest, message_of
 
-__all__ = ["Calling", "Infers"]
-
-
-class Infers(Finishing, Protocol):
-    """Whoever has the steps of a request, or hands it to whoever has."""
-
-    @property
-    def reads_parents(self) -> bool: ...
+__all__ = ["Calling"]
 
 
 class Calling:
@@ -31,7 +23,7 @@ class Calling:
     extensions: Sequence[str] = ()
 
     def __init__(
-        self, inference: Infers, forwarding: HeaderForwarding | None = None, passing: HeaderPassing | None = None
+        self, inference: Inferring, forwarding: HeaderForwarding | None = None, passing: HeaderPassing | None = None
     ) -> None:
         self._inference = inference
         self._forwarding = forwarding

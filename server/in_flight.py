@@ -23,7 +23,7 @@ from server.shortcuts import Envelope
 from server.watching import RequestWatch
 from server.wire_request import AnyRequest
 
-__all__ = ["Call", "Finishing", "InFlight", "follow"]
+__all__ = ["Call", "InFlight", "Inferring", "follow"]
 
 _log = logging.getLogger("paceline.server.inference")
 
@@ -90,7 +90,7 @@ class Call(InFlight):
     and their answers made, that has little left to do when it is woken up in between others of gRPC's."""
 
     def __init__(
-        self, inference: Finishing, request: AnyRequest, deadline_ns: int, parent: TraceParent | None, sent: Sent
+        self, inference: Inferring, request: AnyRequest, deadline_ns: int, parent: TraceParent | None, sent: Sent
     ) -> None:
         super().__init__(request, deadline_ns, parent, sent)
         self._inference = inference
@@ -147,8 +147,13 @@ class _Done(asyncio.Future[None]):
         return cancelled
 
 
-class Finishing(Protocol):
-    """What `Inference` does with requests in flight."""
+class Inferring(Protocol):
+    """The steps of a request, as `server.inference` has them, or a process that hands them on."""
+
+    @property
+    def reads_parents(self) -> bool: ...
+
+    def check_serving(self) -> None: ...
 
     def announce(self, flight: Any) -> None: ...
 

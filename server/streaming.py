@@ -14,7 +14,7 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import grpc
 from google.protobuf.message import DecodeError
@@ -33,7 +33,7 @@ from server.calls import (
     traceparent_of,
 )
 from server.errors import InvalidRequest
-from server.in_flight import Finishing, InFlight
+from server.in_flight import Inferring, InFlight
 from server.parameters import CANCEL, UNORDERED
 from server.shortcuts import Envelope
 from server.wire_request import AnyRequest, WireRequest, message_of
@@ -60,15 +60,6 @@ _ENVELOPE = Envelope(
     pb.ModelInferResponse(parameters={FINAL: pb.InferParameter(bool_param=True)}).SerializeToString(),
 )
 """What every answer travels in, and what is in every one."""
-
-
-class Inferring(Finishing, Protocol):
-    """The steps of a request, as `server.inference` has them, or a process that hands them on."""
-
-    @property
-    def reads_parents(self) -> bool: ...
-
-    def check_serving(self) -> None: ...
 
 
 class Streaming:

@@ -20,7 +20,7 @@ from server.codec import AnyResponse
 from server.decoded import DecodedRequest
 from server.errors import ModelNotFound
 from server.handlers import serialized
-from server.in_flight import Call, Finishing
+from server.in_flight import Call, Inferring
 from server.wire_request import AnyRequest, RequestReader
 from tests.integration.scripted import Script, mark_of, request, totals
 from tests.integration.serving import serving
@@ -64,7 +64,7 @@ class Endless(Context):
         return request
 
 
-async def called(inference: Finishing, request: AnyRequest, deadline_ns: int = NEVER) -> AnyResponse:
+async def called(inference: Inferring, request: AnyRequest, deadline_ns: int = NEVER) -> AnyResponse:
     """The answer to a request with a call of its own."""
     return await Call(inference, request, deadline_ns, None, NOTHING_SENT).response()
 
