@@ -46,22 +46,21 @@ INFER = FIRST_KIND + 2  # id, as Desk._infer takes it
 CALL = FIRST_KIND + 3  # id, name of the RPC, deadline or None, headers, bytes of the request
 CANCEL = FIRST_KIND + 4  # id
 REFUSED = FIRST_KIND + 5  # model's handle; there was no room to submit it
-
-USAGE = FIRST_KIND + 16  # calls and streams under way, those refused by reason
+USAGE = FIRST_KIND + 6  # calls and streams under way, those refused by reason
 
 # From the engine.
-HELLO = FIRST_KIND + 6  # pickled Greeting
-CATALOGUE = FIRST_KIND + 7  # pickled Catalogue
-STATE = FIRST_KIND + 8  # whether it serves, is ready, stops, is live
-RESULT = FIRST_KIND + 9  # id, parcel of outputs, facts; to SUBMIT
-STALE = FIRST_KIND + 10  # id; to SUBMIT, for a model that is gone
-FAILED = FIRST_KIND + 11  # id, and the `packed_error`; to SUBMIT and INFER
-ANSWER = FIRST_KIND + 12  # id, bytes of the response; to INFER and CALL
-PACKED = FIRST_KIND + 18  # id, parcel of the same; to INFER, where that is large
-ABORTED = FIRST_KIND + 13  # id, name of the status, text; to CALL
-END = FIRST_KIND + 14  # seconds of grace
-LOG = FIRST_KIND + 15  # pickled LogSettings
-LEAVE = FIRST_KIND + 17  # nothing: take no more connections, and tell those that are there to go
+HELLO = FIRST_KIND + 7  # pickled Greeting
+CATALOGUE = FIRST_KIND + 8  # pickled Catalogue
+STATE = FIRST_KIND + 9  # whether it serves, is ready, stops, is live
+RESULT = FIRST_KIND + 10  # id, parcel of outputs, facts; to SUBMIT
+STALE = FIRST_KIND + 11  # id; to SUBMIT, for a model that is gone
+FAILED = FIRST_KIND + 12  # id, and the `packed_error`; to SUBMIT and INFER
+ANSWER = FIRST_KIND + 13  # id, bytes of the response; to INFER and CALL
+PACKED = FIRST_KIND + 14  # id, parcel of the same; to INFER, where that is large
+ABORTED = FIRST_KIND + 15  # id, name of the status, text; to CALL
+END = FIRST_KIND + 16  # seconds of grace
+LOG = FIRST_KIND + 17  # pickled LogSettings
+LEAVE = FIRST_KIND + 18  # nothing: take no more connections, and tell those that are there to go
 
 MOST_WHOLE_BYTES = 2**13
 """Of requests and responses that go through the socket as they are, where there is another way: so little the engine
