@@ -73,8 +73,8 @@ def batch_policy(
     """The policy for a model whose requests may have `max_rows` rows (0: it has no batch axis).
 
     `merges` says whether requests share batches; `defaults` are given if there is no configuration at all;
-    `execution_limit_ns` holds where the configuration has no limit of its own. Raises
-    ConfigError naming the field, what was expected and what was given.
+    `execution_limit_ns` holds where the configuration has no limit of its own. Raises ConfigError naming the field,
+    what was expected and what was given.
     """
     batching, own = config.dynamic_batching, own_settings(config)
     if not max_rows:

@@ -40,9 +40,8 @@ class Settings:
     `execution_timeout_secs`: how long a batch may execute before its instance is given up, 0: for ever.
     `frontends` are the processes that speak gRPC, 1 being the one with the models; `frontend_memory_mb` MiB of tensors
     may be on their way to each of them, and as many from it, and one that says nothing for `frontend_timeout_secs` is
-    replaced (0: none is). `load_models` are those to load at the start in mode
-    EXPLICIT; "*" alone stands for all. With `upstream` there are no `paths`: that server's models are served. Names
-    follow Triton's flags."""
+    replaced (0: none is). `load_models` are those to load at the start in mode EXPLICIT; "*" alone stands for all. With
+    `upstream` there are no `paths`: that server's models are served. Names follow Triton's flags."""
 
     paths: tuple[Path, ...]
     grpc_address: str = "0.0.0.0"

@@ -2,8 +2,8 @@
 
 Lives here: the translation from Triton's `ModelConfig`, its names and units, to ours: `ModelSpec`, `BatchPolicy`,
 instance groups (the batcher's policy itself: `batch_policy`). Must not: open models or touch any file but the
-configuration's own. The rule: a setting is honoured,
-or harmless to ignore and listed as ignored in docs/configuration.md, or refused here by name; never dropped in silence.
+configuration's own. The rule: a setting is honoured, or harmless to ignore and listed as ignored in
+docs/configuration.md, or refused here by name; never dropped in silence.
 """
 
 from __future__ import annotations
@@ -133,8 +133,7 @@ def plan(
 
     What the configuration leaves out is filled in from the model; `defaults` are given where there is no configuration
     at all, `max_batch_rows` holds where there is one without `max_batch_size`, and `execution_limit_ns` where there is
-    none of its own. Raises ConfigError where the two
-    contradict each other, naming tensor, expected and got.
+    none of its own. Raises ConfigError where the two contradict each other, naming tensor, expected and got.
     """
     max_rows = _max_batch_rows(config, own, defaults.max_batch_rows if defaults else max_batch_rows)
     spec = served_spec(config, own, batched=max_rows > 0)
