@@ -28,6 +28,7 @@ from server.errors import (
     words_of,
 )
 from server.layout import ModelFolder
+from server.limits import Limits
 from server.loader import LoadedVersion
 from server.loading import Find, Loads, always
 from server.metrics import Metrics
@@ -47,9 +48,8 @@ class Repository:
     """Has models loaded by `loads`, and finds them.
 
     `strict_readiness`: whether it is ready only if every model is that should serve. `regions`: where tensors may lie
-    besides in messages. `tracer`: who may trace batches. `max_models`: how many may serve at a time, 0: any number.
-    `room`: what their queues share.
-    `on_change` is called whenever `ready` may have changed.
+    besides in messages. `tracer`: who may trace batches. `max_models`: how many may serve at a time. `room`: what their
+    queues share. `on_change` is called whenever `ready` may have changed.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class Repository:
         strict_readiness: bool = True,
         regions: Regions | None = None,
         tracer: Tracer | None = None,
-        max_models: int = 0,
+        max_models: int = Limits().models,
         room: Room | None = None,
     ) -> None:
         self._room = room
@@ -285,7 +285,7 @@ class Repository:
     def _forget_strangers(self) -> None:
         """Who may load chooses names; those of loads that failed are known for as long as there aren't many more."""
         strangers = [name for name, entry in self._entries.items() if entry.stranger]
-        for name in strangers[: -self._max_models] if self._max_models else []:
+        for name in strangers[: -self._max_models]:
             del self._entries[name]
 
     async def _load(self, entry: Entry[ServedModel], bring: Callable[[], Awaitable[Sequence[LoadedVersion]]]) -> None:
@@ -316,7 +316,7 @@ class Repository:
 
     def _take_place(self, name: str) -> None:
         """Raise TooManyModels if there is no place for one more."""
-        if name not in self._places and self._max_models and len(self._places) >= self._max_models:
+        if name not in self._places and len(self._places) >= self._max_models:
             self.refused_loads += 1
             raise TooManyModels(name, self._max_models)
         self._places.add(name)

@@ -30,7 +30,7 @@ WARMED = f'{CONFIG} max_batch_size: 1 input {{ name: "a" data_type: TYPE_FP32 di
 class Bench:
     """A repository on disk, followed by hand. Every model is in memory."""
 
-    def __init__(self, root: Path, max_models: int = 0) -> None:
+    def __init__(self, root: Path, max_models: int = 9) -> None:
         self.root = root
         self.models: dict[str, MemoryModel] = {}
         backend = MemoryBackend(self.models)
