@@ -17,12 +17,11 @@ from server.repeatable import Repeatable
 from server.restrictions import parse_restrictions
 from server.tls import TlsFiles
 
-__all__ = ["AMOUNT", "POSITIVE_AMOUNT", "TEXT", "Decorator", "flag", "network_flags", "network_settings"]
+__all__ = ["AMOUNT", "POSITIVE_AMOUNT", "TEXT", "Decorator", "flag", "network_flags", "network_settings", "path_flag"]
 
 Decorator = Callable[[Any], Any]
 
 _LIMITS, _CONNECTIONS = Limits(), Connections()
-_MOST_MS = 2**31 - 1
 _MANY = 2**31 - 1
 
 
@@ -61,7 +60,8 @@ def flag(name: str, default: object, what: str, *, also: str | None = None, **mo
     return click.option(*names, default=default, show_default=True, show_envvar=True, help=what, **more)
 
 
-def _path(name: str, what: str) -> Decorator:
+def path_flag(name: str, what: str) -> Decorator:
+    """An option that names a file, by default none."""
     return flag(name, None, what, type=click.Path(path_type=Path))
 
 
@@ -72,10 +72,10 @@ def _bound(name: str, default: int, what: str, low: int = 1, high: int = _MANY) 
 _FLAGS: tuple[Decorator, ...] = (
     flag("grpc-use-ssl", False, "Whether to speak TLS.", type=bool),
     flag("grpc-use-ssl-mutual", False, "TLS for clients with a certificate alone.", type=bool),
-    _path("grpc-server-cert", "The server's certificate, PEM; read again when it has changed."),
-    _path("grpc-server-key", "Its key, PEM, without a password."),
-    _path("grpc-root-cert", "Who signs clients' certificates, PEM."),
-    _path("grpc-token-file", "Hashes of the tokens that callers need, NAME:SHA256 a line; see `paceline token`."),
+    path_flag("grpc-server-cert", "The server's certificate, PEM; read again when it has changed."),
+    path_flag("grpc-server-key", "Its key, PEM, without a password."),
+    path_flag("grpc-root-cert", "Who signs clients' certificates, PEM."),
+    path_flag("grpc-token-file", "Hashes of the tokens that callers need, NAME:SHA256 a line; see `paceline token`."),
     click.option(
         "--grpc-restricted-protocol",
         cls=Repeatable,
@@ -92,8 +92,8 @@ _FLAGS: tuple[Decorator, ...] = (
     _bound("max-queued-requests", _LIMITS.queued_requests, "Requests in all queues."),
     _bound("max-queued-bytes", _LIMITS.queued_bytes, "Bytes of their tensors.", high=2**60),
     _bound("max-models", _LIMITS.models, "Models that serve or load at a time."),
-    _bound("grpc-keepalive-time", _CONNECTIONS.keepalive_time_ms, "ms of silence before a ping.", high=_MOST_MS),
-    _bound("grpc-keepalive-timeout", _CONNECTIONS.keepalive_timeout_ms, "ms to answer a ping.", high=_MOST_MS),
+    _bound("grpc-keepalive-time", _CONNECTIONS.keepalive_time_ms, "ms of silence before a ping."),
+    _bound("grpc-keepalive-timeout", _CONNECTIONS.keepalive_timeout_ms, "ms to answer a ping."),
     flag(
         "grpc-keepalive-permit-without-calls",
         _CONNECTIONS.keepalive_permit_without_calls,
@@ -111,7 +111,6 @@ _FLAGS: tuple[Decorator, ...] = (
         _CONNECTIONS.min_recv_ping_interval_without_data_ms,
         "ms that clients have to leave between pings during calls; without calls 2 h, unless permitted.",
         low=0,
-        high=_MOST_MS,
     ),
     _bound(
         "grpc-http2-max-ping-strikes",
@@ -119,9 +118,9 @@ _FLAGS: tuple[Decorator, ...] = (
         "Pings too many before a connection is closed; 0: any number.",
         low=0,
     ),
-    _bound("grpc-max-connection-idle", 0, "ms without a call until it is closed; 0: any time.", low=0, high=_MOST_MS),
-    _bound("grpc-max-connection-age", 0, "ms that a connection lives; 0: any time.", low=0, high=_MOST_MS),
-    _bound("grpc-max-connection-age-grace", 0, "ms after that for its calls; 0: any time.", low=0, high=_MOST_MS),
+    _bound("grpc-max-connection-idle", 0, "ms without a call until it is closed; 0: any time.", low=0),
+    _bound("grpc-max-connection-age", 0, "ms that a connection lives; 0: any time.", low=0),
+    _bound("grpc-max-connection-age-grace", 0, "ms after that for its calls; 0: any time.", low=0),
 )
 
 

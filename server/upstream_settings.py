@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.core import ParameterSource
 
-from server.flags import POSITIVE_AMOUNT, TEXT, flag
+from server.flags import POSITIVE_AMOUNT, TEXT, Decorator, flag, path_flag
 from server.repeatable import Repeatable
 
 if TYPE_CHECKING:
@@ -53,52 +53,36 @@ class UpstreamSettings:
     token_file: Path | None = None
 
 
-_PATH = click.Path(path_type=Path)
+def _several(name: str, what: str, default: tuple[str, ...] = (), **more: Any) -> Decorator:
+    return flag(name, default, what, cls=Repeatable, metavar="NAME", **more)
+
+
 _DEFAULTS = UpstreamSettings("")
 _FLAGS = (
     flag("upstream", None, "Batch for the server there instead of serving models.", metavar="HOST:PORT", type=TEXT),
-    flag(
-        "upstream-model",
-        (),
-        "A model of its; by default all that it tells of.",
-        cls=Repeatable,
-        metavar="NAME",
-        type=TEXT,
-    ),
-    flag(
-        "upstream-unbatched",
-        (),
-        "A model to pass requests on one by one for.",
-        cls=Repeatable,
-        metavar="NAME",
-        type=TEXT,
-    ),
+    _several("upstream-model", "A model of its; by default all that it tells of.", type=TEXT),
+    _several("upstream-unbatched", "A model to pass requests on one by one for.", type=TEXT),
     flag("upstream-batches", _DEFAULTS.batches, "Batches of a model under way.", type=click.IntRange(1, 1024)),
     flag("upstream-calls", _DEFAULTS.calls, "The same where nothing is batched.", type=click.IntRange(1, 1024)),
     flag("upstream-connections", _DEFAULTS.connections, "Connections to it.", type=click.IntRange(1, 64)),
     flag("upstream-timeout-secs", _DEFAULTS.timeout_secs, "Longest time that it may take.", type=POSITIVE_AMOUNT),
     flag("upstream-health-secs", _DEFAULTS.health_secs, "How often to ask how it is.", type=POSITIVE_AMOUNT),
-    flag(
+    _several(
         "upstream-header",
-        (),
         "A header to pass on; requests that differ in it share no batch. '' alone: none. By default authorization, "
         "unless a token file says that it is for this server.",
-        cls=Repeatable,
-        metavar="NAME",
     ),
-    flag(
+    _several(
         "upstream-trace-header",
-        _DEFAULTS.tracing_headers,
         "A header to pass on where all of a batch have the same. '' alone: none.",
-        cls=Repeatable,
-        metavar="NAME",
+        _DEFAULTS.tracing_headers,
     ),
     flag("upstream-use-ssl", False, "Whether to speak TLS to it.", type=bool),
-    flag("upstream-root-cert", None, "Who signs its certificate, PEM; by default who is known everywhere.", type=_PATH),
-    flag("upstream-client-cert", None, "Certificate to show to it, PEM.", type=_PATH),
-    flag("upstream-client-key", None, "Its key, PEM, without a password.", type=_PATH),
+    path_flag("upstream-root-cert", "Who signs its certificate, PEM; by default who is known everywhere."),
+    path_flag("upstream-client-cert", "Certificate to show to it, PEM."),
+    path_flag("upstream-client-key", "Its key, PEM, without a password."),
     flag("upstream-server-name", None, "What its certificate is for; by default the host.", metavar="NAME", type=TEXT),
-    flag("upstream-token-file", None, "Token to show to it, alone in a file.", type=_PATH),
+    path_flag("upstream-token-file", "Token to show to it, alone in a file."),
 )
 
 
