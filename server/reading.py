@@ -138,7 +138,7 @@ def _joined(
 ) -> Execution:
     """All read into the rows of one request as large as the batch: stacking would be a second copy."""
     rows = max(sum(inputs[0].shape[0] for inputs in requests), padded_rows)
-    columns = [_column(index, (rows, *first.shape[1:]), first.dtype, room) for index, first in enumerate(requests[0])]
+    columns = [_place(index, (rows, *first.shape[1:]), first.dtype, room) for index, first in enumerate(requests[0])]
     bounds = _fill_at_once(columns, requests) or _fill_one_by_one(columns, requests, failures)
     if len(bounds) == 1:
         return _timed(execute, [], rows, began_ns)
@@ -151,14 +151,12 @@ def _joined(
 
 
 def _read(one: RegionTensor, index: int, room: Room | None) -> Array:
-    there = None if room is None else room(index, one.shape)
-    if there is None:
-        return one.read()
+    there = _place(index, one.shape, one.dtype, room)
     one.read_into(there)
     return there
 
 
-def _column(index: int, shape: tuple[int, ...], dtype: np.dtype[Any], room: Room | None) -> Array:
+def _place(index: int, shape: tuple[int, ...], dtype: np.dtype[Any], room: Room | None) -> Array:
     """Where that input is to be read to."""
     there = None if room is None else room(index, shape)
     return np.empty(shape, dtype) if there is None else there

@@ -171,14 +171,9 @@ class RegionTensor:
         begin = self.region.address_on(gpu)
         return None if begin is None else DeviceTensor(self.region, begin + self._offset, self.dtype, self.shape)
 
-    def read(self) -> Array:
-        """A new array of what is there now. Blocks for the copy; raises InvalidRequest."""
-        array: Array = np.empty(self.shape, self.dtype)
-        self.read_into(array)
-        return array
-
     def read_into(self, target: Array) -> None:
-        """The same, into a C-contiguous array of its own shape and dtype."""
+        """Fill `target`, C-contiguous and of its own shape and dtype, with what is there now. Blocks for the copy;
+        raises InvalidRequest."""
         try:
             self.region.read_into(target, self._offset)
         except InvalidRequest as error:

@@ -371,7 +371,10 @@ def settled(call: Callable[[], Any]) -> Any:
 
 
 def content_of(one: Array | RegionTensor) -> tuple[Any, ...]:
-    array = one.read() if isinstance(one, RegionTensor) else one
+    array = one
+    if isinstance(one, RegionTensor):
+        array = np.empty(one.shape, one.dtype)
+        one.read_into(array)
     return type(one), array.dtype, array.shape, array.tolist()
 
 
