@@ -70,7 +70,7 @@ class Listener:
         self._server: grpc.aio.Server | None = None
         self._leaving: asyncio.Task[None] | None = None
         # All processes together have the limits.
-        self.admission = Admission(
+        self._admission = Admission(
             max_rpcs=-(-settings.limits.rpcs // settings.frontends),
             max_streams=-(-settings.limits.streams // settings.frontends),
         )
@@ -86,7 +86,7 @@ class Listener:
             **dict(settings.connections.grpc_options()),
         }
         server = grpc.aio.server(options=list(options.items()))
-        gate = Gate(self.admission, _open_tokens(settings), settings.restrictions)
+        gate = Gate(self._admission, _open_tokens(settings), settings.restrictions)
         self._add_services(gate)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, gate)
         self._reflection.add_to(gate)
@@ -103,7 +103,7 @@ class Listener:
     @property
     def usage(self) -> Usage:
         """What is under way, and what was refused."""
-        return self.admission.usage()
+        return self._admission.usage()
 
     @property
     def is_open(self) -> bool:

@@ -75,7 +75,7 @@ class Regions:
     """
 
     def __init__(self, limit: int, message_bytes: int = LARGEST_MESSAGE_BYTES) -> None:
-        self.limit = limit
+        self._limit = limit
         self.message_bytes = message_bytes
         self.refused = 0
         self._registered: dict[str, Region] = {}
@@ -99,10 +99,10 @@ class Regions:
             )
         if name in self._registered:
             raise RegionExists(f"shared memory region '{name}' already in manager: unregister it before")
-        if len(self._registered) >= self.limit:
+        if len(self._registered) >= self._limit:
             self.refused += 1
             raise TooManyRegions(
-                f"failed to register shared memory region '{name}': there are {self.limit} regions already, "
+                f"failed to register shared memory region '{name}': there are {self._limit} regions already, "
                 "as many as --max-client-shm-regions allows"
             )
 

@@ -108,29 +108,29 @@ class Fleet:
     @property
     def requests(self) -> int:
         """What fronts wait for."""
-        return sum(desk.requests for desk in self.desks)
+        return sum(desk.requests for desk in self._desks)
 
     @property
     def input_bytes(self) -> int:
         """Shared memory that requests here hold."""
-        return sum(desk.seen_bytes for desk in self.desks)
+        return sum(desk.seen_bytes for desk in self._desks)
 
     @property
     def output_bytes(self) -> int:
         """Shared memory that results take which fronts haven't let go."""
-        return sum(desk.used_bytes for desk in self.desks)
+        return sum(desk.used_bytes for desk in self._desks)
 
     @property
     def usage(self) -> Usage:
         """What is under way in all fronts, and what they and those before them have refused."""
-        return reduce(Usage.plus, (desk.usage for desk in self.desks), self._usage_before)
+        return reduce(Usage.plus, (desk.usage for desk in self._desks), self._usage_before)
 
     def keep_refused(self, desk: Desk) -> None:
         """For a front that is gone: what it has counted still counts."""
         self._usage_before = self._usage_before.plus(Usage(refused=desk.usage.refused))
 
     @property
-    def desks(self) -> list[Desk]:
+    def _desks(self) -> list[Desk]:
         """Of the fronts that run."""
         return [front.desk for front in self._fronts if front.desk is not None]
 
@@ -174,7 +174,7 @@ class Fleet:
         for front in self._fronts:
             front.listens.cancel()
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(asyncio.gather(*(desk.until_quiet() for desk in self.desks)), max(grace_s, 0.05))
+            await asyncio.wait_for(asyncio.gather(*(desk.until_quiet() for desk in self._desks)), max(grace_s, 0.05))
         left_s = max(until_s - time.monotonic(), _WAY_OUT_S)
         self._tell((protocol.END, left_s))
         await asyncio.gather(*(front.stop(left_s + _LAST_WORDS_S) for front in self._fronts))
@@ -229,7 +229,7 @@ class Fleet:
         self._catalogue = protocol.CATALOGUE, pickle.dumps(self._handles.update(self._repository.served))
 
     def _tell(self, message: Message) -> None:
-        for desk in self.desks:
+        for desk in self._desks:
             desk.send(message)
 
 
