@@ -13,6 +13,7 @@ from weakref import WeakValueDictionary
 from backends.base import Array
 from server.errors import InvalidRequest, RegionExists, RegionNotFound, TooManyRegions
 from server.limits import LARGEST_MESSAGE_BYTES
+from server.wire_request import Remembered
 
 __all__ = ["Region", "Regions", "are_whole"]
 
@@ -20,7 +21,6 @@ _NAMES_TOLD = 5
 _MOST_NAME_BYTES = 1_024
 """So that all regions there may be by default are told of in a message of 4 MiB, the most that gRPC's clients take."""
 _SHOWN = 64
-_MOST_KNOWN = 1_000
 
 T = TypeVar("T")
 
@@ -80,7 +80,7 @@ class Regions:
         self.refused = 0
         self._registered: dict[str, Region] = {}
         self._leaving: WeakValueDictionary[str, Region] = WeakValueDictionary()
-        self._known: dict[object, Any] = {}
+        self._known = Remembered[object, Any]()
 
     @property
     def registered(self) -> int:
@@ -135,9 +135,7 @@ class Regions:
             found = find(self)
             # While one is leaving it may be what was found, and nothing would tell when it has gone.
             if found is not None and not self._leaving:
-                if len(self._known) >= _MOST_KNOWN:
-                    self._known.clear()
-                self._known[about] = found
+                self._known.remember(about, found)
         return found
 
     def remove(self, kind: str, name: str) -> None:

@@ -26,7 +26,6 @@ from server.wire_request import AnyRequest, Remembered, WireRequest
 
 __all__ = ["AlikeRequests", "ShortWay", "Targets"]
 
-_MOST_PLANS = 1_000
 _SHAPE = attrgetter("shape")
 
 Targets = Mapping[int, Span]
@@ -56,9 +55,9 @@ class ShortWay:
         self._input_types: list[Datatype] = [by_name(tensor.datatype) for tensor in spec.inputs]
         self._output_types: list[Datatype] = [by_name(tensor.datatype) for tensor in spec.outputs]
         self._plans = Remembered[bytes, RequestPlan]()
-        self._layouts: dict[Hashable, Layout] = {}
-        self._asked: dict[Hashable, Asked] = {}
-        self._answer_plans: dict[Hashable, AnswerPlan] = {}
+        self._layouts = Remembered[Hashable, Layout]()
+        self._asked = Remembered[Hashable, Asked]()
+        self._answer_plans = Remembered[Hashable, AnswerPlan]()
         self._nowhere = Located([MISSING] * len(spec.inputs), NOWHERE, ())
 
     # hot path: see bench/
@@ -194,9 +193,9 @@ class ShortWay:
     def _same(self, asked: Asked) -> Asked:
         """One for all who ask for the same, whatever heads they have: shared memory is named there."""
         what = asked.rows, asked.key, asked.outputs, asked.parameters, asked.size_bytes
-        if what not in self._asked and len(self._asked) >= _MOST_PLANS:
-            self._asked.clear()
-        return self._asked.setdefault(what, asked)
+        if what not in self._asked:
+            self._asked.remember(what, asked)
+        return self._asked[what]
 
     def _layout(self, inputs: Sequence[InputPlan]) -> Layout | None:
         """That of the model's inputs, one for all who have the same; None if some aren't there or must be looked at."""
@@ -204,9 +203,9 @@ class ShortWay:
             return None
         ordered = sorted(inputs, key=attrgetter("place"))
         tensors = tuple((one.datatype.dtype, one.shape, one.size_bytes) for one in ordered)
-        if len(self._layouts) >= _MOST_PLANS:
-            self._layouts.clear()
-        return self._layouts.setdefault(tensors, Layout(tensors))
+        if tensors not in self._layouts:
+            self._layouts.remember(tensors, Layout(tensors))
+        return self._layouts[tensors]
 
     def _plan_for(
         self,
@@ -221,9 +220,7 @@ class ShortWay:
         plan = self._answer_plans.get(layout)
         if plan is None:
             plan = self._plan_answer(wanted, results, targets, envelope)
-            if len(self._answer_plans) >= _MOST_PLANS:
-                self._answer_plans.clear()
-            self._answer_plans[layout] = plan
+            self._answer_plans.remember(layout, plan)
         return plan
 
     def _plan_answer(

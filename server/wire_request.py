@@ -21,7 +21,7 @@ from protos.wire import RequestFields, scan_request
 
 __all__ = ["AnyRequest", "Mold", "Remembered", "RequestReader", "WireRequest", "message_of"]
 
-_MOST_HEADS = 1_000
+_MOST_KNOWN = 1_000
 _LONGEST_HEAD = 4_096
 _MOST_HEAD_BYTES = 2**20
 """What is known of a head may take a hundred times its bytes, and callers choose heads."""
@@ -102,9 +102,9 @@ class Remembered(dict[K, T]):
         super().__init__()
         self._size_bytes = 0
 
-    def remember(self, key: K, known: T, size_bytes: int) -> None:
+    def remember(self, key: K, known: T, size_bytes: int = 0) -> None:
         """`known`, of requests that share `size_bytes`, is what `get` gives for `key` from now on, for a while."""
-        if len(self) >= _MOST_HEADS or self._size_bytes + size_bytes > _MOST_HEAD_BYTES:
+        if len(self) >= _MOST_KNOWN or self._size_bytes + size_bytes > _MOST_HEAD_BYTES:
             self.clear()
             self._size_bytes = 0
         self._size_bytes += size_bytes
