@@ -85,13 +85,8 @@ class LogSettings:
     @property
     def threshold(self) -> int:
         """The least important level of which anything is written."""
-        switches = (
-            (self.verbose_level > 0, logging.DEBUG),
-            (self.info, logging.INFO),
-            (self.warning, logging.WARNING),
-            (self.error, logging.ERROR),
-        )
-        return next((level for is_on, level in switches if is_on), logging.CRITICAL + 1)
+        levels = (logging.DEBUG, logging.INFO, logging.WARNING, logging.ERROR)
+        return next(filter(self.writes, levels), logging.CRITICAL + 1)
 
     def writes(self, level: int) -> bool:
         """Whether lines of `level` are written."""
