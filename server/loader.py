@@ -30,6 +30,7 @@ from protos import model_config_pb2 as pb
 from server.batch_policy import BatchDefaults, limit_of
 from server.classification import Labels, read_labels
 from server.effective_config import effective_config
+from server.entry import RIVALS
 from server.errors import ConfigError, LoadHangs
 from server.layout import DEFAULT_MODEL_FILE, PYTHON_MODEL_FILE, ModelFolder, inside
 from server.model_config import (
@@ -166,7 +167,7 @@ def _configuration(folder: ModelFolder, override: pb.ModelConfig | None) -> pb.M
     if folder.problem:
         raise ConfigError(folder.problem)
     if folder.rivals:
-        raise ConfigError(f"model appears in two or more repositories: {', '.join(map(str, folder.rivals))}")
+        raise ConfigError(f"{RIVALS}: {', '.join(map(str, folder.rivals))}")
     for stray in folder.strays:
         _log.warning("%s is no version folder: expected a folder named by a number without leading zeros", stray)
     config = pb.ModelConfig()
