@@ -139,7 +139,7 @@ def _parameter(text: str) -> tuple[str, ParameterValue]:
         raise InputError(f"--parameter {text!r}: expected KEY=VALUE")
     try:
         parsed = json.loads(value)
-    except json.JSONDecodeError:
+    except (ValueError, RecursionError):
         return key, value
     return key, parsed if isinstance(parsed, bool | int | float | str) else value
 

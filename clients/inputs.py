@@ -19,7 +19,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
-from zipfile import BadZipFile
 
 import numpy as np
 
@@ -110,8 +109,9 @@ def _load(path: str, load: Callable[[Path], T]) -> T:
         return load(Path(path))
     except OSError as error:
         raise InputError(f"{path}: {error.strerror or error}") from error
-    except (ValueError, EOFError, BadZipFile) as error:
-        raise InputError(f"{path}: {error}") from error
+    except Exception as error:
+        # Of a damaged file numpy and its archives raise whatever they come across.
+        raise InputError(f"{path}: {str(error) or type(error).__name__}") from error
 
 
 def _numpy_array(path: Path) -> Array:

@@ -132,7 +132,7 @@ def _add_of_model(snapshot: Snapshot, name: str, labels: Mapping[str, str], valu
         setattr(model, _NUMBERS[name], value)
     elif name == "nv_inference_request_failure":
         model.failed += value
-    elif name in _HISTOGRAMS:
+    elif name in _HISTOGRAMS and "le" in labels:
         getattr(model, _HISTOGRAMS[name])[float(labels["le"])] = value
     elif name.startswith("nv_inference_compute_"):
         model.compute_us += value

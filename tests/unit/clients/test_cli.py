@@ -75,7 +75,9 @@ def test_infer_json_format_prints_the_rest_form(run: Run, peer: Peer) -> None:
 
 
 def test_infer_options_reach_the_server(run: Run, peer: Peer) -> None:
+    deep, long = "[" * 100_000, "9" * 5_000
     result = run(
+        *("--parameter", f"deep={deep}", "--parameter", f"long={long}"),
         *("--input", "x=[[1, 2]]", "--version", "4", "--output", "x", "--output", "y", "--timeout", "500"),
         *("--parameter", "priority=1", "--parameter", "tag=a=b", "--parameter", "on=true", "--parameter", "list=[1]"),
     )
@@ -87,6 +89,8 @@ def test_infer_options_reach_the_server(run: Run, peer: Peer) -> None:
     assert request.parameters["tag"].string_param == "a=b"
     assert request.parameters["on"].bool_param is True
     assert request.parameters["list"].string_param == "[1]"
+    assert request.parameters["deep"].string_param == deep
+    assert request.parameters["long"].string_param == long
     assert 100 < min(left_s or 0 for left_s in peer.time_left_s) < 1000
 
 

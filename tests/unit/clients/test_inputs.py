@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,26 @@ def test_read_inputs_json_text_is_nested_lists() -> None:
         "input:0": "a=b",
         "z": 3,
     }
+
+
+@pytest.mark.parametrize("compressed", [False, True])
+def test_read_inputs_file_that_is_damaged_is_named(tmp_path: Path, compressed: bool) -> None:
+    chance = random.Random(7)
+    path = tmp_path / "x.npz"
+    (np.savez_compressed if compressed else np.savez)(path, x=np.arange(64), y=np.ones(3, np.int8))
+    whole = path.read_bytes()
+    told = []
+    for _ in range(300):
+        damaged = bytearray(whole)
+        for _ in range(3):
+            damaged[chance.randrange(len(damaged))] = chance.randrange(256)
+        path.write_bytes(damaged)
+        try:
+            read_inputs([str(path)])
+        except InputError as error:
+            told.append(str(error))
+    assert len(told) > 100
+    assert all(text.startswith(f"{path}: ") and not text.endswith(": ") for text in told)
 
 
 @pytest.mark.parametrize("elements", [100, 10_000])

@@ -109,6 +109,11 @@ def test_quantile_is_that_of_prometheus(share: float, histogram: dict[float, flo
     assert quantile(share, histogram) == (None if expected is None else pytest.approx(expected))
 
 
+def test_parse_bucket_without_a_bound_is_passed_over() -> None:
+    bucket = 'paceline_request_duration_us_bucket{model="m",version="1"} 4'
+    assert parse(f"paceline_ready 1\n{bucket}\n", 1.0).models["m", "1"] == Model()
+
+
 @pytest.mark.parametrize("text", ["", "<html>", "up 1\n", "nv_inference_count{"])
 def test_parse_anything_else_is_a_value_error(text: str) -> None:
     with pytest.raises(ValueError):  # noqa: PT011 - the library's text or ours
