@@ -298,6 +298,13 @@ async def test_connection_whose_client_answers_no_ping_is_closed(tmp_path: Path)
 
 
 @pytest.mark.usefixtures("frontends")
+async def test_calls_that_are_too_many_for_their_connection_wait_in_the_client_and_none_is_lost(tmp_path: Path) -> None:
+    async with serving(tmp_path, {"m": echo_model()}, settings=limited(tmp_path, connection_calls=4)) as served:
+        for _ in range(5):
+            await asyncio.gather(*(served.infer(one()) for _ in range(32)))
+
+
+@pytest.mark.usefixtures("frontends")
 async def test_connection_of_a_client_that_pings_too_often_is_closed(tmp_path: Path) -> None:
     settings = Settings(paths=(tmp_path,), connections=Connections(max_ping_strikes=1))
     async with serving(tmp_path, {"m": echo_model()}, settings=settings) as served:
