@@ -16,6 +16,10 @@ GUIDES = sorted((REPO / "docs" / "guides").glob("*.md"))
 # Flags of other programs that guides name, by program.
 OTHERS = {
     "--build-arg": "docker",
+    "--go-grpc_opt": "protoc",
+    "--go-grpc_out": "protoc",
+    "--go_opt": "protoc",
+    "--go_out": "protoc",
     "--http-port": "tritonserver",
     "--log-verbose": "tritonserver",
     "--predictor_protocol": "transformers in KServe",

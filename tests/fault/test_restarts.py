@@ -45,6 +45,8 @@ HEALTH = {"healthCheckConfig": {"serviceName": "inference.GRPCInferenceService"}
 """So that it sends nothing to a server that says that it stops."""
 QUICK = [("grpc.initial_reconnect_backoff_ms", 50), ("grpc.min_reconnect_backoff_ms", 50)]
 QUICK += [("grpc.max_reconnect_backoff_ms", 200)]
+LARGE = ("grpc.per_rpc_retry_buffer_size", 1 << 20)
+"""So that it tries requests of more than 256 KiB again, too."""
 
 
 def server_on(port: int, repository: Path, *args: str) -> ServerProcess:
@@ -74,24 +76,23 @@ def test_sigkill_fails_what_is_under_way_and_the_next_server_serves_the_same_cha
 
 
 @pytest.mark.parametrize(
-    ("config", "args"),
-    [(RETRIES | HEALTH, ["--drain-grace-secs=1"]), (RETRIES, []), (RETRIES, ["--frontends=2"])],
-    ids=["looking-at-health", "trying-again", "trying-again-fronts"],
+    ("config", "args", "columns"),
+    [(RETRIES | HEALTH, ["--drain-grace-secs=1"], 16), (RETRIES, [], 100_000), (RETRIES, ["--frontends=2"], 16)],
+    ids=["looking-at-health", "trying-again-with-much", "trying-again-fronts"],
 )
 async def test_rolling_restart_under_load_loses_no_request_of_clients_that_try_again(
-    tmp_path: Path, ports: list[int], config: dict[str, Any], args: list[str]
+    tmp_path: Path, ports: list[int], config: dict[str, Any], args: list[str], columns: int
 ) -> None:
     """Two servers, one after the other ended and started anew on its port, under clients of both."""
-    write_identity(
-        tmp_path, extra='dynamic_batching { } parameters { key: "execute_delay_ms" value { string_value: "5" } }'
-    )
-    options: list[tuple[str, Any]] = [*QUICK, ("grpc.service_config", json.dumps(config)), ("grpc.enable_retries", 1)]
+    delay = 'parameters { key: "execute_delay_ms" value { string_value: "5" } }'
+    write_identity(tmp_path, extra=f"dynamic_batching {{ }} {delay}", dims="[ -1 ]")
+    options: list[tuple[str, Any]] = [*QUICK, LARGE, ("grpc.service_config", json.dumps(config))]
     target = "ipv4:" + ",".join(f"127.0.0.1:{port}" for port in ports)
     codes: Counter[grpc.StatusCode] = Counter()
     ended = False
 
     async def client(stub: Any, number: int) -> None:
-        mine = request(first=number * 100)
+        mine = request(columns=columns, first=number * 100)
         while not ended:
             try:
                 answer = await stub.ModelInfer(mine, timeout=30)
