@@ -71,14 +71,14 @@ class Method(StrEnum):
 class Call(Generic[T]):
     """One call to be made.
 
-    `read` turns the response message into what the caller gets. `wait_for_ready` is gRPC's: without it a call fails at
-    once while there is no connection, with it the call waits for one as long as its timeout allows.
+    `read` turns the response message into what the caller gets. `wait_for_ready` is gRPC's: with it a call waits for a
+    connection as long as its timeout allows; None is as the channel's service config says, by default at once a failure.
     """
 
     method: Method
     request: Message
     read: Callable[[Any], T]
-    wait_for_ready: bool = False
+    wait_for_ready: bool | None = None
 
 
 def stubs(channel: Any) -> dict[Method, Callable[..., Any]]:

@@ -15,9 +15,9 @@ from enum import Enum
 
 from backends.base import Execution
 from backends.errors import BackendError, OutOfMemory
-from scheduler.errors import BatcherClosed, DeadlineExceeded, ExecutionFailed, QueueFull
+from scheduler.errors import BatcherClosed, DeadlineExceeded, ExecutionFailed, NoInstance, QueueFull
 from scheduler.observer import BatchReport, Drop
-from server.errors import ModelNotReady
+from server.errors import AnswerTooLarge, ModelNotReady
 
 __all__ = ["BatchTotals", "DurationHistogram", "FailureReason", "VersionStatistics", "reason_of"]
 
@@ -45,6 +45,8 @@ _REASON_OF: Mapping[type[BaseException], FailureReason] = {
     asyncio.CancelledError: FailureReason.CANCELED,
     ExecutionFailed: FailureReason.BACKEND,
     BackendError: FailureReason.BACKEND,
+    NoInstance: FailureReason.BACKEND,
+    AnswerTooLarge: FailureReason.BACKEND,
 }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import json
 import math
 import threading
 from collections.abc import Callable, Iterator
@@ -453,6 +454,13 @@ async def test_wait_ready_other_error_is_raised(twin: Twin, peer: Peer) -> None:
 async def test_call_nobody_there_raises_unavailable_at_once(make_twin: MakeTwin) -> None:
     with pytest.raises(Unavailable):
         await make_twin(_free_address()).server_live(timeout_s=30.0)
+
+
+async def test_call_nobody_there_waits_where_the_service_config_says_so(make_twin: MakeTwin) -> None:
+    service = {"methodConfig": [{"name": [{}], "waitForReady": True}]}
+    twin = make_twin(_free_address(), options=[("grpc.service_config", json.dumps(service))])
+    with pytest.raises(DeadlineExceeded):
+        await twin.server_live(timeout_s=0.2)
 
 
 async def test_close_during_a_call_raises_cancelled(twin: Twin, peer: Peer) -> None:

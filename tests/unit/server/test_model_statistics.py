@@ -12,11 +12,12 @@ from scheduler.errors import (
     BatcherClosed,
     DeadlineUnreachable,
     ExecutionFailed,
+    NoInstance,
     QueueFull,
     QueueTimeout,
     RequestTooLarge,
 )
-from server.errors import InvalidRequest, ModelNotReady, NotSupported
+from server.errors import AnswerTooLarge, InvalidRequest, ModelNotReady, NotSupported
 from server.model_statistics import DURATION_BOUNDS_NS, DurationHistogram, FailureReason, VersionStatistics, reason_of
 from server.statistics_service import statistics_message
 from tests.unit.server.counting import US, report
@@ -39,6 +40,8 @@ def statistics() -> VersionStatistics:
         (ExecutionFailed("x"), "BACKEND"),
         (ExecutionError("x"), "BACKEND"),
         (SessionError("x"), "BACKEND"),
+        (NoInstance(), "BACKEND"),
+        (AnswerTooLarge("m"), "BACKEND"),
         (InvalidRequest("x"), "OTHER"),
         (NotSupported("x"), "OTHER"),
         (RequestTooLarge(2, 1), "OTHER"),
