@@ -72,7 +72,7 @@ class Call(Generic[T]):
     """One call to be made.
 
     `read` turns the response message into what the caller gets. `wait_for_ready` is gRPC's: with it a call waits for a
-    connection as long as its timeout allows; None is as the channel's service config says, by default at once a failure.
+    connection as long as its timeout allows; None is as the channel's service config says, by default not at all.
     """
 
     method: Method
