@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -25,6 +24,7 @@ from bench.scenario import Side
 from protos import inference_pb2 as pb
 from protos.inference_pb2_grpc import GRPCInferenceServiceStub
 from tests.harness import REPO, ServerProcess
+from tests.ports import free_port
 
 __all__ = [
     "EchoProcess",
@@ -169,7 +169,7 @@ class RivalProcess:
             ",".join(map(str, dims)) for dims in (models.MODELS[model].dims, models.MODELS[model].output_dims)
         ]
         self._file = file
-        self.target = f"127.0.0.1:{_free_port()}"
+        self.target = f"127.0.0.1:{free_port()}"
 
     def __enter__(self) -> RivalProcess:
         script = REPO / "bench" / "rivals" / f"on_{self._name}.py"
@@ -295,9 +295,3 @@ def _is_ready(target: str, model: str) -> bool:
             return bool(service.ModelReady(pb.ModelReadyRequest(name=model), timeout=5).ready)
         except grpc.RpcError:
             return False
-
-
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port: int = free.getsockname()[1]
-        return port
