@@ -111,7 +111,7 @@ def _load(path: str, load: Callable[[Path], T]) -> T:
         raise InputError(f"{path}: {error.strerror or error}") from error
     except Exception as error:
         # Of a damaged file numpy and its archives raise whatever they come across.
-        raise InputError(f"{path}: {str(error) or type(error).__name__}") from error
+        raise InputError(f"{path}: {' '.join(str(error).split()) or type(error).__name__}") from error
 
 
 def _numpy_array(path: Path) -> Array:
@@ -140,6 +140,10 @@ def _json(text: str) -> Any:
         return json.loads(text, parse_float=_finite)
     except RecursionError:
         raise InputError("expected JSON of fewer brackets in each other") from None
+    except ValueError as error:
+        if isinstance(error, json.JSONDecodeError | InputError):
+            raise
+        raise InputError("expected numbers of fewer digits") from None
 
 
 def _finite(digits: str) -> float:

@@ -175,11 +175,10 @@ class Retries(Generic[T]):
         self, batch: Batch[T], suspects: Suspects[T], instance: Hashable, now_ns: int, longest_ns: int
     ) -> Sequence[Entry[T]]:
         """The same where its `instance` is to blame, and rests. Another one is free once what it executes is done, for
-        which `longest_ns` are enough; nobody waits for that past the queue timeout."""
+        which `longest_ns` are enough."""
         if not self._isolates:
             return batch.entries
         until_ns = now_ns + min(max(longest_ns, SHORTEST_WAIT_NS), LONGEST_WAIT_NS)
-        until_ns = min([until_ns, *(entry.act_at_ns for entry in batch.entries if entry.act_at_ns > now_ns)])
         self.wait(replace(suspects, left=suspects.left | {instance}, until_ns=until_ns))
         return ()
 

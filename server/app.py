@@ -14,6 +14,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -64,6 +65,9 @@ _log = logging.getLogger("paceline.server")
 _LAST_WORDS_S, _LONGEST_WORDS_S = 1.0, 3.0
 """For answers that are on their way out when all is answered or the grace over. gRPC's own end waits for whoever keeps
 a connection open and reacts to nothing, so it doesn't get the rest of the grace, however long that is."""
+
+_FAILED_START_S = 3.0
+"""For models that load, warm up or are being closed when it turns out that there will be no server."""
 
 _LEAST_GRACE_S = 0.5
 """Even without grace it takes some turns of the loop, and of a thread, to see that nothing runs and to close the
@@ -230,8 +234,9 @@ class Server:
             self.grpc_port = await self._front.open(self._settings.grpc_port)
         except BaseException:
             self._inference.serving = self._inference.ready = False
-            # Nobody has been promised an answer; whoever started this waits for the reason.
-            await self._stop_models(min(self._settings.exit_timeout_secs, _LONGEST_WORDS_S))
+            # Nobody has been promised an answer. Who asks for the end meanwhile gets it, with the reason all the same.
+            with suppress(asyncio.CancelledError):
+                await self._stop_models(min(self._settings.exit_timeout_secs, _FAILED_START_S))
             await self._take_down()
             raise
         self._why_closed = ""

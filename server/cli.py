@@ -308,6 +308,7 @@ async def _serve(settings: Settings, backend_of: Callable[[str], Backend] | None
     if not starting.done():
         starting.cancel()
         await asyncio.wait((starting,))
+    if starting.cancelled():
         _log.info("stopped while loading")
         _end(0)  # a model that is being loaded can't be interrupted, and Python would wait for its thread
     try:

@@ -50,7 +50,8 @@ class Limits:
             ("grpc.max_allowed_incoming_connections", self.connections_each(processes)),
             ("grpc.max_concurrent_streams", self.connection_calls),
             # It would count calls that are over until Python has let go of them, and reset those that a client sends
-            # in their place. Against calls that are begun and reset at once there is the bound below.
+            # in their place. What it keeps off is calls that are begun and reset at once, from few connections: the
+            # memory of these has the bound below.
             ("grpc.http.overload_protection", 0),
             # Calls that have come and weren't looked at yet. By default gRPC begins at 1000 to end some of them with
             # CANCELLED, and at 3000 all, whosever they are: a burst is enough. Who is one too many is told so instead.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import threading
 from collections.abc import Callable
@@ -157,9 +158,10 @@ class Clinging(MemoryModel):
 
     def __init__(self) -> None:
         super().__init__(echo_model().spec)
-        self.gate = threading.Event()
+        self.closing, self.gate = threading.Event(), threading.Event()
 
     def close(self) -> None:
+        self.closing.set()
         self.gate.wait(60)
         super().close()
 
@@ -171,6 +173,22 @@ async def test_start_that_fails_waits_for_what_cannot_be_closed_no_longer_than_a
         async with serving(tmp_path, {"good": good}, settings=settings):
             pass
     assert not good.closed
+    good.gate.set()
+    await eventually_async(lambda: good.closed, "what was under way ended")
+
+
+async def test_start_that_fails_says_why_although_it_is_told_to_end_meanwhile(tmp_path: Path) -> None:
+    good, reason = Clinging(), ensemble(tmp_path)
+
+    async def start() -> None:
+        async with serving(tmp_path, {"good": good}, settings=Settings(paths=(tmp_path,), exit_on_error=True)):
+            pass
+
+    starting = asyncio.create_task(start())
+    await eventually_async(good.closing.is_set, "a model that is being closed")
+    starting.cancel()
+    with pytest.raises(StartError, match=reason):
+        await starting
     good.gate.set()
     await eventually_async(lambda: good.closed, "what was under way ended")
 

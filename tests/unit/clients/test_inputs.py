@@ -147,6 +147,7 @@ def test_read_inputs_unusable_argument_raises(argument: str, text: str) -> None:
         ),
         ("bad.json", b"[" * 100_000, "bad.json: expected JSON of fewer brackets in each other"),
         ("x=bad.json", b"[" * 100_000, "bad.json: expected JSON of fewer brackets in each other"),
+        ("x=bad.json", b"9" * 5_000, "bad.json: expected numbers of fewer digits"),
         (
             "bad.json",
             b'{"inputs": [%b, %b]}' % (2 * (b'{"name": "x", "datatype": "INT8", "shape": [1], "data": [1]}',)),

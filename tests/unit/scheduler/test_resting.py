@@ -230,19 +230,6 @@ async def test_request_waits_longer_for_another_instance_where_executions_are_kn
     bench.batcher.close()
 
 
-async def test_request_waits_for_another_instance_no_longer_than_its_queue_timeout() -> None:
-    bench = Gpus(policy=BatchPolicy(max_batch_rows=1, queue=QueuePolicy(default_timeout_ns=SHORTEST_WAIT_NS // 10)))
-    await bench.warm()
-    (moved, _) = await bench.submit("moved", "long")
-    (here,) = bench.executing("moved")
-    here.fail(MemoryError())
-    bench.clock.advance(SHORTEST_WAIT_NS // 10)
-    await one_turn()
-    here.finish(str.upper)
-    assert await moved == "MOVED"
-    bench.batcher.close()
-
-
 async def test_who_waits_for_another_instance_takes_room_in_the_queue() -> None:
     bench = Gpus(policy=BatchPolicy(max_batch_rows=1, queue=QueuePolicy(max_queue_size=3)))
     await bench.submit("a", "b")
