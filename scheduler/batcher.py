@@ -355,15 +355,17 @@ class Batcher(Generic[P, R]):
     def _recall(self, now_ns: int) -> None:
         """An execution takes longer than expected: what was to follow waits on like everything else."""
         for runner in self._ahead.overdue(now_ns):
-            batch = self._ahead.next[runner]
-            if self._take_back(runner, batch):
-                self._queue.release(batch)
+            if self._take_back(runner, self._ahead.next[runner], reserved=True):
                 self._ahead.end(runner)
 
-    def _take_back(self, runner: Runner[P, R], batch: Batch[Pending[P, R]]) -> bool:
-        """Have what this instance hasn't begun wait on. False if it has begun it."""
+    def _take_back(self, runner: Runner[P, R], batch: Batch[Pending[P, R]], *, reserved: bool) -> bool:
+        """Have what this instance hasn't begun wait on, for which there may be room reserved. False if it has begun
+        it."""
         if not runner.take_back():
             return False
+        if reserved:
+            # First, as other threads read how much waits: never more than may.
+            self._queue.release(batch)
         self._company.on_end(len(batch.entries), self._clock.now_ns())
         self._put_back(batch, batch.entries)
         return True
@@ -432,11 +434,9 @@ class Batcher(Generic[P, R]):
     def _on_late(self, runner: Runner[P, R]) -> None:
         """Its execution takes longer than it may."""
         following = self._ahead.next.get(runner)
-        if following is not None:
-            if not self._take_back(runner, following):
-                self._instances.has_begun(runner)
-                return
-            self._queue.release(following)
+        if following is not None and not self._take_back(runner, following, reserved=True):
+            self._instances.has_begun(runner)
+            return
         batch, now_ns = self._running[runner], self._clock.now_ns()
         self._ended.pop(runner, None)
         self._company.on_end(len(batch.entries), now_ns)
@@ -471,7 +471,7 @@ class Batcher(Generic[P, R]):
 
     def _lose(self, runner: Runner[P, R], error: BaseException) -> None:
         following = self._running.get(runner)
-        if following is not None and self._take_back(runner, following):
+        if following is not None and self._take_back(runner, following, reserved=False):
             self._instances.forget(runner)
         self._instances.lose(runner, error)
 
