@@ -355,16 +355,15 @@ class Batcher(Generic[P, R]):
     def _recall(self, now_ns: int) -> None:
         """An execution takes longer than expected: what was to follow waits on like everything else."""
         for runner in self._ahead.overdue(now_ns):
-            if self._take_back(runner, self._ahead.next[runner], reserved=True):
+            if self._take_back(runner, self._ahead.next[runner]):
                 self._ahead.end(runner)
 
-    def _take_back(self, runner: Runner[P, R], batch: Batch[Pending[P, R]], *, reserved: bool) -> bool:
-        """Have what this instance hasn't begun wait on, for which there may be room reserved. False if it has begun
-        it."""
+    def _take_back(self, runner: Runner[P, R], batch: Batch[Pending[P, R]]) -> bool:
+        """Have what this instance hasn't begun wait on. False if it has begun it."""
         if not runner.take_back():
             return False
-        if reserved:
-            # First, as other threads read how much waits: never more than may.
+        if self._ahead.next.get(runner) is batch:
+            # Before it waits, as other threads read how much does: it isn't to count twice.
             self._queue.release(batch)
         self._company.on_end(len(batch.entries), self._clock.now_ns())
         self._put_back(batch, batch.entries)
@@ -434,7 +433,7 @@ class Batcher(Generic[P, R]):
     def _on_late(self, runner: Runner[P, R]) -> None:
         """Its execution takes longer than it may."""
         following = self._ahead.next.get(runner)
-        if following is not None and not self._take_back(runner, following, reserved=True):
+        if following is not None and not self._take_back(runner, following):
             self._instances.has_begun(runner)
             return
         batch, now_ns = self._running[runner], self._clock.now_ns()
@@ -471,7 +470,7 @@ class Batcher(Generic[P, R]):
 
     def _lose(self, runner: Runner[P, R], error: BaseException) -> None:
         following = self._running.get(runner)
-        if following is not None and self._take_back(runner, following, reserved=False):
+        if following is not None and self._take_back(runner, following):
             self._instances.forget(runner)
         self._instances.lose(runner, error)
 

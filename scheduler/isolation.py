@@ -168,7 +168,8 @@ class Retries(Generic[T]):
                 return [*batch.entries, *self._take_others(suspects)]
         # Fewer of them may well run where there was no memory for all.
         groups = replace(suspects, left=frozenset()).again(blame, batch.padded_rows)
-        self.groups.extend(groups)
+        for group in groups:
+            self.wait(group)
         return () if groups else batch.entries
 
     def plan_elsewhere(
