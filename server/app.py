@@ -27,7 +27,7 @@ from backends.errors import DeviceError, LoadError
 from scheduler.waiting import Room
 from server.addresses import host_and_port, resolve
 from server.calling import Calling
-from server.calls import HeaderForwarding, HeaderPassing
+from server.calls import header_rules
 from server.config import ControlMode, Settings
 from server.configuration import Configuration
 from server.cuda_region import open_cuda_region
@@ -126,7 +126,7 @@ def _load_defaults(settings: Settings) -> LoadDefaults:
     )
 
 
-class _Front(Protocol):
+class _GrpcEndpoint(Protocol):
     """What speaks gRPC with clients: in this process, or in several others."""
 
     async def open(self, port: int) -> int: ...
@@ -186,13 +186,11 @@ class Server:
         self._polling: asyncio.Task[None] | None = None
         upstream = settings.upstream
         self._upstream = Upstream(upstream, self.repository, settings.batching) if upstream else None
-        passing = HeaderPassing(upstream.headers, upstream.tracing_headers) if upstream else None
         self._inference = Inference(self.repository, self._tracer)
         self._shared_memory = SharedMemory(
             self._regions, partial(count_gpus, load), partial(open_cuda_region, load=load)
         )
-        pattern = settings.grpc_header_forward_pattern
-        forwarding = HeaderForwarding(pattern) if pattern else None
+        forwarding, passing = header_rules(settings)
         self._streaming = Streaming(self._inference, settings.grpc_max_stream_requests, forwarding, passing)
         self._remote_settings = RemoteSettings(self.repository, self._tracer, settings.allow_remote_settings)
         groups: list[RpcGroup] = [
@@ -210,7 +208,7 @@ class Server:
         self._endpoint: MetricsEndpoint | None = None
         self._why_closed = "starting"
         self._was_ready = False
-        self._front: _Front = self._fronts() or Listener(settings, self._service.add_to, self._streaming.close)
+        self._grpc: _GrpcEndpoint = self._fronts() or Listener(settings, self._service.add_to, self._streaming.close)
         self._metrics.add_collector(self._limits())
         self.grpc_port = 0
 
@@ -231,7 +229,7 @@ class Server:
             await self._load()
             # Of several processes that open the port, the first may have a caller before the last has opened it.
             self._inference.serving = self._inference.ready = True
-            self.grpc_port = await self._front.open(self._settings.grpc_port)
+            self.grpc_port = await self._grpc.open(self._settings.grpc_port)
         except BaseException:
             self._inference.serving = self._inference.ready = False
             # Nobody has been promised an answer. Who asks for the end meanwhile gets it, with the reason all the same.
@@ -265,7 +263,7 @@ class Server:
             self._polling.cancel()
         if self._upstream is not None:
             self._upstream.stop()
-        self._front.announce_end()
+        self._grpc.announce_end()
         leaving = asyncio.get_running_loop().create_task(self._leave())
         in_time = await self._stop_models(grace_s)
         await leaving
@@ -288,7 +286,7 @@ class Server:
         self._why_closed = "stopping"
         self._inference.ready = False
         self._metrics.set_health(False, 0)
-        self._front.set_serving(False)
+        self._grpc.set_serving(False)
         if (pause_s := self._settings.drain_grace_secs) > 0:
             _log.info("not ready any more: requests are taken for another %g s", pause_s)
             await asyncio.sleep(pause_s)
@@ -298,7 +296,7 @@ class Server:
         for that moment themselves: what has reached them isn't known here."""
         if self._settings.frontends == 1:
             await self._inference.refuse_until_quiet()
-        self._front.leave()
+        self._grpc.leave()
 
     def _fronts(self) -> Fleet | None:
         """The processes that speak gRPC, if it isn't this one."""
@@ -313,14 +311,14 @@ class Server:
         if self._why_closed:
             return
         ready = self.repository.ready
-        self._front.set_serving(ready, not self.repository.why_not_live)
+        self._grpc.set_serving(ready, not self.repository.why_not_live)
         self._metrics.set_health(ready, len(self.repository.failures))
         if ready and not self._was_ready:
             self._was_ready = True
             _log.info("ready: %s", self._say_ports())
 
     def _why_not_ready(self) -> str:
-        nobody = "" if self._front.is_open else "no process speaks gRPC; another is being started"
+        nobody = "" if self._grpc.is_open else "no process speaks gRPC; another is being started"
         return self._why_closed or why_not_ready(self.repository) or nobody
 
     def _probes(self) -> dict[str, LoopProbe]:
@@ -339,8 +337,8 @@ class Server:
                 "connections", min(limits.connections, settings.frontends * limits.connections_each(settings.frontends))
             ),
             LimitShown("connection_calls", limits.connection_calls),
-            LimitShown("rpcs", limits.rpcs, lambda: self._front.usage.rpcs),
-            LimitShown("streams", limits.streams, lambda: self._front.usage.streams),
+            LimitShown("rpcs", limits.rpcs, lambda: self._grpc.usage.rpcs),
+            LimitShown("streams", limits.streams, lambda: self._grpc.usage.streams),
             LimitShown("stream_requests", settings.grpc_max_stream_requests),
             LimitShown("queued_requests", limits.queued_requests, lambda: self._room.requests),
             LimitShown("queued_bytes", limits.queued_bytes, lambda: self._room.size_bytes),
@@ -352,7 +350,7 @@ class Server:
             ),
             LimitShown("models", limits.models, lambda: self.repository.places, lambda: self.repository.refused_loads),
         )
-        return LimitCollector(shown, lambda: self._front.usage.refused_by_reason)
+        return LimitCollector(shown, lambda: self._grpc.usage.refused_by_reason)
 
     def _open_metrics(self) -> None:
         settings = self._settings
@@ -422,7 +420,7 @@ class Server:
 
     async def _take_down(self, grace_s: float = _LAST_WORDS_S) -> None:
         self.repository.abandon()
-        await self._front.stop(grace_s)
+        await self._grpc.stop(grace_s)
         if self._upstream is not None:
             await self._upstream.close()
         if self._regions is not None:

@@ -13,6 +13,7 @@ from typing import NamedTuple
 from protos import inference_pb2 as pb
 from scheduler.policy import NEVER
 from server.answering import Context
+from server.config import Settings
 from server.errors import InvalidRequest
 from server.parameters import is_reserved
 from server.restrictions import HEADER_PREFIX
@@ -27,6 +28,7 @@ __all__ = [
     "add_headers",
     "deadline_of",
     "header",
+    "header_rules",
     "leaves_by",
     "traceparent_of",
 ]
@@ -130,6 +132,15 @@ class HeaderForwarding:
                 raise InvalidRequest(f"header '{key}' is reserved and can't be forwarded as a parameter")
             found[key] = f"{found[key]},{value}" if key in found else value
         return found
+
+
+def header_rules(settings: Settings) -> tuple[HeaderForwarding | None, HeaderPassing | None]:
+    """Which headers become parameters, and which travel on to another server; None where none do."""
+    pattern, upstream = settings.grpc_header_forward_pattern, settings.upstream
+    return (
+        HeaderForwarding(pattern) if pattern else None,
+        HeaderPassing(upstream.headers, upstream.tracing_headers) if upstream else None,
+    )
 
 
 def _is_secret(key: str) -> bool:

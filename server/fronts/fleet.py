@@ -87,7 +87,7 @@ class Fleet:
         self._handlers = handlers
         self._handles = Handles()
         self._read = RequestReader()
-        self._fronts = [_Front(self, number) for number in range(1, settings.frontends + 1)]
+        self._fronts = [_Place(self, number) for number in range(1, settings.frontends + 1)]
         self._port_holder: socket.socket | None = None
         self.ending = asyncio.Event()
         self._ready, self._live = False, True
@@ -233,7 +233,7 @@ class Fleet:
             desk.send(message)
 
 
-class _Front:
+class _Place:
     """The place of one front, whichever process has it."""
 
     def __init__(self, fleet: Fleet, number: int) -> None:

@@ -25,7 +25,7 @@ from backends.transport.link import Link, RemoteEnd
 from scheduler.telling import tell
 from server import log
 from server.calling import Calling
-from server.calls import HeaderForwarding, HeaderPassing
+from server.calls import header_rules
 from server.config import Settings
 from server.errors import StartError
 from server.fronts import protocol
@@ -117,9 +117,7 @@ class _Front:
         log.apply(greeting.log)
         settings = greeting.settings
         self._inference.reads_parents = greeting.reads_parents
-        pattern, upstream = settings.grpc_header_forward_pattern, settings.upstream
-        forwarding = HeaderForwarding(pattern) if pattern else None
-        passing = HeaderPassing(upstream.headers, upstream.tracing_headers) if upstream else None
+        forwarding, passing = header_rules(settings)
         calling = Calling(self._inference, forwarding, passing)
         streaming = Streaming(self._inference, settings.grpc_max_stream_requests, forwarding, passing)
         add_services = partial(self._add_services, calling, streaming)
