@@ -4,7 +4,18 @@ from __future__ import annotations
 
 import socket
 
-__all__ = ["host_and_port", "resolve"]
+__all__ = ["host_and_port", "is_address", "resolve"]
+
+
+def is_address(text: str) -> bool:
+    """Whether it may be a host's name, or is an IP address; one of IPv6 in brackets or without, or with a zone."""
+    if ":" not in text:
+        return bool(text) and not any(character in "/[]" or character.isspace() for character in text)
+    try:
+        socket.inet_pton(socket.AF_INET6, _bare(text).partition("%")[0])
+    except (OSError, ValueError):
+        return False
+    return True
 
 
 def host_and_port(address: str, port: int) -> str:

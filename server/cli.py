@@ -21,7 +21,7 @@ from server.backend_config import BackendConfig, parse_backend_config
 from server.batch_policy import BatchDefaults
 from server.config import ControlMode, Settings
 from server.errors import StartError
-from server.flags import AMOUNT, POSITIVE_AMOUNT, TEXT, flag, network_flags, network_settings
+from server.flags import ADDRESS, AMOUNT, POSITIVE_AMOUNT, TEXT, flag, network_flags, network_settings
 from server.kserve import models_to_serve
 from server.log_output import exit_now, take_stderr
 from server.loop import SWITCH_INTERVAL_S, new_loop
@@ -96,7 +96,7 @@ _MOST_ROWS = 2**31 - 1
     show_envvar=True,
     help="Another PATH, as Triton names it.",
 )
-@flag("grpc-address", "0.0.0.0", "Address to listen on for gRPC.")
+@flag("grpc-address", "0.0.0.0", "Address to listen on for gRPC.", type=ADDRESS)
 @flag("grpc-port", 8001, "Port for gRPC; 0 takes a free one.", type=click.IntRange(0, 65535))
 @flag("grpc-max-stream-requests", 1024, "Unanswered requests of a stream.", type=click.IntRange(1))
 @flag("grpc-header-forward-pattern", "", "Headers that become request parameters: a regular expression.")
@@ -112,7 +112,7 @@ _MOST_ROWS = 2**31 - 1
 @flag("frontend-timeout-secs", 30, "Longest silence of a frontend; 0: any.", type=click.IntRange(0))
 @flag("allow-metrics", True, "Whether to serve metrics.", type=bool)
 @flag("allow-gpu-metrics", True, "Whether these have the GPUs that models may use.", type=bool)
-@flag("metrics-address", None, "Address to listen on for metrics; by default that of gRPC.")
+@flag("metrics-address", None, "Address to listen on for metrics; by default that of gRPC.", type=ADDRESS)
 @flag("metrics-port", 8002, "Port for GET /metrics; 0 takes a free one.", type=click.IntRange(0, 65535))
 @flag("allow-client-shm", False, "Whether clients may register shared memory of theirs.", type=bool)
 @flag("max-client-shm-regions", 256, "Shared memory regions that may be registered.", type=click.IntRange(1))

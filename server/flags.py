@@ -12,12 +12,23 @@ from typing import Any
 
 import click
 
+from server.addresses import is_address
 from server.limits import LARGEST_MESSAGE_BYTES, Connections, Limits
 from server.repeatable import Repeatable
 from server.restrictions import parse_restrictions
 from server.tls import TlsFiles
 
-__all__ = ["AMOUNT", "POSITIVE_AMOUNT", "TEXT", "Decorator", "flag", "network_flags", "network_settings", "path_flag"]
+__all__ = [
+    "ADDRESS",
+    "AMOUNT",
+    "POSITIVE_AMOUNT",
+    "TEXT",
+    "Decorator",
+    "flag",
+    "network_flags",
+    "network_settings",
+    "path_flag",
+]
 
 Decorator = Callable[[Any], Any]
 
@@ -50,7 +61,17 @@ class _Amount(click.FloatRange):
         return number
 
 
-TEXT = _Text()
+class _Address(_Text):
+    """Where to listen. gRPC's schemes and ports would be taken for names, and looked up."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        text = super().convert(value, param, ctx)
+        if not is_address(text):
+            self.fail(f"expected a host name or an IP address, without scheme or port, got '{text}'", param, ctx)
+        return text
+
+
+TEXT, ADDRESS = _Text(), _Address()
 AMOUNT, POSITIVE_AMOUNT = _Amount(), _Amount(min_open=True)
 
 

@@ -6,7 +6,19 @@ import socket
 
 import pytest
 
-from server.addresses import host_and_port, resolve
+from server.addresses import host_and_port, is_address, resolve
+
+
+@pytest.mark.parametrize("text", ["0.0.0.0", "localhost", "a-b.example", "::1", "[::1]", "::", "fe80::1%eth0"])
+def test_names_and_ip_addresses_are_addresses(text: str) -> None:
+    assert is_address(text)
+
+
+@pytest.mark.parametrize(
+    "text", ["", " ", "unix:/run/p.sock", "dns:///a", "a:80", "127.0.0.1:80", "[::1]:80", "[a]", "http://a", "::1\0"]
+)
+def test_what_has_a_scheme_or_a_port_is_no_address(text: str) -> None:
+    assert not is_address(text)
 
 
 @pytest.mark.parametrize(

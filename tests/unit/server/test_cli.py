@@ -295,6 +295,14 @@ def test_every_flag_has_a_variable_and_help_says_which() -> None:
         ((), "expected at least one PATH: a model repository, a model's folder or a .onnx file"),
         (("m", ""), "Invalid value for '[PATHS]...': expected a path, got ''"),
         (("m", "--model-repository", ""), "Invalid value for '--model-repository' / '--model-store': expected a path"),
+        (
+            ("m", "--grpc-address", "unix:/run/p.sock"),
+            "Invalid value for '--grpc-address': expected a host name or an",
+        ),
+        (
+            ("m", "--metrics-address", ""),
+            "Invalid value for '--metrics-address': expected a host name or",
+        ),
         (("m", "--grpc-port", "65536"), "Invalid value for '--grpc-port'"),
         (("m", "--grpc-port", "-1"), "Invalid value for '--grpc-port'"),
         (("m", "--metrics-port", "http"), "Invalid value for '--metrics-port'"),
