@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -133,3 +134,28 @@ def test_lock_never_installs_both_flavours_of_onnxruntime() -> None:
             if requirement.marker is None or requirement.marker.evaluate(environment)
         ]
         assert len(flavours) == 1, (platform, machine, flavours)
+
+
+_WITHOUT = """
+import sys
+sys.modules.update(dict.fromkeys(("hypothesis", "jsonschema", "promql_parser", "tritonclient", "yaml")))
+import pytest
+sys.exit(pytest.main(sys.argv[1:]))
+"""
+
+
+def test_gpu_tests_are_collected_where_only_what_they_need_is_installed() -> None:
+    """An environment that somebody else has made for a machine with a GPU (bench/README.md)."""
+    recipe = (REPO / "Makefile").read_text().partition("test-gpu: ")[2].splitlines()[1]
+    options = re.findall(r"-[oW] \S+", recipe.partition("-ra")[0])
+    files = [str(one) for one in (REPO / "tests").rglob("test_*.py") if "mark.gpu" in one.read_text()]
+    arguments = [word for option in options for word in option.split()] + ["-m", "gpu", "--collect-only", "-q", *files]
+    run = subprocess.run(
+        [sys.executable, "-c", _WITHOUT, *arguments],
+        cwd=REPO,
+        env={**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert run.returncode == 0, run.stdout + run.stderr
