@@ -117,8 +117,8 @@ def run(plan: Plan, chosen: Sequence[GpuModel], folder: Path) -> Iterator[Sectio
         correct = _correct(plan, server, chosen, files)
         yield correct
         for model in chosen:
-            if model.name in correct.absent or _is_wrong(correct, model):
-                yield _absent(_name(model), _title(model), plan, "its answers are wrong")
+            if why := correct.absent.get(model.name) or (_is_wrong(correct, model) and "its answers are wrong"):
+                yield _absent(_name(model), _title(model), plan, why)
                 continue
             yield _model(plan, server, model, files[model.name], first[model.name], folder)
     yield _fronts(plan, folder)
@@ -135,9 +135,10 @@ def _first(server: ServerProcess, model: GpuModel) -> Sample:
 
 @contextmanager
 def _server(repository: Path, frontends: int) -> Iterator[ServerProcess]:
-    """GPUs take their time to load and to warm up."""
+    """GPUs take their time to load and to warm up. A model that can't be loaded answers why, and the others are there:
+    the machine may be lent, and what it takes to begin anew is minutes."""
     server = ServerProcess(
-        repository, args=["--frontends", str(frontends), "--allow-client-shm=true", "--exit-on-error=true"]
+        repository, args=["--frontends", str(frontends), "--allow-client-shm=true", "--exit-on-error=false"]
     )
     server.start()
     try:
@@ -202,6 +203,8 @@ def _model(plan: Plan, server: ServerProcess, model: GpuModel, file: Path, first
                 found.add(there, gpu_steps.saturation(server, model.name, model.rows, crowd, request, *times))
     except _FAILURES as error:
         absent[model.name] = _reason(error)
+    if plan.on_gpu and found.of(ours, "rows_per_s") and not found.of(ours, "gpu_busy"):
+        absent["GPU busy"] = gpu_steps.why_not_busy()
     if first:
         found.add("the first request", first)
     points = {ours: str(crowd), there: str(crowd), calm: "open loop"}
@@ -236,6 +239,9 @@ def _round(
 
     for side in (product, ceiling) if number % 2 == 0 else (ceiling, product):
         side()
+    rates = ", ".join(f"{who} {rate[-1]:,.0f}" for who in names if (rate := found.of(who, "rows_per_s")))
+    busy = [f"{share:.0%} busy" for share in found.of(names[0], "gpu_busy")[-1:]]
+    _say(", ".join([f"{model.name}: rows/s: {rates}", *busy]))
 
 
 def _compare(plan: Plan, found: Found, names: tuple[str, str, str, str], point: str) -> Iterator[Comparison]:

@@ -36,7 +36,17 @@ from server.nvml import Nvml, open_nvml
 from tests.harness import REPO, ServerProcess
 from tests.wire import Array
 
-__all__ = ["Crowd", "Direct", "deviations", "first_request", "gpu_region", "latency_at", "region", "saturation"]
+__all__ = [
+    "Crowd",
+    "Direct",
+    "deviations",
+    "first_request",
+    "gpu_region",
+    "latency_at",
+    "region",
+    "saturation",
+    "why_not_busy",
+]
 
 _SPARE_S = 60.0
 _START_S = 120.0
@@ -262,6 +272,15 @@ def _busy() -> Iterator[list[float]]:
     finally:
         ended.set()
         thread.join(5)
+
+
+def why_not_busy() -> str:
+    """Why `saturation` can't tell how busy the GPU was."""
+    try:
+        open_nvml()
+    except DeviceError as error:
+        return str(error)
+    return "NVML doesn't tell"
 
 
 def _sample(nvml: Nvml, shares: list[float], wait: Callable[[float], bool]) -> None:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -132,6 +135,30 @@ def test_gpu_benchmark_whose_server_dies_measures_what_is_left(tmp_path: Path) -
     model, fronts = sections
     assert "UNAVAILABLE" in model.absent["resnet50_fp32"]
     assert not fronts.absent
+
+
+def test_gpu_benchmark_measures_models_beside_one_that_cannot_be_loaded(tmp_path: Path) -> None:
+    good = next(one for one in gpu_models.chosen("cpu", quick=True) if one.name == "resnet50_fp32")
+    bad = replace(good, name="bad", sizes=(8, 4))  # which isn't how sizes are written
+    plan = gpu.Plan("cpu", 1, 0.1, 0.1, 1, (1,), 1, False, time.monotonic() + 60)
+    correct, told, measured, _ = gpu.run(plan, [bad, good], tmp_path)
+    assert list(correct.absent) == ["bad"]
+    assert "paceline.batch_sizes" in correct.absent["bad"]
+    assert list(told.absent.values()) == list(correct.absent.values())
+    assert not measured.absent
+    assert {one.who for one in measured.measurements} >= {"paceline", "run_with_iobinding"}
+
+
+def test_gpu_benchmark_says_of_a_gpu_that_nobody_tells_how_busy_it_is(tmp_path: Path) -> None:
+    class Plan(gpu.Plan):
+        @property
+        def on_gpu(self) -> bool:
+            return True
+
+    chosen = [one for one in gpu_models.chosen("cpu", quick=True) if one.name == "bert_base_fp32"]
+    plan = Plan("cpu", 1, 0.1, 0.1, 1, (1,), 1, False, time.monotonic() + 60)
+    _, bert, _ = gpu.run(plan, chosen, tmp_path)
+    assert re.search("NVIDIA driver|nvidia-ml-py|NVML", bert.absent["GPU busy"])
 
 
 def children() -> set[str]:
