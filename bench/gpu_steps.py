@@ -14,11 +14,10 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import grpc
 import numpy as np
@@ -29,7 +28,7 @@ from bench import gpu_models
 from bench.gpu_memory import export
 from bench.gpu_models import GpuModel
 from bench.stats import Sample
-from bench.steps import BenchError, open_loop, run_module
+from bench.steps import BenchError, open_loop
 from bench.subjects import stub
 from protos import inference_pb2 as pb
 from server.nvml import Nvml, open_nvml
@@ -72,12 +71,15 @@ class Crowd:
         """Load `target`; BenchError for an answer that is an error."""
         arguments = [target, str(request), "--clients", str(self.clients), "--channels", str(self.channels)]
         arguments += ["--seconds", str(seconds), "--warmup", str(warmup_s), *(["--stream"] if self.stream else [])]
-
-        def one(_: int) -> dict[str, Any]:
-            return run_module("load", *arguments, timeout_s=seconds + warmup_s + _SPARE_S)
-
-        with ThreadPoolExecutor(self.processes) as pool:
-            answers = list(pool.map(one, range(self.processes)))
+        with ExitStack() as stack:
+            loads = [stack.enter_context(_Process("load", "--wait", *arguments)) for _ in range(self.processes)]
+            for one in loads:
+                one.answer(_SPARE_S)
+            # All at once: who measures before others have begun, or after they have ended, has the server for himself,
+            # and the sum would be more than it can do.
+            for one in loads:
+                one.tell("begin")
+            answers = [one.answer(seconds + warmup_s + _SPARE_S) for one in loads]
         for answer in answers:
             if answer["errors"] or not answer["ok"]:
                 raise BenchError(f"{answer['ok']} answers, errors {answer['errors']}")
@@ -89,23 +91,17 @@ class Crowd:
         }
 
 
-class Direct:
-    """`bench.gpu_direct` in a process of its own, for as long as the context lasts: `session.run_with_iobinding`."""
+class _Process:
+    """`python -m bench.<module>`, for as long as the context lasts. It takes lines and prints lines of JSON."""
 
-    def __init__(self, file: Path, batch: Array, device: str, folder: Path) -> None:
-        self._batch = folder / f"{file.stem}.npy"
-        np.save(self._batch, batch)
-        self._command = [sys.executable, "-m", "bench.gpu_direct", str(file), str(self._batch), "--device", device]
+    def __init__(self, module: str, *arguments: str) -> None:
+        self._name = f"bench.{module}"
+        self._command = [sys.executable, "-m", self._name, *arguments]
 
-    def __enter__(self) -> Direct:
+    def __enter__(self) -> Self:
         self._process = subprocess.Popen(
             self._command, cwd=REPO, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, process_group=0
         )
-        try:
-            self._answer(_START_S)
-        except BaseException:
-            self.__exit__()
-            raise
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -121,22 +117,44 @@ class Direct:
             process.wait()
         process.stdout.close()
 
-    def measure(self, seconds: float) -> tuple[Sample, Sample]:
-        """With tensors that stay on the device, and with those of the host."""
+    def tell(self, line: str) -> None:
         assert self._process.stdin is not None
-        self._process.stdin.write(f"{seconds}\n")
+        self._process.stdin.write(f"{line}\n")
         self._process.stdin.flush()
-        found = self._answer(2 * seconds + _SPARE_S)
-        return found["bound"], found["copies"]
 
-    def _answer(self, timeout_s: float) -> dict[str, Any]:
+    def answer(self, timeout_s: float) -> dict[str, Any]:
+        """The next line; BenchError if none comes in time."""
         assert self._process.stdout is not None
         readable, _, _ = select.select([self._process.stdout], [], [], timeout_s)
         line = self._process.stdout.readline() if readable else ""
         if not line:
-            raise BenchError(f"bench.gpu_direct gave no answer within {timeout_s:g} s")
+            raise BenchError(f"{self._name} gave no answer within {timeout_s:g} s")
         answer: dict[str, Any] = json.loads(line)
         return answer
+
+
+class Direct(_Process):
+    """`bench.gpu_direct`: `session.run_with_iobinding`."""
+
+    def __init__(self, file: Path, batch: Array, device: str, folder: Path) -> None:
+        path = folder / f"{file.stem}.npy"
+        np.save(path, batch)
+        super().__init__("gpu_direct", str(file), str(path), "--device", device)
+
+    def __enter__(self) -> Self:
+        super().__enter__()
+        try:
+            self.answer(_START_S)
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def measure(self, seconds: float) -> tuple[Sample, Sample]:
+        """With tensors that stay on the device, and with those of the host."""
+        self.tell(str(seconds))
+        found = self.answer(2 * seconds + _SPARE_S)
+        return found["bound"], found["copies"]
 
 
 def deviations(server: ServerProcess, model: GpuModel, file: Path, seeds: Sequence[int]) -> list[float]:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import sys
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
@@ -167,7 +168,8 @@ def open_channel(target: str) -> grpc.aio.Channel:
     return grpc.aio.insecure_channel(target, options=options)
 
 
-def _plan(arguments: Sequence[str] | None) -> Plan:
+def _asked(arguments: Sequence[str] | None) -> tuple[Plan, bool]:
+    """What to do, and whether to wait for the word."""
     parser = argparse.ArgumentParser(prog="python -m bench.load", description="Closed-loop load; prints one JSON line.")
     parser.add_argument("target", help="HOST:PORT of a server")
     parser.add_argument("payloads", nargs="+", type=Path, help="files, each a serialized ModelInferRequest")
@@ -176,13 +178,18 @@ def _plan(arguments: Sequence[str] | None) -> Plan:
     parser.add_argument("--seconds", type=float, default=3.0, help="how long to measure (default: %(default)s)")
     parser.add_argument("--warmup", type=float, default=0.5, help="seconds not counted before (default: %(default)s)")
     parser.add_argument("--stream", action="store_true", help="a ModelStreamInfer per client, no call per request")
+    parser.add_argument("--wait", action="store_true", help="print {} when ready, begin at the first line of stdin")
     got = parser.parse_args(arguments)
     payloads = tuple(path.read_bytes() for path in got.payloads)
-    return Plan(got.target, payloads, got.clients, got.channels, got.seconds, got.warmup, got.stream)
+    return Plan(got.target, payloads, got.clients, got.channels, got.seconds, got.warmup, got.stream), got.wait
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    print(json.dumps(uvloop.run(drive(_plan(arguments)))), flush=True)
+    plan, waits = _asked(arguments)
+    if waits:
+        print("{}", flush=True)
+        sys.stdin.readline()
+    print(json.dumps(uvloop.run(drive(plan))), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,11 @@
 from __future__ import annotations
 
+import asyncio
+import json
+import sys
 from collections import Counter
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -9,6 +13,7 @@ import pytest
 
 from bench.load import METHOD, STREAM_METHOD, Plan, Tally, drive, summary
 from protos import inference_pb2 as pb
+from tests.harness import REPO
 
 
 @pytest.fixture
@@ -43,6 +48,19 @@ async def test_drive_counts_answers_and_ends(target: str) -> None:
     assert found["errors"] == {}
     assert found["answers_in_all"] > found["ok"]
     assert found["p50_ms"] <= found["p90_ms"] <= found["p99_ms"]
+
+
+async def test_load_that_is_to_wait_is_ready_and_begins_when_it_is_told(target: str, tmp_path: Path) -> None:
+    (tmp_path / "request").write_bytes(b"one")
+    command = [sys.executable, "-m", "bench.load", "--wait", target, str(tmp_path / "request"), "--seconds", "0.1"]
+    pipes = {"stdin": asyncio.subprocess.PIPE, "stdout": asyncio.subprocess.PIPE}
+    process = await asyncio.create_subprocess_exec(*command, cwd=REPO, **pipes)  # type: ignore[arg-type]
+    assert process.stdout is not None
+    assert json.loads(await process.stdout.readline()) == {}
+    said, _ = await process.communicate(b"begin\n")
+    found = json.loads(said)
+    assert found["ok"] > 0
+    assert found["errors"] == {}
 
 
 async def test_drive_counts_errors_by_status_and_empty_answers(target: str) -> None:
