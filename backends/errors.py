@@ -7,6 +7,7 @@ BackendError
     ├── UpstreamRefused     another server, which executes, has something against this batch
     └── SessionError   it failed whatever the requests
         ├── OutOfMemory     there wasn't memory enough, on the device or beside it, for so large a batch
+        ├── Unequipped      the runtime lacks a library, or kernels for the device: no execution will do better
         ├── InstanceLost    it won't execute anything any more; another instance may
         │   ├── DeviceLost      the device is gone, or refuses everything from now on
         │   ├── StalePlan       its session has plans for another execution; nothing of this batch was computed
@@ -27,6 +28,7 @@ __all__ = [
     "ProcessGone",
     "SessionError",
     "StalePlan",
+    "Unequipped",
     "UpstreamFailed",
     "UpstreamRefused",
 ]
@@ -54,6 +56,10 @@ class SessionError(ExecutionError):
 
 class OutOfMemory(SessionError):
     """There wasn't memory enough. A smaller batch may succeed, at once."""
+
+
+class Unequipped(SessionError):
+    """The runtime lacks a library that the model needs, or kernels for the device: no execution here can succeed."""
 
 
 class InstanceLost(SessionError):

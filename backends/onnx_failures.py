@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 
-from backends.errors import DeviceError, DeviceLost, ExecutionError, OutOfMemory, SessionError
+from backends.errors import DeviceError, DeviceLost, ExecutionError, OutOfMemory, SessionError, Unequipped
 
 __all__ = ["device_failure", "failure", "reason_of"]
 
@@ -45,9 +45,12 @@ _LOST_BY_NAME = re.compile(
 )
 _DRIVER_ERROR = re.compile(r"returned (\d+) \(")
 _SESSION_FAULT = re.compile(
-    r"(CUDA|CUDNN(?:_FE)?|CUBLAS|CUFFT) failure|\bCUDA error cudaError|cu(DNN|FFT) is (not available|unavailable)"
-    r"|Failed to initialize CUDNN Frontend"
+    r"(CUDA|CUDNN(?:_FE)?|CUBLAS|CUFFT) failure|\bCUDA error cudaError|Failed to initialize CUDNN Frontend"
 )
+_UNEQUIPPED = re.compile(
+    r"cu(DNN|FFT) is (not available|unavailable)|no kernel image is available|STATUS_\w*ARCH_MISMATCH"
+)
+"""Sessions open without libraries, and on GPUs that are too old or too new for them, and fail where they are needed."""
 
 
 def failure(error: Exception) -> ExecutionError:
@@ -57,6 +60,8 @@ def failure(error: Exception) -> ExecutionError:
         return DeviceLost(reason)
     if isinstance(error, MemoryError) or _OUT_OF_MEMORY.search(reason):
         return OutOfMemory(reason)
+    if _UNEQUIPPED.search(reason):
+        return Unequipped(reason)
     return SessionError(reason) if _SESSION_FAULT.search(reason) else ExecutionError(reason)
 
 

@@ -38,6 +38,7 @@ from backends.errors import (
     ProcessGone,
     SessionError,
     StalePlan,
+    Unequipped,
     UpstreamFailed,
     UpstreamRefused,
 )
@@ -197,6 +198,7 @@ STATUS_OF: dict[type[BaseException], grpc.StatusCode] = {
     ExecutionError: grpc.StatusCode.INTERNAL,
     SessionError: grpc.StatusCode.INTERNAL,
     OutOfMemory: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    Unequipped: grpc.StatusCode.INTERNAL,
     # Not a status that clients take elsewhere: tensors can break a device, the next one too.
     InstanceLost: grpc.StatusCode.INTERNAL,
     DeviceLost: grpc.StatusCode.INTERNAL,

@@ -27,7 +27,7 @@ from backends.base import (
     directly,
     fits,
 )
-from backends.errors import BackendError, DeviceLost, LoadError, OutOfMemory
+from backends.errors import BackendError, DeviceLost, LoadError, OutOfMemory, Unequipped
 from protos import model_config_pb2 as pb
 from protos.datatypes import CONFIG_DATATYPES, by_name
 from protos.tensors import TensorError, decode_raw, element_count
@@ -61,7 +61,7 @@ class WarmUp:
 
         Blocks. Raises ConfigError if a configured sample fails: a model that can't do what its author says it does
         isn't ready. A failing default sample is only logged, since nobody promised that zeros are good input, unless
-        the device is lost over it: LoadError.
+        the device is lost over it, or the runtime lacks what any input would want: LoadError.
         """
         if not self._samples:
             self._run_default(instance, supervise)
@@ -94,7 +94,7 @@ class WarmUp:
         try:
             for run in _ways(instance, supervise):
                 _run_sizes(run, [_all_zeros(spec, (1,) if spec.batched else ())], _sizes(instance, self._plan))
-        except DeviceLost as error:
+        except (DeviceLost, Unequipped) as error:
             raise LoadError(f"its warm-up: {error}") from error
         except (OutOfMemory, MemoryError) as error:
             _log.warning("model '%s' stays cold, as memory is too short for a warm-up: %s", self._name, _words(error))

@@ -31,6 +31,7 @@ from backends.errors import (
     ProcessGone,
     SessionError,
     StalePlan,
+    Unequipped,
 )
 from backends.python import EXECUTABLE
 from backends.python.protocol import ANSWERED, ASK, CLOSE, DONE, FAILED, RUN, START, Declared
@@ -49,7 +50,7 @@ _CLOSE_S = 5.0
 _LAST_WORDS_S = 1.0
 """For what it has written to come out, where something that it has started has its output too."""
 _SETTINGS = "PACELINE_"
-_ERRORS = {one.__name__: one for one in (DeviceLost, OutOfMemory, SessionError, StalePlan)}
+_ERRORS = {one.__name__: one for one in (DeviceLost, Unequipped, OutOfMemory, SessionError, StalePlan)}
 _REAP_S = 10.0
 """From the end of its connection to that of a process that was killed, which swapping may delay."""
 

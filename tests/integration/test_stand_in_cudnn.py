@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -18,6 +19,7 @@ import onnxruntime as ort  # type: ignore[import-untyped,unused-ignore]
 import pytest
 from onnx import helper, numpy_helper
 
+from protos import inference_pb2 as pb
 from tests import models
 from tests.harness import REPO
 from tests.integration.test_stand_in_gpu import GPUS, Served, libraries
@@ -222,3 +224,20 @@ except Exception as error:
     lines = in_a_process(source, path, libraries=libraries)
     assert lines[0] == "EPFail" or lines[0] == "Fail", lines
     assert any(line.startswith(said) for line in lines), lines
+
+
+@pytest.mark.parametrize("config", ["", GRAPHED, OWN_PROCESS], ids=["plain", "graphs", "own process"])
+def test_model_that_convolves_is_refused_where_cudnn_is_missing(config: str, libraries: Path, tmp_path: Path) -> None:
+    """Its session opens all the same, and each request would fail."""
+    without = tmp_path / "libraries"
+    shutil.copytree(libraries, without, ignore=shutil.ignore_patterns("libcudnn*"))
+    net = Net()
+    net.conv("INPUT0", (4, 3, 1, 1))
+    models.write(net.model((3, 9, 9), (4, 9, 9)), tmp_path / "models" / "conv" / "1" / "model.onnx")
+    (tmp_path / "models" / "conv" / "config.pbtxt").write_text(f"{GPUS % ''} {config}")
+    with Served(tmp_path / "models", without, GPUS % "") as served:
+        served.check(3)
+        assert not served.stub.ModelReady(pb.ModelReadyRequest(name="conv")).ready
+        why = next(one for one in served.said if "failed to load" in one)
+        assert "its warm-up" in why
+        assert "cuDNN is unavailable" in why

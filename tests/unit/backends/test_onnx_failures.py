@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from backends.base import Device, ModelSource, ModelSpec, TensorSpec
-from backends.errors import DeviceLost, ExecutionError, OutOfMemory, SessionError
+from backends.errors import DeviceLost, ExecutionError, OutOfMemory, SessionError, Unequipped
 from backends.onnx import OnnxBackend
 from backends.onnx_failures import failure
 from tests import models
@@ -88,14 +88,29 @@ def test_lost_device_comes_before_what_else_a_text_says() -> None:
         "[ONNXRuntimeError] : 1 : FAIL : CUBLAS failure 13: CUBLAS_STATUS_EXECUTION_FAILED ; GPU=0 ; expr=f();",
         "[ONNXRuntimeError] : 1 : FAIL : CUDNN failure 5000: CUDNN_STATUS_EXECUTION_FAILED ; GPU=0 ; expr=f();",
         "[ONNXRuntimeError] : 1 : FAIL : CUDNN_FE failure 11: CUDNN_BACKEND_API_FAILED ; GPU=0 ; expr=f();",
-        "[ONNXRuntimeError] : 1 : FAIL : cuDNN is not available. Install cuDNN, or set enable_cudnn=0.",
-        "Error in execution: running Conv node. Status Message: cuda_kernel.h:296 RequireCudnnHandle(cudnnHandle_t) "
-        "[ONNXRuntimeError] : 9 : NOT_IMPLEMENTED : cuDNN is unavailable or disabled for CUDA Execution Provider: why",
         "running Sum node. Status Message: CUDA error cudaErrorInvalidDeviceFunction:invalid device function",
     ],
 )
 def test_other_errors_of_cuda_are_the_sessions(text: str) -> None:
     assert type(failure(RuntimeError(text))) is SessionError
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[ONNXRuntimeError] : 1 : FAIL : cuDNN is not available. Install cuDNN, or set enable_cudnn=0.",
+        "Error in execution: running Conv node. Status Message: cuda_kernel.h:296 RequireCudnnHandle(cudnnHandle_t) "
+        "[ONNXRuntimeError] : 9 : NOT_IMPLEMENTED : cuDNN is unavailable or disabled for CUDA Execution Provider: why",
+        "running Rfft node. Status Message: cuFFT is unavailable for CUDA Execution Provider: why",
+        CUDA.format(209, "no kernel image is available for execution on the device"),
+        "running Sum node. Status Message: CUDA error cudaErrorNoKernelImageForDevice:no kernel image is available for "
+        "execution on the device",
+        "[ONNXRuntimeError] : 1 : FAIL : CUBLAS failure 8: CUBLAS_STATUS_ARCH_MISMATCH ; GPU=0 ; expr=f();",
+        "[ONNXRuntimeError] : 1 : FAIL : CUDNN failure 3007: CUDNN_STATUS_NOT_SUPPORTED_ARCH_MISMATCH ; GPU=0 ; ",
+    ],
+)
+def test_what_the_runtime_lacks_for_good_is_told_by_its_text(text: str) -> None:
+    assert type(failure(RuntimeError(text))) is Unequipped
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import pytest
 from google.protobuf import text_format
 
 from backends.base import MISSING, Array, Device, ModelInstance, ModelSpec, Tensors, TensorSpec
-from backends.errors import DeviceLost, ExecutionError, LoadError
+from backends.errors import DeviceLost, ExecutionError, LoadError, Unequipped
 from backends.memory import MemoryModel
 from protos import model_config_pb2 as pb
 from protos.datatypes import DATATYPES, by_name
@@ -96,10 +96,11 @@ def test_default_with_an_unknown_dimension_is_nothing() -> None:
     assert not bench.seen
 
 
-def test_default_that_loses_the_device_fails_the_load() -> None:
+@pytest.mark.parametrize("error", [DeviceLost("CUDA failure 719"), Unequipped("cuDNN is not available")])
+def test_default_that_fails_as_any_input_would_fails_the_load(error: ExecutionError) -> None:
     bench = Bench(instances=2)
-    bench.model.faults.raise_next(DeviceLost("CUDA failure 719"))
-    with pytest.raises(LoadError, match="its warm-up: CUDA failure 719"):
+    bench.model.faults.raise_next(error)
+    with pytest.raises(LoadError, match=f"its warm-up: {error}"):
         bench.warm("")
 
 
