@@ -42,6 +42,7 @@ _LOAD = 0.7
 _START_S = 240.0
 _TINY = "tiny"
 _SMALL = 16
+_END_OF_REASON = 600
 
 _FAILURES = (BenchError, UnservedError, AssertionError, DeviceError, grpc.RpcError, OSError)
 """What of one section may fail without the others: a server may die, and take its port along."""
@@ -331,7 +332,10 @@ def _absent(name: str, title: str, plan: Plan, reason: str) -> Section:
 
 
 def _reason(error: Exception) -> str:
-    return " / ".join(str(error).strip().splitlines()[-3:]) or type(error).__name__
+    """What it says at last. Both ends of what is long: cuDNN tells a graph of thousands of characters, and whoever runs
+    this elsewhere may see no more than the last pages."""
+    text = " / ".join(str(error).strip().splitlines()[-3:]) or type(error).__name__
+    return text if len(text) <= 2 * _END_OF_REASON else f"{text[:_END_OF_REASON]} [...] {text[-_END_OF_REASON:]}"
 
 
 def _say(text: str) -> None:
