@@ -72,6 +72,9 @@ _UNSYNCHRONIZED = "disable_synchronize_execution_providers"
 _NOT_CAPTURED = re.compile(r"(graph capture|CUDA [Gg]raph) feature")
 """What ONNX Runtime says of a model that it can't capture, because of control flow or of nodes on the CPU."""
 
+_OF_DRIVER = re.compile(r"undefined symbol: cu[A-Z]")
+"""A function that the provider is linked to the driver for. Those of CUDA's libraries go on in small letters."""
+
 # A whole ONNX model, one Identity over one float: what only a session can find out is known before any model is read.
 PROBE_MODEL = (
     b"\x08\x08"  # ir_version 8
@@ -238,12 +241,14 @@ def _look_for_cudnn() -> None:
         _log.warning("no cuDNN: %s; models with convolutions need it: the extra 'cuda' installs it", error)
 
 
-def _why_no_cuda() -> str:
+def _why_no_cuda(load: Callable[[str], object] = ctypes.CDLL) -> str:
     """What ONNX Runtime told only its log: as a rule that a library which its CUDA provider needs is missing."""
     provider = Path(ort.__file__).with_name("capi") / "libonnxruntime_providers_cuda.so"
     try:
-        ctypes.CDLL(str(provider))
+        load(str(provider))
     except OSError as error:
+        if _OF_DRIVER.search(str(error)):
+            return f"{error}; the NVIDIA driver is too old for it"
         return f"{error}; the extra 'cuda' of this package installs CUDA and cuDNN"
     return "its CUDA provider didn't start, although its libraries are there; is the driver recent enough for them?"
 

@@ -44,6 +44,23 @@ def test_session_options_know_each_graph_level(level: GraphLevel) -> None:
     assert made.graph_optimization_level == getattr(ort.GraphOptimizationLevel, level.value)
 
 
+@pytest.mark.parametrize(
+    ("said", "hint"),
+    [
+        ("libcublasLt.so.13: cannot open shared object file: No such file or directory", "the extra 'cuda' of this"),
+        ("libonnxruntime_providers_cuda.so: undefined symbol: cublasCreate_v2", "the extra 'cuda' of this"),
+        ("libonnxruntime_providers_cuda.so: undefined symbol: cuTensorMapEncodeTiled", "driver is too old for it"),
+    ],
+)
+def test_provider_that_cannot_be_loaded_says_what_would_help(said: str, hint: str) -> None:
+    def load(path: str) -> None:
+        raise OSError(said)
+
+    why = onnx_sessions._why_no_cuda(load)
+    assert why.startswith(f"{said}; ")
+    assert hint in why
+
+
 def test_session_goes_before_the_streams_that_it_computes_on() -> None:
     gone: list[str] = []
 
