@@ -70,8 +70,8 @@ class BatchQueue(Generic[T]):
         self._returns = Returns()
         configured = policy.max_queue_delay_ns or policy.preferred_batch_rows or policy.max_batch_requests
         self._awaits_returns = policy.await_returns and not configured and policy.max_batch_rows > 1
-        # Whoever configures a delay has said how long is waited for company.
-        self._waits = not policy.max_queue_delay_ns
+        # Where a delay is configured, that alone says how long to wait for company.
+        self._may_keep_idle = not policy.max_queue_delay_ns
         self._enough_rows = min(policy.preferred)
         self._sizing = Sizing(policy, self.latency)
         self._allowance = self._sizing.allowance
@@ -89,7 +89,7 @@ class BatchQueue(Generic[T]):
         wait: there has to be room for them, and no batch that is full or of a preferred size without them."""
         waiting = self.waiting
         missing_rows = min(self._enough_rows, self._allowance.rows) - waiting.rows - announced
-        if not self._waits or missing_rows <= 0:
+        if not self._may_keep_idle or missing_rows <= 0:
             return 0
         policies, policy = self._queue_policies, self._queue_policy
         room = min([waiting.room(one, policies.get(one, policy).max_queue_size) for one in waiting.levels or (0,)])
@@ -314,7 +314,7 @@ class BatchQueue(Generic[T]):
 
     def flush(self) -> None:
         """From now on nothing waits for company: whatever is queued leaves as soon as an instance is idle."""
-        self._awaits_returns = self._waits = False
+        self._awaits_returns = self._may_keep_idle = False
         self._lanes.flush()
 
     def _refuse_unreachable(self, rows: int, key: Hashable, level: int, now_ns: int, rpc_deadline_ns: int) -> None:
