@@ -3,6 +3,9 @@
 Event loops round timers to milliseconds (uvloop to the nearest, so up to half of one early), while queue delays are
 configured in microseconds. On Linux an alarm is therefore a timerfd that the loop watches; elsewhere it is a loop
 timer.
+
+Lives here: the clock's protocols and what the system has for them. Must not: know the batcher. The clock of tests is in
+`testing`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """What the batcher tells the outside about its work, for metrics and logs.
 
-Called on the event loop, on the hot path: implementations add to counters and return.
+Lives here: the protocol, and the values that an observer gets. Must not: count anything; observers do. They are called
+on the event loop, on the hot path: they add to counters and return.
 """
 
 from __future__ import annotations

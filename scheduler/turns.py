@@ -39,8 +39,8 @@ class Kept(NamedTuple):
 class Turns:
     """Those of one batcher.
 
-    `take` takes a turn, and lets `begin` do so first. `kept_waiting` says how long an instance may be kept waiting for
-    more, when all who have come are submitted; None if not at all.
+    `take` takes a turn: it has to call `begin` first, and then asks the queue what to do. `kept_waiting` says how long
+    an instance may be kept waiting for more, when all who have come are submitted; None if not at all.
     """
 
     __slots__ = (
