@@ -411,7 +411,7 @@ class BatchQueue(Generic[T]):
             cut, late = self._sizing.most_in_time(key, lane, cut, starts_ns)
         leaving = [one.entry for one in late] if late else cut.entries
         self._lanes.take(lane, leaving)
-        if self._deadlines.items:
+        if self._deadlines.items:  # else nobody is watched
             for entry in leaving:
                 entry.unwatch()
         self.waiting.left(leaving)

@@ -5,6 +5,9 @@ Lives here: the order, and the walk that looks for a batch worth releasing. Must
 The order is one number, `Entry.order`: priority level first, then whether its queue timeout has passed, then arrival.
 So "before" means the same within a lane and between the heads of two. A lane relies on this: whoever comes last has the
 highest order of its section, that is of all with the same level and the same answer to that question.
+
+So the order of an entry changes only while it is in no lane: `remove` finds it by the order that it has. With its new
+one it goes back by `add` if it is the last of its section then, else by `put_back`, which sorts it in.
 """
 
 from __future__ import annotations
@@ -44,7 +47,8 @@ class Watch(Generic[T]):
 
 
 class Entry(Generic[T]):
-    """One waiting request. `lane` is None once it has left.
+    """One waiting request. `lane` is None once it has left. By `level` it is bounded and counted, as long as it waits;
+    when it is served goes by `order` alone.
 
     `act_at_ns` is when the queue has to do something about it: at its queue timeout, or at `rpc_deadline_ns`, when its
     caller gives up.
