@@ -91,7 +91,7 @@ class Inference:
     # hot path: see bench/
     def _start_alone(self, flight: InFlight) -> None:
         try:
-            self._start_one(flight)
+            self._check_and_submit(flight)
         except Exception as error:  # noqa: BLE001 - the caller is owed an answer
             self._fail(flight, error)
             if not flight.gone:
@@ -139,7 +139,7 @@ class Inference:
         return True
 
     # hot path: see bench/
-    def _start_one(self, flight: InFlight) -> None:
+    def _check_and_submit(self, flight: InFlight) -> None:
         request = flight.request
         if self._spans is not None or debugging.on:
             flight.watch = RequestWatch(request, flight.parent, self._spans, flight.began_ns)

@@ -32,13 +32,13 @@ def submit(flight: InFlight, model: ServedModel, decoded: DecodedRequest, arrive
     """Have the batcher run the request, which came at `arrived_ns` (0: now): what it gives back, or for a request that
     is split a task of `submit_parts`."""
     asked, inputs, targets = decoded.asked, decoded.inputs, decoded.targets
-    how = _how(flight, decoded)
+    described = _described(flight, decoded)
     if 0 < model.max_batch_rows < asked.rows:
-        whole = asyncio.ensure_future(submit_parts(model.batcher, inputs, asked.rows, asked.key, **how))
+        whole = asyncio.ensure_future(submit_parts(model.batcher, inputs, asked.rows, asked.key, **described))
         model.in_parts(whole)
         return whole
     payload = _directed(model, inputs, targets)
-    return model.batcher.submit(payload, asked.rows, asked.key, arrived_ns=arrived_ns, **how)
+    return model.batcher.submit(payload, asked.rows, asked.key, arrived_ns=arrived_ns, **described)
 
 
 # hot path: see bench/
@@ -74,7 +74,7 @@ def submit_remote(
     asked, inputs = decoded.asked, cast("Tensors", decoded.inputs)
     payload = RemoteRequest(inputs, asked.outputs, flight.deadline_ns, flight.request.id, *carried, spec=asked.spec)
     key = asked.key, carried.key
-    how = _how(flight, decoded)
+    described = _described(flight, decoded)
     if 0 < model.max_batch_rows < asked.rows:
         parts = submit_parts(
             model.batcher,
@@ -83,15 +83,16 @@ def submit_remote(
             key,
             join=model.codec.join if isinstance(model.codec, OpenCodec) else None,
             payload_of=lambda inputs: payload._replace(inputs=inputs, id=""),
-            **how,
+            **described,
         )
         whole = asyncio.ensure_future(parts)
         model.in_parts(whole)
         return whole
-    return model.batcher.submit(payload, asked.rows, key, arrived_ns=arrived_ns, **how)
+    return model.batcher.submit(payload, asked.rows, key, arrived_ns=arrived_ns, **described)
 
 
-def _how(flight: InFlight, decoded: DecodedRequest) -> dict[str, Any]:
+def _described(flight: InFlight, decoded: DecodedRequest) -> dict[str, Any]:
+    """What `Batcher.submit` takes by name of any request, whole or in parts."""
     parameters, known_bytes = decoded.asked.parameters, decoded.asked.size_bytes
     return {
         "size_bytes": known_bytes if known_bytes >= 0 else sum(map(tensor_bytes, decoded.inputs)),
