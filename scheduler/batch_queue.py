@@ -324,7 +324,7 @@ class BatchQueue(Generic[T]):
         alone_ns = self.latency.proven_ns(key, self._sizing.padded(rows), now_ns)
         if not alone_ns:
             return
-        needed_ns = self._executing.least_wait_ns(key, self._rows_ahead(key, level), now_ns) + alone_ns
+        needed_ns = self._executing.least_wait_ns(key, self.rows_ahead(key, level), now_ns) + alone_ns
         if now_ns + needed_ns > rpc_deadline_ns:
             raise DeadlineUnreachable(rpc_deadline_ns - now_ns, needed_ns)
 
@@ -336,16 +336,10 @@ class BatchQueue(Generic[T]):
     def _is_full(self, lane: Lane[T]) -> bool:
         return lane.rows >= self._allowance.rows or 0 < self.policy.max_batch_requests <= lane.requests
 
-    def _rows_ahead(self, key: Hashable, level: int) -> int:
+    def rows_ahead(self, key: Hashable, level: int) -> int:
         """Rows that wait in the lane and are served before a request of `level` that arrives now."""
         lane = self._lanes.get(key)
-        if lane is None:
-            return 0
-        if not self._has_levels:
-            return lane.rows
-        if len(self._lanes) > 1:
-            return 0  # not counted by lane and level
-        return self.waiting.rows_up_to(level)
+        return lane.rows_before(level) if lane is not None else 0
 
     def _watch_deadline(self, entry: Entry[T]) -> None:
         entry.watch = Watch(entry)

@@ -96,6 +96,16 @@ class Entry(Generic[T]):
             self.watch = None
 
 
+class _Section(OrderedDict[int, Entry[T]]):
+    """Entries of one level that are demoted, or aren't, by order; `rows` is how many they have together."""
+
+    __slots__ = ("rows",)
+
+    def __init__(self, *entries: Entry[T]) -> None:
+        super().__init__((entry.order, entry) for entry in entries)
+        self.rows = sum(entry.rows for entry in entries)
+
+
 class Lane(Generic[T]):
     """Entries of one shape key by ascending order.
 
@@ -131,7 +141,7 @@ class Lane(Generic[T]):
         self.key = key
         self.rows = self.requests = 0
         self.only: Entry[T] | None = None
-        self.sections: dict[int, OrderedDict[int, Entry[T]]] = {}
+        self.sections: dict[int, _Section[T]] = {}
         self.sections_order: list[int] = []
         self.restart()
 
@@ -146,6 +156,19 @@ class Lane(Generic[T]):
         if self.only is not None:
             return self.only
         return next(iter(self.sections[self.sections_order[0]].values()))
+
+    def rows_before(self, level: int) -> int:
+        """Rows that are served before a request of `level` that arrives now; the demoted of its own level come after
+        it."""
+        last = order_of(level, 0) >> _SECTION_BITS
+        if self.only is not None:
+            return self.rows if self.only.order >> _SECTION_BITS <= last else 0
+        rows = 0
+        for section in self.sections_order:
+            if section > last:
+                break
+            rows += self.sections[section].rows
+        return rows
 
     def add(self, entry: Entry[T]) -> None:
         if not self.requests:
@@ -171,8 +194,10 @@ class Lane(Generic[T]):
         section = self.sections[first.order >> _SECTION_BITS]
         for entry in others:
             section[entry.order] = entry
+        rows = len(others) * first.rows
+        section.rows += rows
         self.requests += len(others)
-        self.rows += len(others) * first.rows
+        self.rows += rows
 
     def put_back(self, entries: Sequence[Entry[T]]) -> None:
         """Add entries that were there before; whatever their order, they are likely to belong in front."""
@@ -193,9 +218,10 @@ class Lane(Generic[T]):
         section = entry.order >> _SECTION_BITS
         entries = self.sections.get(section)
         if entries is None:
-            entries = self.sections[section] = OrderedDict()
+            entries = self.sections[section] = _Section()
             insort(self.sections_order, section)
         entries[entry.order] = entry
+        entries.rows += entry.rows
 
     def _sort_in(self, entry: Entry[T]) -> None:
         """The entry, the last one of its section, goes to its place there."""
@@ -203,12 +229,13 @@ class Lane(Generic[T]):
         entries = self.sections[section]
         entries.move_to_end(entry.order, last=False)
         if any(order < entry.order for order in islice(entries, 1, 2)):
-            self.sections[section] = OrderedDict(sorted(entries.items()))
+            self.sections[section] = _Section(*(entries[order] for order in sorted(entries)))
 
     def _unfile(self, entry: Entry[T]) -> None:
         section = entry.order >> _SECTION_BITS
         entries = self.sections[section]
         del entries[entry.order]
+        entries.rows -= entry.rows
         if not entries:
             del self.sections[section]
             self.sections_order.remove(section)

@@ -41,13 +41,6 @@ class Room:
         return None
 
 
-class _Level:
-    __slots__ = ("requests", "rows")
-
-    def __init__(self) -> None:
-        self.requests = self.rows = 0
-
-
 class Waiting:
     """Requests, rows and bytes that wait in one queue, which shares `room` with others. `reserved` are requests that
     have left it and may come back: they take room until they don't any more."""
@@ -55,9 +48,9 @@ class Waiting:
     __slots__ = (
         "_has_levels",
         "_is_bounded",
-        "_levels",
         "_max_bytes",
         "_max_rows",
+        "_requests_of_level",
         "_reserved_bytes",
         "_reserved_of_level",
         "_reserved_rows",
@@ -76,27 +69,20 @@ class Waiting:
         self._room = room
         self._is_bounded = bool(self._max_rows or self._max_bytes)
         self._has_levels = policy.priority_levels > 0
-        self._levels: dict[int, _Level] = {}
+        self._requests_of_level: Counter[int] = Counter()
 
     @property
     def levels(self) -> list[int]:
         """The priority levels that have requests waiting."""
-        return sorted(self._levels)
+        return sorted(self._requests_of_level)
 
     def requests_of_level(self, level: int) -> int:
         """Requests of a priority level; of level 0, where there are no levels, all of them."""
-        if not level:
-            return self.requests
-        counts = self._levels.get(level)
-        return counts.requests if counts is not None else 0
+        return self._requests_of_level[level] if level else self.requests
 
     def reserved_of_level(self, level: int) -> int:
         """Requests of a priority level that are `reserved`."""
         return self._reserved_of_level[level]
-
-    def rows_up_to(self, level: int) -> int:
-        """Rows of a priority level and of those served before it."""
-        return sum(counts.rows for other, counts in self._levels.items() if other <= level)
 
     # hot path
     def full(self, requests: int, rows: int, size_bytes: int, level: int, max_queue_size: int) -> QueueFull | None:
@@ -140,7 +126,7 @@ class Waiting:
             room.requests += requests
             room.size_bytes += size_bytes
         if self._has_levels:
-            self._count_level(entry, requests)
+            self._requests_of_level[entry.level] += requests
 
     # hot path
     def left(self, entries: Sequence[Entry[Any]]) -> None:
@@ -153,8 +139,12 @@ class Waiting:
             room.requests -= requests
             room.size_bytes -= size_bytes
         if self._has_levels:
+            counts = self._requests_of_level
             for entry in entries:
-                self._count_level(entry, -1)
+                counts[entry.level] -= 1
+                if not counts[entry.level]:
+                    # There are as many levels as 64-bit numbers, and nobody gets to leave one behind.
+                    del counts[entry.level]
 
     def reserve(self, entry: Entry[Any], sign: int) -> None:
         """An entry that has left may come back (`sign` 1), or no more (-1)."""
@@ -167,13 +157,3 @@ class Waiting:
         if (room := self._room) is not None:
             room.requests += sign
             room.size_bytes += sign * entry.size_bytes
-
-    def _count_level(self, entry: Entry[Any], sign: int) -> None:
-        counts = self._levels.get(entry.level)
-        if counts is None:
-            counts = self._levels[entry.level] = _Level()
-        counts.requests += sign
-        counts.rows += sign * entry.rows
-        if not counts.requests:
-            # There are as many levels as 64-bit numbers, and nobody gets to leave one behind.
-            del self._levels[entry.level]

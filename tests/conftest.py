@@ -12,12 +12,15 @@ from server.log import debugging
 from server.tuning import made_to_stay
 
 try:
-    from hypothesis import settings
+    from hypothesis import Phase, settings
 except ImportError:
     pass  # no test of those that need a GPU asks for it, and an environment that is given may lack it
 else:
     # The same examples each time, however long the machine takes for one: what fails, fails again.
     settings.register_profile("repeatable", derandomize=True, deadline=None)
+    # And for those who are trying something: what fails is told at once, and not first made as short as can be.
+    phases = (Phase.explicit, Phase.generate)
+    settings.register_profile("unshrunk", settings.get_profile("repeatable"), phases=phases)
     settings.load_profile("repeatable")
 
 # Before a test imports ONNX Runtime: backends/__init__.py.

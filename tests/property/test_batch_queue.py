@@ -120,6 +120,11 @@ class NaiveQueue:
             return reach
         return lane[: hits[-1]] if hits else ([] if delay_ns else reach)
 
+    def rows_ahead(self, key: str, level: int) -> int:
+        """Rows of the lane that are served before a request that arrives now."""
+        lane = [one for one in self.waiting if one.key == key]
+        return sum(one.rows for one in lane if (one.level, one.delayed > 0) <= (level, False))
+
     def fitting(self, lane: list[Waiting], limit_rows: int) -> list[Waiting]:
         taken = lane[:1]
         for one in lane[1 : self.policy.max_batch_requests or None]:
@@ -205,6 +210,7 @@ class QueueAgainstNaive(RuleBasedStateMachine):
         rpc_deadline_ns = NEVER if patience_ns == NEVER else self.now_ns + patience_ns
         level = self.policy.level_of(priority)
         full = self.naive.is_full(level, rows, size_bytes)
+        assert self.queue.rows_ahead(key, level) == self.naive.rows_ahead(key, level)
         number = self.pushed + 1
         try:
             entry = self.queue.push(

@@ -7,7 +7,7 @@ import pytest
 
 from scheduler.batch_queue import BatchQueue, Step
 from scheduler.errors import DeadlineUnreachable
-from scheduler.policy import BatchPolicy
+from scheduler.policy import BatchPolicy, QueuePolicy, TimeoutAction
 
 MS = 1_000_000
 
@@ -168,7 +168,36 @@ def test_push_is_not_refused_for_rows_of_one_other_shape_where_there_are_levels(
     for _ in range(30):
         queue.push("other", 1, "other", 0, priority=1)
     queue.push("in time, or so it may be", 1, "k", 0, priority=1, rpc_deadline_ns=150 * MS)
-    queue.push("in time, as others may come in turns", 1, "k", 0, priority=1, rpc_deadline_ns=150 * MS)
+    with pytest.raises(DeadlineUnreachable):
+        queue.push("late, behind that one", 1, "k", 0, priority=1, rpc_deadline_ns=150 * MS)
+
+
+@pytest.mark.parametrize("levels", [0, 2])
+def test_push_is_not_refused_for_rows_of_its_level_that_it_overtakes_as_their_queue_timeout_has_passed(
+    levels: int,
+) -> None:
+    delay = QueuePolicy(timeout_action=TimeoutAction.DELAY, default_timeout_ns=10 * MS)
+    policy = BatchPolicy(max_batch_rows=1, queue=delay, priority_levels=levels, default_priority_level=min(1, levels))
+    queue = measured(policy, {1: 100})
+    for number in range(10):
+        queue.push(f"delayed {number}", 1, "k", 0)
+    queue.poll(10 * MS, idle=0)
+    queue.push("in time", 1, "k", 20 * MS, rpc_deadline_ns=130 * MS)
+    with pytest.raises(DeadlineUnreachable):
+        queue.push("late", 1, "k", 20 * MS, rpc_deadline_ns=130 * MS)
+    assert names(queue.poll(20 * MS, idle=1)) == [["in time"]]
+
+
+def test_push_is_refused_for_delayed_rows_of_a_level_that_is_served_before_its_own() -> None:
+    delay = QueuePolicy(timeout_action=TimeoutAction.DELAY, default_timeout_ns=10 * MS)
+    policy = BatchPolicy(max_batch_rows=1, queue=delay, priority_levels=2, default_priority_level=1)
+    queue = measured(policy, {1: 100})
+    for number in range(5):
+        queue.push(f"delayed {number}", 1, "k", 0)
+    queue.poll(10 * MS, idle=0)
+    with pytest.raises(DeadlineUnreachable):
+        queue.push("late", 1, "k", 10 * MS, priority=2, rpc_deadline_ns=600 * MS)
+    queue.push("in time", 1, "k", 10 * MS, priority=2, rpc_deadline_ns=620 * MS)
 
 
 def test_push_is_refused_for_rows_of_its_lane_that_are_served_before_it() -> None:
