@@ -15,9 +15,10 @@ def main() -> None:
     if sys.argv[1:2] == ["serve"]:
         huge_pages.ask()
     open_standard_streams()
-    # By default gRPC writes a line to stderr for every handshake that fails: one for each connection that anybody
-    # makes to a server, past the log's format, level and bounds. It looks when it is imported.
-    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
+    # gRPC writes to stderr past the log's format and bounds, and waits if nobody reads it. By default it has a line for
+    # every handshake that fails, at ERROR one for a malformed header: anybody could have it write many. It looks when
+    # it is imported.
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     with made_to_stay():
         from server.cli import main as command
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import resource
 import socket
 import sys
@@ -16,7 +17,7 @@ from clients import InferenceClient
 from tests.certificates import Authority
 from tests.fault.traffic import connected, peak_bytes, quiet, request
 from tests.harness import ServerProcess, write_identity
-from tests.integration.http2 import begun_calls, calls_unread
+from tests.integration.http2 import begun_calls, call_by_hand, calls_unread
 from tests.polling import eventually
 
 PREFACE = begun_calls(0)
@@ -36,6 +37,16 @@ def test_handshakes_that_fail_leave_no_lines(tmp_path: Path) -> None:
         assert server.terminate() == 0
         said = server.stderr[lines:]
     assert all(line.startswith("{") for line in said), said
+
+
+@pytest.mark.parametrize("header", [("grpc-timeout", "9x9"), ("grpc-encoding", "nonsense")], ids=lambda one: one[0])
+def test_headers_that_nobody_can_read_leave_no_lines(tmp_path: Path, header: tuple[str, str]) -> None:
+    write_identity(tmp_path)
+    with ServerProcess(tmp_path) as server:
+        for _ in range(3):
+            assert b"grpc-status" in asyncio.run(call_by_hand(server.grpc_port, b"", dict([header])))
+        assert server.terminate() == 0
+    assert all(line.startswith("{") for line in server.stderr), server.stderr
 
 
 def threads(server: ServerProcess) -> int:
