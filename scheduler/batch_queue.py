@@ -227,8 +227,8 @@ class BatchQueue(Generic[T]):
             self._remove(entry)
         return entries
 
-    def poll(self, now_ns: int, idle: int, ahead: int = 0, starts_ns: int = 0) -> Step[T]:
-        """Decide for this moment, with `idle` instances free: at most that many batches leave, and up to `ahead` more
+    def poll(self, now_ns: int, idle: int, spare: int = 0, starts_ns: int = 0) -> Step[T]:
+        """Decide for this moment, with `idle` instances free: at most that many batches leave, and up to `spare` more
         that can't become any larger, for instances that still execute others. They start at once, or at `starts_ns` if
         that is later: the instances are about to be free."""
         if self._allowance.due_ns <= now_ns:
@@ -239,7 +239,7 @@ class BatchQueue(Generic[T]):
         batches: list[Batch[T]] = []
         unreachable: list[Unreachable[T]] = []
         starts_ns = max(now_ns, starts_ns)
-        while len(batches) < idle + ahead:
+        while len(batches) < idle + spare:
             if len(batches) >= idle:
                 if not self._may_be_full():
                     break

@@ -319,7 +319,7 @@ class Batcher(Generic[P, R]):
         if self._suspects:
             self._let_go_of_suspects(now_ns)
             self._run_suspects(now_ns)
-        step = self._queue.poll(now_ns, self._slots.idle, self._slots.ahead)
+        step = self._queue.poll(now_ns, self._slots.idle, self._slots.spare)
         for batch in step.batches:
             self._run(self._instances.take(batch), batch, None)
         further = self._hand_over_ahead(now_ns) if self._ahead else _NOTHING

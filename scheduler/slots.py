@@ -2,7 +2,7 @@
 
 Lives here: counting. Must not: batches. Runners of one group, *slots* of one instance, execute side by side, but one at
 a time computes: what another is given meanwhile is only got ready. So the first batch of an instance is its turn, and
-further ones are taken ahead of theirs.
+further ones are taken before theirs.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class Slots(Generic[R]):
         return len(self._idle)
 
     @property
-    def ahead(self) -> int:
-        """Batches that could be taken besides those of `idle`, ahead of their turn."""
+    def spare(self) -> int:
+        """Free runners besides those of `idle`: batches that could be got ready before it is their turn."""
         return self.free - len(self._idle)
 
     def add(self, runner: R) -> None:

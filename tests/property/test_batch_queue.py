@@ -70,12 +70,12 @@ class NaiveQueue:
         allowed = self.allowed(now_ns)
         return {rows for rows in self.policy.preferred if rows <= allowed} or {allowed}
 
-    def poll(self, now_ns: int, idle: int, ahead: int) -> tuple[list[list[int]], list[int]]:
+    def poll(self, now_ns: int, idle: int, spare: int) -> tuple[list[list[int]], list[int]]:
         expired = self.expire(now_ns)
         batches = []
         while candidates := [b for key in self.lane_keys() if (b := self.batch(key, now_ns))]:
             batch = min(candidates, key=lambda b: b[0].order)
-            if len(batches) >= (idle + ahead if self.is_enough(batch[0].key, now_ns) else idle):
+            if len(batches) >= (idle + spare if self.is_enough(batch[0].key, now_ns) else idle):
                 break
             self.waiting = [one for one in self.waiting if one not in batch]
             batches.append([one.number for one in batch])
@@ -286,12 +286,12 @@ class QueueAgainstNaive(RuleBasedStateMachine):
         self.naive.waiting = [one for one in self.naive.waiting if one.number != number]
         self.left += was_waiting
 
-    @rule(idle=st.sampled_from([0, 1, 1, 1, 2]), ahead=st.sampled_from([0, 0, 0, 1]))
-    def poll(self, idle: int, ahead: int) -> None:
+    @rule(idle=st.sampled_from([0, 1, 1, 1, 2]), spare=st.sampled_from([0, 0, 0, 1]))
+    def poll(self, idle: int, spare: int) -> None:
         deadlines = {one.number: one.rpc_deadline_ns for one in self.naive.waiting}
         before = {one.number: one for one in self.naive.waiting}
-        step = self.queue.poll(self.now_ns, idle, ahead)
-        batches, expired = self.naive.poll(self.now_ns, idle, ahead)
+        step = self.queue.poll(self.now_ns, idle, spare)
+        batches, expired = self.naive.poll(self.now_ns, idle, spare)
         assert [[entry.payload for entry in batch.entries] for batch in step.batches] == batches
         assert sorted(entry.payload for entry in step.expired) == sorted(expired)
         assert not step.unreachable
@@ -361,7 +361,7 @@ class QueueAgainstNaive(RuleBasedStateMachine):
         if not hasattr(self, "queue"):
             return
         self.flush()
-        self.poll(idle=10_000, ahead=0)
+        self.poll(idle=10_000, spare=0)
         left = self.queue.waiting
         assert left.requests == left.rows == left.size_bytes == self.queue.lanes == 0
 

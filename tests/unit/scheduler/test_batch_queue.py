@@ -136,7 +136,7 @@ def test_poll_with_merging_off_gives_each_request_its_own_batch() -> None:
 def test_poll_hands_out_ahead_what_can_not_become_any_larger(
     policy: BatchPolicy, rows: list[int], ahead: list[int]
 ) -> None:
-    assert rows_of(filled(policy, *rows).poll(0, idle=0, ahead=1)) == ahead
+    assert rows_of(filled(policy, *rows).poll(0, idle=0, spare=1)) == ahead
 
 
 def test_poll_without_idle_instance_starts_nothing_and_wakes_for_deadlines_only() -> None:

@@ -245,7 +245,7 @@ def test_batch_handed_out_ahead_of_its_turn_starts_when_the_first_execution_ends
         queue.push(name, 1, "k", 0, rpc_deadline_ns=15 * MS)
     for rows in (1, 2, 3, 4) * 3:
         queue.latency.observe("k", rows, 10 * MS, 0)
-    step = queue.poll(0, idle=1, ahead=1)
+    step = queue.poll(0, idle=1, spare=1)
     assert names(step) == [list("abcd")]
     assert [late.entry.payload for late in step.unreachable] == list("efgh")
 
@@ -259,5 +259,5 @@ def test_batch_handed_out_ahead_of_its_turn_starts_no_sooner_than_now() -> None:
     for rows in (1, 2, 3, 4) * 3:
         queue.latency.observe("k", rows, 10 * MS, 0)
     assert names(queue.poll(0, idle=1)) == [list("abcd")]
-    step = queue.poll(12 * MS, idle=0, ahead=1)
+    step = queue.poll(12 * MS, idle=0, spare=1)
     assert [late.entry.payload for late in step.unreachable] == list("efgh")

@@ -27,12 +27,12 @@ def slots_of(names: str) -> Slots[str]:
 
 def test_slots_first_batches_go_to_instances_that_execute_nothing() -> None:
     slots = slots_of("a0 a1 b0 b1")
-    assert (slots.idle, slots.ahead) == (2, 2)
+    assert (slots.idle, slots.spare) == (2, 2)
     first, second = slots.take(), slots.take()
     assert {first[0], second[0]} == {"a", "b"}
-    assert (slots.idle, slots.ahead) == (0, 2)
+    assert (slots.idle, slots.spare) == (0, 2)
     assert {slots.take()[0], slots.take()[0]} == {"a", "b"}
-    assert (slots.idle, slots.ahead, slots.free) == (0, 0, 0)
+    assert (slots.idle, slots.spare, slots.free) == (0, 0, 0)
 
 
 def test_slots_ahead_are_of_the_instance_that_is_likely_to_be_done_first_whatever_was_before() -> None:
@@ -48,14 +48,14 @@ def test_slots_instance_is_idle_when_all_its_slots_are_back() -> None:
     slots = slots_of("a0 a1")
     one, two = slots.take(), slots.take()
     slots.back(one)
-    assert (slots.idle, slots.ahead) == (0, 1)
+    assert (slots.idle, slots.spare) == (0, 1)
     slots.back(two)
-    assert (slots.idle, slots.ahead) == (1, 1)
+    assert (slots.idle, slots.spare) == (1, 1)
 
 
 def test_slots_of_one_runner_each_are_a_stack() -> None:
     slots = slots_of("a0 b0 c0")
-    assert (slots.idle, slots.ahead) == (3, 0)
+    assert (slots.idle, slots.spare) == (3, 0)
     assert slots.take() == "c0"
     assert slots.take() == "b0"
     slots.back("c0")
@@ -71,7 +71,7 @@ def test_slots_removed_get_nothing_more_whether_they_execute_or_not(taken: int, 
     for runner in executing:
         if runner != gone:
             slots.back(runner)
-    assert (slots.idle, slots.ahead, slots.free) == (1, 0, 1)
+    assert (slots.idle, slots.spare, slots.free) == (1, 0, 1)
     assert slots.take() != gone
 
 
@@ -79,7 +79,7 @@ def test_slots_of_an_instance_that_is_gone_leave_nothing_behind() -> None:
     slots = slots_of("a0 a1")
     slots.remove(slots.take())
     slots.remove(next(iter(slots._free["a"])))
-    assert (slots.idle, slots.ahead, slots.free) == (0, 0, 0)
+    assert (slots.idle, slots.spare, slots.free) == (0, 0, 0)
     assert slots._free == slots._taken == slots._idle == slots._busy == {}
 
 
