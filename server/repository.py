@@ -48,8 +48,8 @@ class Repository:
     """Has models loaded by `loads`, and finds them.
 
     `strict_readiness`: whether it is ready only if every model is that should serve. `regions`: where tensors may lie
-    besides in messages. `tracer`: who may trace batches. `max_models`: how many may serve at a time. `room`: what their
-    queues share. `on_change` is called whenever `ready` may have changed.
+    besides in messages. `tracer`: who may trace batches, and keeps settings by name. `max_models`: how many may serve
+    at a time. `room`: what their queues share. `on_change` is called whenever `ready` may have changed.
     """
 
     def __init__(
@@ -180,7 +180,7 @@ class Repository:
             entry.on_disk = name in on_disk
             entry.rivals = entry.on_disk and bool(on_disk[name].rivals)
             if entry.forgettable:
-                del self._entries[name]
+                self._forget(name)
 
     async def load_all(self, folders: Sequence[ModelFolder]) -> Mapping[str, LoadFailed]:
         """Load models, several at a time. One that fails becomes unavailable, with the reason; the others serve.
@@ -278,7 +278,7 @@ class Repository:
         finally:
             entry.operations -= 1
             if entry.state is None and entry.forgettable:
-                del self._entries[name]
+                self._forget(name)
             self._forget_strangers()
             self.on_change()
 
@@ -286,7 +286,13 @@ class Repository:
         """Who may load chooses names; those of loads that failed are known for as long as there aren't many more."""
         strangers = [name for name, entry in self._entries.items() if entry.stranger]
         for name in strangers[: -self._max_models]:
-            del self._entries[name]
+            self._forget(name)
+
+    def _forget(self, name: str) -> None:
+        """With all that is kept by names, of which there is no end."""
+        del self._entries[name]
+        if self._tracer is not None:
+            self._tracer.forget(name)
 
     async def _load(self, entry: Entry[ServedModel], bring: Callable[[], Awaitable[Sequence[LoadedVersion]]]) -> None:
         entry.begin_load()

@@ -191,6 +191,10 @@ class TraceStore:
         else:
             self._changes.pop(model, None)
 
+    def forget(self, model: str) -> bool:
+        """Let go of what `model` has of its own. Whether there was anything."""
+        return self._changes.pop(model, None) is not None
+
     def told(self, settings: TraceSettings) -> dict[str, str]:
         """`settings` by the names and in the form of the extension, and beside them what can't be changed."""
         return {

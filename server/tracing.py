@@ -85,6 +85,11 @@ class Tracer:
         self._store.update(model, given)
         self._follow(model)
 
+    def forget(self, model: str) -> None:
+        """`model` is no more: what held for it alone doesn't for another of that name."""
+        if self._store.forget(model):
+            self._follow()
+
     def is_on(self, model: str) -> bool:
         """Whether requests for `model` are traced at all."""
         return self._sampler(model).settings.timestamps

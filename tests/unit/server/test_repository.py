@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import numpy as np
@@ -13,13 +14,17 @@ from backends.base import Backend, Device, ModelSpec, TensorSpec
 from backends.errors import LoadError
 from backends.memory import MemoryBackend, MemoryInstance, MemoryModel
 from scheduler.errors import BatcherClosed
-from server.errors import InvalidRequest, ModelNotFound, ModelNotReady
+from server.errors import InvalidRequest, LoadFailed, ModelNotFound, ModelNotReady
+from server.layout import ModelFolder
 from server.loading import Loads, always
 from server.metrics import Metrics
 from server.repository import Repository
+from server.trace_settings import TraceConfig
+from server.tracing import Tracer
 from tests.polling import eventually_async
 from tests.unit.server.found import find_models
 
+MOST_MODELS = 10
 SPEC = ModelSpec((TensorSpec("a", "FP32", (-1, -1)),), (TensorSpec("x", "FP32", (-1, -1)),))
 
 
@@ -31,7 +36,8 @@ class Bench:
         self.models: dict[str, MemoryModel] = {}
         self.backends: dict[str, Backend] = {"memory": MemoryBackend(self.models)}
         self.metrics = Metrics()
-        self.repository = Repository(self.metrics, Loads(self._backend_of))
+        self.tracer = Tracer(TraceConfig(root / "traces.json"))
+        self.repository = Repository(self.metrics, Loads(self._backend_of), tracer=self.tracer, max_models=MOST_MODELS)
 
     def _backend_of(self, name: str) -> Backend:
         if name not in self.backends:
@@ -44,6 +50,14 @@ class Bench:
         (self.root / name / "config.pbtxt").write_text(f'backend: "memory" version_policy {{ all {{ }} }} {config}')
         self.models[name] = MemoryModel(SPEC)
         return self.models[name]
+
+    def trace(self, name: str) -> None:
+        """Give a model trace settings of its own."""
+        self.tracer.update(name, {"trace_rate": ["7"]})
+
+    def is_traced(self, name: str) -> bool:
+        """Whether it has them."""
+        return self.tracer.settings(name)["trace_rate"] == "7"
 
     async def load(self) -> Repository:
         await self.repository.load_all(find_models([self.root]))
@@ -302,3 +316,39 @@ async def test_take_note_knows_what_is_on_disk_and_forgets_what_went(bench: Benc
     assert [(line.name, line.version) for line in repository.index()] == [("m", "1")]
     with pytest.raises(ModelNotFound, match=r"^Request for unknown model: 'n' is not found; this server has \['m'\]$"):
         repository.get("n", "")
+
+
+async def test_trace_settings_go_when_the_model_is_forgotten(bench: Bench) -> None:
+    bench.add("gone")
+    bench.add("there")
+    repository = await bench.load()
+    for name in ("gone", "there"):
+        bench.trace(name)
+        await repository.unload(name)
+    await eventually_async(lambda: not repository.leaving, "the models closed")
+    assert bench.is_traced("gone")
+    repository.take_note([folder for folder in find_models([bench.root]) if folder.name == "there"])
+    assert not bench.is_traced("gone")
+    assert bench.is_traced("there")
+
+
+async def test_trace_settings_of_failed_loads_are_no_more_than_are_remembered(bench: Bench) -> None:
+    names = [f"bad{number}" for number in range(2 * MOST_MODELS)]
+    for name in names:
+        bench.add(name, config="sequence_batching { }")
+        (folder,) = (one for one in find_models([bench.root]) if one.name == name)
+        with pytest.raises(LoadFailed):
+            await bench.repository.load(name, always(folder))
+        bench.trace(name)
+    assert [line.name for line in bench.repository.index()] == sorted(names[MOST_MODELS:])
+    assert [name for name in names if bench.is_traced(name)] == names[MOST_MODELS:]
+
+
+async def test_trace_settings_go_with_a_load_that_finds_nothing(bench: Bench) -> None:
+    def find() -> AbstractContextManager[ModelFolder]:
+        bench.trace("nothing")  # while it is loading, and known for that
+        raise ModelNotFound("nothing is there")
+
+    with pytest.raises(ModelNotFound):
+        await bench.repository.load("nothing", find)
+    assert not bench.is_traced("nothing")

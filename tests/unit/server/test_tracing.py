@@ -185,6 +185,23 @@ def test_change_for_others_leaves_what_a_model_has_counted(everything: Traced) -
     assert everything.tracer.settings("m")["trace_count"] == "2"
 
 
+def test_model_that_is_forgotten_is_traced_as_others_are(everything: Traced) -> None:
+    everything.tracer.update("", {"trace_level": ["OFF"]})
+    everything.tracer.update("m", {"trace_level": ["TIMESTAMPS"]})
+    everything.record("a")
+    everything.tracer.forget("m")
+    everything.record("b")
+    assert not everything.tracer.active
+    assert everything.written() == {"t.json": ["a"]}
+
+
+def test_model_that_is_forgotten_without_settings_changes_nothing_for_others(everything: Traced) -> None:
+    everything.tracer.update("m", {"trace_count": ["2"], "trace_rate": ["1"]})
+    everything.record("a")
+    everything.tracer.forget("other")
+    assert everything.tracer.settings("m")["trace_count"] == "1"
+
+
 def test_tracer_without_a_file_is_never_active() -> None:
     tracer = Tracer()
     tracer.start()
