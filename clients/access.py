@@ -89,14 +89,14 @@ def _option(name: str, what: str, **more: Any) -> Callable[[Any], Any]:
 
 _FILE = {"type": click.Path(path_type=Path), "metavar": "FILE"}
 _OPTIONS = (
-    _option("tls", "Speak TLS. The options --tls-... say so too.", is_flag=True),
-    _option("tls-ca", "Who signs servers' certificates, PEM; by default who is known everywhere.", **_FILE),
-    _option("tls-cert", "Certificate to show to the server, PEM.", **_FILE),
-    _option("tls-key", "Its key, PEM, without a password.", **_FILE),
-    _option("tls-server-name", "What the server's certificate is for; by default the host.", metavar="NAME"),
+    _option("tls", "Speak TLS; implied by the --tls-... options.", is_flag=True),
+    _option("tls-ca", "CAs that sign the server's certificate, PEM; by default public ones.", **_FILE),
+    _option("tls-cert", "Certificate to present to the server, PEM.", **_FILE),
+    _option("tls-key", "Key of that certificate, PEM, without a password.", **_FILE),
+    _option("tls-server-name", "Name in the server's certificate; by default the host.", metavar="NAME"),
     _option(
         "token-file",
-        f"Token to show to the server, alone in a file; without one that in ${_TOKEN_VARIABLE}. "
+        f"File with only the token to send; by default the token in ${_TOKEN_VARIABLE}. "
         "No option takes the token itself: all users of a machine can read arguments.",
         **_FILE,
     ),

@@ -28,8 +28,8 @@ __all__ = ["infer"]
 
 @click.command()
 @click.argument("model")
-@click.option("--server", default="127.0.0.1:8001", show_default=True, metavar="HOST:PORT", help="Where the server is.")
-@click.option("--version", default="", help="Version of the model; the server chooses if left out.")
+@click.option("--server", default="127.0.0.1:8001", show_default=True, metavar="HOST:PORT", help="Server address.")
+@click.option("--version", default="", help="Version of the model; by default the server chooses.")
 @click.option(
     "--input",
     "inputs",
@@ -38,7 +38,7 @@ __all__ = ["infer"]
     help="NAME=FILE.npy, NAME=FILE.json, NAME=JSON (nested lists), FILE.npz, or FILE.json "
     "({name: nested lists} or the v2 REST form). Repeatable.",
 )
-@click.option("--random", "make_up", is_flag=True, help="Make up the inputs that aren't given.")
+@click.option("--random", "make_up", is_flag=True, help="Generate the inputs that aren't given.")
 @click.option("--rows", type=click.IntRange(min=1), help="With --random: size of a free first dimension.  [default: 1]")
 @click.option(
     "--shape", "shapes", multiple=True, metavar="NAME=1,2,3", help="With --random: the whole shape. Repeatable."
@@ -56,13 +56,13 @@ __all__ = ["infer"]
 )
 @click.option("--parameter", "parameters", multiple=True, metavar="KEY=VALUE", help="Request parameter. Repeatable.")
 @click.option(
-    "--repeat", type=click.IntRange(min=1), default=1, help="Send the request so many times; print a summary."
+    "--repeat", type=click.IntRange(min=1), default=1, help="Send the request this many times and print a summary."
 )
-@click.option("--concurrency", type=click.IntRange(min=1), default=1, help="With --repeat: so many at once.")
+@click.option("--concurrency", type=click.IntRange(min=1), default=1, help="With --repeat: this many at the same time.")
 @click.option(
-    "--format", "form", type=click.Choice(["table", "json"]), default="table", show_default=True, help="How to print."
+    "--format", "form", type=click.Choice(["table", "json"]), default="table", show_default=True, help="Output format."
 )
-@click.option("--save", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE.npz", help="Keep the outputs.")
+@click.option("--save", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE.npz", help="Save the outputs.")
 @access_options
 def infer(
     model: str,
@@ -82,9 +82,9 @@ def infer(
     save: Path | None,
     access: Access,
 ) -> None:
-    """Run MODEL on a server and print what it answers.
+    """Run MODEL on a server and print the answer.
 
-    Numbers are converted to the datatypes that the model asks for, as long as no value is lost.
+    Numbers are converted to the model's datatypes, as long as no value is lost.
     """
     tls = access.tls or False
     with (

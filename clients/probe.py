@@ -1,7 +1,7 @@
-"""The command `health`: whether a server takes requests, as an exit code. `paceline` mounts it.
+"""The command `health`: whether a server accepts requests, as an exit code. `paceline` mounts it.
 
-For where nothing but a command can ask, such as a container's HEALTHCHECK, and for Kubernetes where the server speaks
-TLS: its own gRPC probes don't. Every option is an environment variable too, as a HEALTHCHECK's command is fixed.
+For places where only a command can ask, such as a container's HEALTHCHECK, and for Kubernetes if the server speaks TLS,
+which its own gRPC probes don't. Every option is an environment variable too, as a HEALTHCHECK's command is fixed.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ _SERVING = "SERVING"
     show_envvar=True,
     envvar="PACELINE_HEALTH_SERVER",
     metavar="HOST:PORT",
-    help="Where the server is.",
+    help="Server address.",
 )
-@click.option("--service", default="", help="Whose status: 'liveness', or by default whether it takes requests.")
+@click.option("--service", default="", help="'liveness', or by default whether the server accepts requests.")
 @click.option(
     "--timeout",
     "timeout_s",
@@ -38,9 +38,9 @@ _SERVING = "SERVING"
 )
 @access_options
 def health(server: str, service: str, timeout_s: float, access: Access) -> None:
-    """Ask a server's health service; exit code 0 if it says SERVING, 2 if an option can't be used, else 1.
+    """Ask a server's health service; exit with 0 if it says SERVING, 2 if an option can't be used, else 1.
 
-    Health needs no token.
+    No token is needed.
     """
     tls = access.tls or False
     with (

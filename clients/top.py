@@ -36,7 +36,7 @@ _HOME, _END_LINE, _END_SCREEN = "\x1b[H", "\x1b[K", "\x1b[J"
     default="127.0.0.1:8002",
     show_default=True,
     metavar="HOST:PORT",
-    help="Where the server's metrics are, or a whole URL.",
+    help="Address of the server's metrics, or a whole URL.",
 )
 @click.option(
     "--interval",
@@ -45,12 +45,12 @@ _HOME, _END_LINE, _END_SCREEN = "\x1b[H", "\x1b[K", "\x1b[J"
     default=2.0,
     show_default=True,
     metavar="SECONDS",
-    help="How often to look.",
+    help="How often to refresh.",
 )
-@click.option("--once", is_flag=True, help="Print one table, of one interval, and end.")
+@click.option("--once", is_flag=True, help="Print one table, of one interval, and exit.")
 @access_options
 def top(metrics: str, interval_s: float, once: bool, access: Access) -> None:
-    """Show what a running server does: requests, batches, waits and latencies of each model, until Ctrl-C.
+    """Show requests, batches, waits and latencies of each model of a running server, until Ctrl-C.
 
     Times are the 50th and 99th percentile of the last interval; COMPUTE is a mean. A server's own metrics need neither
     TLS nor a token; a proxy in front of them may.

@@ -66,7 +66,7 @@ class _Commands(click.Group):
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="paceline", prog_name="paceline")
 def main() -> None:
-    """A gRPC inference server that batches."""
+    """A gRPC inference server with dynamic batching."""
 
 
 class _ModelPath(click.Path):
@@ -94,67 +94,67 @@ _MOST_ROWS = 2**31 - 1
     cls=Repeatable,
     type=_MODEL_PATH,
     show_envvar=True,
-    help="Another PATH, as Triton names it.",
+    help="Another PATH, under Triton's name for it.",
 )
 @flag("grpc-address", "0.0.0.0", "Address to listen on for gRPC.", type=ADDRESS)
 @flag("grpc-port", 8001, "Port for gRPC; 0 takes a free one.", type=click.IntRange(0, 65535))
-@flag("grpc-max-stream-requests", 1024, "Unanswered requests of a stream.", type=click.IntRange(1))
-@flag("grpc-header-forward-pattern", "", "Headers that become request parameters: a regular expression.")
+@flag("grpc-max-stream-requests", 1024, "Unanswered requests per stream.", type=click.IntRange(1))
+@flag("grpc-header-forward-pattern", "", "Headers to pass to models as request parameters: a regular expression.")
 @flag("grpc-infer-response-compression-level", "none", "How to compress responses.", type=click.Choice(_LEVELS))
 @network_flags
-@flag("frontends", 1, "Processes that speak gRPC; 1: the one with the models.", type=click.IntRange(1, 64))
+@flag("frontends", 1, "Processes that handle gRPC; 1: the one with the models does.", type=click.IntRange(1, 64))
 @flag(
     "frontend-memory-mb",
     1024,
-    "Most MiB of tensors on their way to a frontend, and from it.",
+    "MiB of tensors in transit from each frontend to the models, and as many on the way back.",
     type=click.IntRange(1, 1_048_576),
 )
-@flag("frontend-timeout-secs", 30, "Longest silence of a frontend; 0: any.", type=click.IntRange(0))
+@flag("frontend-timeout-secs", 30, "Silence after which a frontend is replaced; 0: never.", type=click.IntRange(0))
 @flag("allow-metrics", True, "Whether to serve metrics.", type=bool)
-@flag("allow-gpu-metrics", True, "Whether these have the GPUs that models may use.", type=bool)
-@flag("metrics-address", None, "Address to listen on for metrics; by default that of gRPC.", type=ADDRESS)
+@flag("allow-gpu-metrics", True, "Whether metrics include the GPUs that models may use.", type=bool)
+@flag("metrics-address", None, "Address to listen on for metrics; by default the one for gRPC.", type=ADDRESS)
 @flag("metrics-port", 8002, "Port for GET /metrics; 0 takes a free one.", type=click.IntRange(0, 65535))
-@flag("allow-client-shm", False, "Whether clients may register shared memory of theirs.", type=bool)
-@flag("max-client-shm-regions", 256, "Shared memory regions that may be registered.", type=click.IntRange(1))
-@flag("drain-grace-secs", 0.0, "How long to take requests at the end, while not ready any more.", type=AMOUNT)
-@flag("exit-timeout-secs", 30.0, "Grace for accepted requests at the end.", type=AMOUNT)
-@flag("execution-timeout-secs", 0.0, "Longest execution before its instance is replaced; 0: none is.", type=AMOUNT)
-@flag("exit-on-error", False, "End if any model fails to load at the start, instead of serving the others.", type=bool)
-@flag("strict-readiness", True, "Be ready only while every model is that should be.", type=bool)
+@flag("allow-client-shm", False, "Whether clients may register shared memory.", type=bool)
+@flag("max-client-shm-regions", 256, "Shared memory regions registered at the same time.", type=click.IntRange(1))
+@flag("drain-grace-secs", 0.0, "How long to accept requests while stopping, after reporting not ready.", type=AMOUNT)
+@flag("exit-timeout-secs", 30.0, "How long accepted requests may then still take.", type=AMOUNT)
+@flag("execution-timeout-secs", 0.0, "Longest execution before its instance is replaced; 0: no limit.", type=AMOUNT)
+@flag("exit-on-error", False, "Exit if any model fails to load at the start, instead of serving the others.", type=bool)
+@flag("strict-readiness", True, "Be ready only while every model that should serve is ready.", type=bool)
 @flag(
     "model-control-mode",
     "none",
-    "Serve all models (none), follow what changes on disk (poll), or load and unload by RPC (explicit).",
+    "Serve all models (none), follow changes on disk (poll), or load and unload by RPC (explicit).",
     type=click.Choice([mode.value for mode in ControlMode]),
 )
-@flag("repository-poll-secs", 15.0, "How often to look, in mode poll.", type=POSITIVE_AMOUNT)
+@flag("repository-poll-secs", 15.0, "How often to scan the repositories, in mode poll.", type=POSITIVE_AMOUNT)
 @click.option(
     "--load-model",
     cls=Repeatable,
     metavar="NAME",
     show_envvar=True,
-    help="A model to load at the start, in mode explicit; '*' alone: all.",
+    help="A model to load at the start, in mode explicit; only '*': all.",
 )
 @flag("model-load-thread-count", 4, "Models to load at the same time.", type=click.IntRange(1))
-@flag("model-load-retry-count", 0, "How often to try a load again that fails.", type=click.IntRange(0))
+@flag("model-load-retry-count", 0, "How often to retry a load that fails.", type=click.IntRange(0))
 @click.option(
     "--backend-config",
     cls=Repeatable,
     metavar="BACKEND,KEY=VALUE",
     show_envvar=True,
-    help="Setting of a backend, as Triton names it.",
+    help="Setting of a backend, under Triton's name for it.",
 )
 @click.option(
     "--disable-auto-complete-config",
     is_flag=True,
     show_envvar=True,
-    help="Serve no model whose configuration doesn't spell out its tensors.",
+    help="Serve only models whose configuration spells out their tensors.",
 )
-@flag("model-config-name", "", "Configuration to read in a model's folder, configs/NAME.pbtxt, if it is there.")
-@flag("model-name", "", "Name of the one model, unless it lies in a repository.", also="--model_name")
-@flag("allow-op-libraries", False, "Whether models may bring operators of their own, code run here.", type=bool)
-@flag("allow-python-models", False, "Whether models may be Python code, run in processes of its own.", type=bool)
-@flag("allow-remote-settings", False, "Whether RPCs may change how the server logs and traces.", type=bool)
+@flag("model-config-name", "", "Read configs/NAME.pbtxt in a model's folder, if it exists, as its configuration.")
+@flag("model-name", "", "Name of a single model that isn't in a repository.", also="--model_name")
+@flag("allow-op-libraries", False, "Whether models may bring operators, whose code runs in the server.", type=bool)
+@flag("allow-python-models", False, "Whether models may be Python code, which runs in separate processes.", type=bool)
+@flag("allow-remote-settings", False, "Whether RPCs may change log and trace settings.", type=bool)
 @click.option(
     "--trace-config",
     cls=Repeatable,
@@ -165,25 +165,25 @@ _MOST_ROWS = 2**31 - 1
 @flag(
     "max-batch-size",
     None,
-    "Rows of a batch; by default 32. *",
+    "Largest batch, in rows; by default 32. *",
     type=click.IntRange(1, _MOST_ROWS),
     also="--max-batchsize",
 )
-@flag("max-queue-delay-microseconds", None, "Longest wait for company. *", type=click.IntRange(0, _MOST_US))
-@flag("max-latency", None, "The same in milliseconds, as KServe's batcher has it. *", type=AMOUNT)
-@flag("max-batch-time", None, "The same in seconds, as MLServer has it. *", type=AMOUNT)
-@flag("timeout", None, "Longest wait at all, in seconds. *", type=AMOUNT)
-@flag("id", "paceline", "Name of this server in its metadata.", type=TEXT)
-@flag("log-level", "info", "Least important lines to log.", type=click.Choice(["debug", "info", "warning", "error"]))
-@flag("log-format", "text", "How to log.", type=click.Choice(["text", "json"]))
+@flag("max-queue-delay-microseconds", None, "Longest wait for more requests. *", type=click.IntRange(0, _MOST_US))
+@flag("max-latency", None, "The same in milliseconds, as in KServe's batcher. *", type=AMOUNT)
+@flag("max-batch-time", None, "The same in seconds, as in MLServer. *", type=AMOUNT)
+@flag("timeout", None, "Longest time in the queue, in seconds. *", type=AMOUNT)
+@flag("id", "paceline", "Server name in its metadata.", type=TEXT)
+@flag("log-level", "info", "Lowest level to log.", type=click.Choice(["debug", "info", "warning", "error"]))
+@flag("log-format", "text", "Format of log lines.", type=click.Choice(["text", "json"]))
 @upstream_flags
 def serve(paths: tuple[Path, ...], **given: Any) -> None:
     """Serve models over gRPC until SIGTERM or SIGINT.
 
     PATH is a model repository in Triton's layout, one model's folder, or a bare .onnx file; several may be given. In
-    KServe it may be left out; with --upstream there is none.
+    KServe it may be left out; with --upstream it must be.
 
-    * for models without a config.pbtxt, and with --upstream.
+    * applies to models without a config.pbtxt, and with --upstream.
     """
     settings = _settings(paths, given)
     take_stderr()
@@ -202,7 +202,7 @@ def serve(paths: tuple[Path, ...], **given: Any) -> None:
 @main.command()
 @click.argument("name")
 def token(name: str) -> None:
-    """Make a token for NAME, and the line of --grpc-token-file that makes it good."""
+    """Create a token for NAME, and the line of --grpc-token-file that makes it valid."""
     secret = new_token()
     try:
         line = line_of(name, secret)

@@ -1,6 +1,6 @@
 """How flags of `paceline serve` are made, and those about who may call, how much, and over what connections.
 
-Lives here: these flags, and the settings that they are. Must not: flags about models (`server.cli`).
+Lives here: these flags, and the settings made of them. Must not: flags about models (`server.cli`).
 """
 
 from __future__ import annotations
@@ -92,56 +92,56 @@ def _bound(name: str, default: int, what: str, low: int = 1, high: int = _MANY) 
 
 _FLAGS: tuple[Decorator, ...] = (
     flag("grpc-use-ssl", False, "Whether to speak TLS.", type=bool),
-    flag("grpc-use-ssl-mutual", False, "TLS for clients with a certificate alone.", type=bool),
-    path_flag("grpc-server-cert", "The server's certificate, PEM; read again when it has changed."),
+    flag("grpc-use-ssl-mutual", False, "Speak TLS, and require a certificate from clients.", type=bool),
+    path_flag("grpc-server-cert", "The server's certificate, PEM; reread when it changes."),
     path_flag("grpc-server-key", "Its key, PEM, without a password."),
-    path_flag("grpc-root-cert", "Who signs clients' certificates, PEM."),
-    path_flag("grpc-token-file", "Hashes of the tokens that callers need, NAME:SHA256 a line; see `paceline token`."),
+    path_flag("grpc-root-cert", "CAs that sign clients' certificates, PEM."),
+    path_flag("grpc-token-file", "Hashes of callers' tokens, one NAME:SHA256 per line; see `paceline token`."),
     click.option(
         "--grpc-restricted-protocol",
         cls=Repeatable,
         metavar="GROUP,GROUP:KEY=VALUE",
         show_envvar=True,
-        help="RPCs for callers with the header triton-grpc-protocol-KEY: VALUE alone.",
+        help="RPCs only for callers with the header triton-grpc-protocol-KEY: VALUE.",
     ),
-    _bound("grpc-max-message-bytes", _LIMITS.message_bytes, "Largest request.", high=LARGEST_MESSAGE_BYTES),
-    _bound("grpc-max-metadata-bytes", _LIMITS.metadata_bytes, "Largest headers of a call.", low=1024),
-    _bound("grpc-max-connections", _LIMITS.connections, "Connections; at most 3/4 of the descriptors there may be."),
-    _bound("grpc-max-connection-calls", _LIMITS.connection_calls, "Calls begun on a connection; others wait."),
-    _bound("grpc-max-concurrent-rpcs", _LIMITS.rpcs, "Calls under way, besides streams."),
-    _bound("grpc-max-streams", _LIMITS.streams, "Open streams of each RPC."),
+    _bound("grpc-max-message-bytes", _LIMITS.message_bytes, "Largest request, in bytes.", high=LARGEST_MESSAGE_BYTES),
+    _bound("grpc-max-metadata-bytes", _LIMITS.metadata_bytes, "Largest headers of a call, in bytes.", low=1024),
+    _bound("grpc-max-connections", _LIMITS.connections, "Open connections; never above 3/4 of the file descriptors."),
+    _bound("grpc-max-connection-calls", _LIMITS.connection_calls, "Open calls per connection; others wait."),
+    _bound("grpc-max-concurrent-rpcs", _LIMITS.rpcs, "Calls in progress, except streams."),
+    _bound("grpc-max-streams", _LIMITS.streams, "Open streams of each streaming RPC."),
     _bound("max-queued-requests", _LIMITS.queued_requests, "Requests in all queues."),
-    _bound("max-queued-bytes", _LIMITS.queued_bytes, "Bytes of their tensors.", high=2**60),
-    _bound("max-models", _LIMITS.models, "Models that serve or load at a time."),
-    _bound("grpc-keepalive-time", _CONNECTIONS.keepalive_time_ms, "ms of silence before a ping."),
-    _bound("grpc-keepalive-timeout", _CONNECTIONS.keepalive_timeout_ms, "ms to answer a ping."),
+    _bound("max-queued-bytes", _LIMITS.queued_bytes, "Bytes of the tensors of these requests.", high=2**60),
+    _bound("max-models", _LIMITS.models, "Models that serve or load at the same time."),
+    _bound("grpc-keepalive-time", _CONNECTIONS.keepalive_time_ms, "ms of silence before the server pings."),
+    _bound("grpc-keepalive-timeout", _CONNECTIONS.keepalive_timeout_ms, "ms that clients have to answer a ping."),
     flag(
         "grpc-keepalive-permit-without-calls",
         _CONNECTIONS.keepalive_permit_without_calls,
-        "Whether to ping, and let clients ping, where no call is under way.",
+        "Whether to ping, and let clients ping, while no call is in progress.",
         type=bool,
     ),
     _bound(
         "grpc-http2-max-pings-without-data",
         _CONNECTIONS.max_pings_without_data,
-        "Without effect, as gRPC's servers send any number.",
+        "No effect: gRPC's servers send any number.",
         low=0,
     ),
     _bound(
         "grpc-http2-min-recv-ping-interval-without-data",
         _CONNECTIONS.min_recv_ping_interval_without_data_ms,
-        "ms that clients have to leave between pings during calls; without calls 2 h, unless permitted.",
+        "ms that clients must leave between pings during calls; without calls 2 h, unless permitted.",
         low=0,
     ),
     _bound(
         "grpc-http2-max-ping-strikes",
         _CONNECTIONS.max_ping_strikes,
-        "Pings too many before a connection is closed; 0: any number.",
+        "Excess pings before a connection is closed; 0: any number.",
         low=0,
     ),
-    _bound("grpc-max-connection-idle", 0, "ms without a call until it is closed; 0: any time.", low=0),
-    _bound("grpc-max-connection-age", 0, "ms that a connection lives; 0: any time.", low=0),
-    _bound("grpc-max-connection-age-grace", 0, "ms after that for its calls; 0: any time.", low=0),
+    _bound("grpc-max-connection-idle", 0, "ms without a call until a connection is closed; 0: never.", low=0),
+    _bound("grpc-max-connection-age", 0, "ms until a connection is told to go; 0: never.", low=0),
+    _bound("grpc-max-connection-age-grace", 0, "ms after that for its calls to end; 0: no limit.", low=0),
 )
 
 

@@ -59,30 +59,30 @@ def _several(name: str, what: str, default: tuple[str, ...] = (), **more: Any) -
 
 _DEFAULTS = UpstreamSettings("")
 _FLAGS = (
-    flag("upstream", None, "Batch for the server there instead of serving models.", metavar="HOST:PORT", type=TEXT),
-    _several("upstream-model", "A model of its; by default all that it tells of.", type=TEXT),
-    _several("upstream-unbatched", "A model to pass requests on one by one for.", type=TEXT),
-    flag("upstream-batches", _DEFAULTS.batches, "Batches of a model under way.", type=click.IntRange(1, 1024)),
-    flag("upstream-calls", _DEFAULTS.calls, "The same where nothing is batched.", type=click.IntRange(1, 1024)),
-    flag("upstream-connections", _DEFAULTS.connections, "Connections to it.", type=click.IntRange(1, 64)),
-    flag("upstream-timeout-secs", _DEFAULTS.timeout_secs, "Longest time that it may take.", type=POSITIVE_AMOUNT),
-    flag("upstream-health-secs", _DEFAULTS.health_secs, "How often to ask how it is.", type=POSITIVE_AMOUNT),
+    flag("upstream", None, "Batch requests for this server instead of serving models.", metavar="HOST:PORT", type=TEXT),
+    _several("upstream-model", "A model to serve from there; by default all that it lists as ready.", type=TEXT),
+    _several("upstream-unbatched", "A model whose requests are passed on one by one.", type=TEXT),
+    flag("upstream-batches", _DEFAULTS.batches, "Batches of a model in flight.", type=click.IntRange(1, 1024)),
+    flag("upstream-calls", _DEFAULTS.calls, "The same, of requests, without batching.", type=click.IntRange(1, 1024)),
+    flag("upstream-connections", _DEFAULTS.connections, "Connections to the upstream.", type=click.IntRange(1, 64)),
+    flag("upstream-timeout-secs", _DEFAULTS.timeout_secs, "Longest time of a call to it.", type=POSITIVE_AMOUNT),
+    flag("upstream-health-secs", _DEFAULTS.health_secs, "How often to poll its models.", type=POSITIVE_AMOUNT),
     _several(
         "upstream-header",
-        "A header to pass on; requests that differ in it share no batch. '' alone: none. By default authorization, "
-        "unless a token file says that it is for this server.",
+        "A header to pass on; requests that differ in it share no batch. Only '': none. By default authorization, "
+        "or none with --grpc-token-file or --upstream-token-file.",
     ),
     _several(
         "upstream-trace-header",
-        "A header to pass on where all of a batch have the same. '' alone: none.",
+        "A header to pass on if all requests of a batch have the same. Only '': none.",
         _DEFAULTS.tracing_headers,
     ),
     flag("upstream-use-ssl", False, "Whether to speak TLS to it.", type=bool),
-    path_flag("upstream-root-cert", "Who signs its certificate, PEM; by default who is known everywhere."),
-    path_flag("upstream-client-cert", "Certificate to show to it, PEM."),
-    path_flag("upstream-client-key", "Its key, PEM, without a password."),
-    flag("upstream-server-name", None, "What its certificate is for; by default the host.", metavar="NAME", type=TEXT),
-    path_flag("upstream-token-file", "Token to show to it, alone in a file."),
+    path_flag("upstream-root-cert", "CAs that sign its certificate, PEM; by default gRPC's."),
+    path_flag("upstream-client-cert", "Certificate to present to it, PEM."),
+    path_flag("upstream-client-key", "Key of that certificate, PEM, without a password."),
+    flag("upstream-server-name", None, "Name in its certificate; by default the host.", metavar="NAME", type=TEXT),
+    path_flag("upstream-token-file", "File with only the token to send to it."),
 )
 
 
