@@ -1,29 +1,29 @@
-# Every target sets itself up in .venv, with nothing but python3 (3.11 or newer) and make there before.
+# Every target sets itself up in .venv; it needs only python3 (3.11 or newer) and make.
 
 PYTHON ?= python3
 VENV   := .venv
-# An environment that has the dependencies already, where there is no network: make test-gpu ENV=/opt/venv
+# An existing environment with the dependencies, for use without a network: make test-gpu ENV=/opt/venv
 ENV    ?=
 BIN    := $(or $(ENV),$(VENV))/bin
 READY  := $(if $(ENV),,$(VENV)/ready)
-# Where `make demo` looks for files to classify; empty: in the virtual environment itself.
+# Where `make demo` looks for files to classify; empty: the virtual environment itself.
 FOLDER ?=
-# What is passed on to pytest and to the benchmark: make test ARGS='-k batcher'
+# Passed on to pytest and to the benchmark: make test ARGS='-k batcher'
 ARGS   ?=
-# Other servers, each in an environment of its own.
+# Other servers, each in its own environment.
 RIVALS := mlserver kserve pytriton
-# What test-gpu collects: an environment that is given needn't have what all other tests import.
+# What test-gpu collects: a given ENV needn't have what the other tests import.
 GPU_TESTS := $$(grep -rl --include='test_*.py' 'mark\.gpu' tests)
-# How long make fuzz runs, all its targets together.
+# How long make fuzz runs, over all its targets.
 SECONDS_OF_FUZZING ?= 600
-# Pinned, and beside the virtual environment: only make fuzz needs it, and not every platform has it.
+# Pinned, and outside the virtual environment: only make fuzz needs it, and not every platform has it.
 ATHERIS := atheris==3.0.0
 
-# What images install: of the same versions as everything else here.
+# For what images install, with the same versions as everything else here.
 LOCK_IMAGE := .venv-lock/bin/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes \
     --no-emit-index-url --no-annotate --no-header --constraint requirements.lock
 
-# Whatever of this imports ONNX Runtime, it tells nobody: backends/__init__.py.
+# Keeps ONNX Runtime from reporting to anybody: see backends/__init__.py.
 export ORT_DISABLE_TELEMETRY ?= 1
 
 .DEFAULT_GOAL := help
@@ -42,36 +42,36 @@ serve: $(READY) ## serve the demo's model repository on port 8001 until stopped
 test: $(READY) ## run all tests
 	$(BIN)/python -m pytest --numprocesses auto --dist loadfile --no-loadscope-reorder $(ARGS)
 
-# Without strictness: it may lack plugins that our settings name, and what it brings may warn.
-test-gpu: $(READY) ## run the tests that need a GPU; without one they skip and say why
+# Not strict: ENV may lack plugins that the settings name, and its packages may warn.
+test-gpu: $(READY) ## run the tests that need a GPU; without one they are skipped and say why
 	$(BIN)/python -m pytest -o addopts=--import-mode=importlib -W default -ra -m gpu $(ARGS) $(GPU_TESTS)
 
-check: $(READY) ## lint, types, imports, generated code, lock file, wheel
+check: $(READY) ## check lint, types, imports, generated code, lock file, wheel
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/python -m protos.generate --check
 	$(BIN)/python -m pytest -q tests/unit/test_imports.py tests/unit/test_packaging.py
 
-protos: $(READY) ## generate the Python code of protos/*.proto anew
+protos: $(READY) ## regenerate the Python code of protos/*.proto
 	$(BIN)/python -m protos.generate
 
-bench: $(READY) ## measure against a bare gRPC server, bare ONNX Runtime and the rivals that are installed
+bench: $(READY) ## measure against a bare gRPC server, bare ONNX Runtime and the other servers that are installed
 	$(BIN)/python -m bench $(ARGS)
 
 bench-quick: $(READY) ## one short round of every scenario: fails on errors, whatever the times
 	$(BIN)/python -m bench --quick $(ARGS)
 
-bench-gpu: $(READY) ## measure on a GPU, ten minutes: correctness first; ARGS='--device cpu --quick' to see that it works
+bench-gpu: $(READY) ## measure on a GPU, ten minutes, correctness first; ARGS='--device cpu --quick' to check that it works
 	$(BIN)/python -m bench.gpu $(ARGS)
 
-bench-rivals: $(RIVALS:%=.bench/rivals/%/installed) ## install the other servers that `make bench` measures, 1.4 GB
+bench-rivals: $(RIVALS:%=.bench/rivals/%/installed) ## install the other servers that `make bench` measures (1.4 GB)
 .bench/rivals/%/installed: bench/rivals/%.txt
 	$(PYTHON) -m venv --clear $(@D)
 	@$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r $< && touch $@ || \
 	    echo "no $*: it will be left out"
 
-lock: ## resolve requirements.lock anew from pyproject.toml
+lock: ## regenerate requirements.lock and the image's locks from pyproject.toml
 	$(PYTHON) -m venv .venv-lock
 	.venv-lock/bin/python -m pip install --quiet uv
 	.venv-lock/bin/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-emit-index-url \
@@ -82,7 +82,7 @@ lock: ## resolve requirements.lock anew from pyproject.toml
 	$(LOCK_IMAGE) deploy/container/build.in -o deploy/container/build.lock
 	rm -rf .venv-lock
 
-witness: $(READY) ## install the programs of others that tests put to the server: buf, grpc-js, perf_analyzer, promtool, faketime, hadolint, kubectl, the image's environment
+witness: $(READY) ## install third-party programs that tests use: buf, grpc-js, perf_analyzer, promtool, faketime, hadolint, kubectl, the image's environment
 	npm install --no-audit --no-fund --prefix .witness @bufbuild/buf@1.75.0 || echo "no buf: its tests will skip"
 	npm ci --ignore-scripts --no-audit --no-fund --prefix examples/node || echo "no @grpc/grpc-js: its tests will skip"
 	$(BIN)/python -m tests.deploy.dockerfile .witness/container || echo "no build of the image: its tests will skip"
@@ -91,14 +91,14 @@ witness: $(READY) ## install the programs of others that tests put to the server
 	tests/from_debian.sh .witness prometheus usr/bin/promtool || echo "no promtool: its tests will skip"
 	tests/from_debian.sh .witness libfaketime 'usr/lib/*/faketime/libfaketimeMT.so.1' || echo "no faketime: its tests will skip"
 
-witness-kserve: .bench/rivals/kserve/installed ## install KServe's SDK, whose clients tests put to the server, 400 MB
+witness-kserve: .bench/rivals/kserve/installed ## install KServe's SDK, whose clients tests use (400 MB)
 
-fuzz: $(READY) ## look for inputs that break a decoder: make fuzz SECONDS_OF_FUZZING=3600 ARGS='infer load'
+fuzz: $(READY) ## search for inputs that break a decoder: make fuzz SECONDS_OF_FUZZING=3600 ARGS='infer load'
 	test -d .witness/atheris || $(BIN)/python -m pip install --quiet --no-deps --target .witness/atheris $(ATHERIS) \
 	    || echo "no atheris: inputs are changed by chance alone"
 	PYTHONPATH=.witness/atheris $(BIN)/python -m tests.fuzz --seconds $(SECONDS_OF_FUZZING) $(ARGS)
 
-clean: ## remove what the other targets made
+clean: ## remove everything that the other targets create
 	rm -rf $(VENV) .venv-lock .witness .fuzz .bench examples/node/node_modules bench/results models dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 $(VENV)/ready: requirements.lock pyproject.toml

@@ -38,8 +38,8 @@ def rows_per_s(session: ort.InferenceSession, rows: int, seconds: float) -> floa
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m bench.direct", description="session.run alone, on one thread.")
-    parser.add_argument("model", type=Path, help="an ONNX file of one input, batch axis first")
+    parser = argparse.ArgumentParser(prog="python -m bench.direct", description="Measure session.run on one thread.")
+    parser.add_argument("model", type=Path, help="an ONNX file with one input, batch axis first")
     parser.add_argument("rows", nargs="*", type=int, default=[1, 8, 16, 32, 64], help="batch sizes")
     parser.add_argument("--seconds", type=float, default=1.0, help="for each size (default: %(default)s)")
     got = parser.parse_args(arguments)

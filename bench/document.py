@@ -94,7 +94,7 @@ def _table(rows: Sequence[Sequence[str]]) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m bench.document", description="Write docs/performance.md, its pictures and its JSON of results."
+        prog="python -m bench.document", description="Write docs/performance.md, its figures and its JSON of results."
     )
     parser.add_argument(
         "results",
@@ -103,7 +103,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         default=[RESULTS],
         help="JSON files of runs; of a scenario in several, the last",
     )
-    parser.add_argument("--name", default="performance", help="of the document (default: %(default)s)")
+    parser.add_argument("--name", default="performance", help="document name (default: %(default)s)")
     parser.add_argument("--date", help="when it was measured (default: what the results say, or nothing)")
     got = parser.parse_args(arguments)
     try:

@@ -1,4 +1,4 @@
-"""What `--frontends N` costs and brings: a server of one process against one with fronts, in turn, under the same load.
+"""Costs and gains of `--frontends N`: servers of one process and with frontends, in turn, under the same load.
 
 Lives here: the two servers, the load, processor time of engine and fronts apart. Must not: anything of the main
 benchmark's. Load comes from NVIDIA's perf_analyzer where it is (`make witness`), since Python's takes more of the
@@ -125,13 +125,13 @@ def table(rounds: Mapping[tuple[str, int], Sequence[Sample]]) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.frontends", description=__doc__.partition("\n")[0])
-    parser.add_argument("frontends", nargs="*", type=int, default=[2], help="how many (default: 2), besides 1")
+    parser.add_argument("frontends", nargs="*", type=int, default=[2], help="to compare with 1 (default: 2)")
     parser.add_argument("--clients", type=int, default=64, help="requests in flight (default: %(default)s)")
     parser.add_argument("--channels", type=int, default=16, help="connections they share (default: %(default)s)")
-    parser.add_argument("--rounds", type=int, default=5, help="of which the median is told (default: %(default)s)")
-    parser.add_argument("--seconds", type=float, default=3.0, help="of a run (default: %(default)s)")
-    parser.add_argument("--stream", action="store_true", help="ModelStreamInfer")
-    parser.add_argument("--python", action="store_true", help="load from bench.load, though perf_analyzer is there")
+    parser.add_argument("--rounds", type=int, default=5, help="the median is reported (default: %(default)s)")
+    parser.add_argument("--seconds", type=float, default=3.0, help="per run (default: %(default)s)")
+    parser.add_argument("--stream", action="store_true", help="use ModelStreamInfer")
+    parser.add_argument("--python", action="store_true", help="load from bench.load even if perf_analyzer is there")
     got = parser.parse_args(arguments)
     analyzer = Path(os.environ.get("PERF_ANALYZER", _ANALYZER))
     load = Load(

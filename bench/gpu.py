@@ -376,14 +376,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m bench.gpu", description="Measure the product on a GPU.")
+    parser = argparse.ArgumentParser(prog="python -m bench.gpu", description="Measure paceline on a GPU.")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda", help="(default: %(default)s)")
-    parser.add_argument("--quick", action="store_true", help="tiny models, to see that everything works")
-    parser.add_argument("--models", default="", help="only those in whose names this occurs, such as bert or fp32")
-    parser.add_argument("--frontends", type=int, default=8, help="of the server with the models (default: %(default)s)")
-    parser.add_argument("--processes", type=int, default=4, help="that make the load (default: %(default)s)")
-    parser.add_argument("--graphs", action="store_true", help="the server replays CUDA graphs")
-    parser.add_argument("--minutes", type=float, default=8.0, help="after which nothing begins (default: %(default)s)")
+    parser.add_argument("--quick", action="store_true", help="tiny models, to check that everything works")
+    parser.add_argument("--models", default="", help="only models whose names contain this, such as bert or fp32")
+    parser.add_argument("--frontends", type=int, default=8, help="frontends of the server (default: %(default)s)")
+    parser.add_argument("--processes", type=int, default=4, help="load generators (default: %(default)s)")
+    parser.add_argument("--graphs", action="store_true", help="have the server replay CUDA graphs")
+    parser.add_argument("--minutes", type=float, default=8.0, help="start nothing after these (default: %(default)s)")
     parser.add_argument("--out", type=Path, help="the JSON of results (default: in bench/results)")
     return parser
 

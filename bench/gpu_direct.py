@@ -1,4 +1,4 @@
-"""The ceiling on a GPU: the model without any server, its tensors bound, in one process.
+"""The ceiling on a GPU: the model without a server, with bound tensors, in one process.
 
 Lives here: `session.run_with_iobinding` in a loop, for as many seconds as each line of stdin says; a line of JSON each
 time. Must not: use the product, but to find CUDA's libraries. Tensors stay on the device, or go there from memory of
@@ -82,7 +82,7 @@ def after_smaller_ms(session: ort.InferenceSession, batch: Any, device: str) -> 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.gpu_direct", description=__doc__.partition("\n")[0])
-    parser.add_argument("model", type=Path, help="an ONNX file of one input and one output")
+    parser.add_argument("model", type=Path, help="an ONNX file with one input and one output")
     parser.add_argument("batch", type=Path, help="a .npy file with the batch")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda")
     got = parser.parse_args(arguments)

@@ -1,5 +1,6 @@
-"""What it costs to hand requests to the engine: both ends in one process, without gRPC, against handing them to the
-batcher at once.
+"""The cost of handing requests to the engine rather than directly to the batcher.
+
+Both ends are in one process, without gRPC.
 
 Lives here: bursts of ready-made bytes through `server.inference` and through `server.fronts`. Must not: gRPC or
 processes (`bench.frontends`). Processor time of everything there is, so that both ends are in it: from the bytes of the
@@ -123,7 +124,7 @@ async def _measure(folder: Path, seconds: float) -> list[tuple[int, int, float, 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.handover", description=__doc__.partition("\n")[0])
-    parser.add_argument("--seconds", type=float, default=1.0, help="of each measurement (default: %(default)s)")
+    parser.add_argument("--seconds", type=float, default=1.0, help="per measurement (default: %(default)s)")
     got = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory(prefix="paceline-bench-") as folder:
         for floats in _FLOATS:

@@ -172,13 +172,13 @@ def _asked(arguments: Sequence[str] | None) -> tuple[Plan, bool]:
     """What to do, and whether to wait for the word."""
     parser = argparse.ArgumentParser(prog="python -m bench.load", description="Closed-loop load; prints one JSON line.")
     parser.add_argument("target", help="HOST:PORT of a server")
-    parser.add_argument("payloads", nargs="+", type=Path, help="files, each a serialized ModelInferRequest")
+    parser.add_argument("payloads", nargs="+", type=Path, help="files, each with a serialized ModelInferRequest")
     parser.add_argument("--clients", type=int, default=64, help="requests in flight (default: %(default)s)")
     parser.add_argument("--channels", type=int, default=1, help="connections they share (default: %(default)s)")
     parser.add_argument("--seconds", type=float, default=3.0, help="how long to measure (default: %(default)s)")
-    parser.add_argument("--warmup", type=float, default=0.5, help="seconds not counted before (default: %(default)s)")
-    parser.add_argument("--stream", action="store_true", help="a ModelStreamInfer per client, no call per request")
-    parser.add_argument("--wait", action="store_true", help="print {} when ready, begin at the first line of stdin")
+    parser.add_argument("--warmup", type=float, default=0.5, help="seconds before, not counted (default: %(default)s)")
+    parser.add_argument("--stream", action="store_true", help="one ModelStreamInfer per client instead of calls")
+    parser.add_argument("--wait", action="store_true", help="print {} when ready, start at the first line of stdin")
     got = parser.parse_args(arguments)
     payloads = tuple(path.read_bytes() for path in got.payloads)
     return Plan(got.target, payloads, got.clients, got.channels, got.seconds, got.warmup, got.stream), got.wait

@@ -169,11 +169,11 @@ def _interleaved_us(steps: Sequence[Callable[[], Any]], seconds: float) -> list[
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m bench.micro", description="Parts of the product alone, as JSON.")
+    parser = argparse.ArgumentParser(prog="python -m bench.micro", description="Measure parts of paceline, as JSON.")
     parser.add_argument("parts", nargs="*", choices=["queue", "batching", "counting", []], help="by default all")
-    parser.add_argument("--seconds", type=float, default=0.5, help="for each number (default: %(default)s)")
-    parser.add_argument("--rows", type=int, default=_ROWS, help="stacked and split (default: %(default)s)")
-    parser.add_argument("--floats", type=int, action="append", help=f"of a row, repeatable (default: {_ROW_FLOATS})")
+    parser.add_argument("--seconds", type=float, default=0.5, help="per number (default: %(default)s)")
+    parser.add_argument("--rows", type=int, default=_ROWS, help="to stack and split (default: %(default)s)")
+    parser.add_argument("--floats", type=int, action="append", help=f"per row, repeatable (default: {_ROW_FLOATS})")
     got = parser.parse_args(arguments)
     keep_freed_memory()  # as the product has it: stacking takes new memory each time
     costs: dict[str, Callable[[], list[dict[str, Any]]]] = {

@@ -1,5 +1,6 @@
-"""Ten times what a server can bear, over gRPC: what is still answered, how soon the rest is refused, what it takes of
-memory, and how soon all is as before.
+"""What a server does at ten times its capacity, over gRPC.
+
+What is still answered, how soon the rest is refused, how much memory it takes, and how soon all is as before.
 
 Lives here: the server, the three loads, the table. Must not: assert. The model sleeps for what a batch costs, so that
 the capacity is known and the cores are left to gRPC; requests come at random (`bench.open_loop`), answered or not.
@@ -143,10 +144,10 @@ def _median(values: Sequence[float], digits: int) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.overload", description=__doc__.partition("\n")[0])
-    parser.add_argument("--rounds", type=int, default=3, help="of which the median is told (default: %(default)s)")
-    parser.add_argument("--seconds", type=float, default=5.0, help="of each load (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=3, help="the median is reported (default: %(default)s)")
+    parser.add_argument("--seconds", type=float, default=5.0, help="per load (default: %(default)s)")
     parser.add_argument(
-        "--case", type=int, action="append", choices=range(len(CASES)), help="one of them alone, by number"
+        "--case", type=int, action="append", choices=range(len(CASES)), help="run only this case, by number"
     )
     got = parser.parse_args(arguments)
     print(f"{CAPACITY_PER_S:g} requests/s of {FLOATS * 4 // 1024} KiB can be executed; {got.rounds} rounds")

@@ -91,14 +91,14 @@ def _draw(sections: Sequence[Section], out: Path) -> Iterator[Path]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m bench", description="Measure the product against what bounds it.")
-    parser.add_argument("scenarios", nargs="*", help="names of files in bench/scenarios; by default all")
-    parser.add_argument("--quick", action="store_true", help="to see that everything works; times mean nothing")
+    parser = argparse.ArgumentParser(prog="python -m bench", description="Measure paceline against its bounds.")
+    parser.add_argument("scenarios", nargs="*", help="names of files in bench/scenarios (default: all)")
+    parser.add_argument("--quick", action="store_true", help="check that everything works; times mean nothing")
     parser.add_argument("--rounds", type=int, help=f"repetitions of everything (default: {FULL.rounds})")
     parser.add_argument("--seconds", type=float, help=f"for each measurement (default: {FULL.seconds:g})")
     parser.add_argument("--warmup", type=float, help=f"seconds before each (default: {FULL.warmup_s:g})")
     parser.add_argument("--generator", choices=["auto", "python"], default="auto", help="auto: perf_analyzer if it can")
-    parser.add_argument("--out", type=Path, help="the JSON of results; pictures go beside it (default: bench/results/)")
+    parser.add_argument("--out", type=Path, help="JSON of results, pictures beside it (default: in bench/results/)")
     return parser
 
 

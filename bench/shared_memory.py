@@ -1,4 +1,4 @@
-"""What shared memory is worth: the same request with its tensor in the message and in shared memory, in turn.
+"""The gain of shared memory: the same request with its tensor in the message and in shared memory, in turn.
 
 Lives here: one client, one request in flight, one server in a process of its own; medians per round, and their ratio.
 Must not: several clients; see `bench.load`. The client writes its tensor into the memory each time, as it would into a
@@ -76,9 +76,9 @@ def _senders(stub: Any, floats: int, descriptor: int, key: str) -> tuple[Callabl
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.shared_memory", description=__doc__.partition("\n")[0])
-    parser.add_argument("kib", nargs="*", type=int, default=[1, 64, 600, 6000], help="KiB of the tensor")
+    parser.add_argument("kib", nargs="*", type=int, default=[1, 64, 600, 6000], help="tensor sizes in KiB")
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--seconds", type=float, default=1.0, help="for each way, each round (default: %(default)s)")
+    parser.add_argument("--seconds", type=float, default=1.0, help="per way and round (default: %(default)s)")
     got = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory() as folder:
         for kib in got.kib:

@@ -146,11 +146,11 @@ def _dicts(points: Sequence[Any]) -> list[dict[str, Any]]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m bench.batching", description="Measure what batching decides.")
-    parser.add_argument("studies", nargs="*", choices=[*STUDIES, []], help=f"by default all: {', '.join(STUDIES)}")
-    parser.add_argument("--quick", action="store_true", help="a glance; noisy")
-    parser.add_argument("--out", type=Path, default=_OUT, help="where JSON goes (default: %(default)s)")
-    parser.add_argument("--figures", type=Path, help="where pictures of the simulations go (default: none are drawn)")
+    parser = argparse.ArgumentParser(prog="python -m bench.batching", description="Measure batching decisions.")
+    parser.add_argument("studies", nargs="*", choices=[*STUDIES, []], help=f"default: all of {', '.join(STUDIES)}")
+    parser.add_argument("--quick", action="store_true", help="short and noisy")
+    parser.add_argument("--out", type=Path, default=_OUT, help="folder for the JSON (default: %(default)s)")
+    parser.add_argument("--figures", type=Path, help="folder for figures of the simulations (default: none)")
     got = parser.parse_args(arguments)
     # The orderly way out, on which every process and file of ours goes, is that of an exception.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))

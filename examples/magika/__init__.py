@@ -1,1 +1,1 @@
-"""File types by a neural network: the model that comes inside the PyPI package magika, served over gRPC."""
+"""File type detection with a neural network: the model in the PyPI package magika, served over gRPC."""

@@ -1,4 +1,4 @@
-"""Makes a model repository with magika's model in it, from the installed package.
+"""Create a model repository with magika's model, from the installed package.
 
 python -m examples.magika.build models
 """
@@ -12,7 +12,7 @@ from importlib.resources import as_file, files
 from pathlib import Path
 
 CONFIG = """\
-# Served as it is; every line may be left out, and the server takes it from the model.
+# Every line may be left out; the server then takes it from the model.
 name: "magika"
 platform: "onnxruntime_onnx"
 max_batch_size: 64

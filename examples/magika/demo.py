@@ -2,8 +2,8 @@
 
     python -m examples.magika.demo [FOLDER]
 
-Each file is one request of one row, as if each came from another user; the server makes batches of them. What the model
-says over gRPC is compared, file by file, with what the package magika says of the same file.
+Each file is one request of one row, as if from a different user; the server batches them. The model's answer over gRPC
+is compared, file by file, with the answer of the package magika.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""What magika's model looks at: the first and the last kilobyte of a file, as integers.
+"""The input of magika's model: the first and the last kilobyte of a file, as integers.
 
-The numbers are those of the model's own `config.min.json`; white space at both ends of the file doesn't count.
+The constants are those of the model's `config.min.json`; white space at both ends of the file is ignored.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ _BLOCK_BYTES = 4096
 _END_BYTES = 1024
 _PADDING = 256
 SHORTEST_BYTES = 8
-"""Files with less than this, white space aside, are no matter for the model."""
+"""Smaller files, without white space, aren't classified by the model."""
 
 
 def features(path: Path) -> np.ndarray | None:

@@ -1,10 +1,10 @@
-// A client of the Open Inference Protocol from nothing but its .proto file, as one would write it in JavaScript.
+// A JavaScript client of the Open Inference Protocol, written with nothing but its .proto file.
 //
 //   npm ci
 //   node client.js 127.0.0.1:8001 MODEL
 //
-// asks for the model's metadata, infers once by a call and three times on a stream, and prints what it got as JSON.
-// Every element of every input is a one; free dimensions have one element.
+// requests the model's metadata, infers once by a call and three times on a stream, and prints the answers as JSON.
+// Every element of every input is 1; free dimensions have size 1.
 
 import grpc from "@grpc/grpc-js";
 import protoLoader from "@grpc/proto-loader";

@@ -1,4 +1,4 @@
-"""Train the classifier that models/flowers serves, a softmax regression, on flowers that don't exist.
+"""Train the classifier that models/flowers serves, a softmax regression, on made-up flowers.
 
 python examples/python-model/train.py [examples/python-model/models/flowers/1]
 """

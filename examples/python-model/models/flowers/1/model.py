@@ -1,4 +1,4 @@
-"""A classifier of flowers by four measurements. `train.py` made what it loads."""
+"""Classifies flowers by four measurements. `train.py` creates the file that it loads."""
 
 import numpy as np
 
@@ -12,7 +12,7 @@ class Model:
         self.weights, self.bias, self.species = stored["weights"], stored["bias"], stored["species"]
 
     def execute(self, inputs):
-        # All rows of all requests in the batch; outputs have as many rows, in the same order.
+        # All rows of all requests in the batch; outputs have the same number of rows, in the same order.
         scores = inputs["measurements"] @ self.weights + self.bias
         scores = np.exp(scores - scores.max(axis=1, keepdims=True))
         probabilities = scores / scores.sum(axis=1, keepdims=True)
