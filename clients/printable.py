@@ -1,4 +1,7 @@
-"""What a server says, as it may be printed: it must not move the cursor, change colours or begin lines."""
+"""What a server says, as it may be printed: it must not move the cursor, change colours or begin lines.
+
+Lives here: which characters may be printed. Must not: print.
+"""
 
 from __future__ import annotations
 

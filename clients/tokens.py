@@ -1,4 +1,7 @@
-"""Tokens that say who calls: what can be one, and the header that carries it. No text of an error has one in it."""
+"""Tokens that identify callers: what can be one, and the header that carries it.
+
+Lives here: checking and reading them. Must not: put a token into the text of an error.
+"""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""When the instances that execute will be done, and what they go on with.
+"""When the executing instances will finish, and what they execute next.
 
-Lives here: from when on an instance counts as about to be done, and bookkeeping. Must not: choose batches, or call a
-runner. An instance that gets its next batch when it has told that it is done waits for the event loop and for the
-interpreter, a millisecond or two: as much as a tenth of many a batch. So it gets it shortly before; not sooner, as
-requests that are yet to come, cancelled ones and urgent ones all fare better while what waits isn't chosen.
+Lives here: from when on an instance counts as about to finish, and bookkeeping. Must not: choose batches, or call a
+runner. An instance that gets its next batch only after reporting that it is done waits a millisecond or two for the
+event loop and the interpreter lock: as much as a tenth of many a batch's time. So it gets the batch shortly before. Not
+earlier, because later, cancelled and urgent requests all fare better while nothing is chosen.
 """
 
 from __future__ import annotations

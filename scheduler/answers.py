@@ -1,4 +1,4 @@
-"""Who gets an answer when: at once, or in the order of arrival.
+"""When each caller gets its answer: at once, or in the order of arrival.
 
 Lives here: the delivery of results and errors to futures. The rule: a future is resolved at most once, and one that its
 caller has cancelled is left alone.

@@ -1,10 +1,10 @@
 """The batcher's brain: which waiting requests leave together, and when.
 
 Lives here: every decision. Must not: a clock, lock, await, log or callback; time comes in as `now_ns`, decisions go out
-as a `Step`. The rule that keeps it so: this module imports nothing but data structures and the policy.
+as a `Step`. The rule that ensures this: this module imports nothing but data structures and the policy.
 
-Requests wait in `lanes`, one per shape key, which say whose turn it is. How many of them leave is `sizing`'s, whether
-they may come at all and how long they may stay is decided here.
+Requests wait in `lanes`, one per shape key, which decide whose turn it is. `sizing` decides how many of them leave.
+This module decides whether requests are admitted and how long they may stay.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The asyncio shell around the pure queue: futures in, batches to instances, answers back.
 
-Lives here: when the queue is asked, what is done of what it says, start and end. Must not: any decision about what
-batches; that is `batch_queue`. Everything runs on one event loop; only runners use other threads.
+Lives here: when the queue is asked, carrying out what it decides, start and end. Must not: decide what is batched; that
+is `batch_queue`. Everything runs on one event loop; only runners use other threads.
 """
 
 from __future__ import annotations

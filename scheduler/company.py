@@ -1,7 +1,7 @@
-"""Whether a request is likely to get company if it waits a moment: learned from the batches that left.
+"""Whether a request is likely to be joined by others if it waits a moment: learned from the batches that left.
 
 Lives here: how long an idle instance is kept waiting without a configured delay, by the sizes of batches and the times
-between them. Must not: a clock, or the queue: `batcher` tells it of batches that start and end, and `turns` asks.
+between them. Must not: a clock, or the queue: `batcher` reports batches that start and end, and `turns` asks.
 """
 
 from __future__ import annotations

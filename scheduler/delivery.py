@@ -1,7 +1,7 @@
-"""What callers and observers are told of requests: how each ended, and of each batch that did.
+"""What callers and observers are told: how each request ended, and each batch that ended.
 
-Lives here: making that, and handing it over. Must not: decide how anything ends; that is `batcher`. The rule: every
-request is told to an observer once, as dropped or in the report of its batch.
+Lives here: creating these reports and handing them over. Must not: decide how anything ends; that is `batcher`. The
+rule: an observer is told of every request once, as dropped or in the report of its batch.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The instances of a batcher, by their runners: which are free, what the others execute, and which were given up.
 
 Lives here: bookkeeping, and telling runners to start and end. Must not: futures, or what becomes of requests; that is
-`batcher`. The rule: a runner is free, or it executes what `running` says, or it was given up. One that was given up
-over another slot of its instance executes for the last time; of one that hangs nothing counts any more.
+`batcher`. The rule: a runner is free, or it executes what `running` says, or it was given up. A runner given up because
+of another slot of its instance finishes its last execution; nothing from a runner that hangs counts any more.
 """
 
 from __future__ import annotations

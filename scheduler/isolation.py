@@ -1,14 +1,14 @@
 """What becomes of a failed batch's requests: which of them run again together, and when to give up.
 
-Lives here: whose fault a failure may be, and the groups. Must not: run anything.
+Lives here: what may be at fault, and the groups. Must not: run anything.
 
-Where some request may be at fault, halves run again: one bad row among n costs 2·log2(n) further executions, and a
-budget of twice that finds two. What isn't told apart by then runs one by one: nobody fails for what others have sent,
-and a model that always fails has hardly more to do than without batches. Where the batch was too large for the
-memory, no request is at fault and nobody has to fail: all of them run again, in batches as small as it takes, since
-whatever failed once is only tried with fewer rows. What fails for good is a request that is too large alone. Where the
-instance ended of the batch, each request runs again by itself, on another one: a new instance costs more than a few
-executions, and only a few are to end of one batch.
+If some request may be at fault, halves run again: one bad row among n costs 2·log2(n) further executions, and the
+budget of twice that finds two. Requests not told apart by then run one by one: none fails because of others, and a
+model that always fails has hardly more to do than without batching. If the batch was too large for the memory, no
+request is at fault and none has to fail: all run again, in batches as small as necessary, since whatever failed once is
+only tried with fewer rows. Only a request that is too large alone fails for good. If the batch ended the instance, each
+request runs again by itself, on another instance: a new instance costs more than a few executions, and one batch may
+end only a few.
 """
 
 from __future__ import annotations

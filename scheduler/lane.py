@@ -1,13 +1,14 @@
-"""The waiting requests of one shape key, in the order in which they are to be served.
+"""The waiting requests of one shape key, in the order in which they will be served.
 
 Lives here: the order, and the walk that looks for a batch worth releasing. Must not: deadlines, limits, other lanes.
 
-The order is one number, `Entry.order`: priority level first, then whether its queue timeout has passed, then arrival.
-So "before" means the same within a lane and between the heads of two. A lane relies on this: whoever comes last has the
-highest order of its section, that is of all with the same level and the same answer to that question.
+The order is one number, `Entry.order`: priority level first, then whether the queue timeout has passed, then arrival.
+So "before" means the same within a lane and between the heads of two. A section is all entries with the same level and
+the same answer to whether the timeout has passed. A lane relies on this: the last to arrive has the highest order of
+its section.
 
-So the order of an entry changes only while it is in no lane: `remove` finds it by the order that it has. With its new
-one it goes back by `add` if it is the last of its section then, else by `put_back`, which sorts it in.
+So an entry's order changes only while it is in no lane: `remove` finds it by its order. It then goes back with its new
+order, by `add` if that makes it the last of its section, else by `put_back`, which sorts it in.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
 """The lanes of a queue: which may be served now, which of those first, and when waiting alone makes another one ready.
 
-Lives here: the heaps of ready lanes and of due ones, kept right with all that comes and goes. Must not: deadlines,
+Lives here: the heaps of ready and of due lanes, updated with every arrival and departure. Must not: deadlines,
 instances, or a batch's size.
 
-A lane is *ready* when its head may leave with an idle instance: a preferred prefix has formed, or somebody in it has
+A lane is *ready* when its head may leave with an idle instance: a preferred prefix has formed, or a request in it has
 waited long enough. Ready lanes compete by the order of their heads: priority, then age. Every lane that isn't ready has
-an item in `due`, the heap of moments when waiting alone makes it ready. Where nobody waits for company every lane is
-ready, and no walk is needed until it is its turn.
+an item in `due`, the heap of moments when waiting alone makes it ready. Without a delay every lane is ready, and needs
+no walk until its turn.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""How long an execution takes, learned from those that were.
+"""How long an execution takes, learned from earlier ones.
 
 Lives here: the measurements and two estimates. `expected_ns` is the best guess, to compare costs. `proven_ns` is for
-refusing requests, which must not feed on itself: what refuses everybody is never measured again. So it is 0 unless
-several measurements say so and the last one is fresh, and it falls faster than it rises.
+refusing requests, which must not perpetuate itself: if everything is refused, nothing is measured again. So it is 0
+unless several measurements agree and the last one is recent, and it falls faster than it rises.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """A heap whose items may die inside it.
 
-Removing from the middle of a binary heap is linear, so the dead stay until they surface or outnumber the living.
-The rule: once `alive(item, token)` is false it stays false. Living items have tokens of their own; the dead need
-none, if items can be compared.
+Removing from the middle of a binary heap is linear, so dead items stay until they surface or outnumber the living.
+
+Lives here: the heap and its cleaning. Must not: know what items are. The rule: once `alive(item, token)` is false, it
+stays false. Living items have tokens of their own; the dead need none, if items can be compared.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A request that was submitted, as whoever awaits its result has it.
+"""A submitted request, as seen by the code that awaits its result.
 
 Lives here: the future, and what became of the request. Must not: decide anything; that is `batcher`.
 """

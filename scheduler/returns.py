@@ -1,7 +1,7 @@
-"""Whether those who were just answered come again at once, and how long to wait for them.
+"""Whether callers that were just answered return at once, and how long to wait for them.
 
-Lives here: one observation per shape key and the rule made of it (docs/decisions/0001-release-when-idle.md). Must not:
-decide when it applies; that is `batch_queue`.
+Lives here: one observation per shape key, and the rule based on it (docs/decisions/0001-release-when-idle.md). Must
+not: decide when the rule applies; that is `batch_queue`.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Which instances are short of memory that others have, and rest.
 
-Lives here: whether the instance is at fault or the request where there was no memory, and how long a rest is. Must not:
-runners, or what becomes of requests. An instance that fails is the first to be free again: it would draw requests and
-refuse them while others do their work. What others have executed lately of the same shape key shows that it is the
-instance. That may be wrong, as memory can depend on what is in a tensor; so a first rest is short, and a witness that
-has no memory for such a request either is none any more.
+Lives here: whether the instance or the request is at fault when memory runs out, and how long a rest is. Must not:
+runners, or what becomes of requests. An instance that fails is the first to be free again, so it would attract requests
+and refuse them while others do their work. It is at fault if others have recently executed the same shape key. That may
+be wrong, as memory can depend on a tensor's contents; so the first rest is short, and an instance that served as such
+evidence no longer does once it, too, has no memory for such a request.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """How many of a lane's first requests make the next batch, once it is decided that one leaves.
 
-Lives here: sizes, padding and what deadlines do to them, by measured execution times. Must not: lanes, heaps, state
-of its own but for what is allowed for now. Entries come in the order of service, and a batch is always some of the
-first ones.
+Lives here: sizes, padding and the effect of deadlines on them, by measured execution times. Must not: lanes, heaps, or
+state other than what is currently allowed. Entries come in the order of service, and a batch is always a prefix of
+them.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A hand-cranked clock and instances that finish when told: what makes tests of the batcher deterministic.
 
-Shipped, because whoever changes a policy wants them. No thread, no sleep, no real time in here.
+Lives here: these stand-ins, shipped because they are needed to change a policy. Must not: threads, sleeps or real time.
 """
 
 from __future__ import annotations

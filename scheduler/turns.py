@@ -1,7 +1,7 @@
 """When a batcher asks its queue what to do: once the requests that arrive together have arrived.
 
-Lives here: what has arrived and nobody has looked at, and how long the turn is put off for what is likely to arrive
-right away (`company`). Must not: know what a turn does; that is `batcher`.
+Lives here: requests that have arrived and haven't been looked at, and how long the turn is put off for others that are
+likely to arrive right away (`company`). Must not: know what a turn does; that is `batcher`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Where to listen: names and addresses as users write them, IPv6 with brackets or without."""
+"""Where to listen: names and addresses as users write them, IPv6 with brackets or without.
+
+Lives here: checking, writing and resolving them. Must not: open sockets, or know flags.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """The composition root: builds the parts, starts them in order, stops them in order.
 
-The order is the promise: the gRPC port opens when every model that is to be there from the start is loaded or has
-failed; at the end health says NOT_SERVING first, accepted requests are answered, and only then anything is taken down.
+Lives here: which part gets which, and that order. Must not: what any part does. The order is the promise: the gRPC port
+opens when every model that is to serve from the start is loaded or has failed; at the end, health says NOT_SERVING
+first, accepted requests are answered, and only then is anything taken down.
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""The command `paceline`: flags and environment to settings, signals to an orderly end."""
+"""The command `paceline`: flags and environment to settings, signals to an orderly end.
+
+Lives here: the commands, and the flags of `serve` that `server.flags` and `server.upstream_settings` don't have. Must
+not: import what only a running server needs before one starts.
+"""
 
 from __future__ import annotations
 

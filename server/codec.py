@@ -1,8 +1,8 @@
-"""Between messages of the wire and the arrays that models take.
+"""Between wire messages and the arrays that models take.
 
 Lives here: every check of a request against its model, so that nothing faulty is ever queued; and the way back. Must
-not: anything that waits, or knows of batches. The rule: what leaves `decode` can be stacked with any other request of
-equal key and rows that add up.
+not: wait for anything, or know of batches. The rule: what leaves `decode` can be stacked with any other request of
+equal key, if their rows together fit a batch.
 """
 
 from __future__ import annotations

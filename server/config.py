@@ -1,4 +1,7 @@
-"""The server's settings, in the user's units, as the command line and the environment give them."""
+"""The server's settings, in the user's units, as the command line and the environment give them.
+
+Lives here: the values and their defaults. Must not: parse flags (`server.cli`), or act on them.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The RPC of the extension "model_configuration"."""
+"""The RPC of the extension "model_configuration".
+
+Lives here: the RPC. Must not: make configurations; a model's is looked up in the repository.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """The standard health service, `grpc.health.v1`: Check, List and Watch, for the server as a whole and per service.
 
-The messages are grpcio-health-checking's. Its servicer isn't used: it forgets every watcher of a service as soon as one
-of them goes, and its Watch streams never end, which would hold up each shutdown for the whole grace period.
+Lives here: the statuses and who watches them. Must not: decide whether the server is ready; it is told. The messages
+are grpcio-health-checking's. Its servicer isn't used: it forgets every watcher of a service as soon as one of them
+goes, and its Watch streams never end, which would hold up each shutdown for the whole grace period.
 """
 
 from __future__ import annotations

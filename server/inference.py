@@ -1,7 +1,7 @@
 """One inference request, from message to message, whichever RPC brought it.
 
 Lives here: the order of the steps. Must not: checks (codec), look-ups (repository), what the batcher is told
-(submitting), waiting policy (batcher) or what belongs to one RPC alone.
+(submitting), waiting policy (batcher), or anything that belongs to one RPC alone.
 """
 
 from __future__ import annotations

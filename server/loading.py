@@ -1,7 +1,7 @@
 """Loads of models, on threads.
 
-Lives here: which loads are under way, and trying again. Must not: know what serves, or what a model consists of; that
-is `loader`. The rule: a load can't be interrupted. One that nobody waits for any more is closed when it ends.
+Lives here: which loads are in progress, and retries. Must not: know what serves, or what a model consists of; that is
+`loader`. The rule: a load can't be interrupted. One that nothing waits for any more is closed when it ends.
 """
 
 from __future__ import annotations

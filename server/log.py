@@ -1,6 +1,8 @@
-"""Log lines: where they go and how they look. Loggers themselves belong to the modules, under `paceline.`.
+"""Log lines: where they go and how they look.
 
-A line may have `extra={"fields": {...}}`, values by name, which lines of JSON show beside the message.
+Lives here: handlers, formats, and settings that may change while serving. Must not: loggers, which belong to the
+modules, under `paceline.`. A line may have `extra={"fields": {...}}`, values by name, which JSON lines show beside the
+message.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Server reflection, which lets a client with no .proto file list, describe and call.
 
-Served under both names that clients ask for: `grpc.reflection.v1`, which newer ones try first, and `v1alpha`; the
-messages are the same. Answers come from a descriptor pool of its own, which holds our files and those of the standard
-services, since the pool of `protos` is private and the default one may hold other people's files of the same names.
+Lives here: the service and its descriptor pool. Must not: use other pools: that of `protos` is private, and the default
+one may hold other people's files of the same names. This one holds paceline's files and those of the standard services.
+The service has both names that clients ask for: `grpc.reflection.v1`, which newer ones try first, and `v1alpha`; the
+messages are the same.
 """
 
 from __future__ import annotations

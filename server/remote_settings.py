@@ -1,6 +1,7 @@
 """The RPCs of the extensions "logging" and "trace": how the server logs and what it traces, told and changed.
 
-Everybody may ask; changing needs a switch, since it changes the server for everybody.
+Lives here: the RPCs, and who may change what: every caller may ask, but changing needs a switch, since it affects all
+of them. Must not: how lines look (`log`), or what is traced (`tracing`).
 """
 
 from __future__ import annotations

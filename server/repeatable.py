@@ -1,4 +1,7 @@
-"""Flags that may be given several times, and how their variables hold several values."""
+"""Flags that may be given several times, and how their variables hold several values.
+
+Lives here: the option's class. Must not: flags themselves.
+"""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
 """The models being served, by name and version.
 
-Lives here: look-ups, and the order in which models come, are replaced and go. Must not: know RPCs, or read files (the
-loader does). Everything runs on the event loop but the loads themselves.
+Lives here: look-ups, and the order in which models are loaded, replaced and unloaded. Must not: know RPCs, or read
+files (the loader does). Everything runs on the event loop except the loads themselves.
 
-The rule of a reload: the new versions are loaded and warm before anything changes; then all look-ups change in one step
-of the loop, in which no request is between its look-up and its batcher, as those that were announced there are taken
-first; what served before answers what it has taken, and is closed when that is done.
+The rule of a reload: the new versions are loaded and warm before anything changes. Then all look-ups change in one step
+of the loop, in which no request is between its look-up and its batcher, since announced requests are taken first. The
+old versions answer what they have taken, and are closed when that is done.
 """
 
 from __future__ import annotations

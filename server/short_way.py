@@ -1,7 +1,7 @@
-"""The short way of one version's requests and answers: what was learned of those before them.
+"""The short way of one version's requests and answers: what was learned from earlier ones.
 
-Lives here: which plan is whose, and when one is made; the plans are `server.shortcuts`. Must not: refuse anything. What
-doesn't fit goes the long way, through messages, which `server.codec` knows.
+Lives here: which plan belongs to which request, and when one is made; the plans are in `server.shortcuts`. Must not:
+refuse anything. What doesn't fit goes the long way, through messages, which `server.codec` handles.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Lives here: what is known of a request by its head (`server.wire_request`) once one like it has been checked, and of a
 response by its shapes once one like it has been made. Must not: refuse anything. What doesn't fit goes the long way,
-through messages, which finds the words.
+through messages, which has the error texts.
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
-"""A request with more rows than a batch may have, executed in parts and put together again.
+"""A request with more rows than a batch may have, executed in parts and joined again.
 
-For models whose configuration says `paceline.split_oversized`. The parts are views; the joined outputs are one copy.
+For models whose configuration has `paceline.split_oversized`. The parts are views; the joined outputs are one copy.
+
+Lives here: cutting, submitting the parts while there is room, joining. Must not: decide which requests are split.
 """
 
 from __future__ import annotations

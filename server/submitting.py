@@ -1,7 +1,7 @@
-"""Handing requests that were checked to their model's batcher.
+"""Handing checked requests to their model's batcher.
 
-Lives here: what the batcher is told of a request, alone, in parts or with others that are alike. Must not: what happens
-before (checks are `codec`'s) or after (`inference`), or wait for anything.
+Lives here: what the batcher is told of a request, whether it comes alone, in parts or with others like it. Must not: do
+what comes before (checks are `codec`'s) or after (`inference`), or wait for anything.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""The settings of the server that this one stands in front of, and the flags that give them."""
+"""The settings of the server that this one stands in front of, and the flags that give them.
+
+Lives here: these flags, their checks, the settings made of them. Must not: call that server.
+"""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""Requests like others before them, of which no message needs to be made.
+"""Requests like earlier ones, for which no message needs to be parsed.
 
 Clients send the same again and again: model, names, datatypes, shapes and parameters stay, id and tensors change. What
-stays is the *head* (`protos.wire`). The first request of a head is parsed and checked like any other. The next one is
-only taken apart, and those that are cast in its mold, with ids and tensors as long, are merely compared with it. Their
-model's codec knows from the head what to do with the tensors (`server.shortcuts`).
+stays is the *head* (`protos.wire`). The first request of a head is parsed and checked like any other. Later ones are
+only taken apart, and those cast in the same mold, with ids and tensors of the same length, are merely compared with it.
+From the head, their model's codec knows what to do with the tensors (`server.shortcuts`).
 
 Lives here: telling which requests are alike. Must not: know models.
 """
