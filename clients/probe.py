@@ -1,8 +1,8 @@
 """The command `health`: whether a server accepts requests, as an exit code. `paceline` mounts it.
 
 For places where only a command can ask, such as a container's HEALTHCHECK, and for Kubernetes if the server speaks TLS,
-which its own gRPC probes don't. The server's address, TLS and the token
-can also come from the environment, as a HEALTHCHECK's command is fixed.
+which its own gRPC probes don't. The server's address, TLS and the token can also come from the environment, as a
+HEALTHCHECK's command is fixed.
 
 Lives here: the command and its exit codes. Must not: how the server is spoken to (access.py, sync.py).
 """
