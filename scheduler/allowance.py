@@ -1,10 +1,10 @@
 """How many rows a batch may have while memory is short.
 
-Lives here: one number, halved when an execution runs out of memory and doubled again as time passes without. Must not:
-batches, or a clock. Whoever runs out again right after the number grew waits twice as long before the next attempt, so
-that a `max_batch_rows` which never fits costs an execution every ten minutes, and a neighbour on the device that was
-large for a moment costs ten seconds of smaller batches. Where it turns out that one request alone needs too much, the
-shortage is forgiven: it says nothing of others, who would get small batches for that.
+Lives here: one number, halved when an execution runs out of memory and doubled again as time passes without a shortage.
+Must not: batches, or a clock. If memory runs out again right after the number grew, the next attempt waits twice as
+long, so that a `max_batch_rows` which never fits costs one execution every ten minutes, while a neighbour on the device
+that was large for a moment costs ten seconds of smaller batches. If one request alone turns out to need too much, the
+shortage is forgiven: it says nothing about other requests, whose batches would become small because of it.
 """
 
 from __future__ import annotations

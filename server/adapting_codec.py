@@ -1,7 +1,7 @@
 """The codec of models that see other tensors than their clients do: reshaped, optional, ragged, shape tensors.
 
-Lives here: what such models need on top of `ModelCodec`, and `codec_for`, which chooses when a model is loaded, so that
-other models don't pay for it. Must not: checks that any model needs.
+Lives here: what such models need beyond `ModelCodec`, and `codec_for`, which chooses at load, so that other models
+don't pay for it. Must not: checks that any model needs.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""The boundary at which whatever an RPC raises becomes the status that its caller gets.
+"""The boundary at which an exception raised by an RPC becomes the status that its caller gets.
 
-Lives here: `answering`, and the words of a status. Must not: know any RPC. The table itself: `server/errors.py`.
+Lives here: `answering`, and the text of a status. Must not: know any RPC. The table itself: `server/errors.py`.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Many copies out of mapped memory in one call, which comes back short where the memory is gone.
+"""Many copies out of mapped memory in one call, which returns a short count where the memory is gone.
 
-Lives here: the system call. Must not: know whose memory it is. Whoever reads a mapping whose file was cut short dies of
-SIGBUS; the kernel that reads it in his stead, as it reads the memory of any process, says how far it got.
+Lives here: the system call. Must not: know whose memory it is. Code that reads a mapping whose file was truncated dies
+of SIGBUS; when the kernel reads it instead, as it reads the memory of any process, it says how far it got.
 
-One call is what it is about: each time a thread lets go of the interpreter, and each read from a file is such a time,
-it may cost as long as the event loop holds on to it, half a millisecond, for a copy of 40 us.
+The point is the single call: each time a thread releases the interpreter lock, as for each read from a file, it may
+take as long as the event loop holds the lock, half a millisecond, for a copy of 40 us.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""`ModelInfer`: a request with a call of its own.
+"""`ModelInfer`: a request with its own call.
 
-Lives here: what is read off the call, in a server of one process and in a front. Must not: the steps of a request,
-which `inference` has, or `fronts.remote`.
+Lives here: what is read from the call, in a server of one process and in a front. Must not: the steps of a request,
+which are in `inference`, or `fronts.remote`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a call brings along besides its messages: how long its caller waits, and its headers.
+"""What comes with a call besides its messages: how long its caller waits, and its headers.
 
 Lives here: reading gRPC's context. Must not: know any RPC.
 """

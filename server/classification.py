@@ -1,7 +1,7 @@
-"""The classification extension: of an output's elements the largest few, by index and name, instead of all.
+"""The classification extension: only an output's largest few elements, by index and name.
 
-Lives here: reading what a request wants, choosing and naming; pure numpy. Must not: messages as a whole, models, files
-but the labels' own. Source of the form `value:index[:label]`: Triton's "classification" extension.
+Lives here: reading what a request wants, choosing and naming; pure numpy. Must not: whole messages, models, or files
+other than label files. Source of the form `value:index[:label]`: Triton's "classification" extension.
 """
 
 from __future__ import annotations

@@ -103,7 +103,7 @@ _MOST_ROWS = 2**31 - 1
 @flag("grpc-address", "0.0.0.0", "Address to listen on for gRPC.", type=ADDRESS)
 @flag("grpc-port", 8001, "Port for gRPC; 0 takes a free one.", type=click.IntRange(0, 65535))
 @flag("grpc-max-stream-requests", 1024, "Unanswered requests per stream.", type=click.IntRange(1))
-@flag("grpc-header-forward-pattern", "", "Headers to pass to models as request parameters: a regular expression.")
+@flag("grpc-header-forward-pattern", "", "Headers that become request parameters, as a regular expression.")
 @flag("grpc-infer-response-compression-level", "none", "How to compress responses.", type=click.Choice(_LEVELS))
 @network_flags
 @flag("frontends", 1, "Processes that handle gRPC; 1: the one with the models does.", type=click.IntRange(1, 64))
@@ -121,7 +121,7 @@ _MOST_ROWS = 2**31 - 1
 @flag("allow-client-shm", False, "Whether clients may register shared memory.", type=bool)
 @flag("max-client-shm-regions", 256, "Shared memory regions registered at the same time.", type=click.IntRange(1))
 @flag("drain-grace-secs", 0.0, "How long to accept requests while stopping, after reporting not ready.", type=AMOUNT)
-@flag("exit-timeout-secs", 30.0, "How long accepted requests may then still take.", type=AMOUNT)
+@flag("exit-timeout-secs", 30.0, "How long accepted requests may take at the end.", type=AMOUNT)
 @flag("execution-timeout-secs", 0.0, "Longest execution before its instance is replaced; 0: no limit.", type=AMOUNT)
 @flag("exit-on-error", False, "Exit if any model fails to load at the start, instead of serving the others.", type=bool)
 @flag("strict-readiness", True, "Be ready only while every model that should serve is ready.", type=bool)

@@ -1,7 +1,7 @@
-"""The tensors of one model that lie in shared memory, as its codec needs them.
+"""One model's tensors in shared memory, as its codec needs them.
 
-Lives here: which of a request's tensors lie there, whether they fit, and the writing of outputs. Must not: what holds
-for tensors wherever they lie (`codec`), or how memory is read and written (`regions`).
+Lives here: which of a request's tensors are there, whether they fit, and the writing of outputs. Must not: what holds
+for tensors wherever they are (`codec`), or how memory is read and written (`regions`).
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Copies so large that several threads share them.
 
-Lives here: who takes which part, and who waits for whom. Must not: know what is copied, or how.
+Lives here: which thread takes which part, and which waits for which. Must not: know what is copied, or how.
 
-A core copies no faster than it may ask for memory, which on servers is a fraction of what there is. Helpers are shared
-by all who copy and never waited for before they have begun: what they don't get to, whoever asked does himself.
+A single core copies at a fraction of the memory bandwidth that servers have. Helpers are shared by all copies, and are
+never waited for before they have begun: the thread that asked does the parts that they don't get to.
 """
 
 from __future__ import annotations

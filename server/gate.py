@@ -1,10 +1,10 @@
-"""Before any RPC: who may call, and how many may be under way.
+"""Before any RPC: who may call, and how many calls may be in progress.
 
-Lives here: what is refused before a message is read, the count of what isn't, and that its request is read, or answered
-for want of one. Must not: know what RPCs do, or check requests. All handlers of a server are registered here, so that
-none is reached past it.
+Lives here: what is refused before a message is read, the count of admitted calls, and that their requests are read, or
+answered if none comes. Must not: know what RPCs do, or check requests. All handlers of a server are registered here, so
+that none can be reached past it.
 
-A call that is refused isn't read: its caller's message may be as large as it likes.
+A refused call isn't read: its caller's message may be of any size.
 """
 
 from __future__ import annotations

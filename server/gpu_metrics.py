@@ -1,8 +1,8 @@
-"""The GPUs that models may use, under Triton's names, as somebody scrapes.
+"""The GPUs that models may use, under Triton's names, read at each scrape.
 
-Lives here: the families, and the patience with a driver that doesn't answer. Must not: NVML (`server.nvml`). The
-rule: a scrape waits `patience_s` at most, and never for a reading that somebody else waits for already; what is old
-isn't told.
+Lives here: the families, and the patience with a driver that doesn't answer. Must not: NVML (`server.nvml`). The rule:
+a scrape waits at most `patience_s`, and never for a reading that another scrape already waits for; old values aren't
+reported.
 """
 
 from __future__ import annotations

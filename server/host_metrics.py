@@ -1,4 +1,4 @@
-"""The machine's processors and memory, under Triton's names. Linux alone; elsewhere there is nothing to collect.
+"""The machine's processors and memory, under Triton's names. Only on Linux; elsewhere there is nothing to collect.
 
 Lives here: reading /proc. Must not: the process's own numbers, which the library collects.
 """

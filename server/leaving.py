@@ -1,8 +1,8 @@
-"""Outputs that belong into CUDA shared memory and that no instance leaves there by itself, on the instance's thread.
+"""Outputs that belong in CUDA shared memory and that the instance doesn't leave there itself, on the instance's thread.
 
-Lives here: what stands between an instance and the batcher where clients' shared memory is allowed. Must not: find
-words for what doesn't fit or fails; what isn't left there is the codec's, like the outputs of requests in parts. The
-rule: the event loop doesn't wait for a GPU.
+Lives here: what stands between an instance and the batcher if clients' shared memory is allowed. Must not: make error
+texts for what doesn't fit or fails; what isn't left there is the codec's, like the outputs of split requests. The rule:
+the event loop doesn't wait for a GPU.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Bounds of the server as a whole, and how gRPC keeps connections.
 
-Lives here: values, and the options of gRPC's server that they are. Must not: count anything.
+Lives here: the values, and the options of gRPC's server made of them. Must not: count anything.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Warnings and errors that come again and again: the first is written, of the others there is a count.
+"""Repeated warnings and errors: the first is written, the others are counted.
 
 Lives here: which lines are the same, and for how long. Must not: formats or streams. Called on any thread.
 """

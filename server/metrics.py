@@ -1,8 +1,8 @@
-"""What Prometheus gets to see: the names and labels of everything that is counted.
+"""What Prometheus sees: the names and labels of everything that is counted.
 
-Lives here: the families, made of `VersionStatistics` and the batcher's gauges when somebody scrapes. Must not: count
-anything, or serve HTTP. Names are Triton's where the meaning is the same; what Triton lacks begins with `paceline_`.
-Collecting may happen on any thread.
+Lives here: the families, made of `VersionStatistics` and the batcher's gauges at each scrape. Must not: count anything,
+or serve HTTP. Names are Triton's if the meaning is the same; names that Triton lacks begin with `paceline_`. Collecting
+may happen on any thread.
 """
 
 from __future__ import annotations

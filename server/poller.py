@@ -1,12 +1,12 @@
-"""Following what changes on disk.
+"""Following changes on disk.
 
 Lives here: when a model counts as changed, and what is done then. Must not: load (the repository does), or look at
 files on the event loop.
 
-A change counts once two looks in a row have seen the same: whoever copies files into a repository isn't done with the
-first of them. What was tried once is tried again only when it has changed again, so a model that doesn't load costs
-nothing as long as nobody mends it. Each model is followed on its own: looks go on while some load, however long that
-takes, and what has changed of one that loads or unloads is seen by the first look after that.
+A change counts once two looks in a row have seen the same: whoever copies files into a repository isn't done after the
+first of them. What was tried once is tried again only after another change, so a model that doesn't load costs nothing
+until somebody repairs it. Each model is followed on its own: looks continue while some load, however long that takes,
+and the first look after a load or unload sees what has changed meanwhile.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""When to have gRPC's server stop: once nobody calls any more.
+"""When to have gRPC's server stop: once calls have ceased.
 
 Lives here: the waiting. Must not: know what is refused, or by whom.
 """

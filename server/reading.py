@@ -1,8 +1,9 @@
-"""Inputs out of shared memory into the tensors that the model sees, on the instance's thread, right before it executes.
+"""Inputs from shared memory into the tensors that the model sees, on the instance's thread, right before it executes.
 
-Lives here: what stands between the batcher and an instance where clients' shared memory is allowed. Must not: know how
+Lives here: what stands between the batcher and an instance if clients' shared memory is allowed. Must not: know how
 regions are read. The rule: bytes go from the client's memory to the model's tensor in one copy, stacked or not, and a
-request whose memory is gone fails alone. (Beside tensors on a GPU, those in the host's shared memory take a second.)
+request whose memory is gone fails alone. (In a batch with tensors on a GPU, those in the host's shared memory take a
+second copy.)
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Groups of RPCs that may be restricted to callers who bring along a header, as Triton has it.
+"""Groups of RPCs that may be restricted to callers that send a certain header, as in Triton.
 
 Lives here: which RPC belongs to which group, and reading `--grpc-restricted-protocol`. Must not: look at calls.
 """

@@ -1,6 +1,6 @@
-"""Folders for the files that clients bring with a load.
+"""Folders for the files that clients send with a load.
 
-Lives here: when such a folder goes: once nobody needs it, or with the process. Must not: know what is in it.
+Lives here: when such a folder is removed: once nothing needs it, or with the process. Must not: know what is in it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Executions of a model that is being loaded, and a limit for each of them.
+"""Executions of a model that is being loaded, and a time limit for each of them.
 
 Lives here: the thread that they run on, and when one hangs. Must not: know what executes, or close what it uses. The
-rule: nothing can interrupt native code, so what hangs stays on its thread, and nobody waits for that.
+rule: nothing can interrupt native code, so a hanging execution stays on its thread, and nothing waits for it.
 """
 
 from __future__ import annotations

@@ -1,13 +1,12 @@
-"""System shared memory: a range of a POSIX shared memory object that a client made, read and written by the kernel.
+"""System shared memory: a range of a client's POSIX shared memory object, read and written by the kernel.
 
 Lives here: keys, bounds, one object's descriptor. Must not: names of regions (`regions`), tensors, messages.
 
-The rule: nobody but the kernel touches the object. Its owner may cut it short at any moment, and whoever then touches
-a page that is gone dies of SIGBUS, which no Python program survives; `preadv` comes back short instead, and so does
-what `bulk_copy` does with a mapping. They also take what they read once and for all, so that a client that writes
-meanwhile can't slip another index past a kernel that has just checked it: ONNX Runtime's Gather, run on a mapping that
-was written at the same time, crashed within seconds. The price is about 35 us for 600 KB, where copying a warm mapping
-takes 15.
+The rule: only the kernel touches the object. Its owner may truncate it at any moment, and a process that then touches a
+missing page dies of SIGBUS, which no Python program survives; `preadv` returns a short count instead, and so does what
+`bulk_copy` does with a mapping. They also read once and for all, so that a client that writes meanwhile can't slip
+another index past a kernel that has just checked it: ONNX Runtime's Gather, run on a mapping that was written at the
+same time, crashed within seconds. The price is about 35 us for 600 KB, where copying a warm mapping takes 15.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""TLS: the server's certificate, that of who may call, and their change while the server runs.
+"""TLS: the server's certificate, the root for clients' certificates, and their change while the server runs.
 
-Lives here: reading the files, and reading them again once they have changed. Must not: know who uses a connection.
+Lives here: reading the files, and rereading them when they have changed. Must not: know who uses a connection.
 
-gRPC asks before each handshake, on a thread of its own. Who is connected stays so: a certificate matters when a
+gRPC asks before each handshake, on its own thread. Existing connections stay: a certificate matters only when a
 connection begins.
 """
 

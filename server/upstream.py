@@ -1,8 +1,7 @@
 """The server that this one stands in front of: which models it has, and whether it is there.
 
-Lives here: asking, again and again, and telling the repository. Must not: carry requests (`backends.remote`), or decide
-how a model is served (`upstream_model`). The rule: what the upstream doesn't serve isn't served here, and comes back
-without anybody's doing.
+Lives here: polling it, and telling the repository. Must not: carry requests (`backends.remote`), or decide how a model
+is served (`upstream_model`). The rule: what the upstream doesn't serve isn't served here, and returns by itself.
 """
 
 from __future__ import annotations

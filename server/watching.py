@@ -1,6 +1,6 @@
-"""One request, for those who want to know of every one: a line in the log for debugging, a span.
+"""One request, for code that needs to know of every one: a debug line in the log, a span.
 
-Lives here: what is said of a request. Must not: do anything where nobody wants to know; nobody makes a watch then.
+Lives here: what is said of a request. Must not: do anything if nothing needs to know; no watch is made then.
 """
 
 from __future__ import annotations
