@@ -70,10 +70,19 @@ def _driver() -> bytes:
         return (Path(folder) / "libcuda-stand-in.so").read_bytes()
 
 
+@functools.cache
+def _libraries() -> Mapping[str, bytes]:
+    """By name. To compile them takes seconds, and several files of tests want them."""
+    with TemporaryDirectory() as folder:
+        for name, sources in _LIBRARIES.items():
+            _make(Path(folder), name, sources)
+        return {name: (Path(folder) / name).read_bytes() for name in _LIBRARIES}
+
+
 def libraries(folder: Path) -> Path:
     """`folder` with all of the libraries. Skips the test where no compiler is."""
-    for name, sources in _LIBRARIES.items():
-        _make(folder, name, sources)
+    for name, library in _libraries().items():
+        (folder / name).write_bytes(library)
     return folder
 
 
