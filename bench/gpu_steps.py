@@ -128,7 +128,7 @@ class _Process:
         readable, _, _ = select.select([self._process.stdout], [], [], timeout_s)
         line = self._process.stdout.readline() if readable else ""
         if not line:
-            raise BenchError(f"{self._name} gave no answer within {timeout_s:g} s")
+            raise BenchError(f"{self._name} " + ("ended" if readable else f"gave no answer within {timeout_s:g} s"))
         answer: dict[str, Any] = json.loads(line)
         return answer
 

@@ -188,7 +188,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     plan, waits = _asked(arguments)
     if waits:
         print("{}", flush=True)
-        sys.stdin.readline()
+        if not sys.stdin.readline():
+            return  # whoever was to say it has given up
     print(json.dumps(uvloop.run(drive(plan))), flush=True)
 
 

@@ -51,16 +51,28 @@ async def test_drive_counts_answers_and_ends(target: str) -> None:
 
 
 async def test_load_that_is_to_wait_is_ready_and_begins_when_it_is_told(target: str, tmp_path: Path) -> None:
-    (tmp_path / "request").write_bytes(b"one")
-    command = [sys.executable, "-m", "bench.load", "--wait", target, str(tmp_path / "request"), "--seconds", "0.1"]
-    pipes = {"stdin": asyncio.subprocess.PIPE, "stdout": asyncio.subprocess.PIPE}
-    process = await asyncio.create_subprocess_exec(*command, cwd=REPO, **pipes)  # type: ignore[arg-type]
-    assert process.stdout is not None
-    assert json.loads(await process.stdout.readline()) == {}
+    process = await waiting(target, tmp_path)
     said, _ = await process.communicate(b"begin\n")
     found = json.loads(said)
     assert found["ok"] > 0
     assert found["errors"] == {}
+
+
+async def test_load_that_nobody_will_tell_to_begin_ends(target: str, tmp_path: Path) -> None:
+    process = await waiting(target, tmp_path)
+    assert await process.communicate(b"") == (b"", None)
+    assert process.returncode == 0
+
+
+async def waiting(target: str, folder: Path) -> asyncio.subprocess.Process:
+    """A load process that is ready."""
+    (folder / "request").write_bytes(b"one")
+    command = [sys.executable, "-m", "bench.load", "--wait", target, str(folder / "request"), "--seconds", "0.1"]
+    pipes = {"stdin": asyncio.subprocess.PIPE, "stdout": asyncio.subprocess.PIPE}
+    process = await asyncio.create_subprocess_exec(*command, cwd=REPO, **pipes)  # type: ignore[arg-type]
+    assert process.stdout is not None
+    assert json.loads(await process.stdout.readline()) == {}
+    return process
 
 
 async def test_drive_counts_errors_by_status_and_empty_answers(target: str) -> None:
