@@ -8,7 +8,6 @@ import os
 import shlex
 import shutil
 import subprocess
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,19 +16,10 @@ import pytest
 import tritonclient.grpc as triton
 
 from clients import InferenceClient
-from tests import models
 from tests.shared_objects import shared_object
 
 IMAGE = os.environ.get("PACELINE_IMAGE", "")
 ENGINE = shlex.split(os.environ.get("PACELINE_ENGINE", "docker"))
-_DOUBLE = """
-class Model:
-    inputs = {"x": ("FP32", [-1, -1])}
-    outputs = {"y": ("FP32", [-1, -1])}
-
-    def execute(self, inputs):
-        return {"y": 2 * inputs["x"]}
-"""
 
 # Engines that copy an image's file system for each container take their time.
 pytestmark = [
@@ -45,13 +35,10 @@ def engine(*arguments: str) -> str:
 
 
 class Container:
-    """One that runs the image, its root file system read-only, with `folder` as its models."""
+    """One that runs."""
 
-    def __init__(self, folder: Path, *options: str, serve: tuple[str, ...] = ()) -> None:
-        volume = ("--read-only", "-v", f"{folder}:/models:ro")
-        ports = ("-p", "127.0.0.1::8001", "-p", "127.0.0.1::8002")
-        command = ("serve", "/models", *serve) if serve else ()
-        self.id = engine("run", "-d", *volume, *ports, *options, IMAGE, *command).splitlines()[-1]
+    def __init__(self, id: str) -> None:
+        self.id = id
 
     @property
     def target(self) -> str:
@@ -76,20 +63,15 @@ class Container:
 
 @contextlib.contextmanager
 def running(folder: Path, *options: str, serve: tuple[str, ...] = ()) -> Iterator[Container]:
-    container = Container(folder, *options, serve=serve)
+    """The image, its root file system read-only, with `folder` as its models."""
+    volume = ("--read-only", "-v", f"{folder}:/models:ro")
+    ports = ("-p", "127.0.0.1::8001", "-p", "127.0.0.1::8002")
+    command = ("serve", "/models", *serve) if serve else ()
+    container = Container(engine("run", "-d", *volume, *ports, *options, IMAGE, *command).splitlines()[-1])
     try:
         yield container
     finally:
         engine("rm", "-f", container.id)
-
-
-@pytest.fixture
-def storage() -> Iterator[Path]:
-    """A folder that the image's user can read, with models in it."""
-    with tempfile.TemporaryDirectory() as folder:
-        Path(folder).chmod(0o755)
-        models.write(models.add_sub(), Path(folder) / "m" / "1" / "model.onnx")
-        yield Path(folder)
 
 
 def test_image_serves_and_ends_in_order(storage: Path) -> None:
@@ -103,16 +85,14 @@ def test_image_serves_and_ends_in_order(storage: Path) -> None:
         assert "stopped after" in container.log.splitlines()[-1]
 
 
-def test_image_has_all_that_fronts_and_processes_of_models_and_shared_memory_need(storage: Path) -> None:
+def test_image_has_all_that_fronts_and_processes_of_models_and_shared_memory_need(python_storage: Path) -> None:
     """What the engine's own seccomp filter forbids would be seen here."""
-    (storage / "py" / "1").mkdir(parents=True)
-    (storage / "py" / "1" / "model.py").write_text(_DOUBLE)
     switches = ("--allow-python-models", "true", "--allow-client-shm", "true")
     processes = ("--frontends", "2", "--backend-config", "onnxruntime,own-process=1")
     x = np.arange(32 * 60_000, dtype=np.float32).reshape(32, 60_000)
     with (
         shared_object(x.nbytes) as memory,
-        running(storage, "--ipc", "host", serve=(*switches, *processes)) as container,
+        running(python_storage, "--ipc", "host", serve=(*switches, *processes)) as container,
         container.client() as client,
     ):
         ones = np.ones((1, 16), np.int32)

@@ -8,29 +8,18 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from clients import InferenceClient
-from tests import models
 from tests.deploy.sandbox import read_only_as_nobody, why_not
 from tests.harness import REPO, ServerProcess
 from tests.polling import eventually
 
 ROOT = Path(os.environ.get("PACELINE_IMAGE_ROOT", REPO / ".witness" / "container"))
 INSTALLED = ROOT / "opt" / "paceline" / "bin"
-_DOUBLE = """
-class Model:
-    inputs = {"x": ("FP32", [-1, 2])}
-    outputs = {"y": ("FP32", [-1, 2])}
-
-    def execute(self, inputs):
-        return {"y": 2 * inputs["x"]}
-"""
 SOURCE_TREE = (sys.executable, "-m", "server")
 
 
@@ -38,15 +27,6 @@ SOURCE_TREE = (sys.executable, "-m", "server")
 def _sandbox() -> None:
     if reason := why_not():
         pytest.skip(reason)
-
-
-@pytest.fixture
-def storage() -> Iterator[Path]:
-    """A folder that user 1000 can read, with a model in it; pytest's own folders are closed to others."""
-    with tempfile.TemporaryDirectory() as folder:
-        Path(folder).chmod(0o755)
-        models.write(models.add_sub(), Path(folder) / "m" / "1" / "model.onnx")
-        yield Path(folder)
 
 
 def program(which: str) -> tuple[str, ...]:
@@ -91,16 +71,14 @@ def python_for_all() -> tuple[str, dict[str, str]]:
     pytest.skip("user 1000 can run no Python of this version")
 
 
-def test_processes_that_a_server_starts_need_no_more_than_it_has(storage: Path) -> None:
+def test_processes_that_a_server_starts_need_no_more_than_it_has(python_storage: Path) -> None:
     """Those of Python models and those that speak gRPC; and a server in front of another."""
     python, path = python_for_all()
-    (storage / "py" / "1").mkdir(parents=True)
-    (storage / "py" / "1" / "model.py").write_text(_DOUBLE)
     env = {"HOME": "/nonexistent", "PYTHONDONTWRITEBYTECODE": "1", **path}
     command = (*read_only_as_nobody(), python, "-m", "server")
     flags = ["--allow-python-models", "true", "--frontends", "2"]
     with (
-        ServerProcess(storage, env=env, program=command, args=flags) as server,
+        ServerProcess(python_storage, env=env, program=command, args=flags) as server,
         ServerProcess(env=env, program=command, args=["--upstream", server.target]) as proxy,
         InferenceClient(proxy.target) as client,
     ):
