@@ -1,6 +1,6 @@
 """Copies between a slot's buffers and tensors of clients that lie in the device's memory already.
 
-Lives here: which bytes go where. Must not: how buffers live (`staging`), what waits for what (`onnx_staged`). The rule:
+Lives here: which bytes go where. Must not: how buffers live (`staging`), what waits for what (`onnx.staged`). The rule:
 bytes that are on the device stay there. They are copied even for a batch of one: a tensor bound where the client has it
 would want a binding for each request, could be captured in no graph, and could change while it is computed with.
 """
@@ -16,7 +16,7 @@ from backends.accelerator import Stream
 from backends.base import Array, DeviceTensor, Targets, Tensors
 from backends.errors import DeviceError, ExecutionError, SessionError
 from backends.joining import join_into
-from backends.onnx_failures import device_failure
+from backends.onnx.failures import device_failure
 from backends.staging import DType, Shape
 
 __all__ = ["Made", "gather", "leave", "with_left"]

@@ -22,7 +22,7 @@ def backend(name: str, shared_threads: bool = False) -> Backend:
     `shared_threads`: after `share_threads`, for then ONNX Runtime opens nothing that brings threads of its own.
     """
     if name in _ONNX:
-        from backends.onnx import OnnxBackend
+        from backends.onnx.backend import OnnxBackend
 
         return OnnxBackend(shared_threads=shared_threads)
     if name == "identity":
@@ -39,6 +39,6 @@ def backend(name: str, shared_threads: bool = False) -> Backend:
 def share_threads(intra_op: int, inter_op: int) -> None:
     """Let all of ONNX Runtime's sessions compute on one pool of so many threads (0: as many as it thinks best). Once in
     the life of a process, before any model is opened; LoadError if that isn't possible."""
-    from backends import onnx_sessions
+    from backends.onnx import sessions
 
-    onnx_sessions.share_threads(intra_op, inter_op)
+    sessions.share_threads(intra_op, inter_op)

@@ -1,6 +1,6 @@
 """Buffers between requests and a device: page-locked memory of the host, and the device's own.
 
-Lives here: how long each buffer lives and who may write to it. Must not: a runtime, streams' order (`onnx_staged`). The
+Lives here: how long each buffer lives and who may write to it. Must not: a runtime, streams' order (`onnx.staged`). The
 rules: in steady state nothing is allocated; a buffer of the host that results are views of isn't written to before the
 last view is gone.
 """

@@ -23,9 +23,9 @@ from protos import model_config_pb2 as config_pb
 from protos.inference_pb2_grpc import GRPCInferenceServiceServicer, add_GRPCInferenceServiceServicer_to_server
 
 # The product's own choices, taken rather than repeated: a floor under other conditions would be no floor.
-from server import huge_pages
 from server.limits import Limits
 from server.loop import new_loop
+from server.memory import huge_pages
 from server.tuning import keep_freed_memory
 
 __all__ = ["Echo", "run"]

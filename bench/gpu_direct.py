@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import onnxruntime as ort  # type: ignore[import-untyped,unused-ignore]
 
-from backends.onnx_sessions import prepare_cuda
+from backends.onnx.sessions import prepare_cuda
 
 __all__ = ["open_session"]
 

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from backends.accelerator import Memory
-from backends.cuda_accelerator import CudaAccelerator
-from backends.cuda_context import check, load_driver
-from backends.cuda_memory import HANDLE_BYTES
+from backends.cuda.accelerator import CudaAccelerator
+from backends.cuda.context import check, load_driver
+from backends.cuda.memory import HANDLE_BYTES
 from tests.wire import Array
 
 __all__ = ["Exported", "export"]

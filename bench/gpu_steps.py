@@ -31,7 +31,7 @@ from bench.stats import Sample
 from bench.steps import BenchError, open_loop
 from bench.subjects import stub
 from protos import inference_pb2 as pb
-from server.nvml import Nvml, open_nvml
+from server.telemetry.nvml import Nvml, open_nvml
 from tests.harness import REPO, ServerProcess
 from tests.wire import Array
 

@@ -2,9 +2,9 @@
 
 Both ends are in one process, without gRPC.
 
-Lives here: bursts of ready-made bytes through `server.inference` and through `server.fronts`. Must not: gRPC or
-processes (`bench.frontends`). Processor time of everything there is, so that both ends are in it: from the bytes of the
-request to the bytes of the response.
+Lives here: bursts of ready-made bytes through `server.requests.inference` and through `server.fronts`. Must not: gRPC
+or processes (`bench.frontends`). Processor time of everything there is, so that both ends are in it: from the bytes of
+the request to the bytes of the response.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from bench.stats import spread
 from clients.messages import infer_request
 from scheduler.policy import NEVER
 from scheduler.telling import tell
-from server.calls import NOTHING_SENT
+from server.call_facts import NOTHING_SENT
+from server.codec.wire_request import AnyRequest, RequestReader
 from server.fronts.catalogue import LookUp
 from server.fronts.desk import Desk
 from server.fronts.handles import Handles
-from server.fronts.remote import RemoteInference, Replies
-from server.handlers import serialized
-from server.in_flight import Inferring, InFlight
-from server.inference import Inference
-from server.layout import Layout
-from server.loading import Loads
+from server.fronts.inference import RemoteInference, Replies
 from server.loop import new_loop
-from server.metrics import Metrics
-from server.repository import Repository
-from server.wire_request import AnyRequest, RequestReader
+from server.models.layout import Layout
+from server.models.loading import Loads
+from server.models.repository import Repository
+from server.requests.in_flight import Inferring, InFlight
+from server.requests.inference import Inference
+from server.rpc.handlers import serialized
+from server.telemetry.metrics import Metrics
 from tests.harness import write_identity
 
 __all__ = ["main"]

@@ -1,8 +1,8 @@
 """The parts without any process around them: the queue per request, stacking and splitting against one memcpy, and
 counting per batch.
 
-Lives here: loops over `scheduler.batch_queue`, `backends.batching` and `server.model_statistics`; prints one line of
-JSON. Must not: threads, event loops, gRPC. Garbage collection stays on, as it is in the product.
+Lives here: loops over `scheduler.batch_queue`, `backends.batching` and `server.telemetry.model_statistics`; prints one
+line of JSON. Must not: threads, event loops, gRPC. Garbage collection stays on, as it is in the product.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from bench.stats import spread
 from scheduler.batch_queue import BatchQueue, Entry
 from scheduler.observer import BatchReport
 from scheduler.policy import NEVER, BatchPolicy
-from server.model_statistics import VersionStatistics
+from server.telemetry.model_statistics import VersionStatistics
 from server.tuning import keep_freed_memory
 
 __all__ = ["batching_costs", "counting_costs", "queue_costs"]

@@ -1,7 +1,7 @@
 """What the batcher may do: frozen, validated values in rows, requests and integer nanoseconds.
 
 Lives here: the policy types and the arithmetic on them. Must not: the user's units or names of configuration files,
-which `server/batch_policy.py` translates. Vocabulary and defaults are Triton's (`ModelDynamicBatching`,
+which `server/models/batch_policy.py` translates. Vocabulary and defaults are Triton's (`ModelDynamicBatching`,
 `ModelQueuePolicy`).
 """
 

@@ -3,7 +3,7 @@
 import os
 import sys
 
-from server import huge_pages
+from server.memory import huge_pages
 from server.standard_streams import open_standard_streams
 from server.tuning import made_to_stay
 

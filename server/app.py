@@ -23,41 +23,41 @@ from typing import Any, Protocol
 
 from backends import registry
 from backends.base import Backend
-from backends.cuda_driver import count_gpus
+from backends.cuda.driver import count_gpus
 from backends.errors import DeviceError, LoadError
 from scheduler.waiting import Room
 from server.addresses import host_and_port, resolve
-from server.calling import Calling
-from server.calls import header_rules
 from server.config import ControlMode, Settings
-from server.configuration import Configuration
-from server.cuda_region import open_cuda_region
 from server.errors import StartError
 from server.fronts.fleet import Fleet, StartFront, start_front
-from server.gate import Usage
-from server.gpu_metrics import GpuCollector
-from server.inference import Inference
-from server.layout import Layout, ModelFolder
-from server.listener import Listener, check_access
-from server.loader import LoadDefaults
-from server.loading import Loads
-from server.metrics import FrontsCollector, Metrics
-from server.metrics_endpoint import MetricsEndpoint
-from server.metrics_limits import LimitCollector, LimitShown
-from server.model_control import ModelControl
-from server.nvml import open_nvml
-from server.poller import Poller
-from server.probes import LoopProbe
-from server.readiness import why_not_ready
-from server.regions import Regions
-from server.remote_settings import RemoteSettings
-from server.repository import Repository
-from server.service import InferenceService, RpcGroup
-from server.shared_memory import SharedMemory
-from server.statistics_service import StatisticsService
-from server.streaming import Streaming
-from server.tracing import Tracer
-from server.upstream import Upstream
+from server.memory.cuda_region import open_cuda_region
+from server.memory.regions import Regions
+from server.models.layout import Layout, ModelFolder
+from server.models.loader import LoadDefaults
+from server.models.loading import Loads
+from server.models.poller import Poller
+from server.models.readiness import why_not_ready
+from server.models.repository import Repository
+from server.models.upstream import Upstream
+from server.requests.inference import Inference
+from server.rpc.calling import Calling
+from server.rpc.calls import header_rules
+from server.rpc.configuration import Configuration
+from server.rpc.gate import Usage
+from server.rpc.listener import Listener, check_access
+from server.rpc.model_control import ModelControl
+from server.rpc.remote_settings import RemoteSettings
+from server.rpc.service import InferenceService, RpcGroup
+from server.rpc.shared_memory import SharedMemory
+from server.rpc.statistics_service import StatisticsService
+from server.rpc.streaming import Streaming
+from server.telemetry.gpu_metrics import GpuCollector
+from server.telemetry.metrics import FrontsCollector, Metrics
+from server.telemetry.metrics_endpoint import MetricsEndpoint
+from server.telemetry.metrics_limits import LimitCollector, LimitShown
+from server.telemetry.nvml import open_nvml
+from server.telemetry.probes import LoopProbe
+from server.telemetry.tracing import Tracer
 
 __all__ = ["Server", "product_version"]
 

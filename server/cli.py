@@ -1,7 +1,7 @@
 """The command `paceline`: flags and environment to settings, signals to an orderly end.
 
-Lives here: the commands, and the flags of `serve` that `server.flags` and `server.upstream_settings` don't have. Must
-not: import what only a running server needs before one starts.
+Lives here: the commands, and the flags of `serve` that `server.flags` and `server.models.upstream_settings` don't have.
+Must not: import what only a running server needs before one starts.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from typing import Any, NoReturn, TypeVar
 import click
 
 from backends.base import Backend
-from server import log
-from server.backend_config import BackendConfig, parse_backend_config
-from server.batch_policy import BatchDefaults
 from server.config import ControlMode, Settings
 from server.errors import StartError
 from server.flags import ADDRESS, AMOUNT, POSITIVE_AMOUNT, TEXT, flag, network_flags, network_settings
 from server.kserve import models_to_serve
-from server.log_output import exit_now, take_stderr
 from server.loop import SWITCH_INTERVAL_S, new_loop
+from server.models.backend_config import BackendConfig, parse_backend_config
+from server.models.batch_policy import BatchDefaults
+from server.models.scratch import remove_all
+from server.models.upstream_settings import upstream_flags
 from server.repeatable import Repeatable
-from server.scratch import remove_all
-from server.tokens import line_of, new_token
-from server.trace_settings import parse_trace_config
+from server.rpc.tokens import line_of, new_token
+from server.telemetry import log
+from server.telemetry.log_output import exit_now, take_stderr
+from server.telemetry.trace_settings import parse_trace_config
 from server.tuning import keep_freed_memory, made_to_stay, take_descriptors
-from server.upstream_settings import upstream_flags
 
 __all__ = ["main"]
 

@@ -10,13 +10,13 @@ from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
 
-from server.backend_config import BackendConfig
-from server.batch_policy import BatchDefaults
 from server.limits import Connections, Limits
-from server.restrictions import Restriction
-from server.tls import TlsFiles
-from server.trace_settings import TraceConfig
-from server.upstream_settings import UpstreamSettings
+from server.models.backend_config import BackendConfig
+from server.models.batch_policy import BatchDefaults
+from server.models.upstream_settings import UpstreamSettings
+from server.rpc.restrictions import Restriction
+from server.rpc.tls import TlsFiles
+from server.telemetry.trace_settings import TraceConfig
 
 __all__ = ["ControlMode", "Settings"]
 

@@ -15,8 +15,8 @@ import click
 from server.addresses import is_address
 from server.limits import LARGEST_MESSAGE_BYTES, Connections, Limits
 from server.repeatable import Repeatable
-from server.restrictions import parse_restrictions
-from server.tls import TlsFiles
+from server.rpc.restrictions import parse_restrictions
+from server.rpc.tls import TlsFiles
 
 __all__ = [
     "ADDRESS",

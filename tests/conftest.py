@@ -8,7 +8,7 @@ from collections.abc import Generator, Iterator
 
 import pytest
 
-from server.log import debugging
+from server.telemetry.log import debugging
 from server.tuning import made_to_stay
 
 try:
@@ -68,7 +68,7 @@ def logging_as_before() -> Iterator[None]:
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """The limit for executions holds for those before a model serves as it is, and isn't a minute at least."""
-    monkeypatch.setattr("server.supervisor._LEAST_NS", 0)
+    monkeypatch.setattr("server.models.supervisor._LEAST_NS", 0)
 
 
 @pytest.fixture(params=[1, 2], ids=["alone", "fronts"])

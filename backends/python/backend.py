@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from backends.base import Device, GroupKind, InstanceGroup, ModelSource, ModelSpec, TensorSpec
-from backends.cuda_driver import count_gpus
+from backends.cuda.driver import count_gpus
 from backends.errors import LoadError
 from backends.placement import on_cpu, on_gpus
 from backends.python.instance import PythonInstance

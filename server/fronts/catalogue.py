@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from backends.base import ModelSpec
-from server.adapting_codec import codec_for
-from server.codec import ModelCodec
+from server.codec.adapting_codec import codec_for
+from server.codec.codec import ModelCodec
 
 __all__ = ["Card", "Catalogue", "LookUp", "Model"]
 

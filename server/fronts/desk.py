@@ -1,7 +1,7 @@
 """What one front asks for, done in the engine.
 
 Lives here: taking its messages, and answering. Must not: processes, or steps of a request that a server of one process
-has too (`server.inference`). A front that goes takes with it what it was waiting for.
+has too (`server.requests.inference`). A front that goes takes with it what it was waiting for.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ from protos.datatypes import by_name
 from protos.tensors import TensorError, encode_raw
 from scheduler.errors import QueueFull
 from scheduler.observer import Drop
-from server.batch_facts import told_facts
-from server.calls import NOTHING_SENT, Sent, TraceParent
-from server.codec import tensor_bytes
-from server.decoded import Asked, DecodedRequest
+from server.call_facts import NOTHING_SENT, Sent, TraceParent
+from server.codec.batch_facts import told_facts
+from server.codec.codec import tensor_bytes
+from server.codec.decoded import Asked, DecodedRequest
+from server.codec.parameters import NO_PARAMETERS, RequestParameters
+from server.codec.passing import NOTHING_CARRIED, Carried
+from server.codec.wire_request import AnyRequest, RequestReader
 from server.errors import AnswerTooLarge, InvalidRequest
 from server.fronts import protocol
 from server.fronts.calls import Aborted, CallContext
 from server.fronts.handles import Handles
-from server.gate import Usage
-from server.handlers import serialized
-from server.in_flight import InFlight
-from server.inference import AnyPending, Inference, encode
 from server.limits import LARGEST_RESPONSE_BYTES
-from server.parameters import NO_PARAMETERS, RequestParameters
-from server.passing import NOTHING_CARRIED, Carried
-from server.wire_request import AnyRequest, RequestReader
+from server.requests.in_flight import InFlight
+from server.requests.inference import AnyPending, Inference, encode
+from server.rpc.gate import Usage
+from server.rpc.handlers import serialized
 
 __all__ = ["Desk"]
 

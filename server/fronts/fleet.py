@@ -22,18 +22,18 @@ from typing import Protocol
 
 from backends.transport.frames import Message
 from backends.transport.link import Link
-from server import log
 from server.addresses import host_and_port, resolve
+from server.codec.wire_request import RequestReader
 from server.config import Settings
 from server.errors import StartError
 from server.fronts import protocol
 from server.fronts.desk import Desk, Handlers
 from server.fronts.handles import Handles
 from server.fronts.process import Greeting
-from server.gate import Usage
-from server.inference import Inference
-from server.repository import Repository
-from server.wire_request import RequestReader
+from server.models.repository import Repository
+from server.requests.inference import Inference
+from server.rpc.gate import Usage
+from server.telemetry import log
 
 __all__ = ["Fleet", "FrontProcess", "StartFront", "start_front"]
 

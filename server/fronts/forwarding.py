@@ -11,11 +11,11 @@ from typing import Any
 
 from backends.transport.link import Link
 from scheduler.errors import QueueFull
-from server.answering import Context
 from server.errors import STATUS_OF
 from server.fronts import protocol
 from server.fronts.calls import Aborted
-from server.fronts.remote import Replies
+from server.fronts.inference import Replies
+from server.rpc.answering import Context
 
 __all__ = ["forwarded"]
 
@@ -28,7 +28,7 @@ def forwarded(rpc: str, link: Link, replies: Replies) -> Callable[[bytes, Contex
             return await answer(data, context)
         except Aborted as aborted:
             refusal = context.abort(aborted.code, aborted.text)
-        # As in `server.answering`: what this raises keeps this frame.
+        # As in `server.rpc.answering`: what this raises keeps this frame.
         del data, context
         await refusal
         raise AssertionError("abort returned")

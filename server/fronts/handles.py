@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from itertools import count
 
+from server.codec.open_codec import OpenCodec
 from server.fronts.catalogue import Card, Catalogue
-from server.open_codec import OpenCodec
-from server.repository import ServedModel
+from server.models.repository import ServedModel
 
 __all__ = ["Handles"]
 

@@ -23,22 +23,22 @@ from backends.transport.frames import Message
 from backends.transport.gathering import Gathering
 from backends.transport.link import Link, RemoteEnd
 from scheduler.telling import tell
-from server import log
-from server.calling import Calling
-from server.calls import header_rules
 from server.config import Settings
 from server.errors import StartError
 from server.fronts import protocol
 from server.fronts.catalogue import LookUp
 from server.fronts.forwarding import forwarded
-from server.fronts.remote import RemoteInference, Replies
-from server.gate import Registry
-from server.handlers import METHODS, add_handlers, handler_of
-from server.listener import Listener
-from server.log_output import exit_now, take_stderr
+from server.fronts.inference import RemoteInference, Replies
 from server.loop import SWITCH_INTERVAL_S, new_loop
-from server.quiet import until_quiet
-from server.streaming import Streaming
+from server.requests.quiet import until_quiet
+from server.rpc.calling import Calling
+from server.rpc.calls import header_rules
+from server.rpc.gate import Registry
+from server.rpc.handlers import METHODS, add_handlers, handler_of
+from server.rpc.listener import Listener
+from server.rpc.streaming import Streaming
+from server.telemetry import log
+from server.telemetry.log_output import exit_now, take_stderr
 from server.tuning import keep_freed_memory
 
 __all__ = ["Greeting", "main"]

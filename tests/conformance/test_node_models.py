@@ -16,7 +16,7 @@ from onnx.backend.test.case.node import collect_testcases
 
 from backends.base import Array, Device, ModelSource, Tensors
 from backends.errors import ExecutionError
-from backends.onnx import OnnxBackend
+from backends.onnx.backend import OnnxBackend
 from tests.unit.backends.onnx_models import batched
 
 MISTAKEN = {

@@ -29,11 +29,11 @@ from backends.base import (
     Tensors,
     TensorSpec,
 )
-from backends.cuda_driver import count_gpus
+from backends.cuda.driver import count_gpus
 from backends.errors import ExecutionError, LoadError
 from backends.host_accelerator import HostAccelerator
 from backends.memory import IdentityBackend, MemoryBackend, MemoryModel
-from backends.onnx import OnnxBackend
+from backends.onnx.backend import OnnxBackend
 from backends.python.backend import PythonBackend
 from protos.datatypes import by_name
 from tests import models

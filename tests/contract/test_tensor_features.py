@@ -11,7 +11,7 @@ import pytest
 
 from backends.base import BatchOutput, Device, ModelInstance, ModelSource, ModelSpec, OpenModel, Tensors, TensorSpec
 from backends.memory import IdentityBackend, MemoryModel
-from backends.onnx import OnnxBackend
+from backends.onnx.backend import OnnxBackend
 from tests import models
 
 CPU = Device()

@@ -16,8 +16,8 @@ import yaml
 
 from clients import InferenceClient
 from server import app
-from server.backend_config import parse_backend_config
-from server.health import LIVENESS
+from server.models.backend_config import parse_backend_config
+from server.rpc.health import LIVENESS
 from tests import models
 from tests.deploy.commands import accepted
 from tests.deploy.manifests import FOLDERS, Container, Manifest, containers, manifests, schema

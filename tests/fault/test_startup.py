@@ -77,7 +77,7 @@ def test_start_with_a_file_of_another_kind_says_what_was_expected(tmp_path: Path
 
 def test_start_with_a_folder_that_cannot_be_read_says_so(tmp_path: Path) -> None:
     if os.geteuid() == 0:
-        pytest.skip("permissions don't bind root; tests/unit/server/test_layout.py drops its privileges instead")
+        pytest.skip("permissions don't bind root; tests/unit/server/models/test_layout.py drops its privileges instead")
     (tmp_path / "locked").mkdir(mode=0)
     assert failed_start(tmp_path / "locked") == f"{tmp_path}/locked: Permission denied"
 

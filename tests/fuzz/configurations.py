@@ -16,12 +16,12 @@ from backends.registry import backend
 from protos import model_config_pb2 as config_pb
 from protos.inference_pb2 import RepositoryModelLoadRequest
 from server.errors import ConfigError
-from server.layout import ModelFolder, model_folder
-from server.load_request import checked_name, parse_load_parameters, scratch_folder
-from server.loader import load_model
-from server.metrics import Metrics
-from server.model_config import parse_config
-from server.served_model import ServedModel
+from server.models.layout import ModelFolder, model_folder
+from server.models.load_request import checked_name, parse_load_parameters, scratch_folder
+from server.models.loader import load_model
+from server.models.model_config import parse_config
+from server.models.served_model import ServedModel
+from server.telemetry.metrics import Metrics
 from tests.fuzz.judging import Finding, Target, refused
 
 __all__ = ["targets"]

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import grpc
 
 from server.errors import status_of
-from server.log import debugging
+from server.telemetry.log import debugging
 
 __all__ = ["Finding", "Target", "judged", "quiet", "refused"]
 

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from backends.base import BatchOutput, Device, ModelInstance, ModelSpec, TensorSpec
 from backends.memory import MemoryModel
 from protos.datatypes import DATATYPES
-from server.adapting_codec import codec_for
-from server.codec import ModelCodec
-from server.reading import ExecuteInputs, reading
-from server.regions import Regions
+from server.codec.adapting_codec import codec_for
+from server.codec.codec import ModelCodec
+from server.memory.reading import ExecuteInputs, reading
+from server.memory.regions import Regions
 
 __all__ = ["MAX_ROWS", "FuzzedModel", "open_model"]
 

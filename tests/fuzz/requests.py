@@ -16,13 +16,13 @@ from backends.base import MISSING, Tensors
 from protos.datatypes import DATATYPES
 from protos.inference_pb2 import InferTensorContents, ModelInferRequest, ModelInferResponse
 from protos.tensors import TensorError, decode_contents, decode_raw, encode_raw
-from server.calls import HeaderForwarding, add_headers
-from server.decoded import DecodedRequest
-from server.handlers import serialized
-from server.parameters import parse_parameters
-from server.regions import Regions
-from server.system_region import open_system_region
-from server.wire_request import AnyRequest, RequestReader, WireRequest, message_of
+from server.codec.decoded import DecodedRequest
+from server.codec.parameters import parse_parameters
+from server.codec.wire_request import AnyRequest, RequestReader, WireRequest, message_of
+from server.memory.regions import Regions
+from server.memory.system_region import open_system_region
+from server.rpc.calls import HeaderForwarding, add_headers
+from server.rpc.handlers import serialized
 from tests.fuzz.judging import Finding, Target, refused
 from tests.fuzz.models import MAX_ROWS, FuzzedModel, open_model
 from tests.shared_objects import SharedObject

@@ -21,23 +21,23 @@ from grpc.aio import EOF  # type: ignore[attr-defined]
 from backends.errors import LoadError
 from backends.registry import backend
 from protos import inference_pb2 as pb
-from server.calling import Calling
-from server.calls import HeaderForwarding
 from server.config import ControlMode
-from server.configuration import Configuration
-from server.inference import Inference
-from server.layout import Layout
-from server.loading import Loads
-from server.metrics import Metrics
-from server.model_control import ModelControl
-from server.regions import Regions
-from server.remote_settings import RemoteSettings
-from server.repository import Repository
-from server.service import InferenceService
-from server.shared_memory import SharedMemory
-from server.statistics_service import StatisticsService
-from server.streaming import Streaming
-from server.tracing import Tracer
+from server.memory.regions import Regions
+from server.models.layout import Layout
+from server.models.loading import Loads
+from server.models.repository import Repository
+from server.requests.inference import Inference
+from server.rpc.calling import Calling
+from server.rpc.calls import HeaderForwarding
+from server.rpc.configuration import Configuration
+from server.rpc.model_control import ModelControl
+from server.rpc.remote_settings import RemoteSettings
+from server.rpc.service import InferenceService
+from server.rpc.shared_memory import SharedMemory
+from server.rpc.statistics_service import StatisticsService
+from server.rpc.streaming import Streaming
+from server.telemetry.metrics import Metrics
+from server.telemetry.tracing import Tracer
 from tests.fuzz.judging import REFUSALS, Finding, Target
 
 __all__ = ["METHODS", "SHARED", "targets"]

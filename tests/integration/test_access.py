@@ -13,8 +13,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from protos import inference_pb2 as pb
 from server.config import Settings
-from server.restrictions import GROUPS, parse_restrictions
-from server.tokens import line_of
+from server.rpc.restrictions import GROUPS, parse_restrictions
+from server.rpc.tokens import line_of
 from tests.integration.scripted import Script, mark_of, request
 from tests.integration.serving import Served, failure_of, serving
 from tests.integration.streams import Stream

@@ -12,8 +12,8 @@ import pytest
 from backends.errors import ExecutionError
 from clients import AsyncInferenceClient
 from protos import inference_pb2 as pb
-from server import log
-from server.model_statistics import FailureReason
+from server.telemetry import log
+from server.telemetry.model_statistics import FailureReason
 from tests.integration.serving import echo_model, failure_of, serving
 from tests.integration.streams import Stream
 from tests.polling import eventually_async

@@ -19,13 +19,13 @@ from protos import inference_pb2 as pb
 from scheduler.errors import QueueFull
 from scheduler.policy import NEVER
 from scheduler.waiting import Room
+from server.codec.wire_request import AnyRequest, RequestReader, WireRequest
 from server.errors import InvalidRequest
-from server.handlers import serialized
-from server.inference import Inference
-from server.loading import Loads
-from server.metrics import Metrics
-from server.repository import Repository
-from server.wire_request import AnyRequest, RequestReader, WireRequest
+from server.models.loading import Loads
+from server.models.repository import Repository
+from server.requests.inference import Inference
+from server.rpc.handlers import serialized
+from server.telemetry.metrics import Metrics
 from tests.integration.scripted import Script, mark_of, request, totals
 from tests.integration.serving import Served, serving, write_model
 from tests.integration.test_announced import Context, called

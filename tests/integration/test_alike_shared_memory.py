@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from protos import inference_pb2 as pb
+from server.codec.wire_request import RequestReader, WireRequest
 from server.limits import Limits
-from server.wire_request import RequestReader, WireRequest
 from tests.integration.regions import ROW, in_region, register, settings, unregister
 from tests.integration.scripted import Script, mark_of, totals
 from tests.integration.serving import Served, serving

@@ -15,13 +15,13 @@ from grpc.aio import EOF  # type: ignore[attr-defined]
 
 from protos import inference_pb2 as pb
 from scheduler.policy import NEVER
-from server.calls import NOTHING_SENT
-from server.codec import AnyResponse
-from server.decoded import DecodedRequest
+from server.call_facts import NOTHING_SENT
+from server.codec.codec import AnyResponse
+from server.codec.decoded import DecodedRequest
+from server.codec.wire_request import AnyRequest, RequestReader
 from server.errors import ModelNotFound
-from server.handlers import serialized
-from server.in_flight import Call, Inferring
-from server.wire_request import AnyRequest, RequestReader
+from server.requests.in_flight import Call, Inferring
+from server.rpc.handlers import serialized
 from tests.integration.scripted import Script, mark_of, request, totals
 from tests.integration.serving import serving
 from tests.polling import eventually_async

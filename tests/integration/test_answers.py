@@ -16,7 +16,7 @@ from clients import AsyncInferenceClient
 from protos import inference_pb2 as pb
 from server.app import product_version
 from server.config import ControlMode, Settings
-from server.trace_settings import TraceConfig
+from server.telemetry.trace_settings import TraceConfig
 from tests import models
 from tests.integration.serving import Served, echo_model, failure_of, serving, write_model
 from tests.integration.streams import Stream

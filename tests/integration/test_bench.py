@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from backends.cuda_driver import count_gpus
+from backends.cuda.driver import count_gpus
 from backends.errors import LoadError
 from bench import gpu, gpu_models, gpu_steps, overload
 from bench.document import markdown

@@ -22,7 +22,7 @@ from click.testing import CliRunner
 
 from clients import AsyncInferenceClient, InferenceClient, Tls, Unauthenticated, Unavailable
 from server.cli import main
-from server.tokens import line_of
+from server.rpc.tokens import line_of
 from tests.certificates import Authority, Pair
 from tests.harness import REPO, ServerProcess, write_identity
 

@@ -11,7 +11,7 @@ from typing import Any
 import grpc
 import pytest
 
-from backends.cuda_driver import count_gpus
+from backends.cuda.driver import count_gpus
 from backends.errors import LoadError
 from protos import inference_pb2 as pb
 from protos.inference_pb2_grpc import GRPCInferenceServiceStub

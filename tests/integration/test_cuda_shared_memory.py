@@ -15,7 +15,7 @@ import grpc
 import numpy as np
 import pytest
 
-from backends.onnx import OnnxBackend
+from backends.onnx.backend import OnnxBackend
 from protos import inference_pb2 as pb
 from tests import models
 from tests.cuda import stand_in

@@ -15,8 +15,8 @@ import pytest
 
 from protos import inference_pb2 as pb
 from protos.inference_pb2_grpc import GRPCInferenceServiceStub
-from server.backend_config import parse_backend_config
 from server.config import Settings
+from server.models.backend_config import parse_backend_config
 from tests import models
 from tests.harness import ServerProcess
 from tests.integration.controlling import explicit, index, load, load_request, unload

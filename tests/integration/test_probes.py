@@ -16,9 +16,9 @@ from backends.base import Device, ModelSource
 from backends.memory import MemoryBackend, MemoryModel
 from server.app import Server
 from server.config import Settings
-from server.metrics import Metrics
-from server.metrics_endpoint import MetricsEndpoint
-from server.probes import LoopProbe
+from server.telemetry.metrics import Metrics
+from server.telemetry.metrics_endpoint import MetricsEndpoint
+from server.telemetry.probes import LoopProbe
 from tests.integration.controlling import explicit, load, unload
 from tests.integration.serving import Served, echo_model, failure_of, serving, write_model
 from tests.polling import eventually_async

@@ -15,8 +15,8 @@ from google.protobuf import text_format
 
 from protos import inference_pb2 as pb
 from protos import model_config_pb2 as config_pb
-from server.batch_policy import BatchDefaults
 from server.config import Settings
+from server.models.batch_policy import BatchDefaults
 from tests.integration.scripted import marked, request, send
 from tests.integration.serving import Served, failure_of
 from tests.integration.streams import Stream

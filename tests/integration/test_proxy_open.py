@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 
 from protos import inference_pb2 as pb
-from server.batch_policy import BatchDefaults
 from server.config import Settings
+from server.models.batch_policy import BatchDefaults
 from tests.integration.scripted import marked, request
 from tests.integration.serving import Served, failure_of
 from tests.integration.test_proxy import behind, held

@@ -13,7 +13,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from protos import inference_pb2 as pb
 from server.config import ControlMode, Settings
-from server.load_request import Override
+from server.models.load_request import Override
 from tests.integration.serving import echo_model, failure_of, serving
 from tests.polling import eventually_async
 from tests.wire import infer, rows_of_floats

@@ -18,7 +18,7 @@ from backends.memory import MemoryModel
 from protos import inference_pb2 as pb
 from protos.inference_pb2_grpc import GRPCInferenceServiceStub
 from server.config import Settings
-from server.trace_settings import OtlpTarget, TraceConfig, TraceSettings
+from server.telemetry.trace_settings import OtlpTarget, TraceConfig, TraceSettings
 from tests.harness import ServerProcess, write_identity
 from tests.integration.collector import Collector, Seen, collecting
 from tests.integration.serving import Served, echo_model, failure_of, serving

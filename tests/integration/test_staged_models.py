@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from backends.host_accelerator import HostAccelerator
-from backends.onnx import OnnxBackend
+from backends.onnx.backend import OnnxBackend
 from protos import inference_pb2 as pb
 from tests import models
 from tests.integration.serving import failure_of, serving

@@ -12,7 +12,7 @@ import grpc
 import numpy as np
 import pytest
 
-from backends.cuda_driver import count_gpus
+from backends.cuda.driver import count_gpus
 from backends.errors import ExecutionError, LoadError
 from protos import inference_pb2 as pb
 from server.config import Settings

@@ -12,7 +12,7 @@ import pytest
 from backends.base import Tensors
 from backends.errors import ExecutionError
 from backends.memory import linear_latency
-from server.model_statistics import FailureReason
+from server.telemetry.model_statistics import FailureReason
 from tests.integration.scripted import own, totals
 from tests.integration.serving import Served, echo_model, serving
 from tests.polling import eventually_async

@@ -20,8 +20,8 @@ from server.app import Server
 from server.config import Settings
 from server.errors import StartError
 from server.limits import Connections
-from server.tls import Certificates, TlsFiles
-from server.tokens import line_of
+from server.rpc.tls import Certificates, TlsFiles
+from server.rpc.tokens import line_of
 from tests.certificates import Authority, Pair
 from tests.harness import ServerProcess, write_identity
 from tests.integration.scripted import Script, mark_of, request

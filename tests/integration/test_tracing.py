@@ -14,7 +14,7 @@ from backends.errors import ExecutionError
 from server.app import Server
 from server.config import Settings
 from server.errors import StartError
-from server.trace_settings import TraceConfig, TraceSettings
+from server.telemetry.trace_settings import TraceConfig, TraceSettings
 from tests.integration.serving import echo_model, failure_of, serving
 from tests.wire import infer, rows_of_floats
 

@@ -23,7 +23,7 @@ from protos.inference_pb2_grpc import (
     add_GRPCInferenceServiceServicer_to_server,
 )
 from server.config import Settings
-from server.upstream_settings import UpstreamSettings
+from server.models.upstream_settings import UpstreamSettings
 from tests.integration.serving import Served, serving
 from tests.wire import Array
 

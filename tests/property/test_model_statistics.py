@@ -14,9 +14,9 @@ from backends.base import Execution
 from scheduler.errors import ExecutionFailed, QueueFull
 from scheduler.observer import BatchReport, Drop
 from server.errors import InvalidRequest
-from server.metrics import Metrics, VersionMetrics
-from server.model_statistics import VersionStatistics
-from server.statistics_service import statistics_message
+from server.rpc.statistics_service import statistics_message
+from server.telemetry.metrics import Metrics, VersionMetrics
+from server.telemetry.model_statistics import VersionStatistics
 from tests.unit.server.counting import Waiting, samples
 
 ERRORS = {

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from protos import inference_pb2 as pb
 from protos.datatypes import DATATYPES
-from server.regions import Regions
+from server.memory.regions import Regions
 from tests.fuzz.judging import judged
 from tests.fuzz.models import MAX_ROWS, SPECS, open_model
 from tests.fuzz.targets import target

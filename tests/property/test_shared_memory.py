@@ -13,9 +13,9 @@ from protos.datatypes import DATATYPES
 from protos.inference_pb2 import InferParameter
 from protos.tensors import TensorError, decode_raw
 from server.errors import InvalidRequest
-from server.region_tensors import RegionTensor, Span, span_of
-from server.regions import Regions
-from server.system_region import open_system_region
+from server.memory.region_tensors import RegionTensor, Span, span_of
+from server.memory.regions import Regions
+from server.memory.system_region import open_system_region
 from tests.shared_objects import SharedObject, shared_object
 
 SIZE = 600

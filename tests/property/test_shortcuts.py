@@ -19,16 +19,16 @@ from protos import inference_pb2 as pb
 from protos.datatypes import DATATYPES, by_name
 from protos.tensors import encode_raw
 from protos.wire import delimited, scan_request, varint
-from server.adapting_codec import codec_for
-from server.codec import ModelCodec, tensor_bytes
-from server.decoded import DecodedRequest
+from server.codec.adapting_codec import codec_for
+from server.codec.codec import ModelCodec, tensor_bytes
+from server.codec.decoded import DecodedRequest
+from server.codec.shortcuts import Envelope
+from server.codec.wire_request import AnyRequest, RequestReader, WireRequest
 from server.errors import InvalidRequest, RegionNotFound
-from server.handlers import serialized
-from server.region_tensors import RegionTensor
-from server.regions import Regions
-from server.shortcuts import Envelope
-from server.system_region import open_system_region
-from server.wire_request import AnyRequest, RequestReader, WireRequest
+from server.memory.region_tensors import RegionTensor
+from server.memory.regions import Regions
+from server.memory.system_region import open_system_region
+from server.rpc.handlers import serialized
 from tests.shared_objects import SharedObject, held_by, lies_in, shared_object, wanted_in
 
 Array = np.ndarray[Any, np.dtype[Any]]

@@ -11,9 +11,9 @@ from tests.unit.test_imports import modules
 
 # Where the time of day is told, and nothing is computed with it.
 TOLD = {
-    "server.model_statistics": {"time.time_ns"},  # `last_inference` of ModelStatistics
-    "server.log": {"time.gmtime"},  # in front of each line
-    "server.spans": {"time.time_ns"},  # OpenTelemetry has spans by the time of day
+    "server.telemetry.model_statistics": {"time.time_ns"},  # `last_inference` of ModelStatistics
+    "server.telemetry.log": {"time.gmtime"},  # in front of each line
+    "server.telemetry.spans": {"time.time_ns"},  # OpenTelemetry has spans by the time of day
     "clients.top": {"time.strftime"},  # in the corner of the screen
 }
 MONOTONIC = {
@@ -46,4 +46,4 @@ def test_clock_of_each_module_only_goes_forward(module: str) -> None:
 
 def test_clocks_are_found_at_all() -> None:
     assert "time.monotonic_ns" in clocks("scheduler.clock")
-    assert clocks("server.log") == {"time.gmtime"}
+    assert clocks("server.telemetry.log") == {"time.gmtime"}

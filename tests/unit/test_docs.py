@@ -16,14 +16,14 @@ from grpc_reflection.v1alpha import reflection_pb2
 
 from protos import inference_pb2 as pb
 from protos import model_config_pb2
-from server.batch_policy import OWN_PARAMETERS, OwnSettings
 from server.cli import serve
+from server.codec.parameters import KNOWN
 from server.errors import STATUS_OF
-from server.parameters import KNOWN
-from server.reflection import HEALTH_SERVICE, INFERENCE_SERVICE, SERVICES
+from server.models.batch_policy import OWN_PARAMETERS, OwnSettings
+from server.rpc.reflection import HEALTH_SERVICE, INFERENCE_SERVICE, SERVICES
 from tests.deploy.commands import all_commands
 from tests.harness import REPO
-from tests.unit.server.test_config_fields import IGNORED, READ, REFUSED
+from tests.unit.server.models.test_config_fields import IGNORED, READ, REFUSED
 
 ARCHITECTURE = REPO / "docs" / "architecture.md"
 BEHAVIOUR, PROTOCOL = REPO / "docs" / "behaviour.md", REPO / "docs" / "protocol.md"
@@ -139,7 +139,7 @@ def keys_in_code() -> set[str]:
     """What the server reads from parameters and headers, or writes: keys by their prefixes, wherever they stand, and
     whatever something called `parameters` is asked for."""
     found: set[str] = set()
-    for path in sorted({*(REPO / "server").glob("*.py")} - {REPO / "server" / "cli.py"}):  # whose keys are flags
+    for path in sorted({*(REPO / "server").rglob("*.py")} - {REPO / "server" / "cli.py"}):  # whose keys are flags
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Subscript) and _is_parameters(node.value):
                 found |= set(strings(node.slice))

@@ -30,18 +30,25 @@ ALLOWED = {
 EXCEPTIONS = {
     "protos.inference_pb2_grpc": {"grpc"},
     "protos.generate": {"grpc_tools"},
-    "backends.onnx": {"onnxruntime"},
-    "backends.onnx_instance": {"onnxruntime"},
-    "backends.onnx_providers": {"onnxruntime"},
-    "backends.onnx_sessions": {"onnxruntime"},
+    "backends.onnx.backend": {"onnxruntime"},
+    "backends.onnx.instance": {"onnxruntime"},
+    "backends.onnx.providers": {"onnxruntime"},
+    "backends.onnx.sessions": {"onnxruntime"},
     "clients.scrape": {"prometheus_client"},
     "backends.remote": {"grpc", "google.protobuf"},
     "backends.remote_messages": {"protos", "google.protobuf"},
     "server.cli": {"clients"},
-    "server.upstream": {"clients"},
-    "server.upstream_settings": {"clients"},
-    "server.spans": {"opentelemetry"},
+    "server.models.upstream": {"clients"},
+    "server.models.upstream_settings": {"clients"},
+    "server.telemetry.spans": {"opentelemetry"},
 }
+
+# The layers of the server, the lowest first: a module imports only from its own and from those below. What lies in no
+# folder is below all of them, except for what joins the parts.
+LAYERS = ("memory", "codec", "telemetry", "models", "requests", "rpc", "fronts")
+TOP = {"server.app", "server.cli", "server.__main__"}
+# What gathers the settings of all parts, each of which declares its own.
+GATHERERS = {"server.config", "server.flags"}
 
 
 @cache
@@ -78,7 +85,7 @@ def covers(allowed: str, imported: str) -> bool:
 
 
 def test_modules_are_found_at_all() -> None:
-    assert {"server.app", "scheduler.batch_queue", "backends.onnx", "clients", "protos.tensors"} <= modules().keys()
+    assert {"server.app", "scheduler.batch_queue", "backends.onnx.backend", "protos.tensors"} <= modules().keys()
     assert "server.app" in imports("server.cli")
     assert "scheduler.policy" in imports("scheduler.batcher")
 
@@ -127,6 +134,26 @@ def test_import_cycles_do_not_exist() -> None:
         visit(module, ())
 
 
+def layer(module: str) -> int:
+    """In which of the server's layers `module` is."""
+    if module in TOP:
+        return len(LAYERS)
+    folder = module.split(".")[1] if module.count(".") else ""
+    return LAYERS.index(folder) if folder in LAYERS else -1
+
+
+@pytest.mark.parametrize(
+    "module", sorted(name for name in modules() if name.startswith("server") and name not in GATHERERS)
+)
+def test_import_within_the_server_is_never_of_a_layer_above(module: str) -> None:
+    above = {name for name in imports(module) if name.startswith("server.") and layer(name) > layer(module)}
+    assert not above
+
+
+def test_layers_of_the_server_are_all_of_its_folders() -> None:
+    assert {path.parent.name for path in (REPO / "server").rglob("*.py")} == {*LAYERS, "server"}
+
+
 def names(module: str, attribute: str) -> bool:
     """Whether the text of `module` says `grpc.<attribute>`, or imports that name."""
     tree = ast.parse(modules()[module].read_text())
@@ -160,5 +187,5 @@ def test_modules_share_no_name_with_the_standard_library() -> None:
 def test_a_front_starts_without_runtime_repository_and_batcher() -> None:
     code = "import sys, server.fronts.process; print(*sys.modules)"
     loaded = subprocess.run([sys.executable, "-c", code], cwd=REPO, capture_output=True, text=True, check=True).stdout
-    unwanted = {"onnxruntime", "prometheus_client", "server.repository", "scheduler.batcher", "backends.batching"}
+    unwanted = {"onnxruntime", "prometheus_client", "server.models.repository", "scheduler.batcher"}
     assert not unwanted & set(loaded.split())

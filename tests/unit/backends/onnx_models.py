@@ -11,7 +11,7 @@ import onnx
 import onnxruntime as ort  # type: ignore[import-untyped,unused-ignore]
 
 from backends.base import Array, Device, ModelInstance, ModelSource, ModelSpec, Tensors, TensorSpec
-from backends.onnx import OnnxBackend, OnnxModel
+from backends.onnx.backend import OnnxBackend, OnnxModel
 from tests import models
 
 __all__ = ["CPU", "batched", "floats", "instance_of", "open_model", "run_directly", "run_one", "texts_of"]

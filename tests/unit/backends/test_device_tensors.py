@@ -14,7 +14,7 @@ import pytest
 from backends.base import Array, Device, DeviceKind, DeviceTensor, ModelSource, ModelSpec, Slot, Targets, TensorSpec
 from backends.errors import DeviceLost, ExecutionError, OutOfMemory
 from backends.host_accelerator import HostAccelerator
-from backends.onnx import OnnxBackend
+from backends.onnx.backend import OnnxBackend
 from tests import models
 from tests.cuda import stand_in
 

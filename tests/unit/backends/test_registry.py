@@ -8,7 +8,7 @@ import pytest
 
 from backends.errors import LoadError
 from backends.memory import IdentityBackend
-from backends.onnx import OnnxBackend
+from backends.onnx.backend import OnnxBackend
 from backends.registry import BACKENDS, backend
 
 ROOT = Path(__file__).parents[3]
@@ -35,7 +35,7 @@ def test_backend_unknown_name_lists_the_known(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "module", ["backends.memory", "backends.batching", "backends.registry", "backends.onnx_options"]
+    "module", ["backends.memory", "backends.batching", "backends.registry", "backends.onnx.options"]
 )
 def test_import_of_anything_but_onnx_leaves_onnxruntime_alone(module: str) -> None:
     code = f"import sys, {module}; sys.exit('onnxruntime' in sys.modules)"

@@ -13,11 +13,11 @@ import onnx
 import onnxruntime as ort  # type: ignore[import-untyped,unused-ignore]
 import pytest
 
-from backends.apart.session import SessionApart
 from backends.base import Array, Device, ModelSource, ModelSpec, Tensors, TensorSpec, Trial
 from backends.errors import ExecutionError, LoadError, OutOfMemory, ProcessError
 from backends.host_accelerator import HostAccelerator
-from backends.onnx import OnnxBackend
+from backends.onnx.backend import OnnxBackend
+from backends.own_process.session import SessionApart
 from backends.trial import try_rows
 from tests import models
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from backends.cuda_memory import open_cuda_memory
+from backends.cuda.memory import open_cuda_memory
 from bench.gpu_memory import export
 from tests.cuda import stand_in
 

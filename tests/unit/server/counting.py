@@ -11,8 +11,8 @@ from typing import Any
 
 from backends.base import Execution
 from scheduler.observer import BatchReport
-from server.metrics import Metrics, VersionMetrics
-from server.model_statistics import VersionStatistics
+from server.telemetry.metrics import Metrics, VersionMetrics
+from server.telemetry.model_statistics import VersionStatistics
 
 __all__ = ["US", "Waiting", "report", "samples", "version"]
 

@@ -13,8 +13,8 @@ import pytest
 from click.testing import CliRunner, Result
 
 from server.cli import _settings, main, serve
-from server.tokens import Tokens
-from server.upstream_settings import TRACING_HEADERS
+from server.models.upstream_settings import TRACING_HEADERS
+from server.rpc.tokens import Tokens
 from tests.harness import REPO
 
 DEFAULTS = {

@@ -71,7 +71,7 @@ def exception_classes() -> set[type[BaseException]]:
     found: set[type[BaseException]] = set()
     for package in (scheduler, backends, protos, server):
         for module in pkgutil.iter_modules(package.__path__, f"{package.__name__}."):
-            if module.name == "server.spans" and importlib.util.find_spec("opentelemetry") is None:
+            if module.name == "server.telemetry.spans" and importlib.util.find_spec("opentelemetry") is None:
                 continue  # of an extra that isn't installed
             if module.name == "server.__main__":
                 continue

@@ -18,7 +18,7 @@ from backends.transport.link import Link
 from server.fronts import protocol
 from server.fronts.calls import Aborted, CallContext
 from server.fronts.forwarding import forwarded
-from server.fronts.remote import Replies
+from server.fronts.inference import Replies
 
 _STATUS = grpc.StatusCode.NOT_FOUND
 

@@ -1,0 +1,1 @@
+"""CUDA's driver: devices, contexts, memory, streams. Nothing here knows ONNX Runtime."""

@@ -1,0 +1,172 @@
+"""A GPU through the CUDA driver: page-locked memory, device memory, streams, events.
+
+Lives here: the driver's calls, by ctypes. Must not: ONNX Runtime, tensors. The rules: every call is made with the
+device's primary context current, and giving back makes no error, since nobody is left to hear of it. Other Python
+threads run during calls that wait or allocate, not during those that only queue: these take microseconds, and getting
+the interpreter back beside a busy event loop may take half a millisecond each time.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import weakref
+from typing import Any
+
+from backends.accelerator import Buffer, Event, Stream
+from backends.base import Device, DeviceKind
+from backends.cuda.context import PrimaryContext, check, load_driver
+from backends.cuda.driver import LIBRARY
+from backends.errors import DeviceError
+
+__all__ = ["CudaAccelerator", "accelerator_of", "open_cuda"]
+
+_PORTABLE = 1  # CU_MEMHOSTALLOC_PORTABLE: page-locked for all contexts
+_NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING: not ordered with the default stream, which others may use
+_WAITED_FOR = 1 | 2  # CU_EVENT_BLOCKING_SYNC | CU_EVENT_DISABLE_TIMING: who waits sleeps, as others need the core
+
+_pointer, _size, _address, _number = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_uint64, ctypes.c_uint
+# Without these, ctypes would pass addresses as C ints.
+_ARGUMENTS: dict[str, tuple[Any, ...]] = {
+    "cuMemHostAlloc": (ctypes.POINTER(_pointer), _size, _number),
+    "cuMemFreeHost": (_pointer,),
+    "cuMemAlloc_v2": (ctypes.POINTER(_address), _size),
+    "cuMemFree_v2": (_address,),
+    "cuStreamCreate": (ctypes.POINTER(_pointer), _number),
+    "cuStreamDestroy_v2": (_pointer,),
+    "cuStreamSynchronize": (_pointer,),
+    "cuStreamWaitEvent": (_pointer, _pointer, _number),
+    "cuEventCreate": (ctypes.POINTER(_pointer), _number),
+    "cuEventDestroy_v2": (_pointer,),
+    "cuEventRecord": (_pointer, _pointer),
+    "cuEventSynchronize": (_pointer,),
+    "cuMemcpyHtoDAsync_v2": (_address, _pointer, _size, _pointer),
+    "cuMemcpyDtoHAsync_v2": (_pointer, _address, _size, _pointer),
+    "cuMemcpyDtoDAsync_v2": (_address, _address, _size, _pointer),
+}
+_QUEUE_ONLY = frozenset(("cuEventRecord", "cuStreamWaitEvent", *(name for name in _ARGUMENTS if "Async" in name)))
+
+
+class _Device:
+    """The driver and a device's context, which stays as long as anything made with it."""
+
+    def __init__(self, driver: Any, index: int) -> None:
+        self.driver = driver
+        # The same library, called without letting go of the interpreter.
+        self._quick = ctypes.PyDLL(LIBRARY, handle=driver._handle)
+        for library in (driver, self._quick):
+            for name, arguments in _ARGUMENTS.items():
+                getattr(library, name).argtypes = arguments
+        self.context = PrimaryContext(driver, index, self._quick)
+        closing = weakref.finalize(self, self.context.release)
+        # At the end of the process the driver may be gone first; so below.
+        closing.atexit = False
+
+    def call(self, name: str, *arguments: Any) -> None:
+        library = self._quick if name in _QUEUE_ONLY else self.driver
+        check(self.driver, name, getattr(library, name)(*arguments))
+
+    def make(self, owner: object, call: str, give_back: str, *arguments: Any) -> int:
+        """What `call` makes, by its handle or address. It is given back by the driver's call of that other name when
+        `owner` goes, on whichever thread."""
+        made = _ARGUMENTS[call][0]._type_()  # the first argument points to it
+        self.call(call, ctypes.byref(made), *arguments)
+        handle: int = made.value
+        closing = weakref.finalize(owner, _give_back, self, give_back, handle)
+        closing.atexit = False
+        return handle
+
+
+def _give_back(device: _Device, call: str, handle: int) -> None:
+    try:
+        with device.context.current():
+            getattr(device.driver, call)(handle)
+    except DeviceError:
+        pass
+
+
+class _DeviceMemory:
+    def __init__(self, device: _Device, size_bytes: int) -> None:
+        self.address = device.make(self, "cuMemAlloc_v2", "cuMemFree_v2", size_bytes)
+        self.size_bytes = size_bytes
+
+
+class _HostMemory:
+    def __init__(self, device: _Device, size_bytes: int) -> None:
+        self.address = device.make(self, "cuMemHostAlloc", "cuMemFreeHost", size_bytes, _PORTABLE)
+        self.size_bytes = size_bytes
+        self.buffer: Buffer = (ctypes.c_uint8 * size_bytes).from_address(self.address)
+
+
+class _Event:
+    def __init__(self, device: _Device) -> None:
+        self._device = device
+        self.handle = device.make(self, "cuEventCreate", "cuEventDestroy_v2", _WAITED_FOR)
+
+    def synchronize(self) -> None:
+        self._device.call("cuEventSynchronize", self.handle)
+
+
+class _Stream:
+    def __init__(self, device: _Device) -> None:
+        self._device = device
+        self.handle = device.make(self, "cuStreamCreate", "cuStreamDestroy_v2", _NON_BLOCKING)
+
+    def copy_in(self, target: int, source: int, size_bytes: int) -> None:
+        self._device.call("cuMemcpyHtoDAsync_v2", target, source, size_bytes, self.handle)
+
+    def copy_out(self, target: int, source: int, size_bytes: int) -> None:
+        self._device.call("cuMemcpyDtoHAsync_v2", target, source, size_bytes, self.handle)
+
+    def copy_within(self, target: int, source: int, size_bytes: int) -> None:
+        self._device.call("cuMemcpyDtoDAsync_v2", target, source, size_bytes, self.handle)
+
+    def record(self, event: Event) -> None:
+        assert isinstance(event, _Event)
+        self._device.call("cuEventRecord", event.handle, self.handle)
+
+    def wait(self, event: Event) -> None:
+        assert isinstance(event, _Event)
+        self._device.call("cuStreamWaitEvent", self.handle, event.handle, 0)
+
+    def synchronize(self) -> None:
+        self._device.call("cuStreamSynchronize", self.handle)
+
+
+class CudaAccelerator:
+    """`Accelerator` that is GPU `index`. `ort_device` and `memory_name` are what ONNX Runtime's CUDA provider says."""
+
+    memory_name = "Cuda"
+
+    def __init__(self, driver: Any, index: int) -> None:
+        self._device = _Device(driver, index)
+        self.gpu = index
+        self.ort_device = "cuda", index
+
+    def enter(self) -> None:
+        self._device.context.enter()
+
+    def synchronize(self) -> None:
+        with self._device.context.current():
+            self._device.call("cuCtxSynchronize")
+
+    def host_memory(self, size_bytes: int) -> _HostMemory:
+        return _HostMemory(self._device, size_bytes)
+
+    def device_memory(self, size_bytes: int) -> _DeviceMemory:
+        return _DeviceMemory(self._device, size_bytes)
+
+    def stream(self) -> Stream:
+        return _Stream(self._device)
+
+    def event(self) -> Event:
+        return _Event(self._device)
+
+
+def accelerator_of(device: Device) -> CudaAccelerator | None:
+    """What stages the batches of `device`. Blocks as `open_cuda`; raises DeviceError."""
+    return open_cuda(device.index) if device.kind is DeviceKind.GPU else None
+
+
+def open_cuda(index: int) -> CudaAccelerator:
+    """GPU `index`. Blocks, the first time for as long as its context takes to make; raises DeviceError."""
+    return CudaAccelerator(load_driver(ctypes.CDLL), index)

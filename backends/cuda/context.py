@@ -1,0 +1,81 @@
+"""The CUDA context that a process has for a GPU, by the driver.
+
+Lives here: loading the driver, the primary context of a device, and what its calls return. Must not: memory, streams, a
+runtime. The rule: everybody in the process uses the primary context, as ONNX Runtime does, so that memory and streams
+of one are good for the other.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from backends.cuda.driver import LIBRARY, failure_text
+from backends.errors import DeviceError
+
+__all__ = ["PrimaryContext", "check", "ignore_captures", "load_driver"]
+
+_THREAD_LOCAL = 1  # CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
+
+_threads = threading.local()
+
+
+def load_driver(load: Callable[[str], Any] = ctypes.CDLL) -> Any:
+    """The driver, initialised; `load` opens a shared library by name. Raises DeviceError with the driver's reason."""
+    try:
+        driver = load(LIBRARY)
+    except OSError as error:
+        raise DeviceError(f"no NVIDIA driver: {LIBRARY} can't be loaded ({error})") from error
+    check(driver, "cuInit", driver.cuInit(0))
+    return driver
+
+
+def check(driver: Any, call: str, code: int) -> None:
+    """Raise DeviceError unless `call` succeeded."""
+    if code != 0:
+        raise DeviceError(failure_text(driver, call, code))
+
+
+def ignore_captures(driver: Any) -> None:
+    """Allow the calling thread, which has a context current, everything while other threads capture graphs. ONNX
+    Runtime captures in the mode in which otherwise allocations of the whole process fail, and with them the capture."""
+    if getattr(_threads, "ignoring", False):
+        return
+    mode = ctypes.c_int(_THREAD_LOCAL)
+    check(driver, "cuThreadExchangeStreamCaptureMode", driver.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode)))
+    _threads.ignoring = True
+
+
+class PrimaryContext:
+    """The primary context of one device, retained until `release`. `quick` is the driver for calls that don't block.
+    Raises DeviceError."""
+
+    def __init__(self, driver: Any, device: int, quick: Any = None) -> None:
+        self._driver = driver
+        self._quick = driver if quick is None else quick
+        number = ctypes.c_int()
+        check(driver, "cuDeviceGet", driver.cuDeviceGet(ctypes.byref(number), device))
+        handle = ctypes.c_void_p()
+        check(driver, "cuDevicePrimaryCtxRetain", driver.cuDevicePrimaryCtxRetain(ctypes.byref(handle), number))
+        self._number, self._handle = number, handle
+
+    @contextmanager
+    def current(self) -> Iterator[None]:
+        """On this thread, while in the block; what the thread had current before is so again after it."""
+        check(self._driver, "cuCtxPushCurrent", self._driver.cuCtxPushCurrent_v2(self._handle))
+        try:
+            ignore_captures(self._driver)
+            yield
+        finally:
+            self._driver.cuCtxPopCurrent_v2(ctypes.byref(ctypes.c_void_p()))
+
+    def enter(self) -> None:
+        """Current on this thread from now on."""
+        check(self._driver, "cuCtxSetCurrent", self._quick.cuCtxSetCurrent(self._handle))
+        ignore_captures(self._driver)
+
+    def release(self) -> None:
+        self._driver.cuDevicePrimaryCtxRelease_v2(self._number)

@@ -1,0 +1,100 @@
+"""GPU memory of another process, opened through the CUDA driver's interprocess handles.
+
+Lives here: the calls into libcuda through ctypes. Must not: a runtime, names of regions, tensors. The rule: every call
+happens in the device's primary context, the one that runtimes use too, which is pushed before and popped after, so that
+whatever the thread has current stays so.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from backends.cuda.context import PrimaryContext, check, load_driver
+from backends.errors import DeviceError
+
+__all__ = ["HANDLE_BYTES", "CudaMemory", "open_cuda_memory"]
+
+HANDLE_BYTES = 64  # CU_IPC_HANDLE_SIZE
+_LAZY_ENABLE_PEER_ACCESS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS, the only flag there is
+
+
+class _Handle(ctypes.Structure):
+    """`CUipcMemHandle`, which goes by value."""
+
+    _fields_ = (("reserved", ctypes.c_ubyte * HANDLE_BYTES),)
+
+
+class CudaMemory:
+    """One allocation of another process, of `byte_size` bytes; closed when nobody holds it any more."""
+
+    def __init__(self, driver: Any, context: PrimaryContext, address: int, byte_size: int) -> None:
+        self._driver = driver
+        self._context = context
+        self.address = address
+        self.byte_size = byte_size
+        closing = weakref.finalize(self, _close, driver, context, address)
+        # At the end of the process the driver may be gone first.
+        closing.atexit = False
+
+    def read(self, target: int, byte_size: int, offset: int) -> None:
+        """Copy `byte_size` bytes from `offset` to host memory at address `target`. Blocks; raises DeviceError."""
+        with self._context.current():
+            code = self._driver.cuMemcpyDtoH_v2(
+                ctypes.c_void_p(target), ctypes.c_uint64(self.address + offset), ctypes.c_size_t(byte_size)
+            )
+        check(self._driver, "cuMemcpyDtoH", code)
+
+    def write(self, source: int, byte_size: int, offset: int) -> None:
+        """Copy `byte_size` bytes of host memory at address `source` to `offset`. Blocks until they are there, for
+        everybody; raises DeviceError."""
+        with self._context.current():
+            code = self._driver.cuMemcpyHtoD_v2(
+                ctypes.c_uint64(self.address + offset), ctypes.c_void_p(source), ctypes.c_size_t(byte_size)
+            )
+            check(self._driver, "cuMemcpyHtoD", code)
+            # From pageable memory, that returns once all has been read. Other processes don't wait for the rest.
+            check(self._driver, "cuStreamSynchronize", self._driver.cuStreamSynchronize(None))
+
+
+def open_cuda_memory(handle: bytes, device: int, load: Callable[[str], Any]) -> CudaMemory:
+    """The memory that `handle` of `HANDLE_BYTES` bytes stands for, on GPU `device`.
+
+    Blocks, the first time for as long as the device's context takes to make. `load` opens a shared library by name.
+    Raises DeviceError with the driver's reason.
+    """
+    if len(handle) != HANDLE_BYTES:
+        raise DeviceError(f"expected a handle of {HANDLE_BYTES} bytes, got {len(handle)}")
+    driver = load_driver(load)
+    context = PrimaryContext(driver, device)
+    try:
+        return _open(driver, context, handle)
+    except BaseException:
+        context.release()
+        raise
+
+
+def _open(driver: Any, context: PrimaryContext, handle: bytes) -> CudaMemory:
+    address, base, size = ctypes.c_uint64(), ctypes.c_uint64(), ctypes.c_size_t()
+    with context.current():
+        code = driver.cuIpcOpenMemHandle_v2(
+            ctypes.byref(address), _Handle.from_buffer_copy(handle), ctypes.c_uint(_LAZY_ENABLE_PEER_ACCESS)
+        )
+        check(driver, "cuIpcOpenMemHandle", code)
+        code = driver.cuMemGetAddressRange_v2(ctypes.byref(base), ctypes.byref(size), address)
+        if code:
+            driver.cuIpcCloseMemHandle(address)
+        check(driver, "cuMemGetAddressRange", code)
+    return CudaMemory(driver, context, address.value, base.value + size.value - address.value)
+
+
+def _close(driver: Any, context: PrimaryContext, address: int) -> None:
+    """Errors are nobody's any more: the memory's owner may be gone already."""
+    try:
+        with context.current():
+            driver.cuIpcCloseMemHandle(ctypes.c_uint64(address))
+    except DeviceError:
+        pass
+    context.release()

@@ -1,0 +1,261 @@
+"""Models of ONNX Runtime.
+
+Lives here: `OnnxBackend`, from groups to devices, and `OnnxModel`, from a file to sessions and instances. Must not: how
+sessions are opened (`sessions`), how batches run (`instance`).
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager, nullcontext
+from dataclasses import replace
+from pathlib import Path
+
+import onnxruntime as ort  # type: ignore[import-untyped,unused-ignore]
+
+from backends.accelerator import Accelerator
+from backends.base import (
+    Device,
+    DeviceKind,
+    GroupKind,
+    InstanceGroup,
+    ModelSource,
+    ModelSpec,
+    Supervise,
+    Trial,
+    directly,
+)
+from backends.cuda.accelerator import accelerator_of
+from backends.cuda.driver import count_gpus
+from backends.errors import DeviceError, LoadError
+from backends.onnx.captures import captures
+from backends.onnx.datatypes import check_served
+from backends.onnx.instance import OnnxInstance
+from backends.onnx.options import OnnxOptions, parse_options, without_graphs
+from backends.onnx.sessions import CUDA, OpenSession, open_session, probe_cuda
+from backends.onnx.shared import Shared, why_not_staged
+from backends.onnx.spec import find_spec
+from backends.onnx.staged import StagedInstance
+from backends.onnx.trial import Runs, try_model
+from backends.own_process.questions import Job
+from backends.own_process.served import OnnxModelApart
+from backends.own_process.session import SessionApart
+from backends.placement import on_cpu, on_gpus
+
+__all__ = ["OnnxBackend", "OnnxModel"]
+
+Accelerators = Callable[[Device], Accelerator | None]
+
+_MOST_NAMES = 5
+_MOST_APART = 2**29
+"""Bytes of a model's file, with what weights are in it. They are held twice while it is tried in a process apart: what
+is larger might well have been given memory for once."""
+
+_log = logging.getLogger("paceline.backends.onnx")
+
+
+class OnnxBackend:
+    """`Backend` for `.onnx` files.
+
+    `count_gpus` says how many GPUs there are or raises LoadError, `available_providers` what onnxruntime has built in,
+    `shared_threads` whether `share_threads` was called, `accelerators` what stages the batches of a device.
+    """
+
+    def __init__(
+        self,
+        count_gpus: Callable[[], int] = count_gpus,
+        available_providers: Callable[[], Sequence[str]] = ort.get_available_providers,
+        shared_threads: bool = False,
+        accelerators: Accelerators | None = None,
+    ) -> None:
+        self._count_gpus = count_gpus
+        self._available_providers = available_providers
+        self._shared_threads = shared_threads
+        self._accelerators = accelerators or accelerator_of
+        self._told: set[tuple[GroupKind, str]] = set()
+
+    def devices(self, groups: Sequence[InstanceGroup]) -> tuple[Device, ...]:
+        """One device per instance; blocks for a second or so when it first asks the CUDA driver for GPUs.
+
+        KIND_GPU gets GPUs or is refused; KIND_AUTO and KIND_MODEL take the CPU where no GPU is usable, and log which.
+        """
+        return tuple(device for group in groups or (InstanceGroup(),) for device in self._place(group))
+
+    def open(self, source: ModelSource, device: Device) -> OnnxModel | OnnxModelApart:
+        options = replace(parse_options(source), shared_threads=self._shared_threads)
+        if options.own_process:
+            return OnnxModelApart(Job(source.name, _model_file(source), options, device, source.declared), source.files)
+        opener = Opener(source.name, _model_file(source), options, self._accelerators)
+        return OnnxModel(source, device, opener)
+
+    def _place(self, group: InstanceGroup) -> list[Device]:
+        if group.kind is GroupKind.CPU:
+            return on_cpu(group)
+        try:
+            gpus = self._gpus()
+        except LoadError as reason:
+            if group.kind is GroupKind.GPU:
+                raise LoadError(f"instance_group KIND_GPU: {reason}; KIND_CPU or KIND_AUTO do without one") from reason
+            if (group.kind, str(reason)) not in self._told:  # it is the same for every model
+                self._told.add((group.kind, str(reason)))
+                _log.info("%s instances run on the CPU: %s", group.kind.value, reason)
+            return on_cpu(group)
+        devices = on_gpus(group, gpus)
+        if group.kind is GroupKind.GPU:
+            return devices
+        try:
+            # Beside another model's warm-up, what this allocates would break the capture of graphs.
+            if (accelerator := self._accelerators(devices[0])) is not None:
+                accelerator.enter()
+            with captures.synchronizing():
+                probe_cuda(devices[0], OnnxOptions(shared_threads=self._shared_threads))
+        except (DeviceError, LoadError) as reason:
+            _log.warning("%s instances run on the CPU although there is a GPU: %s", group.kind.value, reason)
+            return on_cpu(group)
+        indices = dict.fromkeys(device.index for device in devices)
+        _log.info("%s instances run on GPU %s", group.kind.value, ", ".join(map(str, indices)))
+        return devices
+
+    def _gpus(self) -> int:
+        available = self._available_providers()
+        if CUDA not in available:
+            raise LoadError(
+                f"this onnxruntime {ort.__version__} has no {CUDA}, only {', '.join(available)}; "
+                "the package onnxruntime-gpu has it"
+            )
+        return self._count_gpus()
+
+
+class OnnxModel:
+    """`OpenModel` of one ONNX file.
+
+    CPU instances share one session: its Run is thread-safe, and a session per instance would hold the weights once
+    more and start one more pool of threads, all fighting for the same cores. Each instance on an accelerator has its
+    own, because a session computes on one stream, where a second instance's kernels could only queue.
+    """
+
+    platform = "onnxruntime_onnx"
+
+    def __init__(self, source: ModelSource, device: Device, opener: Opener) -> None:
+        self._name = name = source.name
+        self._files, self._keeps_files = source.files, False
+        self._opener = opener
+        self._sessions = {device: opener.open(device)}
+        found = find_spec(name, opener.path, self._sessions[device].session, source.declared)
+        found.tell(name)
+        self.spec = found.spec
+        self.rounds_by = found.rounds_by
+
+    def try_rows(self, supervise: Supervise = directly) -> Trial:
+        return try_model(self.spec, self._opener.options, self._untrusting, supervise)
+
+    def instance(self, spec: ModelSpec, device: Device) -> OnnxInstance | StagedInstance:
+        check_served(self._name, spec, self.spec)
+        opened, options = self._session(device), self._opener.options
+        if opened.streams is None:
+            return OnnxInstance(opened, spec, device, options)
+        if reason := why_not_staged(opened, spec):
+            _log.info("model '%s': ONNX Runtime copies its tensors itself, as %s", self._name, reason)
+            return OnnxInstance(opened, spec, device, options)
+        try:
+            return StagedInstance(
+                Shared(self._name, opened, spec, device, options, lambda: self._opener.open_plainly(device))
+            )
+        except DeviceError as error:
+            raise LoadError(f"model '{self._name}': {error}") from error
+
+    def close(self) -> None:
+        self._sessions.clear()
+        if self._keeps_files:
+            self._keeps_files = False
+            self._files.let_go()
+
+    @contextmanager
+    def _untrusting(self, spec: ModelSpec) -> Iterator[Runs]:
+        with ExitStack() as stack:
+            yield self._run_untrusted(spec, stack)
+
+    def _run_untrusted(self, spec: ModelSpec, stack: ExitStack) -> Runs:
+        """What runs the model with inputs that may be more than it can take, until `stack` is left: a process apart,
+        unless the model is on a GPU or large, or none can be had."""
+        ((device, session), *_), options, path = self._sessions.items(), self._opener.options, self._opener.path
+        if device.kind is DeviceKind.CPU and session.streams is None and path.stat().st_size <= _MOST_APART:
+            try:
+                return stack.enter_context(SessionApart(Job(self._name, path, options), spec))
+            except LoadError as error:
+                _log.info("model '%s' is tried in the server's own process: %s", self._name, error)
+        # Left open, the session, and all that it has of a device's memory, would stay.
+        return stack.enter_context(closing(OnnxInstance(session, spec, device, options)))
+
+    def _session(self, device: Device) -> OpenSession:
+        """The shared session of the CPU; else the one that the model was opened with, once, and fresh ones after."""
+        opened = self._sessions.pop(device, None) or self._opener.open(device)
+        if opened.streams is None and device.kind is DeviceKind.CPU:
+            self._sessions[device] = opened
+        elif not self._keeps_files:
+            # For the session of an instance that will take the place of another.
+            self._keeps_files = True
+            self._files.keep()
+        return opened
+
+
+class Opener:
+    """Opens sessions of one model. `accelerators` gives what stages the batches of a device, or None."""
+
+    def __init__(self, name: str, path: Path, options: OnnxOptions, accelerators: Accelerators) -> None:
+        self.options = options
+        self.path = path
+        self._name = name
+        self._accelerators = accelerators
+
+    def open(self, device: Device) -> OpenSession:
+        """Blocks; raises LoadError."""
+        return self._open(device, self.options)
+
+    def open_plainly(self, device: Device) -> OpenSession:
+        """Without graphs."""
+        return self._open(device, without_graphs(self.options))
+
+    def _open(self, device: Device, options: OnnxOptions) -> OpenSession:
+        try:
+            accelerator = self._accelerators(device)
+        except DeviceError as error:
+            raise LoadError(
+                f"model '{self._name}': can't open '{self.path}': onnxruntime couldn't use GPU {device.index}: {error}"
+            ) from error
+        with captures.synchronizing() if accelerator is not None else nullcontext():
+            return open_session(self._name, self.path, options, device, accelerator)
+
+
+def _model_file(source: ModelSource) -> Path:
+    """The file to read: `source.path`, or `model.onnx` in it if that is a folder, as it is with external weights."""
+    path = source.path / "model.onnx" if source.path.is_dir() else source.path
+    if not path.is_file() and os.path.lexists(path):
+        raise LoadError(f"model '{source.name}': expected a file, got something else or a link to none: '{path}'")
+    if not path.is_file():
+        raise LoadError(f"model '{source.name}': no such file: '{path}'{_instead(path.parent)}")
+    if path.stat().st_size == 0:
+        raise LoadError(f"model '{source.name}': the file is empty: '{path}'")
+    if not _is_utf8(str(path)):
+        raise LoadError(f"model '{source.name}': expected a path that is UTF-8, as ONNX Runtime does: '{path}'")
+    return path
+
+
+def _is_utf8(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _instead(folder: Path) -> str:
+    """What lies where a model file should, to whoever has called it something else."""
+    if not folder.is_dir():
+        return ""
+    names = sorted(entry.name for entry in folder.iterdir() if not entry.name.startswith("."))
+    more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
+    hint = "; default_model_filename in its config.pbtxt says another name than model.onnx" if names else ""
+    return f"; there is {', '.join(names[:_MOST_NAMES]) or 'nothing'}{more}{hint}"

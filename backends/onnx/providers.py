@@ -1,0 +1,167 @@
+"""ONNX Runtime's execution providers beside CUDA's and the CPU's: TensorRT and OpenVINO.
+
+Lives here: what a session is told to have them, what it is asked afterwards, and why they can't be had. Must not: the
+names of parameters (`accelerators`). The rule: a model whose configuration asks for one of them computes on it, at
+least in part, or isn't loaded.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import logging
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import onnxruntime as ort  # type: ignore[import-untyped,unused-ignore]
+
+from backends.base import Device, DeviceKind, TensorSpec
+from backends.errors import LoadError
+from backends.onnx.accelerators import ENGINE_CACHE, ENGINE_CACHE_PATH, profile_shapes
+from backends.onnx.datatypes import is_known, tensor_spec
+from backends.onnx.options import OnnxOptions
+
+__all__ = ["check_taken", "missing_library", "prepare_accelerator", "provider_of", "ready_accelerator"]
+
+_log = logging.getLogger("paceline.backends.onnx")
+
+_TENSORRT, _OPENVINO = "TensorrtExecutionProvider", "OpenVINOExecutionProvider"
+_RECORD = "session.record_ep_graph_assignment_info"
+_TENSORRT_LIBRARIES = ("libnvinfer.so.10", "libnvinfer_plugin.so.10", "libnvonnxparser.so.10")
+
+
+def provider_of(options: OnnxOptions, device: Device) -> tuple[str, Mapping[str, str]] | None:
+    """The provider that a session on `device` is to have in front of others, with its options; None if none is asked
+    for. LoadError if this onnxruntime has no such provider."""
+    if device.kind is DeviceKind.GPU and options.tensorrt is not None:
+        return _available(_TENSORRT, "tensorrt", "the package onnxruntime-gpu has it"), options.tensorrt
+    if device.kind is DeviceKind.CPU and options.openvino is not None:
+        hint = "the package onnxruntime-openvino has it, which takes the place of onnxruntime-gpu"
+        return _available(_OPENVINO, "openvino", hint), options.openvino
+    return None
+
+
+def ready_accelerator(name: str, path: Path, options: OnnxOptions, device: Device) -> OnnxOptions:
+    """`options` of model `name` in `path`, with what goes without saying for an accelerator that it asks for: a place
+    for TensorRT's engines, and the shapes that they are for. Blocks; LoadError for a place that can't be written."""
+    asked = options.tensorrt
+    if provider_of(options, device) is None:
+        if asked is not None:
+            _log.info("model '%s': instances on the CPU do without its gpu_execution_accelerator", name)
+        return options
+    ready = replace(options, session_entries={**options.session_entries, _RECORD: "1"})
+    if asked is None or device.kind is DeviceKind.CPU:
+        return ready
+    tensorrt = {**asked, **_engine_cache(name, asked, options.cache_directory)}
+    if not any(key.startswith("trt_profile_") for key in asked):
+        tensorrt |= _profile(name, path, options)
+    return replace(ready, tensorrt={**tensorrt, "device_id": str(device.index)})
+
+
+def prepare_accelerator(provider: str) -> None:
+    """Load the libraries of PyPI's TensorRT packages: they lie where the loader doesn't look."""
+    found = importlib.util.find_spec("tensorrt_libs") if provider == _TENSORRT else None
+    for folder in found.submodule_search_locations or () if found else ():
+        for library in _TENSORRT_LIBRARIES:
+            try:
+                ctypes.CDLL(str(Path(folder, library)), mode=ctypes.RTLD_GLOBAL)
+            except OSError as error:
+                _log.debug("TensorRT: %s", error)
+
+
+def check_taken(session: Any, provider: str) -> None:
+    """Raise LoadError saying why unless `session` computes some of its nodes by `provider`; say how many."""
+    if provider not in session.get_providers():
+        raise LoadError(
+            missing_library(provider)
+            or f"onnxruntime couldn't use {provider}, although its libraries are there; do device and driver suit it?"
+        )
+    if not hasattr(session, "get_provider_graph_assignment_info"):  # as of onnxruntime-openvino, which is older
+        return
+    counts: dict[str, int] = {}
+    for part in session.get_provider_graph_assignment_info():
+        counts[part.ep_name] = counts.get(part.ep_name, 0) + len(part.get_nodes())
+    total = sum(counts.values())
+    if not counts.get(provider):
+        raise LoadError(f"{provider} takes none of the model's {total} nodes")
+    _log.info("%s computes %d of the model's %d nodes", provider, counts[provider], total)
+
+
+def missing_library(provider: str) -> str:
+    """Of a session that couldn't be had: what ONNX Runtime tells only its log, as a rule that a library which the
+    provider needs isn't there. "" if all are. Not before: a provider's library that isn't loaded by ONNX Runtime first
+    doesn't find its host."""
+    library, hint = {
+        _TENSORRT: (
+            "libonnxruntime_providers_tensorrt.so",
+            "it needs TensorRT 10, as in the package tensorrt-cu13, beside the extra 'cuda' of this package",
+        ),
+        _OPENVINO: ("libonnxruntime_providers_openvino.so", "the package onnxruntime-openvino brings it along"),
+    }[provider]
+    try:
+        ctypes.CDLL(str(Path(ort.__file__).with_name("capi") / library))
+    except OSError as error:
+        return f"onnxruntime couldn't use {provider}: {error}; {hint}"
+    return ""
+
+
+def _available(provider: str, name: str, hint: str) -> str:
+    available = ort.get_available_providers()
+    if provider not in available:
+        raise LoadError(
+            f"execution accelerator '{name}': this onnxruntime {ort.__version__} has no {provider}, only "
+            f"{', '.join(available)}; {hint}"
+        )
+    return provider
+
+
+def _engine_cache(name: str, asked: Mapping[str, str], flag: str) -> dict[str, str]:
+    """Where engines are kept: building one takes minutes. Nobody is refused for a place that they didn't ask for."""
+    if asked.get(ENGINE_CACHE) == "False":
+        return {}
+    given = asked.get(ENGINE_CACHE_PATH) or flag
+    try:
+        folder = Path(given) if given else _cache_home()
+        # Engines are for one version of TensorRT; of one model's versions they tell each other apart by the graph.
+        place = folder if asked.get(ENGINE_CACHE_PATH) else folder / f"tensorrt-{ort.__version__}" / name
+        place.mkdir(parents=True, exist_ok=True, mode=0o700)
+        if not os.access(place, os.W_OK | os.X_OK):
+            raise PermissionError(f"no right to write to '{place}'")
+    except (OSError, RuntimeError) as error:  # no home directory is a RuntimeError
+        if given or ENGINE_CACHE in asked:
+            raise LoadError(
+                f"execution accelerator 'tensorrt': no place for engines: {error}; expected a folder that the "
+                "server can write to, by trt_engine_cache_path or --backend-config onnxruntime,cache-directory=DIR"
+            ) from error
+        _log.warning("model '%s': TensorRT builds its engines anew at each start: %s", name, error)
+        return {ENGINE_CACHE: "False"}
+    _log.info("model '%s': TensorRT keeps its engines in '%s'", name, place)
+    return {ENGINE_CACHE: "True", ENGINE_CACHE_PATH: str(place)}
+
+
+def _cache_home() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "paceline"
+
+
+def _profile(name: str, path: Path, options: OnnxOptions) -> dict[str, str]:
+    """Shapes that the model itself and the largest batch tell; without, TensorRT builds another engine for each shape
+    beyond those that it has seen."""
+    made = ort.SessionOptions()
+    made.log_severity_level = 4
+    made.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+    try:
+        for library in options.op_libraries:
+            made.register_custom_ops_library(str(library))
+        session = ort.InferenceSession(str(path), made, providers=["CPUExecutionProvider"], enable_fallback=0)
+    except Exception as error:  # noqa: BLE001 - the session to come fails likewise, and is told of
+        _log.debug("model '%s': its shapes aren't known: %s", name, error)
+        return {}
+    nodes = session.get_inputs()
+    inputs: list[TensorSpec] = [tensor_spec(name, "input", node) for node in nodes if is_known(node)]
+    shapes = profile_shapes(inputs, options.largest_rows) if len(inputs) == len(nodes) else {}
+    if not shapes:
+        _log.info("model '%s': its shapes are free; trt_profile_*_shapes would save TensorRT engines", name)
+    return shapes

@@ -1,0 +1,324 @@
+"""ONNX Runtime's sessions: how they are opened, and what they are told.
+
+Lives here: execution providers, session and run options. Must not: reading of options (`options`) or of errors
+(`failures`), running (`instance`, `staged`). The rule about devices: a model runs where it was asked to
+or is refused. ONNX Runtime itself falls back to the CPU with no more than a line in its log, so each session is asked
+afterwards what it really got.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import importlib.util
+import io
+import logging
+import re
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import onnxruntime as ort  # type: ignore[import-untyped,unused-ignore]
+
+from backends.accelerator import Accelerator, Streams, open_streams
+from backends.base import Device, DeviceKind
+from backends.errors import DeviceError, DeviceLost, LoadError
+from backends.onnx.captures import captures
+from backends.onnx.failures import device_failure, reason_of
+from backends.onnx.options import OnnxOptions, without_graphs
+from backends.onnx.plans import Plans
+from backends.onnx.providers import (
+    check_taken,
+    missing_library,
+    prepare_accelerator,
+    provider_of,
+    ready_accelerator,
+)
+
+__all__ = [
+    "CUDA",
+    "NO_GRAPH",
+    "PROBE_MODEL",
+    "OpenSession",
+    "memory_names",
+    "open_session",
+    "prepare_cuda",
+    "probe_cuda",
+    "run_options",
+    "session_options",
+    "share_threads",
+    "staged_run_options",
+]
+
+_log = logging.getLogger("paceline.backends.onnx")
+
+CUDA = "CUDAExecutionProvider"
+_CPU = "CPUExecutionProvider"
+_FATAL = 4
+"""Severity for ONNX Runtime's own log: its errors reach us as exceptions, and each bad row would fill the log."""
+
+_CUDNN = "libcudnn.so.9"
+_LIBRARIES = ("cudart", "nvrtc", "cublasLt", "cublas", "curand", "cufft", "cudnn")
+
+NO_GRAPH = -1
+"""The id that says: neither capture nor replay."""
+
+_SHRINKAGE = "memory.enable_memory_arena_shrinkage"
+_GRAPH_ID = "gpu_graph_id"
+_UNSYNCHRONIZED = "disable_synchronize_execution_providers"
+
+_NOT_CAPTURED = re.compile(r"(graph capture|CUDA [Gg]raph) feature")
+"""What ONNX Runtime says of a model that it can't capture, because of control flow or of nodes on the CPU."""
+
+_OF_DRIVER = re.compile(r"undefined symbol: cu[A-Z]")
+"""A function that the provider is linked to the driver for. Those of CUDA's libraries go on in small letters."""
+
+# A whole ONNX model, one Identity over one float: what only a session can find out is known before any model is read.
+PROBE_MODEL = (
+    b"\x08\x08"  # ir_version 8
+    b":/"  # graph, 47 bytes
+    b"\n\x10\n\x01x\x12\x01y\x22\x08Identity"  # node: x -> y
+    b"\x12\x01p"  # name
+    b"Z\x0b\n\x01x\x12\x06\n\x04\x08\x01\x12\x00"  # input x: float, rank 0
+    b"b\x0b\n\x01y\x12\x06\n\x04\x08\x01\x12\x00"  # output y, likewise
+    b"B\x04\n\x00\x10\x11"  # opset 17
+)
+
+
+class OpenSession:
+    """A session; `streams` are those of its device, on one of which it computes: whoever holds the session or what
+    is bound to it holds this, as they have to outlive it. `graphs`: it captures what runs under a graph's id. `plans`
+    is for those who execute it, one at a time."""
+
+    __slots__ = ("graphs", "plans", "session", "streams")
+
+    def __init__(self, session: ort.InferenceSession, streams: Streams | None, graphs: bool = False) -> None:
+        self.session = session
+        self.streams = streams
+        self.graphs = graphs
+        self.plans = Plans()
+
+    def __del__(self) -> None:
+        if self.streams is None:
+            return
+        with captures.synchronizing():
+            if _has_ended(self.streams.accelerator):
+                # While nothing is captured, and before its streams, in whatever order attributes go if left alone.
+                del self.session
+            else:
+                _keep_for_ever(self.session)
+
+
+def _has_ended(accelerator: Accelerator) -> bool:
+    """Wait until the device has done all that it was told. A session that goes has it waited for as well, but with the
+    interpreter held, and without end if the device hangs. False if it is lost: taking down a session's graphs would end
+    the process, as ONNX Runtime throws in a destructor."""
+    try:
+        accelerator.synchronize()
+    except DeviceError as error:
+        return not isinstance(device_failure(error), DeviceLost)
+    return True
+
+
+def _keep_for_ever(session: ort.InferenceSession) -> None:
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(session))
+
+
+def open_session(
+    name: str, path: Path, options: OnnxOptions, device: Device, accelerator: Accelerator | None = None
+) -> OpenSession:
+    """The model in `path` on `device`, computing on a stream of its own of `accelerator`, if there is one.
+
+    Without graphs where the model can't be captured. Blocks; raises LoadError.
+    """
+    try:
+        options = ready_accelerator(name, path, options, device)
+        streams = open_streams(accelerator) if accelerator is not None else None
+        # What TensorRT computes isn't the CUDA provider's to capture; it has graphs of its own.
+        graphs = streams is not None and options.cuda_graphs and options.tensorrt is None
+        if graphs:
+            try:
+                session = _session(str(path), options, device, streams)
+            except LoadError as error:
+                if not _NOT_CAPTURED.search(str(error)):
+                    raise
+                _log.warning("model '%s' runs without CUDA graphs: %s", name, error)
+            else:
+                return OpenSession(session, streams, graphs)
+        return OpenSession(_session(str(path), without_graphs(options), device, streams), streams)
+    except (DeviceError, LoadError) as error:
+        raise LoadError(f"model '{name}': can't open '{path}': {error}") from error
+
+
+def memory_names(session: ort.InferenceSession) -> tuple[dict[str, str], dict[str, str]]:
+    """Which memory, by ONNX Runtime's name, the model reads each of its inputs from and writes each output to.
+
+    Raises whatever ONNX Runtime does; AttributeError if it is too old to be asked.
+    """
+    asked = (
+        (session.get_inputs(), session.get_input_memory_infos()),
+        (session.get_outputs(), session.get_output_memory_infos()),
+    )
+    inputs, outputs = ({node.name: info.name for node, info in zip(*one, strict=True)} for one in asked)
+    return inputs, outputs
+
+
+def probe_cuda(device: Device, options: OnnxOptions) -> None:
+    """Find out whether a session can be had on `device`; LoadError saying why not."""
+    _session(PROBE_MODEL, options, device)
+
+
+def _session(
+    model: str | bytes, options: OnnxOptions, device: Device, streams: Streams | None = None
+) -> ort.InferenceSession:
+    made = session_options(options)
+    providers: list[Any] = [_CPU]
+    stream: dict[str, str] = {}
+    if device.kind is DeviceKind.GPU:
+        prepare_cuda()
+        stream = {"user_compute_stream": str(streams.compute.handle)} if streams is not None else {}
+        providers = [(CUDA, {**options.cuda, **stream, "device_id": str(device.index)}), _CPU]
+    provider = provider_of(options, device)
+    if provider is not None:
+        prepare_accelerator(provider[0])
+        providers = [(provider[0], {**provider[1], **stream}), *providers]
+    try:
+        session = ort.InferenceSession(model, made, providers=providers, enable_fallback=0)
+    except Exception as error:  # its exceptions share no base class below this one
+        missing = missing_library(provider[0]) if provider is not None else ""
+        raise LoadError(missing or reason_of(error)) from error
+    if provider is not None:
+        check_taken(session, provider[0])
+    if device.kind is DeviceKind.GPU and CUDA not in session.get_providers():
+        raise LoadError(f"onnxruntime couldn't use GPU {device.index}: {_why_no_cuda()}")
+    return session
+
+
+_stdout = threading.Lock()  # is the process's: of two that redirect it side by side, the first puts it back too early
+
+
+def prepare_cuda(
+    preload: Callable[..., object] = ort.preload_dlls, load: Callable[[str], object] = ctypes.CDLL
+) -> None:
+    """Make the CUDA libraries of PyPI's nvidia packages known: they lie where the loader doesn't look, and `preload`
+    only beside onnxruntime. In an environment on top of another one they are elsewhere. It takes from the system what
+    it doesn't find, where there may be another release's, or half of one: so `load` opens those there are before."""
+    # Its complaints are repeated by what fails next, and there as an error that says what for.
+    ort.set_default_logger_severity(_FATAL)
+    said = io.StringIO()
+    with _stdout, contextlib.redirect_stdout(said):
+        for library in _libraries_of_packages():
+            try:
+                load(str(library))
+            except OSError as error:
+                said.write(f"{error}\n")
+        preload()
+    for line in said.getvalue().splitlines():
+        _log.debug("onnxruntime: %s", line)
+    _look_for_cudnn()
+
+
+def _libraries_of_packages() -> Sequence[Path]:
+    """Those that ONNX Runtime may need, each behind what it needs itself."""
+    found = importlib.util.find_spec("nvidia")
+    places = found.submodule_search_locations or () if found else ()
+    return [
+        library
+        for name in _LIBRARIES
+        for place in places
+        for library in sorted(Path(place).glob(f"*/lib/lib{name}.so.*"))
+    ]
+
+
+@functools.cache
+def _look_for_cudnn() -> None:
+    """Tell if it isn't there: sessions open without it, and models with convolutions fail when they execute."""
+    try:
+        ctypes.CDLL(_CUDNN)
+    except OSError as error:
+        _log.warning("no cuDNN: %s; models with convolutions need it: the extra 'cuda' installs it", error)
+
+
+def _why_no_cuda(load: Callable[[str], object] = ctypes.CDLL) -> str:
+    """What ONNX Runtime told only its log: as a rule that a library which its CUDA provider needs is missing."""
+    provider = Path(ort.__file__).with_name("capi") / "libonnxruntime_providers_cuda.so"
+    try:
+        load(str(provider))
+    except OSError as error:
+        if _OF_DRIVER.search(str(error)):
+            return f"{error}; the NVIDIA driver is too old for it"
+        return f"{error}; the extra 'cuda' of this package installs CUDA and cuDNN"
+    return "its CUDA provider didn't start, although its libraries are there; is the driver recent enough for them?"
+
+
+def share_threads(intra_op: int, inter_op: int) -> None:
+    """`registry.share_threads`."""
+    if not hasattr(ort, "set_global_thread_pool_sizes"):  # as of onnxruntime-openvino, which is older
+        raise LoadError(f"this onnxruntime {ort.__version__} can't share threads between models: it is too old")
+    try:
+        ort.set_global_thread_pool_sizes(intra_op, inter_op)
+    except Exception as error:  # its exceptions share no base class below this one
+        raise LoadError(reason_of(error)) from error
+
+
+def session_options(options: OnnxOptions) -> ort.SessionOptions:
+    """`options` in ONNX Runtime's own form. Loads libraries of operators; LoadError for one that can't be."""
+    made = ort.SessionOptions()
+    made.log_severity_level = _FATAL
+    made.graph_optimization_level = getattr(ort.GraphOptimizationLevel, options.graph_level.value)
+    made.intra_op_num_threads = options.intra_op_threads
+    made.inter_op_num_threads = options.inter_op_threads
+    made.execution_mode = ort.ExecutionMode.ORT_PARALLEL if options.parallel else ort.ExecutionMode.ORT_SEQUENTIAL
+    made.enable_cpu_mem_arena = options.cpu_mem_arena
+    made.enable_mem_pattern = options.mem_pattern
+    if options.shared_threads:
+        made.use_per_session_threads = False
+    for key, value in options.session_entries.items():
+        made.add_session_config_entry(key, value)
+    for library in options.op_libraries:
+        try:
+            made.register_custom_ops_library(str(library))
+        except Exception as error:  # its exceptions share no base class below this one
+            raise LoadError(f"operator library '{library}': {reason_of(error)}") from error
+    return made
+
+
+def run_options(options: OnnxOptions, device: Device) -> ort.RunOptions:
+    """What a plain run of a session on `device` is told."""
+    # Plain runs bring buffers of their own each time, which no graph can do with.
+    return _run_options({_SHRINKAGE: _own_arenas(options, device), _GRAPH_ID: _graph_id(options, NO_GRAPH)})
+
+
+def staged_run_options(options: OnnxOptions, device: Device, graph: int | None) -> ort.RunOptions:
+    """What a run is told whose caller waits for the device itself. `graph` is the graph to capture or to replay,
+    NO_GRAPH for none, None where the session doesn't know graphs."""
+    arenas = None if graph is not None else _own_arenas(options, device)
+    # ONNX Runtime shrinks an arena when it returns: what is still queued may be using it, and freeing waits for nothing
+    # that the manual promises.
+    unsynchronized = None if arenas and "gpu:" in arenas else "1"
+    graph_id = _graph_id(options, NO_GRAPH if graph is None else graph)
+    return _run_options({_UNSYNCHRONIZED: unsynchronized, _SHRINKAGE: arenas, _GRAPH_ID: graph_id})
+
+
+def _graph_id(options: OnnxOptions, graph: int) -> str | None:
+    """Also where it means nothing: ONNX Runtime's Python looks for it, and what isn't set costs 30 us each time: it is
+    an exception, with a stack. But TensorRT's provider would leave out graphs of its own."""
+    return None if options.tensorrt is not None else str(graph)
+
+
+def _own_arenas(options: OnnxOptions, device: Device) -> str | None:
+    # A run fails over an arena that its session doesn't have, and other instances may well be on the other GPUs named.
+    own = {"cpu:0"} if device.kind is DeviceKind.CPU else {"cpu:0", f"gpu:{device.index}"}
+    arenas = [arena for arena in options.shrink_arenas if arena in own]
+    return ";".join(arenas) or None
+
+
+def _run_options(entries: Mapping[str, str | None]) -> ort.RunOptions:
+    made = ort.RunOptions()
+    made.log_severity_level = _FATAL
+    for key, value in entries.items():
+        if value is not None:
+            made.add_run_config_entry(key, value)
+    return made

@@ -1,0 +1,167 @@
+"""What the slots of a staged instance have in common.
+
+Lives here: whether a model can be staged, what its tensors are, the session, its lock and its graphs' ids. Must not:
+buffers, or the order of copies (`staged`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from typing import Any
+
+from backends.accelerator import Streams
+from backends.base import Device, ModelSpec, TensorSpec
+from backends.errors import DeviceError, ExecutionError
+from backends.onnx.instance import BFLOAT16
+from backends.onnx.options import OnnxOptions
+from backends.onnx.sessions import NO_GRAPH, OpenSession, memory_names, staged_run_options
+from backends.ragged import as_the_model_sees
+from backends.staging import DType, OutputPool, Shape
+from protos.datatypes import by_name
+
+__all__ = ["Bound", "Shared", "StagedTensor", "why_not_staged"]
+
+_log = logging.getLogger("paceline.backends.onnx")
+
+
+def why_not_staged(opened: OpenSession, spec: ModelSpec) -> str:
+    """Why batches of `spec` have to go the plain way; "" if they needn't."""
+    if not spec.by_rows:
+        return "it has tensors that are more than rows"
+    texts = [tensor.name for tensor in (*spec.inputs, *spec.outputs) if tensor.datatype == "BYTES"]
+    if texts:
+        return f"'{texts[0]}' is text"
+    if not spec.inputs or not spec.outputs:
+        return "it has no inputs or no outputs"
+    try:
+        inputs, outputs = memory_names(opened.session)
+        unknown = [one.name for one in spec.inputs if one.name not in inputs]
+        unknown += [one.name for one in spec.outputs if one.name not in outputs]
+    except Exception as error:  # noqa: BLE001 - its exceptions share no base class; the plain way asks nothing
+        return f"onnxruntime doesn't tell where its tensors lie: {error}"
+    return f"'{unknown[0]}' is none that onnxruntime tells of" if unknown else ""
+
+
+@dataclass(frozen=True, slots=True)
+class StagedTensor:
+    """One input or output. `element` is its type in ONNX Runtime's terms, `dims` what the model sees behind the batch
+    axis, None if that has any rank. `on_device`: the model reads or writes it there, and not in the host's memory."""
+
+    name: str
+    dtype: DType
+    element: Any
+    dims: Shape | None
+    on_device: bool
+
+    def size_bytes(self, shape: Shape) -> int:
+        size = self.dtype.itemsize
+        for dim in shape:
+            size *= dim
+        return size
+
+
+class Bound:
+    """Where the tensors of batches of one shape lie, as ONNX Runtime knows it. `shapes` are those of the outputs, None
+    where only the execution tells. `graph` is the graph that was captured of it, `plan` what `Plans` tells it by."""
+
+    __slots__ = ("addresses", "binding", "graph", "plan", "shapes")
+
+    def __init__(self, binding: Any, plan: Hashable, shapes: list[Shape | None], addresses: list[int]) -> None:
+        self.binding = binding
+        self.plan = plan
+        self.shapes = shapes
+        self.addresses = addresses
+        self.graph = NO_GRAPH
+
+
+class Shared:
+    """What the slots of an instance have in common. `reopen` gives another session for the same, without graphs."""
+
+    def __init__(
+        self,
+        name: str,
+        opened: OpenSession,
+        spec: ModelSpec,
+        device: Device,
+        options: OnnxOptions,
+        reopen: Callable[[], OpenSession],
+    ) -> None:
+        assert opened.streams is not None
+        self.spec = as_the_model_sees(spec)
+        self.streams: Streams = opened.streams
+        self.lock = threading.Lock()
+        self.accelerator = opened.streams.accelerator
+        self.graphs = opened.graphs
+        inputs, outputs = memory_names(opened.session)
+        memory = self.accelerator.memory_name
+        self.inputs = [_tensor(one, inputs[one.name] == memory) for one in spec.inputs]
+        self.outputs = [_tensor(one, outputs[one.name] == memory) for one in spec.outputs]
+        beside = {one.name: (inputs | outputs)[one.name] for one in (*self.inputs, *self.outputs) if not one.on_device}
+        if beside:
+            _log.info("model '%s': tensors that aren't in the device's memory, and in which: %s", name, beside)
+        self.pools = [OutputPool(self.accelerator.host_memory) for _ in self.outputs]
+        self._name = name
+        self._opened: OpenSession | None = opened
+        self.device = device
+        self._options = options
+        self._reopen = reopen
+        self._run_options: dict[int, Any] = {}
+        # Computations queued so far, which is under the lock, and the number and the end of the last one that is done.
+        self.queued = 0
+        self._done = (0, 0)
+
+    @property
+    def opened(self) -> OpenSession:
+        opened = self._opened
+        if opened is None:
+            raise ExecutionError("the instance is closed")
+        return opened
+
+    def run_options(self, graph: int) -> Any:
+        made = self._run_options.get(graph)
+        if made is None:
+            made = staged_run_options(self._options, self.device, graph if self.graphs else None)
+            self._run_options[graph] = made
+        return made
+
+    def next_graph(self) -> int:
+        """An id that no graph has. Under the lock."""
+        return max((0, *self._run_options)) + 1
+
+    def waited_ns(self, turn: int, staged_ns: int, ended_ns: int) -> int:
+        """How long computation number `turn`, which ended at `ended_ns`, waited for the one before. 0 if that isn't
+        known: its slot may hear of its end after ours does."""
+        done, before_ns = self._done
+        self._done = (turn, ended_ns)
+        return max(0, min(before_ns, ended_ns) - staged_ns) if done == turn - 1 else 0
+
+    def give_up_graphs(self, failed: OpenSession, error: Exception) -> None:
+        """Go on with a session that captures nothing in the place of `failed`: one that failed to is past use.
+
+        Raises LoadError.
+        """
+        with self.lock:
+            if self._opened is not failed:
+                return
+            # Its words alone: whoever keeps the record would keep the session, by the error's traceback.
+            _log.warning("model '%s' runs without CUDA graphs: %s", self._name, str(error))
+            opened = self._reopen()
+            assert opened.streams is not None
+            self._opened, self.streams, self.graphs = opened, opened.streams, False
+            self._run_options.clear()
+
+    def close(self) -> None:
+        # Giving memory back is among what a capture on another thread would forbid.
+        with contextlib.suppress(DeviceError):
+            self.accelerator.enter()
+        self._opened = None
+
+
+def _tensor(tensor: TensorSpec, on_device: bool) -> StagedTensor:
+    dtype = by_name(tensor.datatype).dtype
+    element = BFLOAT16 if tensor.datatype == "BF16" else dtype.type
+    return StagedTensor(tensor.name, dtype, element, None if tensor.any_rank else tensor.model_dims, on_device)

@@ -1,0 +1,355 @@
+"""Running batches on a device through buffers of our own, so that one batch is got ready while another computes.
+
+Lives here: `StagedInstance` and its slots: what is copied when, on which stream, and what waits for what. Must not: how
+buffers live (`staging`), how sessions are opened (`sessions`).
+
+A batch's way, in one slot: its rows are written into page-locked memory, the one copy by the CPU; a copy to the device
+for each input, in the stream of copies in; the computation, in the session's stream, which waits for these; a copy to
+page-locked memory for each output, in the stream of copies out, which waits for the computation. Only queueing the
+computation is under the session's lock: slots take turns there, and wait for the device outside of it. All buffers but
+those of the outputs in the host's memory are the slot's own, and all that it queued is done when `execute` returns.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from time import monotonic_ns
+from typing import Any, cast
+
+import numpy as np
+
+from backends.accelerator import HostMemory, Memory
+from backends.base import Array, DeviceTensor, Execution, Slot, Targets, Tensors
+from backends.batching import check_count, rows_of, split
+from backends.device_copies import Made, gather, leave, with_left
+from backends.errors import DeviceError, DeviceLost, ExecutionError, LoadError, OutOfMemory, SessionError, StalePlan
+from backends.home import Home
+from backends.joining import join_into
+from backends.onnx.captures import captures
+from backends.onnx.failures import device_failure, failure
+from backends.onnx.instance import from_ortvalue
+from backends.onnx.sessions import NO_GRAPH, OpenSession
+from backends.onnx.shared import Bound, Shared, StagedTensor
+from backends.staging import Growing, Shape, array_in
+
+__all__ = ["StagedInstance"]
+
+Inputs = Sequence[Array | DeviceTensor]
+
+_SLOTS = 2
+"""One computes, one is got ready. A third would only hold requests that could still be joined by others."""
+_RESERVED = _SLOTS + 2
+"""Blocks of memory for each output's results before the first request: one a slot, and those of answers that leave."""
+_MOST_BINDINGS = 64
+"""Of shapes, for each slot; those of captured graphs come on top."""
+
+
+class StagedInstance:
+    """`ModelInstance` on a device, with slots, over a session of its own. Raises DeviceError if there is no memory for
+    it."""
+
+    def __init__(self, shared: Shared) -> None:
+        self.device = shared.device
+        self._shared = shared
+        self.slots: Sequence[Slot] = tuple(StagedSlot(shared) for _ in range(_SLOTS))
+
+    def execute(self, requests: Sequence[Tensors], padded_rows: int = 0) -> Execution:
+        """In the first slot."""
+        return self.slots[0].execute(requests, padded_rows)
+
+    def close(self) -> None:
+        for slot in self.slots:
+            slot.close()
+        self._shared.close()
+
+
+class StagedSlot:
+    """`Slot` of a `StagedInstance`."""
+
+    def __init__(self, shared: Shared) -> None:
+        self._shared = shared
+        self.device = shared.device
+        self._home = Home()
+        accelerator = shared.accelerator
+        self._copied_in, self._computed, self._copied_out = (accelerator.event() for _ in range(3))
+        # By the shapes of the inputs; good for one session.
+        self._bindings: dict[tuple[Shape, ...], Bound] = {}
+        self._bound_to: OpenSession | None = None
+        # Whatever is bound has to be forgotten when it moves, were it for an allocation that fails.
+        forget = self._bindings.clear
+        self._pinned: list[Growing[HostMemory]] = [
+            Growing(accelerator.host_memory) if tensor.on_device else Growing(accelerator.host_memory, forget)
+            for tensor in shared.inputs
+        ]
+        self._given: list[Growing[Memory]] = [Growing(accelerator.device_memory, forget) for _ in shared.inputs]
+        self._taken: list[Growing[Memory]] = [Growing(accelerator.device_memory, forget) for _ in shared.outputs]
+        self._capturing_thread = 0
+
+    @property
+    def gpu(self) -> int | None:
+        return self._shared.accelerator.gpu
+
+    def execute(self, requests: Sequence[Inputs], padded_rows: int = 0, targets: Sequence[Targets] = ()) -> Execution:
+        return self._execute(requests, padded_rows, targets)
+
+    def room(self, index: int, shape: Shape) -> Array:
+        tensor = self._shared.inputs[index]
+        try:
+            self._shared.accelerator.enter()
+            return array_in(self._pinned[index].fit(tensor.size_bytes(shape)), tensor.dtype, shape)
+        except DeviceError as error:
+            raise device_failure(error) from error
+
+    def forget_rooms(self) -> None:
+        """They are there for the next."""
+
+    def prepare(self, requests: Sequence[Tensors], padded_rows: int = 0) -> None:
+        self._home.call(lambda: self._prepare(requests, padded_rows))
+
+    def start(self, name: str, function: Callable[[], None]) -> None:
+        self._home.start(name, function)
+
+    def close(self) -> None:
+        self._home.close()
+        self._forget()
+
+    def _prepare(self, requests: Sequence[Tensors], padded_rows: int) -> None:
+        opened, graphs = self._shared.opened, self._shared.graphs
+        try:
+            # What a thread executes first makes handles of libraries, which may wait for the device too.
+            with captures.capturing() if graphs else captures.synchronizing():
+                self._execute(requests, padded_rows, capture=graphs)
+            for pool in self._shared.pools:
+                pool.reserve(_RESERVED)
+        except (DeviceLost, OutOfMemory):
+            raise  # it ran as it always does before it is captured
+        except ExecutionError as error:
+            if not graphs:
+                raise
+            self._forget()
+            try:
+                self._shared.give_up_graphs(opened, error)
+            except LoadError as problem:
+                raise SessionError(str(problem)) from problem
+            self._execute(requests, padded_rows)
+
+    def _execute(
+        self, requests: Sequence[Inputs], padded_rows: int, targets: Sequence[Targets] = (), capture: bool = False
+    ) -> Execution:
+        shared, spec = self._shared, self._shared.spec
+        check_count(spec, requests)
+        began_ns = monotonic_ns()
+        rows = rows_of(cast("Sequence[Tensors]", requests)) if spec.batched else [1]
+        padding = max(0, padded_rows - sum(rows)) if spec.batched else 0
+        opened = shared.opened
+        try:
+            bound = self._stage(opened, requests, sum(rows), padding)
+            staged_ns = monotonic_ns()
+            turn = self._compute(opened, bound, capture)
+            outputs, left = self._collect(bound, rows, targets)
+            ran_ns = monotonic_ns()
+            self._let_go(bound)
+            waited_ns = shared.waited_ns(turn, staged_ns, ran_ns)
+        except DeviceError as error:
+            self._settle()
+            raise device_failure(error) from error
+        except StalePlan:
+            self._settle()
+            if not (spec.batched and spec.paddable):
+                raise
+            with shared.lock:
+                more = opened.plans.next_rows(sum(rows) + padding)
+            # What was read right to where batches are made would be gone with the smaller memory.
+            requests = [[_own(one) for one in cast("Tensors", request)] for request in requests]
+            return self._execute(requests, more, targets, capture)
+        except BaseException:
+            self._settle()
+            raise
+        results: Sequence[Tensors] = split(outputs, [*rows, padding] if padding else rows, spec)[: len(rows)]
+        if left:
+            results = with_left(results, left)
+        infer_ns, output_ns = ran_ns - staged_ns - waited_ns, monotonic_ns() - ran_ns
+        return Execution(results, staged_ns - began_ns, infer_ns, output_ns, waited_ns)
+
+    def _stage(self, opened: OpenSession, requests: Sequence[Inputs], rows: int, padding: int) -> Bound:
+        """Write the inputs to where the device takes them from, and have it take them."""
+        shared, batched = self._shared, self._shared.spec.batched
+        shared.accelerator.enter()
+        if opened is not self._bound_to:
+            self._forget()
+            self._bound_to = opened
+        shapes, given = [], []
+        for index, tensor in enumerate(shared.inputs):
+            column = [request[index] for request in requests]
+            shape = (rows + padding, *column[0].shape[1:]) if batched else column[0].shape
+            size_bytes = tensor.size_bytes(shape)
+            host = self._pinned[index].fit(size_bytes)
+            place = self._given[index].fit(size_bytes).address if tensor.on_device else None
+            if any(type(one) is DeviceTensor for one in column):
+                gather(shared.streams.copy_in, column, array_in(host, tensor.dtype, shape), place, padding)
+            else:
+                arrays = cast("Tensors", column)
+                if not _is_there(arrays, host, tensor, shape):
+                    join_into(array_in(host, tensor.dtype, shape), arrays, padding)
+                if place is not None and size_bytes:
+                    shared.streams.copy_in.copy_in(place, host.address, size_bytes)
+            shapes.append(shape)
+            given.append(host.address if place is None else place)
+        shared.streams.copy_in.record(self._copied_in)
+        key = tuple(shapes)
+        return self._bindings.get(key) or self._bind(opened.session, key, given, rows + padding)
+
+    def _bind(self, session: Any, shapes: tuple[Shape, ...], given: list[int], rows: int) -> Bound:
+        shared = self._shared
+        fitted = [self._fit_output(index, rows) for index in range(len(shared.outputs))]
+        binding = session.io_binding()
+        # Binding an input may have ONNX Runtime set the stream of the handles that a computation uses meanwhile.
+        with shared.lock:
+            for tensor, shape, address in zip(shared.inputs, shapes, given, strict=True):
+                device = shared.accelerator.ort_device if tensor.on_device else ("cpu", 0)
+                binding.bind_input(tensor.name, *device, tensor.element, shape, address)
+        plan = rows if shared.spec.batched else shapes
+        bound = Bound(binding, plan, [shape for shape, _ in fitted], [address for _, address in fitted])
+        for index, tensor in enumerate(shared.outputs):
+            if bound.shapes[index] is None:
+                continue
+            binding.bind_output(
+                tensor.name, *shared.accelerator.ort_device, tensor.element, bound.shapes[index], bound.addresses[index]
+            )
+        self._let_go(bound)
+        if len(self._bindings) >= _MOST_BINDINGS:
+            for key in [key for key, one in self._bindings.items() if one.graph == NO_GRAPH]:
+                del self._bindings[key]
+        self._bindings[shapes] = bound
+        return bound
+
+    def _fit_output(self, index: int, rows: int) -> tuple[Shape | None, int]:
+        """Shape and address of an output on the device whose shape is known beforehand; else None and no address."""
+        tensor = self._shared.outputs[index]
+        if not tensor.on_device or tensor.dims is None or min(tensor.dims, default=0) < 0:
+            return None, 0
+        shape = (rows, *tensor.dims) if self._shared.spec.batched else tensor.dims
+        return shape, self._taken[index].fit(tensor.size_bytes(shape)).address
+
+    def _compute(self, opened: OpenSession, bound: Bound, capture: bool) -> int:
+        """Queue the computation behind the copies of its inputs. Returns its number among those of the instance."""
+        shared = self._shared
+        with shared.lock:
+            graph = self._graph(bound, capture)
+            replays = graph != NO_GRAPH and graph == bound.graph  # which goes by what was planned when it was captured
+            if not replays:
+                opened.plans.check(bound.plan)
+            shared.streams.compute.wait(self._copied_in)
+            try:
+                opened.session.run_with_iobinding(bound.binding, shared.run_options(graph))
+            except Exception as error:  # its exceptions share no base class below this one
+                # In no variable: the error has this frame in its traceback, and would keep the session.
+                raise opened.plans.failed(failure(error), bound.plan) from error
+            if not replays:
+                opened.plans.executed()
+            shared.streams.compute.record(self._computed)
+            if capture:
+                bound.graph = graph
+            shared.queued += 1
+            return shared.queued
+
+    def _graph(self, bound: Bound, capture: bool) -> int:
+        """The graph to replay or to capture, which reads and writes fixed places on the device only. Graphs belong to
+        the thread that captured them."""
+        thread = threading.get_ident()
+        if capture and bound.graph == NO_GRAPH and self._is_fixed(bound):
+            self._capturing_thread = thread
+            return self._shared.next_graph()
+        return bound.graph if thread == self._capturing_thread else NO_GRAPH
+
+    def _is_fixed(self, bound: Bound) -> bool:
+        return None not in bound.shapes and all(tensor.on_device for tensor in self._shared.inputs)
+
+    def _let_go(self, bound: Bound) -> None:
+        """Have ONNX Runtime make room for outputs of open size when it runs, and not keep what it made last time: there
+        are many shapes, and each would keep the memory of its outputs."""
+        if None not in bound.shapes:
+            return
+        for tensor, shape in zip(self._shared.outputs, bound.shapes, strict=True):
+            if shape is None:
+                device = self._shared.accelerator.ort_device if tensor.on_device else ("cpu", 0)
+                bound.binding.bind_output(tensor.name, *device)
+
+    def _collect(
+        self, bound: Bound, rows: Sequence[int], targets: Sequence[Targets]
+    ) -> tuple[list[Array], list[Targets]]:
+        """The outputs, in memory that goes back when their last view is gone, and which of them each request has where
+        it wanted them. Blocks until they are there."""
+        shared = self._shared
+        copy_out = shared.streams.copy_out
+        values = self._values(bound)
+        made = [self._made(bound, index, values) for index in range(len(shared.outputs))]
+        outputs: list[Array] = []
+        copy_out.wait(self._computed)
+        left = leave(copy_out, targets, rows if shared.spec.batched else None, made)
+        for index, (dtype, shape, address) in enumerate(made):
+            if address is None:
+                continue
+            if left and all(index in there for there in left):
+                # Nobody reads it; it has the shape of what it stands for.
+                outputs.append(np.broadcast_to(np.empty((), dtype), shape))
+                continue
+            array, target = shared.pools[index].lease(dtype, shape)
+            if array.nbytes:
+                copy_out.copy_out(target, address, array.nbytes)
+            outputs.append(array)
+        copy_out.record(self._copied_out)
+        self._copied_out.synchronize()
+        for index, tensor in enumerate(shared.outputs):
+            if not tensor.on_device:
+                outputs.insert(index, from_ortvalue(values[tensor.name]))
+        return outputs, left
+
+    def _made(self, bound: Bound, index: int, values: Mapping[str, Any]) -> Made:
+        tensor, shape = self._shared.outputs[index], bound.shapes[index]
+        if shape is not None:
+            return Made(tensor.dtype, shape, bound.addresses[index])
+        value = values[tensor.name]
+        return Made(tensor.dtype, tuple(value.shape()), value.data_ptr() if tensor.on_device else None)
+
+    def _values(self, bound: Bound) -> dict[str, Any]:
+        """What ONNX Runtime made room for, by output; it stays while the result is held."""
+        if None not in bound.shapes:
+            return {}
+        return dict(zip(self._order(bound), bound.binding.get_outputs(), strict=True))
+
+    def _order(self, bound: Bound) -> list[str]:
+        """Names in the order in which they were bound: those of known shape first."""
+        known = [
+            tensor.name for tensor, shape in zip(self._shared.outputs, bound.shapes, strict=True) if shape is not None
+        ]
+        return [*known, *(tensor.name for tensor in self._shared.outputs if tensor.name not in known)]
+
+    def _forget(self) -> None:
+        """Bindings are of no use for another session; nor are graphs."""
+        self._bindings.clear()
+        self._bound_to = None
+
+    def _settle(self) -> None:
+        """Wait for what was queued before something failed: the next batch writes to the same places."""
+        for stream in self._shared.streams.all:
+            with contextlib.suppress(DeviceError):
+                stream.synchronize()
+        for bound in self._bindings.values():
+            # What failed is on its way to be told, and this may fail of the same.
+            with contextlib.suppress(Exception):
+                self._let_go(bound)
+
+
+def _is_there(column: Sequence[Array], host: HostMemory, tensor: StagedTensor, shape: Shape) -> bool:
+    """Whether it was written to the slot's own memory already."""
+    array = column[0]
+    same = len(column) == 1 and array.shape == shape and array.dtype == tensor.dtype and array.flags.c_contiguous
+    return same and array.ctypes.data == host.address
+
+
+def _own(tensor: Any) -> Any:
+    """In memory of its own, if it is in the host's."""
+    return tensor.copy() if isinstance(tensor, np.ndarray) else tensor

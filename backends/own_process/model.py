@@ -1,0 +1,91 @@
+"""What runs in the process apart: one session of ONNX Runtime at a time.
+
+Lives here: that side of it, in the form of a Python model. Must not: hold a session that nobody asks any more. Why a
+model can't be opened is an answer, as that keeps its class.
+"""
+
+from __future__ import annotations
+
+import pickle
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+# The server's own modules, wherever they were imported from: they aren't on this interpreter's path by themselves.
+sys.path.insert(1, str(Path(__file__).parents[2]))
+
+import numpy as np
+
+from backends.base import MISSING, Array, ModelSpec
+from backends.cuda.accelerator import accelerator_of
+from backends.errors import DeviceError, LoadError, SessionError, StalePlan
+from backends.onnx.instance import OnnxInstance
+from backends.onnx.sessions import OpenSession, open_session
+from backends.onnx.spec import Found, find_spec
+from backends.own_process.questions import Job, Question
+
+__all__ = ["Model"]
+
+
+class Model:
+    """Answers questions, and executes batches of the spec that it was told last."""
+
+    def __init__(self) -> None:
+        self._job: Job | None = None
+        self._session: OpenSession | None = None
+        self._spec: ModelSpec | None = None
+        self._instance: OnnxInstance | None = None
+
+    def answer(self, question: bytes) -> bytes:
+        """Of pickles: only the server asks, and callers' tensors don't come here."""
+        return pickle.dumps(self._answer(pickle.loads(question)), -1)
+
+    def execute(self, inputs: Mapping[str, Array]) -> dict[str, Array]:
+        instance, spec = self._instance, self._spec
+        if instance is None or spec is None:
+            raise SessionError("no model is open")
+        given = [inputs.get(name, MISSING) for name in instance.input_names]
+        try:
+            outputs = instance.run(given)
+        except StalePlan:
+            if not (spec.batched and spec.by_rows):
+                raise
+            # Plans are for as many rows.
+            outputs = [output[:-1] for output in instance.run([_one_row_longer(array) for array in given])]
+        return dict(zip(instance.output_names, outputs, strict=True))
+
+    def close(self) -> None:
+        """Else the session, and all weights, would stay until garbage is collected."""
+        if self._instance is not None:
+            self._instance.close()
+        self._job = self._session = self._spec = self._instance = None
+
+    def _answer(self, question: Question) -> Found | LoadError | None:
+        if question is None:
+            self.close()
+        elif isinstance(question, Job):
+            try:
+                return self._open(question)
+            except LoadError as error:
+                return LoadError(str(error))
+        else:
+            assert self._job is not None
+            assert self._session is not None
+            self._spec = question
+            self._instance = OnnxInstance(self._session, question, self._job.device, self._job.options)
+        return None
+
+    def _open(self, job: Job) -> Found:
+        self.close()
+        try:
+            accelerator = accelerator_of(job.device)
+        except DeviceError as error:
+            raise LoadError(f"model '{job.name}': onnxruntime couldn't use GPU {job.device.index}: {error}") from error
+        session = open_session(job.name, job.path, job.options, job.device, accelerator)
+        found = find_spec(job.name, job.path, session.session, job.declared)
+        self._job, self._session = job, session
+        return found
+
+
+def _one_row_longer(array: Array) -> Array:
+    return np.concatenate([array, array[-1:]])

@@ -1,0 +1,46 @@
+"""What the process apart is asked to do before it executes.
+
+Lives here: questions, and asking them. Must not: know what for.
+"""
+
+from __future__ import annotations
+
+import pickle
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TypeAlias
+
+from backends.base import Device, ModelSpec
+from backends.errors import BackendError
+from backends.onnx.options import OnnxOptions
+from backends.onnx.spec import Found
+from backends.python.process import ModelProcess
+
+__all__ = ["FILE", "Job", "Question", "ask"]
+
+FILE = Path(__file__).with_name("model.py")
+"""What runs there."""
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """The model in `path`, to be opened with `options` on `device`. `declared` as in `ModelSource`."""
+
+    name: str
+    path: Path
+    options: OnnxOptions
+    device: Device = field(default_factory=Device)
+    declared: ModelSpec | None = None
+
+
+Question: TypeAlias = Job | ModelSpec | None
+"""A job: open it, and say what it is, `Found`. A spec: batches to come are of that. None: that was all."""
+
+
+def ask(process: ModelProcess, question: Question) -> Found | None:
+    """Its answer. Blocks. Raises LoadError if the model can't be opened, ProcessError if the process has ended, and
+    ExecutionError for whatever else it met."""
+    result: Found | BackendError | None = pickle.loads(process.ask(pickle.dumps(question, -1)))
+    if isinstance(result, BackendError):
+        raise result
+    return result

@@ -1,0 +1,102 @@
+"""An ONNX model of which each instance is in a process of its own.
+
+Lives here: opening it, and its instances. Must not: batches (`backends.python.instance`), or a session of ONNX Runtime:
+whatever native code does to this model's requests, it does there.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+from backends.base import Device, Files, ModelSource, ModelSpec, Supervise, Trial, directly
+from backends.errors import ExecutionError, LoadError, ProcessError
+from backends.onnx.datatypes import check_served
+from backends.onnx.options import without_graphs
+from backends.onnx.spec import Found
+from backends.onnx.trial import try_model
+from backends.own_process.questions import FILE, Job, ask
+from backends.own_process.session import Trying
+from backends.python.instance import PythonInstance
+from backends.python.process import ModelProcess
+from backends.python.processes import Processes
+
+__all__ = ["OnnxModelApart"]
+
+_log = logging.getLogger("paceline.backends.onnx")
+
+
+class OnnxModelApart:
+    """`OpenModel` of one ONNX file. Sessions have threads of their own, whatever the server's share."""
+
+    platform = "onnxruntime_onnx"
+
+    def __init__(self, job: Job, files: Files) -> None:
+        """Blocks; raises LoadError."""
+        if job.options.cuda_graphs:
+            _log.warning("model '%s' runs without CUDA graphs, as it is in a process of its own", job.name)
+        self._job = replace(job, options=replace(without_graphs(job.options), shared_threads=False))
+        first = ModelProcess(ModelSource(job.name, FILE), job.device)
+        found = _opened(first, self._job)
+        found.tell(job.name)
+        self.spec = found.spec
+        self.rounds_by = found.rounds_by
+        files.keep()
+        self._files, self._keeps_files = files, True
+        self._processes = Processes(ModelSource(job.name, FILE), first, self._open_again)
+
+    def try_rows(self, supervise: Supervise = directly) -> Trial:
+        return try_model(self.spec, self._job.options, self._trying, supervise)
+
+    def instance(self, spec: ModelSpec, device: Device) -> PythonInstance:
+        check_served(self._job.name, spec, self.spec)
+        process = self._processes.take(device)
+        try:
+            ask(process, spec)
+        except ExecutionError as error:
+            process.close()
+            raise LoadError(f"model '{self._job.name}': {error}") from error
+        return PythonInstance(spec, process)
+
+    def abandon(self) -> None:
+        """`Abandonable`: end the processes that are opening it now."""
+        self._processes.abandon()
+
+    def close(self) -> None:
+        self._processes.close()
+        if self._keeps_files:
+            self._keeps_files = False
+            self._files.let_go()
+
+    @contextmanager
+    def _trying(self, spec: ModelSpec) -> Iterator[Trying]:
+        """In the process that will be the first instance's, so that nothing is opened twice; if that ends, in vain for
+        this, another one is started later."""
+        process = self._processes.first
+        try:
+            yield Trying(process, spec)
+        except BaseException:
+            process.kill()  # it may be executing still
+            raise
+
+    def _open_again(self, process: ModelProcess) -> None:
+        if _opened(process, replace(self._job, device=process.device)).spec != self.spec:
+            process.close()
+            raise LoadError(f"model '{self._job.name}': its file has other tensors now; load it again")
+
+
+def _opened(process: ModelProcess, job: Job) -> Found:
+    """Have `process` open it. Blocks. LoadError, and then the process has ended."""
+    process.load()
+    try:
+        found = ask(process, job)
+    except ProcessError:
+        process.wait_ended()
+        raise LoadError(f"model '{job.name}': its process {process.end} while it opened '{job.path}'") from None
+    except (LoadError, ExecutionError) as error:
+        process.close()
+        raise error if isinstance(error, LoadError) else LoadError(f"model '{job.name}': {error}") from error
+    assert found is not None
+    return found

@@ -1,0 +1,176 @@
+"""A session of ONNX Runtime in another process, for inputs that nobody has vouched for.
+
+Lives here: which process runs it, and that processes are used again. Must not: know what follows from it. What a model
+does to inputs that it wasn't made for may be more than an exception: a division by zero in native code ends the
+process, and a server would end with all of its models and callers.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
+from threading import Lock, Timer
+from types import TracebackType
+
+from backends.base import Array, Device, ModelSource, ModelSpec, Tensors
+from backends.errors import ExecutionError, LoadError, ProcessError, SessionError
+from backends.own_process.questions import FILE, Job, ask
+from backends.python.process import ModelProcess
+
+__all__ = ["SessionApart", "Trying"]
+
+_SOURCE = ModelSource("a trial", FILE)
+_IDLE_S = 10.0
+"""For how long, or twice that, a process is kept for the next: models are loaded one after the other."""
+
+
+class Trying:
+    """Runs a model, which is open in `process`, with inputs of `spec`. For one thread at a time."""
+
+    def __init__(self, process: ModelProcess, spec: ModelSpec) -> None:
+        self._process = process
+        self._spec = spec
+        self._inputs = tuple(tensor.name for tensor in spec.inputs)
+        self._outputs = tuple(tensor.name for tensor in spec.outputs)
+        self._is_told = False
+
+    def run(self, inputs: Sequence[Array]) -> Tensors:
+        """The outputs for `inputs`. Blocks. Raises as `OnnxInstance.run`, and ProcessError if the process has ended."""
+        process = self._process
+        try:
+            if not self._is_told:
+                ask(process, self._spec)
+                self._is_told = True
+            return process.execute(inputs, self._inputs, self._outputs)
+        except ProcessError:
+            process.wait_ended()
+            raise ProcessError(f"the process in which it was run {process.end}") from None
+
+
+class SessionApart:
+    """Runs the model of `job` with inputs of `spec` there: a context, for one thread at a time. Weights that lie beside
+    the model's file aren't copied."""
+
+    def __init__(self, job: Job, spec: ModelSpec) -> None:
+        # A pool that the server's sessions share isn't there; and weights that aren't rearranged stay the file's.
+        entries = {**job.options.session_entries, "session.disable_prepacking": "1"}
+        options = replace(job.options, shared_threads=False, session_entries=entries)
+        self._job, self._spec = replace(job, options=options), spec
+        self._process: ModelProcess | None = None
+        self._trying: Trying | None = None
+        self._is_over = False
+        # A run that is given up goes on, on its thread.
+        self._lock = Lock()
+
+    def __enter__(self) -> SessionApart:
+        """Have a process; LoadError if there is none to be had."""
+        used = _idle.take()
+        self._process, self._is_fresh = used or _started(), used is None
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        with self._lock:
+            process, self._is_over = self._process, True
+        assert process is not None
+        if kind is not None:  # it may be executing still
+            process.kill()
+            return
+        try:
+            ask(process, None)
+        except ExecutionError:
+            process.kill()
+        else:
+            _idle.give(process)
+
+    def run(self, inputs: Sequence[Array]) -> Tensors:
+        """The outputs for `inputs`. Blocks; opens the model first. Raises as `OnnxInstance.run`, ProcessError if the
+        process has ended, and SessionError if it can't open the model."""
+        try:
+            return self._opened().run(inputs)
+        except LoadError as error:
+            raise SessionError(str(error)) from error
+        except ProcessError:
+            if self._is_fresh or self._is_over:
+                raise
+        # It may have ended of something else, before it had this model or since.
+        self._begin_anew()
+        return self.run(inputs)
+
+    def _begin_anew(self) -> None:
+        """With a new process. Raises SessionError, and ProcessError if nobody waits any more."""
+        try:
+            process = _started()
+        except LoadError as error:
+            raise SessionError(str(error)) from error
+        with self._lock:
+            if not self._is_over:
+                self._process, self._is_fresh, self._trying = process, True, None
+                return
+        process.kill()
+        raise ProcessError("nobody waits for what it was to be asked")
+
+    def _opened(self) -> Trying:
+        if self._trying is None:
+            assert self._process is not None
+            try:
+                ask(self._process, self._job)
+            except ProcessError:
+                self._process.wait_ended()
+                raise ProcessError(f"the process that was to open it {self._process.end}") from None
+            self._trying = Trying(self._process, self._spec)
+        return self._trying
+
+
+class _Idle:
+    """Processes that nobody uses, for a while."""
+
+    def __init__(self) -> None:
+        self._lock = Lock()
+        self._since: dict[ModelProcess, float] = {}
+        self._is_watched = False
+
+    def take(self) -> ModelProcess | None:
+        with self._lock:
+            while self._since:
+                process, _ = self._since.popitem()
+                if not process.ended:
+                    return process
+        return None
+
+    def give(self, process: ModelProcess) -> None:
+        with self._lock:
+            self._since[process] = time.monotonic()
+            self._is_watched = self._is_watched or self._watch()
+
+    def _watch(self) -> bool:
+        """Look later. False if there can be no thread for that: then the next that is given is an occasion."""
+        timer = Timer(_IDLE_S, self._end_idle)
+        timer.daemon = True
+        with suppress(RuntimeError):
+            timer.start()
+            return True
+        return False
+
+    def _end_idle(self) -> None:
+        until = time.monotonic() - _IDLE_S
+        with self._lock:
+            idle = [process for process, since in self._since.items() if since <= until]
+            for process in idle:
+                del self._since[process]
+            self._is_watched = bool(self._since) and self._watch()
+        for process in idle:
+            process.close()
+
+
+_idle = _Idle()
+
+
+def _started() -> ModelProcess:
+    try:
+        process = ModelProcess(_SOURCE, Device())
+        process.load()
+    except (OSError, RuntimeError, MemoryError) as error:  # no descriptors, no threads
+        raise LoadError(f"{_SOURCE.name} has no process: {error}") from error
+    return process

@@ -1,0 +1,34 @@
+"""A cache that can't outgrow its bounds.
+
+Lives here: the bounds, and what happens at them. Must not: know what is cached.
+"""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+__all__ = ["BoundedCache"]
+
+K = TypeVar("K")
+T = TypeVar("T")
+
+_MOST_ENTRIES = 1_000
+_MOST_BYTES = 2**20
+"""Callers choose what is cached, and an entry may take a hundred times the bytes that it is counted with."""
+
+
+class BoundedCache(dict[K, T]):
+    """A dict that empties itself before it would have too many entries, or entries of too many bytes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._size_bytes = 0
+
+    def remember(self, key: K, value: T, size_bytes: int = 0) -> None:
+        """Have `get` return `value` for `key` from now on, until the cache is full. `size_bytes` counts towards its
+        bound."""
+        if len(self) >= _MOST_ENTRIES or self._size_bytes + size_bytes > _MOST_BYTES:
+            self.clear()
+            self._size_bytes = 0
+        self._size_bytes += size_bytes
+        self[key] = value

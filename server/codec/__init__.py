@@ -1,0 +1,1 @@
+"""Between wire messages and arrays: checking, decoding, encoding, and the short way for requests like earlier ones."""

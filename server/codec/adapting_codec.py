@@ -1,0 +1,107 @@
+"""The codec of models that see other tensors than their clients do: reshaped, optional, ragged, shape tensors.
+
+Lives here: what such models need beyond `ModelCodec`, and `codec_for`, which chooses at load, so that other models
+don't pay for it. Must not: checks that any model needs.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Hashable, Sequence
+from dataclasses import replace
+from typing import cast
+
+from backends.base import MISSING, Array, ModelSpec, Tensors
+from server.codec.classification import Labels
+from server.codec.codec import AnyResponse, InputTensor, ModelCodec
+from server.codec.decoded import DecodedRequest
+from server.codec.reshaping import to_client, to_model
+from server.codec.shortcuts import Envelope
+from server.codec.wire_request import AnyRequest
+from server.memory.regions import Regions
+
+__all__ = ["AdaptingCodec", "codec_for"]
+
+
+def codec_for(
+    model: str,
+    version: str,
+    spec: ModelSpec,
+    max_batch_rows: int,
+    labels: Labels | None = None,
+    regions: Regions | None = None,
+) -> ModelCodec:
+    """The codec of one version of a model, which does no more than `spec` asks for."""
+    adapts = any(
+        tensor.reshape is not None or tensor.optional or tensor.shape_tensor for tensor in (*spec.inputs, *spec.outputs)
+    )
+    return (AdaptingCodec if adapts else ModelCodec)(model, version, spec, max_batch_rows, labels, regions)
+
+
+class AdaptingCodec(ModelCodec):
+    """Inputs leave `decode` in the model's shapes, MISSING standing for those left out; results of `encode` come in the
+    model's shapes, and what is MISSING in them is left out of the response.
+
+    The key also says which inputs were given, and what is in the shape tensors, to the last byte.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        version: str,
+        spec: ModelSpec,
+        max_batch_rows: int,
+        labels: Labels | None = None,
+        regions: Regions | None = None,
+    ) -> None:
+        super().__init__(model, version, spec, max_batch_rows, labels, regions)
+        self.short_way = None
+        self._shape_tensors = [index for index, tensor in enumerate(spec.inputs) if tensor.shape_tensor]
+        self._optional = [index for index, tensor in enumerate(spec.inputs) if tensor.optional]
+        self._reshaped = [index for index, tensor in enumerate(spec.inputs) if tensor.reshape is not None]
+        self._reshaped_outputs = [index for index, tensor in enumerate(spec.outputs) if tensor.reshape is not None]
+
+    def decode(self, request: AnyRequest) -> DecodedRequest:
+        decoded = super().decode(request)
+        inputs = list(decoded.inputs)
+        key = (
+            decoded.asked.key,
+            tuple(inputs[index] is MISSING for index in self._optional),
+            tuple(_content(cast("Array", inputs[index])) for index in self._shape_tensors),
+        )
+        for index in self._reshaped:
+            array = inputs[index]
+            if array is not MISSING:
+                inputs[index] = array.reshape(to_model(self._spec.inputs[index], array.shape, self._lead[index]))
+        return DecodedRequest(tuple(inputs), replace(decoded.asked, key=key), decoded.targets)
+
+    def encode(
+        self, request: AnyRequest, decoded: DecodedRequest, results: Tensors, envelope: Envelope | None = None
+    ) -> AnyResponse:
+        shown = list(results)
+        for index in self._reshaped_outputs:
+            tensor, array = self._spec.outputs[index], results[index]
+            if array is not MISSING:
+                lead = 1 if self._max_batch_rows and not tensor.shape_tensor else 0
+                shown[index] = array.reshape(to_client(tensor, array.shape, lead))
+        there = tuple(index for index in decoded.asked.outputs if shown[index] is not MISSING)
+        asked = DecodedRequest(decoded.inputs, replace(decoded.asked, outputs=there), decoded.targets)
+        return super().encode(request, asked, shown, envelope)
+
+    def _rows(self, tensors: Sequence[InputTensor], shapes: Sequence[tuple[int, ...]]) -> int:
+        if not self._max_batch_rows:
+            return 1
+        stacked = [
+            (tensor, shape)
+            for tensor, shape in zip(tensors, shapes, strict=True)
+            if not self._spec.inputs[self._inputs[tensor.name]].shape_tensor
+        ]
+        if not stacked:
+            raise self._invalid("expected at least one input with a batch dimension in front, got none")
+        return super()._rows([tensor for tensor, _ in stacked], [shape for _, shape in stacked])
+
+
+def _content(array: Array) -> Hashable:
+    """What only equal contents have in common, and small: keys outlive their requests."""
+    content = repr(array.ravel().tolist()).encode() if array.dtype.hasobject else array.tobytes()
+    return array.shape, hashlib.blake2b(content, digest_size=16).digest()

@@ -1,0 +1,102 @@
+"""The classification extension: only an output's largest few elements, by index and name.
+
+Lives here: reading what a request wants, choosing and naming; pure numpy. Must not: whole messages, models, or files
+other than label files. Source of the form `value:index[:label]`: Triton's "classification" extension.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from backends.base import Array
+from protos.inference_pb2 import InferParameter
+from protos.model_config_pb2 import ModelConfig
+from server.errors import ConfigError, InvalidRequest
+from server.files import check_file, inside
+
+__all__ = ["Labels", "class_count", "classes_of", "read_labels"]
+
+Labels = Mapping[str, Sequence[bytes]]
+"""For each output that has them, the name of each class, "" for none."""
+
+_DATATYPES = ("UINT8", "UINT16", "UINT32", "UINT64", "INT8", "INT16", "INT32", "INT64", "FP32", "FP64")
+_MAX_ELEMENTS = 1_000_000
+"""Triton's bound as well; here the choice is made on the event loop."""
+
+
+def class_count(parameters: Mapping[str, InferParameter], datatype: str) -> int:
+    """How many classes a request wants of an output of `datatype`. Raises InvalidRequest."""
+    kind = parameters["classification"].WhichOneof("parameter_choice")
+    if kind != "int64_param":
+        raise InvalidRequest(f"parameter 'classification': expected int64_param, got {kind or 'none'}")
+    count: int = parameters["classification"].int64_param
+    if count <= 0:
+        raise InvalidRequest(f"parameter 'classification': expected a number of classes > 0, got {count}")
+    if "shared_memory_region" in parameters:
+        raise InvalidRequest("expected one of 'shared_memory_region' and 'classification', got both")
+    if datatype not in _DATATYPES:
+        raise InvalidRequest(f"parameter 'classification': expected one of {', '.join(_DATATYPES)}, got {datatype}")
+    return count
+
+
+def classes_of(array: Array, count: int, labels: Sequence[bytes], *, by_rows: bool) -> Array:
+    """For each row of `array` (all of it, unless `by_rows`) its `count` largest elements as BYTES, largest first.
+
+    Shape [rows, classes] or [classes]; classes are as many as there are elements if these are fewer than `count`.
+    Equal elements come by index, NaN after all numbers but -inf, among which it counts. Raises InvalidRequest for more
+    elements than the event loop should spend its time on.
+    """
+    if array.size > _MAX_ELEMENTS:
+        raise InvalidRequest(
+            f"parameter 'classification': expected an output of up to {_MAX_ELEMENTS} elements, got {array.size}"
+        )
+    rows = array.shape[0] if by_rows else 1
+    values = array.reshape(rows, array.size // rows if rows else 0)
+    indices = _largest(values, min(count, values.shape[1]))
+    chosen = np.take_along_axis(values, indices, axis=1)
+    texts = [_text(*one, labels) for one in zip(chosen.ravel().tolist(), indices.ravel().tolist(), strict=True)]
+    return np.array(texts, object).reshape(indices.shape if by_rows else indices.shape[1:])
+
+
+def read_labels(config: ModelConfig, folder: Path) -> dict[str, tuple[bytes, ...]]:
+    """The labels of each output that has a `label_filename`, a file in the model's `folder` with one name per line, the
+    first being that of class 0. Raises ConfigError."""
+    return {one.name: _lines(one.name, one.label_filename, folder) for one in config.output if one.label_filename}
+
+
+def _largest(values: Array, count: int) -> Array:
+    """Indices of the `count` largest in each row, descending, equal ones ascending by index."""
+    if values.dtype.kind == "f":
+        values = np.where(np.isnan(values), values.dtype.type(-np.inf), values)
+    rows, size = values.shape
+    if not count:
+        return np.empty((rows, 0), np.intp)
+    least = np.partition(values, size - count, axis=1)[:, size - count, None]
+    above, equal = values > least, values == least
+    room = count - above.sum(axis=1, keepdims=True)
+    found = np.nonzero(above | (equal & (equal.cumsum(axis=1) <= room)))[1].reshape(rows, count)
+    # Backwards twice: a stable sort is ascending, and equal ones are to stay in order.
+    backwards = np.take_along_axis(values, found, axis=1)[:, ::-1]
+    order = count - 1 - np.argsort(backwards, axis=1, kind="stable")[:, ::-1]
+    return np.take_along_axis(found, order, axis=1)
+
+
+def _text(value: float, index: int, labels: Sequence[bytes]) -> bytes:
+    number = b"%f" % value if isinstance(value, float) else b"%d" % value
+    label = labels[index] if index < len(labels) else b""
+    return b"%b:%d:%b" % (number, index, label) if label else b"%b:%d" % (number, index)
+
+
+def _lines(output: str, name: str, folder: Path) -> tuple[bytes, ...]:
+    where = f"output '{output}': label_filename"
+    path = inside(folder, name)
+    if path is None:
+        raise ConfigError(f"{where}: expected a file inside the model's folder, got '{name}'")
+    try:
+        check_file(path)
+        return tuple(path.read_bytes().splitlines())
+    except OSError as error:
+        raise ConfigError(f"{where}: {path}: {error.strerror}") from None

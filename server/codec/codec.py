@@ -1,0 +1,377 @@
+"""Between wire messages and the arrays that models take.
+
+Lives here: every check of a request against its model, so that nothing faulty is ever queued; and the way back. Must
+not: wait for anything, or know of batches. The rule: what leaves `decode` can be stacked with any other request of
+equal key, if their rows together fit a batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import islice
+
+from backends.base import MISSING, Array, DeviceTensor, ModelSpec, Tensors, TensorSpec
+from backends.errors import ExecutionError
+from protos.datatypes import Datatype, by_name
+from protos.inference_pb2 import ModelInferRequest, ModelInferResponse
+from protos.tensors import (
+    MAX_RANK,
+    TensorError,
+    decode_contents,
+    decode_raw,
+    element_count,
+    encode_contents,
+    encode_raw,
+    raw_buffer,
+)
+from server.codec.classification import Labels, class_count, classes_of
+from server.codec.decoded import Asked, DecodedRequest
+from server.codec.parameters import NO_PARAMETERS, RequestParameters, parse_parameters
+from server.codec.short_way import ShortWay
+from server.codec.shortcuts import Envelope
+from server.codec.wire_request import AnyRequest, WireRequest
+from server.errors import AnswerTooLarge, InvalidRequest
+from server.limits import LARGEST_RESPONSE_BYTES
+from server.memory.client_memory import NOWHERE, ClientMemory, Write
+from server.memory.region_tensors import Input, RegionTensor, Span
+from server.memory.regions import Regions
+
+__all__ = ["AnyResponse", "ModelCodec", "tensor_bytes"]
+
+InputTensor = ModelInferRequest.InferInputTensor
+
+AnyResponse = ModelInferResponse | bytes
+"""As a message, or as one that is serialized already."""
+
+_BYTES = by_name("BYTES")
+_MOST_DIMS = 1_000
+"""That anything is made of, if only to tell what is wrong with them."""
+_SURELY_BYTES = 2**27
+"""Of tensors, for which there is room whatever else is in a response, and though typed contents take ten times what
+`_least_bytes` says."""
+_BOTH = "expected no contents beside raw_input_contents, got both"
+
+
+class ModelCodec:
+    """Decodes requests for, and encodes responses of, one version of a model.
+
+    `max_batch_rows` is the most rows a request may carry, 0 if the model has no batch axis. `labels` are the names of
+    its outputs' classes. `regions` are what clients have registered, None if they may not.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        version: str,
+        spec: ModelSpec,
+        max_batch_rows: int,
+        labels: Labels | None = None,
+        regions: Regions | None = None,
+    ) -> None:
+        self._model = model
+        self._version = version
+        self._spec = spec
+        self._max_batch_rows = max_batch_rows
+        self._labels = labels or {}
+        self._memory = ClientMemory(model, spec, regions)
+        self._inputs = {tensor.name: index for index, tensor in enumerate(spec.inputs)}
+        self._outputs = {tensor.name: index for index, tensor in enumerate(spec.outputs)}
+        self._input_types: list[Datatype] = [by_name(tensor.datatype) for tensor in spec.inputs]
+        self._output_types: list[Datatype] = [by_name(tensor.datatype) for tensor in spec.outputs]
+        self._all_outputs = tuple(range(len(spec.outputs)))
+        self._short = ShortWay(model, version, spec, self._memory, regions)
+        # For whoever has many requests at a time: what `decode` and `encode` come to for those that are alike.
+        self.short_way: ShortWay | None = self._short
+        # How many axes of each input come before its dims.
+        self._lead = [0 if tensor.shape_tensor or not max_batch_rows else 1 for tensor in spec.inputs]
+        # Inputs whose sizes the configuration leaves open, and that are stacked: sizes of others keep no two requests
+        # apart.
+        self._free = [
+            index
+            for index, tensor in enumerate(spec.inputs)
+            if (tensor.any_rank or -1 in tensor.dims) and not (tensor.ragged or tensor.shape_tensor)
+        ]
+
+    # hot path: see bench/
+    def decode(self, request: AnyRequest) -> DecodedRequest:
+        """Check `request` against the model and read its tensors.
+
+        Raises InvalidRequest, RegionNotFound, or NotSupported for extensions that this build lacks or that are switched
+        off; all name the model and the tensor.
+        """
+        if not isinstance(request, WireRequest):
+            return self._decode(request)
+        decoded = self._short.decode(request)
+        if decoded is None:
+            message = request.message()
+            decoded = self._decode(message)
+            self._short.learn(request.mold.head, message, decoded)
+        return decoded
+
+    def _decode(self, request: ModelInferRequest) -> DecodedRequest:
+        parameters = self._parameters(request) if request.parameters else NO_PARAMETERS
+        outputs, targets = self._wanted_outputs(request)
+        if parameters.typed_outputs:
+            self._check_typed(outputs)
+        order = self._input_order(request)
+        shapes = [self._shape(tensor) for tensor in request.inputs]
+        rows = self._rows(request.inputs, shapes)
+        spans = [
+            self._span_checked(tensor, shape, index)
+            for tensor, shape, index in zip(request.inputs, shapes, order, strict=True)
+        ]
+        inputs = self._arrays(request, shapes, order, spans)
+        if targets:
+            self._memory.check_targets(targets, rows)
+        # Without a batch axis nothing is merged, but execution times are learned for each key apart.
+        lead = 1 if self._max_batch_rows else 0
+        free = tuple(inputs[index].shape[lead:] for index in self._free)
+        classes = self._wanted_classes(request, outputs) if request.outputs else None
+        plain = not (classes or parameters.typed_outputs or parameters.batch_info)
+        return DecodedRequest(inputs, Asked(rows, free, outputs, parameters, classes, plain=plain), targets)
+
+    def encode(
+        self, request: AnyRequest, decoded: DecodedRequest, results: Tensors, envelope: Envelope | None = None
+    ) -> AnyResponse:
+        """The response with the wanted outputs: raw, or in typed contents if the request asked for them. What belongs
+        into shared memory is written there, in the order asked for, if all of it has room. Bytes are in `envelope`.
+
+        Raises ExecutionError for elements that no message can carry, AnswerTooLarge for more of them than it can,
+        InvalidRequest for classes of too large an output and for shared memory that is too small or gone; what else
+        could be wrong the backend has checked.
+        """
+        if isinstance(request, WireRequest) and decoded.asked.plain:
+            short = self._short.encode(request.id, decoded, results, envelope)
+            if short is not None:
+                return short
+        asked = decoded.asked
+        response = ModelInferResponse(model_name=self._model, model_version=self._version, id=request.id)
+        writes: list[Write] = []
+        raw: list[bytes] = []
+        room = LARGEST_RESPONSE_BYTES
+        for index in asked.outputs:
+            tensor, array, datatype = self._spec.outputs[index], results[index], self._output_types[index]
+            if asked.classes and index in asked.classes:
+                array, datatype = self._classes(tensor, array, asked.classes[index]), _BYTES
+            output = response.outputs.add(name=tensor.name, datatype=datatype.name, shape=array.shape)
+            try:
+                if decoded.targets and index in decoded.targets:
+                    data = array if isinstance(array, DeviceTensor) else raw_buffer(array, datatype)
+                    writes.append((output, decoded.targets[index], data))
+                    if not asked.parameters.typed_outputs:
+                        raw.append(b"")
+                elif asked.parameters.typed_outputs:
+                    room = self._room(room, _least_bytes(array, datatype))
+                    output.contents.CopyFrom(encode_contents(array, datatype))
+                else:
+                    if datatype.item_bytes:
+                        self._room(room, array.nbytes)  # before it is copied
+                    raw.append(encode_raw(array, datatype))
+                    room = self._room(room, len(raw[-1]))
+            except TensorError as error:
+                raise ExecutionError(f"model '{self._model}': output '{tensor.name}': {error}") from None
+        if room < LARGEST_RESPONSE_BYTES - _SURELY_BYTES:
+            self._room(LARGEST_RESPONSE_BYTES, response.ByteSize() + sum(map(len, raw)))
+        response.raw_output_contents.extend(raw)
+        if writes:
+            self._memory.write(writes)
+        return response
+
+    def _room(self, room: int, size_bytes: int) -> int:
+        """What is left of it."""
+        if size_bytes > room:
+            raise AnswerTooLarge(self._model)
+        return room - size_bytes
+
+    def _parameters(self, request: ModelInferRequest) -> RequestParameters:
+        try:
+            return parse_parameters(request.parameters)
+        except InvalidRequest as error:
+            raise self._invalid(str(error)) from None
+
+    def _input_order(self, request: ModelInferRequest) -> list[int]:
+        """For each input of the message, its place in the spec; names are there once, none that must be is missing, and
+        there are no others."""
+        order: list[int] = []
+        # One more than there are can't all be right.
+        for tensor in islice(request.inputs, len(self._inputs) + 1):
+            index = self._inputs.get(tensor.name)
+            if index is None:
+                raise self._invalid(f"unexpected input '{tensor.name}', expected {list(self._inputs)}")
+            order.append(index)
+        if len(set(order)) != len(order):
+            twice = next(tensor.name for tensor in request.inputs if order.count(self._inputs[tensor.name]) > 1)
+            raise self._invalid(f"input '{twice}' is given more than once")
+        if len(order) != len(self._inputs):
+            needed = [tensor.name for tensor in self._spec.inputs if not tensor.optional]
+            missing = [name for name in needed if self._inputs[name] not in order]
+            got = [tensor.name for tensor in request.inputs]
+            if missing:
+                raise self._invalid(f"missing inputs {missing}: expected {needed}, got {got}")
+        return order
+
+    def _shape(self, tensor: InputTensor) -> tuple[int, ...]:
+        if len(tensor.shape) > _MOST_DIMS:
+            raise self._invalid(
+                f"input '{tensor.name}': shape: expected at most {MAX_RANK} dimensions, got {len(tensor.shape)}"
+            )
+        return tuple(tensor.shape)
+
+    def _wanted_outputs(self, request: ModelInferRequest) -> tuple[tuple[int, ...], Mapping[int, Span]]:
+        """The indices of the outputs asked for, and where those belong that don't go into the response."""
+        if not request.outputs:
+            return self._all_outputs, NOWHERE
+        wanted: dict[int, None] = {}
+        targets: dict[int, Span] = {}
+        for output in request.outputs:
+            index = self._outputs.get(output.name)
+            if index is None:
+                raise InvalidRequest(
+                    f"unexpected inference output '{output.name}' for model '{self._model}': expected some of "
+                    f"{list(self._outputs)}"
+                )
+            if index in wanted:
+                raise self._invalid(f"output '{output.name}' is asked for more than once")
+            if output.parameters and (span := self._target(output)) is not None:
+                targets[index] = span
+            wanted[index] = None
+        return tuple(wanted), targets
+
+    def _target(self, output: ModelInferRequest.InferRequestedOutputTensor) -> Span | None:
+        if "classification" in output.parameters:
+            return None  # what is wrong with both, `class_count` says
+        return self._memory.span("output", output)
+
+    def _wanted_classes(self, request: ModelInferRequest, outputs: Sequence[int]) -> Mapping[int, int] | None:
+        """By index, of which outputs how many classes are wanted."""
+        classes: dict[int, int] = {}
+        for output, index in zip(request.outputs, outputs, strict=True):
+            if output.parameters and "classification" in output.parameters:
+                try:
+                    classes[index] = class_count(output.parameters, self._spec.outputs[index].datatype)
+                except InvalidRequest as error:
+                    raise self._invalid(f"output '{output.name}': {error}") from None
+        return classes or None
+
+    def _classes(self, tensor: TensorSpec, array: Array, count: int) -> Array:
+        by_rows = self._max_batch_rows > 0 and not tensor.shape_tensor
+        try:
+            return classes_of(array, count, self._labels.get(tensor.name, ()), by_rows=by_rows)
+        except InvalidRequest as error:
+            raise self._invalid(f"output '{tensor.name}': {error}") from None
+
+    def _check_typed(self, outputs: Sequence[int]) -> None:
+        for index in outputs:
+            if self._output_types[index].contents_field is None:
+                raise self._invalid(
+                    f"output '{self._spec.outputs[index].name}': expected no binary_data_output of false: "
+                    f"typed contents can't carry {self._output_types[index].name}"
+                )
+
+    def _rows(self, tensors: Sequence[InputTensor], shapes: Sequence[tuple[int, ...]]) -> int:
+        """The size of the batch axis, agreed on by all inputs; 1 if the model has none."""
+        limit = self._max_batch_rows
+        if not limit:
+            return 1
+        for tensor, shape in zip(tensors, shapes, strict=True):
+            if not shape:
+                raise self._invalid(f"input '{tensor.name}': expected a batch dimension in front, got shape []")
+            if not 0 < shape[0] <= limit:
+                raise self._invalid(
+                    f"input '{tensor.name}': expected a batch of 1 to {limit} rows, "
+                    f"got {shape[0]} in shape {list(shape)}"
+                )
+            if shape[0] != shapes[0][0]:
+                raise self._invalid(
+                    f"input '{tensor.name}': expected {shapes[0][0]} rows as in input '{tensors[0].name}', "
+                    f"got {shape[0]} in shape {list(shape)}"
+                )
+        return shapes[0][0]
+
+    def _span_checked(self, tensor: InputTensor, shape: tuple[int, ...], index: int) -> Span | None:
+        """Where the tensor lies if it is in shared memory, what the message says of it having been checked."""
+        spec, lead = self._spec.inputs[index], self._lead[index]
+        if tensor.datatype != spec.datatype:
+            raise self._invalid(f"input '{spec.name}': expected datatype {spec.datatype}, got '{tensor.datatype}'")
+        dims = shape[1:] if lead else shape
+        wanted = spec.dims_of(len(dims))
+        if dims != wanted and not _fits(dims, wanted):
+            expected = [-1, *wanted] if lead else list(wanted)
+            raise InvalidRequest(
+                f"unexpected shape for input '{spec.name}' for model '{self._model}': expected {expected}, "
+                f"got {list(shape)}"
+            )
+        return self._memory.span("input", tensor) if tensor.parameters else None
+
+    def _arrays(
+        self,
+        request: ModelInferRequest,
+        shapes: Sequence[tuple[int, ...]],
+        order: Sequence[int],
+        spans: Sequence[Span | None],
+    ) -> tuple[Input, ...]:
+        raw = request.raw_input_contents
+        if raw and len(raw) != spans.count(None):
+            mixed = next((f"input '{one.name}': {_BOTH}" for one in request.inputs if one.HasField("contents")), "")
+            raise self._invalid(
+                mixed
+                or f"expected {spans.count(None)} entries in raw_input_contents, one per input"
+                f"{' that is not in shared memory' if any(spans) else ''}, got {len(raw)}"
+            )
+        entries = iter(raw)
+        arrays: list[Input] = [MISSING] * len(self._inputs)
+        for tensor, shape, index, span in zip(request.inputs, shapes, order, spans, strict=True):
+            datatype = self._input_types[index]
+            array: Input
+            try:
+                if span is not None:
+                    array = self._memory.input(tensor, shape, index, span)
+                elif not raw:
+                    array = self._from_contents(tensor, shape, datatype)
+                elif tensor.HasField("contents"):
+                    raise TensorError(_BOTH)
+                else:
+                    array = decode_raw(next(entries), datatype, shape)
+                if self._spec.inputs[index].utf8 and not isinstance(array, RegionTensor):
+                    _check_utf8(array)
+            except (TensorError, InvalidRequest) as error:
+                raise self._invalid(f"input '{tensor.name}': {error}") from None
+            arrays[index] = array
+        return tuple(arrays)
+
+    def _from_contents(self, tensor: InputTensor, shape: tuple[int, ...], datatype: Datatype) -> Array:
+        if not tensor.HasField("contents") and element_count(shape):
+            raise TensorError("expected data in contents or raw_input_contents, got neither")
+        return decode_contents(tensor.contents, datatype, shape)
+
+    def _invalid(self, what: str) -> InvalidRequest:
+        return InvalidRequest(f"model '{self._model}': {what}")
+
+
+def tensor_bytes(array: Input) -> int:
+    """The bytes that an input keeps in memory, or will, to count against a queue's bound."""
+    if isinstance(array, RegionTensor) or not array.dtype.hasobject:
+        return array.nbytes
+    return sum(map(len, array.flat))
+
+
+def _least_bytes(array: Array, datatype: Datatype) -> int:
+    """That these elements take in typed contents, where integers have a byte to ten, and texts two besides their own.
+    What else is in the place of a text is found when it is encoded."""
+    if not datatype.item_bytes:
+        return sum(2 + len(one) for one in array.flat if isinstance(one, (bytes, str)))
+    return array.nbytes if datatype.dtype.kind == "f" else array.size
+
+
+def _fits(shape: tuple[int, ...], dims: tuple[int, ...]) -> bool:
+    return len(shape) == len(dims) and all(
+        got == want or (want == -1 and got >= 0) for got, want in zip(shape, dims, strict=True)
+    )
+
+
+def _check_utf8(array: Array) -> None:
+    for number, element in enumerate(array.flat):
+        try:
+            element.decode()
+        except UnicodeDecodeError as error:
+            raise TensorError(f"expected UTF-8 text in each element, got {error.reason} in element {number}") from None

@@ -1,0 +1,124 @@
+"""The codec of models that don't tell their tensors, as other servers may have: a request says itself what it is.
+
+Lives here: what can be checked of a request nonetheless, and what keeps requests apart. Must not: guess. The rule: if
+all tensors have as many rows, axis 0 is taken for the batch, and whoever doesn't want that says so; others travel
+alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from backends.base import ModelSpec, TensorSpec
+from backends.errors import ExecutionError
+from backends.remote_messages import OpenResult, OpenTensor
+from protos.datatypes import by_name
+from protos.inference_pb2 import ModelInferRequest, ModelInferResponse
+from protos.tensors import TensorError, encode_contents, encode_raw
+from scheduler.errors import ExecutionFailed
+from server.codec.codec import ModelCodec
+from server.codec.decoded import DecodedRequest
+from server.codec.shortcuts import Envelope
+from server.codec.splitting import joined
+from server.codec.wire_request import AnyRequest, message_of
+from server.errors import InvalidRequest
+
+__all__ = ["OpenCodec"]
+
+_MOST_TENSORS = 1_024
+"""Of a request, and as many outputs. A MB of them, and the event loop would do nothing else for a second."""
+_MOST_LAYOUTS = 100
+_LARGEST_LAYOUT_BYTES = 16_384
+"""Of one that is remembered; callers choose names and how many tensors there are."""
+_TENSOR_BYTES = 256
+"""What a tensor's place in a layout takes, besides its name."""
+
+
+class OpenCodec:
+    """Decodes and encodes whatever the protocol allows. `max_batch_rows` is the most rows of a request, 0: there are no
+    rows, each request travels alone."""
+
+    short_way = None
+
+    def __init__(self, model: str, version: str, max_batch_rows: int) -> None:
+        self._model = model
+        self._version = version
+        self._max_batch_rows = max_batch_rows
+        self._codecs: dict[Hashable, tuple[ModelSpec, ModelCodec]] = {}
+
+    def decode(self, request: AnyRequest) -> DecodedRequest:
+        """Read the tensors; `spec` says which there are. Raises InvalidRequest."""
+        message = message_of(request)
+        if (most := max(len(message.inputs), len(message.outputs))) > _MOST_TENSORS:
+            raise InvalidRequest(f"model '{self._model}': expected at most {_MOST_TENSORS} tensors, got {most}")
+        batched = self._max_batch_rows > 0 and _has_rows(message)
+        layout = (
+            batched,
+            tuple((one.name, one.datatype, len(one.shape)) for one in message.inputs),
+            tuple(one.name for one in message.outputs),
+        )
+        spec, codec = self._codecs.get(layout) or self._learn(layout, message, batched)
+        decoded = codec.decode(message)
+        # Nobody else has the key of one that travels alone.
+        key = layout, decoded.asked.key if batched else object()
+        return DecodedRequest(decoded.inputs, replace(decoded.asked, key=key, spec=spec))
+
+    def encode(
+        self, request: AnyRequest, decoded: DecodedRequest, results: Any, envelope: Envelope | None = None
+    ) -> ModelInferResponse:
+        """The response with all of `results`. Raises ExecutionError for elements that no message can carry."""
+        response = ModelInferResponse(model_name=self._model, model_version=self._version, id=request.id)
+        for name, datatype, array in results:
+            output = response.outputs.add(name=name, datatype=datatype, shape=array.shape)
+            try:
+                if decoded.asked.parameters.typed_outputs:
+                    output.contents.CopyFrom(encode_contents(array, by_name(datatype)))
+                else:
+                    response.raw_output_contents.append(encode_raw(array, by_name(datatype)))
+            except TensorError as error:
+                raise ExecutionError(f"model '{self._model}': output '{name}': {error}") from None
+        return response
+
+    @staticmethod
+    def join(results: Sequence[OpenResult], rows: Sequence[int]) -> OpenResult:
+        """The results of the parts of a split request, of so many `rows` each, as one. Raises ExecutionFailed if they
+        don't fit, or haven't those rows: nobody could tell what of them is whose."""
+        first = results[0]
+        told = [[(one.name, one.datatype) for one in part] for part in results]
+        for other in told:
+            if other != told[0]:
+                what = f"the parts of a split request don't fit together: outputs are {told[0]} and {other}"
+                raise ExecutionFailed(what)
+        for part, count in zip(results, rows, strict=True):
+            for one in part:
+                if one.array.shape[:1] != (count,):
+                    raise ExecutionFailed(
+                        f"output '{one.name}' of {count} rows, a part of a request, has shape {list(one.array.shape)}; "
+                        "--upstream-unbatched is for models that don't answer row by row"
+                    )
+        return tuple(
+            OpenTensor(one.name, one.datatype, joined(number, [part[number].array for part in results]))
+            for number, one in enumerate(first)
+        )
+
+    def _learn(self, layout: Hashable, message: ModelInferRequest, batched: bool) -> tuple[ModelSpec, ModelCodec]:
+        lead = 1 if batched else 0
+        inputs = tuple(TensorSpec(one.name, one.datatype, (-1,) * (len(one.shape) - lead)) for one in message.inputs)
+        # Of outputs no more is known than the names that are asked for.
+        outputs = tuple(TensorSpec(one.name, "BYTES", ()) for one in message.outputs)
+        spec = ModelSpec(inputs, outputs, batched=batched)
+        codec = ModelCodec(self._model, self._version, spec, self._max_batch_rows if batched else 0)
+        size_bytes = sum(_TENSOR_BYTES + len(one.name) for one in (*inputs, *outputs))
+        if size_bytes <= _LARGEST_LAYOUT_BYTES:
+            if len(self._codecs) >= _MOST_LAYOUTS:
+                self._codecs.clear()
+            self._codecs[layout] = spec, codec
+        return spec, codec
+
+
+def _has_rows(message: ModelInferRequest) -> bool:
+    """Whether there are tensors, and each has a first axis, all of the same size."""
+    rows = {one.shape[0] if one.shape else 0 for one in message.inputs}
+    return len(rows) == 1 and min(rows) > 0

@@ -1,0 +1,77 @@
+"""What a request takes along to another server, besides its tensors: headers, parameters, its id.
+
+Lives here: which of these keep requests apart. Must not: send anything, or import what only the process with the models
+needs. The rule: what is the same for a whole batch is part of its key; what may differ (traces) is sent only if that
+mixes nothing up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+from typing import NamedTuple
+
+from protos.inference_pb2 import InferParameter, ModelInferRequest
+from server.call_facts import Headers, Sent
+from server.codec.parameters import is_reserved
+from server.codec.wire_request import AnyRequest, WireRequest, message_of
+
+__all__ = ["NOTHING_CARRIED", "Carried", "carried_by"]
+
+_OF_TENSORS_HERE = ("classification", "binary_data", "binary_data_size")
+"""Parameters of tensors that have had their effect here, as have those of shared memory."""
+
+
+class Carried(NamedTuple):
+    """What travels besides tensors and id, as `RemoteRequest` has it."""
+
+    headers: Headers = ()
+    tracing: Headers = ()
+    extras: bytes = b""
+
+    @property
+    def key(self) -> Hashable:
+        """What requests must have in common to share a batch there."""
+        return self.headers, self.extras
+
+
+NOTHING_CARRIED = Carried()
+
+
+def carried_by(request: AnyRequest, sent: Sent) -> Carried:
+    """What `request`, whose call has `sent`, takes along."""
+    return Carried(sent.headers, sent.tracing, b"" if _is_plain(request) else _extras(message_of(request)))
+
+
+def _is_plain(request: AnyRequest) -> bool:
+    """Whether there are no parameters, of the request or of its tensors."""
+    if isinstance(request, WireRequest):
+        return request.mold.plain
+    return (
+        not request.parameters
+        and not any(one.parameters for one in request.inputs)
+        and not any(one.parameters for one in request.outputs)
+    )
+
+
+def _extras(request: ModelInferRequest) -> bytes:
+    """The parameters that mean nothing here, as `RemoteRequest.extras` has them."""
+    extras = ModelInferRequest()
+    for key, parameter in request.parameters.items():
+        if not is_reserved(key):
+            extras.parameters[key].CopyFrom(parameter)
+    for one in request.inputs:
+        if own := _of_tensor(one.parameters):
+            extras.inputs.add(name=one.name, parameters=own)
+    for output in request.outputs:
+        if own := _of_tensor(output.parameters):
+            extras.outputs.add(name=output.name, parameters=own)
+    # Equal parameters have to be equal bytes.
+    return extras.SerializeToString(deterministic=True)
+
+
+def _of_tensor(parameters: Mapping[str, InferParameter]) -> dict[str, InferParameter]:
+    return {
+        key: parameter
+        for key, parameter in parameters.items()
+        if key not in _OF_TENSORS_HERE and not key.startswith("shared_memory_")
+    }

@@ -1,0 +1,158 @@
+"""Requests like earlier ones, for which no message needs to be parsed.
+
+Clients send the same again and again: model, names, datatypes, shapes and parameters stay, id and tensors change. What
+stays is the *head* (`protos.wire`). The first request of a head is parsed and checked like any other. Later ones are
+only taken apart, and those cast in the same mold, with ids and tensors of the same length, are merely compared with it.
+From the head, their model's codec knows what to do with the tensors (`server.codec.shortcuts`).
+
+Lives here: telling which requests are alike. Must not: know models.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from google.protobuf.message import DecodeError
+
+from protos.inference_pb2 import InferParameter, ModelInferRequest
+from protos.wire import RequestFields, scan_request
+from server.bounded_cache import BoundedCache
+
+__all__ = ["AnyRequest", "Mold", "RequestReader", "WireRequest", "message_of"]
+
+_LONGEST_HEAD = 4_096
+_MOLDS_OF_ONE_LENGTH = 4
+_PART_BYTES = 32
+
+_NO_PARAMETERS = ModelInferRequest().parameters
+
+_Named = tuple[str, str, Mapping[str, InferParameter]]
+"""Model, version and parameters."""
+
+
+@dataclass(slots=True, eq=False)
+class Mold:
+    """Requests that have all but the values of id and tensors in common, and the lengths of these.
+
+    `parts` are the bytes they share, each with its place; with the id, at `id_at`, and the entries of
+    raw_input_contents, which begin and end as `raw` says, they are all of the request. `plain`: there are no
+    parameters, neither its own nor any of its tensors. `note` is for whoever reads such requests, who finds there what
+    was left with the last one.
+    """
+
+    parts: tuple[tuple[int, bytes], ...]
+    id_at: int
+    id_end: int
+    raw: list[tuple[int, int]]
+    head: bytes
+    named: _Named
+    plain: bool
+    note: Any = None
+
+    @classmethod
+    def of(cls, data: bytes, fields: RequestFields, named: _Named, plain: bool) -> Mold:
+        """That of the request in `data`."""
+        id_end = fields.id_at + len(fields.id)
+        starts = [0, id_end, *(end for _, end in fields.raw)]
+        ends = [fields.id_at, *(start for start, _ in fields.raw), len(data)]
+        parts = tuple((start, data[start:end]) for start, end in zip(starts, ends, strict=True) if start < end)
+        return cls(parts, fields.id_at, id_end, fields.raw, fields.head, named, plain)
+
+    @property
+    def size_bytes(self) -> int:
+        """About what it takes."""
+        return sum(_PART_BYTES + len(part) for _, part in self.parts)
+
+
+class WireRequest:
+    """A serialized ModelInferRequest with the head of one that protobuf has parsed."""
+
+    __slots__ = ("data", "id", "model_name", "model_version", "mold", "parameters")
+
+    def __init__(self, data: bytes, request_id: str, mold: Mold) -> None:
+        self.data = data
+        self.id = request_id
+        self.mold = mold
+        self.model_name, self.model_version, self.parameters = mold.named
+
+    def message(self) -> ModelInferRequest:
+        """The request as protobuf sees it."""
+        return ModelInferRequest.FromString(self.data)
+
+
+AnyRequest = ModelInferRequest | WireRequest
+
+
+def message_of(request: AnyRequest) -> ModelInferRequest:
+    """`request` as a message, parsed if it wasn't."""
+    return request.message() if isinstance(request, WireRequest) else request
+
+
+class RequestReader:
+    """Reads requests, remembering what they have in common; as many as fit into a few MiB."""
+
+    def __init__(self) -> None:
+        # By heads.
+        self._known = BoundedCache[bytes, tuple[_Named, bool]]()
+        # By the lengths of requests, the latest first.
+        self._molds = BoundedCache[int, tuple[Mold, ...]]()
+
+    # hot path: see bench/
+    def __call__(self, data: bytes) -> AnyRequest | DecodeError:
+        """The request in `data`, or what protobuf has against it."""
+        for mold in self._molds.get(len(data), ()):
+            for start, part in mold.parts:
+                if not data.startswith(part, start):
+                    break
+            else:
+                try:
+                    return WireRequest(data, data[mold.id_at : mold.id_end].decode(), mold)
+                except UnicodeDecodeError:
+                    return self._parse(data)  # protobuf has the words for it
+        return self._take_apart(data)
+
+    def _take_apart(self, data: bytes) -> AnyRequest | DecodeError:
+        """A request unlike the latest ones of its length."""
+        fields = scan_request(data)
+        if fields is None:
+            return self._parse(data)
+        known = self._known.get(fields.head)
+        if known is None:
+            return self._parse_first(data, fields)
+        try:
+            request_id = fields.id.decode()
+        except UnicodeDecodeError:
+            return self._parse(data)
+        mold = Mold.of(data, fields, *known)
+        if mold.size_bytes <= _LONGEST_HEAD:
+            others = self._molds.get(len(data), ())[: _MOLDS_OF_ONE_LENGTH - 1]
+            self._molds.remember(len(data), (mold, *others), mold.size_bytes)
+        return WireRequest(data, request_id, mold)
+
+    def _parse(self, data: bytes) -> ModelInferRequest | DecodeError:
+        try:
+            return ModelInferRequest.FromString(data)
+        except DecodeError as error:
+            return error
+
+    def _parse_first(self, data: bytes, fields: RequestFields) -> ModelInferRequest | DecodeError:
+        request = self._parse(data)
+        if isinstance(request, ModelInferRequest) and _comes_again(request, fields):
+            # Parts of a message keep all of it, names and tensors included: parameters are copied to one of their own.
+            parameters = _NO_PARAMETERS
+            if request.parameters:
+                parameters = ModelInferRequest(parameters=request.parameters).parameters
+            of_tensors = [one.parameters for one in request.inputs] + [one.parameters for one in request.outputs]
+            plain = not (parameters or any(of_tensors))
+            named = request.model_name, request.model_version, parameters
+            self._known.remember(fields.head, (named, plain), len(fields.head))
+        return request
+
+
+def _comes_again(request: ModelInferRequest, fields: RequestFields) -> bool:
+    """Whether more requests are likely to have this head: not where tensors are in it."""
+    if len(fields.head) > _LONGEST_HEAD:
+        return False
+    return bool(fields.raw) or not any(tensor.HasField("contents") for tensor in request.inputs)

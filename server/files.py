@@ -1,0 +1,30 @@
+"""Paths of files that users name, checked before anything is opened.
+
+Lives here: what every reader of such a file has to ask first. Must not: open or read files.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from pathlib import Path
+
+__all__ = ["check_file", "inside"]
+
+
+def inside(folder: Path, name: str) -> Path | None:
+    """The path that a configuration means with `name`, if it lies in `folder`, links followed."""
+    home = Path(os.path.realpath(folder))
+    try:
+        path = Path(os.path.realpath(home / name))
+    except ValueError:  # a NUL
+        return None
+    return path if path.is_relative_to(home) else None
+
+
+def check_file(path: Path) -> None:
+    """Raises OSError unless a file lies at `path`. Whoever opens a pipe waits for its other end, and devices may have
+    none."""
+    if not stat.S_ISREG(path.stat().st_mode):
+        raise OSError(errno.EINVAL, "expected a file, got something else", str(path))

@@ -1,0 +1,295 @@
+"""Inference in a front: large tensors are taken out of messages and put into them here, all else is the engine's.
+
+Lives here: what stands in for `server.requests.inference.Inference`, step by step the same. Must not: RPCs. Small
+requests go to the engine as they came, which reads and answers those that are alike together. So does whatever isn't
+plain (an unknown model, a faulty request, tensors in clients' shared memory, outputs in another form than raw): the
+engine finds the right words, and counts it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import fields
+from operator import attrgetter
+from typing import Any, cast
+
+import grpc
+
+from backends.base import MISSING, Tensors
+from backends.transport.frames import Message
+from backends.transport.link import Link
+from protos import inference_pb2 as pb
+from scheduler.errors import QueueFull
+from scheduler.telling import Telling
+from server.call_facts import NOTHING_SENT, Sent, TraceParent, leaves_by
+from server.codec.batch_facts import tell_facts
+from server.codec.codec import AnyResponse
+from server.codec.parameters import NO_PARAMETERS, RequestParameters
+from server.codec.passing import carried_by
+from server.codec.wire_request import AnyRequest, WireRequest
+from server.errors import ServerError, ServerStopping
+from server.fronts import protocol
+from server.fronts.calls import Aborted
+from server.fronts.catalogue import LookUp, Model
+from server.requests.in_flight import InFlight, follow
+
+__all__ = ["RemoteInference", "Replies", "Reply"]
+
+_MOST_UNSENT_BYTES = 64 * 2**20
+"""Messages that the engine doesn't take: it hangs, and whoever comes is better told than kept."""
+
+_KEPT_SHARE = 4
+"""Of the engine's memory for results one in so many bytes may be of answers that can't leave yet."""
+
+_MOST_MADE_BYTES = 2**13
+"""Of an answer that is made before it can leave."""
+
+_Sendable = tuple[AnyRequest, int, int, TraceParent | None, Sent]
+"""A request as it came, when that was, its deadline, the trace that it is part of, and headers for another server."""
+
+_parameter_values: Callable[[RequestParameters], tuple[Any, ...]] = attrgetter(
+    *(one.name for one in fields(RequestParameters))
+)
+
+
+class Reply(Telling[Any]):
+    """What the engine answers. Cancelling it tells the engine."""
+
+    replies: Replies
+    number: int
+
+    def cancel(self, msg: Any | None = None) -> bool:
+        cancelled = super().cancel(msg)
+        if cancelled:
+            self.replies.on_cancel(self.number)
+        return cancelled
+
+
+class Replies:
+    """All that a front waits for."""
+
+    def __init__(self, link: Link) -> None:
+        self._link = link
+        self.last_number = 0
+        self._waiting: dict[int, Reply] = {}
+        # As they came, for the case that the engine has them sent again.
+        self._requests: dict[int, _Sendable] = {}
+
+    def refuse_if_full(self) -> None:
+        """Raise QueueFull if the engine takes nothing."""
+        if self._link.unsent_bytes > _MOST_UNSENT_BYTES:
+            raise QueueFull(_MOST_UNSENT_BYTES, "bytes of messages to the engine, which does not take them")
+
+    # hot path
+    def expect(self) -> Reply:
+        """A new one; its number is to be sent along."""
+        reply = Reply()
+        reply.replies = self
+        reply.number = self.last_number = number = self.last_number + 1
+        self._waiting[number] = reply
+        return reply
+
+    # hot path
+    def submit(self, flight: InFlight, *fields: Any) -> Reply:
+        """Have the engine execute what was decoded, which `fields` say."""
+        reply = self.expect()
+        self._requests[reply.number] = _sendable(flight)
+        self._link.send((protocol.SUBMIT, reply.number, *fields))
+        return reply
+
+    # hot path
+    def send_whole(self, flight: InFlight) -> Reply:
+        """Have the engine do everything. Raises QueueFull."""
+        self.refuse_if_full()
+        reply = self.expect()
+        self._send_whole(reply.number, *_sendable(flight))
+        return reply
+
+    def on_cancel(self, number: int) -> None:
+        self._requests.pop(number, None)
+        if self._waiting.pop(number, None) is not None:
+            self._link.send((protocol.CANCEL, number))
+
+    # hot path
+    def on_message(self, message: Message) -> Reply | None:
+        """One that brings a reply; that, of which it is to be told, unless nobody waits for it or it is to come yet."""
+        kind, number = message[:2]
+        if kind == protocol.STALE:
+            self._send_again(number)
+            return None
+        self._requests.pop(number, None)
+        reply = self._waiting.pop(number, None)
+        if kind == protocol.RESULT:
+            # Also for nobody: only what is unpacked is given back.
+            outputs = self._link.unpack(message[2])
+            if reply is not None:
+                if self._link.seen_bytes > self._link.size_bytes // _KEPT_SHARE:
+                    # Callers who don't read would take all of it, and everybody else's answers wait for room.
+                    outputs = tuple(one if one is MISSING else one.copy() for one in outputs)
+                reply.set_result((outputs, message[3]))
+        elif kind == protocol.PACKED:
+            (data,) = self._link.unpack(message[2])
+            if reply is not None:
+                reply.set_result(data.tobytes())
+        elif reply is None:
+            pass
+        elif kind == protocol.ANSWER:
+            reply.set_result(message[2])
+        elif kind == protocol.FAILED:
+            reply.set_exception(protocol.unpacked_error(*message[2:]))
+        elif kind == protocol.ABORTED:
+            reply.set_exception(Aborted(grpc.StatusCode[message[2]], message[3]))
+        return reply
+
+    def _send_again(self, number: int) -> None:
+        """The model that it was decoded for is gone; there may be another of its name."""
+        if (found := self._requests.pop(number, None)) is not None:
+            self._send_whole(number, *found)
+
+    # hot path
+    def _send_whole(
+        self,
+        number: int,
+        request: AnyRequest,
+        began_ns: int,
+        deadline_ns: int,
+        parent: TraceParent | None,
+        sent: Sent,
+    ) -> None:
+        data = request.data if isinstance(request, WireRequest) else request.SerializeToString()
+        told = None if sent is NOTHING_SENT else tuple(sent)
+        self._link.send((protocol.INFER, number, began_ns, deadline_ns, parent, told, data))
+
+
+# hot path
+def _sendable(flight: InFlight) -> _Sendable:
+    return flight.request, flight.began_ns, flight.deadline_ns, flight.parent, flight.sent
+
+
+class RemoteInference:
+    """Answers inference requests; `serving`, and whether it `reads_parents`, are what the engine says. Where a request
+    in flight isn't decoded, the engine makes the answer."""
+
+    def __init__(self, link: Link, replies: Replies, models: LookUp) -> None:
+        self._link = link
+        self._replies = replies
+        self._models = models
+        self.serving = self.reads_parents = False
+
+    # hot path: see bench/
+    def announce(self, flight: InFlight) -> None:
+        """A request has arrived. It is handed to the engine right now: the link gathers what it sends."""
+        try:
+            follow(flight, self._submit(flight), self._on_done)
+        except Exception as error:  # noqa: BLE001 - the caller is owed an answer
+            flight.fail(error)
+            flight.on_done()
+
+    # hot path: see bench/
+    def _submit(self, flight: InFlight) -> Reply:
+        """Check a request and have the engine execute it. Raises QueueFull; all else that may be wrong the engine
+        says."""
+        request, deadline_ns = flight.request, flight.deadline_ns
+        model = flight.model = self._models.find(request.model_name, request.model_version)
+        if model is None or _is_better_sent(request, model):
+            return self._replies.send_whole(flight)
+        try:
+            decoded = model.codec.decode(request)
+        except (ServerError, ValueError):
+            return self._replies.send_whole(flight)
+        asked = decoded.asked
+        told = asked.parameters
+        if told.typed_outputs or asked.classes:
+            return self._replies.send_whole(flight)
+        if told.deadline_ns:
+            deadline_ns = min(deadline_ns, leaves_by(told.deadline_ns / 1e9, flight.began_ns))
+        self._replies.refuse_if_full()
+        # Without regions none of them lies in clients' shared memory.
+        parcel = self._link.pack(cast("Tensors", decoded.inputs))
+        if parcel is None:
+            self._link.send((protocol.REFUSED, model.handle))
+            raise QueueFull(self._link.size_bytes, protocol.WHAT_IS_FULL)
+        flight.decoded = decoded
+        return self._replies.submit(
+            flight,
+            model.handle,
+            request.id,
+            flight.began_ns,
+            deadline_ns,
+            flight.parent,
+            asked.rows,
+            asked.key,
+            asked.outputs,
+            None if told is NO_PARAMETERS else _parameter_values(told),
+            parcel,
+            tuple(carried_by(request, flight.sent)) if model.remote else None,
+        )
+
+    # hot path: see bench/
+    def _on_done(self, flights: list[InFlight]) -> None:
+        """What was submitted has ended. Small answers are made now, together with those that came with them."""
+        for flight in flights:
+            if flight.gone:
+                continue
+            pending = flight.pending
+            assert pending is not None
+            if pending.cancelled() or pending.exception() is not None or _is_small(pending.result()):
+                self.finish(flight)
+            flight.on_done()
+
+    # hot path: see bench/
+    def finish(self, flight: InFlight) -> None:
+        """Make the answer of a request that is done, or have it `fail`."""
+        pending, flight.pending = flight.pending, None
+        assert pending is not None
+        error: BaseException | None
+        if pending.cancelled():
+            error = asyncio.CancelledError()
+        elif (error := pending.exception()) is None:
+            try:
+                flight.answer = _answer(flight, pending.result())
+            except Exception as raised:  # noqa: BLE001 - the caller is told
+                error = raised
+        flight.decoded = None
+        if error is not None:
+            flight.fail(error)
+        # An error leads to this frame if it was raised here, and this frame mustn't lead back to the error.
+        del error, pending, flight
+
+    def give_up(self, flight: InFlight) -> None:
+        """Nobody waits for the answer any more."""
+        flight.gone = True
+        pending, flight.pending = flight.pending, None
+        if pending is not None:
+            pending.cancel()
+
+    def check_serving(self) -> None:
+        """Raises ServerStopping while nothing is taken."""
+        if not self.serving:
+            raise ServerStopping
+
+
+# hot path
+def _is_better_sent(request: AnyRequest, model: Model) -> bool:
+    """Whether the engine does better with it as it is. Not where answers are large: those are better made here."""
+    return type(request) is WireRequest and len(request.data) <= protocol.MOST_WHOLE_BYTES and not model.answers_large
+
+
+def _is_small(result: Any) -> bool:
+    return isinstance(result, bytes) or sum(one.nbytes for one in result[0]) <= _MOST_MADE_BYTES
+
+
+# hot path: see bench/
+def _answer(flight: InFlight, result: Any) -> AnyResponse:
+    """That of what the engine sent."""
+    if isinstance(result, bytes):
+        if len(result) > protocol.MOST_WHOLE_BYTES and flight.model is not None:
+            flight.model.answers_large = True
+        return flight.envelope.around(result) if flight.envelope is not None else result
+    outputs, facts = result
+    model = flight.model
+    answer: AnyResponse = model.codec.encode(flight.request, flight.decoded, outputs, flight.envelope)
+    if isinstance(answer, pb.ModelInferResponse) and facts is not None:
+        tell_facts(answer, model.batch_id_prefix, facts)
+    return answer

@@ -1,0 +1,147 @@
+"""One model's tensors in shared memory, as its codec needs them.
+
+Lives here: which of a request's tensors are there, whether they fit, and the writing of outputs. Must not: what holds
+for tensors wherever they are (`codec`), or how memory is read and written (`regions`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+from backends.base import DeviceTensor, ModelSpec, Tensors
+from protos.datatypes import Datatype, by_name
+from protos.inference_pb2 import ModelInferRequest, ModelInferResponse
+from protos.tensors import TensorError, decode_raw, raw_buffer
+from server.errors import InvalidRequest, NotSupported, RegionNotFound
+from server.memory.region_tensors import BYTE_SIZE, OFFSET, REGION, Input, RegionTensor, Span, span_of
+from server.memory.regions import Regions
+
+__all__ = ["NOWHERE", "ClientMemory", "Write", "tell_place"]
+
+InputTensor = ModelInferRequest.InferInputTensor
+RequestedOutput = ModelInferRequest.InferRequestedOutputTensor
+Write = tuple[ModelInferResponse.InferOutputTensor, Span, bytes | memoryview | DeviceTensor]
+"""An output of the response, where it belongs, and its raw form, or that it is there already."""
+
+NOWHERE: Mapping[int, Span] = {}
+
+
+class ClientMemory:
+    """`regions` are what clients have registered, None if they may not."""
+
+    def __init__(self, model: str, spec: ModelSpec, regions: Regions | None) -> None:
+        self._model = model
+        self._spec = spec
+        self._regions = regions
+        self._most_bytes = 0 if regions is None else regions.message_bytes
+        self._input_types: list[Datatype] = [by_name(tensor.datatype) for tensor in spec.inputs]
+        self._fixed_bytes = [_fixed_bytes(spec, index) for index in range(len(spec.outputs))]
+
+    def span(self, kind: str, tensor: InputTensor | RequestedOutput) -> Span | None:
+        """Where an input lies, or an output belongs, if its parameters say so.
+
+        Raises InvalidRequest, RegionNotFound, NotSupported.
+        """
+        if self._regions is None:
+            if REGION in tensor.parameters:
+                raise NotSupported(
+                    f"model '{self._model}': {kind} '{tensor.name}': '{REGION}' is switched off; start the server with "
+                    "--allow-client-shm=true to switch it on"
+                )
+            return None
+        try:
+            return span_of(tensor.parameters, self._regions)
+        except (InvalidRequest, RegionNotFound) as error:
+            raise type(error)(f"model '{self._model}': {kind} '{tensor.name}': {error}") from None
+
+    def input(self, tensor: InputTensor, shape: tuple[int, ...], index: int, span: Span) -> Input:
+        """What lies there: read when the batch executes, but for contents that have to be looked at before.
+
+        Raises TensorError, or InvalidRequest if it is gone.
+        """
+        if tensor.HasField("contents"):
+            raise TensorError(f"expected no contents beside {REGION}, got both")
+        datatype, spec = self._input_types[index], self._spec.inputs[index]
+        if datatype.item_bytes:
+            # Its size is checked before anything is read.
+            unread = RegionTensor.of_span(f"model '{self._model}': input '{spec.name}'", span, datatype, shape)
+            if not spec.shape_tensor and datatype.dtype.kind != "b":
+                return unread
+        if span.byte_size > self._most_bytes:
+            raise TensorError(
+                f"expected at most {self._most_bytes} bytes of {datatype.name}, as --grpc-max-message-bytes has it, "
+                f"got {span.byte_size}"
+            )
+        return decode_raw(span.read(), datatype, shape)
+
+    def check_targets(self, targets: Mapping[int, Span], rows: int) -> None:
+        """Refuse memory that is certain to be too small for the outputs of these indices, or gone; where sizes are
+        open, only the execution will tell. Raises InvalidRequest."""
+        for index, span in targets.items():
+            tensor = self._spec.outputs[index]
+            needed = self._fixed_bytes[index] * (1 if tensor.shape_tensor else rows)
+            if needed > span.byte_size:
+                raise self._too_small(tensor.name, needed, span)
+            try:
+                span.region.check()
+            except InvalidRequest as error:
+                raise self._invalid(tensor.name, str(error)) from None
+
+    def write(self, writes: Sequence[Write]) -> None:
+        """Write outputs to where they belong, in order, and tell in the response how many bytes.
+
+        Raises InvalidRequest, before anything is written if one doesn't fit.
+        """
+        for output, span, data in writes:
+            if not isinstance(data, DeviceTensor) and len(data) > span.byte_size:
+                raise self._too_small(output.name, len(data), span)
+        for output, span, data in writes:
+            if isinstance(data, DeviceTensor):
+                tell_place(output, span, data.nbytes)
+                continue
+            try:
+                span.region.write(data, span.offset)
+            except InvalidRequest as error:
+                raise self._invalid(output.name, str(error)) from None
+            tell_place(output, span, len(data))
+
+    # hot path for requests that want it
+    def write_results(self, targets: Mapping[int, Span], results: Tensors, types: Sequence[Datatype]) -> bool:
+        """Write results to where they belong, unless they are there. False if they can't be: `write` will find the
+        words."""
+        rest = {index: results[index] for index in targets if not isinstance(results[index], DeviceTensor)}
+        buffers = {index: raw_buffer(array, types[index]) for index, array in rest.items()}
+        if any(len(data) > targets[index].byte_size for index, data in buffers.items()):
+            return False
+        try:
+            for index, data in buffers.items():
+                targets[index].region.write(data, targets[index].offset)
+        except InvalidRequest:
+            return False
+        return True
+
+    def _too_small(self, output: str, needed: int, span: Span) -> InvalidRequest:
+        return self._invalid(
+            output, f"expected '{BYTE_SIZE}' to be at least {needed} bytes to hold the result, got {span.byte_size}"
+        )
+
+    def _invalid(self, output: str, what: str) -> InvalidRequest:
+        return InvalidRequest(f"model '{self._model}': output '{output}': {what}")
+
+
+def tell_place(output: ModelInferResponse.InferOutputTensor, span: Span, byte_size: int) -> None:
+    """Say in the response that the output's `byte_size` bytes are there."""
+    output.parameters[REGION].string_param = span.region.name
+    output.parameters[BYTE_SIZE].int64_param = byte_size
+    if span.offset:
+        output.parameters[OFFSET].int64_param = span.offset
+
+
+def _fixed_bytes(spec: ModelSpec, index: int) -> int:
+    """What each row of an output takes at least, and all of it where there are no rows; 0 where that isn't known."""
+    tensor = spec.outputs[index]
+    scattered = any(tensor.name in one.targets for one in spec.batch_outputs)
+    if tensor.optional or scattered or tensor.any_rank or -1 in tensor.dims:
+        return 0
+    return math.prod(tensor.dims) * by_name(tensor.datatype).item_bytes

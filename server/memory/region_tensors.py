@@ -1,0 +1,198 @@
+"""Tensors that lie in clients' shared memory.
+
+Lives here: the parameters by which a message says where a tensor lies, and an input that isn't read yet. Must not: know
+models, or how regions are read. Source of names and types: Triton's "shared memory" extension.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from backends.base import Array, DeviceTensor
+from protos.datatypes import Datatype
+from protos.inference_pb2 import InferParameter
+from protos.tensors import TensorError, element_count
+from server.errors import InvalidRequest
+from server.memory.regions import Region, Regions
+
+__all__ = ["BYTE_SIZE", "OFFSET", "REGION", "Directed", "Input", "Inputs", "Place", "RegionTensor", "Span", "span_of"]
+
+REGION = "shared_memory_region"
+BYTE_SIZE = "shared_memory_byte_size"
+OFFSET = "shared_memory_offset"
+_INTEGERS = ("int64_param", "uint64_param")
+_UINT8 = np.dtype(np.uint8)
+
+
+class Place(NamedTuple):
+    """Where requests that are like each other say that a tensor lies: a region by its name, which may come to mean
+    another one, or none."""
+
+    name: str
+    offset: int
+    byte_size: int
+
+    def find(self, regions: Regions) -> Region | None:
+        """The region that the name means now, if this place is in it."""
+        region = regions.get(self.name)
+        return region if region is not None and region.byte_size - self.offset >= self.byte_size else None
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """`byte_size` bytes from `offset` in a region, all of them within it."""
+
+    region: Region
+    offset: int
+    byte_size: int
+
+    @property
+    def place(self) -> Place:
+        return Place(self.region.name, self.offset, self.byte_size)
+
+    def on_gpu(self, gpu: int) -> DeviceTensor | None:
+        """As room in that GPU's memory; None if it lies elsewhere."""
+        begin = self.region.address_on(gpu)
+        if begin is None:
+            return None
+        return DeviceTensor(self.region, begin + self.offset, _UINT8, (self.byte_size,))
+
+    def read(self) -> memoryview:
+        """A copy of what is there now. Blocks for the copy; raises InvalidRequest."""
+        try:
+            data = np.empty(self.byte_size, np.uint8)
+        except MemoryError:  # an object may be said to be larger than any memory
+            raise InvalidRequest(
+                f"shared memory region '{self.region.name}': no memory for a copy of {self.byte_size} bytes"
+            ) from None
+        self.region.read_into(data, self.offset)
+        return data.data
+
+
+def span_of(parameters: Mapping[str, InferParameter], regions: Regions) -> Span | None:
+    """Where `parameters` say that their tensor lies; None if they don't.
+
+    Raises InvalidRequest, RegionNotFound.
+    """
+    if REGION not in parameters:
+        for key in (BYTE_SIZE, OFFSET):
+            if key in parameters:
+                raise InvalidRequest(f"'{key}' can not be specified without '{REGION}'")
+        return None
+    name = _value(parameters, REGION, "string_param")
+    if BYTE_SIZE not in parameters:
+        raise InvalidRequest(f"'{BYTE_SIZE}' must be specified along with '{REGION}'")
+    byte_size = _value(parameters, BYTE_SIZE, *_INTEGERS)
+    offset = _value(parameters, OFFSET, *_INTEGERS) if OFFSET in parameters else 0
+    region = regions.find(name)
+    if not 0 <= offset < region.byte_size:
+        raise InvalidRequest(
+            f"Invalid offset for shared memory region: '{name}': expected 0 to {region.byte_size - 1}, got {offset}"
+        )
+    if not 0 <= byte_size <= region.byte_size - offset:
+        raise InvalidRequest(
+            f"Invalid offset + byte size for shared memory region: '{name}': expected up to {region.byte_size} bytes, "
+            f"got {byte_size} from offset {offset}"
+        )
+    return Span(region, offset, byte_size)
+
+
+def _value(parameters: Mapping[str, InferParameter], key: str, *kinds: str) -> Any:
+    kind = parameters[key].WhichOneof("parameter_choice")
+    if kind not in kinds:
+        raise InvalidRequest(f"'{key}': expected {' or '.join(kinds)}, got {kind or 'no value'}")
+    return getattr(parameters[key], kind)
+
+
+class RegionTensor:
+    """An input that is read when its batch executes: until then it costs no memory, and from then on its owner can
+    change nothing. Looks like an array as far as requests are checked, split and queued.
+
+    `what` names model and input.
+    """
+
+    __slots__ = ("_offset", "dtype", "region", "shape", "what")
+
+    def __init__(self, what: str, region: Region, offset: int, dtype: np.dtype[Any], shape: tuple[int, ...]) -> None:
+        self.what = what
+        self.region = region
+        self._offset = offset
+        self.dtype = dtype
+        self.shape = shape
+
+    @classmethod
+    def of_span(cls, what: str, span: Span, datatype: Datatype, shape: tuple[int, ...]) -> RegionTensor:
+        """The tensor of `shape` that is all of `span`. `datatype` is of fixed size.
+
+        Raises TensorError if its size is another, InvalidRequest if it is gone.
+        """
+        expected = element_count(shape) * datatype.item_bytes
+        if span.byte_size != expected:
+            raise TensorError(
+                f"expected {expected} bytes for {datatype.name} of shape {list(shape)}, got {span.byte_size}"
+            )
+        span.region.check()
+        return cls(what, span.region, span.offset, datatype.dtype, shape)
+
+    @property
+    def place(self) -> Place:
+        return Place(self.region.name, self._offset, self.nbytes)
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def reshape(self, shape: Sequence[int]) -> RegionTensor:
+        """The same elements in another shape, of as many elements."""
+        return RegionTensor(self.what, self.region, self._offset, self.dtype, tuple(shape))
+
+    def __getitem__(self, rows: slice) -> RegionTensor:
+        """Some of its rows, one after the other."""
+        start, stop, _ = rows.indices(self.shape[0])
+        dims = self.shape[1:]
+        offset = self._offset + start * math.prod(dims) * self.dtype.itemsize
+        return RegionTensor(self.what, self.region, offset, self.dtype, (stop - start, *dims))
+
+    def mapped_at(self, size_bytes: int) -> int | None:
+        """The address of its first `size_bytes` bytes, for `bulk_copy`; None if there is none, or if they do not all
+        lie in the region: beyond it is memory of our own, which no mistake in what checked the request may lay open."""
+        begin = self.region.mapped_at
+        if begin is None or not 0 <= self._offset <= self.region.byte_size - size_bytes:
+            return None
+        return begin + self._offset
+
+    def on_gpu(self, gpu: int) -> DeviceTensor | None:
+        """The same, for whoever can read that GPU's memory; None if it lies elsewhere."""
+        begin = self.region.address_on(gpu)
+        return None if begin is None else DeviceTensor(self.region, begin + self._offset, self.dtype, self.shape)
+
+    def read_into(self, target: Array) -> None:
+        """Fill `target`, C-contiguous and of its own shape and dtype, with what is there now. Blocks for the copy;
+        raises InvalidRequest."""
+        try:
+            self.region.read_into(target, self._offset)
+        except InvalidRequest as error:
+            raise InvalidRequest(f"{self.what}: {error}") from None
+
+
+Input = Array | RegionTensor
+Inputs = Sequence[Input]
+"""A request's inputs on their way to an instance."""
+
+
+class Directed(tuple[Input, ...]):
+    """The inputs of a request some of whose outputs, `targets` by index, belong into CUDA shared memory, which is
+    written on the instance's thread, by the instance where it can."""
+
+    targets: Mapping[int, Span]
+
+    @classmethod
+    def to(cls, targets: Mapping[int, Span], inputs: Inputs) -> Directed:
+        made = cls(inputs)
+        made.targets = targets
+        return made

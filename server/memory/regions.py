@@ -1,0 +1,179 @@
+"""The shared memory regions of clients, by name.
+
+Lives here: what a region is to everybody else, and the registry. Must not: how memory is opened, read and written
+(`system_region`, `cuda_region`), tensors, messages. Everything runs on the event loop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol, TypeVar
+from weakref import WeakValueDictionary
+
+from backends.base import Array
+from server.bounded_cache import BoundedCache
+from server.errors import InvalidRequest, RegionExists, RegionNotFound, TooManyRegions
+from server.limits import LARGEST_MESSAGE_BYTES
+
+__all__ = ["Region", "Regions", "are_whole"]
+
+_NAMES_TOLD = 5
+_MOST_NAME_BYTES = 1_024
+"""So that all regions there may be by default are told of in a message of 4 MiB, the most that gRPC's clients take."""
+_SHOWN = 64
+
+T = TypeVar("T")
+
+
+class Region(Protocol):
+    """Memory of a client that requests read from and write to. Whoever holds it may use it; it is given back when
+    nobody does. All methods may be called on any thread and raise InvalidRequest if the client has taken it away."""
+
+    @property
+    def kind(self) -> str:
+        """`system` or `cuda`."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def byte_size(self) -> int: ...
+
+    @property
+    def mapped_at(self) -> int | None:
+        """Its address, for `bulk_copy` and nobody else, as it may be gone; None if it has none."""
+
+    def check(self) -> None:
+        """See that it is still there."""
+
+    def address_on(self, gpu: int) -> int | None:
+        """Where it begins, if it is that GPU's memory; None else."""
+
+    def read_into(self, target: Array, offset: int) -> None:
+        """Fill `target`, which is C-contiguous, from `offset`. Blocks for the copy."""
+
+    def write(self, data: bytes | memoryview, offset: int) -> None:
+        """Put `data` at `offset`. Blocks for the copy."""
+
+
+# hot path for requests that use some
+def are_whole(regions: Iterable[Region]) -> bool:
+    """Whether all of them are still there: clients may cut their memory short."""
+    try:
+        for region in regions:
+            region.check()
+    except InvalidRequest:
+        return False
+    return True
+
+
+class Regions:
+    """At most `limit` regions, system and CUDA ones in one space of names; so many were `refused` beyond that. An input
+    that is read when its request arrives, while all others wait, has at most `message_bytes`, as if it came with it.
+
+    A region that is unregistered while requests use it can be found until the last of them has ended, as in Triton.
+    """
+
+    def __init__(self, limit: int, message_bytes: int = LARGEST_MESSAGE_BYTES) -> None:
+        self._limit = limit
+        self.message_bytes = message_bytes
+        self.refused = 0
+        self._registered: dict[str, Region] = {}
+        self._leaving: WeakValueDictionary[str, Region] = WeakValueDictionary()
+        self._known = BoundedCache[object, Any]()
+
+    @property
+    def registered(self) -> int:
+        """How many there are."""
+        return len(self._registered)
+
+    def refuse_unless_free(self, name: str) -> None:
+        """Raise InvalidRequest for no name at all, which means all of them elsewhere, and for one that is too long to
+        be told of with all the others; RegionExists, TooManyRegions."""
+        if not name:
+            raise InvalidRequest("failed to register shared memory region '': invalid args: expected a name")
+        if len(name.encode()) > _MOST_NAME_BYTES:
+            raise InvalidRequest(
+                f"failed to register shared memory region '{name[:_SHOWN]}…': invalid args: expected a name of at most "
+                f"{_MOST_NAME_BYTES} bytes, got {len(name.encode())}"
+            )
+        if name in self._registered:
+            raise RegionExists(f"shared memory region '{name}' already in manager: unregister it before")
+        if len(self._registered) >= self._limit:
+            self.refused += 1
+            raise TooManyRegions(
+                f"failed to register shared memory region '{name}': there are {self._limit} regions already, "
+                "as many as --max-client-shm-regions allows"
+            )
+
+    def add(self, region: Region) -> None:
+        """Register. Raises as `refuse_unless_free`."""
+        self.refuse_unless_free(region.name)
+        self._known.clear()
+        self._leaving.pop(region.name, None)
+        self._registered[region.name] = region
+
+    # hot path for requests that use one
+    def find(self, name: str) -> Region:
+        """The region `name`. Raises RegionNotFound."""
+        region = self.get(name)
+        if region is None:
+            raise RegionNotFound(f"Unable to find shared memory region: '{name}'; {self._some()}")
+        return region
+
+    # hot path for requests that use one
+    def get(self, name: str) -> Region | None:
+        """The same, None if there is none."""
+        return self._registered.get(name) or self._leaving.get(name)
+
+    # hot path for requests that use some
+    def known(self, about: object, find: Callable[[Regions], T | None]) -> T | None:
+        """What `find` finds out from these regions for `about`, asked once as long as they stay the same. It may hold
+        regions: nobody but the registry keeps it, and not for longer than those are registered."""
+        found: T | None = self._known.get(about)
+        if found is None:
+            found = find(self)
+            # While one is leaving it may be what was found, and nothing would tell when it has gone.
+            if found is not None and not self._leaving:
+                self._known.remember(about, found)
+        return found
+
+    def remove(self, kind: str, name: str) -> None:
+        """Unregister the region `name`, or all of that kind for ""; none is fine too. Raises RegionNotFound if it is of
+        another kind."""
+        self._known.clear()
+        for one in [name] if name else list(self._registered):
+            region = self._registered.get(one)
+            if region is not None and (name or region.kind == kind):
+                _refuse_other_kind(region, kind)
+                self._leaving[one] = self._registered.pop(one)
+                # The loop's own reference would keep a region that nobody uses until the next one.
+                del region
+
+    def clear(self) -> None:
+        """Unregister all."""
+        self._known.clear()
+        self._registered.clear()
+
+    def of_kind(self, kind: str, name: str = "") -> list[Region]:
+        """All regions of a kind, those that are leaving too, or the one named. Raises RegionNotFound."""
+        if not name:
+            return [one for one in ({**self._leaving, **self._registered}).values() if one.kind == kind]
+        region = self.get(name)
+        if region is None:
+            raise RegionNotFound(f"Unable to find {kind} shared memory region: '{name}'; {self._some()}")
+        _refuse_other_kind(region, kind)
+        return [region]
+
+    def _some(self) -> str:
+        names = sorted(self._registered)
+        if len(names) <= _NAMES_TOLD:
+            return f"registered are {names}"
+        return f"registered are {names[:_NAMES_TOLD]} and {len(names) - _NAMES_TOLD} more"
+
+
+def _refuse_other_kind(region: Region, kind: str) -> None:
+    if region.kind != kind:
+        raise RegionNotFound(
+            f"expected the name of a {kind} shared memory region, got '{region.name}', which is a {region.kind} one"
+        )

@@ -1,0 +1,1 @@
+"""Models: found on disk, configured, loaded, warmed up, served by their instances, replaced, unloaded."""

@@ -1,0 +1,111 @@
+"""A model's configuration as it is served: what was written, filled in with what was decided.
+
+Lives here: the way back from `ServingPlan`, devices and files to Triton's `ModelConfig`. Must not: decide anything. The
+rule: given to the loader again, as `config.pbtxt` or as an override, the answer serves the model as it is served now.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeVar
+
+from backends.base import Device, DeviceKind, TensorSpec
+from protos import model_config_pb2 as pb
+from protos.datatypes import CONFIG_NUMBERS
+from server.models.model_config import ServingPlan
+
+__all__ = ["effective_config"]
+
+_ONNX_PLATFORM = "onnxruntime_onnx"
+_OF_FILES = (_ONNX_PLATFORM, "python")
+
+TensorT = TypeVar("TensorT", pb.ModelInput, pb.ModelOutput)
+
+
+def effective_config(
+    config: pb.ModelConfig,
+    plan: ServingPlan,
+    *,
+    platform: str,
+    file: str,
+    groups: Sequence[Sequence[Device]],
+) -> pb.ModelConfig:
+    """A copy of `config` with everything in it that it left open.
+
+    `platform` is what the opened model calls its framework, `file` the name of its file, if its backend reads files,
+    `groups` are the devices that each instance group's instances run on.
+    """
+    made = pb.ModelConfig()
+    made.CopyFrom(config)
+    if platform == _ONNX_PLATFORM:
+        made.backend = config.backend or "onnxruntime"
+        made.platform = platform
+    else:
+        made.backend = config.backend or platform
+    if platform in _OF_FILES:
+        made.default_model_filename = config.default_model_filename or file
+    made.max_batch_size = plan.max_batch_rows
+    if made.version_policy.WhichOneof("policy_choice") in (None, "latest"):
+        made.version_policy.latest.num_versions = max(1, config.version_policy.latest.num_versions)
+    _fill_tensors(made, plan)
+    _fill_batching(made, plan)
+    _fill_groups(made, groups)
+    return made
+
+
+def _fill_tensors(made: pb.ModelConfig, plan: ServingPlan) -> None:
+    inputs = [_tensor(pb.ModelInput(), made.input, tensor) for tensor in plan.spec.inputs]
+    for message, tensor in zip(inputs, plan.spec.inputs, strict=True):
+        message.optional = tensor.optional
+        message.allow_ragged_batch = tensor.ragged
+    outputs = [_tensor(pb.ModelOutput(), made.output, tensor) for tensor in plan.spec.outputs]
+    made.ClearField("input")
+    made.input.extend(inputs)
+    made.ClearField("output")
+    made.output.extend(outputs)
+
+
+def _tensor(message: TensorT, declared: Sequence[TensorT], tensor: TensorSpec) -> TensorT:
+    """`message` for a tensor as it is served, with what else the configuration says of it."""
+    for one in declared:
+        if one.name == tensor.name:
+            message.CopyFrom(one)
+    message.name = tensor.name
+    message.data_type = CONFIG_NUMBERS[tensor.datatype]  # type: ignore[assignment]
+    message.dims[:] = tensor.dims
+    if tensor.reshape is not None:
+        message.reshape.SetInParent()
+        message.reshape.shape[:] = tensor.reshape
+    message.is_shape_tensor = tensor.shape_tensor
+    return message
+
+
+def _fill_batching(made: pb.ModelConfig, plan: ServingPlan) -> None:
+    policy = plan.policy
+    if plan.max_batch_rows and policy.max_batch_requests != 1:
+        batching = made.dynamic_batching
+        batching.SetInParent()
+        if not batching.preferred_batch_size:
+            batching.preferred_batch_size.extend(sorted(policy.preferred))
+        batching.max_queue_delay_microseconds = policy.max_queue_delay_ns // 1_000
+    if policy.queue.default_timeout_ns:
+        timeout_us = policy.queue.default_timeout_ns // 1_000
+        made.dynamic_batching.default_queue_policy.default_timeout_microseconds = timeout_us
+
+
+def _fill_groups(made: pb.ModelConfig, groups: Sequence[Sequence[Device]]) -> None:
+    """One entry per group: where its instances are, which `KIND_AUTO` and a count of 0 leave open. Names are Triton's:
+    the model's for the one group of a configuration without any, else that and a number."""
+    if not made.instance_group:
+        made.instance_group.add(name=made.name)
+    for number, devices in enumerate(groups):
+        group = made.instance_group[number] if number < len(made.instance_group) else made.instance_group.add()
+        group.name = group.name or f"{made.name}_{number}"
+        group.ClearField("gpus")
+        if devices[0].kind is DeviceKind.GPU:
+            group.kind = pb.ModelInstanceGroup.KIND_GPU
+            group.gpus.extend(dict.fromkeys(device.index for device in devices))
+            group.count = len(devices) // len(group.gpus)
+        else:
+            group.kind = pb.ModelInstanceGroup.KIND_CPU
+            group.count = len(devices)

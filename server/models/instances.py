@@ -1,0 +1,402 @@
+"""The instances of one version of a model while it serves, each with its thread, and what becomes of one that hangs or
+is lost.
+
+Lives here: which instances there are. Must not: batches, or the decision that one hangs (`scheduler.watchdog`) or is
+lost (`scheduler.batcher`, or the instance itself). The rule: what an execution that hangs uses is given back only if it
+ends after all, which few instances can be made to; and what a lost device held is never given back, since the driver
+may end the process over that.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import ExitStack, suppress
+from typing import Any, TypeVar
+
+from backends.base import Abandonable, Device, ModelInstance, Mortal, Slotted, Tensors
+from backends.errors import DeviceLost, InstanceLost
+from backends.remote import RemoteInstance, RemoteModel
+from scheduler.batcher import Batcher
+from scheduler.runner import TaskRunner, ThreadRunner
+from server.errors import ConfigError, LoadHangs
+from server.memory.reading import ExecuteInputs
+from server.memory.region_tensors import Inputs
+from server.models.loader import LoadedVersion
+from server.models.supervisor import Supervisor
+from server.telemetry.model_statistics import VersionStatistics
+
+__all__ = ["Instances"]
+
+T = TypeVar("T")
+
+_log = logging.getLogger("paceline.server.instances")
+
+_MOST_HANGING = 16
+"""Of a version at a time. Each keeps a thread and maybe a device's memory; where so many hang, the next would too."""
+_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
+"""Between attempts to replace an instance."""
+_FIRST_PAUSE_S, _LONGEST_FIRST_PAUSE_S = 0.1, 10.0
+"""Before the first attempt, if instances end one after the other without having executed anything."""
+
+Runner = ThreadRunner[Inputs, Tensors] | TaskRunner[Any, Tensors]
+Instance = ModelInstance | RemoteInstance
+
+
+class Instances:
+    """Those of `loaded`, executing by what `execute_of` makes of each, or of each of its slots. `on_change` is called
+    when `able` may have changed."""
+
+    def __init__(
+        self,
+        loaded: LoadedVersion,
+        execute_of: Callable[[ModelInstance], ExecuteInputs],
+        statistics: VersionStatistics,
+        on_change: Callable[[], None],
+    ) -> None:
+        self._loaded = loaded
+        self._execute_of = execute_of
+        self._statistics = statistics
+        self._on_change = on_change
+        self._made = 0
+        # Slots of one instance have a runner each.
+        self._live = {runner: one for one in loaded.instances for runner in self._new_runners(one)}
+        # Runners that execute although their instance was given up.
+        self._hanging: dict[Runner, Instance] = {}
+        self._lost: list[Instance] = []
+        # Warm-ups of what was to replace an instance, that hang as well.
+        self._stuck: set[Future[Any]] = set()
+        # By their ids instances that hung and are being closed.
+        self._leaving: set[int] = set()
+        self._hopeless = ""
+        self._replacing: set[asyncio.Task[None]] = set()
+        # By the ids of instances that replace others, for how long that was put off.
+        self._first_pauses_s: dict[int, float] = {}
+        self._stays_cold = False
+        self._pausing: set[asyncio.Task[None]] = set()
+        self._closed = self._model_is_left = False
+        self._lock = threading.Lock()
+        self._loop: asyncio.AbstractEventLoop
+        self.batcher: Batcher[Any, Tensors]
+
+    @property
+    def runners(self) -> Sequence[Runner]:
+        """Of all instances that don't hang."""
+        return list(self._live)
+
+    @property
+    def able(self) -> bool:
+        """Whether anything can execute."""
+        return bool(self._live)
+
+    @property
+    def hopeless(self) -> str:
+        """Why nothing can execute any more unless the process is started anew, as far as that can be told: devices were
+        lost, and again when another instance was tried for. "" otherwise."""
+        return "" if self._live else self._hopeless
+
+    @property
+    def hangs(self) -> bool:
+        """Whether there are threads that may never end, or instances that can't be taken down."""
+        return bool(self._hanging or self._stuck or self._leaving or self._replacing or self._lost)
+
+    @property
+    def instance_of(self) -> Callable[[Runner], int]:
+        """Tells what slots of one instance have in common, one that doesn't hang."""
+        if len(self._live) == _count(self._live):
+            return id
+        return lambda runner: id(self._live[runner])
+
+    def start(self) -> None:
+        """From now on, on the running event loop, they are replaced if they end."""
+        self._loop = asyncio.get_running_loop()
+        for runner, instance in self._live.items():
+            self._watch(runner, instance)
+
+    def on_hang(self, runner: Runner, others: Sequence[Runner]) -> None:
+        """Put another in its place, unless too many hang."""
+        instance = self._take_out(runner)
+        self._first_pauses_s.pop(id(instance), None)
+        self._hanging.update((one, instance) for one in (runner, *others))
+        self._statistics.hung_executions += 1
+        self._tell("an execution hangs")
+        if isinstance(instance, Abandonable):
+            instance.abandon()
+        if self._may_make_more():
+            self._start_replacing(instance.device)
+
+    def on_loss(self, runner: Runner, error: BaseException) -> None:
+        """Put another in its place. What is of a device is kept until the process ends."""
+        instance = self._take_out(runner)
+        self._statistics.lost_instances += 1
+        self._tell(f"an instance is lost: {error}")
+        if isinstance(error, DeviceLost):
+            self._lost.append(instance)
+        else:
+            self._start_giving_back(instance)
+        self._start_replacing(instance.device, error, self._pause_after(instance))
+
+    def on_return(self, runner: Runner) -> None:
+        """Give back what it used; on a thread, since that may take as long as a load."""
+        instance = self._hanging.pop(runner, None)
+        if instance is None:
+            return  # of an instance that was lost
+        _log.warning("model '%s' version %s: an execution that hung has ended", self._loaded.name, self._loaded.version)
+        if all(one is not instance for one in self._hanging.values()):
+            self._start_giving_back(instance)
+
+    async def close(self) -> None:
+        """Give everything back that nothing executes on. What still hangs keeps what it uses."""
+        self._closed = True
+        if pausing := list(self._pausing):
+            for task in pausing:
+                task.cancel()
+            await asyncio.wait(pausing)
+        if self._replacing and isinstance(opened := self._loaded.opened, Abandonable):
+            # Nobody needs what is being loaded, and that may never end.
+            opened.abandon()
+        # Closing what loads, hangs or is lost isn't safe, and the model is what its instances are made of.
+        instances = list({id(one): one for one in self._live.values()}.values())
+        await _on_a_thread(lambda: self._close(instances), _start_thread_sometime)
+
+    def _take_out(self, runner: Runner) -> Instance:
+        """The instance that `runner` is a slot of, which isn't among those that live any more."""
+        instance = self._live[runner]
+        self._live = {one: its for one, its in self._live.items() if its is not instance}
+        return instance
+
+    def _tell(self, what: str) -> None:
+        name, version, left = self._loaded.name, self._loaded.version, _count(self._live)
+        _log.error("model '%s' version %s: %s; %d instances are left", name, version, what, left)
+        self._on_change()
+
+    def _may_make_more(self) -> bool:
+        hanging = _count(self._hanging) + len(self._stuck)
+        if hanging > _MOST_HANGING:
+            name, version = self._loaded.name, self._loaded.version
+            _log.error("model '%s' version %s: no more instances: %d hang", name, version, hanging)
+            return False
+        return True
+
+    def _watch(self, runner: Runner, instance: Instance) -> None:
+        if isinstance(instance, Mortal):
+            instance.when_lost(lambda error: self._on_end(runner, error))
+
+    def _on_end(self, runner: Runner, error: BaseException) -> None:
+        """On any thread, which may outlive the event loop."""
+        with suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(self.batcher.lose, runner, error)
+
+    def _pause_after(self, instance: Instance) -> float:
+        """Before another takes its place. None after one that was of use: whoever ends it harms nobody but for the time
+        that a start takes."""
+        before_s = self._first_pauses_s.pop(id(instance), 0.0)
+        if not isinstance(instance, Mortal) or instance.has_executed:
+            return 0.0
+        return min(max(_FIRST_PAUSE_S, 2 * before_s), _LONGEST_FIRST_PAUSE_S)
+
+    def _start_giving_back(self, instance: Instance) -> None:
+        self._leaving.add(id(instance))
+        _start_thread_sometime(lambda: self._give_back(instance))
+
+    def _start_replacing(self, device: Device, lost: BaseException | None = None, pause_s: float = 0.0) -> None:
+        task = asyncio.get_running_loop().create_task(self._replace(device, lost, pause_s))
+        self._replacing.add(task)
+        task.add_done_callback(self._on_replaced)
+
+    def _on_replaced(self, task: asyncio.Task[None]) -> None:
+        self._replacing.discard(task)
+        if self._model_is_left:
+            _start_thread_sometime(self._close_model)
+
+    async def _replace(self, device: Device, lost: BaseException | None, first_pause_s: float) -> None:
+        """Until there is one. `lost`: why the old one was, None if it hangs."""
+        pause_s = _PAUSE_S
+        await self._pause(first_pause_s)
+        while not self._closed:
+            try:
+                instance = await _on_a_thread(lambda: self._open(device))
+                self._put_in(instance)
+                self._first_pauses_s[id(instance)] = first_pause_s
+            except Exception as error:  # noqa: BLE001 - a backend's; it is tried again
+                if self._closed:
+                    return
+                _log.error("model '%s': an instance can't be replaced: %s", self._loaded.name, error)
+                self._on_failed_attempt(lost)
+                if isinstance(error, LoadHangs) and not self._may_make_more():
+                    return
+                await self._pause(pause_s)
+                pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+                continue
+            return
+
+    async def _pause(self, pause_s: float) -> None:
+        """While it does so, its task may be cancelled."""
+        task = asyncio.current_task()
+        assert task is not None
+        self._pausing.add(task)
+        try:
+            await asyncio.sleep(pause_s)
+        finally:
+            self._pausing.discard(task)
+
+    def _put_in(self, instance: Instance) -> None:
+        """Have it execute, unless it comes too late. Raises what is in the way; then it is closed."""
+        if self._closed:
+            self._start_giving_back(instance)
+            return
+        try:
+            self._add(instance)
+        except RuntimeError:
+            self._start_giving_back(instance)
+            raise
+
+    def _on_failed_attempt(self, lost: BaseException | None) -> None:
+        """Of what hangs there is hope that it ends; nobody is to wait for what may never be back. That a new process of
+        the server's would help is known of devices."""
+        if self._live or self._closed or lost is None:
+            return
+        self._hopeless = str(lost) if isinstance(lost, DeviceLost) else ""
+        self.batcher.suspend()
+        self._on_change()
+
+    def _add(self, instance: Instance) -> None:
+        """Raises RuntimeError if there can be no thread for any of its slots."""
+        runners = self._new_runners(instance)
+        for number, runner in enumerate(runners):
+            self._live[runner] = instance
+            try:
+                self.batcher.add(runner)
+            except RuntimeError as error:
+                del self._live[runner]
+                if not number:
+                    raise
+                name, version = self._loaded.name, self._loaded.version
+                text = "model '%s' version %s: an instance has %d of its %d slots: %s"
+                _log.warning(text, name, version, number, len(runners), error)
+                break
+            self._watch(runner, instance)
+        self._hopeless = ""
+        _log.warning("model '%s' version %s: an instance is replaced", self._loaded.name, self._loaded.version)
+        self._on_change()
+
+    def _open(self, device: Device) -> ModelInstance:
+        """Blocks."""
+        opened, plan = self._loaded.opened, self._loaded.plan
+        # Nothing limits executions on another server but deadlines of calls, and none of its devices is lost here.
+        assert not isinstance(opened, RemoteModel)
+        instance = opened.instance(plan.spec, device)
+        if self._stays_cold or self._loaded.warm_up is None:
+            return instance
+        supervise = Supervisor(plan.policy.execution_limit_ns)
+        try:
+            self._loaded.warm_up.run(instance, supervise)
+        except LoadHangs as error:
+            self._leave(instance, error.ended)
+            raise
+        except ConfigError as error:
+            if isinstance(error.__cause__, InstanceLost):
+                instance.close()
+                raise
+            _log.warning("model '%s': an instance stays cold: %s", self._loaded.name, error)
+        except BaseException:
+            instance.close()
+            raise
+        finally:
+            supervise.close()
+        if not (isinstance(instance, Mortal) and instance.has_ended):
+            return instance
+        # It ends of what is made up for its warm-up. It may do well with what it was made for.
+        self._stays_cold = True
+        instance.close()
+        return opened.instance(plan.spec, device)
+
+    def _leave(self, instance: ModelInstance, ended: Future[Any]) -> None:
+        """Give back what hangs before it was of any use, if that ends."""
+        self._leaving.add(id(instance))
+        self._stuck.add(ended)
+
+        def give_back(_: object) -> None:
+            self._stuck.discard(ended)
+            self._give_back(instance)
+
+        ended.add_done_callback(give_back)
+        if isinstance(instance, Abandonable):
+            instance.abandon()
+
+    def _give_back(self, instance: Instance) -> None:
+        """Close one of those that are leaving, and the model if nobody else will. Blocks."""
+        try:
+            instance.close()
+        finally:
+            self._leaving.discard(id(instance))
+            self._close_model()
+
+    def _close(self, instances: Sequence[Instance]) -> None:
+        """Blocks. What one of them raises keeps neither the others nor the model open."""
+        with ExitStack() as closing:
+            closing.callback(self._leave_model)
+            for instance in reversed(instances):
+                closing.callback(instance.close)
+
+    def _leave_model(self) -> None:
+        self._model_is_left = True
+        self._close_model()
+
+    def _close_model(self) -> None:
+        """Close it if that is left to do and nothing uses it any more. Blocks."""
+        with self._lock:
+            if not self._model_is_left or self.hangs:
+                return
+            self._model_is_left = False
+        self._loaded.opened.close()
+
+    def _new_runners(self, instance: Instance) -> Sequence[Runner]:
+        if isinstance(instance, RemoteInstance):
+            return [TaskRunner(instance.execute)]
+        name = f"{self._loaded.name}_{self._loaded.version}_{self._made}"
+        self._made += 1
+        if not isinstance(instance, Slotted):
+            return [ThreadRunner(name, self._execute_of(instance))]
+        return [
+            ThreadRunner(f"{name}_{number}", self._execute_of(slot), slot.start, stages=False)
+            for number, slot in enumerate(instance.slots)
+        ]
+
+
+def _start_thread(function: Callable[[], object]) -> None:
+    """On a thread of its own, which may never end: the event loop's are few, and others wait for them. Raises
+    RuntimeError if there can be none."""
+    threading.Thread(target=function, name="paceline instance", daemon=True).start()
+
+
+def _start_thread_sometime(function: Callable[[], object]) -> None:
+    """The same, once there can be one."""
+    try:
+        _start_thread(function)
+    except RuntimeError:
+        asyncio.get_running_loop().call_later(_PAUSE_S, _start_thread_sometime, function)
+
+
+async def _on_a_thread(function: Callable[[], T], start: Callable[[Callable[[], None]], None] = _start_thread) -> T:
+    """What it returns or raises, and what `start` does: by default RuntimeError if there can be no thread. Who awaits
+    that may be cancelled, as at the loop's end; the thread goes on."""
+    future: Future[T] = Future()
+    future.set_running_or_notify_cancel()
+
+    def run() -> None:
+        try:
+            future.set_result(function())
+        except BaseException as error:  # noqa: BLE001 - it is whose who waits
+            future.set_exception(error)
+
+    start(run)
+    return await asyncio.wrap_future(future)
+
+
+def _count(instances: Mapping[Runner, Instance]) -> int:
+    """How many there are, whatever their slots."""
+    return len({id(one) for one in instances.values()})

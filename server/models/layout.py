@@ -1,0 +1,249 @@
+"""What lies on disk: model repositories, single models, bare files.
+
+Lives here: finding models and their versions, and nothing is opened. Must not: read configurations or load. Layout as
+Triton's: `<repository>/<model>/config.pbtxt`, `<repository>/<model>/<version>/model.onnx`. A name that comes from
+outside is only ever compared with the names found; no path is made of it.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from enum import Enum
+from pathlib import Path
+
+from backends.base import Files
+from server.errors import StartError
+
+__all__ = [
+    "CONFIG_FILE",
+    "DEFAULT_MODEL_FILE",
+    "PYTHON_MODEL_FILE",
+    "Layout",
+    "ModelFolder",
+    "model_folder",
+]
+
+CONFIG_FILE = "config.pbtxt"
+CONFIGS_FOLDER = "configs"
+DEFAULT_MODEL_FILE = "model.onnx"
+PYTHON_MODEL_FILE = "model.py"
+_MODEL_FILES = (DEFAULT_MODEL_FILE, PYTHON_MODEL_FILE)
+_OTHER_FOLDERS = frozenset((CONFIGS_FOLDER, "warmup", "initial_state", "__pycache__", "lost+found"))
+"""In a model's folder, besides versions: of Triton's layout, of Python and of file systems."""
+
+_VERSION = re.compile(r"0|[1-9][0-9]*")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFolder:
+    """One model on disk. `versions` maps version numbers to the folders that hold their files; a bare file or a
+    folder with the model file right inside is version 1. `file` is set for a bare file only. `renamed`: whoever
+    serves it has named it, whatever its folder and its configuration call it. `problem` says why a folder can't be
+    read: its load fails with that, and the other models go on. `rivals` are all paths of a name that several
+    repositories have; none of them can be loaded. `strays` look like versions, or lie where versions do, and are
+    none. `config_name` picks another configuration than `config.pbtxt`. `files` is who has them, if they came with a
+    client's request."""
+
+    name: str
+    path: Path
+    versions: dict[int, Path]
+    file: Path | None = None
+    renamed: bool = False
+    problem: str = ""
+    rivals: tuple[Path, ...] = ()
+    strays: tuple[Path, ...] = ()
+    config_name: str = ""
+    files: Files | None = None
+
+    @property
+    def config(self) -> Path | None:
+        """Its configuration, if there is one: `configs/<config_name>.pbtxt`, else `config.pbtxt`. What is called so and
+        is no file, or a link to none, is one that can't be read: without it the model would be served in another way
+        than whoever put it there meant."""
+        if self.file is not None:
+            return None
+        named = [self.path / CONFIGS_FOLDER / f"{self.config_name}.pbtxt"] if self.config_name else []
+        return next((path for path in (*named, self.path / CONFIG_FILE) if os.path.lexists(path)), None)
+
+
+class _Kind(Enum):
+    REPOSITORY = "repository"
+    MODEL = "model"
+    FILE = "file"
+
+
+class Layout:
+    """The models at `paths`, each a repository, one model's folder or a bare `.onnx` file.
+
+    `config_name`: of the files in a model's folder `configs`, the one that is its configuration. `model_name`: what the
+    one model is called that is not in a repository; models in repositories keep the names of their folders.
+
+    `open` settles which of these a path is: one model's folder that is just being replaced must not pass for a
+    repository. After that everything may be called from any thread; all of it blocks.
+    """
+
+    def __init__(self, paths: Sequence[Path], config_name: str = "", model_name: str = "") -> None:
+        self._paths = tuple(paths)
+        self._model_name = model_name
+        self._config_name = config_name
+        self._kinds: dict[Path, _Kind] = {}
+
+    def __str__(self) -> str:
+        return ", ".join(map(str, self._paths))
+
+    def open(self, *, may_be_empty: bool = False) -> None:
+        """Look at what the paths are. Raises StartError if one can't be read, or holds no model and `may_be_empty` is
+        false."""
+        for path in self._paths:
+            try:
+                place, kind = _settled(path)
+                self._kinds[place] = kind
+                if not may_be_empty and not _paths_at(place, kind):
+                    raise StartError(_why_none(path))
+            except OSError as error:
+                raise StartError(_problem(path, error)) from None
+        single = [str(place) for place, kind in self._kinds.items() if kind is not _Kind.REPOSITORY]
+        if self._model_name and len(single) > 1:
+            raise StartError(f"--model-name {self._model_name}: expected one model, got {', '.join(single)}")
+
+    def models(self) -> list[ModelFolder]:
+        """All models there are now, by name. Raises OSError if a repository can't be listed."""
+        return self._found(None)
+
+    def model(self, name: str) -> ModelFolder | None:
+        """The model of that name, or None. Raises OSError if a repository can't be listed."""
+        found = self._found(name)
+        return found[0] if found else None
+
+    def _found(self, only: str | None) -> list[ModelFolder]:
+        found: dict[str, list[Path]] = {}
+        for place in self._kinds:
+            for name, path in self._names_at(place, only).items():
+                found.setdefault(name, []).append(path)
+        return [
+            replace(_model(name, paths), config_name=self._config_name, renamed=self._renames(paths[0]))
+            for name, paths in sorted(found.items())
+        ]
+
+    def _names_at(self, path: Path, only: str | None) -> dict[str, Path]:
+        """The models at one of the paths, by the names that they have here; with `only`, that one alone."""
+        if not self._renames(path):
+            return _paths_at(path, self._kinds[path], only)
+        return {self._model_name: path} if only in (None, self._model_name) and path.exists() else {}
+
+    def _renames(self, path: Path) -> bool:
+        return bool(self._model_name) and self._kinds.get(path, _Kind.REPOSITORY) is not _Kind.REPOSITORY
+
+
+def model_folder(name: str, path: Path) -> ModelFolder:
+    """The model `name` in the folder `path`."""
+    try:
+        entries = sorted(path.iterdir())
+        versions = {int(entry.name): entry for entry in entries if _VERSION.fullmatch(entry.name) and entry.is_dir()}
+        if not versions and (_has_model_file(path) or any(_is_onnx_file(entry) for entry in entries)):
+            versions[1] = path
+    except OSError as error:
+        return ModelFolder(name, path, {}, problem=_problem(path, error))
+    taken = set(versions.values())
+    strays = tuple(entry for entry in entries if entry not in taken and _is_stray(entry, path not in taken))
+    return ModelFolder(name, path, versions, strays=strays)
+
+
+def _is_stray(entry: Path, among_versions: bool) -> bool:
+    """Whether somebody may have meant it as a version, as a folder among those of versions that has no other use. What
+    can't be looked at is none: it's but a warning that is at stake."""
+    if entry.name.isdigit():
+        return True
+    if not among_versions or entry.name.startswith(".") or entry.name in _OTHER_FOLDERS:
+        return False
+    try:
+        return entry.is_dir()
+    except OSError:
+        return False
+
+
+def _model(name: str, paths: Sequence[Path]) -> ModelFolder:
+    path = paths[0]
+    if len(paths) > 1:
+        return ModelFolder(name, path, {}, rivals=tuple(paths))
+    shown = name.encode(errors="backslashreplace").decode()
+    if shown != name:
+        # Messages and configurations can't carry it, so nobody could ask for the model.
+        return ModelFolder(name, path, {}, problem=f"its name isn't UTF-8: expected a name that is, got '{shown}'")
+    if path.suffix == ".onnx" and path.is_file():
+        return ModelFolder(name, path.parent, {1: path.parent}, file=path)
+    return model_folder(name, path)
+
+
+def _settled(path: Path) -> tuple[Path, _Kind]:
+    """What a path is, and where that lies: a folder that holds one .onnx file of whatever name stands for the file."""
+    if path.is_file():
+        if path.suffix != ".onnx":
+            raise StartError(f"{path}: expected a .onnx file or a folder")
+        return path, _Kind.FILE
+    entries = list(path.iterdir())
+    if _is_model(path, {entry.name for entry in entries}):
+        # Absolute, for "." has no name; links not followed, for the user named this one.
+        return Path(os.path.abspath(path)), _Kind.MODEL
+    files = [entry for entry in entries if _is_onnx_file(entry)]
+    if len(files) == 1 and not any(_is_folder(entry) for entry in entries if not _is_not_ours(entry.name)):
+        return files[0], _Kind.FILE
+    return path, _Kind.REPOSITORY
+
+
+def _why_none(path: Path) -> str:
+    files = sorted(entry.name for entry in path.iterdir() if _is_onnx_file(entry))
+    if files:
+        return f"{path}: expected one .onnx file, or one called {DEFAULT_MODEL_FILE}, got {', '.join(files)}"
+    return (
+        f"{path}: no models here; expected a model repository "
+        f"(<model>/<version>/{DEFAULT_MODEL_FILE}), one model's folder or a .onnx file"
+    )
+
+
+def _is_onnx_file(entry: Path) -> bool:
+    return entry.suffix == ".onnx" and entry.is_file()
+
+
+def _is_model(path: Path, names: set[str]) -> bool:
+    """A folder is a model's own if it has a configuration, a model file, or a version folder with a model file, of
+    whatever name if it is ONNX."""
+    return (
+        CONFIG_FILE in names
+        or not names.isdisjoint(_MODEL_FILES)
+        or any(_VERSION.fullmatch(name) and _is_version(path / name) for name in names)
+    )
+
+
+def _is_version(folder: Path) -> bool:
+    return _has_model_file(folder) or (folder.is_dir() and any(_is_onnx_file(entry) for entry in folder.iterdir()))
+
+
+def _has_model_file(folder: Path) -> bool:
+    return any((folder / name).exists() for name in _MODEL_FILES)
+
+
+def _paths_at(path: Path, kind: _Kind, only: str | None = None) -> dict[str, Path]:
+    """The models at one of the paths, by name; with `only`, that one alone."""
+    if kind is _Kind.REPOSITORY:
+        names = [name for name in os.listdir(path) if only in (None, name) and not _is_not_ours(name)]
+        return {name: path / name for name in names if _is_folder(path / name)}
+    name = path.stem if kind is _Kind.FILE else path.name
+    return {name: path} if only in (None, name) and path.exists() else {}
+
+
+def _is_folder(entry: Path) -> bool:
+    """A link to nowhere counts as one, so that its absence is told and not overlooked."""
+    return entry.is_dir() or (entry.is_symlink() and not entry.exists())
+
+
+def _problem(path: Path, error: OSError) -> str:
+    return f"{path}: {error.strerror or error}"
+
+
+def _is_not_ours(name: str) -> bool:
+    """Folders that file systems and tools put next to models."""
+    return name.startswith(".") or name == "lost+found"

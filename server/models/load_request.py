@@ -1,0 +1,140 @@
+"""The contents of a load request: a model's name, a configuration, files.
+
+Lives here: checks, and the scratch folder that given files become. Must not: load, or touch files outside that folder.
+Source of names and types: Triton's "model repository" extension.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import PurePosixPath
+
+from google.protobuf import json_format
+
+from protos import model_config_pb2 as config_pb
+from protos.inference_pb2 import ModelRepositoryParameter
+from server.errors import InvalidRequest
+from server.models.layout import ModelFolder, model_folder
+from server.models.scratch import Scratch
+
+__all__ = ["Override", "checked_name", "parse_load_parameters", "parse_unload_parameters", "scratch_folder"]
+
+_FILE = "file:"
+_MOST_NAME_BYTES = 1_024
+"""Names of loads that failed are in the index for a while."""
+_SHOWN = 64
+Parameters = Mapping[str, ModelRepositoryParameter]
+
+
+@dataclass(frozen=True, slots=True)
+class Override:
+    """What a load brings along: a configuration for the folder's own, and files that the model consists of instead of
+    those on disk, by path inside its folder; none leave those on disk."""
+
+    config: config_pb.ModelConfig
+    files: Mapping[PurePosixPath, bytes]
+
+
+def checked_name(name: str) -> str:
+    """`name`, if it can be a model's. Raises InvalidRequest."""
+    if not name:
+        raise InvalidRequest("model name cannot be empty: expected the name of a model")
+    if "/" in name or "\\" in name or "\0" in name or name in (".", ".."):
+        raise InvalidRequest(
+            f"invalid model name {name!r}: model name must not contain path traversal characters; expected the name "
+            "of a folder"
+        )
+    if len(name.encode()) > _MOST_NAME_BYTES:
+        raise InvalidRequest(
+            f"invalid model name '{name[:_SHOWN]}…': expected at most {_MOST_NAME_BYTES} bytes, "
+            f"got {len(name.encode())}"
+        )
+    return name
+
+
+def parse_load_parameters(name: str, parameters: Parameters) -> Override | None:
+    """What the parameters of a load of model `name` say; None if they say nothing. Raises InvalidRequest naming the
+    parameter."""
+    try:
+        return _override(parameters)
+    except InvalidRequest as error:
+        raise _refused(name, str(error)) from None
+
+
+def parse_unload_parameters(parameters: Parameters) -> bool:
+    """Whether models that depend on the unloaded one shall go too. Raises InvalidRequest naming the parameter."""
+    for key, parameter in parameters.items():
+        if key != "unload_dependents":
+            raise InvalidRequest(f"unrecognized unload parameter {key!r}: expected 'unload_dependents'")
+        _check_type("unload", key, parameter, "bool_param")
+    return "unload_dependents" in parameters and parameters["unload_dependents"].bool_param
+
+
+@contextmanager
+def scratch_folder(name: str, files: Mapping[PurePosixPath, bytes]) -> Iterator[ModelFolder]:
+    """Model `name` made of `files`, in a new folder that goes with the block, unless the model keeps it. Blocks. Raises
+    InvalidRequest if a path is both file and folder, or of no use to the file system."""
+    scratch = Scratch()
+    try:
+        for path, content in files.items():
+            try:
+                scratch.write(path, content)
+            except (FileExistsError, NotADirectoryError, IsADirectoryError):
+                raise _refused(name, f"load parameter 'file:{path}': another file has its place") from None
+            except OSError as error:
+                why = f"load parameter 'file:{path}' can't be written: {error.strerror}"
+                raise _refused(name, why) from None
+        yield replace(model_folder(name, scratch.path), files=scratch)
+    finally:
+        scratch.let_go()
+
+
+def _refused(name: str, why: str) -> InvalidRequest:
+    # Words that Triton's clients look for.
+    return InvalidRequest(f"failed to load '{name}', {why}")
+
+
+def _override(parameters: Parameters) -> Override | None:
+    files: dict[PurePosixPath, bytes] = {}
+    for key, parameter in parameters.items():
+        if key.startswith(_FILE):
+            path = _inner_path(key)
+            if path in files:
+                raise InvalidRequest(f"load parameter {key!r}: expected each file once, got '{path}' twice")
+            _check_type("load", key, parameter, "bytes_param")
+            files[path] = parameter.bytes_param
+        elif key == "config":
+            _check_type("load", key, parameter, "string_param")
+        else:
+            raise InvalidRequest(f"unrecognized load parameter {key!r}: expected 'config' or 'file:<path>'")
+    if "config" in parameters:
+        return Override(_parse_config(parameters["config"].string_param), files)
+    if files:
+        raise InvalidRequest("load parameter 'config': expected one beside 'file:...', got none")
+    return None
+
+
+def _inner_path(key: str) -> PurePosixPath:
+    text = key.removeprefix(_FILE)
+    path = PurePosixPath(text)
+    if not path.parts or path.is_absolute() or ".." in path.parts or "\0" in text or "\\" in text:
+        raise InvalidRequest(f"load parameter {key!r}: expected a path inside the model's folder")
+    return path
+
+
+def _check_type(what: str, key: str, parameter: ModelRepositoryParameter, expected: str) -> None:
+    got = parameter.WhichOneof("parameter_choice")
+    if got != expected:
+        raise InvalidRequest(f"invalid value type for {what} parameter {key!r}, expected {expected}, got {got}")
+
+
+def _parse_config(text: str) -> config_pb.ModelConfig:
+    # protobuf takes an empty list or text for an object without fields.
+    if not text.lstrip().startswith("{"):
+        raise InvalidRequest(f"load parameter 'config': expected a ModelConfig as JSON, an object, got {text[:20]!r}")
+    try:
+        return json_format.Parse(text, config_pb.ModelConfig())
+    except (json_format.ParseError, RecursionError) as error:
+        raise InvalidRequest(f"load parameter 'config': expected a ModelConfig as JSON: {error}") from None

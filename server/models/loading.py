@@ -1,0 +1,158 @@
+"""Loads of models, on threads.
+
+Lives here: which loads are in progress, and retries. Must not: know what serves, or what a model consists of; that is
+`loader`. The rule: a load can't be interrupted. One that nothing waits for any more is closed when it ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+from backends.base import Backend
+from protos import model_config_pb2 as pb
+from server.errors import LoadHangs, ServerError
+from server.models.layout import ModelFolder
+from server.models.loader import LoadDefaults, LoadedVersion, load_model
+
+__all__ = ["Find", "Loads", "always"]
+
+_log = logging.getLogger("paceline.server.loading")
+
+Find = Callable[[], AbstractContextManager[ModelFolder]]
+"""Gives a model's folder as it is when a load's turn has come, and for as long as the load lasts. Blocks. Raises
+ServerError if there is none."""
+
+
+class Loads:
+    """Loads models, so many at a time.
+
+    `backend_of` gives the backend for a name; LoadError if there is none. `defaults` are what flags say of models that
+    don't say it themselves. `retries`: how often a load that fails for other reasons than the configuration of its
+    model is tried again. `slow_after_s`: when to log that one is still under way.
+    """
+
+    def __init__(
+        self,
+        backend_of: Callable[[str], Backend],
+        defaults: LoadDefaults | None = None,
+        *,
+        threads: int = 4,
+        retries: int = 0,
+        slow_after_s: float = 10.0,
+    ) -> None:
+        self._backend_of = backend_of
+        self._defaults = defaults
+        self._retries = retries
+        self._slow_after_s = slow_after_s
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="load")
+        self._under_way: set[Future[Any]] = set()
+
+    @property
+    def under_way(self) -> bool:
+        """Whether a thread is loading something, or hangs over that."""
+        return bool(self._under_way)
+
+    def stop(self) -> None:
+        """Begin no more."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    async def load(
+        self, name: str, find: Find, override: pb.ModelConfig | None, on_versions: Callable[[list[str]], None]
+    ) -> list[LoadedVersion]:
+        """Load what `find` gives, with `override` instead of its configuration if there is one. `on_versions` is told,
+        on the event loop, which versions these will be. Raises whatever the load does."""
+        loop = asyncio.get_running_loop()
+
+        def tell_versions(versions: list[int]) -> None:
+            loop.call_soon_threadsafe(on_versions, list(map(str, versions)))
+
+        began_s: list[float] = []
+
+        def load() -> list[LoadedVersion]:
+            began_s.append(time.monotonic())
+            try:
+                with find() as folder:
+                    return load_model(
+                        folder, self._backend_of, self._defaults, override=override, tell_versions=tell_versions
+                    )
+            except LoadHangs as error:
+                self._note(error.ended)  # here, as whoever waits may have been cancelled
+                raise
+            except StopIteration as error:
+                raise RuntimeError(f"StopIteration: {error}") from error  # which asyncio's futures can't tell
+
+        for left in range(self._retries, -1, -1):
+            began_s.clear()
+            future = self._submit(load)
+            self._note(future)
+            slow = loop.create_task(self._tell_if_slow(name, began_s))
+            try:
+                return await asyncio.wrap_future(future)
+            except asyncio.CancelledError:
+                future.add_done_callback(_close_loaded)
+                raise
+            except ServerError:
+                raise
+            except Exception as error:  # again whatever it is
+                if not left:
+                    raise
+                _log.warning("load of model '%s' failed, %d more tries: %s", name, left, error)
+            finally:
+                slow.cancel()
+                del future  # it has the error, whose traceback leads here
+        raise AssertionError("the last try returned or raised")
+
+    def _submit(self, load: Callable[[], list[LoadedVersion]]) -> Future[list[LoadedVersion]]:
+        """Raises RuntimeError if there can be no thread for it."""
+        future: Future[list[LoadedVersion]] = Future()
+        try:
+            self._pool.submit(_run, load, [future])
+        except RuntimeError:
+            # The pool keeps it all the same, for the next thread. If none has begun on it by now, nobody waits for it.
+            if future.cancel():
+                raise
+        return future
+
+    def _note(self, future: Future[Any]) -> None:
+        self._under_way.add(future)
+        future.add_done_callback(self._under_way.discard)
+
+    async def _tell_if_slow(self, name: str, began_s: Sequence[float]) -> None:
+        """Nothing else does: before all models are loaded a server has no port to be asked on. What waits for other
+        loads hasn't begun."""
+        took_s = 0.0
+        while not began_s or took_s < self._slow_after_s:
+            await asyncio.sleep(self._slow_after_s - took_s)
+            took_s = time.monotonic() - began_s[0] if began_s else 0.0
+        _log.info("model '%s' is still being loaded after %.0f s", name, took_s)
+
+
+def always(folder: ModelFolder) -> Find:
+    """The folder as it was found, whenever the turn comes."""
+    return lambda: nullcontext(folder)
+
+
+def _run(load: Callable[[], list[LoadedVersion]], told: list[Future[list[LoadedVersion]]]) -> None:
+    """Unless it was cancelled. It is taken out of `told`: the frames that an error's traceback leads to have that, and
+    mustn't lead back to the error."""
+    future = told.pop()
+    if not future.set_running_or_notify_cancel():
+        return
+    try:
+        future.set_result(load())
+    except BaseException as error:  # noqa: BLE001 - it is whose who waits
+        future.set_exception(error)
+        del future
+
+
+def _close_loaded(future: Future[list[LoadedVersion]]) -> None:
+    """Nobody waits for the load any more."""
+    if not future.cancelled() and future.exception() is None:
+        for one in future.result():
+            one.close()

@@ -1,0 +1,212 @@
+"""A model's `config.pbtxt`, joined with what the model says of itself.
+
+Lives here: the translation from Triton's `ModelConfig`, its names and units, to ours: `ModelSpec`, `BatchPolicy`,
+instance groups (the batcher's policy itself: `batch_policy`). Must not: open models or touch any file but the
+configuration's own. The rule: a setting is honoured, or harmless to ignore and listed as ignored in
+docs/configuration.md, or refused here by name; never dropped in silence.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from google.protobuf import text_format
+
+from backends.base import GroupKind, InstanceGroup, ModelSource, ModelSpec
+from protos import model_config_pb2 as pb
+from scheduler.policy import BatchPolicy
+from server.errors import ConfigError
+from server.files import check_file
+from server.models.batch_policy import BatchDefaults, batch_policy, own_settings
+from server.models.tensor_config import can_batch, declared_spec, served_spec
+
+__all__ = [
+    "ServingPlan",
+    "backend_name",
+    "check_supported",
+    "instance_groups",
+    "is_complete",
+    "model_source",
+    "parse_config",
+    "plan",
+]
+
+_GROUP_KINDS = {
+    pb.ModelInstanceGroup.KIND_AUTO: GroupKind.AUTO,
+    pb.ModelInstanceGroup.KIND_GPU: GroupKind.GPU,
+    pb.ModelInstanceGroup.KIND_CPU: GroupKind.CPU,
+    pb.ModelInstanceGroup.KIND_MODEL: GroupKind.MODEL,
+}
+
+_MOST_INSTANCES = 1024
+"""Of a version of a model: each is a thread, if not a session and a GPU's memory, and made before anything serves."""
+
+_TAG = re.compile("[a-zA-Z0-9][a-zA-Z0-9_]*")
+"""With `_` in front, the name of a label and none of those that Prometheus keeps for itself, which begin with `__`."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServingPlan:
+    """How a model is served: what clients see, the rows of a batch (0: no batch axis), how it batches, whether a
+    request with more rows than that is executed in parts, and what its metrics are tagged with."""
+
+    spec: ModelSpec
+    max_batch_rows: int
+    policy: BatchPolicy
+    splits: bool = False
+    metric_tags: Mapping[str, str] = field(default_factory=dict)
+
+
+def parse_config(path: Path) -> pb.ModelConfig:
+    """The configuration in `path`, a `ModelConfig` in protobuf's text format. Raises ConfigError with line and
+    column."""
+    try:
+        check_file(path)
+        return text_format.Parse(path.read_text(encoding="utf-8-sig"), pb.ModelConfig())
+    except text_format.ParseError as error:
+        raise ConfigError(f"{path.name}:{error}") from None
+    except (OSError, ValueError) as error:  # no UTF-8; an enum's number beyond 64 bits
+        raise ConfigError(f"{path.name} can't be read: {error}") from None
+
+
+def backend_name(config: pb.ModelConfig) -> str:
+    """The backend that the configuration names, directly or by platform; ONNX Runtime if it names none."""
+    return config.backend or config.platform or "onnxruntime"
+
+
+def instance_groups(config: pb.ModelConfig) -> tuple[InstanceGroup, ...]:
+    """`instance_group`, in our terms. Raises ConfigError for a kind or count that means nothing, and for too many."""
+    total = 0
+    for group in config.instance_group:
+        if group.kind not in _GROUP_KINDS:
+            raise ConfigError(f"instance_group: expected a kind, got {group.kind}")
+        if group.count < 0:
+            raise ConfigError(f"instance_group: expected count >= 0, got {group.count}")
+        total += max(1, group.count) * max(1, len(group.gpus))
+        if total > _MOST_INSTANCES:
+            raise ConfigError(f"instance_group: expected up to {_MOST_INSTANCES} instances in all, got {total} or more")
+    return tuple(
+        InstanceGroup(_GROUP_KINDS[group.kind], group.count, tuple(group.gpus)) for group in config.instance_group
+    )
+
+
+def model_source(
+    config: pb.ModelConfig,
+    path: Path,
+    parameters: Mapping[str, str] | None = None,
+    op_libraries: tuple[Path, ...] = (),
+    default_rows: int = 0,
+) -> ModelSource:
+    """What the backend needs to open the model file `path`; `parameters` hold where the configuration doesn't,
+    `op_libraries` are where its libraries of operators were found, `default_rows` those of a batch where neither
+    `max_batch_size` nor tensors are given."""
+    largest_rows = max(0, config.max_batch_size) or (0 if is_complete(config) else default_rows)
+    accelerators = config.optimization.execution_accelerators
+    return ModelSource(
+        name=config.name,
+        path=path,
+        declared=declared_spec(config),
+        parameters={
+            **(parameters or {}),
+            **{key: parameter.string_value for key, parameter in config.parameters.items()},
+        },
+        graph_level=config.optimization.graph.level if config.optimization.HasField("graph") else None,
+        accelerators=tuple((one.name, dict(one.parameters)) for one in accelerators.gpu_execution_accelerator),
+        cpu_accelerators=tuple((one.name, dict(one.parameters)) for one in accelerators.cpu_execution_accelerator),
+        op_libraries=op_libraries,
+        largest_rows=largest_rows,
+        cuda_graphs=config.optimization.cuda.graphs,
+    )
+
+
+def plan(
+    config: pb.ModelConfig,
+    own: ModelSpec,
+    defaults: BatchDefaults | None = None,
+    max_batch_rows: int = BatchDefaults().max_batch_rows,
+    execution_limit_ns: int = 0,
+) -> ServingPlan:
+    """Join `config` with `own`, the model's word on itself (dims whole, a batch axis included).
+
+    What the configuration leaves out is filled in from the model; `defaults` are given where there is no configuration
+    at all, `max_batch_rows` holds where there is one without `max_batch_size`, and `execution_limit_ns` where there is
+    none of its own. Raises ConfigError where the two contradict each other, naming tensor, expected and got.
+    """
+    max_rows = _max_batch_rows(config, own, defaults.max_batch_rows if defaults else max_batch_rows)
+    spec = served_spec(config, own, batched=max_rows > 0)
+    merges = max_rows > 0 and (config.HasField("dynamic_batching") or not is_complete(config))
+    policy = batch_policy(config, max_rows, merges=merges, defaults=defaults, execution_limit_ns=execution_limit_ns)
+    splits = own_settings(config).split_oversized
+    _check_rows(spec, policy, splits)
+    return ServingPlan(spec, max_rows, policy, splits, _metric_tags(config))
+
+
+def _metric_tags(config: pb.ModelConfig) -> Mapping[str, str]:
+    """`metric_tags`, each of which becomes a label of its name with `_` in front. An entry without name and value is
+    the text format's `metric_tags { }`, which is meant to be none."""
+    tags = {tag: value for tag, value in config.metric_tags.items() if tag or value}
+    for tag in sorted(tags):
+        if not _TAG.fullmatch(tag):
+            raise ConfigError(
+                f"metric_tags: expected names of ASCII letters, digits and _, which is not the first, got '{tag}'"
+            )
+    return tags
+
+
+def _check_rows(spec: ModelSpec, policy: BatchPolicy, splits: bool) -> None:
+    """Settings that add rows to a batch or take rows of a request apart need tensors that are made of rows."""
+    if policy.batch_sizes and not spec.paddable:
+        raise ConfigError(
+            "paceline.batch_sizes: expected none, as there are no rows to pad with beside allow_ragged_batch, "
+            f"batch_input or batch_output, got {list(policy.batch_sizes)}"
+        )
+    if splits and not spec.by_rows:
+        raise ConfigError(
+            "paceline.split_oversized: expected false, as requests can't be cut by rows beside allow_ragged_batch, "
+            "batch_input, batch_output, optional or is_shape_tensor, got true"
+        )
+
+
+def check_supported(config: pb.ModelConfig) -> None:
+    """Raise ConfigError if `config` asks for something this build can't do, saying what."""
+    for asked, what in _unsupported(config):
+        if asked:
+            raise ConfigError(f"{what} is not supported by this build")
+
+
+def _unsupported(config: pb.ModelConfig) -> Iterable[tuple[bool, str]]:
+    yield config.HasField("ensemble_scheduling") or config.platform == "ensemble", "ensemble_scheduling"
+    yield config.HasField("sequence_batching"), "sequence_batching"
+    yield config.model_transaction_policy.decoupled, "model_transaction_policy.decoupled"
+    yield bool(config.model_repository_agents.agents), "model_repository_agents"
+    for one in config.input:
+        yield one.is_non_linear_format_io, f"input '{one.name}': is_non_linear_format_io"
+    for out in config.output:
+        yield out.is_non_linear_format_io, f"output '{out.name}': is_non_linear_format_io"
+    for group in config.instance_group:
+        yield group.passive, "instance_group.passive"
+        yield bool(group.secondary_devices), "instance_group.secondary_devices"
+
+
+def is_complete(config: pb.ModelConfig) -> bool:
+    """Whether `config` names all its tensors, and so leaves nothing to the model. Source: Triton's auto-complete."""
+    return bool(config.input and config.output)
+
+
+def _max_batch_rows(config: pb.ModelConfig, own: ModelSpec, default: int) -> int:
+    """`max_batch_size`, or what the model allows if neither it nor the tensors are given."""
+    rows: int = config.max_batch_size
+    if rows < 0:
+        raise ConfigError(f"max_batch_size: expected >= 0, got {rows}")
+    if not can_batch(config, own):
+        if rows:
+            dims = {tensor.name: list(tensor.dims) for tensor in (*own.inputs, *own.outputs) if not tensor.optional}
+            raise ConfigError(
+                "max_batch_size: expected 0, as the first dimension of some tensor of the model isn't free, "
+                f"got {rows}; the model's shapes are {dims}"
+            )
+        return 0
+    return rows if rows or is_complete(config) else default

@@ -1,0 +1,178 @@
+"""Following changes on disk.
+
+Lives here: when a model counts as changed, and what is done then. Must not: load (the repository does), or look at
+files on the event loop.
+
+A change counts once two looks in a row have seen the same: whoever copies files into a repository isn't done after the
+first of them. What was tried once is tried again only after another change, so a model that doesn't load costs nothing
+until somebody repairs it. Each model is followed on its own: looks continue while some load, however long that takes,
+and the first look after a load or unload sees what has changed meanwhile.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from server.errors import LoadFailed, ModelNotReady, TooManyModels
+from server.models.layout import Layout, ModelFolder
+from server.models.loading import always
+from server.models.repository import Repository
+
+__all__ = ["Poller", "Sight", "fingerprint"]
+
+_log = logging.getLogger("paceline.server.poller")
+
+_SETTLE_S = 1.0
+"""How soon to look again at what is changing, if looks aren't that frequent anyway."""
+
+Fingerprint = frozenset[tuple[str, str, int, int, int]]
+"""Path, where that leads if there are links on its way, time of modification and of any change in nanoseconds, and size
+of each file.
+
+Tools that copy set the time of modification and nobody can set the other, which also tells of a new mode or link: a
+load too many, once. The number of the inode would tell of replacements alone, but file systems in front of object
+storage give out new ones as they like, and each would be a load.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Sight:
+    """A model as it lay there."""
+
+    folder: ModelFolder
+    files: Fingerprint
+
+
+class Poller:
+    """Keeps `repository` as the models of `layout` are, looking every `interval_s`."""
+
+    def __init__(self, layout: Layout, repository: Repository, interval_s: float) -> None:
+        self._layout = layout
+        self._repository = repository
+        self._interval_s = interval_s
+        self._seen: Mapping[str, Sight] = {}
+        self._done: dict[str, Sight] = {}
+        self._under_way: dict[str, asyncio.Task[None]] = {}
+        self._without_place: set[str] = set()
+        self._complaint = ""
+
+    async def start(self) -> None:
+        """Load what is there now. Raises OSError if a repository can't be listed."""
+        self._seen = await asyncio.to_thread(self._look)
+        self._done = dict(self._seen)
+        failures = await self._repository.load_all([sight.folder for sight in self._seen.values()])
+        self._without_place = {name for name, error in failures.items() if isinstance(error, TooManyModels)}
+        if len(failures) > len(self._without_place):
+            self._try_again()  # the others had places, and have left them
+
+    async def run(self) -> None:
+        """Follow until cancelled."""
+        unsettled = False
+        try:
+            while True:
+                await asyncio.sleep(min(_SETTLE_S, self._interval_s) if unsettled else self._interval_s)
+                try:
+                    unsettled = await self.poll_once()
+                except Exception:  # noqa: BLE001 - whatever it was, the next look may go better
+                    _log.exception("the repositories could not be followed; trying again")
+        finally:
+            for task in self._under_way.values():
+                task.cancel()
+            await self.ended()
+
+    async def poll_once(self) -> bool:
+        """Look once, and begin to load what has changed and to unload what is gone; doesn't wait for that. True if
+        something is just changing, so that another look is due soon."""
+        try:
+            found = await asyncio.to_thread(self._look)
+        except OSError as error:
+            self._complain(str(error))
+            return False
+        self._complaint = ""
+        changed = {name for name in {*found, *self._done} if found.get(name) != self._done.get(name)}
+        changed -= self._under_way.keys()
+        settled = {name for name in changed if found.get(name) == self._seen.get(name)}
+        self._seen = found
+        for name in sorted(settled):
+            self._begin(name, found.get(name))
+        self._repository.take_note([sight.folder for sight in found.values()])
+        return bool(changed - settled)
+
+    async def ended(self) -> None:
+        """Return when no load and no unload is under way any more."""
+        await asyncio.gather(*self._under_way.values(), return_exceptions=True)
+
+    def _begin(self, name: str, sight: Sight | None) -> None:
+        self._done.pop(name, None)
+        if sight is not None:
+            self._done[name] = sight
+        task = asyncio.create_task(self._follow(name, sight))
+        self._under_way[name] = task
+        task.add_done_callback(lambda _: self._under_way.pop(name))
+
+    async def _follow(self, name: str, sight: Sight | None) -> None:
+        try:
+            if sight is None:
+                await self._repository.unload(name)
+                self._try_again()
+            else:
+                await self._repository.load(name, always(sight.folder))
+        except TooManyModels as error:
+            self._without_place.add(name)
+            _log.error("%s; tried again when a model has gone", error)
+        except LoadFailed as error:
+            _log.error("%s; not tried again until its files change", error)
+            self._try_again()  # if nothing of it serves it has left its place
+        except ModelNotReady:
+            pass  # the server is stopping
+        except Exception:  # noqa: BLE001 - whatever it was, it is this model's and not the others'
+            _log.exception("model '%s' could not be followed; not tried again until its files change", name)
+
+    def _try_again(self) -> None:
+        """Those that had no place, with the next look."""
+        for name in self._without_place:
+            self._done.pop(name, None)
+        self._without_place.clear()
+
+    def _look(self) -> dict[str, Sight]:
+        return {folder.name: Sight(folder, fingerprint(folder)) for folder in self._layout.models()}
+
+    def _complain(self, what: str) -> None:
+        if what != self._complaint:
+            _log.warning("models stay as they are, as the repositories can't be read: %s", what)
+        self._complaint = what
+
+
+def fingerprint(folder: ModelFolder) -> Fingerprint:
+    """Every file of a model with its times of change and size. Links are followed. Blocks."""
+    if folder.file is not None:
+        return frozenset([_file(folder.file)])
+    return frozenset(_file(path) for path in _files(folder.path))
+
+
+def _files(top: Path) -> Iterator[Path]:
+    seen: set[tuple[int, int]] = set()
+    for where, folders, files in os.walk(top, followlinks=True):
+        try:
+            about = os.stat(where)
+        except OSError:  # it went while we looked
+            continue
+        if (about.st_dev, about.st_ino) in seen:
+            folders.clear()  # a link that leads back
+            continue
+        seen.add((about.st_dev, about.st_ino))
+        yield from (Path(where, file) for file in files)
+
+
+def _file(path: Path) -> tuple[str, str, int, int, int]:
+    try:
+        about = path.stat()
+        place = os.path.realpath(path)
+    except OSError:  # it went while we looked, or is a link to nowhere
+        return str(path), "", -1, -1, -1
+    return str(path), place, about.st_mtime_ns, about.st_ctime_ns, about.st_size

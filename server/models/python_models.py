@@ -1,0 +1,47 @@
+"""Models that are Python code: which are, and whether they may be.
+
+Lives here: the rules by which code gets to run, before any does. Must not: load.
+"""
+
+from __future__ import annotations
+
+from backends.python import EXECUTABLE
+from protos import model_config_pb2 as pb
+from server.errors import ConfigError
+from server.models.layout import DEFAULT_MODEL_FILE, PYTHON_MODEL_FILE, ModelFolder
+from server.models.model_config import backend_name, parse_config
+
+__all__ = ["PYTHON", "check_python_allowed", "is_python"]
+
+PYTHON = "python"
+"""The backend, by the name that configurations know."""
+
+
+def is_python(config: pb.ModelConfig, folder: ModelFolder) -> bool:
+    """Whether `config` asks for the backend, or leaves it open for a folder that has Python models and nothing else."""
+    if config.backend or config.platform:
+        return backend_name(config) == PYTHON
+    if config.default_model_filename or folder.file is not None or not folder.versions:
+        return False
+    return all(
+        (path / PYTHON_MODEL_FILE).exists() and not (path / DEFAULT_MODEL_FILE).exists()
+        for path in folder.versions.values()
+    )
+
+
+def check_python_allowed(config: pb.ModelConfig, folder: ModelFolder, *, allowed: bool, brought: bool) -> None:
+    """Raise ConfigError unless the server allows such models, and for what no client may decide: code, and the program
+    to run it with, where `config` was `brought` by one."""
+    if not allowed:
+        raise ConfigError(
+            "backend 'python': the model's code would run here, with all that the server may do; start it with "
+            "--allow-python-models true if you trust whoever writes the model repository"
+        )
+    if folder.files is not None:
+        raise ConfigError("backend 'python': no client may bring code; put it into the repository")
+    if brought and _executable(config) not in ("", _executable(parse_config(folder.config)) if folder.config else ""):
+        raise ConfigError(f"parameters: {EXECUTABLE}: no client may choose a program; put it into the repository")
+
+
+def _executable(config: pb.ModelConfig) -> str:
+    return config.parameters[EXECUTABLE].string_value if EXECUTABLE in config.parameters else ""

@@ -1,0 +1,23 @@
+"""Why a server isn't ready, in words: those of `/readyz` and of the log.
+
+Lives here: the words. Must not: decide what readiness is (`repository`), or know of the server's start and end (`app`).
+"""
+
+from __future__ import annotations
+
+from server.models.repository import Repository
+
+__all__ = ["why_not_ready"]
+
+
+def why_not_ready(repository: Repository) -> str:
+    """What keeps `repository` from being ready; "" if it is. What concerns all models comes before what is one's."""
+    if repository.ready:
+        return ""
+    if repository.waits_for:
+        return repository.waits_for
+    failed = ", ".join(f"'{name}'" for name in repository.failures)
+    if failed:
+        return f"models failed to load: {failed}"
+    unable = ", ".join(f"'{model.name}'" for model in repository.models if not model.able)
+    return f"no instance can execute of: {unable}" if unable else "models are loading"

@@ -1,0 +1,427 @@
+"""The models being served, by name and version.
+
+Lives here: look-ups, and the order in which models are loaded, replaced and unloaded. Must not: know RPCs, or read
+files (the loader does). Everything runs on the event loop except the loads themselves.
+
+The rule of a reload: the new versions are loaded and warm before anything changes. Then all look-ups change in one step
+of the loop, in which no request is between its look-up and its batcher, since announced requests are taken first. The
+old versions answer what they have taken, and are closed when that is done.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+
+from backends.errors import BackendError
+from protos import model_config_pb2 as pb
+from scheduler.waiting import Room
+from server.errors import (
+    InvalidRequest,
+    LoadFailed,
+    ModelNotFound,
+    ModelNotReady,
+    ServerError,
+    TooManyModels,
+    words_of,
+)
+from server.limits import Limits
+from server.memory.regions import Regions
+from server.models.entry import UNLOADED, Entry, IndexLine, ModelState
+from server.models.layout import ModelFolder
+from server.models.loader import LoadedVersion
+from server.models.loading import Find, Loads, always
+from server.models.served_model import ServedModel
+from server.telemetry.metrics import Metrics
+from server.telemetry.tracing import Tracer
+
+__all__ = ["Repository", "ServedModel"]
+
+_log = logging.getLogger("paceline.server.repository")
+
+_UNKNOWN = "Request for unknown model"
+"""What Triton's clients look for, whatever is the matter with the model."""
+
+
+class Repository:
+    """Has models loaded by `loads`, and finds them.
+
+    `strict_readiness`: whether it is ready only if every model is that should serve. `regions`: where tensors may lie
+    besides in messages. `tracer`: who may trace batches, and keeps settings by name. `max_models`: how many may serve
+    at a time. `room`: what their queues share. `on_change` is called whenever `ready` may have changed.
+    """
+
+    def __init__(
+        self,
+        metrics: Metrics,
+        loads: Loads,
+        *,
+        strict_readiness: bool = True,
+        regions: Regions | None = None,
+        tracer: Tracer | None = None,
+        max_models: int = Limits().models,
+        room: Room | None = None,
+    ) -> None:
+        self._room = room
+        self._max_models = max_models
+        self.refused_loads = 0
+        # Names that have taken one of so many places: those that serve, and those that are being loaded.
+        self._places: set[str] = set()
+        self._regions = regions
+        self._tracer = tracer
+        self.on_change: Callable[[], None] = lambda: None
+        self.on_serving_changed: Callable[[], None] = lambda: None
+        self.waits_for = ""
+        """Why this server isn't ready whatever its models say; "" if nothing is in the way. Whoever changes it calls
+        `on_change`."""
+        self.names_known = True
+        """Whether a name that isn't known is nobody's. If not, `waits_for` is why."""
+        self._metrics = metrics
+        self._loads = loads
+        self._strict_readiness = strict_readiness
+        self._entries: dict[str, Entry[ServedModel]] = {}
+        # What a request names, to what serves it; the version "" is the latest.
+        self._served: dict[tuple[str, str], ServedModel] = {}
+        self._operations: set[asyncio.Task[None]] = set()
+        self._leaving: dict[ServedModel, asyncio.Task[None]] = {}
+        self._stopping = False
+        self._hung: list[ServedModel] = []
+
+    @property
+    def ready(self) -> bool:
+        """Whether every model that should serve does and has an instance that can execute, or that isn't asked for."""
+        if not self._strict_readiness:
+            return True
+        missing = self.waits_for or any(entry.missing for entry in self._entries.values())
+        return not missing and all(model.able for model in self.models)
+
+    @property
+    def why_not_live(self) -> str:
+        """Why the process should be started anew: a model has lost its devices, and can't have them again here."""
+        return "; ".join(f"model '{model.name}': {model.hopeless}" for model in self.models if model.hopeless)
+
+    @property
+    def failures(self) -> dict[str, str]:
+        """Why models don't serve that should, by name."""
+        return {name: entry.failure for name, entry in self._entries.items() if entry.failure and entry.missing}
+
+    @property
+    def served(self) -> Mapping[tuple[str, str], ServedModel]:
+        """What requests find, by name and version as they may write it."""
+        return self._served
+
+    @property
+    def models(self) -> list[ServedModel]:
+        """All versions being served."""
+        return [model for entry in self._entries.values() for model in entry.serving.values()]
+
+    @property
+    def places(self) -> int:
+        """Models that serve or are being loaded, whatever their versions."""
+        return len(self._places)
+
+    @property
+    def leaving(self) -> list[ServedModel]:
+        """Versions that take no more requests and still execute some."""
+        return list(self._leaving)
+
+    @property
+    def loads(self) -> bool:
+        """Whether a thread is loading something; it can't be interrupted."""
+        return self._loads.under_way
+
+    @property
+    def hangs(self) -> bool:
+        """Whether there are executions that may never end; they can't be interrupted either."""
+        return any(model.hangs for model in (*self.models, *self._leaving, *self._hung))
+
+    # hot path
+    def get(self, name: str, version: str) -> ServedModel:
+        """What serves `version` of model `name`; the latest for "" or "-1".
+
+        Raises ModelNotFound, ModelNotReady, or InvalidRequest for a version that is no number.
+        """
+        model = self._served.get((name, version))
+        if model is None:
+            raise self._why_not(name, version)
+        return model
+
+    def find(self, name: str, version: str) -> ServedModel | None:
+        """What `get` would give, or None."""
+        return self._served.get((name, version))
+
+    def is_ready(self, name: str, version: str) -> bool:
+        """Whether `get` would find it, and it can execute. Raises ModelNotFound for what nobody has heard of, once all
+        names are known, or InvalidRequest."""
+        try:
+            return self.get(name, version).able
+        except ModelNotReady:
+            return False
+        except ModelNotFound:
+            if name in self._entries and not self._entries[name].serving:
+                return False
+            raise
+
+    def versions(self, name: str) -> list[str]:
+        """The versions of a model being served, oldest first."""
+        return list(self._entries[name].serving)
+
+    def index(self) -> list[IndexLine]:
+        """A line for every version of every model known, by name and version."""
+        return [line for name in sorted(self._entries) for line in self._entries[name].lines()]
+
+    def take_note(self, folders: Sequence[ModelFolder]) -> None:
+        """These are the models on disk: know all of them, and forget those that neither serve nor are there."""
+        on_disk = {folder.name: folder for folder in folders}
+        for name in on_disk:
+            self._entries.setdefault(name, Entry(name))
+        for name, entry in list(self._entries.items()):
+            entry.on_disk = name in on_disk
+            entry.rivals = entry.on_disk and bool(on_disk[name].rivals)
+            if entry.forgettable:
+                self._forget(name)
+
+    async def load_all(self, folders: Sequence[ModelFolder]) -> Mapping[str, LoadFailed]:
+        """Load models, several at a time. One that fails becomes unavailable, with the reason; the others serve.
+        Returns why some don't, by name."""
+        _log.info("loading %d model%s", len(folders), "s"[: len(folders) != 1])
+        loads = (self.load(folder.name, always(folder)) for folder in folders)
+        failures = {}
+        for folder, outcome in zip(folders, await asyncio.gather(*loads, return_exceptions=True), strict=True):
+            if isinstance(outcome, LoadFailed):
+                failures[folder.name] = outcome
+            elif isinstance(outcome, BaseException):
+                raise outcome
+        return failures
+
+    async def load(self, name: str, find: Find, override: pb.ModelConfig | None = None) -> None:
+        """Load model `name` from what `find` gives, with `override` instead of its configuration if there is one, in
+        place of what it serves now. Loads and unloads of one model take turns, as they came.
+
+        Goes on if the caller is cancelled. Raises LoadFailed, or what `find` does; then nothing has changed but what is
+        said of the model.
+        """
+        await self._in_turn(
+            name,
+            lambda entry: self._load(entry, lambda: self._loads.load(name, find, override, entry.loading_versions)),
+        )
+
+    async def install(self, name: str, bring: Callable[[], Awaitable[Sequence[LoadedVersion]]]) -> None:
+        """The same for a model that `bring` gives, and no thread loads."""
+        await self._in_turn(name, lambda entry: self._load(entry, bring))
+
+    def withdraw(self, name: str, reason: str) -> None:
+        """Refuse requests for a model that is loaded, until `restore`: it can't be reached. What was taken goes on."""
+        entry = self._entries.get(name)
+        if entry is None or not entry.serving or entry.away == reason:
+            return
+        entry.away = reason
+        self._serve(name, [], list(entry.serving.values()))
+        self.on_change()
+
+    def restore(self, name: str) -> None:
+        """Undo `withdraw`."""
+        entry = self._entries.get(name)
+        if entry is None or not entry.away:
+            return
+        entry.away = ""
+        self._serve(name, list(entry.serving.values()), [])
+        self.on_change()
+
+    async def unload(self, name: str) -> None:
+        """Take no more requests for a model. Returns while it still executes those that it took. What isn't served
+        needs no unloading."""
+        if name in self._entries:
+            await self._in_turn(name, self._unload)
+
+    async def stop(self) -> None:
+        """Stop every model, each once its queue is executed. Loads under way come to nothing."""
+        self._stopping = True
+        for task in self._operations:
+            task.cancel()
+        self._loads.stop()
+        await asyncio.gather(*map(_stop, self.models), *self._leaving.values())
+
+    def abandon(self) -> None:
+        """Stop every model now."""
+        for model in self.models:
+            model.abandon()
+        for model, task in self._leaving.items():
+            # Otherwise it would take the end of the batcher for that of the executions, and close what still runs.
+            task.cancel()
+            model.abandon()
+
+    async def _in_turn(self, name: str, operation: Callable[[Entry[ServedModel]], Awaitable[None]]) -> None:
+        task = asyncio.create_task(self._operate(name, operation))
+        self._operations.add(task)
+        task.add_done_callback(self._operations.discard)
+        task.add_done_callback(_retrieve)
+        try:
+            await asyncio.shield(task)
+        except asyncio.CancelledError:
+            if task.cancelled():
+                raise ModelNotReady("the server is stopping") from None
+            raise
+        finally:
+            # It has the error, whose traceback leads here, and to what was to be loaded.
+            del task
+
+    async def _operate(self, name: str, operation: Callable[[Entry[ServedModel]], Awaitable[None]]) -> None:
+        if self._stopping:
+            raise ModelNotReady("the server is stopping")
+        entry = self._entries.setdefault(name, Entry(name))
+        entry.operations += 1
+        try:
+            async with entry.turn:
+                await operation(entry)
+        finally:
+            entry.operations -= 1
+            if entry.state is None and entry.forgettable:
+                self._forget(name)
+            self._forget_strangers()
+            self.on_change()
+
+    def _forget_strangers(self) -> None:
+        """Who may load chooses names; those of loads that failed are known for as long as there aren't many more."""
+        strangers = [name for name, entry in self._entries.items() if entry.stranger]
+        for name in strangers[: -self._max_models]:
+            self._forget(name)
+
+    def _forget(self, name: str) -> None:
+        """With all that is kept by names, of which there is no end."""
+        del self._entries[name]
+        if self._tracer is not None:
+            self._tracer.forget(name)
+
+    async def _load(self, entry: Entry[ServedModel], bring: Callable[[], Awaitable[Sequence[LoadedVersion]]]) -> None:
+        entry.begin_load()
+        self.on_change()
+        try:
+            self._take_place(entry.name)
+            models = self._started(await bring())
+        except (asyncio.CancelledError, InvalidRequest, ModelNotFound, ModelNotReady):
+            # Nothing was tried: there is nothing to load, or the server stops.
+            entry.give_up_load()
+            self._leave_place(entry)
+            raise
+        except TooManyModels as error:
+            entry.fail_load(error.reason)
+            raise
+        except Exception as error:  # whatever it is, it is this model's and not the others'
+            reason = _reason(entry.name, error)
+            entry.fail_load(reason)
+            self._leave_place(entry)
+            raise LoadFailed(entry.name, reason) from error
+        before = entry.end_load({model.version: model for model in models})
+        self._serve(entry.name, models, before)
+        self._retire(entry, before)
+        if before:
+            was, now = ([model.version for model in some] for some in (before, models))
+            _log.info("model '%s': versions %s take the place of %s", entry.name, now, was)
+
+    def _take_place(self, name: str) -> None:
+        """Raise TooManyModels if there is no place for one more."""
+        if name not in self._places and len(self._places) >= self._max_models:
+            self.refused_loads += 1
+            raise TooManyModels(name, self._max_models)
+        self._places.add(name)
+
+    def _leave_place(self, entry: Entry[ServedModel]) -> None:
+        if not entry.serving:
+            self._places.discard(entry.name)
+
+    async def _unload(self, entry: Entry[ServedModel]) -> None:
+        before = entry.unload()
+        self._leave_place(entry)
+        self._serve(entry.name, [], before)
+        self._retire(entry, before)
+        _log.info("model '%s' unloaded", entry.name)
+
+    def _started(self, loaded: Sequence[LoadedVersion]) -> list[ServedModel]:
+        """Ready to take requests, all of them or, with an error, none."""
+        models: list[ServedModel] = []
+        try:
+            for one in loaded:
+                model = ServedModel(
+                    one, self._metrics, self._regions, self._tracer, lambda: self.on_change(), self._room
+                )
+                model.start()
+                models.append(model)
+        except BaseException:
+            for model in models:
+                model.abandon()
+            for one in loaded:
+                one.close()
+            raise
+        return models
+
+    def _serve(self, name: str, models: Sequence[ServedModel], before: Sequence[ServedModel]) -> None:
+        """Change what requests find, in one step. `models` are in ascending order. What has arrived is still the old
+        ones'."""
+        for model in before:
+            model.batcher.take_announced()
+        for version in ("", "-1", *(model.version for model in before)):
+            self._served.pop((name, version), None)
+        for model in models:
+            self._served[name, model.version] = self._served[name, ""] = self._served[name, "-1"] = model
+        self.on_serving_changed()
+
+    def _retire(self, entry: Entry[ServedModel], models: Sequence[ServedModel]) -> None:
+        for model in models:
+            self._leaving[model] = asyncio.create_task(self._leave(entry, model))
+
+    async def _leave(self, entry: Entry[ServedModel], model: ServedModel) -> None:
+        try:
+            await _stop(model)
+        finally:
+            self._hung = [one for one in (*self._hung, model) if one.hangs]
+            del self._leaving[model]
+            entry.left(model.version)
+            self.on_change()
+
+    def _why_not(self, name: str, version: str) -> ServerError:
+        entry = self._entries.get(name)
+        if entry is None and not self.names_known:
+            return ModelNotReady(f"{_UNKNOWN}: '{name}' is not ready: {self.waits_for}")
+        if entry is None:
+            known = sorted(known for known, one in self._entries.items() if one.serving or one.missing)
+            return ModelNotFound(f"{_UNKNOWN}: '{name}' is not found; this server has {_some(known)}")
+        if entry.missing:
+            reason = entry.away or entry.failure or ModelState.LOADING.value
+            return ModelNotReady(f"{_UNKNOWN}: '{name}' is not ready: {reason}")
+        if not entry.serving:
+            why = UNLOADED if entry.unloaded else "never loaded"
+            return ModelNotFound(f"{_UNKNOWN}: '{name}' has no available versions: it was {why}")
+        if not (version.isascii() and version.isdecimal()):
+            return InvalidRequest(f"model '{name}': expected a version number, got '{version}'")
+        reason = "LOADING" if version in (entry.loading or ()) else entry.gone.get(version, UNLOADED)
+        if reason != UNLOADED:
+            return ModelNotReady(f"{_UNKNOWN}: '{name}' version {version} is not at ready state: {reason}")
+        versions = list(entry.serving)
+        return ModelNotFound(f"{_UNKNOWN}: '{name}' version {version} is not found; versions served: {versions}")
+
+
+async def _stop(model: ServedModel) -> None:
+    try:
+        await model.stop()
+    except Exception:  # noqa: BLE001 - a backend's; other models are to be stopped, too
+        _log.exception("model '%s' version %s could not be closed", model.name, model.version)
+
+
+def _reason(model: str, error: Exception) -> str:
+    """Why a load failed, in words for whoever asked for it."""
+    if isinstance(error, (BackendError, ServerError)):
+        return words_of(error).removeprefix(f"model '{model}': ")
+    _log.error("model '%s' failed to load on something unforeseen", model, exc_info=error)
+    return f"{type(error).__name__}: {words_of(error)}"
+
+
+def _retrieve(task: asyncio.Task[None]) -> None:
+    """Its caller may have gone; asyncio would complain of an error that nobody has seen."""
+    if not task.cancelled():
+        task.exception()
+
+
+def _some(names: list[str]) -> str:
+    return str(names) if len(names) <= 5 else f"{names[:5]} and {len(names) - 5} more"

@@ -1,0 +1,171 @@
+"""One version of a model while it serves: what joins it with its codec, its batcher and its instances' threads.
+
+Lives here: the start and the end of that. Must not: know other models, or which requests come here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Callable
+from typing import Any, cast
+
+from backends.base import ModelInstance, Roomy, Slot, Tensors
+from backends.errors import InstanceLost, OutOfMemory, ProcessError, ProcessGone, SessionError, StalePlan
+from backends.remote import RemoteModel
+from scheduler.batcher import Batcher
+from scheduler.isolation import Blame
+from scheduler.observer import Observer
+from scheduler.waiting import Room
+from server.codec.adapting_codec import codec_for
+from server.codec.codec import ModelCodec
+from server.codec.open_codec import OpenCodec
+from server.memory.leaving import leaving
+from server.memory.reading import ExecuteInputs, reading, reading_by
+from server.memory.regions import Regions
+from server.models.instances import Instances
+from server.models.loader import LoadedVersion
+from server.telemetry.metrics import Metrics, VersionMetrics
+from server.telemetry.model_statistics import VersionStatistics
+from server.telemetry.tracing import Tracer
+
+__all__ = ["ServedModel"]
+
+_MAX_PARTS = 1024
+"""Parts of a request that is executed in parts: rows without elements cost no bytes, so something has to bound them."""
+
+
+class ServedModel:
+    """One version of a model with its codec, batcher and instance threads, or tasks if it is `remote`. `regions` is the
+    shared memory that its tensors may lie in; `tracer` may want to know of its batches. `on_change` is called when
+    `able` may have changed. `room` is what its queue shares with all others."""
+
+    def __init__(
+        self,
+        loaded: LoadedVersion,
+        metrics: Metrics,
+        regions: Regions | None = None,
+        tracer: Tracer | None = None,
+        on_change: Callable[[], None] = lambda: None,
+        room: Room | None = None,
+    ) -> None:
+        self.name = loaded.name
+        self.version = str(loaded.version)
+        self.spec = loaded.plan.spec
+        self.config = loaded.config
+        self.platform = loaded.opened.platform
+        self.max_batch_rows = loaded.plan.max_batch_rows
+        self.remote = isinstance(loaded.opened, RemoteModel)
+        # Whether outputs are written to GPUs' memory on the instances' threads.
+        self.leaves_outputs = self.spec.by_rows
+        # Apart from its number, which begins anew with every load, what a caller gets to see as the id of a batch.
+        self.batch_id_prefix = secrets.token_hex(4)
+        # Rows of a request, where a batch may have fewer.
+        self.max_request_rows = _MAX_PARTS * self.max_batch_rows if loaded.plan.splits else self.max_batch_rows
+        silent = self.remote and not (self.spec.inputs and self.spec.outputs)
+        self.codec: ModelCodec | OpenCodec = (
+            OpenCodec(self.name, self.version, self.max_request_rows)
+            if silent
+            else codec_for(self.name, self.version, self.spec, self.max_request_rows, loaded.labels, regions)
+        )
+        self.statistics = VersionStatistics()
+        self._partial = 0
+        self._whole = asyncio.Event()
+        self._instances = Instances(
+            loaded, lambda instance: self._execute_of(instance, regions), self.statistics, on_change
+        )
+        # Payloads are `Inputs`, of remote models `RemoteRequest`.
+        self.batcher: Batcher[Any, Tensors] = Batcher(
+            loaded.plan.policy,
+            self._instances.runners,
+            observer=self._observer(tracer),
+            blames=_blame_for,
+            hangs=self._instances,
+            room=room,
+            instance_of=self._instances.instance_of,
+        )
+        self._instances.batcher = self.batcher
+        self._metrics = metrics
+        self._shown = VersionMetrics(
+            self.name,
+            self.version,
+            self.statistics,
+            self.batcher,
+            priority_levels=loaded.plan.policy.priority_levels,
+            load_ns=loaded.load_ns,
+            tags=loaded.plan.metric_tags,
+        )
+
+    @property
+    def able(self) -> bool:
+        """Whether any of its instances can execute."""
+        return self._instances.able
+
+    @property
+    def hangs(self) -> bool:
+        """Whether there are threads of it that may never end, or instances that can't be taken down. Whoever lets go
+        of it takes them down."""
+        return self._instances.hangs
+
+    @property
+    def hopeless(self) -> str:
+        """Why none of its instances will execute again in this process; "" if some may."""
+        return self._instances.hopeless
+
+    def _observer(self, tracer: Tracer | None) -> Observer:
+        """Where batches aren't traced, nobody pays for looking."""
+        if tracer is None or tracer.spans is None:
+            return self.statistics
+        return tracer.spans.observer(self.name, self.version, self.batch_id_prefix, self.statistics)
+
+    def _execute_of(self, instance: ModelInstance, regions: Regions | None) -> ExecuteInputs:
+        """Where nothing can lie in shared memory, nobody pays for looking."""
+        if regions is None:
+            return cast("ExecuteInputs", instance.execute)
+        if isinstance(instance, Slot):
+            execute = reading_by(instance, self.spec)
+        else:
+            execute = reading(instance.execute, self.spec, instance if isinstance(instance, Roomy) else None)
+        return leaving(execute) if self.leaves_outputs else execute
+
+    def start(self) -> None:
+        """Take requests, on the running event loop, and show in the metrics."""
+        self.batcher.start()
+        self._instances.start()
+        self._metrics.add(self._shown)
+
+    def in_parts(self, whole: asyncio.Future[Any]) -> None:
+        """For a request that enters the batcher bit by bit: until `whole` is done, `stop` takes the rest of it."""
+        self._partial += 1
+        whole.add_done_callback(self._on_whole)
+
+    def _on_whole(self, whole: asyncio.Future[Any]) -> None:
+        self._partial -= 1
+        self._whole.set()
+
+    async def stop(self) -> None:
+        """Execute what is queued, then give the instances back. Cancelled while waiting: use `abandon`."""
+        self.batcher.flush()
+        while self._partial:
+            self._whole.clear()
+            await self._whole.wait()
+        await self.batcher.drain()
+        self.batcher.close()
+        self._metrics.remove(self._shown)
+        # Taking a session down may take as long as a load.
+        await self._instances.close()
+
+    def abandon(self) -> None:
+        """Answer whoever waits with BatcherClosed. Instances that execute keep their memory until the process ends."""
+        self.batcher.close()
+        self._metrics.remove(self._shown)
+
+
+def _blame_for(error: BaseException) -> Blame:
+    if isinstance(error, (OutOfMemory, MemoryError)):
+        return Blame.SIZE
+    if isinstance(error, (ProcessGone, StalePlan)):
+        return Blame.INSTANCE_BEFORE
+    if isinstance(error, InstanceLost):
+        return Blame.FATAL if isinstance(error, ProcessError) else Blame.INSTANCE
+    return Blame.NOBODY if isinstance(error, SessionError) or not isinstance(error, Exception) else Blame.REQUESTS

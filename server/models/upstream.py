@@ -1,0 +1,287 @@
+"""The server that this one stands in front of: which models it has, and whether it is there.
+
+Lives here: polling it, and telling the repository. Must not: carry requests (`backends.remote`), or decide how a model
+is served (`upstream_model`). The rule: what the upstream doesn't serve isn't served here, and returns by itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+
+from backends.errors import BackendError, UpstreamFailed, UpstreamRefused
+from backends.remote import RemoteServer
+from clients.tokens import authorization, read_token
+from protos import inference_pb2 as pb
+from protos import model_config_pb2 as config_pb
+from server.errors import LoadFailed, StartError, TooManyModels
+from server.models.batch_policy import BatchDefaults
+from server.models.entry import version_order
+from server.models.loader import LoadedVersion
+from server.models.repository import Repository
+from server.models.upstream_model import UpstreamVersion, bring
+from server.models.upstream_settings import UpstreamSettings
+
+__all__ = ["Upstream"]
+
+_log = logging.getLogger("paceline.server.upstream")
+
+_ASK_S = 5.0
+_BETWEEN_S = 0.25
+"""Shortest time between looks, however many calls fail."""
+_DESCRIBE_EVERY = 10
+"""Looks of which one asks for metadata too, for models that are changed while they serve."""
+_SILENT_LOOKS = 3
+"""Many a server answers nothing while it computes: only one that is silent so often, and answers no request either,
+counts as gone."""
+
+_AT_A_TIME = 16
+"""Models that are asked after."""
+_MOST_SAID = 5
+"""Models whose reasons the log and the probe tell; there may be thousands, and another line each second."""
+
+_READY = "READY"
+
+
+class Upstream:
+    """Keeps `repository` as the upstream is. `batching` is for models whose ModelConfig says nothing."""
+
+    def __init__(self, settings: UpstreamSettings, repository: Repository, batching: BatchDefaults) -> None:
+        self._settings = settings
+        self._repository = repository
+        self._batching = batching
+        self._server = RemoteServer(settings.target, settings.connections, settings.timeout_secs)
+        self._served: dict[str, tuple[UpstreamVersion, ...]] = {}
+        self._said = "it wasn't asked yet"
+        self._looks = 0
+        self._silent = 0
+        self._answered = 0
+        self._watching: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Look once, and from then on until `stop`. Models that aren't there yet are served when they are. Raises
+        StartError for files that can't be used."""
+        self._server = self._remote_server()
+        self._server.open()
+        self._repository.waits_for = self._said
+        self._repository.names_known = bool(self._settings.models)
+        await self._look_anyhow()
+        self._watching = asyncio.create_task(self._watch())
+
+    def stop(self) -> None:
+        """Look no more; requests go on."""
+        if self._watching is not None:
+            self._watching.cancel()
+
+    async def close(self) -> None:
+        """Take the connections down."""
+        self.stop()
+        await self._server.close()
+
+    def _remote_server(self) -> RemoteServer:
+        settings, tls = self._settings, self._settings.tls
+        try:
+            headers = () if settings.token_file is None else (authorization(read_token(settings.token_file)),)
+            credentials = None if tls is None else tls.credentials()
+        except OSError as error:
+            raise StartError(f"--upstream-token-file: {error.filename}: {error.strerror}") from None
+        except ValueError as error:
+            raise StartError(f"upstream: {error}") from None
+        options = () if tls is None else tls.channel_options()
+        return RemoteServer(settings.target, settings.connections, settings.timeout_secs, credentials, options, headers)
+
+    async def _watch(self) -> None:
+        while True:
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._server.suspected.wait(), self._settings.health_secs)
+                self._looks = 0  # it may have come back already, as another
+                await asyncio.sleep(min(_BETWEEN_S, self._settings.health_secs))
+            self._server.suspected.clear()
+            await self._look_anyhow()
+
+    async def _look_anyhow(self) -> None:
+        try:
+            await self._look()
+        except Exception:  # noqa: BLE001 - the next look may go well; this must not be the last
+            _log.exception("looking after upstream %s failed", self._settings.target)
+
+    async def _look(self) -> None:
+        """See how everything is, and have the repository be so."""
+        try:
+            ready = await self._is_ready()
+            names = await self._names()
+            gone = {*self._served, *self._repository.failures} - names.keys()
+            if gone and ready:  # in between it may have come to be not ready, and tell of nothing for that
+                ready = await self._is_ready()
+        except (UpstreamFailed, UpstreamRefused) as error:
+            if self._is_only_busy(error):
+                return
+            if error.status == "DEADLINE_EXCEEDED":
+                self._server.renew()
+            await self._lose(str(error))
+            return
+        self._silent = 0
+        full = self._looks % _DESCRIBE_EVERY == 0
+        self._looks += 1
+        # Those that weren't ready when they were listed, too: nobody would look at them again.
+        for name in gone if ready else ():
+            self._served.pop(name, None)
+            await self._repository.unload(name)
+        missing = await self._look_at_all(names, full=full)
+        if not ready:  # it may still be loading models that it doesn't tell of yet, those that it had among them
+            for name in gone & self._served.keys():
+                await self._withdraw(name, f"upstream {self._settings.target} is not ready")
+            self._say(f"upstream {self._settings.target} is not ready")
+            return
+        self._repository.names_known = True
+        self._say(_listed([f"model '{name}': {why}" for name, why in missing.items() if why]))
+
+    async def _is_ready(self) -> bool:
+        answer = await self._server.ask("ServerReady", pb.ServerReadyRequest(), pb.ServerReadyResponse, _ASK_S)
+        return answer.ready
+
+    def _is_only_busy(self, error: UpstreamFailed | UpstreamRefused) -> bool:
+        if error.status != "DEADLINE_EXCEEDED":
+            return False
+        answered, self._answered = self._answered, self._server.answered
+        self._silent = self._silent + 1 if self._server.answered == answered else 0
+        return bool(self._served) and self._silent < _SILENT_LOOKS
+
+    async def _lose(self, why: str) -> None:
+        self._looks = 0  # what comes back may be another
+        for name in dict.fromkeys((*self._served, *self._settings.models)):
+            await self._withdraw(name, why)
+        self._say(why)
+
+    def _say(self, waits_for: str) -> None:
+        """Why this server isn't ready, if that is the upstream's doing as a whole."""
+        if waits_for != self._said:
+            if waits_for:
+                _log.warning("not ready: %s", waits_for)
+            else:
+                _log.info("upstream %s is ready: %s", self._settings.target, sorted(self._served))
+        self._said = waits_for
+        if waits_for != self._repository.waits_for:
+            self._repository.waits_for = waits_for
+            self._repository.on_change()
+
+    async def _names(self) -> dict[str, list[str]]:
+        """The models to serve, each with the versions that the index tells, if it was asked."""
+        if self._settings.models:
+            return {name: [] for name in self._settings.models}
+        try:
+            index = await self._server.ask(
+                "RepositoryIndex", pb.RepositoryIndexRequest(), pb.RepositoryIndexResponse, _ASK_S
+            )
+        except UpstreamFailed as error:
+            if error.status == "UNIMPLEMENTED":
+                what = f"upstream {self._settings.target} has no RepositoryIndex: name its models with --upstream-model"
+            else:
+                # Triton says UNAVAILABLE where it is restricted, as it is by default under PyTriton.
+                what = f"{error} (asked for its RepositoryIndex, which models named with --upstream-model don't need)"
+            raise UpstreamFailed(error.status, what) from None
+        names: dict[str, list[str]] = {}
+        for line in index.models:
+            # MLServer says "State.READY" where Python is 3.11 or newer.
+            if line.state.rpartition(".")[2] == _READY:
+                names.setdefault(line.name, []).extend(filter(None, [line.version]))
+        return names
+
+    async def _look_at_all(self, names: Mapping[str, Sequence[str]], *, full: bool) -> dict[str, str]:
+        """All models, some at a time: one of which nothing is heard mustn't hold up what becomes of the others. Returns
+        why each was withdrawn, or ""."""
+        some = asyncio.Semaphore(_AT_A_TIME)
+
+        async def look_at(name: str, versions: Sequence[str]) -> str:
+            async with some:
+                return await self._look_at(name, versions, full=full)
+
+        # All of them, whatever goes wrong with one.
+        looks = [look_at(name, versions) for name, versions in names.items()]
+        said = await asyncio.gather(*looks, return_exceptions=True)
+        for one in said:
+            if isinstance(one, BaseException):
+                raise one
+        return {name: why for name, why in zip(names, said, strict=True) if isinstance(why, str)}
+
+    async def _look_at(self, name: str, versions: Sequence[str], *, full: bool) -> str:
+        """One model: serve it, serve it anew if it has changed, or withdraw it. Returns why it was withdrawn, or ""."""
+        try:
+            answer = await self._server.ask(
+                "ModelReady", pb.ModelReadyRequest(name=name), pb.ModelReadyResponse, _ASK_S
+            )
+            if answer.ready:
+                if full or name not in self._served:
+                    await self._serve(name, await self._versions(name, versions))
+                self._repository.restore(name)
+                return ""
+            why = f"upstream {self._settings.target}: the model is not ready"
+        except (UpstreamFailed, UpstreamRefused) as error:
+            if error.status == "DEADLINE_EXCEEDED" and self._repository.find(name, ""):
+                return ""
+            why = str(error)
+        await self._withdraw(name, why)
+        return why
+
+    async def _withdraw(self, name: str, why: str) -> None:
+        self._looks = 0
+        if name in self._served:
+            self._repository.withdraw(name, why)
+            return
+
+        async def refuse() -> list[LoadedVersion]:
+            raise UpstreamFailed("UNAVAILABLE", why)
+
+        with suppress(LoadFailed):
+            await self._repository.install(name, refuse)
+
+    async def _serve(self, name: str, versions: tuple[UpstreamVersion, ...]) -> None:
+        if self._served.get(name) == versions:
+            return
+
+        async def serve() -> list[LoadedVersion]:
+            return bring(name, versions, self._server, self._settings, self._batching)
+
+        try:
+            await self._repository.install(name, serve)
+        except TooManyModels as error:
+            if self._served.get(name) != ():
+                _log.error("%s", error)
+            versions = ()  # unlike any, to be tried again: others may have gone
+        except LoadFailed as error:
+            _log.error("%s", error)
+        else:
+            _log.info("model '%s' of upstream %s is served", name, self._settings.target)
+        self._served[name] = versions
+
+    async def _versions(self, name: str, indexed: Sequence[str]) -> tuple[UpstreamVersion, ...]:
+        """What is told of each version, the one that is meant without a number last."""
+        latest = await self._metadata(name, "")
+        versions = sorted({*latest.versions, *indexed}, key=version_order) or [""]
+        return tuple([await self._describe(name, version) for version in versions])
+
+    async def _describe(self, name: str, version: str) -> UpstreamVersion:
+        metadata = await self._metadata(name, version)
+        try:
+            request = pb.ModelConfigRequest(name=name, version=version)
+            config = (await self._server.ask("ModelConfig", request, pb.ModelConfigResponse, _ASK_S)).config
+        except BackendError as error:
+            if getattr(error, "status", "") != "UNIMPLEMENTED":
+                raise
+            config = None
+        return UpstreamVersion(version, _bytes(metadata), _bytes(config) if config is not None else b"")
+
+    async def _metadata(self, name: str, version: str) -> pb.ModelMetadataResponse:
+        request = pb.ModelMetadataRequest(name=name, version=version)
+        return await self._server.ask("ModelMetadata", request, pb.ModelMetadataResponse, _ASK_S)
+
+
+def _listed(reasons: Sequence[str]) -> str:
+    more = [f"and {len(reasons) - _MOST_SAID} more"] if len(reasons) > _MOST_SAID else []
+    return "; ".join((*reasons[:_MOST_SAID], *more))
+
+
+def _bytes(message: pb.ModelMetadataResponse | config_pb.ModelConfig) -> bytes:
+    return message.SerializeToString(deterministic=True)

@@ -1,0 +1,173 @@
+"""From what another server tells of a model to what this one needs to serve it.
+
+Lives here: pure decisions: what clients see, whether and how it batches. Must not: ask, or send anything. The rule:
+clients see the tensors that they would see there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from backends.base import ModelSpec, TensorSpec
+from backends.remote import RemoteModel, RemoteServer
+from protos import inference_pb2 as pb
+from protos import model_config_pb2 as config_pb
+from protos.datatypes import UnknownDatatypeError, by_name
+from server.errors import ConfigError
+from server.models.batch_policy import BatchDefaults, batch_policy
+from server.models.effective_config import effective_config
+from server.models.loader import LoadedVersion
+from server.models.model_config import ServingPlan
+from server.models.tensor_config import can_batch
+from server.models.upstream_settings import UpstreamSettings
+
+__all__ = ["UpstreamVersion", "bring"]
+
+_SPLITS = "paceline.split_oversized"
+
+
+@dataclass(frozen=True, slots=True)
+class UpstreamVersion:
+    """One version of a model: its name there ("": it has none), what ModelMetadata says, and ModelConfig, serialized;
+    b"" where the server has no such RPC. Equal ones are served alike."""
+
+    version: str
+    metadata: bytes
+    config: bytes
+
+
+def bring(
+    name: str,
+    versions: Sequence[UpstreamVersion],
+    server: RemoteServer,
+    settings: UpstreamSettings,
+    batching: BatchDefaults,
+) -> list[LoadedVersion]:
+    """Model `name`, ready to be served. Raises ConfigError for what can't be."""
+    return [_version(name, one, server, settings, batching) for one in versions]
+
+
+def _version(
+    name: str, told: UpstreamVersion, server: RemoteServer, settings: UpstreamSettings, batching: BatchDefaults
+) -> LoadedVersion:
+    metadata = pb.ModelMetadataResponse.FromString(told.metadata)
+    config = config_pb.ModelConfig.FromString(told.config) if told.config else None
+    own = ModelSpec(_tensors("input", metadata.inputs), _tensors("output", metadata.outputs))
+    if not (own.inputs and own.outputs):
+        own = ModelSpec((), ())  # its requests tell
+    if config is not None:
+        _check(config)
+        own = _with_optional(own, config)
+    rows = 0 if name in settings.unbatched else _max_batch_rows(own, config, batching)
+    # A limit that the upstream doesn't know, or doesn't keep to, must not refuse what it would take.
+    splits = config is None or _says_it_splits(config)
+    queueing = _queueing(config) if config else config_pb.ModelConfig()
+    plan = _plan(own, rows, batching, queueing, splits=splits)
+    served = config_pb.ModelConfig(name=name, platform=metadata.platform, backend=config.backend if config else "")
+    served.MergeFrom(queueing)
+    if plan.splits:  # for whoever batches in front of us
+        served.parameters[_SPLITS].string_value = "true"
+    made = effective_config(
+        served,
+        plan,
+        platform=metadata.platform,
+        file="",
+        groups=(),
+    )
+    model = RemoteModel(server, name, told.version, plan.spec, metadata.platform)
+    instances = settings.batches if rows else settings.calls
+    return LoadedVersion(
+        name, told.version, made, plan, {}, model, tuple(model.instance(number) for number in range(instances))
+    )
+
+
+def _tensors(kind: str, tensors: Sequence[pb.ModelMetadataResponse.TensorMetadata]) -> tuple[TensorSpec, ...]:
+    names = set()
+    for one in tensors:
+        if one.name in names:
+            raise ConfigError(f"{kind} '{one.name}' of the upstream: expected each name once, got it again")
+        names.add(one.name)
+        try:
+            by_name(one.datatype)
+        except UnknownDatatypeError as error:
+            raise ConfigError(f"{kind} '{one.name}' of the upstream: {error}") from None
+        if min(one.shape, default=0) < -1:
+            raise ConfigError(f"{kind} '{one.name}' of the upstream: expected sizes >= -1, got {list(one.shape)}")
+    return tuple(TensorSpec(one.name, one.datatype, tuple(one.shape)) for one in tensors)
+
+
+def _check(config: config_pb.ModelConfig) -> None:
+    """Raise ConfigError for models whose requests belong together, or have several answers."""
+    if config.HasField("sequence_batching"):
+        raise ConfigError("sequence_batching of the upstream's model: requests of a sequence can't be passed on")
+    if config.model_transaction_policy.decoupled:
+        raise ConfigError("model_transaction_policy.decoupled of the upstream's model: expected one answer a request")
+
+
+def _with_optional(own: ModelSpec, config: config_pb.ModelConfig) -> ModelSpec:
+    optional = {one.name for one in config.input if one.optional}
+    return replace(own, inputs=tuple(replace(one, optional=one.name in optional) for one in own.inputs))
+
+
+def _max_batch_rows(own: ModelSpec, config: config_pb.ModelConfig | None, batching: BatchDefaults) -> int:
+    """The rows of a batch: what ModelConfig says, else the flag; 0 for models that can't batch."""
+    if config is not None and (config.max_batch_size <= 0 or not _is_made_of_rows(config)):
+        return 0  # of what isn't made of rows, requests joined here would be one to the upstream
+    if not own.inputs:
+        return config.max_batch_size if config else batching.max_batch_rows
+    if config is not None:
+        if all(one.optional for one in own.inputs):
+            return 0  # what a request brings need not tell its rows
+        return config.max_batch_size if _leads_with_free(own) else 0
+    return batching.max_batch_rows if can_batch(config_pb.ModelConfig(), own) else 0
+
+
+def _is_made_of_rows(config: config_pb.ModelConfig) -> bool:
+    """Whether the upstream joins requests by nothing but rows: with ragged or batch inputs it tells each its own."""
+    if config.batch_input or config.batch_output or any(one.allow_ragged_batch for one in config.input):
+        return False
+    return not any(one.is_shape_tensor for tensors in (config.input, config.output) for one in tensors)
+
+
+def _leads_with_free(own: ModelSpec) -> bool:
+    return all(one.dims[:1] == (-1,) for one in (*own.inputs, *own.outputs))
+
+
+def _behind(tensor: TensorSpec, lead: int) -> TensorSpec:
+    """What follows `lead` axes. In metadata no dims may as well mean that the rank isn't known, which is the upstream's
+    to check."""
+    dims = tensor.dims[lead:]
+    return replace(tensor, dims=dims, any_rank=not dims)
+
+
+def _says_it_splits(config: config_pb.ModelConfig) -> bool:
+    return _SPLITS in config.parameters and config.parameters[_SPLITS].string_value.strip().lower() in ("true", "1")
+
+
+def _queueing(config: config_pb.ModelConfig) -> config_pb.ModelConfig:
+    """Who waits for whom and how long there, which holds for the queue here: there only batches arrive, without the
+    priorities and timeouts of their requests. Not how many may wait."""
+    held = config_pb.ModelConfig()
+    if not config.HasField("dynamic_batching"):
+        return held
+    given, batching = config.dynamic_batching, held.dynamic_batching
+    batching.CopyFrom(given)
+    for setting in ("preferred_batch_size", "max_queue_delay_microseconds", "preserve_ordering"):
+        batching.ClearField(setting)
+    if not batching.priority_levels:  # then they mean nothing there, and are refused here
+        batching.ClearField("default_priority_level")
+        batching.ClearField("priority_queue_policy")
+    for policy in (batching.default_queue_policy, *batching.priority_queue_policy.values()):
+        policy.ClearField("max_queue_size")
+    return held
+
+
+def _plan(
+    own: ModelSpec, rows: int, batching: BatchDefaults, queueing: config_pb.ModelConfig, *, splits: bool
+) -> ServingPlan:
+    lead = 1 if rows else 0
+    inputs, outputs = (tuple(_behind(one, lead) for one in tensors) for tensors in (own.inputs, own.outputs))
+    spec = ModelSpec(inputs, outputs, batched=rows > 0)
+    policy = batch_policy(queueing, rows, merges=rows > 0, defaults=batching)
+    return ServingPlan(spec, rows, policy, splits=rows > 0 and splits and spec.by_rows)

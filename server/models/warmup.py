@@ -1,0 +1,231 @@
+"""Executions before a model is ready, so that the first caller doesn't pay for what is done once.
+
+Lives here: `model_warmup` of the configuration, and the modest default: one batch of one row of zeros where all
+dimensions are known. Instances with slots are devices that prepare for each shape, and allocate for the largest: each
+slot of theirs runs what all sizes of batches look like. Must not: count as inference; warm-up calls instances directly,
+past batcher and metrics.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+
+from backends.base import (
+    MISSING,
+    Array,
+    ModelInstance,
+    ModelSpec,
+    Slotted,
+    Supervise,
+    Tensors,
+    TensorSpec,
+    directly,
+    fits,
+)
+from backends.errors import BackendError, DeviceLost, LoadError, OutOfMemory, Unequipped
+from protos import model_config_pb2 as pb
+from protos.datatypes import CONFIG_DATATYPES, by_name
+from protos.tensors import TensorError, decode_raw, element_count
+from server.codec.reshaping import to_model
+from server.errors import ConfigError
+from server.files import check_file, inside
+from server.models.model_config import ServingPlan
+
+__all__ = ["WarmUp"]
+
+Run = Callable[[Sequence[Tensors], int], object]
+
+_log = logging.getLogger("paceline.server.warmup")
+
+
+class WarmUp:
+    """What an instance of the model that `config` describes executes before it serves, be it one of those that are
+    loaded or one that takes the place of another later: so samples, with what files they name, are read once and kept.
+
+    Raises ConfigError for a configured sample that doesn't fit. `folder` is the model's.
+    """
+
+    def __init__(self, config: pb.ModelConfig, plan: ServingPlan, folder: Path) -> None:
+        self._name = config.name
+        self._plan = plan
+        self._said_cold = False
+        self._samples = [(sample, list(_requests(sample, plan, folder))) for sample in config.model_warmup]
+
+    def run(self, instance: ModelInstance, supervise: Supervise = directly) -> None:
+        """Run the configured samples, or the default one if there are none; `supervise` runs each execution.
+
+        Blocks. Raises ConfigError if a configured sample fails: a model that can't do what its author says it does
+        isn't ready. A failing default sample is only logged, since nobody promised that zeros are good input, unless
+        the device is lost over it, or the runtime lacks what any input would want: LoadError.
+        """
+        if not self._samples:
+            self._run_default(instance, supervise)
+        for sample, requests in self._samples:
+            for run in _ways(instance, supervise):
+                self._run_sample(sample, requests, run, _sizes(instance, self._plan))
+
+    def _run_sample(self, sample: pb.ModelWarmup, requests: Sequence[Tensors], run: Run, sizes: Sequence[int]) -> None:
+        for iteration in range(1, max(1, sample.count) + 1):
+            _log.debug("model '%s' is running warmup sample '%s' for iteration %d", self._name, sample.name, iteration)
+            try:
+                if requests:
+                    _run_sizes(run, requests, sizes if iteration == 1 else [0])
+            except (BackendError, MemoryError) as error:
+                raise ConfigError(f"failed to run warmup sample '{sample.name}': {_words(error)}") from error
+
+    def _run_default(self, instance: ModelInstance, supervise: Supervise) -> None:
+        """One batch of one row of zeros, where batches of other sizes are worth it of these too, if the model's
+        dimensions are known."""
+        spec = self._plan.spec
+        needed = [tensor for tensor in spec.inputs if not tensor.optional]
+        if any(tensor.shape_tensor or tensor.any_rank or min(tensor.dims, default=0) < 0 for tensor in needed):
+            if isinstance(instance, Slotted) and not self._said_cold:
+                self._said_cold = True
+                text = "model '%s' stays cold, as its dims aren't all known; model_warmup can tell of them"
+                _log.info(text, self._name)
+            return
+        if spec.batched and not needed:
+            return
+        try:
+            for run in _ways(instance, supervise):
+                _run_sizes(run, [_all_zeros(spec, (1,) if spec.batched else ())], _sizes(instance, self._plan))
+        except (DeviceLost, Unequipped) as error:
+            raise LoadError(f"its warm-up: {error}") from error
+        except (OutOfMemory, MemoryError) as error:
+            _log.warning("model '%s' stays cold, as memory is too short for a warm-up: %s", self._name, _words(error))
+        except (BackendError, TensorError) as error:
+            text = "model '%s' stays cold, as it doesn't take zeros for a warm-up: %s"
+            _log.warning(text, self._name, _words(error))
+
+
+def _ways(instance: ModelInstance, supervise: Supervise) -> Sequence[Run]:
+    """What has to run a sample for all of `instance` to be warm."""
+    ways: Sequence[Run] = (
+        [slot.prepare for slot in instance.slots] if isinstance(instance, Slotted) else [instance.execute]
+    )
+    return [partial(_run_supervised, supervise, run) for run in ways]
+
+
+def _run_supervised(supervise: Supervise, run: Run, requests: Sequence[Tensors], padded_rows: int) -> object:
+    return supervise(lambda: run(requests, padded_rows))
+
+
+def _sizes(instance: ModelInstance, plan: ServingPlan) -> Sequence[int]:
+    """The rows that warm-up batches are padded to, largest first, so that what is allocated for one suffices for the
+    next; 0: to none. Where any size is allowed, powers of two stand for all."""
+    if not (isinstance(instance, Slotted) and plan.spec.batched and plan.spec.paddable):
+        return [0]
+    most = max(1, plan.max_batch_rows)
+    sizes = plan.policy.batch_sizes or (*(1 << power for power in range(most.bit_length())), most)
+    return sorted(set(sizes), reverse=True)
+
+
+def _run_sizes(run: Run, requests: Sequence[Tensors], sizes: Sequence[int]) -> None:
+    """The sample in each of the sizes. Those that memory isn't enough for are left out, unless it is none of them."""
+    shortage: OutOfMemory | None = None
+    done = 0
+    # What is larger than a size isn't padded to it: that would be the sample as it is once more.
+    rows = sum(len(request[0]) for request in requests) if max(sizes) else 0
+    for size in [size for size in sizes if size >= rows]:
+        try:
+            run(requests, size)
+            done += 1
+        except OutOfMemory as error:
+            _log.warning("a batch of %d rows is too large for the device's memory: %s", size, error)
+            shortage = error
+    if shortage is not None and not done:
+        raise shortage
+
+
+def _all_zeros(spec: ModelSpec, lead: tuple[int, ...]) -> Tensors:
+    return [MISSING if tensor.optional else _zeros(tensor, (*lead, *tensor.model_dims)) for tensor in spec.inputs]
+
+
+def _words(error: Exception) -> str:
+    return str(error) or type(error).__name__
+
+
+def _requests(sample: pb.ModelWarmup, plan: ServingPlan, folder: Path) -> Iterator[Tensors]:
+    """Triton's reading: a batch size of N is N requests of one row each, run together; 0 runs nothing."""
+    if sample.batch_size > max(1, plan.max_batch_rows):
+        raise ConfigError(
+            f"warmup sample '{sample.name}': expected a batch_size up to {max(1, plan.max_batch_rows)}, "
+            f"got {sample.batch_size}"
+        )
+    names = [tensor.name for tensor in plan.spec.inputs]
+    if unexpected := sorted(set(sample.inputs) - set(names)):
+        raise ConfigError(f"warmup sample '{sample.name}': unexpected inputs {unexpected}, expected {names}")
+    rows = [tensor.name for tensor in plan.spec.inputs if not tensor.shape_tensor]
+    for _ in range(sample.batch_size):
+        request = [_input(sample, tensor, plan.spec, folder) for tensor in plan.spec.inputs]
+        if plan.spec.batched and not sample.inputs.keys() & rows:
+            raise ConfigError(f"warmup sample '{sample.name}': expected some of the inputs {rows}, got none")
+        yield request
+
+
+def _input(sample: pb.ModelWarmup, tensor: TensorSpec, spec: ModelSpec, folder: Path) -> Array:
+    where = f"warmup sample '{sample.name}': input '{tensor.name}'"
+    if tensor.name not in sample.inputs and tensor.optional:
+        return MISSING
+    if tensor.name not in sample.inputs:
+        raise ConfigError(
+            f"{where}: missing; expected {[one.name for one in spec.inputs]}, got {sorted(sample.inputs)}"
+        )
+    given = sample.inputs[tensor.name]
+    datatype = CONFIG_DATATYPES.get(given.data_type, "TYPE_INVALID")
+    if datatype != tensor.datatype:
+        raise ConfigError(f"{where}: expected data_type {tensor.datatype}, got {datatype}")
+    dims = tuple(given.dims)
+    wanted = tensor.dims_of(len(dims))
+    if not fits(dims, wanted):
+        raise ConfigError(f"{where}: expected dims {list(wanted)}, got {list(dims)}")
+    lead = 1 if spec.batched and not tensor.shape_tensor else 0
+    shape = to_model(tensor, (1, *dims) if lead else dims, lead)
+    kind = given.WhichOneof("input_data_type")
+    if kind is None:
+        raise ConfigError(f"{where}: expected zero_data, random_data or input_data_file, got none")
+    try:
+        element_count(shape)  # before random bits are made for it
+        if kind == "input_data_file":
+            return decode_raw(_data(folder, given.input_data_file, where), by_name(datatype), shape)
+        return _random(tensor, shape) if given.random_data else _zeros(tensor, shape)
+    except (TensorError, MemoryError) as error:
+        raise ConfigError(f"{where}: {_words(error)}") from None
+
+
+def _data(folder: Path, file: str, where: str) -> bytes:
+    path = inside(folder / "warmup", file)
+    if path is None:
+        raise ConfigError(f"{where}: expected a file inside the model's folder 'warmup', got '{file}'")
+    try:
+        check_file(path)
+        return path.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"{where}: {path}: {error.strerror}") from None
+
+
+def _zeros(tensor: TensorSpec, shape: tuple[int, ...]) -> Array:
+    element_count(shape)
+    dtype = by_name(tensor.datatype).dtype
+    return np.full(shape, b"", dtype) if dtype.hasobject else np.zeros(shape, dtype)
+
+
+def _random(tensor: TensorSpec, shape: tuple[int, ...]) -> Array:
+    """Random bits for integers, [0, 1) for floats, zeros for text, as Triton. BF16: the bits of floats in [0, 1)."""
+    dtype = by_name(tensor.datatype).dtype
+    generator = np.random.default_rng(0)
+    if dtype.hasobject:
+        return _zeros(tensor, shape)
+    if dtype.kind == "b":
+        return generator.integers(0, 2, shape).astype(dtype)
+    if tensor.datatype == "BF16":
+        return (generator.random(shape, np.float32).view("<u4") >> 16).astype(dtype)
+    if dtype.kind == "f":
+        return generator.random(shape).astype(dtype)
+    limits = np.iinfo(dtype)
+    return generator.integers(limits.min, limits.max, shape, dtype, endpoint=True)

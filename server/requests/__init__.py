@@ -1,0 +1,1 @@
+"""The way of an inference request, whichever RPC brought it: decoded, queued, answered, counted."""

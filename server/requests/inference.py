@@ -1,0 +1,333 @@
+"""One inference request, from message to message, whichever RPC brought it.
+
+Lives here: the order of the steps. Must not: checks (codec), look-ups (repository), what the batcher is told
+(submitting), waiting policy (batcher), or anything that belongs to one RPC alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from itertools import islice
+from operator import attrgetter
+from typing import Any
+
+from backends.base import Tensors
+from backends.shares import Share
+from protos import inference_pb2 as pb
+from scheduler.observer import Drop
+from scheduler.pending import Pending
+from server.call_facts import leaves_by
+from server.codec.batch_facts import tell_facts, told_facts
+from server.codec.decoded import DecodedRequest
+from server.codec.passing import NOTHING_CARRIED, Carried, carried_by
+from server.codec.short_way import AlikeRequests
+from server.codec.wire_request import WireRequest
+from server.errors import ServerStopping
+from server.models.repository import Repository, ServedModel
+from server.requests.in_flight import InFlight, follow
+from server.requests.quiet import until_quiet
+from server.requests.submitting import submit, submit_alike, submit_remote
+from server.telemetry.log import debugging
+from server.telemetry.tracing import Tracer
+from server.telemetry.watching import RequestWatch
+
+__all__ = ["AnyPending", "Inference", "encode"]
+
+_log = logging.getLogger("paceline.server.inference")
+
+_REQUEST = attrgetter("request")
+
+_MOST_MADE_BYTES = 2**17
+"""Of a batch's outputs, of which all answers are made before the first one leaves."""
+
+AnyPending = Pending[Any, Any]
+Answer = Callable[[Any, Tensors, AnyPending], None]
+"""Answers a request in flight with its results and what knows the facts of them."""
+
+
+class Inference:
+    """Answers inference requests while `serving`; while it is `ready` they should come. `tracer` may want to know
+    when."""
+
+    def __init__(self, repository: Repository, tracer: Tracer | None = None) -> None:
+        self._repository = repository
+        self._tracer = tracer or Tracer()
+        self._spans = self._tracer.spans
+        self.serving = self.ready = False
+        self._refused = 0
+
+    @property
+    def reads_parents(self) -> bool:
+        """Whether the `parent` of a request makes any difference; if not, nobody needs to look for it."""
+        return self._spans is not None
+
+    # hot path: see bench/
+    def announce(self, flight: InFlight) -> None:
+        """A request has arrived. It is started when it is time for that, with others that arrived with it."""
+        request = flight.request
+        model = self._repository.find(request.model_name, request.model_version)
+        if model is None or not self.serving:
+            self._start([flight])
+        else:
+            flight.model = model
+            model.batcher.announce(self._start, flight)
+
+    # hot path: see bench/
+    def _start(self, flights: list[InFlight]) -> None:
+        """Check requests that have arrived, all for one model, and hand them to its batcher: those together that follow
+        each other and are alike."""
+        started = 0
+        while started < len(flights):
+            alike = self._alike(flights, started)
+            together = flights[started : started + (len(alike.inputs) if alike is not None else 1)]
+            if alike is None or not self._start_together(together, alike):
+                for flight in together:
+                    self._start_alone(flight)
+            started += len(together)
+
+    # hot path: see bench/
+    def _start_alone(self, flight: InFlight) -> None:
+        try:
+            self._check_and_submit(flight)
+        except Exception as error:  # noqa: BLE001 - the caller is owed an answer
+            self._fail(flight, error)
+            if not flight.gone:
+                flight.on_done()
+
+    # hot path: see bench/
+    def _alike(self, flights: list[InFlight], first: int) -> AlikeRequests | None:
+        """As many of `flights`, from `first` on, as differ in nothing but id, tensors and deadline, decoded; None if
+        the first one is to be started by itself."""
+        model = flights[first].model
+        if len(flights) == 1 or model is None or model.remote or self._spans is not None or debugging.on:
+            return None
+        if model.codec.short_way is None or not model.batcher.takes_any_alike:
+            return None
+        try:
+            alike: AlikeRequests | None = model.codec.short_way.decode_alike(
+                map(_REQUEST, islice(flights, first, None))
+            )
+        except Exception:  # noqa: BLE001 - it is logged, and the request decoded again, by itself
+            _log.exception("requests can't be decoded together")
+            return None
+        return alike
+
+    # hot path: see bench/
+    def _start_together(self, together: list[InFlight], alike: AlikeRequests) -> bool:
+        """Submit requests that are alike. False if each is to be started by itself, decoded as it is."""
+        try:
+            pendings = submit_alike(together, together[0].model, alike)
+        except Exception:  # noqa: BLE001 - it is logged, and each is submitted by itself
+            _log.exception("requests can't be submitted together")
+            pendings = ()
+        asked, inputs, targets = alike
+        if not pendings:
+            for flight, its_inputs, its_targets in zip(together, inputs, targets, strict=True):
+                flight.decoded = DecodedRequest(its_inputs, asked, its_targets)
+            return False
+        # Their inputs are the batcher's now.
+        decoded, told = DecodedRequest((), asked), self._on_done
+        for flight, pending, its_targets in zip(together, pendings, targets, strict=True):
+            if decoded.targets is not its_targets:
+                decoded = DecodedRequest((), asked, its_targets)
+            flight.decoded = decoded
+            flight.pending = pending
+            pending.told, pending.about = told, flight
+        return True
+
+    # hot path: see bench/
+    def _check_and_submit(self, flight: InFlight) -> None:
+        request = flight.request
+        if self._spans is not None or debugging.on:
+            flight.watch = RequestWatch(request, flight.parent, self._spans, flight.began_ns)
+        model = flight.model or self._look_up(flight)
+        decoded = flight.decoded = flight.decoded or model.codec.decode(request)
+        if decoded.asked.parameters.deadline_ns:
+            own_ns = leaves_by(decoded.asked.parameters.deadline_ns / 1e9, flight.began_ns)
+            flight.deadline_ns = min(flight.deadline_ns, own_ns)
+        if flight.watch is not None:
+            flight.watch.on_taken(model.version, decoded.asked.rows)
+        if model.remote:
+            pending = submit_remote(flight, model, decoded, carried_by(request, flight.sent), flight.began_ns)
+        else:
+            pending = submit(flight, model, decoded, flight.began_ns)
+        follow(flight, pending, self._on_done)
+        if flight.gone:
+            self.give_up(flight)
+        elif flight.cancelled:
+            pending.cancel()
+
+    # hot path: see bench/
+    def take(
+        self,
+        flight: InFlight,
+        model: ServedModel,
+        decoded: DecodedRequest,
+        told: Callable[[list[Any]], None],
+        carried: Carried = NOTHING_CARRIED,
+    ) -> None:
+        """Hand a request, which was looked up and checked elsewhere, to its model's batcher; `told` is told of those
+        that are done, and calls `conclude` with them. `carried` is for another server, should one execute it. Raises
+        what is found now."""
+        flight.model, flight.decoded = model, decoded
+        if self._spans is not None or debugging.on:
+            request = pb.ModelInferRequest(model_name=model.name, model_version=model.version, id=flight.request.id)
+            flight.watch = RequestWatch(request, flight.parent, self._spans, flight.began_ns)
+            flight.watch.on_taken(model.version, decoded.asked.rows)
+        if not self.serving:
+            refusal = self._refusal(model)
+            if flight.watch is not None:
+                flight.watch.on_failure(refusal)
+            raise refusal
+        try:
+            if model.remote:
+                pending = submit_remote(flight, model, decoded, carried, 0)
+            else:
+                pending = submit(flight, model, decoded, 0)
+        except Exception as error:
+            flight.count_failure(error)
+            raise
+        follow(flight, pending, told)
+
+    # hot path: see bench/
+    def _on_done(self, flights: list[InFlight]) -> None:
+        """What was submitted has ended. Small answers are made now, all of a batch together."""
+        try:
+            self._answer_alike(flights)
+        except Exception:  # noqa: BLE001 - it is logged, and those that have no answer yet are looked at one by one
+            _log.exception("answers of a batch can't be made together")
+        for flight in flights:
+            if flight.gone:
+                continue
+            pending: Any = flight.pending
+            if pending is None:
+                pass  # it has its answer
+            elif pending.cancelled() or pending.exception() is not None:
+                self.finish(flight)
+            elif type(results := pending.result()) is Share and results.outputs.size_bytes <= _MOST_MADE_BYTES:
+                flight.pending = None
+                self._answer(flight, results, pending, encode)
+            flight.on_done()
+
+    # hot path: see bench/
+    def _answer_alike(self, flights: list[InFlight]) -> None:
+        """Make the answers of those who have shares of the same batch's outputs, small ones, and want nothing else, be
+        it in the response or in shared memory."""
+        model = flights[0].model
+        if len(flights) == 1 or model.codec.short_way is None or self._tracer.active:
+            return
+        decoded = outputs = envelope = answers = None
+        answered = []
+        for flight in flights:
+            pending: Any = flight.pending
+            if flight.gone or flight.watch is not None or type(flight.request) is not WireRequest:
+                continue
+            share = pending.result() if type(pending) is Pending and pending.answered else None
+            if type(share) is not Share:
+                continue
+            if flight.decoded is not decoded or share.outputs is not outputs or flight.envelope is not envelope:
+                decoded, outputs, envelope = flight.decoded, share.outputs, flight.envelope
+                may = decoded.asked.plain and outputs.size_bytes <= _MOST_MADE_BYTES
+                answers = model.codec.short_way.answers(decoded, share, envelope) if may else None
+            answer = answers.answer(flight.request.id, share.start) if answers is not None else None
+            if answer is not None:
+                flight.answer = answer
+                answered.append(flight)
+        now_ns = time.monotonic_ns()
+        model.statistics.on_successes([now_ns - flight.began_ns for flight in answered])
+        for flight in answered:
+            flight.pending = flight.decoded = None
+
+    def finish(self, flight: InFlight) -> None:
+        """Make the answer of a request that is done, or have it `fail`."""
+        self.conclude(flight, encode)
+
+    # hot path: see bench/
+    def conclude(self, flight: InFlight, answer: Answer) -> None:
+        """Have a request that is done answered, and counted: with its results by `answer`, and if that raises, or there
+        are none, by its own `fail`."""
+        pending: Any = flight.pending
+        flight.pending = None
+        if pending.cancelled():
+            self._fail(flight, asyncio.CancelledError())
+        elif (error := pending.exception()) is not None:
+            self._fail(flight, error)
+        elif isinstance(pending, Pending):
+            self._answer(flight, pending.result(), pending, answer)
+        else:
+            results, last = pending.result()
+            self._answer(flight, results, last, answer)
+
+    # hot path: see bench/
+    def _answer(self, flight: InFlight, results: Tensors, pending: AnyPending, answer: Answer) -> None:
+        try:
+            answer(flight, results, pending)
+            flight.decoded = None
+            model = flight.model
+            if flight.watch is not None:
+                flight.watch.on_success(pending.facts)
+            if self._tracer.active and (facts := pending.facts) is not None:
+                self._tracer.record(model.name, model.version, flight.request.id, flight.began_ns, facts)
+            model.statistics.on_success(time.monotonic_ns() - flight.began_ns)
+        except Exception as error:  # noqa: BLE001 - the caller is told
+            self._fail(flight, error)
+
+    def _fail(self, flight: InFlight, error: BaseException) -> None:
+        """Doesn't raise: others are owed theirs."""
+        flight.decoded = flight.answer = None
+        try:
+            flight.count_failure(error)
+        except Exception:  # noqa: BLE001 - it is logged
+            _log.exception("that a request failed can't be told")
+        # One that is gone mustn't keep what leads to it.
+        if not flight.gone:
+            flight.fail(error)
+
+    def give_up(self, flight: InFlight) -> None:
+        """Nobody waits for the answer any more. If it is there, or will never be, that makes no difference."""
+        flight.gone = True
+        pending, flight.pending = flight.pending, None
+        if pending is not None:
+            pending.cancel()
+            flight.count_failure(asyncio.CancelledError())
+
+    def check_serving(self) -> None:
+        """Raises ServerStopping, and counts it, while nothing is taken."""
+        if not self.serving:
+            raise self._refusal(None)
+
+    async def refuse_until_quiet(self) -> None:
+        """Refuse requests until hardly any come, a second at most."""
+        self.serving = self.ready = False
+        await until_quiet(lambda: self._refused)
+
+    def _look_up(self, flight: InFlight) -> ServedModel:
+        """The model of a request for which there was none a moment ago. Raises why not."""
+        name, version = flight.request.model_name, flight.request.model_version
+        if not self.serving:
+            raise self._refusal(self._repository.find(name, version))
+        model = flight.model = self._repository.get(name, version)
+        return model
+
+    def _refusal(self, model: ServedModel | None) -> ServerStopping:
+        """What a request, or a call that hasn't brought one yet, gets once the server stops; counted as its model's if
+        there is one."""
+        self._refused += 1
+        error = ServerStopping()
+        if model is not None:
+            model.statistics.on_drop(Drop.CLOSED)
+            model.statistics.on_failure(error, 0)
+        return error
+
+
+# hot path: see bench/
+def encode(flight: InFlight, results: Tensors, pending: AnyPending) -> None:
+    """Make the answer of `flight`. Raises ExecutionError for outputs that aren't what the model says."""
+    model, decoded = flight.model, flight.decoded
+    answer = model.codec.encode(flight.request, decoded, results, flight.envelope)
+    if decoded.asked.parameters.batch_info and isinstance(answer, pb.ModelInferResponse) and pending.facts:
+        tell_facts(answer, model.batch_id_prefix, told_facts(pending.facts))
+    flight.answer = answer

@@ -1,0 +1,103 @@
+"""Handing checked requests to their model's batcher.
+
+Lives here: what the batcher is told of a request, whether it comes alone, in parts or with others like it. Must not: do
+what comes before (checks are `codec`'s) or after (`inference`), or wait for anything.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any, cast
+
+from backends.base import Tensors
+from backends.remote_messages import RemoteRequest
+from scheduler.batch_queue import Alike
+from scheduler.pending import Pending
+from server.codec.codec import tensor_bytes
+from server.codec.decoded import DecodedRequest
+from server.codec.open_codec import OpenCodec
+from server.codec.passing import Carried
+from server.codec.short_way import AlikeRequests, Targets
+from server.codec.splitting import submit_parts
+from server.memory.region_tensors import Directed, Inputs
+from server.models.repository import ServedModel
+from server.requests.in_flight import InFlight
+
+__all__ = ["submit", "submit_alike", "submit_remote"]
+
+
+# hot path: see bench/
+def submit(flight: InFlight, model: ServedModel, decoded: DecodedRequest, arrived_ns: int) -> asyncio.Future[Any]:
+    """Have the batcher run the request, which came at `arrived_ns` (0: now): what it gives back, or for a request that
+    is split a task of `submit_parts`."""
+    asked, inputs, targets = decoded.asked, decoded.inputs, decoded.targets
+    described = _described(flight, decoded)
+    if 0 < model.max_batch_rows < asked.rows:
+        whole = asyncio.ensure_future(submit_parts(model.batcher, inputs, asked.rows, asked.key, **described))
+        model.in_parts(whole)
+        return whole
+    payload = _directed(model, inputs, targets)
+    return model.batcher.submit(payload, asked.rows, asked.key, arrived_ns=arrived_ns, **described)
+
+
+# hot path: see bench/
+def submit_alike(flights: Sequence[InFlight], model: ServedModel, alike: AlikeRequests) -> Sequence[Pending[Any, Any]]:
+    """The same for several that ask for the same, one after the other; none of them if one may have to be refused or
+    was taken back. Then each is to be submitted by itself, which has the words for why it can't be."""
+    if any(flight.gone or flight.cancelled for flight in flights):
+        return ()
+    asked, inputs, targets = alike
+    if model.leaves_outputs and any(targets):
+        inputs = [_directed(model, *tensors) for tensors in zip(inputs, targets, strict=True)]
+    parameters = asked.parameters
+    return model.batcher.submit_alike(
+        inputs,
+        Alike(asked.rows, asked.key, asked.size_bytes, parameters.priority, parameters.timeout_ns),
+        [flight.began_ns for flight in flights],
+        [flight.deadline_ns for flight in flights],
+    )
+
+
+def _directed(model: ServedModel, inputs: Inputs, targets: Targets) -> Inputs:
+    """What belongs on a GPU is left there, or written, on the instance's thread, which has to know."""
+    if targets and model.leaves_outputs and any(one.region.kind == "cuda" for one in targets.values()):
+        return Directed.to(targets, inputs)
+    return inputs
+
+
+def submit_remote(
+    flight: InFlight, model: ServedModel, decoded: DecodedRequest, carried: Carried, arrived_ns: int
+) -> asyncio.Future[Any]:
+    """The same for a model that another server executes: what else than tensors that needs to know goes along."""
+    # Never in shared memory: that and another server exclude each other.
+    asked, inputs = decoded.asked, cast("Tensors", decoded.inputs)
+    payload = RemoteRequest(inputs, asked.outputs, flight.deadline_ns, flight.request.id, *carried, spec=asked.spec)
+    key = asked.key, carried.key
+    described = _described(flight, decoded)
+    if 0 < model.max_batch_rows < asked.rows:
+        parts = submit_parts(
+            model.batcher,
+            inputs,
+            asked.rows,
+            key,
+            join=model.codec.join if isinstance(model.codec, OpenCodec) else None,
+            payload_of=lambda inputs: payload._replace(inputs=inputs, id=""),
+            **described,
+        )
+        whole = asyncio.ensure_future(parts)
+        model.in_parts(whole)
+        return whole
+    return model.batcher.submit(payload, asked.rows, key, arrived_ns=arrived_ns, **described)
+
+
+def _described(flight: InFlight, decoded: DecodedRequest) -> dict[str, Any]:
+    """What `Batcher.submit` takes by name of any request, whole or in parts."""
+    parameters, known_bytes = decoded.asked.parameters, decoded.asked.size_bytes
+    return {
+        "size_bytes": known_bytes if known_bytes >= 0 else sum(map(tensor_bytes, decoded.inputs)),
+        "priority": parameters.priority,
+        "timeout_ns": parameters.timeout_ns,
+        "rpc_deadline_ns": flight.deadline_ns,
+        "tag": flight.watch,
+    }

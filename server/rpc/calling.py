@@ -1,0 +1,41 @@
+"""`ModelInfer`: a request with its own call.
+
+Lives here: what is read from the call, in a server of one process and in a front. Must not: the steps of a request,
+which are in `inference`, or `fronts.remote`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from server.call_facts import NOTHING_SENT
+from server.codec.codec import AnyResponse
+from server.codec.wire_request import AnyRequest, message_of
+from server.requests.in_flight import Call, Inferring
+from server.rpc.answering import Context, answering
+from server.rpc.calls import HeaderForwarding, HeaderPassing, add_headers, deadline_of, traceparent_of
+
+__all__ = ["Calling"]
+
+
+class Calling:
+    """The RPC."""
+
+    extensions: Sequence[str] = ()
+
+    def __init__(
+        self, inference: Inferring, forwarding: HeaderForwarding | None = None, passing: HeaderPassing | None = None
+    ) -> None:
+        self._inference = inference
+        self._forwarding = forwarding
+        self._passing = passing
+
+    # hot path: see bench/
+    @answering
+    async def ModelInfer(self, request: AnyRequest, context: Context) -> AnyResponse:
+        if self._forwarding is not None:
+            request = message_of(request)
+            add_headers(request, self._forwarding.headers(context))
+        parent = traceparent_of(context) if self._inference.reads_parents else None
+        sent = self._passing.sent(context) if self._passing is not None else NOTHING_SENT
+        return await Call(self._inference, request, deadline_of(context), parent, sent).response()

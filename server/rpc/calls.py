@@ -1,0 +1,120 @@
+"""Reading gRPC's context: how long a caller waits, and the headers of its call.
+
+Lives here: what becomes `server.call_facts`. Must not: know any RPC.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+
+from protos import inference_pb2 as pb
+from scheduler.policy import NEVER
+from server.call_facts import Headers, Sent, TraceParent, leaves_by
+from server.codec.parameters import is_reserved
+from server.config import Settings
+from server.errors import InvalidRequest
+from server.rpc.answering import Context
+from server.rpc.restrictions import HEADER_PREFIX
+
+__all__ = [
+    "HeaderForwarding",
+    "HeaderPassing",
+    "add_headers",
+    "deadline_of",
+    "header",
+    "header_rules",
+    "traceparent_of",
+]
+
+
+def deadline_of(context: Context) -> int:
+    """When an answer has to leave, on the monotonic clock, to be with the caller in time."""
+    remaining_s = context.time_remaining()
+    return NEVER if remaining_s is None else leaves_by(remaining_s)
+
+
+def header(context: Context, key: str) -> str:
+    """The header's value, of several the last, or "" if there is none."""
+    return str(dict(context.invocation_metadata()).get(key, ""))
+
+
+def traceparent_of(context: Context) -> TraceParent | None:
+    """What the call's headers say of the trace that it belongs to, unread; None if they say nothing."""
+    parent, states = "", []
+    for key, value in context.invocation_metadata():
+        if key == "traceparent":
+            parent = str(value)
+        elif key == "tracestate":
+            states.append(str(value))
+    return (parent, ",".join(states)) if parent else None
+
+
+class HeaderPassing:
+    """Which headers travel on: `headers`, by which requests are kept apart, and `tracing`. Names in any case."""
+
+    def __init__(self, headers: Iterable[str], tracing: Iterable[str]) -> None:
+        self._headers = frozenset(map(str.lower, headers))
+        self._tracing = frozenset(map(str.lower, tracing)) - self._headers
+
+    def sent(self, context: Context) -> Sent:
+        """Those of a call, in its order. Raises InvalidRequest for one that can't be sent; a trace's is left out."""
+        metadata = context.invocation_metadata() or ()
+        headers = _among(metadata, self._headers)
+        for key, value in headers:
+            if not _can_be_sent(value):
+                raise InvalidRequest(f"header '{key}' can't be passed on: expected printable ASCII characters")
+        return Sent(headers, tuple(one for one in _among(metadata, self._tracing) if _can_be_sent(one[1])))
+
+
+def _among(metadata: Sequence[tuple[str, str | bytes]], names: frozenset[str]) -> Headers:
+    return tuple((key, value) for key, value in metadata if key in names)
+
+
+def _can_be_sent(value: str | bytes) -> bool:
+    """gRPC takes more than it sends, and would end the call with words of its own, and lines on stderr."""
+    return isinstance(value, bytes) or (value.isascii() and value.isprintable())
+
+
+class HeaderForwarding:
+    """Which headers of a call become parameters of its requests: those in whose names `pattern`, a regular expression,
+    occurs. The names that gRPC hands over are in lower case."""
+
+    def __init__(self, pattern: str) -> None:
+        self._pattern = re.compile(pattern)
+
+    def headers(self, context: Context) -> dict[str, str]:
+        """The headers to forward; one that comes several times joined by commas, as gRPC has it, and those of bytes
+        left out, since a parameter is text, and so those that say who calls.
+
+        Raises InvalidRequest for a name that means something as a parameter: a header must not set priorities.
+        """
+        found: dict[str, str] = {}
+        for key, value in context.invocation_metadata():
+            if not isinstance(value, str) or _is_secret(key) or not self._pattern.search(key):
+                continue
+            if is_reserved(key):
+                raise InvalidRequest(f"header '{key}' is reserved and can't be forwarded as a parameter")
+            found[key] = f"{found[key]},{value}" if key in found else value
+        return found
+
+
+def header_rules(settings: Settings) -> tuple[HeaderForwarding | None, HeaderPassing | None]:
+    """Which headers become parameters, and which travel on to another server; None where none do."""
+    pattern, upstream = settings.grpc_header_forward_pattern, settings.upstream
+    return (
+        HeaderForwarding(pattern) if pattern else None,
+        HeaderPassing(upstream.headers, upstream.tracing_headers) if upstream else None,
+    )
+
+
+def _is_secret(key: str) -> bool:
+    """Whether a header is for this server alone; parameters are seen by others, such as backends."""
+    return key == "authorization" or key.startswith(HEADER_PREFIX)
+
+
+def add_headers(request: pb.ModelInferRequest, headers: Mapping[str, str]) -> None:
+    """Make `headers` parameters of `request`. They win over those that it has: a proxy sets headers, its clients
+    don't."""
+    for key, value in headers.items():
+        request.parameters[key].string_param = value

@@ -1,0 +1,26 @@
+"""The RPC of the extension "model_configuration".
+
+Lives here: the RPC. Must not: make configurations; a model's is looked up in the repository.
+"""
+
+from __future__ import annotations
+
+from protos import inference_pb2 as pb
+from server.models.repository import Repository
+from server.rpc.answering import Context, answering
+
+__all__ = ["Configuration"]
+
+
+class Configuration:
+    """Tells how models are configured."""
+
+    extensions = ("model_configuration",)
+
+    def __init__(self, repository: Repository) -> None:
+        self._repository = repository
+
+    @answering
+    async def ModelConfig(self, request: pb.ModelConfigRequest, context: Context) -> pb.ModelConfigResponse:
+        """The configuration with everything filled in that it leaves open; of the latest version for ""."""
+        return pb.ModelConfigResponse(config=self._repository.get(request.name, request.version).config)

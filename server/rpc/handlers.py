@@ -1,0 +1,52 @@
+"""gRPC's handlers of the inference service, for whoever registers it.
+
+Lives here: from methods of the service to handlers. Must not: know what the methods do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import grpc
+from google.protobuf.descriptor import MethodDescriptor
+from google.protobuf.message import DecodeError, Message
+from google.protobuf.message_factory import GetMessageClass
+
+from protos import inference_pb2 as pb
+from server.codec.wire_request import RequestReader
+from server.rpc.gate import Registry
+
+__all__ = ["METHODS", "add_handlers", "handler_of", "serialized"]
+
+_SERVICE = pb.DESCRIPTOR.services_by_name["GRPCInferenceService"]
+METHODS: Sequence[MethodDescriptor] = tuple(_SERVICE.methods)
+
+
+def add_handlers(server: Registry, handlers: dict[str, Any]) -> None:
+    """Register the service with `server`, each of its methods by name."""
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(_SERVICE.full_name, handlers),))
+
+
+def handler_of(method: MethodDescriptor, behaviour: Callable[..., Any]) -> Any:
+    """gRPC's handler of a method, that gives `behaviour` a DecodeError instead of bytes that are no message."""
+    streams = method.client_streaming and method.server_streaming
+    make = grpc.stream_stream_rpc_method_handler if streams else grpc.unary_unary_rpc_method_handler
+    request = GetMessageClass(method.input_type)
+    read = RequestReader() if request is pb.ModelInferRequest else _tolerant(request.FromString)
+    return make(behaviour, read, serialized)
+
+
+def serialized(response: Message | bytes) -> bytes:
+    """`response` as it goes on the wire."""
+    return response if isinstance(response, bytes) else response.SerializeToString()
+
+
+def _tolerant(parse: Callable[[bytes], Message]) -> Callable[[bytes], Message | DecodeError]:
+    def read(data: bytes) -> Message | DecodeError:
+        try:
+            return parse(data)
+        except DecodeError as error:
+            return error
+
+    return read

@@ -1,0 +1,149 @@
+"""gRPC's server with what each process that listens has: the port, health and reflection.
+
+Lives here: opening, telling, closing. Must not: know what the inference service does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import grpc
+from grpc_health.v1 import health_pb2_grpc
+
+from server.addresses import host_and_port
+from server.config import Settings
+from server.errors import StartError
+from server.rpc.gate import Admission, Gate, Registry, Usage
+from server.rpc.health import HealthService
+from server.rpc.reflection import INFERENCE_SERVICE, Reflection
+from server.rpc.tls import Certificates, TlsFiles
+from server.rpc.tokens import Tokens
+
+__all__ = ["Listener", "check_access"]
+
+_UNTIL_STOP_S = 1e6
+"""gRPC keeps to the shortest grace that it is given."""
+
+# gRPC chooses the algorithm: the level's, among those that the client accepts.
+_COMPRESSION_LEVELS = {"none": 0, "low": 1, "medium": 2, "high": 3}
+
+
+def _open_tokens(settings: Settings) -> Tokens | None:
+    """The tokens that callers need; None if they need none. Raises StartError."""
+    if settings.token_file is None:
+        return None
+    tokens = Tokens(settings.token_file)
+    tokens.open()
+    return tokens
+
+
+def check_access(settings: Settings) -> None:
+    """Find out before minutes go into loading whether what callers need can be read, and not by everybody. Raises
+    StartError."""
+    _open_tokens(settings)
+    if settings.tls is not None:
+        certificates = Certificates(settings.tls)
+        certificates.credentials()
+        certificates.warn()
+
+
+class Listener:
+    """Listens with what `add_services` adds. `streams` ends the streams that are open. `shares_port`: other processes
+    of ours listen on the same port."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        add_services: Callable[[Registry], None],
+        end_streams: Callable[[], None],
+        *,
+        shares_port: bool = False,
+    ) -> None:
+        self._settings = settings
+        self._add_services = add_services
+        self._end_streams = end_streams
+        self._shares_port = shares_port
+        self._health = HealthService([INFERENCE_SERVICE])
+        self._reflection = Reflection()
+        self._server: grpc.aio.Server | None = None
+        self._leaving: asyncio.Task[None] | None = None
+        # All processes together have the limits.
+        self._admission = Admission(
+            max_rpcs=-(-settings.limits.rpcs // settings.frontends),
+            max_streams=-(-settings.limits.streams // settings.frontends),
+        )
+
+    async def open(self, port: int) -> int:
+        """Listen on `port`, on a free one if it is 0; the port. Raises StartError."""
+        settings = self._settings
+        options = {
+            "grpc.default_compression_level": _COMPRESSION_LEVELS[settings.grpc_infer_response_compression_level],
+            # Another server on the same port is a mistake, not a wish for load sharing.
+            "grpc.so_reuseport": int(self._shares_port),
+            **dict(settings.limits.grpc_options(settings.frontends)),
+            **dict(settings.connections.grpc_options()),
+        }
+        server = grpc.aio.server(options=list(options.items()))
+        gate = Gate(self._admission, _open_tokens(settings), settings.restrictions)
+        self._add_services(gate)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, gate)
+        self._reflection.add_to(gate)
+        server.add_generic_rpc_handlers((gate,))
+        where = host_and_port(self._settings.grpc_address, port)
+        try:
+            port = _add_port(server, where, settings.tls)
+        except RuntimeError:
+            raise StartError(f"gRPC can't listen on {where}") from None
+        self._server = server
+        await _to_its_end(server.start())
+        return port
+
+    @property
+    def usage(self) -> Usage:
+        """What is under way, and what was refused."""
+        return self._admission.usage()
+
+    @property
+    def is_open(self) -> bool:
+        """Whether anybody listens."""
+        return self._server is not None
+
+    def set_serving(self, serving: bool, live: bool = True) -> None:
+        """What health says."""
+        self._health.set_serving(serving, live)
+
+    def announce_end(self) -> None:
+        """Health says NOT_SERVING for good; its streams and those of reflection end."""
+        self._health.close()
+        self._reflection.close()
+
+    def leave(self) -> None:
+        """Stop listening and tell clients to go, by GOAWAY; calls under way go on until `stop`. What crosses with the
+        GOAWAY gRPC cancels, so be sure that little does."""
+        if self._server is not None and self._leaving is None:
+            self._leaving = asyncio.get_running_loop().create_task(self._server.stop(_UNTIL_STOP_S))
+
+    async def stop(self, grace_s: float) -> None:
+        """End streams, give answers on their way out `grace_s`. Without `open` before it is fine too."""
+        self._end_streams()
+        if self._server is not None:
+            await self._server.stop(grace_s)
+        if self._leaving is not None:
+            await self._leaving
+
+
+async def _to_its_end(starting: Coroutine[Any, Any, None]) -> None:
+    """Await gRPC's start, which takes no time; cancelled halfway through it couldn't be stopped in order."""
+    task = asyncio.ensure_future(starting)
+    try:
+        await asyncio.shield(task)
+    finally:
+        await asyncio.wait((task,))
+
+
+def _add_port(server: grpc.aio.Server, where: str, tls: TlsFiles | None) -> int:
+    if tls is None:
+        return server.add_insecure_port(where)
+    return server.add_secure_port(where, Certificates(tls).credentials())

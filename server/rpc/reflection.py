@@ -1,0 +1,116 @@
+"""Server reflection, which lets a client with no .proto file list, describe and call.
+
+Lives here: the service and its descriptor pool. Must not: use other pools: that of `protos` is private, and the default
+one may hold other people's files of the same names. This one holds paceline's files and those of the standard services.
+The service has both names that clients ask for: `grpc.reflection.v1`, which newer ones try first, and `v1alpha`; the
+messages are the same.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any, TypeVar
+
+import grpc
+from google.protobuf import descriptor_pb2, descriptor_pool
+from grpc_health.v1 import health_pb2
+from grpc_reflection.v1alpha import reflection, reflection_pb2
+
+from protos import inference_pb2, model_config_pb2
+from server.rpc.gate import Registry
+
+__all__ = ["INFERENCE_SERVICE", "SERVICES", "Reflection"]
+
+INFERENCE_SERVICE = "inference.GRPCInferenceService"
+HEALTH_SERVICE = "grpc.health.v1.Health"
+_REFLECTION_SERVICES = ("grpc.reflection.v1.ServerReflection", "grpc.reflection.v1alpha.ServerReflection")
+SERVICES = (INFERENCE_SERVICE, HEALTH_SERVICE, *_REFLECTION_SERVICES)
+
+T = TypeVar("T")
+
+
+class Reflection:
+    """Answers reflection streams until `close`, which ends those that are open."""
+
+    def __init__(self) -> None:
+        self._servicer = reflection.aio.ReflectionServicer(SERVICES, pool=_Pool(_pool()))  # type: ignore[attr-defined]
+        self._closed = asyncio.Event()
+
+    def add_to(self, server: Registry) -> None:
+        """Register both names with `server`."""
+        for service in _REFLECTION_SERVICES:
+            handler = grpc.stream_stream_rpc_method_handler(
+                self._answer,
+                request_deserializer=reflection_pb2.ServerReflectionRequest.FromString,
+                response_serializer=reflection_pb2.ServerReflectionResponse.SerializeToString,
+            )
+            server.add_generic_rpc_handlers(
+                (grpc.method_handlers_generic_handler(service, {"ServerReflectionInfo": handler}),)
+            )
+
+    def close(self) -> None:
+        self._closed.set()
+
+    async def _answer(self, requests: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:
+        async for response in self._servicer.ServerReflectionInfo(_until(self._closed, requests), context):
+            yield response
+
+
+async def _until(closed: asyncio.Event, items: AsyncIterator[T]) -> AsyncIterator[T]:
+    """The items, up to the moment when `closed` is set."""
+    closing = asyncio.ensure_future(closed.wait())
+    try:
+        while True:
+            coming = asyncio.ensure_future(anext(items, None))
+            await asyncio.wait((coming, closing), return_when=asyncio.FIRST_COMPLETED)
+            if not coming.done() or (item := coming.result()) is None:
+                coming.cancel()
+                return
+            yield item
+    finally:
+        closing.cancel()
+
+
+class _Pool:
+    """A descriptor pool that finds the file of a method as well. Clients ask for one to describe it, and protobuf's own
+    pool (seen in 6.33) knows every kind of symbol but that."""
+
+    def __init__(self, pool: descriptor_pool.DescriptorPool) -> None:
+        self._pool = pool
+
+    def FindFileContainingSymbol(self, symbol: str) -> Any:
+        try:
+            return self._pool.FindFileContainingSymbol(symbol)
+        except KeyError:
+            return self._pool.FindMethodByName(symbol).containing_service.file
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._pool, name)
+
+
+def _pool() -> descriptor_pool.DescriptorPool:
+    pool = descriptor_pool.DescriptorPool()
+    for module in (model_config_pb2, inference_pb2, health_pb2, reflection_pb2):
+        pool.AddSerializedFile(module.DESCRIPTOR.serialized_pb)
+    pool.AddSerializedFile(_reflection_v1())
+    return pool
+
+
+def _reflection_v1() -> bytes:
+    """The descriptor of `grpc.reflection.v1`: that of v1alpha under the other package name."""
+    file = descriptor_pb2.FileDescriptorProto()
+    reflection_pb2.DESCRIPTOR.CopyToProto(file)
+    file.name, file.package = "grpc/reflection/v1/reflection.proto", "grpc.reflection.v1"
+    for message in file.message_type:
+        for field in message.field:
+            if field.type_name:
+                field.type_name = _as_v1(field.type_name)
+    for service in file.service:
+        for method in service.method:
+            method.input_type, method.output_type = _as_v1(method.input_type), _as_v1(method.output_type)
+    return file.SerializeToString()
+
+
+def _as_v1(type_name: str) -> str:
+    return type_name.replace(".v1alpha.", ".v1.")

@@ -1,0 +1,105 @@
+"""`inference.GRPCInferenceService`: the RPCs that tell of the server and its models, and the registration of all.
+
+Lives here: convert, call, convert. Must not: checks (codec), look-ups (repository) or waiting policy (batcher). All
+other RPCs come from groups, one module each, so that each can be read and left out alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from backends.base import TensorSpec
+from protos import inference_pb2 as pb
+from server.models.repository import Repository, ServedModel
+from server.requests.inference import Inference
+from server.rpc.answering import Context, answering
+from server.rpc.gate import Registry
+from server.rpc.handlers import METHODS, add_handlers, handler_of
+
+__all__ = ["InferenceService", "RpcGroup"]
+
+
+class RpcGroup(Protocol):
+    """Some RPCs: coroutine methods of their names, taking `(request, context)`, each with `answering` around it.
+
+    `extensions` are the names that ServerMetadata advertises for them.
+    """
+
+    @property
+    def extensions(self) -> Sequence[str]: ...
+
+
+class InferenceService:
+    """The service, over a repository of models: what isn't here comes from `groups`."""
+
+    extensions = ("binary_tensor_data", "classification", "schedule_policy")
+
+    def __init__(
+        self,
+        inference: Inference,
+        repository: Repository,
+        server_id: str,
+        version: str,
+        groups: Sequence[RpcGroup],
+    ) -> None:
+        self._inference = inference
+        self._repository = repository
+        self._server_id = server_id
+        self._version = version
+        self._groups: tuple[RpcGroup, ...] = (self, *groups)
+
+    def add_to(self, server: Registry) -> None:
+        """Register the service with `server`, like the generated function, but for bytes that are no message: gRPC
+        would answer those with UNKNOWN and a traceback in the log, this service does with INVALID_ARGUMENT."""
+        add_handlers(server, self.handlers())
+
+    def handlers(self) -> dict[str, Any]:
+        """gRPC's handler of each RPC, by its name."""
+        return {
+            method.name: handler_of(method, getattr(group, method.name))
+            for method in METHODS
+            for group in self._groups
+            if hasattr(group, method.name)
+        }
+
+    @answering
+    async def ServerLive(self, request: pb.ServerLiveRequest, context: Context) -> pb.ServerLiveResponse:
+        return pb.ServerLiveResponse(live=True)
+
+    @answering
+    async def ServerReady(self, request: pb.ServerReadyRequest, context: Context) -> pb.ServerReadyResponse:
+        return pb.ServerReadyResponse(ready=self._inference.ready and self._repository.ready)
+
+    @answering
+    async def ModelReady(self, request: pb.ModelReadyRequest, context: Context) -> pb.ModelReadyResponse:
+        ready = self._repository.is_ready(request.name, request.version)
+        return pb.ModelReadyResponse(ready=ready and self._inference.ready)
+
+    @answering
+    async def ServerMetadata(self, request: pb.ServerMetadataRequest, context: Context) -> pb.ServerMetadataResponse:
+        extensions = [name for group in self._groups for name in group.extensions]
+        return pb.ServerMetadataResponse(name=self._server_id, version=self._version, extensions=extensions)
+
+    @answering
+    async def ModelMetadata(self, request: pb.ModelMetadataRequest, context: Context) -> pb.ModelMetadataResponse:
+        model = self._repository.get(request.name, request.version)
+        versions = [model.version] if request.version else self._repository.versions(model.name)
+        return _metadata(model, versions)
+
+
+def _metadata(model: ServedModel, versions: list[str]) -> pb.ModelMetadataResponse:
+    return pb.ModelMetadataResponse(
+        name=model.name,
+        versions=filter(None, versions),  # another server's may have none
+        platform=model.platform,
+        inputs=[_tensor_metadata(one, model.spec.batched) for one in model.spec.inputs],
+        outputs=[_tensor_metadata(one, model.spec.batched) for one in model.spec.outputs],
+    )
+
+
+def _tensor_metadata(tensor: TensorSpec, batched: bool) -> pb.ModelMetadataResponse.TensorMetadata:
+    lead = [-1] if batched and not tensor.shape_tensor else []
+    return pb.ModelMetadataResponse.TensorMetadata(
+        name=tensor.name, datatype=tensor.datatype, shape=[*lead, *tensor.dims]
+    )

@@ -1,0 +1,309 @@
+"""`ModelStreamInfer`: many requests and their answers over one RPC.
+
+Lives here: which answer leaves when, how much a stream may have under way, and how it ends. Must not: the steps of a
+request, which are those of any other (inference), or what to batch: the requests of all streams and unary calls queue
+together.
+
+A stream has two sides. One reads, announces each request and goes on; the other writes what is ready, and sleeps where
+nothing is. Per request there is a slot: no task, lock or timer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import grpc
+from google.protobuf.message import DecodeError
+from grpc.aio import EOF  # type: ignore[attr-defined]
+
+from protos import inference_pb2 as pb
+from server.call_facts import NOTHING_SENT, Sent
+from server.codec.parameters import CANCEL, UNORDERED
+from server.codec.shortcuts import Envelope
+from server.codec.wire_request import AnyRequest, WireRequest, message_of
+from server.errors import InvalidRequest
+from server.requests.in_flight import Inferring, InFlight
+from server.rpc.answering import Context, answering, status_and_text
+from server.rpc.calls import HeaderForwarding, HeaderPassing, add_headers, deadline_of, header, traceparent_of
+
+__all__ = ["FINAL", "STATUS", "Streaming"]
+
+FINAL = "triton_final_response"
+"""Of every answer: it is the last one to its request."""
+STATUS = "paceline_status"
+"""Of an answer with an error: the status that a call of its own would have ended with."""
+
+_log = logging.getLogger("paceline.server.streaming")
+
+_ENDS_AT_ERROR = "triton_grpc_error"
+_RPC = "ModelStreamInfer"
+
+_NO_REQUEST = pb.ModelInferRequest()
+"""In the place of one that can't be read."""
+
+Failure = tuple[grpc.StatusCode, str]
+
+_ENVELOPE = Envelope(
+    bytes([pb.ModelStreamInferResponse.INFER_RESPONSE_FIELD_NUMBER << 3 | 2]),
+    pb.ModelInferResponse(parameters={FINAL: pb.InferParameter(bool_param=True)}).SerializeToString(),
+)
+"""What every answer travels in, and what is in every one."""
+
+
+class Streaming:
+    """The RPC. A stream has at most `max_requests` requests under way, from reading one to having written its answer;
+    while it has as many, nothing is read from it."""
+
+    extensions: Sequence[str] = ()
+
+    def __init__(
+        self,
+        inference: Inferring,
+        max_requests: int,
+        forwarding: HeaderForwarding | None = None,
+        passing: HeaderPassing | None = None,
+    ) -> None:
+        self._inference = inference
+        self._passing = passing
+        self._max_requests = max_requests
+        self._forwarding = forwarding
+        self._streams: set[_Stream] = set()
+
+    @answering
+    async def ModelStreamInfer(self, requests: object, context: Context) -> None:
+        self._inference.check_serving()
+        headers = self._forwarding.headers(context) if self._forwarding else {}
+        sent = self._passing.sent(context) if self._passing else NOTHING_SENT
+        stream = _Stream(self._inference, context, self._max_requests, headers, sent)
+        self._streams.add(stream)
+        try:
+            await stream.run()
+        finally:
+            self._streams.discard(stream)
+
+    def close(self) -> None:
+        """Read nothing more from any stream; each ends, with UNAVAILABLE, when what it has under way is answered."""
+        for stream in self._streams:
+            stream.close()
+
+
+class _Slot(InFlight):
+    """A request, from the moment it is read until its answer is written."""
+
+    envelope = _ENVELOPE
+    stream: _Stream
+    unordered = done = False
+    failure: Failure | None = None
+
+    def fail(self, error: BaseException) -> None:
+        if isinstance(error, Exception):
+            self.failure = status_and_text(error, self.request, _RPC)
+        else:
+            self.failure = grpc.StatusCode.CANCELLED, "the request was cancelled"
+
+    def on_done(self) -> None:
+        self.stream.on_done(self)
+
+
+class _Stream:
+    """One call of the RPC."""
+
+    def __init__(
+        self, inference: Inferring, context: Context, max_requests: int, headers: Mapping[str, str], sent: Sent
+    ) -> None:
+        self._inference = inference
+        self._announce = inference.announce
+        self._context = context
+        self._max_requests = max_requests
+        self._headers = headers
+        self._sent = sent
+        self._deadline_ns = deadline_of(context)
+        self._parent = traceparent_of(context) if inference.reads_parents else None
+        self._ends_at_error = header(context, _ENDS_AT_ERROR) == "true"
+        self._loop = asyncio.get_running_loop()
+        # All that is under way, and in which order it may leave.
+        self._slots: set[_Slot] = set()
+        # Those whose answers keep the order, beginning with one that isn't done.
+        self._line: deque[_Slot] = deque()
+        self._ready: deque[_Slot] = deque()
+        self._ended = self._closed = False
+        # What a side sleeps on.
+        self._reader: asyncio.Future[None] | None = None
+        self._writer: asyncio.Future[None] | None = None
+        self._reading: asyncio.Task[None]
+
+    async def run(self) -> None:
+        """Answer everything. This is the task that gRPC cancels when the caller goes or the deadline passes."""
+        self._reading = self._loop.create_task(self._read())
+        self._reading.add_done_callback(self._on_end)
+        try:
+            await self._write()
+        except grpc.aio.InternalError:
+            # What writing raises when the caller is gone and gRPC hasn't come round to cancelling this.
+            raise asyncio.CancelledError from None
+        finally:
+            self._reading.cancel()
+            # It will keep its end, whose traceback leads here.
+            del self._reading
+            self._give_up()
+
+    def close(self) -> None:
+        """Read nothing more."""
+        self._closed = True
+        self._reading.cancel()
+
+    def _give_up(self) -> None:
+        """Take back what is under way, and forget it at once: slots and stream know each other."""
+        slots, self._slots = self._slots, set()
+        self._line.clear()
+        self._ready.clear()
+        for slot in slots:
+            self._inference.give_up(slot)
+
+    # hot path: see bench/
+    async def _read(self) -> None:
+        read = self._context.read
+        while (request := await read()) is not EOF:
+            self._take(request)
+            del request
+            if len(self._slots) >= self._max_requests:
+                self._reader = self._loop.create_future()
+                await self._reader
+
+    def _on_end(self, reading: asyncio.Task[None]) -> None:
+        self._ended = True
+        if not reading.cancelled() and (error := reading.exception()):
+            _log.error("reading from a stream failed", exc_info=error)
+        self._wake_writer()
+
+    # hot path: see bench/
+    def _take(self, request: AnyRequest | DecodeError) -> None:
+        unordered = False
+        if type(request) is not WireRequest or not request.mold.plain:
+            if isinstance(request, DecodeError):
+                slot = self._slot(_NO_REQUEST)
+                self._line.append(slot)
+                self._refuse(slot, InvalidRequest(str(request)))
+                return
+            if _true(request.parameters, CANCEL):
+                self._take_back(request.id)
+                return
+            unordered = _true(request.parameters, UNORDERED)
+        slot = self._slot(request)
+        if unordered:
+            slot.unordered = True
+        else:
+            self._line.append(slot)
+        if self._headers:
+            try:
+                slot.request = message_of(request)
+                add_headers(slot.request, self._headers)
+            except Exception as error:  # noqa: BLE001 - the caller is owed an answer
+                self._refuse(slot, error)
+                return
+        self._announce(slot)
+
+    # hot path: see bench/
+    def _slot(self, request: AnyRequest) -> _Slot:
+        slot = _Slot(request, self._deadline_ns, self._parent, self._sent)
+        slot.stream = self
+        self._slots.add(slot)
+        return slot
+
+    def _refuse(self, slot: _Slot, error: Exception) -> None:
+        slot.fail(error)
+        self.on_done(slot)
+
+    def _take_back(self, request_id: str) -> None:
+        """Cancel what runs under this id. A look at all there is costs those nothing who never cancel."""
+        for slot in self._slots:
+            if not slot.done and slot.request.id == request_id:
+                slot.cancel()
+
+    # hot path: see bench/
+    def on_done(self, slot: _Slot) -> None:
+        """There is an answer: it is ready to leave, and so may be others that waited for it."""
+        slot.done = True
+        if slot.unordered:
+            self._ready.append(slot)
+        else:
+            line = self._line
+            while line and line[0].done:
+                self._ready.append(line.popleft())
+        if self._writer is not None:
+            self._wake_writer()
+
+    # hot path: see bench/
+    async def _write(self) -> None:
+        """Write what is ready until all is written, or until an error ends the stream."""
+        write, ready = self._context.write, self._ready
+        while True:
+            while ready:
+                slot = ready.popleft()
+                answer: Any = slot.answer
+                if not isinstance(answer, bytes):
+                    answer = self._message(slot)
+                    if answer is None:
+                        return
+                await write(answer)
+                self._slots.remove(slot)
+                # Nothing is kept of this answer while waiting for the next.
+                del slot, answer
+                if self._reader is not None:
+                    self._wake_reader()
+            if self._ended and not self._slots:
+                break
+            self._writer = self._loop.create_future()
+            await self._writer
+        if self._closed:
+            self._end(grpc.StatusCode.UNAVAILABLE, "the server is stopping")
+
+    def _message(self, slot: _Slot) -> pb.ModelStreamInferResponse | bytes | None:
+        """What to write for a request whose answer isn't made, or is no bytes; None if its failure has ended the
+        stream."""
+        if slot.answer is None and slot.failure is None:
+            self._inference.finish(slot)
+        answer, failure = slot.answer, slot.failure
+        if isinstance(answer, bytes):
+            return answer
+        if failure is None:
+            message = pb.ModelStreamInferResponse(infer_response=answer)
+        elif self._ends_at_error:
+            self._end(*failure)
+            return None
+        else:
+            message = _failure_message(slot.request, *failure)
+        message.infer_response.parameters[FINAL].bool_param = True
+        return message
+
+    def _end(self, code: grpc.StatusCode, text: str) -> None:
+        self._context.set_code(code)
+        self._context.set_details(text)
+
+    def _wake_writer(self) -> None:
+        writer, self._writer = self._writer, None
+        if writer is not None and not writer.done():
+            writer.set_result(None)
+
+    def _wake_reader(self) -> None:
+        reader, self._reader = self._reader, None
+        if reader is not None and not reader.done():
+            reader.set_result(None)
+
+
+def _failure_message(request: AnyRequest, code: grpc.StatusCode, text: str) -> pb.ModelStreamInferResponse:
+    """An error in the stream: a text, and for those who look, whose and which."""
+    message = pb.ModelStreamInferResponse(error_message=text or code.name)
+    response = message.infer_response
+    response.parameters[STATUS].string_param = code.name
+    if request is not _NO_REQUEST:
+        response.model_name, response.model_version, response.id = request.model_name, request.model_version, request.id
+    return message
+
+
+def _true(parameters: Mapping[str, pb.InferParameter], key: str) -> bool:
+    return key in parameters and parameters[key].bool_param

@@ -1,0 +1,167 @@
+"""TLS: the server's certificate, the root for clients' certificates, and their change while the server runs.
+
+Lives here: reading the files, and rereading them when they have changed. Must not: know who uses a connection.
+
+gRPC asks before each handshake, on its own thread. Existing connections stay: a certificate matters only when a
+connection begins.
+"""
+
+from __future__ import annotations
+
+import logging
+import ssl
+import stat
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import cast
+
+import grpc
+
+from server.errors import StartError
+from server.files import check_file
+
+__all__ = ["Certificates", "TlsFiles"]
+
+_log = logging.getLogger("paceline.server.tls")
+
+_Stamp = tuple[tuple[int, ...], ...]
+
+_OUT_OF_DATE = frozenset({9, 10})
+"""What OpenSSL calls a certificate that isn't valid yet, and one that isn't any more (x509_vfy.h)."""
+_FLIGHTS = 4
+"""A handshake is done after fewer; bounds the loop."""
+
+
+@dataclass(frozen=True, slots=True)
+class TlsFiles:
+    """PEM files: the server's certificate, with those between it and the root, and its key, without a password.
+    `mutual`: clients have to have a certificate too, that one of `roots` has signed."""
+
+    certificate: Path
+    key: Path
+    roots: Path | None = None
+    mutual: bool = False
+
+    @property
+    def paths(self) -> tuple[Path, ...]:
+        return (self.certificate, self.key, *([self.roots] if self.roots is not None else []))
+
+
+class Certificates:
+    """The certificates in `files`, as they are when a client connects. Files that don't fit together are not used:
+    who replaces one and then the other is not refused connections in between."""
+
+    def __init__(self, files: TlsFiles) -> None:
+        self._files = files
+        self._lock = threading.Lock()
+        self._seen: _Stamp = ()
+
+    def credentials(self) -> grpc.ServerCredentials:
+        """What gRPC's server needs. Raises StartError for files that can't be used."""
+        try:
+            self._seen = self._stamp()
+            first = self._read()
+        except (OSError, ValueError) as error:
+            raise StartError(f"TLS: {_why(error)}") from None
+        # The stubs know nothing of None, which gRPC documents as "no change".
+        fetch = cast("Callable[[], grpc.ServerCertificateConfiguration]", self._if_changed)
+        return grpc.dynamic_ssl_server_credentials(first, fetch, self._files.mutual)
+
+    def warn(self) -> None:
+        """Log what is no fault and no good either: a key that is anybody's, and a certificate out of its time. A clock
+        may be what is wrong, and a server that doesn't start would be no better."""
+        key = self._files.key
+        if key.stat().st_mode & stat.S_IROTH:
+            _log.warning("TLS: every user of this machine can read the key %s; chmod o-r makes it yours alone", key)
+        self._warn_of_dates()
+
+    def _warn_of_dates(self) -> None:
+        """Raises OSError and ValueError for files that can't be used (any more)."""
+        if why := _why_out_of_date(_context(self._files), self._files.certificate):
+            _log.warning("TLS: %s: %s; clients will refuse to connect", self._files.certificate, why)
+
+    def _if_changed(self) -> grpc.ServerCertificateConfiguration | None:
+        """The certificates, if they aren't those that gRPC has; called on any thread, before each handshake."""
+        with self._lock:
+            try:
+                stamp = self._stamp()
+                if stamp == self._seen:
+                    return None
+                self._seen = stamp
+                changed = self._read()
+                if self._stamp() != stamp:
+                    # They are being written, and what was read may be of two minds.
+                    self._seen = ()
+                    return None
+                self._warn_of_dates()
+            except (OSError, ValueError) as error:
+                if isinstance(error, OSError):
+                    # Nothing was read, as where descriptors are short. What is no good stays so until it changes.
+                    self._seen = ()
+                _log.error("TLS: new certificates are not used, the old ones stay: %s", _why(error))
+                return None
+            _log.info("TLS: new certificates are in use, of %s", self._files.certificate)
+            return changed
+
+    def _stamp(self) -> _Stamp:
+        stats = [path.stat() for path in self._files.paths]
+        return tuple((one.st_mtime_ns, one.st_ctime_ns, one.st_size, one.st_ino) for one in stats)
+
+    def _read(self) -> grpc.ServerCertificateConfiguration:
+        """Raises OSError, ssl.SSLError among them, and ValueError. gRPC itself would find out during handshakes, and
+        tell nobody what is wrong."""
+        files = self._files
+        for path in files.paths:
+            check_file(path)
+        # First, as ssl wouldn't say which of them can't be read.
+        pair = files.key.read_bytes(), files.certificate.read_bytes()
+        roots = None if files.roots is None else files.roots.read_bytes()
+        context = _context(files)
+        if files.roots is not None:
+            try:
+                context.load_verify_locations(files.roots)
+            except ssl.SSLError as error:
+                raise ValueError(f"expected certificates as PEM in {files.roots}: {error.reason or error}") from None
+        return grpc.ssl_server_certificate_configuration([pair], roots)
+
+
+def _context(files: TlsFiles) -> ssl.SSLContext:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    try:
+        # Without a password given, OpenSSL would ask for one on the terminal.
+        context.load_cert_chain(files.certificate, files.key, password=lambda: b"")
+    except ssl.SSLError as error:
+        raise ValueError(
+            f"expected a certificate in {files.certificate} and its key, without a password, in {files.key}, "
+            f"both as PEM: {error.reason or error}"
+        ) from None
+    return context
+
+
+def _why_out_of_date(server: ssl.SSLContext, certificate: Path) -> str:
+    """What a client that believes `certificate` has against its dates; empty: nothing. Clients are who judges, so one
+    is asked: Python's ssl tells no dates of a certificate but by a handshake."""
+    client = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    client.check_hostname = False
+    client.load_verify_locations(certificate)
+    client.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN  # whoever has signed it doesn't matter
+    to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
+    ends = client.wrap_bio(to_client, to_server), server.wrap_bio(to_server, to_client, server_side=True)
+    for end in ends * _FLIGHTS:
+        try:
+            end.do_handshake()
+        except ssl.SSLWantReadError:
+            continue  # it is the other one's turn
+        except ssl.SSLCertVerificationError as error:
+            return error.verify_message if error.verify_code in _OUT_OF_DATE else ""
+        except ssl.SSLError:
+            return ""  # a key that OpenSSL finds too weak, say: nothing that dates have to do with
+    return ""
+
+
+def _why(error: OSError | ValueError) -> str:
+    if isinstance(error, OSError):
+        return f"{error.filename}: {error.strerror}"
+    return str(error)

@@ -1,0 +1,132 @@
+"""Tokens that callers bring along: which are good.
+
+Lives here: the file of hashes, and looking a header up in it. Must not: know RPCs. Neither tokens nor hashes are ever
+logged or put into an error's text.
+
+The file has a line for each token, NAME:SHA256, in which SHA256 is 64 hexadecimal digits; empty lines and those that
+begin with # don't count. A hash without salt and without delay is good for tokens that nobody could guess, such as
+`paceline token` makes: it stands for 256 random bits.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import logging
+import re
+import secrets
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from server.errors import StartError
+from server.files import check_file
+
+__all__ = ["Tokens", "line_of", "new_token"]
+
+_log = logging.getLogger("paceline.server.tokens")
+
+_LINE = re.compile(r"([\w.@/-]+):([0-9a-fA-F]{64})", re.ASCII)
+_BEARER = re.compile(r"[Bb]earer +([\w.~+/-]+=*) *", re.ASCII)
+_LOOK_EVERY_NS = 10**9
+_LONGEST_TOKEN = 4096
+
+
+def new_token() -> str:
+    """One that nobody has."""
+    return secrets.token_urlsafe(32)
+
+
+def line_of(name: str, token: str) -> str:
+    """What the file needs for `token`. Raises ValueError for a name that no line can have."""
+    line = f"{name}:{hashlib.sha256(token.encode()).hexdigest()}"
+    if not _LINE.fullmatch(line):
+        raise ValueError(f"expected a name of letters, digits, '_', '.', '@', '/' and '-', got '{name}'")
+    return line
+
+
+class Tokens:
+    """The tokens of the file at `path`, which is looked at again, at most once a second, while requests come."""
+
+    def __init__(self, path: Path, now_ns: Callable[[], int] = time.monotonic_ns) -> None:
+        self._path = path
+        self._now_ns = now_ns
+        self._seen: object = None
+        self._next_look_ns = 0
+        self._names: Mapping[bytes, str] = {}
+        # Headers that were found good, so that no request of the same caller is hashed again. As many as there are
+        # tokens, but for how they can be written.
+        self._good: dict[str, str] = {}
+
+    def open(self) -> None:
+        """Read the file. Raises StartError."""
+        try:
+            self._seen = self._stamp()
+            self._names = self._read()
+            if not self._names:
+                raise ValueError(f"{self._path}: expected at least one line, NAME:SHA256")
+        except (OSError, ValueError) as error:
+            raise StartError(f"--grpc-token-file: {self._why(error)}") from None
+        self._next_look_ns = self._now_ns() + _LOOK_EVERY_NS
+
+    # hot path for those who use it
+    def name_of(self, header: str) -> str | None:
+        """Whose token the value of a header `authorization` is; None if nobody's."""
+        if self._now_ns() >= self._next_look_ns:
+            self._look_again()
+        return self._good.get(header) or self._find(header)
+
+    def _find(self, header: str) -> str | None:
+        found = _BEARER.fullmatch(header) if len(header) <= _LONGEST_TOKEN else None
+        if found is None:
+            return None
+        digest = hashlib.sha256(found[1].encode()).digest()
+        # All of them, so that the time it takes tells nothing of how much of which one fits.
+        names = [name for one, name in self._names.items() if hmac.compare_digest(one, digest)]
+        if not names:
+            return None
+        if len(self._good) > 2 * len(self._names):
+            self._good.clear()
+        self._good[header] = names[0]
+        return names[0]
+
+    def _look_again(self) -> None:
+        self._next_look_ns = self._now_ns() + _LOOK_EVERY_NS
+        try:
+            stamp = self._stamp()
+            if stamp == self._seen:
+                return
+            self._seen = stamp
+            self._names = self._read()
+        except (OSError, ValueError) as error:
+            if isinstance(error, OSError):
+                # Nothing was read, as where descriptors are short. What is no good stays so until it changes.
+                self._seen = None
+            _log.error("tokens are not read again, the old ones stay: %s", self._why(error))
+            return
+        self._good.clear()
+        if self._names:
+            _log.info("%d tokens are good, of %s", len(self._names), self._path)
+        else:
+            _log.error("no token is good any more, so that nobody may call: there is none in %s", self._path)
+
+    def _stamp(self) -> object:
+        stat = self._path.stat()
+        return stat.st_mtime_ns, stat.st_ctime_ns, stat.st_size, stat.st_ino
+
+    def _read(self) -> dict[bytes, str]:
+        names: dict[bytes, str] = {}
+        check_file(self._path)  # a pipe would hold everybody up
+        text = self._path.read_bytes().decode("utf-8", errors="replace")
+        for number, line in enumerate(map(str.strip, text.splitlines()), 1):
+            if not line or line.startswith("#"):
+                continue
+            found = _LINE.fullmatch(line)
+            if found is None:
+                # Without the line: somebody may have put a token there.
+                raise ValueError(f"{self._path}, line {number}: expected NAME:SHA256, 64 hexadecimal digits")
+            names[bytes.fromhex(found[2])] = found[1]
+        return names
+
+    def _why(self, error: OSError | ValueError) -> str:
+        return f"{self._path}: {error.strerror}" if isinstance(error, OSError) else str(error)

@@ -1,0 +1,217 @@
+"""What one loaded version of a model has done so far, in plain integers.
+
+Lives here: the numbers that ModelStatistics and the metrics both read, and the two ways in: client requests, counted
+once each by `server.requests.inference`, and the batcher's reports. Must not: names of messages or metrics. The rule:
+written on the event loop alone; other threads may read, and copy what they iterate over.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from enum import Enum
+
+from backends.base import Execution
+from backends.errors import BackendError, OutOfMemory
+from scheduler.errors import BatcherClosed, DeadlineExceeded, ExecutionFailed, NoInstance, QueueFull
+from scheduler.observer import BatchReport, Drop
+from server.errors import AnswerTooLarge, ModelNotReady
+
+__all__ = ["BatchTotals", "DurationHistogram", "FailureReason", "VersionStatistics", "reason_of"]
+
+_US = 1_000
+DURATION_BOUNDS_NS = tuple(
+    us * _US
+    for us in (100, 250, 500, 1_000, 2_500, 5_000, 10_000, 25_000, 50_000, 100_000, 250_000, 1_000_000, 10_000_000)
+)
+
+
+class FailureReason(Enum):
+    """Triton's four: the scheduler refused it, its caller went away, the model failed, anything else."""
+
+    REJECTED = "REJECTED"
+    CANCELED = "CANCELED"
+    BACKEND = "BACKEND"
+    OTHER = "OTHER"
+
+
+_REASON_OF: Mapping[type[BaseException], FailureReason] = {
+    QueueFull: FailureReason.REJECTED,
+    DeadlineExceeded: FailureReason.REJECTED,
+    BatcherClosed: FailureReason.REJECTED,
+    ModelNotReady: FailureReason.REJECTED,
+    asyncio.CancelledError: FailureReason.CANCELED,
+    ExecutionFailed: FailureReason.BACKEND,
+    BackendError: FailureReason.BACKEND,
+    NoInstance: FailureReason.BACKEND,
+    AnswerTooLarge: FailureReason.BACKEND,
+}
+
+
+def reason_of(error: BaseException) -> FailureReason:
+    """Under which reason a request that ended with `error` counts."""
+    return next((_REASON_OF[kind] for kind in type(error).__mro__ if kind in _REASON_OF), FailureReason.OTHER)
+
+
+class DurationHistogram:
+    """How many durations were up to each of `DURATION_BOUNDS_NS`, or above all of them, and their sum."""
+
+    __slots__ = ("counts", "total_ns")
+
+    def __init__(self) -> None:
+        self.counts = [0] * (len(DURATION_BOUNDS_NS) + 1)
+        self.total_ns = 0
+
+    @property
+    def count(self) -> int:
+        return sum(self.counts)
+
+    def add(self, duration_ns: int) -> None:
+        self.counts[bisect_left(DURATION_BOUNDS_NS, duration_ns)] += 1
+        self.total_ns += duration_ns
+
+    def add_all(self, durations_ns: Sequence[int]) -> None:
+        counts = self.counts
+        for duration_ns in durations_ns:
+            counts[bisect_left(DURATION_BOUNDS_NS, duration_ns)] += 1
+        self.total_ns += sum(durations_ns)
+
+    def merge(self, other: DurationHistogram) -> None:
+        self.counts = [mine + others for mine, others in zip(self.counts, other.counts, strict=True)]
+        self.total_ns += other.total_ns
+
+
+class BatchTotals:
+    """Executions of one size: how many, and the time that they took, each counted once."""
+
+    __slots__ = ("count", "infer_ns", "input_ns", "output_ns")
+
+    def __init__(self) -> None:
+        self.count = self.input_ns = self.infer_ns = self.output_ns = 0
+
+    def merge(self, other: BatchTotals) -> None:
+        self.count += other.count
+        self.input_ns += other.input_ns
+        self.infer_ns += other.infer_ns
+        self.output_ns += other.output_ns
+
+
+class VersionStatistics:
+    """The numbers of one version since it was loaded; an `Observer` of its batcher.
+
+    `requests` holds how long each client's request took that succeeded, from when it was taken up until its answer was
+    ready. A request that is executed in parts is one request there and in `failures`. `queue` holds the waits of what
+    was executed and answered, parts one by one; `input_ns`, `infer_ns` and `output_ns` add up the whole batch's times
+    once for each of these. `batches` has executions by their rows, padding left out; `executions` how long they took,
+    by the power of two that covers the rows that the model saw. `hung_executions`: those given up, each of which cost
+    an instance. `lost_instances`: those that nothing could be executed on any more. `shortages`: executions for which
+    there wasn't memory enough.
+    """
+
+    def __init__(self) -> None:
+        self.requests = DurationHistogram()
+        self.failures = dict.fromkeys(FailureReason, 0)
+        self.failure_ns = 0
+        self.drops = dict.fromkeys(Drop, 0)
+        self.queue = DurationHistogram()
+        self.input_ns = self.infer_ns = self.output_ns = 0
+        self.padding_rows = 0
+        self.hung_executions = self.lost_instances = self.shortages = 0
+        self.batches: dict[int, BatchTotals] = {}
+        self.executions: dict[int, DurationHistogram] = {}
+        self.last_inference_ms = 0
+
+    @property
+    def execution_count(self) -> int:
+        return sum(totals.count for totals in self.by_rows().values())
+
+    @property
+    def rows(self) -> int:
+        """Rows executed, padding left out."""
+        return sum(rows * totals.count for rows, totals in self.by_rows().items())
+
+    @property
+    def failed(self) -> int:
+        return sum(self.failures.values())
+
+    def by_rows(self) -> dict[int, BatchTotals]:
+        """`batches` in ascending order; a copy, for any thread."""
+        return dict(sorted(self.batches.copy().items()))
+
+    def by_size(self) -> dict[int, DurationHistogram]:
+        """`executions` in ascending order; a copy, for any thread."""
+        return dict(sorted(self.executions.copy().items()))
+
+    def merge(self, other: VersionStatistics) -> None:
+        """Add what `other` has counted so far. Any thread may, to numbers that nobody else writes to."""
+        self.requests.merge(other.requests)
+        self.queue.merge(other.queue)
+        for reason, count in other.failures.items():
+            self.failures[reason] += count
+        for drop, count in other.drops.items():
+            self.drops[drop] += count
+        for rows, totals in other.by_rows().items():
+            self.batches.setdefault(rows, BatchTotals()).merge(totals)
+        for size, histogram in other.by_size().items():
+            self.executions.setdefault(size, DurationHistogram()).merge(histogram)
+        self.failure_ns += other.failure_ns
+        self.input_ns += other.input_ns
+        self.infer_ns += other.infer_ns
+        self.output_ns += other.output_ns
+        self.padding_rows += other.padding_rows
+        self.hung_executions += other.hung_executions
+        self.lost_instances += other.lost_instances
+        self.shortages += other.shortages
+        self.last_inference_ms = max(self.last_inference_ms, other.last_inference_ms)
+
+    # hot path: 0.3 us a request and 1.5 us a batch; see bench/micro.py
+    def on_success(self, duration_ns: int) -> None:
+        """A client's request has its answer, `duration_ns` after it was taken up."""
+        self.requests.add(duration_ns)
+
+    # hot path
+    def on_successes(self, durations_ns: Sequence[int]) -> None:
+        """The same of several."""
+        self.requests.add_all(durations_ns)
+
+    def on_failure(self, error: BaseException, duration_ns: int) -> None:
+        """A client's request has ended with `error`."""
+        self.failures[reason_of(error)] += 1
+        self.failure_ns += duration_ns
+
+    def on_drop(self, drop: Drop) -> None:
+        self.drops[drop] += 1
+
+    def on_batch(self, report: BatchReport) -> None:
+        if report.error is None:
+            self._add(report, report.execution)
+        elif isinstance(report.error, (OutOfMemory, MemoryError)):
+            self.shortages += 1
+
+    def _add(self, report: BatchReport, execution: Execution) -> None:
+        input_ns, infer_ns, output_ns = execution.input_ns, execution.infer_ns, execution.output_ns
+        answered = len(report.waits_ns)
+        self.queue.add_all(report.waits_ns)
+        self.input_ns += answered * input_ns
+        self.infer_ns += answered * infer_ns
+        self.output_ns += answered * output_ns
+        self.padding_rows += report.padded_rows - report.rows
+        totals = self.batches.get(report.rows)
+        if totals is None:
+            totals = self.batches[report.rows] = BatchTotals()
+        totals.count += 1
+        totals.input_ns += input_ns
+        totals.infer_ns += infer_ns
+        totals.output_ns += output_ns
+        self._histogram_of(report.padded_rows).add(report.finished_ns - report.started_ns)
+        self.last_inference_ms = time.time_ns() // 1_000_000
+
+    def _histogram_of(self, rows: int) -> DurationHistogram:
+        """Powers of two, and not each size: a series per size would be up to `max_batch_size` of them."""
+        size = 1 << (rows - 1).bit_length()
+        histogram = self.executions.get(size)
+        if histogram is None:
+            histogram = self.executions[size] = DurationHistogram()
+        return histogram

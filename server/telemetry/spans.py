@@ -1,0 +1,266 @@
+"""Spans of requests and batches, for OpenTelemetry. The one module that knows its packages, and imported only by a
+server that sends it traces.
+
+Lives here: which spans there are, and the pipeline that exports them. Must not: decide which requests are traced
+(tracing), or change what becomes of one. All runs on the event loop but the export, which has a thread of the SDK's.
+
+A request is a span of kind SERVER, child of what its caller's headers name, with children `queue` and `compute`, one
+of each for every time it was executed. A batch belongs to all of its requests: it is the root of a trace of its own,
+with links to those that are traced, as `compute` has one to it.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from threading import Timer
+from typing import Any, Protocol
+
+from opentelemetry.context import Context
+from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
+from opentelemetry.sdk.resources import SERVICE_NAME, OTELResourceDetector, Resource
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter
+from opentelemetry.sdk.trace.sampling import ALWAYS_ON
+from opentelemetry.trace import Link, Span, SpanKind, Status, StatusCode, Tracer, get_current_span, set_span_in_context
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+from backends.base import Execution
+from scheduler.lane import Entry
+from scheduler.observer import BatchReport, Drop, Observer
+from server.call_facts import TraceParent
+from server.errors import status_of
+from server.telemetry.trace_settings import OtlpTarget
+
+__all__ = ["RequestSpan", "Sampling", "Spans"]
+
+_SERVICE = "inference.GRPCInferenceService"
+_MOST_CHARACTERS = 2_000
+_PATIENCE_S = 3.0
+# Statuses for which the server is to blame. Source: OpenTelemetry's semantic conventions for gRPC.
+_SERVERS_FAULT = frozenset({"UNKNOWN", "DEADLINE_EXCEEDED", "UNIMPLEMENTED", "INTERNAL", "UNAVAILABLE", "DATA_LOSS"})
+
+Attributes = Mapping[str, str | int]
+
+
+class Sampling(Protocol):
+    """Which requests are traced."""
+
+    def is_on(self, model: str) -> bool:
+        """Whether to trace those of which their callers' traces are kept."""
+
+    def picks(self, model: str) -> bool:
+        """Whether to trace this one, which belongs to no trace yet."""
+
+
+class Spans:
+    """Traces requests and batches between `start` and `close`. `exporter` takes the place of the one for `target`."""
+
+    def __init__(self, target: OtlpTarget, sampling: Sampling, exporter: SpanExporter | None = None) -> None:
+        self._target = target
+        self._sampling = sampling
+        self._exporter = exporter
+        self._propagator = TraceContextTextMapPropagator()
+        self._provider: TracerProvider | None = None
+        self._tracer: Tracer
+        self._forwarding = _Forwarding()
+
+    def start(self) -> None:
+        """Begin to export. What the target's fields leave open, OpenTelemetry's own environment variables say."""
+        target = self._target
+        self._exporter = self._exporter or OTLPSpanExporter(endpoint=target.url or None)
+        of_environment = OTELResourceDetector().detect()
+        resource = Resource.create({SERVICE_NAME: "paceline"}).merge(of_environment).merge(Resource(target.resource))
+        self._provider = TracerProvider(sampler=ALWAYS_ON, resource=resource, shutdown_on_exit=False)
+        self._provider.add_span_processor(
+            BatchSpanProcessor(
+                self._exporter,
+                max_queue_size=target.max_queue_size,
+                schedule_delay_millis=target.schedule_delay_ms,
+                max_export_batch_size=target.max_export_batch_size,
+            )
+        )
+        self._tracer = self._provider.get_tracer("paceline")
+        self._forwarding.install()
+
+    def close(self) -> None:
+        """Export what there is, and end. Blocks, but not for long if nobody takes it."""
+        if self._provider is None or self._exporter is None:
+            return
+        # The provider would wait for half a minute; an exporter that has ended gives up what it was trying.
+        impatience = Timer(_PATIENCE_S, self._exporter.shutdown)
+        impatience.start()
+        self._provider.shutdown()
+        impatience.cancel()
+        self._forwarding.uninstall()
+
+    def begin(self, model: str, request_id: str, began_ns: int, parent: TraceParent | None) -> RequestSpan | None:
+        """The span of a request that came at `began_ns`; None if it isn't to be traced."""
+        context = Context() if parent is None else self._propagator.extract(_headers(parent), Context())
+        caller = get_current_span(context).get_span_context()
+        if caller.is_valid:
+            is_traced = caller.trace_flags.sampled and self._sampling.is_on(model)
+        else:
+            is_traced = self._sampling.picks(model)
+        if not is_traced:
+            return None
+        return RequestSpan(self._tracer, context, model, request_id, began_ns)
+
+    def observer(self, model: str, version: str, batch_id_prefix: str, inner: Observer) -> Observer:
+        """For a batcher: passes everything on to `inner`, and traces the batches of traced requests."""
+        return _BatchSpans(self, model, version, batch_id_prefix, inner)
+
+    def trace_batch(
+        self, requests: Sequence[tuple[Entry[Any], RequestSpan]], batch: Attributes, report: BatchReport
+    ) -> None:
+        """The span of a batch, and in each of its requests' what it waited and was executed."""
+        offset_ns = _offset_ns()
+        span = self._tracer.start_span(
+            f"batch {batch['paceline.model.name']}",
+            Context(),
+            attributes=batch,
+            links=[Link(request.span.get_span_context()) for _, request in requests],
+            start_time=report.started_ns + offset_ns,
+        )
+        if isinstance(report.execution, Execution):
+            inputs_end_ns = report.started_ns + report.execution.input_ns
+            span.add_event("COMPUTE_INPUT_END", timestamp=inputs_end_ns + offset_ns)
+            outputs_start_ns = inputs_end_ns + report.execution.infer_ns
+            span.add_event("COMPUTE_OUTPUT_START", timestamp=outputs_start_ns + offset_ns)
+        if report.error is not None:
+            _tell_error(span, report.error)
+        for entry, request in requests:
+            request.on_execution(entry, span, report)
+        span.end(report.finished_ns + offset_ns)
+
+
+class RequestSpan:
+    """A request that is traced. Times that come in are monotonic; those of spans are of the wall clock, as it was when
+    the request came, so that a clock that jumps tears nothing apart."""
+
+    def __init__(self, tracer: Tracer, context: Context, model: str, request_id: str, began_ns: int) -> None:
+        self._tracer = tracer
+        self._model = model
+        self._offset_ns = _offset_ns()
+        self._taken_ns = 0
+        # When the last execution of each part that has been executed ended; most requests have but one part.
+        self._executed: dict[int, int] = {}
+        attributes: dict[str, str | int] = {
+            "rpc.system": "grpc",
+            "rpc.service": _SERVICE,
+            "paceline.model.name": model,
+        }
+        if request_id:
+            attributes["paceline.request.id"] = request_id
+        self.span: Span = tracer.start_span(
+            "infer", context, SpanKind.SERVER, attributes, start_time=began_ns + self._offset_ns
+        )
+        self._own = set_span_in_context(self.span, Context())
+
+    @property
+    def trace_id(self) -> str:
+        return format(self.span.get_span_context().trace_id, "032x")
+
+    def on_taken(self, version: str, rows: int) -> None:
+        """It is queued from now on. Only now is its model's name one that exists, fit to be part of a span's."""
+        self._taken_ns = time.monotonic_ns()
+        self.span.update_name(f"infer {self._model}")
+        self.span.set_attributes({"paceline.model.version": version, "paceline.rows": rows})
+
+    def on_execution(self, entry: Entry[Any], batch: Span, report: BatchReport) -> None:
+        """It, or a part of it, was executed in `batch`."""
+        part = id(entry.payload)
+        self._child("queue", self._executed.get(part, entry.enqueued_ns), report.started_ns)
+        self._executed[part] = report.finished_ns
+        self._child("compute", report.started_ns, report.finished_ns, batch, report.error)
+
+    def end(self, error: BaseException | None) -> None:
+        """It has its answer, or ended with `error`."""
+        ended_ns = time.monotonic_ns()
+        if self._taken_ns and not self._executed:
+            self._child("queue", self._taken_ns, ended_ns)
+        number, name = 0, "OK"
+        if error is not None:
+            code = status_of(error)
+            number, name = (13, "INTERNAL") if code is None else (code.value[0], code.name)
+            _tell_error(self.span, error, is_ours=name in _SERVERS_FAULT)
+        self.span.set_attribute("rpc.grpc.status_code", number)
+        self.span.end(ended_ns + self._offset_ns)
+
+    def _child(
+        self, name: str, start_ns: int, end_ns: int, batch: Span | None = None, error: BaseException | None = None
+    ) -> None:
+        links = [Link(batch.get_span_context())] if batch is not None else []
+        span = self._tracer.start_span(name, self._own, links=links, start_time=start_ns + self._offset_ns)
+        if error is not None:
+            _tell_error(span, error)
+        span.end(end_ns + self._offset_ns)
+
+
+class _BatchSpans:
+    """An `Observer` in front of another."""
+
+    def __init__(self, spans: Spans, model: str, version: str, batch_id_prefix: str, inner: Observer) -> None:
+        self._spans = spans
+        self._model = model
+        self._version = version
+        self._batch_id_prefix = batch_id_prefix
+        self._inner = inner
+
+    def on_drop(self, drop: Drop) -> None:
+        self._inner.on_drop(drop)
+
+    def on_batch(self, report: BatchReport) -> None:
+        self._inner.on_batch(report)
+        tags = ((entry, entry.payload.tag) for entry in report.entries)
+        requests = [(entry, tag.span) for entry, tag in tags if tag is not None and tag.span is not None]
+        if requests:
+            batch: Attributes = {
+                "paceline.model.name": self._model,
+                "paceline.model.version": self._version,
+                "paceline.batch.id": f"{self._batch_id_prefix}-{report.number}",
+                "paceline.batch.requests": len(report.entries),
+                "paceline.batch.rows": report.rows,
+                "paceline.batch.padded_rows": report.padded_rows,
+            }
+            self._spans.trace_batch(requests, batch, report)
+
+
+class _Forwarding(logging.Handler):
+    """What OpenTelemetry's packages log, into our log: by default it would go past its format, level and bounds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._theirs = logging.getLogger("opentelemetry")
+        self._ours = logging.getLogger("paceline.opentelemetry")
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if self._ours.isEnabledFor(record.levelno):
+            forwarded = logging.makeLogRecord({**record.__dict__, "name": self._ours.name})
+            self._ours.handle(forwarded)
+
+    def install(self) -> None:
+        self._theirs.addHandler(self)
+        self._theirs.propagate = False
+
+    def uninstall(self) -> None:
+        self._theirs.removeHandler(self)
+        self._theirs.propagate = True
+
+
+def _tell_error(span: Span, error: BaseException, *, is_ours: bool = True) -> None:
+    text = str(error)[:_MOST_CHARACTERS]
+    span.set_attributes({"error.type": type(error).__name__, "error.message": text})
+    if is_ours:
+        span.set_status(Status(StatusCode.ERROR, text))
+
+
+def _headers(parent: TraceParent) -> dict[str, str]:
+    trace_parent, trace_state = parent
+    return {"traceparent": trace_parent, "tracestate": trace_state}
+
+
+def _offset_ns() -> int:
+    """What to add to a monotonic time to have the wall clock's."""
+    return time.time_ns() - time.monotonic_ns()

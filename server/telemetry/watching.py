@@ -1,0 +1,91 @@
+"""One request, for code that needs to know of every one: a debug line in the log, a span.
+
+Lives here: what is said of a request. Must not: do anything if nothing needs to know; no watch is made then.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from typing import TYPE_CHECKING, Any
+
+from scheduler.pending import BatchFacts
+from server.call_facts import TraceParent
+from server.codec.wire_request import AnyRequest
+from server.errors import status_of, words_of
+from server.telemetry.log import debugging
+
+if TYPE_CHECKING:
+    from server.telemetry.spans import RequestSpan, Spans
+
+__all__ = ["RequestWatch"]
+
+_access = logging.getLogger("paceline.access")
+
+_MOST_CHARACTERS = 200
+"""Of a text that a client sent."""
+_GIVEN_UP = "the caller gave it up"
+
+
+class RequestWatch:
+    """A request from when it is read until it has ended, which `on_success` or `on_failure` tells, once. `span` is
+    there if the request is traced."""
+
+    __slots__ = ("_began_ns", "_id", "_model", "_rows", "_version", "span")
+
+    def __init__(self, request: AnyRequest, parent: TraceParent | None, spans: Spans | None, began_ns: int) -> None:
+        self._began_ns = began_ns
+        self._model = request.model_name[:_MOST_CHARACTERS]
+        self._version = request.model_version[:_MOST_CHARACTERS]
+        self._id = request.id[:_MOST_CHARACTERS]
+        self._rows = 0
+        self.span: RequestSpan | None = None
+        if spans is not None:
+            self.span = spans.begin(self._model, self._id, self._began_ns, parent)
+
+    def on_taken(self, version: str, rows: int) -> None:
+        """The request is a good one, of so many rows, for `version`, and is to be queued now."""
+        self._version = version
+        self._rows = rows
+        if self.span is not None:
+            self.span.on_taken(version, rows)
+
+    def on_success(self, facts: BatchFacts | None) -> None:
+        """It has its answer; of one that was executed in parts, `facts` are those of the last part."""
+        if self.span is not None:
+            self.span.end(None)
+        if debugging.on:
+            self._write("OK", facts, "")
+
+    def on_failure(self, error: BaseException) -> None:
+        """It has ended with `error`."""
+        if self.span is not None:
+            self.span.end(error)
+        if debugging.on:
+            code = status_of(error)
+            words = _GIVEN_UP if isinstance(error, asyncio.CancelledError) else words_of(error)
+            self._write("INTERNAL" if code is None else code.name, None, words[:_MOST_CHARACTERS])
+
+    def _write(self, status: str, facts: BatchFacts | None, error: str) -> None:
+        fields: dict[str, Any] = {
+            "model": self._model,
+            "version": self._version,
+            "request_id": self._id,
+            "status": status,
+            "duration_us": (time.monotonic_ns() - self._began_ns) // 1_000,
+            "rows": self._rows,
+        }
+        if facts is not None:
+            fields["queue_us"] = facts.queue_ns // 1_000
+            fields["compute_us"] = facts.compute_ns // 1_000
+            fields["batch_rows"] = facts.rows
+        if self.span is not None:
+            fields["trace_id"] = self.span.trace_id
+        if error:
+            fields["error"] = error
+        # Whoever reads text finds names and values in it, too.
+        text = " ".join(
+            f"{name}={value!r}" if isinstance(value, str) else f"{name}={value}" for name, value in fields.items()
+        )
+        _access.debug("%s", text, extra={"fields": fields})

@@ -1,0 +1,173 @@
+"""ONNX models opened: what they tell of themselves, and why one can't be. On which device: `test_onnx_devices.py`."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from onnx import helper
+
+from backends.base import ModelSource, ModelSpec, TensorSpec
+from backends.errors import LoadError
+from backends.onnx.backend import OnnxBackend
+from protos.datatypes import DATATYPES
+from tests import models
+from tests.unit.backends.onnx_models import (
+    CPU,
+    batched,
+    floats,
+    open_model,
+    run_directly,
+    run_one,
+)
+
+
+def test_open_simple_model_tells_names_datatypes_and_whole_dims(tmp_path: Path) -> None:
+    model = open_model(models.add_sub(), tmp_path)
+
+    assert model.platform == "onnxruntime_onnx"
+    assert model.spec == ModelSpec(
+        inputs=(TensorSpec("INPUT0", "INT32", (-1, 16)), TensorSpec("INPUT1", "INT32", (-1, 16))),
+        outputs=(TensorSpec("OUTPUT0", "INT32", (-1, 16)), TensorSpec("OUTPUT1", "INT32", (-1, 16))),
+        batched=False,
+    )
+
+
+@pytest.mark.parametrize("datatype", sorted(DATATYPES))
+def test_open_identity_of_each_datatype_tells_it(datatype: str, tmp_path: Path) -> None:
+    spec = open_model(models.identity(datatype), tmp_path).spec
+
+    assert spec.inputs == (TensorSpec("INPUT0", datatype, (-1, -1), utf8=datatype == "BYTES"),)
+
+
+@pytest.mark.parametrize(
+    ("dims", "expected"),
+    [((), ()), (("batch", None, "n"), (-1, -1, -1)), ((4, 3), (4, 3)), ((None, 8, None), (-1, 8, -1)), ((0,), (0,))],
+)
+def test_open_free_dimensions_are_minus_one_and_others_as_they_are(
+    dims: models.Dims, expected: tuple[int, ...], tmp_path: Path
+) -> None:
+    assert open_model(models.identity("FP32", dims), tmp_path).spec.inputs[0].dims == expected
+
+
+def test_open_folder_takes_the_model_with_its_external_weights(tmp_path: Path) -> None:
+    model, folder = models.mlp((64, 64, 4)), tmp_path / "model.onnx"
+    x = floats(2, 64)
+    expected = run_directly(model, {"INPUT0": x})
+    folder.mkdir()
+    onnx.save_model(model, folder / "model.onnx", save_as_external_data=True, location="weights.bin", size_threshold=0)
+    assert (folder / "weights.bin").stat().st_size > 64 * 64 * 4
+
+    opened = OnnxBackend().open(ModelSource("m", folder), CPU)
+
+    (y,) = run_one(opened.instance(batched(opened.spec), CPU), x)
+    np.testing.assert_allclose(y, expected[0], rtol=1e-5)
+
+
+def test_open_missing_file_names_model_and_path(tmp_path: Path) -> None:
+    path = tmp_path / "model.onnx"
+
+    with pytest.raises(LoadError, match=re.escape(f"model 'm': no such file: '{path}'")):
+        OnnxBackend().open(ModelSource("m", path), CPU)
+
+
+def test_open_link_to_none_or_pipe_says_that_it_is_no_file(tmp_path: Path) -> None:
+    (tmp_path / "a.onnx").symlink_to("nowhere")
+    os.mkfifo(tmp_path / "b.onnx")
+    for path in (tmp_path / "a.onnx", tmp_path / "b.onnx"):
+        words = f"model 'm': expected a file, got something else or a link to none: '{path}'"
+        with pytest.raises(LoadError, match=f"^{re.escape(words)}$"):
+            OnnxBackend().open(ModelSource("m", path), CPU)
+
+
+def test_open_path_that_is_not_utf8_says_so(tmp_path: Path) -> None:
+    path = tmp_path / os.fsdecode(b"\xff.onnx")
+    path.write_bytes(b"x")
+    with pytest.raises(LoadError, match=r"^model 'm': expected a path that is UTF-8, as ONNX Runtime does: "):
+        OnnxBackend().open(ModelSource("m", path), CPU)
+
+
+def test_open_folder_without_a_model_names_the_file_it_lacks(tmp_path: Path) -> None:
+    with pytest.raises(LoadError, match=re.escape(f"no such file: '{tmp_path / 'model.onnx'}'")):
+        OnnxBackend().open(ModelSource("m", tmp_path), CPU)
+
+
+@pytest.mark.parametrize(
+    ("names", "text"),
+    [
+        ((), "; there is nothing"),
+        (
+            (".net.onnx.part", "net.onnx"),
+            "; there is net.onnx; default_model_filename in its config.pbtxt says another",
+        ),
+        (("a", "b", "c", "d", "e", "f", "g"), "; there is a, b, c, d, e and 2 more; default_model_filename"),
+    ],
+)
+def test_open_missing_file_says_what_there_is(tmp_path: Path, names: tuple[str, ...], text: str) -> None:
+    for name in names:
+        (tmp_path / name).touch()
+    with pytest.raises(LoadError, match=re.escape(f"model.onnx'{text}")):
+        OnnxBackend().open(ModelSource("m", tmp_path / "model.onnx"), CPU)
+
+
+def test_open_empty_file_says_empty(tmp_path: Path) -> None:
+    path = tmp_path / "model.onnx"
+    path.touch()
+
+    with pytest.raises(LoadError, match=re.escape(f"model 'm': the file is empty: '{path}'")):
+        OnnxBackend().open(ModelSource("m", path), CPU)
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (b"not a model at all", "onnx runtime error 7: "),
+        (models.mlp().SerializeToString()[:-20], "onnx runtime error 7: "),
+        (
+            models.model(
+                [helper.make_node("NoSuchOp", ["INPUT0"], ["OUTPUT0"])],
+                [models.tensor("INPUT0", "FP32", [1])],
+                [models.tensor("OUTPUT0", "FP32", [1])],
+            ).SerializeToString(),
+            "No Op registered for NoSuchOp",
+        ),
+    ],
+    ids=["garbage", "truncated", "unknown-operator"],
+)
+def test_open_broken_file_gives_path_and_onnx_runtimes_reason_in_one_line(
+    content: bytes, reason: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "model.onnx"
+    path.write_bytes(content)
+
+    with pytest.raises(LoadError) as caught:
+        OnnxBackend().open(ModelSource("m", path), CPU)
+
+    assert str(caught.value).startswith(f"model 'm': can't open '{path}': ")
+    assert reason in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize(
+    ("model", "reason"),
+    [
+        (models.sequence_output(), "output 'OUTPUT0': seq(tensor(float)) has no datatype in the v2 protocol"),
+        (models.map_output(), "output 'OUTPUT0': seq(map(int64,tensor(float))) has no datatype in the v2 protocol"),
+        (models.float8_output(), "output 'OUTPUT0': tensor(float8e4m3fn) has no datatype in the v2 protocol"),
+    ],
+)
+def test_open_type_the_protocol_lacks_is_refused_by_name(model: onnx.ModelProto, reason: str, tmp_path: Path) -> None:
+    with pytest.raises(LoadError, match=re.escape(f"model 'm': {reason}")):
+        open_model(model, tmp_path)
+
+
+def test_open_unsupported_option_is_refused(tmp_path: Path) -> None:
+    path = models.write(models.add_sub(), tmp_path / "model.onnx")
+
+    with pytest.raises(LoadError, match="expected one of cuda, tensorrt, got 'amp'"):
+        OnnxBackend().open(ModelSource("m", path, accelerators=(("amp", {}),)), CPU)

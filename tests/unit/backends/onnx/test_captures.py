@@ -1,0 +1,131 @@
+"""Captures, sessions that open and close, and what may go on beside what."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from backends.base import Device, ModelSource
+from backends.host_accelerator import HostAccelerator
+from backends.onnx.backend import OnnxBackend
+from backends.onnx.captures import Captures, captures
+from tests import models
+
+NEVER_S = 0.05
+"""How long to look at what mustn't happen."""
+
+
+class Beside:
+    """Runs `function` on a thread of its own; `done` once it returned."""
+
+    def __init__(self, function: Callable[[], object]) -> None:
+        self.done, begun = threading.Event(), threading.Event()
+
+        def run() -> None:
+            begun.set()
+            function()
+            self.done.set()
+
+        self._thread = threading.Thread(target=run, daemon=True)
+        self._thread.start()
+        assert begun.wait(30)
+
+    def waits(self) -> bool:
+        return not self.done.wait(NEVER_S)
+
+    def ends(self) -> bool:
+        return self.done.wait(30)
+
+
+def inside(context: Any) -> None:
+    with context:
+        pass
+
+
+def hang(context: Any, ends: threading.Event) -> None:
+    with context:
+        ends.wait(60)
+
+
+def test_many_synchronize_side_by_side() -> None:
+    turns = Captures()
+    with turns.synchronizing():
+        assert Beside(lambda: inside(turns.synchronizing())).ends()
+
+
+def test_a_capture_is_alone() -> None:
+    turns = Captures()
+    with turns.capturing():
+        others = [Beside(lambda: inside(turns.synchronizing())), Beside(lambda: inside(turns.capturing()))]
+        assert [one.waits() for one in others] == [True, True]
+    assert [one.ends() for one in others] == [True, True]
+
+
+def test_a_capture_waits_for_those_that_synchronize() -> None:
+    turns = Captures()
+    with turns.synchronizing():
+        capture = Beside(lambda: inside(turns.capturing()))
+        assert capture.waits()
+    assert capture.ends()
+
+
+def test_a_thread_that_captures_never_waits_for_itself() -> None:
+    turns = Captures()
+    with turns.capturing(), turns.synchronizing():
+        other = Beside(lambda: inside(turns.synchronizing()))
+        assert other.waits()
+    assert other.ends()
+
+
+def test_a_capture_that_hangs_is_not_waited_for_for_ever() -> None:
+    turns, ends = Captures(longest_s=NEVER_S), threading.Event()
+    hanging = Beside(lambda: hang(turns.capturing(), ends))
+    assert hanging.waits()
+    assert Beside(lambda: inside(turns.synchronizing())).ends()
+    turns._longest_s = 60.0
+    with turns.capturing():
+        ends.set()
+        assert hanging.ends()
+        # It takes nobody's turn along when it ends.
+        assert Beside(lambda: inside(turns.capturing())).waits()
+
+
+def test_those_that_synchronize_a_device_that_hangs_are_waited_for_once() -> None:
+    turns, ends = Captures(longest_s=NEVER_S), threading.Event()
+    hanging = Beside(lambda: hang(turns.synchronizing(), ends))
+    assert hanging.waits()
+    assert Beside(lambda: inside(turns.capturing())).ends()
+    turns._longest_s = 60.0
+    assert Beside(lambda: inside(turns.capturing())).ends()
+    with turns.synchronizing():
+        assert Beside(lambda: inside(turns.capturing())).waits()
+    ends.set()
+    assert hanging.ends()
+
+
+def test_turns_go_on_after_a_failure() -> None:
+    turns = Captures()
+    for context in (turns.capturing, turns.synchronizing):
+        with pytest.raises(ValueError, match="no"), context():
+            raise ValueError("no")
+    assert Beside(lambda: inside(turns.capturing())).ends()
+
+
+@pytest.mark.parametrize("datatype", ["FP32", "BYTES"])  # staged, and the plain way
+def test_sessions_open_and_close_while_nothing_is_captured(datatype: str, tmp_path: Path) -> None:
+    backend = OnnxBackend(accelerators=lambda device: HostAccelerator())
+    source = ModelSource("m", models.write(models.identity(datatype, ("batch", 2)), tmp_path / "model.onnx"))
+    with captures.capturing():
+        opening = Beside(lambda: backend.open(source, Device()))
+        assert opening.waits()
+    assert opening.ends()
+    used, unused = (backend.open(source, Device()) for _ in range(2))
+    for close in (used.instance(used.spec, Device()).close, unused.close):
+        with captures.capturing():
+            closing = Beside(close)
+            assert closing.waits()
+        assert closing.ends()

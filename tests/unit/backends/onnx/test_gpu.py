@@ -1,0 +1,573 @@
+"""Staging and graphs on a GPU. The CPU's answers are the measure."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any, TypeVar
+
+import numpy as np
+import onnx
+import pytest
+from onnx import helper
+
+from backends.accelerator import Memory
+from backends.base import Array, Device, DeviceKind, DeviceTensor, ModelSource, ModelSpec, Slot, Targets, TensorSpec
+from backends.cuda.accelerator import CudaAccelerator, open_cuda
+from backends.cuda.context import load_driver
+from backends.cuda.driver import count_gpus
+from backends.errors import DeviceError, ExecutionError, InstanceLost, LoadError, OutOfMemory
+from backends.onnx.backend import OnnxBackend
+from backends.onnx.instance import OnnxInstance
+from backends.onnx.options import parse_options
+from backends.onnx.sessions import NO_GRAPH
+from backends.onnx.staged import StagedInstance
+from backends.staging import array_in
+from tests import models
+
+pytestmark = pytest.mark.gpu
+
+T = TypeVar("T")
+
+CPU, GPU = Device(), Device(DeviceKind.GPU)
+GRAPHS = (("cuda", {"enable_cuda_graph": "1", "use_tf32": "0"}),)
+EXACT = (("cuda", {"use_tf32": "0"}),)
+MLP = ModelSpec((TensorSpec("INPUT0", "FP32", (64,)),), (TensorSpec("OUTPUT0", "FP32", (16,)),), batched=True)
+IMAGES = ModelSpec(
+    (TensorSpec("INPUT0", "FP32", (3, 16, 16)),), (TensorSpec("OUTPUT0", "FP32", (1, 16, 16)),), batched=True
+)
+FRUGAL = (("cuda", {"use_tf32": "0", "arena_extend_strategy": "kSameAsRequested"}),)
+_HOST = 1  # CU_MEMORYTYPE_HOST
+_MEMORY_TYPE = 2  # CU_POINTER_ATTRIBUTE_MEMORY_TYPE
+
+
+@pytest.fixture
+def accelerator() -> CudaAccelerator:
+    try:
+        count_gpus()
+    except LoadError as reason:
+        pytest.skip(str(reason))
+    return open_cuda(0)
+
+
+class Pair:
+    """A model on the GPU, with `accelerators` as its options, and on the CPU."""
+
+    def __init__(
+        self,
+        folder: Path,
+        model: onnx.ModelProto,
+        spec: ModelSpec,
+        accelerator: CudaAccelerator,
+        accelerators: Any = EXACT,
+    ) -> None:
+        path = models.write(model, folder / "model.onnx")
+        backend = OnnxBackend(accelerators=lambda device: accelerator if device == GPU else None)
+        source = ModelSource("m", path, accelerators=accelerators)
+        self.opened = backend.open(source, GPU)
+        instance = self.opened.instance(spec, GPU)
+        assert isinstance(instance, StagedInstance)
+        self.gpu = instance
+        self.cpu = backend.open(ModelSource("m", path), CPU).instance(spec, CPU)
+
+    def check(self, slot: Slot, requests: Sequence[Sequence[Array]], padded_rows: int = 0) -> None:
+        ours = slot.execute(requests, padded_rows).results
+        reference = self.cpu.execute(requests, padded_rows).results
+        for one, other in zip(ours, reference, strict=True):
+            assert not isinstance(one, Exception)
+            assert not isinstance(other, Exception)
+            for got, expected in zip(one, other, strict=True):
+                assert got.dtype == expected.dtype
+                np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-4)
+
+
+def floats(rng: np.random.Generator, *shape: int) -> tuple[Array]:
+    return (rng.standard_normal(shape).astype(np.float32),)
+
+
+def on_thread_of(slot: Slot, function: Callable[[], T]) -> T:
+    answers: SimpleQueue[Any] = SimpleQueue()
+
+    def run() -> None:
+        try:
+            answers.put((function(), None))
+        except BaseException as error:  # noqa: BLE001 - raised below
+            answers.put((None, error))
+
+    slot.start("slot", run)
+    result, error = answers.get(timeout=60)
+    if error is not None:
+        raise error
+    return result  # type: ignore[no-any-return]
+
+
+def free_bytes(accelerator: CudaAccelerator) -> int:
+    accelerator.enter()
+    free, total = ctypes.c_size_t(), ctypes.c_size_t()
+    driver = ctypes.CDLL("libcuda.so.1")
+    assert driver.cuMemGetInfo_v2(ctypes.byref(free), ctypes.byref(total)) == 0
+    return free.value
+
+
+def fill(accelerator: CudaAccelerator) -> list[Memory]:
+    """What takes the device's memory, until less than 4 MiB of it can be had. In pieces: a GPU hasn't as much in one as
+    it says is free."""
+    accelerator.enter()
+    taken: list[Memory] = []
+    size_bytes = 2**30
+    while size_bytes >= 2**22:
+        try:
+            taken.append(accelerator.device_memory(size_bytes))
+        except DeviceError:
+            size_bytes //= 2
+    return taken
+
+
+def test_batches_equal_those_of_the_cpu_in_both_slots_at_a_time(tmp_path: Path, accelerator: CudaAccelerator) -> None:
+    pair = Pair(tmp_path, models.mlp((64, 256, 16)), MLP, accelerator)
+
+    def run(number: int) -> None:
+        rng = np.random.default_rng(number)
+        for _ in range(100):
+            requests = [floats(rng, int(rng.integers(1, 5)), 64) for _ in range(int(rng.integers(1, 9)))]
+            pair.check(pair.gpu.slots[number], requests, int(rng.choice([0, 16, 32])))
+
+    with ThreadPoolExecutor(2) as threads:
+        list(threads.map(run, [0, 1]))
+
+
+def test_tensors_lie_on_the_device_and_results_in_page_locked_memory(
+    tmp_path: Path, accelerator: CudaAccelerator
+) -> None:
+    pair = Pair(tmp_path, models.mlp((64, 256, 16)), MLP, accelerator)
+    shared = pair.gpu._shared
+    assert [tensor.on_device for tensor in (*shared.inputs, *shared.outputs)] == [True, True]
+    result = pair.gpu.execute([floats(np.random.default_rng(1), 4, 64)]).results[0]
+    assert not isinstance(result, Exception)
+    kind = ctypes.c_uint()
+    address = ctypes.c_uint64(result[0].ctypes.data)
+    accelerator.enter()
+    assert ctypes.CDLL("libcuda.so.1").cuPointerGetAttribute(ctypes.byref(kind), _MEMORY_TYPE, address) == 0
+    assert kind.value == _HOST
+
+
+class Counting(CudaAccelerator):
+    """Counts how often memory is allocated, on either side."""
+
+    allocations = 0
+
+    def host_memory(self, size_bytes: int) -> Any:
+        self.allocations += 1
+        return super().host_memory(size_bytes)
+
+    def device_memory(self, size_bytes: int) -> Any:
+        self.allocations += 1
+        return super().device_memory(size_bytes)
+
+
+def test_steady_state_allocates_nothing(tmp_path: Path, accelerator: CudaAccelerator) -> None:
+    counting = Counting(load_driver(), GPU.index)
+    pair = Pair(tmp_path, models.mlp((64, 256, 16)), MLP, counting)
+    rng = np.random.default_rng(1)
+    for slot in pair.gpu.slots:
+        for size in range(32, 0, -1):  # each may have kernels of its own, which are loaded when they are first used
+            slot.execute([floats(rng, 1, 64)], size)
+    allocations, free = counting.allocations, free_bytes(accelerator)
+    for _ in range(200):
+        for slot in pair.gpu.slots:
+            slot.execute([floats(rng, int(rng.integers(1, 33)), 64)])
+    assert counting.allocations == allocations
+    assert free_bytes(accelerator) == free
+
+
+def test_graphs_are_captured_and_replayed_with_other_data_and_sizes(
+    tmp_path: Path, accelerator: CudaAccelerator, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, "paceline.backends.onnx"):
+        pair = Pair(tmp_path, models.mlp((64, 256, 16)), MLP, accelerator, GRAPHS)
+        rng = np.random.default_rng(1)
+        for slot in pair.gpu.slots:
+            for size in (32, 8, 1):
+                slot.prepare([floats(rng, 1, 64)], size)
+    assert not caplog.records
+    assert pair.gpu._shared.graphs
+    graphs = [bound.graph for slot in pair.gpu.slots for bound in slot._bindings.values()]
+    assert len(set(graphs)) == 6
+    assert NO_GRAPH not in graphs
+    for _ in range(50):
+        for slot in pair.gpu.slots:
+            rows, padded = ((5, 8), (1, 1), (32, 32), (20, 32), (3, 3), (13, 0))[int(rng.integers(6))]
+            on_thread_of(slot, lambda: pair.check(slot, [floats(rng, 1, 64)] * rows, padded))  # noqa: B023
+            # A thread that has captured nothing computes as without graphs.
+            pair.check(slot, [floats(rng, rows, 64)], padded)
+
+
+def test_graphs_of_convolutions_are_replayed_in_any_order_of_sizes(
+    tmp_path: Path, accelerator: CudaAccelerator
+) -> None:
+    """cuDNN's plans belong to a node and not to a graph: each size that is captured makes new ones."""
+    rng = np.random.default_rng(1)
+    weights = [
+        onnx.numpy_helper.from_array(rng.standard_normal(shape).astype(np.float32) / 9, name)
+        for name, shape in (("A", (8, 3, 3, 3)), ("B", (4, 8, 3, 3)))
+    ]
+    nodes = [
+        helper.make_node("Conv", ["INPUT0", "A"], ["X"], pads=[1, 1, 1, 1]),
+        helper.make_node("Relu", ["X"], ["Y"]),
+        helper.make_node("Conv", ["Y", "B"], ["OUTPUT0"], strides=[2, 2]),
+    ]
+    model = models.model(
+        nodes,
+        [models.tensor("INPUT0", "FP32", ["batch", 3, 17, 17])],
+        [models.tensor("OUTPUT0", "FP32", ["batch", 4, 8, 8])],
+        weights,
+    )
+    spec = ModelSpec(
+        (TensorSpec("INPUT0", "FP32", (3, 17, 17)),), (TensorSpec("OUTPUT0", "FP32", (4, 8, 8)),), batched=True
+    )
+    pair = Pair(tmp_path, model, spec, accelerator, GRAPHS)
+    for slot in pair.gpu.slots:
+        for size in (32, 8, 1):
+            slot.prepare([floats(rng, 1, 3, 17, 17)], size)
+    plans = getattr(ctypes.CDLL("libcudnn.so.9"), "stand_in_plans", lambda: 0)
+    for _ in range(30):
+        for slot in pair.gpu.slots:
+            rows, padded = ((5, 8), (1, 1), (32, 32), (20, 32), (3, 3))[int(rng.integers(5))]
+            before = plans()
+            on_thread_of(slot, lambda: pair.check(slot, [floats(rng, rows, 3, 17, 17)], padded))  # noqa: B023
+            assert padded == 3 or plans() == before
+
+
+def convolved(channels: int, *dims: Any) -> onnx.ModelProto:
+    """Two convolutions of images of 3 planes, with `channels` in between."""
+    rng = np.random.default_rng(1)
+    weights = [
+        onnx.numpy_helper.from_array(rng.standard_normal(shape).astype(np.float32) / 9, name)
+        for name, shape in (("A", (channels, 3, 3, 3)), ("B", (1, channels, 3, 3)))
+    ]
+    nodes = [
+        helper.make_node("Conv", ["INPUT0", "A"], ["X"]),
+        helper.make_node("Conv", ["X", "B"], ["OUTPUT0"], pads=[2, 2, 2, 2]),
+    ]
+    tensors = [
+        models.tensor(name, "FP32", ["batch", planes, *dims]) for name, planes in (("INPUT0", 3), ("OUTPUT0", 1))
+    ]
+    return models.model(nodes, tensors[:1], tensors[1:], weights)
+
+
+FREE_IMAGES = ModelSpec(
+    (TensorSpec("INPUT0", "FP32", (3, -1, -1)),), (TensorSpec("OUTPUT0", "FP32", (1, -1, -1)),), batched=True
+)
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_images_that_are_too_small_are_refused_each_time(
+    rows: int, tmp_path: Path, accelerator: CudaAccelerator
+) -> None:
+    """ONNX Runtime refuses them the first time, and then convolves what lies behind them (`onnx.plans`)."""
+    pair = Pair(tmp_path, convolved(4, "h", "w"), FREE_IMAGES, accelerator)
+    rng, slot = np.random.default_rng(1), pair.gpu.slots[0]
+    for _ in range(4):
+        pair.check(slot, [floats(rng, rows, 3, 16, 16)])
+        for _ in range(3):
+            with pytest.raises(ExecutionError, match=r"running Conv node.*Invalid input shape"):
+                slot.execute([floats(rng, rows, 3, 2, 2)])
+        pair.check(slot, [floats(rng, rows, 3, 16, 16)])
+        pair.check(slot, [floats(rng, rows, 3, 9, 7), floats(rng, 1, 3, 9, 7)])
+
+
+def test_instance_that_takes_no_rows_is_given_up_when_it_would_convolve_what_lies_behind_an_image(
+    tmp_path: Path, accelerator: CudaAccelerator
+) -> None:
+    one = [(TensorSpec(name, "FP32", (1, planes, -1, -1)),) for name, planes in (("INPUT0", 3), ("OUTPUT0", 1))]
+    spec = ModelSpec(one[0], one[1])
+    pair = Pair(tmp_path, convolved(4, "h", "w"), spec, accelerator)
+    source = ModelSource("m", tmp_path / "model.onnx", accelerators=EXACT)
+    backend = OnnxBackend(accelerators=lambda device: accelerator if device == GPU else None)
+    plain = OnnxInstance(backend.open(source, GPU)._session(GPU), spec, GPU, parse_options(source))
+    rng = np.random.default_rng(1)
+    image, small = floats(rng, 1, 3, 16, 16), floats(rng, 1, 3, 2, 2)
+    for instance in (pair.gpu, plain):
+        instance.execute([image])
+        with pytest.raises(ExecutionError, match="Invalid input shape"):
+            instance.execute([small])
+        with pytest.raises(InstanceLost):
+            instance.execute([small])
+        instance.execute([image])
+
+
+def test_images_of_any_size_are_tried_in_larger_ones_after_those_that_are_too_small(
+    tmp_path: Path, accelerator: CudaAccelerator
+) -> None:
+    path = models.write(convolved(4, "h", "w"), tmp_path / "model.onnx")
+    backend = OnnxBackend(accelerators=lambda device: accelerator if device == GPU else None)
+    trials = [backend.open(ModelSource("m", path), device).try_rows() for device in (CPU, GPU)]
+    assert [trial.why_not for trial in trials] == ["", ""]
+    assert trials[0] == trials[1]
+
+
+def test_batch_that_memory_did_not_suffice_for_is_computed_rightly_once_it_does(
+    tmp_path: Path, accelerator: CudaAccelerator
+) -> None:
+    pair = Pair(tmp_path, convolved(64, 16, 16), IMAGES, accelerator, FRUGAL)
+    rng, slot = np.random.default_rng(1), pair.gpu.slots[0]
+    pair.check(slot, [floats(rng, 4, 3, 16, 16)])
+    large = [floats(rng, 200, 3, 16, 16)]
+    slot._stage(pair.gpu._shared.opened, large, 200, 0)  # so that it is ONNX Runtime that lacks memory
+    taken = fill(accelerator)
+    with pytest.raises(OutOfMemory, match="running Conv node"):
+        slot.execute(large)
+    del taken
+    for _ in range(2):
+        pair.check(slot, large)
+    pair.check(slot, [floats(rng, 4, 3, 16, 16)])
+
+
+def test_graph_replays_at_the_same_time_keep_batches_apart(tmp_path: Path, accelerator: CudaAccelerator) -> None:
+    pair = Pair(tmp_path, models.mlp((64, 256, 16)), MLP, accelerator, GRAPHS)
+    for slot in pair.gpu.slots:
+        slot.prepare([floats(np.random.default_rng(0), 1, 64)], 8)
+
+    def run(number: int) -> None:
+        rng, slot = np.random.default_rng(number), pair.gpu.slots[number]
+        for _ in range(100):
+            on_thread_of(slot, lambda: pair.check(slot, [floats(rng, 8, 64)]))
+
+    with ThreadPoolExecutor(2) as threads:
+        list(threads.map(run, [0, 1]))
+
+
+def test_graphs_are_captured_while_other_sessions_open_and_close(
+    tmp_path: Path, accelerator: CudaAccelerator, caplog: pytest.LogCaptureFixture
+) -> None:
+    captured = threading.Event()
+
+    def open_and_close() -> None:
+        folder = tmp_path / "other"
+        folder.mkdir()
+        while not captured.is_set():
+            other = Pair(folder, models.mlp((64, 256, 16)), MLP, accelerator)
+            other.check(other.gpu.slots[0], [floats(np.random.default_rng(2), 8, 64)])
+            other.gpu.close()
+            other.opened.close()
+
+    with caplog.at_level(logging.WARNING, "paceline.backends.onnx"), ThreadPoolExecutor(1) as threads:
+        beside = threads.submit(open_and_close)
+        try:
+            for number in range(5):
+                folder = tmp_path / str(number)
+                folder.mkdir()
+                pair = Pair(folder, models.mlp((64, 256, 16)), MLP, accelerator, GRAPHS)
+                for slot in pair.gpu.slots:
+                    for size in (32, 8, 1):
+                        slot.prepare([floats(np.random.default_rng(1), 1, 64)], size)
+                assert pair.gpu._shared.graphs
+                pair.gpu.close()
+                pair.opened.close()
+        finally:
+            captured.set()
+        beside.result(60)
+    assert not caplog.records
+
+
+def test_graphs_are_captured_while_other_models_make_room(
+    tmp_path: Path, accelerator: CudaAccelerator, caplog: pytest.LogCaptureFixture
+) -> None:
+    captured = threading.Event()
+    (tmp_path / "other").mkdir()
+    other = Pair(tmp_path / "other", models.mlp((64, 256, 16)), MLP, accelerator)
+
+    def grow() -> None:
+        rows = 1
+        while not captured.is_set():
+            other.check(other.gpu.slots[rows % 2], [floats(np.random.default_rng(2), rows, 64)])
+            rows += 10
+
+    with caplog.at_level(logging.WARNING, "paceline.backends.onnx"), ThreadPoolExecutor(1) as threads:
+        beside = threads.submit(grow)
+        try:
+            pair = Pair(tmp_path, models.mlp((64, *[16] * 100, 16)), MLP, accelerator, GRAPHS)  # as slow to capture
+            for slot in pair.gpu.slots:
+                for size in range(100, 0, -1):
+                    slot.prepare([floats(np.random.default_rng(1), 1, 64)], size)
+        finally:
+            captured.set()
+        beside.result(60)
+    assert pair.gpu._shared.graphs
+    assert not caplog.records
+
+
+def test_model_with_control_flow_runs_without_graphs_and_says_so(
+    tmp_path: Path, accelerator: CudaAccelerator, caplog: pytest.LogCaptureFixture
+) -> None:
+    result = models.tensor("RESULT", "FP32", ["batch", 64])
+    branches = [
+        helper.make_graph([helper.make_node(kind, ["INPUT0"], ["RESULT"])], kind, [], [result])
+        for kind in ("Neg", "Abs")
+    ]
+    nodes = [
+        helper.make_node("ReduceSum", ["INPUT0"], ["SUM"], keepdims=0),
+        helper.make_node("Greater", ["SUM", "ZERO"], ["POSITIVE"]),
+        helper.make_node("If", ["POSITIVE"], ["OUTPUT0"], then_branch=branches[0], else_branch=branches[1]),
+    ]
+    model = models.model(
+        nodes,
+        [models.tensor("INPUT0", "FP32", ["batch", 64])],
+        [models.tensor("OUTPUT0", "FP32", ["batch", 64])],
+        [onnx.numpy_helper.from_array(np.array(0, np.float32), "ZERO")],
+    )
+    spec = ModelSpec((TensorSpec("INPUT0", "FP32", (64,)),), (TensorSpec("OUTPUT0", "FP32", (64,)),), batched=True)
+    with caplog.at_level(logging.WARNING, "paceline.backends.onnx"):
+        pair = Pair(tmp_path, model, spec, accelerator, GRAPHS)
+    assert [record.getMessage()[:38] for record in caplog.records] == ["model 'm' runs without CUDA graphs: on"]
+    rng = np.random.default_rng(1)
+    for slot in pair.gpu.slots:
+        slot.prepare([floats(rng, 1, 64)], 8)
+        pair.check(slot, [floats(rng, 3, 64)], 8)
+
+
+def test_outputs_of_open_size_are_those_of_the_cpu(tmp_path: Path, accelerator: CudaAccelerator) -> None:
+    spec = ModelSpec((TensorSpec("INPUT0", "FP32", (-1,)),), (TensorSpec("OUTPUT0", "FP32", (-1,)),), batched=True)
+    node = helper.make_node("Neg", ["INPUT0"], ["OUTPUT0"])
+    tensors = [models.tensor(name, "FP32", ["batch", "n"]) for name in ("INPUT0", "OUTPUT0")]
+    pair = Pair(tmp_path, models.model([node], tensors[:1], tensors[1:]), spec, accelerator)
+    rng = np.random.default_rng(1)
+    for _ in range(50):
+        dims = int(rng.integers(0, 3000))
+        for slot in pair.gpu.slots:
+            pair.check(slot, [floats(rng, 2, dims), floats(rng, 1, dims)])
+
+
+def test_tensors_in_the_hosts_memory_are_those_of_the_cpu(tmp_path: Path, accelerator: CudaAccelerator) -> None:
+    # The shape is read by the CPU, and that of the result is made there.
+    model = models.model(
+        [
+            helper.make_node("Reshape", ["INPUT0", "INPUT1"], ["OUTPUT0"]),
+            helper.make_node("Shape", ["OUTPUT0"], ["OUTPUT1"]),
+        ],
+        [models.tensor("INPUT0", "FP32", ["a", "b"]), models.tensor("INPUT1", "INT64", [2])],
+        [models.tensor("OUTPUT0", "FP32", ["c", "d"]), models.tensor("OUTPUT1", "INT64", [2])],
+    )
+    spec = ModelSpec(
+        (TensorSpec("INPUT0", "FP32", (-1, -1)), TensorSpec("INPUT1", "INT64", (2,))),
+        (TensorSpec("OUTPUT0", "FP32", (-1, -1)), TensorSpec("OUTPUT1", "INT64", (2,))),
+    )
+    pair = Pair(tmp_path, model, spec, accelerator)
+    rng = np.random.default_rng(1)
+    for shape in ((2, 6), (6, 2), (1, 12), (3, 4)) * 5:
+        pair.check(pair.gpu.slots[0], [(*floats(rng, 4, 3), np.array(shape, np.int64))])
+
+
+class Client:
+    """What a client has on the GPU, at most 4096 bytes at a time."""
+
+    def __init__(self, accelerator: CudaAccelerator) -> None:
+        accelerator.enter()
+        self._accelerator, self._stream = accelerator, accelerator.stream()
+        self._memory, self._host = accelerator.device_memory(2**20), accelerator.host_memory(4096)
+
+    def put(self, array: Array, offset: int) -> DeviceTensor:
+        ctypes.memmove(self._host.address, array.ctypes.data, array.nbytes)
+        self._accelerator.enter()
+        self._stream.copy_in(self._memory.address + offset, self._host.address, array.nbytes)
+        self._stream.synchronize()
+        return DeviceTensor(self._memory, self._memory.address + offset, array.dtype, array.shape)
+
+    def room(self, size: int, offset: int) -> DeviceTensor:
+        return DeviceTensor(self._memory, self._memory.address + offset, np.dtype(np.uint8), (size,))
+
+    def get(self, tensor: DeviceTensor) -> Array:
+        self._accelerator.enter()
+        self._stream.copy_out(self._host.address, tensor.address, tensor.nbytes)
+        self._stream.synchronize()
+        return array_in(self._host, tensor.dtype, tensor.shape).copy()
+
+
+@pytest.mark.parametrize("accelerators", [EXACT, GRAPHS], ids=["plain", "graphs"])
+def test_tensors_that_clients_have_on_the_device_are_read_and_written_there(
+    accelerators: Any, tmp_path: Path, accelerator: CudaAccelerator
+) -> None:
+    pair, client = Pair(tmp_path, models.mlp((64, 256, 16)), MLP, accelerator, accelerators), Client(accelerator)
+    rng, slot = np.random.default_rng(1), pair.gpu.slots[0]
+    if accelerators is GRAPHS:
+        slot.prepare([floats(rng, 1, 64)], 16)
+
+    def check() -> None:
+        arrays = [floats(rng, int(rng.integers(1, 4)), 64) for _ in range(int(rng.integers(1, 6)))]
+        requests = [
+            [client.put(one, 4096 * number)] if rng.integers(2) else [one] for number, (one,) in enumerate(arrays)
+        ]
+        targets: list[Targets] = [
+            {0: client.room(one.shape[0] * 64, 4096 * (100 + number))} if rng.integers(2) else {}
+            for number, (one,) in enumerate(arrays)
+        ]
+        results = slot.execute(requests, 16, targets).results
+        reference = pair.cpu.execute(arrays, 16).results
+        for one, other, wanted in zip(results, reference, targets, strict=True):
+            assert not isinstance(one, Exception)
+            assert not isinstance(other, Exception)
+            output: Any = one[0]
+            assert isinstance(output, DeviceTensor) is bool(wanted)
+            got = client.get(output) if isinstance(output, DeviceTensor) else output
+            np.testing.assert_allclose(got, other[0], rtol=1e-4, atol=1e-4)
+
+    on_thread_of(slot, lambda: [check() for _ in range(50)])
+
+
+@pytest.mark.parametrize("accelerators", [EXACT, GRAPHS], ids=["plain", "graphs"])
+def test_computation_is_queued_and_not_waited_for(
+    accelerators: Any, tmp_path: Path, accelerator: CudaAccelerator
+) -> None:
+    driver = ctypes.CDLL("libcuda.so.1")
+    if not hasattr(driver, "stand_in_pending") or os.environ.get("STAND_IN_SEED"):
+        pytest.skip("only a stand-in that is always late tells whether anybody waits")
+    pair = Pair(tmp_path, models.mlp((64, 256, 16)), MLP, accelerator, accelerators)
+    slot = pair.gpu.slots[0]
+    requests = [floats(np.random.default_rng(1), 4, 64)]
+    slot.prepare(requests, 4)
+
+    def compute() -> tuple[int, int]:
+        bound = slot._stage(pair.gpu._shared.opened, requests, 4, 0)
+        staged = driver.stand_in_pending()
+        slot._compute(pair.gpu._shared.opened, bound, False)
+        return staged, driver.stand_in_pending()
+
+    staged, computing = on_thread_of(slot, compute)
+    assert 0 < staged < computing
+
+
+def test_two_instances_on_one_gpu_compute_side_by_side(tmp_path: Path, accelerator: CudaAccelerator) -> None:
+    pair = Pair(tmp_path, models.mlp((64, 256, 16)), MLP, accelerator)
+    second = pair.opened.instance(MLP, GPU)
+    assert isinstance(second, StagedInstance)
+    slots = [*pair.gpu.slots, *second.slots]
+
+    def run(number: int) -> None:
+        rng = np.random.default_rng(number)
+        for _ in range(50):
+            pair.check(slots[number], [floats(rng, int(rng.integers(1, 33)), 64)])
+
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(run, range(4)))
+    second.close()
+    pair.check(pair.gpu.slots[0], [floats(np.random.default_rng(1), 4, 64)])
+
+
+def test_closing_gives_the_devices_memory_back(tmp_path: Path, accelerator: CudaAccelerator) -> None:
+    def once() -> None:
+        pair = Pair(tmp_path, models.mlp((64, 2048, 2048, 16)), MLP, accelerator)
+        pair.gpu.execute([floats(np.random.default_rng(1), 32, 64)])
+        pair.gpu.close()
+        pair.opened.close()
+
+    once()
+    free = free_bytes(accelerator)
+    for _ in range(5):
+        once()
+    assert free_bytes(accelerator) >= free - 2**24

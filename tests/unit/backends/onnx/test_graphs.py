@@ -1,0 +1,266 @@
+"""Captured graphs, with a session that does by them what ONNX Runtime's CUDA provider does (`cuda_graph.cc`): the first
+run under an id notes where everything lies, for the thread that makes it, and later runs under it look nowhere else,
+whatever is bound."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any, TypeVar
+
+import numpy as np
+import pytest
+
+from backends.accelerator import open_streams
+from backends.base import Array, Device, Execution, ModelSpec, Slot, TensorSpec
+from backends.errors import ExecutionError, LoadError
+from backends.host_accelerator import HostAccelerator
+from backends.onnx.captures import captures
+from backends.onnx.options import OnnxOptions
+from backends.onnx.sessions import NO_GRAPH, OpenSession, open_session
+from backends.onnx.shared import Shared
+from backends.onnx.staged import StagedInstance
+from tests import models
+from tests.cuda import stand_in
+
+T = TypeVar("T")
+
+CPU = Device()
+FIXED = ModelSpec((TensorSpec("INPUT0", "FP32", (2,)),), (TensorSpec("OUTPUT0", "FP32", (2,)),), batched=True)
+FREE = ModelSpec((TensorSpec("INPUT0", "FP32", (-1,)),), (TensorSpec("OUTPUT0", "FP32", (-1,)),), batched=True)
+HALF = ModelSpec((TensorSpec("INPUT0", "FP32", (-1,)),), (TensorSpec("OUTPUT0", "FP32", (1,)),), batched=True)
+
+
+class Capturing:
+    """A session that captures. `runs` are the ids under which it ran, in order; `broken`: it fails to capture.
+    `on_capture` is called while it does."""
+
+    def __init__(self, session: Any, broken: bool = False) -> None:
+        self._session = session
+        self._graphs = threading.local()
+        self.broken = broken
+        self.runs: list[int] = []
+        self.on_capture: Callable[[], None] = lambda: None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._session, name)
+
+    def run_with_iobinding(self, binding: Any, options: Any) -> None:
+        graph = int(options.get_run_config_entry("gpu_graph_id"))
+        assert options.get_run_config_entry("disable_synchronize_execution_providers") == "1"
+        self.runs.append(graph)
+        if graph == NO_GRAPH:
+            self._session.run_with_iobinding(binding, options)
+            return
+        if self.broken:
+            raise RuntimeError(
+                "[ONNXRuntimeError] : 1 : FAIL : CUDA failure 900: operation not permitted while capturing"
+            )
+        if graph not in self._graphs.__dict__:
+            self.on_capture()
+        captured = self._graphs.__dict__.setdefault(graph, binding)
+        self._session.run_with_iobinding(captured, options)
+
+
+@dataclass
+class Bench:
+    """An instance whose sessions capture; `sessions` are those that were opened."""
+
+    folder: Path
+    model: Any
+    spec: ModelSpec
+    broken: bool = False
+    reopens: bool = True
+    sessions: list[Capturing] = field(default_factory=list)
+    accelerator: Any = field(default_factory=HostAccelerator)
+
+    def instance(self) -> StagedInstance:
+        self.path = models.write(self.model, self.folder / "model.onnx")
+        return StagedInstance(Shared("m", self.open(self.broken, True), self.spec, CPU, OnnxOptions(), self.reopen))
+
+    def open(self, broken: bool, graphs: bool) -> OpenSession:
+        plain = open_session("m", self.path, OnnxOptions(), CPU)
+        self.sessions.append(Capturing(plain.session, broken))
+        session: Any = self.sessions[-1] if graphs else plain.session
+        return OpenSession(session, open_streams(self.accelerator), graphs)
+
+    def reopen(self) -> OpenSession:
+        if not self.reopens:
+            raise LoadError("no memory for another session")
+        return self.open(False, False)
+
+    @property
+    def runs(self) -> list[int]:
+        """Ids since the last time that somebody asked."""
+        runs, self.sessions[0].runs = self.sessions[0].runs, []
+        return runs
+
+
+def rows(count: int, value: float, dims: int = 2) -> tuple[Array]:
+    return (np.full((count, dims), value, np.float32),)
+
+
+def on_thread_of(slot: Slot, function: Callable[[], T]) -> T:
+    """What `function` returns on the slot's own thread."""
+    answers: SimpleQueue[T] = SimpleQueue()
+    slot.start("slot", lambda: answers.put(function()))
+    return answers.get(timeout=30)
+
+
+def values(execution: Execution) -> list[Any]:
+    return [result[0].tolist() for result in execution.results]  # type: ignore[union-attr]
+
+
+def negated(count: int, value: float) -> list[list[float]]:
+    return [[-value, -value]] * count
+
+
+def neg(*shape: Any) -> Any:
+    node = models.helper.make_node("Neg", ["INPUT0"], ["OUTPUT0"])
+    return models.model([node], [models.tensor("INPUT0", "FP32", shape)], [models.tensor("OUTPUT0", "FP32", shape)])
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Bench:
+    return Bench(tmp_path, neg("batch", 2), FIXED)
+
+
+def prepare(instance: StagedInstance, sizes: Sequence[int]) -> None:
+    for slot in instance.slots:
+        for size in sizes:
+            slot.prepare([rows(1, 0)], size)
+
+
+def test_prepared_sizes_are_replayed_and_no_others(bench: Bench) -> None:
+    instance = bench.instance()
+    prepare(instance, [8, 4, 1])
+    captured = bench.runs
+    assert len(set(captured)) == 6
+    assert NO_GRAPH not in captured
+    for number, slot in enumerate(instance.slots):
+        big, middle, small = captured[3 * number : 3 * number + 3]
+        for value, (count, padded, graph) in enumerate(
+            [(5, 8, big), (1, 1, small), (4, 4, middle), (3, 3, NO_GRAPH)] * 3
+        ):
+            requests = [rows(1, value)] * (count - 1) + [rows(1, 100 + value)]
+            answers = values(on_thread_of(slot, lambda: slot.execute(requests, padded)))  # noqa: B023
+            assert answers == [negated(1, value)] * (count - 1) + [negated(1, 100 + value)]
+            assert bench.runs == [graph]
+
+
+def test_nobody_synchronizes_the_device_while_it_is_captured_and_anybody_while_it_is_replayed(bench: Bench) -> None:
+    slot = bench.instance().slots[0]
+    entered, threads = threading.Event(), list[threading.Thread]()
+
+    def synchronize() -> None:
+        with captures.synchronizing():
+            entered.set()
+
+    def look() -> None:
+        threads.append(threading.Thread(target=synchronize))
+        threads[0].start()
+        assert not entered.wait(0.05)
+
+    bench.sessions[0].on_capture = look
+    slot.prepare([rows(1, 0)], 4)
+    threads[0].join(30)
+    assert entered.is_set()
+    with captures.synchronizing():
+        assert values(on_thread_of(slot, lambda: slot.execute([rows(4, 3)]))) == [negated(4, 3)]
+    (captured, replayed) = bench.runs
+    assert captured == replayed != NO_GRAPH
+
+
+def test_replays_allocate_nothing(bench: Bench) -> None:
+    instance = bench.instance()
+    prepare(instance, [8, 4, 1])
+    allocations = bench.accelerator.allocations
+    for value in range(20):
+        for slot in instance.slots:
+            on_thread_of(slot, lambda: slot.execute([rows(3, value)], 4))  # noqa: B023
+    assert bench.accelerator.allocations == allocations
+
+
+def test_thread_that_captured_nothing_replays_nothing(bench: Bench) -> None:
+    instance = bench.instance()
+    prepare(instance, [4])
+    bench.runs  # noqa: B018
+    assert values(instance.slots[0].execute([rows(4, 3)])) == [negated(4, 3)]
+    assert bench.runs == [NO_GRAPH]
+    slot = instance.slots[0]
+    assert values(on_thread_of(slot, lambda: slot.execute([rows(4, 5)]))) == [negated(4, 5)]
+    assert bench.runs != [NO_GRAPH]
+
+
+def test_shapes_that_were_not_prepared_are_right_and_leave_the_graphs_alone(tmp_path: Path) -> None:
+    # Its output is of known size, whatever the input's: INPUT0 is summed up.
+    node = models.helper.make_node("ReduceSum", ["INPUT0", "AXES"], ["OUTPUT0"], keepdims=1)
+    axes = models.numpy_helper.from_array(np.array([1], np.int64), "AXES")
+    given, taken = models.tensor("INPUT0", "FP32", ["batch", "n"]), models.tensor("OUTPUT0", "FP32", ["batch", 1])
+    bench = Bench(tmp_path, models.model([node], [given], [taken], [axes]), HALF)
+    instance = bench.instance()
+    slot = instance.slots[0]
+    slot.prepare([rows(1, 0, 5)], 4)
+    (graph,) = bench.runs
+    run = lambda count, value, dims: values(on_thread_of(slot, lambda: slot.execute([rows(count, value, dims)])))  # noqa: E731
+    assert run(4, 1, 5) == [[[5]] * 4]
+    assert run(4, 1, 3) == [[[3]] * 4]
+    assert run(4, 2, 5) == [[[10]] * 4]
+    assert bench.runs == [graph, NO_GRAPH, graph]
+    # Larger than all buffers: they move, and what was captured would read where nothing is any more.
+    assert run(4, 1, 5000) == [[[5000]] * 4]
+    assert run(4, 3, 5) == [[[15]] * 4]
+    assert bench.runs == [NO_GRAPH, NO_GRAPH]
+
+
+def test_outputs_of_open_size_are_never_captured(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, neg("batch", "n"), FREE)
+    slot = bench.instance().slots[0]
+    slot.prepare([rows(1, 0)], 4)
+    assert values(on_thread_of(slot, lambda: slot.execute([rows(4, 3)]))) == [negated(4, 3)]
+    assert bench.runs == [NO_GRAPH, NO_GRAPH]
+
+
+def test_bad_batch_leaves_the_graphs_alone(bench: Bench) -> None:
+    slot = bench.instance().slots[0]
+    slot.prepare([rows(1, 0)], 4)
+    (graph,) = bench.runs
+    with pytest.raises(ExecutionError):
+        slot.execute([rows(1, 0), rows(1, 0, 3)])
+    assert values(on_thread_of(slot, lambda: slot.execute([rows(4, 3)]))) == [negated(4, 3)]
+    assert bench.runs == [graph]
+
+
+def test_model_that_fails_to_be_captured_runs_without_graphs_and_says_so_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    bench = Bench(tmp_path, neg("batch", 2), FIXED, broken=True)
+    instance = bench.instance()
+    with caplog.at_level(logging.WARNING, "paceline.backends.onnx"):
+        prepare(instance, [8, 4])
+    (record,) = caplog.records
+    assert record.getMessage().startswith("model 'm' runs without CUDA graphs: onnx runtime error 1: CUDA failure 900")
+    assert len(bench.sessions) == 2
+    for slot in instance.slots:
+        assert values(on_thread_of(slot, lambda: slot.execute([rows(3, 7)], 8))) == [negated(3, 7)]  # noqa: B023
+
+
+def test_streams_of_a_session_that_failed_to_capture_stay_as_long_as_anything_is_bound_to_it(tmp_path: Path) -> None:
+    driver = stand_in.build(tmp_path)
+    bench = Bench(tmp_path, neg("batch", 2), FIXED, broken=True, accelerator=stand_in.accelerator(tmp_path, driver))
+    instance = bench.instance()
+    instance.slots[1].execute([rows(1, 0)])
+    instance.slots[0].prepare([rows(1, 0)], 8)
+    assert driver.stand_in_streams() == 6
+    assert values(instance.slots[1].execute([rows(1, 7)])) == [negated(1, 7)]
+    assert driver.stand_in_streams() == 3
+
+
+def test_model_that_fails_to_be_captured_and_to_be_opened_again_says_so(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, neg("batch", 2), FIXED, broken=True, reopens=False)
+    with pytest.raises(ExecutionError, match="no memory for another session"):
+        bench.instance().slots[0].prepare([rows(1, 0)], 8)

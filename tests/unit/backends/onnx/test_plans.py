@@ -1,0 +1,68 @@
+"""What ONNX Runtime's convolutions can't be trusted with."""
+
+from __future__ import annotations
+
+import pytest
+
+from backends.errors import ExecutionError, InstanceLost, OutOfMemory, StalePlan
+from backends.onnx.plans import Plans
+
+NODE = "onnx runtime error 1: Non-zero status code returned while running {} node. Name:'{}' Status Message: why"
+
+
+@pytest.mark.parametrize("operator", ["Conv", "FusedConv", "NhwcConv", "ConvTranspose"])
+@pytest.mark.parametrize("kind", [ExecutionError, OutOfMemory])
+def test_size_in_which_a_convolution_failed_is_refused(operator: str, kind: type[ExecutionError]) -> None:
+    plans = Plans()
+    plans.failed(kind(NODE.format(operator, "c")), 4)
+    with pytest.raises(InstanceLost, match=r"would compute by an outdated plan: onnx runtime error 1: .* why"):
+        plans.check(4)
+    plans.check(5)
+
+
+def test_failures_of_anything_else_say_nothing_of_plans() -> None:
+    plans = Plans()
+    for operator in ("Gather", "MatMul"):
+        plans.failed(ExecutionError(NODE.format(operator, "c")), 4)
+    plans.failed(ExecutionError("Conv is what the model is called"), 4)
+    plans.check(4)
+
+
+def in_node(name: str) -> ExecutionError:
+    return ExecutionError(NODE.format("Conv", name))
+
+
+def test_sizes_are_trusted_again_after_an_execution_in_another() -> None:
+    plans = Plans()
+    plans.failed(in_node("first"), 4)
+    plans.failed(in_node("second"), 5, (5, 3))
+    assert plans.next_rows(4) == 6
+    plans.executed()
+    plans.check(4)
+    plans.check((5, 3))
+    assert plans.next_rows(4) == 4
+
+
+def test_convolution_that_fails_again_is_right_about_the_time_before() -> None:
+    plans = Plans()
+    for rows in range(1, 100):
+        plans.failed(in_node("first"), rows)
+    assert [plans.next_rows(98), plans.next_rows(99)] == [98, 100]
+
+
+def test_convolutions_without_names_are_taken_for_others_each_time() -> None:
+    plans = Plans()
+    for rows in (1, 2):
+        plans.failed(in_node(""), rows)
+        plans.failed(ExecutionError("Error in execution: running Conv node. Status Message: why"), 2 + rows)
+    assert plans.next_rows(1) == 5
+
+
+def test_session_that_only_fails_is_given_up() -> None:
+    plans = Plans()
+    for rows in range(1, 9):
+        plans.failed(in_node(f"node{rows}"), rows)
+    assert plans.next_rows(1) == 9
+    plans.failed(in_node("another"), 9)
+    with pytest.raises(StalePlan):
+        plans.next_rows(1)

@@ -1,0 +1,184 @@
+"""Sessions: their options, and what goes when."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import onnxruntime as ort  # type: ignore[import-untyped,unused-ignore]
+import pytest
+
+from backends.base import Device, DeviceKind
+from backends.host_accelerator import HostAccelerator
+from backends.onnx import sessions
+from backends.onnx.options import GraphLevel, OnnxOptions
+from backends.onnx.sessions import OpenSession, prepare_cuda, run_options, session_options, staged_run_options
+
+
+def test_session_options_carry_what_was_asked_for() -> None:
+    made = session_options(
+        OnnxOptions(
+            graph_level=GraphLevel.EXTENDED,
+            intra_op_threads=3,
+            inter_op_threads=2,
+            parallel=True,
+            cpu_mem_arena=False,
+            mem_pattern=False,
+            session_entries={"session.use_device_allocator_for_initializers": "1"},
+        )
+    )
+
+    assert made.graph_optimization_level == ort.GraphOptimizationLevel.ORT_ENABLE_EXTENDED
+    assert (made.intra_op_num_threads, made.inter_op_num_threads) == (3, 2)
+    assert made.execution_mode == ort.ExecutionMode.ORT_PARALLEL
+    assert (made.enable_cpu_mem_arena, made.enable_mem_pattern) == (False, False)
+    assert made.get_session_config_entry("session.use_device_allocator_for_initializers") == "1"
+
+
+@pytest.mark.parametrize("level", list(GraphLevel))
+def test_session_options_know_each_graph_level(level: GraphLevel) -> None:
+    made = session_options(OnnxOptions(graph_level=level))
+
+    assert made.graph_optimization_level == getattr(ort.GraphOptimizationLevel, level.value)
+
+
+@pytest.mark.parametrize(
+    ("said", "hint"),
+    [
+        ("libcublasLt.so.13: cannot open shared object file: No such file or directory", "the extra 'cuda' of this"),
+        ("libonnxruntime_providers_cuda.so: undefined symbol: cublasCreate_v2", "the extra 'cuda' of this"),
+        ("libonnxruntime_providers_cuda.so: undefined symbol: cuTensorMapEncodeTiled", "driver is too old for it"),
+    ],
+)
+def test_provider_that_cannot_be_loaded_says_what_would_help(said: str, hint: str) -> None:
+    def load(path: str) -> None:
+        raise OSError(said)
+
+    why = sessions._why_no_cuda(load)
+    assert why.startswith(f"{said}; ")
+    assert hint in why
+
+
+def test_session_goes_before_the_streams_that_it_computes_on() -> None:
+    gone: list[str] = []
+
+    class Part:
+        def __init__(self, name: str) -> None:
+            self.name = name
+            self.accelerator = HostAccelerator()
+
+        def __del__(self) -> None:
+            gone.append(self.name)
+
+    session: Any = Part("session")
+    streams: Any = Part("streams")
+    held = [OpenSession(session, streams)]
+    del session, streams
+    assert not gone
+    held.clear()
+    assert gone == ["session", "streams"]
+
+
+def test_runs_that_shrink_the_gpus_arena_are_waited_for() -> None:
+    gpu, shrinking = Device(DeviceKind.GPU), OnnxOptions(shrink_arenas=("cpu:0", "gpu:0"))
+    made = staged_run_options(shrinking, gpu, None)
+    assert made.get_run_config_entry("memory.enable_memory_arena_shrinkage") == "cpu:0;gpu:0"
+    with pytest.raises(RuntimeError):
+        made.get_run_config_entry("disable_synchronize_execution_providers")
+    # Where there are graphs nothing is shrunk.
+    made = staged_run_options(shrinking, gpu, 3)
+    assert made.get_run_config_entry("disable_synchronize_execution_providers") == "1"
+
+
+def test_run_options_name_a_graph_be_it_none_but_for_tensorrts_own() -> None:
+    gpu, shrinking = Device(DeviceKind.GPU), OnnxOptions(shrink_arenas=("cpu:0",))
+    for made in (
+        run_options(shrinking, Device()),
+        run_options(shrinking, gpu),
+        staged_run_options(shrinking, gpu, None),
+    ):
+        assert made.get_run_config_entry("gpu_graph_id") == "-1"
+        assert made.get_run_config_entry("memory.enable_memory_arena_shrinkage") == "cpu:0"
+    assert run_options(OnnxOptions(), Device()).get_run_config_entry("gpu_graph_id") == "-1"
+    assert staged_run_options(OnnxOptions(), gpu, 3).get_run_config_entry("gpu_graph_id") == "3"
+    theirs = OnnxOptions(tensorrt={"trt_cuda_graph_enable": "True"})
+    with pytest.raises(RuntimeError):
+        staged_run_options(theirs, gpu, None).get_run_config_entry("gpu_graph_id")
+
+
+def test_preparing_cuda_opens_what_packages_have_before_what_the_system_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = [
+        tmp_path / site / "nvidia" / folder / "lib" / f"lib{name}"
+        for site, folder, name in (
+            ("a", "cudnn", "cudnn.so.9"),
+            ("a", "cu13", "cublas.so.13"),
+            ("a", "cu13", "cublasLt.so.13"),
+            ("b", "cuda_runtime", "cudart.so.12"),
+            ("a", "cu13", "unrelated.so.1"),
+        )
+    ]
+    for file in files:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.touch()
+    for site in ("b", "a"):
+        monkeypatch.syspath_prepend(tmp_path / site)
+    seen: list[str] = []
+    prepare_cuda(lambda: seen.append("preload"), lambda path: seen.append(path))
+    cudnn, cublas, cublas_lt, cudart = map(str, files[:4])
+    assert [one for one in seen if one.startswith((str(tmp_path), "preload"))] == [
+        cudart,
+        cublas_lt,
+        cublas,
+        cudnn,
+        "preload",
+    ]
+
+
+def test_library_of_a_package_that_cannot_be_opened_is_left_to_what_comes_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broken = tmp_path / "nvidia" / "cu13" / "lib" / "libcudart.so.13"
+    broken.parent.mkdir(parents=True)
+    broken.touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    seen: list[str] = []
+    prepare_cuda(lambda: seen.append("preload"))
+    assert seen == ["preload"]
+
+
+def test_preparing_cuda_on_two_threads_leaves_stdout_as_it_was() -> None:
+    before, inside, go_on = sys.stdout, threading.Event(), threading.Event()
+
+    def first() -> None:
+        inside.set()
+        assert go_on.wait(30)
+
+    def second() -> None:
+        inside.set()
+
+    one = threading.Thread(target=prepare_cuda, args=(first,))
+    one.start()
+    assert inside.wait(30)
+    inside.clear()
+    other = threading.Thread(target=prepare_cuda, args=(second,))
+    other.start()
+    assert not inside.wait(0.05)
+    go_on.set()
+    for thread in (one, other):
+        thread.join(30)
+    assert inside.is_set()
+    assert sys.stdout is before
+
+
+def test_cudnn_that_is_missing_is_told_once(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sessions, "_CUDNN", "libcudnn-that-is-nowhere.so")
+    sessions._look_for_cudnn.cache_clear()
+    for _ in range(2):
+        prepare_cuda(lambda: None)
+    (message,) = caplog.messages
+    assert message.startswith("no cuDNN: libcudnn-that-is-nowhere.so: cannot open shared object file")
+    assert "models with convolutions need it" in message

@@ -1,0 +1,335 @@
+"""Batches through buffers of our own: on the host, whose copies happen as late as allowed, and with a stand-in for the
+CUDA driver. What a GPU does is not seen here."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+
+from backends.accelerator import Accelerator, Event
+from backends.base import Array, Device, DeviceKind, ModelSource, ModelSpec, Slotted, TensorSpec
+from backends.errors import DeviceLost, ExecutionError, OutOfMemory, SessionError
+from backends.host_accelerator import HostAccelerator
+from backends.onnx.backend import OnnxBackend
+from backends.onnx.instance import OnnxInstance
+from backends.onnx.staged import StagedInstance
+from tests import models
+from tests.cuda import stand_in
+
+CPU = Device(DeviceKind.CPU)
+
+
+def spec_of(given: str, taken: str, size: int, inputs: int = 1, outputs: int = 1) -> ModelSpec:
+    return ModelSpec(
+        tuple(TensorSpec(f"INPUT{i}", given, (size,)) for i in range(inputs)),
+        tuple(TensorSpec(f"OUTPUT{i}", taken, (size,)) for i in range(outputs)),
+        batched=True,
+    )
+
+
+SPEC = spec_of("FP32", "FP32", 2)
+
+
+def opened(folder: Path, model: onnx.ModelProto, spec: ModelSpec, accelerator: Accelerator) -> Any:
+    path = models.write(model, folder / "model.onnx")
+    backend = OnnxBackend(accelerators=lambda device: accelerator)
+    return backend.open(ModelSource("m", path), CPU).instance(spec, CPU)
+
+
+def identity(folder: Path, accelerator: Accelerator) -> StagedInstance:
+    instance = opened(folder, models.identity("FP32", ("batch", 2)), SPEC, accelerator)
+    assert isinstance(instance, StagedInstance)
+    return instance
+
+
+def rows(count: int, value: float = 1) -> tuple[Array]:
+    return (np.full((count, 2), value, np.float32),)
+
+
+def test_instance_has_two_slots(tmp_path: Path) -> None:
+    instance = identity(tmp_path, HostAccelerator())
+    assert isinstance(instance, Slotted)
+    assert [slot.device for slot in instance.slots] == [CPU, CPU]
+
+
+def test_execute_in_steady_state_allocates_nothing(tmp_path: Path) -> None:
+    accelerator = HostAccelerator()
+    instance = identity(tmp_path, accelerator)
+    for slot in instance.slots:
+        slot.execute([rows(8)])
+    allocations = accelerator.allocations
+    for count in range(1, 9):
+        for slot in instance.slots:
+            assert slot.execute([rows(1, count)] * count).results[-1][0].tolist() == [[count, count]]
+    assert accelerator.allocations == allocations
+
+
+def test_execute_of_batches_that_grow_row_by_row_allocates_seldom(tmp_path: Path) -> None:
+    accelerator = HostAccelerator()
+    slot = identity(tmp_path, accelerator).slots[0]
+    for count in range(1, 2001):
+        slot.execute([rows(count)])
+    # Four buffers, from 256 bytes to 16000 by doubling.
+    assert accelerator.allocations <= 4 * 8
+
+
+def test_execute_results_that_are_held_stay_what_they_are(tmp_path: Path) -> None:
+    instance = identity(tmp_path, HostAccelerator())
+    held = [slot.execute([rows(1, n), rows(2, -n)]).results for n in range(20) for slot in instance.slots]
+    for number, results in enumerate(held):
+        n = number // 2
+        assert [result[0].tolist() for result in results] == [[[n, n]], [[-n, -n]] * 2]
+
+
+def test_execute_view_of_a_view_keeps_its_memory_and_the_last_one_gives_it_back(tmp_path: Path) -> None:
+    accelerator = HostAccelerator()
+    slot = identity(tmp_path, accelerator).slots[0]
+    view = slot.execute([rows(1, 5), rows(3, 6)]).results[1][0].reshape(-1)[2:].view(np.uint32)
+    place = view.__array_interface__["data"][0]
+    others = [slot.execute([rows(4, 7)]).results[0][0] for _ in range(3)]
+    assert view.view(np.float32).tolist() == [6, 6, 6, 6]
+    allocations = accelerator.allocations
+    del view
+    again = slot.execute([rows(4, 8)]).results[0][0]
+    assert accelerator.allocations == allocations
+    assert again.__array_interface__["data"][0] == place - 16
+    assert all(other.tolist() == [[7, 7]] * 4 for other in others)
+
+
+def test_execute_after_many_results_were_held_keeps_few_of_their_buffers(tmp_path: Path) -> None:
+    driver = stand_in.build(tmp_path)
+    slot = identity(tmp_path, stand_in.accelerator(tmp_path, driver)).slots[0]
+    held = [slot.execute([rows(1)]).results for _ in range(50)]
+    assert driver.stand_in_pinned() == 51  # and the input's
+    del held
+    slot.execute([rows(1)])
+    assert driver.stand_in_pinned() < 12
+
+
+def test_execute_padding_is_copies_of_the_last_row_and_cut_off(tmp_path: Path) -> None:
+    # The mean over the batch shows what the model saw.
+    model = models.model(
+        [onnx.helper.make_node("ReduceMean", ["INPUT0", "AXES"], ["MEAN"], keepdims=1),
+         onnx.helper.make_node("Sub", ["INPUT0", "MEAN"], ["OUTPUT0"])],
+        [models.tensor("INPUT0", "FP32", ["batch", 2])],
+        [models.tensor("OUTPUT0", "FP32", ["batch", 2])],
+        [onnx.numpy_helper.from_array(np.array([0], np.int64), "AXES")],
+    )  # fmt: skip
+    slot = opened(tmp_path, model, SPEC, HostAccelerator()).slots[0]
+    results = slot.execute([rows(1, 0), rows(1, 4)], 4).results
+    assert [result[0].tolist() for result in results] == [[[-3, -3]], [[1, 1]]]
+
+
+def test_execute_of_other_sizes_and_free_dims_is_right_each_time(tmp_path: Path) -> None:
+    instance = opened(tmp_path, models.identity("FP32", ("batch", "n")), spec_of("FP32", "FP32", -1), HostAccelerator())
+    assert isinstance(instance, StagedInstance)
+    rng = np.random.default_rng(1)
+    for _ in range(100):
+        x = rng.standard_normal((int(rng.integers(1, 5)), int(rng.integers(0, 7)))).astype(np.float32)
+        slot = instance.slots[int(rng.integers(2))]
+        one, two = slot.execute([(x,), (-x,)]).results
+        np.testing.assert_array_equal(one[0], x)
+        np.testing.assert_array_equal(two[0], -x)
+
+
+def test_execute_requests_that_do_not_fit_together_fail_and_the_slot_goes_on(tmp_path: Path) -> None:
+    slot = identity(tmp_path, HostAccelerator()).slots[0]
+    with pytest.raises(ExecutionError, match="requests of one batch don't fit together"):
+        slot.execute([rows(1), (np.zeros((1, 3), np.float32),)])
+    with pytest.raises(ExecutionError, match="requests of one batch don't fit together"):
+        slot.execute([rows(1), (np.zeros((1, 2), np.float64),)])
+    assert slot.execute([rows(2, 3)]).results[0][0].tolist() == [[3, 3]] * 2
+
+
+def test_execute_without_requests_or_with_two_where_there_is_no_batch_axis_is_the_callers_fault(tmp_path: Path) -> None:
+    slot = identity(tmp_path, HostAccelerator()).slots[0]
+    with pytest.raises(ValueError, match="expected one or more requests, got 0"):
+        slot.execute([])
+
+
+def test_execute_of_what_was_written_to_the_slots_room_copies_nothing_and_is_right(tmp_path: Path) -> None:
+    slot = identity(tmp_path, HostAccelerator()).slots[0]
+    for count in (2, 300, 1):
+        room = slot.room(0, (count, 2))
+        room[...] = count
+        again = slot.room(0, (count, 2))
+        assert again.ctypes.data == room.ctypes.data
+        assert slot.execute([(room,)]).results[0][0].tolist() == [[count, count]] * count
+        # Padded, of another size, or not alone: it is like any other array.
+        assert slot.execute([(room.copy(),)], count + 3).results[0][0].tolist() == [[count, count]] * count
+
+
+def test_room_that_cannot_be_had_says_so(tmp_path: Path) -> None:
+    driver = stand_in.build(tmp_path)
+    slot = identity(tmp_path, stand_in.accelerator(tmp_path, driver)).slots[0]
+    driver.stand_in_fail(b"cuMemHostAlloc", 2)
+    with pytest.raises(OutOfMemory):
+        slot.room(0, (4, 2))
+    slot.room(0, (4, 2))[...] = 3
+    assert slot.execute([(slot.room(0, (4, 2)),)]).results[0][0].tolist() == [[3, 3]] * 4
+
+
+def test_execute_scalars_without_batch_axis(tmp_path: Path) -> None:
+    spec = ModelSpec((TensorSpec("INPUT0", "FP32", ()),), (TensorSpec("OUTPUT0", "FP32", ()),))
+    instance = opened(tmp_path, models.identity("FP32", ()), spec, HostAccelerator())
+    assert isinstance(instance, StagedInstance)
+    assert instance.execute([(np.array(3, np.float32),)]).results[0][0].tolist() == 3
+
+
+@pytest.mark.parametrize("shapes", [[(2, 3), (3,), (), (0, 2)], [(2, 3), (1,), (2, 1, 2)]], ids=["whole", "rows"])
+def test_execute_tensors_of_any_rank(tmp_path: Path, shapes: list[tuple[int, ...]]) -> None:
+    batched = () not in shapes
+    spec = ModelSpec(
+        (TensorSpec("INPUT0", "FP32", (), any_rank=True),),
+        (TensorSpec("OUTPUT0", "FP32", (), any_rank=True),),
+        batched=batched,
+    )
+    instance = opened(tmp_path, models.shapeless(), spec, HostAccelerator())
+    assert isinstance(instance, StagedInstance)
+    for shape in shapes * 2:
+        one = np.full(shape, 3, np.float32)
+        results = instance.execute([(one,)] * (3 if batched else 1)).results
+        for (array,) in results:
+            np.testing.assert_array_equal(array, -one)
+
+
+@pytest.mark.parametrize(
+    ("model", "spec", "reason"),
+    [
+        (models.identity("BYTES", ("batch", 2)), spec_of("BYTES", "BYTES", 2), "'INPUT0' is text"),
+        (
+            models.identity("FP32", ("n",)),
+            ModelSpec(
+                (TensorSpec("INPUT0", "FP32", (-1,), ragged=True),),
+                (TensorSpec("OUTPUT0", "FP32", ()),),
+                batched=True,
+            ),
+            "it has tensors that are more than rows",
+        ),
+    ],
+)
+def test_instance_of_what_cannot_be_staged_goes_the_plain_way_and_says_why(
+    model: onnx.ModelProto, spec: ModelSpec, reason: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, "paceline.backends.onnx"):
+        instance = opened(tmp_path, model, spec, HostAccelerator())
+    assert isinstance(instance, OnnxInstance)
+    assert [record.getMessage() for record in caplog.records] == [
+        f"model 'm': ONNX Runtime copies its tensors itself, as {reason}"
+    ]
+
+
+def test_closed_instance_refuses_and_gives_all_memory_back(tmp_path: Path) -> None:
+    driver = stand_in.build(tmp_path)
+    instance = identity(tmp_path, stand_in.accelerator(tmp_path, driver))
+    instance.execute([rows(2)])
+    assert (driver.stand_in_streams(), driver.stand_in_events()) == (3, 6)
+    instance.close()
+    with pytest.raises(ExecutionError, match="the instance is closed"):
+        instance.execute([rows(2)])
+    del instance
+    gc.collect()
+    left = [driver.stand_in_streams, driver.stand_in_events, driver.stand_in_pinned, driver.stand_in_device]
+    assert [count() for count in left] == [0, 0, 0, 0]
+    assert driver.stand_in_retained() == 0
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        "cuCtxSetCurrent", "cuMemHostAlloc", "cuMemAlloc", "cuMemcpyHtoDAsync", "cuMemcpyDtoHAsync", "cuEventRecord",
+        "cuEventSynchronize", "cuStreamWaitEvent",
+    ],
+)  # fmt: skip
+def test_execute_driver_without_memory_says_so_and_the_slot_goes_on(call: str, tmp_path: Path) -> None:
+    driver = stand_in.build(tmp_path)
+    slot = identity(tmp_path, stand_in.accelerator(tmp_path, driver)).slots[0]
+    slot.execute([rows(1)])
+    driver.stand_in_fail(call.encode(), 2)
+    refusal = rf"the NVIDIA driver failed: {call}\w* returned 2 \(CUDA_ERROR_OUT_OF_MEMORY\)"
+    with pytest.raises(OutOfMemory, match=refusal):
+        slot.execute([rows(200)])  # for which all buffers have to grow
+    for count in (1, 300):
+        assert slot.execute([rows(count, 9)]).results[0][0].tolist() == [[9, 9]] * count
+
+
+@pytest.mark.parametrize(("code", "kind"), [(700, DeviceLost), (719, DeviceLost), (999, DeviceLost), (1, SessionError)])
+def test_execute_driver_failure_tells_a_lost_device_from_others(
+    code: int, kind: type[SessionError], tmp_path: Path
+) -> None:
+    driver = stand_in.build(tmp_path)
+    slot = identity(tmp_path, stand_in.accelerator(tmp_path, driver)).slots[0]
+    driver.stand_in_fail(b"cuEventSynchronize", code)
+    with pytest.raises(SessionError, match=f"cuEventSynchronize returned {code}") as caught:
+        slot.execute([rows(1)])
+    assert type(caught.value) is kind
+
+
+class _InStep(HostAccelerator):
+    """Whoever is done queueing copies waits until the other slot has come as far: both are on their way all the time,
+    or the test fails. `threads` are those that wait."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.barrier = threading.Barrier(2, timeout=30)
+        self.threads: set[threading.Thread] = set()
+        self._streams = 0
+
+    def stream(self) -> Any:
+        self._streams += 1
+        stream = super().stream()
+        # The second of the three computes, which one slot at a time may queue.
+        return _MeetingStream(stream, self) if self._streams % 3 != 2 else stream
+
+
+class _MeetingStream:
+    handle = 0
+
+    def __init__(self, stream: Any, accelerator: _InStep) -> None:
+        self.copy_in, self.copy_out = stream.copy_in, stream.copy_out
+        self.wait, self.synchronize = stream.wait, stream.synchronize
+        self._stream, self._accelerator = stream, accelerator
+
+    def record(self, event: Event) -> None:
+        self._stream.record(event)
+        if threading.current_thread() in self._accelerator.threads:
+            self._accelerator.barrier.wait()
+
+
+def test_execute_of_both_slots_at_a_time_keeps_batches_apart(tmp_path: Path) -> None:
+    accelerator = _InStep()
+    instance = identity(tmp_path, accelerator)
+    answers: dict[int, list[Sequence[Any]]] = {0: [], 1: []}
+
+    def run(number: int) -> None:
+        for value in range(100 * number, 100 * number + 20):
+            answers[number].append(instance.slots[number].execute([rows(1, value), rows(2, -value)]).results)
+
+    accelerator.threads = {threading.Thread(target=run, args=(number,)) for number in (0, 1)}
+    for thread in accelerator.threads:
+        thread.start()
+    for thread in accelerator.threads:
+        thread.join(60)
+    for number, batches in answers.items():
+        expected = [[[[v, v]], [[-v, -v]] * 2] for v in range(100 * number, 100 * number + 20)]
+        assert [[result[0].tolist() for result in results] for results in batches] == expected
+
+
+def test_execute_that_is_padded_over_an_outdated_plan_keeps_what_was_read_right_to_where_batches_are_made(
+    tmp_path: Path,
+) -> None:
+    slot = identity(tmp_path, stand_in.accelerator(tmp_path, stand_in.build(tmp_path))).slots[0]
+    slot.execute([rows(32)])
+    failed = ExecutionError("onnx runtime error 6: running Conv node. Name:'c' Status Message: why")
+    slot._shared.opened.plans.failed(failed, 32)
+    room = slot.room(0, (32, 2))
+    room[:] = given = np.arange(64, dtype=np.float32).reshape(32, 2)
+    np.testing.assert_array_equal(slot.execute([(room,)]).results[0][0], given)

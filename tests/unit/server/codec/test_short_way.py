@@ -1,0 +1,308 @@
+"""Which requests are alike: decoded in one go, and each as it is decoded by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import pytest
+
+from backends.base import ModelSpec, TensorSpec
+from backends.cuda.memory import open_cuda_memory
+from backends.packed import Packed
+from backends.shares import Outputs, Share
+from protos import inference_pb2 as pb
+from protos.datatypes import by_name
+from server.codec.codec import ModelCodec
+from server.codec.short_way import ShortWay
+from server.codec.shortcuts import AnswerPlan, Envelope
+from server.codec.wire_request import AnyRequest, RequestReader, WireRequest
+from server.errors import InvalidRequest
+from server.limits import LARGEST_MESSAGE_BYTES
+from server.memory.cuda_region import CudaRegion
+from server.memory.region_tensors import RegionTensor
+from server.memory.regions import Regions
+from server.memory.system_region import open_system_region
+from server.rpc.handlers import serialized
+from tests.shared_objects import SharedObject, lies_in, shared_object, wanted_in
+from tests.unit.backends.cuda.test_memory import HANDLE, Driver
+from tests.wire import bytes_element, infer, rows_of_floats
+
+INPUTS = TensorSpec("a", "FP32", (-1, -1)), TensorSpec("t", "BOOL", (1,))
+OUTPUTS = TensorSpec("x", "FP32", (-1, -1)), TensorSpec("y", "FP32", (-1, -1))
+SPEC = ModelSpec(INPUTS, OUTPUTS, batched=True)
+FLOATS = ModelSpec(INPUTS[:1], OUTPUTS, batched=True)
+
+
+@pytest.fixture
+def memory() -> Iterator[SharedObject]:
+    with shared_object(256) as made:
+        yield made
+
+
+@pytest.fixture
+def regions(memory: SharedObject) -> Regions:
+    made = Regions(limit=8)
+    for number in range(4):
+        made.add(open_system_region(f"r{number}", memory.key, 0, 256))
+    return made
+
+
+class Sender:
+    """Requests that a codec has learned."""
+
+    def __init__(self, spec: ModelSpec, regions: Regions | None = None) -> None:
+        self.codec = ModelCodec("m", "1", spec, 8, regions=regions)
+        self.read = RequestReader()
+
+    @property
+    def way(self) -> ShortWay:
+        assert self.codec.short_way is not None
+        return self.codec.short_way
+
+    def learned(self, message: pb.ModelInferRequest) -> AnyRequest:
+        data = message.SerializeToString()
+        for _ in range(3):
+            read = self.read(data)
+            assert not isinstance(read, Exception)
+            self.codec.decode(read)
+        return read
+
+    def alike(self, *requests: AnyRequest) -> int:
+        """How many of the first ones are; 0 if the first one goes by itself."""
+        found = self.way.decode_alike(requests)
+        return len(found.inputs) if found is not None else 0
+
+
+def _message(shape: Sequence[int] = (1, 2, 3), outputs: str = "", **parameters: int) -> pb.ModelInferRequest:
+    message = pb.ModelInferRequest(model_name="m")
+    message.inputs.add(name="a", datatype="FP32", shape=shape)
+    message.raw_input_contents.append(np.ones(shape, np.float32).tobytes())
+    for name in outputs:
+        message.outputs.add(name=name)
+    for name, value in parameters.items():
+        message.parameters[name].int64_param = value
+    return message
+
+
+def _in_region(region: str, target: str = "", offset: int = 0) -> pb.ModelInferRequest:
+    message = pb.ModelInferRequest(model_name="m")
+    lies_in(message, "a", "FP32", [1, 2, 3], region, 24, offset)
+    if target:
+        wanted_in(message, "x", target, 24)
+    return message
+
+
+def test_messages_are_alike_that_ask_for_the_same() -> None:
+    sender = Sender(FLOATS)
+    one = sender.learned(_message())
+    assert sender.alike(one, one, one) == 3
+    described = _message()
+    described.parameters["mine"].string_param = "another head"
+    assert sender.alike(one, sender.learned(described), one) == 3
+
+
+@pytest.mark.parametrize(
+    "other",
+    [_message((2, 2, 3)), _message((1, 3, 2)), _message(outputs="y"), _message(outputs="yx"), _message(priority=1)],
+    ids=["rows", "shape", "an output", "order of outputs", "priority"],
+)
+def test_who_asks_for_something_else_ends_them(other: pb.ModelInferRequest) -> None:
+    sender = Sender(FLOATS)
+    one, another = sender.learned(_message()), sender.learned(other)
+    assert sender.alike(one, one, another, one) == 2
+    assert sender.alike(another, one) == 1
+
+
+def test_one_whose_tensors_are_not_as_long_as_promised_ends_them() -> None:
+    sender = Sender(FLOATS)
+    one, short = sender.learned(_message()), _message()
+    short.raw_input_contents[0] = b"1234"
+    odd = sender.read(short.SerializeToString())
+    assert not isinstance(odd, Exception)
+    assert sender.alike(one, odd, one) == 1
+    assert sender.alike(odd, one) == 0
+
+
+@pytest.mark.parametrize("wish", ["classification", "binary_data_output", "paceline_batch_info"])
+def test_who_wants_more_than_raw_outputs_gets_it_however_often_others_did(wish: str) -> None:
+    message = _message(outputs="x")
+    if wish == "classification":
+        message.outputs[0].parameters[wish].int64_param = 1
+    else:
+        message.parameters[wish].bool_param = wish == "paceline_batch_info"
+    sender, results = Sender(FLOATS), (np.array([[[1, 5, 3]]], np.float32),) * 2
+    first = sender.codec.encode(message, sender.codec.decode(message), results)
+    wants = sender.learned(message)
+    assert isinstance(wants, WireRequest)
+    assert sender.codec.encode(wants, sender.codec.decode(wants), results) == first  # a message, to which more is added
+
+
+def test_one_that_was_not_learned_ends_them() -> None:
+    sender = Sender(FLOATS)
+    one, message = sender.learned(_message()), _message((1, 3, 2))
+    new = [sender.read(message.SerializeToString()) for _ in range(2)][1]
+    assert isinstance(new, WireRequest)
+    assert sender.alike(one, new, one) == 1
+    assert sender.alike(new, one) == 0
+
+
+def test_where_tensors_begin_is_found_out_anew_when_the_model_has_another_order_of_inputs() -> None:
+    """As after a reload: requests are those that they were, and what was noted of them is of the model before."""
+    pair = TensorSpec("a", "FP32", (2,)), TensorSpec("b", "FP32", (2,))
+    before, after = (Sender(ModelSpec(inputs, OUTPUTS, batched=True)) for inputs in (pair, pair[::-1]))
+    after.read = before.read
+    message = infer("m", {"a": rows_of_floats(1), "b": rows_of_floats(1, first=5)})
+    request = before.learned(message)
+    assert _values(before, request) == [[[0, 1]], [[5, 6]]]
+    after.learned(message)
+    assert _values(after, request) == [[[5, 6]], [[0, 1]]]
+    assert _values(before, request) == [[[0, 1]], [[5, 6]]]
+
+
+def _values(sender: Sender, request: AnyRequest) -> list[object]:
+    """Of a request's inputs, whether it is decoded with one like it or alone."""
+    found = sender.way.decode_alike([request, request])
+    assert found is not None
+    _, inputs = ([tensor.tolist() for tensor in inputs] for inputs in found.inputs)
+    alone = sender.codec.decode(request).inputs
+    assert inputs == [tensor.tolist() for tensor in alone]  # type: ignore[union-attr]
+    return inputs
+
+
+def test_texts_that_must_be_utf8_are_looked_at_each_time() -> None:
+    sender = Sender(ModelSpec((TensorSpec("a", "BYTES", (1,), utf8=True),), OUTPUTS, batched=True))
+    sender.learned(infer("m", {"a": np.array([[b"good"]], object)}))
+    bad = sender.read(infer("m", {"a": np.array([[b"\xff\xfe\xff\xfe"]], object)}).SerializeToString())
+    assert isinstance(bad, WireRequest)
+    with pytest.raises(InvalidRequest, match="expected UTF-8 text"):
+        sender.codec.decode(bad)
+
+
+def test_texts_without_even_their_lengths_are_refused_each_time() -> None:
+    sender = Sender(ModelSpec((TensorSpec("a", "BYTES", (1,)),), OUTPUTS, batched=True))
+    message = infer("m", {"a": np.array([[b"good"]], object)})
+    sender.learned(message)
+    message.raw_input_contents[0] = b""
+    bad = sender.read(message.SerializeToString())
+    assert isinstance(bad, WireRequest)
+    with pytest.raises(InvalidRequest, match="input 'a': expected at least 4 bytes for the lengths"):
+        sender.codec.decode(bad)
+
+
+@pytest.mark.parametrize("outputs", ["x", "xy"])
+def test_answers_with_shares_of_several_batches_have_as_many_rows_as_each(outputs: str) -> None:
+    spec = ModelSpec((TensorSpec("a", "FP32", (2,)),), tuple(TensorSpec(one, "FP32", (2,)) for one in outputs), True)
+    sender = Sender(spec)
+    for start, stop in ((1, 2), (0, 3), (0, 1), (1, 2)):
+        request = sender.learned(infer("m", {"a": rows_of_floats(stop - start)}))
+        batch = [rows_of_floats(3, first=first) for first in range(len(outputs))]
+        share = Share(Outputs(batch), start, stop)
+        answer = pb.ModelInferResponse.FromString(
+            serialized(sender.codec.encode(request, sender.codec.decode(request), share))
+        )
+        assert [list(one.shape) for one in answer.outputs] == [[stop - start, 2]] * len(outputs)
+        assert list(answer.raw_output_contents) == [one[start:stop].tobytes() for one in batch]
+
+
+@pytest.mark.parametrize("of_a_batch", [False, True])
+def test_answers_with_texts_beside_numbers_are_made_as_ever(of_a_batch: bool) -> None:
+    outputs = TensorSpec("x", "FP32", (2,)), TensorSpec("y", "BYTES", (1,))
+    sender = Sender(ModelSpec((TensorSpec("a", "FP32", (2,)),), outputs, batched=True))
+    request = sender.learned(infer("m", {"a": rows_of_floats(1)}))
+    batch = rows_of_floats(2), np.array([[b"no"], [b"yes"]], object)
+    results = Share(Outputs(batch), 1, 2) if of_a_batch else tuple(one[1:] for one in batch)
+    answer = pb.ModelInferResponse.FromString(
+        serialized(sender.codec.encode(request, sender.codec.decode(request), results))
+    )
+    assert list(answer.raw_output_contents) == [rows_of_floats(2)[1:].tobytes(), bytes_element(b"yes")]
+
+
+def test_many_ways_to_ask_are_not_kept_for_ever() -> None:
+    sender = Sender(FLOATS)
+    for priority in range(1_100):
+        sender.learned(_message(priority=priority))
+    assert len(sender.way._asked) < 1_100
+    one = sender.learned(_message(priority=1_099))
+    assert sender.alike(one, one) == 2
+
+
+def test_who_brings_a_deadline_or_texts_to_look_at_goes_alone() -> None:
+    sender = Sender(FLOATS)
+    hurried = sender.learned(_message(paceline_deadline_us=1_000_000))
+    assert sender.alike(hurried, hurried) == 0
+    sender = Sender(SPEC)
+    message = _message()
+    message.inputs.add(name="t", datatype="BOOL", shape=[1, 1])
+    message.raw_input_contents.append(b"\1")
+    looked_at = sender.learned(message)
+    assert sender.alike(looked_at, looked_at) == 0
+
+
+def test_those_in_shared_memory_are_alike_whatever_their_regions(regions: Regions) -> None:
+    sender = Sender(FLOATS, regions)
+    requests = [sender.learned(_in_region(f"r{number}", f"r{number}", 8 * number)) for number in range(4)]
+    found = sender.way.decode_alike(requests)
+    assert found is not None
+    for request, inputs, targets in zip(requests, found.inputs, found.targets, strict=True):
+        alone = sender.codec.decode(request)
+        assert alone.asked is found.asked
+        assert targets == alone.targets
+        (tensor,), (expected,) = inputs, alone.inputs
+        assert isinstance(tensor, RegionTensor)
+        assert isinstance(expected, RegionTensor)
+        assert (tensor.place, tensor.region, tensor.shape) == (expected.place, expected.region, expected.shape)
+    assert found.asked.size_bytes == 24
+
+
+def test_those_in_messages_and_those_in_shared_memory_are_alike_if_they_ask_for_the_same(regions: Regions) -> None:
+    sender = Sender(FLOATS, regions)
+    answered_there = _message(outputs="xy")
+    wanted_in(answered_there, "x", "r1", 24)
+    del answered_there.outputs[0]
+    requests = [sender.learned(one) for one in (_message(outputs="yx"), answered_there, _in_region("r0"))]
+    assert sender.alike(*requests[:2]) == 2
+    found = sender.way.decode_alike(requests[1:2])
+    assert found is not None
+    assert [type(inputs) for inputs in found.inputs] == [Packed]
+    assert [[*targets] for targets in found.targets] == [[0]]
+    assert sender.alike(requests[2], sender.learned(_message()), requests[2]) == 3
+
+
+def test_one_whose_memory_has_been_cut_short_is_told_which_input_that_is(
+    regions: Regions, memory: SharedObject
+) -> None:
+    sender = Sender(FLOATS, regions)
+    (tensor,) = sender.codec.decode(sender.learned(_in_region("r1"))).inputs
+    assert isinstance(tensor, RegionTensor)
+    memory.resize(0)
+    with pytest.raises(InvalidRequest, match=r"^model 'm': input 'a': shared memory region 'r1'"):
+        tensor.read_into(np.empty(tensor.shape, tensor.dtype))
+
+
+def test_one_whose_region_is_gone_ends_them(regions: Regions) -> None:
+    sender = Sender(FLOATS, regions)
+    requests = [sender.learned(_in_region(f"r{number}")) for number in range(4)]
+    regions.remove("system", "r2")
+    assert sender.alike(*requests) == 2
+    assert sender.alike(*requests[2:]) == 0
+    assert sender.alike(*requests[3:]) == 1
+
+
+def test_those_whose_outputs_belong_on_a_gpu_are_alike_too(regions: Regions) -> None:
+    regions.add(CudaRegion("gpu", 0, 100, open_cuda_memory(HANDLE, 0, Driver(size=100).load)))
+    sender = Sender(FLOATS, regions)
+    host, gpu = sender.learned(_in_region("r0", "r1")), sender.learned(_in_region("r0", "gpu"))
+    assert sender.alike(host, gpu, host) == 3
+
+
+@pytest.mark.parametrize("envelope", [None, Envelope(b"\x12", b"")])
+def test_answers_leave_room_in_a_message_for_what_they_travel_in(envelope: Envelope | None) -> None:
+    def start(size_bytes: int) -> bytes:
+        made = pb.ModelInferResponse(model_name="m", model_version="1")
+        made.outputs.add(name="x", datatype="UINT8", shape=[size_bytes])
+        return AnswerPlan(made, [(0, by_name("UINT8"))], (), envelope).start(0)
+
+    assert start(LARGEST_MESSAGE_BYTES - 2**11)
+    # Alone it would be a few bytes less than a message may have.
+    assert not start(LARGEST_MESSAGE_BYTES - 50)

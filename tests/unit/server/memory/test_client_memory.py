@@ -1,0 +1,94 @@
+"""Outputs that belong into a client's memory, which may be gone by then: nobody is told that they are there if not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from backends.base import ModelSpec, TensorSpec
+from backends.shares import Outputs, Share
+from protos import inference_pb2 as pb
+from server.codec.codec import ModelCodec
+from server.codec.wire_request import AnyRequest, RequestReader, WireRequest
+from server.errors import InvalidRequest
+from server.memory.regions import Regions
+from server.memory.system_region import open_system_region
+from tests.shared_objects import SharedObject, shared_object, wanted_in
+from tests.wire import infer, rows_of_floats
+
+SPEC = ModelSpec(
+    (TensorSpec("a", "FP32", (-1,)),), (TensorSpec("x", "FP32", (-1,)), TensorSpec("y", "FP32", (2,))), batched=True
+)
+GONE = "^model 'm': output 'x': shared memory region 'r': expected "
+
+
+@pytest.fixture
+def memory() -> Iterator[SharedObject]:
+    with shared_object(64) as made:
+        yield made
+
+
+@pytest.fixture
+def codec(memory: SharedObject) -> ModelCodec:
+    regions = Regions(limit=1)
+    regions.add(open_system_region("r", memory.key, 0, 64))
+    return ModelCodec("m", "1", SPEC, 8, regions=regions)
+
+
+def wanted_there() -> pb.ModelInferRequest:
+    message = infer("m", {"a": rows_of_floats(1)})
+    wanted_in(message, "x", "r", 8)
+    return message
+
+
+def learned(codec: ModelCodec, message: pb.ModelInferRequest) -> AnyRequest:
+    """One like others before it, of which no message needs to be made."""
+    read = RequestReader()
+    for _ in range(3):
+        request = read(message.SerializeToString())
+        assert not isinstance(request, Exception)
+        codec.decode(request)
+    assert isinstance(request, WireRequest)
+    return request
+
+
+def test_output_whose_memory_is_gone_is_refused_before_anything_is_queued(
+    codec: ModelCodec, memory: SharedObject
+) -> None:
+    memory.resize(0)
+    with pytest.raises(InvalidRequest, match=GONE):
+        codec.decode(wanted_there())
+
+
+@pytest.mark.parametrize("batched", [False, True], ids=["alone", "of a batch"])
+def test_output_whose_memory_has_gone_meanwhile_is_refused_and_not_told_to_be_there(
+    codec: ModelCodec, memory: SharedObject, batched: bool
+) -> None:
+    request = learned(codec, wanted_there())
+    decoded = codec.decode(request)
+    memory.resize(0)
+    results = Share(Outputs([rows_of_floats(2)] * 2), 1, 2) if batched else (rows_of_floats(1),) * 2
+    with pytest.raises(InvalidRequest, match=GONE):
+        codec.encode(request, decoded, results)
+
+
+def test_output_that_turns_out_too_large_is_refused_and_writes_nothing(codec: ModelCodec, memory: SharedObject) -> None:
+    request = learned(codec, wanted_there())
+    with pytest.raises(InvalidRequest, match=r"^model 'm': output 'x': .* at least 12 bytes .*, got 8$"):
+        codec.encode(request, codec.decode(request), (np.ones((1, 3), np.float32), rows_of_floats(1)))
+    assert memory.get(64) == bytes(64)
+
+
+def test_outputs_in_memory_and_in_the_response_each_are_where_they_are_wanted(
+    codec: ModelCodec, memory: SharedObject
+) -> None:
+    message = wanted_there()
+    message.outputs.add(name="y")
+    request = learned(codec, message)
+    x, y = rows_of_floats(1), rows_of_floats(1, first=5)
+    answer = codec.encode(request, codec.decode(request), (x, y))
+    assert isinstance(answer, bytes)
+    assert list(pb.ModelInferResponse.FromString(answer).raw_output_contents) == [b"", y.tobytes()]
+    assert memory.get(8) == x.tobytes()

@@ -1,0 +1,68 @@
+"""Outputs that belong on a GPU and come out elsewhere: written there on the instance's thread, all of a request's or
+none."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from time import monotonic_ns
+
+import numpy as np
+import pytest
+
+from backends.base import Array, DeviceTensor, Execution, Tensors
+from backends.cuda.memory import open_cuda_memory
+from server.memory.cuda_region import CudaRegion
+from server.memory.leaving import leaving
+from server.memory.region_tensors import Directed, Inputs, Span
+from tests.unit.backends.cuda.test_memory import HANDLE, Driver
+from tests.wire import rows_of_floats
+
+TEXTS: Array = np.array([[b"text"]], object)
+
+
+@pytest.fixture
+def driver() -> Driver:
+    return Driver(size=64)
+
+
+@pytest.fixture
+def region(driver: Driver) -> CudaRegion:
+    return CudaRegion("r", 0, 64, open_cuda_memory(HANDLE, 0, driver.load))
+
+
+def left(targets: Mapping[int, Span], *results: Array) -> Tensors | Exception:
+    """What becomes of the results of a request some of whose outputs belong into `targets`."""
+
+    def execute(requests: Sequence[Inputs], padded_rows: int) -> Execution:
+        return Execution([results], 0, 0, 0)
+
+    return leaving(execute)([Directed.to(targets, ())], 0).results[0]
+
+
+def test_outputs_are_written_to_where_they_belong_and_others_stay(region: CudaRegion, driver: Driver) -> None:
+    results = rows_of_floats(1), rows_of_floats(1, first=5)
+    done = left({1: Span(region, 16, 8)}, *results)
+    assert not isinstance(done, Exception)
+    assert done[0] is results[0]
+    assert isinstance(done[1], DeviceTensor)
+    assert driver.memory.raw == bytes(16) + results[1].tobytes() + bytes(40)
+
+
+@pytest.mark.parametrize("other", [rows_of_floats(1, 3), TEXTS], ids=["too large", "texts"])
+def test_outputs_of_a_request_one_of_which_cannot_be_left_stay_as_they_are(
+    region: CudaRegion, driver: Driver, other: Array
+) -> None:
+    results = rows_of_floats(1), other
+    done = left({0: Span(region, 0, 8), 1: Span(region, 16, 8)}, *results)
+    assert done is results or (not isinstance(done, Exception) and all(map(np.array_equal, done, results)))
+    assert driver.memory.raw == bytes(64)
+
+
+def test_time_that_leaving_takes_is_the_outputs(region: CudaRegion) -> None:
+    def execute(requests: Sequence[Inputs], padded_rows: int) -> Execution:
+        return Execution([(rows_of_floats(1),)], 1, 2, 3)
+
+    began_ns = monotonic_ns()
+    done = leaving(execute)([Directed.to({0: Span(region, 0, 8)}, ())], 0)
+    assert 3 < done.output_ns <= 3 + monotonic_ns() - began_ns
+    assert (done.input_ns, done.infer_ns) == (1, 2)

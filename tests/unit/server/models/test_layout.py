@@ -1,0 +1,381 @@
+"""What counts as a model on disk, under which name, with which versions."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from server.errors import StartError
+from server.models.layout import Layout, ModelFolder
+from tests.unit.server.found import find_models
+from tests.unit.server.privileges import open_folder, unprivileged
+
+
+def touch(path: Path) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.touch()
+    return path
+
+
+def found(*paths: Path) -> dict[str, ModelFolder]:
+    return {model.name: model for model in find_models(list(paths))}
+
+
+def refusal(*paths: Path) -> str:
+    with pytest.raises(StartError) as caught:
+        find_models(list(paths))
+    return str(caught.value)
+
+
+def test_repository_gives_each_folder_as_a_model_by_name(tmp_path: Path) -> None:
+    touch(tmp_path / "b" / "1" / "model.onnx")
+    touch(tmp_path / "a" / "config.pbtxt")
+    (tmp_path / "a" / "2").mkdir()
+    assert find_models([tmp_path]) == [
+        ModelFolder("a", tmp_path / "a", {2: tmp_path / "a" / "2"}),
+        ModelFolder("b", tmp_path / "b", {1: tmp_path / "b" / "1"}),
+    ]
+
+
+def test_repository_files_and_hidden_folders_are_no_models(tmp_path: Path) -> None:
+    touch(tmp_path / "README.md")
+    touch(tmp_path / ".git" / "1" / "model.onnx")
+    touch(tmp_path / "..data" / "m" / "1" / "model.onnx")
+    touch(tmp_path / "m" / "1" / "model.onnx")
+    assert found(tmp_path).keys() == {"m"}
+
+
+def test_repository_folder_without_anything_in_it_is_a_model_without_versions(tmp_path: Path) -> None:
+    (tmp_path / "m").mkdir()
+    model = found(tmp_path)["m"]
+    assert (model.versions, model.config, model.problem) == ({}, None, "")
+
+
+def test_repository_models_may_be_links(tmp_path: Path) -> None:
+    touch(tmp_path / "elsewhere" / "v7" / "1" / "model.onnx")
+    (tmp_path / "repository").mkdir()
+    (tmp_path / "repository" / "m").symlink_to(tmp_path / "elsewhere" / "v7")
+    assert found(tmp_path / "repository")["m"].versions.keys() == {1}
+
+
+def test_repository_link_to_nowhere_is_a_model_with_a_problem(tmp_path: Path) -> None:
+    (tmp_path / "m").symlink_to(tmp_path / "gone")
+    assert found(tmp_path)["m"].problem == f"{tmp_path}/m: No such file or directory"
+
+
+@pytest.mark.parametrize(
+    "marker",
+    [
+        "config.pbtxt",
+        "model.onnx",
+        "1/model.onnx",
+        "0/model.onnx",
+        "12/model.onnx",
+        "1/net.onnx",
+        "model.py",
+        "1/model.py",
+    ],
+)
+def test_model_folder_is_told_from_a_repository_by_what_is_in_it(tmp_path: Path, marker: str) -> None:
+    touch(tmp_path / "m" / marker)
+    assert found(tmp_path / "m").keys() == {"m"}
+
+
+def test_model_folder_with_external_weights_has_a_folder_for_a_file(tmp_path: Path) -> None:
+    touch(tmp_path / "m" / "1" / "model.onnx" / "model.onnx")
+    assert found(tmp_path / "m")["m"].versions.keys() == {1}
+
+
+def test_model_folder_with_the_file_right_inside_is_version_1(tmp_path: Path) -> None:
+    touch(tmp_path / "m" / "model.onnx")
+    model = found(tmp_path / "m")["m"]
+    assert (model.versions, model.file) == ({1: tmp_path / "m"}, None)
+
+
+def test_model_folder_with_versions_prefers_them_to_the_file_right_inside(tmp_path: Path) -> None:
+    touch(tmp_path / "m" / "model.onnx")
+    touch(tmp_path / "m" / "4" / "model.onnx")
+    assert found(tmp_path / "m")["m"].versions.keys() == {4}
+
+
+def test_model_folder_given_as_a_link_is_named_like_the_link(tmp_path: Path) -> None:
+    touch(tmp_path / "releases" / "2024-05" / "1" / "model.onnx")
+    (tmp_path / "m").symlink_to(tmp_path / "releases" / "2024-05")
+    assert found(tmp_path / "m").keys() == {"m"}
+
+
+@pytest.mark.parametrize("path", [".", "../m", "./", "../m/."])
+def test_model_folder_given_relatively_is_named_like_the_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    touch(tmp_path / "m" / "1" / "model.onnx")
+    monkeypatch.chdir(tmp_path / "m")
+    assert found(Path(path)).keys() == {"m"}
+
+
+def test_versions_are_plain_numbers_and_others_are_ignored(tmp_path: Path) -> None:
+    for name in ("0", "1", "10", "02", "00", "v3", "1.5", "-1", "\u0663", "4 "):
+        (tmp_path / "m" / name).mkdir(parents=True)
+    touch(tmp_path / "m" / "7")  # a file
+    model = found(tmp_path)["m"]
+    assert model.versions.keys() == {0, 1, 10}
+    strays = ["-1", "00", "02", "1.5", "4 ", "7", "v3", "\u0663"]
+    assert [stray.name for stray in model.strays] == strays
+
+
+def test_folders_of_triton_and_hidden_ones_are_no_strays(tmp_path: Path) -> None:
+    for name in ("1", "abc", "configs", "warmup", "initial_state", "__pycache__", "lost+found", ".git", "..data"):
+        (tmp_path / "m" / name).mkdir(parents=True)
+    touch(tmp_path / "m" / "config.pbtxt")
+    assert [stray.name for stray in found(tmp_path)["m"].strays] == ["abc"]
+
+
+def test_link_that_can_not_be_followed_is_no_stray_and_keeps_no_model_away(tmp_path: Path) -> None:
+    (tmp_path / "m" / "1").mkdir(parents=True)
+    (tmp_path / "m" / "assets").symlink_to("x" * 300)  # an error that isn't "not there", whoever looks
+    assert (found(tmp_path)["m"].strays, list(found(tmp_path)["m"].versions)) == ((), [1])
+
+
+def test_folders_beside_a_model_file_are_no_strays(tmp_path: Path) -> None:
+    touch(tmp_path / "m" / "model.onnx")
+    (tmp_path / "m" / "weights").mkdir()
+    assert found(tmp_path / "m")["m"].strays == ()
+
+
+def test_versions_may_be_links(tmp_path: Path) -> None:
+    touch(tmp_path / "weights" / "model.onnx")
+    (tmp_path / "repository" / "m").mkdir(parents=True)
+    (tmp_path / "repository" / "m" / "3").symlink_to(tmp_path / "weights")
+    assert found(tmp_path / "repository")["m"].versions.keys() == {3}
+
+
+def test_bare_file_is_version_1_of_a_model_named_like_it(tmp_path: Path) -> None:
+    file = touch(tmp_path / "res.net.onnx")
+    touch(tmp_path / "config.pbtxt")
+    model = found(file)["res.net"]
+    assert (model.file, model.versions) == (file, {1: tmp_path})
+    assert model.config is None
+
+
+def test_bare_file_may_be_a_link(tmp_path: Path) -> None:
+    touch(tmp_path / "blob")
+    (tmp_path / "m.onnx").symlink_to(tmp_path / "blob")
+    assert found(tmp_path / "m.onnx").keys() == {"m"}
+
+
+def test_config_is_that_of_the_folder_be_it_a_file_or_not(tmp_path: Path) -> None:
+    config = touch(tmp_path / "a" / "config.pbtxt")
+    (tmp_path / "b" / "config.pbtxt").mkdir(parents=True)
+    (tmp_path / "c").mkdir()
+    (tmp_path / "c" / "config.pbtxt").symlink_to("nowhere")
+    (tmp_path / "d").mkdir()
+    models = found(tmp_path)
+    assert models["a"].config == config
+    assert models["b"].config == tmp_path / "b" / "config.pbtxt"
+    assert models["c"].config == tmp_path / "c" / "config.pbtxt"
+    assert models["d"].config is None
+
+
+def test_config_of_another_name_is_taken_where_it_is_there(tmp_path: Path) -> None:
+    usual, edge = touch(tmp_path / "a" / "config.pbtxt"), touch(tmp_path / "a" / "configs" / "edge.pbtxt")
+    other = touch(tmp_path / "b" / "config.pbtxt")
+    (tmp_path / "c" / "1").mkdir(parents=True)
+    models = {model.name: model for model in find_models([tmp_path], "edge")}
+    assert [models[name].config for name in "abc"] == [edge, other, None]
+    assert find_models([tmp_path])[0].config == usual
+
+
+def test_several_paths_of_every_kind_are_joined_in_order_of_names(tmp_path: Path) -> None:
+    touch(tmp_path / "repository" / "c" / "1" / "model.onnx")
+    touch(tmp_path / "b" / "model.onnx")
+    touch(tmp_path / "a.onnx")
+    models = find_models([tmp_path / "repository", tmp_path / "b", tmp_path / "a.onnx"])
+    assert [model.name for model in models] == ["a", "b", "c"]
+
+
+def test_models_of_one_name_are_one_entry_that_names_all_of_them(tmp_path: Path) -> None:
+    touch(tmp_path / "one" / "m" / "1" / "model.onnx")
+    touch(tmp_path / "m.onnx")
+    model = found(tmp_path / "one", tmp_path / "m.onnx")["m"]
+    assert (model.rivals, model.versions) == ((tmp_path / "one" / "m", tmp_path / "m.onnx"), {})
+
+
+def test_refused_path_that_does_not_exist(tmp_path: Path) -> None:
+    assert refusal(tmp_path / "gone") == f"{tmp_path}/gone: No such file or directory"
+
+
+def test_refused_path_too_long_for_the_system(tmp_path: Path) -> None:
+    assert refusal(tmp_path / ("x" * 300)).endswith(": File name too long")
+
+
+def test_refused_file_of_another_kind(tmp_path: Path) -> None:
+    file = touch(tmp_path / "model.pt")
+    assert refusal(file) == f"{file}: expected a .onnx file or a folder"
+
+
+def test_refused_pipe_is_neither_file_nor_folder(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "m.onnx")
+    assert refusal(tmp_path / "m.onnx") == f"{tmp_path}/m.onnx: Not a directory"
+
+
+@pytest.mark.parametrize("content", [[], ["README.md"], [".hidden/1/model.onnx"]])
+def test_refused_folder_without_models_says_what_was_expected(tmp_path: Path, content: list[str]) -> None:
+    for name in content:
+        touch(tmp_path / name)
+    assert refusal(tmp_path) == (
+        f"{tmp_path}: no models here; expected a model repository (<model>/<version>/model.onnx), one model's folder "
+        "or a .onnx file"
+    )
+
+
+def test_refused_folder_with_several_files_names_them(tmp_path: Path) -> None:
+    touch(tmp_path / "encoder.onnx")
+    touch(tmp_path / "decoder.onnx")
+    assert refusal(tmp_path) == (
+        f"{tmp_path}: expected one .onnx file, or one called model.onnx, got decoder.onnx, encoder.onnx"
+    )
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    with open_folder() as folder:
+        yield folder
+
+
+@pytest.mark.parametrize("mode", [0o000, 0o444, 0o111], ids=["nothing", "list only", "enter only"])
+def test_refused_path_that_may_not_be_read(folder: Path, mode: int) -> None:
+    touch(folder / "locked" / "1" / "model.onnx")
+    (folder / "locked").chmod(mode)
+    with unprivileged():
+        assert refusal(folder / "locked") == f"{folder}/locked: Permission denied"
+
+
+@pytest.mark.parametrize("mode", [0o000, 0o444, 0o111], ids=["nothing", "list only", "enter only"])
+def test_repository_model_that_may_not_be_read_has_a_problem_and_the_others_do_not(folder: Path, mode: int) -> None:
+    touch(folder / "locked" / "1" / "model.onnx")
+    touch(folder / "open" / "1" / "model.onnx")
+    (folder / "locked").chmod(mode)
+    with unprivileged():
+        models = found(folder)
+    assert models["locked"].problem == f"{folder}/locked: Permission denied"
+    assert not models["locked"].versions
+    assert (models["open"].problem, models["open"].versions.keys()) == ("", {1})
+
+
+def test_find_models_passes_over_what_a_file_system_puts_at_the_root_of_a_volume(tmp_path: Path) -> None:
+    (tmp_path / "lost+found").mkdir()
+    (tmp_path / "m" / "1").mkdir(parents=True)
+    assert [model.name for model in find_models([tmp_path])] == ["m"]
+
+
+def opened(*paths: Path) -> Layout:
+    layout = Layout(paths)
+    layout.open(may_be_empty=True)
+    return layout
+
+
+def test_layout_that_may_be_empty_sees_models_come_and_go(tmp_path: Path) -> None:
+    layout = opened(tmp_path)
+    assert layout.models() == []
+    touch(tmp_path / "m" / "1" / "model.onnx")
+    assert [model.name for model in layout.models()] == ["m"]
+    shutil.rmtree(tmp_path / "m")
+    assert layout.models() == []
+
+
+def test_layout_of_a_models_folder_that_is_being_replaced_does_not_take_it_for_a_repository(tmp_path: Path) -> None:
+    touch(tmp_path / "m" / "1" / "model.onnx")
+    layout = opened(tmp_path / "m")
+    (tmp_path / "m" / "1" / "model.onnx").unlink()
+    assert [(model.name, model.versions.keys()) for model in layout.models()] == [("m", {1})]
+    shutil.rmtree(tmp_path / "m")
+    assert layout.models() == []
+
+
+def test_layout_of_a_file_that_is_gone_has_no_model(tmp_path: Path) -> None:
+    layout = opened(touch(tmp_path / "m.onnx"))
+    assert layout.model("m") == ModelFolder("m", tmp_path, {1: tmp_path}, file=tmp_path / "m.onnx")
+    (tmp_path / "m.onnx").unlink()
+    assert layout.model("m") is None
+
+
+def test_layout_of_a_repository_that_is_gone_raises_instead_of_having_no_models(tmp_path: Path) -> None:
+    (tmp_path / "repository").mkdir()
+    layout = opened(tmp_path / "repository")
+    (tmp_path / "repository").rmdir()
+    with pytest.raises(FileNotFoundError):
+        layout.models()
+    with pytest.raises(FileNotFoundError):
+        layout.model("m")
+
+
+@pytest.mark.parametrize(
+    "name", ["", ".", "..", "../m", "repository/m", "m/1", "m/", "/", "./m", ".hidden", "lost+found", "M", "m\0", "m2"]
+)
+def test_layout_name_that_no_folder_has_finds_nothing_wherever_it_would_lead(tmp_path: Path, name: str) -> None:
+    for folder in ("m", "repository/m", "repository/.hidden", "repository/lost+found"):
+        touch(tmp_path / folder / "1" / "model.onnx")
+    layout = opened(tmp_path / "repository")
+    assert layout.model("m") is not None
+    assert layout.model(name) is None
+    assert layout.model(str(tmp_path / "m")) is None
+
+
+def test_layout_name_of_several_repositories_is_that_of_rivals(tmp_path: Path) -> None:
+    for repository in ("one", "two", "three"):
+        touch(tmp_path / repository / ("m" if repository != "three" else "n") / "1" / "model.onnx")
+    layout = opened(tmp_path / "one", tmp_path / "two", tmp_path / "three")
+    model = layout.model("m")
+    assert model is not None
+    assert model.rivals == (tmp_path / "one" / "m", tmp_path / "two" / "m")
+    assert [(folder.name, bool(folder.rivals)) for folder in layout.models()] == [("m", True), ("n", False)]
+
+
+def test_layout_path_given_twice_is_one_place(tmp_path: Path) -> None:
+    touch(tmp_path / "m" / "1" / "model.onnx")
+    (model,) = opened(tmp_path, tmp_path).models()
+    assert not model.rivals
+
+
+@pytest.mark.parametrize("folder", ["models", "models/1"], ids=["right inside", "version folder"])
+def test_layout_with_a_name_gives_it_to_the_one_model(tmp_path: Path, folder: str) -> None:
+    touch(tmp_path / folder / "model.onnx")
+    layout = Layout([tmp_path / "models"], model_name="resnet")
+    layout.open()
+    (model,) = layout.models()
+    assert (model.name, model.renamed, model.versions) == ("resnet", True, {1: tmp_path / folder})
+    assert layout.model("resnet") == model
+    assert layout.model("models") is None
+
+
+def test_layout_with_a_name_leaves_the_models_of_a_repository_theirs(tmp_path: Path) -> None:
+    touch(tmp_path / "repository" / "a" / "1" / "model.onnx")
+    touch(tmp_path / "alone.onnx")
+    layout = Layout([tmp_path / "repository", tmp_path / "alone.onnx"], model_name="named")
+    layout.open()
+    assert [(model.name, model.renamed) for model in layout.models()] == [("a", False), ("named", True)]
+
+
+def test_layout_with_a_name_and_two_single_models_is_refused(tmp_path: Path) -> None:
+    paths = [touch(tmp_path / "a.onnx"), touch(tmp_path / "b.onnx")]
+    with pytest.raises(StartError, match=r"--model-name m: expected one model, got .*a\.onnx, .*b\.onnx"):
+        Layout(paths, model_name="m").open()
+
+
+def test_find_models_folder_of_one_onnx_file_of_any_name_is_that_file(tmp_path: Path) -> None:
+    file = touch(tmp_path / "resnet50.onnx")
+    touch(tmp_path / "resnet50.onnx_data")
+    (tmp_path / ".cache").mkdir()
+    assert find_models([tmp_path]) == [ModelFolder("resnet50", tmp_path, {1: tmp_path}, file=file)]
+
+
+@pytest.mark.parametrize("other", ["b.onnx", "m/1/model.onnx"], ids=["second file", "repository"])
+def test_find_models_onnx_files_beside_others_do_not_count(tmp_path: Path, other: str) -> None:
+    touch(tmp_path / "a.onnx")
+    touch(tmp_path / other)
+    layout = opened(tmp_path)
+    assert [model.name for model in layout.models()] == [path.name for path in tmp_path.iterdir() if path.is_dir()]

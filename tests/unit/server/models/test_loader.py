@@ -1,0 +1,495 @@
+"""From a folder to instances: which versions, which file, and that a load that fails leaves nothing open."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+from google.protobuf import text_format
+
+from backends.base import (
+    Backend,
+    Device,
+    DeviceKind,
+    Execution,
+    InstanceGroup,
+    ModelSource,
+    ModelSpec,
+    Supervise,
+    Tensors,
+    TensorSpec,
+    Trial,
+    directly,
+)
+from backends.errors import ExecutionError, LoadError
+from backends.memory import MemoryInstance, MemoryModel
+from backends.onnx.options import OWN_PROCESS
+from protos import model_config_pb2 as pb
+from server.errors import ConfigError, LoadHangs
+from server.models.layout import ModelFolder
+from server.models.loader import LoadDefaults, load_model, wanted_versions
+from tests.polling import eventually
+from tests.unit.server.found import find_models
+
+SPEC = ModelSpec((TensorSpec("a", "FP32", (-1, 2)),), (TensorSpec("x", "FP32", (-1, 2)),))
+
+
+class Model(MemoryModel):
+    """Makes instances until `instances` are open; then it can't."""
+
+    def __init__(self, instances: int = 100, spec: ModelSpec = SPEC) -> None:
+        super().__init__(spec)
+        self._limit = instances
+
+    def instance(self, spec: ModelSpec, device: Device) -> MemoryInstance:
+        if self.open_instances == self._limit:
+            raise LoadError("no room for another instance")
+        return super().instance(spec, device)
+
+
+class Shelf:
+    """A backend that makes a model per version, `model()` each, and remembers what it was asked for."""
+
+    def __init__(self, **versions: Model | Exception) -> None:
+        self._given = versions
+        self.sources: list[ModelSource] = []
+        self.opened: dict[str, Model] = {}
+
+    def devices(self, groups: Sequence[InstanceGroup]) -> tuple[Device, ...]:
+        return (Device(),) * max(1, sum(group.count for group in groups))
+
+    def open(self, source: ModelSource, device: Device) -> Model:
+        self.sources.append(source)
+        version = source.path.parent.name
+        model = self._given.get(f"v{version}") or Model()
+        if isinstance(model, Exception):
+            raise model
+        self.opened[version] = model
+        return model
+
+    def of(self, name: str) -> Backend:
+        assert name == "onnxruntime"
+        return self
+
+    @property
+    def leaked(self) -> list[str]:
+        """Versions of which something is still open."""
+        return [version for version, model in self.opened.items() if model.open_instances or not model.closed]
+
+
+def folder(tmp_path: Path, *versions: int, config: str | None = None) -> ModelFolder:
+    for version in versions:
+        (tmp_path / "m" / str(version)).mkdir(parents=True)
+    (tmp_path / "m").mkdir(exist_ok=True)
+    if config is not None:
+        (tmp_path / "m" / "config.pbtxt").write_text(config)
+    (model,) = find_models([tmp_path])
+    return model
+
+
+def test_load_without_configuration_loads_the_latest_version(tmp_path: Path) -> None:
+    shelf = Shelf()
+    (loaded,) = load_model(folder(tmp_path, 1, 3, 20), shelf.of)
+    assert (loaded.name, loaded.version, len(loaded.instances)) == ("m", 20, 1)
+    assert shelf.sources[0].path == tmp_path / "m" / "20" / "model.onnx"
+    loaded.close()
+    assert not shelf.leaked
+
+
+def test_load_several_versions_opens_each_in_ascending_order(tmp_path: Path) -> None:
+    shelf = Shelf()
+    loaded = load_model(folder(tmp_path, 10, 9, config="version_policy { all { } }"), shelf.of)
+    assert [one.version for one in loaded] == [9, 10]
+    assert [source.path.parent.name for source in shelf.sources] == ["9", "10"]
+
+
+def test_load_of_instance_groups_makes_an_instance_per_device(tmp_path: Path) -> None:
+    groups = "instance_group [ { count: 2 }, { count: 1 } ]"
+    (loaded,) = load_model(folder(tmp_path, 1, config=groups), Shelf().of)
+    assert len(loaded.instances) == 3
+
+
+def test_load_gives_the_backend_what_the_configuration_says_of_it(tmp_path: Path) -> None:
+    shelf = Shelf()
+    text = 'parameters { key: "k" value { string_value: "v" } } optimization { graph { level: 1 } }'
+    load_model(folder(tmp_path, 1, config=text), shelf.of)
+    (source,) = shelf.sources
+    assert (source.name, source.parameters, source.graph_level) == ("m", {"k": "v"}, 1)
+
+
+def test_load_parameters_of_flags_stand_behind_those_of_the_configuration(tmp_path: Path) -> None:
+    shelf = Shelf()
+    flags = LoadDefaults(parameters={"intra_op_thread_count": "3", "inter_op_thread_count": "4"})
+    text = 'parameters { key: "intra_op_thread_count" value { string_value: "1" } }'
+    load_model(folder(tmp_path, 1, config=text), shelf.of, flags)
+    assert shelf.sources[0].parameters == {"intra_op_thread_count": "1", "inter_op_thread_count": "4"}
+
+
+@pytest.mark.parametrize(
+    ("config", "rows"),
+    [(None, 32), ("", 6), ("max_batch_size: 0", 6), ("max_batch_size: 3", 3), ("dynamic_batching { }", 6)],
+)
+def test_load_rows_of_flags_are_for_configurations_that_leave_them_open(
+    tmp_path: Path, config: str | None, rows: int
+) -> None:
+    (loaded,) = load_model(folder(tmp_path, 1, config=config), Shelf().of, LoadDefaults(max_batch_rows=6))
+    assert loaded.plan.max_batch_rows == rows
+
+
+def test_load_rows_of_flags_may_be_0_which_means_no_batch_axis(tmp_path: Path) -> None:
+    (loaded,) = load_model(folder(tmp_path, 1, config=""), Shelf().of, LoadDefaults(max_batch_rows=0))
+    assert (loaded.plan.max_batch_rows, loaded.plan.spec.inputs[0].dims) == (0, (-1, 2))
+
+
+TENSORS = """
+    input { name: "a" data_type: TYPE_FP32 dims: [ 2 ] } output { name: "x" data_type: TYPE_FP32 dims: [ 2 ] }
+"""
+
+
+@pytest.mark.parametrize("config", [None, "", "max_batch_size: 2", TENSORS.partition("output")[0]])
+def test_load_without_auto_complete_refuses_what_is_left_to_the_model(tmp_path: Path, config: str | None) -> None:
+    shelf = Shelf()
+    with pytest.raises(ConfigError) as caught:
+        load_model(folder(tmp_path, 1, config=config), shelf.of, LoadDefaults(auto_complete=False))
+    assert str(caught.value) == (
+        "expected input and output in its configuration, as --disable-auto-complete-config is given"
+    )
+    assert not shelf.sources
+
+
+def test_load_without_auto_complete_refuses_tensors_without_a_datatype(tmp_path: Path) -> None:
+    config = 'backend: "memory" input { name: "a" dims: [ 1 ] } output { name: "x" data_type: TYPE_FP32 dims: [ 1 ] }'
+    with pytest.raises(ConfigError, match="'a': expected a data_type, as --disable-auto-complete-config is given"):
+        load_model(folder(tmp_path, 1, config=config), Shelf().of, LoadDefaults(auto_complete=False))
+
+
+def test_load_without_auto_complete_takes_what_is_spelled_out(tmp_path: Path) -> None:
+    config = f"max_batch_size: 2 {TENSORS}"
+    (loaded,) = load_model(folder(tmp_path, 1, config=config), Shelf().of, LoadDefaults(auto_complete=False))
+    assert loaded.plan.max_batch_rows == 2
+
+
+def test_load_reads_the_labels_of_outputs(tmp_path: Path) -> None:
+    model = folder(tmp_path, 1, config=TENSORS.replace("[ 2 ] }", '[ 2 ] label_filename: "l.txt" }').partition("}")[2])
+    with pytest.raises(ConfigError, match=r"^output 'x': label_filename: .*/l\.txt: No such file or directory$"):
+        load_model(model, Shelf().of)
+    (model.path / "l.txt").write_text("cat\ndog\n")
+    (loaded,) = load_model(model, Shelf().of)
+    assert loaded.labels == {"x": (b"cat", b"dog")}
+
+
+def test_load_bare_file_opens_that_very_file(tmp_path: Path) -> None:
+    (tmp_path / "res.net.onnx").touch()
+    shelf = Shelf()
+    (model,) = find_models([tmp_path / "res.net.onnx"])
+    (loaded,) = load_model(model, shelf.of)
+    assert (loaded.name, loaded.version, shelf.sources[0].path) == ("res.net", 1, tmp_path / "res.net.onnx")
+
+
+@pytest.mark.parametrize("name", ["other.onnx", "sub/model.onnx", "model.onnx/"])
+def test_load_default_model_filename_is_looked_for_inside_the_version(tmp_path: Path, name: str) -> None:
+    shelf = Shelf()
+    load_model(folder(tmp_path, 1, config=f'default_model_filename: "{name}"'), shelf.of)
+    assert shelf.sources[0].path == tmp_path / "m" / "1" / name
+
+
+def test_load_default_model_filename_that_no_file_can_have_is_refused(tmp_path: Path) -> None:
+    shelf = Shelf()
+    with pytest.raises(ConfigError, match=r"^default_model_filename: .*: File name too long$"):
+        load_model(folder(tmp_path, 1, config=f'default_model_filename: "{"x" * 300}"'), shelf.of)
+    assert not shelf.sources
+
+
+@pytest.mark.parametrize("name", ["/etc/passwd", "../2/model.onnx", "sub/../../x", ".."])
+def test_load_default_model_filename_outside_of_the_version_is_refused(tmp_path: Path, name: str) -> None:
+    shelf = Shelf()
+    with pytest.raises(ConfigError) as caught:
+        load_model(folder(tmp_path, 1, config=f'default_model_filename: "{name}"'), shelf.of)
+    assert str(caught.value) == (
+        f"default_model_filename: expected a file inside the version folder, got '{Path(name)}'"
+    )
+    assert not shelf.sources
+
+
+@pytest.mark.parametrize(
+    ("config", "text"),
+    [
+        ('name: "n"', "name: expected 'm', the name of its folder, got 'n'"),
+        ('name: "../m"', "name: expected 'm', the name of its folder, got '../m'"),
+        ("sequence_batching { }", "sequence_batching is not supported by this build"),
+        (
+            "max_batch_siz: 1",
+            'config.pbtxt:1:1 : Message type "inference.ModelConfig" has no field named "max_batch_siz".',
+        ),
+    ],
+)
+def test_load_faulty_configuration_is_refused_before_anything_is_opened(tmp_path: Path, config: str, text: str) -> None:
+    shelf = Shelf()
+    with pytest.raises(ConfigError) as caught:
+        load_model(folder(tmp_path, 1, config=config), shelf.of)
+    assert str(caught.value) == text
+    assert not shelf.sources
+
+
+def test_load_folder_with_a_problem_fails_with_it(tmp_path: Path) -> None:
+    broken = ModelFolder("m", tmp_path / "m", {}, problem="m: Permission denied")
+    with pytest.raises(ConfigError, match=r"^m: Permission denied$"):
+        load_model(broken, Shelf().of)
+
+
+def policy(text: str) -> pb.ModelConfig:
+    return text_format.Parse(f"version_policy {{ {text} }}" if text else "", pb.ModelConfig())
+
+
+@pytest.mark.parametrize(
+    ("text", "versions"),
+    [
+        ("", [10]),
+        ("latest { }", [10]),
+        ("latest { num_versions: 1 }", [10]),
+        ("latest { num_versions: 2 }", [9, 10]),
+        ("latest { num_versions: 99 }", [1, 9, 10]),
+        ("all { }", [1, 9, 10]),
+        ("specific { versions: [ 9 ] }", [9]),
+        ("specific { versions: [ 10, 1, 10 ] }", [1, 10]),
+        ("specific { versions: [ 1, 2 ] }", [1]),
+    ],
+)
+def test_wanted_versions_follow_the_policy(tmp_path: Path, text: str, versions: list[int]) -> None:
+    assert wanted_versions(policy(text), folder(tmp_path, 1, 9, 10)) == versions
+
+
+def test_load_tells_of_folders_that_are_no_versions(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "m" / "abc").mkdir(parents=True)
+    with caplog.at_level(logging.WARNING, "paceline.server.loader"):
+        load_model(folder(tmp_path, 1), Shelf().of)
+    assert [record.getMessage() for record in caplog.records] == [
+        f"{tmp_path}/m/abc is no version folder: expected a folder named by a number without leading zeros"
+    ]
+
+
+def test_wanted_versions_that_are_missing_are_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "paceline.server.loader"):
+        wanted_versions(policy("specific { versions: [ 1, 2, 3 ] }"), folder(tmp_path, 1))
+    assert [record.getMessage() for record in caplog.records] == [
+        f"model 'm': version {version} of its version_policy is not in {tmp_path}/m" for version in (2, 3)
+    ]
+
+
+@pytest.mark.parametrize("text", ["", "all { }", "latest { num_versions: 3 }"])
+def test_wanted_versions_of_a_folder_without_any_is_an_error(tmp_path: Path, text: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        wanted_versions(policy(text), folder(tmp_path))
+    assert str(caught.value) == (
+        f"no version to load: expected folders named by version numbers in {tmp_path}/m, found none"
+    )
+
+
+@pytest.mark.parametrize("text", ["specific { versions: [ 7, 5 ] }", "specific { }"])
+def test_wanted_versions_none_of_which_is_there_is_an_error(tmp_path: Path, text: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        wanted_versions(policy(text), folder(tmp_path, 1, 2))
+    asked = [5, 7] if "7" in text else []
+    assert str(caught.value) == (f"no version to load: version_policy asks for {asked}, found [1, 2] in {tmp_path}/m")
+
+
+ALL = "version_policy { all { } } instance_group { count: 2 }"
+
+
+def failing_warm_up() -> Model:
+    model = Model()
+    model.faults.raise_when(lambda inputs: True, ExecutionError("not today"))
+    return model
+
+
+@pytest.mark.parametrize(
+    ("config", "second", "error", "text"),
+    [
+        (ALL, LoadError("damaged"), LoadError, "damaged"),
+        (ALL, Model(instances=0), LoadError, "no room for another instance"),
+        (ALL, Model(instances=1), LoadError, "no room for another instance"),
+        (
+            f'{ALL} model_warmup {{ name: "w" batch_size: 1 inputs {{ key: "a" value {{ data_type: TYPE_FP32 dims: 2 '
+            "zero_data: true } } }",
+            failing_warm_up(),
+            ConfigError,
+            "failed to run warmup sample 'w': not today",
+        ),
+        (
+            f"{ALL} max_batch_size: 4 dynamic_batching {{ preferred_batch_size: 9 }}",
+            Model(),
+            ConfigError,
+            "dynamic_batching.preferred_batch_size: expected 1 to max_batch_size, 4, got 9",
+        ),
+    ],
+    ids=["open", "first instance", "second instance", "warm-up", "plan"],
+)
+def test_load_that_fails_in_a_later_step_leaves_nothing_open(
+    tmp_path: Path, config: str, second: Model | Exception, error: type[Exception], text: str
+) -> None:
+    shelf = Shelf(v2=second)
+    with pytest.raises(error) as caught:
+        load_model(folder(tmp_path, 1, 2, config=config), shelf.of)
+    assert str(caught.value) == text
+    assert "1" in shelf.opened
+    assert not shelf.leaked
+
+
+def test_load_that_fails_unexpectedly_leaves_nothing_open_either(tmp_path: Path) -> None:
+    shelf = Shelf(v2=MemoryError())
+    with pytest.raises(MemoryError):
+        load_model(folder(tmp_path, 1, 2, config=ALL), shelf.of)
+    assert not shelf.leaked
+
+
+def test_load_of_tensors_that_no_message_can_tell_leaves_nothing_open(tmp_path: Path) -> None:
+    shelf = Shelf(v1=Model(spec=ModelSpec(SPEC.inputs, (TensorSpec("x", "FP32", (-1, 2**63)),))))
+    with pytest.raises(ValueError, match="9223372036854775808"):
+        load_model(folder(tmp_path, 1), shelf.of)
+    assert not shelf.leaked
+
+
+def test_loaded_version_is_warm_and_executes(tmp_path: Path) -> None:
+    shelf = Shelf()
+    (loaded,) = load_model(folder(tmp_path, 1), shelf.of)
+    assert shelf.opened["1"].batches == [(1,)]
+    (result,) = loaded.instances[0].execute([[np.ones((2, 2), np.float32)]]).results
+    assert result[0].tolist() == [[1, 1], [1, 1]]
+
+
+@pytest.mark.parametrize(
+    ("config", "text"),
+    [
+        ("max_batch_size: 4", "batches of up to 4 rows, delay 0 us"),
+        (
+            "max_batch_size: 4 dynamic_batching { preferred_batch_size: [ 4, 2 ] max_queue_delay_microseconds: 7 }",
+            "batches of up to 4 rows, preferred [2, 4], delay 7 us",
+        ),
+        (
+            'max_batch_size: 4 input { name: "a" data_type: TYPE_FP32 dims: 2 } '
+            'output { name: "x" data_type: TYPE_FP32 dims: 2 }',
+            "up to 4 rows a request, not batched: no dynamic_batching in its configuration",
+        ),
+        (
+            'input { name: "a" data_type: TYPE_FP32 dims: [ -1, 2 ] } '
+            'output { name: "x" data_type: TYPE_FP32 dims: [ -1, 2 ] }',
+            "no batch axis, requests run one by one",
+        ),
+    ],
+)
+def test_load_logs_how_the_model_will_batch(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, config: str, text: str
+) -> None:
+    with caplog.at_level(logging.INFO, "paceline.server.loader"):
+        load_model(folder(tmp_path, 1, config=config), Shelf().of)
+    (record,) = caplog.records
+    assert record.getMessage().startswith("model 'm' version 1 loaded in ")
+    assert record.getMessage().endswith(text)
+
+
+class Endless(Model):
+    """Hangs when it is tried, until `gate` opens."""
+
+    def try_rows(self, supervise: Supervise = directly) -> Trial:
+        return supervise(lambda: (self.gate.enter(), Trial(self.spec))[1])
+
+
+@pytest.mark.usefixtures("impatient")
+def test_load_whose_trial_hangs_fails_and_closes_nothing_until_that_has_ended(tmp_path: Path) -> None:
+    model = Endless()
+    model.gate.close()
+    shelf = Shelf(v1=model)
+    with pytest.raises(LoadHangs) as caught:
+        load_model(folder(tmp_path, 1), shelf.of, LoadDefaults(execution_limit_ns=1_000_000))
+    assert not model.closed
+    model.gate.open()
+    caught.value.ended.result(30)
+    eventually(lambda: model.closed, "the model closed")
+
+
+class Deadly(Model):
+    """Ends the process in which it is tried."""
+
+    def try_rows(self, supervise: Supervise = directly) -> Trial:
+        return Trial(self.spec, "it was killed", deadly=True)
+
+
+class Mixed(Shelf):
+    def devices(self, groups: Sequence[InstanceGroup]) -> tuple[Device, ...]:
+        return Device(), Device(DeviceKind.GPU)
+
+
+@pytest.mark.parametrize("shelf", [Shelf, Mixed])
+@pytest.mark.parametrize("told", ["", "false"])
+def test_load_of_what_ends_the_process_of_its_trial_opens_it_in_one_of_its_own_unless_told_not_to(
+    told: str, shelf: type[Shelf], tmp_path: Path
+) -> None:
+    own = f'parameters {{ key: "{OWN_PROCESS}" value {{ string_value: "{told}" }} }}' if told else ""
+    backend = shelf(v1=Deadly())
+    (loaded,) = load_model(folder(tmp_path, 1, config=own), backend.of)
+    says = [source.parameters.get(OWN_PROCESS) for source in backend.sources]
+    assert says == ([told] if told else [None, "true"])
+    assert loaded.config.parameters[OWN_PROCESS].string_value == (told or "true")
+    assert not loaded.plan.max_batch_rows
+    loaded.close()
+
+
+class Watched(Model):
+    """Remembers on which thread it was tried."""
+
+    def try_rows(self, supervise: Supervise = directly) -> Trial:
+        self.tried_on = supervise(threading.current_thread)
+        return Trial(self.spec)
+
+
+def test_load_leaves_no_thread_behind_on_which_the_model_was_tried(tmp_path: Path) -> None:
+    model = Watched()
+    (loaded,) = load_model(folder(tmp_path, 1), Shelf(v1=model).of, LoadDefaults(execution_limit_ns=1_000_000))
+    assert model.tried_on is not threading.current_thread()
+    model.tried_on.join(30)
+    assert not model.tried_on.is_alive()
+    loaded.close()
+
+
+@pytest.mark.usefixtures("impatient")
+def test_load_with_a_limit_of_its_own_goes_by_that(tmp_path: Path) -> None:
+    config = 'parameters { key: "paceline.execution_timeout_ms" value { string_value: "%d" } }'
+    shelf = Shelf()
+    (loaded,) = load_model(folder(tmp_path, 1, config=config % 0), shelf.of, LoadDefaults(execution_limit_ns=1))
+    loaded.close()
+    assert shelf.leaked == []
+
+
+class Abandoned(MemoryInstance):
+    """Hangs until it is abandoned."""
+
+    def __init__(self, model: MemoryModel, spec: ModelSpec, device: Device) -> None:
+        super().__init__(model, spec, device)
+        self._abandoned = threading.Event()
+
+    def execute(self, requests: Sequence[Tensors], padded_rows: int = 0) -> Execution:
+        self._abandoned.wait(30)
+        raise ExecutionError("abandoned")
+
+    def abandon(self) -> None:
+        self._abandoned.set()
+
+
+class Abandoning(Model):
+    def instance(self, spec: ModelSpec, device: Device) -> MemoryInstance:
+        instance = Abandoned(self, spec, device)
+        self._instances.append(instance)
+        return instance
+
+
+@pytest.mark.usefixtures("impatient")
+def test_load_whose_warm_up_hangs_abandons_instances_that_can_be_and_closes_them(tmp_path: Path) -> None:
+    shelf = Shelf(v1=Abandoning())
+    with pytest.raises(LoadHangs) as caught:
+        load_model(folder(tmp_path, 1), shelf.of, LoadDefaults(execution_limit_ns=1_000_000))
+    assert isinstance(caught.value.ended.exception(10), ExecutionError)
+    eventually(lambda: shelf.leaked == [], "all closed")

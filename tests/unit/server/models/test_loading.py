@@ -1,0 +1,215 @@
+"""Loads on threads: how many at a time, which are tried again, and what becomes of one that nobody waits for."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from backends.base import Backend, ModelSpec, TensorSpec
+from backends.errors import LoadError
+from backends.memory import MemoryBackend, MemoryModel
+from server.errors import LoadHangs, ModelNotFound
+from server.models.layout import ModelFolder
+from server.models.loader import LoadDefaults, LoadedVersion
+from server.models.loading import Find, Loads, always
+from tests.polling import eventually_async
+from tests.rlimits import without_threads
+from tests.unit.server.found import find_models
+
+SPEC = ModelSpec((TensorSpec("a", "FP32", (-1, -1)),), (TensorSpec("x", "FP32", (-1, -1)),))
+WARMED = 'backend: "memory" max_batch_size: 1 input { name: "a" data_type: TYPE_FP32 dims: 1 }'
+"""Warmed up, which a closed gate holds up: a load that takes its time."""
+_SAMPLE = """
+model_warmup { batch_size: 1 inputs { key: "a" value { data_type: TYPE_FP32 dims: 1 zero_data: true } } }
+"""
+
+
+class Bench:
+    """Folders of models in memory."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.models: dict[str, MemoryModel] = {}
+        self.told: list[list[str]] = []
+
+    def backend(self, name: str) -> Backend:
+        return MemoryBackend(self.models)
+
+    def add(self, name: str, config: str = WARMED) -> MemoryModel:
+        (self.root / name / "3").mkdir(parents=True)
+        (self.root / name / "config.pbtxt").write_text(config)
+        self.models[name] = MemoryModel(SPEC)
+        return self.models[name]
+
+    def folder(self, name: str) -> ModelFolder:
+        return next(folder for folder in find_models([self.root]) if folder.name == name)
+
+    async def load(self, loads: Loads, name: str, find: Find | None = None) -> list[LoadedVersion]:
+        return await loads.load(name, find or always(self.folder(name)), None, self.told.append)
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Iterator[Bench]:
+    bench = Bench(tmp_path)
+    yield bench
+    for model in bench.models.values():
+        model.gate.open()
+
+
+async def test_load_gives_what_is_ready_to_execute_and_tells_its_versions(bench: Bench) -> None:
+    model, loads = bench.add("m"), Loads(bench.backend)
+    (loaded,) = await bench.load(loads, "m")
+    assert (loaded.name, loaded.version, bench.told) == ("m", 3, [["3"]])
+    await eventually_async(lambda: not loads.under_way, "the load over")
+    loaded.close()
+    assert model.closed
+
+
+async def test_load_with_one_thread_goes_one_by_one(bench: Bench) -> None:
+    first, second = bench.add("a"), bench.add("b")
+    first.gate.close()
+    loads = Loads(bench.backend, threads=1)
+    tasks = [asyncio.create_task(bench.load(loads, name)) for name in "ab"]
+    await asyncio.to_thread(first.gate.wait_entered, 1)
+    assert second.gate.entered == 0
+    first.gate.open()
+    for loaded in await asyncio.gather(*tasks):
+        loaded[0].close()
+
+
+async def test_load_with_several_threads_goes_on_at_the_same_time(bench: Bench) -> None:
+    together = threading.Barrier(3)
+    for name in "abc":
+        bench.add(name).faults.raise_when(lambda inputs: together.wait(10) < 0, LoadError("never"))
+    loads = Loads(bench.backend)
+    for loaded in await asyncio.gather(*(bench.load(loads, name) for name in "abc")):
+        loaded[0].close()
+
+
+async def test_load_that_is_cancelled_goes_on_and_is_closed_when_it_ends(bench: Bench) -> None:
+    model, loads = bench.add("m"), Loads(bench.backend)
+    model.gate.close()
+    loading = asyncio.create_task(bench.load(loads, "m"))
+    await asyncio.to_thread(model.gate.wait_entered, 1)
+    loading.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await loading
+    assert loads.under_way
+    model.gate.open()
+    await eventually_async(lambda: model.closed and not loads.under_way, "what the load brought closed")
+    assert model.open_instances == 0
+
+
+async def test_load_that_fails_is_tried_again_as_often_as_asked_for(bench: Bench) -> None:
+    tries = 0
+
+    @contextmanager
+    def fails(times: int) -> Iterator[ModelFolder]:
+        nonlocal tries
+        tries += 1
+        if tries <= times:
+            raise OSError("not there yet")
+        yield bench.folder("m")
+
+    bench.add("m")
+    with pytest.raises(OSError, match="not there yet"):
+        await bench.load(Loads(bench.backend), "m", lambda: fails(1))
+    tries = 0
+    (loaded,) = await bench.load(Loads(bench.backend, retries=2), "m", lambda: fails(2))
+    assert tries == 3
+    loaded.close()
+
+
+async def test_load_of_what_is_not_there_is_not_tried_again(bench: Bench) -> None:
+    finds = 0
+
+    def find() -> None:
+        nonlocal finds
+        finds += 1
+        raise ModelNotFound("no such model")
+
+    with pytest.raises(ModelNotFound):
+        await bench.load(Loads(bench.backend, retries=2), "m", find)  # type: ignore[arg-type]
+    assert finds == 1
+
+
+async def test_load_that_takes_long_is_told_once_it_has_begun(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
+    model = bench.add("m")
+    model.gate.close()
+    loads = Loads(bench.backend, slow_after_s=0)
+
+    def told() -> list[str]:
+        return [one.getMessage() for one in caplog.records if one.name == "paceline.server.loading"]
+
+    with caplog.at_level(logging.INFO, "paceline.server.loading"):
+        loading = asyncio.create_task(bench.load(loads, "m"))
+        await asyncio.to_thread(model.gate.wait_entered, 1)
+        await eventually_async(told, "a line in the log")
+        model.gate.open()
+        (loaded,) = await loading
+    assert told() == ["model 'm' is still being loaded after 0 s"]
+    loaded.close()
+
+
+@pytest.mark.parametrize("config", [WARMED, WARMED + _SAMPLE], ids=["default", "configured"])
+@pytest.mark.usefixtures("impatient")
+async def test_load_whose_warm_up_hangs_fails_and_is_closed_when_that_ends(bench: Bench, config: str) -> None:
+    model = bench.add("m", config)
+    model.gate.close()
+    loads = Loads(bench.backend, LoadDefaults(execution_limit_ns=1), retries=1)
+    with pytest.raises(LoadHangs, match="to warm it up takes longer than the 1e-09 s that --execution-timeout-secs or"):
+        await bench.load(loads, "m")
+    await asyncio.to_thread(model.gate.wait_entered, 1)
+    assert (loads.under_way, model.open_instances, model.closed) == (True, 1, False)
+    model.gate.open()
+    await eventually_async(lambda: model.closed and not loads.under_way, "what hung closed")
+    assert (model.open_instances, model.gate.entered) == (0, 1)
+
+
+@pytest.mark.usefixtures("impatient")
+async def test_load_that_hangs_and_was_cancelled_before_is_under_way_until_that_ends(bench: Bench) -> None:
+    model, _ = bench.add("m"), bench.add("n")
+    model.gate.close()
+    loads = Loads(bench.backend, LoadDefaults(execution_limit_ns=200_000_000), threads=1)
+    loading = asyncio.create_task(bench.load(loads, "m"))
+    await asyncio.to_thread(model.gate.wait_entered, 1)
+    loading.cancel()
+    await asyncio.wait([loading])
+    assert loading.cancelled()
+    (loaded,) = await bench.load(loads, "n")  # once the thread is through with the first one
+    loaded.close()
+    assert loads.under_way
+    model.gate.open()
+    await eventually_async(lambda: model.closed and not loads.under_way, "what hung closed")
+
+
+async def test_load_for_which_there_can_be_no_thread_is_not_done_when_there_can(bench: Bench) -> None:
+    model, loads = bench.add("m"), Loads(bench.backend, threads=1)
+    with without_threads(), pytest.raises(RuntimeError, match="can't start new thread"):
+        await bench.load(loads, "m")
+    assert not loads.under_way
+    (loaded,) = await bench.load(loads, "m")
+    assert (bench.told, model.open_instances) == ([["3"]], 1)
+    loaded.close()
+
+
+async def test_load_that_ends_with_what_no_future_can_tell_fails(bench: Bench) -> None:
+    def find() -> None:
+        raise StopIteration("odd")
+
+    with pytest.raises(RuntimeError, match="StopIteration: odd"):
+        await bench.load(Loads(bench.backend), "m", find)  # type: ignore[arg-type]
+
+
+async def test_stopped_loads_begin_no_more(bench: Bench) -> None:
+    bench.add("m")
+    loads = Loads(bench.backend)
+    loads.stop()
+    with pytest.raises(RuntimeError):
+        await bench.load(loads, "m")

@@ -1,0 +1,235 @@
+"""Reading `config.pbtxt`, and refusing by name what this build can't do."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from google.protobuf import text_format
+
+from backends.base import GroupKind, InstanceGroup, ModelSpec, TensorSpec
+from protos import model_config_pb2 as pb
+from server.errors import ConfigError
+from server.models.model_config import backend_name, check_supported, instance_groups, model_source, parse_config
+
+
+def config(text: str) -> pb.ModelConfig:
+    return text_format.Parse(text, pb.ModelConfig())
+
+
+def parsed(tmp_path: Path, content: str | bytes) -> pb.ModelConfig:
+    path = tmp_path / "config.pbtxt"
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    return parse_config(path)
+
+
+def test_parse_reads_what_is_written(tmp_path: Path) -> None:
+    read = parsed(tmp_path, '# as Triton writes it\nname: "m"\nmax_batch_size: 8\ndynamic_batching { }\n')
+    assert (read.name, read.max_batch_size, read.HasField("dynamic_batching")) == ("m", 8, True)
+
+
+def test_parse_takes_what_editors_for_windows_write(tmp_path: Path) -> None:
+    assert parsed(tmp_path, b'\xef\xbb\xbfname: "m"\r\nmax_batch_size: 8\r\n').max_batch_size == 8
+
+
+def test_parse_empty_file_is_an_empty_configuration(tmp_path: Path) -> None:
+    assert parsed(tmp_path, "") == pb.ModelConfig()
+
+
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [
+        ("max_batch_size: 4\nmax_batchsize: 8", 'config.pbtxt:2:1 : Message type "inference.ModelConfig" has no field'),
+        ("\n\ninput {\n  dim: 1 }", 'config.pbtxt:4:3 : Message type "inference.ModelInput" has no field named "dim".'),
+        ("max_batch_size: 1\nmax_batch_size: 2", "config.pbtxt:2:17 : "),
+        ('max_batch_size: "8"', "config.pbtxt:1:17 : "),
+        ("input { name: 'a'", 'config.pbtxt:1:15 : Expected "}".'),
+        ("instance_group { kind: KIND_TPU }", "config.pbtxt:1:24 : "),
+    ],
+)
+def test_parse_fault_is_told_with_file_line_and_column(tmp_path: Path, content: str, text: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parsed(tmp_path, content)
+    assert str(caught.value).startswith(text)
+
+
+@pytest.mark.parametrize("content", [b"name: '\xff'", "instance_group { kind: 99999999999999999999 }"])
+def test_parse_what_is_no_text_or_no_number_is_a_config_error(tmp_path: Path, content: str | bytes) -> None:
+    with pytest.raises(ConfigError, match=r"^config\.pbtxt can't be read: "):
+        parsed(tmp_path, content)
+
+
+@pytest.mark.parametrize("put", [Path.mkdir, os.mkfifo, lambda path: path.symlink_to("/dev/zero")])
+def test_parse_what_is_no_file_is_a_config_error(tmp_path: Path, put: Callable[[Path], None]) -> None:
+    put(tmp_path / "config.pbtxt")
+    with pytest.raises(ConfigError, match=r"^config\.pbtxt can't be read: .*expected a file, got something else"):
+        parse_config(tmp_path / "config.pbtxt")
+
+
+def test_parse_file_that_is_gone_is_a_config_error(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"^config\.pbtxt can't be read: .*No such file"):
+        parse_config(tmp_path / "config.pbtxt")
+
+
+@pytest.mark.parametrize(
+    ("text", "feature"),
+    [
+        ("ensemble_scheduling { }", "ensemble_scheduling"),
+        ('platform: "ensemble"', "ensemble_scheduling"),
+        ("sequence_batching { }", "sequence_batching"),
+        ("model_transaction_policy { decoupled: true }", "model_transaction_policy.decoupled"),
+        ('model_repository_agents { agents { name: "x" } }', "model_repository_agents"),
+        ('input { name: "a" is_non_linear_format_io: true }', "input 'a': is_non_linear_format_io"),
+        (
+            'input { name: "a" } input { name: "b" is_non_linear_format_io: true }',
+            "input 'b': is_non_linear_format_io",
+        ),
+        ('output { name: "x" is_non_linear_format_io: true }', "output 'x': is_non_linear_format_io"),
+        ("instance_group { passive: true }", "instance_group.passive"),
+        ("instance_group { secondary_devices { } }", "instance_group.secondary_devices"),
+    ],
+)
+def test_check_supported_what_is_not_is_refused_by_name(text: str, feature: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        check_supported(config(text))
+    assert str(caught.value) == f"{feature} is not supported by this build"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        'input { name: "a" reshape { } optional: true allow_ragged_batch: true is_shape_tensor: true }',
+        'output { name: "x" reshape { shape: [ 1 ] } is_shape_tensor: true } batch_input { } batch_output { }',
+        'input { name: "a" dims: [ 1 ] format: FORMAT_NCHW } output { name: "b" label_filename: "labels.txt" }',
+        "dynamic_batching { preserve_ordering: true default_queue_policy { timeout_action: DELAY } }",
+        "dynamic_batching { priority_levels: 2 priority_queue_policy { key: 1 value { } } }",
+        "response_cache { enable: true } model_transaction_policy { decoupled: false }",
+        "optimization { eager_batching: true }",
+        "optimization { input_pinned_memory { enable: true } cuda { graphs: true } priority: PRIORITY_MAX }",
+        'instance_group { name: "g" rate_limiter { priority: 1 } host_policy: "h" profile: "0" }',
+        'cc_model_filenames { key: "7.5" value: "x.onnx" }',
+        'metric_tags { key: "a" value: "b" }',
+    ],
+)
+def test_check_supported_what_is_harmless_passes(text: str) -> None:
+    check_supported(config(text))
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        ("", "onnxruntime"),
+        ('platform: "onnxruntime_onnx"', "onnxruntime_onnx"),
+        ('backend: "identity"', "identity"),
+        ('backend: "identity" platform: "onnxruntime_onnx"', "identity"),
+    ],
+)
+def test_backend_name_is_that_of_backend_then_platform_then_onnx_runtime(text: str, name: str) -> None:
+    assert backend_name(config(text)) == name
+
+
+def test_instance_groups_each_becomes_one_of_ours() -> None:
+    text = (
+        "instance_group [ { count: 2 kind: KIND_CPU }, { kind: KIND_GPU gpus: [ 0, 2 ] }, { kind: KIND_MODEL }, { } ]"
+    )
+    assert instance_groups(config(text)) == (
+        InstanceGroup(GroupKind.CPU, 2),
+        InstanceGroup(GroupKind.GPU, 0, (0, 2)),
+        InstanceGroup(GroupKind.MODEL),
+        InstanceGroup(GroupKind.AUTO),
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "fault"),
+    [
+        ("kind: 99", "instance_group: expected a kind, got 99"),
+        ("count: -3", "instance_group: expected count >= 0, got -3"),
+        ("count: 2147483647", "instance_group: expected up to 1024 instances in all, got 2147483647 or more"),
+        ("count: 513 gpus: [ 0, 1 ]", "instance_group: expected up to 1024 instances in all, got 1026 or more"),
+        ("count: 1024 } instance_group {", "instance_group: expected up to 1024 instances in all, got 1025 or more"),
+    ],
+)
+def test_instance_groups_nonsense_is_refused(text: str, fault: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        instance_groups(config(f"instance_group {{ {text} }}"))
+    assert str(caught.value) == fault
+
+
+def test_model_source_carries_parameters_level_and_accelerators_in_order() -> None:
+    text = """
+        name: "m"
+        parameters { key: "intra_op_thread_count" value { string_value: "2" } }
+        optimization {
+          graph { level: -1 }
+          execution_accelerators {
+            cpu_execution_accelerator { name: "openvino" }
+            gpu_execution_accelerator { name: "cuda" parameters { key: "k" value: "v" } }
+          }
+        }
+    """
+    source = model_source(config(text), Path("x.onnx"))
+    assert (source.name, source.path, source.graph_level) == ("m", Path("x.onnx"), -1)
+    assert source.parameters == {"intra_op_thread_count": "2"}
+    assert source.accelerators == (("cuda", {"k": "v"}),)
+    assert source.cpu_accelerators == (("openvino", {}),)
+
+
+def test_model_source_of_an_empty_configuration_says_nothing() -> None:
+    source = model_source(config(""), Path("x.onnx"))
+    assert (source.declared, source.parameters, source.graph_level, source.accelerators) == (None, {}, None, ())
+
+
+TENSORS = (
+    'input { name: "a" data_type: TYPE_FP32 dims: [ 2 ] } output { name: "b" data_type: TYPE_STRING dims: [ -1 ] }'
+)
+
+
+@pytest.mark.parametrize(("rows", "lead"), [(0, ()), (4, (-1,))])
+def test_model_source_declares_tensors_with_their_batch_axis(rows: int, lead: tuple[int, ...]) -> None:
+    source = model_source(config(f"max_batch_size: {rows} {TENSORS}"), Path("x"))
+    assert source.declared == ModelSpec(
+        (TensorSpec("a", "FP32", (*lead, 2)),), (TensorSpec("b", "BYTES", (*lead, -1)),)
+    )
+
+
+def test_model_source_declares_tensors_as_the_model_has_them() -> None:
+    text = """
+        max_batch_size: 4
+        input { name: "a" data_type: TYPE_FP32 dims: [ 4 ] reshape { shape: [ 2, 2 ] } }
+        input { name: "b" data_type: TYPE_FP32 dims: [ 3, -1 ] allow_ragged_batch: true }
+        input { name: "c" data_type: TYPE_INT64 dims: [ 2 ] is_shape_tensor: true }
+        input { name: "d" data_type: TYPE_FP32 dims: [ 1 ] reshape { } optional: true }
+        output { name: "a" data_type: TYPE_FP32 dims: [ -1 ] }
+        output { name: "b" data_type: TYPE_FP32 dims: [ 2 ] }
+        batch_output { target_name: "a" kind: BATCH_SCATTER_WITH_INPUT_SHAPE source_input: "b" }
+    """
+    assert model_source(config(text), Path("x")).declared == ModelSpec(
+        (
+            TensorSpec("a", "FP32", (-1, 2, 2)),
+            TensorSpec("b", "FP32", (-1,)),
+            TensorSpec("c", "INT64", (2,)),
+            TensorSpec("d", "FP32", (-1,), optional=True),
+        ),
+        (TensorSpec("a", "FP32", (-1,)), TensorSpec("b", "FP32", (-1, 2))),
+    )
+
+
+@pytest.mark.parametrize("tensors", [TENSORS.partition("output")[0], "output" + TENSORS.partition("output")[2]])
+def test_model_source_declares_nothing_unless_inputs_and_outputs_are_given(tensors: str) -> None:
+    assert model_source(config(tensors), Path("x")).declared is None
+
+
+@pytest.mark.parametrize("data_type", ["", "data_type: TYPE_INVALID"])
+def test_model_source_declares_nothing_if_a_tensor_has_no_datatype(data_type: str) -> None:
+    text = f'input {{ name: "a" {data_type} dims: [ 1 ] }} output {{ name: "b" data_type: TYPE_FP32 dims: [ 1 ] }}'
+    assert model_source(config(text), Path("x")).declared is None
+
+
+def test_model_source_tensor_of_a_datatype_that_is_none_is_refused() -> None:
+    text = 'input { name: "a" data_type: 77 dims: [ 1 ] } output { name: "b" data_type: TYPE_FP32 dims: [ 1 ] }'
+    with pytest.raises(ConfigError, match=r"^input 'a': expected a data_type, got 77$"):
+        model_source(config(text), Path("x"))

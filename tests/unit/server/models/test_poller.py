@@ -1,0 +1,483 @@
+"""What counts as a change on disk, when it counts, and what is done then."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import shutil
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from backends.base import ModelSpec, TensorSpec
+from backends.memory import MemoryBackend, MemoryModel
+from server.models.entry import IndexLine, ModelState
+from server.models.layout import Layout, model_folder
+from server.models.loading import Loads
+from server.models.poller import Poller, fingerprint
+from server.models.repository import Repository
+from server.telemetry.metrics import Metrics
+from tests.polling import eventually_async
+
+SPEC = ModelSpec((TensorSpec("a", "FP32", (-1, -1)),), (TensorSpec("x", "FP32", (-1, -1)),))
+CONFIG = 'backend: "memory"'
+WARMED = f'{CONFIG} max_batch_size: 1 input {{ name: "a" data_type: TYPE_FP32 dims: 1 }}'
+"""Warmed up, which a closed gate holds up: a load that takes its time."""
+
+
+class Bench:
+    """A repository on disk, followed by hand. Every model is in memory."""
+
+    def __init__(self, root: Path, max_models: int = 9) -> None:
+        self.root = root
+        self.models: dict[str, MemoryModel] = {}
+        backend = MemoryBackend(self.models)
+        self.repository = Repository(Metrics(), Loads(lambda name: backend), max_models=max_models)
+        self.layout = Layout([root])
+        self.poller = Poller(self.layout, self.repository, interval_s=1e6)
+
+    def write(self, name: str, config: str = CONFIG, version: int = 1) -> Path:
+        (self.root / name / str(version)).mkdir(parents=True, exist_ok=True)
+        (self.root / name / "config.pbtxt").write_text(config)
+        self.models[name] = MemoryModel(SPEC)
+        return self.root / name
+
+    async def start(self) -> None:
+        self.layout.open(may_be_empty=True)
+        await self.poller.start()
+
+    async def settle(self) -> None:
+        """Look until nothing changes any more: once if nothing did, else twice."""
+        while await self.look():
+            pass
+
+    async def look(self) -> bool:
+        """Look once, and wait for what that begins."""
+        unsettled = await self.poller.poll_once()
+        await self.poller.ended()
+        return unsettled
+
+    @property
+    def ready(self) -> dict[str, list[str]]:
+        """The versions that serve, by name."""
+        found: dict[str, list[str]] = {}
+        for line in self.repository.index():
+            if line.state is ModelState.READY:
+                found.setdefault(line.name, []).append(line.version)
+        return found
+
+    @property
+    def loads(self) -> list[str]:
+        """The models that serve, told apart by load."""
+        return [model.batch_id_prefix for model in self.repository.models]
+
+
+@pytest.fixture
+async def bench(tmp_path: Path) -> AsyncIterator[Bench]:
+    bench = Bench(tmp_path / "repository")
+    bench.root.mkdir()
+    yield bench
+    await bench.repository.stop()
+
+
+def said(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """What the poller logged."""
+    return [record.getMessage() for record in caplog.records if record.name == "paceline.server.poller"]
+
+
+async def test_start_loads_what_is_there_at_once(bench: Bench) -> None:
+    bench.write("a")
+    bench.write("b")
+    await bench.start()
+    assert bench.ready == {"a": ["1"], "b": ["1"]}
+
+
+async def test_start_on_an_empty_repository_is_fine(bench: Bench) -> None:
+    await bench.start()
+    assert bench.repository.index() == []
+    assert bench.repository.ready
+
+
+async def test_poll_of_what_has_not_changed_does_nothing(bench: Bench) -> None:
+    bench.write("a")
+    await bench.start()
+    before = bench.loads
+    assert not await bench.look()
+    assert bench.loads == before
+
+
+async def test_poll_loads_a_new_model_when_two_looks_saw_the_same(bench: Bench) -> None:
+    await bench.start()
+    bench.write("a")
+    assert await bench.look()
+    assert bench.ready == {}
+    assert bench.repository.ready, "nobody misses what was never loaded"
+    assert not await bench.look()
+    assert bench.ready == {"a": ["1"]}
+
+
+async def test_poll_of_a_model_that_goes_on_changing_waits_until_it_is_written(bench: Bench) -> None:
+    await bench.start()
+    folder = bench.write("a")
+    for size in range(5):
+        (folder / "1" / "model.onnx").write_bytes(b"x" * size)
+        assert await bench.look()
+        assert bench.ready == {}
+    assert not await bench.look()
+    assert bench.ready == {"a": ["1"]}
+
+
+def rewrite_config(folder: Path) -> None:
+    (folder / "config.pbtxt").write_text(f"{CONFIG} max_batch_size: 3")
+
+
+def touch_model_file(folder: Path) -> None:
+    (folder / "1" / "model.onnx").write_bytes(b"new")
+
+
+def change_time_alone(folder: Path) -> None:
+    about = (folder / "config.pbtxt").stat()
+    os.utime(folder / "config.pbtxt", ns=(about.st_atime_ns, about.st_mtime_ns + 1))
+
+
+def change_size_alone(folder: Path) -> None:
+    about = (folder / "config.pbtxt").stat()
+    (folder / "config.pbtxt").write_text(CONFIG + " ")
+    os.utime(folder / "config.pbtxt", ns=(about.st_atime_ns, about.st_mtime_ns))
+
+
+def replace_by_one_of_its_time_and_size(folder: Path) -> None:
+    about, other = (folder / "config.pbtxt").stat(), folder.parent.parent / "other"
+    other.write_text(CONFIG.replace('"', "'"))
+    os.utime(other, ns=(about.st_atime_ns, about.st_mtime_ns))
+    while other.stat().st_ctime_ns == about.st_ctime_ns:  # until the clock of the file system has moved on
+        os.utime(other, ns=(about.st_atime_ns, about.st_mtime_ns))
+    other.replace(folder / "config.pbtxt")
+    replaced = (folder / "config.pbtxt").stat()
+    assert (replaced.st_mtime_ns, replaced.st_size) == (about.st_mtime_ns, about.st_size)
+
+
+def add_file_deep_inside(folder: Path) -> None:
+    (folder / "1" / "weights" / "layer0").mkdir(parents=True)
+    (folder / "1" / "weights" / "layer0" / "w.bin").touch()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        rewrite_config,
+        touch_model_file,
+        change_time_alone,
+        change_size_alone,
+        replace_by_one_of_its_time_and_size,
+        add_file_deep_inside,
+    ],
+)
+async def test_poll_reloads_a_changed_model_and_no_other(bench: Bench, change: object) -> None:
+    folder = bench.write("a")
+    bench.write("b")
+    await bench.start()
+    a, b = bench.loads
+    change(folder)  # type: ignore[operator]
+    await bench.settle()
+    assert bench.loads[0] != a
+    assert bench.loads[1] == b
+    again = bench.loads
+    await bench.settle()
+    assert bench.loads == again
+
+
+async def test_poll_follows_versions_that_come_and_go(bench: Bench) -> None:
+    folder = bench.write("a", f"{CONFIG} version_policy {{ latest {{ num_versions: 2 }} }}")
+    await bench.start()
+    for present, served in (([2], ["1", "2"]), ([3], ["2", "3"])):
+        for version in present:
+            (folder / str(version)).mkdir()
+        await bench.settle()
+        assert bench.ready == {"a": served}
+    (folder / "3").rmdir()
+    await bench.settle()
+    assert bench.ready == {"a": ["1", "2"]}
+    (folder / "config.pbtxt").write_text(f"{CONFIG} version_policy {{ specific {{ versions: [ 1, 9 ] }} }}")
+    await bench.settle()
+    assert bench.ready == {"a": ["1"]}
+
+
+async def test_poll_unloads_a_deleted_model_when_it_is_really_gone_and_forgets_it(bench: Bench) -> None:
+    folder = bench.write("a")
+    bench.write("b")
+    await bench.start()
+    folder.rename(bench.root.parent / "elsewhere")
+    assert await bench.look()
+    assert bench.ready == {"a": ["1"], "b": ["1"]}
+    assert not await bench.look()
+    assert bench.ready == {"b": ["1"]}
+    assert bench.repository.ready
+    await eventually_async(lambda: not bench.repository.leaving, "the model closed")
+    await bench.look()
+    assert [line.name for line in bench.repository.index()] == ["b"]
+
+
+async def test_poll_of_a_model_for_which_there_is_no_place_loads_it_when_another_has_gone(tmp_path: Path) -> None:
+    bench = Bench(tmp_path / "models", max_models=1)
+    folder = bench.write("b")
+    await bench.start()
+    bench.write("a")
+    await bench.settle()
+    assert bench.ready == {"b": ["1"]}
+    folder.rename(tmp_path / "elsewhere")
+    await bench.settle()
+    await bench.look()
+    assert bench.ready == {"a": ["1"]}
+    await bench.repository.stop()
+
+
+async def test_model_without_a_place_at_the_start_is_loaded_when_another_has_gone(tmp_path: Path) -> None:
+    bench = Bench(tmp_path / "models", max_models=1)
+    folders = {name: bench.write(name) for name in "ab"}
+    await bench.start()
+    (served,) = bench.ready
+    await bench.settle()
+    assert bench.ready == {served: ["1"]}
+    folders.pop(served).rename(tmp_path / "elsewhere")
+    await bench.settle()
+    await bench.look()
+    assert bench.ready == {name: ["1"] for name in folders}
+    await bench.repository.stop()
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["at the start", "later"])
+async def test_model_without_a_place_is_loaded_when_one_that_had_it_could_not_be(tmp_path: Path, first: bool) -> None:
+    bench = Bench(tmp_path / "models", max_models=1)
+    bench.root.mkdir()
+    if not first:
+        await bench.start()
+    bench.write("a", f"{CONFIG} sequence_batching {{ }}")
+    bench.write("b")
+    if first:
+        await bench.start()
+    await bench.settle()
+    await bench.look()
+    assert bench.ready == {"b": ["1"]}
+    assert not await bench.look()
+    await bench.repository.stop()
+
+
+async def test_poll_of_a_folder_that_was_away_for_one_look_changes_nothing(bench: Bench) -> None:
+    folder = bench.write("a")
+    await bench.start()
+    before = bench.loads
+    folder.rename(bench.root.parent / "elsewhere")
+    assert await bench.look()
+    (bench.root.parent / "elsewhere").rename(folder)
+    assert not await bench.look()
+    assert bench.loads == before
+
+
+async def test_poll_of_a_model_that_does_not_load_keeps_the_old_one_and_tries_once(
+    bench: Bench, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = bench.write("a")
+    await bench.start()
+    before = bench.loads
+    (folder / "config.pbtxt").write_text(f"{CONFIG} sequence_batching {{ }}")
+    with caplog.at_level(logging.ERROR, "paceline.server.poller"):
+        for _ in range(5):
+            await bench.look()
+    assert bench.loads == before
+    assert bench.repository.ready
+    (text,) = said(caplog)
+    assert text == (
+        "load failed for model 'a': sequence_batching is not supported by this build; not tried again until its files "
+        "change"
+    )
+    (line,) = bench.repository.index()
+    assert line == IndexLine(
+        "a", "1", ModelState.READY, "the last load failed: sequence_batching is not supported by this build"
+    )
+    (folder / "config.pbtxt").write_text(CONFIG)
+    await bench.settle()
+    assert bench.loads != before
+    assert bench.repository.index() == [IndexLine("a", "1", ModelState.READY)]
+
+
+async def test_poll_of_a_new_model_that_does_not_load_leaves_the_server_unready_until_it_is_mended_or_gone(
+    bench: Bench,
+) -> None:
+    bench.write("a", "nonsense")
+    await bench.start()
+    assert not bench.repository.ready
+    bench.write("a")
+    await bench.settle()
+    assert bench.repository.ready
+    bench.write("b", "nonsense")
+    await bench.settle()
+    assert not bench.repository.ready
+    shutil.rmtree(bench.root / "b")
+    await bench.settle()
+    assert bench.repository.ready
+    assert bench.ready == {"a": ["1"]}
+
+
+async def test_poll_goes_on_while_a_model_loads_and_looks_at_that_one_again_afterwards(bench: Bench) -> None:
+    await bench.start()
+    folder = bench.write("slow", WARMED)
+    model = bench.models["slow"]
+    model.gate.close()
+    assert await bench.poller.poll_once()
+    assert not await bench.poller.poll_once()
+    await asyncio.to_thread(model.gate.wait_entered, 1)
+    bench.write("fast")
+    (folder / "config.pbtxt").write_text(f"{WARMED} # changed meanwhile")
+    assert await bench.poller.poll_once()
+    assert not await bench.poller.poll_once()
+    await eventually_async(lambda: bench.ready == {"fast": ["1"]}, "the other model serving")
+    shutil.rmtree(bench.root / "fast")
+    assert await bench.poller.poll_once()
+    assert not await bench.poller.poll_once()
+    await eventually_async(lambda: not bench.ready, "the other model unloaded")
+    assert model.gate.entered == 1
+    model.gate.open()
+    await bench.poller.ended()
+    before = bench.loads
+    assert len(before) == 1
+    assert not await bench.look(), "what changed meanwhile was seen twice"
+    assert bench.loads != before
+    assert bench.ready == {"slow": ["1"]}
+
+
+async def test_run_that_is_cancelled_during_a_load_leaves_no_task_behind(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    bench.poller = Poller(bench.layout, bench.repository, interval_s=0.001)
+    await bench.start()
+    following = asyncio.create_task(bench.poller.run())
+    bench.write("a", WARMED)
+    model = bench.models["a"]
+    model.gate.close()
+    bench.write("b")
+    await eventually_async(lambda: "b" in bench.ready and model.gate.entered, "one model serving, one being loaded")
+    following.cancel()
+    await asyncio.gather(following, return_exceptions=True)
+    await bench.repository.stop()
+    assert asyncio.all_tasks() == {asyncio.current_task()}
+    model.gate.open()
+
+
+async def test_poll_of_a_name_that_comes_up_twice_keeps_what_serves(tmp_path: Path) -> None:
+    one, two = Bench(tmp_path / "one"), tmp_path / "two"
+    one.write("a")
+    two.mkdir()
+    one.layout = Layout([one.root, two])
+    one.poller = Poller(one.layout, one.repository, interval_s=1e6)
+    await one.start()
+    before = one.loads
+    (two / "a" / "1").mkdir(parents=True)
+    await one.settle()
+    assert one.loads == before
+    (line,) = one.repository.index()
+    assert (line.state, "model appears in two or more repositories" in line.reason) == (ModelState.READY, True)
+    shutil.rmtree(two / "a")
+    await one.settle()
+    assert one.repository.index() == [IndexLine("a", "1", ModelState.READY)]
+    await one.repository.stop()
+
+
+async def test_poll_of_a_repository_that_cannot_be_read_changes_nothing_and_says_so_once(
+    bench: Bench, caplog: pytest.LogCaptureFixture
+) -> None:
+    bench.write("a")
+    await bench.start()
+    before = bench.loads
+    bench.root.rename(bench.root.parent / "elsewhere")
+    with caplog.at_level(logging.WARNING, "paceline.server.poller"):
+        for _ in range(3):
+            assert not await bench.look()
+    (text,) = said(caplog)
+    assert text.startswith("models stay as they are, as the repositories can't be read: ")
+    assert bench.loads == before
+    (bench.root.parent / "elsewhere").rename(bench.root)
+    await bench.settle()
+    assert bench.loads == before
+
+
+async def test_poll_of_one_models_folder_follows_its_replacement(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    folder = bench.write("a")
+    bench.layout = Layout([folder])
+    bench.poller = Poller(bench.layout, bench.repository, interval_s=1e6)
+    await bench.start()
+    (before,) = bench.loads
+    shutil.rmtree(folder)
+    await bench.look()
+    bench.write("a", f"{CONFIG} max_batch_size: 2")
+    await bench.settle()
+    (after,) = bench.loads
+    assert after != before
+    assert bench.repository.get("a", "").max_batch_rows == 2
+    await bench.repository.stop()
+
+
+async def test_run_looks_at_every_interval_and_outlives_what_goes_wrong(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    bench.write("a")
+    bench.poller = Poller(bench.layout, bench.repository, interval_s=0.001)
+    await bench.start()
+    following = asyncio.create_task(bench.poller.run())
+    bench.write("b")
+    await eventually_async(lambda: "b" in bench.ready, "the new model serving")
+    bench.root.rename(tmp_path.parent / f"{tmp_path.name}-away")
+    await asyncio.sleep(0)
+    (tmp_path.parent / f"{tmp_path.name}-away").rename(bench.root)
+    bench.write("c")
+    await eventually_async(lambda: "c" in bench.ready, "the next model serving")
+    following.cancel()
+    await asyncio.gather(following, return_exceptions=True)
+    await bench.repository.stop()
+
+
+def test_fingerprint_follows_links_and_survives_circles_and_links_to_nowhere(tmp_path: Path) -> None:
+    (tmp_path / "m" / "1").mkdir(parents=True)
+    (tmp_path / "weights").mkdir()
+    (tmp_path / "weights" / "w.bin").write_bytes(b"123")
+    (tmp_path / "m" / "1" / "weights").symlink_to(tmp_path / "weights")
+    (tmp_path / "m" / "1" / "circle").symlink_to(tmp_path / "m")
+    (tmp_path / "m" / "nowhere").symlink_to(tmp_path / "gone")
+    folder = model_folder("m", tmp_path / "m")
+    found = {Path(path).name: size for path, *_, size in fingerprint(folder)}
+    assert found == {"w.bin": 3, "nowhere": -1}
+    before = fingerprint(folder)
+    (tmp_path / "weights" / "w.bin").write_bytes(b"1234")
+    assert fingerprint(folder) != before
+
+
+def test_fingerprint_tells_where_links_lead(tmp_path: Path) -> None:
+    """As a mounted ConfigMap is replaced; of files that were written at the same time nothing else may differ."""
+    (tmp_path / "m" / "1").mkdir(parents=True)
+    for number in (1, 2):
+        (tmp_path / str(number)).mkdir()
+    (tmp_path / "1" / "model.onnx").write_bytes(b"1")
+    os.link(tmp_path / "1" / "model.onnx", tmp_path / "2" / "model.onnx")
+    (tmp_path / "data").symlink_to(tmp_path / "1")
+    (tmp_path / "m" / "1" / "model.onnx").symlink_to(tmp_path / "data" / "model.onnx")
+    folder = model_folder("m", tmp_path / "m")
+    before = fingerprint(folder)
+    (tmp_path / "new").symlink_to(tmp_path / "2")
+    (tmp_path / "new").replace(tmp_path / "data")
+    assert fingerprint(folder) != before
+    (tmp_path / "m" / "2").mkdir()
+    before = fingerprint(folder)
+    (tmp_path / "m" / "2" / "model.onnx").symlink_to(tmp_path / "data" / "model.onnx")
+    assert fingerprint(folder) != before, "another version of the same file"
+
+
+def test_fingerprint_of_a_bare_file_is_of_that_file_alone(tmp_path: Path) -> None:
+    (tmp_path / "m.onnx").write_bytes(b"1")
+    (tmp_path / "n.onnx").write_bytes(b"1")
+    layout = Layout([tmp_path / "m.onnx"])
+    layout.open()
+    (folder,) = layout.models()
+    assert [Path(path).name for path, *_ in fingerprint(folder)] == ["m.onnx"]
+    (tmp_path / "m.onnx").unlink()
+    assert [size for *_, size in fingerprint(folder)] == [-1]

@@ -1,0 +1,74 @@
+"""Folders for clients' files: when they go, and that nothing comes after."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
+
+import pytest
+
+from server.models import scratch
+from server.models.scratch import Scratch, remove_all
+
+FILE = PurePosixPath("1/model.onnx")
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr(scratch, "_there", set())
+    yield tmp_path
+    remove_all()
+
+
+def test_folder_stays_until_all_have_let_go(folder: Path) -> None:
+    one = Scratch()
+    one.write(FILE, b"weights")
+    one.keep()
+    one.let_go()
+    assert (one.path / FILE).read_bytes() == b"weights"
+    one.let_go()
+    assert list(folder.iterdir()) == []
+
+
+def test_all_go_with_the_process_whoever_needs_them_and_none_comes_after(folder: Path) -> None:
+    kept, given_back = Scratch(), Scratch()
+    kept.write(FILE, b"weights")
+    given_back.let_go()
+    remove_all()
+    assert list(folder.iterdir()) == []
+    with pytest.raises(OSError, match="the server is ending"):
+        kept.write(PurePosixPath("2/model.onnx"), b"")
+    with pytest.raises(OSError, match="the server is ending"):
+        Scratch()
+    kept.let_go()
+    assert list(folder.iterdir()) == []
+
+
+def test_nothing_is_left_of_what_is_being_written_at_the_end(folder: Path) -> None:
+    one, has_begun = Scratch(), threading.Event()
+
+    def write() -> None:
+        for number in range(10_000):
+            has_begun.set()
+            one.write(PurePosixPath(f"{number}/model.onnx"), bytes(1000))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(threading, "excepthook", lambda _: None)  # which ends by what it is refused
+        writer = threading.Thread(target=write)
+        writer.start()
+        has_begun.wait(10)
+        remove_all()
+        writer.join(10)
+    assert list(folder.iterdir()) == []
+
+
+def test_folder_that_cannot_be_removed_keeps_no_other(folder: Path) -> None:
+    stays, goes = Scratch(), Scratch()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(stays, "remove", lambda: (_ for _ in ()).throw(RecursionError()))
+        remove_all()
+    assert list(folder.iterdir()) == [stays.path]
+    assert not goes.path.exists()
+    stays.remove()

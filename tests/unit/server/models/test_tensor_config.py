@@ -1,0 +1,385 @@
+"""Tensors of a configuration that aren't just rows of dims: what becomes of them, and what is refused."""
+
+from __future__ import annotations
+
+import pytest
+from google.protobuf import text_format
+
+from backends.base import BatchInput, BatchInputKind, BatchOutput, ModelSpec, TensorSpec
+from protos import model_config_pb2 as pb
+from server.errors import ConfigError
+from server.models.model_config import plan
+
+OWN = ModelSpec(
+    (
+        TensorSpec("flat", "FP32", (-1,)),
+        TensorSpec("square", "FP32", (-1, 2, 2)),
+        TensorSpec("counts", "INT32", (-1,)),
+        TensorSpec("items", "INT32", (-1, -1)),
+        TensorSpec("shape", "INT64", (2,)),
+        TensorSpec("bias", "FP32", (-1, 4), optional=True),
+    ),
+    (TensorSpec("x", "FP32", (-1,)), TensorSpec("y", "FP32", (-1, 2, 2))),
+)
+
+
+def own(*inputs: str) -> ModelSpec:
+    """A model with these inputs of `OWN` alone."""
+    return ModelSpec(tuple(one for one in OWN.inputs if one.name in inputs), OWN.outputs)
+
+
+def tensor(name: str, dims: str, more: str = "", data_type: str = "FP32", kind: str = "input") -> str:
+    return f'{kind} {{ name: "{name}" data_type: TYPE_{data_type} dims: [ {dims} ] {more} }} '
+
+
+RAGGED = tensor("flat", "-1", "allow_ragged_batch: true")
+SQUARE = tensor("square", "4", "reshape { shape: [ 2, 2 ] }")
+X = tensor("x", "-1", kind="output")
+SCATTER = 'batch_output { target_name: "x" kind: BATCH_SCATTER_WITH_INPUT_SHAPE source_input: "flat" } '
+
+
+def batch_input(
+    target: str = "counts", kind: str = "BATCH_ELEMENT_COUNT", data_type: str = "INT32", source: str = "flat"
+) -> str:
+    return (
+        f'batch_input {{ kind: {kind} target_name: "{target}" data_type: TYPE_{data_type} source_input: "{source}" }} '
+    )
+
+
+def served(text: str, model: ModelSpec, rows: int = 4) -> ModelSpec:
+    return plan(text_format.Parse(f"max_batch_size: {rows} {text}", pb.ModelConfig()), model).spec
+
+
+def refusal(text: str, model: ModelSpec, rows: int = 4) -> str:
+    with pytest.raises(ConfigError) as caught:
+        served(text, model, rows)
+    return str(caught.value)
+
+
+def test_reshape_keeps_both_the_clients_and_the_models_dims() -> None:
+    (square,) = served(SQUARE, own("square")).inputs
+
+    assert (square.dims, square.reshape, square.model_dims) == ((4,), (2, 2), (2, 2))
+
+
+@pytest.mark.parametrize(
+    ("dims", "reshape", "mine"),
+    [
+        ("1", "", (-1,)),
+        ("1, 1", "", (-1,)),
+        ("2, 4, -1, 6", "8, -1, 1, 6", (-1, 8, -1, 1, 6)),
+        ("-1, 2", "1, -1, 2", (-1, 1, -1, 2)),
+        ("-1, -1", "-1, 1, -1", (-1, -1, 1, -1)),
+    ],
+)
+def test_reshape_of_as_many_elements_is_taken(dims: str, reshape: str, mine: tuple[int, ...]) -> None:
+    model = ModelSpec((TensorSpec("a", "FP32", mine),), (TensorSpec("x", "FP32", mine),))
+    text = "".join(tensor(name, dims, f"reshape {{ shape: [ {reshape} ] }}", kind=kind)
+                   for name, kind in (("a", "input"), ("x", "output")))  # fmt: skip
+
+    spec = served(text, model)
+
+    assert spec.inputs[0].model_dims == spec.outputs[0].model_dims == mine[1:]
+
+
+@pytest.mark.parametrize(
+    ("dims", "reshape"),
+    [("4", "2, 3"), ("-1, 4", "4, -1"), ("-1", "2"), ("4", "-1"), ("-1, 2", "-1"), ("2", ""), ("-1", "-1, -1")],
+)
+def test_reshape_of_other_elements_is_refused(dims: str, reshape: str) -> None:
+    text = tensor("square", dims, f"reshape {{ shape: [ {reshape} ] }}")
+
+    assert refusal(text, own("square")) == (
+        f"input 'square': expected a reshape.shape with as many elements as dims [{dims}], before, between and after "
+        f"dims of -1, got [{reshape}]"
+    )
+
+
+@pytest.mark.parametrize(("dims", "reshape"), [("-2, -2", "2, 2"), ("2, 2", "-2, -2")])
+def test_reshape_of_or_to_sizes_that_are_none_is_refused(dims: str, reshape: str) -> None:
+    text = tensor("square", dims, f"reshape {{ shape: [ {reshape} ] }}")
+
+    assert refusal(text, own("square")) == (
+        f"input 'square': expected dims and reshape.shape >= -1, got [{dims}, {reshape}]"
+    )
+
+
+def test_reshape_that_is_not_the_models_shape_is_refused() -> None:
+    text = tensor("y", "2, 2", "reshape { shape: [ 4 ] }", kind="output")
+
+    assert refusal(text, own("square")) == "output 'y': expected reshape.shape of the model, [2, 2], got [4]"
+
+
+def test_reshape_without_a_batch_axis_is_that_of_the_whole_tensor() -> None:
+    model = ModelSpec((TensorSpec("a", "FP32", (2, -1)),), (TensorSpec("x", "FP32", ()),))
+    text = tensor("a", "1, 2, -1", "reshape { shape: [ 2, -1 ] }") + tensor("x", "1", "reshape { }", kind="output")
+
+    spec = served(text, model, rows=0)
+
+    assert [one.reshape for one in (*spec.inputs, *spec.outputs)] == [(2, -1), ()]
+
+
+@pytest.mark.parametrize("rows", [0, 4])
+def test_scalar_may_be_a_vector_of_one_to_clients_without_a_word(rows: int) -> None:
+    lead = (-1,) if rows else ()
+    model = ModelSpec((TensorSpec("a", "FP32", lead),), (TensorSpec("x", "FP32", lead),))
+
+    spec = served(tensor("a", "1") + tensor("x", "1, 1", kind="output"), model, rows)
+
+    assert [(one.dims, one.reshape) for one in (*spec.inputs, *spec.outputs)] == [((1,), ()), ((1, 1), ())]
+
+
+@pytest.mark.parametrize("dims", ["2", "-1", "1, 2"])
+def test_scalar_is_nothing_else_to_clients_unless_it_is_an_output_which_may_be_none(dims: str) -> None:
+    model = ModelSpec((TensorSpec("a", "FP32", ()),), (TensorSpec("x", "FP32", ()),))
+
+    fault = refusal(tensor("a", dims), model, rows=0)
+
+    assert fault.startswith(f"input 'a': expected dims of the model, [], got [{dims}]")
+    (output,) = served(tensor("x", dims, kind="output"), model, rows=0).outputs
+    assert (list(output.dims), output.reshape) == ([int(dim) for dim in dims.split(",")], None)
+
+
+def test_rows_of_rank_zero_look_like_vectors_of_one_if_the_configuration_leaves_them_out() -> None:
+    spec = served("", own("flat"))
+
+    assert [(one.dims, one.reshape) for one in (*spec.inputs, *spec.outputs)] == [
+        ((1,), ()),
+        ((1,), ()),
+        ((2, 2), None),
+    ]
+
+
+def test_ragged_input_has_dims_of_its_own_and_is_a_vector_to_the_model() -> None:
+    spec = served(tensor("flat", "3, -1", "allow_ragged_batch: true"), own("flat"))
+
+    assert spec.inputs == (TensorSpec("flat", "FP32", (3, -1), ragged=True),)
+    assert not spec.paddable
+
+
+@pytest.mark.parametrize(
+    ("text", "model", "fault"),
+    [
+        (
+            tensor("square", "2, 2", "allow_ragged_batch: true"),
+            own("square"),
+            "input 'square': allow_ragged_batch: expected a model whose input has shape [-1], to take the elements of "
+            "all requests one after the other, got [-1, 2, 2]",
+        ),
+        (
+            tensor("flat", "-1", "allow_ragged_batch: true is_shape_tensor: true"),
+            own("flat"),
+            "input 'flat': expected one of allow_ragged_batch and is_shape_tensor, got both",
+        ),
+        (
+            tensor("flat", "-2", "allow_ragged_batch: true"),
+            own("flat"),
+            "input 'flat': expected dims >= -1, got [-2]",
+        ),
+        (
+            RAGGED + 'parameters { key: "paceline.batch_sizes" value { string_value: "2,4" } }',
+            own("flat"),
+            "paceline.batch_sizes: expected none, as there are no rows to pad with beside allow_ragged_batch, "
+            "batch_input or batch_output, got [2, 4]",
+        ),
+        (
+            RAGGED + 'parameters { key: "paceline.split_oversized" value { string_value: "true" } }',
+            own("flat"),
+            "paceline.split_oversized: expected false, as requests can't be cut by rows beside allow_ragged_batch, "
+            "batch_input, batch_output, optional or is_shape_tensor, got true",
+        ),
+    ],
+)
+def test_ragged_input_that_cannot_be_is_refused(text: str, model: ModelSpec, fault: str) -> None:
+    assert refusal(text, model) == fault
+
+
+@pytest.mark.parametrize("field", ["allow_ragged_batch", "batch_input", "batch_output"])
+def test_ragged_fields_without_a_batch_axis_are_refused(field: str) -> None:
+    texts = {
+        "allow_ragged_batch": RAGGED + X,
+        "batch_input": tensor("flat", "-1") + X + batch_input(),
+        "batch_output": tensor("flat", "-1") + X + SCATTER,
+    }
+
+    assert refusal(texts[field], own("flat", "counts" if field == "batch_input" else ""), rows=0).endswith(
+        f"{field}: expected a max_batch_size above 0, got 0"
+    )
+
+
+@pytest.mark.parametrize("kind", BatchInputKind)
+def test_batch_input_of_each_kind_is_kept_from_clients(kind: BatchInputKind) -> None:
+    target = "items" if kind is BatchInputKind.ITEM_SHAPE else "counts"
+
+    spec = served(RAGGED + batch_input(target, kind.value), own("flat", target))
+
+    assert [one.name for one in spec.inputs] == ["flat"]
+    assert spec.batch_inputs == (BatchInput(kind, (target,), "INT32", "flat"),)
+
+
+def test_batch_input_beside_inputs_that_are_filled_in_is_not_among_them() -> None:
+    spec = served(batch_input(source="square"), own("square", "counts"))
+
+    assert [one.name for one in spec.inputs] == ["square"]
+
+
+@pytest.mark.parametrize(
+    ("text", "fault"),
+    [
+        (
+            batch_input(data_type="INT64"),
+            "batch_input BATCH_ELEMENT_COUNT: expected data_type TYPE_INT32 or TYPE_FP32, got INT64",
+        ),
+        (
+            batch_input(data_type="FP32"),
+            "batch_input BATCH_ELEMENT_COUNT: target_name 'counts': expected data_type of the model, INT32, got FP32",
+        ),
+        (
+            batch_input("nil"),
+            "batch_input BATCH_ELEMENT_COUNT: target_name 'nil': the model has no input of that name, "
+            "only ['flat', 'counts']",
+        ),
+        (
+            batch_input() + batch_input(kind="BATCH_ITEM_SHAPE_FLATTEN"),
+            "batch_input BATCH_ITEM_SHAPE_FLATTEN: target_name 'counts': expected an input that nothing else fills, "
+            "got one that is named twice",
+        ),
+        (
+            tensor("counts", "", data_type="INT32") + batch_input(),
+            "batch_input BATCH_ELEMENT_COUNT: target_name 'counts': expected an input that nothing else fills, "
+            "got one that is named twice",
+        ),
+        (
+            batch_input(kind="BATCH_ITEM_SHAPE"),
+            "batch_input BATCH_ITEM_SHAPE: target_name 'counts': expected a model whose input takes shape [-1, 1], "
+            "got [-1]",
+        ),
+        (
+            batch_input(source="nil"),
+            "batch_input: expected a source_input among the inputs that each request brings with a batch axis, "
+            "['flat'], got 'nil'",
+        ),
+        (
+            'batch_input { target_name: "counts" data_type: TYPE_INT32 }',
+            "batch_input: expected 1 source_input, got 0: []",
+        ),
+        ('batch_input { source_input: "flat" data_type: TYPE_INT32 }', "batch_input: expected a target_name, got none"),
+        (
+            'batch_input { kind: 9 target_name: "counts" data_type: TYPE_INT32 source_input: "flat" }',
+            "batch_input: expected a kind, got 9",
+        ),
+    ],
+)
+def test_batch_input_that_cannot_be_is_refused(text: str, fault: str) -> None:
+    assert refusal(RAGGED + text, own("flat", "counts")) == fault
+
+
+def test_batch_input_left_out_of_the_configuration_is_missing() -> None:
+    assert refusal(RAGGED, own("flat", "counts")) == "input: the model needs ['counts'] too, got only ['flat']"
+
+
+def test_batch_output_scatters_an_output_whatever_its_shape_in_the_model() -> None:
+    text = RAGGED + tensor("y", "-1", kind="output") + SCATTER.replace('"x"', '"y"')
+
+    spec = served(text, own("flat"))
+
+    assert spec.outputs == (TensorSpec("y", "FP32", (-1,)),)
+    assert spec.batch_outputs == (BatchOutput(("y",), "flat"),)
+
+
+@pytest.mark.parametrize(
+    ("text", "fault"),
+    [
+        (
+            SCATTER,
+            "batch_output: target_name 'x': expected one of the outputs in the configuration, []",
+        ),
+        (X + SCATTER + SCATTER, "batch_output: target_name 'x': expected each output once, got it twice"),
+        (
+            tensor("x", "-1, -1", kind="output") + SCATTER,
+            "batch_output: target_name 'x': expected an output with a batch axis, its dims of -1 being among the first "
+            "1 as in source_input 'flat', got [-1, -1]",
+        ),
+        (
+            X + SCATTER.replace('"flat"', '"nil"'),
+            "batch_output: expected a source_input among the inputs that each request brings with a batch axis, "
+            "['flat'], got 'nil'",
+        ),
+        (
+            X + SCATTER.replace("BATCH_SCATTER_WITH_INPUT_SHAPE", "3"),
+            "batch_output: expected kind BATCH_SCATTER_WITH_INPUT_SHAPE, got 3",
+        ),
+    ],
+)
+def test_batch_output_that_cannot_be_is_refused(text: str, fault: str) -> None:
+    assert refusal(RAGGED + text, own("flat")) == fault
+
+
+def test_shape_tensor_keeps_its_whole_shape_in_a_batched_model() -> None:
+    text = SQUARE + tensor("shape", "2", "is_shape_tensor: true", "INT64")
+
+    spec = served(text, own("square", "shape"))
+
+    assert spec.inputs[1] == TensorSpec("shape", "INT64", (2,), shape_tensor=True)
+    assert spec.paddable
+
+
+def test_shape_tensors_alone_in_a_batched_model_are_refused() -> None:
+    assert refusal(tensor("shape", "2", "is_shape_tensor: true", "INT64"), own("shape")) == (
+        "input: expected one with a batch axis, got only shape tensors: ['shape']"
+    )
+
+
+@pytest.mark.parametrize("optional", [False, True])
+def test_input_that_the_model_has_a_default_for_is_served_as_declared(optional: bool) -> None:
+    text = SQUARE + tensor("bias", "4", f"optional: {str(optional).lower()}")
+
+    assert served(text, own("square", "bias")).inputs[1].optional is optional
+
+
+def test_input_that_the_model_has_a_default_for_is_not_seen_unless_declared() -> None:
+    assert [one.name for one in served(SQUARE, own("square", "bias")).inputs] == ["square"]
+    assert [one.name for one in served("", own("square", "bias")).inputs] == ["square"]
+
+
+def test_refusal_of_an_unknown_name_lists_no_more_of_the_models_than_one_can_read() -> None:
+    weights = tuple(TensorSpec(f"w{number}", "FP32", (3,), optional=True) for number in range(30))
+    model = ModelSpec((*OWN.inputs[1:2], *weights), OWN.outputs)
+
+    text = refusal(tensor("nil", "1"), model)
+
+    assert text.startswith("input 'nil': the model has none of that name, only ['square', 'w0', ")
+    assert text.endswith(", 'w18'] and 11 more")
+
+
+ANY = ModelSpec((TensorSpec("a", "FP32", (), any_rank=True),), (TensorSpec("x", "FP32", (), any_rank=True),))
+
+
+def test_any_rank_stays_where_a_configuration_says_nothing_of_dims() -> None:
+    assert served(tensor("a", ""), ANY, rows=0) == ANY
+    rows = served(tensor("a", "") + tensor("x", "", kind="output"), ANY)
+    assert (rows.batched, rows.inputs, rows.outputs) == (True, ANY.inputs, ANY.outputs)
+
+
+@pytest.mark.parametrize("rows", [0, 4])
+def test_any_rank_gives_way_to_dims_and_to_a_reshape(rows: int) -> None:
+    spec = served(tensor("a", "4", "reshape { shape: [ 2, -1 ] }".replace("-1", "2")), ANY, rows)
+    assert spec.inputs == (TensorSpec("a", "FP32", (4,), reshape=(2, 2)),)
+    spec = served(tensor("x", "-1, 3", kind="output"), ANY, rows)
+    assert spec.outputs == (TensorSpec("x", "FP32", (-1, 3)),)
+    assert "expected dims of the model, [-1], got [-2]" in refusal(tensor("a", "-2"), ANY, rows)
+
+
+def test_any_rank_may_be_ragged_scattered_made_per_batch_or_a_shape() -> None:
+    spec = served(
+        tensor("a", "-1", "allow_ragged_batch: true") + tensor("x", "-1", kind="output") + SCATTER.replace("flat", "a"),
+        ANY,
+    )
+    assert (spec.inputs[0].ragged, spec.inputs[0].any_rank, spec.outputs[0].any_rank) == (True, False, False)
+    made = ModelSpec((*own("flat").inputs, TensorSpec("made", "INT32", (), any_rank=True)), OWN.outputs)
+    assert served(RAGGED + batch_input("made"), made).batch_inputs[0].targets == ("made",)
+    shape = served(
+        tensor("a", "", "is_shape_tensor: true") + tensor("square", "2, 2"),
+        ModelSpec((*ANY.inputs, *own("square").inputs), OWN.outputs),
+    )
+    assert (shape.inputs[0].shape_tensor, shape.inputs[0].any_rank) == (True, True)

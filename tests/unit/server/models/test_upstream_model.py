@@ -1,0 +1,147 @@
+"""What another server tells of a model, and how it is served for that."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from google.protobuf import text_format
+
+from backends.base import TensorSpec
+from backends.remote import RemoteServer
+from protos import inference_pb2 as pb
+from protos import model_config_pb2 as config_pb
+from scheduler.policy import QueuePolicy, TimeoutAction
+from server.errors import ConfigError
+from server.models.batch_policy import BatchDefaults
+from server.models.loader import LoadedVersion
+from server.models.upstream_model import UpstreamVersion, bring
+from server.models.upstream_settings import UpstreamSettings
+
+FLAGS = BatchDefaults(max_batch_rows=16, max_queue_delay_ns=5_000_000, queue_timeout_ns=7_000_000_000)
+
+
+def brought(
+    inputs: dict[str, list[int]], outputs: dict[str, list[int]], config: str | None = None, **settings: Any
+) -> LoadedVersion:
+    told = pb.ModelMetadataResponse(name="m", platform="p")
+    for tensors, shapes in ((told.inputs, inputs), (told.outputs, outputs)):
+        for name, shape in shapes.items():
+            tensors.add(name=name, datatype="FP32", shape=shape)
+    made = b"" if config is None else text_format.Merge(config, config_pb.ModelConfig(name="m")).SerializeToString()
+    upstream = UpstreamSettings("localhost:1", **settings)
+    version = UpstreamVersion("3", told.SerializeToString(), made)
+    (found,) = bring("m", [version], RemoteServer("localhost:1"), upstream, FLAGS)
+    return found
+
+
+def test_model_that_can_batch_does_so_as_flags_say() -> None:
+    found = brought({"a": [-1, 4]}, {"x": [-1]}, batches=3)
+    plan = found.plan
+    assert plan.spec.inputs == (TensorSpec("a", "FP32", (4,)),)
+    assert plan.spec.outputs == (TensorSpec("x", "FP32", (), any_rank=True),)
+    assert (plan.spec.batched, plan.max_batch_rows, plan.splits) == (True, 16, True)
+    assert plan.policy.max_queue_delay_ns == 5_000_000
+    assert plan.policy.queue.default_timeout_ns == 7_000_000_000
+    assert len(found.instances) == 3
+    assert (found.version, found.opened.platform) == ("3", "p")
+    assert found.config.max_batch_size == 16
+
+
+@pytest.mark.parametrize(
+    ("inputs", "outputs", "config"),
+    [
+        ({"a": [4]}, {"x": [-1]}, None),
+        ({"a": [-1, 4]}, {"x": []}, None),
+        ({"a": [-1, 4]}, {"x": [-1]}, "max_batch_size: 0"),
+        ({"a": [-1, 4]}, {"x": [2]}, "max_batch_size: 8"),
+        ({"a": [-1, 4], "s": [2]}, {"x": [-1]}, 'max_batch_size: 8 input { name: "s" is_shape_tensor: true }'),
+        ({"a": [-1, 4]}, {"x": [-1]}, 'max_batch_size: 8 input { name: "a" optional: true }'),
+        ({"a": [-1, -1]}, {"x": [-1]}, 'max_batch_size: 8 input { name: "a" allow_ragged_batch: true }'),
+        ({"a": [-1, 4]}, {"x": [-1]}, 'max_batch_size: 8 batch_input { target_name: "n" source_input: "a" }'),
+        ({}, {}, 'max_batch_size: 8 input { name: "a" allow_ragged_batch: true }'),
+        ({"a": [-1, 4]}, {"x": [-1]}, 'max_batch_size: 8 batch_output { target_name: "x" source_input: "a" }'),
+    ],
+)
+def test_model_that_cannot_batch_is_passed_its_requests_as_they_are(
+    inputs: dict[str, list[int]], outputs: dict[str, list[int]], config: str | None
+) -> None:
+    found = brought(inputs, outputs, config, calls=5)
+    assert (found.plan.max_batch_rows, found.plan.spec.batched, found.plan.policy.max_batch_requests) == (0, False, 1)
+    assert [list(one.dims) for one in found.plan.spec.inputs] == list(inputs.values())
+    assert [one.any_rank for one in found.plan.spec.outputs] == [shape == [] for shape in outputs.values()]
+    assert len(found.instances) == 5
+
+
+def test_limit_that_the_upstream_tells_is_kept_and_nothing_is_split() -> None:
+    plan = brought({"a": [-1, 4], "b": [-1]}, {"x": [-1]}, 'max_batch_size: 8 input { name: "b" optional: true }').plan
+    assert (plan.max_batch_rows, plan.splits) == (8, False)
+    assert [one.optional for one in plan.spec.inputs] == [False, True]
+
+
+def test_queue_policies_of_the_upstream_hold_here_but_for_how_many_may_wait() -> None:
+    said = """max_batch_size: 8 dynamic_batching {
+        preferred_batch_size: 4 max_queue_delay_microseconds: 1 priority_levels: 3 default_priority_level: 2
+        default_queue_policy { timeout_action: DELAY default_timeout_microseconds: 5 max_queue_size: 9 }
+        priority_queue_policy { key: 1 value { allow_timeout_override: true } }
+    }"""
+    policy = brought({"a": [-1, 4]}, {"x": [-1]}, said).plan.policy
+    assert (policy.priority_levels, policy.default_priority_level) == (3, 2)
+    assert policy.queue == QueuePolicy(0, 5_000, False, TimeoutAction.DELAY)
+    assert policy.priority_queue == {1: QueuePolicy(allow_timeout_override=True)}
+    assert (policy.preferred_batch_rows, policy.max_queue_delay_ns) == ((), 5_000_000)
+
+
+def test_levels_that_the_upstream_does_not_have_are_not_refused() -> None:
+    said = """max_batch_size: 8 dynamic_batching {
+        default_priority_level: 3 priority_queue_policy { key: 1 value { max_queue_size: 1 } }
+    }"""
+    policy = brought({"a": [-1, 4]}, {"x": [-1]}, said).plan.policy
+    assert (policy.priority_levels, policy.default_priority_level, policy.priority_queue) == (0, 0, {})
+
+
+def test_requests_are_split_where_the_upstream_says_that_it_does_and_so_is_told_to_a_batcher_in_front() -> None:
+    said = 'max_batch_size: 8 parameters { key: "paceline.split_oversized" value { string_value: "true" } }'
+    for config in None, said:
+        first = brought({"a": [-1, 4]}, {"x": [-1]}, config)
+        second = brought({"a": [-1, 4]}, {"x": [-1]}, text_format.MessageToString(first.config))
+        assert (first.plan.splits, second.plan.splits) == (True, True)
+        assert second.plan.max_batch_rows == first.plan.max_batch_rows
+    assert not brought({"a": [-1, 4]}, {"x": [-1]}, said.replace('"true"', '"false"')).plan.splits
+
+
+def test_model_that_tells_no_tensors_batches_what_requests_bring() -> None:
+    plan = brought({}, {}).plan
+    assert (plan.spec.inputs, plan.max_batch_rows) == ((), 16)
+    assert brought({}, {}, "max_batch_size: 8").plan.max_batch_rows == 8
+    first = brought({}, {}, unbatched=("m",))
+    assert first.plan.max_batch_rows == 0
+    # and so it is told to a batcher in front
+    second = brought({}, {}, text_format.MessageToString(first.config), calls=5)
+    assert (second.plan.max_batch_rows, second.plan.spec.batched, len(second.instances)) == (0, False, 5)
+    assert brought({}, {}, "max_batch_size: -5").plan.max_batch_rows == 0
+
+
+@pytest.mark.parametrize("kind", ["input", "output"])
+def test_name_that_is_told_twice_is_refused(kind: str) -> None:
+    told = pb.ModelMetadataResponse(name="m")
+    for tensors, name in ((told.inputs, "input"), (told.outputs, "output")):
+        for _ in range(2 if name == kind else 1):
+            tensors.add(name="a", datatype="FP32", shape=[-1])
+    version = UpstreamVersion("", told.SerializeToString(), b"")
+    with pytest.raises(ConfigError, match=f"{kind} 'a' of the upstream: expected each name once"):
+        bring("m", [version], RemoteServer("localhost:1"), UpstreamSettings("localhost:1"), FLAGS)
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [("sequence_batching { }", "sequence_batching"), ("model_transaction_policy { decoupled: true }", "decoupled")],
+)
+def test_model_whose_requests_are_not_for_themselves_is_refused(config: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        brought({"a": [-1]}, {"x": [-1]}, config)
+
+
+def test_tensor_that_makes_no_sense_is_refused() -> None:
+    with pytest.raises(ConfigError, match="expected sizes >= -1"):
+        brought({"a": [-2]}, {"x": [-1]})

@@ -1,0 +1,390 @@
+"""Samples run before a model is ready: with which data, how often, and what becomes of those that fail."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from google.protobuf import text_format
+
+from backends.base import MISSING, Array, Device, ModelInstance, ModelSpec, Tensors, TensorSpec
+from backends.errors import DeviceLost, ExecutionError, LoadError, Unequipped
+from backends.memory import MemoryModel
+from protos import model_config_pb2 as pb
+from protos.datatypes import DATATYPES, by_name
+from server.errors import ConfigError
+from server.models.model_config import plan
+from server.models.warmup import WarmUp
+from tests.wire import bytes_element
+
+Executed = list[list[Array]]
+
+
+class Bench:
+    """Instances of one model that keep what they were given; input and output are `a` of `datatype` and `dims`."""
+
+    def __init__(
+        self,
+        datatype: str = "FP32",
+        dims: tuple[int, ...] = (2,),
+        rows: int = 4,
+        instances: int = 1,
+        any_rank: bool = False,
+    ) -> None:
+        whole = (-1, *dims) if rows else dims
+        a, x = (TensorSpec(name, datatype, whole, any_rank=any_rank) for name in "ax")
+        self.own = ModelSpec((a,), (x,))
+        self.rows = rows
+        self.seen: Executed = []
+        self.model = MemoryModel(self.own, self._keep)
+        self.count = instances
+
+    def _keep(self, inputs: Tensors) -> Tensors:
+        self.seen.append(list(inputs))
+        return inputs
+
+    def warm(self, text: str, folder: Path = Path()) -> None:
+        config = text_format.Parse(f'name: "m" max_batch_size: {self.rows} {text}', pb.ModelConfig())
+        served = plan(config, self.own)
+        instances: Sequence[ModelInstance] = [self.model.instance(served.spec, Device()) for _ in range(self.count)]
+        warm_up = WarmUp(config, served, folder)
+        for instance in instances:
+            warm_up.run(instance)
+
+    def refusal(self, text: str, folder: Path = Path()) -> str:
+        with pytest.raises(ConfigError) as caught:
+            self.warm(text, folder)
+        return str(caught.value)
+
+
+def sample(data: str = "zero_data: true", dims: str = "2", datatype: str = "FP32", more: str = "batch_size: 1") -> str:
+    name = "STRING" if datatype == "BYTES" else datatype
+    return f"""model_warmup {{ name: "s" {more}
+        inputs {{ key: "a" value {{ data_type: TYPE_{name} dims: [ {dims} ] {data} }} }} }}"""
+
+
+def values(bench: Bench) -> list[Any]:
+    return [[array.tolist() for array in inputs] for inputs in bench.seen]
+
+
+def test_default_is_one_row_of_zeros_on_each_instance() -> None:
+    bench = Bench(instances=3)
+    bench.warm("")
+    assert values(bench) == [[[[0, 0]]]] * 3
+
+
+def test_default_without_batch_axis_is_the_whole_shape() -> None:
+    bench = Bench(rows=0, dims=(2, 1))
+    bench.warm("")
+    assert values(bench) == [[[[0], [0]]]]
+
+
+def test_default_of_text_is_empty_text() -> None:
+    bench = Bench("BYTES")
+    bench.warm("")
+    assert values(bench) == [[[[b"", b""]]]]
+
+
+def test_default_with_an_unknown_dimension_is_nothing() -> None:
+    bench = Bench(dims=(2, -1))
+    bench.warm("")
+    assert not bench.seen
+
+
+@pytest.mark.parametrize("error", [DeviceLost("CUDA failure 719"), Unequipped("cuDNN is not available")])
+def test_default_that_fails_as_any_input_would_fails_the_load(error: ExecutionError) -> None:
+    bench = Bench(instances=2)
+    bench.model.faults.raise_next(error)
+    with pytest.raises(LoadError, match=f"its warm-up: {error}"):
+        bench.warm("")
+
+
+def test_default_that_fails_is_logged_and_forgiven(caplog: pytest.LogCaptureFixture) -> None:
+    bench = Bench(instances=2)
+    bench.model.faults.raise_next(ExecutionError("zeros are no input"))
+    with caplog.at_level(logging.WARNING, "paceline.server.warmup"):
+        bench.warm("")
+    (record,) = caplog.records
+    assert record.getMessage() == "model 'm' stays cold, as it doesn't take zeros for a warm-up: zeros are no input"
+    assert len(bench.seen) == 1
+
+
+@pytest.mark.parametrize(
+    ("size", "why"),
+    [(2**62, f"expected at most {(2**63 - 1) // 8} elements"), (2**57, "Unable to allocate")],
+)
+def test_default_that_no_memory_is_large_enough_for_is_forgiven(
+    caplog: pytest.LogCaptureFixture, size: int, why: str
+) -> None:
+    bench = Bench(dims=(size,))
+    with caplog.at_level(logging.WARNING, "paceline.server.warmup"):
+        bench.warm("")
+    (record,) = caplog.records
+    assert why in record.getMessage()
+    assert not bench.seen
+
+
+@pytest.mark.parametrize("data", ["zero_data: true", "random_data: true"])
+def test_sample_that_no_memory_is_large_enough_for_is_refused(data: str) -> None:
+    text = Bench(dims=(-1,)).refusal(sample(data, str(2**57)))
+    assert text.startswith("warmup sample 's': input 'a': Unable to allocate")
+
+
+def test_sample_that_the_model_has_no_memory_for_is_refused() -> None:
+    bench = Bench()
+    bench.model.faults.raise_next(MemoryError())
+    assert bench.refusal(sample()) == "failed to run warmup sample 's': MemoryError"
+
+
+def test_sample_of_zeros_replaces_the_default() -> None:
+    bench = Bench(dims=(-1,))
+    bench.warm(sample(dims="3"))
+    assert values(bench) == [[[[0, 0, 0]]]]
+
+
+def test_tensor_of_any_rank_is_warmed_up_by_samples_alone_of_any_dims() -> None:
+    bench = Bench(dims=(), rows=0, any_rank=True)
+    bench.warm("")
+    assert not bench.seen
+    bench.warm(sample(dims="2, 3"))
+    assert [inputs[0].shape for inputs in bench.seen] == [(2, 3)]
+    assert "expected no negative dimension, got [-1]" in bench.refusal(sample(dims="-1"))
+
+
+@pytest.mark.parametrize(("batch_size", "rows"), [(1, 1), (3, 3), (4, 4)])
+def test_sample_batch_size_is_so_many_rows_in_one_batch(batch_size: int, rows: int) -> None:
+    bench = Bench()
+    bench.warm(sample(more=f"batch_size: {batch_size}"))
+    assert [inputs[0].shape for inputs in bench.seen] == [(rows, 2)]
+    assert bench.model.batches == [(1,) * rows]
+
+
+def test_sample_batch_size_0_runs_nothing() -> None:
+    bench = Bench()
+    bench.warm(sample(more=""))
+    assert not bench.seen
+
+
+@pytest.mark.parametrize(("count", "times"), [(0, 1), (1, 1), (3, 3)])
+def test_sample_count_is_how_often_it_runs_on_each_instance(count: int, times: int) -> None:
+    bench = Bench(instances=2)
+    bench.warm(sample(more=f"batch_size: 2 count: {count}"))
+    assert bench.model.batches == [(1, 1)] * times * 2
+
+
+def test_sample_that_runs_is_told_to_who_debugs(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.DEBUG, "paceline.server.warmup"):
+        Bench().warm(sample(more="batch_size: 1 count: 2"))
+    assert [record.getMessage() for record in caplog.records] == [
+        f"model 'm' is running warmup sample 's' for iteration {number}" for number in (1, 2)
+    ]
+
+
+def test_samples_run_in_order() -> None:
+    bench = Bench(dims=(-1,))
+    bench.warm(sample(dims="1") + sample(dims="2"))
+    assert [inputs[0].shape for inputs in bench.seen] == [(1, 1), (1, 2)]
+
+
+@pytest.mark.parametrize("datatype", DATATYPES)
+def test_sample_of_zeros_of_each_datatype_is_zero(datatype: str) -> None:
+    bench = Bench(datatype)
+    bench.warm(sample(datatype=datatype))
+    (inputs,) = bench.seen
+    assert inputs[0].dtype == by_name(datatype).dtype
+    assert inputs[0].tolist() == [[b"", b""] if datatype == "BYTES" else [0, 0]]
+
+
+@pytest.mark.parametrize("datatype", DATATYPES)
+def test_sample_at_random_of_each_datatype_is_of_its_dtype_and_the_same_each_time(datatype: str) -> None:
+    bench, again = Bench(datatype, (500,)), Bench(datatype, (500,))
+    for one in (bench, again):
+        one.warm(sample("random_data: true", "500", datatype))
+    array = bench.seen[0][0]
+    assert array.dtype == by_name(datatype).dtype
+    assert array.tolist() == again.seen[0][0].tolist()
+    if datatype == "BYTES":
+        assert set(array.ravel().tolist()) == {b""}
+    else:
+        assert len(set(array.ravel().tolist())) >= 2
+    if array.dtype.kind == "f":
+        assert ((array >= 0) & (array <= 1)).all()
+    if datatype == "BF16":
+        floats = (array.astype("<u4") << 16).view("<f4")
+        assert ((floats >= 0) & (floats <= 1)).all()
+
+
+@pytest.mark.parametrize("datatype", DATATYPES)
+def test_sample_from_a_file_of_each_datatype_is_its_raw_bytes(tmp_path: Path, datatype: str) -> None:
+    dtype = by_name(datatype).dtype
+    data = bytes_element(b"ab") + bytes_element(b"") if dtype.hasobject else np.array([1, 0]).astype(dtype).tobytes()
+    (tmp_path / "warmup").mkdir()
+    (tmp_path / "warmup" / "data").write_bytes(data)
+    bench = Bench(datatype)
+    bench.warm(sample('input_data_file: "data"', datatype=datatype), tmp_path)
+    assert bench.seen[0][0].tolist() == [[b"ab", b""] if dtype.hasobject else [1, 0]]
+
+
+def test_sample_from_a_file_in_a_folder_or_behind_a_link_within_is_read(tmp_path: Path) -> None:
+    (tmp_path / "warmup" / "sub").mkdir(parents=True)
+    (tmp_path / "warmup" / "sub" / "data").write_bytes(bytes(8))
+    (tmp_path / "warmup" / "link").symlink_to("sub/data")
+    bench = Bench()
+    bench.warm(sample('input_data_file: "sub/data"') + sample('input_data_file: "link"'), tmp_path)
+    assert values(bench) == [[[[0, 0]]]] * 2
+
+
+@pytest.mark.parametrize("file", ["/etc/hostname", "../secret", "sub/../../secret", "link"])
+def test_sample_from_a_file_outside_of_the_folder_is_refused(tmp_path: Path, file: str) -> None:
+    (tmp_path / "warmup").mkdir()
+    (tmp_path / "secret").write_bytes(bytes(8))
+    (tmp_path / "warmup" / "link").symlink_to(tmp_path / "secret")
+    bench = Bench()
+    assert bench.refusal(sample(f'input_data_file: "{file}"'), tmp_path) == (
+        f"warmup sample 's': input 'a': expected a file inside the model's folder 'warmup', got '{file}'"
+    )
+    assert not bench.seen
+
+
+def test_sample_from_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    text = Bench().refusal(sample('input_data_file: "gone"'), tmp_path)
+    assert text == f"warmup sample 's': input 'a': {tmp_path}/warmup/gone: No such file or directory"
+
+
+def test_sample_from_what_is_no_file_is_refused_and_not_waited_for(tmp_path: Path) -> None:
+    (tmp_path / "warmup").mkdir()
+    os.mkfifo(tmp_path / "warmup" / "data")
+    text = Bench().refusal(sample('input_data_file: "data"'), tmp_path)
+    assert text == f"warmup sample 's': input 'a': {tmp_path}/warmup/data: expected a file, got something else"
+
+
+def test_sample_from_a_file_of_the_wrong_size_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "warmup").mkdir()
+    (tmp_path / "warmup" / "data").write_bytes(bytes(7))
+    text = Bench().refusal(sample('input_data_file: "data"'), tmp_path)
+    assert text == "warmup sample 's': input 'a': expected 8 bytes for FP32 of shape [1, 2], got 7"
+
+
+@pytest.mark.parametrize(
+    ("text", "fault"),
+    [
+        (sample(more="batch_size: 5"), "expected a batch_size up to 4, got 5"),
+        ('model_warmup { name: "s" batch_size: 1 }', "input 'a': missing; expected ['a'], got []"),
+        (
+            sample().replace('key: "a"', 'key: "b"'),
+            "unexpected inputs ['b'], expected ['a']",
+        ),
+        (
+            sample().replace("model_warmup {", 'model_warmup { inputs { key: "b" value { zero_data: true } }'),
+            "unexpected inputs ['b'], expected ['a']",
+        ),
+        (sample(datatype="FP64"), "input 'a': expected data_type FP32, got FP64"),
+        (sample().replace("data_type: TYPE_FP32", ""), "input 'a': expected data_type FP32, got TYPE_INVALID"),
+        (sample(dims="3"), "input 'a': expected dims [2], got [3]"),
+        (sample(dims=""), "input 'a': expected dims [2], got []"),
+        (sample(dims="1, 2"), "input 'a': expected dims [2], got [1, 2]"),
+        (sample(data=""), "input 'a': expected zero_data, random_data or input_data_file, got none"),
+    ],
+)
+def test_sample_that_does_not_fit_is_refused_naming_sample_and_input(text: str, fault: str) -> None:
+    bench = Bench()
+    assert bench.refusal(text) == f"warmup sample 's': {fault}"
+    assert not bench.seen
+
+
+@pytest.mark.parametrize(("dims", "fault"), [("-1", "no negative dimension"), (str(2**62), "at most")])
+def test_sample_of_a_shape_that_cannot_be_is_refused(dims: str, fault: str) -> None:
+    text = Bench(dims=(-1,)).refusal(sample(dims=dims))
+    assert text.startswith(f"warmup sample 's': input 'a': shape: expected {fault}")
+
+
+def test_sample_batch_size_of_a_model_without_batch_axis_is_1_at_most() -> None:
+    bench = Bench(rows=0)
+    bench.warm(sample(more="batch_size: 1"))
+    assert [inputs[0].shape for inputs in bench.seen] == [(2,)]
+    assert bench.refusal(sample(more="batch_size: 2")) == "warmup sample 's': expected a batch_size up to 1, got 2"
+
+
+def test_sample_that_fails_fails_the_load_with_the_models_words() -> None:
+    bench = Bench()
+    bench.model.faults.raise_next(ExecutionError("bad luck"))
+    assert bench.refusal(sample()) == "failed to run warmup sample 's': bad luck"
+
+
+FEATURES = """
+    name: "m" max_batch_size: 4
+    input { name: "r" data_type: TYPE_FP32 dims: [ 4 ] reshape { shape: [ 2, 2 ] } }
+    input { name: "o" data_type: TYPE_FP32 dims: [ -1 ] optional: true }
+    output { name: "x" data_type: TYPE_FP32 dims: [ 4 ] reshape { shape: [ 2, 2 ] } }
+    dynamic_batching { }
+"""
+
+
+def warm_features(text: str, *, shape_tensor: bool = False) -> list[list[Array]]:
+    """What a model with a reshaped, an optional and perhaps a shape tensor is shown."""
+    seen: list[list[Array]] = []
+
+    def compute(inputs: Tensors) -> Tensors:
+        seen.append(list(inputs))
+        return inputs[:1]
+
+    given = [TensorSpec("r", "FP32", (-1, 2, 2)), TensorSpec("o", "FP32", (-1, -1))]
+    if shape_tensor:
+        given.append(TensorSpec("s", "INT64", (2,)))
+        text += ' input { name: "s" data_type: TYPE_INT64 dims: [ 2 ] is_shape_tensor: true }'
+    own = ModelSpec(tuple(given), (TensorSpec("x", "FP32", (-1, 2, 2)),))
+    config = text_format.Parse(FEATURES + text, pb.ModelConfig())
+    served = plan(config, own)
+    WarmUp(config, served, Path()).run(MemoryModel(own, compute).instance(served.spec, Device()))
+    return seen
+
+
+def feature_sample(**inputs: str) -> str:
+    given = "".join(f'inputs {{ key: "{name}" value {{ zero_data: true {text} }} }}' for name, text in inputs.items())
+    return f'model_warmup {{ name: "s" batch_size: 2 {given} }}'
+
+
+def test_default_is_in_the_models_shape_and_without_optional_inputs() -> None:
+    ((reshaped, optional),) = warm_features("")
+    assert reshaped.shape == (1, 2, 2)
+    assert optional is MISSING
+
+
+def test_default_of_a_shape_that_nobody_told_is_nothing() -> None:
+    assert not warm_features("", shape_tensor=True)
+
+
+def test_sample_is_in_the_models_shape_with_the_optional_inputs_it_names() -> None:
+    reshaped = "data_type: TYPE_FP32 dims: [ 4 ]"
+    ((r, o),) = warm_features(feature_sample(r=reshaped, o="data_type: TYPE_FP32 dims: [ 3 ]"))
+    assert (r.shape, o.shape) == ((2, 2, 2), (2, 3))
+    ((r, o),) = warm_features(feature_sample(r=reshaped))
+    assert (r.shape, o is MISSING) == ((2, 2, 2), True)
+
+
+def test_sample_shape_tensor_has_no_batch_axis() -> None:
+    text = feature_sample(r="data_type: TYPE_FP32 dims: [ 4 ]", s="data_type: TYPE_INT64 dims: [ 2 ]")
+    ((r, _, s),) = warm_features(text, shape_tensor=True)
+    assert (r.shape, s.shape) == ((2, 2, 2), (2,))
+
+
+def test_optional_inputs_alone_in_a_batched_model_are_not_warmed_up_by_default_and_need_one_in_a_sample() -> None:
+    own = ModelSpec((TensorSpec("o", "FP32", (-1, 2)),), (TensorSpec("x", "FP32", (-1, 2)),))
+    text = """max_batch_size: 4 input { name: "o" data_type: TYPE_FP32 dims: [ 2 ] optional: true }
+        output { name: "x" data_type: TYPE_FP32 dims: [ 2 ] }"""
+    model = MemoryModel(own)
+
+    def warm(more: str) -> None:
+        config = text_format.Parse(text + more, pb.ModelConfig())
+        served = plan(config, own)
+        WarmUp(config, served, Path()).run(model.instance(served.spec, Device()))
+
+    warm("")
+    assert not model.batches
+    with pytest.raises(ConfigError, match=r"^warmup sample 's': expected some of the inputs \['o'\], got none$"):
+        warm(feature_sample())

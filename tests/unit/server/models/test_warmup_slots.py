@@ -1,0 +1,96 @@
+"""What instances with slots run before a model is ready: each of their slots, all sizes of batches."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from google.protobuf import text_format
+
+from backends.base import Device, Execution, ModelInstance, Tensors
+from backends.errors import OutOfMemory
+from protos import model_config_pb2 as pb
+from server.errors import ConfigError
+from server.models.model_config import plan
+from server.models.warmup import WarmUp
+from tests.unit.server.models.test_warmup import Bench, sample
+
+
+class Slot:
+    """Notes the sizes that it is prepared for; more than `most` rows are too many."""
+
+    def __init__(self, instance: ModelInstance, most: int) -> None:
+        self.device = instance.device
+        self.execute, self.close = instance.execute, instance.close
+        self.sizes: list[int] = []
+        self._most = most
+
+    def prepare(self, requests: Sequence[Tensors], padded_rows: int = 0) -> None:
+        size = max(padded_rows, sum(len(request[0]) for request in requests))
+        if size > self._most:
+            raise OutOfMemory("too large")
+        self.sizes.append(size)
+        self.execute(requests, padded_rows)
+
+
+class Slotted:
+    """An instance with two slots, which is to be warmed up by these alone."""
+
+    def __init__(self, instance: ModelInstance, most: int) -> None:
+        self.device, self.close = instance.device, instance.close
+        self.slots = [Slot(instance, most) for _ in range(2)]
+
+    def execute(self, requests: Sequence[Tensors], padded_rows: int = 0) -> Execution:
+        raise AssertionError("its slots are to be warmed up, each on its own thread")
+
+
+def prepared(text: str = "", *, rows: int = 6, most: int = 100, dims: tuple[int, ...] = (2,)) -> list[list[int]]:
+    """The sizes that each of two slots was prepared for, in order."""
+    bench = Bench(dims=dims, rows=rows)
+    config = text_format.Parse(f'name: "m" max_batch_size: {rows} {text}', pb.ModelConfig())
+    served = plan(config, bench.own)
+    instance: Any = Slotted(bench.model.instance(served.spec, Device()), most)
+    WarmUp(config, served, Path()).run(instance)
+    return [slot.sizes for slot in instance.slots]
+
+
+SIZES = 'parameters { key: "paceline.batch_sizes" value { string_value: "1,3,6" } }'
+
+
+def test_slots_are_prepared_for_all_sizes_the_largest_first() -> None:
+    assert prepared() == [[6, 4, 2, 1]] * 2
+    assert prepared(rows=8) == [[8, 4, 2, 1]] * 2
+    assert prepared(SIZES) == [[6, 3, 1]] * 2
+    assert prepared(rows=0) == [[2]] * 2  # the two of its dims
+
+
+def test_slots_are_prepared_by_samples_padded_to_the_sizes_that_are_not_too_small() -> None:
+    assert prepared(SIZES + sample(more="batch_size: 2")) == [[6, 3]] * 2
+    assert prepared(SIZES + sample(more="batch_size: 2 count: 2")) == [[6, 3, 2]] * 2
+    assert prepared(SIZES + sample(more="batch_size: 0")) == [[]] * 2
+
+
+def test_size_that_memory_is_too_short_for_is_left_out(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "paceline.server.warmup"):
+        assert prepared(SIZES, most=3) == [[3, 1]] * 2
+    assert [record.getMessage() for record in caplog.records] == [
+        "a batch of 6 rows is too large for the device's memory: too large"
+    ] * 2
+
+
+def test_no_size_that_memory_suffices_for_stays_cold_or_fails_the_sample(caplog: pytest.LogCaptureFixture) -> None:
+    assert prepared(most=0) == [[], []]
+    assert "stays cold" in caplog.messages[-1]
+    with pytest.raises(ConfigError, match="failed to run warmup sample 's': too large"):
+        prepared(sample(), most=0)
+
+
+def test_slots_of_a_model_with_open_dims_are_not_prepared_and_the_log_says_what_helps(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with caplog.at_level(logging.INFO, "paceline.server.warmup"):
+        assert prepared(dims=(-1,)) == [[], []]
+    assert caplog.messages == ["model 'm' stays cold, as its dims aren't all known; model_warmup can tell of them"]

@@ -1,0 +1,45 @@
+"""Requests in flight whose callers go, at whatever moment."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+from typing import Any
+
+import pytest
+
+from backends.errors import ExecutionError
+from protos import inference_pb2 as pb
+from scheduler.batcher import Batcher
+from scheduler.policy import NEVER, BatchPolicy
+from scheduler.testing import ManualClock, StepRunner
+from server.call_facts import NOTHING_SENT
+from server.codec.splitting import submit_parts
+from server.models.repository import Repository
+from server.requests.in_flight import InFlight, follow
+from server.requests.inference import Inference
+from server.telemetry.metrics import Metrics
+from tests.wire import rows_of_floats
+
+
+async def test_split_request_given_up_as_one_of_its_parts_fails_leaves_no_complaint() -> None:
+    complaints: list[dict[str, Any]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: complaints.append(context))
+    inference = Inference(Repository(Metrics(), lambda name: pytest.fail("nothing is loaded here")))
+    clock = ManualClock(now_ns=1)
+    runner: StepRunner[Any, Any] = StepRunner(clock)
+    batcher: Batcher[Any, Any] = Batcher(BatchPolicy(max_batch_rows=4, isolate_failures=False), [runner], clock=clock)
+    batcher.start()
+    flight = InFlight(pb.ModelInferRequest(), NEVER, None, NOTHING_SENT)
+    whole = asyncio.create_task(submit_parts(batcher, (rows_of_floats(8),), 8, "k", size_bytes=0))
+    follow(flight, whole, lambda flights: None)
+    while not runner.busy:
+        await asyncio.sleep(0)
+    runner.fail(ExecutionError("bad part"))
+    inference.give_up(flight)
+    await asyncio.wait([whole])
+    assert not whole.cancelled()
+    del whole, flight
+    batcher.close()
+    gc.collect()
+    assert complaints == []

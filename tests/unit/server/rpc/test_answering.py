@@ -1,0 +1,50 @@
+"""The words of a status: as many as arrive, through proxies too."""
+
+from __future__ import annotations
+
+from urllib.parse import quote_from_bytes
+
+import grpc
+import pytest
+
+from server.errors import InvalidRequest
+from server.rpc.answering import status_and_text
+
+MOST_BYTES = 3_000
+PRINTABLE = bytes(set(range(0x20, 0x7F)) - {ord("%")}).decode()
+
+
+def sent(text: str) -> str:
+    code, words = status_and_text(InvalidRequest(text), None, "ModelInfer")
+    assert code is grpc.StatusCode.INVALID_ARGUMENT
+    return words
+
+
+def written(text: str) -> int:
+    """Its bytes in a header, as gRPC has it: what isn't printable, or is a percent sign, as three."""
+    return len(quote_from_bytes(text.encode(), safe=PRINTABLE))
+
+
+@pytest.mark.parametrize("text", ["", "a word", "x" * MOST_BYTES, "日" * (MOST_BYTES // 9), "%" * (MOST_BYTES // 3)])
+def test_text_that_arrives_is_sent_as_it_is(text: str) -> None:
+    assert sent(text) == text
+
+
+@pytest.mark.parametrize("letter", ["x", "%", "\n", "é", "日", "😀", "%x日", "\x7f"])
+@pytest.mark.parametrize("times", [1_001, 3_001, 100_000])
+def test_text_that_would_be_too_long_written_lacks_its_middle_and_no_more(letter: str, times: int) -> None:
+    text = "begin " + letter * times + " end"
+    words = sent(text)
+    if words == text:
+        assert written(text) <= MOST_BYTES
+        return
+    begin, end = words.split(" [...] ")
+    assert MOST_BYTES - 40 < written(begin) + written(end) <= MOST_BYTES
+    assert text.startswith(begin)
+    assert text.endswith(end)
+    assert begin.startswith("begin ")
+    assert end.endswith(" end")
+
+
+def test_text_that_utf_8_cannot_say_is_sent_with_what_it_can() -> None:
+    assert sent("a name \ud800") == r"a name \ud800"

@@ -1,0 +1,119 @@
+"""The boundary where exceptions become statuses, over a real connection and a repository that misbehaves."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+import pytest
+
+from protos import inference_pb2 as pb
+from protos.inference_pb2_grpc import GRPCInferenceServiceStub
+from server.models.repository import Repository, ServedModel
+from server.requests.inference import Inference
+from server.requests.quiet import TRY_AGAIN_MS
+from server.rpc.calling import Calling
+from server.rpc.service import InferenceService
+from server.telemetry.metrics import Metrics
+
+Code = grpc.StatusCode
+
+
+class Broken(Repository):
+    """Every look-up raises `error`."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(Metrics(), lambda name: pytest.fail("nothing is loaded here"))
+        self.error = error
+
+    def get(self, name: str, version: str) -> ServedModel:
+        raise self.error
+
+
+class Bench:
+    def __init__(self, inference: Inference, repository: Broken, stub: Any) -> None:
+        self.inference = inference
+        self.repository = repository
+        self.stub = stub
+
+    async def outcome(self, request: pb.ModelInferRequest | None = None) -> tuple[Code, str]:
+        call = self.stub.ModelInfer(request or pb.ModelInferRequest(model_name="m"), timeout=10)
+        return await call.code(), await call.details()
+
+
+@pytest.fixture
+async def bench() -> AsyncIterator[Bench]:
+    repository = Broken(KeyError("x"))
+    inference = Inference(repository)
+    inference.serving = inference.ready = True
+    service = InferenceService(inference, repository, "id", "1", [Calling(inference)])
+    server = grpc.aio.server()
+    service.add_to(server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        yield Bench(inference, repository, GRPCInferenceServiceStub(channel))  # type: ignore[no-untyped-call]
+    await server.stop(None)
+
+
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [
+        (KeyError("x"), "internal error: KeyError: 'x'"),
+        (ZeroDivisionError(), "internal error: ZeroDivisionError: "),
+        (AttributeError("no \udcff such"), "internal error: AttributeError: no \\udcff such"),
+    ],
+)
+async def test_unforeseen_error_is_internal_and_logged_with_its_traceback(
+    bench: Bench, caplog: pytest.LogCaptureFixture, error: Exception, text: str
+) -> None:
+    bench.repository.error = error
+    with caplog.at_level(logging.ERROR, "paceline.server.service"):
+        assert await bench.outcome() == (Code.INTERNAL, text)
+    (record,) = caplog.records
+    assert record.getMessage() == "ModelInfer failed on something unforeseen"
+    assert record.exc_info
+    assert record.exc_info[1] is error
+
+
+async def test_unforeseen_error_in_one_call_leaves_the_next_alone(bench: Bench) -> None:
+    await bench.outcome()
+    assert (await bench.stub.ServerMetadata(pb.ServerMetadataRequest())).name == "id"
+
+
+async def test_not_serving_refuses_inference_before_anything_else(bench: Bench) -> None:
+    bench.inference.serving = False
+    assert await bench.outcome() == (Code.UNAVAILABLE, "the server is stopping")
+
+
+async def test_not_serving_says_to_clients_that_try_again_when_to(bench: Bench) -> None:
+    pushback = ("grpc-retry-pushback-ms", str(TRY_AGAIN_MS))
+    for serving in (False, True):
+        bench.inference.serving = serving
+        call = bench.stub.ModelInfer(pb.ModelInferRequest(model_name="nosuch"), timeout=10)
+        assert (pushback in list(await call.trailing_metadata())) == (not serving)
+
+
+async def test_not_serving_is_live_and_not_ready(bench: Bench) -> None:
+    assert (await bench.stub.ServerReady(pb.ServerReadyRequest())).ready
+    bench.inference.ready = False
+    assert not (await bench.stub.ServerReady(pb.ServerReadyRequest())).ready
+    assert (await bench.stub.ServerLive(pb.ServerLiveRequest())).live
+
+
+async def test_refuse_until_quiet_ends_soon_when_nobody_calls(bench: Bench) -> None:
+    await asyncio.wait_for(bench.inference.refuse_until_quiet(), 0.9)
+    assert not bench.inference.serving
+
+
+async def test_refuse_until_quiet_refuses_who_calls_meanwhile_and_ends_though_they_go_on(bench: Bench) -> None:
+    quiet = asyncio.create_task(bench.inference.refuse_until_quiet())
+    refused = 0
+    while not quiet.done():
+        code, _ = await bench.outcome()
+        refused += code is Code.UNAVAILABLE
+    await quiet
+    assert refused > 10

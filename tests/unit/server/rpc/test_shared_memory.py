@@ -1,0 +1,112 @@
+"""CUDA shared memory as far as it can be told without a GPU: what is advertised, refused, and in whose words."""
+
+from __future__ import annotations
+
+import re
+
+import grpc
+import numpy as np
+import pytest
+
+from backends.cuda.memory import CudaMemory, open_cuda_memory
+from backends.errors import LoadError
+from protos import inference_pb2 as pb
+from server.errors import InvalidRequest
+from server.memory.cuda_region import CudaRegion, open_cuda_region
+from server.memory.regions import Regions
+from server.rpc.shared_memory import SharedMemory
+from tests.unit.backends.cuda.test_memory import HANDLE, Driver
+
+
+def no_gpu() -> int:
+    raise LoadError("no driver here")
+
+
+class Aborted(Exception):
+    pass
+
+
+class Context:
+    """As far as `answering` uses it."""
+
+    async def abort(self, code: grpc.StatusCode, text: str) -> None:
+        raise Aborted(code, text)
+
+
+async def test_extensions_follow_what_is_there() -> None:
+    for regions, count_gpus, expected in (
+        (None, lambda: 1, ()),
+        (Regions(1), no_gpu, ("system_shared_memory",)),
+        (Regions(1), lambda: 1, ("system_shared_memory", "cuda_shared_memory")),
+    ):
+        group = SharedMemory(regions, count_gpus)
+        await group.look_for_gpus()
+        assert group.extensions == expected
+
+
+async def test_cuda_register_without_a_driver_says_that_and_why() -> None:
+    group = SharedMemory(Regions(1), no_gpu)
+    await group.look_for_gpus()
+    request = pb.CudaSharedMemoryRegisterRequest(name="c", raw_handle=b"x" * 64, byte_size=1)
+    with pytest.raises(Aborted) as aborted:
+        await group.CudaSharedMemoryRegister(request, Context())
+    assert aborted.value.args == (
+        grpc.StatusCode.UNIMPLEMENTED,
+        "failed to register CUDA shared memory region: 'c', GPUs not supported: no driver here",
+    )
+
+
+@pytest.mark.parametrize(
+    ("device", "size", "handle", "text"),
+    [
+        (-1, 1, b"x" * 64, "expected a device_id of at least 0, got -1"),
+        (2**40, 1, b"x" * 64, "expected a device_id of at most 2147483647, got 1099511627776"),
+        (0, 0, b"x" * 64, "expected at least 1 byte, got 0"),
+        (0, 1, b"x" * 63, "expected a handle of 64 bytes, got 63"),
+    ],
+)
+def test_open_cuda_region_with_bad_arguments_is_refused(device: int, size: int, handle: bytes, text: str) -> None:
+    with pytest.raises(
+        InvalidRequest, match=re.escape(f"failed to register CUDA shared memory region 'c': invalid args: {text}")
+    ):
+        open_cuda_region("c", handle, device, size)
+
+
+@pytest.fixture
+def driver() -> Driver:
+    return Driver(size=100)
+
+
+@pytest.fixture
+def memory(driver: Driver) -> CudaMemory:
+    return open_cuda_memory(HANDLE, 0, driver.load)
+
+
+def test_cuda_region_reads_and_writes_what_the_driver_has(driver: Driver, memory: CudaMemory) -> None:
+    region = CudaRegion("c", 0, 100, memory)
+    region.check()
+    region.write(b"\1\2\3\4", 90)
+    region.write(memoryview(b"\5\6\7\x08"), 94)
+    target = np.empty((2, 2), "<u2")
+    region.read_into(target, 90)
+    assert target.tobytes() == bytes(range(1, 9)) == driver.memory.raw[90:98]
+    region.write(b"", 0)
+    region.read_into(np.empty(0, np.uint8), 0)
+
+
+def test_cuda_region_that_fails_is_the_requests_misfortune(driver: Driver, memory: CudaMemory) -> None:
+    region = CudaRegion("c", 0, 100, memory)
+    driver.codes["copy"] = 700
+    with pytest.raises(InvalidRequest, match="shared memory region 'c' can't be read: the NVIDIA driver failed"):
+        region.read_into(np.empty(1, np.uint8), 0)
+    with pytest.raises(InvalidRequest, match="shared memory region 'c' can't be written: the NVIDIA driver failed"):
+        region.write(b"x", 0)
+
+
+async def test_switched_off_nobody_asks_for_gpus() -> None:
+    def asked() -> int:
+        raise AssertionError("asked the driver")
+
+    group = SharedMemory(None, asked)
+    await group.look_for_gpus()
+    assert group.extensions == ()

@@ -1,0 +1,240 @@
+"""Metrics of GPUs. NVIDIA's management library is played by an object with its functions, but for its own refusal to
+work without a driver."""
+
+from __future__ import annotations
+
+import importlib
+import threading
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from backends.cuda.driver import count_gpus
+from backends.errors import DeviceError, LoadError
+from server.telemetry.gpu_metrics import GpuCollector
+from server.telemetry.metrics import Metrics
+from server.telemetry.nvml import GpuReading, Nvml, open_nvml
+from tests.polling import eventually
+
+FIRST, SECOND = "GPU-00000000-0000-0000-0000-000000000001", "GPU-00000000-0000-0000-0000-000000000002"
+
+
+class NVMLError(Exception):
+    """As the library's."""
+
+
+@dataclass
+class Library:
+    """Answers as NVML does, of GPUs of which every number is a multiple of `scale`; those in `lost` refuse."""
+
+    known: tuple[str, ...] = (FIRST, SECOND)
+    scale: int = 1
+    lost: set[str] = field(default_factory=set)
+    lacks: set[str] = field(default_factory=set)
+    NVMLError: type[Exception] = NVMLError
+    starts: bool = True
+
+    def nvmlInit(self) -> None:
+        if not self.starts:
+            raise NVMLError("Driver/library version mismatch")
+
+    def nvmlDeviceGetHandleByUUID(self, uuid: str) -> str:
+        if uuid not in self.known:
+            raise NVMLError("Not Found")
+        return uuid
+
+    def _answer(self, question: str, uuid: str, value: Any) -> Any:
+        if uuid in self.lost or question in self.lacks:
+            raise NVMLError("GPU is lost")
+        return value
+
+    def nvmlDeviceGetMemoryInfo(self, uuid: str) -> Any:
+        return self._answer("memory", uuid, SimpleNamespace(total=1000 * self.scale, used=600 * self.scale))
+
+    def nvmlDeviceGetUtilizationRates(self, uuid: str) -> Any:
+        return self._answer("utilization", uuid, SimpleNamespace(gpu=75, memory=3))
+
+    def nvmlDeviceGetPowerUsage(self, uuid: str) -> Any:
+        return self._answer("power", uuid, 123_500)
+
+    def nvmlDeviceGetPowerManagementLimit(self, uuid: str) -> Any:
+        return self._answer("limit", uuid, 700_000)
+
+    def nvmlDeviceGetTotalEnergyConsumption(self, uuid: str) -> Any:
+        return self._answer("energy", uuid, 5_000_000 * self.scale)
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def shown(collector: GpuCollector) -> dict[tuple[str, str], float]:
+    return {
+        (sample.name, sample.labels["gpu_uuid"]): sample.value
+        for metric in collector.collect()
+        for sample in metric.samples
+    }
+
+
+# --- the library -----------------------------------------------------------------------------------------------------
+
+
+def test_reading_is_in_the_units_that_its_names_say() -> None:
+    nvml = open_nvml(lambda: [SECOND], lambda name: Library())
+    assert nvml.read() == [GpuReading(SECOND, 0.75, 1000, 600, 123.5, 700.0, 5000.0)]
+
+
+def test_what_a_gpu_does_not_tell_is_left_open() -> None:
+    nvml = Nvml(Library(lost={FIRST}, lacks={"power", "energy"}), [FIRST, SECOND])
+    assert nvml.read() == [
+        GpuReading(FIRST, None, None, None, None, None, None),
+        GpuReading(SECOND, 0.75, 1000, 600, None, 700.0, None),
+    ]
+
+
+def test_slice_of_a_gpu_is_found_by_its_own_kind_of_name() -> None:
+    name = FIRST.replace("GPU-", "MIG-")
+    assert [one.uuid for one in Nvml(Library(known=(name,)), [FIRST]).read()] == [name]
+
+
+def test_library_without_a_driver_says_so() -> None:
+    """The real one, where it is installed and there is no driver."""
+    library = pytest.importorskip("pynvml", reason="nvidia-ml-py isn't installed")
+    try:
+        library.nvmlInit()
+    except library.NVMLError:
+        with pytest.raises(DeviceError, match=r"management library failed: NVML Shared Library Not Found$"):
+            open_nvml(lambda: [FIRST])
+    else:
+        library.nvmlShutdown()
+        pytest.skip("there is a driver")
+
+
+@pytest.mark.parametrize(
+    ("library", "fault"),
+    [
+        (Library(starts=False), "NVIDIA's management library failed: Driver/library version mismatch"),
+        (Library(known=()), "NVIDIA's management library failed: Not Found"),
+    ],
+)
+def test_library_that_fails_says_why(library: Library, fault: str) -> None:
+    with pytest.raises(DeviceError) as caught:
+        open_nvml(lambda: [FIRST], lambda name: library)
+    assert str(caught.value) == fault
+
+
+def test_library_that_is_not_installed_names_the_extra() -> None:
+    def load(name: str) -> Any:
+        return importlib.import_module(f"no_such_{name}")
+
+    with pytest.raises(DeviceError, match=r"the package nvidia-ml-py isn.t installed; the extra .cuda. of this"):
+        open_nvml(lambda: [FIRST], load)
+
+
+def test_no_driver_is_what_the_driver_says() -> None:
+    def visible() -> list[str]:
+        raise LoadError("no NVIDIA driver")
+
+    with pytest.raises(DeviceError, match=r"^no NVIDIA driver$"):
+        open_nvml(visible, lambda name: Library())
+
+
+@pytest.mark.gpu
+def test_reading_of_a_gpu_makes_sense() -> None:
+    try:
+        gpus = count_gpus()
+        pytest.importorskip("pynvml", reason="nvidia-ml-py isn't installed")
+    except LoadError as error:
+        pytest.skip(str(error))
+    readings = open_nvml().read()
+    assert len(readings) == gpus
+    for one in readings:
+        assert one.memory_total_bytes is not None
+        assert 0 <= (one.memory_used_bytes or 0) <= one.memory_total_bytes
+        assert one.utilization is None or 0 <= one.utilization <= 1
+
+
+# --- the metrics -----------------------------------------------------------------------------------------------------
+
+
+def test_families_are_tritons_and_energy_counts_from_the_start() -> None:
+    library, clock = Library(), Clock()
+    collector = GpuCollector(Nvml(library, [FIRST]), clock=clock)
+    metrics = Metrics()
+    metrics.add_collector(collector)
+    library.scale, clock.now_s = 3, 1.0
+    assert shown(collector) == {
+        ("nv_gpu_utilization", FIRST): 0.75,
+        ("nv_gpu_memory_total_bytes", FIRST): 3000,
+        ("nv_gpu_memory_used_bytes", FIRST): 1800,
+        ("nv_gpu_power_usage", FIRST): 123.5,
+        ("nv_gpu_power_limit", FIRST): 700.0,
+        ("nv_energy_consumption", FIRST): 10_000.0,
+    }
+    text = metrics.text().decode()
+    assert f'nv_energy_consumption{{gpu_uuid="{FIRST}"}} 10000\n' in text
+    assert "# TYPE nv_energy_consumption counter\n" in text
+    assert "# TYPE nv_gpu_utilization gauge\n" in text
+
+
+def test_readings_are_a_second_old_at_most_and_no_more_are_taken() -> None:
+    library, clock = Library(), Clock()
+    collector = GpuCollector(Nvml(library, [FIRST]), clock=clock)
+    library.scale = 2
+    clock.now_s = 0.9
+    assert shown(collector)["nv_gpu_memory_total_bytes", FIRST] == 1000
+    clock.now_s = 1.0
+    assert shown(collector)["nv_gpu_memory_total_bytes", FIRST] == 2000
+
+
+def test_gpu_that_is_lost_is_left_out_and_the_others_are_shown() -> None:
+    library, clock = Library(), Clock()
+    collector = GpuCollector(Nvml(library, [FIRST, SECOND]), clock=clock)
+    library.lost, clock.now_s = {FIRST}, 5.0
+    assert {uuid for _, uuid in shown(collector)} == {SECOND}
+
+
+class Stuck:
+    """Answers once, and then not before it is let."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.free = threading.Event()
+        self.free.set()
+        self.asked = 0
+        self.error: Exception | None = None
+
+    def read(self) -> list[GpuReading]:
+        self.asked += 1
+        assert self.free.wait(20)
+        if self.error is not None:
+            raise self.error
+        return [GpuReading(FIRST, float(self.asked), None, None, None, None, None)]
+
+
+def test_driver_that_does_not_answer_holds_no_scrape_up_and_is_asked_once(caplog: pytest.LogCaptureFixture) -> None:
+    gpus, clock = Stuck(), Clock()
+    collector = GpuCollector(gpus, patience_s=0.01, clock=clock)
+    gpus.free.clear()
+    clock.now_s = 10.0
+    assert shown(collector) == shown(collector) == {}
+    assert gpus.asked == 2
+    (record,) = caplog.records
+    assert record.getMessage() == "the GPUs have not answered for 0.01 s; their metrics are left out"
+    gpus.free.set()
+    eventually(lambda: shown(collector) == {("nv_gpu_utilization", FIRST): 2.0}, "the answer")
+
+
+def test_reading_that_fails_leaves_the_metrics_out_until_one_succeeds(caplog: pytest.LogCaptureFixture) -> None:
+    gpus, clock = Stuck(), Clock()
+    collector = GpuCollector(gpus, patience_s=20, clock=clock)
+    gpus.error, clock.now_s = RuntimeError("a bug"), 1.0
+    assert shown(collector) == {}
+    assert "the GPUs can't be read" in caplog.text
+    gpus.error, clock.now_s = None, 2.0
+    assert shown(collector) == {("nv_gpu_utilization", FIRST): 3.0}

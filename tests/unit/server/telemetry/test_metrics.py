@@ -1,0 +1,414 @@
+"""What a scraper reads after traffic that is known to the last nanosecond, under which names."""
+
+from __future__ import annotations
+
+import re
+import weakref
+from dataclasses import dataclass, replace
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from scheduler.errors import ExecutionFailed
+from scheduler.observer import Drop
+from server.errors import InvalidRequest
+from server.rpc.statistics_service import statistics_message
+from server.telemetry.metrics import FrontsCollector, Metrics, VersionMetrics
+from server.telemetry.model_statistics import VersionStatistics
+from tests.harness import REPO
+from tests.unit.server.counting import US, Waiting, report, samples, version
+
+# Written out once more, not taken from the code: dashboards and autoscaling queries spell them so.
+TRITON_COUNTERS = {
+    "nv_inference_request_success",
+    "nv_inference_request_failure",
+    "nv_inference_count",
+    "nv_inference_exec_count",
+    "nv_inference_request_duration_us",
+    "nv_inference_queue_duration_us",
+    "nv_inference_compute_input_duration_us",
+    "nv_inference_compute_infer_duration_us",
+    "nv_inference_compute_output_duration_us",
+}
+TRITON_GAUGES = {
+    "nv_inference_pending_request_count",
+    "nv_model_load_duration_secs",
+    "nv_cpu_utilization",
+    "nv_cpu_memory_total_bytes",
+    "nv_cpu_memory_used_bytes",
+}
+OURS = {
+    "paceline_ready": "gauge",
+    "paceline_failed_models": "gauge",
+    "paceline_lost_log_lines": "counter",
+    "paceline_dropped_requests": "counter",
+    "paceline_pending_requests": "gauge",
+    "paceline_hung_executions": "counter",
+    "paceline_lost_instances": "counter",
+    "paceline_out_of_memory": "counter",
+    "paceline_allowed_batch_rows": "gauge",
+    "paceline_resting_instances": "gauge",
+    "paceline_lanes": "gauge",
+    "paceline_padding_rows": "counter",
+    "paceline_padding_share": "gauge",
+    "paceline_batch_rows": "histogram",
+    "paceline_request_duration_us": "histogram",
+    "paceline_queue_wait_us": "histogram",
+    "paceline_execution_us": "histogram",
+}
+OF_LIMITS = {
+    "paceline_limit": "gauge",
+    "paceline_limit_used": "gauge",
+    "paceline_limit_refusals": "counter",
+    "paceline_refused_rpcs": "counter",
+}
+OF_FRONTS = {
+    "paceline_frontends": "gauge",
+    "paceline_frontend_restarts": "counter",
+    "paceline_frontend_requests": "gauge",
+    "paceline_frontend_memory_bytes": "gauge",
+}
+REASONS = ("REJECTED", "CANCELED", "BACKEND", "OTHER")
+LABELS = 'model="m",version="3"'
+
+
+@pytest.fixture
+def metrics() -> Metrics:
+    return Metrics()
+
+
+@pytest.fixture
+def model(metrics: Metrics) -> VersionMetrics:
+    shown = version()
+    metrics.add(shown)
+    return shown
+
+
+def value(metrics: Metrics, name: str, labels: str = LABELS) -> float:
+    return samples(metrics)[f"{name}{{{labels}}}"]
+
+
+def types(metrics: Metrics) -> dict[str, str]:
+    lines = metrics.text().decode().splitlines()
+    return {line.split()[2]: line.split()[3] for line in lines if line.startswith("# TYPE")}
+
+
+# ---- Names and form --------------------------------------------------------------------------------------------------
+
+
+def test_names_of_triton_are_all_there_with_their_types(metrics: Metrics) -> None:
+    found = {name: kind for name, kind in types(metrics).items() if name.startswith("nv_")}
+    assert found == {**dict.fromkeys(TRITON_COUNTERS, "counter"), **dict.fromkeys(TRITON_GAUGES, "gauge")}
+
+
+def test_names_of_ours_are_all_there_with_their_types(metrics: Metrics) -> None:
+    assert {name: kind for name, kind in types(metrics).items() if name.startswith("paceline_")} == OURS
+
+
+def test_names_of_the_process_are_those_of_every_python_service(metrics: Metrics) -> None:
+    found = types(metrics)
+    assert {name for name in found if not name.startswith(("nv_", "paceline_", "process_", "python_"))} == set()
+    assert found["process_cpu_seconds_total"] == "counter"
+    assert found["process_resident_memory_bytes"] == found["python_info"] == "gauge"
+    assert value(metrics, "python_gc_collections_total", 'generation="0"') > 0
+
+
+def test_names_of_model_counters_have_no_suffix(metrics: Metrics, model: VersionMetrics) -> None:
+    assert not re.search(r"(nv_inference|paceline)_\w*_(total|created)\b", metrics.text().decode())
+
+
+def test_text_is_read_by_the_librarys_parser(metrics: Metrics, model: VersionMetrics) -> None:
+    model.statistics.on_batch(report(3, [1, 2]))
+    model.statistics.on_success(7_000_000 * US)
+    families = {family.name: family for family in text_string_to_metric_families(metrics.text().decode())}
+    assert {name: families[name].type for name in OURS} == OURS
+    # The parser, too, thinks that counters end in `_total`.
+    read = {
+        (one.name, *sorted(one.labels.items())): one.value for family in families.values() for one in family.samples
+    }
+    labels = (("model", "m"), ("version", "3"))
+    assert read["nv_inference_request_duration_us_total", *labels] == 7_000_000
+    assert read["paceline_batch_rows_bucket", ("le", "4.0"), *labels] == 1
+    assert all(families[name].documentation for name in (*OURS, *TRITON_COUNTERS, *TRITON_GAUGES))
+
+
+def test_labels_come_in_tritons_order(metrics: Metrics, model: VersionMetrics) -> None:
+    text = metrics.text().decode()
+    assert 'nv_inference_request_success{model="m",version="3"} 0\n' in text
+    assert 'nv_inference_request_failure{model="m",reason="REJECTED",version="3"} 0\n' in text
+
+
+def test_counters_of_any_size_are_written_in_digits(metrics: Metrics, model: VersionMetrics) -> None:
+    model.statistics.on_success(123_456_789_012 * US)
+    assert 'nv_inference_request_duration_us{model="m",version="3"} 123456789012\n' in metrics.text().decode()
+
+
+def test_label_values_are_escaped(metrics: Metrics) -> None:
+    metrics.add(version('a"b\\c\nd', "1"))
+    assert 'nv_inference_count{model="a\\"b\\\\c\\nd",version="1"} 0\n' in metrics.text().decode()
+
+
+def test_tags_become_labels_and_models_with_other_tags_share_the_family(metrics: Metrics) -> None:
+    metrics.add(version("m", "1", tags={"team": "blue", "0": "x"}))
+    metrics.add(version("n", "1", tags={"site": "b"}))
+    metrics.add(version("o", "1"))
+    text = metrics.text().decode()
+    assert 'nv_inference_count{_0="x",_team="blue",model="m",version="1"} 0\n' in text
+    assert 'nv_inference_count{_site="b",model="n",version="1"} 0\n' in text
+    assert 'nv_inference_count{model="o",version="1"} 0\n' in text
+    assert 'paceline_batch_rows_bucket{_site="b",le="1.0",model="n",version="1"} 0\n' in text
+    assert text.count("# TYPE nv_inference_count ") == 1
+    series = [line for line in text.splitlines() if 'model="m"' in line]
+    assert series
+    assert all('_0="x",_team="blue",' in line for line in series)
+
+
+OF_GPUS = {
+    "nv_gpu_utilization",
+    "nv_gpu_memory_total_bytes",
+    "nv_gpu_memory_used_bytes",
+    "nv_gpu_power_usage",
+    "nv_gpu_power_limit",
+    "nv_energy_consumption",
+}
+
+
+def test_names_are_all_told_in_the_docs(metrics: Metrics) -> None:
+    told = set(re.findall(r"`((?:nv|paceline)_\w+)`", (REPO / "docs" / "metrics.md").read_text(encoding="utf-8")))
+    assert told == {*OURS, *OF_LIMITS, *OF_FRONTS, *OF_GPUS, *TRITON_COUNTERS, *TRITON_GAUGES}
+
+
+def test_fronts_are_shown_where_there_are_such(metrics: Metrics) -> None:
+    @dataclass(frozen=True)
+    class Fronts:
+        running: int = 2
+        restarts: int = 3
+        requests: int = 5
+        input_bytes: int = 7
+        output_bytes: int = 11
+
+    metrics.add_collector(FrontsCollector(Fronts()))
+    found = {name: kind for name, kind in types(metrics).items() if name.startswith("paceline_")}
+    assert found == {**OURS, **OF_FRONTS}
+    seen = samples(metrics)
+    assert [seen[f"paceline_frontend{name}"] for name in ("s", "_restarts", "_requests")] == [2, 3, 5]
+    assert [value(metrics, "paceline_frontend_memory_bytes", f'direction="{way}"') for way in ("in", "out")] == [7, 11]
+
+
+# ---- Which series ----------------------------------------------------------------------------------------------------
+
+
+def test_new_model_has_every_series_at_zero(metrics: Metrics, model: VersionMetrics) -> None:
+    found = samples(metrics)
+    mine = {name: number for name, number in found.items() if 'model="m"' in name}
+    for reason in REASONS:
+        assert f'nv_inference_request_failure{{model="m",reason="{reason}",version="3"}}' in mine
+    for drop in Drop:
+        assert f'paceline_dropped_requests{{model="m",reason="{drop.value}",version="3"}}' in mine
+    for name in TRITON_COUNTERS - {"nv_inference_request_failure"} | {"nv_inference_pending_request_count"}:
+        assert f"{name}{{{LABELS}}}" in mine
+    assert set(mine.values()) == {0}
+
+
+def test_models_and_versions_are_counted_apart(metrics: Metrics, model: VersionMetrics) -> None:
+    for shown, rows in ((version("m", "4"), 2), (version("n", "3"), 5)):
+        metrics.add(shown)
+        shown.statistics.on_batch(report(rows, [0]))
+    read = [
+        value(metrics, "nv_inference_count", f'model="{name}",version="{number}"')
+        for name, number in (("m", "3"), ("m", "4"), ("n", "3"))
+    ]
+    assert read == [0, 2, 5]
+
+
+def test_two_servers_in_one_process_count_apart(metrics: Metrics, model: VersionMetrics) -> None:
+    other = version()
+    Metrics().add(other)
+    other.statistics.on_batch(report(1, [0]))
+    assert value(metrics, "nv_inference_count") == 0
+
+
+def test_removed_version_leaves_no_series_and_the_others_alone(metrics: Metrics, model: VersionMetrics) -> None:
+    other = version("m", "4")
+    metrics.add(other)
+    metrics.remove(model)
+    text = metrics.text().decode()
+    assert 'version="3"' not in text
+    assert 'nv_inference_count{model="m",version="4"} 0\n' in text
+    metrics.remove(model)
+
+
+def test_version_loaded_anew_goes_on_counting_with_what_the_old_one_still_answers(
+    metrics: Metrics, model: VersionMetrics
+) -> None:
+    model.statistics.on_batch(report(5, [0]))
+    anew = version()
+    metrics.add(anew)
+    assert value(metrics, "nv_inference_count") == 5
+    model.statistics.on_batch(report(3, [0]))
+    anew.statistics.on_batch(report(2, [0]))
+    metrics.remove(model)
+    # The last of its requests are counted after it has gone.
+    model.statistics.on_success(1_000)
+    model.statistics.on_failure(ExecutionFailed("broken"), 2_000)
+    assert value(metrics, "nv_inference_count") == 10
+    assert value(metrics, "nv_inference_exec_count") == 3
+    assert value(metrics, "nv_inference_request_success") == 1
+    assert value(metrics, "nv_inference_request_failure", 'model="m",reason="BACKEND",version="3"') == 1
+    assert value(metrics, "paceline_batch_rows_count") == 3
+
+
+def test_version_loaded_again_and_again_keeps_the_sum_and_nothing_else(metrics: Metrics) -> None:
+    first = version()
+    metrics.add(first)
+    forgotten, shown = weakref.ref(first.statistics), first
+    first.statistics.on_batch(report(1, [0]))
+    for _ in range(5):
+        anew = version()
+        metrics.add(anew)
+        anew.statistics.on_batch(report(1, [0]))
+        metrics.remove(shown)
+        shown = anew
+    del first
+    assert forgotten() is None
+    assert value(metrics, "nv_inference_count") == 6
+
+
+def test_version_unloaded_and_loaded_starts_at_zero_whatever_the_old_one_still_does(
+    metrics: Metrics, model: VersionMetrics
+) -> None:
+    anew = version()
+    metrics.add(anew)
+    metrics.remove(anew)
+    assert 'version="3"' not in metrics.text().decode()
+    metrics.add(version())
+    model.statistics.on_batch(report(5, [0]))
+    metrics.remove(model)
+    assert value(metrics, "nv_inference_count") == 0
+
+
+def test_sum_of_statistics_has_all_that_they_count() -> None:
+    """Seen by the series themselves, so that no number is left out."""
+    one, total = version(), VersionStatistics()
+    one.statistics.on_batch(report(2, [10, 20], padded_rows=4, input_us=3, infer_us=30, output_us=4))
+    one.statistics.on_batch(report(5, [7]))
+    one.statistics.on_success(5_000)
+    one.statistics.on_failure(ExecutionFailed("broken"), 2_000)
+    one.statistics.on_drop(Drop.CLOSED)
+    one.statistics.hung_executions = 2
+    total.merge(one.statistics)
+    assert statistics_message("m", "3", total) == statistics_message("m", "3", one.statistics)
+    alone, merged = Metrics(), Metrics()
+    alone.add(one)
+    merged.add(replace(one, statistics=total))
+    expected = {name: count for name, count in samples(alone).items() if LABELS in name}
+    assert {name: count for name, count in samples(merged).items() if LABELS in name} == expected
+
+
+# ---- Values ----------------------------------------------------------------------------------------------------------
+
+
+def test_batch_adds_rows_one_execution_and_times_per_request(metrics: Metrics, model: VersionMetrics) -> None:
+    model.statistics.on_batch(report(5, [100, 50, 0], input_us=1, infer_us=20, output_us=2))
+    model.statistics.on_batch(report(2, [10], padded_rows=4, input_us=3, infer_us=30, output_us=4))
+    expected = {
+        "nv_inference_count": 7,
+        "nv_inference_exec_count": 2,
+        "nv_inference_queue_duration_us": 160,
+        "nv_inference_compute_input_duration_us": 3 * 1 + 3,
+        "nv_inference_compute_infer_duration_us": 3 * 20 + 30,
+        "nv_inference_compute_output_duration_us": 3 * 2 + 4,
+        "nv_inference_request_success": 0,
+        "paceline_padding_rows": 2,
+        "paceline_padding_share": 2 / 9,
+        "paceline_batch_rows_count": 2,
+        "paceline_batch_rows_sum": 7,
+        "paceline_queue_wait_us_count": 4,
+        "paceline_queue_wait_us_sum": 160,
+    }
+    found = samples(metrics)
+    assert {name: found[f"{name}{{{LABELS}}}"] for name in expected} == expected
+
+
+def test_request_that_succeeds_adds_its_time(metrics: Metrics, model: VersionMetrics) -> None:
+    for duration_us in (100, 101, 20_000_000):
+        model.statistics.on_success(duration_us * US)
+    assert value(metrics, "nv_inference_request_success") == 3
+    assert value(metrics, "nv_inference_request_duration_us") == 20_000_201
+    name = "paceline_request_duration_us_bucket"
+    bounds = ("100.0", "250.0", "1e+07", "+Inf")
+    assert [value(metrics, name, f'le="{bound}",{LABELS}') for bound in bounds] == [1, 2, 2, 3]
+
+
+def test_request_that_fails_counts_under_its_reason_alone(metrics: Metrics, model: VersionMetrics) -> None:
+    before = samples(metrics)
+    model.statistics.on_failure(InvalidRequest("x"), 5 * US)
+    name = 'nv_inference_request_failure{model="m",reason="OTHER",version="3"}'
+    after = samples(metrics)
+    assert (before.pop(name), after.pop(name)) == (0, 1)
+    assert {key for key in after if 'model="m"' in key and after[key] != before[key]} == set()
+
+
+@pytest.mark.parametrize("drop", Drop)
+def test_dropped_request_counts_under_its_reason(metrics: Metrics, model: VersionMetrics, drop: Drop) -> None:
+    model.statistics.on_drop(drop)
+    name = "paceline_dropped_requests"
+    read = {one: value(metrics, name, f'model="m",reason="{one.value}",version="3"') for one in Drop}
+    assert read == {**dict.fromkeys(Drop, 0), drop: 1}
+
+
+@pytest.mark.parametrize(
+    ("rows", "bucket", "below"),
+    [(1, "1.0", None), (8, "8.0", "4.0"), (9, "16.0", "8.0"), (1024, "1024.0", "512.0"), (1025, "+Inf", "1024.0")],
+)
+def test_batch_rows_fall_into_the_bucket_of_their_size(
+    metrics: Metrics, model: VersionMetrics, rows: int, bucket: str, below: str | None
+) -> None:
+    model.statistics.on_batch(report(rows, [0]))
+    assert value(metrics, "paceline_batch_rows_bucket", f'le="{bucket}",{LABELS}') == 1
+    assert below is None or value(metrics, "paceline_batch_rows_bucket", f'le="{below}",{LABELS}') == 0
+
+
+@pytest.mark.parametrize(("padded_rows", "up_to"), [(1, 1), (2, 2), (3, 4), (4, 4), (5, 8), (32, 32), (33, 64)])
+def test_execution_time_is_told_by_the_power_of_two_that_covers_what_the_model_saw(
+    metrics: Metrics, model: VersionMetrics, padded_rows: int, up_to: int
+) -> None:
+    model.statistics.on_batch(report(1, [0], padded_rows=padded_rows, infer_us=90, other_us=20))
+    series = f'model="m",up_to_rows="{up_to}",version="3"'
+    assert value(metrics, "paceline_execution_us_sum", series) == 110
+    assert value(metrics, "paceline_execution_us_bucket", f'le="100.0",{series}') == 0
+    assert value(metrics, "paceline_execution_us_bucket", f'le="250.0",{series}') == 1
+    assert len([name for name in samples(metrics) if name.startswith("paceline_execution_us_sum")]) == 1
+
+
+def test_gauges_are_read_when_somebody_asks(metrics: Metrics) -> None:
+    waiting = Waiting(3, 2)
+    metrics.add(version(waiting=waiting, load_ns=1_500_000_000))
+    assert value(metrics, "nv_inference_pending_request_count") == 3
+    assert value(metrics, "paceline_lanes") == 2
+    assert value(metrics, "nv_model_load_duration_secs") == 1.5
+    waiting.waiting_requests = 0
+    assert value(metrics, "nv_inference_pending_request_count") == 0
+
+
+def waiting_by_level(metrics: Metrics) -> dict[str, float]:
+    found = (re.search(r'pending_requests.*priority="(.*?)"', name) for name in samples(metrics))
+    return {one[1]: samples(metrics)[one.string] for one in found if one}
+
+
+def test_pending_requests_of_each_priority_level_show_even_if_none_wait(metrics: Metrics) -> None:
+    metrics.add(version(waiting=Waiting(5, 1, {1: 2, 3: 3}), priority_levels=3))
+    assert waiting_by_level(metrics) == {"1": 2, "2": 0, "3": 3}
+
+
+def test_pending_requests_without_levels_are_told_by_no_level(metrics: Metrics) -> None:
+    metrics.add(version(waiting=Waiting(5, 1)))
+    assert waiting_by_level(metrics) == {}
+
+
+def test_pending_requests_of_2_to_the_64_levels_are_few_series(metrics: Metrics) -> None:
+    levels = {1: 1, 16: 2, 17: 3, 2**63: 4}
+    metrics.add(version(waiting=Waiting(10, 1, levels), priority_levels=2**64 - 1))
+    found = waiting_by_level(metrics)
+    assert {level: number for level, number in found.items() if number} == {"1": 1, "16": 2, "17+": 7}
+    assert len(found) == 17

@@ -1,0 +1,133 @@
+"""The little HTTP server for scrapers: what it answers, whom it survives, how fast it ends."""
+
+from __future__ import annotations
+
+import socket
+import struct
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+
+import pytest
+
+from server.telemetry.metrics import Metrics
+from server.telemetry.metrics_endpoint import MetricsEndpoint
+from tests.harness import has_ipv6
+from tests.polling import eventually
+from tests.unit.server.counting import version
+
+
+@pytest.fixture
+def metrics() -> Metrics:
+    metrics = Metrics()
+    metrics.add(version())
+    return metrics
+
+
+@pytest.fixture
+def endpoint(metrics: Metrics) -> Iterator[MetricsEndpoint]:
+    endpoint = MetricsEndpoint(metrics, "127.0.0.1", 0)
+    yield endpoint
+    endpoint.close()
+
+
+def get(endpoint: MetricsEndpoint, path: str = "/metrics", host: str = "127.0.0.1") -> tuple[int, str, bytes]:
+    try:
+        with urllib.request.urlopen(f"http://{host}:{endpoint.port}{path}", timeout=10) as response:
+            return response.status, response.headers["Content-Type"], response.read()
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, "", b""
+
+
+def models(text: bytes) -> list[bytes]:
+    """The lines about models; those about the process are never the same twice."""
+    return [line for line in text.splitlines() if b'model="' in line]
+
+
+@pytest.mark.parametrize("path", ["/metrics", "/metrics?name=nv_inference_count"])
+def test_get_metrics_is_all_of_them_as_prometheus_text(endpoint: MetricsEndpoint, metrics: Metrics, path: str) -> None:
+    status, kind, body = get(endpoint, path)
+    assert status == 200
+    assert models(body) == models(metrics.text()) != []
+    assert kind.startswith("text/plain; version=0.0.4")
+
+
+@pytest.mark.parametrize("path", ["/", "/metrics/", "/metricsx", "/v2/health/ready"])
+def test_get_anything_else_is_404(endpoint: MetricsEndpoint, path: str) -> None:
+    assert get(endpoint, path)[0] == 404
+
+
+def test_post_is_refused_and_the_endpoint_lives_on(endpoint: MetricsEndpoint) -> None:
+    with pytest.raises(urllib.error.HTTPError) as caught:
+        urllib.request.urlopen(f"http://127.0.0.1:{endpoint.port}/metrics", data=b"x", timeout=10)
+    with caught.value:
+        assert caught.value.code == 501
+    assert get(endpoint)[0] == 200
+
+
+def test_many_scrapes_at_once_are_all_answered(endpoint: MetricsEndpoint) -> None:
+    codes: list[int] = []
+    threads = [threading.Thread(target=lambda: codes.append(get(endpoint)[0])) for _ in range(16)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert codes == [200] * 16
+
+
+def test_scraper_that_says_nothing_holds_up_nobody(endpoint: MetricsEndpoint) -> None:
+    with socket.create_connection(("127.0.0.1", endpoint.port), timeout=10):
+        assert get(endpoint)[0] == 200
+
+
+def test_scraper_that_breaks_off_leaves_no_traceback(
+    endpoint: MetricsEndpoint, capfd: pytest.CaptureFixture[str]
+) -> None:
+    threads = threading.active_count()
+    for _ in range(5):
+        with socket.create_connection(("127.0.0.1", endpoint.port), timeout=10) as connection:
+            # A reset instead of an orderly end: what the handler writes meets a connection that is gone.
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            connection.sendall(b"GET /metrics HTTP/1.1\r\n")
+    assert get(endpoint)[0] == 200
+    eventually(lambda: threading.active_count() <= threads, "the handlers' end")
+    assert capfd.readouterr().err == ""
+
+
+def test_close_is_prompt_and_frees_the_port(metrics: Metrics) -> None:
+    endpoint = MetricsEndpoint(metrics, "127.0.0.1", 0)
+    port = endpoint.port
+    began = time.monotonic()
+    endpoint.close()
+    assert time.monotonic() - began < 2
+    MetricsEndpoint(metrics, "127.0.0.1", port).close()
+
+
+def test_close_with_an_open_connection_is_prompt(metrics: Metrics) -> None:
+    endpoint = MetricsEndpoint(metrics, "127.0.0.1", 0)
+    with socket.create_connection(("127.0.0.1", endpoint.port), timeout=10):
+        began = time.monotonic()
+        endpoint.close()
+        assert time.monotonic() - began < 2
+
+
+def test_close_of_an_endpoint_on_all_addresses_is_prompt(metrics: Metrics) -> None:
+    endpoint = MetricsEndpoint(metrics, "0.0.0.0", 0)
+    assert get(endpoint)[0] == 200
+    endpoint.close()
+
+
+def test_port_in_use_is_an_oserror(metrics: Metrics, endpoint: MetricsEndpoint) -> None:
+    with pytest.raises(OSError, match="Address already in use"):
+        MetricsEndpoint(metrics, "127.0.0.1", endpoint.port)
+
+
+@pytest.mark.skipif(not has_ipv6(), reason="this machine has no IPv6")
+@pytest.mark.parametrize("address", ["::1", "[::1]", "::", "[::]"])
+def test_ipv6_addresses_are_served_with_and_without_brackets(metrics: Metrics, address: str) -> None:
+    endpoint = MetricsEndpoint(metrics, address, 0)
+    assert get(endpoint, host="[::1]")[0] == 200
+    endpoint.close()
