@@ -1,1 +1,1 @@
-"""The way of an inference request, whichever RPC brought it: decoded, queued, answered, counted."""
+"""The steps of an inference request, whichever RPC brought it: decoding, queueing, answering, counting."""

@@ -1,7 +1,7 @@
-"""A request in flight, and one with an RPC of its own, whose coroutine waits for it.
+"""Requests in flight, and the kind that has its own RPC, whose coroutine waits for the answer.
 
-Lives here: what is known of a request from when it has arrived until it is answered. Must not: the steps in between;
-those are `inference`, which does them for many requests at a time.
+Lives here: what is known about a request from its arrival until it is answered. Must not: the steps in between; those
+are in `inference`, which takes them for many requests at a time.
 """
 
 from __future__ import annotations
@@ -30,21 +30,22 @@ _log = logging.getLogger("paceline.server.inference")
 _NO_FAULT_OF_THE_MODEL = frozenset(
     (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.OUT_OF_RANGE, grpc.StatusCode.DEADLINE_EXCEEDED)
 )
-"""As another server may say that executes it: a request is at fault, or its caller was in a hurry."""
+"""Statuses of another server that executes the model which aren't the model's fault: the request is at fault, or its
+caller's deadline was too short."""
 
 
 class InFlight:
-    """A request in flight. Its caller gives up at `deadline_ns` on the monotonic clock, and traces it as part of
-    `parent`; `sent` are headers for another server, should one execute it.
+    """A request in flight. `deadline_ns` is when its answer has to leave to reach the caller in time, on the monotonic
+    clock. `parent` is the caller's trace. `sent` are headers for another server, if one executes the request.
 
-    `model` is there once it is looked up, `decoded`, a `DecodedRequest`, once it is checked, and `pending` once it was
-    submitted; these two until it ends. Then `on_done` is called, unless it is `gone`: given up. By then it has an
-    `answer`, or was told to `fail`; if neither, its answer is so large that it is better made when it can leave, by
-    `Inference.finish`. There is a `watch` if somebody wants to know of every request.
+    `model` is set when it is looked up, `decoded` (a `DecodedRequest`) when the request is checked, and `pending` when
+    it is submitted; the last two are kept until it ends. Then `on_done` is called, unless the request is `gone`: given
+    up. By then it has an `answer`, or `fail` was called; if neither, `Inference.finish` makes the answer when it can
+    leave, since it may be large. `watch` is set only if somebody wants to know about every request.
     """
 
     envelope: Envelope | None = None
-    """What its answer travels in."""
+    """The message that its answer travels in, if any."""
 
     model: Any = None
     decoded: Any = None
@@ -61,33 +62,35 @@ class InFlight:
         self.began_ns = time.monotonic_ns()
 
     def cancel(self) -> None:
-        """Have it end as soon as it can. `on_done` is called all the same."""
+        """End the request as soon as possible. `on_done` is still called."""
         self.cancelled = True
         if self.pending is not None:
             self.pending.cancel()
 
     def fail(self, error: BaseException) -> None:
-        """There will be no answer, but this."""
+        """The request has failed: `error` takes the place of its answer."""
         raise NotImplementedError
 
     def on_done(self) -> None:
-        """It is answered, or has failed."""
+        """The request has its answer, or has failed, or its answer can be made now."""
         raise NotImplementedError
 
     def count_failure(self, error: BaseException) -> None:
-        """Count it as one that ended with `error`."""
+        """Count the request as ended by `error`; log the error if the model is at fault."""
         if self.model is not None:
             self.model.statistics.on_failure(error, time.monotonic_ns() - self.began_ns)
             if reason_of(error) is FailureReason.BACKEND and status_of(error) not in _NO_FAULT_OF_THE_MODEL:
-                # Its words alone: whoever keeps the record would keep the error, and all that its traceback leads to.
+                # Only its text: a handler that keeps the record would keep the error, and all that its traceback leads
+                # to.
                 _log.error("model '%s' version %s failed: %s", self.model.name, self.model.version, words_of(error))
         if self.watch is not None:
             self.watch.on_failure(error)
 
 
 class Call(InFlight):
-    """A request with an RPC of its own, whose coroutine awaits `response`. As those of a batch are started together,
-    and their answers made, that has little left to do when it is woken up in between others of gRPC's."""
+    """A request with its own RPC, whose coroutine awaits `response`. The requests of a batch are started together, and
+    their answers are made together, so the coroutine has little left to do when it is woken between others of
+    gRPC's."""
 
     def __init__(
         self, inference: Inferring, request: AnyRequest, deadline_ns: int, parent: TraceParent | None, sent: Sent
@@ -110,7 +113,7 @@ class Call(InFlight):
 
     # hot path: see bench/
     async def response(self) -> AnyResponse:
-        """The answer. Raises what comes instead. Cancelling it takes the request back at once."""
+        """The answer. Raises the error if the request fails. Cancelling this withdraws the request at once."""
         self._inference.announce(self)
         try:
             await self._done
@@ -124,19 +127,19 @@ class Call(InFlight):
             self.give_up()
             raise
         finally:
-            # An error has a traceback, that this frame, and this frame, by the call, would have the error, and what the
-            # request used: shared memory would stay open until the garbage collector comes by.
+            # Break the cycle: the error's traceback holds this frame, and this frame, through the call, would hold the
+            # error and what the request used. Shared memory would stay open until the garbage collector runs.
             self._error = None
             del self
 
     def give_up(self) -> None:
-        """Nobody waits for the answer any more, which may just have come."""
+        """Nobody waits for the answer any more; it may just have come."""
         self._error = self._done.call = None
         self._inference.give_up(self)
 
 
 class _Done(asyncio.Future[None]):
-    """Cancelled, as a cancelled task does with what it awaits, it takes the call back in that moment."""
+    """Withdraws the call the moment it is cancelled; a cancelled task cancels what it awaits."""
 
     call: Call | None = None
 
@@ -148,7 +151,7 @@ class _Done(asyncio.Future[None]):
 
 
 class Inferring(Protocol):
-    """The steps of a request, as `server.requests.inference` has them, or a process that hands them on."""
+    """The steps of a request: `server.requests.inference`, or a front that passes requests on to another process."""
 
     @property
     def reads_parents(self) -> bool: ...
@@ -164,7 +167,7 @@ class Inferring(Protocol):
 
 # hot path: see bench/
 def follow(flight: InFlight, pending: asyncio.Future[Any], told: Callable[[list[Any]], None]) -> None:
-    """Have `told` called with the request, and others, when `pending` is done."""
+    """Have `told` called when `pending` is done, with `flight` and perhaps others that are done."""
     flight.pending = pending
     if isinstance(pending, Telling):
         pending.told, pending.about = told, flight
@@ -172,9 +175,10 @@ def follow(flight: InFlight, pending: asyncio.Future[Any], told: Callable[[list[
 
     def tell(done: asyncio.Future[Any]) -> None:
         if flight.gone and not done.cancelled():
-            # It has failed while it was being cancelled. Somebody has to look, or asyncio logs that nobody did.
+            # It failed while it was being cancelled. Somebody has to retrieve the error, or asyncio logs that nobody
+            # did.
             done.exception()
-        del done  # an error that it has leads to this frame, and it mustn't lead back to the error
+        del done  # its error leads to this frame, which must not lead back to the error
         told([flight])
 
     pending.add_done_callback(tell)

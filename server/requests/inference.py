@@ -1,4 +1,4 @@
-"""One inference request, from message to message, whichever RPC brought it.
+"""Inference requests, from message to message, whichever RPC brought them.
 
 Lives here: the order of the steps. Must not: checks (codec), look-ups (repository), what the batcher is told
 (submitting), waiting policy (batcher), or anything that belongs to one RPC alone.
@@ -41,16 +41,16 @@ _log = logging.getLogger("paceline.server.inference")
 _REQUEST = attrgetter("request")
 
 _MOST_MADE_BYTES = 2**17
-"""Of a batch's outputs, of which all answers are made before the first one leaves."""
+"""If a batch's outputs have at most this many bytes, all answers are made before the first one leaves."""
 
 AnyPending = Pending[Any, Any]
 Answer = Callable[[Any, Tensors, AnyPending], None]
-"""Answers a request in flight with its results and what knows the facts of them."""
+"""Answers a request in flight, given its results and the `Pending` that knows their facts."""
 
 
 class Inference:
-    """Answers inference requests while `serving`; while it is `ready` they should come. `tracer` may want to know
-    when."""
+    """Answers inference requests while `serving`. `ready` says whether clients should send any. `tracer` may record
+    their times."""
 
     def __init__(self, repository: Repository, tracer: Tracer | None = None) -> None:
         self._repository = repository
@@ -61,12 +61,13 @@ class Inference:
 
     @property
     def reads_parents(self) -> bool:
-        """Whether the `parent` of a request makes any difference; if not, nobody needs to look for it."""
+        """Whether the `parent` of a request is used; if not, nobody needs to read it."""
         return self._spans is not None
 
     # hot path: see bench/
     def announce(self, flight: InFlight) -> None:
-        """A request has arrived. It is started when it is time for that, with others that arrived with it."""
+        """A request has arrived. It is started when its batcher is about to decide, with others that arrived with it;
+        at once if no model is found or the server doesn't serve."""
         request = flight.request
         model = self._repository.find(request.model_name, request.model_version)
         if model is None or not self.serving:
@@ -77,8 +78,8 @@ class Inference:
 
     # hot path: see bench/
     def _start(self, flights: list[InFlight]) -> None:
-        """Check requests that have arrived, all for one model, and hand them to its batcher: those together that follow
-        each other and are alike."""
+        """Check requests that have arrived, all for one model, and hand them to its batcher. Consecutive requests that
+        are alike are handed over together."""
         started = 0
         while started < len(flights):
             alike = self._alike(flights, started)
@@ -99,7 +100,7 @@ class Inference:
 
     # hot path: see bench/
     def _alike(self, flights: list[InFlight], first: int) -> AlikeRequests | None:
-        """As many of `flights`, from `first` on, as differ in nothing but id, tensors and deadline, decoded; None if
+        """The consecutive `flights`, from `first` on, that differ only in id, tensors and deadline, decoded. None if
         the first one is to be started by itself."""
         model = flights[first].model
         if len(flights) == 1 or model is None or model.remote or self._spans is not None or debugging.on:
@@ -117,7 +118,7 @@ class Inference:
 
     # hot path: see bench/
     def _start_together(self, together: list[InFlight], alike: AlikeRequests) -> bool:
-        """Submit requests that are alike. False if each is to be started by itself, decoded as it is."""
+        """Submit requests that are alike. False if each is to be started by itself; it is decoded already."""
         try:
             pendings = submit_alike(together, together[0].model, alike)
         except Exception:  # noqa: BLE001 - it is logged, and each is submitted by itself
@@ -128,7 +129,7 @@ class Inference:
             for flight, its_inputs, its_targets in zip(together, inputs, targets, strict=True):
                 flight.decoded = DecodedRequest(its_inputs, asked, its_targets)
             return False
-        # Their inputs are the batcher's now.
+        # The batcher has their inputs now.
         decoded, told = DecodedRequest((), asked), self._on_done
         for flight, pending, its_targets in zip(together, pendings, targets, strict=True):
             if decoded.targets is not its_targets:
@@ -169,9 +170,9 @@ class Inference:
         told: Callable[[list[Any]], None],
         carried: Carried = NOTHING_CARRIED,
     ) -> None:
-        """Hand a request, which was looked up and checked elsewhere, to its model's batcher; `told` is told of those
-        that are done, and calls `conclude` with them. `carried` is for another server, should one execute it. Raises
-        what is found now."""
+        """Hand a request that was looked up and checked elsewhere to its model's batcher. `told` is called with
+        requests that are done, and has to call `conclude` for each. `carried` is for another server, if one executes
+        the request. Raises errors that are found now."""
         flight.model, flight.decoded = model, decoded
         if self._spans is not None or debugging.on:
             request = pb.ModelInferRequest(model_name=model.name, model_version=model.version, id=flight.request.id)
@@ -194,7 +195,7 @@ class Inference:
 
     # hot path: see bench/
     def _on_done(self, flights: list[InFlight]) -> None:
-        """What was submitted has ended. Small answers are made now, all of a batch together."""
+        """Submitted requests have ended. Small answers are made now, all of a batch together."""
         try:
             self._answer_alike(flights)
         except Exception:  # noqa: BLE001 - it is logged, and those that have no answer yet are looked at one by one
@@ -214,8 +215,8 @@ class Inference:
 
     # hot path: see bench/
     def _answer_alike(self, flights: list[InFlight]) -> None:
-        """Make the answers of those who have shares of the same batch's outputs, small ones, and want nothing else, be
-        it in the response or in shared memory."""
+        """Make the answers to requests that have shares of the same batch's outputs, if these are small and the
+        requests want nothing else, be it in the response or in shared memory."""
         model = flights[0].model
         if len(flights) == 1 or model.codec.short_way is None or self._tracer.active:
             return
@@ -242,13 +243,13 @@ class Inference:
             flight.pending = flight.decoded = None
 
     def finish(self, flight: InFlight) -> None:
-        """Make the answer of a request that is done, or have it `fail`."""
+        """Make the answer of a request that is done, or call its `fail`."""
         self.conclude(flight, encode)
 
     # hot path: see bench/
     def conclude(self, flight: InFlight, answer: Answer) -> None:
-        """Have a request that is done answered, and counted: with its results by `answer`, and if that raises, or there
-        are none, by its own `fail`."""
+        """Answer and count a request that is done. `answer` gets its results; if that raises, or there are none, the
+        request's own `fail` is called."""
         pending: Any = flight.pending
         flight.pending = None
         if pending.cancelled():
@@ -276,18 +277,19 @@ class Inference:
             self._fail(flight, error)
 
     def _fail(self, flight: InFlight, error: BaseException) -> None:
-        """Doesn't raise: others are owed theirs."""
+        """Count the failure and call `fail`. Doesn't raise: others are owed their answers."""
         flight.decoded = flight.answer = None
         try:
             flight.count_failure(error)
         except Exception:  # noqa: BLE001 - it is logged
             _log.exception("that a request failed can't be told")
-        # One that is gone mustn't keep what leads to it.
+        # A request that is gone must not hold an error that leads back to it.
         if not flight.gone:
             flight.fail(error)
 
     def give_up(self, flight: InFlight) -> None:
-        """Nobody waits for the answer any more. If it is there, or will never be, that makes no difference."""
+        """Nobody waits for the answer any more. If it is made already, or the request has failed, nothing is
+        counted."""
         flight.gone = True
         pending, flight.pending = flight.pending, None
         if pending is not None:
@@ -295,17 +297,17 @@ class Inference:
             flight.count_failure(asyncio.CancelledError())
 
     def check_serving(self) -> None:
-        """Raises ServerStopping, and counts it, while nothing is taken."""
+        """Raise ServerStopping, and count the refusal, while no requests are taken."""
         if not self.serving:
             raise self._refusal(None)
 
     async def refuse_until_quiet(self) -> None:
-        """Refuse requests until hardly any come, a second at most."""
+        """Refuse requests from now on. Returns when hardly any arrive, after a second at most."""
         self.serving = self.ready = False
         await until_quiet(lambda: self._refused)
 
     def _look_up(self, flight: InFlight) -> ServedModel:
-        """The model of a request for which there was none a moment ago. Raises why not."""
+        """The model of a request for which `announce` found none. Raises the reason if there is none."""
         name, version = flight.request.model_name, flight.request.model_version
         if not self.serving:
             raise self._refusal(self._repository.find(name, version))
@@ -313,8 +315,8 @@ class Inference:
         return model
 
     def _refusal(self, model: ServedModel | None) -> ServerStopping:
-        """What a request, or a call that hasn't brought one yet, gets once the server stops; counted as its model's if
-        there is one."""
+        """The error that a request, or a call that hasn't brought one yet, gets once the server stops. Counts it, also
+        for `model` if there is one."""
         self._refused += 1
         error = ServerStopping()
         if model is not None:
@@ -325,7 +327,7 @@ class Inference:
 
 # hot path: see bench/
 def encode(flight: InFlight, results: Tensors, pending: AnyPending) -> None:
-    """Make the answer of `flight`. Raises ExecutionError for outputs that aren't what the model says."""
+    """Make the answer of `flight`. Raises as `ModelCodec.encode`."""
     model, decoded = flight.model, flight.decoded
     answer = model.codec.encode(flight.request, decoded, results, flight.envelope)
     if decoded.asked.parameters.batch_info and isinstance(answer, pb.ModelInferResponse) and pending.facts:

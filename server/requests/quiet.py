@@ -1,4 +1,4 @@
-"""When to have gRPC's server stop: once calls have ceased.
+"""When to stop gRPC's server: once hardly any calls arrive.
 
 Lives here: the waiting. Must not: know what is refused, or by whom.
 """
@@ -12,22 +12,22 @@ from collections.abc import Callable
 __all__ = ["TRY_AGAIN_MS", "until_quiet"]
 
 TRY_AGAIN_MS = 300
-"""What a server that stops says to clients that try again by gRPC's `retryPolicy`. With pauses of their own they
-would spend their attempts, of which gRPC allows five, before it has told their connection to go. So they spend four at
-most."""
+"""How long a stopping server has clients wait that retry by gRPC's `retryPolicy`. With their own pauses they would use
+up their attempts, of which gRPC allows five, before the server has told their connection to go. This way they use up
+four at most."""
 
 _PAUSE_S = 0.05
 _LONGEST_S = 1.0
 
 
 async def until_quiet(arrivals: Callable[[], int]) -> None:
-    """Return when nothing has arrived for a moment, going by the count of what has, or after a second.
+    """Return when nothing has arrived for a moment, by the count that `arrivals` returns, or after a second.
 
-    gRPC's server cancels what crosses with its GOAWAY, or has arrived and isn't taken up when it stops: CANCELLED, for
-    no doing of the caller's, whose client doesn't try elsewhere. Those who are refused before that come again after
-    `TRY_AGAIN_MS`, so that it is quiet soon where callers wait for answers.
+    gRPC's server cancels calls that cross with its GOAWAY, or that have arrived but aren't taken up when it stops: they
+    end with CANCELLED, through no fault of the caller, whose client doesn't try elsewhere. Callers that are refused
+    before that come back after `TRY_AGAIN_MS`, so it is quiet soon where callers wait for answers.
 
-    A pause that lasted much longer than it should says nothing: what has arrived meanwhile isn't counted yet.
+    A pause that lasted much longer than it should proves nothing: what arrived meanwhile isn't counted yet.
     """
     until_s = time.monotonic() + _LONGEST_S
     first = seen = arrivals()

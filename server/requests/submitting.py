@@ -1,7 +1,7 @@
 """Handing checked requests to their model's batcher.
 
-Lives here: what the batcher is told of a request, whether it comes alone, in parts or with others like it. Must not: do
-what comes before (checks are `codec`'s) or after (`inference`), or wait for anything.
+Lives here: what the batcher is told about a request, whether it comes alone, in parts or with others like it. Must not:
+do what comes before (checks: `codec`) or after (`inference`), or wait for anything.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ __all__ = ["submit", "submit_alike", "submit_remote"]
 
 # hot path: see bench/
 def submit(flight: InFlight, model: ServedModel, decoded: DecodedRequest, arrived_ns: int) -> asyncio.Future[Any]:
-    """Have the batcher run the request, which came at `arrived_ns` (0: now): what it gives back, or for a request that
-    is split a task of `submit_parts`."""
+    """Hand the request, which arrived at `arrived_ns` (0: now), to the batcher. Returns the batcher's future, or a task
+    of `submit_parts` if the request is split."""
     asked, inputs, targets = decoded.asked, decoded.inputs, decoded.targets
     described = _described(flight, decoded)
     if 0 < model.max_batch_rows < asked.rows:
@@ -43,8 +43,8 @@ def submit(flight: InFlight, model: ServedModel, decoded: DecodedRequest, arrive
 
 # hot path: see bench/
 def submit_alike(flights: Sequence[InFlight], model: ServedModel, alike: AlikeRequests) -> Sequence[Pending[Any, Any]]:
-    """The same for several that ask for the same, one after the other; none of them if one may have to be refused or
-    was taken back. Then each is to be submitted by itself, which has the words for why it can't be."""
+    """The same for consecutive requests that ask for the same. Takes none of them if one may have to be refused or was
+    withdrawn. Then each is to be submitted by itself: `submit` has the error texts."""
     if any(flight.gone or flight.cancelled for flight in flights):
         return ()
     asked, inputs, targets = alike
@@ -60,7 +60,8 @@ def submit_alike(flights: Sequence[InFlight], model: ServedModel, alike: AlikeRe
 
 
 def _directed(model: ServedModel, inputs: Inputs, targets: Targets) -> Inputs:
-    """What belongs on a GPU is left there, or written, on the instance's thread, which has to know."""
+    """`inputs`, with `targets` if an output belongs on a GPU: it is left or written there on the instance's thread,
+    which has to know."""
     if targets and model.leaves_outputs and any(one.region.kind == "cuda" for one in targets.values()):
         return Directed.to(targets, inputs)
     return inputs
@@ -69,8 +70,9 @@ def _directed(model: ServedModel, inputs: Inputs, targets: Targets) -> Inputs:
 def submit_remote(
     flight: InFlight, model: ServedModel, decoded: DecodedRequest, carried: Carried, arrived_ns: int
 ) -> asyncio.Future[Any]:
-    """The same for a model that another server executes: what else than tensors that needs to know goes along."""
-    # Never in shared memory: that and another server exclude each other.
+    """The same for a model that another server executes. `carried` goes along: what that server needs besides
+    tensors."""
+    # Inputs are never in shared memory here: that and another server exclude each other.
     asked, inputs = decoded.asked, cast("Tensors", decoded.inputs)
     payload = RemoteRequest(inputs, asked.outputs, flight.deadline_ns, flight.request.id, *carried, spec=asked.spec)
     key = asked.key, carried.key
@@ -92,7 +94,7 @@ def submit_remote(
 
 
 def _described(flight: InFlight, decoded: DecodedRequest) -> dict[str, Any]:
-    """What `Batcher.submit` takes by name of any request, whole or in parts."""
+    """The keyword arguments of `Batcher.submit` for any request, whole or in parts."""
     parameters, known_bytes = decoded.asked.parameters, decoded.asked.size_bytes
     return {
         "size_bytes": known_bytes if known_bytes >= 0 else sum(map(tensor_bytes, decoded.inputs)),
