@@ -25,9 +25,9 @@ __all__ = ["Context", "answering", "status_and_text"]
 _log = logging.getLogger("paceline.server.service")
 
 _MAX_TEXT_BYTES = 3_000
-"""Of a status's message as it is written: in a header, and there as three bytes what isn't printable ASCII. A client
-that gets more than 8 KiB of headers drops the answer and reports RESOURCE_EXHAUSTED instead, and nginx, unless it is
-told otherwise, one that gets 4 KiB, and reports that the server isn't available."""
+"""The most bytes of a status's message as encoded in a header, where '%' and anything but printable ASCII take three
+bytes. A client that gets more than 8 KiB of headers drops the answer and reports RESOURCE_EXHAUSTED instead; nginx,
+unless configured otherwise, drops one with 4 KiB and reports that the server isn't available."""
 _PLAIN = frozenset(range(0x20, 0x7F)) - {ord("%")}
 
 _TRY_LATER = (("grpc-retry-pushback-ms", str(TRY_AGAIN_MS)),)
@@ -39,7 +39,7 @@ Method = Callable[[Any, RequestT, Context], Awaitable[ResponseT]]
 
 
 def answering(method: Method[RequestT, ResponseT]) -> Method[RequestT, ResponseT]:
-    """Turn whatever `method`, a unary RPC, raises into the status that the table gives it."""
+    """Turn whatever `method`, an RPC's coroutine, raises into the status that the table gives it."""
 
     @wraps(method)
     async def answer(self: Any, request: RequestT, context: Context) -> ResponseT:
@@ -54,8 +54,8 @@ def answering(method: Method[RequestT, ResponseT]) -> Method[RequestT, ResponseT
             if isinstance(error, ServerStopping):
                 context.set_trailing_metadata(_TRY_LATER)
         refusal = context.abort(code, text)
-        # gRPC keeps what this raises with the call. Its traceback has this frame, which would keep the request, and by
-        # its context the call: nothing of them would go before the garbage collector comes by.
+        # gRPC keeps the exception that this raises with the call. Its traceback holds this frame, which would hold the
+        # request and, through its context, the call: none of them would be freed before the garbage collector runs.
         del request, context
         await refusal
         raise AssertionError("abort returned")
@@ -64,7 +64,8 @@ def answering(method: Method[RequestT, ResponseT]) -> Method[RequestT, ResponseT
 
 
 def status_and_text(error: Exception, request: object, rpc: str) -> tuple[grpc.StatusCode, str]:
-    """What the caller of `rpc` gets for `error`; what no table foresees is logged with its traceback."""
+    """The status and text that the caller of `rpc` gets for `error`. An error that isn't in the table is logged with
+    its traceback."""
     code = status_of(error)
     if code is None:
         _log.error("%s failed on something unforeseen", rpc, exc_info=error)
@@ -73,14 +74,14 @@ def status_and_text(error: Exception, request: object, rpc: str) -> tuple[grpc.S
 
 
 def _text(request: object, error: Exception) -> str:
-    """What the caller reads. The batcher's own errors don't know the model's name."""
+    """The text that the caller reads. It names the model for the batcher's own errors, which don't know it."""
     if isinstance(error, SchedulerError) and isinstance(request, AnyRequest):
         return f"model '{request.model_name}': {words_of(error)}"
     return words_of(error)
 
 
 def _sendable(text: str) -> str:
-    """`text`, its middle left out if it is too long to arrive, and without what UTF-8 can't say."""
+    """`text` without its middle if it is too long to arrive, and with what UTF-8 can't encode escaped."""
     data = text.encode(errors="backslashreplace")
     head, tail = _begin(data), _begin(data[-_MAX_TEXT_BYTES // 2 :][::-1])
     if len(head) + len(tail) < len(data):
@@ -89,6 +90,6 @@ def _sendable(text: str) -> str:
 
 
 def _begin(data: bytes) -> bytes:
-    """As much of its beginning as takes half of what a message may."""
+    """The longest beginning of `data` that takes at most half of what a message may."""
     ends = accumulate(1 if byte in _PLAIN else 3 for byte in data[: _MAX_TEXT_BYTES // 2])
     return data[: sum(end <= _MAX_TEXT_BYTES // 2 for end in ends)]

@@ -1,7 +1,7 @@
 """`ModelInfer`: a request with its own call.
 
 Lives here: what is read from the call, in a server of one process and in a front. Must not: the steps of a request,
-which are in `inference`, or `fronts.remote`.
+which are in `server.requests.inference` or `server.fronts.inference`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Reading gRPC's context: how long a caller waits, and the headers of its call.
 
-Lives here: what becomes `server.call_facts`. Must not: know any RPC.
+Lives here: making the values of `server.call_facts` from a context. Must not: know any RPC.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ __all__ = [
 
 
 def deadline_of(context: Context) -> int:
-    """When an answer has to leave, on the monotonic clock, to be with the caller in time."""
+    """When an answer has to leave to reach the caller in time, on the monotonic clock."""
     remaining_s = context.time_remaining()
     return NEVER if remaining_s is None else leaves_by(remaining_s)
 
 
 def header(context: Context, key: str) -> str:
-    """The header's value, of several the last, or "" if there is none."""
+    """The header's value, the last one if there are several, or "" if there is none."""
     return str(dict(context.invocation_metadata()).get(key, ""))
 
 
 def traceparent_of(context: Context) -> TraceParent | None:
-    """What the call's headers say of the trace that it belongs to, unread; None if they say nothing."""
+    """The values of the call's `traceparent` and `tracestate` headers, unparsed; None if there is no `traceparent`."""
     parent, states = "", []
     for key, value in context.invocation_metadata():
         if key == "traceparent":
@@ -51,14 +51,16 @@ def traceparent_of(context: Context) -> TraceParent | None:
 
 
 class HeaderPassing:
-    """Which headers travel on: `headers`, by which requests are kept apart, and `tracing`. Names in any case."""
+    """Which headers are passed on to another server: `headers`, which keep requests with different values apart, and
+    `tracing`, which don't. Names are in any case."""
 
     def __init__(self, headers: Iterable[str], tracing: Iterable[str]) -> None:
         self._headers = frozenset(map(str.lower, headers))
         self._tracing = frozenset(map(str.lower, tracing)) - self._headers
 
     def sent(self, context: Context) -> Sent:
-        """Those of a call, in its order. Raises InvalidRequest for one that can't be sent; a trace's is left out."""
+        """The headers of a call to pass on, in its order. Raises InvalidRequest for one that can't be sent; a tracing
+        header that can't be sent is left out."""
         metadata = context.invocation_metadata() or ()
         headers = _among(metadata, self._headers)
         for key, value in headers:
@@ -72,22 +74,23 @@ def _among(metadata: Sequence[tuple[str, str | bytes]], names: frozenset[str]) -
 
 
 def _can_be_sent(value: str | bytes) -> bool:
-    """gRPC takes more than it sends, and would end the call with words of its own, and lines on stderr."""
+    """Whether gRPC sends this value. It receives more than it sends, and would end the call with its own text, and
+    write to stderr."""
     return isinstance(value, bytes) or (value.isascii() and value.isprintable())
 
 
 class HeaderForwarding:
     """Which headers of a call become parameters of its requests: those in whose names `pattern`, a regular expression,
-    occurs. The names that gRPC hands over are in lower case."""
+    is found. gRPC hands names over in lower case."""
 
     def __init__(self, pattern: str) -> None:
         self._pattern = re.compile(pattern)
 
     def headers(self, context: Context) -> dict[str, str]:
-        """The headers to forward; one that comes several times joined by commas, as gRPC has it, and those of bytes
-        left out, since a parameter is text, and so those that say who calls.
+        """The headers to forward. The values of a repeated header are joined by commas, as in gRPC. Headers with bytes
+        are left out, since a parameter is text, and so are credentials.
 
-        Raises InvalidRequest for a name that means something as a parameter: a header must not set priorities.
+        Raises InvalidRequest for a name that is reserved for parameters: a header must not set priorities.
         """
         found: dict[str, str] = {}
         for key, value in context.invocation_metadata():
@@ -100,7 +103,7 @@ class HeaderForwarding:
 
 
 def header_rules(settings: Settings) -> tuple[HeaderForwarding | None, HeaderPassing | None]:
-    """Which headers become parameters, and which travel on to another server; None where none do."""
+    """Which headers become parameters, and which are passed on to another server; None where none are."""
     pattern, upstream = settings.grpc_header_forward_pattern, settings.upstream
     return (
         HeaderForwarding(pattern) if pattern else None,
@@ -114,7 +117,7 @@ def _is_secret(key: str) -> bool:
 
 
 def add_headers(request: pb.ModelInferRequest, headers: Mapping[str, str]) -> None:
-    """Make `headers` parameters of `request`. They win over those that it has: a proxy sets headers, its clients
+    """Add `headers` to the parameters of `request`. They override existing ones: a proxy sets headers, its clients
     don't."""
     for key, value in headers.items():
         request.parameters[key].string_param = value

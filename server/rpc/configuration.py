@@ -1,6 +1,6 @@
 """The RPC of the extension "model_configuration".
 
-Lives here: the RPC. Must not: make configurations; a model's is looked up in the repository.
+Lives here: the RPC. Must not: make configurations; the repository has them.
 """
 
 from __future__ import annotations
@@ -22,5 +22,5 @@ class Configuration:
 
     @answering
     async def ModelConfig(self, request: pb.ModelConfigRequest, context: Context) -> pb.ModelConfigResponse:
-        """The configuration with everything filled in that it leaves open; of the latest version for ""."""
+        """The configuration, with everything filled in that it leaves open; the latest version's if `version` is ""."""
         return pb.ModelConfigResponse(config=self._repository.get(request.name, request.version).config)

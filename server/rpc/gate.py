@@ -1,10 +1,10 @@
-"""Before any RPC: who may call, and how many calls may be in progress.
+"""What comes before any RPC: who may call, and how many calls may be in progress.
 
-Lives here: what is refused before a message is read, the count of admitted calls, and that their requests are read, or
-answered if none comes. Must not: know what RPCs do, or check requests. All handlers of a server are registered here, so
-that none can be reached past it.
+Lives here: refusing calls before their message is read, counting admitted calls, and reading their requests or
+answering if none comes. Must not: know what RPCs do, or check requests. All handlers of a server are registered here,
+so that none can be reached past it.
 
-A refused call isn't read: its caller's message may be of any size.
+The message of a refused call isn't read: it may be of any size.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from server.rpc.tokens import Tokens
 __all__ = ["Admission", "Gate", "Refused", "Registry", "Usage"]
 
 _Registered = Any
-"""A service's `grpc.GenericRpcHandler`, which only the stubs have as a generic type."""
+"""A service's `grpc.GenericRpcHandler`, which is generic only in the stubs."""
 Headers = Sequence[tuple[str, str | bytes]]
 
 
@@ -39,7 +39,7 @@ class Refused(Enum):
 
 
 class Usage(NamedTuple):
-    """Calls and streams under way, and how many were refused, in the order of `Refused`."""
+    """Calls and streams in progress, and how many were refused, in the order of `Refused`."""
 
     rpcs: int = 0
     streams: int = 0
@@ -50,15 +50,15 @@ class Usage(NamedTuple):
         return {reason.value: count for reason, count in zip(Refused, self.refused, strict=True)}
 
     def plus(self, other: Usage) -> Usage:
-        """Of both together."""
+        """The sum of both."""
         refused = tuple(map(sum, zip(self.refused, other.refused, strict=True)))
         return Usage(self.rpcs + other.rpcs, self.streams + other.streams, refused)
 
 
 @dataclass(slots=True)
 class Admission:
-    """What is under way, and what was refused; all of it for the event loop alone. `max_rpcs` bounds calls with one
-    request, `max_streams` those of each RPC with more."""
+    """Calls in progress, and those refused, to be used on the event loop only. `max_rpcs` bounds calls with one request
+    and one answer, `max_streams` the calls of each RPC with more."""
 
     max_rpcs: int
     max_streams: int
@@ -67,7 +67,7 @@ class Admission:
     refused: dict[Refused, int] = field(default_factory=lambda: dict.fromkeys(Refused, 0))
 
     def usage(self) -> Usage:
-        """All of it in numbers, as a front tells it."""
+        """The totals, as a front reports them to the engine."""
         return Usage(self.rpcs, sum(self.streams.values()), tuple(self.refused[reason] for reason in Refused))
 
 
@@ -80,8 +80,8 @@ _OPEN_TO_ALL = frozenset(
         "/inference.GRPCInferenceService/ServerReady",
     )
 )
-"""Without a token: probes and load balancers have none, and learn no more than whether the server takes requests. What
-of it has one request isn't counted either: a server with all it can bear is alive."""
+"""RPCs that need no token: probes and load balancers have none, and learn only whether the server takes requests. Those
+without a stream aren't counted either: a server at its limit is alive."""
 
 _NO_REQUEST = "expected one request message, got none"
 _NO_TOKEN = "expected the header 'authorization: Bearer TOKEN' with a token that this server knows"
@@ -99,8 +99,8 @@ class _Entry(Protocol):
 
 
 class Gate(grpc.GenericRpcHandler):  # type: ignore[type-arg]  # generic in the stubs alone
-    """Lets calls through to the handlers that were added. Without `tokens` and `restrictions` nobody is asked for
-    anything."""
+    """Lets calls through to the handlers that were added. Without `tokens` and `restrictions`, callers need no
+    credentials."""
 
     def __init__(
         self, admission: Admission, tokens: Tokens | None = None, restrictions: Mapping[str, Restriction] | None = None
@@ -110,7 +110,7 @@ class Gate(grpc.GenericRpcHandler):  # type: ignore[type-arg]  # generic in the 
         self._restrictions = restrictions or {}
         self._asks = tokens is not None or bool(self._restrictions)
         self._handlers: list[_Registered] = []
-        # By path; there are as many as RPCs.
+        # By path; at most one per RPC.
         self._entries: dict[str, _Entry] = {}
 
     def add_generic_rpc_handlers(self, handlers: Sequence[_Registered]) -> None:
@@ -118,7 +118,7 @@ class Gate(grpc.GenericRpcHandler):  # type: ignore[type-arg]  # generic in the 
         self._handlers.extend(handlers)
 
     def add_registered_method_handlers(self, service: str, handlers: object) -> None:
-        """What generated code calls besides: gRPC would find those handlers past this gate."""
+        """Generated code calls this too. Ignored: gRPC would find those handlers past this gate."""
 
     # hot path: 0.3 us if nobody is asked, 1.3 us with tokens, 2.6 us with a restriction
     def service(self, handler_call_details: grpc.HandlerCallDetails) -> Any:
@@ -131,17 +131,17 @@ class Gate(grpc.GenericRpcHandler):  # type: ignore[type-arg]  # generic in the 
         return entry.pick()
 
     def _refusal(self, path: str, metadata: Any) -> Any:
-        """A handler that refuses the call, if its caller lacks what it needs."""
+        """A handler that refuses the call, if its caller lacks what it needs; else None."""
         headers: Headers = metadata or ()
         if self._tokens is not None and path not in _OPEN_TO_ALL:
-            # More than one is a mistake, or an attempt to have somebody else look at the other.
+            # Several are a mistake, or an attempt to have another component look at the other one.
             given = [value for key, value in headers if key == "authorization"]
             if len(given) != 1 or self._tokens.name_of(str(given[0])) is None:
                 return self._refuse(Refused.UNAUTHENTICATED, grpc.StatusCode.UNAUTHENTICATED, _NO_TOKEN)
         restriction = self._restrictions.get(group_of(path) or "")
         if restriction is None or _has(headers, restriction):
             return None
-        # Clients of Triton's look for these words.
+        # Triton's clients look for these words.
         text = f"This protocol is restricted, expecting header '{restriction.header}'"
         return self._refuse(Refused.RESTRICTED, grpc.StatusCode.UNAVAILABLE, text)
 
@@ -166,8 +166,8 @@ def _entry(admission: Admission, path: str, registered: Any) -> _Entry:
 
 
 def _that_reads(handler: Any) -> Any:
-    """`handler` of one request, as one of a stream of which it reads that one. Where gRPC is to read it, a call that
-    ends without any is left as it is: never answered, and counted by nobody."""
+    """`handler`, which takes one request, as a handler of a stream that reads one request from it. If gRPC were to read
+    it, a call that ends without a request would be left as it is: never answered, and counted by nobody."""
     answers = handler.unary_stream if handler.response_streaming else handler.unary_unary
 
     # hot path
@@ -179,10 +179,10 @@ def _that_reads(handler: Any) -> Any:
             answer = context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
         else:
             if request is grpc.aio.EOF:  # type: ignore[attr-defined]  # the stubs lack it
-                answer = context.abort(grpc.StatusCode.UNIMPLEMENTED, _NO_REQUEST)  # which gRPC says of such calls
+                answer = context.abort(grpc.StatusCode.UNIMPLEMENTED, _NO_REQUEST)  # gRPC's own status for such calls
             else:
                 answer = answers(request, context)
-        # An error that ends the call has this frame in its traceback, and is kept with the call.
+        # An error that ends the call is kept with the call, and its traceback holds this frame.
         del requests, request, context
         return await answer
 
@@ -200,7 +200,7 @@ class _Uncounted:
 
 
 class _Calls:
-    """Calls with one request."""
+    """Calls with one request and one answer."""
 
     def __init__(self, admission: Admission, handler: Any) -> None:
         self._admission = admission
@@ -249,9 +249,10 @@ class _Streams:
 
 # hot path
 def _at_the_end_of_the_call(do: Callable[[asyncio.Task[Any]], None]) -> None:
-    """gRPC handles each call in a task of its own, which this is: it picks the handler, has the request read, and ends
-    once the answer has been sent or nobody wants it any more. Handlers see less of that, and callers may be slow to
-    send a request and to take an answer, which have to be kept meanwhile."""
+    """Have `do` called when the current call has ended. gRPC handles each call in its own task, which is the current
+    one: it picks the handler, has the request read, and ends once the answer has been sent or nobody wants it any more.
+    A handler sees less than that, and callers may be slow to send a request or to take an answer, which has to be kept
+    meanwhile."""
     task = asyncio.current_task()
     assert task is not None
     task.add_done_callback(do)

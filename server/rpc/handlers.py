@@ -1,6 +1,6 @@
 """gRPC's handlers of the inference service, for whoever registers it.
 
-Lives here: from methods of the service to handlers. Must not: know what the methods do.
+Lives here: making handlers from methods of the service. Must not: know what the methods do.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def add_handlers(server: Registry, handlers: dict[str, Any]) -> None:
 
 
 def handler_of(method: MethodDescriptor, behaviour: Callable[..., Any]) -> Any:
-    """gRPC's handler of a method, that gives `behaviour` a DecodeError instead of bytes that are no message."""
+    """gRPC's handler of a method. `behaviour` gets a DecodeError in place of bytes that are no message."""
     streams = method.client_streaming and method.server_streaming
     make = grpc.stream_stream_rpc_method_handler if streams else grpc.unary_unary_rpc_method_handler
     request = GetMessageClass(method.input_type)

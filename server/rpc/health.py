@@ -17,16 +17,17 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 __all__ = ["LIVENESS", "HealthService"]
 
 LIVENESS = "liveness"
-"""The service that is SERVING as long as anybody answers, and a restart of the server wouldn't help. Whoever restarts
-what isn't live asks for this one: a server that isn't ready, because a model is missing or it is about to end, gains
-nothing by that; one that has lost its devices does."""
+"""The service that is SERVING as long as the server answers and a restart wouldn't help. It is for whoever restarts
+servers that aren't live: one that isn't ready, because a model is missing or it is about to end, gains nothing from a
+restart; one that has lost its devices does."""
 
 _Response = health_pb2.HealthCheckResponse
 
 
 class HealthService(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
-    """Every one of `services`, and "" for the server, has the same status: SERVING once `set_serving(True)` was
-    called. LIVENESS is SERVING from the beginning, and until `close` for its watchers, unless it was told otherwise."""
+    """All of `services`, and "" for the server, have the same status: SERVING once `set_serving(True)` was called.
+    LIVENESS is SERVING from the beginning, unless `set_serving` says otherwise; its Watch streams also end at
+    `close`."""
 
     def __init__(self, services: Iterable[str]) -> None:
         self._services = frozenset(("", LIVENESS, *services))
@@ -36,14 +37,14 @@ class HealthService(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
         self._changed = asyncio.Event()
 
     def set_serving(self, serving: bool, live: bool = True) -> None:
-        """Change the status, and that of LIVENESS, and tell the watchers; after `close` nothing changes any more."""
+        """Set the status, and that of LIVENESS, and tell the watchers. Has no effect after `close`."""
         if self._closed:
             return
         self._serving, self._live = serving, live
         self._tell()
 
     def close(self) -> None:
-        """NOT_SERVING for good; Watch streams say so and end."""
+        """Set the status to NOT_SERVING for good; Watch streams report it and end."""
         self._serving = False
         self._closed = True
         self._tell()
@@ -51,13 +52,13 @@ class HealthService(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
     async def Check(self, request: health_pb2.HealthCheckRequest, context: Any) -> health_pb2.HealthCheckResponse:
         if request.service not in self._services:
             refusal = context.abort(grpc.StatusCode.NOT_FOUND, f"unknown service '{request.service}'")
-            # As in `answering`: what ends the call has this frame in its traceback, and is kept with it.
+            # As in `answering`: the error that ends the call is kept with it, and its traceback holds this frame.
             del request, context
             await refusal
         return _Response(status=self._status(request.service))
 
     async def List(self, request: Any, context: Any) -> Any:
-        """The status of each service. Called where grpcio-health-checking has its messages, from 1.85 on."""
+        """The status of each service. Called only if grpcio-health-checking has its messages, from 1.85 on."""
         statuses = {service: _Response(status=self._status(service)) for service in self._services}
         return health_pb2.HealthListResponse(statuses=statuses)
 
@@ -65,7 +66,7 @@ class HealthService(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
         """Send the status now and at each change. An unknown service is SERVICE_UNKNOWN, and stays so."""
         last: int | None = None
         while True:
-            # What is read here goes together: anything may change while a response is being written.
+            # Read these together: any of them may change while a response is being written.
             changed, closed = self._changed, self._closed
             status = self._status(request.service)
             if status != last:

@@ -1,6 +1,6 @@
-"""gRPC's server with what each process that listens has: the port, health and reflection.
+"""gRPC's server with what every listening process has: the port, health and reflection.
 
-Lives here: opening, telling, closing. Must not: know what the inference service does.
+Lives here: opening it, setting its health, closing it. Must not: know what the inference service does.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from server.rpc.tokens import Tokens
 __all__ = ["Listener", "check_access"]
 
 _UNTIL_STOP_S = 1e6
-"""gRPC keeps to the shortest grace that it is given."""
+"""Replaced by the grace of `stop`: gRPC uses the shortest grace that it is given."""
 
-# gRPC chooses the algorithm: the level's, among those that the client accepts.
+# gRPC chooses the algorithm: the one of this level among those that the client accepts.
 _COMPRESSION_LEVELS = {"none": 0, "low": 1, "medium": 2, "high": 3}
 
 
@@ -40,8 +40,8 @@ def _open_tokens(settings: Settings) -> Tokens | None:
 
 
 def check_access(settings: Settings) -> None:
-    """Find out before minutes go into loading whether what callers need can be read, and not by everybody. Raises
-    StartError."""
+    """Check that tokens and certificates can be read, before minutes go into loading. Raises StartError if they can't;
+    logs a warning if every user can read the key, or the certificate is out of date."""
     _open_tokens(settings)
     if settings.tls is not None:
         certificates = Certificates(settings.tls)
@@ -50,8 +50,8 @@ def check_access(settings: Settings) -> None:
 
 
 class Listener:
-    """Listens with what `add_services` adds. `streams` ends the streams that are open. `shares_port`: other processes
-    of ours listen on the same port."""
+    """Serves what `add_services` adds. `end_streams` ends the streams that are open. `shares_port`: other processes of
+    this server listen on the same port."""
 
     def __init__(
         self,
@@ -69,14 +69,14 @@ class Listener:
         self._reflection = Reflection()
         self._server: grpc.aio.Server | None = None
         self._leaving: asyncio.Task[None] | None = None
-        # All processes together have the limits.
+        # The limits are for all processes together.
         self._admission = Admission(
             max_rpcs=-(-settings.limits.rpcs // settings.frontends),
             max_streams=-(-settings.limits.streams // settings.frontends),
         )
 
     async def open(self, port: int) -> int:
-        """Listen on `port`, on a free one if it is 0; the port. Raises StartError."""
+        """Listen on `port`, on a free one if it is 0. Returns the port. Raises StartError."""
         settings = self._settings
         options = {
             "grpc.default_compression_level": _COMPRESSION_LEVELS[settings.grpc_infer_response_compression_level],
@@ -102,16 +102,16 @@ class Listener:
 
     @property
     def usage(self) -> Usage:
-        """What is under way, and what was refused."""
+        """Calls in progress, and how many were refused."""
         return self._admission.usage()
 
     @property
     def is_open(self) -> bool:
-        """Whether anybody listens."""
+        """Whether the server was opened."""
         return self._server is not None
 
     def set_serving(self, serving: bool, live: bool = True) -> None:
-        """What health says."""
+        """Set what health says."""
         self._health.set_serving(serving, live)
 
     def announce_end(self) -> None:
@@ -120,13 +120,13 @@ class Listener:
         self._reflection.close()
 
     def leave(self) -> None:
-        """Stop listening and tell clients to go, by GOAWAY; calls under way go on until `stop`. What crosses with the
-        GOAWAY gRPC cancels, so be sure that little does."""
+        """Stop listening and send GOAWAY to clients; calls in progress go on until `stop`. gRPC cancels calls that
+        cross with the GOAWAY, so make sure that there are few."""
         if self._server is not None and self._leaving is None:
             self._leaving = asyncio.get_running_loop().create_task(self._server.stop(_UNTIL_STOP_S))
 
     async def stop(self, grace_s: float) -> None:
-        """End streams, give answers on their way out `grace_s`. Without `open` before it is fine too."""
+        """End streams, and give answers on their way out `grace_s` seconds. May be called without `open`."""
         self._end_streams()
         if self._server is not None:
             await self._server.stop(grace_s)
@@ -135,7 +135,8 @@ class Listener:
 
 
 async def _to_its_end(starting: Coroutine[Any, Any, None]) -> None:
-    """Await gRPC's start, which takes no time; cancelled halfway through it couldn't be stopped in order."""
+    """Await gRPC's start, even if cancelled meanwhile. It takes no time, and a server cancelled halfway through it
+    couldn't be stopped in order."""
     task = asyncio.ensure_future(starting)
     try:
         await asyncio.shield(task)

@@ -1,7 +1,7 @@
-"""Loading and unloading by RPC, and the index of what there is.
+"""Loading and unloading models by RPC, and the index of models.
 
-Lives here: the three RPCs of Triton's "model repository" extension, convert, call, convert. Must not: load, or keep
-state; that is the repository's.
+Lives here: the three RPCs of Triton's "model repository" extension; each converts, calls and converts back. Must not:
+load, or keep state; that is the repository's.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class ModelControl:
                 name, lambda: self._folder(name, override), override.config if override else None
             )
         except LoadFailed as error:
-            _log.error("%s", str(error))  # who keeps the record mustn't keep what the traceback leads to
+            _log.error("%s", str(error))  # a handler that keeps the record mustn't keep what the traceback leads to
             raise
         return pb.RepositoryModelLoadResponse()
 
@@ -87,7 +87,7 @@ class ModelControl:
             )
 
     async def _look(self) -> None:
-        """Know what has come to the repositories and what has gone."""
+        """Tell the repository which models are on disk now."""
         try:
             self._repository.take_note(await asyncio.to_thread(self._layout.models))
         except OSError as error:
@@ -95,7 +95,7 @@ class ModelControl:
 
     @contextmanager
     def _folder(self, name: str, override: Override | None) -> Iterator[ModelFolder]:
-        """What to load; on a thread."""
+        """The folder to load. Runs on a thread."""
         if override and override.files:
             with scratch_folder(name, override.files) as scratch:
                 yield scratch
@@ -125,5 +125,5 @@ def _line(line: IndexLine) -> pb.RepositoryIndexResponse.ModelIndex:
 
 
 def _sendable(text: str) -> str:
-    """`text` with what UTF-8 can't say escaped: names of folders and files may be any bytes."""
+    """`text` with what UTF-8 can't encode escaped: names of folders and files may be any bytes."""
     return text.encode(errors="backslashreplace").decode()

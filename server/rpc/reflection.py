@@ -73,8 +73,8 @@ async def _until(closed: asyncio.Event, items: AsyncIterator[T]) -> AsyncIterato
 
 
 class _Pool:
-    """A descriptor pool that finds the file of a method as well. Clients ask for one to describe it, and protobuf's own
-    pool (seen in 6.33) knows every kind of symbol but that."""
+    """A descriptor pool that also finds the file of a method. Clients ask for it to describe a method, and protobuf's
+    own pool (seen in 6.33) knows every kind of symbol but that."""
 
     def __init__(self, pool: descriptor_pool.DescriptorPool) -> None:
         self._pool = pool

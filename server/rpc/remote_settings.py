@@ -1,7 +1,7 @@
-"""The RPCs of the extensions "logging" and "trace": how the server logs and what it traces, told and changed.
+"""The RPCs of the extensions "logging" and "trace", which read and change how the server logs and what it traces.
 
-Lives here: the RPCs, and who may change what: every caller may ask, but changing needs a switch, since it affects all
-of them. Must not: how lines look (`log`), or what is traced (`tracing`).
+Lives here: the RPCs, and who may change what: every caller may read, but changing needs a switch, since it affects all
+callers. Must not: how lines look (`log`), or what is traced (`tracing`).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _LOG_SETTINGS = {
 
 
 class RemoteSettings:
-    """Answers for the logger and for `tracer`; changes them only if that `is_allowed`."""
+    """Reads the settings of the logger and of `tracer`; changes them only if `is_allowed`."""
 
     def __init__(self, repository: Repository, tracer: Tracer, is_allowed: bool) -> None:
         self._repository = repository
@@ -46,7 +46,7 @@ class RemoteSettings:
 
     @answering
     async def LogSettings(self, request: pb.LogSettingsRequest, context: Context) -> pb.LogSettingsResponse:
-        """All log settings, after the changes asked for, which are made together or not at all."""
+        """All log settings, after the requested changes, which are made together or not at all."""
         if request.settings:
             self._refuse_unless_allowed("log settings")
             log.apply(_changed(log.current(), request.settings))
@@ -61,7 +61,7 @@ class RemoteSettings:
 
     @answering
     async def TraceSetting(self, request: pb.TraceSettingRequest, context: Context) -> pb.TraceSettingResponse:
-        """All trace settings of a model, or of all ("" for the name), after the changes asked for."""
+        """All trace settings of a model, or of all models ("" for the name), after the requested changes."""
         if request.model_name:
             self._check_known(request.model_name)
         if request.settings:
@@ -85,7 +85,8 @@ class RemoteSettings:
         try:
             self._repository.get(model, "")
         except ModelNotReady:
-            # Settings are kept for it, and names that may be nobody's are without end.
+            # Settings are kept for a model that isn't ready. Names that may be nobody's are unbounded, so for them none
+            # are.
             if not self._repository.names_known:
                 raise
         except ModelNotFound as error:
@@ -93,7 +94,7 @@ class RemoteSettings:
 
 
 def _changed(settings: LogSettings, given: Mapping[str, pb.LogSettingsRequest.SettingValue]) -> LogSettings:
-    """Raises InvalidRequest or NotSupported."""
+    """`settings` with the changes in `given`. Raises InvalidRequest or NotSupported."""
     changes: dict[str, object] = {}
     for name, value in given.items():
         if name == "log_file":

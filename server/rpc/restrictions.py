@@ -42,17 +42,17 @@ GROUPS: Mapping[str, frozenset[str]] = {
     "trace": frozenset((f"{_SERVICE}TraceSetting",)),
     "logging": frozenset((f"{_SERVICE}LogSettings",)),
 }
-"""By name, paths of their RPCs as gRPC has them. Reflection, which Triton lacks, is in none."""
+"""The paths of each group's RPCs, as gRPC has them, by the group's name. Reflection, which Triton lacks, is in none."""
 
 _GROUP_OF = {path: name for name, paths in GROUPS.items() for path in paths}
 _KEY = re.compile(r"[a-z0-9_.-]+")
-# All that gRPC's clients send in a header that isn't binary: any other value would lock everybody out.
+# What gRPC's clients can send in a header that isn't binary: any other value would lock everybody out.
 _VALUE = re.compile(r"[ -~]+")
 
 
 @dataclass(frozen=True, slots=True)
 class Restriction:
-    """What callers of a group of RPCs have to bring along: the header `triton-grpc-protocol-KEY` with `value`."""
+    """What callers of a group of RPCs have to send: the header `triton-grpc-protocol-KEY` with `value`."""
 
     header: str
     value: str = field(repr=False)
@@ -64,9 +64,9 @@ def group_of(path: str) -> str | None:
 
 
 def parse_restrictions(given: Sequence[str]) -> dict[str, Restriction]:
-    """Restrictions by group, of values `GROUP,GROUP:KEY=VALUE`.
+    """Restrictions by group, read from values `GROUP,GROUP:KEY=VALUE`.
 
-    Raises ValueError; its text has no value in it, since those are secrets.
+    Raises ValueError; its text contains no VALUE, since those are secrets.
     """
     found: dict[str, Restriction] = {}
     for one in given:

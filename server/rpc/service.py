@@ -1,7 +1,8 @@
-"""`inference.GRPCInferenceService`: the RPCs that tell of the server and its models, and the registration of all.
+"""`inference.GRPCInferenceService`: the RPCs about the server and its models, and the registration of all RPCs.
 
-Lives here: convert, call, convert. Must not: checks (codec), look-ups (repository) or waiting policy (batcher). All
-other RPCs come from groups, one module each, so that each can be read and left out alone.
+Lives here: converting requests and results, and the calls in between. Must not: checks (codec), look-ups (repository)
+or waiting policy (batcher). All other RPCs come from groups, one module each, so that each can be read or left out by
+itself.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ __all__ = ["InferenceService", "RpcGroup"]
 
 
 class RpcGroup(Protocol):
-    """Some RPCs: coroutine methods of their names, taking `(request, context)`, each with `answering` around it.
+    """Some RPCs: coroutine methods named after them, taking `(request, context)`, each decorated with `answering`.
 
     `extensions` are the names that ServerMetadata advertises for them.
     """
@@ -31,7 +32,7 @@ class RpcGroup(Protocol):
 
 
 class InferenceService:
-    """The service, over a repository of models: what isn't here comes from `groups`."""
+    """The service over a repository of models. RPCs that aren't here come from `groups`."""
 
     extensions = ("binary_tensor_data", "classification", "schedule_policy")
 
@@ -50,8 +51,8 @@ class InferenceService:
         self._groups: tuple[RpcGroup, ...] = (self, *groups)
 
     def add_to(self, server: Registry) -> None:
-        """Register the service with `server`, like the generated function, but for bytes that are no message: gRPC
-        would answer those with UNKNOWN and a traceback in the log, this service does with INVALID_ARGUMENT."""
+        """Register the service with `server`, as the generated function does, except for bytes that are no message:
+        gRPC would answer those with UNKNOWN and log a traceback, this service answers with INVALID_ARGUMENT."""
         add_handlers(server, self.handlers())
 
     def handlers(self) -> dict[str, Any]:
@@ -91,7 +92,7 @@ class InferenceService:
 def _metadata(model: ServedModel, versions: list[str]) -> pb.ModelMetadataResponse:
     return pb.ModelMetadataResponse(
         name=model.name,
-        versions=filter(None, versions),  # another server's may have none
+        versions=filter(None, versions),  # a model of another server may have none
         platform=model.platform,
         inputs=[_tensor_metadata(one, model.spec.batched) for one in model.spec.inputs],
         outputs=[_tensor_metadata(one, model.spec.batched) for one in model.spec.outputs],

@@ -1,7 +1,7 @@
 """The RPCs of Triton's "shared memory" extensions: clients register memory, and requests then name it.
 
-Lives here: convert, call, convert, and what is answered where this is switched off or there is no GPU. Must not: the
-registry (`regions`), the memory (`system_region`, `cuda_region`), or inference.
+Lives here: the RPCs, which convert, call and convert back, and the answers if this is switched off or there is no GPU.
+Must not: the registry (`regions`), the memory (`system_region`, `cuda_region`), or inference.
 """
 
 from __future__ import annotations
@@ -27,9 +27,10 @@ _CudaStatus = pb.CudaSharedMemoryStatusResponse.RegionStatus
 
 
 class SharedMemory:
-    """An `RpcGroup` over `regions`; None switches it off, and then only asking for the status works.
+    """An `RpcGroup` over `regions`. None switches it off; then only the status RPCs work.
 
-    `count_gpus` says how many GPUs there are, or raises LoadError; `open_region` is `open_cuda_region`.
+    `count_gpus` returns how many GPUs there are, or raises LoadError; `open_region` opens CUDA memory, as
+    `open_cuda_region` does.
     """
 
     def __init__(
@@ -50,7 +51,8 @@ class SharedMemory:
         return ("system_shared_memory",) if self._no_gpu else ("system_shared_memory", "cuda_shared_memory")
 
     async def look_for_gpus(self) -> None:
-        """Find out, if it matters, whether CUDA shared memory can be had. Asking the driver takes up to a second."""
+        """Find out whether CUDA shared memory can be had, if shared memory is on at all. Asking the driver takes up to
+        a second."""
         if self._regions is None:
             return
         try:
@@ -110,7 +112,7 @@ class SharedMemory:
             raise NotSupported(
                 f"failed to register CUDA shared memory region: '{request.name}', GPUs not supported: {self._no_gpu}"
             )
-        # Making a context and opening a handle takes the driver from a millisecond to a second.
+        # Creating a context and opening a handle takes the driver from a millisecond to a second.
         region = await asyncio.to_thread(
             self._open_region, request.name, request.raw_handle, request.device_id, request.byte_size
         )

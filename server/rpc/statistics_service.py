@@ -17,7 +17,7 @@ __all__ = ["StatisticsService", "statistics_message"]
 
 
 class StatisticsService:
-    """Tells what models have done since they were loaded."""
+    """Reports what models have done since they were loaded."""
 
     extensions = ("statistics",)
 
@@ -26,7 +26,7 @@ class StatisticsService:
 
     @answering
     async def ModelStatistics(self, request: pb.ModelStatisticsRequest, context: Context) -> pb.ModelStatisticsResponse:
-        """Of one version, of all of a model's that are served, or without a name of all models'."""
+        """The statistics of one version, of all served versions of a model, or, without a name, of all models."""
         models = self._models(request.name, request.version)
         return pb.ModelStatisticsResponse(
             model_stats=[statistics_message(model.name, model.version, model.statistics) for model in models]
@@ -40,7 +40,7 @@ class StatisticsService:
 
 
 def statistics_message(name: str, version: str, statistics: VersionStatistics) -> pb.ModelStatistics:
-    """`statistics` in Triton's words: times in nanoseconds, the whole batch's for each of its requests."""
+    """`statistics` in Triton's terms: times in nanoseconds; each request counts with the whole batch's time."""
     executed = statistics.queue.count
     return pb.ModelStatistics(
         name=name,

@@ -1,11 +1,11 @@
 """`ModelStreamInfer`: many requests and their answers over one RPC.
 
-Lives here: which answer leaves when, how much a stream may have under way, and how it ends. Must not: the steps of a
-request, which are those of any other (inference), or what to batch: the requests of all streams and unary calls queue
-together.
+Lives here: which answer leaves when, how many requests a stream may have in progress, and how it ends. Must not: the
+steps of a request, which are those of any other (`inference`), or what to batch: the requests of all streams and unary
+calls queue together.
 
-A stream has two sides. One reads, announces each request and goes on; the other writes what is ready, and sleeps where
-nothing is. Per request there is a slot: no task, lock or timer.
+A stream has two sides. One reads requests and announces each; the other writes answers that are ready, and sleeps while
+there are none. Each request has a slot, but no task, lock or timer.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from server.rpc.calls import HeaderForwarding, HeaderPassing, add_headers, deadl
 __all__ = ["FINAL", "STATUS", "Streaming"]
 
 FINAL = "triton_final_response"
-"""Of every answer: it is the last one to its request."""
+"""Parameter of every answer: it is the last one to its request."""
 STATUS = "paceline_status"
-"""Of an answer with an error: the status that a call of its own would have ended with."""
+"""Parameter of an answer with an error: the status with which a call of its own would have ended."""
 
 _log = logging.getLogger("paceline.server.streaming")
 
@@ -43,7 +43,7 @@ _ENDS_AT_ERROR = "triton_grpc_error"
 _RPC = "ModelStreamInfer"
 
 _NO_REQUEST = pb.ModelInferRequest()
-"""In the place of one that can't be read."""
+"""Stands for a request that can't be parsed."""
 
 Failure = tuple[grpc.StatusCode, str]
 
@@ -51,12 +51,12 @@ _ENVELOPE = Envelope(
     bytes([pb.ModelStreamInferResponse.INFER_RESPONSE_FIELD_NUMBER << 3 | 2]),
     pb.ModelInferResponse(parameters={FINAL: pb.InferParameter(bool_param=True)}).SerializeToString(),
 )
-"""What every answer travels in, and what is in every one."""
+"""The message that every answer travels in, and the fields that every answer has."""
 
 
 class Streaming:
-    """The RPC. A stream has at most `max_requests` requests under way, from reading one to having written its answer;
-    while it has as many, nothing is read from it."""
+    """The RPC. A stream has at most `max_requests` requests in progress, each from when it is read until its answer is
+    written; at this limit, nothing is read from the stream."""
 
     extensions: Sequence[str] = ()
 
@@ -86,7 +86,8 @@ class Streaming:
             self._streams.discard(stream)
 
     def close(self) -> None:
-        """Read nothing more from any stream; each ends, with UNAVAILABLE, when what it has under way is answered."""
+        """Read nothing more from any stream; each ends, with UNAVAILABLE, once its requests in progress are
+        answered."""
         for stream in self._streams:
             stream.close()
 
@@ -125,13 +126,13 @@ class _Stream:
         self._parent = traceparent_of(context) if inference.reads_parents else None
         self._ends_at_error = header(context, _ENDS_AT_ERROR) == "true"
         self._loop = asyncio.get_running_loop()
-        # All that is under way, and in which order it may leave.
+        # All requests in progress.
         self._slots: set[_Slot] = set()
-        # Those whose answers keep the order, beginning with one that isn't done.
+        # Those whose answers keep the order; the first of them isn't done.
         self._line: deque[_Slot] = deque()
         self._ready: deque[_Slot] = deque()
         self._ended = self._closed = False
-        # What a side sleeps on.
+        # What a sleeping side waits for.
         self._reader: asyncio.Future[None] | None = None
         self._writer: asyncio.Future[None] | None = None
         self._reading: asyncio.Task[None]
@@ -143,11 +144,11 @@ class _Stream:
         try:
             await self._write()
         except grpc.aio.InternalError:
-            # What writing raises when the caller is gone and gRPC hasn't come round to cancelling this.
+            # What writing raises if the caller is gone and gRPC hasn't cancelled this task yet.
             raise asyncio.CancelledError from None
         finally:
             self._reading.cancel()
-            # It will keep its end, whose traceback leads here.
+            # The task keeps its exception, whose traceback leads here.
             del self._reading
             self._give_up()
 
@@ -157,7 +158,7 @@ class _Stream:
         self._reading.cancel()
 
     def _give_up(self) -> None:
-        """Take back what is under way, and forget it at once: slots and stream know each other."""
+        """Withdraw the requests in progress, and forget them at once: slots and stream refer to each other."""
         slots, self._slots = self._slots, set()
         self._line.clear()
         self._ready.clear()
@@ -219,14 +220,14 @@ class _Stream:
         self.on_done(slot)
 
     def _take_back(self, request_id: str) -> None:
-        """Cancel what runs under this id. A look at all there is costs those nothing who never cancel."""
+        """Cancel the requests with this id. Looking through all slots costs nothing to those who never cancel."""
         for slot in self._slots:
             if not slot.done and slot.request.id == request_id:
                 slot.cancel()
 
     # hot path: see bench/
     def on_done(self, slot: _Slot) -> None:
-        """There is an answer: it is ready to leave, and so may be others that waited for it."""
+        """The answer of `slot` is ready to leave, and so may be others that waited for it."""
         slot.done = True
         if slot.unordered:
             self._ready.append(slot)
@@ -239,7 +240,7 @@ class _Stream:
 
     # hot path: see bench/
     async def _write(self) -> None:
-        """Write what is ready until all is written, or until an error ends the stream."""
+        """Write answers as they become ready, until all are written or an error ends the stream."""
         write, ready = self._context.write, self._ready
         while True:
             while ready:
@@ -251,7 +252,7 @@ class _Stream:
                         return
                 await write(answer)
                 self._slots.remove(slot)
-                # Nothing is kept of this answer while waiting for the next.
+                # Keep nothing of this answer while waiting for the next one.
                 del slot, answer
                 if self._reader is not None:
                     self._wake_reader()
@@ -263,7 +264,7 @@ class _Stream:
             self._end(grpc.StatusCode.UNAVAILABLE, "the server is stopping")
 
     def _message(self, slot: _Slot) -> pb.ModelStreamInferResponse | bytes | None:
-        """What to write for a request whose answer isn't made, or is no bytes; None if its failure has ended the
+        """What to write for a request whose answer isn't made yet or isn't bytes; None if its failure ends the
         stream."""
         if slot.answer is None and slot.failure is None:
             self._inference.finish(slot)
@@ -296,7 +297,8 @@ class _Stream:
 
 
 def _failure_message(request: AnyRequest, code: grpc.StatusCode, text: str) -> pb.ModelStreamInferResponse:
-    """An error in the stream: a text, and for those who look, whose and which."""
+    """An error as a message of the stream: its text and, for clients that look, its status and which request it is
+    for."""
     message = pb.ModelStreamInferResponse(error_message=text or code.name)
     response = message.infer_response
     response.parameters[STATUS].string_param = code.name

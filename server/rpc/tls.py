@@ -1,9 +1,9 @@
-"""TLS: the server's certificate, the root for clients' certificates, and their change while the server runs.
+"""TLS: the server's certificate, the root for clients' certificates, and replacing them while the server runs.
 
 Lives here: reading the files, and rereading them when they have changed. Must not: know who uses a connection.
 
-gRPC asks before each handshake, on its own thread. Existing connections stay: a certificate matters only when a
-connection begins.
+gRPC asks for certificates before each handshake, on its own thread. Existing connections stay: a certificate matters
+only when a connection begins.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ _log = logging.getLogger("paceline.server.tls")
 _Stamp = tuple[tuple[int, ...], ...]
 
 _OUT_OF_DATE = frozenset({9, 10})
-"""What OpenSSL calls a certificate that isn't valid yet, and one that isn't any more (x509_vfy.h)."""
+"""OpenSSL's codes for a certificate that isn't valid yet, and for one that has expired (x509_vfy.h)."""
 _FLIGHTS = 4
-"""A handshake is done after fewer; bounds the loop."""
+"""A handshake takes fewer; bounds the loop."""
 
 
 @dataclass(frozen=True, slots=True)
 class TlsFiles:
-    """PEM files: the server's certificate, with those between it and the root, and its key, without a password.
-    `mutual`: clients have to have a certificate too, that one of `roots` has signed."""
+    """PEM files: the server's certificate, with its intermediates, and its key, without a password. `mutual`: clients
+    need a certificate too, signed by one of `roots`."""
 
     certificate: Path
     key: Path
@@ -51,7 +51,7 @@ class TlsFiles:
 
 class Certificates:
     """The certificates in `files`, as they are when a client connects. Files that don't fit together are not used:
-    who replaces one and then the other is not refused connections in between."""
+    whoever replaces one and then the other isn't refused connections in between."""
 
     def __init__(self, files: TlsFiles) -> None:
         self._files = files
@@ -65,25 +65,27 @@ class Certificates:
             first = self._read()
         except (OSError, ValueError) as error:
             raise StartError(f"TLS: {_why(error)}") from None
-        # The stubs know nothing of None, which gRPC documents as "no change".
+        # The stubs don't allow None, which gRPC documents as "no change".
         fetch = cast("Callable[[], grpc.ServerCertificateConfiguration]", self._if_changed)
         return grpc.dynamic_ssl_server_credentials(first, fetch, self._files.mutual)
 
     def warn(self) -> None:
-        """Log what is no fault and no good either: a key that is anybody's, and a certificate out of its time. A clock
-        may be what is wrong, and a server that doesn't start would be no better."""
+        """Log warnings about what is no error but not good either: a key that every user can read, and a certificate
+        out of date. The clock may be what is wrong, and a server that doesn't start would be no better."""
         key = self._files.key
         if key.stat().st_mode & stat.S_IROTH:
             _log.warning("TLS: every user of this machine can read the key %s; chmod o-r makes it yours alone", key)
         self._warn_of_dates()
 
     def _warn_of_dates(self) -> None:
-        """Raises OSError and ValueError for files that can't be used (any more)."""
+        """Log a warning if the certificate is out of date. Raises OSError and ValueError for files that can't be used
+        (any more)."""
         if why := _why_out_of_date(_context(self._files), self._files.certificate):
             _log.warning("TLS: %s: %s; clients will refuse to connect", self._files.certificate, why)
 
     def _if_changed(self) -> grpc.ServerCertificateConfiguration | None:
-        """The certificates, if they aren't those that gRPC has; called on any thread, before each handshake."""
+        """The certificates, if they aren't those that gRPC has, else None. Called on any thread, before each
+        handshake."""
         with self._lock:
             try:
                 stamp = self._stamp()
@@ -92,13 +94,14 @@ class Certificates:
                 self._seen = stamp
                 changed = self._read()
                 if self._stamp() != stamp:
-                    # They are being written, and what was read may be of two minds.
+                    # The files are being written, and what was read may not belong together.
                     self._seen = ()
                     return None
                 self._warn_of_dates()
             except (OSError, ValueError) as error:
                 if isinstance(error, OSError):
-                    # Nothing was read, as where descriptors are short. What is no good stays so until it changes.
+                    # Nothing was read, for instance for lack of descriptors: try again. Bad files stay bad until they
+                    # change.
                     self._seen = ()
                 _log.error("TLS: new certificates are not used, the old ones stay: %s", _why(error))
                 return None
@@ -110,12 +113,12 @@ class Certificates:
         return tuple((one.st_mtime_ns, one.st_ctime_ns, one.st_size, one.st_ino) for one in stats)
 
     def _read(self) -> grpc.ServerCertificateConfiguration:
-        """Raises OSError, ssl.SSLError among them, and ValueError. gRPC itself would find out during handshakes, and
-        tell nobody what is wrong."""
+        """The certificates, read and checked. Raises OSError, which includes ssl.SSLError, and ValueError. gRPC itself
+        would notice only during handshakes, and tell nobody what is wrong."""
         files = self._files
         for path in files.paths:
             check_file(path)
-        # First, as ssl wouldn't say which of them can't be read.
+        # Read them first, as ssl wouldn't say which of them can't be read.
         pair = files.key.read_bytes(), files.certificate.read_bytes()
         roots = None if files.roots is None else files.roots.read_bytes()
         context = _context(files)
@@ -141,23 +144,23 @@ def _context(files: TlsFiles) -> ssl.SSLContext:
 
 
 def _why_out_of_date(server: ssl.SSLContext, certificate: Path) -> str:
-    """What a client that believes `certificate` has against its dates; empty: nothing. Clients are who judges, so one
-    is asked: Python's ssl tells no dates of a certificate but by a handshake."""
+    """Why a client that trusts `certificate` rejects its dates; empty if it doesn't. Clients decide, so one is asked:
+    Python's ssl doesn't reveal the dates of a certificate except through a handshake."""
     client = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     client.check_hostname = False
     client.load_verify_locations(certificate)
-    client.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN  # whoever has signed it doesn't matter
+    client.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN  # who has signed it doesn't matter
     to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
     ends = client.wrap_bio(to_client, to_server), server.wrap_bio(to_server, to_client, server_side=True)
     for end in ends * _FLIGHTS:
         try:
             end.do_handshake()
         except ssl.SSLWantReadError:
-            continue  # it is the other one's turn
+            continue  # it is the other end's turn
         except ssl.SSLCertVerificationError as error:
             return error.verify_message if error.verify_code in _OUT_OF_DATE else ""
         except ssl.SSLError:
-            return ""  # a key that OpenSSL finds too weak, say: nothing that dates have to do with
+            return ""  # for instance a key that OpenSSL finds too weak: not about dates
     return ""
 
 

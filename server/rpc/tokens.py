@@ -1,11 +1,11 @@
-"""Tokens that callers bring along: which are good.
+"""Tokens that callers send: which are valid.
 
 Lives here: the file of hashes, and looking a header up in it. Must not: know RPCs. Neither tokens nor hashes are ever
 logged or put into an error's text.
 
 The file has a line for each token, NAME:SHA256, in which SHA256 is 64 hexadecimal digits; empty lines and those that
-begin with # don't count. A hash without salt and without delay is good for tokens that nobody could guess, such as
-`paceline token` makes: it stands for 256 random bits.
+begin with # are ignored. A hash without salt and without delay is good enough for tokens that nobody can guess, such as
+`paceline token` makes: they have 256 random bits.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ _LONGEST_TOKEN = 4096
 
 
 def new_token() -> str:
-    """One that nobody has."""
+    """A new token, which nobody has."""
     return secrets.token_urlsafe(32)
 
 
 def line_of(name: str, token: str) -> str:
-    """What the file needs for `token`. Raises ValueError for a name that no line can have."""
+    """The file's line for `token`. Raises ValueError for a name that no line can have."""
     line = f"{name}:{hashlib.sha256(token.encode()).hexdigest()}"
     if not _LINE.fullmatch(line):
         raise ValueError(f"expected a name of letters, digits, '_', '.', '@', '/' and '-', got '{name}'")
@@ -46,7 +46,7 @@ def line_of(name: str, token: str) -> str:
 
 
 class Tokens:
-    """The tokens of the file at `path`, which is looked at again, at most once a second, while requests come."""
+    """The tokens of the file at `path`. While requests come, it is checked for changes, at most once a second."""
 
     def __init__(self, path: Path, now_ns: Callable[[], int] = time.monotonic_ns) -> None:
         self._path = path
@@ -54,8 +54,8 @@ class Tokens:
         self._seen: object = None
         self._next_look_ns = 0
         self._names: Mapping[bytes, str] = {}
-        # Headers that were found good, so that no request of the same caller is hashed again. As many as there are
-        # tokens, but for how they can be written.
+        # Headers that were found valid, so that later requests of the same caller aren't hashed again. As many as there
+        # are tokens, or more, as the same token can be written in several ways.
         self._good: dict[str, str] = {}
 
     def open(self) -> None:
@@ -71,7 +71,7 @@ class Tokens:
 
     # hot path for those who use it
     def name_of(self, header: str) -> str | None:
-        """Whose token the value of a header `authorization` is; None if nobody's."""
+        """The name of the token in `header`, the value of a header `authorization`; None if it isn't valid."""
         if self._now_ns() >= self._next_look_ns:
             self._look_again()
         return self._good.get(header) or self._find(header)
@@ -81,7 +81,7 @@ class Tokens:
         if found is None:
             return None
         digest = hashlib.sha256(found[1].encode()).digest()
-        # All of them, so that the time it takes tells nothing of how much of which one fits.
+        # Compare all of them, so that the time taken tells nothing about how much of which one matches.
         names = [name for one, name in self._names.items() if hmac.compare_digest(one, digest)]
         if not names:
             return None
@@ -100,7 +100,8 @@ class Tokens:
             self._names = self._read()
         except (OSError, ValueError) as error:
             if isinstance(error, OSError):
-                # Nothing was read, as where descriptors are short. What is no good stays so until it changes.
+                # Nothing was read, for instance for lack of descriptors: try again. A bad file stays bad until it
+                # changes.
                 self._seen = None
             _log.error("tokens are not read again, the old ones stay: %s", self._why(error))
             return
@@ -116,14 +117,14 @@ class Tokens:
 
     def _read(self) -> dict[bytes, str]:
         names: dict[bytes, str] = {}
-        check_file(self._path)  # a pipe would hold everybody up
+        check_file(self._path)  # reading a pipe would hold everybody up
         text = self._path.read_bytes().decode("utf-8", errors="replace")
         for number, line in enumerate(map(str.strip, text.splitlines()), 1):
             if not line or line.startswith("#"):
                 continue
             found = _LINE.fullmatch(line)
             if found is None:
-                # Without the line: somebody may have put a token there.
+                # Don't quote the line: somebody may have put a token there.
                 raise ValueError(f"{self._path}, line {number}: expected NAME:SHA256, 64 hexadecimal digits")
             names[bytes.fromhex(found[2])] = found[1]
         return names
