@@ -1,1 +1,1 @@
-"""Between wire messages and arrays: checking, decoding, encoding, and the short way for requests like earlier ones."""
+"""Between wire messages and arrays: checking, decoding, encoding, and a shortcut for requests like earlier ones."""

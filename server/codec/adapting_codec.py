@@ -1,4 +1,4 @@
-"""The codec of models that see other tensors than their clients do: reshaped, optional, ragged, shape tensors.
+"""The codec of models that see other tensors than their clients do: reshaped, optional and shape tensors.
 
 Lives here: what such models need beyond `ModelCodec`, and `codec_for`, which chooses at load, so that other models
 don't pay for it. Must not: checks that any model needs.
@@ -31,7 +31,7 @@ def codec_for(
     labels: Labels | None = None,
     regions: Regions | None = None,
 ) -> ModelCodec:
-    """The codec of one version of a model, which does no more than `spec` asks for."""
+    """The codec of one version of a model: an `AdaptingCodec` only if `spec` asks for it."""
     adapts = any(
         tensor.reshape is not None or tensor.optional or tensor.shape_tensor for tensor in (*spec.inputs, *spec.outputs)
     )
@@ -39,10 +39,10 @@ def codec_for(
 
 
 class AdaptingCodec(ModelCodec):
-    """Inputs leave `decode` in the model's shapes, MISSING standing for those left out; results of `encode` come in the
-    model's shapes, and what is MISSING in them is left out of the response.
+    """A codec whose `decode` returns inputs in the model's shapes, MISSING standing for those left out, and whose
+    `encode` takes results in the model's shapes and leaves out of the response what is MISSING in them.
 
-    The key also says which inputs were given, and what is in the shape tensors, to the last byte.
+    The key also contains which optional inputs were given, and shape and hash of the content of each shape tensor.
     """
 
     def __init__(
@@ -102,6 +102,7 @@ class AdaptingCodec(ModelCodec):
 
 
 def _content(array: Array) -> Hashable:
-    """What only equal contents have in common, and small: keys outlive their requests."""
+    """Shape and hash of the content, which only equal contents have in common. Small, since keys outlive their
+    requests."""
     content = repr(array.ravel().tolist()).encode() if array.dtype.hasobject else array.tobytes()
     return array.shape, hashlib.blake2b(content, digest_size=16).digest()

@@ -1,4 +1,4 @@
-"""What a request may learn of its batch: as the batcher has it, as it travels, and in the answer.
+"""What a request may learn about its batch: as the batcher has it, as fronts get it, and as the answer has it.
 
 Lives here: these forms. Must not: decide who is told.
 """
@@ -19,12 +19,12 @@ Facts: TypeAlias = tuple[int, int, int, int, int]
 
 
 def told_facts(facts: BatchFacts) -> Facts:
-    """What there is to tell of `facts`."""
+    """The part of `facts` that a request may learn."""
     return facts.number, facts.rows, facts.padded_rows, facts.queue_ns, facts.compute_ns
 
 
 def tell_facts(response: pb.ModelInferResponse, batch_id_prefix: str, facts: Facts) -> None:
-    """Put them into `response`."""
+    """Put `facts` into the parameters of `response`."""
     number, rows, padded_rows, queue_ns, compute_ns = facts
     told = response.parameters
     told["paceline_batch_id"].string_param = f"{batch_id_prefix}-{number}"

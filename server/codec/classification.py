@@ -1,7 +1,7 @@
-"""The classification extension: only an output's largest few elements, by index and name.
+"""The classification extension: only the largest few elements of an output, with index and label.
 
-Lives here: reading what a request wants, choosing and naming; pure numpy. Must not: whole messages, models, or files
-other than label files. Source of the form `value:index[:label]`: Triton's "classification" extension.
+Lives here: reading what a request wants, choosing and labelling elements; pure numpy. Must not: whole messages, models,
+or files other than label files. Source of the form `value:index[:label]`: Triton's "classification" extension.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Labels = Mapping[str, Sequence[bytes]]
 
 _DATATYPES = ("UINT8", "UINT16", "UINT32", "UINT64", "INT8", "INT16", "INT32", "INT64", "FP32", "FP64")
 _MAX_ELEMENTS = 1_000_000
-"""Triton's bound as well; here the choice is made on the event loop."""
+"""Triton's bound as well; here elements are chosen on the event loop."""
 
 
 def class_count(parameters: Mapping[str, InferParameter], datatype: str) -> int:
@@ -43,11 +43,11 @@ def class_count(parameters: Mapping[str, InferParameter], datatype: str) -> int:
 
 
 def classes_of(array: Array, count: int, labels: Sequence[bytes], *, by_rows: bool) -> Array:
-    """For each row of `array` (all of it, unless `by_rows`) its `count` largest elements as BYTES, largest first.
+    """The `count` largest elements of each row of `array` (of all of it, unless `by_rows`) as BYTES, largest first.
 
-    Shape [rows, classes] or [classes]; classes are as many as there are elements if these are fewer than `count`.
-    Equal elements come by index, NaN after all numbers but -inf, among which it counts. Raises InvalidRequest for more
-    elements than the event loop should spend its time on.
+    Shape [rows, classes] or [classes]; classes is `count`, or the number of elements if these are fewer. Equal elements
+    are ordered by index; NaN counts as -inf. Raises InvalidRequest for more elements than the event loop should spend
+    its time on.
     """
     if array.size > _MAX_ELEMENTS:
         raise InvalidRequest(
@@ -78,7 +78,7 @@ def _largest(values: Array, count: int) -> Array:
     above, equal = values > least, values == least
     room = count - above.sum(axis=1, keepdims=True)
     found = np.nonzero(above | (equal & (equal.cumsum(axis=1) <= room)))[1].reshape(rows, count)
-    # Backwards twice: a stable sort is ascending, and equal ones are to stay in order.
+    # Reversed twice: a stable sort is ascending, and equal elements are to stay in order.
     backwards = np.take_along_axis(values, found, axis=1)[:, ::-1]
     order = count - 1 - np.argsort(backwards, axis=1, kind="stable")[:, ::-1]
     return np.take_along_axis(found, order, axis=1)

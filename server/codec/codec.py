@@ -1,8 +1,8 @@
 """Between wire messages and the arrays that models take.
 
-Lives here: every check of a request against its model, so that nothing faulty is ever queued; and the way back. Must
-not: wait for anything, or know of batches. The rule: what leaves `decode` can be stacked with any other request of
-equal key, if their rows together fit a batch.
+Lives here: every check of a request against its model, so that nothing faulty is ever queued; and encoding responses.
+Must not: wait for anything, or know about batches. The rule: what `decode` returns can be stacked with any other
+request of equal key, if their rows together fit a batch.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ __all__ = ["AnyResponse", "ModelCodec", "tensor_bytes"]
 InputTensor = ModelInferRequest.InferInputTensor
 
 AnyResponse = ModelInferResponse | bytes
-"""As a message, or as one that is serialized already."""
+"""A response as a message, or already serialized."""
 
 _BYTES = by_name("BYTES")
 _MOST_DIMS = 1_000
-"""That anything is made of, if only to tell what is wrong with them."""
+"""The most dimensions of a shape that is read at all, if only to say what is wrong with it."""
 _SURELY_BYTES = 2**27
-"""Of tensors, for which there is room whatever else is in a response, and though typed contents take ten times what
-`_least_bytes` says."""
+"""So many bytes of tensors always fit a response, whatever else is in it, and even if typed contents take ten times
+what `_least_bytes` says."""
 _BOTH = "expected no contents beside raw_input_contents, got both"
 
 
@@ -56,7 +56,8 @@ class ModelCodec:
     """Decodes requests for, and encodes responses of, one version of a model.
 
     `max_batch_rows` is the most rows a request may carry, 0 if the model has no batch axis. `labels` are the names of
-    its outputs' classes. `regions` are what clients have registered, None if they may not.
+    its outputs' classes. `regions` are the shared memory that clients have registered, None if they may not register
+    any.
     """
 
     def __init__(
@@ -80,12 +81,12 @@ class ModelCodec:
         self._output_types: list[Datatype] = [by_name(tensor.datatype) for tensor in spec.outputs]
         self._all_outputs = tuple(range(len(spec.outputs)))
         self._short = ShortWay(model, version, spec, self._memory, regions)
-        # For whoever has many requests at a time: what `decode` and `encode` come to for those that are alike.
+        # For callers with many requests at a time: what `decode` and `encode` do, for requests that are alike.
         self.short_way: ShortWay | None = self._short
         # How many axes of each input come before its dims.
         self._lead = [0 if tensor.shape_tensor or not max_batch_rows else 1 for tensor in spec.inputs]
-        # Inputs whose sizes the configuration leaves open, and that are stacked: sizes of others keep no two requests
-        # apart.
+        # Inputs that are stacked and whose sizes the configuration leaves open. Sizes of other inputs don't keep
+        # requests apart.
         self._free = [
             index
             for index, tensor in enumerate(spec.inputs)
@@ -123,7 +124,7 @@ class ModelCodec:
         inputs = self._arrays(request, shapes, order, spans)
         if targets:
             self._memory.check_targets(targets, rows)
-        # Without a batch axis nothing is merged, but execution times are learned for each key apart.
+        # Without a batch axis nothing is merged, but execution times are learned for each key separately.
         lead = 1 if self._max_batch_rows else 0
         free = tuple(inputs[index].shape[lead:] for index in self._free)
         classes = self._wanted_classes(request, outputs) if request.outputs else None
@@ -133,12 +134,13 @@ class ModelCodec:
     def encode(
         self, request: AnyRequest, decoded: DecodedRequest, results: Tensors, envelope: Envelope | None = None
     ) -> AnyResponse:
-        """The response with the wanted outputs: raw, or in typed contents if the request asked for them. What belongs
-        into shared memory is written there, in the order asked for, if all of it has room. Bytes are in `envelope`.
+        """The response with the wanted outputs: raw, or in typed contents if the request asked for them. Outputs that
+        belong in shared memory are written there, in the order asked for, if all of them fit. A response returned as
+        bytes is in `envelope`.
 
-        Raises ExecutionError for elements that no message can carry, AnswerTooLarge for more of them than it can,
-        InvalidRequest for classes of too large an output and for shared memory that is too small or gone; what else
-        could be wrong the backend has checked.
+        Raises ExecutionError for elements that no message can carry, AnswerTooLarge for more of them than a message can
+        carry, InvalidRequest for classes of too large an output and for shared memory that is too small or gone. The
+        backend has checked what else could be wrong.
         """
         if isinstance(request, WireRequest) and decoded.asked.plain:
             short = self._short.encode(request.id, decoded, results, envelope)
@@ -178,7 +180,7 @@ class ModelCodec:
         return response
 
     def _room(self, room: int, size_bytes: int) -> int:
-        """What is left of it."""
+        """What is left of `room` after `size_bytes`. Raises AnswerTooLarge if there is less."""
         if size_bytes > room:
             raise AnswerTooLarge(self._model)
         return room - size_bytes
@@ -190,10 +192,10 @@ class ModelCodec:
             raise self._invalid(str(error)) from None
 
     def _input_order(self, request: ModelInferRequest) -> list[int]:
-        """For each input of the message, its place in the spec; names are there once, none that must be is missing, and
-        there are no others."""
+        """For each input of the message, its place in the spec. Raises InvalidRequest for unknown, repeated and missing
+        inputs."""
         order: list[int] = []
-        # One more than there are can't all be right.
+        # One more than the model has is enough to read: they can't all be right.
         for tensor in islice(request.inputs, len(self._inputs) + 1):
             index = self._inputs.get(tensor.name)
             if index is None:
@@ -218,7 +220,7 @@ class ModelCodec:
         return tuple(tensor.shape)
 
     def _wanted_outputs(self, request: ModelInferRequest) -> tuple[tuple[int, ...], Mapping[int, Span]]:
-        """The indices of the outputs asked for, and where those belong that don't go into the response."""
+        """The indices of the outputs asked for, and where those belong that go into shared memory."""
         if not request.outputs:
             return self._all_outputs, NOWHERE
         wanted: dict[int, None] = {}
@@ -239,11 +241,11 @@ class ModelCodec:
 
     def _target(self, output: ModelInferRequest.InferRequestedOutputTensor) -> Span | None:
         if "classification" in output.parameters:
-            return None  # what is wrong with both, `class_count` says
+            return None  # `class_count` refuses both together
         return self._memory.span("output", output)
 
     def _wanted_classes(self, request: ModelInferRequest, outputs: Sequence[int]) -> Mapping[int, int] | None:
-        """By index, of which outputs how many classes are wanted."""
+        """How many classes are wanted, by index of the output; None if of no output."""
         classes: dict[int, int] = {}
         for output, index in zip(request.outputs, outputs, strict=True):
             if output.parameters and "classification" in output.parameters:
@@ -289,7 +291,7 @@ class ModelCodec:
         return shapes[0][0]
 
     def _span_checked(self, tensor: InputTensor, shape: tuple[int, ...], index: int) -> Span | None:
-        """Where the tensor lies if it is in shared memory, what the message says of it having been checked."""
+        """Where the tensor lies if it is in shared memory. Checks its datatype and shape."""
         spec, lead = self._spec.inputs[index], self._lead[index]
         if tensor.datatype != spec.datatype:
             raise self._invalid(f"input '{spec.name}': expected datatype {spec.datatype}, got '{tensor.datatype}'")
@@ -349,15 +351,15 @@ class ModelCodec:
 
 
 def tensor_bytes(array: Input) -> int:
-    """The bytes that an input keeps in memory, or will, to count against a queue's bound."""
+    """The bytes that an input takes in memory, or will once it is read, to count against a queue's bound."""
     if isinstance(array, RegionTensor) or not array.dtype.hasobject:
         return array.nbytes
     return sum(map(len, array.flat))
 
 
 def _least_bytes(array: Array, datatype: Datatype) -> int:
-    """That these elements take in typed contents, where integers have a byte to ten, and texts two besides their own.
-    What else is in the place of a text is found when it is encoded."""
+    """The least that these elements take in typed contents, where an integer takes one to ten bytes, and a text two
+    besides its own. Elements that should be texts and aren't are found when they are encoded."""
     if not datatype.item_bytes:
         return sum(2 + len(one) for one in array.flat if isinstance(one, (bytes, str)))
     return array.nbytes if datatype.dtype.kind == "f" else array.size

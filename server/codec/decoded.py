@@ -1,4 +1,4 @@
-"""A request that was checked: what its codec gives, and the batcher and the way back take.
+"""A checked request, as its codec returns it and as the batcher and the codec's `encode` take it.
 
 Lives here: the values. Must not: check anything (`server.codec.codec`).
 """
@@ -19,9 +19,9 @@ __all__ = ["Asked", "DecodedRequest"]
 @dataclass(slots=True)
 class Asked:
     """What a request asks for, apart from its tensors. Requests of equal `key` may share a batch. `outputs` are the
-    indices of the wanted outputs, in the order asked for; `classes` says of which of them only so many classes are
-    wanted. `spec` is what the request is, where its model doesn't say. `size_bytes`: of all of its inputs, -1 if that
-    has to be counted. `plain`: raw outputs are all that is wanted."""
+    indices of the wanted outputs, in the order asked for; `classes` is how many classes are wanted, by index, of
+    outputs of which no more is wanted. `spec` describes the request's tensors if its model doesn't. `size_bytes` is the
+    size of all its inputs, -1 if that has to be counted. `plain`: nothing but raw outputs is wanted."""
 
     rows: int
     key: Hashable
@@ -36,8 +36,8 @@ class Asked:
 class DecodedRequest:
     """A request that fits its model.
 
-    `inputs` are in the spec's order, views of the message where the datatype allows, or still in shared memory;
-    `targets` says, by index, which of the outputs belong into shared memory, and where.
+    `inputs` are in the spec's order, views of the message where the datatype allows, or still in shared memory.
+    `targets` says, by index, which outputs belong in shared memory, and where.
     """
 
     __slots__ = ("asked", "inputs", "targets")

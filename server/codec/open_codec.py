@@ -1,8 +1,8 @@
-"""The codec of models that don't tell their tensors, as other servers may have: a request says itself what it is.
+"""The codec of models that don't declare their tensors, as on some other servers: each request describes its own.
 
 Lives here: what can be checked of a request nonetheless, and what keeps requests apart. Must not: guess. The rule: if
-all tensors have as many rows, axis 0 is taken for the batch, and whoever doesn't want that says so; others travel
-alone.
+all tensors have the same number of rows, axis 0 is taken as the batch axis, and whoever doesn't want that says so;
+other requests travel alone.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from server.errors import InvalidRequest
 __all__ = ["OpenCodec"]
 
 _MOST_TENSORS = 1_024
-"""Of a request, and as many outputs. A MB of them, and the event loop would do nothing else for a second."""
+"""The most inputs of a request, and the most outputs. A MB of them would keep the event loop busy for a second."""
 _MOST_LAYOUTS = 100
 _LARGEST_LAYOUT_BYTES = 16_384
-"""Of one that is remembered; callers choose names and how many tensors there are."""
+"""The largest layout that is remembered; callers choose names and the number of tensors."""
 _TENSOR_BYTES = 256
-"""What a tensor's place in a layout takes, besides its name."""
+"""What a tensor takes in a layout, besides its name."""
 
 
 class OpenCodec:
-    """Decodes and encodes whatever the protocol allows. `max_batch_rows` is the most rows of a request, 0: there are no
-    rows, each request travels alone."""
+    """Decodes and encodes whatever the protocol allows. `max_batch_rows` is the most rows of a request; 0: there are no
+    rows, and each request travels alone."""
 
     short_way = None
 
@@ -49,7 +49,7 @@ class OpenCodec:
         self._codecs: dict[Hashable, tuple[ModelSpec, ModelCodec]] = {}
 
     def decode(self, request: AnyRequest) -> DecodedRequest:
-        """Read the tensors; `spec` says which there are. Raises InvalidRequest."""
+        """Read the tensors; the result's `asked.spec` describes them. Raises InvalidRequest."""
         message = message_of(request)
         if (most := max(len(message.inputs), len(message.outputs))) > _MOST_TENSORS:
             raise InvalidRequest(f"model '{self._model}': expected at most {_MOST_TENSORS} tensors, got {most}")
@@ -61,7 +61,7 @@ class OpenCodec:
         )
         spec, codec = self._codecs.get(layout) or self._learn(layout, message, batched)
         decoded = codec.decode(message)
-        # Nobody else has the key of one that travels alone.
+        # A request that travels alone has a key that no other request has.
         key = layout, decoded.asked.key if batched else object()
         return DecodedRequest(decoded.inputs, replace(decoded.asked, key=key, spec=spec))
 
@@ -83,8 +83,8 @@ class OpenCodec:
 
     @staticmethod
     def join(results: Sequence[OpenResult], rows: Sequence[int]) -> OpenResult:
-        """The results of the parts of a split request, of so many `rows` each, as one. Raises ExecutionFailed if they
-        don't fit, or haven't those rows: nobody could tell what of them is whose."""
+        """The results of the parts of a split request as one; `rows` are those of each part. Raises ExecutionFailed if
+        they don't fit together, or don't have those rows: nobody could tell whose rows are whose."""
         first = results[0]
         told = [[(one.name, one.datatype) for one in part] for part in results]
         for other in told:
@@ -106,7 +106,7 @@ class OpenCodec:
     def _learn(self, layout: Hashable, message: ModelInferRequest, batched: bool) -> tuple[ModelSpec, ModelCodec]:
         lead = 1 if batched else 0
         inputs = tuple(TensorSpec(one.name, one.datatype, (-1,) * (len(one.shape) - lead)) for one in message.inputs)
-        # Of outputs no more is known than the names that are asked for.
+        # Nothing is known about outputs but the names that are asked for.
         outputs = tuple(TensorSpec(one.name, "BYTES", ()) for one in message.outputs)
         spec = ModelSpec(inputs, outputs, batched=batched)
         codec = ModelCodec(self._model, self._version, spec, self._max_batch_rows if batched else 0)

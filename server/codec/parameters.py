@@ -18,13 +18,13 @@ from server.errors import InvalidRequest
 __all__ = ["CANCEL", "KNOWN", "NO_PARAMETERS", "UNORDERED", "RequestParameters", "is_reserved", "parse_parameters"]
 
 UNORDERED = "paceline_unordered"
-"""Of a request on a stream: its answer need not wait for those before it."""
+"""On a request of a stream: its answer need not wait for those before it."""
 CANCEL = "paceline_cancel"
-"""On a stream, instead of a request: the requests of the same id are taken back."""
+"""On a stream, instead of a request: requests with the same id are cancelled."""
 _DEADLINE = "paceline_deadline_us"
 
 _MOST = 1_024
-"""Of a request. A MB of them, and the event loop would do nothing else for a fifth of a second."""
+"""The most parameters of a request. A MB of them would keep the event loop busy for a fifth of a second."""
 
 _INTEGERS = ("int64_param", "uint64_param")
 KNOWN: dict[str, tuple[str, ...]] = {
@@ -40,7 +40,7 @@ KNOWN: dict[str, tuple[str, ...]] = {
     _DEADLINE: _INTEGERS,
     "triton_enable_empty_final_response": ("bool_param",),
 }
-"""The keys that mean something to the server, and of which types their values may be."""
+"""The keys that mean something to the server, and the types that their values may have."""
 _COUNTS = ("priority", "timeout", _DEADLINE)
 _RESERVED_PREFIXES = ("triton_", "paceline_")
 _RESERVED = frozenset((*KNOWN, "headers"))
@@ -63,7 +63,7 @@ NO_PARAMETERS = RequestParameters()
 
 
 def parse_parameters(parameters: Mapping[str, InferParameter]) -> RequestParameters:
-    """Check and read; raises InvalidRequest naming the key, what was expected and what came."""
+    """Check and read `parameters`. Raises InvalidRequest, naming the key, what was expected and what came."""
     if len(parameters) > _MOST:
         raise InvalidRequest(f"expected at most {_MOST} parameters, got {len(parameters)}")
     values = {key: _checked(key, parameter) for key, parameter in parameters.items()}

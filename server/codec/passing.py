@@ -18,7 +18,7 @@ from server.codec.wire_request import AnyRequest, WireRequest, message_of
 __all__ = ["NOTHING_CARRIED", "Carried", "carried_by"]
 
 _OF_TENSORS_HERE = ("classification", "binary_data", "binary_data_size")
-"""Parameters of tensors that have had their effect here, as have those of shared memory."""
+"""Parameters of tensors that take effect here and aren't passed on, like those of shared memory."""
 
 
 class Carried(NamedTuple):
@@ -38,7 +38,7 @@ NOTHING_CARRIED = Carried()
 
 
 def carried_by(request: AnyRequest, sent: Sent) -> Carried:
-    """What `request`, whose call has `sent`, takes along."""
+    """What `request` takes along; `sent` are the headers of its call."""
     return Carried(sent.headers, sent.tracing, b"" if _is_plain(request) else _extras(message_of(request)))
 
 
@@ -54,7 +54,7 @@ def _is_plain(request: AnyRequest) -> bool:
 
 
 def _extras(request: ModelInferRequest) -> bytes:
-    """The parameters that mean nothing here, as `RemoteRequest.extras` has them."""
+    """The parameters that mean nothing here, in the form of `RemoteRequest.extras`."""
     extras = ModelInferRequest()
     for key, parameter in request.parameters.items():
         if not is_reserved(key):

@@ -1,4 +1,4 @@
-"""`reshape` of a configuration: shapes as clients see them to shapes as the model sees them, and back.
+"""`reshape` in a configuration: from shapes as clients see them to shapes as the model sees them, and back.
 
 Lives here: the arithmetic on one shape. Must not: arrays, messages. The rule: free dims pair up in order; loading has
 checked that they can.
@@ -19,7 +19,8 @@ def to_model(tensor: TensorSpec, shape: Shape, lead: int) -> Shape:
 
 
 def to_client(tensor: TensorSpec, shape: Shape, lead: int) -> Shape:
-    """The client's shape for a model's; the first `lead` axes stay as they are. Scalars may have axes of one."""
+    """The client's shape for a model's; the first `lead` axes stay as they are. A model's scalar may have extra axes of
+    size one."""
     if tensor.reshape is None:
         return shape
     return _converted(shape if tensor.reshape else shape[:lead], lead, tensor.reshape, tensor.dims)

@@ -1,7 +1,7 @@
 """The short way of one version's requests and answers: what was learned from earlier ones.
 
 Lives here: which plan belongs to which request, and when one is made; the plans are in `server.codec.shortcuts`. Must
-not: refuse anything. What doesn't fit goes the long way, through messages, which `server.codec.codec` handles.
+not: refuse anything. What doesn't fit takes the long way, through messages, in `server.codec.codec`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Targets = Mapping[int, Span]
 
 
 class AlikeRequests(NamedTuple):
-    """Requests that ask for the same: the inputs of each, and which of its outputs belong into shared memory, and
+    """Requests that ask for the same: the inputs of each, and which of its outputs belong in shared memory, and
     where."""
 
     asked: Asked
@@ -42,7 +42,7 @@ class AlikeRequests(NamedTuple):
 
 
 class ShortWay:
-    """That of one version of a model, which serves `spec`."""
+    """The short way of one version of a model, which serves `spec`."""
 
     def __init__(
         self, model: str, version: str, spec: ModelSpec, memory: ClientMemory, regions: Regions | None
@@ -63,7 +63,7 @@ class ShortWay:
 
     # hot path: see bench/
     def decode(self, request: WireRequest) -> DecodedRequest | None:
-        """The request, if one like it was learned of and it is like that; else None."""
+        """The decoded request, if the plan learned from one like it fits; else None."""
         plan = self._plans.get(request.mold.head)
         if plan is None or (found := self._tensors(request, plan, None)) is None:
             return None
@@ -72,8 +72,8 @@ class ShortWay:
 
     # hot path: see bench/
     def decode_alike(self, requests: Iterable[AnyRequest]) -> AlikeRequests | None:
-        """As many of the first requests as ask for the same, of inputs whose sizes are known, and bring no deadline of
-        their own. None if the first one has to be decoded by itself."""
+        """As many of the first requests as ask for the same, decoded. Their inputs' sizes are known, and they have no
+        deadline parameter. None if the first one has to be decoded by itself."""
         asked: Asked | None = None
         located: Located | None = None
         inputs: list[Inputs] = []
@@ -93,7 +93,7 @@ class ShortWay:
                 break
             note = mold.note
             if note is not None and note[0] is plan and note[1] is not None and not plan.targets:
-                # As most are, and what `_tensors` comes to for them.
+                # Most requests are like this. This is what `_tensors` would find for them.
                 inputs.append(Packed(request.data, plan.layout, note[1]))
                 targets.append(NOWHERE)
                 continue
@@ -107,8 +107,9 @@ class ShortWay:
 
     # hot path: see bench/
     def _tensors(self, request: WireRequest, plan: RequestPlan, last: Located | None) -> tuple[Inputs, Located] | None:
-        """Its inputs, and with what it has in shared memory where its outputs belong; None if they aren't what the plan
-        says, or not where. What the `last` one had there needn't be looked at again."""
+        """The request's inputs, and what it has in shared memory, its outputs' places included. None if they aren't
+        what the plan says, or not where it says. If it has the same there as the `last` request, that isn't checked
+        again."""
         located = plan.nowhere
         if located is None:
             located = self._regions.known(plan, plan.locate) if self._regions is not None else None
@@ -127,7 +128,7 @@ class ShortWay:
     def encode(
         self, request_id: str, decoded: DecodedRequest, results: Tensors, envelope: Envelope | None
     ) -> bytes | None:
-        """The response to what is `plain`; None where this way doesn't lead."""
+        """The response to a `plain` request; None if the short way can't make it."""
         if type(results) is not Share:
             return self._respond(request_id, decoded, results, envelope)
         answers = self.answers(decoded, results, envelope)
@@ -136,8 +137,9 @@ class ShortWay:
         return answers.answer(request_id, results.start)
 
     def answers(self, decoded: DecodedRequest, results: Share, envelope: Envelope | None) -> AnswersOf | None:
-        """What answers all who want these outputs in the same places and have as large a share of the same batch's,
-        found out with the first of those who want them in the response; None where there is no such thing."""
+        """What makes the answers to all requests that want these outputs in the same places and have equally large
+        shares of the same batch's. For those that want them in the response it is made once, with the first of them.
+        None if there is no such thing."""
         wanted, targets = decoded.asked.outputs, decoded.targets
         if targets:
             return self._plan_for(wanted, results, envelope, targets).of(results.outputs, targets)
@@ -151,7 +153,7 @@ class ShortWay:
     def _respond(
         self, request_id: str, decoded: DecodedRequest, results: Tensors, envelope: Envelope | None
     ) -> bytes | None:
-        """The same of results of any kind, some of which may belong into shared memory."""
+        """The same for results of any kind, some of which may belong in shared memory."""
         wanted, targets = decoded.asked.outputs, decoded.targets
         if targets:
             targets = {index: targets[index] for index in wanted if index in targets}
@@ -161,7 +163,7 @@ class ShortWay:
         return answer
 
     def learn(self, head: bytes, request: ModelInferRequest, decoded: DecodedRequest) -> None:
-        """Remember how to decode requests of this head, if nothing but their tensors matters."""
+        """Remember how to decode requests with this head, if nothing but their tensors has to be read."""
         asked = decoded.asked
         if asked.classes or any(self._spec.inputs[self._inputs[tensor.name]].utf8 for tensor in request.inputs):
             return
@@ -173,7 +175,7 @@ class ShortWay:
                 region_inputs.append(RegionInputPlan(index, read.what, read.dtype, shape, read.place))
                 continue
             if REGION in tensor.parameters or tensor.HasField("contents"):
-                return  # read at once, for its contents matter, or refused with raw_input_contents, which aren't here
+                return  # its content matters, so it was read at once; or typed contents: nothing is raw here
             size_bytes = element_count(shape) * datatype.item_bytes
             plain = size_bytes > 0 and datatype.name != "BOOL"
             inputs.append(InputPlan(index, datatype, shape, size_bytes if plain else -1))
@@ -192,14 +194,16 @@ class ShortWay:
         self._plans.remember(head, plan, len(head))
 
     def _same(self, asked: Asked) -> Asked:
-        """One for all who ask for the same, whatever heads they have: shared memory is named there."""
+        """One object for all requests that ask for the same, even if their heads differ, as in the shared memory that
+        they name."""
         what = asked.rows, asked.key, asked.outputs, asked.parameters, asked.size_bytes
         if what not in self._asked:
             self._asked.remember(what, asked)
         return self._asked[what]
 
     def _layout(self, inputs: Sequence[InputPlan]) -> Layout | None:
-        """That of the model's inputs, one for all who have the same; None if some aren't there or must be looked at."""
+        """The layout of the model's inputs, one object for all requests with the same. None if some inputs are left
+        out, or their content has to be checked."""
         if len(inputs) < len(self._inputs) or any(one.size_bytes < 0 for one in inputs):
             return None
         ordered = sorted(inputs, key=attrgetter("place"))

@@ -1,8 +1,8 @@
 """The short way from the bytes of a request to arrays, and from results to the bytes of a response.
 
 Lives here: what is known of a request by its head (`server.codec.wire_request`) once one like it has been checked, and
-of a response by its shapes once one like it has been made. Must not: refuse anything. What doesn't fit goes the long
-way, through messages, which has the error texts.
+of a response by its shapes once one like it has been made. Must not: refuse anything. What doesn't fit takes the long
+way, through messages, where the error texts are.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from server.memory.regions import Region, Regions
 __all__ = ["AnswerPlan", "AnswersOf", "Envelope", "InputPlan", "Located", "RegionInputPlan", "RequestPlan"]
 
 _MOST_ID_LENGTHS = 64
-"""For each of which a plan keeps some bytes; callers choose ids."""
+"""The most lengths of ids for which a plan keeps some bytes each; callers choose ids."""
 
 
 class InputPlan(NamedTuple):
@@ -40,7 +40,7 @@ class InputPlan(NamedTuple):
     datatype: Datatype
     shape: tuple[int, ...]
     size_bytes: int
-    """-1 if the content has to be looked at, or is none."""
+    """-1 if the content has to be checked, or there is none."""
 
 
 class RegionInputPlan(NamedTuple):
@@ -54,8 +54,8 @@ class RegionInputPlan(NamedTuple):
 
 
 class Located(NamedTuple):
-    """What requests of one plan have in shared memory: inputs, in the places of the model's, where others are MISSING;
-    where outputs belong; and the regions that all this is in."""
+    """What requests of one plan have in shared memory: inputs, in the model's order, with MISSING for all others; where
+    outputs belong; and the regions that all this is in."""
 
     inputs: Inputs
     targets: Mapping[int, Span]
@@ -64,10 +64,10 @@ class Located(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RequestPlan:
-    """What all requests of one head have in common. `inputs` are in the order of the message; `region_inputs` aren't in
-    it, and outputs of the indices in `targets` don't go into the response. `layout`: what the model's inputs are, in
-    its order, if nothing but their bytes needs to be looked at; then `starts` of a mold may be asked for. `nowhere`:
-    what they have in shared memory, if that is nothing; else it is for `locate` to say."""
+    """What all requests of one head have in common. `inputs` are in the order of the message. `region_inputs` and the
+    outputs whose indices are in `targets` are in shared memory. `layout` describes the model's inputs, in its order, if
+    nothing but their bytes has to be read; only then does `starts` find them. `nowhere` is what the requests have in
+    shared memory if that is nothing; otherwise `locate` finds it."""
 
     inputs: tuple[InputPlan, ...]
     region_inputs: tuple[RegionInputPlan, ...]
@@ -79,8 +79,8 @@ class RequestPlan:
     nowhere: Located | None
 
     def starts(self, raw: Sequence[tuple[int, int]]) -> tuple[int, ...] | None:
-        """Where the model's inputs begin in a request of whose raw_input_contents that says where they are; None if
-        they have to be read one by one, as they haven't the sizes that the head promised."""
+        """Where the model's inputs begin in a request whose raw_input_contents begin and end at `raw`. None if they
+        have to be read one by one: there is no `layout`, or they don't have the sizes that the head promised."""
         if self.layout is None or len(raw) != len(self.inputs):
             return None
         starts = [0] * self.places
@@ -91,8 +91,8 @@ class RequestPlan:
         return tuple(starts)
 
     def locate(self, regions: Regions) -> Located | None:
-        """What is in `regions`; None if some of it isn't. Good for all requests of the plan, as long as these regions
-        are what their names mean."""
+        """What these requests have in `regions`; None if some of it isn't there. Valid for all requests of the plan, as
+        long as the names mean these regions."""
         inputs: list[Input] = [MISSING] * self.places
         targets: dict[int, Span] = {}
         used: set[Region] = set()
@@ -109,8 +109,8 @@ class RequestPlan:
         return Located(tuple(inputs), targets or NOWHERE, used)
 
     def read(self, data: bytes, raw: Sequence[tuple[int, int]], located: Inputs) -> Inputs | None:
-        """The model's inputs: those of the message, views of `data` where the datatype allows, and around them those
-        that were `located` elsewhere; None if they aren't what the head promised."""
+        """The model's inputs: those of the message, views of `data` where the datatype allows, and those that were
+        `located` in shared memory. None if they aren't what the head promised."""
         if len(raw) != len(self.inputs):
             return None
         if not raw:
@@ -130,8 +130,8 @@ class RequestPlan:
 
 
 class Envelope:
-    """What an answer travels in, other than by itself: the field `tag` of another message, behind whose own fields the
-    fields `more` come. Known by identity: there is one for each way of travelling."""
+    """Wraps an answer in another message, as its field `tag`. The fields `more` are appended to the answer's own.
+    Compared by identity: there is one for each way of wrapping."""
 
     __slots__ = ("more", "tag")
 
@@ -140,7 +140,7 @@ class Envelope:
         self.more = more
 
     def around(self, response: bytes) -> bytes:
-        """The other message with this response in it."""
+        """The wrapping message, with `response` in it."""
         return b"".join((self.tag, varint(len(response) + len(self.more)), response, self.more))
 
 
@@ -156,8 +156,8 @@ class AnswerPlan:
         elsewhere: Collection[int],
         envelope: Envelope | None,
     ) -> None:
-        """`made` is a response as protobuf makes it, without id and tensors; `outputs` are the places of its outputs
-        among the model's, and their datatypes. Those at the places `elsewhere` leave no bytes here."""
+        """`made` is a response as protobuf makes it, without id and tensors. `outputs` are the places of its outputs
+        among the model's, and their datatypes. Those whose places are in `elsewhere` have no bytes in the response."""
         self._envelope = envelope
         self.more = envelope.more if envelope is not None else b""
         self._fixed_sizes = all(datatype.item_bytes for _, datatype in outputs)
@@ -165,9 +165,9 @@ class AnswerPlan:
             model_name=made.model_name, model_version=made.model_version
         ).SerializeToString()
         self._size_bytes = len(self._head) + len(self.more)
-        # Place, dtype, what goes in front of it, its size, that of a row, and whether it goes into the response.
+        # Place, dtype, the bytes before it, its size in bytes, that of a row, and whether it is in the response.
         self._outputs: list[tuple[int, np.dtype[Any], bytes, int, int, bool]] = []
-        # What goes in front of a tensor.
+        # The bytes before a tensor.
         tag = b"".join(delimited(OUTPUT_TAG, output.SerializeToString()) for output in made.outputs)
         for (place, datatype), output in zip(outputs, made.outputs, strict=True):
             is_here = place not in elsewhere
@@ -178,12 +178,12 @@ class AnswerPlan:
             self._outputs.append((place, datatype.dtype, tag, size_bytes, row_bytes, is_here))
             self._size_bytes += len(tag) + bytes_here
             tag = b""
-        # What comes before an id, by its length.
+        # The bytes before an id, by its length.
         self.starts: dict[int, bytes] = {}
 
     def answer(self, request_id: str, results: Tensors) -> bytes | None:
-        """The one with what is wanted of `results`, the model's outputs; None if they aren't laid out like on the wire,
-        or too large for a message."""
+        """The answer with the wanted ones of `results`, the model's outputs. None if they aren't laid out as on the
+        wire, or are too large for a message."""
         name = request_id.encode()
         start = self.starts.get(len(name)) or self.start(len(name))
         if not (start and self._fixed_sizes):
@@ -191,7 +191,7 @@ class AnswerPlan:
         pieces: list[Any] = [start, name]
         for place, dtype, tag, _, _, is_here in self._outputs:
             array = results[place]
-            # What isn't here may be on a device, without flags.
+            # An output that isn't here may be on a device, and then has no flags.
             if array.dtype != dtype or (is_here and not array.flags.c_contiguous):
                 return None
             pieces.append(tag)
@@ -201,8 +201,8 @@ class AnswerPlan:
         return b"".join(pieces)
 
     def of(self, outputs: Outputs, targets: Mapping[int, Span] = NOWHERE) -> AnswersOf | None:
-        """Those to requests that have as many rows each of `outputs`, and want them in the same `targets`; None if
-        these aren't laid out like on the wire, or too large for where they belong."""
+        """What makes the answers to requests that have the same number of rows of `outputs` each, and want them in the
+        same `targets`. None if the outputs aren't laid out as on the wire, or are too large for where they belong."""
         pieces, writes = [], []
         for place, dtype, tag, size_bytes, row_bytes, is_here in self._outputs:
             data = outputs.data(place) if self._fixed_sizes else None
@@ -218,7 +218,7 @@ class AnswerPlan:
         return AnswersOf(self, pieces, writes)
 
     def start(self, id_bytes: int) -> bytes:
-        """What comes before an id of so many bytes; nothing if that makes too large a message."""
+        """The bytes before an id of `id_bytes` bytes; empty if the message would be too large."""
         field = RESPONSE_ID_TAG + varint(id_bytes) if id_bytes else b""
         size_bytes = self._size_bytes + len(field) + id_bytes
         if size_bytes > LARGEST_RESPONSE_BYTES:
@@ -242,8 +242,8 @@ class AnswersOf:
         pieces: Sequence[tuple[bytes, memoryview, int, int]],
         writes: Sequence[tuple[Span, memoryview, int, int]],
     ) -> None:
-        """`pieces`: for each output what comes before it, the batch's bytes, and how many a share and a row has there;
-        `writes`: for each that belongs elsewhere where that is, and the same."""
+        """`pieces`: for each output the bytes before it, the batch's bytes, and how many of these a share and a row
+        have. `writes`: for each output that belongs elsewhere its span, the batch's bytes, and the same two numbers."""
         self._plan = plan
         self._starts, self._more = plan.starts, plan.more
         self._writes = writes
@@ -253,8 +253,8 @@ class AnswersOf:
 
     # hot path: see bench/
     def answer(self, request_id: str, row: int) -> bytes | None:
-        """As `AnswerPlan.answer`, for the share that begins at `row`, with what belongs elsewhere written there; None,
-        too, if that can't be."""
+        """As `AnswerPlan.answer`, for the share that begins at `row`. Outputs that belong elsewhere are written there;
+        None also if they can't be."""
         name = request_id.encode()
         start = self._starts.get(len(name)) or self._plan.start(len(name))
         if not start or (self._writes and not self._write(row)):

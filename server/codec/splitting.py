@@ -36,11 +36,11 @@ async def submit_parts(
     join: Callable[[Sequence[Any], Sequence[int]], Any] | None = None,
     **how: Any,
 ) -> tuple[Tensors, Pending[Any, Tensors]]:
-    """Execute `inputs` in parts of full batches; the joined results, and the last part.
+    """Execute `inputs` in parts, as large as batches may be. Returns the joined results, and the last part.
 
-    `payload_of` makes what the batcher carries of a part's inputs, by default these themselves, and `join` puts results
-    together that aren't plain arrays, knowing the rows of each part. `how` goes to `Batcher.submit`. Whatever one part
-    meets, the request meets, and its other parts are taken back.
+    `payload_of` makes the batcher's payload of a part's inputs, which by default is these inputs. `join` joins results
+    that aren't plain arrays; it also gets the rows of each part. `how` goes to `Batcher.submit`. If a part fails, the
+    request fails with its error, and the other parts are cancelled.
     """
     limit = batcher.policy.max_batch_rows
     shares = [min(limit, rows - start) for start in range(0, rows, limit)]
@@ -73,7 +73,7 @@ def _parts_at_once(policy: BatchPolicy, bytes_of_part: int, priority: int) -> in
 
 
 async def _until_room(parts: Sequence[Pending[Any, Tensors]], at_once: int) -> None:
-    """Wait until fewer than `at_once` parts are out; raises what one of them met."""
+    """Wait until fewer than `at_once` parts are unfinished; raises the error of one that failed."""
     while len(out := [pending for pending in parts if not pending.done()]) >= at_once:
         done, _ = await asyncio.wait(out, return_when=asyncio.FIRST_COMPLETED)
         for pending in done:

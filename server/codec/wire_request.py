@@ -1,9 +1,9 @@
 """Requests like earlier ones, for which no message needs to be parsed.
 
 Clients send the same again and again: model, names, datatypes, shapes and parameters stay, id and tensors change. What
-stays is the *head* (`protos.wire`). The first request of a head is parsed and checked like any other. Later ones are
-only taken apart, and those cast in the same mold, with ids and tensors of the same length, are merely compared with it.
-From the head, their model's codec knows what to do with the tensors (`server.codec.shortcuts`).
+stays is the *head* (`protos.wire`). The first request with a head is parsed and checked like any other. Later ones are
+only split into fields, and those cast in the same mold, with ids and tensors of the same length, are merely compared
+with it. By the head, their model's codec knows what to do with the tensors (`server.codec.shortcuts`).
 
 Lives here: telling which requests are alike. Must not: know models.
 """
@@ -34,12 +34,13 @@ _Named = tuple[str, str, Mapping[str, InferParameter]]
 
 @dataclass(slots=True, eq=False)
 class Mold:
-    """Requests that have all but the values of id and tensors in common, and the lengths of these.
+    """What requests have in common that differ in nothing but the values of id and tensors, which have the same
+    lengths.
 
-    `parts` are the bytes they share, each with its place; with the id, at `id_at`, and the entries of
-    raw_input_contents, which begin and end as `raw` says, they are all of the request. `plain`: there are no
-    parameters, neither its own nor any of its tensors. `note` is for whoever reads such requests, who finds there what
-    was left with the last one.
+    `parts` are the bytes that they share, each with its place. Together with the id, from `id_at` to `id_end`, and the
+    entries of raw_input_contents, whose beginnings and ends are in `raw`, they are the whole request. `plain`: neither
+    the request nor any of its tensors has parameters. `note` is for the code that reads such requests: it stays from
+    one request to the next.
     """
 
     parts: tuple[tuple[int, bytes], ...]
@@ -53,7 +54,7 @@ class Mold:
 
     @classmethod
     def of(cls, data: bytes, fields: RequestFields, named: _Named, plain: bool) -> Mold:
-        """That of the request in `data`."""
+        """The mold of the request in `data`."""
         id_end = fields.id_at + len(fields.id)
         starts = [0, id_end, *(end for _, end in fields.raw)]
         ends = [fields.id_at, *(start for start, _ in fields.raw), len(data)]
@@ -62,7 +63,7 @@ class Mold:
 
     @property
     def size_bytes(self) -> int:
-        """About what it takes."""
+        """About how much memory it takes."""
         return sum(_PART_BYTES + len(part) for _, part in self.parts)
 
 
@@ -91,7 +92,7 @@ def message_of(request: AnyRequest) -> ModelInferRequest:
 
 
 class RequestReader:
-    """Reads requests, remembering what they have in common; as many as fit into a few MiB."""
+    """Reads requests and remembers what they have in common, within a few MiB."""
 
     def __init__(self) -> None:
         # By heads.
@@ -101,7 +102,7 @@ class RequestReader:
 
     # hot path: see bench/
     def __call__(self, data: bytes) -> AnyRequest | DecodeError:
-        """The request in `data`, or what protobuf has against it."""
+        """The request in `data`, or protobuf's error."""
         for mold in self._molds.get(len(data), ()):
             for start, part in mold.parts:
                 if not data.startswith(part, start):
@@ -110,7 +111,7 @@ class RequestReader:
                 try:
                     return WireRequest(data, data[mold.id_at : mold.id_end].decode(), mold)
                 except UnicodeDecodeError:
-                    return self._parse(data)  # protobuf has the words for it
+                    return self._parse(data)  # for protobuf's error text
         return self._take_apart(data)
 
     def _take_apart(self, data: bytes) -> AnyRequest | DecodeError:
@@ -140,7 +141,8 @@ class RequestReader:
     def _parse_first(self, data: bytes, fields: RequestFields) -> ModelInferRequest | DecodeError:
         request = self._parse(data)
         if isinstance(request, ModelInferRequest) and _comes_again(request, fields):
-            # Parts of a message keep all of it, names and tensors included: parameters are copied to one of their own.
+            # A part of a message keeps all of it, names and tensors included, so parameters are copied to a message of
+            # their own.
             parameters = _NO_PARAMETERS
             if request.parameters:
                 parameters = ModelInferRequest(parameters=request.parameters).parameters
@@ -152,7 +154,7 @@ class RequestReader:
 
 
 def _comes_again(request: ModelInferRequest, fields: RequestFields) -> bool:
-    """Whether more requests are likely to have this head: not where tensors are in it."""
+    """Whether more requests are likely to have this head; not if tensors are in it."""
     if len(fields.head) > _LONGEST_HEAD:
         return False
     return bool(fields.raw) or not any(tensor.HasField("contents") for tensor in request.inputs)
