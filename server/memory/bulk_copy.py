@@ -1,10 +1,10 @@
 """Many copies out of mapped memory in one call, which returns a short count where the memory is gone.
 
 Lives here: the system call. Must not: know whose memory it is. Code that reads a mapping whose file was truncated dies
-of SIGBUS; when the kernel reads it instead, as it reads the memory of any process, it says how far it got.
+of SIGBUS; if the kernel reads it instead, as it reads the memory of any process, it reports how far it got.
 
-The point is the single call: each time a thread releases the interpreter lock, as for each read from a file, it may
-take as long as the event loop holds the lock, half a millisecond, for a copy of 40 us.
+Why a single call: each time a thread releases the interpreter lock, as it does for each read from a file, getting it
+back may take as long as the event loop holds it: half a millisecond, for a copy of 40 us.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ __all__ = ["Allowed", "Piece", "copy_all"]
 _log = logging.getLogger("paceline.server")
 
 Piece = tuple[int, int, int]
-"""Where to, where from, how many bytes."""
+"""Target address, source address, number of bytes."""
 
 _MOST_PIECES = 1024
 """IOV_MAX of Linux."""
@@ -38,16 +38,16 @@ if _process_vm_readv is not None:
 
 
 class Allowed:
-    """Whether the system lets us: some sandboxes never do."""
+    """Whether the system allows the call; some sandboxes never do."""
 
     now = _process_vm_readv is not None
 
 
 def copy_all(pieces: Sequence[Piece]) -> bool:
-    """Do it, if that can be done in one call, or where there is much in one for each of a few threads. False: do it
-    another way; some of it may have been done.
+    """Copy `pieces`, if that can be done in one call, or, for large amounts, in one call on each of a few threads.
+    False if not: copy them another way; some of them may have been copied.
 
-    All targets must be there; sources need not. Blocks, the interpreter free for other threads meanwhile.
+    All targets must exist; sources need not. Blocks, with the interpreter lock released.
     """
     size = sum(piece[2] for piece in pieces)
     if not Allowed.now or len(pieces) > _MOST_PIECES or size > _MOST_BYTES:
@@ -57,7 +57,7 @@ def copy_all(pieces: Sequence[Piece]) -> bool:
 
 
 def _shared_out(pieces: Sequence[Piece], most_bytes: int) -> Iterator[list[Piece]]:
-    """The same in parts of `most_bytes` each, but for the last."""
+    """`pieces` in parts of `most_bytes` each, except for the last."""
     part: list[Piece] = []
     room = most_bytes
     for target, source, count in pieces:

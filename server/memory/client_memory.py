@@ -22,13 +22,13 @@ __all__ = ["NOWHERE", "ClientMemory", "Write", "tell_place"]
 InputTensor = ModelInferRequest.InferInputTensor
 RequestedOutput = ModelInferRequest.InferRequestedOutputTensor
 Write = tuple[ModelInferResponse.InferOutputTensor, Span, bytes | memoryview | DeviceTensor]
-"""An output of the response, where it belongs, and its raw form, or that it is there already."""
+"""An output of the response, where it belongs, and its raw bytes, or the DeviceTensor that is there already."""
 
 NOWHERE: Mapping[int, Span] = {}
 
 
 class ClientMemory:
-    """`regions` are what clients have registered, None if they may not."""
+    """One model's use of `regions`, which clients have registered; None if they may not register any."""
 
     def __init__(self, model: str, spec: ModelSpec, regions: Regions | None) -> None:
         self._model = model
@@ -39,7 +39,8 @@ class ClientMemory:
         self._fixed_bytes = [_fixed_bytes(spec, index) for index in range(len(spec.outputs))]
 
     def span(self, kind: str, tensor: InputTensor | RequestedOutput) -> Span | None:
-        """Where an input lies, or an output belongs, if its parameters say so.
+        """Where an input lies, or an output belongs, if its parameters say so; else None. `kind` is `input` or
+        `output`.
 
         Raises InvalidRequest, RegionNotFound, NotSupported.
         """
@@ -56,9 +57,10 @@ class ClientMemory:
             raise type(error)(f"model '{self._model}': {kind} '{tensor.name}': {error}") from None
 
     def input(self, tensor: InputTensor, shape: tuple[int, ...], index: int, span: Span) -> Input:
-        """What lies there: read when the batch executes, but for contents that have to be looked at before.
+        """The input that lies at `span`. It is read when the batch executes, or now if its content has to be checked
+        before.
 
-        Raises TensorError, or InvalidRequest if it is gone.
+        Raises TensorError, or InvalidRequest if the memory is gone.
         """
         if tensor.HasField("contents"):
             raise TensorError(f"expected no contents beside {REGION}, got both")
@@ -76,8 +78,8 @@ class ClientMemory:
         return decode_raw(span.read(), datatype, shape)
 
     def check_targets(self, targets: Mapping[int, Span], rows: int) -> None:
-        """Refuse memory that is certain to be too small for the outputs of these indices, or gone; where sizes are
-        open, only the execution will tell. Raises InvalidRequest."""
+        """Raise InvalidRequest for memory that is gone, or certainly too small for the output of its index. Where an
+        output's size is open, only the execution will tell."""
         for index, span in targets.items():
             tensor = self._spec.outputs[index]
             needed = self._fixed_bytes[index] * (1 if tensor.shape_tensor else rows)
@@ -89,9 +91,9 @@ class ClientMemory:
                 raise self._invalid(tensor.name, str(error)) from None
 
     def write(self, writes: Sequence[Write]) -> None:
-        """Write outputs to where they belong, in order, and tell in the response how many bytes.
+        """Write outputs to where they belong, in order, and note in the response how many bytes they have.
 
-        Raises InvalidRequest, before anything is written if one doesn't fit.
+        Raises InvalidRequest; if an output doesn't fit, before anything is written.
         """
         for output, span, data in writes:
             if not isinstance(data, DeviceTensor) and len(data) > span.byte_size:
@@ -108,8 +110,8 @@ class ClientMemory:
 
     # hot path for requests that want it
     def write_results(self, targets: Mapping[int, Span], results: Tensors, types: Sequence[Datatype]) -> bool:
-        """Write results to where they belong, unless they are there. False if they can't be: `write` will find the
-        words."""
+        """Write results to where they belong, unless they are there already. False if they can't be written: `write`
+        has the error texts."""
         rest = {index: results[index] for index in targets if not isinstance(results[index], DeviceTensor)}
         buffers = {index: raw_buffer(array, types[index]) for index, array in rest.items()}
         if any(len(data) > targets[index].byte_size for index, data in buffers.items()):
@@ -131,7 +133,7 @@ class ClientMemory:
 
 
 def tell_place(output: ModelInferResponse.InferOutputTensor, span: Span, byte_size: int) -> None:
-    """Say in the response that the output's `byte_size` bytes are there."""
+    """Say in the response that the output's `byte_size` bytes are at `span`."""
     output.parameters[REGION].string_param = span.region.name
     output.parameters[BYTE_SIZE].int64_param = byte_size
     if span.offset:
@@ -139,7 +141,7 @@ def tell_place(output: ModelInferResponse.InferOutputTensor, span: Span, byte_si
 
 
 def _fixed_bytes(spec: ModelSpec, index: int) -> int:
-    """What each row of an output takes at least, and all of it where there are no rows; 0 where that isn't known."""
+    """The bytes that each row of an output takes at least, or all of it if there are no rows; 0 if unknown."""
     tensor = spec.outputs[index]
     scattered = any(tensor.name in one.targets for one in spec.batch_outputs)
     if tensor.optional or scattered or tensor.any_rank or -1 in tensor.dims:

@@ -2,8 +2,8 @@
 
 Lives here: which thread takes which part, and which waits for which. Must not: know what is copied, or how.
 
-A single core copies at a fraction of the memory bandwidth that servers have. Helpers are shared by all copies, and are
-never waited for before they have begun: the thread that asked does the parts that they don't get to.
+A single core copies at a fraction of a server's memory bandwidth. All copies share the helper threads. Nobody waits for
+a helper that hasn't started: the calling thread does the parts that helpers don't get to.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ __all__ = ["copy_parts", "parts_of"]
 T = TypeVar("T")
 
 _PART_BYTES = 2**21
-"""At least. A thread that sleeps is woken up in the time in which some hundred KB are copied."""
+"""The least size of a part. Waking a sleeping thread takes as long as copying some hundred KB."""
 _MOST_THREADS = 4
 
 
 def parts_of(size_bytes: int) -> int:
-    """In how many parts so much is to be copied."""
+    """In how many parts `size_bytes` are to be copied."""
     return max(1, min(_threads(), size_bytes // _PART_BYTES))
 
 
 def copy_parts(copy: Callable[[T], bool], parts: Iterable[T], helpers: Executor | None = None) -> bool:
-    """Whether `copy`, called with each of `parts`, says each time that it has done it. It should let go of the
-    interpreter meanwhile. Blocks until nobody copies any more, also if it raises, which it shouldn't. `helpers` are
-    those of the process by default."""
-    # With what leads to the memory: a helper that comes too late finds nothing to keep.
+    """Call `copy` with each of `parts`, on several threads. True if each call returned True. `copy` should release the
+    interpreter lock. Blocks until nobody copies any more, even if `copy` raises, which it shouldn't. `helpers` are the
+    process's own by default."""
+    # The queue holds what leads to the memory: a helper that comes too late finds nothing to keep.
     left = deque(partial(copy, part) for part in parts)
 
     def take() -> bool:
@@ -52,8 +52,8 @@ def copy_parts(copy: Callable[[T], bool], parts: Iterable[T], helpers: Executor 
     try:
         well = take()
     finally:
-        # Those that haven't begun aren't needed any more. Until the others have ended, whatever else went wrong, the
-        # memory that they write must be there.
+        # Helpers that haven't started aren't needed any more. Until the others have ended, whatever else went wrong,
+        # the memory that they write must exist.
         begun = [one for one in asked if not one.cancel()]
         wait(begun)
     return well and all(one.result() for one in begun)
@@ -63,7 +63,7 @@ def _ask(helpers: Executor, take: Callable[[], bool], times: int) -> Iterator[Fu
     for _ in range(times):
         try:
             yield helpers.submit(take)
-        except RuntimeError:  # there can be no more threads, or the interpreter ends: then nobody helps
+        except RuntimeError:  # no more threads can be started, or the interpreter ends: then nobody helps
             return
 
 

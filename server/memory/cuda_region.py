@@ -1,7 +1,7 @@
-"""CUDA shared memory: an allocation of a client on a GPU. Instances on that GPU copy from and to it themselves; for
-all others the driver copies to and from host memory.
+"""CUDA shared memory: a client's allocation on a GPU. Instances on that GPU copy from and to it themselves; for all
+others the driver copies to and from host memory.
 
-Lives here: its bounds, and the driver's refusals in the caller's terms. Must not: the driver's calls
+Lives here: its bounds, and the driver's errors in the caller's terms. Must not: the driver's calls
 (`backends.cuda.memory`), names of regions (`regions`), messages.
 """
 
@@ -21,7 +21,7 @@ from server.errors import InvalidRequest
 __all__ = ["CudaRegion", "open_cuda_region"]
 
 _LAST = 2**31 - 1
-"""The driver counts in 32 bits, and would take what is beyond for another device."""
+"""The driver takes 32 bits, and would take a larger number for another device."""
 
 
 class CudaRegion:
@@ -37,10 +37,10 @@ class CudaRegion:
 
     @property
     def mapped_at(self) -> None:
-        """It isn't in the host's memory."""
+        """None: it isn't in the host's memory."""
 
     def check(self) -> None:
-        """Nothing to see: what is open can't become smaller."""
+        """Nothing to check: what is open can't become smaller."""
 
     def address_on(self, gpu: int) -> int | None:
         return self._memory.address if gpu == self.device else None

@@ -1,8 +1,8 @@
 """Memory in pages of 2 MiB, where the system gives them to those who ask.
 
-Lives here: having the C library ask, which it does only if it is told when a program starts. Must not: know what the
-memory is for. Weights that don't fit the processor's caches are read from memory for every batch, and with pages of
-4 KiB a tenth to a fifth of the time goes into looking up where these lie.
+Lives here: making the C library ask, which it does only if it is told to when a program starts. Must not: know what the
+memory is for. Weights that don't fit the processor's caches are read from memory for every batch, and with pages of 4
+KiB a tenth to a fifth of the time is spent on address translation.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _GIVES_TO_THOSE_WHO_ASK = "[madvise]"
 _LEAST_GLIBC = (2, 35)
 _TOLD = {
     "hugetlb": 1,
-    # What `tuning.keep_freed_memory` does, which does nothing where the environment has a say.
+    # As `tuning.keep_freed_memory`, which does nothing if the environment has one of `tuning.SETTINGS`.
     "mmap_threshold": KEPT_BYTES,
     "trim_threshold": KEPT_BYTES,
 }
@@ -30,17 +30,16 @@ _ASKING = ":".join(f"glibc.malloc.{name}={value}" for name, value in _TOLD.items
 
 
 def ask() -> None:
-    """Become this program once more, with a C library that asks, if that makes a difference; else return.
+    """Restart this program with a C library that asks, if that makes a difference; else return.
 
-    The process stays the same, and so do its arguments. Whoever sets one of `tuning.SETTINGS` himself, be it to
-    nothing, is left alone. To be called before anything has begun. Source: glibc's manual, "Memory Allocation
-    Tunables".
+    The process and its arguments stay the same. An environment that has one of `tuning.SETTINGS`, even empty, is left
+    alone. To be called before anything has begun. Source: glibc's manual, "Memory Allocation Tunables".
     """
     if wanted(os.environ, _mode(), _libc()):
         try:
             os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], {**os.environ, TUNABLES: _ASKING})
         except OSError:
-            return  # it is no more than faster
+            return  # huge pages only make it faster
 
 
 def wanted(environment: Mapping[str, str], mode: str, libc: str) -> bool:
@@ -62,4 +61,4 @@ def _libc() -> str:
     try:
         return os.confstr("CS_GNU_LIBC_VERSION") or ""
     except (OSError, ValueError):
-        return ""  # another one, which doesn't know the name
+        return ""  # another C library, which doesn't know the name

@@ -1,8 +1,8 @@
-"""Outputs that belong in CUDA shared memory and that the instance doesn't leave there itself, on the instance's thread.
+"""Writes outputs to CUDA shared memory that the instance hasn't left there itself, on the instance's thread.
 
 Lives here: what stands between an instance and the batcher if clients' shared memory is allowed. Must not: make error
-texts for what doesn't fit or fails; what isn't left there is the codec's, like the outputs of split requests. The rule:
-the event loop doesn't wait for a GPU.
+texts for outputs that don't fit or can't be written; what isn't written here is left to the codec, like the outputs of
+split requests. The rule: the event loop doesn't wait for a GPU.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ __all__ = ["leaving"]
 
 
 def leaving(execute: ExecuteInputs) -> ExecuteInputs:
-    """`execute`, for requests that say where outputs belong. Results have to be rows (`ModelSpec.by_rows`)."""
+    """Wrap `execute` for requests that say where outputs belong. Results have to be rows (`ModelSpec.by_rows`)."""
 
     def execute_and_leave(requests: Sequence[Inputs], padded_rows: int) -> Execution:
         done = execute(requests, padded_rows)
@@ -38,7 +38,8 @@ def leaving(execute: ExecuteInputs) -> ExecuteInputs:
 
 
 def _left(inputs: Inputs, result: Tensors | Exception) -> Tensors | Exception:
-    """`result` with what is in its place now; as it was if anything in it has no room, is text or can't be written."""
+    """`result`, with a DeviceTensor for each output that is in its place now. Unchanged if any output with a target
+    doesn't fit, is text or can't be written."""
     if not isinstance(inputs, Directed) or isinstance(result, Exception):
         return result
     targets = inputs.targets

@@ -1,4 +1,5 @@
-"""Inputs from shared memory into the tensors that the model sees, on the instance's thread, right before it executes.
+"""Reads inputs from shared memory into the tensors that the model sees, on the instance's thread, right before it
+executes.
 
 Lives here: what stands between the batcher and an instance if clients' shared memory is allowed. Must not: know how
 regions are read. The rule: bytes go from the client's memory to the model's tensor in one copy, stacked or not, and a
@@ -34,7 +35,8 @@ _Failures = dict[int, InvalidRequest]
 
 
 def reading(execute: Execute, spec: ModelSpec, roomy: Roomy | None = None) -> ExecuteInputs:
-    """`execute`, an instance's, for requests some of whose inputs aren't read yet. `roomy`: that, if it has room.
+    """Wrap an instance's `execute` for requests some of whose inputs aren't read yet. `roomy` is the instance, if it
+    has memory of its own for inputs.
 
     A request whose inputs can't be read gets an InvalidRequest in the place of its results.
     """
@@ -61,7 +63,7 @@ def reading(execute: Execute, spec: ModelSpec, roomy: Roomy | None = None) -> Ex
 
 
 def reading_by(slot: Slot, spec: ModelSpec) -> ExecuteInputs:
-    """The same for a slot: what lies in memory of its GPU, or belongs there, stays out of the host's."""
+    """The same for a slot: tensors that lie in its GPU's memory, or belong there, stay out of the host's."""
     plain, gpu = reading(slot.execute, spec, slot), slot.gpu
     if gpu is None:
         return plain
@@ -83,7 +85,7 @@ def reading_by(slot: Slot, spec: ModelSpec) -> ExecuteInputs:
         def execute(there: Sequence[Tensors], rows: int) -> Execution:
             return slot.execute(there, rows, [one for number, one in enumerate(targets) if number not in failures])
 
-        # Padding in the place of those that fail, too: sizes may not be free.
+        # Padding also takes the place of requests that fail: only certain batch sizes may be allowed.
         rows = max(padded_rows, sum(inputs[0].shape[0] for inputs in requests)) if spec.batched else 0
         return _placed(_one_by_one(execute, located, rows, failures, began_ns), failures, len(requests))
 
@@ -102,7 +104,7 @@ def _on_gpu(one: Input, gpu: int) -> Input | DeviceTensor:
 
 
 def _placed(done: Execution, failures: _Failures, requests: int) -> Execution:
-    """What came of each of so many requests, in their order."""
+    """`done`, with the result or failure of each of so many `requests`, in their order."""
     results = iter(done.results)
     return replace(done, results=[failures.get(number) or next(results) for number in range(requests)])
 
@@ -115,7 +117,7 @@ def _one_by_one(
     began_ns: int,
     room: Room | None = None,
 ) -> Execution:
-    """Each request read into arrays of its own, and handed on with the others; one alone into `room`."""
+    """Read each request into arrays of its own, and execute all of them. A lone request may be read into `room`."""
     there: list[Tensors] = []
     for number, inputs in enumerate(requests):
         try:
@@ -137,14 +139,15 @@ def _joined(
     began_ns: int,
     room: Room | None,
 ) -> Execution:
-    """All read into the rows of one request as large as the batch: stacking would be a second copy."""
+    """Read all requests into the rows of one as large as the batch, and execute that: stacking would be a second
+    copy."""
     rows = max(sum(inputs[0].shape[0] for inputs in requests), padded_rows)
     columns = [_place(index, (rows, *first.shape[1:]), first.dtype, room) for index, first in enumerate(requests[0])]
     bounds = _fill_at_once(columns, requests) or _fill_one_by_one(columns, requests, failures)
     if len(bounds) == 1:
         return _timed(execute, [], rows, began_ns)
     for column in columns:
-        # Padding, as for any other batch; also in the place of those that failed, as sizes may not be free.
+        # Padding, as for any other batch; also in place of those that failed: only certain batch sizes may be allowed.
         column[bounds[-1] :] = column[bounds[-1] - 1]
     done = _timed(execute, [columns], rows, began_ns)
     outputs = cast("Tensors", done.results[0])
@@ -158,14 +161,15 @@ def _read(one: RegionTensor, index: int, room: Room | None) -> Array:
 
 
 def _place(index: int, shape: tuple[int, ...], dtype: np.dtype[Any], room: Room | None) -> Array:
-    """Where that input is to be read to."""
+    """The array that input `index` is to be read into."""
     there = None if room is None else room(index, shape)
     return np.empty(shape, dtype) if there is None else there
 
 
 def _fill_at_once(columns: Sequence[Array], requests: Sequence[Inputs]) -> list[int] | None:
-    """Fill `columns` with all of `requests`; where each begins, and the last ends. None if that can't be done at once,
-    as when the memory of one of them is gone: then which one it is has to be found out."""
+    """Fill `columns` with all of `requests`. Returns the row where each begins, and where the last ends. None if that
+    can't be done at once, for instance because the memory of one of them is gone: then the caller has to find out which
+    one it is."""
     bounds = [0, *accumulate(inputs[0].shape[0] for inputs in requests)]
     pieces: list[Piece] = []
     arrays: list[tuple[Array, Array]] = []
@@ -181,7 +185,7 @@ def _fill_at_once(columns: Sequence[Array], requests: Sequence[Inputs]) -> list[
                 regions.add(one.region)
             else:
                 return None
-    # What is beyond a file's end, but in its last page, can be read, and is zero.
+    # Bytes beyond a file's end, but in its last page, can be read, and are zero.
     if len(pieces) < 2 or not copy_all(pieces) or not are_whole(regions):
         return None
     for rows, one in arrays:
@@ -190,7 +194,8 @@ def _fill_at_once(columns: Sequence[Array], requests: Sequence[Inputs]) -> list[
 
 
 def _fill_one_by_one(columns: Sequence[Array], requests: Sequence[Inputs], failures: _Failures) -> list[int]:
-    """Fill `columns` with those of `requests` that can be read; where each of them begins, and the last ends."""
+    """Fill `columns` with those of `requests` that can be read. Returns the row where each of them begins, and where
+    the last ends."""
     bounds = [0]
     for number, inputs in enumerate(requests):
         start, stop = bounds[-1], bounds[-1] + inputs[0].shape[0]
@@ -213,7 +218,7 @@ def _fill(target: Array, one: Array | RegionTensor) -> None:
 
 
 def _timed(execute: Execute, requests: Sequence[Tensors], padded_rows: int, began_ns: int) -> Execution:
-    """Execute what could be read, if anything; reading is part of getting the inputs together."""
+    """Execute what could be read, if anything. Reading counts as part of getting the inputs together."""
     read_ns = monotonic_ns() - began_ns
     if not requests:
         return Execution([], read_ns, 0, 0)
@@ -222,6 +227,6 @@ def _timed(execute: Execute, requests: Sequence[Tensors], padded_rows: int, bega
 
 
 def _bare(error: InvalidRequest) -> InvalidRequest:
-    """Without tracebacks, whose frames would hold the batch, and with it other clients' regions."""
+    """`error` without tracebacks, whose frames would hold the batch, and with it other clients' regions."""
     error.__context__ = None
     return error.with_traceback(None)

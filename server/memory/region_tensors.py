@@ -30,15 +30,15 @@ _UINT8 = np.dtype(np.uint8)
 
 
 class Place(NamedTuple):
-    """Where requests that are like each other say that a tensor lies: a region by its name, which may come to mean
-    another one, or none."""
+    """Where requests that are alike say that a tensor lies. The region is given by its name, which may come to mean
+    another region, or none."""
 
     name: str
     offset: int
     byte_size: int
 
     def find(self, regions: Regions) -> Region | None:
-        """The region that the name means now, if this place is in it."""
+        """The region that the name means now, if this place is in it; else None."""
         region = regions.get(self.name)
         return region if region is not None and region.byte_size - self.offset >= self.byte_size else None
 
@@ -56,7 +56,7 @@ class Span:
         return Place(self.region.name, self.offset, self.byte_size)
 
     def on_gpu(self, gpu: int) -> DeviceTensor | None:
-        """As room in that GPU's memory; None if it lies elsewhere."""
+        """The span as a DeviceTensor in that GPU's memory; None if it lies elsewhere."""
         begin = self.region.address_on(gpu)
         if begin is None:
             return None
@@ -66,7 +66,7 @@ class Span:
         """A copy of what is there now. Blocks for the copy; raises InvalidRequest."""
         try:
             data = np.empty(self.byte_size, np.uint8)
-        except MemoryError:  # an object may be said to be larger than any memory
+        except MemoryError:  # an object may claim to be larger than any memory
             raise InvalidRequest(
                 f"shared memory region '{self.region.name}': no memory for a copy of {self.byte_size} bytes"
             ) from None
@@ -110,8 +110,8 @@ def _value(parameters: Mapping[str, InferParameter], key: str, *kinds: str) -> A
 
 
 class RegionTensor:
-    """An input that is read when its batch executes: until then it costs no memory, and from then on its owner can
-    change nothing. Looks like an array as far as requests are checked, split and queued.
+    """An input that is read when its batch executes: until then it costs no memory, and from then on its owner can't
+    change it. Checking, splitting and queueing requests treat it like an array.
 
     `what` names model and input.
     """
@@ -129,7 +129,7 @@ class RegionTensor:
     def of_span(cls, what: str, span: Span, datatype: Datatype, shape: tuple[int, ...]) -> RegionTensor:
         """The tensor of `shape` that is all of `span`. `datatype` is of fixed size.
 
-        Raises TensorError if its size is another, InvalidRequest if it is gone.
+        Raises TensorError if the sizes differ, InvalidRequest if the memory is gone.
         """
         expected = element_count(shape) * datatype.item_bytes
         if span.byte_size != expected:
@@ -152,28 +152,28 @@ class RegionTensor:
         return RegionTensor(self.what, self.region, self._offset, self.dtype, tuple(shape))
 
     def __getitem__(self, rows: slice) -> RegionTensor:
-        """Some of its rows, one after the other."""
+        """A contiguous range of its rows."""
         start, stop, _ = rows.indices(self.shape[0])
         dims = self.shape[1:]
         offset = self._offset + start * math.prod(dims) * self.dtype.itemsize
         return RegionTensor(self.what, self.region, offset, self.dtype, (stop - start, *dims))
 
     def mapped_at(self, size_bytes: int) -> int | None:
-        """The address of its first `size_bytes` bytes, for `bulk_copy`; None if there is none, or if they do not all
-        lie in the region: beyond it is memory of our own, which no mistake in what checked the request may lay open."""
+        """The address of its first `size_bytes` bytes, for `bulk_copy`. None if there is none, or if they don't all lie
+        in the region: beyond it is the server's own memory, which no mistake in checking the request may expose."""
         begin = self.region.mapped_at
         if begin is None or not 0 <= self._offset <= self.region.byte_size - size_bytes:
             return None
         return begin + self._offset
 
     def on_gpu(self, gpu: int) -> DeviceTensor | None:
-        """The same, for whoever can read that GPU's memory; None if it lies elsewhere."""
+        """The same tensor as a DeviceTensor in that GPU's memory; None if it lies elsewhere."""
         begin = self.region.address_on(gpu)
         return None if begin is None else DeviceTensor(self.region, begin + self._offset, self.dtype, self.shape)
 
     def read_into(self, target: Array) -> None:
-        """Fill `target`, C-contiguous and of its own shape and dtype, with what is there now. Blocks for the copy;
-        raises InvalidRequest."""
+        """Fill `target`, C-contiguous and of this tensor's shape and dtype, with what is there now. Blocks for the
+        copy; raises InvalidRequest."""
         try:
             self.region.read_into(target, self._offset)
         except InvalidRequest as error:
@@ -186,8 +186,8 @@ Inputs = Sequence[Input]
 
 
 class Directed(tuple[Input, ...]):
-    """The inputs of a request some of whose outputs, `targets` by index, belong into CUDA shared memory, which is
-    written on the instance's thread, by the instance where it can."""
+    """The inputs of a request with outputs that belong in CUDA shared memory, which is written on the instance's
+    thread, by the instance where it can. `targets` says, by index, which outputs belong in shared memory, and where."""
 
     targets: Mapping[int, Span]
 

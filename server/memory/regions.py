@@ -1,7 +1,7 @@
 """The shared memory regions of clients, by name.
 
 Lives here: what a region is to everybody else, and the registry. Must not: how memory is opened, read and written
-(`system_region`, `cuda_region`), tensors, messages. Everything runs on the event loop.
+(`system_region`, `cuda_region`), tensors, messages. The registry is used on the event loop only.
 """
 
 from __future__ import annotations
@@ -19,15 +19,16 @@ __all__ = ["Region", "Regions", "are_whole"]
 
 _NAMES_TOLD = 5
 _MOST_NAME_BYTES = 1_024
-"""So that all regions there may be by default are told of in a message of 4 MiB, the most that gRPC's clients take."""
+"""So that a message of 4 MiB, the most that gRPC's clients take, can list as many regions as are allowed by default."""
 _SHOWN = 64
 
 T = TypeVar("T")
 
 
 class Region(Protocol):
-    """Memory of a client that requests read from and write to. Whoever holds it may use it; it is given back when
-    nobody does. All methods may be called on any thread and raise InvalidRequest if the client has taken it away."""
+    """Memory of a client that requests read from and write to. Whoever holds the region may use it; it is given back
+    when nobody does. All methods may be called on any thread, and raise InvalidRequest if the client has taken the
+    memory away."""
 
     @property
     def kind(self) -> str:
@@ -41,13 +42,13 @@ class Region(Protocol):
 
     @property
     def mapped_at(self) -> int | None:
-        """Its address, for `bulk_copy` and nobody else, as it may be gone; None if it has none."""
+        """Its address, for `bulk_copy` only, since the memory may be gone; None if it has none."""
 
     def check(self) -> None:
-        """See that it is still there."""
+        """Check that the memory is still there."""
 
     def address_on(self, gpu: int) -> int | None:
-        """Where it begins, if it is that GPU's memory; None else."""
+        """Its address, if it is that GPU's memory; else None."""
 
     def read_into(self, target: Array, offset: int) -> None:
         """Fill `target`, which is C-contiguous, from `offset`. Blocks for the copy."""
@@ -58,7 +59,7 @@ class Region(Protocol):
 
 # hot path for requests that use some
 def are_whole(regions: Iterable[Region]) -> bool:
-    """Whether all of them are still there: clients may cut their memory short."""
+    """Whether all of them are still there: clients may truncate their memory."""
     try:
         for region in regions:
             region.check()
@@ -68,8 +69,9 @@ def are_whole(regions: Iterable[Region]) -> bool:
 
 
 class Regions:
-    """At most `limit` regions, system and CUDA ones in one space of names; so many were `refused` beyond that. An input
-    that is read when its request arrives, while all others wait, has at most `message_bytes`, as if it came with it.
+    """At most `limit` regions, system and CUDA ones in one namespace; `refused` counts registrations beyond that. An
+    input that has to be read when its request arrives, while all other requests wait, has at most `message_bytes`, as
+    if it came in the message.
 
     A region that is unregistered while requests use it can be found until the last of them has ended, as in Triton.
     """
@@ -88,8 +90,8 @@ class Regions:
         return len(self._registered)
 
     def refuse_unless_free(self, name: str) -> None:
-        """Raise InvalidRequest for no name at all, which means all of them elsewhere, and for one that is too long to
-        be told of with all the others; RegionExists, TooManyRegions."""
+        """Raise InvalidRequest for an empty name, which means all regions in other RPCs, and for one that is too long
+        to be listed with all the others; RegionExists for one that is taken; TooManyRegions at the limit."""
         if not name:
             raise InvalidRequest("failed to register shared memory region '': invalid args: expected a name")
         if len(name.encode()) > _MOST_NAME_BYTES:
@@ -128,26 +130,26 @@ class Regions:
 
     # hot path for requests that use some
     def known(self, about: object, find: Callable[[Regions], T | None]) -> T | None:
-        """What `find` finds out from these regions for `about`, asked once as long as they stay the same. It may hold
-        regions: nobody but the registry keeps it, and not for longer than those are registered."""
+        """What `find` returns for these regions, remembered for `about` as long as the regions stay the same. It may
+        hold regions: only the registry keeps it, and no longer than they are registered."""
         found: T | None = self._known.get(about)
         if found is None:
             found = find(self)
-            # While one is leaving it may be what was found, and nothing would tell when it has gone.
+            # A region that is leaving may be part of it, and nothing would tell when that one has gone.
             if found is not None and not self._leaving:
                 self._known.remember(about, found)
         return found
 
     def remove(self, kind: str, name: str) -> None:
-        """Unregister the region `name`, or all of that kind for ""; none is fine too. Raises RegionNotFound if it is of
-        another kind."""
+        """Unregister the region `name`, or all of `kind` if it is "". An unknown name is fine too. Raises
+        RegionNotFound if the region is of another kind."""
         self._known.clear()
         for one in [name] if name else list(self._registered):
             region = self._registered.get(one)
             if region is not None and (name or region.kind == kind):
                 _refuse_other_kind(region, kind)
                 self._leaving[one] = self._registered.pop(one)
-                # The loop's own reference would keep a region that nobody uses until the next one.
+                # The loop variable would keep a region that nobody uses until the next one.
                 del region
 
     def clear(self) -> None:
@@ -156,7 +158,7 @@ class Regions:
         self._registered.clear()
 
     def of_kind(self, kind: str, name: str = "") -> list[Region]:
-        """All regions of a kind, those that are leaving too, or the one named. Raises RegionNotFound."""
+        """All regions of `kind`, including those that are leaving, or the one called `name`. Raises RegionNotFound."""
         if not name:
             return [one for one in ({**self._leaving, **self._registered}).values() if one.kind == kind]
         region = self.get(name)

@@ -2,11 +2,12 @@
 
 Lives here: keys, bounds, one object's descriptor. Must not: names of regions (`regions`), tensors, messages.
 
-The rule: only the kernel touches the object. Its owner may truncate it at any moment, and a process that then touches a
-missing page dies of SIGBUS, which no Python program survives; `preadv` returns a short count instead, and so does what
-`bulk_copy` does with a mapping. They also read once and for all, so that a client that writes meanwhile can't slip
-another index past a kernel that has just checked it: ONNX Runtime's Gather, run on a mapping that was written at the
-same time, crashed within seconds. The price is about 35 us for 600 KB, where copying a warm mapping takes 15.
+The rule: only the operating system's kernel touches the object. Its owner may truncate it at any moment, and a process
+that then touches a missing page dies of SIGBUS, which no Python program survives; `preadv` returns a short count
+instead, and so does `bulk_copy`'s call for a mapping. Both also read every byte only once, so that a client that writes
+meanwhile can't change an index after a compute kernel has checked it: ONNX Runtime's Gather, run on a mapping that was
+written at the same time, crashed within seconds. The price is about 35 us for 600 KB, where copying a warm mapping
+takes 15.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ RESERVED_PREFIX = "triton_python_backend_shm_region_"
 _FOLDER = Path("/dev/shm")
 _UINT8 = np.dtype(np.uint8)
 
-# What `os.fstat` says in a third of the time, and without letting go of the interpreter: no other thread is in the way
-# of an answer that is known already.
+# The size, as `os.fstat` gives it, in a third of the time and without releasing the interpreter lock: an answer that is
+# known already needn't wait for other threads.
 _end_of = ctypes.PyDLL(None).lseek
 _end_of.restype, _end_of.argtypes = ctypes.c_int64, [ctypes.c_int, ctypes.c_int64, ctypes.c_int]
 
@@ -59,7 +60,8 @@ class SystemRegion:
 
     @cached_property
     def _mapping(self) -> mmap.mmap | None:
-        """All of it and, as mappings begin with a page, what is before it in the page; None if there is no mapping."""
+        """A mapping of the range and, since mappings begin at a page boundary, of what precedes it in its page. None if
+        it can't be mapped."""
         try:
             return mmap.mmap(
                 self._descriptor,
@@ -67,7 +69,7 @@ class SystemRegion:
                 prot=mmap.PROT_READ,
                 offset=self.offset - self._lead,
             )
-        except (OSError, ValueError):  # no room for it, or it was cut short
+        except (OSError, ValueError):  # no room for it, or the object was truncated
             return None
 
     @property
@@ -81,13 +83,13 @@ class SystemRegion:
             raise self._cut_short(size)
 
     def address_on(self, gpu: int) -> None:
-        """It is no GPU's."""
+        """None: it is no GPU's memory."""
 
     # hot path: 1 us and the copy, the interpreter free for other threads meanwhile
     def read_into(self, target: Array, offset: int) -> None:
         """Fill `target`, which is C-contiguous, with what begins at `offset` in the region. Blocks for the copy.
 
-        Raises InvalidRequest if the object ends before; then some of `target` may have been filled.
+        Raises InvalidRequest if the object ends too early; then some of `target` may have been filled.
         """
         rest, at = target.reshape(-1).view(_UINT8), self.offset + offset
         step = -(-len(rest) // parts_of(len(rest)))
@@ -100,7 +102,7 @@ class SystemRegion:
             raise self._cut_short(os.fstat(self._descriptor).st_size)
 
     def _fill(self, rest: Array, at: int) -> bool:
-        """False if the object ends before."""
+        """Fill `rest` from `at` in the object. False if the object ends too early."""
         while len(rest):
             count = os.preadv(self._descriptor, [rest.data], at)
             if not count:
@@ -111,8 +113,8 @@ class SystemRegion:
     def write(self, data: bytes | memoryview, offset: int) -> None:
         """Put `data` at `offset` in the region. Blocks for the copy.
 
-        Raises InvalidRequest if the object has become too small, or memory for it runs out. Cut short between check and
-        write it grows again, which harms nobody but its owner.
+        Raises InvalidRequest if the object has become too small, or memory for it runs out. An object that is truncated
+        between check and write grows again, which harms nobody but its owner.
         """
         self.check()
         at = self.offset + offset
@@ -154,9 +156,10 @@ def open_system_region(name: str, key: str, offset: int, byte_size: int) -> Syst
 
 
 def object_name(name: str, key: str) -> str:
-    """The file name of the object that `key` means, for region `name`: one leading slash doesn't count.
+    """The file name of the object that `key` means; one leading slash doesn't count. `name`, the region's, is for error
+    texts.
 
-    Raises InvalidRequest for what can't be one, and for names that Triton keeps to itself.
+    Raises InvalidRequest for a key that can't be one, and for names that Triton keeps to itself.
     """
     file = key.removeprefix("/")
     if file in ("", ".", "..") or "/" in file or "\0" in file:
@@ -173,8 +176,8 @@ def object_name(name: str, key: str) -> str:
 
 
 def _open(name: str, key: str) -> int:
-    """By path, as shm_open does, but without the standard library's private module: only here links are refused, and
-    what would block, such as a pipe, doesn't."""
+    """Opens by path, as shm_open does, but without the standard library's private module. Only this way are links
+    refused; and opening a pipe, for instance, doesn't block."""
     path = _FOLDER / object_name(name, key)
     try:
         return os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
