@@ -47,8 +47,8 @@ _BYTES = by_name("BYTES")
 _MOST_DIMS = 1_000
 """The most dimensions of a shape that is read at all, if only to say what is wrong with it."""
 _SURELY_BYTES = 2**27
-"""So many bytes of tensors always fit a response, whatever else is in it, and even if typed contents take ten times
-what `_least_bytes` says."""
+"""Up to this many bytes of tensors always fit a response, whatever else is in it, and even if typed contents take ten
+times what `_least_bytes` says."""
 _BOTH = "expected no contents beside raw_input_contents, got both"
 
 
@@ -192,8 +192,8 @@ class ModelCodec:
             raise self._invalid(str(error)) from None
 
     def _input_order(self, request: ModelInferRequest) -> list[int]:
-        """For each input of the message, its place in the spec. Raises InvalidRequest for unknown, repeated and missing
-        inputs."""
+        """For each input of the message, its place in the spec. Raises InvalidRequest for unknown or repeated inputs,
+        and if one is missing that isn't optional."""
         order: list[int] = []
         # One more than the model has is enough to read: they can't all be right.
         for tensor in islice(request.inputs, len(self._inputs) + 1):

@@ -19,9 +19,9 @@ __all__ = ["Asked", "DecodedRequest"]
 @dataclass(slots=True)
 class Asked:
     """What a request asks for, apart from its tensors. Requests of equal `key` may share a batch. `outputs` are the
-    indices of the wanted outputs, in the order asked for; `classes` is how many classes are wanted, by index, of
-    outputs of which no more is wanted. `spec` describes the request's tensors if its model doesn't. `size_bytes` is the
-    size of all its inputs, -1 if that has to be counted. `plain`: nothing but raw outputs is wanted."""
+    indices of the wanted outputs, in the order asked for; `classes` has, by index, those of which only some classes are
+    wanted, and how many. `spec` describes the request's tensors if its model doesn't. `size_bytes` is the size of all
+    its inputs, -1 if that has to be counted. `plain`: nothing but raw outputs is wanted."""
 
     rows: int
     key: Hashable

@@ -1,8 +1,8 @@
 """The codec of models that don't declare their tensors, as on some other servers: each request describes its own.
 
 Lives here: what can be checked of a request nonetheless, and what keeps requests apart. Must not: guess. The rule: if
-all tensors have the same number of rows, axis 0 is taken as the batch axis, and whoever doesn't want that says so;
-other requests travel alone.
+all tensors have the same number of rows, axis 0 is taken as the batch axis, unless the operator says otherwise
+(--upstream-unbatched); other requests travel alone.
 """
 
 from __future__ import annotations

@@ -48,7 +48,7 @@ _RESERVED = frozenset((*KNOWN, "headers"))
 
 @dataclass(frozen=True, slots=True)
 class RequestParameters:
-    """What a request's parameters say: its queue timeout (0: none), how soon its caller gives up (0: says nothing), its
+    """What a request's parameters say: its queue timeout (0: none), how soon its caller gives up (0: not said), its
     priority (0: the default), whether outputs are wanted in typed `contents`, and whether it wants to know about its
     batch."""
 

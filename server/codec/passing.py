@@ -1,8 +1,8 @@
 """What a request takes along to another server, besides its tensors: headers, parameters, its id.
 
 Lives here: which of these keep requests apart. Must not: send anything, or import what only the process with the models
-needs. The rule: what is the same for a whole batch is part of its key; what may differ (traces) is sent only if that
-mixes nothing up.
+needs. The rule: what is the same for a whole batch is part of its key; what may differ (traces) is sent only if all
+requests of a batch agree on it.
 """
 
 from __future__ import annotations

@@ -138,8 +138,8 @@ class ShortWay:
 
     def answers(self, decoded: DecodedRequest, results: Share, envelope: Envelope | None) -> AnswersOf | None:
         """What makes the answers to all requests that want these outputs in the same places and have equally large
-        shares of the same batch's. For those that want them in the response it is made once, with the first of them.
-        None if there is no such thing."""
+        shares of the same batch's outputs. For those that want them in the response it is made once, with the first of
+        them. None if there is no such thing."""
         wanted, targets = decoded.asked.outputs, decoded.targets
         if targets:
             return self._plan_for(wanted, results, envelope, targets).of(results.outputs, targets)

@@ -22,7 +22,7 @@ _GIVES_TO_THOSE_WHO_ASK = "[madvise]"
 _LEAST_GLIBC = (2, 35)
 _TOLD = {
     "hugetlb": 1,
-    # As `tuning.keep_freed_memory`, which does nothing if the environment has one of `tuning.SETTINGS`.
+    # As `tuning.keep_freed_memory` sets them, which does nothing if the environment has one of `tuning.SETTINGS`.
     "mmap_threshold": KEPT_BYTES,
     "trim_threshold": KEPT_BYTES,
 }

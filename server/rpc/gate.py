@@ -251,8 +251,8 @@ class _Streams:
 def _at_the_end_of_the_call(do: Callable[[asyncio.Task[Any]], None]) -> None:
     """Have `do` called when the current call has ended. gRPC handles each call in its own task, which is the current
     one: it picks the handler, has the request read, and ends once the answer has been sent or nobody wants it any more.
-    A handler sees less than that, and callers may be slow to send a request or to take an answer, which has to be kept
-    meanwhile."""
+    A handler sees less than that, and callers may be slow to send a request and to take an answer, and both have to be
+    kept meanwhile."""
     task = asyncio.current_task()
     assert task is not None
     task.add_done_callback(do)
