@@ -1,2 +1,2 @@
-"""The server: what clients, the command line and the system see. It joins the other packages, and alone makes status
-codes of their errors."""
+"""The server: what clients, the command line and the system see. It joins the other packages, and is the only one that
+turns their errors into status codes."""

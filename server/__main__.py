@@ -1,4 +1,4 @@
-"""The command `paceline`, also as `python -m server` for when it isn't installed."""
+"""The command `paceline`, also as `python -m server` where it isn't installed."""
 
 import os
 import sys
@@ -15,9 +15,9 @@ def main() -> None:
     if sys.argv[1:2] == ["serve"]:
         huge_pages.ask()
     open_standard_streams()
-    # gRPC writes to stderr past the log's format and bounds, and waits if nobody reads it. By default it has a line for
-    # every handshake that fails, at ERROR one for a malformed header: anybody could have it write many. It looks when
-    # it is imported.
+    # gRPC writes to stderr directly, past the log's format and bounds, and blocks if nobody reads it. At its default
+    # verbosity it logs every failed handshake, and even at ERROR malformed headers: anybody could make it write a lot.
+    # It reads the variable when it is imported.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     with made_to_stay():
         from server.cli import main as command

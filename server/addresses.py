@@ -11,7 +11,7 @@ __all__ = ["host_and_port", "is_address", "resolve"]
 
 
 def is_address(text: str) -> bool:
-    """Whether it may be a host's name, or is an IP address; one of IPv6 in brackets or without, or with a zone."""
+    """Whether `text` may be a host name, or is an IP address; IPv6 may have brackets and a zone."""
     if ":" not in text:
         return bool(text) and not any(character in "/[]" or character.isspace() for character in text)
     try:
@@ -22,7 +22,7 @@ def is_address(text: str) -> bool:
 
 
 def host_and_port(address: str, port: int) -> str:
-    """`address:port`, the address in brackets if it is one of IPv6."""
+    """`address:port`, with an IPv6 address in brackets."""
     host = _bare(address)
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
@@ -31,7 +31,7 @@ def resolve(address: str, port: int) -> tuple[socket.AddressFamily, tuple[str, i
     """Family and address to bind a TCP socket to. May ask the name service, if `address` is a name. Raises OSError."""
     try:
         found = socket.getaddrinfo(_bare(address), port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-    except UnicodeError:  # what no name may look like, Python refuses before it asks anybody
+    except UnicodeError:  # Python refuses impossible names before it asks anybody
         raise socket.gaierror(socket.EAI_NONAME, "Name or service not known") from None
     family, _, _, _, where = found[0]
     return family, (str(where[0]), port)

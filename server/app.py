@@ -64,15 +64,16 @@ __all__ = ["Server", "product_version"]
 _log = logging.getLogger("paceline.server")
 
 _LAST_WORDS_S, _LONGEST_WORDS_S = 1.0, 3.0
-"""For answers that are on their way out when all is answered or the grace over. gRPC's own end waits for whoever keeps
-a connection open and reacts to nothing, so it doesn't get the rest of the grace, however long that is."""
+"""How long gRPC's server may take to stop, at least and at most: when everything is answered or the grace is over,
+answers may still be on their way out. gRPC's own stop waits for any client that keeps a connection open and doesn't
+react, so it doesn't get the rest of the grace, however long that is."""
 
 _FAILED_START_S = 3.0
-"""For models that load, warm up or are being closed when it turns out that there will be no server."""
+"""How long, at most, models that load, warm up or are being closed get when the start has failed."""
 
 _LEAST_GRACE_S = 0.5
-"""Even without grace it takes some turns of the loop, and of a thread, to see that nothing runs and to close the
-models; on a machine that is busy with others, these take a while."""
+"""Even without grace, the event loop and a thread need some turns to see that nothing runs and to close the models; on
+a machine that is busy otherwise, these take a while."""
 
 
 def product_version() -> str:
@@ -84,7 +85,7 @@ def product_version() -> str:
 
 
 def _refuse_port_in_use(address: str, port: int) -> None:
-    """Find out before minutes go into loading, and with the system's own reason, which gRPC keeps to itself."""
+    """Raise StartError before minutes go into loading, with the system's own reason, which gRPC doesn't pass on."""
     try:
         family, where = resolve(address, port)
         socket.create_server(where, family=family).close()
@@ -100,7 +101,7 @@ def _regions(settings: Settings) -> Regions | None:
 
 
 def _made_once(make: Callable[[str], Backend]) -> Callable[[str], Backend]:
-    """What gives everybody who asks for a name the same, also those who ask at the same time, as loads do."""
+    """`make`, called once per name: all who ask for a name get the same backend, even at the same time, as loads do."""
     made: dict[str, Backend] = {}
     lock = threading.Lock()
 
@@ -150,8 +151,8 @@ class _GrpcEndpoint(Protocol):
 class Server:
     """One server: models, gRPC port, metrics port. `start` and `stop` must run on the same event loop.
 
-    `load` opens a shared library by name: CUDA's driver, where clients' memory on GPUs is concerned. `start_front`
-    begins the processes that speak gRPC, if there are any.
+    `load` opens a shared library by name; it opens CUDA's driver for clients' memory on GPUs. `start_front` starts the
+    processes that speak gRPC, if there are any.
     """
 
     def __init__(
@@ -219,7 +220,7 @@ class Server:
         return self._endpoint.port if self._endpoint else None
 
     async def start(self) -> None:
-        """Load the models and take requests. Raises StartError; then nothing is left running."""
+        """Load the models and accept requests. Raises StartError; then nothing is left running."""
         try:
             self._open_metrics()
             _refuse_port_in_use(self._settings.grpc_address, self._settings.grpc_port)
@@ -228,12 +229,12 @@ class Server:
             await self._show_gpus()
             await self._shared_memory.look_for_gpus()
             await self._load()
-            # Of several processes that open the port, the first may have a caller before the last has opened it.
+            # Set first: of several processes that open the port, one may have a caller before the last has opened it.
             self._inference.serving = self._inference.ready = True
             self.grpc_port = await self._grpc.open(self._settings.grpc_port)
         except BaseException:
             self._inference.serving = self._inference.ready = False
-            # Nobody has been promised an answer. Who asks for the end meanwhile gets it, with the reason all the same.
+            # Nobody has been promised an answer. A cancellation meanwhile cuts this short; the first error is raised.
             with suppress(asyncio.CancelledError):
                 await self._stop_models(min(self._settings.exit_timeout_secs, _FAILED_START_S))
             await self._take_down()
@@ -247,10 +248,10 @@ class Server:
             _log.info("serving, not ready: %s: %s", why_not, self._say_ports())
 
     async def stop(self, grace_s: float | None = None) -> bool:
-        """Tell everybody, and after the configured grace for load balancers take no more. Then answer what was accepted
-        within `grace_s`, by default the configured time, and take down.
+        """Report not ready, and after the configured grace for load balancers accept nothing more. Then answer what was
+        accepted within `grace_s`, by default the configured time, and take everything down.
 
-        False if executions ran longer than that or hang, or a model is being loaded; those threads go on until the
+        False if executions ran longer than that or hang, or a model is being loaded; those threads run on until the
         process ends.
         """
         await self._say_goodbye()
@@ -274,7 +275,7 @@ class Server:
         return in_time and not (self.repository.loads or self.repository.hangs)
 
     async def _stop_models(self, grace_s: float) -> bool:
-        """False if something of them takes longer than that: executions, or what gives models back."""
+        """False if executions, or the release of models, take longer than `grace_s`."""
         try:
             await asyncio.wait_for(self.repository.stop(), max(grace_s, _LEAST_GRACE_S))
         except TimeoutError:
@@ -283,7 +284,7 @@ class Server:
         return True
 
     async def _say_goodbye(self) -> None:
-        """Be unready, and serve until those who look at that have stopped sending."""
+        """Report not ready, and serve on until those who watch readiness have stopped sending."""
         self._why_closed = "stopping"
         self._inference.ready = False
         self._metrics.set_health(False, 0)
@@ -293,8 +294,8 @@ class Server:
             await asyncio.sleep(pause_s)
 
     async def _leave(self) -> None:
-        """Refuse what still comes for a moment, then have clients go elsewhere; what was accepted goes on. Fronts wait
-        for that moment themselves: what has reached them isn't known here."""
+        """Refuse what still arrives for a moment, then have clients go elsewhere; accepted requests go on. Fronts wait
+        for that moment themselves: this process doesn't know what has reached them."""
         if self._settings.frontends == 1:
             await self._inference.refuse_until_quiet()
         self._grpc.leave()
@@ -365,7 +366,7 @@ class Server:
             raise StartError(f"metrics can't listen on {where}: {error.strerror}") from None
 
     async def _show_gpus(self) -> None:
-        """Asking for them takes up to a second."""
+        """Add metrics of GPUs, in a thread: opening NVML takes up to a second."""
         if self._endpoint is None or not self._settings.allow_gpu_metrics:
             return
         try:

@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 _MOST_ENTRIES = 1_000
 _MOST_BYTES = 2**20
-"""Callers choose what is cached, and an entry may take a hundred times the bytes that it is counted with."""
+"""Callers choose what is cached, and an entry may take a hundred times the bytes that it is counted as."""
 
 
 class BoundedCache(dict[K, T]):
@@ -25,8 +25,8 @@ class BoundedCache(dict[K, T]):
         self._size_bytes = 0
 
     def remember(self, key: K, value: T, size_bytes: int = 0) -> None:
-        """Have `get` return `value` for `key` from now on, until the cache is full. `size_bytes` counts towards its
-        bound."""
+        """Have `get` return `value` for `key` from now on, until the cache is full. `size_bytes` counts towards the
+        bound on bytes."""
         if len(self) >= _MOST_ENTRIES or self._size_bytes + size_bytes > _MOST_BYTES:
             self.clear()
             self._size_bytes = 0

@@ -1,4 +1,4 @@
-"""The command `paceline`: flags and environment to settings, signals to an orderly end.
+"""The command `paceline`: from flags and environment to settings, from signals to an orderly end.
 
 Lives here: the commands, and the flags of `serve` that `server.flags` and `server.models.upstream_settings` don't have.
 Must not: import what only a running server needs before one starts.
@@ -46,7 +46,7 @@ T = TypeVar("T")
 
 
 class _Commands(click.Group):
-    """Those of clients too, which are imported when they are asked for: a server does without."""
+    """Also has the commands of clients, which are imported only when they are used: a server does without."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return sorted([*super().list_commands(ctx), "health", "infer", "top"])
@@ -74,8 +74,8 @@ def main() -> None:
 
 
 class _ModelPath(click.Path):
-    """Where models lie. Nothing at all, as of a variable that is empty or a colon too many, would be the folder that
-    the server is started in."""
+    """Where models are. An empty path, as from an empty variable or a stray colon, would mean the folder that the
+    server is started in, and is refused."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         if not str(value):
@@ -85,9 +85,9 @@ class _ModelPath(click.Path):
 
 _MODEL_PATH = _ModelPath(path_type=Path)
 _MOST_US = 10**12
-"""A million seconds, as of `AMOUNT`."""
+"""A million seconds, the maximum of `AMOUNT`."""
 _MOST_ROWS = 2**31 - 1
-"""Of `max_batch_size` in a model's configuration."""
+"""The maximum of `max_batch_size` in a model's configuration."""
 
 
 @main.command(context_settings={"auto_envvar_prefix": "PACELINE"})
@@ -197,7 +197,7 @@ def serve(paths: tuple[Path, ...], **given: Any) -> None:
     take_descriptors()
     try:
         with asyncio.Runner(loop_factory=new_loop) as runner:
-            # Who calls `main` with backends of their own, as tests do, has them used.
+            # Callers of `main` can pass their own backends as click's `obj`, as tests do.
             runner.run(_serve(settings, click.get_current_context().obj))
     except StartError as error:
         raise click.ClickException(str(error)) from None
@@ -223,7 +223,7 @@ def _parsed(flag: str, parse: Callable[[Sequence[str]], T], given: Sequence[str]
 
 
 def _settings(paths: Sequence[Path], given: Mapping[str, Any]) -> Settings:
-    """Those that flags say: many under their own names. Raises click.UsageError."""
+    """The settings that the flags give, many under the flags' own names. Raises click.UsageError."""
     mode, upstream = ControlMode(given["model_control_mode"]), given["upstream"]
     repositories = given["model_repository"]
     served, name = _models_to_serve((*paths, *repositories), given["model_name"]) if upstream is None else ((), "")
@@ -319,7 +319,7 @@ async def _serve(settings: Settings, backend_of: Callable[[str], Backend] | None
         starting.result()
         await stopping.wait()
         await server.stop()
-        # Taking Python down isn't safe while a thread executes native code, and takes longer than the rest of the end.
+        # Finalizing Python isn't safe while a thread executes native code, and takes longer than the rest of the end.
         _end(0)
     finally:
         stop_asked.cancel()
@@ -333,7 +333,7 @@ def _end(status: int) -> NoReturn:
 
 
 def _on_signals(stopping: asyncio.Event) -> None:
-    """The first SIGTERM or SIGINT asks for an orderly end, the second one ends at once."""
+    """The first SIGTERM or SIGINT asks for an orderly end, the second one ends the process at once."""
 
     def on_signal(number: int) -> None:
         if stopping.is_set():

@@ -31,20 +31,20 @@ class ControlMode(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """How to serve. `paths` are model repositories, single models' folders or `.onnx` files. Ports: 0 takes a free one;
-    `metrics_port` None switches metrics off, `allow_gpu_metrics` False those of GPUs. `batching` is for models without
-    configuration, `backend_config` for all; without `auto_complete` they have to spell out their tensors.
-    `model_config_name`: the configuration to read in a model's folder `configs`, instead of `config.pbtxt`.
-    `model_name`: what the one model is called that is not in a repository. `allow_op_libraries`: whether models may
-    bring libraries of operators, which run in this process. `allow_python_models`: whether models may be Python code,
-    which runs in processes of its own.
-    `allow_remote_settings`: whether RPCs may change how the server logs and traces, which begins with `trace`.
-    `drain_grace_secs`: how long requests are taken at the end, while the server isn't ready any more.
-    `execution_timeout_secs`: how long a batch may execute before its instance is given up, 0: for ever.
-    `frontends` are the processes that speak gRPC, 1 being the one with the models; `frontend_memory_mb` MiB of tensors
-    may be on their way to each of them, and as many from it, and one that says nothing for `frontend_timeout_secs` is
-    replaced (0: none is). `load_models` are those to load at the start in mode EXPLICIT; "*" alone stands for all. With
-    `upstream` there are no `paths`: that server's models are served. Names follow Triton's flags."""
+    """How to serve. Names follow Triton's flags. `paths` are model repositories, single models' folders or `.onnx`
+    files. Ports: 0 takes a free one. `metrics_port` None switches metrics off, `allow_gpu_metrics` False those of GPUs.
+    `batching` is for models without a configuration, `backend_config` for all; without `auto_complete`, models have to
+    spell out their tensors. `model_config_name`: the configuration to read from the folder `configs` in a model's
+    folder, instead of `config.pbtxt`. `model_name`: the name of the one model that isn't in a repository.
+    `allow_op_libraries`: whether models may bring libraries of operators, which run in this process.
+    `allow_python_models`: whether models may be Python code, which runs in processes of its own.
+    `allow_remote_settings`: whether RPCs may change how the server logs and traces; traces start with `trace`.
+    `drain_grace_secs`: how long requests are accepted at the end, while the server reports not ready.
+    `execution_timeout_secs`: how long a batch may execute before its instance is given up (0: no limit).
+    `frontends` is the number of processes that speak gRPC; 1: the one with the models does. Up to `frontend_memory_mb`
+    MiB of tensors may be in transit to each front, and as many from it. A front that is silent for
+    `frontend_timeout_secs` is replaced (0: never). `load_models` are the models to load at the start in mode EXPLICIT;
+    "*" alone: all. With `upstream` there are no `paths`: that server's models are served."""
 
     paths: tuple[Path, ...]
     grpc_address: str = "0.0.0.0"

@@ -4,16 +4,16 @@ ServerError
 ├── InvalidRequest   the request is at fault; nothing was queued
 ├── ModelNotFound    no such model, or no such version of it
 ├── ModelNotReady    known, but not serving: loading, failed to load, or the server stops
-│   └── ServerStopping   the server takes nothing more; another one may
+│   └── ServerStopping   the server accepts nothing more; another one may
 ├── AnswerTooLarge   what was asked for exceeds a message
 ├── RegionNotFound   no shared memory region of that name
 ├── RegionExists     a shared memory region of that name is registered already
 ├── TooManyRegions   as many shared memory regions as allowed
 ├── NotSupported     this build can't, or it is switched off
-├── InternalError    something unforeseen in the process with the models, told by a front
+├── InternalError    something unforeseen in the process with the models, reported by a front
 ├── ConfigError      a model's configuration asks for the impossible; fails its load
 ├── LoadHangs        an execution before a model is ready takes too long; fails its load
-└── LoadFailed       a load that was asked for failed, for whatever reason; what served before goes on serving
+└── LoadFailed       a requested load failed, for whatever reason; what served before goes on serving
     └── TooManyModels    as many models as allowed
 StartError           the server can't start; one line for the console
 """
@@ -87,7 +87,8 @@ class ServerError(Exception):
 
 
 class InvalidRequest(ServerError):
-    """Names, datatypes, shapes, byte counts or parameters don't fit; says which, what was expected and what came."""
+    """Names, datatypes, shapes, byte counts or parameters don't fit; says which, what was expected and what was
+    given."""
 
 
 class ModelNotFound(ServerError):
@@ -99,7 +100,7 @@ class ModelNotReady(ServerError):
 
 
 class ServerStopping(ModelNotReady):
-    """The server takes nothing more. Whoever tries again should find another one, or this one's successor."""
+    """The server accepts nothing more. A caller that retries should reach another one, or this one's successor."""
 
     def __init__(self) -> None:
         super().__init__("the server is stopping")
@@ -132,7 +133,7 @@ class NotSupported(ServerError):
 
 
 class InternalError(ServerError):
-    """Something unforeseen; where it happened it was logged with its traceback."""
+    """Something unforeseen; it was logged with its traceback where it happened."""
 
 
 class ConfigError(ServerError):
@@ -140,8 +141,8 @@ class ConfigError(ServerError):
 
 
 class LoadHangs(ServerError):
-    """An execution that is to try a model, or to warm it up, takes longer than executions may. `ended` is done when it
-    has ended after all; until then what it uses must not be closed."""
+    """A trial or warm-up execution takes longer than executions may. `ended` is done when it has ended after all; until
+    then, what it uses must not be closed."""
 
     def __init__(self, limit_ns: int, ended: Future[Any]) -> None:
         super().__init__(
@@ -152,7 +153,7 @@ class LoadHangs(ServerError):
 
 
 class LoadFailed(ServerError):
-    """A model could not be loaded; `__cause__` is what was in the way."""
+    """A model could not be loaded; `__cause__` is the reason."""
 
     def __init__(self, model: str, reason: str) -> None:
         super().__init__(f"load failed for model '{model}': {reason}")
@@ -178,7 +179,7 @@ STATUS_OF: dict[type[BaseException], grpc.StatusCode] = {
     ModelNotFound: grpc.StatusCode.NOT_FOUND,
     ModelNotReady: grpc.StatusCode.UNAVAILABLE,
     ServerStopping: grpc.StatusCode.UNAVAILABLE,
-    # As gRPC says it of messages that are too large.
+    # As gRPC itself does for messages that are too large.
     AnswerTooLarge: grpc.StatusCode.RESOURCE_EXHAUSTED,
     RegionNotFound: grpc.StatusCode.NOT_FOUND,
     RegionExists: grpc.StatusCode.ALREADY_EXISTS,
@@ -193,20 +194,20 @@ STATUS_OF: dict[type[BaseException], grpc.StatusCode] = {
     InternalError: grpc.StatusCode.INTERNAL,
     NotSupported: grpc.StatusCode.UNIMPLEMENTED,
     ExecutionFailed: grpc.StatusCode.INTERNAL,
-    # Not a status that clients take elsewhere: what makes one server hang would make the next.
+    # Not a status that clients retry elsewhere: what makes one server hang would make the next hang too.
     ExecutionTimeout: grpc.StatusCode.INTERNAL,
     ExecutionError: grpc.StatusCode.INTERNAL,
     SessionError: grpc.StatusCode.INTERNAL,
     OutOfMemory: grpc.StatusCode.RESOURCE_EXHAUSTED,
     Unequipped: grpc.StatusCode.INTERNAL,
-    # Not a status that clients take elsewhere: tensors can break a device, the next one too.
+    # Not a status that clients retry elsewhere: tensors can break a device, and would break the next one too.
     InstanceLost: grpc.StatusCode.INTERNAL,
     DeviceLost: grpc.StatusCode.INTERNAL,
     StalePlan: grpc.StatusCode.INTERNAL,
-    # Their own is the upstream's, see status_of.
+    # Only if the upstream's own status isn't known, see status_of.
     UpstreamFailed: grpc.StatusCode.UNAVAILABLE,
     UpstreamRefused: grpc.StatusCode.INTERNAL,
-    # Not a status that clients take elsewhere: what ends one process would end the next.
+    # Not a status that clients retry elsewhere: what ends one process would end the next.
     ProcessError: grpc.StatusCode.INTERNAL,
     ProcessGone: grpc.StatusCode.INTERNAL,
     ThreadLost: grpc.StatusCode.INTERNAL,
@@ -224,8 +225,8 @@ STATUS_OF: dict[type[BaseException], grpc.StatusCode] = {
 
 
 def status_of(error: BaseException) -> grpc.StatusCode | None:
-    """The status that the caller gets for `error`; None if it is none of ours, which is a bug. What another server
-    answered a batch with, its callers get."""
+    """The status that the caller gets for `error`; None if it is none of ours, which is a bug. An error that another
+    server answered a batch with keeps that server's status."""
     cause = error.__cause__ if isinstance(error, ExecutionFailed) else error
     if isinstance(cause, (UpstreamFailed, UpstreamRefused)) and cause.status in grpc.StatusCode.__members__:
         return grpc.StatusCode[cause.status]

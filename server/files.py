@@ -1,6 +1,6 @@
 """Paths of files that users name, checked before anything is opened.
 
-Lives here: what every reader of such a file has to ask first. Must not: open or read files.
+Lives here: what every reader of such a file has to check first. Must not: open or read files.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ __all__ = ["check_file", "inside"]
 
 
 def inside(folder: Path, name: str) -> Path | None:
-    """The path that a configuration means with `name`, if it lies in `folder`, links followed."""
+    """The path that `name` in a configuration refers to, with links resolved; None if it isn't in `folder`."""
     home = Path(os.path.realpath(folder))
     try:
         path = Path(os.path.realpath(home / name))
@@ -24,7 +24,7 @@ def inside(folder: Path, name: str) -> Path | None:
 
 
 def check_file(path: Path) -> None:
-    """Raises OSError unless a file lies at `path`. Whoever opens a pipe waits for its other end, and devices may have
-    none."""
+    """Raise OSError unless `path` is a regular file. Opening a pipe waits for its other end, and a device may have no
+    end."""
     if not stat.S_ISREG(path.stat().st_mode):
         raise OSError(errno.EINVAL, "expected a file, got something else", str(path))

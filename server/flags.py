@@ -37,7 +37,7 @@ _MANY = 2**31 - 1
 
 
 class _Text(click.types.StringParamType):
-    """What goes into messages, or to gRPC, both of which have UTF-8 alone; arguments may be any bytes."""
+    """Text for messages or for gRPC, which both take UTF-8 only; arguments may be any bytes."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
         text: str = super().convert(value, param, ctx)
@@ -49,7 +49,8 @@ class _Text(click.types.StringParamType):
 
 
 class _Amount(click.FloatRange):
-    """A number up to a million; the event loop's timers end somewhere, and NaN is within every range."""
+    """A number up to a million: the event loop's timers have a maximum. NaN, which passes any range check, is
+    refused."""
 
     def __init__(self, *, min_open: bool = False) -> None:
         super().__init__(0, 1_000_000, min_open=min_open)
@@ -62,7 +63,7 @@ class _Amount(click.FloatRange):
 
 
 class _Address(_Text):
-    """Where to listen. gRPC's schemes and ports would be taken for names, and looked up."""
+    """Where to listen. An address with one of gRPC's schemes or a port would be taken for a name, and looked up."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
         text = super().convert(value, param, ctx)
@@ -76,7 +77,7 @@ AMOUNT, POSITIVE_AMOUNT = _Amount(), _Amount(min_open=True)
 
 
 def flag(name: str, default: object, what: str, *, also: str | None = None, **more: Any) -> Decorator:
-    """An option with its default and its variable shown."""
+    """An option whose default and environment variable are shown in the help."""
     names = [f"--{name}", *([also] if also else [])]
     return click.option(*names, default=default, show_default=True, show_envvar=True, help=what, **more)
 
@@ -146,14 +147,14 @@ _FLAGS: tuple[Decorator, ...] = (
 
 
 def network_flags(command: Any) -> Any:
-    """Give the flags to `command`, which takes what they are as keyword arguments."""
+    """Add the flags to `command`, which gets their values as keyword arguments."""
     for one in reversed(_FLAGS):
         command = one(command)
     return command
 
 
 def network_settings(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields of Settings, of the flags' values. Raises click.UsageError."""
+    """Fields of Settings, from the flags' values. Raises click.UsageError."""
     try:
         restrictions = parse_restrictions(given["grpc_restricted_protocol"])
     except ValueError as error:
@@ -188,7 +189,8 @@ def network_settings(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _tls(given: Mapping[str, Any]) -> TlsFiles | None:
-    """Triton takes certificates without `--grpc-use-ssl`, and speaks plain text then; that is no good surprise."""
+    """The TLS files; None if TLS is off. Triton accepts certificates without `--grpc-use-ssl` and then speaks plain
+    text; here they are refused, to avoid that surprise."""
     mutual = given["grpc_use_ssl_mutual"]
     certificate, key, roots = given["grpc_server_cert"], given["grpc_server_key"], given["grpc_root_cert"]
     if not (given["grpc_use_ssl"] or mutual):

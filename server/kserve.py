@@ -1,8 +1,8 @@
-"""What KServe tells a container that it starts, and what follows for the models to serve.
+"""What KServe tells a container that it starts, and which models to serve accordingly.
 
-Lives here: the reading of KServe's environment, pure. Must not: look at files. KServe's storage initializer puts a
-model's files right into one folder, under no name, and rewrites STORAGE_URI to that folder's path; the name is that of
-the InferenceService, which every container gets as INFERENCE_SERVICE_NAME.
+Lives here: pure functions of KServe's environment. Must not: look at files. KServe's storage initializer puts a model's
+files directly into one folder, without a folder named after the model, and rewrites STORAGE_URI to that folder's path;
+the model's name is that of the InferenceService, which every container gets as INFERENCE_SERVICE_NAME.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 __all__ = ["MOUNT", "models_to_serve"]
 
 MOUNT = Path("/mnt/models")
-"""Where KServe puts models when nobody says otherwise."""
+"""Where KServe puts models by default."""
 
 _STORAGE, _SERVICE = "STORAGE_URI", "INFERENCE_SERVICE_NAME"
 
@@ -22,11 +22,11 @@ _STORAGE, _SERVICE = "STORAGE_URI", "INFERENCE_SERVICE_NAME"
 def models_to_serve(
     paths: Sequence[Path], model_name: str, environment: Mapping[str, str]
 ) -> tuple[tuple[Path, ...], str]:
-    """The paths to serve, and the name of the one model there: as given, else as KServe has it.
+    """The paths to serve, and the name of the one model there: as given, else as KServe says.
 
-    No path: the storage's, or MOUNT if an InferenceService is named. No name: the InferenceService's, for a model that
-    lies where KServe puts it; other folders have names of their own. No paths and no KServe: none. Raises ValueError if
-    STORAGE_URI is needed and is not a folder's path, as it is where no storage initializer has run.
+    Without `paths`: STORAGE_URI's folder, or MOUNT if an InferenceService is named; without KServe, none. Without
+    `model_name`: the InferenceService's name for a model where KServe puts it; other folders have names of their own.
+    Raises ValueError if STORAGE_URI is needed and isn't a folder's path, as where no storage initializer has run.
     """
     uri, service = environment.get(_STORAGE, ""), environment.get(_SERVICE, "")
     chosen = tuple(paths) or _storage(uri, service)

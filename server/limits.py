@@ -12,22 +12,22 @@ from dataclasses import dataclass
 __all__ = ["Connections", "Limits"]
 
 LARGEST_MESSAGE_BYTES = 2**31 - 1
-"""gRPC has no larger ones."""
+"""gRPC's own maximum."""
 LARGEST_RESPONSE_BYTES = LARGEST_MESSAGE_BYTES - 2**10
-"""What is left is for what a response travels in, and for what is told of its batch."""
+"""The rest is for the message around the outputs, and for what a response says about its batch."""
 _MOST_PENDING = 16_384
-"""Each may take some 10 KB, which a client that begins calls and resets them has for nothing: no more than there may be
-calls under way by default."""
+"""Each may take some 10 KB, at no cost to a client that begins calls and resets them: so no more than the calls that
+may be in progress by default."""
 
 _SHORTEST_HANDSHAKE_MS, _LONGEST_HANDSHAKE_MS = 1_000, 120_000
-"""Less is no time for who is far away; this much gRPC waits by itself."""
+"""Less is too short for distant clients; the longest is what gRPC waits by itself."""
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Of a request and of the server: the connections, calls on each of them whether or not they have sent anything,
-    RPCs, streams (of each RPC) and requests in queues that there may be at a time, and how many bytes of tensors those
-    have."""
+    """Bounds of a request and of the server. `connections`, `rpcs`, `streams` (of each streaming RPC),
+    `queued_requests` and `models` bound how many there may be at a time; `connection_calls` bounds the calls on each
+    connection, whether or not they have sent anything, and `queued_bytes` the bytes of the queued requests' tensors."""
 
     message_bytes: int = LARGEST_MESSAGE_BYTES
     metadata_bytes: int = 16_384
@@ -40,26 +40,27 @@ class Limits:
     models: int = 1_024
 
     def connections_each(self, processes: int) -> int:
-        """That each of so many processes takes. Some of its descriptors are left for all else: models, metrics, other
-        processes."""
+        """The bound on connections for each of `processes` processes. Some of a process's descriptors are left for
+        everything else: models, metrics, other processes."""
         return min(-(-self.connections // processes), max(1, _descriptors() * 3 // 4))
 
     def grpc_options(self, processes: int = 1) -> Sequence[tuple[str, int]]:
-        """For each of so many that listen on the same port."""
+        """gRPC's options for each of `processes` processes that listen on the same port."""
         return (
             ("grpc.max_allowed_incoming_connections", self.connections_each(processes)),
             ("grpc.max_concurrent_streams", self.connection_calls),
-            # It would count calls that are over until Python has let go of them, and reset those that a client sends
-            # in their place. What it keeps off is calls that are begun and reset at once, from few connections: the
-            # memory of these has the bound below.
+            # It would count finished calls until Python has released them, and reset calls that a client sends in
+            # their place. It guards against calls that are begun and reset at once, on few connections; their memory
+            # is bounded below.
             ("grpc.http.overload_protection", 0),
-            # Calls that have come and weren't looked at yet. By default gRPC begins at 1000 to end some of them with
-            # CANCELLED, and at 3000 all, whosever they are: a burst is enough. Who is one too many is told so instead.
+            # Calls that have arrived and wait to be handled. By default, gRPC starts at 1000 to end some of them with
+            # CANCELLED, and at 3000 all, whoever sent them: a burst is enough. Here, excess callers are told so
+            # instead.
             ("grpc.server.max_pending_requests", _MOST_PENDING),
             ("grpc.server.max_pending_requests_hard_limit", _MOST_PENDING),
             ("grpc.max_receive_message_length", self.message_bytes),
             ("grpc.max_send_message_length", LARGEST_MESSAGE_BYTES),
-            # gRPC would begin to refuse some calls at the first and all at the second.
+            # gRPC would begin to refuse some calls at the first bound and refuses all at the second.
             ("grpc.max_metadata_size", self.metadata_bytes),
             ("grpc.absolute_max_metadata_size", self.metadata_bytes),
         )
@@ -67,8 +68,7 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Connections:
-    """How long connections live, by Triton's names and with its defaults. An age or idleness of 0 is
-    none."""
+    """How long connections live, under Triton's names and with its defaults. An age or idle time of 0: no limit."""
 
     keepalive_time_ms: int = 7_200_000
     keepalive_timeout_ms: int = 20_000
@@ -84,7 +84,7 @@ class Connections:
         options = [
             ("grpc.keepalive_time_ms", self.keepalive_time_ms),
             ("grpc.keepalive_timeout_ms", self.keepalive_timeout_ms),
-            # Without this one gRPC 1.85 waits a minute, whatever the other says.
+            # Without this option, gRPC 1.85 waits a minute, whatever the one above says.
             ("grpc.http2.ping_timeout_ms", self.keepalive_timeout_ms),
             ("grpc.keepalive_permit_without_calls", int(self.keepalive_permit_without_calls)),
             ("grpc.http2.max_pings_without_data", self.max_pings_without_data),
@@ -93,7 +93,7 @@ class Connections:
         ]
         if self.max_idle_ms:
             options.append(("grpc.max_connection_idle_ms", self.max_idle_ms))
-            # Until the handshake of TLS is over gRPC doesn't call it a connection, and waits two minutes for that.
+            # gRPC doesn't count it as a connection before the TLS handshake is over, and waits two minutes for that.
             patience_ms = min(max(self.max_idle_ms, _SHORTEST_HANDSHAKE_MS), _LONGEST_HANDSHAKE_MS)
             options.append(("grpc.server_handshake_timeout_ms", patience_ms))
         if self.max_age_ms:
@@ -104,6 +104,6 @@ class Connections:
 
 
 def _descriptors() -> int:
-    """How many this process may have; a great many if there is no bound."""
+    """How many this process may have; 2**31 - 1 if there is no bound."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return LARGEST_MESSAGE_BYTES if soft == resource.RLIM_INFINITY else soft

@@ -9,7 +9,7 @@ import asyncio
 
 __all__ = ["SWITCH_INTERVAL_S", "new_loop"]
 
-# A runner that comes back from native code waits this long for the event loop to let go of the interpreter. Python's
+# A runner that returns from native code waits this long for the event loop to release the interpreter lock. Python's
 # 5 ms are as long as many a batch: with 64 clients on the benchmark's perceptron, 0.5 ms answered 13 % more requests.
 SWITCH_INTERVAL_S = 0.0005
 
@@ -17,6 +17,6 @@ SWITCH_INTERVAL_S = 0.0005
 def new_loop() -> asyncio.AbstractEventLoop:
     try:
         import uvloop
-    except ImportError:  # not made for every platform
+    except ImportError:  # not available on every platform
         return asyncio.new_event_loop()
     return uvloop.new_event_loop()

@@ -1,4 +1,4 @@
-"""Flags that may be given several times, and how their variables hold several values.
+"""Flags that may be given several times, and how environment variables hold several values.
 
 Lives here: the option's class. Must not: flags themselves.
 """
@@ -13,8 +13,8 @@ __all__ = ["Repeatable"]
 
 
 class Repeatable(click.Option):
-    """An option whose variable holds values as click has them, by spaces, and paths by colons, or a line each: secrets
-    may have spaces in them, and names of files too."""
+    """An option that may be repeated. Its environment variable separates values as click does, by spaces, or by colons
+    for paths; or it has one per line, since secrets and file names may contain spaces."""
 
     def __init__(self, *names: Any, **more: Any) -> None:
         what = more.get("help", "").removesuffix(".")

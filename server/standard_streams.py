@@ -1,6 +1,6 @@
 """Descriptors 0, 1 and 2, which supervisors and shells may leave closed (`<&-`).
 
-Lives here: seeing to it that they are open. Must not: say where anything is written (`log_output`).
+Lives here: making sure that they are open. Must not: decide where anything is written (`log_output`).
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ __all__ = ["open_standard_streams"]
 
 
 def open_standard_streams() -> None:
-    """Have each of them be `/dev/null` if it is closed, before anything else is opened: that would get its number, and
-    what native code writes to stderr would go to a client. libuv aborts when it closes a socket of such a number."""
+    """Open `/dev/null` as each of them that is closed, before anything else is opened. Otherwise that would get the
+    number, and what native code writes to stderr would go to a client. libuv aborts when it closes such a socket."""
     for number in range(3):
         try:
             os.fstat(number)
         except OSError:
-            # The lowest number that is free, which is this one.
+            # Opening takes the lowest free number, which is this one.
             os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)

@@ -22,17 +22,18 @@ _KEYS = (_ROWS, _SHARED, _INTRA, _INTER, _CACHE, _APART)
 _MOST = 2**31 - 1
 _MOST_DIGITS = 40
 _MOST_THREADS = 1_024
-"""More than machines have cores. Of a shared pool ONNX Runtime starts them all before it returns; some thousands take
-minutes, in which no signal ends the server."""
+"""More than machines have cores. ONNX Runtime starts all threads of a shared pool before it returns; some thousands
+take minutes, in which no signal ends the server."""
 _SWITCH = {"0": False, "1": True, "false": False, "true": True}
 
 
 @dataclass(frozen=True, slots=True)
 class BackendConfig:
-    """Of ONNX Runtime: rows of a batch where a model leaves them open (None: not given), threads of a session that
-    doesn't say (0: ONNX Runtime decides), and whether all sessions share one pool of so many threads. What sessions
-    keep for the next start goes to `cache_directory` ("": below the user's). `own_process`: whether models that don't
-    say execute in processes of their own (None: not given)."""
+    """Settings of ONNX Runtime. `max_batch_rows`: rows of a batch where a model leaves them open (None: not given).
+    `intra_op_threads` and `inter_op_threads`: threads of a session whose model doesn't say (0: ONNX Runtime decides);
+    with `shared_threads`, those of one pool that all sessions share. `cache_directory`: where sessions keep what the
+    next start can use ("": below the user's). `own_process`: whether models that don't say execute in processes of
+    their own (None: not given)."""
 
     max_batch_rows: int | None = None
     intra_op_threads: int = 0
@@ -43,7 +44,7 @@ class BackendConfig:
 
     @property
     def parameters(self) -> dict[str, str]:
-        """What stands behind a model's own `parameters`."""
+        """Defaults for what a model's own `parameters` don't say."""
         threads = {_INTRA: self.intra_op_threads, _INTER: self.inter_op_threads}
         counts = {} if self.shared_threads else {key: str(count) for key, count in threads.items() if count}
         cache = {CACHE_DIRECTORY: self.cache_directory} if self.cache_directory else {}
@@ -52,7 +53,7 @@ class BackendConfig:
 
 
 def parse_backend_config(given: Iterable[str]) -> BackendConfig:
-    """Read each flag's value. Raises ValueError saying what was expected and what came."""
+    """Read each flag's value. Raises ValueError saying what was expected and what was given."""
     values = dict(map(_split, given))
     rows = values.get(_ROWS)
     return BackendConfig(

@@ -17,7 +17,7 @@ __all__ = ["OWN_PARAMETERS", "BatchDefaults", "OwnSettings", "batch_policy", "li
 
 _PREFIX = "paceline."
 _MOST = 2**63 - 1
-"""Of rows, of bytes, and of milliseconds: to so many a timer of the system can still be set."""
+"""The maximum of rows, bytes and milliseconds: as many as a system timer can still be set to."""
 _ACTIONS = {
     pb.ModelQueuePolicy.REJECT: TimeoutAction.REJECT,
     pb.ModelQueuePolicy.DELAY: TimeoutAction.DELAY,
@@ -26,8 +26,8 @@ _ACTIONS = {
 
 @dataclass(frozen=True, slots=True)
 class BatchDefaults:
-    """How a model without any configuration batches, if it can: rows of a batch (Triton's default is 4), longest wait
-    for company, longest wait at all (0: no limit)."""
+    """How a model without any configuration is batched, if it can be: rows of a batch (Triton's default is 4), longest
+    wait for more requests, longest time in the queue (0: no limit)."""
 
     max_batch_rows: int = 32
     max_queue_delay_ns: int = 0
@@ -36,7 +36,7 @@ class BatchDefaults:
 
 @dataclass(frozen=True, slots=True)
 class OwnSettings:
-    """What `parameters` say under our prefix; the defaults where they don't."""
+    """The settings that `parameters` give under our prefix; defaults for the rest."""
 
     batch_sizes: tuple[int, ...] = ()
     max_queue_rows: int = 0
@@ -49,7 +49,7 @@ class OwnSettings:
 
 
 def own_settings(config: pb.ModelConfig) -> OwnSettings:
-    """Read our settings. Raises ConfigError for a malformed value, and for a key we don't know: it is a slip."""
+    """Read our settings. Raises ConfigError for a malformed value, and for an unknown key, which is a mistake."""
     given = {
         key.removeprefix(_PREFIX): parameter.string_value
         for key, parameter in config.parameters.items()
@@ -100,7 +100,7 @@ def batch_policy(
             priority_queue={
                 level: _queue_policy(f"priority_queue_policy[{level}]", one)
                 for level, one in batching.priority_queue_policy.items()
-                if batching.priority_levels  # without any, Triton doesn't look at what is said of them
+                if batching.priority_levels  # without any levels, Triton ignores their policies
             },
             limits=QueueLimits(own.max_queue_rows, own.max_queue_bytes),
             preserve_ordering=batching.preserve_ordering,
@@ -116,20 +116,21 @@ def batch_policy(
 
 
 def limit_of(config: pb.ModelConfig, default_ns: int) -> int:
-    """How long an execution may take, 0: for ever. Raises ConfigError."""
+    """How long an execution may take, in ns: the configuration's limit, else `default_ns`; 0: no limit. Raises
+    ConfigError."""
     limit_ms = own_settings(config).execution_timeout_ms
     return default_ns if limit_ms is None else limit_ms * 1_000_000
 
 
 def _preferred(batching: pb.ModelDynamicBatching, max_rows: int) -> tuple[int, ...]:
-    """The largest size alone is what is preferred anyway: Triton reports a configuration without sizes so, and it must
-    mean the same when it comes back."""
+    """The preferred sizes; none if only the largest is listed, which is preferred anyway. Triton reports a
+    configuration without sizes like that, and it must mean the same when it is loaded again."""
     sizes = tuple(batching.preferred_batch_size)
     return () if set(sizes) == {max_rows} else sizes
 
 
 def _check_without_rows(batching: pb.ModelDynamicBatching, own: OwnSettings) -> None:
-    """Refuse what only means something where there is a batch axis."""
+    """Refuse settings that only mean something with a batch axis."""
     settings = (
         ("dynamic_batching.preferred_batch_size", "none", list(batching.preferred_batch_size)),
         ("paceline.batch_sizes", "none", list(own.batch_sizes)),

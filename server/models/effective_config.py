@@ -30,7 +30,7 @@ def effective_config(
     file: str,
     groups: Sequence[Sequence[Device]],
 ) -> pb.ModelConfig:
-    """A copy of `config` with everything in it that it left open.
+    """A copy of `config` in which everything that it left open is filled in.
 
     `platform` is what the opened model calls its framework, `file` the name of its file, if its backend reads files,
     `groups` are the devices that each instance group's instances run on.
@@ -66,7 +66,7 @@ def _fill_tensors(made: pb.ModelConfig, plan: ServingPlan) -> None:
 
 
 def _tensor(message: TensorT, declared: Sequence[TensorT], tensor: TensorSpec) -> TensorT:
-    """`message` for a tensor as it is served, with what else the configuration says of it."""
+    """`message` for a tensor as it is served, with whatever else the configuration says about it."""
     for one in declared:
         if one.name == tensor.name:
             message.CopyFrom(one)
