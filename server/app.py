@@ -366,7 +366,7 @@ class Server:
             raise StartError(f"metrics can't listen on {where}: {error.strerror}") from None
 
     async def _show_gpus(self) -> None:
-        """Add metrics of GPUs, in a thread: opening NVML takes up to a second."""
+        """Add metrics of GPUs; on a thread, since finding them takes up to a second."""
         if self._endpoint is None or not self._settings.allow_gpu_metrics:
             return
         try:

@@ -94,8 +94,8 @@ def _fill_batching(made: pb.ModelConfig, plan: ServingPlan) -> None:
 
 
 def _fill_groups(made: pb.ModelConfig, groups: Sequence[Sequence[Device]]) -> None:
-    """One entry per group: where its instances are, which `KIND_AUTO` and a count of 0 leave open. Names are Triton's:
-    the model's for the one group of a configuration without any, else that and a number."""
+    """Fill in where each group's instances are, which `KIND_AUTO` and a count of 0 leave open. Names are Triton's: the
+    model's for the one group of a configuration without any, else that and a number."""
     if not made.instance_group:
         made.instance_group.add(name=made.name)
     for number, devices in enumerate(groups):

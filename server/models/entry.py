@@ -1,4 +1,4 @@
-"""What is known of one model: which of its versions serve, come, go or are gone, and how the index words that.
+"""What is known about one model: which of its versions serve, load, leave or are gone, and how the index words that.
 
 Lives here: states, and nothing that waits. Must not: load anything, or know what a version is.
 """
@@ -17,15 +17,15 @@ V = TypeVar("V")
 
 UNLOADED = "unloaded"
 RIVALS = "model appears in two or more repositories"
-"""Reasons in the index that clients of Triton compare with."""
+"""Reasons in the index that Triton's clients compare with."""
 
 
 _MOST_DIGITS = 100
-"""Of a version that is a number: int() raises an error for thousands, and other servers tell what they like."""
+"""Of a version that is a number: int() raises an error for thousands, and other servers may report anything."""
 
 
 _LONGEST_REASON = 2_000
-"""In characters. The index tells those of all models in one message, of which gRPC's clients take 4 MiB by default."""
+"""In characters. The index sends those of all models in one message, and gRPC's clients accept 4 MiB by default."""
 
 
 class ModelState(Enum):
@@ -36,7 +36,7 @@ class ModelState(Enum):
 
 
 def version_order(version: str) -> tuple[int, str]:
-    """Sorts versions by number; those of other servers, which need not be numbers, behind them."""
+    """Sort key: versions by number; those of other servers that aren't numbers come after them."""
     if version.isascii() and version.isdecimal() and len(version) <= _MOST_DIGITS:
         return int(version), ""
     return 10**_MOST_DIGITS, version
@@ -44,7 +44,7 @@ def version_order(version: str) -> tuple[int, str]:
 
 @dataclass(frozen=True, slots=True)
 class IndexLine:
-    """A line of the repository's index. No version: it isn't known which there are; no state: it was never loaded."""
+    """A line of the repository's index. No `version`: the versions aren't known; no `state`: it was never loaded."""
 
     name: str
     version: str = ""
@@ -54,12 +54,11 @@ class IndexLine:
 
 @dataclass(slots=True)
 class Entry(Generic[V]):
-    """One name's state. Versions are in `serving` from the moment they take requests until they take no more; then, as
-    long as they execute what they took, in `leaving`; afterwards, or if they never came to serve, in `gone` with the
-    reason. `failure` is why the last load failed, if it did; `away` why versions that are loaded take no requests for
-    now, if they don't.
+    """One name's state. Versions are in `serving` while they accept requests; then, while they execute what they
+    accepted, in `leaving`; afterwards, or if they never served, in `gone` with the reason. `failure` is why the last
+    load failed, if it did; `away` is why loaded versions accept no requests for now, if they don't.
 
-    Whoever changes a model does so in its `turn`, counted by `operations` from the moment of waiting for it.
+    A change to a model is made in its `turn`, and `operations` counts it from when it starts to wait for that.
     """
 
     name: str
@@ -77,7 +76,7 @@ class Entry(Generic[V]):
 
     @property
     def state(self) -> ModelState | None:
-        """Of the model as a whole: READY while any version serves, None if it was never asked for."""
+        """The model's as a whole: READY while any version serves, None if it was never asked for."""
         if self.serving and not self.away:
             return ModelState.READY
         if self.loading is not None:
@@ -90,31 +89,31 @@ class Entry(Generic[V]):
 
     @property
     def missing(self) -> bool:
-        """Whether somebody wants the model to serve, and it doesn't."""
+        """Whether the model should serve, and doesn't."""
         if self.away:
             return True
         return self.state is ModelState.LOADING or bool(self.failure and not self.serving)
 
     @property
     def forgettable(self) -> bool:
-        """Whether nothing is lost by not knowing the name any more."""
+        """Whether nothing is lost by forgetting the name."""
         return self.stranger and not self.failure
 
     @property
     def stranger(self) -> bool:
-        """Whether nothing but a load or an unload, which is over, has ever had to do with the name."""
+        """Whether the name is known only from loads or unloads that are over."""
         return not (self.operations or self.serving or self.leaving or self.on_disk)
 
     def begin_load(self) -> None:
         self.loading = []
 
     def loading_versions(self, versions: list[str]) -> None:
-        """The load under way is of these."""
+        """The load in progress is of these."""
         if self.loading is not None:
             self.loading = versions
 
     def give_up_load(self) -> None:
-        """Be as before the load, which came to nothing."""
+        """Return to the state before the load, which came to nothing."""
         self.loading = None
 
     def end_load(self, versions: dict[str, V]) -> list[V]:
@@ -124,14 +123,14 @@ class Entry(Generic[V]):
         return before
 
     def fail_load(self, reason: str) -> None:
-        """The load failed: what served goes on serving. Of a long reason the end is forgotten."""
+        """The load failed: what served goes on serving. A long reason is cut off."""
         reason = reason if len(reason) <= _LONGEST_REASON else reason[:_LONGEST_REASON] + " [...]"
         lost = {*self.gone, *(self.loading or ())} - self.serving.keys()
         self.gone = dict.fromkeys(lost, reason)
         self.loading, self.failure, self.unloaded = None, reason, False
 
     def unload(self) -> list[V]:
-        """Nothing serves any more, as was wished. Returns what served."""
+        """Nothing serves any more, as requested. Returns what served."""
         lost, was_asked_for = dict.fromkeys(self.gone, UNLOADED), self.state is not None
         self.away = ""
         before = self._replace({})
@@ -139,13 +138,13 @@ class Entry(Generic[V]):
         return before
 
     def left(self, version: str) -> None:
-        """A version that took no more requests has answered all of them."""
+        """A version that accepted no more requests has answered all of them."""
         self.leaving.remove(version)
         if version not in self.serving and version not in self.leaving:
             self.gone[version] = UNLOADED
 
     def lines(self) -> list[IndexLine]:
-        """What the index says: a line per version, by number, or one without a version if none is known."""
+        """The index's lines: one per version, by number, or one without a version if none is known."""
         versions = dict(self._versions())
         if self.rivals and not (self.serving or self.leaving or self.loading):
             return [IndexLine(self.name, "", ModelState.UNAVAILABLE, RIVALS)]
@@ -157,7 +156,7 @@ class Entry(Generic[V]):
         return [IndexLine(self.name, "", self.state, reason if self.state is ModelState.UNAVAILABLE else "")]
 
     def _versions(self) -> Iterator[tuple[str, tuple[ModelState, str]]]:
-        """Later ones overrule."""
+        """Versions with state and reason; if one occurs twice, the last holds."""
         for version, reason in self.gone.items():
             yield version, (ModelState.UNAVAILABLE, reason)
         for version in self.leaving:

@@ -1,10 +1,10 @@
-"""The instances of one version of a model while it serves, each with its thread, and what becomes of one that hangs or
+"""The instances of one version of a model while it serves, each with its thread, and what happens to one that hangs or
 is lost.
 
 Lives here: which instances there are. Must not: batches, or the decision that one hangs (`scheduler.watchdog`) or is
-lost (`scheduler.batcher`, or the instance itself). The rule: what an execution that hangs uses is given back only if it
-ends after all, which few instances can be made to; and what a lost device held is never given back, since the driver
-may end the process over that.
+lost (`scheduler.batcher`, or the instance itself). The rule: what a hanging execution uses is released only if the
+execution ends after all, which few instances can be made to do; and what a lost device held is never released, since
+the driver may end the process over that.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ T = TypeVar("T")
 _log = logging.getLogger("paceline.server.instances")
 
 _MOST_HANGING = 16
-"""Of a version at a time. Each keeps a thread and maybe a device's memory; where so many hang, the next would too."""
+"""Per version at a time. Each keeps a thread and maybe a device's memory; where so many hang, the next would too."""
 _PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
 """Between attempts to replace an instance."""
 _FIRST_PAUSE_S, _LONGEST_FIRST_PAUSE_S = 0.1, 10.0
@@ -47,8 +47,8 @@ Instance = ModelInstance | RemoteInstance
 
 
 class Instances:
-    """Those of `loaded`, executing by what `execute_of` makes of each, or of each of its slots. `on_change` is called
-    when `able` may have changed."""
+    """The instances of `loaded`, executing with what `execute_of` makes of each, or of each of its slots. `on_change`
+    is called when `able` may have changed."""
 
     def __init__(
         self,
@@ -64,16 +64,16 @@ class Instances:
         self._made = 0
         # Slots of one instance have a runner each.
         self._live = {runner: one for one in loaded.instances for runner in self._new_runners(one)}
-        # Runners that execute although their instance was given up.
+        # Runners that still execute although their instance was given up.
         self._hanging: dict[Runner, Instance] = {}
         self._lost: list[Instance] = []
-        # Warm-ups of what was to replace an instance, that hang as well.
+        # Warm-ups of replacement instances that hang as well.
         self._stuck: set[Future[Any]] = set()
-        # By their ids instances that hung and are being closed.
+        # Ids of instances that don't serve any more, or never did, and are to be closed.
         self._leaving: set[int] = set()
         self._hopeless = ""
         self._replacing: set[asyncio.Task[None]] = set()
-        # By the ids of instances that replace others, for how long that was put off.
+        # By the ids of replacement instances, how long replacing was put off.
         self._first_pauses_s: dict[int, float] = {}
         self._stays_cold = False
         self._pausing: set[asyncio.Task[None]] = set()
@@ -84,7 +84,7 @@ class Instances:
 
     @property
     def runners(self) -> Sequence[Runner]:
-        """Of all instances that don't hang."""
+        """Those of all instances that neither hang nor are lost."""
         return list(self._live)
 
     @property
@@ -94,30 +94,30 @@ class Instances:
 
     @property
     def hopeless(self) -> str:
-        """Why nothing can execute any more unless the process is started anew, as far as that can be told: devices were
-        lost, and again when another instance was tried for. "" otherwise."""
+        """Why nothing can execute any more unless the process is restarted, as far as is known: a device was lost, and
+        an attempt to replace the instance failed. "" otherwise."""
         return "" if self._live else self._hopeless
 
     @property
     def hangs(self) -> bool:
-        """Whether there are threads that may never end, or instances that can't be taken down."""
+        """Whether there are threads that may never end, or instances that can't be closed, or not yet."""
         return bool(self._hanging or self._stuck or self._leaving or self._replacing or self._lost)
 
     @property
     def instance_of(self) -> Callable[[Runner], int]:
-        """Tells what slots of one instance have in common, one that doesn't hang."""
+        """A function that gives the same number for all slots of one instance, of those that don't hang."""
         if len(self._live) == _count(self._live):
             return id
         return lambda runner: id(self._live[runner])
 
     def start(self) -> None:
-        """From now on, on the running event loop, they are replaced if they end."""
+        """From now on, replace instances that end; on the running event loop."""
         self._loop = asyncio.get_running_loop()
         for runner, instance in self._live.items():
             self._watch(runner, instance)
 
     def on_hang(self, runner: Runner, others: Sequence[Runner]) -> None:
-        """Put another in its place, unless too many hang."""
+        """Replace the instance, unless too many hang. `others` are its other slots that execute."""
         instance = self._take_out(runner)
         self._first_pauses_s.pop(id(instance), None)
         self._hanging.update((one, instance) for one in (runner, *others))
@@ -129,7 +129,7 @@ class Instances:
             self._start_replacing(instance.device)
 
     def on_loss(self, runner: Runner, error: BaseException) -> None:
-        """Put another in its place. What is of a device is kept until the process ends."""
+        """Replace the instance. One whose device is lost is kept until the process ends."""
         instance = self._take_out(runner)
         self._statistics.lost_instances += 1
         self._tell(f"an instance is lost: {error}")
@@ -140,7 +140,7 @@ class Instances:
         self._start_replacing(instance.device, error, self._pause_after(instance))
 
     def on_return(self, runner: Runner) -> None:
-        """Give back what it used; on a thread, since that may take as long as a load."""
+        """Release what the hanging execution used; on a thread, since that may take as long as a load."""
         instance = self._hanging.pop(runner, None)
         if instance is None:
             return  # of an instance that was lost
@@ -149,21 +149,21 @@ class Instances:
             self._start_giving_back(instance)
 
     async def close(self) -> None:
-        """Give everything back that nothing executes on. What still hangs keeps what it uses."""
+        """Close everything that nothing executes on. What still hangs keeps what it uses."""
         self._closed = True
         if pausing := list(self._pausing):
             for task in pausing:
                 task.cancel()
             await asyncio.wait(pausing)
         if self._replacing and isinstance(opened := self._loaded.opened, Abandonable):
-            # Nobody needs what is being loaded, and that may never end.
+            # Nobody needs what is being loaded, and its load may never end.
             opened.abandon()
-        # Closing what loads, hangs or is lost isn't safe, and the model is what its instances are made of.
+        # Closing what loads, hangs or is lost isn't safe, nor is closing the model that such instances are made of.
         instances = list({id(one): one for one in self._live.values()}.values())
         await _on_a_thread(lambda: self._close(instances), _start_thread_sometime)
 
     def _take_out(self, runner: Runner) -> Instance:
-        """The instance that `runner` is a slot of, which isn't among those that live any more."""
+        """Take the instance that `runner` is a slot of out of the live ones, and return it."""
         instance = self._live[runner]
         self._live = {one: its for one, its in self._live.items() if its is not instance}
         return instance
@@ -186,12 +186,12 @@ class Instances:
             instance.when_lost(lambda error: self._on_end(runner, error))
 
     def _on_end(self, runner: Runner, error: BaseException) -> None:
-        """On any thread, which may outlive the event loop."""
+        """Called on any thread, which may outlive the event loop."""
         with suppress(RuntimeError):
             self._loop.call_soon_threadsafe(self.batcher.lose, runner, error)
 
     def _pause_after(self, instance: Instance) -> float:
-        """Before another takes its place. None after one that was of use: whoever ends it harms nobody but for the time
+        """Seconds to wait before it is replaced. None after one that was of use: ending it harms nobody beyond the time
         that a start takes."""
         before_s = self._first_pauses_s.pop(id(instance), 0.0)
         if not isinstance(instance, Mortal) or instance.has_executed:
@@ -213,7 +213,7 @@ class Instances:
             _start_thread_sometime(self._close_model)
 
     async def _replace(self, device: Device, lost: BaseException | None, first_pause_s: float) -> None:
-        """Until there is one. `lost`: why the old one was, None if it hangs."""
+        """Try until there is a new one. `lost`: why the old one was lost, None if it hangs."""
         pause_s = _PAUSE_S
         await self._pause(first_pause_s)
         while not self._closed:
@@ -234,7 +234,7 @@ class Instances:
             return
 
     async def _pause(self, pause_s: float) -> None:
-        """While it does so, its task may be cancelled."""
+        """Sleep; meanwhile, `close` may cancel the task."""
         task = asyncio.current_task()
         assert task is not None
         self._pausing.add(task)
@@ -244,7 +244,7 @@ class Instances:
             self._pausing.discard(task)
 
     def _put_in(self, instance: Instance) -> None:
-        """Have it execute, unless it comes too late. Raises what is in the way; then it is closed."""
+        """Have it execute, or close it if it comes too late. Raises RuntimeError if it can't; then it is closed."""
         if self._closed:
             self._start_giving_back(instance)
             return
@@ -255,8 +255,8 @@ class Instances:
             raise
 
     def _on_failed_attempt(self, lost: BaseException | None) -> None:
-        """Of what hangs there is hope that it ends; nobody is to wait for what may never be back. That a new process of
-        the server's would help is known of devices."""
+        """If nothing can execute, refuse requests instead of having them wait for what may never be back; but not after
+        a hang, which may yet end. That a restart of the server would help is known only of lost devices."""
         if self._live or self._closed or lost is None:
             return
         self._hopeless = str(lost) if isinstance(lost, DeviceLost) else ""
@@ -264,7 +264,7 @@ class Instances:
         self._on_change()
 
     def _add(self, instance: Instance) -> None:
-        """Raises RuntimeError if there can be no thread for any of its slots."""
+        """Raises RuntimeError if no thread can be started for any of its slots."""
         runners = self._new_runners(instance)
         for number, runner in enumerate(runners):
             self._live[runner] = instance
@@ -284,9 +284,9 @@ class Instances:
         self._on_change()
 
     def _open(self, device: Device) -> ModelInstance:
-        """Blocks."""
+        """A new instance, warmed up if the model has a warm-up. Blocks."""
         opened, plan = self._loaded.opened, self._loaded.plan
-        # Nothing limits executions on another server but deadlines of calls, and none of its devices is lost here.
+        # Executions on another server are only limited by the calls' deadlines, and its devices aren't lost here.
         assert not isinstance(opened, RemoteModel)
         instance = opened.instance(plan.spec, device)
         if self._stays_cold or self._loaded.warm_up is None:
@@ -309,13 +309,13 @@ class Instances:
             supervise.close()
         if not (isinstance(instance, Mortal) and instance.has_ended):
             return instance
-        # It ends of what is made up for its warm-up. It may do well with what it was made for.
+        # Its made-up warm-up requests end it. It may do well with what it was made for.
         self._stays_cold = True
         instance.close()
         return opened.instance(plan.spec, device)
 
     def _leave(self, instance: ModelInstance, ended: Future[Any]) -> None:
-        """Give back what hangs before it was of any use, if that ends."""
+        """Close an instance whose warm-up hangs, once that has `ended`, if ever."""
         self._leaving.add(id(instance))
         self._stuck.add(ended)
 
@@ -328,7 +328,7 @@ class Instances:
             instance.abandon()
 
     def _give_back(self, instance: Instance) -> None:
-        """Close one of those that are leaving, and the model if nobody else will. Blocks."""
+        """Close one of those that are leaving, and the model if that is left to do. Blocks."""
         try:
             instance.close()
         finally:
@@ -336,7 +336,7 @@ class Instances:
             self._close_model()
 
     def _close(self, instances: Sequence[Instance]) -> None:
-        """Blocks. What one of them raises keeps neither the others nor the model open."""
+        """Blocks. If one of them raises, the others and the model are closed all the same."""
         with ExitStack() as closing:
             closing.callback(self._leave_model)
             for instance in reversed(instances):
@@ -347,7 +347,7 @@ class Instances:
         self._close_model()
 
     def _close_model(self) -> None:
-        """Close it if that is left to do and nothing uses it any more. Blocks."""
+        """Close the model if that is left to do and nothing uses it any more. Blocks."""
         with self._lock:
             if not self._model_is_left or self.hangs:
                 return
@@ -368,13 +368,13 @@ class Instances:
 
 
 def _start_thread(function: Callable[[], object]) -> None:
-    """On a thread of its own, which may never end: the event loop's are few, and others wait for them. Raises
-    RuntimeError if there can be none."""
+    """Run `function` on a thread of its own, as it may never end: the event loop's threads are few, and others wait for
+    them. Raises RuntimeError if no thread can be started."""
     threading.Thread(target=function, name="paceline instance", daemon=True).start()
 
 
 def _start_thread_sometime(function: Callable[[], object]) -> None:
-    """The same, once there can be one."""
+    """The same, as soon as a thread can be started."""
     try:
         _start_thread(function)
     except RuntimeError:
@@ -382,8 +382,8 @@ def _start_thread_sometime(function: Callable[[], object]) -> None:
 
 
 async def _on_a_thread(function: Callable[[], T], start: Callable[[Callable[[], None]], None] = _start_thread) -> T:
-    """What it returns or raises, and what `start` does: by default RuntimeError if there can be no thread. Who awaits
-    that may be cancelled, as at the loop's end; the thread goes on."""
+    """What `function` returns or raises, on a thread. Raises what `start` does: by default RuntimeError if no thread
+    can be started. The awaiting task may be cancelled, as at the loop's end; the thread goes on."""
     future: Future[T] = Future()
     future.set_running_or_notify_cancel()
 
@@ -398,5 +398,5 @@ async def _on_a_thread(function: Callable[[], T], start: Callable[[Callable[[], 
 
 
 def _count(instances: Mapping[Runner, Instance]) -> int:
-    """How many there are, whatever their slots."""
+    """How many instances there are, regardless of their slots."""
     return len({id(one) for one in instances.values()})

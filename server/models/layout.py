@@ -1,7 +1,7 @@
 """What lies on disk: model repositories, single models, bare files.
 
-Lives here: finding models and their versions, and nothing is opened. Must not: read configurations or load. Layout as
-Triton's: `<repository>/<model>/config.pbtxt`, `<repository>/<model>/<version>/model.onnx`. A name that comes from
+Lives here: finding models and their versions, without opening anything. Must not: read configurations or load. Layout
+as Triton's: `<repository>/<model>/config.pbtxt`, `<repository>/<model>/<version>/model.onnx`. A name that comes from
 outside is only ever compared with the names found; no path is made of it.
 """
 
@@ -32,20 +32,19 @@ DEFAULT_MODEL_FILE = "model.onnx"
 PYTHON_MODEL_FILE = "model.py"
 _MODEL_FILES = (DEFAULT_MODEL_FILE, PYTHON_MODEL_FILE)
 _OTHER_FOLDERS = frozenset((CONFIGS_FOLDER, "warmup", "initial_state", "__pycache__", "lost+found"))
-"""In a model's folder, besides versions: of Triton's layout, of Python and of file systems."""
+"""Folders in a model's folder that aren't versions: Triton's, Python's and file systems'."""
 
 _VERSION = re.compile(r"0|[1-9][0-9]*")
 
 
 @dataclass(frozen=True, slots=True)
 class ModelFolder:
-    """One model on disk. `versions` maps version numbers to the folders that hold their files; a bare file or a
-    folder with the model file right inside is version 1. `file` is set for a bare file only. `renamed`: whoever
-    serves it has named it, whatever its folder and its configuration call it. `problem` says why a folder can't be
-    read: its load fails with that, and the other models go on. `rivals` are all paths of a name that several
-    repositories have; none of them can be loaded. `strays` look like versions, or lie where versions do, and are
-    none. `config_name` picks another configuration than `config.pbtxt`. `files` is who has them, if they came with a
-    client's request."""
+    """One model on disk. `versions` maps version numbers to the folders that hold their files; a bare file or a folder
+    with the model file directly inside is version 1. `file` is set for a bare file only. `renamed`: `name` is the
+    user's choice, whatever its folder and its configuration call it. `problem` says why a folder can't be read: its
+    load fails with that, and the other models go on. `rivals` are all paths of a name that several repositories have;
+    none of them can be loaded. `strays` look like versions, or lie where versions do, but aren't. `config_name` selects
+    another configuration than `config.pbtxt`. `files` owns the files if they came with a client's request."""
 
     name: str
     path: Path
@@ -60,9 +59,9 @@ class ModelFolder:
 
     @property
     def config(self) -> Path | None:
-        """Its configuration, if there is one: `configs/<config_name>.pbtxt`, else `config.pbtxt`. What is called so and
-        is no file, or a link to none, is one that can't be read: without it the model would be served in another way
-        than whoever put it there meant."""
+        """Its configuration, if there is one: `configs/<config_name>.pbtxt`, else `config.pbtxt`. Something of that
+        name that is no file, or a dangling link, counts as a configuration that can't be read: without it, the model
+        would be served in another way than whoever put it there meant."""
         if self.file is not None:
             return None
         named = [self.path / CONFIGS_FOLDER / f"{self.config_name}.pbtxt"] if self.config_name else []
@@ -78,11 +77,11 @@ class _Kind(Enum):
 class Layout:
     """The models at `paths`, each a repository, one model's folder or a bare `.onnx` file.
 
-    `config_name`: of the files in a model's folder `configs`, the one that is its configuration. `model_name`: what the
-    one model is called that is not in a repository; models in repositories keep the names of their folders.
+    `config_name`: which file in a model's folder `configs` is its configuration. `model_name`: the name of the one
+    model that isn't in a repository; models in repositories keep the names of their folders.
 
-    `open` settles which of these a path is: one model's folder that is just being replaced must not pass for a
-    repository. After that everything may be called from any thread; all of it blocks.
+    `open` decides for good which of these each path is: a single model's folder that is just being replaced must not
+    pass for a repository. After that, everything may be called on any thread; all of it blocks.
     """
 
     def __init__(self, paths: Sequence[Path], config_name: str = "", model_name: str = "") -> None:
@@ -95,7 +94,7 @@ class Layout:
         return ", ".join(map(str, self._paths))
 
     def open(self, *, may_be_empty: bool = False) -> None:
-        """Look at what the paths are. Raises StartError if one can't be read, or holds no model and `may_be_empty` is
+        """Find out what the paths are. Raises StartError if one can't be read, or holds no model and `may_be_empty` is
         false."""
         for path in self._paths:
             try:
@@ -129,7 +128,7 @@ class Layout:
         ]
 
     def _names_at(self, path: Path, only: str | None) -> dict[str, Path]:
-        """The models at one of the paths, by the names that they have here; with `only`, that one alone."""
+        """The models at one of the paths, by their names in this server; with `only`, that one alone."""
         if not self._renames(path):
             return _paths_at(path, self._kinds[path], only)
         return {self._model_name: path} if only in (None, self._model_name) and path.exists() else {}
@@ -153,8 +152,8 @@ def model_folder(name: str, path: Path) -> ModelFolder:
 
 
 def _is_stray(entry: Path, among_versions: bool) -> bool:
-    """Whether somebody may have meant it as a version, as a folder among those of versions that has no other use. What
-    can't be looked at is none: it's but a warning that is at stake."""
+    """Whether `entry` may be meant as a version: its name is a number, or it is a folder among those of versions that
+    has no other use. If it can't be examined it is none, as only a warning depends on that."""
     if entry.name.isdigit():
         return True
     if not among_versions or entry.name.startswith(".") or entry.name in _OTHER_FOLDERS:
@@ -171,7 +170,7 @@ def _model(name: str, paths: Sequence[Path]) -> ModelFolder:
         return ModelFolder(name, path, {}, rivals=tuple(paths))
     shown = name.encode(errors="backslashreplace").decode()
     if shown != name:
-        # Messages and configurations can't carry it, so nobody could ask for the model.
+        # Messages and configurations can't carry such a name, so nobody could ask for the model.
         return ModelFolder(name, path, {}, problem=f"its name isn't UTF-8: expected a name that is, got '{shown}'")
     if path.suffix == ".onnx" and path.is_file():
         return ModelFolder(name, path.parent, {1: path.parent}, file=path)
@@ -179,14 +178,15 @@ def _model(name: str, paths: Sequence[Path]) -> ModelFolder:
 
 
 def _settled(path: Path) -> tuple[Path, _Kind]:
-    """What a path is, and where that lies: a folder that holds one .onnx file of whatever name stands for the file."""
+    """Where the model or repository is, and its kind: a folder that holds one .onnx file, of any name, stands for
+    it."""
     if path.is_file():
         if path.suffix != ".onnx":
             raise StartError(f"{path}: expected a .onnx file or a folder")
         return path, _Kind.FILE
     entries = list(path.iterdir())
     if _is_model(path, {entry.name for entry in entries}):
-        # Absolute, for "." has no name; links not followed, for the user named this one.
+        # Absolute, as "." has no name; links aren't followed, as the user named this path.
         return Path(os.path.abspath(path)), _Kind.MODEL
     files = [entry for entry in entries if _is_onnx_file(entry)]
     if len(files) == 1 and not any(_is_folder(entry) for entry in entries if not _is_not_ours(entry.name)):
@@ -209,8 +209,8 @@ def _is_onnx_file(entry: Path) -> bool:
 
 
 def _is_model(path: Path, names: set[str]) -> bool:
-    """A folder is a model's own if it has a configuration, a model file, or a version folder with a model file, of
-    whatever name if it is ONNX."""
+    """Whether a folder is a single model's: it has a configuration, a model file, or a version folder with a model
+    file, which may have any name if it is ONNX."""
     return (
         CONFIG_FILE in names
         or not names.isdisjoint(_MODEL_FILES)
@@ -236,7 +236,7 @@ def _paths_at(path: Path, kind: _Kind, only: str | None = None) -> dict[str, Pat
 
 
 def _is_folder(entry: Path) -> bool:
-    """A link to nowhere counts as one, so that its absence is told and not overlooked."""
+    """Whether `entry` is a folder. A dangling link counts as one, so that the absence is reported, not overlooked."""
     return entry.is_dir() or (entry.is_symlink() and not entry.exists())
 
 
@@ -245,5 +245,5 @@ def _problem(path: Path, error: OSError) -> str:
 
 
 def _is_not_ours(name: str) -> bool:
-    """Folders that file systems and tools put next to models."""
+    """Whether file systems and tools put folders of this name next to models."""
     return name.startswith(".") or name == "lost+found"

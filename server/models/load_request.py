@@ -1,6 +1,6 @@
 """The contents of a load request: a model's name, a configuration, files.
 
-Lives here: checks, and the scratch folder that given files become. Must not: load, or touch files outside that folder.
+Lives here: checks, and the scratch folder for the files. Must not: load, or touch files outside that folder.
 Source of names and types: Triton's "model repository" extension.
 """
 
@@ -23,15 +23,15 @@ __all__ = ["Override", "checked_name", "parse_load_parameters", "parse_unload_pa
 
 _FILE = "file:"
 _MOST_NAME_BYTES = 1_024
-"""Names of loads that failed are in the index for a while."""
+"""The names of failed loads stay in the index for a while."""
 _SHOWN = 64
 Parameters = Mapping[str, ModelRepositoryParameter]
 
 
 @dataclass(frozen=True, slots=True)
 class Override:
-    """What a load brings along: a configuration for the folder's own, and files that the model consists of instead of
-    those on disk, by path inside its folder; none leave those on disk."""
+    """What a load request brings: a configuration in place of the folder's own, and files in place of those on disk, by
+    path inside the model's folder; without any, those on disk stay."""
 
     config: config_pb.ModelConfig
     files: Mapping[PurePosixPath, bytes]
@@ -55,8 +55,8 @@ def checked_name(name: str) -> str:
 
 
 def parse_load_parameters(name: str, parameters: Parameters) -> Override | None:
-    """What the parameters of a load of model `name` say; None if they say nothing. Raises InvalidRequest naming the
-    parameter."""
+    """The override in the parameters of a load of model `name`; None if there are no parameters. Raises InvalidRequest
+    naming the parameter."""
     try:
         return _override(parameters)
     except InvalidRequest as error:
@@ -64,7 +64,7 @@ def parse_load_parameters(name: str, parameters: Parameters) -> Override | None:
 
 
 def parse_unload_parameters(parameters: Parameters) -> bool:
-    """Whether models that depend on the unloaded one shall go too. Raises InvalidRequest naming the parameter."""
+    """Whether models that depend on the unloaded one are to go too. Raises InvalidRequest naming the parameter."""
     for key, parameter in parameters.items():
         if key != "unload_dependents":
             raise InvalidRequest(f"unrecognized unload parameter {key!r}: expected 'unload_dependents'")
@@ -74,8 +74,8 @@ def parse_unload_parameters(parameters: Parameters) -> bool:
 
 @contextmanager
 def scratch_folder(name: str, files: Mapping[PurePosixPath, bytes]) -> Iterator[ModelFolder]:
-    """Model `name` made of `files`, in a new folder that goes with the block, unless the model keeps it. Blocks. Raises
-    InvalidRequest if a path is both file and folder, or of no use to the file system."""
+    """Model `name` made of `files`, in a new folder that is removed after the block unless the model keeps it. Blocks.
+    Raises InvalidRequest if a path is both file and folder, or the file system can't have it."""
     scratch = Scratch()
     try:
         for path, content in files.items():
@@ -131,7 +131,7 @@ def _check_type(what: str, key: str, parameter: ModelRepositoryParameter, expect
 
 
 def _parse_config(text: str) -> config_pb.ModelConfig:
-    # protobuf takes an empty list or text for an object without fields.
+    # protobuf accepts an empty list or text as an object without fields.
     if not text.lstrip().startswith("{"):
         raise InvalidRequest(f"load parameter 'config': expected a ModelConfig as JSON, an object, got {text[:20]!r}")
     try:

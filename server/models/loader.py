@@ -56,13 +56,13 @@ _log = logging.getLogger("paceline.server.loader")
 
 @dataclass(frozen=True, slots=True)
 class LoadDefaults:
-    """What flags say about models that don't say it themselves.
+    """What flags set for models that don't set it themselves.
 
     `batching` is for models without any configuration. `max_batch_rows` is for those whose configuration leaves
-    `max_batch_size` to the model; `parameters` stand behind the configuration's own. Without `auto_complete` a
-    configuration has to spell out its tensors; unless `allow_op_libraries` no code comes with a model, and unless
-    `allow_python_models` none is Python code.
-    `execution_limit_ns` bounds executions of models that don't say it themselves, 0: nothing does.
+    `max_batch_size` to the model; `parameters` are defaults for the configuration's own. Without `auto_complete`, a
+    configuration has to spell out its tensors; without `allow_op_libraries`, models can't bring libraries of operators,
+    and without `allow_python_models`, none may be Python code. `execution_limit_ns` limits executions of models that
+    set no limit; 0: none.
     """
 
     batching: BatchDefaults = field(default_factory=BatchDefaults)
@@ -76,11 +76,11 @@ class LoadDefaults:
 
 @dataclass(frozen=True, slots=True)
 class LoadedVersion:
-    """One version of a model, warm and ready to execute, which took `load_ns`. `config` is its configuration with
+    """One version of a model, warm and ready to execute; loading it took `load_ns`. `config` is its configuration with
     nothing left open; nobody may change it. `labels` are the names of the classes of its outputs. `warm_up` is for
-    instances that take the place of one of these; None where that isn't done.
+    instances that replace one of these; None if they aren't warmed up.
 
-    Of a model that another server executes, `version` is what that calls it, "" for none."""
+    For a model that another server executes, `version` is that server's name for it, "" for none."""
 
     name: str
     version: int | str
@@ -93,7 +93,7 @@ class LoadedVersion:
     load_ns: int = 0
 
     def close(self) -> None:
-        """Give everything back; nothing may be executing."""
+        """Close the instances and the model; nothing may be executing."""
         for instance in self.instances:
             instance.close()
         self.opened.close()
@@ -109,10 +109,10 @@ def load_model(
 ) -> list[LoadedVersion]:
     """Load the versions of a model that its policy asks for: all of them, or an error and none.
 
-    `override` is a configuration that takes the place of the folder's. `tell_versions` is called, on this thread, with
-    what will be loaded as soon as that is known.
+    `override` replaces the folder's configuration. `tell_versions` is called, on this thread, with the versions that
+    will be loaded, as soon as they are known.
 
-    Blocks. Raises ConfigError or LoadError, or LoadHangs where an execution takes longer than it may.
+    Blocks. Raises ConfigError or LoadError, or LoadHangs if an execution takes longer than allowed.
     """
     defaults = defaults or LoadDefaults()
     config = _configuration(folder, override)
@@ -135,7 +135,7 @@ def load_model(
 
 
 def _check_allowed(config: pb.ModelConfig, defaults: LoadDefaults, *, brought: bool) -> None:
-    """Raise ConfigError for what the flags don't allow, or don't allow to a configuration `brought` by a client."""
+    """Raise ConfigError for what the flags don't allow, or no flag allows a configuration `brought` by a client."""
     if not (defaults.auto_complete or is_complete(config)):
         raise ConfigError("expected input and output in its configuration, as --disable-auto-complete-config is given")
     if not defaults.auto_complete and (names := without_datatype(config)):
@@ -164,7 +164,7 @@ def _writes(config: pb.ModelConfig) -> str:
 
 
 def _configuration(folder: ModelFolder, override: pb.ModelConfig | None) -> pb.ModelConfig:
-    """What the model is to be loaded with, its name filled in. Raises ConfigError for what can't be loaded at all."""
+    """The configuration to load the model with, its name filled in. Raises ConfigError for what can't be loaded."""
     if folder.problem:
         raise ConfigError(folder.problem)
     if folder.rivals:
@@ -256,7 +256,7 @@ def _load_version(
 
 
 def _give_up(instances: Sequence[ModelInstance], undo: ExitStack, error: LoadHangs) -> None:
-    """Have `undo` done once what hangs has ended, if ever: closing what executes isn't safe."""
+    """Run `undo` once the hanging execution has ended, if ever: closing what executes isn't safe."""
     error.ended.add_done_callback(lambda _: undo.close())
     for instance in instances:
         if isinstance(instance, Abandonable):
@@ -264,7 +264,8 @@ def _give_up(instances: Sequence[ModelInstance], undo: ExitStack, error: LoadHan
 
 
 def _tried(config: pb.ModelConfig, opened: OpenModel, supervise: Supervise) -> Trial:
-    """What the model says of itself, tried where nobody tells what its first dimensions are, or it contradicts that."""
+    """The model's own spec, tried out if the configuration doesn't say what the first dimensions are, or if what it
+    says contradicts the model."""
     told = config.max_batch_size or config.HasField("dynamic_batching") or config.input or config.output
     agreed = told and (config.max_batch_size <= 0 or can_batch(config, opened.spec))
     if agreed or not isinstance(opened, Triable):
@@ -274,7 +275,7 @@ def _tried(config: pb.ModelConfig, opened: OpenModel, supervise: Supervise) -> T
 
 
 def _apart(config: pb.ModelConfig, source: ModelSource) -> tuple[pb.ModelConfig, ModelSource]:
-    """The same, but in a process of its own: what its callers send may end it as well."""
+    """The same, but in a process of its own: requests may end that process as the trial did."""
     text = "model '%s' executes in a process of its own, as it ended the one in which it was tried"
     _log.warning(text, config.name)
     apart = pb.ModelConfig()
@@ -297,7 +298,7 @@ def _plan(config: pb.ModelConfig, tried: Trial, defaults: LoadDefaults, batching
 
 
 def _tell_if_rounded(opened: OpenModel, name: str, served: ServingPlan) -> None:
-    """Where requests share batches of a model that rounds by all rows of them."""
+    """Log a warning if requests share batches of a model that rounds by all rows of a batch."""
     shares = served.max_batch_rows > 1 and served.policy.max_batch_requests != 1
     if shares and isinstance(opened, Rounding) and opened.rounds_by:
         text = (
@@ -324,7 +325,7 @@ def _model_file(folder: ModelFolder, version: int, config: pb.ModelConfig) -> Pa
 
 
 def _op_libraries(folder: ModelFolder, version: int, config: pb.ModelConfig) -> tuple[Path, ...]:
-    """The libraries of operators that the configuration names, in the version's folder or else the model's."""
+    """The libraries of operators that the configuration names, from the version's folder or else the model's."""
     found = []
     for name in config.model_operations.op_library_filename:
         places = [inside(place, name) for place in (folder.versions[version], folder.path)]

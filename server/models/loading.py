@@ -25,16 +25,16 @@ __all__ = ["Find", "Loads", "always"]
 _log = logging.getLogger("paceline.server.loading")
 
 Find = Callable[[], AbstractContextManager[ModelFolder]]
-"""Gives a model's folder as it is when a load's turn has come, and for as long as the load lasts. Blocks. Raises
-ServerError if there is none."""
+"""Gives a model's folder as it is when the load's turn comes, for as long as the load lasts. Blocks. Raises ServerError
+if there is none."""
 
 
 class Loads:
-    """Loads models, so many at a time.
+    """Loads models, `threads` at a time.
 
-    `backend_of` gives the backend for a name; LoadError if there is none. `defaults` are what flags say of models that
-    don't say it themselves. `retries`: how often a load that fails for other reasons than the configuration of its
-    model is tried again. `slow_after_s`: when to log that one is still under way.
+    `backend_of` gives the backend for a name; LoadError if there is none. `defaults` are what flags set for models that
+    don't set it themselves. `retries`: how often to retry a load that fails on anything but a ServerError, such as a
+    model's configuration. `slow_after_s`: when to log that a load is still in progress.
     """
 
     def __init__(
@@ -55,18 +55,18 @@ class Loads:
 
     @property
     def under_way(self) -> bool:
-        """Whether a thread is loading something, or hangs over that."""
+        """Whether a thread is loading something, or hangs doing so."""
         return bool(self._under_way)
 
     def stop(self) -> None:
-        """Begin no more."""
+        """Start no more loads."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     async def load(
         self, name: str, find: Find, override: pb.ModelConfig | None, on_versions: Callable[[list[str]], None]
     ) -> list[LoadedVersion]:
-        """Load what `find` gives, with `override` instead of its configuration if there is one. `on_versions` is told,
-        on the event loop, which versions these will be. Raises whatever the load does."""
+        """Load what `find` gives, with `override` instead of its configuration if there is one. `on_versions` is
+        called, on the event loop, with the versions that will be loaded. Raises whatever the load does."""
         loop = asyncio.get_running_loop()
 
         def tell_versions(versions: list[int]) -> None:
@@ -85,7 +85,7 @@ class Loads:
                 self._note(error.ended)  # here, as whoever waits may have been cancelled
                 raise
             except StopIteration as error:
-                raise RuntimeError(f"StopIteration: {error}") from error  # which asyncio's futures can't tell
+                raise RuntimeError(f"StopIteration: {error}") from error  # which asyncio's futures can't carry
 
         for left in range(self._retries, -1, -1):
             began_s.clear()
@@ -99,22 +99,22 @@ class Loads:
                 raise
             except ServerError:
                 raise
-            except Exception as error:  # again whatever it is
+            except Exception as error:  # whatever it is, it is tried again
                 if not left:
                     raise
                 _log.warning("load of model '%s' failed, %d more tries: %s", name, left, error)
             finally:
                 slow.cancel()
-                del future  # it has the error, whose traceback leads here
+                del future  # it has the error, whose traceback refers to this frame
         raise AssertionError("the last try returned or raised")
 
     def _submit(self, load: Callable[[], list[LoadedVersion]]) -> Future[list[LoadedVersion]]:
-        """Raises RuntimeError if there can be no thread for it."""
+        """Raises RuntimeError if no thread can be started for it."""
         future: Future[list[LoadedVersion]] = Future()
         try:
             self._pool.submit(_run, load, [future])
         except RuntimeError:
-            # The pool keeps it all the same, for the next thread. If none has begun on it by now, nobody waits for it.
+            # The pool keeps it all the same, for the next thread. If none has begun it by now, it is cancelled.
             if future.cancel():
                 raise
         return future
@@ -124,8 +124,8 @@ class Loads:
         future.add_done_callback(self._under_way.discard)
 
     async def _tell_if_slow(self, name: str, began_s: Sequence[float]) -> None:
-        """Nothing else does: before all models are loaded a server has no port to be asked on. What waits for other
-        loads hasn't begun."""
+        """Log it if a load is slow. Nothing else tells: until all models are loaded, a server has no port to be asked
+        on. A load that waits for others hasn't begun."""
         took_s = 0.0
         while not began_s or took_s < self._slow_after_s:
             await asyncio.sleep(self._slow_after_s - took_s)
@@ -134,13 +134,13 @@ class Loads:
 
 
 def always(folder: ModelFolder) -> Find:
-    """The folder as it was found, whenever the turn comes."""
+    """Gives the folder as it was found, whenever the turn comes."""
     return lambda: nullcontext(folder)
 
 
 def _run(load: Callable[[], list[LoadedVersion]], told: list[Future[list[LoadedVersion]]]) -> None:
-    """Unless it was cancelled. It is taken out of `told`: the frames that an error's traceback leads to have that, and
-    mustn't lead back to the error."""
+    """Run `load` unless its future was cancelled. The future is taken out of `told`: the frames in an error's traceback
+    refer to that list, which mustn't refer back to the error."""
     future = told.pop()
     if not future.set_running_or_notify_cancel():
         return
@@ -152,7 +152,7 @@ def _run(load: Callable[[], list[LoadedVersion]], told: list[Future[list[LoadedV
 
 
 def _close_loaded(future: Future[list[LoadedVersion]]) -> None:
-    """Nobody waits for the load any more."""
+    """Close what a load gave that nobody waits for any more."""
     if not future.cancelled() and future.exception() is None:
         for one in future.result():
             one.close()

@@ -1,4 +1,4 @@
-"""A model's `config.pbtxt`, joined with what the model says of itself.
+"""A model's `config.pbtxt`, joined with what the model says about itself.
 
 Lives here: the translation from Triton's `ModelConfig`, its names and units, to ours: `ModelSpec`, `BatchPolicy`,
 instance groups (the batcher's policy itself: `batch_policy`). Must not: open models or touch any file but the
@@ -42,16 +42,16 @@ _GROUP_KINDS = {
 }
 
 _MOST_INSTANCES = 1024
-"""Of a version of a model: each is a thread, if not a session and a GPU's memory, and made before anything serves."""
+"""Per version of a model: each is a thread, if not a session and a GPU's memory, and made before anything serves."""
 
 _TAG = re.compile("[a-zA-Z0-9][a-zA-Z0-9_]*")
-"""With `_` in front, the name of a label and none of those that Prometheus keeps for itself, which begin with `__`."""
+"""With `_` in front, a valid label name, and none of those that Prometheus reserves, which begin with `__`."""
 
 
 @dataclass(frozen=True, slots=True)
 class ServingPlan:
-    """How a model is served: what clients see, the rows of a batch (0: no batch axis), how it batches, whether a
-    request with more rows than that is executed in parts, and what its metrics are tagged with."""
+    """How a model is served: what clients see, the largest batch in rows (0: no batch axis), how it is batched, whether
+    a request with more rows than that is executed in parts, and the tags of its metrics."""
 
     spec: ModelSpec
     max_batch_rows: int
@@ -68,7 +68,7 @@ def parse_config(path: Path) -> pb.ModelConfig:
         return text_format.Parse(path.read_text(encoding="utf-8-sig"), pb.ModelConfig())
     except text_format.ParseError as error:
         raise ConfigError(f"{path.name}:{error}") from None
-    except (OSError, ValueError) as error:  # no UTF-8; an enum's number beyond 64 bits
+    except (OSError, ValueError) as error:  # not UTF-8; an enum's number beyond 64 bits
         raise ConfigError(f"{path.name} can't be read: {error}") from None
 
 
@@ -78,7 +78,7 @@ def backend_name(config: pb.ModelConfig) -> str:
 
 
 def instance_groups(config: pb.ModelConfig) -> tuple[InstanceGroup, ...]:
-    """`instance_group`, in our terms. Raises ConfigError for a kind or count that means nothing, and for too many."""
+    """`instance_group`, in our terms. Raises ConfigError for an invalid kind or count, and for too many."""
     total = 0
     for group in config.instance_group:
         if group.kind not in _GROUP_KINDS:
@@ -100,8 +100,8 @@ def model_source(
     op_libraries: tuple[Path, ...] = (),
     default_rows: int = 0,
 ) -> ModelSource:
-    """What the backend needs to open the model file `path`; `parameters` hold where the configuration doesn't,
-    `op_libraries` are where its libraries of operators were found, `default_rows` those of a batch where neither
+    """What the backend needs to open the model file `path`. `parameters` are defaults for the configuration's own,
+    `op_libraries` are where its libraries of operators were found, `default_rows` are the rows of a batch if neither
     `max_batch_size` nor tensors are given."""
     largest_rows = max(0, config.max_batch_size) or (0 if is_complete(config) else default_rows)
     accelerators = config.optimization.execution_accelerators
@@ -129,11 +129,11 @@ def plan(
     max_batch_rows: int = BatchDefaults().max_batch_rows,
     execution_limit_ns: int = 0,
 ) -> ServingPlan:
-    """Join `config` with `own`, the model's word on itself (dims whole, a batch axis included).
+    """Join `config` with `own`, what the model says about itself (whole dims, batch axis included).
 
-    What the configuration leaves out is filled in from the model; `defaults` are given where there is no configuration
-    at all, `max_batch_rows` holds where there is one without `max_batch_size`, and `execution_limit_ns` where there is
-    none of its own. Raises ConfigError where the two contradict each other, naming tensor, expected and got.
+    What the configuration leaves out is filled in from the model. `defaults` are given if there is no configuration at
+    all, `max_batch_rows` holds if there is one without `max_batch_size`, and `execution_limit_ns` if it sets no limit.
+    Raises ConfigError if the two contradict each other, naming tensor, expected and got.
     """
     max_rows = _max_batch_rows(config, own, defaults.max_batch_rows if defaults else max_batch_rows)
     spec = served_spec(config, own, batched=max_rows > 0)
@@ -146,7 +146,7 @@ def plan(
 
 def _metric_tags(config: pb.ModelConfig) -> Mapping[str, str]:
     """`metric_tags`, each of which becomes a label of its name with `_` in front. An entry without name and value is
-    the text format's `metric_tags { }`, which is meant to be none."""
+    the text format's `metric_tags { }`, which means none."""
     tags = {tag: value for tag, value in config.metric_tags.items() if tag or value}
     for tag in sorted(tags):
         if not _TAG.fullmatch(tag):
@@ -157,7 +157,7 @@ def _metric_tags(config: pb.ModelConfig) -> Mapping[str, str]:
 
 
 def _check_rows(spec: ModelSpec, policy: BatchPolicy, splits: bool) -> None:
-    """Settings that add rows to a batch or take rows of a request apart need tensors that are made of rows."""
+    """Settings that add rows to a batch or split a request by rows need tensors that are made of rows."""
     if policy.batch_sizes and not spec.paddable:
         raise ConfigError(
             "paceline.batch_sizes: expected none, as there are no rows to pad with beside allow_ragged_batch, "

@@ -3,10 +3,10 @@
 Lives here: when a model counts as changed, and what is done then. Must not: load (the repository does), or look at
 files on the event loop.
 
-A change counts once two looks in a row have seen the same: whoever copies files into a repository isn't done after the
-first of them. What was tried once is tried again only after another change, so a model that doesn't load costs nothing
-until somebody repairs it. Each model is followed on its own: looks continue while some load, however long that takes,
-and the first look after a load or unload sees what has changed meanwhile.
+A change counts once two scans in a row have seen the same: somebody who copies files into a repository isn't done after
+the first file. What was tried once is tried again only after another change, so a model that doesn't load costs nothing
+until somebody repairs it. Each model is followed on its own: scans continue while some load, however long that takes,
+and the first scan after a load or unload sees what has changed meanwhile.
 """
 
 from __future__ import annotations
@@ -28,28 +28,27 @@ __all__ = ["Poller", "Sight", "fingerprint"]
 _log = logging.getLogger("paceline.server.poller")
 
 _SETTLE_S = 1.0
-"""How soon to look again at what is changing, if looks aren't that frequent anyway."""
+"""How soon to scan again while something is changing, unless scans are that frequent anyway."""
 
 Fingerprint = frozenset[tuple[str, str, int, int, int]]
-"""Path, where that leads if there are links on its way, time of modification and of any change in nanoseconds, and size
-of each file.
+"""Of each file: path, the same with links resolved, times of modification and of any change in nanoseconds, and size.
 
-Tools that copy set the time of modification and nobody can set the other, which also tells of a new mode or link: a
-load too many, once. The number of the inode would tell of replacements alone, but file systems in front of object
-storage give out new ones as they like, and each would be a load.
+Copying tools set the time of modification; nobody can set the other, which also changes with a new mode or link: a load
+too many, once. The inode number would change with replacements only, but file systems in front of object storage give
+out new ones as they like, and each would be a load.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class Sight:
-    """A model as it lay there."""
+    """A model as a scan saw it."""
 
     folder: ModelFolder
     files: Fingerprint
 
 
 class Poller:
-    """Keeps `repository` as the models of `layout` are, looking every `interval_s`."""
+    """Keeps `repository` in step with the models of `layout`, scanning every `interval_s`."""
 
     def __init__(self, layout: Layout, repository: Repository, interval_s: float) -> None:
         self._layout = layout
@@ -68,7 +67,7 @@ class Poller:
         failures = await self._repository.load_all([sight.folder for sight in self._seen.values()])
         self._without_place = {name for name, error in failures.items() if isinstance(error, TooManyModels)}
         if len(failures) > len(self._without_place):
-            self._try_again()  # the others had places, and have left them
+            self._try_again()  # the other failures had places, and have left them
 
     async def run(self) -> None:
         """Follow until cancelled."""
@@ -86,8 +85,8 @@ class Poller:
             await self.ended()
 
     async def poll_once(self) -> bool:
-        """Look once, and begin to load what has changed and to unload what is gone; doesn't wait for that. True if
-        something is just changing, so that another look is due soon."""
+        """Scan once, and start to load what has changed and to unload what is gone; doesn't wait for that. True if
+        something is still changing, so that another scan is due soon."""
         try:
             found = await asyncio.to_thread(self._look)
         except OSError as error:
@@ -104,7 +103,7 @@ class Poller:
         return bool(changed - settled)
 
     async def ended(self) -> None:
-        """Return when no load and no unload is under way any more."""
+        """Return when no load and no unload is in progress any more."""
         await asyncio.gather(*self._under_way.values(), return_exceptions=True)
 
     def _begin(self, name: str, sight: Sight | None) -> None:
@@ -127,14 +126,14 @@ class Poller:
             _log.error("%s; tried again when a model has gone", error)
         except LoadFailed as error:
             _log.error("%s; not tried again until its files change", error)
-            self._try_again()  # if nothing of it serves it has left its place
+            self._try_again()  # if no version of it serves, it has left its place
         except ModelNotReady:
             pass  # the server is stopping
         except Exception:  # noqa: BLE001 - whatever it was, it is this model's and not the others'
             _log.exception("model '%s' could not be followed; not tried again until its files change", name)
 
     def _try_again(self) -> None:
-        """Those that had no place, with the next look."""
+        """Have the next scan retry the models that had no place."""
         for name in self._without_place:
             self._done.pop(name, None)
         self._without_place.clear()
@@ -160,7 +159,7 @@ def _files(top: Path) -> Iterator[Path]:
     for where, folders, files in os.walk(top, followlinks=True):
         try:
             about = os.stat(where)
-        except OSError:  # it went while we looked
+        except OSError:  # it was removed meanwhile
             continue
         if (about.st_dev, about.st_ino) in seen:
             folders.clear()  # a link that leads back
@@ -173,6 +172,6 @@ def _file(path: Path) -> tuple[str, str, int, int, int]:
     try:
         about = path.stat()
         place = os.path.realpath(path)
-    except OSError:  # it went while we looked, or is a link to nowhere
+    except OSError:  # it was removed meanwhile, or is a dangling link
         return str(path), "", -1, -1, -1
     return str(path), place, about.st_mtime_ns, about.st_ctime_ns, about.st_size

@@ -1,4 +1,4 @@
-"""Models that are Python code: which are, and whether they may be.
+"""Models that are Python code: which ones are, and whether they may be.
 
 Lives here: the rules by which code gets to run, before any does. Must not: load.
 """
@@ -14,7 +14,7 @@ from server.models.model_config import backend_name, parse_config
 __all__ = ["PYTHON", "check_python_allowed", "is_python"]
 
 PYTHON = "python"
-"""The backend, by the name that configurations know."""
+"""The backend's name in configurations."""
 
 
 def is_python(config: pb.ModelConfig, folder: ModelFolder) -> bool:
@@ -30,8 +30,8 @@ def is_python(config: pb.ModelConfig, folder: ModelFolder) -> bool:
 
 
 def check_python_allowed(config: pb.ModelConfig, folder: ModelFolder, *, allowed: bool, brought: bool) -> None:
-    """Raise ConfigError unless the server allows such models, and for what no client may decide: code, and the program
-    to run it with, where `config` was `brought` by one."""
+    """Raise ConfigError unless the server allows such models, and for what no client may decide: code, and, in a
+    `config` that was `brought` by one, the program to run it with."""
     if not allowed:
         raise ConfigError(
             "backend 'python': the model's code would run here, with all that the server may do; start it with "

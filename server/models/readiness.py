@@ -1,4 +1,4 @@
-"""Why a server isn't ready, in words: those of `/readyz` and of the log.
+"""Why a server isn't ready, in words for `/readyz` and the log.
 
 Lives here: the words. Must not: decide what readiness is (`repository`), or know of the server's start and end (`app`).
 """
@@ -11,7 +11,8 @@ __all__ = ["why_not_ready"]
 
 
 def why_not_ready(repository: Repository) -> str:
-    """What keeps `repository` from being ready; "" if it is. What concerns all models comes before what is one's."""
+    """What keeps `repository` from being ready; "" if it is. What concerns all models comes before what concerns
+    one."""
     if repository.ready:
         return ""
     if repository.waits_for:

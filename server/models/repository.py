@@ -41,15 +41,16 @@ __all__ = ["Repository", "ServedModel"]
 _log = logging.getLogger("paceline.server.repository")
 
 _UNKNOWN = "Request for unknown model"
-"""What Triton's clients look for, whatever is the matter with the model."""
+"""What Triton's clients look for, whatever is wrong with the model."""
 
 
 class Repository:
     """Has models loaded by `loads`, and finds them.
 
-    `strict_readiness`: whether it is ready only if every model is that should serve. `regions`: where tensors may lie
-    besides in messages. `tracer`: who may trace batches, and keeps settings by name. `max_models`: how many may serve
-    at a time. `room`: what their queues share. `on_change` is called whenever `ready` may have changed.
+    `strict_readiness`: whether it is ready only if every model that should serve is. `regions`: shared memory that may
+    hold tensors, besides messages. `tracer` may trace batches, and keeps settings by name. `max_models`: how many may
+    serve or load at a time. `room`: the bound that all queues share. `on_change` is called whenever `ready` may have
+    changed.
     """
 
     def __init__(
@@ -66,22 +67,22 @@ class Repository:
         self._room = room
         self._max_models = max_models
         self.refused_loads = 0
-        # Names that have taken one of so many places: those that serve, and those that are being loaded.
+        # Names that hold one of `max_models` places: those that serve, and those that are being loaded.
         self._places: set[str] = set()
         self._regions = regions
         self._tracer = tracer
         self.on_change: Callable[[], None] = lambda: None
         self.on_serving_changed: Callable[[], None] = lambda: None
         self.waits_for = ""
-        """Why this server isn't ready whatever its models say; "" if nothing is in the way. Whoever changes it calls
+        """Why this server isn't ready whatever its models say; "" if nothing is in the way. Code that changes it calls
         `on_change`."""
         self.names_known = True
-        """Whether a name that isn't known is nobody's. If not, `waits_for` is why."""
+        """Whether an unknown name is certainly no model's. If not, `waits_for` says why."""
         self._metrics = metrics
         self._loads = loads
         self._strict_readiness = strict_readiness
         self._entries: dict[str, Entry[ServedModel]] = {}
-        # What a request names, to what serves it; the version "" is the latest.
+        # From what a request names to what serves it; the version "" is the latest.
         self._served: dict[tuple[str, str], ServedModel] = {}
         self._operations: set[asyncio.Task[None]] = set()
         self._leaving: dict[ServedModel, asyncio.Task[None]] = {}
@@ -90,7 +91,7 @@ class Repository:
 
     @property
     def ready(self) -> bool:
-        """Whether every model that should serve does and has an instance that can execute, or that isn't asked for."""
+        """Whether every model that should serve does and has an instance that can execute; or that isn't required."""
         if not self._strict_readiness:
             return True
         missing = self.waits_for or any(entry.missing for entry in self._entries.values())
@@ -103,12 +104,12 @@ class Repository:
 
     @property
     def failures(self) -> dict[str, str]:
-        """Why models don't serve that should, by name."""
+        """Why models that should serve don't, by name."""
         return {name: entry.failure for name, entry in self._entries.items() if entry.failure and entry.missing}
 
     @property
     def served(self) -> Mapping[tuple[str, str], ServedModel]:
-        """What requests find, by name and version as they may write it."""
+        """What requests find, by name and version as requests may write them."""
         return self._served
 
     @property
@@ -118,12 +119,12 @@ class Repository:
 
     @property
     def places(self) -> int:
-        """Models that serve or are being loaded, whatever their versions."""
+        """The number of models that serve or are being loaded, regardless of versions."""
         return len(self._places)
 
     @property
     def leaving(self) -> list[ServedModel]:
-        """Versions that take no more requests and still execute some."""
+        """Versions that accept no more requests and still execute some."""
         return list(self._leaving)
 
     @property
@@ -152,8 +153,8 @@ class Repository:
         return self._served.get((name, version))
 
     def is_ready(self, name: str, version: str) -> bool:
-        """Whether `get` would find it, and it can execute. Raises ModelNotFound for what nobody has heard of, once all
-        names are known, or InvalidRequest."""
+        """Whether `get` would find it, and it can execute. Raises ModelNotFound for a name that is unknown, once all
+        names are known, and for an unknown version of a model that serves; or InvalidRequest."""
         try:
             return self.get(name, version).able
         except ModelNotReady:
@@ -172,7 +173,7 @@ class Repository:
         return [line for name in sorted(self._entries) for line in self._entries[name].lines()]
 
     def take_note(self, folders: Sequence[ModelFolder]) -> None:
-        """These are the models on disk: know all of them, and forget those that neither serve nor are there."""
+        """Remember these as the models on disk, and forget those that neither serve nor are there."""
         on_disk = {folder.name: folder for folder in folders}
         for name in on_disk:
             self._entries.setdefault(name, Entry(name))
@@ -184,7 +185,7 @@ class Repository:
 
     async def load_all(self, folders: Sequence[ModelFolder]) -> Mapping[str, LoadFailed]:
         """Load models, several at a time. One that fails becomes unavailable, with the reason; the others serve.
-        Returns why some don't, by name."""
+        Returns the failures, by name."""
         _log.info("loading %d model%s", len(folders), "s"[: len(folders) != 1])
         loads = (self.load(folder.name, always(folder)) for folder in folders)
         failures = {}
@@ -197,10 +198,10 @@ class Repository:
 
     async def load(self, name: str, find: Find, override: pb.ModelConfig | None = None) -> None:
         """Load model `name` from what `find` gives, with `override` instead of its configuration if there is one, in
-        place of what it serves now. Loads and unloads of one model take turns, as they came.
+        place of what it serves now. Loads and unloads of one model take turns, in the order of the calls.
 
-        Goes on if the caller is cancelled. Raises LoadFailed, or what `find` does; then nothing has changed but what is
-        said of the model.
+        Goes on if the caller is cancelled. Raises LoadFailed, or what `find` does; then only what is reported about the
+        model has changed.
         """
         await self._in_turn(
             name,
@@ -208,11 +209,11 @@ class Repository:
         )
 
     async def install(self, name: str, bring: Callable[[], Awaitable[Sequence[LoadedVersion]]]) -> None:
-        """The same for a model that `bring` gives, and no thread loads."""
+        """The same for a model that `bring` gives, without a thread that loads it."""
         await self._in_turn(name, lambda entry: self._load(entry, bring))
 
     def withdraw(self, name: str, reason: str) -> None:
-        """Refuse requests for a model that is loaded, until `restore`: it can't be reached. What was taken goes on."""
+        """Refuse requests for a loaded model, which can't be reached, until `restore`. Accepted requests go on."""
         entry = self._entries.get(name)
         if entry is None or not entry.serving or entry.away == reason:
             return
@@ -230,13 +231,13 @@ class Repository:
         self.on_change()
 
     async def unload(self, name: str) -> None:
-        """Take no more requests for a model. Returns while it still executes those that it took. What isn't served
-        needs no unloading."""
+        """Accept no more requests for a model. Returns while it still executes accepted ones. Does nothing for an
+        unknown name."""
         if name in self._entries:
             await self._in_turn(name, self._unload)
 
     async def stop(self) -> None:
-        """Stop every model, each once its queue is executed. Loads under way come to nothing."""
+        """Stop every model, each once its queue is executed. Loads in progress come to nothing."""
         self._stopping = True
         for task in self._operations:
             task.cancel()
@@ -248,7 +249,7 @@ class Repository:
         for model in self.models:
             model.abandon()
         for model, task in self._leaving.items():
-            # Otherwise it would take the end of the batcher for that of the executions, and close what still runs.
+            # Otherwise it would mistake the batcher's end for that of the executions, and close what still runs.
             task.cancel()
             model.abandon()
 
@@ -264,7 +265,7 @@ class Repository:
                 raise ModelNotReady("the server is stopping") from None
             raise
         finally:
-            # It has the error, whose traceback leads here, and to what was to be loaded.
+            # It has the error, whose traceback refers to this frame and to what was to be loaded.
             del task
 
     async def _operate(self, name: str, operation: Callable[[Entry[ServedModel]], Awaitable[None]]) -> None:
@@ -283,13 +284,13 @@ class Repository:
             self.on_change()
 
     def _forget_strangers(self) -> None:
-        """Who may load chooses names; those of loads that failed are known for as long as there aren't many more."""
+        """Callers who may load choose names; those known from failed loads alone are forgotten beyond `max_models`."""
         strangers = [name for name, entry in self._entries.items() if entry.stranger]
         for name in strangers[: -self._max_models]:
             self._forget(name)
 
     def _forget(self, name: str) -> None:
-        """With all that is kept by names, of which there is no end."""
+        """Forget the model and all that is kept by its name, as the number of names is unbounded."""
         del self._entries[name]
         if self._tracer is not None:
             self._tracer.forget(name)
@@ -339,7 +340,7 @@ class Repository:
         _log.info("model '%s' unloaded", entry.name)
 
     def _started(self, loaded: Sequence[LoadedVersion]) -> list[ServedModel]:
-        """Ready to take requests, all of them or, with an error, none."""
+        """Versions that accept requests: all of them or, with an error, none."""
         models: list[ServedModel] = []
         try:
             for one in loaded:
@@ -357,8 +358,8 @@ class Repository:
         return models
 
     def _serve(self, name: str, models: Sequence[ServedModel], before: Sequence[ServedModel]) -> None:
-        """Change what requests find, in one step. `models` are in ascending order. What has arrived is still the old
-        ones'."""
+        """Change what requests find, in one step. `models` are in ascending order. Requests that have arrived still go
+        to the old ones."""
         for model in before:
             model.batcher.take_announced()
         for version in ("", "-1", *(model.version for model in before)):
@@ -418,7 +419,7 @@ def _reason(model: str, error: Exception) -> str:
 
 
 def _retrieve(task: asyncio.Task[None]) -> None:
-    """Its caller may have gone; asyncio would complain of an error that nobody has seen."""
+    """Its caller may be gone, and asyncio would complain about an error that nobody has retrieved."""
     if not task.cancelled():
         task.exception()
 

@@ -1,6 +1,6 @@
 """Folders for the files that clients send with a load.
 
-Lives here: when such a folder is removed: once nothing needs it, or with the process. Must not: know what is in it.
+Lives here: removing such a folder, once nothing needs it or with the process. Must not: know what is in it.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ _PATIENCE_S = 1.0
 
 
 class Scratch:
-    """A new folder below `TMPDIR`, which whoever made it needs until it lets go, and whoever it is kept for as well
-    (`backends.base.Files`)."""
+    """A new folder below `TMPDIR`. It is needed by whoever made it, and by whoever keeps it (`backends.base.Files`),
+    until they let go; then it is removed."""
 
     def __init__(self) -> None:
         """Raises OSError."""
@@ -41,12 +41,12 @@ class Scratch:
         return Path(self._folder.name)
 
     def write(self, path: PurePosixPath, content: bytes) -> None:
-        """A new file, and the folders that it is in. Raises OSError."""
+        """Create a file, and the folders that it is in. Raises OSError."""
         with self._writing:
             if self._is_gone:
                 raise _ending()
             (self.path / path).parent.mkdir(parents=True, exist_ok=True)
-            # Exclusive: in a new folder nothing is overwritten, whatever the file system takes for equal names.
+            # Exclusive: nothing in a new folder is overwritten, whatever names the file system considers equal.
             with (self.path / path).open("xb") as file:
                 file.write(content)
 
@@ -64,7 +64,7 @@ class Scratch:
         self.remove()
 
     def remove(self) -> None:
-        """Whoever needs it. A file that is being written is waited for, but not for ever."""
+        """Remove it, whoever needs it. Waits for a file that is being written, but not for ever."""
         self._is_gone = True
         waited = self._writing.acquire(timeout=_PATIENCE_S)
         try:
@@ -75,7 +75,7 @@ class Scratch:
 
 
 def remove_all() -> None:
-    """At the end of the process, which may leave models as they are."""
+    """Remove all folders, at the end of the process, which may leave models as they are."""
     global _there
     with _lock:
         left, _there = _there or (), None

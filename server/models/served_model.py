@@ -1,6 +1,6 @@
 """One version of a model while it serves: what joins it with its codec, its batcher and its instances' threads.
 
-Lives here: the start and the end of that. Must not: know other models, or which requests come here.
+Lives here: their start and end. Must not: know other models, or which requests come here.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from server.telemetry.tracing import Tracer
 __all__ = ["ServedModel"]
 
 _MAX_PARTS = 1024
-"""Parts of a request that is executed in parts: rows without elements cost no bytes, so something has to bound them."""
+"""The most parts of a split request: rows without elements cost no bytes, so something has to bound them."""
 
 
 class ServedModel:
     """One version of a model with its codec, batcher and instance threads, or tasks if it is `remote`. `regions` is the
-    shared memory that its tensors may lie in; `tracer` may want to know of its batches. `on_change` is called when
-    `able` may have changed. `room` is what its queue shares with all others."""
+    shared memory that may hold its tensors; `tracer` may trace its batches. `on_change` is called when `able` may have
+    changed. `room` is the bound that its queue shares with all others."""
 
     def __init__(
         self,
@@ -58,9 +58,9 @@ class ServedModel:
         self.remote = isinstance(loaded.opened, RemoteModel)
         # Whether outputs are written to GPUs' memory on the instances' threads.
         self.leaves_outputs = self.spec.by_rows
-        # Apart from its number, which begins anew with every load, what a caller gets to see as the id of a batch.
+        # The first part of a batch's id as callers see it; the second, a number, starts anew with every load.
         self.batch_id_prefix = secrets.token_hex(4)
-        # Rows of a request, where a batch may have fewer.
+        # The most rows of a request; a batch may have fewer.
         self.max_request_rows = _MAX_PARTS * self.max_batch_rows if loaded.plan.splits else self.max_batch_rows
         silent = self.remote and not (self.spec.inputs and self.spec.outputs)
         self.codec: ModelCodec | OpenCodec = (
@@ -103,8 +103,8 @@ class ServedModel:
 
     @property
     def hangs(self) -> bool:
-        """Whether there are threads of it that may never end, or instances that can't be taken down. Whoever lets go
-        of it takes them down."""
+        """Whether there are threads of it that may never end, or instances that can't be closed, or not yet. They are
+        closed if those end after all."""
         return self._instances.hangs
 
     @property
@@ -113,13 +113,13 @@ class ServedModel:
         return self._instances.hopeless
 
     def _observer(self, tracer: Tracer | None) -> Observer:
-        """Where batches aren't traced, nobody pays for looking."""
+        """The statistics alone if batches aren't traced: then nobody pays for looking."""
         if tracer is None or tracer.spans is None:
             return self.statistics
         return tracer.spans.observer(self.name, self.version, self.batch_id_prefix, self.statistics)
 
     def _execute_of(self, instance: ModelInstance, regions: Regions | None) -> ExecuteInputs:
-        """Where nothing can lie in shared memory, nobody pays for looking."""
+        """The plain `execute` if nothing can be in shared memory: then nobody pays for looking."""
         if regions is None:
             return cast("ExecuteInputs", instance.execute)
         if isinstance(instance, Slot):
@@ -129,13 +129,13 @@ class ServedModel:
         return leaving(execute) if self.leaves_outputs else execute
 
     def start(self) -> None:
-        """Take requests, on the running event loop, and show in the metrics."""
+        """Accept requests, on the running event loop, and appear in the metrics."""
         self.batcher.start()
         self._instances.start()
         self._metrics.add(self._shown)
 
     def in_parts(self, whole: asyncio.Future[Any]) -> None:
-        """For a request that enters the batcher bit by bit: until `whole` is done, `stop` takes the rest of it."""
+        """For a request that enters the batcher in parts: until `whole` is done, `stop` still lets the rest in."""
         self._partial += 1
         whole.add_done_callback(self._on_whole)
 
@@ -144,7 +144,7 @@ class ServedModel:
         self._whole.set()
 
     async def stop(self) -> None:
-        """Execute what is queued, then give the instances back. Cancelled while waiting: use `abandon`."""
+        """Execute what is queued, then close the instances. If this is cancelled while waiting: use `abandon`."""
         self.batcher.flush()
         while self._partial:
             self._whole.clear()
@@ -152,11 +152,12 @@ class ServedModel:
         await self.batcher.drain()
         self.batcher.close()
         self._metrics.remove(self._shown)
-        # Taking a session down may take as long as a load.
+        # Closing a session may take as long as a load.
         await self._instances.close()
 
     def abandon(self) -> None:
-        """Answer whoever waits with BatcherClosed. Instances that execute keep their memory until the process ends."""
+        """Answer all waiting requests with BatcherClosed. Instances that execute keep their memory until the process
+        ends."""
         self.batcher.close()
         self._metrics.remove(self._shown)
 

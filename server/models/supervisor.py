@@ -22,14 +22,14 @@ _LEAST_NS = 60 * 10**9
 """First executions take longer than any that follow: memory is allocated, algorithms are chosen, code is compiled."""
 
 _LOOKS = 8
-"""In a limit. Time in which the whole process was stopped passes within one, and the others are still to come."""
+"""Waits per limit. While the whole process is stopped, at most one of them expires; the others are still to come."""
 
 
 class Supervisor:
-    """Runs functions one after the other, each for at most `limit_ns`, or a minute if that is less; 0: for as long as
-    it takes, where it is called.
+    """Runs functions one after the other, each for at most `limit_ns`, or a minute if that is more; 0: without limit,
+    on the caller's thread.
 
-    All of a load share one thread, as runtimes keep something for each that executes.
+    All functions of a load share one thread, as runtimes keep something for each thread that executes.
     """
 
     def __init__(self, limit_ns: int) -> None:
@@ -37,7 +37,8 @@ class Supervisor:
         self._home = Home()
 
     def __call__(self, function: Callable[[], T]) -> T:
-        """What `function` returns or raises. Blocks; raises LoadHangs if it takes too long, and then runs no more."""
+        """What `function` returns or raises. Blocks; raises LoadHangs if it takes too long, and then runs nothing
+        more."""
         if not self._limit_ns:
             return function()
         future = self._home.submit(function)
@@ -50,5 +51,5 @@ class Supervisor:
         return bool(done)
 
     def close(self) -> None:
-        """End the thread when it has run what it was given."""
+        """End the thread once it has run what it was given."""
         self._home.close()

@@ -1,6 +1,6 @@
 """The tensors of a `config.pbtxt`, joined with those that the model has.
 
-Lives here: `input`, `output`, `batch_input` and `batch_output` to `ModelSpec`, and every check of them. Must not:
+Lives here: from `input`, `output`, `batch_input` and `batch_output` to `ModelSpec`, and every check of them. Must not:
 policies, instances, files. The rule: a contradiction is a ConfigError with tensor, expected and got, and none is left
 for the first request to find.
 """
@@ -33,7 +33,7 @@ def without_datatype(config: pb.ModelConfig) -> list[str]:
 
 def declared_spec(config: pb.ModelConfig) -> ModelSpec | None:
     """The tensors as `config` says the model has them, batch axis included; None unless it spells out inputs and
-    outputs. Raises ConfigError for a datatype that there isn't."""
+    outputs with their datatypes. Raises ConfigError for a datatype that doesn't exist."""
     if not (config.input and config.output) or without_datatype(config):
         return None
     lead = (-1,) if config.max_batch_size else ()
@@ -46,7 +46,7 @@ def declared_spec(config: pb.ModelConfig) -> ModelSpec | None:
 
 
 def _declared_by_batch_inputs(config: pb.ModelConfig) -> Iterable[TensorSpec]:
-    """What the model has to have for them, unless they contradict themselves, which `served_spec` finds."""
+    """The inputs that the model must have for them, unless they contradict themselves, which `served_spec` finds."""
     named = {one.name for one in config.input}
     for one in config.batch_input:
         datatype = CONFIG_DATATYPES.get(one.data_type)
@@ -65,9 +65,9 @@ def _whole(kind: str, one: Declared, lead: tuple[int, ...], *, flat: bool) -> Te
 
 
 def can_batch(config: pb.ModelConfig, own: ModelSpec) -> bool:
-    """Whether the model of spec `own` may have a batch axis: every tensor needs a free first dimension, but for those
-    that `config` has joined or cut in other ways, and for outputs that it leaves out, which nobody fetches; and there
-    must be an input to read the number of rows off. For tensors that may have any rank the configuration is believed.
+    """Whether a model of spec `own` can have a batch axis: every tensor needs a free first dimension, except those that
+    `config` has joined or split in other ways, and outputs that it leaves out, which nobody fetches; and there must be
+    an input to read the number of rows from. For tensors that may have any rank, the configuration is trusted.
     """
     made = _made(config)
     joined = {one.name: not (one.allow_ragged_batch or one.is_shape_tensor) for one in config.input}
@@ -79,7 +79,7 @@ def can_batch(config: pb.ModelConfig, own: ModelSpec) -> bool:
 
 
 def served_spec(config: pb.ModelConfig, own: ModelSpec, *, batched: bool) -> ModelSpec:
-    """What clients see of a model that says `own` of itself: the tensors declared, checked against the model's, or else
+    """What clients see of a model whose own spec is `own`: the tensors declared, checked against the model's, or else
     all of the model's. Raises ConfigError."""
     made, named = _made(config), {one.name for one in config.input}
     theirs = [one for one in own.inputs if one.name in named or one.name not in made]
@@ -97,7 +97,7 @@ def served_spec(config: pb.ModelConfig, own: ModelSpec, *, batched: bool) -> Mod
 
 
 def _some(names: Collection[str]) -> str:
-    """Graphs may list all their weights among their inputs."""
+    """At most 20 of them: graphs may list all their weights among their inputs."""
     return str(list(names)) if len(names) <= _MANY else f"{list(names)[:_MANY]} and {len(names) - _MANY} more"
 
 
@@ -126,9 +126,9 @@ def _joined(
 
 
 def _filled_in(own: TensorSpec, batched: bool) -> TensorSpec:
-    """A tensor that the configuration leaves to the model. One that has nothing but a batch axis looks to clients as if
-    each row were a vector of one, as Triton's auto-complete has it. What a trial saw of one that may have any rank is
-    no promise."""
+    """A tensor that the configuration leaves to the model. One that has only a batch axis looks to clients as if each
+    row were a vector of one, as with Triton's auto-complete. The rank that a trial saw in one of any rank isn't
+    promised."""
     if own.any_rank:
         return replace(own, dims=())
     if not batched:
@@ -153,7 +153,7 @@ def _join(kind: str, declared: Declared, own: TensorSpec, batched: bool, scatter
         if reshape is None and not own.any_rank:
             dims = dims or own.dims[lead:]
             if set(dims) == {1} and len(own.dims) == lead:
-                reshape = ()  # Triton takes a scalar for a vector of one without a word, as its `dims` can't be empty
+                reshape = ()  # Triton silently takes a scalar for a vector of one, as its `dims` can't be empty
         given, field = (dims, "dims") if reshape is None else (reshape, "reshape.shape")
         mine = (-1,) * len(given) if own.any_rank else own.dims[lead:]
         _check_dims(where, given, _believed(mine, given) if kind == "output" else mine, field, lead)
@@ -180,15 +180,15 @@ def _check_dims(where: str, dims: tuple[int, ...], mine: tuple[int, ...], field:
 
 
 def _believed(mine: tuple[int, ...], given: tuple[int, ...]) -> tuple[int, ...]:
-    """What to hold the dims `given` of an output against. A model's word on its outputs isn't binding: ONNX Runtime
-    takes wrong sizes, and scalars that aren't. So free ones are always in order."""
+    """What to check the dims `given` of an output against. What a model says about its outputs isn't binding: ONNX
+    Runtime accepts wrong sizes, and scalars that aren't. So free dims in `given` are always accepted."""
     if not mine:
         return (-1,) * len(given)
     return tuple(-1 if one == -1 else dim for dim, one in zip(mine, given, strict=False)) + mine[len(given) :]
 
 
 def _check_reshape(where: str, dims: tuple[int, ...], reshape: tuple[int, ...]) -> None:
-    """Free dims pair up in order, so between them there must be as many elements on both sides."""
+    """Free dims pair up in order, so the dims between them must have as many elements on both sides."""
     if min((*dims, *reshape), default=0) < -1:
         raise ConfigError(f"{where}: expected dims and reshape.shape >= -1, got {[*dims, *reshape]}")
     if _runs(dims) != _runs(reshape):
