@@ -99,7 +99,7 @@ class Repository:
 
     @property
     def why_not_live(self) -> str:
-        """Why the process should be started anew: a model has lost its devices, and can't have them again here."""
+        """Why the process should be restarted: a model has lost its devices, and can't get them back in this one."""
         return "; ".join(f"model '{model.name}': {model.hopeless}" for model in self.models if model.hopeless)
 
     @property

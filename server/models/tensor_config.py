@@ -127,8 +127,8 @@ def _joined(
 
 def _filled_in(own: TensorSpec, batched: bool) -> TensorSpec:
     """A tensor that the configuration leaves to the model. One that has only a batch axis looks to clients as if each
-    row were a vector of one, as with Triton's auto-complete. The rank that a trial saw in one of any rank isn't
-    promised."""
+    row were a vector of one, as with Triton's auto-complete. If a tensor may have any rank, the shape that a trial saw
+    isn't promised."""
     if own.any_rank:
         return replace(own, dims=())
     if not batched:

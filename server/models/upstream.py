@@ -30,23 +30,23 @@ _log = logging.getLogger("paceline.server.upstream")
 
 _ASK_S = 5.0
 _BETWEEN_S = 0.25
-"""Shortest time between looks, however many calls fail."""
+"""Shortest time between polls, however many calls fail."""
 _DESCRIBE_EVERY = 10
-"""Looks of which one asks for metadata too, for models that are changed while they serve."""
+"""One poll in so many asks for metadata too, for models that are changed while they serve."""
 _SILENT_LOOKS = 3
-"""Many a server answers nothing while it computes: only one that is silent so often, and answers no request either,
-counts as gone."""
+"""Many servers answer nothing while they compute: only one that doesn't answer so many polls in a row, and no request
+either, counts as gone."""
 
 _AT_A_TIME = 16
-"""Models that are asked after."""
+"""Models that are polled at the same time."""
 _MOST_SAID = 5
-"""Models whose reasons the log and the probe tell; there may be thousands, and another line each second."""
+"""Models whose reasons the log and the probe give; there may be thousands, and another line each second."""
 
 _READY = "READY"
 
 
 class Upstream:
-    """Keeps `repository` as the upstream is. `batching` is for models whose ModelConfig says nothing."""
+    """Keeps `repository` in step with the upstream. `batching` is for models whose ModelConfig says nothing."""
 
     def __init__(self, settings: UpstreamSettings, repository: Repository, batching: BatchDefaults) -> None:
         self._settings = settings
@@ -61,7 +61,7 @@ class Upstream:
         self._watching: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Look once, and from then on until `stop`. Models that aren't there yet are served when they are. Raises
+        """Poll once, and then regularly until `stop`. Models that aren't there yet are served once they are. Raises
         StartError for files that can't be used."""
         self._server = self._remote_server()
         self._server.open()
@@ -71,12 +71,12 @@ class Upstream:
         self._watching = asyncio.create_task(self._watch())
 
     def stop(self) -> None:
-        """Look no more; requests go on."""
+        """Poll no more; requests go on."""
         if self._watching is not None:
             self._watching.cancel()
 
     async def close(self) -> None:
-        """Take the connections down."""
+        """Close the connections."""
         self.stop()
         await self._server.close()
 
@@ -96,7 +96,7 @@ class Upstream:
         while True:
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._server.suspected.wait(), self._settings.health_secs)
-                self._looks = 0  # it may have come back already, as another
+                self._looks = 0  # it may be back already, as a different server
                 await asyncio.sleep(min(_BETWEEN_S, self._settings.health_secs))
             self._server.suspected.clear()
             await self._look_anyhow()
@@ -108,12 +108,12 @@ class Upstream:
             _log.exception("looking after upstream %s failed", self._settings.target)
 
     async def _look(self) -> None:
-        """See how everything is, and have the repository be so."""
+        """Poll once, and bring the repository in step."""
         try:
             ready = await self._is_ready()
             names = await self._names()
             gone = {*self._served, *self._repository.failures} - names.keys()
-            if gone and ready:  # in between it may have come to be not ready, and tell of nothing for that
+            if gone and ready:  # meanwhile it may have become not ready, and list nothing because of that
                 ready = await self._is_ready()
         except (UpstreamFailed, UpstreamRefused) as error:
             if self._is_only_busy(error):
@@ -125,12 +125,12 @@ class Upstream:
         self._silent = 0
         full = self._looks % _DESCRIBE_EVERY == 0
         self._looks += 1
-        # Those that weren't ready when they were listed, too: nobody would look at them again.
+        # Including those that weren't ready when they were listed: nobody would look at them again.
         for name in gone if ready else ():
             self._served.pop(name, None)
             await self._repository.unload(name)
         missing = await self._look_at_all(names, full=full)
-        if not ready:  # it may still be loading models that it doesn't tell of yet, those that it had among them
+        if not ready:  # it may still be loading models that it doesn't list yet, including some that it had
             for name in gone & self._served.keys():
                 await self._withdraw(name, f"upstream {self._settings.target} is not ready")
             self._say(f"upstream {self._settings.target} is not ready")
@@ -150,13 +150,13 @@ class Upstream:
         return bool(self._served) and self._silent < _SILENT_LOOKS
 
     async def _lose(self, why: str) -> None:
-        self._looks = 0  # what comes back may be another
+        self._looks = 0  # what comes back may be a different server
         for name in dict.fromkeys((*self._served, *self._settings.models)):
             await self._withdraw(name, why)
         self._say(why)
 
     def _say(self, waits_for: str) -> None:
-        """Why this server isn't ready, if that is the upstream's doing as a whole."""
+        """Set and log why this server isn't ready on account of the upstream; "" if nothing is in the way."""
         if waits_for != self._said:
             if waits_for:
                 _log.warning("not ready: %s", waits_for)
@@ -168,7 +168,7 @@ class Upstream:
             self._repository.on_change()
 
     async def _names(self) -> dict[str, list[str]]:
-        """The models to serve, each with the versions that the index tells, if it was asked."""
+        """The models to serve, each with the versions that the index lists, if it was asked."""
         if self._settings.models:
             return {name: [] for name in self._settings.models}
         try:
@@ -179,7 +179,7 @@ class Upstream:
             if error.status == "UNIMPLEMENTED":
                 what = f"upstream {self._settings.target} has no RepositoryIndex: name its models with --upstream-model"
             else:
-                # Triton says UNAVAILABLE where it is restricted, as it is by default under PyTriton.
+                # Triton answers UNAVAILABLE where it is restricted, as it is by default under PyTriton.
                 what = f"{error} (asked for its RepositoryIndex, which models named with --upstream-model don't need)"
             raise UpstreamFailed(error.status, what) from None
         names: dict[str, list[str]] = {}
@@ -190,8 +190,8 @@ class Upstream:
         return names
 
     async def _look_at_all(self, names: Mapping[str, Sequence[str]], *, full: bool) -> dict[str, str]:
-        """All models, some at a time: one of which nothing is heard mustn't hold up what becomes of the others. Returns
-        why each was withdrawn, or ""."""
+        """Poll all models, some at a time: one that doesn't answer mustn't hold up the others. Returns why each was
+        withdrawn, or ""."""
         some = asyncio.Semaphore(_AT_A_TIME)
 
         async def look_at(name: str, versions: Sequence[str]) -> str:
@@ -207,7 +207,8 @@ class Upstream:
         return {name: why for name, why in zip(names, said, strict=True) if isinstance(why, str)}
 
     async def _look_at(self, name: str, versions: Sequence[str], *, full: bool) -> str:
-        """One model: serve it, serve it anew if it has changed, or withdraw it. Returns why it was withdrawn, or ""."""
+        """Poll one model: serve it, serve it anew if it has changed, or withdraw it. Returns why it was withdrawn, or
+        ""."""
         try:
             answer = await self._server.ask(
                 "ModelReady", pb.ModelReadyRequest(name=name), pb.ModelReadyResponse, _ASK_S
@@ -249,7 +250,7 @@ class Upstream:
         except TooManyModels as error:
             if self._served.get(name) != ():
                 _log.error("%s", error)
-            versions = ()  # unlike any, to be tried again: others may have gone
+            versions = ()  # unlike any real ones, so that it is tried again: others may have gone
         except LoadFailed as error:
             _log.error("%s", error)
         else:
@@ -257,7 +258,7 @@ class Upstream:
         self._served[name] = versions
 
     async def _versions(self, name: str, indexed: Sequence[str]) -> tuple[UpstreamVersion, ...]:
-        """What is told of each version, the one that is meant without a number last."""
+        """What the upstream says about each version; the one that is meant without a number comes last."""
         latest = await self._metadata(name, "")
         versions = sorted({*latest.versions, *indexed}, key=version_order) or [""]
         return tuple([await self._describe(name, version) for version in versions])

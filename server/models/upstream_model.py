@@ -1,4 +1,4 @@
-"""From what another server tells of a model to what this one needs to serve it.
+"""From what another server says about a model to what this one needs to serve it.
 
 Lives here: pure decisions: what clients see, whether and how it batches. Must not: ask, or send anything. The rule:
 clients see the tensors that they would see there.
@@ -29,8 +29,8 @@ _SPLITS = "paceline.split_oversized"
 
 @dataclass(frozen=True, slots=True)
 class UpstreamVersion:
-    """One version of a model: its name there ("": it has none), what ModelMetadata says, and ModelConfig, serialized;
-    b"" where the server has no such RPC. Equal ones are served alike."""
+    """One version of a model: its name there ("": it has none), and its ModelMetadata and ModelConfig, serialized; the
+    latter is b"" where the server has no such RPC. Equal ones are served alike."""
 
     version: str
     metadata: bytes
@@ -44,7 +44,7 @@ def bring(
     settings: UpstreamSettings,
     batching: BatchDefaults,
 ) -> list[LoadedVersion]:
-    """Model `name`, ready to be served. Raises ConfigError for what can't be."""
+    """The versions of model `name`, ready to be served. Raises ConfigError for what can't be."""
     return [_version(name, one, server, settings, batching) for one in versions]
 
 
@@ -55,18 +55,18 @@ def _version(
     config = config_pb.ModelConfig.FromString(told.config) if told.config else None
     own = ModelSpec(_tensors("input", metadata.inputs), _tensors("output", metadata.outputs))
     if not (own.inputs and own.outputs):
-        own = ModelSpec((), ())  # its requests tell
+        own = ModelSpec((), ())  # each request says
     if config is not None:
         _check(config)
         own = _with_optional(own, config)
     rows = 0 if name in settings.unbatched else _max_batch_rows(own, config, batching)
-    # A limit that the upstream doesn't know, or doesn't keep to, must not refuse what it would take.
+    # A limit on rows that the upstream doesn't know, or doesn't keep to, must not refuse what it would accept.
     splits = config is None or _says_it_splits(config)
     queueing = _queueing(config) if config else config_pb.ModelConfig()
     plan = _plan(own, rows, batching, queueing, splits=splits)
     served = config_pb.ModelConfig(name=name, platform=metadata.platform, backend=config.backend if config else "")
     served.MergeFrom(queueing)
-    if plan.splits:  # for whoever batches in front of us
+    if plan.splits:  # for a server that batches in front of this one
         served.parameters[_SPLITS].string_value = "true"
     made = effective_config(
         served,
@@ -98,7 +98,7 @@ def _tensors(kind: str, tensors: Sequence[pb.ModelMetadataResponse.TensorMetadat
 
 
 def _check(config: config_pb.ModelConfig) -> None:
-    """Raise ConfigError for models whose requests belong together, or have several answers."""
+    """Raise ConfigError for models whose requests belong together, or get several answers."""
     if config.HasField("sequence_batching"):
         raise ConfigError("sequence_batching of the upstream's model: requests of a sequence can't be passed on")
     if config.model_transaction_policy.decoupled:
@@ -113,12 +113,12 @@ def _with_optional(own: ModelSpec, config: config_pb.ModelConfig) -> ModelSpec:
 def _max_batch_rows(own: ModelSpec, config: config_pb.ModelConfig | None, batching: BatchDefaults) -> int:
     """The rows of a batch: what ModelConfig says, else the flag; 0 for models that can't batch."""
     if config is not None and (config.max_batch_size <= 0 or not _is_made_of_rows(config)):
-        return 0  # of what isn't made of rows, requests joined here would be one to the upstream
+        return 0  # requests that aren't made of rows, joined here, would be one request to the upstream
     if not own.inputs:
         return config.max_batch_size if config else batching.max_batch_rows
     if config is not None:
         if all(one.optional for one in own.inputs):
-            return 0  # what a request brings need not tell its rows
+            return 0  # what a request brings need not show how many rows it has
         return config.max_batch_size if _leads_with_free(own) else 0
     return batching.max_batch_rows if can_batch(config_pb.ModelConfig(), own) else 0
 
@@ -146,7 +146,7 @@ def _says_it_splits(config: config_pb.ModelConfig) -> bool:
 
 
 def _queueing(config: config_pb.ModelConfig) -> config_pb.ModelConfig:
-    """Who waits for whom and how long there, which holds for the queue here: there only batches arrive, without the
+    """The upstream's priorities and timeouts, which hold for the queue here: there, only batches arrive, without the
     priorities and timeouts of their requests. Not how many may wait."""
     held = config_pb.ModelConfig()
     if not config.HasField("dynamic_batching"):
@@ -155,7 +155,7 @@ def _queueing(config: config_pb.ModelConfig) -> config_pb.ModelConfig:
     batching.CopyFrom(given)
     for setting in ("preferred_batch_size", "max_queue_delay_microseconds", "preserve_ordering"):
         batching.ClearField(setting)
-    if not batching.priority_levels:  # then they mean nothing there, and are refused here
+    if not batching.priority_levels:  # without levels, these mean nothing there, and are refused here
         batching.ClearField("default_priority_level")
         batching.ClearField("priority_queue_policy")
     for policy in (batching.default_queue_policy, *batching.priority_queue_policy.values()):

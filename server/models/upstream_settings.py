@@ -27,20 +27,20 @@ TRACING_HEADERS = (
     "traceparent", "tracestate", "x-request-id",
     "b3", "x-b3-traceid", "x-b3-spanid", "x-b3-parentspanid", "x-b3-sampled", "x-b3-flags",
 )  # fmt: skip
-"""W3C's, Zipkin's, and what proxies such as Envoy give each request of their own."""
+"""W3C's, Zipkin's, and the one that proxies such as Envoy give each request."""
 
-# All that gRPC has in the name of a header, in either case; one of another name never comes.
+# All that gRPC allows in the name of a header, in either case; one with another name never arrives.
 _NAME = re.compile(r"[A-Za-z0-9_.-]+")
 _PORT = re.compile(r"[0-9]{1,5}")
 
 
 @dataclass(frozen=True, slots=True)
 class UpstreamSettings:
-    """The server at `target`, HOST:PORT. `models` are those to serve, none: all that it tells of; `unbatched` those of
-    which each request travels alone. `batches` are under way at the same time for a model that batches, `calls` for
-    one that doesn't, over `connections`; none takes longer than `timeout_secs`. Every `health_secs` it is asked how it
-    is. Requests take `headers` along, which keep them apart, and `tracing_headers`, which don't. Without `tls` it is
-    spoken to in plain text; every call has the token in `token_file`, if there is one."""
+    """The server at `target`, HOST:PORT. `models` are those to serve, none: all that it lists; requests for `unbatched`
+    ones are sent one by one. Up to `batches` are in flight at a time for a model that is batched, `calls` for one that
+    isn't, over `connections`; none takes longer than `timeout_secs`. Every `health_secs` the server is polled. Requests
+    take `headers` along, which keep them apart, and `tracing_headers`, which don't. Without `tls`, connections are
+    plain text; every call has the token in `token_file`, if there is one."""
 
     target: str
     models: tuple[str, ...] = ()
@@ -90,7 +90,7 @@ _FLAGS = (
 
 
 def upstream_flags(command: Callable[..., None]) -> Callable[..., None]:
-    """Give `command` the flags; it gets `upstream`, UpstreamSettings or None."""
+    """Add the flags to `command`; it gets `upstream`, UpstreamSettings or None."""
 
     @wraps(command)
     def serve(**given: Any) -> None:
@@ -105,8 +105,8 @@ def upstream_flags(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def _check_none_given(names: Iterable[str]) -> None:
-    """Raises click.UsageError for what says something of an upstream, where there is none: models would be served that
-    nobody has asked for, or without what was meant to protect them."""
+    """Raises click.UsageError for flags about an upstream where there is none: models would be served that nobody has
+    asked for, or without what was meant to protect them."""
     context = click.get_current_context()
     for name in names:
         if context.get_parameter_source(name) in (ParameterSource.COMMANDLINE, ParameterSource.ENVIRONMENT):
@@ -126,8 +126,8 @@ def _settings(given: dict[str, Any], *, has_tokens: bool) -> UpstreamSettings | 
 
 
 def _check_target(target: str) -> None:
-    """Raises click.UsageError. gRPC would take 80000 for 14464, `::1:80` for an address without a port, and `http://…`
-    for a name."""
+    """Raises click.UsageError unless it is HOST:PORT. gRPC would take 80000 for 14464, `::1:80` for an address without
+    a port, and `http://…` for a name."""
     host, _, port = target.rpartition(":")
     bare = ":" in host and not host.startswith(("[", "dns:", "ipv4:", "ipv6:"))
     if not host or bare or not (_PORT.fullmatch(port) and 0 < int(port) < 2**16):
@@ -136,7 +136,7 @@ def _check_target(target: str) -> None:
 
 
 def _headers(given: tuple[str, ...], has_tokens: bool, token_file: Path | None) -> tuple[str, ...]:
-    """A token that is good here is this server's business: another learns it only if somebody says so."""
+    """The headers to pass on. A token that is valid here is passed on to another server only if a flag says so."""
     if not given:
         return () if has_tokens or token_file is not None else _DEFAULTS.headers
     names = _names("upstream-header", given)
@@ -146,7 +146,7 @@ def _headers(given: tuple[str, ...], has_tokens: bool, token_file: Path | None) 
 
 
 def _tls(given: dict[str, Any]) -> Tls | None:
-    from clients.tls import Tls  # which fronts, who read settings too, do without
+    from clients.tls import Tls  # fronts read settings too, and do without it
 
     used = given.pop("upstream_use_ssl")
     ca, name = given.pop("upstream_root_cert"), given.pop("upstream_server_name")

@@ -1,9 +1,9 @@
 """Executions before a model is ready, so that the first caller doesn't pay for what is done once.
 
 Lives here: `model_warmup` of the configuration, and the modest default: one batch of one row of zeros where all
-dimensions are known. Instances with slots are devices that prepare for each shape, and allocate for the largest: each
-slot of theirs runs what all sizes of batches look like. Must not: count as inference; warm-up calls instances directly,
-past batcher and metrics.
+dimensions are known. Instances with slots are on devices, which prepare for each shape and allocate for the largest:
+each of their slots runs batches of all sizes. Must not: count as inference; warm-up calls instances directly, past
+batcher and metrics.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ _log = logging.getLogger("paceline.server.warmup")
 
 
 class WarmUp:
-    """What an instance of the model that `config` describes executes before it serves, be it one of those that are
-    loaded or one that takes the place of another later: so samples, with what files they name, are read once and kept.
+    """What an instance of the model that `config` describes executes before it serves, whether it is loaded with the
+    model or replaces another later: so samples, and the files that they name, are read once and kept.
 
     Raises ConfigError for a configured sample that doesn't fit. `folder` is the model's.
     """
@@ -60,8 +60,8 @@ class WarmUp:
         """Run the configured samples, or the default one if there are none; `supervise` runs each execution.
 
         Blocks. Raises ConfigError if a configured sample fails: a model that can't do what its author says it does
-        isn't ready. A failing default sample is only logged, since nobody promised that zeros are good input, unless
-        the device is lost over it, or the runtime lacks what any input would want: LoadError.
+        isn't ready. A failing default sample is only logged, since nobody promised that zeros are good input; but
+        LoadError is raised if the device is lost, or the runtime lacks what any input would need.
         """
         if not self._samples:
             self._run_default(instance, supervise)
@@ -79,7 +79,7 @@ class WarmUp:
                 raise ConfigError(f"failed to run warmup sample '{sample.name}': {_words(error)}") from error
 
     def _run_default(self, instance: ModelInstance, supervise: Supervise) -> None:
-        """One batch of one row of zeros, where batches of other sizes are worth it of these too, if the model's
+        """Run one batch of one row of zeros, and batches of other sizes where they are worth it, if the model's
         dimensions are known."""
         spec = self._plan.spec
         needed = [tensor for tensor in spec.inputs if not tensor.optional]
@@ -104,7 +104,7 @@ class WarmUp:
 
 
 def _ways(instance: ModelInstance, supervise: Supervise) -> Sequence[Run]:
-    """What has to run a sample for all of `instance` to be warm."""
+    """What must run a sample for all of `instance` to be warm."""
     ways: Sequence[Run] = (
         [slot.prepare for slot in instance.slots] if isinstance(instance, Slotted) else [instance.execute]
     )
@@ -117,7 +117,7 @@ def _run_supervised(supervise: Supervise, run: Run, requests: Sequence[Tensors],
 
 def _sizes(instance: ModelInstance, plan: ServingPlan) -> Sequence[int]:
     """The rows that warm-up batches are padded to, largest first, so that what is allocated for one suffices for the
-    next; 0: to none. Where any size is allowed, powers of two stand for all."""
+    next; 0: no padding. Where any size is allowed, powers of two and the largest stand for all."""
     if not (isinstance(instance, Slotted) and plan.spec.batched and plan.spec.paddable):
         return [0]
     most = max(1, plan.max_batch_rows)
@@ -126,10 +126,10 @@ def _sizes(instance: ModelInstance, plan: ServingPlan) -> Sequence[int]:
 
 
 def _run_sizes(run: Run, requests: Sequence[Tensors], sizes: Sequence[int]) -> None:
-    """The sample in each of the sizes. Those that memory isn't enough for are left out, unless it is none of them."""
+    """Run the sample in each of the sizes. Sizes that memory isn't enough for are left out; OutOfMemory if all are."""
     shortage: OutOfMemory | None = None
     done = 0
-    # What is larger than a size isn't padded to it: that would be the sample as it is once more.
+    # A sample larger than a size isn't padded to it: that would only run the sample as it is once more.
     rows = sum(len(request[0]) for request in requests) if max(sizes) else 0
     for size in [size for size in sizes if size >= rows]:
         try:
@@ -151,7 +151,7 @@ def _words(error: Exception) -> str:
 
 
 def _requests(sample: pb.ModelWarmup, plan: ServingPlan, folder: Path) -> Iterator[Tensors]:
-    """Triton's reading: a batch size of N is N requests of one row each, run together; 0 runs nothing."""
+    """As Triton reads it: a batch size of N is N requests of one row each, run together; 0 runs nothing."""
     if sample.batch_size > max(1, plan.max_batch_rows):
         raise ConfigError(
             f"warmup sample '{sample.name}': expected a batch_size up to {max(1, plan.max_batch_rows)}, "
@@ -190,7 +190,7 @@ def _input(sample: pb.ModelWarmup, tensor: TensorSpec, spec: ModelSpec, folder: 
     if kind is None:
         raise ConfigError(f"{where}: expected zero_data, random_data or input_data_file, got none")
     try:
-        element_count(shape)  # before random bits are made for it
+        element_count(shape)  # before random bits are generated for it
         if kind == "input_data_file":
             return decode_raw(_data(folder, given.input_data_file, where), by_name(datatype), shape)
         return _random(tensor, shape) if given.random_data else _zeros(tensor, shape)

@@ -1,7 +1,7 @@
 """Metric families as Prometheus' text format, version 0.0.4, in the spelling that Triton's users expect.
 
-Lives here: the writer. Must not: know any metric. It is ours because the library's writes `_total` behind the name of
-each counter and a million as 1e+06, while scripts made for Triton look for bare names and digits.
+Lives here: the writer. Must not: know any metric. It is ours because the library's appends `_total` to the name of each
+counter and writes a million as 1e+06, while scripts made for Triton look for bare names and digits.
 Source: prometheus.io/docs/instrumenting/exposition_formats.
 """
 

@@ -35,11 +35,11 @@ _FAMILIES: Sequence[tuple[str, str, str, Callable[[GpuReading], float | None]]] 
 
 class Gpus(Protocol):
     def read(self) -> list[GpuReading]:
-        """Of each GPU. May block for ever."""
+        """A reading of each GPU. May block for ever."""
 
 
 class GpuCollector(Collector):
-    """What `gpus` say, at most a second old. Energy counts from the first reading, which the constructor takes: it
+    """What `gpus` say, at most a second old. Energy counts from the first reading, which the constructor takes, so that
     blocks."""
 
     def __init__(self, gpus: Gpus, patience_s: float = 0.5, clock: Callable[[], float] = time.monotonic) -> None:

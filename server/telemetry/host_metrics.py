@@ -16,13 +16,13 @@ from prometheus_client.registry import Collector
 __all__ = ["HostCollector"]
 
 _SHORTEST_S = 1.0
-"""Ticks are 10 ms: over less time than this a share of them says little."""
+"""Ticks are 10 ms: over less time than this, a share of them means little."""
 
 
 class HostCollector(Collector):
     """`nv_cpu_utilization`, `nv_cpu_memory_total_bytes` and `nv_cpu_memory_used_bytes`, of the whole machine.
 
-    Utilization is that between two scrapes; scrapes within a second of such a one get the same number.
+    Utilization is measured from scrape to scrape; scrapes within a second of a measurement get the same number.
     """
 
     def __init__(self, proc: Path = Path("/proc")) -> None:
@@ -54,7 +54,7 @@ class HostCollector(Collector):
             return self._utilization
 
     def _ticks(self) -> tuple[int, int] | None:
-        """Ticks of all processors since the machine started, those that did something and all. Source: proc_stat(5)."""
+        """Ticks of all processors since the machine started: busy ones, and all. Source: proc_stat(5)."""
         try:
             first, *numbers = (self._proc / "stat").read_text().split("\n", 1)[0].split()
             user, nice, system, idle, iowait, irq, softirq, steal = (int(number) for number in numbers[:8])
@@ -64,7 +64,7 @@ class HostCollector(Collector):
         return (busy, busy + idle + iowait) if first == "cpu" else None
 
     def _memory(self) -> tuple[int, int] | None:
-        """Bytes in all, and those that could be had without swapping. Source: proc_meminfo(5)."""
+        """Bytes in all, and those available without swapping. Source: proc_meminfo(5)."""
         try:
             lines = (line.split() for line in (self._proc / "meminfo").read_text().splitlines())
             found = {line[0]: int(line[1]) * 1024 for line in lines if line[0] in ("MemTotal:", "MemAvailable:")}

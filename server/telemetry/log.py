@@ -21,7 +21,7 @@ __all__ = ["LogSettings", "apply", "configure", "current", "debugging"]
 
 
 class _Switch:
-    """`on` while lines for debugging are written."""
+    """`on` while debug lines are written."""
 
     __slots__ = ("on",)
 
@@ -30,16 +30,16 @@ class _Switch:
 
 
 debugging = _Switch()
-"""For what is asked for every request: to ask a logger takes 110 ns, this 15."""
+"""For checks that every request makes: asking a logger takes 110 ns, this 15."""
 
 
 _CONTROLS = {code: repr(chr(code))[1:-1] for code in (*range(32), *range(127, 160), 0x2028, 0x2029) if code != 9}
-"""Of a text that a client sent, nothing may end the line or move a terminal's cursor."""
+"""Text that a client sent must not end the line or move a terminal's cursor."""
 
 
 _LOOPS = "asyncio"
-"""The logger of those who run our code, and say so when it fails in a way that nobody foresaw. Not gRPC's: that has
-nobody who writes its lines, and values of headers are in them."""
+"""asyncio's logger: it runs our code, and reports when that fails in an unforeseen way. Not gRPC's logger: nothing
+writes its lines, and they contain the values of headers."""
 
 
 class _Text(logging.Formatter):
@@ -74,8 +74,8 @@ class _Json(_Text):
 
 @dataclass(frozen=True, slots=True)
 class LogSettings:
-    """Which lines are written, by level (`verbose_level` above 0: those for debugging), and how: lines of text for
-    `default` and `ISO8601`, which look the same, or one `json` object each. Names and types are those of Triton's
+    """Which lines are written, by level (`verbose_level` above 0: debug lines too), and how: as lines of text for
+    `default` and `ISO8601`, which look the same, or as one `json` object each. Names and types are those of Triton's
     "logging" extension."""
 
     info: bool = True
@@ -116,7 +116,7 @@ class _Handler(logging.StreamHandler[TextIO]):
         self.addFilter(lambda record: settings.writes(record.levelno) and self._storms.lets_pass(record))
 
     def _write(self, record: logging.LogRecord) -> None:
-        """Past the filters."""
+        """Write `record` past the filters."""
         with self.lock or nullcontext():
             self.emit(record)
 
@@ -140,7 +140,7 @@ def apply(settings: LogSettings) -> None:
     logger.setLevel(settings.threshold)
     debugging.on = settings.verbose_level > 0
     logger.propagate = False
-    # By default its lines go past format, level and bounds.
+    # By default, asyncio's lines bypass format, level and bounds.
     loops = logging.getLogger(_LOOPS)
     loops.handlers = [ours]
     loops.propagate = False
@@ -148,6 +148,6 @@ def apply(settings: LogSettings) -> None:
 
 
 def current() -> LogSettings:
-    """How lines are written now; the defaults where the program that this is part of writes them in its own way."""
+    """How lines are written now; the defaults if the program that this is part of writes them in its own way."""
     handlers = logging.getLogger("paceline").handlers
     return next((one.settings for one in handlers if isinstance(one, _Handler)), LogSettings())

@@ -1,9 +1,9 @@
-"""Where lines of the log go: to stderr, by a thread of its own, so that nobody waits for whoever reads them.
+"""Where log lines go: to stderr, by a thread of its own, so that no writer waits for the reader.
 
-Lives here: `LogOutput`, which stands where `sys.stderr` does in a process of ours, and so has all that Python writes
-there. Must not: formats or levels. A pipe that nobody reads would otherwise keep whoever writes a line for ever, the
-event loop above all. The rule: lines are written in order, or lost and counted. What native code writes, as of a crash,
-goes past this, straight to the descriptor: it must not depend on a thread that may be gone.
+Lives here: `LogOutput`, which takes the place of `sys.stderr` in our processes, and so gets all that Python writes
+there. Must not: formats or levels. A pipe that nobody reads would otherwise block every writer for ever, the event loop
+above all. The rule: lines are written in order, or lost and counted. What native code writes, as in a crash, bypasses
+this and goes straight to the descriptor: it must not depend on a thread that may be gone.
 """
 
 from __future__ import annotations
@@ -27,23 +27,24 @@ _log = logging.getLogger("paceline.log")
 
 _MOST_WAITING_BYTES = 4 * 2**20
 _WHOLE_BYTES = select.PIPE_BUF
-"""Up to so many a pipe takes whole or not at all: the lines of several processes don't get into each other."""
+"""A pipe takes up to so many whole or not at all, so the lines of several processes don't get into each other."""
 _PAUSE_S = 0.01
-"""Of the thread, once all is written. Woken by each line it would take the interpreter from the event loop each time,
-which costs more than if that wrote the line itself. A process that is killed loses the lines of that time."""
+"""Of the thread, once everything is written. Woken for each line, it would take the interpreter from the event loop
+each time, which costs more than if the loop wrote the line itself. A process that is killed loses the lines of that
+time."""
 _PATIENCE_S = 1.0
-"""At the end, for what waits to be written."""
+"""How long to wait at the end for what is still to be written."""
 
 
 class LogOutput(io.TextIOBase):
-    """Text for `descriptor`, written by a daemon thread once it was started. `on_gap` is called there with how many
-    lines were lost, as soon as others can be written again. Any thread may write; nobody waits."""
+    """Text for `descriptor`, written by a daemon thread once that is started. `on_gap` is called there with the number
+    of lost lines, as soon as others can be written again. Any thread may write; none waits."""
 
     def __init__(self, descriptor: int, on_gap: Callable[[int], None], most_bytes: int = _MOST_WAITING_BYTES) -> None:
         self._descriptor = descriptor
         self._on_gap = on_gap
         self._most_bytes = most_bytes
-        # Its lock may be taken again by who has it: what is collected as garbage under it may have something to say.
+        # Its lock is reentrant: objects that are garbage-collected while a thread holds it may write, too.
         self._changed = threading.Condition()
         self._waiting: deque[bytes] = deque()
         self._waiting_bytes = 0
@@ -72,8 +73,8 @@ class LogOutput(io.TextIOBase):
         return True
 
     def write(self, text: str) -> int:
-        """Have `text` written, or lost if too much waits already: then everything is until all that waits is written,
-        so that there is one gap. Never waits for the descriptor."""
+        """Have `text` written, or lost if too much waits already: then everything is lost until all that waits is
+        written, so that there is one gap. Never waits for the descriptor."""
         # hot path at level debug: no system call while the thread writes or pauses
         data = text.encode(self.encoding, self.errors)
         if not data:
@@ -89,7 +90,7 @@ class LogOutput(io.TextIOBase):
         return len(text)
 
     def drain(self, patience_s: float) -> bool:
-        """Wait until everything is written or lost, and told, but no longer than that; whether it is."""
+        """Wait until everything is written or lost, and losses are reported, `patience_s` at most; whether it is so."""
         with self._changed:
             return self._changed.wait_for(lambda: not self._waiting_bytes and not self._gap_is_due(), patience_s)
 
@@ -113,7 +114,7 @@ class LogOutput(io.TextIOBase):
                 time.sleep(_PAUSE_S)
 
     def _next(self) -> bytes:
-        """What is written at once: as many of the texts that wait as a pipe takes whole, but one at least."""
+        """What to write at once: as many of the waiting texts as a pipe takes whole, but at least one."""
         taken: list[bytes] = []
         size = 0
         while self._waiting and (not taken or size + len(self._waiting[0]) <= _WHOLE_BYTES):
@@ -122,17 +123,17 @@ class LogOutput(io.TextIOBase):
         return b"".join(taken)
 
     def _gap_is_due(self) -> bool:
-        """Whether to tell what was lost: not while it would be lost too."""
+        """Whether to report what was lost: not while the report would be lost too."""
         return self._untold > 0 and not (self._waiting or self._is_full or self._fails)
 
     def _write(self, data: bytes) -> None:
-        """All of it, or what is left is lost: a disk may be full, or whoever has read gone."""
+        """Write all of it; on an error, the rest is lost: a disk may be full, or the reader gone."""
         left = memoryview(data)
         try:
             while left:
                 try:
                     left = left[os.write(self._descriptor, left) :]
-                except BlockingIOError:  # whoever shares it doesn't want to wait
+                except BlockingIOError:  # another process that shares it has made it non-blocking
                     select.select((), (self._descriptor,), ())
             self._fails = False
         except OSError:
@@ -147,8 +148,8 @@ class LogOutput(io.TextIOBase):
 
 
 def take_stderr() -> None:
-    """Have all that this process writes to `sys.stderr` written by a thread, from now on, if it has one. At an orderly
-    end what is left is written, for a second at most."""
+    """From now on, have a thread write what this process writes to `sys.stderr`, if it has one. At an orderly end, what
+    is left is written, for a second at most."""
     try:
         descriptor = sys.stderr.fileno()
     except (AttributeError, OSError):  # closed, or somebody else's object that has none
@@ -165,14 +166,15 @@ def lost_lines() -> int:
 
 
 def exit_now(status: int) -> NoReturn:
-    """End the process without waiting for its threads, but for a second at most for what is to be written."""
+    """End the process without waiting for its threads, except, for a second at most, for what is still to be
+    written."""
     _finish()
     os._exit(status)
 
 
 def _finish() -> None:
     with contextlib.suppress(Exception):
-        logging.shutdown()  # handlers have something to say at their end
+        logging.shutdown()  # handlers may have more to write at their end
     if isinstance(sys.stderr, LogOutput):
         sys.stderr.drain(_PATIENCE_S)
 

@@ -22,7 +22,7 @@ _Kind = tuple[str, int, str]
 
 
 class _Storm:
-    """A line that was written, and how many like it weren't until the window ends."""
+    """A line that was written, and how many like it haven't been since, until the window ends."""
 
     __slots__ = ("count", "kind", "text", "until_s")
 
@@ -34,9 +34,9 @@ class _Storm:
 
 
 class Storms:
-    """Says which records may be written. Warnings and errors of the same logger, level, text and class of exception are
-    the same: one in `window_s` is written, and at the end of that time, if there were more, through `write` one line
-    with their number, so that a storm is one line a window however long it rages. What is less than a warning passes.
+    """Decides which records are written. Warnings and errors of the same logger, level, text and exception class are
+    the same: one per `window_s` is written, and at the end of that time, if there were more, one line with their
+    number, through `write`. So a storm is one line a window, however long it lasts. Records below warnings always pass.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class Storms:
         """Whether to write `record` now; if not, it is counted."""
         if record.levelno < logging.WARNING:
             return True
-        # Whoever puts a text together himself, as asyncio does with names of tasks in it, is told by his place.
+        # Callers that put a text together themselves, as asyncio does with tasks' names, are identified by their place.
         template = str(record.msg) if record.args else f"{record.pathname}:{record.lineno}"
         kind = (record.name, record.levelno, template)
         text, error = record.getMessage(), record.exc_info and record.exc_info[0]
@@ -99,7 +99,7 @@ class Storms:
             self._write(summary)
 
     def _forget_the_ended(self) -> None:
-        """Before one more comes, so that there are never more than those of a window."""
+        """Called before one is added, so that there are never more than those of one window."""
         now_s = self._clock()
         for key, storm in list(self._storms.items()):
             if not storm.count and storm.until_s <= now_s:
@@ -109,7 +109,7 @@ class Storms:
                     del self._of_kind[storm.kind]
 
     def _start_timer(self) -> None:
-        """A thread for as long as something is to be told; none while nothing goes wrong."""
+        """Have a thread while there are counts to write; none while nothing goes wrong."""
         if self._timer is None:
             self._timer = threading.Timer(self._window_s, self.tell)
             self._timer.daemon = True
@@ -117,7 +117,7 @@ class Storms:
 
 
 def _summary(storm: _Storm, window_s: float) -> logging.LogRecord:
-    """What was written may hold on to an exception and all that led to it, so it is made anew."""
+    """A new record: the one that was written may keep an exception alive, with all that led to it."""
     name, level, _ = storm.kind
     record = logging.LogRecord(name, level, "", 0, "%s (and %d more like this", (storm.text, storm.count), None)
     record.msg += f" within {window_s:g} s)"

@@ -30,7 +30,7 @@ _LEVELS = 16
 
 
 class WaitingRoom(Protocol):
-    """What a batcher says of those who wait."""
+    """What metrics read from a batcher."""
 
     @property
     def waiting_requests(self) -> int: ...
@@ -48,7 +48,7 @@ class WaitingRoom(Protocol):
 
 
 class FrontsShown(Protocol):
-    """What there is to say of the processes that speak gRPC."""
+    """What metrics read about the processes that speak gRPC."""
 
     @property
     def running(self) -> int: ...
@@ -87,10 +87,10 @@ class VersionMetrics:
 
 @dataclass(frozen=True, slots=True)
 class _Line:
-    """A version that serves, and what was counted by those of its name and number whose place it took: `past` may go on
-    counting while they answer what they had; of those in `gone` no more is heard; `settled` is the sum of earlier ones.
+    """A version that serves, and what was counted by those of its name and number that it replaced: `past` ones may go
+    on counting while they answer what they accepted; those in `gone` don't; `settled` is the sum of earlier ones.
 
-    A new line takes the place of one that changes, so that any thread may read.
+    A line that changes is replaced by a new one, so that any thread may read.
     """
 
     current: VersionMetrics
@@ -99,13 +99,13 @@ class _Line:
     settled: VersionStatistics = field(default_factory=VersionStatistics)
 
     def replaced(self, version: VersionMetrics) -> _Line:
-        """With `version` in the place of the current one. What was gone before this is settled: not sooner, since the
-        last requests of a version are counted a moment after it has gone."""
+        """With `version` as the current one. Only now are those in `gone` summed up, since the last requests of a
+        version are counted a moment after it has gone."""
         settled = _sum(self.settled, *(one.statistics for one in self.gone))
         return _Line(version, (*self.past, self.current), (), settled)
 
     def without(self, version: VersionMetrics) -> _Line:
-        """The same, once one of the past has gone."""
+        """The same, after `version`, one of `past`, has gone."""
         left = tuple(one for one in self.past if one is not version)
         return self if len(left) == len(self.past) else _Line(self.current, left, (*self.gone, version), self.settled)
 
@@ -137,14 +137,14 @@ class Metrics:
         GCCollector(registry=self._registry)
 
     def add(self, version: VersionMetrics) -> None:
-        """Show a version. If it takes the place of one of the same name and number, its counters go on from there, as
-        they do in Triton: otherwise whatever the earlier one still answers would be lost to whoever scrapes."""
+        """Show a version. If it replaces one of the same name and number, its counters go on from there, as they do in
+        Triton: otherwise scrapes would miss whatever the earlier one still answers."""
         line = self._versions.get(_key(version))
         if line is None or line.current is not version:
             self._versions[_key(version)] = _Line(version) if line is None else line.replaced(version)
 
     def remove(self, version: VersionMetrics) -> None:
-        """Show it no longer. What one counted whose place was taken stays."""
+        """Show it no longer. The counts of a version that was replaced stay."""
         line = self._versions.get(_key(version))
         if line is None:
             return
@@ -171,7 +171,7 @@ def _key(version: VersionMetrics) -> tuple[str, str]:
 
 
 Samples = Iterable[tuple[str, Mapping[str, str], float]]
-"""Of one version: what follows the family's name, further labels, value."""
+"""Of one version: what is appended to the family's name, further labels, value."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,7 +183,7 @@ class _Family:
 
 
 class FrontsCollector(Collector):
-    """The processes that speak gRPC, where there are such."""
+    """The processes that speak gRPC, if there are any."""
 
     def __init__(self, fronts: FrontsShown) -> None:
         self._fronts = fronts

@@ -1,4 +1,4 @@
-"""The metrics' own little HTTP server, and what orchestrators probe.
+"""The small HTTP server of the metrics, and of the probes of orchestrators.
 
 Lives here: sockets and paths. Must not: know any metric, or what health is.
 """
@@ -28,14 +28,14 @@ _PLAIN = "text/plain; charset=utf-8"
 _SILENCE_S = 10
 """How long a connection may be silent."""
 _MOST_CONNECTIONS = 64
-"""Each has a thread. Those who speak a little now and then would have it for ever."""
+"""Each has a thread, and one that sends a little now and then would keep it for ever."""
 
 
 class _HttpServer(ThreadingHTTPServer):
-    """A connection too many takes the place of the oldest, so that nobody can keep scrapers and probes out."""
+    """One connection too many ends the oldest, so that nobody can keep scrapers and probes out."""
 
     daemon_threads = True
-    # The base class has 5: a burst of more would wait for a second, until they try again.
+    # The base class has 5: in a larger burst, the rest would wait for a second before they try again.
     request_queue_size = 128
 
     def __init__(self, address: str, port: int, handler: type[BaseHTTPRequestHandler]) -> None:
@@ -60,7 +60,7 @@ class _HttpServer(ThreadingHTTPServer):
         super().shutdown_request(request)
 
     def server_bind(self) -> None:
-        """Without the base class's look-up of a name for the address, which waits for a name service out of reach."""
+        """Without the base class's look-up of the address's name, which would wait for an unreachable name service."""
         TCPServer.server_bind(self)
         self.server_name, self.server_port = str(self.server_address[0]), self.server_address[1]
 
@@ -72,8 +72,8 @@ class _HttpServer(ThreadingHTTPServer):
 class MetricsEndpoint:
     """`GET /metrics` for scrapers, on a thread of its own. Port 0 takes a free one. Raises OSError.
 
-    `probes` by path: each gives "" if all is well, answered with 200, or the reason why not, answered with 503. They
-    may block, and each call of one has a thread of its own.
+    `probes`, by path: each returns "" if all is well, answered with 200, or the reason why not, answered with 503. They
+    may block; each call has a thread of its own.
     """
 
     def __init__(
@@ -115,11 +115,12 @@ class MetricsEndpoint:
         return self._server.server_port
 
     def close(self) -> None:
-        """Stop listening. The thread sleeps until somebody connects, so that an idle server wakes for nothing."""
+        """Stop listening. The thread sleeps until somebody connects, so that an idle server doesn't wake for
+        nothing."""
         stopper = Thread(target=self._server.shutdown)
         stopper.start()
         while stopper.is_alive():
-            # It may have woken already, and then takes nobody in any more.
+            # It may have woken already, and then accepts no more.
             with suppress(OSError):
                 socket.create_connection((self._server.server_name, self.port), timeout=1).close()
             stopper.join(0.05)

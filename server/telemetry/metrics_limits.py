@@ -1,4 +1,4 @@
-"""What Prometheus gets to see of the server's limits: how much there may be, how much there is, what was refused.
+"""The server's limits for Prometheus: how much there may be, how much there is, what was refused.
 
 Lives here: the families. Must not: count anything. Collecting may happen on any thread.
 """
@@ -16,8 +16,7 @@ __all__ = ["LimitCollector", "LimitShown"]
 
 @dataclass(frozen=True, slots=True)
 class LimitShown:
-    """One limit. `used` is left out where gRPC keeps it and tells nobody, `refused` where refusals are counted
-    elsewhere, or by nobody."""
+    """One limit. `used` is left out if only gRPC knows it, `refused` if refusals are counted elsewhere or nowhere."""
 
     name: str
     bound: int

@@ -51,7 +51,7 @@ _REASON_OF: Mapping[type[BaseException], FailureReason] = {
 
 
 def reason_of(error: BaseException) -> FailureReason:
-    """Under which reason a request that ended with `error` counts."""
+    """The reason under which a request that ended with `error` counts."""
     return next((_REASON_OF[kind] for kind in type(error).__mro__ if kind in _REASON_OF), FailureReason.OTHER)
 
 
@@ -101,13 +101,13 @@ class BatchTotals:
 class VersionStatistics:
     """The numbers of one version since it was loaded; an `Observer` of its batcher.
 
-    `requests` holds how long each client's request took that succeeded, from when it was taken up until its answer was
-    ready. A request that is executed in parts is one request there and in `failures`. `queue` holds the waits of what
-    was executed and answered, parts one by one; `input_ns`, `infer_ns` and `output_ns` add up the whole batch's times
-    once for each of these. `batches` has executions by their rows, padding left out; `executions` how long they took,
-    by the power of two that covers the rows that the model saw. `hung_executions`: those given up, each of which cost
-    an instance. `lost_instances`: those that nothing could be executed on any more. `shortages`: executions for which
-    there wasn't memory enough.
+    `requests` has the durations of clients' requests that succeeded, from when each was taken up until its answer was
+    ready. A request that is executed in parts is one request there and in `failures`. `queue` has the waits of what was
+    executed and answered, of each part by itself; `input_ns`, `infer_ns` and `output_ns` add up the whole batch's times
+    once for each of these. `batches` has executions by their rows without padding; `executions` has their durations, by
+    the power of two that covers the rows that the model saw. `hung_executions`: those given up, each of which cost an
+    instance. `lost_instances`: those on which nothing could be executed any more. `shortages`: executions that memory
+    wasn't enough for.
     """
 
     def __init__(self) -> None:
@@ -145,7 +145,7 @@ class VersionStatistics:
         return dict(sorted(self.executions.copy().items()))
 
     def merge(self, other: VersionStatistics) -> None:
-        """Add what `other` has counted so far. Any thread may, to numbers that nobody else writes to."""
+        """Add what `other` has counted so far. May be called on any thread if nothing else writes to these numbers."""
         self.requests.merge(other.requests)
         self.queue.merge(other.queue)
         for reason, count in other.failures.items():
@@ -209,7 +209,7 @@ class VersionStatistics:
         self.last_inference_ms = time.time_ns() // 1_000_000
 
     def _histogram_of(self, rows: int) -> DurationHistogram:
-        """Powers of two, and not each size: a series per size would be up to `max_batch_size` of them."""
+        """By powers of two rather than by size, which would be up to `max_batch_size` series."""
         size = 1 << (rows - 1).bit_length()
         histogram = self.executions.get(size)
         if histogram is None:

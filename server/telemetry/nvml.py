@@ -1,7 +1,7 @@
-"""What NVIDIA's management library says of the GPUs that this process may use.
+"""What NVIDIA's management library reports about the GPUs that this process may use.
 
-Lives here: everything that names pynvml. Must not: metrics. Its calls may block for as long as the driver does; whoever
-calls is to expect that.
+Lives here: everything that names pynvml. Must not: metrics. Its calls may block for as long as the driver does; callers
+have to expect that.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ __all__ = ["GpuReading", "Nvml", "open_nvml"]
 
 @dataclass(frozen=True, slots=True)
 class GpuReading:
-    """One GPU at one moment; None for what it doesn't tell. `utilization` is the share of the last moments, 0 to 1, in
-    which something computed, `energy_j` what it has taken since the driver was loaded."""
+    """One GPU at one moment; None for what it doesn't report. `utilization` is the share of the last moments, 0 to 1,
+    in which something computed, `energy_j` what it has used since the driver was loaded."""
 
     uuid: str
     utilization: float | None
@@ -32,18 +32,18 @@ class GpuReading:
 
 
 class Nvml:
-    """The GPUs `uuids`, by the module `library`, which is initialised."""
+    """The GPUs `uuids`, read through the module `library`, which is initialised."""
 
     def __init__(self, library: Any, uuids: Sequence[str]) -> None:
         self._library = library
         self._handles = dict(map(self._find, uuids))
 
     def read(self) -> list[GpuReading]:
-        """Of each GPU. Blocks."""
+        """A reading of each GPU. Blocks."""
         return [self._read(uuid, handle) for uuid, handle in self._handles.items()]
 
     def _find(self, uuid: str) -> tuple[str, Any]:
-        """Name and handle; CUDA doesn't say of a GPU whether it is a slice of one, which NVML names differently."""
+        """UUID and handle. CUDA doesn't say whether a GPU is a slice of one, which NVML names differently."""
         find = self._library.nvmlDeviceGetHandleByUUID
         try:
             return uuid, find(uuid)
@@ -66,7 +66,7 @@ class Nvml:
         )
 
     def _ask(self, question: Callable[[Any], Any], handle: Any) -> Any:
-        """Not every GPU answers every question, and one that is lost none."""
+        """None if there is no answer: not every GPU answers every question, and a lost one answers none."""
         try:
             return question(handle)
         except self._library.NVMLError:
@@ -76,7 +76,7 @@ class Nvml:
 def open_nvml(
     visible: Callable[[], Sequence[str]] = gpu_uuids, load: Callable[[str], Any] = importlib.import_module
 ) -> Nvml:
-    """The GPUs that `visible` names. Blocks, up to a second. DeviceError saying what is missing."""
+    """The GPUs that `visible` names. Blocks, up to a second. Raises DeviceError saying what is missing."""
     try:
         uuids = visible()
         library = load("pynvml")

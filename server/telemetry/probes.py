@@ -1,4 +1,4 @@
-"""What `/livez` and `/readyz` ask: found out on the event loop, since that is what has to be alive.
+"""What `/livez` and `/readyz` answer, found out on the event loop, since that is what has to be alive.
 
 Lives here: the crossing of threads. Must not: HTTP, or what readiness is.
 """

@@ -1,12 +1,12 @@
-"""Spans of requests and batches, for OpenTelemetry. The one module that knows its packages, and imported only by a
-server that sends it traces.
+"""Spans of requests and batches, for OpenTelemetry. The only module that knows its packages; it is imported only if the
+server sends traces there.
 
 Lives here: which spans there are, and the pipeline that exports them. Must not: decide which requests are traced
-(tracing), or change what becomes of one. All runs on the event loop but the export, which has a thread of the SDK's.
+(tracing), or change what happens to one. Everything runs on the event loop except the export, on a thread of the SDK's.
 
-A request is a span of kind SERVER, child of what its caller's headers name, with children `queue` and `compute`, one
-of each for every time it was executed. A batch belongs to all of its requests: it is the root of a trace of its own,
-with links to those that are traced, as `compute` has one to it.
+A request is a span of kind SERVER, child of the one that its caller's headers name, with children `queue` and
+`compute`, one of each for every time it was executed. A batch belongs to all of its requests: it is the root of a trace
+of its own, with links to those that are traced, and `compute` has a link to it.
 """
 
 from __future__ import annotations
@@ -48,14 +48,14 @@ class Sampling(Protocol):
     """Which requests are traced."""
 
     def is_on(self, model: str) -> bool:
-        """Whether to trace those of which their callers' traces are kept."""
+        """Whether to trace requests whose callers' traces are sampled."""
 
     def picks(self, model: str) -> bool:
-        """Whether to trace this one, which belongs to no trace yet."""
+        """Whether to trace this request, which belongs to no trace yet."""
 
 
 class Spans:
-    """Traces requests and batches between `start` and `close`. `exporter` takes the place of the one for `target`."""
+    """Traces requests and batches between `start` and `close`. `exporter` replaces the one for `target`."""
 
     def __init__(self, target: OtlpTarget, sampling: Sampling, exporter: SpanExporter | None = None) -> None:
         self._target = target
@@ -67,7 +67,7 @@ class Spans:
         self._forwarding = _Forwarding()
 
     def start(self) -> None:
-        """Begin to export. What the target's fields leave open, OpenTelemetry's own environment variables say."""
+        """Start to export. What the target's fields leave open is up to OpenTelemetry's own environment variables."""
         target = self._target
         self._exporter = self._exporter or OTLPSpanExporter(endpoint=target.url or None)
         of_environment = OTELResourceDetector().detect()
@@ -85,10 +85,10 @@ class Spans:
         self._forwarding.install()
 
     def close(self) -> None:
-        """Export what there is, and end. Blocks, but not for long if nobody takes it."""
+        """Export what is left, and end. Blocks, but not for long if nobody takes it."""
         if self._provider is None or self._exporter is None:
             return
-        # The provider would wait for half a minute; an exporter that has ended gives up what it was trying.
+        # The provider would wait for half a minute; an exporter that is shut down gives up what it was trying.
         impatience = Timer(_PATIENCE_S, self._exporter.shutdown)
         impatience.start()
         self._provider.shutdown()
@@ -96,7 +96,7 @@ class Spans:
         self._forwarding.uninstall()
 
     def begin(self, model: str, request_id: str, began_ns: int, parent: TraceParent | None) -> RequestSpan | None:
-        """The span of a request that came at `began_ns`; None if it isn't to be traced."""
+        """The span of a request that arrived at `began_ns`; None if it isn't to be traced."""
         context = Context() if parent is None else self._propagator.extract(_headers(parent), Context())
         caller = get_current_span(context).get_span_context()
         if caller.is_valid:
@@ -114,7 +114,7 @@ class Spans:
     def trace_batch(
         self, requests: Sequence[tuple[Entry[Any], RequestSpan]], batch: Attributes, report: BatchReport
     ) -> None:
-        """The span of a batch, and in each of its requests' what it waited and was executed."""
+        """Record the batch's span, and in the span of each of its requests how it waited and was executed."""
         offset_ns = _offset_ns()
         span = self._tracer.start_span(
             f"batch {batch['paceline.model.name']}",
@@ -136,15 +136,15 @@ class Spans:
 
 
 class RequestSpan:
-    """A request that is traced. Times that come in are monotonic; those of spans are of the wall clock, as it was when
-    the request came, so that a clock that jumps tears nothing apart."""
+    """A request that is traced. Times that come in are monotonic; those of spans are wall-clock times, by the clock's
+    offset when the request arrived, so that a clock that jumps doesn't tear spans apart."""
 
     def __init__(self, tracer: Tracer, context: Context, model: str, request_id: str, began_ns: int) -> None:
         self._tracer = tracer
         self._model = model
         self._offset_ns = _offset_ns()
         self._taken_ns = 0
-        # When the last execution of each part that has been executed ended; most requests have but one part.
+        # By part: when its last execution ended. Most requests have one part only.
         self._executed: dict[int, int] = {}
         attributes: dict[str, str | int] = {
             "rpc.system": "grpc",
@@ -163,7 +163,8 @@ class RequestSpan:
         return format(self.span.get_span_context().trace_id, "032x")
 
     def on_taken(self, version: str, rows: int) -> None:
-        """It is queued from now on. Only now is its model's name one that exists, fit to be part of a span's."""
+        """It is queued from now on. Only now is its model's name known to exist, and fit to be part of a span's
+        name."""
         self._taken_ns = time.monotonic_ns()
         self.span.update_name(f"infer {self._model}")
         self.span.set_attributes({"paceline.model.version": version, "paceline.rows": rows})
