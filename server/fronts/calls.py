@@ -23,7 +23,7 @@ class Aborted(Exception):
 
 
 class CallContext:
-    """What unary handlers ask of their context: headers, the time that is left, and to abort."""
+    """What unary handlers use of their context: headers, the time that is left, and `abort`."""
 
     def __init__(self, headers: tuple[tuple[str, Any], ...], deadline_ns: int | None) -> None:
         self._headers = headers

@@ -1,8 +1,8 @@
-"""What fronts know of the models that the engine serves.
+"""What fronts know about the models that the engine serves.
 
-Lives here: the snapshot that travels, and the look-up of a front. Must not: decide what a name means or why it means
-nothing; that the engine does. A front's look-up may be late: handles are never used twice, and the engine sends back
-what names one that is gone.
+Lives here: the snapshot that is sent, and a front's look-up. Must not: decide what a name means or why it means
+nothing; the engine does that. A front's look-up may be out of date: handles are never used twice, and the engine
+answers STALE to a request for one that is gone.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ __all__ = ["Card", "Catalogue", "LookUp", "Model"]
 
 @dataclass(frozen=True, slots=True)
 class Card:
-    """One version of a model as far as its codec goes."""
+    """What the codec of one version of a model needs to know."""
 
     handle: int
     name: str
@@ -32,7 +32,7 @@ class Card:
 
 @dataclass(frozen=True, slots=True)
 class Catalogue:
-    """All that is served, and the handle that each name and version that a request may have stands for."""
+    """All that is served, and the handle for each name and version that a request may have."""
 
     cards: tuple[Card, ...]
     names: Mapping[tuple[str, str], int]
@@ -40,8 +40,8 @@ class Catalogue:
 
 @dataclass(slots=True)
 class Model:
-    """What a front needs to take a request for a model; of one that is `remote`, another server executes it.
-    `answers_large` once an answer was: then the front makes them itself."""
+    """What a front needs to accept a request for a model; if it is `remote`, another server executes it.
+    `answers_large` once an answer was: from then on the front makes them itself."""
 
     handle: int
     codec: ModelCodec
@@ -51,7 +51,7 @@ class Model:
 
 
 class LookUp:
-    """The front's side: models by name and version, as the latest catalogue has them."""
+    """The front's side: models by name and version, according to the latest catalogue."""
 
     def __init__(self) -> None:
         self._models: dict[int, Model] = {}

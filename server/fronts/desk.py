@@ -1,7 +1,7 @@
 """What one front asks for, done in the engine.
 
-Lives here: taking its messages, and answering. Must not: processes, or steps of a request that a server of one process
-has too (`server.requests.inference`). A front that goes takes with it what it was waiting for.
+Lives here: receiving its messages, and answering. Must not: processes, or steps of a request that a server of one
+process has too (`server.requests.inference`). When a front goes, what it was waiting for is given up.
 """
 
 from __future__ import annotations
@@ -48,15 +48,15 @@ Handlers = Mapping[str, Any]
 
 
 _Result = tuple[int, int, list[Array], tuple[int, ...] | None]
-"""Kind of message, the front's number, what to pack, and the facts of a batch that the caller has asked for."""
+"""Kind of message, the front's number, what to pack, and the facts about a batch if the caller asked for them."""
 
 _NAMELESS = pb.ModelInferRequest()
 
 
 class Desk:
-    """Serves the front at the other end of `link`. `on_listens` gets the port when the front listens, or 0 and why it
-    can't; `on_end` is called once, when the front is gone and all that it had under way is taken back. `read` is that
-    of all fronts: their requests may be alike."""
+    """Serves the front at the other end of `link`. `on_listens` is called with the port when the front listens, or with
+    0 and why it can't; `on_end` is called once, when the front is gone and all that it had in progress is given up.
+    `read` is shared by all fronts: their requests may be alike."""
 
     def __init__(
         self,
@@ -75,7 +75,7 @@ class Desk:
         self._read = read
         self._on_listens = on_listens
         self._on_end = on_end
-        # What the front waits for, by its numbers.
+        # What the front waits for, by the front's numbers.
         self._waited_for: dict[int, InFlight] = {}
         self._tasks: dict[int, asyncio.Task[None]] = {}
         # Results that wait for room in the memory that the front reads, first come first served.
@@ -83,21 +83,21 @@ class Desk:
         self._quiet = asyncio.Event()
         self.usage = Usage()
         self.times_told = 0
-        """How often the front has told its usage: it does so as long as its event loop runs."""
+        """How often the front has reported its usage: it does so as long as its event loop runs."""
 
     @property
     def requests(self) -> int:
-        """What the front waits for."""
+        """How many answers the front waits for."""
         return len(self._waited_for) + len(self._tasks) + len(self._results)
 
     @property
     def used_bytes(self) -> int:
-        """Taken of the memory for results."""
+        """How much of the memory for results is taken."""
         return self._link.used_bytes
 
     @property
     def seen_bytes(self) -> int:
-        """Of the front's memory, what requests here still hold."""
+        """How much of the front's memory requests here still hold."""
         return self._link.seen_bytes
 
     def start(self) -> None:
@@ -113,7 +113,7 @@ class Desk:
             await self._quiet.wait()
 
     def close(self) -> None:
-        """As if the front had gone, but nobody is told."""
+        """As if the front had gone, but without `on_end`."""
         self._link.close()
         self._take_back()
 
@@ -164,7 +164,7 @@ class Desk:
         sent: tuple[Any, ...] | None,
         data: bytes,
     ) -> None:
-        """A request as it came, headers added: from here on like one that came to this process."""
+        """A request as it came to the front, with its headers: from here on like one that came to this process."""
         request = self._read(data)
         if isinstance(request, DecodeError):
             self.fail(number, InvalidRequest(str(request)))
@@ -188,8 +188,8 @@ class Desk:
         self._look_whether_quiet()
 
     def _make_answer(self, whole: _Whole, results: Tensors, pending: AnyPending) -> None:
-        """Raises ExecutionError for outputs that aren't what the model says, and QueueFull for what no front could
-        take."""
+        """Raises ExecutionError for outputs that aren't what the model declares, and QueueFull for an answer too large
+        for any front."""
         encode(whole, results, pending)
         assert whole.answer is not None
         data = whole.answer = serialized(whole.answer)
@@ -198,7 +198,7 @@ class Desk:
 
     # hot path
     def _send_answer(self, number: int, data: bytes) -> None:
-        """Large ones as results are sent."""
+        """Send an answer; large ones are sent as results are."""
         if len(data) <= protocol.MOST_WHOLE_BYTES:
             self._link.send((protocol.ANSWER, number, data))
             return
@@ -241,7 +241,7 @@ class Desk:
 
     # hot path
     def _on_results(self, done: list[_Submitted]) -> None:
-        """There are results, or errors instead."""
+        """Requests have results, or errors instead."""
         for submitted in done:
             if self._waited_for.pop(submitted.number, None) is not None:
                 self._inference.conclude(submitted, self._send_result)
@@ -262,7 +262,7 @@ class Desk:
         result = protocol.RESULT, number, outputs, told
         try:
             if self._link.size_bytes > LARGEST_RESPONSE_BYTES < sum(map(tensor_bytes, outputs)):
-                raise AnswerTooLarge(submitted.model.name)  # as the front would, when it was counted
+                raise AnswerTooLarge(submitted.model.name)  # as the front would, after it was counted
             if (not self._results or is_inline(outputs)) and self._try_send(*result):
                 return
         except (TypeError, ValueError) as error:
@@ -281,7 +281,7 @@ class Desk:
         return True
 
     def _send_waiting(self) -> None:
-        """There is more room."""
+        """Send waiting results, as there is more room."""
         while self._results and self._try_send(*self._results[0]):
             self._results.popleft()
         self._look_whether_quiet()
@@ -311,7 +311,7 @@ class Desk:
     async def _call(
         self, number: int, rpc: str, deadline_ns: int | None, headers: tuple[tuple[str, Any], ...], data: bytes
     ) -> None:
-        """Any other RPC, as gRPC would call its handler."""
+        """Any other RPC: call its handler as gRPC would."""
         handler = self._handlers[rpc]
         try:
             response = await handler.unary_unary(handler.request_deserializer(data), CallContext(headers, deadline_ns))
@@ -355,11 +355,11 @@ class _Numbered(InFlight):
 
 
 class _Submitted(_Numbered):
-    """One that the front has decoded, and will make the answer to."""
+    """One that the front has decoded, and whose answer it will make."""
 
 
 class _Whole(_Numbered):
-    """One of which the front knows nothing."""
+    """One that the front has passed on as it came."""
 
     # hot path
     def on_done(self) -> None:

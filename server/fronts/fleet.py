@@ -1,10 +1,10 @@
-"""The fronts as the engine has them: processes that are started, told things, replaced when they die, and ended.
+"""The fronts as the engine sees them: processes that are started, told things, replaced when they die, and ended.
 
 Lives here: processes, the port that they share, what all of them are told. Must not: requests (`desk`). To
 `server.app` it is what a `Listener` is in a server of one process.
 
-A front gets its descriptors by inheritance and nothing else: what it is to do comes over the link. It ends when the
-link does, so that none outlives the engine, however that ends.
+A front inherits its descriptors and nothing else: what it is to do comes over the link. It ends when the link does, so
+that none outlives the engine, however that ends.
 """
 
 from __future__ import annotations
@@ -40,18 +40,18 @@ __all__ = ["Fleet", "FrontProcess", "StartFront", "start_front"]
 _log = logging.getLogger("paceline.server.fronts")
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 5.0
-"""Between the death of a front and the next try, twice as long each time that it dies young."""
+"""Between the death of a front and the next start; twice as long each time that it dies young."""
 _YOUNG_S = 10.0
 _WAY_OUT_S = 0.2
-"""At least, for answers that the engine has given to be with their callers."""
+"""At least, for answers that the engine has given to reach their callers."""
 _LAST_WORDS_S = 2.0
-"""A front that hasn't ended so long after its grace is killed."""
+"""A front that hasn't ended this long after its grace is killed."""
 _LOOK_EVERY_S = 1.0
-"""Looks whether each front still says something."""
+"""How often to check that each front still reports."""
 
 
 class FrontProcess(Protocol):
-    """A process that was started here, as `asyncio.subprocess.Process` has it."""
+    """A process that was started here, with the interface of `asyncio.subprocess.Process`."""
 
     @property
     def returncode(self) -> int | None: ...
@@ -62,11 +62,11 @@ class FrontProcess(Protocol):
 
 
 StartFront = Callable[[tuple[int, int, int]], Awaitable[FrontProcess]]
-"""Has `server.fronts.process.main` called with these descriptors in a process of its own. Raises OSError."""
+"""Starts a process that calls `server.fronts.process.main` with these descriptors. Raises OSError."""
 
 
 class Fleet:
-    """`settings.frontends` fronts, each begun by `start`, which hand requests to `inference` and other RPCs to
+    """`settings.frontends` fronts, each started by `start`, which hand requests to `inference` and other RPCs to
     `handlers`."""
 
     def __init__(
@@ -79,7 +79,7 @@ class Fleet:
     ) -> None:
         self.start_front = start
         self.memory_bytes = settings.frontend_memory_mb * 2**20
-        # How long a front may say nothing; 0: for ever.
+        # How long a front may be silent; 0: for ever.
         self.timeout_s = settings.frontend_timeout_secs
         self._settings = settings
         self._inference = inference
@@ -97,17 +97,17 @@ class Fleet:
 
     @property
     def running(self) -> int:
-        """Fronts that are there and listen."""
+        """The number of fronts that listen."""
         return sum(front.is_open for front in self._fronts)
 
     @property
     def is_open(self) -> bool:
-        """Whether anybody listens."""
+        """Whether any front listens."""
         return self.running > 0
 
     @property
     def requests(self) -> int:
-        """What fronts wait for."""
+        """How many answers fronts wait for."""
         return sum(desk.requests for desk in self._desks)
 
     @property
@@ -117,26 +117,26 @@ class Fleet:
 
     @property
     def output_bytes(self) -> int:
-        """Shared memory that results take which fronts haven't let go."""
+        """Shared memory taken by results that fronts haven't released."""
         return sum(desk.used_bytes for desk in self._desks)
 
     @property
     def usage(self) -> Usage:
-        """What is under way in all fronts, and what they and those before them have refused."""
+        """What is in progress in all fronts, and what they and those before them have refused."""
         return reduce(Usage.plus, (desk.usage for desk in self._desks), self._usage_before)
 
     def keep_refused(self, desk: Desk) -> None:
-        """For a front that is gone: what it has counted still counts."""
+        """For a front that is gone: what it has refused still counts."""
         self._usage_before = self._usage_before.plus(Usage(refused=desk.usage.refused))
 
     @property
     def _desks(self) -> list[Desk]:
-        """Of the fronts that run."""
+        """Those of the fronts that run."""
         return [front.desk for front in self._fronts if front.desk is not None]
 
     async def open(self, port: int) -> int:
-        """Start the fronts and have them listen on `port`, or if that is 0 on a free one; the port. Raises StartError,
-        and then none is left."""
+        """Start the fronts and have them listen on `port`, or on a free one if that is 0; returns the port. Raises
+        StartError, and then none is left."""
         self._hold_port(port)
         self._repository.on_serving_changed = self._on_models_changed
         self._take_stock()
@@ -150,17 +150,17 @@ class Fleet:
         return self.port
 
     def set_serving(self, serving: bool, live: bool = True) -> None:
-        """What health says, in all fronts."""
+        """Set what health reports, in all fronts."""
         self._ready, self._live = serving, live
         self._tell(self.state)
 
     def announce_end(self) -> None:
-        """Health says NOT_SERVING for good, in all fronts."""
+        """Have health report NOT_SERVING for good, in all fronts."""
         self.ending.set()
         self._tell(self.state)
 
     def leave(self) -> None:
-        """Once hardly any call comes, listen no more and have clients go, in all fronts; calls under way go on."""
+        """In all fronts, once hardly any call arrives: listen no more and have clients go; calls in progress go on."""
         self._tell((protocol.LEAVE,))
 
     def tell_log_settings(self) -> None:
@@ -183,7 +183,7 @@ class Fleet:
 
     @property
     def state(self) -> Message:
-        """What fronts are told of the server as a whole."""
+        """What fronts are told about the server as a whole."""
         return protocol.STATE, self._inference.serving, self._ready and not self.stopping, self.stopping, self._live
 
     @property
@@ -207,7 +207,8 @@ class Fleet:
         return Desk(link, self._inference, self._handles, self._handlers, on_listens, on_end, self._read)
 
     def _hold_port(self, port: int) -> None:
-        """Keep the port for the fronts: who doesn't listen gets no connections, but others can't have it."""
+        """Keep the port for the fronts: a socket that doesn't listen gets no connections, but others can't have its
+        port."""
         address = self._settings.grpc_address
         try:
             family, (host, _) = resolve(address, port)
@@ -215,13 +216,13 @@ class Fleet:
             self._port_holder = holder
             holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             holder.bind((host, port))
-            # Not before: another server that shares its port would have shared it with this one.
+            # Not before: otherwise this server would share the port with another one that allows that.
             holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         except OSError as error:
             raise StartError(f"gRPC can't listen on {host_and_port(address, port)}: {error.strerror}") from None
 
     def _on_models_changed(self) -> None:
-        """At once: an answer that tells of the change leaves after it."""
+        """Tell fronts at once: an answer that reports the change leaves after it."""
         self._take_stock()
         self._tell(self._catalogue)
 
@@ -249,7 +250,7 @@ class _Place:
         self._keeping = asyncio.get_running_loop().create_task(self._keep())
 
     async def stop(self, patience_s: float) -> None:
-        """Wait for its end, but not longer than that."""
+        """Wait for the front to end, but no longer than that; then kill it."""
         if self._keeping is None:
             return
         await asyncio.wait((self._keeping,), timeout=patience_s)
@@ -261,7 +262,7 @@ class _Place:
         await asyncio.wait((self._keeping,))
 
     async def _keep(self) -> None:
-        """Start it, and again whenever it has died, until the server stops."""
+        """Start a front, and another one whenever it has died, until the server stops."""
         pause_s = _FIRST_PAUSE_S
         while not self._fleet.stopping:
             born_s = time.monotonic()
@@ -282,7 +283,7 @@ class _Place:
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
     async def _live(self) -> int:
-        """One process, from its start to its end; its exit status."""
+        """One process, from its start to its end; returns its exit status."""
         link, remote = Link.pair(self._fleet.memory_bytes)
         gone = asyncio.Event()
         watching: asyncio.Task[None] | None = None
@@ -295,7 +296,7 @@ class _Place:
             self.desk.start()
             self._fleet.greet(self.desk)
             watching = asyncio.get_running_loop().create_task(self._watch(self._process, self.desk))
-            # What it said before it went is in the link still.
+            # What it sent before it ended is still in the link.
             status = await self._process.wait()
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(gone.wait(), 1)
@@ -314,8 +315,8 @@ class _Place:
                 self._process.kill()
 
     async def _watch(self, process: FrontProcess, desk: Desk) -> None:
-        """Kill it when it has begun and then says nothing any more: connections that go to it would hang. Looks are
-        counted and not time, of which much passes at once where all processes were frozen together."""
+        """Kill the front if it has begun to report and then falls silent: connections to it would hang. Checks are
+        counted rather than time, much of which passes at once if all processes were frozen together."""
         most, silent, told = self._fleet.timeout_s, 0, desk.times_told
         while most:
             await asyncio.sleep(_LOOK_EVERY_S)
@@ -342,8 +343,8 @@ class _Place:
 
 
 async def start_front(descriptors: tuple[int, int, int]) -> FrontProcess:
-    """Python as it runs here, with the modules that are found here, wherever it was started. Signals first: the imports
-    take a while."""
+    """Start Python as it runs here, with the modules that are found here, wherever it was started. Signals come first:
+    the imports take a while."""
     code = (
         f"import signal, sys; sys.path[:] = {sys.path!r}; "
         "[signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)]; "
@@ -354,6 +355,6 @@ async def start_front(descriptors: tuple[int, int, int]) -> FrontProcess:
         *(sys.executable, "-P", "-c", code, "paceline-front"),
         stdin=asyncio.subprocess.DEVNULL,
         pass_fds=descriptors,
-        # What a terminal sends to all that runs in it is for the engine.
+        # Signals that a terminal sends to everything that runs in it are for the engine.
         start_new_session=True,
     )

@@ -28,7 +28,7 @@ def forwarded(rpc: str, link: Link, replies: Replies) -> Callable[[bytes, Contex
             return await answer(data, context)
         except Aborted as aborted:
             refusal = context.abort(aborted.code, aborted.text)
-        # As in `server.rpc.answering`: what this raises keeps this frame.
+        # As in `server.rpc.answering`: what this raises keeps this frame alive.
         del data, context
         await refusal
         raise AssertionError("abort returned")
@@ -46,7 +46,7 @@ def forwarded(rpc: str, link: Link, replies: Replies) -> Callable[[bytes, Contex
         try:
             answered: bytes = await reply
         finally:
-            # An error leads to this frame, and by the reply this frame would lead back to the error.
+            # An error's traceback refers to this frame, which would refer back to the error through the reply.
             del reply
         return answered
 

@@ -1,4 +1,4 @@
-"""The engine's side of the catalogue: models by the handles that fronts know them by.
+"""The engine's side of the catalogue: models by the handles that fronts use for them.
 
 Lives here: giving handles, and making the snapshot. Must not: send it.
 """
@@ -29,8 +29,8 @@ class Handles:
         return self._models.get(handle)
 
     def update(self, served: Mapping[tuple[str, str], ServedModel]) -> Catalogue:
-        """Give handles to those who are new, forget those who are gone."""
-        # Of models that don't tell their tensors fronts know nothing: they hand requests for them on as they came.
+        """Give handles to new models, forget those that are gone, and make the snapshot."""
+        # Fronts know nothing about models that don't declare their tensors: they pass requests for them on unchanged.
         told = {name: model for name, model in served.items() if not isinstance(model.codec, OpenCodec)}
         models: Iterable[ServedModel] = dict.fromkeys(told.values())
         self._handles = {model: self._handles.get(model) or next(self._numbers) for model in models}

@@ -1,9 +1,9 @@
-"""Inference in a front: large tensors are taken out of messages and put into them here, all else is the engine's.
+"""Inference in a front: large tensors are decoded and encoded here, everything else is the engine's.
 
 Lives here: what stands in for `server.requests.inference.Inference`, step by step the same. Must not: RPCs. Small
-requests go to the engine as they came, which reads and answers those that are alike together. So does whatever isn't
-plain (an unknown model, a faulty request, tensors in clients' shared memory, outputs in another form than raw): the
-engine finds the right words, and counts it.
+requests go unchanged to the engine, which decodes and answers similar ones together. So does whatever isn't simple (an
+unknown model, a faulty request, tensors in clients' shared memory, outputs in another form than raw): the engine finds
+the right words, and counts it.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ from server.requests.in_flight import InFlight, follow
 __all__ = ["RemoteInference", "Replies", "Reply"]
 
 _MOST_UNSENT_BYTES = 64 * 2**20
-"""Messages that the engine doesn't take: it hangs, and whoever comes is better told than kept."""
+"""Messages that the engine doesn't take: it hangs, and new callers are better refused than kept waiting."""
 
 _KEPT_SHARE = 4
-"""Of the engine's memory for results one in so many bytes may be of answers that can't leave yet."""
+"""Of the engine's memory for results, one byte in so many may belong to answers that can't leave yet."""
 
 _MOST_MADE_BYTES = 2**13
-"""Of an answer that is made before it can leave."""
+"""The largest answer that is made before it can leave."""
 
 _Sendable = tuple[AnyRequest, int, int, TraceParent | None, Sent]
-"""A request as it came, when that was, its deadline, the trace that it is part of, and headers for another server."""
+"""A request as it came, its arrival, its deadline, the trace that it is part of, and headers for another server."""
 
 _parameter_values: Callable[[RequestParameters], tuple[Any, ...]] = attrgetter(
     *(one.name for one in fields(RequestParameters))
@@ -54,7 +54,7 @@ _parameter_values: Callable[[RequestParameters], tuple[Any, ...]] = attrgetter(
 
 
 class Reply(Telling[Any]):
-    """What the engine answers. Cancelling it tells the engine."""
+    """The engine's answer, once it comes. Cancelling it tells the engine."""
 
     replies: Replies
     number: int
@@ -67,23 +67,23 @@ class Reply(Telling[Any]):
 
 
 class Replies:
-    """All that a front waits for."""
+    """All replies that a front waits for."""
 
     def __init__(self, link: Link) -> None:
         self._link = link
         self.last_number = 0
         self._waiting: dict[int, Reply] = {}
-        # As they came, for the case that the engine has them sent again.
+        # Requests as they came, in case the engine has them sent again.
         self._requests: dict[int, _Sendable] = {}
 
     def refuse_if_full(self) -> None:
-        """Raise QueueFull if the engine takes nothing."""
+        """Raise QueueFull if the engine doesn't take messages."""
         if self._link.unsent_bytes > _MOST_UNSENT_BYTES:
             raise QueueFull(_MOST_UNSENT_BYTES, "bytes of messages to the engine, which does not take them")
 
     # hot path
     def expect(self) -> Reply:
-        """A new one; its number is to be sent along."""
+        """A new reply; its number must be sent along."""
         reply = Reply()
         reply.replies = self
         reply.number = self.last_number = number = self.last_number + 1
@@ -92,7 +92,7 @@ class Replies:
 
     # hot path
     def submit(self, flight: InFlight, *fields: Any) -> Reply:
-        """Have the engine execute what was decoded, which `fields` say."""
+        """Have the engine execute a decoded request, which `fields` describe."""
         reply = self.expect()
         self._requests[reply.number] = _sendable(flight)
         self._link.send((protocol.SUBMIT, reply.number, *fields))
@@ -113,7 +113,8 @@ class Replies:
 
     # hot path
     def on_message(self, message: Message) -> Reply | None:
-        """One that brings a reply; that, of which it is to be told, unless nobody waits for it or it is to come yet."""
+        """Handle a message that brings a reply. Returns the reply whose waiter must be notified; None if nobody waits,
+        or it is yet to come."""
         kind, number = message[:2]
         if kind == protocol.STALE:
             self._send_again(number)
@@ -121,11 +122,11 @@ class Replies:
         self._requests.pop(number, None)
         reply = self._waiting.pop(number, None)
         if kind == protocol.RESULT:
-            # Also for nobody: only what is unpacked is given back.
+            # Even if nobody waits: only memory of what is unpacked is given back.
             outputs = self._link.unpack(message[2])
             if reply is not None:
                 if self._link.seen_bytes > self._link.size_bytes // _KEPT_SHARE:
-                    # Callers who don't read would take all of it, and everybody else's answers wait for room.
+                    # Callers that don't read would take all of it, and everybody else's answers would wait for room.
                     outputs = tuple(one if one is MISSING else one.copy() for one in outputs)
                 reply.set_result((outputs, message[3]))
         elif kind == protocol.PACKED:
@@ -143,7 +144,7 @@ class Replies:
         return reply
 
     def _send_again(self, number: int) -> None:
-        """The model that it was decoded for is gone; there may be another of its name."""
+        """Send it whole: the model that it was decoded for is gone, and there may be another of its name."""
         if (found := self._requests.pop(number, None)) is not None:
             self._send_whole(number, *found)
 
@@ -168,7 +169,7 @@ def _sendable(flight: InFlight) -> _Sendable:
 
 
 class RemoteInference:
-    """Answers inference requests; `serving`, and whether it `reads_parents`, are what the engine says. Where a request
+    """Answers inference requests; `serving`, and whether it `reads_parents`, are set as the engine says. If a request
     in flight isn't decoded, the engine makes the answer."""
 
     def __init__(self, link: Link, replies: Replies, models: LookUp) -> None:
@@ -179,7 +180,7 @@ class RemoteInference:
 
     # hot path: see bench/
     def announce(self, flight: InFlight) -> None:
-        """A request has arrived. It is handed to the engine right now: the link gathers what it sends."""
+        """A request has arrived. It is sent to the engine at once: the link gathers what it sends."""
         try:
             follow(flight, self._submit(flight), self._on_done)
         except Exception as error:  # noqa: BLE001 - the caller is owed an answer
@@ -188,8 +189,8 @@ class RemoteInference:
 
     # hot path: see bench/
     def _submit(self, flight: InFlight) -> Reply:
-        """Check a request and have the engine execute it. Raises QueueFull; all else that may be wrong the engine
-        says."""
+        """Check a request and have the engine execute it. Raises QueueFull; anything else that may be wrong is for the
+        engine to report."""
         request, deadline_ns = flight.request, flight.deadline_ns
         model = flight.model = self._models.find(request.model_name, request.model_version)
         if model is None or _is_better_sent(request, model):
@@ -205,7 +206,7 @@ class RemoteInference:
         if told.deadline_ns:
             deadline_ns = min(deadline_ns, leaves_by(told.deadline_ns / 1e9, flight.began_ns))
         self._replies.refuse_if_full()
-        # Without regions none of them lies in clients' shared memory.
+        # The codec has no regions, so none of them is in clients' shared memory.
         parcel = self._link.pack(cast("Tensors", decoded.inputs))
         if parcel is None:
             self._link.send((protocol.REFUSED, model.handle))
@@ -228,7 +229,7 @@ class RemoteInference:
 
     # hot path: see bench/
     def _on_done(self, flights: list[InFlight]) -> None:
-        """What was submitted has ended. Small answers are made now, together with those that came with them."""
+        """Submitted requests have ended. Small answers are made now, together with those that came with them."""
         for flight in flights:
             if flight.gone:
                 continue
@@ -254,7 +255,7 @@ class RemoteInference:
         flight.decoded = None
         if error is not None:
             flight.fail(error)
-        # An error leads to this frame if it was raised here, and this frame mustn't lead back to the error.
+        # An error's traceback refers to this frame if it was raised here; the frame mustn't refer back to the error.
         del error, pending, flight
 
     def give_up(self, flight: InFlight) -> None:
@@ -265,14 +266,14 @@ class RemoteInference:
             pending.cancel()
 
     def check_serving(self) -> None:
-        """Raises ServerStopping while nothing is taken."""
+        """Raises ServerStopping while no requests are accepted."""
         if not self.serving:
             raise ServerStopping
 
 
 # hot path
 def _is_better_sent(request: AnyRequest, model: Model) -> bool:
-    """Whether the engine does better with it as it is. Not where answers are large: those are better made here."""
+    """Whether the engine does better with it unchanged. Not where answers are large: those are better made here."""
     return type(request) is WireRequest and len(request.data) <= protocol.MOST_WHOLE_BYTES and not model.answers_large
 
 
@@ -282,7 +283,7 @@ def _is_small(result: Any) -> bool:
 
 # hot path: see bench/
 def _answer(flight: InFlight, result: Any) -> AnyResponse:
-    """That of what the engine sent."""
+    """The answer, from what the engine sent."""
     if isinstance(result, bytes):
         if len(result) > protocol.MOST_WHOLE_BYTES and flight.model is not None:
             flight.model.answers_large = True

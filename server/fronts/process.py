@@ -1,8 +1,8 @@
 """A front: the process that speaks gRPC and hands requests to the engine.
 
 Lives here: its main function, and doing what the engine says. Must not: anything that needs a model. It follows the
-engine in all it does: the signals that a supervisor sends to a whole group of processes are ignored, and when the
-connection to the engine ends, however that came, so does it.
+engine in everything: the signals that a supervisor sends to a whole group of processes are ignored, and when the
+connection to the engine ends, for whatever reason, the front ends.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _log = logging.getLogger("paceline.server.fronts")
 
 @dataclass(frozen=True, slots=True)
 class Greeting:
-    """The first thing that the engine says: what to listen on, and how to log."""
+    """The engine's first message: what to listen on, and how to log."""
 
     settings: Settings
     port: int
@@ -59,13 +59,13 @@ class Greeting:
 
 
 def main(socket: int, own: int, other: int) -> None:
-    """Be a front, at the end of the link that these descriptors are, in a process that ignores SIGINT and SIGTERM."""
+    """Run a front, at the end of the link that has these descriptors, in a process that ignores SIGINT and SIGTERM."""
     take_stderr()
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     keep_freed_memory()
     with asyncio.Runner(loop_factory=new_loop) as runner:
         runner.run(_Front(Link.join(RemoteEnd(socket, own, other), Gathering())).run())
-    # What gRPC would take down now, this process's end takes down as well.
+    # The end of this process takes down what gRPC would take down now.
     exit_now(0)
 
 
@@ -81,7 +81,7 @@ class _Front:
         self._leaving: asyncio.Task[None] | None = None
 
     async def run(self) -> None:
-        """Return when the engine has said that it is the end, and everything is answered."""
+        """Return when the engine has told the front to end, and everything is answered."""
         self._ended = asyncio.Event()
         self._link.start(self._on_messages, _on_engine_gone)
         await self._ended.wait()
@@ -142,7 +142,7 @@ class _Front:
             self._link.send((protocol.LISTENS, 0, str(error)))
 
     async def _tell_usage(self) -> None:
-        """Now and then, for whoever reads metrics, and so that the engine hears of this process."""
+        """Report usage regularly, for the metrics and so that the engine hears from this process."""
         while True:
             self._link.send((protocol.USAGE, *self._listener.usage))
             await asyncio.sleep(_TELL_EVERY_S)
@@ -182,5 +182,5 @@ _REPLIES = frozenset(
 
 
 def _on_engine_gone() -> None:
-    """Killed, or at its end in haste. Nobody is left to answer for."""
+    """It was killed, or ended in haste. There is nobody left to answer for."""
     os._exit(1)

@@ -1,7 +1,7 @@
 """What fronts and the engine say to each other, and how errors travel.
 
-Lives here: kinds of messages with their fields, in order. Must not: act on them. Numbers called `id` are the front's,
-for what it waits for. Deadlines are on the monotonic clock, which is the same for all processes of a machine.
+Lives here: kinds of messages with their fields, in order. Must not: act on them. `id` is the front's number for what it
+waits for. Deadlines are on the monotonic clock, which is the same for all processes of a machine.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ INFER = FIRST_KIND + 2  # id, as Desk._infer takes it
 CALL = FIRST_KIND + 3  # id, name of the RPC, deadline or None, headers, bytes of the request
 CANCEL = FIRST_KIND + 4  # id
 REFUSED = FIRST_KIND + 5  # model's handle; there was no room to submit it
-USAGE = FIRST_KIND + 6  # calls and streams under way, those refused by reason
+USAGE = FIRST_KIND + 6  # calls and streams in progress, those refused by reason
 
 # From the engine.
 HELLO = FIRST_KIND + 7  # pickled Greeting
@@ -60,11 +60,11 @@ PACKED = FIRST_KIND + 14  # id, parcel of the same; to INFER, where that is larg
 ABORTED = FIRST_KIND + 15  # id, name of the status, text; to CALL
 END = FIRST_KIND + 16  # seconds of grace
 LOG = FIRST_KIND + 17  # pickled LogSettings
-LEAVE = FIRST_KIND + 18  # nothing: take no more connections, and tell those that are there to go
+LEAVE = FIRST_KIND + 18  # nothing: accept no more connections, and tell existing ones to go
 
 MOST_WHOLE_BYTES = 2**13
-"""Of requests and responses that go through the socket as they are, where there is another way: so little the engine
-reads and makes, with others that are alike, as fast as it takes what a front has made of it."""
+"""Of requests and responses that go through the socket unchanged, where there is another way: the engine decodes and
+encodes so little, together with similar ones, as fast as it takes over what a front has made of it."""
 WHAT_IS_FULL = "bytes of tensors on their way between processes (--frontend-memory-mb)"
 
 _log = logging.getLogger("paceline.server.fronts")
@@ -72,8 +72,8 @@ _BY_NAME = {kind.__name__: kind for kind in STATUS_OF}
 
 
 def packed_error(error: BaseException) -> tuple[str, str, str]:
-    """What to send of an error: the name of its class, or of the base that the table of statuses has, its text, and the
-    status that comes of what caused it, or ""."""
+    """What to send of an error: the name of its class, or of its base that is in the table of statuses; its text; and
+    the status that follows from its cause, or ""."""
     for kind in type(error).__mro__:
         if kind in STATUS_OF:
             return kind.__name__, words_of(error), _status_by_cause(error)
@@ -82,7 +82,8 @@ def packed_error(error: BaseException) -> tuple[str, str, str]:
 
 
 def _status_by_cause(error: BaseException) -> str:
-    """That of another server, or of an execution that failed for a reason of its own, such as memory."""
+    """That of another server's error, or of an execution that failed for a reason of its own, such as memory; else
+    ""."""
     cause = error.__cause__ if isinstance(error, ExecutionFailed) else error
     if isinstance(cause, (UpstreamFailed, UpstreamRefused)):
         return cause.status
@@ -91,7 +92,7 @@ def _status_by_cause(error: BaseException) -> str:
 
 
 def unpacked_error(name: str, text: str, status: str) -> BaseException:
-    """The error again, as far as its status and text go; what else it had is lost."""
+    """The error again, with its status and text; what else it had is lost."""
     kind = _BY_NAME[name]
     if issubclass(kind, (UpstreamFailed, UpstreamRefused)):
         return kind(status, text)

@@ -124,7 +124,7 @@ def _max_batch_rows(own: ModelSpec, config: config_pb.ModelConfig | None, batchi
 
 
 def _is_made_of_rows(config: config_pb.ModelConfig) -> bool:
-    """Whether the upstream joins requests by nothing but rows: with ragged or batch inputs it tells each its own."""
+    """Whether the upstream joins requests by rows alone: with ragged or batch inputs, it tells requests apart."""
     if config.batch_input or config.batch_output or any(one.allow_ragged_batch for one in config.input):
         return False
     return not any(one.is_shape_tensor for tensors in (config.input, config.output) for one in tensors)
@@ -135,8 +135,8 @@ def _leads_with_free(own: ModelSpec) -> bool:
 
 
 def _behind(tensor: TensorSpec, lead: int) -> TensorSpec:
-    """What follows `lead` axes. In metadata no dims may as well mean that the rank isn't known, which is the upstream's
-    to check."""
+    """`tensor` without its first `lead` axes. In metadata, no dims may also mean that the rank isn't known; checking it is
+    left to the upstream."""
     dims = tensor.dims[lead:]
     return replace(tensor, dims=dims, any_rank=not dims)
 

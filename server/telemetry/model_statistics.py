@@ -173,7 +173,7 @@ class VersionStatistics:
 
     # hot path
     def on_successes(self, durations_ns: Sequence[int]) -> None:
-        """The same of several."""
+        """The same for several."""
         self.requests.add_all(durations_ns)
 
     def on_failure(self, error: BaseException, duration_ns: int) -> None:

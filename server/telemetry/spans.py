@@ -229,7 +229,7 @@ class _BatchSpans:
 
 
 class _Forwarding(logging.Handler):
-    """What OpenTelemetry's packages log, into our log: by default it would go past its format, level and bounds."""
+    """Forwards what OpenTelemetry's packages log to our log: by default it would bypass its format, level and bounds."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -263,5 +263,5 @@ def _headers(parent: TraceParent) -> dict[str, str]:
 
 
 def _offset_ns() -> int:
-    """What to add to a monotonic time to have the wall clock's."""
+    """What to add to a monotonic time to get the wall clock's."""
     return time.time_ns() - time.monotonic_ns()

@@ -1,6 +1,6 @@
 """What is traced: the settings of Triton's "trace" extension, for all models and for single ones.
 
-Lives here: names, values, their checks, and who inherits what. Must not: requests, files. The rule: a model has what
+Lives here: names, values, their checks, and what is inherited. Must not: requests, files. The rule: a model has what
 was set for it, else what was set for all, else what the server was started with; and a request to change settings
 changes all that it names or nothing.
 """
@@ -20,7 +20,7 @@ __all__ = ["OtlpTarget", "TraceConfig", "TraceSettings", "TraceStore", "parse_tr
 
 _MOST = 2**31 - 1
 _WHOLE = re.compile(r"\s*[+-]?[0-9]{1,19}\s*")
-"""What Triton reads whole. int() reads more: 1_0, digits of other scripts."""
+"""What Triton accepts as a whole number. int() accepts more: 1_0, digits of other scripts."""
 _LEVELS = ("OFF", "TIMESTAMPS", "TENSORS")
 _NUMBERS = {"trace_rate": ("rate", 1), "trace_count": ("count", -1), "log_frequency": ("log_frequency", 0)}
 _FIXED = ("trace_file", "trace_mode")
@@ -38,8 +38,8 @@ _FLAGS = {"level": "trace_level", "rate": "trace_rate", "count": "trace_count", 
 
 @dataclass(frozen=True, slots=True)
 class TraceSettings:
-    """Whether `timestamps` of requests are written, of one in `rate`, of `count` in all (-1: no bound), and after how
-    many of them the next file begins (0: never). A rate of 0: only of those that belong to traces already."""
+    """Whether `timestamps` of requests are traced: of one in `rate`, of `count` in all (-1: no bound). The next file
+    begins after `log_frequency` traces (0: never). A rate of 0: only requests that belong to traces already."""
 
     timestamps: bool = False
     rate: int = 1000
@@ -49,8 +49,8 @@ class TraceSettings:
 
 @dataclass(frozen=True, slots=True)
 class OtlpTarget:
-    """Where spans go, over gRPC, `resource` attributes of the server, and bounds of the queue before the export. What
-    is "" or None OpenTelemetry's environment variables or defaults say."""
+    """Where spans go, over gRPC, `resource` attributes of the server, and bounds of the queue before the export. "" and
+    None leave a value to OpenTelemetry's environment variables or defaults."""
 
     url: str = ""
     resource: Mapping[str, str] = field(default_factory=dict)
@@ -61,7 +61,7 @@ class OtlpTarget:
 
 @dataclass(frozen=True, slots=True)
 class TraceConfig:
-    """What `--trace-config` says: what traces go to, in mode triton a `file`, in mode opentelemetry `otlp` (if there is
+    """What `--trace-config` says: where traces go, to a `file` in mode triton, to `otlp` in mode opentelemetry (with
     neither, nothing is traced), and the settings to begin with."""
 
     file: Path | None = None
@@ -79,7 +79,7 @@ class TraceConfig:
 
 def parse_trace_config(given: Iterable[str]) -> TraceConfig:
     """Read the values of `--trace-config`, such as `triton,file=PATH`, `mode=opentelemetry` and `level=TIMESTAMPS`.
-    Raises ValueError saying what was expected and what came."""
+    Raises ValueError saying what was expected and what was given."""
     own: dict[str, list[str]] = {}
     values: dict[str, list[str]] = {}
     modes: list[str] = []
@@ -148,7 +148,7 @@ def _attribute(text: str) -> tuple[str, str]:
 
 
 def _url(text: str) -> str:
-    """An endpoint of OTLP over gRPC, which has no path. Triton speaks OTLP over HTTP, and says `/v1/traces`."""
+    """An endpoint of OTLP over gRPC, which has no path. Triton uses OTLP over HTTP, with the path `/v1/traces`."""
     parts = urlsplit(text if "://" in text else f"http://{text}")
     if parts.scheme not in ("http", "https") or not parts.hostname or parts.path not in ("", "/") or parts.query:
         raise ValueError(
@@ -170,11 +170,11 @@ class TraceStore:
         return [model for model in self._changes if model]
 
     def settings(self, model: str) -> TraceSettings:
-        """What holds for `model`."""
+        """The settings that hold for `model`."""
         return replace(self._config.settings, **{**self._changes[""], **self._changes.get(model, {})})
 
     def update(self, model: str, given: Mapping[str, Sequence[str]]) -> None:
-        """Change settings of `model`. Without a value a setting goes back to what it inherits.
+        """Change settings of `model`. A setting without values goes back to what it inherits.
 
         Raises InvalidRequest or NotSupported, and then nothing has changed.
         """
@@ -192,11 +192,11 @@ class TraceStore:
             self._changes.pop(model, None)
 
     def forget(self, model: str) -> bool:
-        """Let go of what `model` has of its own. Whether there was anything."""
+        """Drop the settings that `model` has of its own. Returns whether there were any."""
         return self._changes.pop(model, None) is not None
 
     def told(self, settings: TraceSettings) -> dict[str, str]:
-        """`settings` by the names and in the form of the extension, and beside them what can't be changed."""
+        """`settings` under the extension's names and in its form, along with those that can't be changed."""
         return {
             "trace_level": "TIMESTAMPS" if settings.timestamps else "OFF",
             "trace_rate": str(settings.rate),
@@ -243,7 +243,7 @@ def _level(values: Sequence[str], has_target: bool) -> bool:
 
 
 def _number(name: str, values: Sequence[str], config: TraceConfig) -> int:
-    """A rate of 0, where requests may belong to traces already, leaves those."""
+    """A rate of 0 is allowed where requests may belong to traces already: then only those are traced."""
     if len(values) != 1:
         raise InvalidRequest(f"trace setting '{name}': expected 1 value, got {len(values)}")
     least = 0 if name == "trace_rate" and config.otlp is not None else _NUMBERS[name][1]

@@ -27,8 +27,8 @@ Entries = Sequence[Any]
 
 
 class TraceWriter:
-    """Appends to `path`, or to `path` with .0, .1, … behind it. What is there already is overwritten. As in Triton, a
-    file with all traces that were asked for has a number, too."""
+    """Writes to `path`, or to `path` with .0, .1, … appended. Existing files are overwritten. As in Triton, a file with
+    all traces that were asked for gets a number, too."""
 
     def __init__(self, path: Path, patience_s: float = 3.0) -> None:
         self._path = path
@@ -39,15 +39,15 @@ class TraceWriter:
         self._failure = ""
 
     def start(self) -> None:
-        """Take traces. Raises OSError if there is no folder to write them to."""
+        """Start writing. Raises OSError if `path` isn't a file in a folder that can be written to."""
         folder = self._path.absolute().parent
         if self._path.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
             raise OSError(f"{self._path}: expected a file in a folder that can be written to")
         self._thread.start()
 
     def put(self, entries: Entries, per_file: int, last: bool = False) -> None:
-        """Write one trace later, on the thread; lost if it can't keep up. `per_file` traces fill a numbered file, 0:
-        all go into one. The `last` of those asked for ends its file."""
+        """Write one trace later, on the thread; it is lost if that can't keep up. `per_file` traces fill a numbered
+        file, 0: all go into one. The `last` of those asked for ends its file."""
         try:
             self._waiting.put_nowait((entries, per_file, last))
         except Full:
@@ -115,7 +115,7 @@ class _Files:
     def close(self) -> None:
         for file in (self._whole, self._numbered):
             if file is not None:
-                # What couldn't be written is tried once more here; that it fails was told.
+                # What couldn't be written is tried once more here; the failure was logged.
                 with contextlib.suppress(OSError):
                     file.close()
 

@@ -1,8 +1,8 @@
-"""Traces: when which request was where, as JSON in a file or as spans. Triton's "trace" extension.
+"""Traces: where each request was when, as JSON in a file or as spans. Triton's "trace" extension.
 
 Lives here: which requests are traced, and in mode `triton` their timestamps; in mode `opentelemetry`
-`server.telemetry.spans` has the rest. Must not: change what becomes of a request, or do anything for those that aren't
-traced. All but the writing runs on the event loop.
+`server.telemetry.spans` has the rest. Must not: change what happens to a request, or do anything for those that aren't
+traced. Everything except writing runs on the event loop.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 __all__ = ["Tracer"]
 
 _MOST_CHARACTERS = 200
-"""Of an id that a client sent: a file must not grow by what clients like."""
+"""Of an id that a client sent: a file must not grow by whatever clients send."""
 
 
 class _Sampler:
@@ -47,8 +47,9 @@ class _Sampler:
 
 
 class Tracer:
-    """Traces requests that were answered. While `active` is false nobody needs to ask. In mode opentelemetry there are
-    `spans`, which ask for themselves, and it is never active. Raises StartError if that mode's packages are missing."""
+    """Traces requests that were answered. While `active` is false, nobody needs to call `record`. In mode opentelemetry
+    there are `spans`, which do their own asking, and it is never active. Raises StartError if that mode's packages are
+    missing."""
 
     def __init__(self, config: TraceConfig | None = None) -> None:
         config = config or TraceConfig()
@@ -76,17 +77,17 @@ class Tracer:
             self.spans.close()
 
     def settings(self, model: str = "") -> dict[str, str]:
-        """What holds for `model` ("": for all that have nothing of their own), in the form of the extension; the count
-        is that of traces to come."""
+        """The settings that hold for `model` ("": for all that have none of their own), in the extension's form; the
+        count is that of traces to come."""
         return self._store.told(self._sampler(model).settings)
 
     def update(self, model: str, given: Mapping[str, Sequence[str]]) -> None:
-        """Change what holds for `model`. Raises InvalidRequest or NotSupported, and then nothing has changed."""
+        """Change the settings of `model`. Raises InvalidRequest or NotSupported, and then nothing has changed."""
         self._store.update(model, given)
         self._follow(model)
 
     def forget(self, model: str) -> None:
-        """`model` is no more: what held for it alone doesn't for another of that name."""
+        """`model` is gone: settings that were its own don't hold for another of that name."""
         if self._store.forget(model):
             self._follow()
 
@@ -95,11 +96,11 @@ class Tracer:
         return self._sampler(model).settings.timestamps
 
     def picks(self, model: str) -> bool:
-        """Whether to trace a request that has come for `model`: one in so many, and so many in all."""
+        """Whether to trace a request that has arrived for `model`: one in `rate`, and `count` in all."""
         return self._sampler(model).sample()
 
     def record(self, model: str, version: str, request_id: str, began_ns: int, facts: BatchFacts) -> None:
-        """Trace a request that came at `began_ns` and has just been answered, if it is its turn."""
+        """Trace a request that arrived at `began_ns` and has just been answered, if it is its turn."""
         sampler = self._sampler(model)
         if self._writer is None or not sampler.sample():
             return
@@ -119,7 +120,7 @@ class Tracer:
         return self._samplers.get(model) or self._samplers[""]
 
     def _follow(self, changed: str = "") -> None:
-        """Sample as the settings say now. Whoever's settings have changed begins to count anew."""
+        """Sample as the settings say now. Where they have changed, counting starts anew."""
         before = self._samplers
         self._samplers = {}
         for model in ("", *self._store.models):
@@ -143,9 +144,9 @@ def _spans(target: OtlpTarget, tracer: Tracer) -> Spans:
 
 
 def _times(began_ns: int, facts: BatchFacts, ended_ns: int) -> dict[str, int]:
-    """By Triton's names; what a model doesn't tell of its execution is left out. gRPC doesn't tell when it began to
-    read, so that is when it was done, without which Triton's summary of traces knows no request; nor does it tell when
-    it has sent, so there is no GRPC_SEND_END."""
+    """Times by Triton's names; what a model doesn't report about its execution is left out. gRPC doesn't say when it
+    began to read, so that is when it was done; without it, Triton's summary of traces finds no request. Nor does gRPC
+    say when it has sent, so there is no GRPC_SEND_END."""
     started_ns = facts.started_ns
     times = {
         "GRPC_WAITREAD_START": began_ns,

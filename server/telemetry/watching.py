@@ -1,6 +1,6 @@
-"""One request, for code that needs to know of every one: a debug line in the log, a span.
+"""One request, followed for what records every one: a debug line in the log, a span.
 
-Lives here: what is said of a request. Must not: do anything if nothing needs to know; no watch is made then.
+Lives here: what is recorded about a request. Must not: do anything if nothing is recorded; no watch is made then.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ _GIVEN_UP = "the caller gave it up"
 
 
 class RequestWatch:
-    """A request from when it is read until it has ended, which `on_success` or `on_failure` tells, once. `span` is
-    there if the request is traced."""
+    """A request from when it is read until it has ended, which `on_success` or `on_failure` reports, once. `span` is
+    set if the request is traced."""
 
     __slots__ = ("_began_ns", "_id", "_model", "_rows", "_version", "span")
 
@@ -45,14 +45,14 @@ class RequestWatch:
             self.span = spans.begin(self._model, self._id, self._began_ns, parent)
 
     def on_taken(self, version: str, rows: int) -> None:
-        """The request is a good one, of so many rows, for `version`, and is to be queued now."""
+        """The request is valid, has so many rows, is for `version`, and is to be queued now."""
         self._version = version
         self._rows = rows
         if self.span is not None:
             self.span.on_taken(version, rows)
 
     def on_success(self, facts: BatchFacts | None) -> None:
-        """It has its answer; of one that was executed in parts, `facts` are those of the last part."""
+        """It has its answer; for one that was executed in parts, `facts` are those of the last part."""
         if self.span is not None:
             self.span.end(None)
         if debugging.on:
@@ -84,7 +84,7 @@ class RequestWatch:
             fields["trace_id"] = self.span.trace_id
         if error:
             fields["error"] = error
-        # Whoever reads text finds names and values in it, too.
+        # In the text format, names and values are part of the message.
         text = " ".join(
             f"{name}={value!r}" if isinstance(value, str) else f"{name}={value}" for name, value in fields.items()
         )
