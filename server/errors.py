@@ -87,8 +87,7 @@ class ServerError(Exception):
 
 
 class InvalidRequest(ServerError):
-    """Names, datatypes, shapes, byte counts or parameters don't fit; says which, what was expected and what was
-    given."""
+    """Names, datatypes, shapes, byte counts or parameters don't fit; says which, what was expected and what was got."""
 
 
 class ModelNotFound(ServerError):

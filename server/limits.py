@@ -53,14 +53,13 @@ class Limits:
             # their place. It guards against calls that are begun and reset at once, on few connections; their memory
             # is bounded below.
             ("grpc.http.overload_protection", 0),
-            # Calls that have arrived and wait to be handled. By default, gRPC starts at 1000 to end some of them with
-            # CANCELLED, and at 3000 all, whoever sent them: a burst is enough. Here, excess callers are told so
-            # instead.
+            # Calls that have arrived and aren't handled yet. By default, gRPC starts at 1000 to end some of them with
+            # CANCELLED, and at 3000 all, whoever sent them: a burst is enough. Here, excess callers are told so.
             ("grpc.server.max_pending_requests", _MOST_PENDING),
             ("grpc.server.max_pending_requests_hard_limit", _MOST_PENDING),
             ("grpc.max_receive_message_length", self.message_bytes),
             ("grpc.max_send_message_length", LARGEST_MESSAGE_BYTES),
-            # gRPC would begin to refuse some calls at the first bound and refuses all at the second.
+            # gRPC would refuse some calls from the first bound on, and all from the second.
             ("grpc.max_metadata_size", self.metadata_bytes),
             ("grpc.absolute_max_metadata_size", self.metadata_bytes),
         )

@@ -73,7 +73,7 @@ class Instances:
         self._leaving: set[int] = set()
         self._hopeless = ""
         self._replacing: set[asyncio.Task[None]] = set()
-        # By the ids of replacement instances, how long replacing was put off.
+        # By the ids of replacement instances, for how long the replacement was put off.
         self._first_pauses_s: dict[int, float] = {}
         self._stays_cold = False
         self._pausing: set[asyncio.Task[None]] = set()
@@ -100,7 +100,7 @@ class Instances:
 
     @property
     def hangs(self) -> bool:
-        """Whether there are threads that may never end, or instances that can't be closed, or not yet."""
+        """Whether there are threads that may never end, or instances that aren't closed yet, or never can be."""
         return bool(self._hanging or self._stuck or self._leaving or self._replacing or self._lost)
 
     @property

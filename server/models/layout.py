@@ -178,8 +178,7 @@ def _model(name: str, paths: Sequence[Path]) -> ModelFolder:
 
 
 def _settled(path: Path) -> tuple[Path, _Kind]:
-    """Where the model or repository is, and its kind: a folder that holds one .onnx file, of any name, stands for
-    it."""
+    """The place and the kind of a path: a folder that holds one .onnx file, of any name, stands for that file."""
     if path.is_file():
         if path.suffix != ".onnx":
             raise StartError(f"{path}: expected a .onnx file or a folder")

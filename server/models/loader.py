@@ -135,7 +135,7 @@ def load_model(
 
 
 def _check_allowed(config: pb.ModelConfig, defaults: LoadDefaults, *, brought: bool) -> None:
-    """Raise ConfigError for what the flags don't allow, or no flag allows a configuration `brought` by a client."""
+    """Raise ConfigError for what the flags don't allow, and for what a configuration `brought` by a client can't have."""
     if not (defaults.auto_complete or is_complete(config)):
         raise ConfigError("expected input and output in its configuration, as --disable-auto-complete-config is given")
     if not defaults.auto_complete and (names := without_datatype(config)):
@@ -275,7 +275,7 @@ def _tried(config: pb.ModelConfig, opened: OpenModel, supervise: Supervise) -> T
 
 
 def _apart(config: pb.ModelConfig, source: ModelSource) -> tuple[pb.ModelConfig, ModelSource]:
-    """The same, but in a process of its own: requests may end that process as the trial did."""
+    """The same, but in a process of its own: what callers send may end the process, as the trial did."""
     text = "model '%s' executes in a process of its own, as it ended the one in which it was tried"
     _log.warning(text, config.name)
     apart = pb.ModelConfig()

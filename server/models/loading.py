@@ -33,8 +33,8 @@ class Loads:
     """Loads models, `threads` at a time.
 
     `backend_of` gives the backend for a name; LoadError if there is none. `defaults` are what flags set for models that
-    don't set it themselves. `retries`: how often to retry a load that fails on anything but a ServerError, such as a
-    model's configuration. `slow_after_s`: when to log that a load is still in progress.
+    don't set it themselves. `retries`: how often to retry a load, unless it fails with a ServerError, such as one about
+    its model's configuration. `slow_after_s`: when to log that a load is still in progress.
     """
 
     def __init__(

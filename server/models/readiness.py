@@ -11,8 +11,7 @@ __all__ = ["why_not_ready"]
 
 
 def why_not_ready(repository: Repository) -> str:
-    """What keeps `repository` from being ready; "" if it is. What concerns all models comes before what concerns
-    one."""
+    """What keeps `repository` from being ready; "" if it is. What concerns all models comes before what is one's own."""
     if repository.ready:
         return ""
     if repository.waits_for:

@@ -91,7 +91,7 @@ class Repository:
 
     @property
     def ready(self) -> bool:
-        """Whether every model that should serve does and has an instance that can execute; or that isn't required."""
+        """Whether every model that should serve does and has an instance that can execute; True if not required."""
         if not self._strict_readiness:
             return True
         missing = self.waits_for or any(entry.missing for entry in self._entries.values())

@@ -135,8 +135,8 @@ def _leads_with_free(own: ModelSpec) -> bool:
 
 
 def _behind(tensor: TensorSpec, lead: int) -> TensorSpec:
-    """`tensor` without its first `lead` axes. In metadata, no dims may also mean that the rank isn't known; checking it is
-    left to the upstream."""
+    """`tensor` without its first `lead` axes. In metadata, no dims may also mean that the rank isn't known; checking it
+    is left to the upstream."""
     dims = tensor.dims[lead:]
     return replace(tensor, dims=dims, any_rank=not dims)
 

@@ -229,7 +229,7 @@ class _BatchSpans:
 
 
 class _Forwarding(logging.Handler):
-    """Forwards what OpenTelemetry's packages log to our log: by default it would bypass its format, level and bounds."""
+    """Forwards the logs of OpenTelemetry's packages to ours: by default they would bypass its format, level and bounds."""
 
     def __init__(self) -> None:
         super().__init__()
