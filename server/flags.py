@@ -49,7 +49,7 @@ class _Text(click.types.StringParamType):
 
 
 class _Amount(click.FloatRange):
-    """A number up to a million: the event loop's timers have a maximum. NaN is refused, as it passes any range check."""
+    """A number up to a million: the event loop's timers have a maximum. NaN, which is in every range, is refused."""
 
     def __init__(self, *, min_open: bool = False) -> None:
         super().__init__(0, 1_000_000, min_open=min_open)

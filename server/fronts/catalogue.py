@@ -19,7 +19,7 @@ __all__ = ["Card", "Catalogue", "LookUp", "Model"]
 
 @dataclass(frozen=True, slots=True)
 class Card:
-    """What the codec of one version of a model needs to know."""
+    """One version of a model, with what its codec needs to know."""
 
     handle: int
     name: str

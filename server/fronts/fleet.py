@@ -207,8 +207,7 @@ class Fleet:
         return Desk(link, self._inference, self._handles, self._handlers, on_listens, on_end, self._read)
 
     def _hold_port(self, port: int) -> None:
-        """Keep the port for the fronts: a socket that doesn't listen gets no connections, but others can't have its
-        port."""
+        """Keep the port for the fronts: a socket that doesn't listen gets no connections, but others can't take it."""
         address = self._settings.grpc_address
         try:
             family, (host, _) = resolve(address, port)

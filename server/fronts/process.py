@@ -182,5 +182,5 @@ _REPLIES = frozenset(
 
 
 def _on_engine_gone() -> None:
-    """It was killed, or ended in haste. There is nobody left to answer for."""
+    """The engine was killed, or ended in haste. There is nobody left to answer for."""
     os._exit(1)

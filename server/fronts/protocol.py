@@ -82,8 +82,7 @@ def packed_error(error: BaseException) -> tuple[str, str, str]:
 
 
 def _status_by_cause(error: BaseException) -> str:
-    """That of another server's error, or of an execution that failed for a reason of its own, such as memory; else
-    ""."""
+    """That of another server's error, or of an execution that failed for a reason of its own, such as memory; or ""."""
     cause = error.__cause__ if isinstance(error, ExecutionFailed) else error
     if isinstance(cause, (UpstreamFailed, UpstreamRefused)):
         return cause.status

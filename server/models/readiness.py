@@ -11,7 +11,7 @@ __all__ = ["why_not_ready"]
 
 
 def why_not_ready(repository: Repository) -> str:
-    """What keeps `repository` from being ready; "" if it is. What concerns all models comes before what is one's own."""
+    """What keeps `repository` from being ready; "" if it is. Reasons that concern all models come first."""
     if repository.ready:
         return ""
     if repository.waits_for:

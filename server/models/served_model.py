@@ -103,8 +103,8 @@ class ServedModel:
 
     @property
     def hangs(self) -> bool:
-        """Whether there are threads of it that may never end, or instances that aren't closed yet, or never can be. What
-        hangs is closed if it ends after all."""
+        """Whether it has threads that may never end, or instances that aren't closed yet, or never can be. What hangs
+        is closed if it ends after all."""
         return self._instances.hangs
 
     @property

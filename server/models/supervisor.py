@@ -37,8 +37,7 @@ class Supervisor:
         self._home = Home()
 
     def __call__(self, function: Callable[[], T]) -> T:
-        """What `function` returns or raises. Blocks; raises LoadHangs if it takes too long, and then runs nothing
-        more."""
+        """What `function` returns or raises. Blocks; raises LoadHangs if it takes too long, and then runs no more."""
         if not self._limit_ns:
             return function()
         future = self._home.submit(function)

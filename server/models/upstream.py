@@ -207,8 +207,7 @@ class Upstream:
         return {name: why for name, why in zip(names, said, strict=True) if isinstance(why, str)}
 
     async def _look_at(self, name: str, versions: Sequence[str], *, full: bool) -> str:
-        """Poll one model: serve it, serve it anew if it has changed, or withdraw it. Returns why it was withdrawn, or
-        ""."""
+        """Poll one model: serve it, again if it has changed, or withdraw it. Returns why it was withdrawn, or ""."""
         try:
             answer = await self._server.ask(
                 "ModelReady", pb.ModelReadyRequest(name=name), pb.ModelReadyResponse, _ASK_S

@@ -38,8 +38,8 @@ _CONTROLS = {code: repr(chr(code))[1:-1] for code in (*range(32), *range(127, 16
 
 
 _LOOPS = "asyncio"
-"""asyncio's logger: it runs our code, and reports when that fails in an unforeseen way. Not gRPC's logger: nothing
-writes its lines, and they contain the values of headers."""
+"""The logger of asyncio, which runs our code and reports when that fails in an unforeseen way. Not gRPC's logger:
+nothing writes its lines, and they contain the values of headers."""
 
 
 class _Text(logging.Formatter):

@@ -29,7 +29,7 @@ _MOST_WAITING_BYTES = 4 * 2**20
 _WHOLE_BYTES = select.PIPE_BUF
 """A pipe takes up to so many whole or not at all, so the lines of several processes don't get into each other."""
 _PAUSE_S = 0.01
-"""Of the thread, once everything is written. Woken for each line, it would take the interpreter from the event loop
+"""The thread's pause once everything is written. Woken for each line, it would take the interpreter from the event loop
 each time, which costs more than if the loop wrote the line itself. A process that is killed loses the lines of that
 time."""
 _PATIENCE_S = 1.0
@@ -166,8 +166,7 @@ def lost_lines() -> int:
 
 
 def exit_now(status: int) -> NoReturn:
-    """End the process without waiting for its threads, except, for a second at most, for what is still to be
-    written."""
+    """End the process without waiting for its threads, except up to a second for what is still to be written."""
     _finish()
     os._exit(status)
 

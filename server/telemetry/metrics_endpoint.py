@@ -28,7 +28,7 @@ _PLAIN = "text/plain; charset=utf-8"
 _SILENCE_S = 10
 """How long a connection may be silent."""
 _MOST_CONNECTIONS = 64
-"""Each has a thread, and one that sends a little now and then would keep it for ever."""
+"""Each has a thread, and a client that sends a little now and then would keep it for ever."""
 
 
 class _HttpServer(ThreadingHTTPServer):
@@ -115,8 +115,7 @@ class MetricsEndpoint:
         return self._server.server_port
 
     def close(self) -> None:
-        """Stop listening. The thread sleeps until somebody connects, so that an idle server doesn't wake for
-        nothing."""
+        """Stop listening. The thread sleeps until somebody connects, so that an idle server doesn't wake needlessly."""
         stopper = Thread(target=self._server.shutdown)
         stopper.start()
         while stopper.is_alive():

@@ -163,8 +163,7 @@ class RequestSpan:
         return format(self.span.get_span_context().trace_id, "032x")
 
     def on_taken(self, version: str, rows: int) -> None:
-        """It is queued from now on. Only now is its model's name known to exist, and fit to be part of a span's
-        name."""
+        """It is queued from now on. Only now is its model's name known to exist, and fit for a span's name."""
         self._taken_ns = time.monotonic_ns()
         self.span.update_name(f"infer {self._model}")
         self.span.set_attributes({"paceline.model.version": version, "paceline.rows": rows})
@@ -229,7 +228,7 @@ class _BatchSpans:
 
 
 class _Forwarding(logging.Handler):
-    """Forwards the logs of OpenTelemetry's packages to ours: by default they would bypass its format, level and bounds."""
+    """Forwards OpenTelemetry's log lines to our log: by default they would bypass its format, level and bounds."""
 
     def __init__(self) -> None:
         super().__init__()

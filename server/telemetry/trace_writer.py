@@ -39,7 +39,7 @@ class TraceWriter:
         self._failure = ""
 
     def start(self) -> None:
-        """Start writing. Raises OSError if `path` isn't a file in a folder that can be written to."""
+        """Start writing. Raises OSError if `path` is a folder, or is in one that can't be written to."""
         folder = self._path.absolute().parent
         if self._path.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
             raise OSError(f"{self._path}: expected a file in a folder that can be written to")

@@ -48,8 +48,8 @@ class _Sampler:
 
 class Tracer:
     """Traces requests that were answered. While `active` is false, nobody needs to call `record`. In mode opentelemetry
-    there are `spans`, which do their own asking, and it is never active. Raises StartError if that mode's packages are
-    missing."""
+    there are `spans`, which call `is_on` and `picks`, and it is never active. Raises StartError if that mode's packages
+    are missing."""
 
     def __init__(self, config: TraceConfig | None = None) -> None:
         config = config or TraceConfig()

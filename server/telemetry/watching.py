@@ -1,4 +1,4 @@
-"""One request, followed for what records every one: a debug line in the log, a span.
+"""One request, followed for code that records every one: a debug line in the log, a span.
 
 Lives here: what is recorded about a request. Must not: do anything if nothing is recorded; no watch is made then.
 """
