@@ -1,4 +1,4 @@
-"""The fronts as the engine sees them: processes that are started, told things, replaced when they die, and ended.
+"""The fronts as the engine sees them: processes that are started, informed, replaced when they die, and ended.
 
 Lives here: processes, the port that they share, what all of them are told. Must not: requests (`desk`). To
 `server.app` it is what a `Listener` is in a server of one process.

@@ -135,7 +135,7 @@ def load_model(
 
 
 def _check_allowed(config: pb.ModelConfig, defaults: LoadDefaults, *, brought: bool) -> None:
-    """Raise ConfigError for what the flags don't allow, and for what a client's configuration (`brought`) may not have."""
+    """Raise ConfigError for what the flags don't allow, or what a client's configuration (`brought`) may not have."""
     if not (defaults.auto_complete or is_complete(config)):
         raise ConfigError("expected input and output in its configuration, as --disable-auto-complete-config is given")
     if not defaults.auto_complete and (names := without_datatype(config)):

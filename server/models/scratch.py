@@ -75,7 +75,7 @@ class Scratch:
 
 
 def remove_all() -> None:
-    """Remove all folders, at the end of the process, which may leave models as they are."""
+    """Remove all folders, at the end of the process, which may end without closing its models."""
     global _there
     with _lock:
         left, _there = _there or (), None
