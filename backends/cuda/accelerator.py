@@ -1,9 +1,9 @@
 """A GPU through the CUDA driver: page-locked memory, device memory, streams, events.
 
 Lives here: the driver's calls, by ctypes. Must not: ONNX Runtime, tensors. The rules: every call is made with the
-device's primary context current, and giving back makes no error, since nobody is left to hear of it. Other Python
-threads run during calls that wait or allocate, not during those that only queue: these take microseconds, and getting
-the interpreter back beside a busy event loop may take half a millisecond each time.
+device's primary context current, and releasing raises no error, since nobody is left to handle it. Calls that wait or
+allocate release the GIL; calls that only queue keep it: these take microseconds, and getting the GIL back beside a busy
+event loop may take half a millisecond each time.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = ["CudaAccelerator", "accelerator_of", "open_cuda"]
 
 _PORTABLE = 1  # CU_MEMHOSTALLOC_PORTABLE: page-locked for all contexts
 _NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING: not ordered with the default stream, which others may use
-_WAITED_FOR = 1 | 2  # CU_EVENT_BLOCKING_SYNC | CU_EVENT_DISABLE_TIMING: who waits sleeps, as others need the core
+_WAITED_FOR = 1 | 2  # CU_EVENT_BLOCKING_SYNC | CU_EVENT_DISABLE_TIMING: waiters sleep, as others need the core
 
 _pointer, _size, _address, _number = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_uint64, ctypes.c_uint
 # Without these, ctypes would pass addresses as C ints.
@@ -47,18 +47,18 @@ _QUEUE_ONLY = frozenset(("cuEventRecord", "cuStreamWaitEvent", *(name for name i
 
 
 class _Device:
-    """The driver and a device's context, which stays as long as anything made with it."""
+    """The driver and a device's context, kept as long as anything made with it."""
 
     def __init__(self, driver: Any, index: int) -> None:
         self.driver = driver
-        # The same library, called without letting go of the interpreter.
+        # The same library, called without releasing the GIL.
         self._quick = ctypes.PyDLL(LIBRARY, handle=driver._handle)
         for library in (driver, self._quick):
             for name, arguments in _ARGUMENTS.items():
                 getattr(library, name).argtypes = arguments
         self.context = PrimaryContext(driver, index, self._quick)
         closing = weakref.finalize(self, self.context.release)
-        # At the end of the process the driver may be gone first; so below.
+        # At process exit the driver may be gone first; likewise below.
         closing.atexit = False
 
     def call(self, name: str, *arguments: Any) -> None:
@@ -66,8 +66,8 @@ class _Device:
         check(self.driver, name, getattr(library, name)(*arguments))
 
     def make(self, owner: object, call: str, give_back: str, *arguments: Any) -> int:
-        """What `call` makes, by its handle or address. It is given back by the driver's call of that other name when
-        `owner` goes, on whichever thread."""
+        """The handle or address that `call` creates. When `owner` is garbage-collected, on whichever thread, the
+        driver's call `give_back` releases it."""
         made = _ARGUMENTS[call][0]._type_()  # the first argument points to it
         self.call(call, ctypes.byref(made), *arguments)
         handle: int = made.value
@@ -133,7 +133,8 @@ class _Stream:
 
 
 class CudaAccelerator:
-    """`Accelerator` that is GPU `index`. `ort_device` and `memory_name` are what ONNX Runtime's CUDA provider says."""
+    """GPU `index` as an `Accelerator`. `ort_device` and `memory_name` are the names that ONNX Runtime's CUDA provider
+    uses."""
 
     memory_name = "Cuda"
 
@@ -163,10 +164,10 @@ class CudaAccelerator:
 
 
 def accelerator_of(device: Device) -> CudaAccelerator | None:
-    """What stages the batches of `device`. Blocks as `open_cuda`; raises DeviceError."""
+    """The accelerator that stages the batches of `device`. Blocks as `open_cuda`; raises DeviceError."""
     return open_cuda(device.index) if device.kind is DeviceKind.GPU else None
 
 
 def open_cuda(index: int) -> CudaAccelerator:
-    """GPU `index`. Blocks, the first time for as long as its context takes to make; raises DeviceError."""
+    """GPU `index`. Blocks, the first time until its context is created; raises DeviceError."""
     return CudaAccelerator(load_driver(ctypes.CDLL), index)

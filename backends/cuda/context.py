@@ -1,8 +1,8 @@
-"""The CUDA context that a process has for a GPU, by the driver.
+"""A process's CUDA context for a GPU, through the driver.
 
-Lives here: loading the driver, the primary context of a device, and what its calls return. Must not: memory, streams, a
-runtime. The rule: everybody in the process uses the primary context, as ONNX Runtime does, so that memory and streams
-of one are good for the other.
+Lives here: loading the driver, the primary context of a device, and the result codes of its calls. Must not: memory,
+streams, a runtime. The rule: everything in the process uses the primary context, as ONNX Runtime does, so that memory
+and streams are interchangeable.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _threads = threading.local()
 
 
 def load_driver(load: Callable[[str], Any] = ctypes.CDLL) -> Any:
-    """The driver, initialised; `load` opens a shared library by name. Raises DeviceError with the driver's reason."""
+    """The initialised driver; `load` opens a shared library by name. Raises DeviceError with the driver's reason."""
     try:
         driver = load(LIBRARY)
     except OSError as error:
@@ -40,8 +40,9 @@ def check(driver: Any, call: str, code: int) -> None:
 
 
 def ignore_captures(driver: Any) -> None:
-    """Allow the calling thread, which has a context current, everything while other threads capture graphs. ONNX
-    Runtime captures in the mode in which otherwise allocations of the whole process fail, and with them the capture."""
+    """Allow the calling thread, which must have a current context, all calls while other threads capture graphs. In the
+    mode in which ONNX Runtime captures, allocations anywhere in the process would otherwise fail, and the capture with
+    them."""
     if getattr(_threads, "ignoring", False):
         return
     mode = ctypes.c_int(_THREAD_LOCAL)
@@ -64,7 +65,7 @@ class PrimaryContext:
 
     @contextmanager
     def current(self) -> Iterator[None]:
-        """On this thread, while in the block; what the thread had current before is so again after it."""
+        """Make it current on this thread within the block, and restore the previous one afterwards."""
         check(self._driver, "cuCtxPushCurrent", self._driver.cuCtxPushCurrent_v2(self._handle))
         try:
             ignore_captures(self._driver)
@@ -73,7 +74,7 @@ class PrimaryContext:
             self._driver.cuCtxPopCurrent_v2(ctypes.byref(ctypes.c_void_p()))
 
     def enter(self) -> None:
-        """Current on this thread from now on."""
+        """Make it current on this thread from now on."""
         check(self._driver, "cuCtxSetCurrent", self._quick.cuCtxSetCurrent(self._handle))
         ignore_captures(self._driver)
 

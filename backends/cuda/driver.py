@@ -1,7 +1,7 @@
-"""Is there a GPU? Asked of the CUDA driver itself, which every machine with a usable GPU has.
+"""Whether there are GPUs, according to the CUDA driver, which every machine with a usable GPU has.
 
-Lives here: a few calls into libcuda through ctypes. Must not: a runtime; whether one can use the GPU is its backend's
-question.
+Lives here: a few calls into libcuda through ctypes. Must not: a runtime; whether a runtime can use the GPU is for its
+backend to find out.
 """
 
 from __future__ import annotations
@@ -20,22 +20,24 @@ _NO_DEVICE = 100  # CUDA_ERROR_NO_DEVICE
 
 
 def count_gpus(load: Callable[[str], Any] = ctypes.CDLL) -> int:
-    """How many GPUs this process may use; at least one, or LoadError saying what is missing.
+    """The number of GPUs that this process may use, at least one; otherwise LoadError saying what is missing.
 
-    CUDA_VISIBLE_DEVICES counts. Initialises the driver, which the first time takes up to a second. `load` opens a
+    CUDA_VISIBLE_DEVICES counts. Initialises the driver, which takes up to a second the first time. `load` opens a
     shared library by name.
     """
     return _count(_open(load))
 
 
 def gpu_uuids(load: Callable[[str], Any] = ctypes.CDLL) -> list[str]:
-    """The names, such as `GPU-8f2b…`, of the GPUs that `count_gpus` counts, in the order of their indices; as there."""
+    """The UUIDs, such as `GPU-8f2b…`, of the GPUs that `count_gpus` counts, in the order of their indices. Raises as
+    there."""
     driver = _open(load)
     names = []
     for index in range(_count(driver)):
         device, raw = ctypes.c_int(0), (ctypes.c_ubyte * 16)()
         _check(driver, "cuDeviceGet", driver.cuDeviceGet(ctypes.byref(device), index))
-        # The second version tells a slice of a GPU (MIG) from the whole; drivers before CUDA 11.4 have only the first.
+        # The second version distinguishes a slice of a GPU (MIG) from the whole; drivers before CUDA 11.4 have only the
+        # first.
         ask = getattr(driver, "cuDeviceGetUuid_v2", None) or driver.cuDeviceGetUuid
         _check(driver, "cuDeviceGetUuid", ask(raw, device))
         names.append(f"GPU-{uuid.UUID(bytes=bytes(raw))}")
@@ -67,7 +69,7 @@ def _check(driver: Any, call: str, code: int) -> None:
 
 
 def failure_text(driver: Any, call: str, code: int) -> str:
-    """What to say of a call that returned `code`."""
+    """The error message for a `call` that returned `code`."""
     text = ctypes.c_char_p()
     driver.cuGetErrorName(code, ctypes.byref(text))
     name = (text.value or b"unknown error").decode()

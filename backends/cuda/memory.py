@@ -1,8 +1,8 @@
 """GPU memory of another process, opened through the CUDA driver's interprocess handles.
 
 Lives here: the calls into libcuda through ctypes. Must not: a runtime, names of regions, tensors. The rule: every call
-happens in the device's primary context, the one that runtimes use too, which is pushed before and popped after, so that
-whatever the thread has current stays so.
+happens in the device's primary context, which runtimes use too. It is pushed before and popped after, so that the
+thread's current context stays as it was.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _LAZY_ENABLE_PEER_ACCESS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS, the only fla
 
 
 class _Handle(ctypes.Structure):
-    """`CUipcMemHandle`, which goes by value."""
+    """`CUipcMemHandle`, which is passed by value."""
 
     _fields_ = (("reserved", ctypes.c_ubyte * HANDLE_BYTES),)
 
@@ -36,7 +36,7 @@ class CudaMemory:
         self.address = address
         self.byte_size = byte_size
         closing = weakref.finalize(self, _close, driver, context, address)
-        # At the end of the process the driver may be gone first.
+        # At process exit the driver may be gone first.
         closing.atexit = False
 
     def read(self, target: int, byte_size: int, offset: int) -> None:
@@ -48,22 +48,23 @@ class CudaMemory:
         check(self._driver, "cuMemcpyDtoH", code)
 
     def write(self, source: int, byte_size: int, offset: int) -> None:
-        """Copy `byte_size` bytes of host memory at address `source` to `offset`. Blocks until they are there, for
-        everybody; raises DeviceError."""
+        """Copy `byte_size` bytes of host memory at address `source` to `offset`. Blocks until every process can see
+        them; raises DeviceError."""
         with self._context.current():
             code = self._driver.cuMemcpyHtoD_v2(
                 ctypes.c_uint64(self.address + offset), ctypes.c_void_p(source), ctypes.c_size_t(byte_size)
             )
             check(self._driver, "cuMemcpyHtoD", code)
-            # From pageable memory, that returns once all has been read. Other processes don't wait for the rest.
+            # From pageable memory, that returns once everything has been read. Other processes wouldn't wait for the
+            # rest.
             check(self._driver, "cuStreamSynchronize", self._driver.cuStreamSynchronize(None))
 
 
 def open_cuda_memory(handle: bytes, device: int, load: Callable[[str], Any]) -> CudaMemory:
-    """The memory that `handle` of `HANDLE_BYTES` bytes stands for, on GPU `device`.
+    """The memory that `handle`, of `HANDLE_BYTES` bytes, stands for, on GPU `device`.
 
-    Blocks, the first time for as long as the device's context takes to make. `load` opens a shared library by name.
-    Raises DeviceError with the driver's reason.
+    Blocks, the first time until the device's context is created. `load` opens a shared library by name. Raises
+    DeviceError with the driver's reason.
     """
     if len(handle) != HANDLE_BYTES:
         raise DeviceError(f"expected a handle of {HANDLE_BYTES} bytes, got {len(handle)}")
@@ -91,7 +92,7 @@ def _open(driver: Any, context: PrimaryContext, handle: bytes) -> CudaMemory:
 
 
 def _close(driver: Any, context: PrimaryContext, address: int) -> None:
-    """Errors are nobody's any more: the memory's owner may be gone already."""
+    """Errors are ignored: the memory's owner may be gone already."""
     try:
         with context.current():
             driver.cuIpcCloseMemHandle(ctypes.c_uint64(address))

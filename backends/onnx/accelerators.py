@@ -1,8 +1,8 @@
-"""Execution accelerators of a model's configuration, as options of ONNX Runtime's execution providers.
+"""A model configuration's execution accelerators, as options of ONNX Runtime's execution providers.
 
-Lives here: which accelerators and parameters there are, named and meant as by Triton's backend, and what ONNX Runtime
-calls them. Must not: onnxruntime; files. What isn't known is refused by name. So is what would let whoever writes a
-configuration run code or call addresses: `trt_extra_plugin_lib_paths`, and of CUDA's options those that are pointers.
+Lives here: which accelerators and parameters exist, with the names and meanings of Triton's backend, and what ONNX
+Runtime calls them. Must not: onnxruntime; files. Anything unknown is refused by name. So is what would let the author
+of a configuration run code or call addresses: `trt_extra_plugin_lib_paths`, and CUDA's options that are pointers.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ __all__ = [
 ]
 
 ARENA_GROWTH = {"0": "kNextPowerOfTwo", "1": "kSameAsRequested"}
-"""Triton's numbers for ONNX Runtime's words."""
+"""Triton's numbers for ONNX Runtime's names."""
 CONV_SEARCH = {"0": "EXHAUSTIVE", "1": "HEURISTIC", "2": "DEFAULT"}
 ENGINE_CACHE, ENGINE_CACHE_PATH = "trt_engine_cache_enable", "trt_engine_cache_path"
 
 _GPU, _CPU = ("cuda", "tensorrt"), ("openvino",)
 
 Reader = Callable[[str], str | None]
-"""A value as ONNX Runtime wants it; None for one that it can't be."""
+"""Converts a value to ONNX Runtime's form; None if the value is invalid."""
 
 
 def _text(value: str) -> str | None:
@@ -56,15 +56,15 @@ def _bit(value: str) -> str | None:
 
 
 def _unfused(value: str) -> str | None:
-    """Where biases are fused ONNX Runtime 1.31 clears a convolution's output with cudaMemset, on the default stream,
-    and adds to it on its own, which doesn't wait for that: it adds to whatever is there, or loses what is in use. In
+    """With fused biases, ONNX Runtime 1.31 clears a convolution's output with cudaMemset on the default stream and adds
+    to it on its own stream, which doesn't wait for that: it adds to whatever is there, or destroys what is in use. In
     graphs nothing is cleared at all."""
     return "0" if _bit(value) == "0" else None
 
 
 @dataclass(frozen=True, slots=True)
 class _OneOf:
-    """Of `choices`, or of Triton's numbers for them in its `parameters`, if there are any."""
+    """One of `choices`, or Triton's number for one as in its `parameters`, if there are any."""
 
     choices: tuple[str, ...]
     numbers: Mapping[str, str] = field(default_factory=dict)
@@ -83,7 +83,7 @@ _EXPECTED: Mapping[Reader, str] = {
     _unfused: "0 or false, as answers would be wrong otherwise",
 }
 
-# Source: github.com/triton-inference-server/onnxruntime_backend; what they are called by ONNX Runtime, if otherwise.
+# Source: github.com/triton-inference-server/onnxruntime_backend. Values: ONNX Runtime's name, and how to read it.
 _TENSORRT: Mapping[str, tuple[str, Reader]] = {
     "max_workspace_size_bytes": ("trt_max_workspace_size", _whole),
     "int8_calibration_table_name": ("trt_int8_calibration_table_name", _text),
@@ -150,8 +150,8 @@ _OPENVINO: Mapping[str, Reader] = {
 
 
 def cuda_options(source: ModelSource) -> dict[str, str]:
-    """What the accelerator `cuda` says, if it is there. LoadError for an accelerator, of whatever device, or an option
-    that isn't known."""
+    """The options given for accelerator `cuda`, if it is there. LoadError for an unknown option, or for an unknown
+    accelerator of any device."""
     for known, given, kind in ((_GPU, source.accelerators, "gpu"), (_CPU, source.cpu_accelerators, "cpu")):
         for name, _ in given:
             if name not in known:
@@ -171,7 +171,7 @@ def cuda_options(source: ModelSource) -> dict[str, str]:
 
 
 def tensorrt_options(source: ModelSource) -> dict[str, str] | None:
-    """What the accelerator `tensorrt` says; None if it isn't asked for. LoadError for what isn't known."""
+    """The options given for accelerator `tensorrt`; None if it isn't asked for. LoadError for an unknown option."""
     if not _has(source.accelerators, "tensorrt"):
         return None
     options: dict[str, str] = {}
@@ -186,8 +186,8 @@ def tensorrt_options(source: ModelSource) -> dict[str, str] | None:
 
 
 def openvino_options(source: ModelSource, threads: int) -> dict[str, str] | None:
-    """What the accelerator `openvino` says; None if it isn't asked for. `threads`: those of the model, 0 if
-    it doesn't say. LoadError for what isn't known."""
+    """The options given for accelerator `openvino`; None if it isn't asked for. `threads`: the model's thread count, 0
+    if not given. LoadError for an unknown option."""
     if not _has(source.cpu_accelerators, "openvino"):
         return None
     given = _given(source.cpu_accelerators, "openvino")
@@ -199,8 +199,9 @@ def openvino_options(source: ModelSource, threads: int) -> dict[str, str] | None
 
 
 def profile_shapes(inputs: Sequence[TensorSpec], largest_rows: int) -> dict[str, str]:
-    """Shapes for which TensorRT is to build one engine: batches of 1 to `largest_rows` rows, best at that. Empty where
-    something else than the first dimension of the `inputs`, dims whole, is free, or their names can't be told."""
+    """Shapes for which TensorRT is to build one engine: batches of 1 to `largest_rows` rows, optimized for the largest.
+    Empty if anything but the first dimension of the `inputs` (complete dims) is free, or their names can't be
+    expressed."""
     batched = [tensor for tensor in inputs if tensor.dims[:1] == (-1,)]
     closed = all(min(tensor.dims[1:], default=1) > 0 for tensor in batched)
     others = all(min(tensor.dims, default=1) > 0 and not tensor.any_rank for tensor in inputs if tensor not in batched)

@@ -50,8 +50,8 @@ Accelerators = Callable[[Device], Accelerator | None]
 
 _MOST_NAMES = 5
 _MOST_APART = 2**29
-"""Bytes of a model's file, with what weights are in it. They are held twice while it is tried in a process apart: what
-is larger might well have been given memory for once."""
+"""Bytes of a model's file, with the weights in it. They are in memory twice while it is tried in a process apart: for a
+larger one there may be memory for one copy only."""
 
 _log = logging.getLogger("paceline.backends.onnx")
 
@@ -59,8 +59,9 @@ _log = logging.getLogger("paceline.backends.onnx")
 class OnnxBackend:
     """`Backend` for `.onnx` files.
 
-    `count_gpus` says how many GPUs there are or raises LoadError, `available_providers` what onnxruntime has built in,
-    `shared_threads` whether `share_threads` was called, `accelerators` what stages the batches of a device.
+    `count_gpus` returns how many GPUs there are or raises LoadError, `available_providers` returns what onnxruntime has
+    built in, `shared_threads` says whether `share_threads` was called, `accelerators` returns what stages a device's
+    batches.
     """
 
     def __init__(
@@ -77,9 +78,9 @@ class OnnxBackend:
         self._told: set[tuple[GroupKind, str]] = set()
 
     def devices(self, groups: Sequence[InstanceGroup]) -> tuple[Device, ...]:
-        """One device per instance; blocks for a second or so when it first asks the CUDA driver for GPUs.
+        """One device per instance; blocks for about a second when it first asks the CUDA driver for GPUs.
 
-        KIND_GPU gets GPUs or is refused; KIND_AUTO and KIND_MODEL take the CPU where no GPU is usable, and log which.
+        KIND_GPU gets GPUs or is refused; KIND_AUTO and KIND_MODEL take the CPU if no GPU is usable, and log that.
         """
         return tuple(device for group in groups or (InstanceGroup(),) for device in self._place(group))
 
@@ -106,7 +107,7 @@ class OnnxBackend:
         if group.kind is GroupKind.GPU:
             return devices
         try:
-            # Beside another model's warm-up, what this allocates would break the capture of graphs.
+            # During another model's warm-up, what this allocates would break its graph capture.
             if (accelerator := self._accelerators(devices[0])) is not None:
                 accelerator.enter()
             with captures.synchronizing():
@@ -131,9 +132,9 @@ class OnnxBackend:
 class OnnxModel:
     """`OpenModel` of one ONNX file.
 
-    CPU instances share one session: its Run is thread-safe, and a session per instance would hold the weights once
-    more and start one more pool of threads, all fighting for the same cores. Each instance on an accelerator has its
-    own, because a session computes on one stream, where a second instance's kernels could only queue.
+    CPU instances share one session: its Run is thread-safe, and a session per instance would hold the weights again and
+    start another thread pool, all competing for the same cores. Each instance on an accelerator has its own session,
+    because a session computes on one stream, where a second instance's kernels would only queue.
     """
 
     platform = "onnxruntime_onnx"
@@ -178,31 +179,32 @@ class OnnxModel:
             yield self._run_untrusted(spec, stack)
 
     def _run_untrusted(self, spec: ModelSpec, stack: ExitStack) -> Runs:
-        """What runs the model with inputs that may be more than it can take, until `stack` is left: a process apart,
-        unless the model is on a GPU or large, or none can be had."""
+        """What runs the model with inputs that it may not survive, until `stack` is closed: a process apart, unless the
+        model is on a GPU or large, or no process can be had."""
         ((device, session), *_), options, path = self._sessions.items(), self._opener.options, self._opener.path
         if device.kind is DeviceKind.CPU and session.streams is None and path.stat().st_size <= _MOST_APART:
             try:
                 return stack.enter_context(SessionApart(Job(self._name, path, options), spec))
             except LoadError as error:
                 _log.info("model '%s' is tried in the server's own process: %s", self._name, error)
-        # Left open, the session, and all that it has of a device's memory, would stay.
+        # If left open, the session and all its device memory would stay.
         return stack.enter_context(closing(OnnxInstance(session, spec, device, options)))
 
     def _session(self, device: Device) -> OpenSession:
-        """The shared session of the CPU; else the one that the model was opened with, once, and fresh ones after."""
+        """The CPU's shared session; otherwise the one that the model was opened with, once, and a new one after
+        that."""
         opened = self._sessions.pop(device, None) or self._opener.open(device)
         if opened.streams is None and device.kind is DeviceKind.CPU:
             self._sessions[device] = opened
         elif not self._keeps_files:
-            # For the session of an instance that will take the place of another.
+            # For the sessions of instances that replace others later.
             self._keeps_files = True
             self._files.keep()
         return opened
 
 
 class Opener:
-    """Opens sessions of one model. `accelerators` gives what stages the batches of a device, or None."""
+    """Opens sessions of one model. `accelerators` returns what stages a device's batches, or None."""
 
     def __init__(self, name: str, path: Path, options: OnnxOptions, accelerators: Accelerators) -> None:
         self.options = options
@@ -215,7 +217,7 @@ class Opener:
         return self._open(device, self.options)
 
     def open_plainly(self, device: Device) -> OpenSession:
-        """Without graphs."""
+        """As `open`, but without graphs."""
         return self._open(device, without_graphs(self.options))
 
     def _open(self, device: Device, options: OnnxOptions) -> OpenSession:
@@ -252,7 +254,7 @@ def _is_utf8(text: str) -> bool:
 
 
 def _instead(folder: Path) -> str:
-    """What lies where a model file should, to whoever has called it something else."""
+    """What lies where a model file should, for a user who has named it differently."""
     if not folder.is_dir():
         return ""
     names = sorted(entry.name for entry in folder.iterdir() if not entry.name.startswith("."))

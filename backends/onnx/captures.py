@@ -1,9 +1,9 @@
-"""What has to keep away from each other while CUDA graphs are captured.
+"""Mutual exclusion of what must not happen while CUDA graphs are captured.
 
 Lives here: the turns that captures and sessions take, in the whole process. Must not: know what a session is. The rule
-is the driver's: while a stream is captured nobody may wait for its whole device, on whichever thread and in whichever
-mode (`cuda_context.ignore_captures`); both fail then, the capture and whoever waits. ONNX Runtime waits so when it
-opens a session, and cuBLAS when its handles go, which is when a session is closed.
+is the driver's: while a stream is captured, nobody may wait for its whole device, on any thread and in any capture mode
+(`cuda.context.ignore_captures`); otherwise both fail, the capture and the wait. ONNX Runtime waits like this when it
+opens a session, and cuBLAS when its handles are destroyed, which is when a session is closed.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ __all__ = ["Captures", "captures"]
 
 
 _LONGEST_S = 600.0
-"""What takes longer is on a device that hangs, but for an engine that TensorRT builds."""
+"""Whatever takes longer is on a hanging device, unless TensorRT is building an engine."""
 
 
 class Captures:
-    """One capture at a time and nothing beside it, or any number of those that synchronize a device. What has been
-    waited for for `longest_s` is no longer: both may fail then, but nobody else waits for ever."""
+    """Either one capture at a time and nothing else, or any number of threads that synchronize a device. After
+    `longest_s` the wait is given up: both may fail then, but nobody waits for ever."""
 
     def __init__(self, longest_s: float = _LONGEST_S) -> None:
         self._longest_s = longest_s
         self._turn = threading.Condition()
-        self._capturing = 0  # the thread that does
+        self._capturing = 0  # id of the capturing thread, 0 if none
         self._synchronizing = self._given_up = 0
 
     @contextmanager
     def capturing(self) -> Iterator[None]:
-        """Blocks until nobody else is in here."""
+        """Blocks until nobody captures or synchronizes."""
         with self._turn:
             if not self._turn.wait_for(self._is_free, self._longest_s):
                 self._given_up = self._synchronizing
@@ -46,8 +46,8 @@ class Captures:
 
     @contextmanager
     def synchronizing(self) -> Iterator[None]:
-        """Blocks while another thread captures: for as long as an execution takes. The thread that captures gets here
-        by the garbage collector, and had better lose the capture than wait for itself."""
+        """Blocks while another thread captures, which takes as long as an execution. The capturing thread itself can
+        get here through the garbage collector; it then loses the capture rather than wait for itself."""
         with self._turn:
             mine = (0, threading.get_ident())
             if not self._turn.wait_for(lambda: self._capturing in mine, self._longest_s):
@@ -66,4 +66,4 @@ class Captures:
 
 
 captures = Captures()
-"""Those of the process: each load has a backend of its own, the driver is everybody's."""
+"""One for the whole process: each load has a backend of its own, but all share the driver."""

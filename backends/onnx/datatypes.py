@@ -1,7 +1,7 @@
-"""ONNX Runtime's description of a model and ours.
+"""ONNX Runtime's description of a model, and ours.
 
-Lives here: what its types are in the v2 protocol, and whether a model can serve what a configuration says. Must not:
-onnxruntime; what it describes comes as an object with three attributes.
+Lives here: what its types are in the v2 protocol, and whether a model can serve what a configuration declares. Must
+not: onnxruntime; what it describes is passed as an object with three attributes.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def is_known(node: NodeArg) -> bool:
 
 
 def why_unknown(node: NodeArg) -> str:
-    """What there is to know about a `node` that isn't known: what it is, and what would be one that is."""
+    """Why a `node` isn't known: what its type is, and what to use instead."""
     if "map(" in node.type:
         way_out = "scikit-learn's classifiers have a tensor in its place if skl2onnx gets options={'zipmap': False}"
     elif node.type.startswith("tensor("):
@@ -60,10 +60,11 @@ def why_unknown(node: NodeArg) -> str:
 
 
 def tensor_spec(model: str, what: str, node: NodeArg, any_rank: bool = False) -> TensorSpec:
-    """`node` as a TensorSpec, dims whole; LoadError if the protocol can't carry it: no tensor, or of other elements.
+    """`node` as a TensorSpec with complete dims; LoadError if the protocol can't carry it: no tensor, or other
+    elements.
 
-    `any_rank`: it has no shape, which `node` doesn't tell from that of a scalar. One that has dims all the same was
-    found out about by ONNX Runtime.
+    `any_rank`: the file gives it no shape, which `node` can't tell from a scalar's. If `node` has dims all the same,
+    ONNX Runtime has inferred them, and they count.
     """
     datatype = _DATATYPES.get(node.type)
     if datatype is None:

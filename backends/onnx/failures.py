@@ -1,9 +1,9 @@
-"""What an exception of ONNX Runtime means: its texts are all there is to tell by.
+"""What an exception of ONNX Runtime means; only its text tells.
 
-Lives here: the texts. Must not: onnxruntime. They are those of onnxruntime 1.31 and earlier ones
-(onnxruntime/core/framework/bfc_arena.cc, core/providers/cuda/cuda_call.cc); CUDA's errors come as
-`CUDA failure NUMBER: TEXT ; GPU=…`, numbers being cudaError_t's, CUBLAS's and CUDNN's likewise with their own. Where
-a kernel can't be launched some come as `CUDA error cudaErrorNAME:TEXT`.
+Lives here: the texts. Must not: onnxruntime. They are those of onnxruntime 1.31 and earlier
+(onnxruntime/core/framework/bfc_arena.cc, core/providers/cuda/cuda_call.cc). CUDA's errors come as `CUDA failure NUMBER:
+TEXT ; GPU=…`, with cudaError_t's numbers; CUBLAS's and CUDNN's likewise with their own. Some failed kernel launches
+come as `CUDA error cudaErrorNAME:TEXT`.
 """
 
 from __future__ import annotations
@@ -27,17 +27,18 @@ _OUT_OF_MEMORY = re.compile(
     r"|CUBLAS_STATUS_ALLOC_FAILED|CUDNN_STATUS_ALLOC_FAILED|CUDNN_STATUS_INTERNAL_ERROR_\w*ALLOCATION_FAILED"
     r"|CUFFT_ALLOC_FAILED"
 )
-# cudaError_t of which NVIDIA says that the process must be terminated and relaunched to use CUDA again: every further
-# call fails with the same. ECC and NVLink errors, and what kernels did wrong: addresses, instructions, asserts, time.
+# Values of cudaError_t after which, says NVIDIA, the process must be terminated and relaunched to use CUDA again: every
+# further call fails with the same. ECC and NVLink errors, and what kernels did wrong: addresses, instructions, asserts,
+# time.
 _BROKEN = frozenset((214, 220, 226, 700, 702, 710, 714, 715, 716, 717, 718, 719, 721))
-# The device isn't there any more, or not for this process: the driver was shut down, the device is unavailable, there
-# is none, its context is gone, or something that CUDA has no name for, which is what it says after a reset.
+# The device is gone, or gone for this process: the driver was shut down, the device is unavailable, there is none, its
+# context is gone, or CUDA has no name for the error, as after a reset.
 _GONE = frozenset((3, 4, 46, 100, 101, 201, 709, 999))
 _LOST = re.compile(
     r"device lost|busy or unavailable|uncorrectable ECC|illegal memory access|unspecified launch failure"
     r"|illegal instruction was encountered|misaligned address|device-side assert|GPU (?:is lost|has fallen off the bus)"
 )
-# The same by name, of what can befall a launch; what has another text than those above.
+# The same by name, for errors of a launch whose text differs from those above.
 _LOST_BY_NAME = re.compile(
     r"\bCUDA error cudaError(?:InitializationError|CudartUnloading|NoDevice|InvalidDevice|DeviceUninitialized"
     r"|NvlinkUncorrectable|Contained|LaunchTimeout|ContextIsDestroyed|Assert|HardwareStackError|InvalidAddressSpace"
@@ -50,11 +51,12 @@ _SESSION_FAULT = re.compile(
 _UNEQUIPPED = re.compile(
     r"cu(DNN|FFT) is (not available|unavailable)|no kernel image is available|STATUS_\w*ARCH_MISMATCH"
 )
-"""Sessions open without libraries, and on GPUs that are too old or too new for them, and fail where they are needed."""
+"""Sessions open even if libraries are missing, or don't support the GPU (too old or too new), and fail where they need
+them."""
 
 
 def failure(error: Exception) -> ExecutionError:
-    """What to raise for `error`, which an execution raised."""
+    """The exception to raise for `error`, which an execution raised."""
     reason = reason_of(error)
     if _is_lost(reason):
         return DeviceLost(reason)
@@ -66,7 +68,7 @@ def failure(error: Exception) -> ExecutionError:
 
 
 def device_failure(error: DeviceError) -> SessionError:
-    """What to raise for a driver's refusal while executing. Its numbers are those of CUDA's errors."""
+    """The exception to raise for a driver's error during an execution. Its numbers are those of CUDA's errors."""
     reason = str(error)
     code = _DRIVER_ERROR.search(reason)
     if code is not None and int(code[1]) in _BROKEN | _GONE:
@@ -75,7 +77,7 @@ def device_failure(error: DeviceError) -> SessionError:
 
 
 def reason_of(error: Exception) -> str:
-    """One line, in the words that Triton's users know: `onnx runtime error 2: …`."""
+    """One line, in the form that Triton's users know: `onnx runtime error 2: …`."""
     match = _ERROR.fullmatch(str(error))
     code, text = (f" {match[1]}", match[2]) if match else ("", str(error))
     return f"onnx runtime error{code}: {' '.join(text.split())}"

@@ -1,9 +1,9 @@
-"""What an ONNX file says of its graph and ONNX Runtime doesn't tell: which inputs and outputs have a shape, and what
-its nodes are.
+"""What an ONNX file says about its graph and ONNX Runtime doesn't: which inputs and outputs have a shape, and the types
+of its nodes.
 
-Lives here: as much of protobuf's wire format as it takes to find that out, without reading weights. Must not:
-onnxruntime. To that a tensor without a shape, which may have any rank, looks like a scalar. Numbers of fields are those
-of `onnx.proto`. Files of another format, of which ONNX Runtime reads some, say nothing here.
+Lives here: as much of protobuf's wire format as that takes, without reading weights. Must not: onnxruntime, to which a
+tensor without a shape, which may have any rank, looks like a scalar. Field numbers are those of `onnx.proto`. For files
+of another format, some of which ONNX Runtime reads, the result is empty.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ _Span = tuple[int, int]
 
 
 def without_shape(path: Path) -> frozenset[str]:
-    """The names of the graph's inputs and outputs that have no shape. Blocks, for a millisecond per thousand nodes or
-    so; raises OSError."""
+    """The names of the graph's inputs and outputs that have no shape. Blocks, for about a millisecond per thousand
+    nodes; raises OSError."""
     names = set()
     with path.open("rb") as file:
         try:
@@ -41,8 +41,8 @@ def without_shape(path: Path) -> frozenset[str]:
 
 
 def operators(path: Path) -> frozenset[str]:
-    """The types of the graph's nodes, but for those in the bodies of others. Blocks, for some milliseconds per thousand
-    nodes; raises OSError."""
+    """The types of the graph's nodes, except those in subgraphs of other nodes. Blocks, for some milliseconds per
+    thousand nodes; raises OSError."""
     with path.open("rb") as file:
         try:
             return frozenset(
@@ -56,13 +56,13 @@ def operators(path: Path) -> frozenset[str]:
 
 
 def _has(file: BinaryIO, message: _Span, path: Sequence[int]) -> bool:
-    """Whether there is what `path`, of numbers of fields, leads to in `message`."""
+    """Whether `message` contains the nested field that `path`, a sequence of field numbers, leads to."""
     return not path or any(_has(file, one, path[1:]) for one in _fields(file, message, path[0]))
 
 
 def _fields(file: BinaryIO, message: _Span, wanted: int) -> Iterator[_Span]:
-    """Where the contents of those of a message's fields lie that have the number `wanted` and a length. ValueError for
-    what is no message."""
+    """The spans of the contents of all length-delimited fields of `message` with the number `wanted`. ValueError if it
+    isn't a message."""
     at, end = message
     while at < end:
         file.seek(at)

@@ -1,7 +1,7 @@
 """Running a batch through a session of ONNX Runtime, which copies to and from devices by itself.
 
-Lives here: the plain way, for any model and device. Must not: opening sessions (`sessions`), stacking and
-splitting (`batching`).
+Lives here: the plain way, for any model and device. Must not: opening sessions (`sessions`), stacking and splitting
+(`batching`).
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ BFLOAT16 = 16
 
 
 class OnnxInstance:
-    """`ModelInstance` over a session, which other instances may share. `run` takes arrays in the order of
-    `input_names`, and gives them in that of `output_names`."""
+    """`ModelInstance` over a session that other instances may share. `run` takes arrays in the order of `input_names`
+    and returns them in that of `output_names`."""
 
     def __init__(self, opened: OpenSession, spec: ModelSpec, device: Device, options: OnnxOptions) -> None:
         self._open: OpenSession | None = opened
@@ -50,19 +50,20 @@ class OnnxInstance:
         return self._run_batch(requests, self._run, padded_rows)
 
     def run(self, inputs: Sequence[Array]) -> Tensors:
-        """The outputs for `inputs`, whatever shapes they have. Blocks; raises as `execute`."""
+        """The outputs for `inputs`, whatever their shapes. Blocks; raises as `execute`."""
         if self._streams is not None:
             self._enter(self._streams)
         return self._run(inputs)
 
     def abandon(self) -> None:
-        # Looked at between one operator and the next; other instances of the session have options of their own.
+        # Checked between operators; other instances of the session have run options of their own.
         self._run_options.terminate = True
 
     def close(self) -> None:
-        # The session goes when its last instance and the model let go; `_run` is bound to self and so must not hold it.
+        # The session is freed when its last instance and the model drop it; `_run` is bound to self and so must not
+        # hold it.
         if self._streams is not None:
-            # Giving memory back is among what a capture on another thread would forbid.
+            # Freeing memory is among the calls that a capture on another thread would forbid.
             with contextlib.suppress(DeviceError):
                 self._streams.accelerator.enter()
         self._open = None
@@ -85,8 +86,8 @@ class OnnxInstance:
         return lambda inputs: run([None if array is MISSING else array for array in inputs])
 
     def _planned(self, run: Callable[[Sequence[Array | None]], list[Array]]) -> Callable[..., list[Array]]:
-        """`run`, but for what convolutions would compute wrongly. The session is staged later on, if it is tried now:
-        that goes by rows."""
+        """`run`, but refusing what convolutions would compute wrongly. Failures are noted by rows, too: if the model is
+        being tried now, its session may be staged later, where plans are keyed by rows."""
 
         def run_planned(inputs: Sequence[Array | None]) -> list[Array]:
             plans = self._opened().plans
@@ -103,10 +104,10 @@ class OnnxInstance:
         return run_planned
 
     def _run_arrays(self, inputs: Sequence[Array | None]) -> list[Array]:
-        """Outputs in memory of their own: ONNX Runtime hands over the buffers it allocated for this very run."""
+        """Outputs in memory of their own: ONNX Runtime hands over the buffers that it allocated for this run."""
         # hot path: on a CPU and 64x256 floats 4.1 us a call, with IO binding 7.0, with run_with_ort_values 32
-        # (Identity, onnxruntime 1.31). IO binding pays where outputs stay on the device, and ours always leave it.
-        # An input of None isn't fed: the model takes its default.
+        # (Identity, onnxruntime 1.31). IO binding pays off if outputs stay on the device; ours always leave it. An
+        # input of None isn't fed: the model uses its default.
         session = self._opened().session
         try:
             outputs: list[Array] = session.run(
@@ -121,7 +122,7 @@ class OnnxInstance:
         return self._elements(outputs)
 
     def _run_bound(self, inputs: Sequence[Array | None]) -> list[Array]:
-        """Through OrtValues, which know BF16; numpy doesn't."""
+        """Run with OrtValues, which support BF16; numpy doesn't."""
         session = self._opened().session
         binding = session.io_binding()
         try:
@@ -142,7 +143,7 @@ class OnnxInstance:
         return self._open
 
     def _texts(self, inputs: Sequence[Array | None]) -> list[Array | None]:
-        """ONNX Runtime wants `str`: of `bytes` it would take the repr."""
+        """ONNX Runtime needs `str`: it would use the repr of `bytes`."""
         return [
             decode_texts(array, tensor.name) if array is not None and tensor.datatype == "BYTES" else array
             for array, tensor in zip(inputs, self._inputs, strict=True)
@@ -159,7 +160,7 @@ def _to_ortvalue(tensor: TensorSpec, array: Array) -> ort.OrtValue:
 
 
 def from_ortvalue(value: ort.OrtValue) -> Array:
-    """The value's elements in memory of our own; BF16, for which there is no numpy type to ask for, as bit patterns."""
+    """The value's elements in memory of our own; BF16, which has no numpy type, as bit patterns."""
     if value.element_type() != BFLOAT16:
         array: Array = value.numpy()
         return array

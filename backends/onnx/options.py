@@ -1,9 +1,8 @@
 """What a model's configuration asks of ONNX Runtime, as values.
 
-Lives here: reading `parameters` and the graph level, named and meant as by Triton's backend
+Lives here: reading `parameters` and the graph level, with the names and meanings of Triton's backend
 (github.com/triton-inference-server/onnxruntime_backend). Must not: execution accelerators (`accelerators`), or
-onnxruntime; `sessions` turns the values into its objects. Parameters with other names belong to somebody else and
-are left alone.
+onnxruntime; `sessions` turns the values into its objects. Parameters with other names belong to others and are ignored.
 """
 
 from __future__ import annotations
@@ -22,9 +21,9 @@ from backends.onnx.accelerators import ARENA_GROWTH, CONV_SEARCH, cuda_options, 
 __all__ = ["CACHE_DIRECTORY", "OWN_PROCESS", "GraphLevel", "OnnxOptions", "parse_options", "without_graphs"]
 
 CACHE_DIRECTORY = "paceline.cache_directory"
-"""The parameter that a flag of the server's sets; no configuration may."""
+"""The parameter that a server flag sets; configurations may not."""
 OWN_PROCESS = "paceline.own_process"
-"""The parameter that has each instance execute in a process of its own."""
+"""The parameter that makes each instance execute in a process of its own."""
 _CUDA_GRAPHS = "enable_cuda_graph"
 
 
@@ -45,10 +44,10 @@ class OnnxOptions:
     """Options of one model's sessions. Thread counts of 0 leave the number to ONNX Runtime.
 
     `session_entries` and `shrink_arenas` are its configuration strings, `cuda` the options of its CUDA provider.
-    `shared_threads`: compute on the pool that all sessions share, whatever the thread counts say. `tensorrt` and
-    `openvino` are those of the providers that execution accelerators ask for, None where none does; what TensorRT keeps
-    goes below `cache_directory`, and is for batches of up to `largest_rows` rows (0: not known).
-    `op_libraries` bring operators of the model's own. `own_process`: each instance is in a process of its own.
+    `shared_threads`: compute on the pool that all sessions share, whatever the thread counts. `tensorrt` and `openvino`
+    are the options of the providers that execution accelerators ask for, None if none does; TensorRT caches its engines
+    below `cache_directory`, for batches of up to `largest_rows` rows (0: not known). `op_libraries` have custom
+    operators. `own_process`: each instance is in a process of its own.
     """
 
     graph_level: GraphLevel = GraphLevel.ALL
@@ -85,7 +84,7 @@ _SWITCH = {"0": False, "1": True, "false": False, "true": True}
 _ARENA = re.compile(r"cpu:0|gpu:\d+")
 
 _MOST_THREADS = 1_024
-"""More than machines have cores, and few enough to be started: sessions make them all at once."""
+"""More than machines have cores, and few enough to start: sessions create them all at once."""
 _MOST_BYTES = (1 << 64) - 1
 _MOST_DIGITS = 40
 
@@ -132,7 +131,7 @@ class _Parameters:
         value = self.text(key)
         if value is None:
             return None
-        # isdecimal refuses what int() would let pass: signs, underscores, blanks; int() what has thousands of digits.
+        # isdecimal refuses what int() accepts: signs, underscores, blanks. int() itself refuses thousands of digits.
         decimal = value.isascii() and value.isdecimal() and len(value) <= _MOST_DIGITS
         if not (decimal and minimum <= int(value) <= maximum):
             raise self.refused(key, f"an integer from {minimum} to {maximum}")
@@ -180,7 +179,8 @@ def _cuda(source: ModelSource, read: _Parameters) -> dict[str, str]:
     copy_in_default_stream = read.choice("do_copy_in_default_stream", _SWITCH)
     given = {
         # ONNX Runtime's own default, EXHAUSTIVE, takes hundreds of milliseconds for each new input shape: it measures
-        # every algorithm, or with cuDNN 9 asks its slower heuristics. Behind a batcher every batch size is a new shape.
+        # every algorithm, or with cuDNN 9 queries its slower heuristics. Behind a batcher every batch size is a new
+        # shape.
         "cudnn_conv_algo_search": read.choice("cudnn_conv_algo_search", CONV_SEARCH) or "HEURISTIC",
         "gpu_mem_limit": None if gpu_mem_limit_bytes is None else str(gpu_mem_limit_bytes),
         "arena_extend_strategy": read.choice("arena_extend_strategy", ARENA_GROWTH),

@@ -1,11 +1,11 @@
-"""What ONNX Runtime's convolutions remember wrongly of executions that failed.
+"""Which plans of ONNX Runtime's convolutions are wrong after an execution failed.
 
-Lives here: which executions a session can't be trusted with. Must not: onnxruntime, locks. Of CUDA's convolutions each
-keeps the plan for the last shape that it has seen. ONNX Runtime (1.31, core/providers/cuda/nn/conv.cc) notes the shape
-first, and then looks whether it is right, makes room for the output, and plans. If that fails the plan is still the one
-for the shape before, and an execution with the shape that failed goes by it, without an error: with other rows'
-answers, of another size, or of what lies in the device's memory behind the tensor. One with another number of rows
-makes all plans anew, and once it is through they can be trusted again.
+Lives here: which executions a session can't be trusted with. Must not: onnxruntime, locks. Each of CUDA's convolutions
+keeps the plan for the last shape that it has seen. ONNX Runtime (1.31, core/providers/cuda/nn/conv.cc) stores the shape
+first; only then does it validate the shape, allocate the output, and plan. If that fails, the plan is still the one for
+the previous shape, and an execution with the shape that failed uses it without an error: the answers are those of other
+rows, of another size, or of what lies behind the tensor in device memory. An execution with another number of rows
+renews all plans, and once it has succeeded they can be trusted again.
 """
 
 from __future__ import annotations
@@ -18,41 +18,46 @@ from backends.errors import ExecutionError, StalePlan
 __all__ = ["Plans"]
 
 _IN_CONVOLUTION = re.compile(r"running \w*Conv\w* node\b(?:\. Name:'(.*?)' )?")
-"""Those of ConvTranspose, FusedConv and NhwcConv note shapes likewise."""
+"""ConvTranspose, FusedConv and NhwcConv store shapes in the same way."""
 
 _MOST_FAILED = 8
 
 
 class Plans:
-    """Those of one session. `key` tells executions apart: by the number of rows, where there are rows."""
+    """The plans of one session. `key` identifies executions with the same plans: the number of rows, where there are
+    rows."""
 
     __slots__ = ("_failed", "_reason")
 
     def __init__(self) -> None:
-        # By node, in what it failed last: before, it is right, and what comes behind it hasn't been asked.
+        # Per node that failed: the keys of the execution in which it failed last. In that one, nodes before it have the
+        # right plan, and nodes after it weren't reached.
         self._failed: dict[str, tuple[Hashable, ...]] = {}
         self._reason = ""
 
     def check(self, key: Hashable) -> None:
-        """Raise StalePlan if what is to be executed may go by plans for something else."""
+        """Raise StalePlan if the execution of `key` may use plans made for something else."""
         if self._failed and self._has_failed(key):
             raise StalePlan(f"a convolution that failed would compute by an outdated plan: {self._reason}")
 
     def next_rows(self, rows: int) -> int:
-        """From `rows` on, how many are right to compute with. Raises StalePlan after too many failures on end."""
+        """The smallest number of rows, from `rows` on, that can be computed with. Raises StalePlan after too many
+        failures in a row."""
         if len(self._failed) > _MOST_FAILED:
             raise StalePlan(f"convolutions failed in one execution after the other: {self._reason}")
         return next(more for more in range(rows, rows + _MOST_FAILED + 1) if not self._has_failed(more))
 
     def executed(self) -> None:
-        """All of the model was, by what `check` let pass, and not by a graph."""
+        """To be called after an execution of the whole model that `check` let pass, if it wasn't the replay of a
+        graph."""
         self._failed.clear()
 
     def failed(self, error: ExecutionError, *keys: Hashable) -> ExecutionError:
-        """`error`, which an execution ended with. `keys`: all that others may tell the same execution by."""
+        """Note `error`, which ended an execution, and return it. `keys`: all keys by which later callers may identify
+        the same execution."""
         found = _IN_CONVOLUTION.search(str(error))
         if found is not None:
-            # Which one, of those without a name, isn't known.
+            # Nodes without a name can't be told apart, so each failure counts as another node.
             self._failed[found[1] or f" {len(self._failed)}"] = keys
             self._reason = str(error)
         return error

@@ -1,8 +1,8 @@
-"""ONNX Runtime's execution providers beside CUDA's and the CPU's: TensorRT and OpenVINO.
+"""ONNX Runtime's execution providers besides CUDA's and the CPU's: TensorRT and OpenVINO.
 
-Lives here: what a session is told to have them, what it is asked afterwards, and why they can't be had. Must not: the
-names of parameters (`accelerators`). The rule: a model whose configuration asks for one of them computes on it, at
-least in part, or isn't loaded.
+Lives here: what a session is told in order to use them, what it is asked afterwards, and why they aren't available.
+Must not: the names of parameters (`accelerators`). The rule: a model whose configuration asks for one of them computes
+on it, at least in part, or isn't loaded.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ _TENSORRT_LIBRARIES = ("libnvinfer.so.10", "libnvinfer_plugin.so.10", "libnvonnx
 
 
 def provider_of(options: OnnxOptions, device: Device) -> tuple[str, Mapping[str, str]] | None:
-    """The provider that a session on `device` is to have in front of others, with its options; None if none is asked
-    for. LoadError if this onnxruntime has no such provider."""
+    """The provider that a session on `device` is to prefer to others, with its options; None if none is asked for.
+    LoadError if this onnxruntime doesn't have it."""
     if device.kind is DeviceKind.GPU and options.tensorrt is not None:
         return _available(_TENSORRT, "tensorrt", "the package onnxruntime-gpu has it"), options.tensorrt
     if device.kind is DeviceKind.CPU and options.openvino is not None:
@@ -45,8 +45,8 @@ def provider_of(options: OnnxOptions, device: Device) -> tuple[str, Mapping[str,
 
 
 def ready_accelerator(name: str, path: Path, options: OnnxOptions, device: Device) -> OnnxOptions:
-    """`options` of model `name` in `path`, with what goes without saying for an accelerator that it asks for: a place
-    for TensorRT's engines, and the shapes that they are for. Blocks; LoadError for a place that can't be written."""
+    """`options` of model `name` in `path`, with defaults for the accelerator that it asks for: a directory for
+    TensorRT's engines, and the shapes that they are built for. Blocks; LoadError if the directory isn't writable."""
     asked = options.tensorrt
     if provider_of(options, device) is None:
         if asked is not None:
@@ -62,7 +62,7 @@ def ready_accelerator(name: str, path: Path, options: OnnxOptions, device: Devic
 
 
 def prepare_accelerator(provider: str) -> None:
-    """Load the libraries of PyPI's TensorRT packages: they lie where the loader doesn't look."""
+    """Load the libraries of PyPI's TensorRT packages, which are where the dynamic loader doesn't look."""
     found = importlib.util.find_spec("tensorrt_libs") if provider == _TENSORRT else None
     for folder in found.submodule_search_locations or () if found else ():
         for library in _TENSORRT_LIBRARIES:
@@ -73,7 +73,7 @@ def prepare_accelerator(provider: str) -> None:
 
 
 def check_taken(session: Any, provider: str) -> None:
-    """Raise LoadError saying why unless `session` computes some of its nodes by `provider`; say how many."""
+    """Raise LoadError with the reason unless `session` computes some of its nodes by `provider`; log how many."""
     if provider not in session.get_providers():
         raise LoadError(
             missing_library(provider)
@@ -91,9 +91,9 @@ def check_taken(session: Any, provider: str) -> None:
 
 
 def missing_library(provider: str) -> str:
-    """Of a session that couldn't be had: what ONNX Runtime tells only its log, as a rule that a library which the
-    provider needs isn't there. "" if all are. Not before: a provider's library that isn't loaded by ONNX Runtime first
-    doesn't find its host."""
+    """Why a session couldn't be opened, which ONNX Runtime only logs: as a rule, a library that the provider needs is
+    missing. "" if all are there. Call it only after the failure: unless ONNX Runtime loads a provider's library first,
+    the library doesn't find its host."""
     library, hint = {
         _TENSORRT: (
             "libonnxruntime_providers_tensorrt.so",
@@ -119,13 +119,14 @@ def _available(provider: str, name: str, hint: str) -> str:
 
 
 def _engine_cache(name: str, asked: Mapping[str, str], flag: str) -> dict[str, str]:
-    """Where engines are kept: building one takes minutes. Nobody is refused for a place that they didn't ask for."""
+    """Options for caching engines: building one takes minutes. A model isn't refused over a directory that it didn't
+    ask for."""
     if asked.get(ENGINE_CACHE) == "False":
         return {}
     given = asked.get(ENGINE_CACHE_PATH) or flag
     try:
         folder = Path(given) if given else _cache_home()
-        # Engines are for one version of TensorRT; of one model's versions they tell each other apart by the graph.
+        # Engines are for one version of TensorRT; those of a model's versions are distinguished by their graphs.
         place = folder if asked.get(ENGINE_CACHE_PATH) else folder / f"tensorrt-{ort.__version__}" / name
         place.mkdir(parents=True, exist_ok=True, mode=0o700)
         if not os.access(place, os.W_OK | os.X_OK):
@@ -147,8 +148,8 @@ def _cache_home() -> Path:
 
 
 def _profile(name: str, path: Path, options: OnnxOptions) -> dict[str, str]:
-    """Shapes that the model itself and the largest batch tell; without, TensorRT builds another engine for each shape
-    beyond those that it has seen."""
+    """Profile shapes from the model itself and the largest batch; without them, TensorRT builds another engine for each
+    shape outside those that it has seen."""
     made = ort.SessionOptions()
     made.log_severity_level = 4
     made.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL

@@ -1,9 +1,9 @@
-"""ONNX Runtime's sessions: how they are opened, and what they are told.
+"""ONNX Runtime's sessions: how they are opened, and with which options.
 
-Lives here: execution providers, session and run options. Must not: reading of options (`options`) or of errors
-(`failures`), running (`instance`, `staged`). The rule about devices: a model runs where it was asked to
-or is refused. ONNX Runtime itself falls back to the CPU with no more than a line in its log, so each session is asked
-afterwards what it really got.
+Lives here: execution providers, session and run options. Must not: reading options (`options`) or errors (`failures`),
+running (`instance`, `staged`). The rule about devices: a model runs where it was asked to or is refused. ONNX Runtime
+falls back to the CPU with no more than a line in its log, so each session is asked afterwards which providers it really
+got.
 """
 
 from __future__ import annotations
@@ -63,19 +63,20 @@ _CUDNN = "libcudnn.so.9"
 _LIBRARIES = ("cudart", "nvrtc", "cublasLt", "cublas", "curand", "cufft", "cudnn")
 
 NO_GRAPH = -1
-"""The id that says: neither capture nor replay."""
+"""The graph id that means neither capture nor replay."""
 
 _SHRINKAGE = "memory.enable_memory_arena_shrinkage"
 _GRAPH_ID = "gpu_graph_id"
 _UNSYNCHRONIZED = "disable_synchronize_execution_providers"
 
 _NOT_CAPTURED = re.compile(r"(graph capture|CUDA [Gg]raph) feature")
-"""What ONNX Runtime says of a model that it can't capture, because of control flow or of nodes on the CPU."""
+"""What ONNX Runtime says about a model that it can't capture because of control flow or nodes on the CPU."""
 
 _OF_DRIVER = re.compile(r"undefined symbol: cu[A-Z]")
-"""A function that the provider is linked to the driver for. Those of CUDA's libraries go on in small letters."""
+"""A function of the driver that the provider is linked to. Names in CUDA's libraries continue with a lower-case
+letter."""
 
-# A whole ONNX model, one Identity over one float: what only a session can find out is known before any model is read.
+# A complete ONNX model, one Identity over one float: it shows what only a session can, before any model is read.
 PROBE_MODEL = (
     b"\x08\x08"  # ir_version 8
     b":/"  # graph, 47 bytes
@@ -88,9 +89,9 @@ PROBE_MODEL = (
 
 
 class OpenSession:
-    """A session; `streams` are those of its device, on one of which it computes: whoever holds the session or what
-    is bound to it holds this, as they have to outlive it. `graphs`: it captures what runs under a graph's id. `plans`
-    is for those who execute it, one at a time."""
+    """A session. `streams` are those of its device, on one of which it computes; they must outlive it, so whoever holds
+    the session or anything bound to it holds this object. `graphs`: it captures what runs under a graph id. `plans` is
+    for those who execute the session, one at a time."""
 
     __slots__ = ("graphs", "plans", "session", "streams")
 
@@ -105,16 +106,16 @@ class OpenSession:
             return
         with captures.synchronizing():
             if _has_ended(self.streams.accelerator):
-                # While nothing is captured, and before its streams, in whatever order attributes go if left alone.
+                # While nothing is captured, and before its streams: left alone, attributes go in an arbitrary order.
                 del self.session
             else:
                 _keep_for_ever(self.session)
 
 
 def _has_ended(accelerator: Accelerator) -> bool:
-    """Wait until the device has done all that it was told. A session that goes has it waited for as well, but with the
-    interpreter held, and without end if the device hangs. False if it is lost: taking down a session's graphs would end
-    the process, as ONNX Runtime throws in a destructor."""
+    """Wait until the device has finished all its work. Destroying a session waits as well, but holding the GIL, and for
+    ever if the device hangs. False if the device is lost: destroying a session's graphs would then end the process, as
+    ONNX Runtime throws in a destructor."""
     try:
         accelerator.synchronize()
     except DeviceError as error:
@@ -129,14 +130,14 @@ def _keep_for_ever(session: ort.InferenceSession) -> None:
 def open_session(
     name: str, path: Path, options: OnnxOptions, device: Device, accelerator: Accelerator | None = None
 ) -> OpenSession:
-    """The model in `path` on `device`, computing on a stream of its own of `accelerator`, if there is one.
+    """The model in `path` on `device`, computing on a stream of its own from `accelerator`, if there is one.
 
-    Without graphs where the model can't be captured. Blocks; raises LoadError.
+    Without graphs if the model can't be captured. Blocks; raises LoadError.
     """
     try:
         options = ready_accelerator(name, path, options, device)
         streams = open_streams(accelerator) if accelerator is not None else None
-        # What TensorRT computes isn't the CUDA provider's to capture; it has graphs of its own.
+        # The CUDA provider can't capture what TensorRT computes, which has graphs of its own.
         graphs = streams is not None and options.cuda_graphs and options.tensorrt is None
         if graphs:
             try:
@@ -153,9 +154,9 @@ def open_session(
 
 
 def memory_names(session: ort.InferenceSession) -> tuple[dict[str, str], dict[str, str]]:
-    """Which memory, by ONNX Runtime's name, the model reads each of its inputs from and writes each output to.
+    """The memory, by ONNX Runtime's name, that the model reads each input from and writes each output to.
 
-    Raises whatever ONNX Runtime does; AttributeError if it is too old to be asked.
+    Raises whatever ONNX Runtime does; AttributeError if it is too old to tell.
     """
     asked = (
         (session.get_inputs(), session.get_input_memory_infos()),
@@ -166,7 +167,7 @@ def memory_names(session: ort.InferenceSession) -> tuple[dict[str, str], dict[st
 
 
 def probe_cuda(device: Device, options: OnnxOptions) -> None:
-    """Find out whether a session can be had on `device`; LoadError saying why not."""
+    """Check that a session can be opened on `device`; LoadError with the reason if not."""
     _session(PROBE_MODEL, options, device)
 
 
@@ -196,16 +197,17 @@ def _session(
     return session
 
 
-_stdout = threading.Lock()  # is the process's: of two that redirect it side by side, the first puts it back too early
+_stdout = threading.Lock()  # one per process: of two concurrent redirections, the first would restore it too early
 
 
 def prepare_cuda(
     preload: Callable[..., object] = ort.preload_dlls, load: Callable[[str], object] = ctypes.CDLL
 ) -> None:
-    """Make the CUDA libraries of PyPI's nvidia packages known: they lie where the loader doesn't look, and `preload`
-    only beside onnxruntime. In an environment on top of another one they are elsewhere. It takes from the system what
-    it doesn't find, where there may be another release's, or half of one: so `load` opens those there are before."""
-    # Its complaints are repeated by what fails next, and there as an error that says what for.
+    """Load the CUDA libraries of PyPI's nvidia packages, which are where the dynamic loader doesn't look. `preload`
+    looks for them only beside onnxruntime, but in an environment on top of another one they are elsewhere. What it
+    doesn't find it takes from the system, which may have another release, or half of one; so `load` opens the packages'
+    libraries first."""
+    # Whatever fails next repeats its complaints, as an error that says what it is about.
     ort.set_default_logger_severity(_FATAL)
     said = io.StringIO()
     with _stdout, contextlib.redirect_stdout(said):
@@ -221,7 +223,7 @@ def prepare_cuda(
 
 
 def _libraries_of_packages() -> Sequence[Path]:
-    """Those that ONNX Runtime may need, each behind what it needs itself."""
+    """Those that ONNX Runtime may need, each after its own dependencies."""
     found = importlib.util.find_spec("nvidia")
     places = found.submodule_search_locations or () if found else ()
     return [
@@ -234,7 +236,8 @@ def _libraries_of_packages() -> Sequence[Path]:
 
 @functools.cache
 def _look_for_cudnn() -> None:
-    """Tell if it isn't there: sessions open without it, and models with convolutions fail when they execute."""
+    """Log a warning if cuDNN is missing: sessions open without it, and models with convolutions fail when they
+    execute."""
     try:
         ctypes.CDLL(_CUDNN)
     except OSError as error:
@@ -242,7 +245,7 @@ def _look_for_cudnn() -> None:
 
 
 def _why_no_cuda(load: Callable[[str], object] = ctypes.CDLL) -> str:
-    """What ONNX Runtime told only its log: as a rule that a library which its CUDA provider needs is missing."""
+    """What ONNX Runtime only logged: as a rule, that a library which its CUDA provider needs is missing."""
     provider = Path(ort.__file__).with_name("capi") / "libonnxruntime_providers_cuda.so"
     try:
         load(str(provider))
@@ -264,7 +267,7 @@ def share_threads(intra_op: int, inter_op: int) -> None:
 
 
 def session_options(options: OnnxOptions) -> ort.SessionOptions:
-    """`options` in ONNX Runtime's own form. Loads libraries of operators; LoadError for one that can't be."""
+    """`options` in ONNX Runtime's own form. Loads operator libraries; LoadError if one can't be loaded."""
     made = ort.SessionOptions()
     made.log_severity_level = _FATAL
     made.graph_optimization_level = getattr(ort.GraphOptimizationLevel, options.graph_level.value)
@@ -286,30 +289,31 @@ def session_options(options: OnnxOptions) -> ort.SessionOptions:
 
 
 def run_options(options: OnnxOptions, device: Device) -> ort.RunOptions:
-    """What a plain run of a session on `device` is told."""
-    # Plain runs bring buffers of their own each time, which no graph can do with.
+    """Options for a plain run of a session on `device`."""
+    # Plain runs bring new buffers each time, which a graph can't use.
     return _run_options({_SHRINKAGE: _own_arenas(options, device), _GRAPH_ID: _graph_id(options, NO_GRAPH)})
 
 
 def staged_run_options(options: OnnxOptions, device: Device, graph: int | None) -> ort.RunOptions:
-    """What a run is told whose caller waits for the device itself. `graph` is the graph to capture or to replay,
-    NO_GRAPH for none, None where the session doesn't know graphs."""
+    """Options for a run whose caller waits for the device itself. `graph` is the graph to capture or replay, NO_GRAPH
+    for none, None if the session doesn't know graphs."""
     arenas = None if graph is not None else _own_arenas(options, device)
-    # ONNX Runtime shrinks an arena when it returns: what is still queued may be using it, and freeing waits for nothing
-    # that the manual promises.
+    # ONNX Runtime shrinks an arena when the run returns. Queued work may still be using it, and the manual doesn't
+    # promise that freeing waits for that.
     unsynchronized = None if arenas and "gpu:" in arenas else "1"
     graph_id = _graph_id(options, NO_GRAPH if graph is None else graph)
     return _run_options({_UNSYNCHRONIZED: unsynchronized, _SHRINKAGE: arenas, _GRAPH_ID: graph_id})
 
 
 def _graph_id(options: OnnxOptions, graph: int) -> str | None:
-    """Also where it means nothing: ONNX Runtime's Python looks for it, and what isn't set costs 30 us each time: it is
-    an exception, with a stack. But TensorRT's provider would leave out graphs of its own."""
+    """Set even where it means nothing: ONNX Runtime's Python looks it up, and if it isn't set, the exception and its
+    stack trace cost 30 us each time. Not with TensorRT, whose provider would then skip graphs of its own."""
     return None if options.tensorrt is not None else str(graph)
 
 
 def _own_arenas(options: OnnxOptions, device: Device) -> str | None:
-    # A run fails over an arena that its session doesn't have, and other instances may well be on the other GPUs named.
+    # A run fails if it names an arena that its session doesn't have, and the other GPUs named may be those of other
+    # instances.
     own = {"cpu:0"} if device.kind is DeviceKind.CPU else {"cpu:0", f"gpu:{device.index}"}
     arenas = [arena for arena in options.shrink_arenas if arena in own]
     return ";".join(arenas) or None

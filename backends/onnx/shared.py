@@ -1,7 +1,7 @@
-"""What the slots of a staged instance have in common.
+"""What the slots of a staged instance share.
 
-Lives here: whether a model can be staged, what its tensors are, the session, its lock and its graphs' ids. Must not:
-buffers, or the order of copies (`staged`).
+Lives here: whether a model can be staged, what its tensors are, the session, its lock and the ids of its graphs. Must
+not: buffers, or the order of copies (`staged`).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _log = logging.getLogger("paceline.backends.onnx")
 
 
 def why_not_staged(opened: OpenSession, spec: ModelSpec) -> str:
-    """Why batches of `spec` have to go the plain way; "" if they needn't."""
+    """Why batches of `spec` can't be staged; "" if they can."""
     if not spec.by_rows:
         return "it has tensors that are more than rows"
     texts = [tensor.name for tensor in (*spec.inputs, *spec.outputs) if tensor.datatype == "BYTES"]
@@ -48,8 +48,9 @@ def why_not_staged(opened: OpenSession, spec: ModelSpec) -> str:
 
 @dataclass(frozen=True, slots=True)
 class StagedTensor:
-    """One input or output. `element` is its type in ONNX Runtime's terms, `dims` what the model sees behind the batch
-    axis, None if that has any rank. `on_device`: the model reads or writes it there, and not in the host's memory."""
+    """One input or output. `element` is its type in ONNX Runtime's terms, `dims` what the model sees after the batch
+    axis, None if that has any rank. `on_device`: the model reads or writes it in device memory instead of host
+    memory."""
 
     name: str
     dtype: DType
@@ -65,8 +66,8 @@ class StagedTensor:
 
 
 class Bound:
-    """Where the tensors of batches of one shape lie, as ONNX Runtime knows it. `shapes` are those of the outputs, None
-    where only the execution tells. `graph` is the graph that was captured of it, `plan` what `Plans` tells it by."""
+    """Where the tensors of batches of one shape lie, as bound in ONNX Runtime. `shapes` are those of the outputs, None
+    if only the execution determines them. `graph` is the graph captured for it, `plan` its key in `Plans`."""
 
     __slots__ = ("addresses", "binding", "graph", "plan", "shapes")
 
@@ -79,7 +80,7 @@ class Bound:
 
 
 class Shared:
-    """What the slots of an instance have in common. `reopen` gives another session for the same, without graphs."""
+    """What the slots of an instance share. `reopen` opens another session for the same model, without graphs."""
 
     def __init__(
         self,
@@ -110,7 +111,7 @@ class Shared:
         self._options = options
         self._reopen = reopen
         self._run_options: dict[int, Any] = {}
-        # Computations queued so far, which is under the lock, and the number and the end of the last one that is done.
+        # Computations queued so far (guarded by the lock), and the number and end of the last one that is done.
         self.queued = 0
         self._done = (0, 0)
 
@@ -129,25 +130,26 @@ class Shared:
         return made
 
     def next_graph(self) -> int:
-        """An id that no graph has. Under the lock."""
+        """An id that no graph has. Called with the lock held."""
         return max((0, *self._run_options)) + 1
 
     def waited_ns(self, turn: int, staged_ns: int, ended_ns: int) -> int:
-        """How long computation number `turn`, which ended at `ended_ns`, waited for the one before. 0 if that isn't
-        known: its slot may hear of its end after ours does."""
+        """How long computation number `turn`, which ended at `ended_ns`, waited for the previous one. 0 if that isn't
+        known: the other slot may learn of its end after this slot learns of its own."""
         done, before_ns = self._done
         self._done = (turn, ended_ns)
         return max(0, min(before_ns, ended_ns) - staged_ns) if done == turn - 1 else 0
 
     def give_up_graphs(self, failed: OpenSession, error: Exception) -> None:
-        """Go on with a session that captures nothing in the place of `failed`: one that failed to is past use.
+        """Replace `failed` with a session that captures nothing: a session that failed to capture can't be used any
+        more.
 
         Raises LoadError.
         """
         with self.lock:
             if self._opened is not failed:
                 return
-            # Its words alone: whoever keeps the record would keep the session, by the error's traceback.
+            # Only the text: a kept log record would otherwise keep the session, through the error's traceback.
             _log.warning("model '%s' runs without CUDA graphs: %s", self._name, str(error))
             opened = self._reopen()
             assert opened.streams is not None
@@ -155,7 +157,7 @@ class Shared:
             self._run_options.clear()
 
     def close(self) -> None:
-        # Giving memory back is among what a capture on another thread would forbid.
+        # Freeing memory is among the calls that a capture on another thread would forbid.
         with contextlib.suppress(DeviceError):
             self.accelerator.enter()
         self._opened = None

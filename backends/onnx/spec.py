@@ -1,7 +1,7 @@
-"""What a session of ONNX Runtime, and the file, say of a model.
+"""What an ONNX Runtime session, and the file, say about a model.
 
-Lives here: which inputs and outputs are served, and what is to be told of it. Must not: onnxruntime; the session comes
-as an object.
+Lives here: which inputs and outputs are served, and what the user is told about that. Must not: onnxruntime; the
+session is passed as an object.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _log = logging.getLogger("paceline.backends.onnx")
 
 
 class Session(Protocol):
-    """What is asked of one."""
+    """The methods of a session that are used here."""
 
     def get_inputs(self) -> Sequence[NodeArg]: ...
     def get_outputs(self) -> Sequence[NodeArg]: ...
@@ -34,8 +34,8 @@ class Session(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A model's spec, and what of its outputs is `left_out` without anybody having said so: name, and why. `rounds_by`
-    as in `Rounding`."""
+    """A model's spec. `left_out`: outputs left out although nobody asked for that, as pairs of name and reason.
+    `rounds_by` as in `Rounding`."""
 
     spec: ModelSpec
     left_out: tuple[tuple[str, str], ...] = ()
@@ -47,8 +47,9 @@ class Found:
 
 
 def find_spec(name: str, path: Path, session: Session, declared: ModelSpec | None) -> Found:
-    """Inputs that have an initializer are optional; those among them that the protocol can't carry stay unknown, and so
-    do outputs that it can't carry unless the configuration names them, or there are no others. Raises LoadError."""
+    """The spec of model `name` in `path`. Inputs that have an initializer are optional, and left out if the protocol
+    can't carry them. Outputs that it can't carry are left out unless the configuration names them or there are no
+    others. Raises LoadError."""
     inputs, (outputs, left_out) = session.get_inputs(), _served_outputs(session.get_outputs(), declared)
     shapeless = without_shape(path) if any(not node.shape for node in (*inputs, *outputs)) else frozenset()
     required = [tensor_spec(name, "input", node, node.name in shapeless) for node in inputs]
@@ -68,8 +69,8 @@ def find_spec(name: str, path: Path, session: Session, declared: ModelSpec | Non
 def _served_outputs(
     nodes: Sequence[NodeArg], declared: ModelSpec | None
 ) -> tuple[Sequence[NodeArg], Sequence[NodeArg]]:
-    """Those that the protocol has datatypes for, and those that the configuration names; all, if none is left. And the
-    others, as far as the protocol has none for them."""
+    """The outputs that the protocol has datatypes for or that the configuration names, or all if there are none of
+    these; and those that it has no datatypes for."""
     named = {tensor.name for tensor in declared.outputs} if declared is not None else set()
     served = [node for node in nodes if is_known(node) or node.name in named]
     return (served, [node for node in nodes if not is_known(node)]) if served else (nodes, ())

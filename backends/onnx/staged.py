@@ -1,13 +1,13 @@
-"""Running batches on a device through buffers of our own, so that one batch is got ready while another computes.
+"""Running batches on a device through buffers of our own, so that one batch is prepared while another computes.
 
 Lives here: `StagedInstance` and its slots: what is copied when, on which stream, and what waits for what. Must not: how
-buffers live (`staging`), how sessions are opened (`sessions`).
+long buffers live (`staging`), how sessions are opened (`sessions`).
 
-A batch's way, in one slot: its rows are written into page-locked memory, the one copy by the CPU; a copy to the device
-for each input, in the stream of copies in; the computation, in the session's stream, which waits for these; a copy to
-page-locked memory for each output, in the stream of copies out, which waits for the computation. Only queueing the
-computation is under the session's lock: slots take turns there, and wait for the device outside of it. All buffers but
-those of the outputs in the host's memory are the slot's own, and all that it queued is done when `execute` returns.
+The way of a batch in one slot: its rows are written into page-locked memory, the only copy by the CPU; each input is
+copied to the device on the copy-in stream; the session's stream waits for these copies and computes; the copy-out
+stream waits for the computation and copies each output to page-locked memory. Only queueing the computation holds the
+session's lock: slots take turns there, and wait for the device outside of it. All buffers except those of outputs in
+host memory belong to the slot alone, and everything that it queued is done when `execute` returns.
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ __all__ = ["StagedInstance"]
 Inputs = Sequence[Array | DeviceTensor]
 
 _SLOTS = 2
-"""One computes, one is got ready. A third would only hold requests that could still be joined by others."""
+"""One computes, one is prepared. A third would only hold requests that others could still join."""
 _RESERVED = _SLOTS + 2
-"""Blocks of memory for each output's results before the first request: one a slot, and those of answers that leave."""
+"""Memory blocks per output before the first request: one per slot, and some for answers that are being sent."""
 _MOST_BINDINGS = 64
-"""Of shapes, for each slot; those of captured graphs come on top."""
+"""Bound shapes per slot, not counting those with captured graphs."""
 
 
 class StagedInstance:
-    """`ModelInstance` on a device, with slots, over a session of its own. Raises DeviceError if there is no memory for
-    it."""
+    """`ModelInstance` on a device, with slots, over a session of its own. Raises DeviceError if there is too little
+    memory."""
 
     def __init__(self, shared: Shared) -> None:
         self.device = shared.device
@@ -56,7 +56,7 @@ class StagedInstance:
         self.slots: Sequence[Slot] = tuple(StagedSlot(shared) for _ in range(_SLOTS))
 
     def execute(self, requests: Sequence[Tensors], padded_rows: int = 0) -> Execution:
-        """In the first slot."""
+        """Execute in the first slot."""
         return self.slots[0].execute(requests, padded_rows)
 
     def close(self) -> None:
@@ -74,10 +74,10 @@ class StagedSlot:
         self._home = Home()
         accelerator = shared.accelerator
         self._copied_in, self._computed, self._copied_out = (accelerator.event() for _ in range(3))
-        # By the shapes of the inputs; good for one session.
+        # By the shapes of the inputs; valid for one session.
         self._bindings: dict[tuple[Shape, ...], Bound] = {}
         self._bound_to: OpenSession | None = None
-        # Whatever is bound has to be forgotten when it moves, were it for an allocation that fails.
+        # All bindings have to be dropped when a bound buffer moves, even if its new allocation fails.
         forget = self._bindings.clear
         self._pinned: list[Growing[HostMemory]] = [
             Growing(accelerator.host_memory) if tensor.on_device else Growing(accelerator.host_memory, forget)
@@ -103,7 +103,7 @@ class StagedSlot:
             raise device_failure(error) from error
 
     def forget_rooms(self) -> None:
-        """They are there for the next."""
+        """The buffers stay for the next batch."""
 
     def prepare(self, requests: Sequence[Tensors], padded_rows: int = 0) -> None:
         self._home.call(lambda: self._prepare(requests, padded_rows))
@@ -118,13 +118,13 @@ class StagedSlot:
     def _prepare(self, requests: Sequence[Tensors], padded_rows: int) -> None:
         opened, graphs = self._shared.opened, self._shared.graphs
         try:
-            # What a thread executes first makes handles of libraries, which may wait for the device too.
+            # A thread's first execution creates handles of libraries, which may wait for the device, too.
             with captures.capturing() if graphs else captures.synchronizing():
                 self._execute(requests, padded_rows, capture=graphs)
             for pool in self._shared.pools:
                 pool.reserve(_RESERVED)
         except (DeviceLost, OutOfMemory):
-            raise  # it ran as it always does before it is captured
+            raise  # not due to graphs: before it is captured the model runs as always
         except ExecutionError as error:
             if not graphs:
                 raise
@@ -161,7 +161,7 @@ class StagedSlot:
                 raise
             with shared.lock:
                 more = opened.plans.next_rows(sum(rows) + padding)
-            # What was read right to where batches are made would be gone with the smaller memory.
+            # Inputs that were read directly into the slot's buffers would be lost when these grow.
             requests = [[_own(one) for one in cast("Tensors", request)] for request in requests]
             return self._execute(requests, more, targets, capture)
         except BaseException:
@@ -174,7 +174,7 @@ class StagedSlot:
         return Execution(results, staged_ns - began_ns, infer_ns, output_ns, waited_ns)
 
     def _stage(self, opened: OpenSession, requests: Sequence[Inputs], rows: int, padding: int) -> Bound:
-        """Write the inputs to where the device takes them from, and have it take them."""
+        """Write the inputs to the buffers that the device reads, and queue their copies."""
         shared, batched = self._shared, self._shared.spec.batched
         shared.accelerator.enter()
         if opened is not self._bound_to:
@@ -205,7 +205,7 @@ class StagedSlot:
         shared = self._shared
         fitted = [self._fit_output(index, rows) for index in range(len(shared.outputs))]
         binding = session.io_binding()
-        # Binding an input may have ONNX Runtime set the stream of the handles that a computation uses meanwhile.
+        # Binding an input may make ONNX Runtime set the stream of handles that a computation is using.
         with shared.lock:
             for tensor, shape, address in zip(shared.inputs, shapes, given, strict=True):
                 device = shared.accelerator.ort_device if tensor.on_device else ("cpu", 0)
@@ -226,7 +226,7 @@ class StagedSlot:
         return bound
 
     def _fit_output(self, index: int, rows: int) -> tuple[Shape | None, int]:
-        """Shape and address of an output on the device whose shape is known beforehand; else None and no address."""
+        """Shape and address of an output on the device whose shape is known beforehand; otherwise None and 0."""
         tensor = self._shared.outputs[index]
         if not tensor.on_device or tensor.dims is None or min(tensor.dims, default=0) < 0:
             return None, 0
@@ -234,18 +234,18 @@ class StagedSlot:
         return shape, self._taken[index].fit(tensor.size_bytes(shape)).address
 
     def _compute(self, opened: OpenSession, bound: Bound, capture: bool) -> int:
-        """Queue the computation behind the copies of its inputs. Returns its number among those of the instance."""
+        """Queue the computation after the copies of its inputs. Returns its number among those of the instance."""
         shared = self._shared
         with shared.lock:
             graph = self._graph(bound, capture)
-            replays = graph != NO_GRAPH and graph == bound.graph  # which goes by what was planned when it was captured
+            replays = graph != NO_GRAPH and graph == bound.graph  # which uses the plans of its capture
             if not replays:
                 opened.plans.check(bound.plan)
             shared.streams.compute.wait(self._copied_in)
             try:
                 opened.session.run_with_iobinding(bound.binding, shared.run_options(graph))
             except Exception as error:  # its exceptions share no base class below this one
-                # In no variable: the error has this frame in its traceback, and would keep the session.
+                # Not stored in a variable: the error's traceback has this frame, and would keep the session.
                 raise opened.plans.failed(failure(error), bound.plan) from error
             if not replays:
                 opened.plans.executed()
@@ -256,8 +256,8 @@ class StagedSlot:
             return shared.queued
 
     def _graph(self, bound: Bound, capture: bool) -> int:
-        """The graph to replay or to capture, which reads and writes fixed places on the device only. Graphs belong to
-        the thread that captured them."""
+        """The id of the graph to replay or capture, else NO_GRAPH. A graph only reads and writes fixed addresses on the
+        device, and belongs to the thread that captured it."""
         thread = threading.get_ident()
         if capture and bound.graph == NO_GRAPH and self._is_fixed(bound):
             self._capturing_thread = thread
@@ -268,8 +268,8 @@ class StagedSlot:
         return None not in bound.shapes and all(tensor.on_device for tensor in self._shared.inputs)
 
     def _let_go(self, bound: Bound) -> None:
-        """Have ONNX Runtime make room for outputs of open size when it runs, and not keep what it made last time: there
-        are many shapes, and each would keep the memory of its outputs."""
+        """Have ONNX Runtime allocate outputs of unknown size in each run, and not keep those of the last run: there are
+        many shapes, and each would keep the memory of its outputs."""
         if None not in bound.shapes:
             return
         for tensor, shape in zip(self._shared.outputs, bound.shapes, strict=True):
@@ -280,8 +280,8 @@ class StagedSlot:
     def _collect(
         self, bound: Bound, rows: Sequence[int], targets: Sequence[Targets]
     ) -> tuple[list[Array], list[Targets]]:
-        """The outputs, in memory that goes back when their last view is gone, and which of them each request has where
-        it wanted them. Blocks until they are there."""
+        """The outputs, in memory that is returned when their last view is gone, and for each request which of them were
+        left where it wanted them. Blocks until they are there."""
         shared = self._shared
         copy_out = shared.streams.copy_out
         values = self._values(bound)
@@ -293,7 +293,7 @@ class StagedSlot:
             if address is None:
                 continue
             if left and all(index in there for there in left):
-                # Nobody reads it; it has the shape of what it stands for.
+                # Nobody reads it; it only has the right shape.
                 outputs.append(np.broadcast_to(np.empty((), dtype), shape))
                 continue
             array, target = shared.pools[index].lease(dtype, shape)
@@ -315,41 +315,41 @@ class StagedSlot:
         return Made(tensor.dtype, tuple(value.shape()), value.data_ptr() if tensor.on_device else None)
 
     def _values(self, bound: Bound) -> dict[str, Any]:
-        """What ONNX Runtime made room for, by output; it stays while the result is held."""
+        """The outputs that ONNX Runtime allocated, by name; valid while the result is held."""
         if None not in bound.shapes:
             return {}
         return dict(zip(self._order(bound), bound.binding.get_outputs(), strict=True))
 
     def _order(self, bound: Bound) -> list[str]:
-        """Names in the order in which they were bound: those of known shape first."""
+        """Names in the order of binding: outputs of known shape first."""
         known = [
             tensor.name for tensor, shape in zip(self._shared.outputs, bound.shapes, strict=True) if shape is not None
         ]
         return [*known, *(tensor.name for tensor in self._shared.outputs if tensor.name not in known)]
 
     def _forget(self) -> None:
-        """Bindings are of no use for another session; nor are graphs."""
+        """Drop the bindings: they are useless for another session, and so are graphs."""
         self._bindings.clear()
         self._bound_to = None
 
     def _settle(self) -> None:
-        """Wait for what was queued before something failed: the next batch writes to the same places."""
+        """Wait for what was queued before a failure: the next batch writes to the same buffers."""
         for stream in self._shared.streams.all:
             with contextlib.suppress(DeviceError):
                 stream.synchronize()
         for bound in self._bindings.values():
-            # What failed is on its way to be told, and this may fail of the same.
+            # The failure is already being raised, and this may fail for the same reason.
             with contextlib.suppress(Exception):
                 self._let_go(bound)
 
 
 def _is_there(column: Sequence[Array], host: HostMemory, tensor: StagedTensor, shape: Shape) -> bool:
-    """Whether it was written to the slot's own memory already."""
+    """Whether `column` is an array in the slot's own buffer already."""
     array = column[0]
     same = len(column) == 1 and array.shape == shape and array.dtype == tensor.dtype and array.flags.c_contiguous
     return same and array.ctypes.data == host.address
 
 
 def _own(tensor: Any) -> Any:
-    """In memory of its own, if it is in the host's."""
+    """A copy in memory of its own if `tensor` is in host memory, else `tensor`."""
     return tensor.copy() if isinstance(tensor, np.ndarray) else tensor

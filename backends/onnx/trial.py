@@ -1,6 +1,6 @@
 """Trials of ONNX models.
 
-Lives here: which models are tried, and by what. Must not: the trial itself (`trial`), or sessions.
+Lives here: which models are tried, and with what. Must not: the trial itself (`trial`), or sessions.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ __all__ = ["Runs", "try_model"]
 
 
 class Runs(Protocol):
-    """What executes what is made up for a trial; raises ExecutionError."""
+    """Executes the made-up inputs of a trial; raises ExecutionError."""
 
     def run(self, inputs: Sequence[Array]) -> Tensors: ...
 
@@ -30,9 +30,10 @@ def try_model(
     opened: Callable[[ModelSpec], AbstractContextManager[Runs]],
     supervise: Supervise,
 ) -> Trial:
-    """Try a model of `spec`. `opened` gives what executes inputs of such a spec, without the optional ones."""
+    """Try a model of `spec`. `opened` returns what executes inputs of a given spec, here the one without optional
+    inputs."""
     if options.tensorrt is not None or options.openvino is not None:
-        # Makes an engine for each shape that it sees, which may take minutes.
+        # They build an engine for each new shape, which may take minutes.
         return Trial(spec)
     needed = replace(spec, inputs=tuple(one for one in spec.inputs if not one.optional))
     with opened(needed) as runs:
@@ -44,5 +45,5 @@ def _run(runs: Runs, inputs: Sequence[Array]) -> Tensors:
     try:
         return runs.run(inputs)
     except StalePlan as error:
-        # What was tried in that shape failed, as this would; it goes on in others.
+        # An earlier execution of that shape failed, as this one would; the trial goes on with others.
         raise ExecutionError(str(error)) from error
