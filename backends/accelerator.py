@@ -1,7 +1,7 @@
-"""What staging needs of a device that computes beside the CPU: memory on both sides, and queues of copies.
+"""What staging needs from a device that computes beside the CPU: memory on both sides, and queues of copies.
 
-Lives here: the protocols, and nothing of one device. Must not: a runtime, tensors. Source of the terms: CUDA's streams
-and events, which other devices have under other names.
+Lives here: the protocols, and nothing specific to one device. Must not: a runtime, tensors. Source of the terms: CUDA's
+streams and events, which other devices have under other names.
 
 All methods raise DeviceError, and may be called on any thread that has called `enter`.
 """
@@ -16,12 +16,12 @@ from typing import Protocol
 __all__ = ["Accelerator", "Buffer", "Event", "HostMemory", "Memory", "Stream", "Streams", "open_streams"]
 
 Buffer = ctypes.Array[ctypes.c_uint8]
-"""Bytes at an address, for numpy to make arrays over. Being no array itself, it never stands in the place of another
-in a chain of numpy's bases."""
+"""Bytes at an address, for numpy to make arrays over. As it is no numpy array itself, it never replaces another base in
+a chain of numpy's bases."""
 
 
 class Memory(Protocol):
-    """`size_bytes` bytes from `address` on, aligned to 64 at least; given back when nobody holds the object."""
+    """`size_bytes` bytes from `address` on, aligned to at least 64; freed when nobody holds the object."""
 
     @property
     def address(self) -> int: ...
@@ -31,27 +31,28 @@ class Memory(Protocol):
 
 
 class HostMemory(Memory, Protocol):
-    """Memory of the host that the device reads and writes without the CPU's help: pages that stay where they are."""
+    """Host memory that the device reads and writes without the CPU's help: pages that stay where they are
+    (page-locked)."""
 
     @property
     def buffer(self) -> Buffer:
-        """All of it. Arrays over it must not outlive the object."""
+        """All of the memory. Arrays over it must not outlive the object."""
 
 
 class Event(Protocol):
-    """A place in a stream, which `Stream.record` says anew each time."""
+    """A position in a stream, which each `Stream.record` sets anew."""
 
     def synchronize(self) -> None:
-        """Block until the stream has come to where the event was recorded last. Other Python threads run meanwhile."""
+        """Block until the stream has reached the position recorded last. Other Python threads run meanwhile."""
 
 
 class Stream(Protocol):
-    """What the device does one after the other; streams know nothing of each other but by events. Nothing but
+    """A queue of work that the device does in order; streams are ordered with each other only by events. Only
     `synchronize` blocks."""
 
     @property
     def handle(self) -> int:
-        """What the runtime knows it by."""
+        """The handle by which the runtime knows the stream."""
 
     def copy_in(self, target: int, source: int, size_bytes: int) -> None:
         """Copy to the device's memory at `target` from the host's at `source`, when its turn comes."""
@@ -63,13 +64,13 @@ class Stream(Protocol):
         """Copy from the device's memory at `source` to the same device's at `target`, when its turn comes."""
 
     def record(self, event: Event) -> None:
-        """`event` stands for all that is in the stream now."""
+        """Make `event` stand for everything in the stream now."""
 
     def wait(self, event: Event) -> None:
-        """What comes later in this stream happens after what `event` stands for now."""
+        """Make everything queued here from now on wait for what `event` stands for now."""
 
     def synchronize(self) -> None:
-        """Block until all that is in it is done."""
+        """Block until everything in the stream is done."""
 
 
 class Accelerator(Protocol):
@@ -81,18 +82,18 @@ class Accelerator(Protocol):
 
     @property
     def gpu(self) -> int:
-        """By which number clients know the device."""
+        """The number by which clients know the device."""
 
     @property
     def memory_name(self) -> str:
-        """What ONNX Runtime calls memory of the device, as opposed to the host's."""
+        """ONNX Runtime's name for the device's memory, as opposed to the host's."""
 
     def enter(self) -> None:
-        """Make the calling thread ready for this device."""
+        """Prepare the calling thread for this device."""
 
     def synchronize(self) -> None:
-        """Block until the device has done all that it was told. Other Python threads run meanwhile. Nothing may be
-        captured on it. For any thread, be it ready or not."""
+        """Block until the device has finished all its work. Other Python threads run meanwhile. Nothing may be being
+        captured on it. May be called on any thread, whether it has called `enter` or not."""
 
     def host_memory(self, size_bytes: int) -> HostMemory: ...
 
@@ -105,7 +106,7 @@ class Accelerator(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Streams:
-    """An accelerator's streams for one session: copies in, computation and copies out go on side by side."""
+    """An accelerator's streams for one session: copies in, computation and copies out proceed in parallel."""
 
     accelerator: Accelerator
     copy_in: Stream

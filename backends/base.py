@@ -1,10 +1,10 @@
 """The contract between the server and whatever runs a model.
 
-Lives here: the value types that cross it and the protocols. Must not: anything about one runtime.
-A *request* on this side is a sequence of arrays, one per input of the served spec and in its order, in the shapes that
-the model sees (`TensorSpec.model_dims`); a *result* is the same for outputs. What an optional tensor leaves out is
-`MISSING` in its place, for all requests of a batch or for none. BYTES tensors are object arrays of `bytes`, BF16 rides
-as `uint16` bit patterns.
+Lives here: the value types that cross it and the protocols. Must not: anything specific to one runtime.
+A *request* here is a sequence of arrays, one per input of the served spec, in its order and in the shapes that the
+model sees (`TensorSpec.model_dims`); a *result* is the same for outputs. An optional tensor that is left out is
+`MISSING` in its place, in all requests of a batch or in none. BYTES tensors are object arrays of `bytes`; BF16 is
+carried as `uint16` bit patterns.
 """
 
 from __future__ import annotations
@@ -60,11 +60,11 @@ Array = NDArray[Any]
 Tensors = Sequence[Array]
 
 MISSING: Final[Array] = np.empty(0, np.bool_)
-"""Stands where an optional tensor was left out. Known by identity (`is`), never by what it holds."""
+"""Stands for an optional tensor that was left out. Compared by identity (`is`), never by content."""
 
 
 def fits(shape: Sequence[int], dims: Sequence[int]) -> bool:
-    """Whether `shape` is one of those that `dims` allow, in which -1 is any size."""
+    """Whether `dims`, in which -1 stands for any size, allow `shape`."""
     return len(shape) == len(dims) and all(dim in (-1, size) for size, dim in zip(shape, dims, strict=True))
 
 
@@ -72,14 +72,14 @@ def fits(shape: Sequence[int], dims: Sequence[int]) -> bool:
 class TensorSpec:
     """One input or output.
 
-    `datatype` is the v2 name (`FP32`, `BYTES`, …). `dims` are the sizes of the axes as clients see them, -1 where any
-    size goes; in the spec of a batched model the batch axis is not among them. `utf8` says that BYTES elements must be
-    valid UTF-8. `reshape`: the dims that the model sees instead, of as many elements.
+    `datatype` is the v2 name (`FP32`, `BYTES`, …). `dims` are the sizes of the axes as clients see them, -1 for any
+    size; the spec of a batched model leaves out the batch axis. `utf8`: BYTES elements must be valid UTF-8. `reshape`:
+    the dims that the model sees instead, with the same number of elements.
 
-    `optional`: requests (of an output: results) may do without it. `ragged`: requests of any dims share a batch, and
-    the model sees all their elements one after the other, as a vector. `shape_tensor`: has no batch axis even if the
-    model is batched; the requests of a batch all have the same one, which the model sees once. `any_rank`: behind the
-    batch axis, if there is one, there may be any number of axes, of any size; `dims` say nothing then.
+    `optional`: requests (for an output: results) may leave it out. `ragged`: requests of different dims share a batch,
+    and the model sees all their elements concatenated into one vector. `shape_tensor`: has no batch axis even if the
+    model is batched; all requests of a batch have the same value, which the model sees once. `any_rank`: after the
+    batch axis, if there is one, any number of axes of any size is allowed, and `dims` mean nothing.
     """
 
     name: str
@@ -98,12 +98,12 @@ class TensorSpec:
         return self.dims if self.reshape is None else self.reshape
 
     def dims_of(self, rank: int) -> tuple[int, ...]:
-        """`dims`; of a tensor that may have any rank, what they are for one of `rank` axes."""
+        """`dims`, or for a tensor of any rank those of a tensor of `rank` axes."""
         return (-1,) * rank if self.any_rank else self.dims
 
 
 class BatchInputKind(Enum):
-    """What an input made per batch tells of an input of the requests (`BatchInput.Kind`)."""
+    """What an input made per batch says about an input of the requests (`BatchInput.Kind`)."""
 
     ELEMENT_COUNT = "BATCH_ELEMENT_COUNT"
     ACCUMULATED_ELEMENT_COUNT = "BATCH_ACCUMULATED_ELEMENT_COUNT"
@@ -115,7 +115,7 @@ class BatchInputKind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class BatchInput:
-    """Inputs of the model, `targets`, that no request brings: made of the shapes that input `source` has in a batch."""
+    """Model inputs (`targets`) that no request brings: computed from the shapes of input `source` in a batch."""
 
     kind: BatchInputKind
     targets: tuple[str, ...]
@@ -125,8 +125,8 @@ class BatchInput:
 
 @dataclass(frozen=True, slots=True)
 class BatchOutput:
-    """Outputs, `targets`, cut not by rows but by the shapes of input `source`: a free dim of theirs (the batch axis is
-    one) has the size that the same axis of a request's `source` has."""
+    """Outputs (`targets`) that are split by the shapes of input `source` instead of by rows. Each of their free dims,
+    including the batch axis, has the size of the same axis of a request's `source`."""
 
     targets: tuple[str, ...]
     source: str
@@ -134,8 +134,8 @@ class BatchOutput:
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """Inputs and outputs, in the model's own order. `batched`: every tensor has a batch axis in front of its `dims`,
-    but for shape tensors. `batch_inputs` are not among `inputs`: clients neither see nor send them."""
+    """Inputs and outputs, in the model's own order. `batched`: every tensor except shape tensors has a batch axis in
+    front of its `dims`. `batch_inputs` are not among `inputs`: clients neither see nor send them."""
 
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
@@ -145,21 +145,21 @@ class ModelSpec:
 
     @property
     def by_rows(self) -> bool:
-        """Whether rows are all there is to it: each tensor of a batch is stacked and cut along its first axis."""
+        """Whether every tensor of a batch is simply stacked and split along its first axis."""
         special = (tensor.optional or tensor.shape_tensor for tensor in (*self.inputs, *self.outputs))
         return self.paddable and not any(special)
 
     @property
     def paddable(self) -> bool:
-        """Whether a batch may be filled up with rows: not where something else than rows joins or cuts tensors."""
+        """Whether a batch may be padded with rows: not if tensors are joined or split other than by rows."""
         return not (self.batch_inputs or self.batch_outputs or any(tensor.ragged for tensor in self.inputs))
 
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """What a model shows when it runs. `spec`: what it says of itself, with the outputs' dims as they were seen;
-    `why_not`: what speaks against stacking rows, "" if nothing, or why that couldn't be found out. `deadly`: it ended
-    the process in which it was tried."""
+    """What running a model showed. `spec`: what the model declares, with output dims as observed. `why_not`: why rows
+    can't be stacked, or why that couldn't be determined; "" if nothing speaks against it. `deadly`: the trial ended the
+    process that it ran in."""
 
     spec: ModelSpec
     why_not: str = ""
@@ -177,7 +177,7 @@ class GroupKind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class InstanceGroup:
-    """`count` instances on the CPU, or on each of `gpus` (none named: each GPU there is). A count of 0 is "default"."""
+    """`count` instances on the CPU, or on each of `gpus` (empty: all GPUs there are). A count of 0 means "default"."""
 
     kind: GroupKind = GroupKind.AUTO
     count: int = 0
@@ -191,7 +191,7 @@ class DeviceKind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """One place an instance can run on; `index` counts devices of its kind."""
+    """One place where an instance can run; `index` counts devices of its kind."""
 
     kind: DeviceKind = DeviceKind.CPU
     index: int = 0
@@ -199,7 +199,7 @@ class Device:
 
 @dataclass(frozen=True, slots=True)
 class DeviceTensor:
-    """Elements one after the other in a device's memory, from `address` on, which stays as long as `owner` is held."""
+    """A contiguous tensor in a device's memory, starting at `address`; valid for as long as `owner` is held."""
 
     owner: object
     address: int
@@ -211,26 +211,26 @@ class DeviceTensor:
         return math.prod(self.shape) * self.dtype.itemsize
 
     def reshape(self, shape: Sequence[int]) -> DeviceTensor:
-        """The same elements in another shape, of as many elements."""
+        """The same elements in another `shape`, which must have as many."""
         return replace(self, shape=tuple(shape))
 
 
 Targets = Mapping[int, DeviceTensor]
-"""Where outputs, by index, are to be left; what has that room. Dtypes and shapes say no more than how much it is."""
+"""Where to leave outputs, by index. Each value is memory to write to; its dtype and shape only tell its size."""
 
 
 class Files(Protocol):
-    """Whoever has a model's files, which may go once it is loaded."""
+    """Owner of a model's files, which may be deleted once the model is loaded."""
 
     def keep(self) -> None:
-        """Let them stay: they will be read again. On any thread."""
+        """Keep the files: they will be read again. Callable on any thread."""
 
     def let_go(self) -> None:
-        """They won't any more, as often as they were kept. On any thread; blocks."""
+        """Undo one `keep`: the files won't be read again for it. Callable on any thread; blocks."""
 
 
 class _Lasting:
-    """Those of a repository stay without being asked to."""
+    """Files of a repository, which stay without being asked to."""
 
     def keep(self) -> None:
         pass
@@ -243,13 +243,13 @@ class _Lasting:
 class ModelSource:
     """What a backend needs to open one version of a model.
 
-    `path` is the model file (a backend without files ignores it). `declared` is the spec that the configuration
-    spells out, dims whole, batch axis included; None where it leaves that to the model. `parameters` are the
-    configuration's own `parameters`, `graph_level` its `optimization.graph.level` (None: not given), `accelerators`
-    the GPU execution accelerators by name with their parameters, in order, `cpu_accelerators` those for the CPU,
-    `op_libraries` shared libraries with operators of the model's own, which run in this process. `largest_rows`: the
-    largest batch that it will see, as far as that is known yet; else 0. `cuda_graphs`: what a GPU does for a batch is
-    to be captured once and replayed. `files` is whom to tell that they will be read again.
+    `path` is the model file (a backend without files ignores it). `declared` is the spec that the configuration gives,
+    with complete dims including the batch axis; None if it leaves that to the model. `parameters` are the
+    configuration's own `parameters`, `graph_level` its `optimization.graph.level` (None: not given), `accelerators` the
+    GPU execution accelerators by name with their parameters, in order, `cpu_accelerators` those for the CPU.
+    `op_libraries` are shared libraries with custom operators, which run in this process. `largest_rows`: the largest
+    batch to expect, 0 if not known yet. `cuda_graphs`: capture what a GPU does for a batch once, and replay it. `files`
+    is told if they will be read again.
     """
 
     name: str
@@ -267,10 +267,10 @@ class ModelSource:
 
 @dataclass(frozen=True, slots=True)
 class Execution:
-    """One batch done: a result per request, in order, and where the time went (monotonic nanoseconds). `waited_ns`, for
-    another batch to be computed first, is in none of the others.
+    """An executed batch: a result per request, in order, and where the time went (monotonic nanoseconds). `waited_ns`
+    is time spent waiting for another batch to be computed first; the other times don't include it.
 
-    An exception in the place of a result is what one request meets and the others don't.
+    An exception in place of a result concerns that request alone.
     """
 
     results: Sequence[Tensors | Exception]
@@ -281,7 +281,7 @@ class Execution:
 
 
 class ModelInstance(Protocol):
-    """Runs one batch at a time, on whichever thread calls it; never on two at once."""
+    """Runs one batch at a time, on whichever thread calls it; never two at once."""
 
     @property
     def device(self) -> Device: ...
@@ -289,67 +289,68 @@ class ModelInstance(Protocol):
     def execute(self, requests: Sequence[Tensors], padded_rows: int = 0) -> Execution:
         """Run `requests` as one batch. Blocks. Arrays are only read; results may be views of one shared output.
 
-        `padded_rows` is how many rows the model is to see; what is missing to that is filled up, and cut off the
-        outputs again. Less than the requests' own rows, or a spec that isn't `paddable`: nothing is filled up.
+        `padded_rows` is the number of rows that the model is to see: missing rows are added as padding and cut off the
+        outputs again. Nothing is padded if it is less than the requests' own rows, or if the spec isn't `paddable`.
 
-        Raises ExecutionError when the model fails or its outputs don't fit, SessionError when the instance as a whole
-        is at fault, whatever the requests.
+        Raises ExecutionError if the model fails or its outputs don't fit the spec, and SessionError if the instance as
+        a whole is at fault, whatever the requests.
         """
 
     def close(self) -> None:
-        """Give the instance's resources back; it isn't used afterwards."""
+        """Release the instance's resources; it isn't used afterwards."""
 
 
 @runtime_checkable
 class Abandonable(Protocol):
-    """An instance whose executions can be ended, whatever they do; or a model, with what is becoming an instance."""
+    """An instance whose executions can be ended, whatever they do; or a model whose instances can be ended while they
+    load."""
 
     def abandon(self) -> None:
-        """Have what executes, or loads, fail soon, and nothing do so any more. On any thread, and without blocking;
-        `close` follows once nothing does."""
+        """Make what is executing or loading fail soon; nothing executes or loads afterwards. Callable on any thread;
+        doesn't block. `close` is called once nothing executes or loads any more."""
 
 
 @runtime_checkable
 class Mortal(Protocol):
-    """An instance that may end by itself, also while it executes nothing."""
+    """An instance that may end by itself, even while it executes nothing."""
 
     @property
     def has_executed(self) -> bool:
-        """Whether it has executed anything, without an error, since `when_lost` was called."""
+        """Whether it has executed anything without an error since `when_lost` was called."""
 
     @property
     def has_ended(self) -> bool:
-        """Whether it has, or was closed or abandoned."""
+        """Whether it has ended by itself, or was closed or abandoned."""
 
     def when_lost(self, call: Callable[[BaseException], None]) -> None:
-        """Have `call` called, on whichever thread, with an InstanceLost once it has ended, if it has before this
-        returns; not if it was closed or abandoned. `close` follows all the same."""
+        """Call `call` with an InstanceLost, on whichever thread, once the instance ends; before this returns if it
+        already has; never if it was closed or abandoned. `close` is called in any case."""
 
 
 Room = Callable[[int, tuple[int, ...]], Array | None]
-"""Where input number so and so of that shape may be written, rather than to memory of one's own; None: nowhere."""
+"""`room(index, shape)`: memory into which the caller may write that input instead of its own; None: there is none."""
 
 
 @runtime_checkable
 class Roomy(Protocol):
-    """An instance that has memory of its own for what is joined, from which it needn't be copied again."""
+    """An instance with memory of its own for joined inputs, which needs no further copy of what is written there."""
 
     def room(self, index: int, shape: tuple[int, ...]) -> Array | None:
-        """`Room`, for the batch that is executed next: if all of that input is one array, this one, nothing is copied.
-        It is written to and given before that, and not afterwards. What was there before is gone. On the thread that
-        executes; raises as `execute`."""
+        """`Room`, for the batch that is executed next: an input passed as exactly this one array isn't copied. The
+        array may be written and passed only until that execution. What an earlier call gave for the same input is
+        overwritten. On the thread that executes; raises as `execute`."""
 
     def forget_rooms(self) -> None:
-        """There is no batch of what was asked for, or it is executed. On that thread."""
+        """The arrays that `room` gave won't be executed, or have been. On the thread that executes."""
 
 
 @runtime_checkable
 class Slot(ModelInstance, Roomy, Protocol):
-    """One of the places of a `Slotted` instance, where a batch is got ready while another's computes."""
+    """One of the places of a `Slotted` instance, where a batch is prepared while another one computes."""
 
     @property
     def gpu(self) -> int | None:
-        """The GPU in whose memory inputs may lie and outputs be left."""
+        """The GPU whose memory may hold inputs and receive outputs."""
 
     def execute(
         self,
@@ -357,25 +358,25 @@ class Slot(ModelInstance, Roomy, Protocol):
         padded_rows: int = 0,
         targets: Sequence[Targets] = (),
     ) -> Execution:
-        """As `ModelInstance.execute`. What lies in memory of `gpu` is copied there and back by the GPU itself.
+        """As `ModelInstance.execute`. The GPU itself copies what lies in memory of `gpu`, there and back.
 
-        `targets` says of each request which outputs are to be left where; none: no request wants that. An output that
-        was left there is a `DeviceTensor` among the results. If one of a request's has too little room, or can't be
-        left anywhere, all of them are arrays.
+        `targets` has, for each request, the outputs to leave in device memory and where; empty if no request wants
+        that. An output left there is a `DeviceTensor` among the results. If one of a request's targets is too small, or
+        one of those outputs can't be left in device memory, all outputs of that request are arrays.
         """
 
     def prepare(self, requests: Sequence[Tensors], padded_rows: int = 0) -> None:
-        """Execute, on the thread that `start` has run things, and remember what makes that shape quick. Before `start`.
-        Blocks; raises as `execute`."""
+        """Execute on the thread that `start` uses, and keep what makes later batches of that shape fast. To be called
+        before `start`. Blocks; raises as `execute`."""
 
     def start(self, name: str, function: Callable[[], None]) -> None:
-        """Have the slot's own thread, called `name` from then on, run `function`. It is to call `execute` there."""
+        """Run `function`, which is to call `execute`, on the slot's own thread, from then on named `name`."""
 
 
 @runtime_checkable
 class Slotted(Protocol):
-    """An instance that can be given a batch while it computes another, by several slots. Each slot executes one batch
-    at a time; the device is one, so what hangs in one slot makes all of them suspect."""
+    """An instance that can take a batch while it computes another, through several slots. Each slot executes one batch
+    at a time. They share one device, so a hang in one slot makes all of them suspect."""
 
     @property
     def slots(self) -> Sequence[Slot]: ...
@@ -386,54 +387,55 @@ class OpenModel(Protocol):
 
     @property
     def spec(self) -> ModelSpec:
-        """What the model says of itself: dims whole, a batch axis included, `batched` false. It does without the
-        inputs that are `optional` here; a configuration has to name them for clients to see them."""
+        """What the model declares: complete dims including a batch axis, `batched` false. Inputs marked `optional` here
+        may be left out; clients see them only if a configuration names them."""
 
     @property
     def platform(self) -> str:
-        """Triton's name of the framework, such as `onnxruntime_onnx`."""
+        """Triton's name for the framework, such as `onnxruntime_onnx`."""
 
     def instance(self, spec: ModelSpec, device: Device) -> ModelInstance:
-        """Make an instance that serves `spec` on `device`. Blocks; raises LoadError."""
+        """Create an instance that serves `spec` on `device`. Blocks; raises LoadError."""
 
     def close(self) -> None:
-        """Give the model's own resources back; called after the last instance's close."""
+        """Release the model's own resources; called after the last instance's close."""
 
 
 class Supervise(Protocol):
-    """Runs one execution of a model that is being loaded. May raise what is none of a backend's errors."""
+    """Runs one execution of a model that is being loaded. May raise errors that aren't a backend's."""
 
     def __call__(self, function: Callable[[], T], /) -> T: ...
 
 
 def directly(function: Callable[[], T], /) -> T:
-    """The `Supervise` that leaves it alone."""
+    """The `Supervise` that only calls `function`."""
     return function()
 
 
 @runtime_checkable
 class Triable(Protocol):
-    """A model whose word on itself can be checked before anybody relies on it."""
+    """A model whose declarations can be checked before anybody relies on them."""
 
     def try_rows(self, supervise: Supervise = directly) -> Trial:
-        """Run it with made-up inputs. Blocks for a few executions, each of which `supervise` runs; before any instance
-        is made."""
+        """Run it with made-up inputs, before any instance is made. Blocks for a few executions, each run by
+        `supervise`."""
 
 
 @runtime_checkable
 class Rounding(Protocol):
-    """A model that may round each row's numbers by what other rows of its batch are."""
+    """A model that may round a row's numbers differently depending on the other rows of its batch."""
 
     @property
     def rounds_by(self) -> str:
-        """What does so, for a sentence about it; "" if nothing is known to."""
+        """What causes it, to be named in a message; "" if nothing is known to."""
 
 
 class Backend(Protocol):
     """A runtime that opens models."""
 
     def devices(self, groups: Sequence[InstanceGroup]) -> tuple[Device, ...]:
-        """One device per instance that `groups` ask for, by default what suits. LoadError for what isn't there."""
+        """One device per instance that `groups` ask for; without groups, what suits the backend. LoadError if a device
+        is missing."""
 
     def open(self, source: ModelSource, device: Device) -> OpenModel:
-        """Open a model, its first instance being meant for `device`. Blocks; raises LoadError naming what is wrong."""
+        """Open a model whose first instance is meant for `device`. Blocks; raises LoadError naming what is wrong."""

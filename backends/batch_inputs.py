@@ -1,6 +1,6 @@
-"""Inputs of a model that are made per batch, of the shapes that the requests of the batch have.
+"""Model inputs that are made per batch, from the shapes of the requests in it.
 
-Lives here: what each kind of `batch_input` is worth, pure numpy. Must not: requests, specs. Source of the values:
+Lives here: the value of each kind of `batch_input`, pure numpy. Must not: requests, specs. Source of the values:
 `BatchInput.Kind` of Triton's model configuration.
 """
 
@@ -20,11 +20,11 @@ DType = np.dtype[Any]
 
 
 def batch_input(kind: BatchInputKind, sources: Sequence[Array], dtype: DType) -> Array:
-    """A new array for a batch whose requests, in order, bring `sources`, batch axis in front.
+    """A new array for a batch whose requests, in order, bring `sources`, batch axis first.
 
-    Counts are those of all elements of a request, whatever its rows. Shapes, with n the requests: [n] for element
-    counts and running sums, [n + 1] for sums that begin with 0, [largest count] for the maximum (all zeros: its size is
-    what it says), [rows, dims] or [rows * dims] for item shapes, which leave the batch axis out.
+    Counts are of all elements of a request, over all its rows. Shapes, for n requests: [n] for element counts and
+    running sums, [n + 1] for sums that begin with 0, [largest count] for the maximum (all zeros: its size is the
+    value), [rows, dims] or [rows * dims] for item shapes, which leave out the batch axis.
     """
     return _KINDS[kind](sources, dtype)
 

@@ -1,7 +1,7 @@
 """Many requests in, one execution, many results out.
 
 Lives here: pure numpy over the value types of `base`. Must not: a runtime, a lock, a log. The rule: a row is copied at
-most once, when several requests are stacked; what leaves are shares of what the model wrote, which become views of it.
+most once, when several requests are stacked; results are shares of what the model wrote, which become views of it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from protos.datatypes import by_name
 __all__ = ["Run", "check_count", "check_outputs", "rows_of", "run_batch", "shares", "split", "stack"]
 
 _ALIGNMENT_BYTES = 16
-"""Of what malloc gives, and so of the arrays and the bytes objects of C and Python."""
+"""What malloc guarantees, and hence the arrays and bytes objects of C and Python."""
 
 _shape_of = attrgetter("shape")
 _dtype_of = attrgetter("dtype")
@@ -33,18 +33,18 @@ Run = Callable[[list[Array]], Tensors]
 
 
 def rows_of(requests: Sequence[Tensors]) -> list[int]:
-    """The rows that each request of a batched spec carries: the first dimension of its first input."""
+    """The number of rows in each request of a batched spec: the first dimension of its first input."""
     return [request[0].shape[0] for request in requests]
 
 
 def stack(requests: Sequence[Tensors], padding_rows: int = 0, room: Room | None = None) -> list[Array]:
     """One C-contiguous array per input: the requests' arrays joined along axis 0, in order.
 
-    One copy of every row; none for a batch of one, whose own arrays come back (copied only if they aren't contiguous,
-    or begin where no array of numpy's would: kernels may count on that).
+    Every row is copied once. A batch of one isn't copied: its own arrays are returned, unless they aren't contiguous or
+    lack the alignment of numpy's own arrays, which kernels may rely on.
     All requests must agree, input by input, in datatype and trailing dimensions; ExecutionError if dimensions differ.
-    `padding_rows` copies of the last row follow: the model has to cope with that one anyhow. What is joined lies in
-    `room`, where that has any.
+    `padding_rows` copies of the last row follow, which the model has to handle anyhow. Joined arrays lie in `room`
+    where it has memory for them.
     """
     # hot path: 0.3 us per array above the copy itself; what page faults of fresh memory add, see bench/README.md
     if padding_rows:
@@ -58,7 +58,8 @@ def stack(requests: Sequence[Tensors], padding_rows: int = 0, room: Room | None 
 
 
 def _joined(column: Sequence[Array], index: int, room: Room | None) -> Array:
-    """`column`, of input `index`, along axis 0. Raises ValueError or ExecutionError if they don't fit together."""
+    """The arrays of `column` (input `index`) joined along axis 0. Raises ValueError or ExecutionError if they don't fit
+    together."""
     shape = _common_shape(column) if column[0].size >= LEAST_ELEMENTS else None
     if shape is None:
         return _joined_by_numpy(column)
@@ -66,7 +67,7 @@ def _joined(column: Sequence[Array], index: int, room: Room | None) -> Array:
         join_into(target, column, 0)
         return target
     try:
-        # Lets go of the interpreter once if it is more than a MiB, else never. Unlike `bytes` it may be written to.
+        # Releases the GIL once for more than a MiB, else never. Unlike `bytes`, the result is writable.
         data = bytearray().join(cast("Sequence[memoryview]", column))
     except (TypeError, ValueError):  # not in C order
         return _joined_by_numpy(column)
@@ -74,12 +75,12 @@ def _joined(column: Sequence[Array], index: int, room: Room | None) -> Array:
 
 
 def _joined_by_numpy(column: Sequence[Array]) -> Array:
-    # np.concatenate keeps Fortran order if every array has it; ascontiguousarray is free for everybody else.
+    # np.concatenate keeps Fortran order if every array has it; ascontiguousarray costs nothing otherwise.
     return np.ascontiguousarray(np.concatenate(column))
 
 
 def _common_shape(column: Sequence[Array]) -> tuple[int, ...] | None:
-    """The joined array's shape if its elements are those of `column`, one after the other; None if they may not be."""
+    """The joined array's shape if it is just the elements of `column` one after the other; None if it may not be."""
     # hot path: 0.12 us per array; counting compares by identity first, and one dtype is the same object everywhere.
     dtype, shape = column[0].dtype, column[0].shape
     if dtype.hasobject or not shape or [*map(_dtype_of, column)].count(dtype) < len(column):
@@ -101,10 +102,10 @@ def _copies_of_last_row(request: Tensors, rows: int) -> Tensors:
 
 
 def split(outputs: Tensors, rows: Sequence[int], spec: ModelSpec) -> Sequence[Tensors]:
-    """One result per entry of `rows`: shares of `outputs`, as many rows each as `rows` says, in order.
+    """One result per entry of `rows`: consecutive shares of `outputs` with that many rows each, in order.
 
-    Raises ExecutionError, naming the output, what was expected and what came, if `outputs` aren't what `spec` promises
-    for `sum(rows)` rows.
+    Raises ExecutionError, naming the output, what was expected and what came, if `outputs` don't match what `spec`
+    promises for `sum(rows)` rows.
     """
     check_outputs(outputs, spec, sum(rows))
     if len(rows) == 1 or not outputs:
@@ -114,7 +115,7 @@ def split(outputs: Tensors, rows: Sequence[int], spec: ModelSpec) -> Sequence[Te
 
 
 def shares(outputs: Tensors, bounds: Sequence[int]) -> Sequence[Tensors]:
-    """The rows of `outputs` between each two of `bounds`."""
+    """One share of `outputs` per pair of consecutive `bounds`."""
     return [*map(Share, repeat(Outputs(outputs)), bounds, bounds[1:])]
 
 
@@ -132,7 +133,8 @@ def check_outputs(outputs: Tensors, spec: ModelSpec, rows: int) -> None:
 
 
 def _is_scalar(output: Array, tensor: TensorSpec, lead: tuple[int, ...]) -> bool:
-    """Whether what clients see as a vector of one is one already, although the model says that it is a scalar."""
+    """Whether a tensor that the model declares as a scalar, and clients see as a vector of one, already has that
+    shape."""
     return tensor.reshape == () and output.shape == (*lead, *[1] * (output.ndim - len(lead)))
 
 
@@ -144,7 +146,8 @@ def _misshapen(shape: tuple[int, ...], expected: tuple[int, ...], tensor: Tensor
 
 
 def check_count(spec: ModelSpec, requests: Sequence[object]) -> None:
-    """Raise ValueError unless `requests` may be a batch: a model without batch axis takes one, others one or more."""
+    """Raise ValueError unless `requests` can be a batch: one request for a model without batch axis, else one or
+    more."""
     if len(requests) != 1 and (not requests or not spec.batched):
         raise ValueError(f"expected {'one or more requests' if spec.batched else 'one request'}, got {len(requests)}")
 
@@ -152,11 +155,11 @@ def check_count(spec: ModelSpec, requests: Sequence[object]) -> None:
 def run_batch(
     spec: ModelSpec, requests: Sequence[Tensors], run: Run, padded_rows: int = 0, room: Room | None = None
 ) -> Execution:
-    """Stack `requests`, call `run` once with one array per input, split what it returns; with the time each step took.
-    What is stacked lies in `room`, where that has any.
+    """Stack `requests`, call `run` once with one array per input, split its outputs, and time each step. Stacked arrays
+    lie in `room` where it has memory for them.
 
-    What `run` raises passes through. A spec that isn't batched takes exactly one request; ValueError otherwise, and for
-    no request at all: those are the caller's mistakes, no model's.
+    What `run` raises passes through. ValueError if a spec that isn't batched doesn't get exactly one request, or a
+    batched one gets none: those are the caller's mistakes, not the model's.
     """
     check_count(spec, requests)
     began_ns = monotonic_ns()

@@ -1,8 +1,9 @@
-"""Copies between a slot's buffers and tensors of clients that lie in the device's memory already.
+"""Copies between a slot's buffers and clients' tensors that are already in device memory.
 
-Lives here: which bytes go where. Must not: how buffers live (`staging`), what waits for what (`onnx.staged`). The rule:
-bytes that are on the device stay there. They are copied even for a batch of one: a tensor bound where the client has it
-would want a binding for each request, could be captured in no graph, and could change while it is computed with.
+Lives here: which bytes go where. Must not: how long buffers live (`staging`), what waits for what (`onnx.staged`). The
+rule: bytes that are on the device stay there. They are copied even for a batch of one: binding a client's tensor in
+place would take a binding per request, could not be captured in a graph, and would let the tensor change during the
+computation.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ __all__ = ["Made", "gather", "leave", "with_left"]
 
 
 class Made(NamedTuple):
-    """An output of a batch: `shape` with all its rows, and where it is on the device; None if it isn't there."""
+    """An output of a batch: `shape` with all its rows, and its address on the device; None if it isn't there."""
 
     dtype: DType
     shape: Shape
@@ -33,11 +34,11 @@ class Made(NamedTuple):
 def gather(
     stream: Stream, column: Sequence[Array | DeviceTensor], host: Array, device: int | None, padding: int
 ) -> None:
-    """Queue what brings `column` together along its first axis, the last row again in `padding` more rows.
+    """Queue the copies that join `column` along its first axis, followed by `padding` copies of the last row.
 
-    In the device's memory at `device`, or else in that of the host, page-locked, that `host` is over: what comes from
-    there is written to its place in `host` first. Without a `device` it blocks until all is there. Raises DeviceError,
-    and ExecutionError for what doesn't fit or can't be copied.
+    The target is device memory at `device`, or if that is None the page-locked host memory under `host`. Arrays of the
+    host are first written to their place in `host`. Without a `device` it blocks until everything is there. Raises
+    DeviceError, and ExecutionError for what doesn't fit or can't be copied.
     """
     begin, offset, row = host.ctypes.data, 0, 0
     for one in column:
@@ -59,7 +60,7 @@ def gather(
 
 
 def _repeat(stream: Stream, end: int, row_bytes: int, count: int) -> None:
-    """The row before `end` again, `count` times: twice as many with each copy."""
+    """Repeat the row before `end` `count` times; each copy doubles what is there."""
     done, begin = 1, end - row_bytes
     while done <= count:
         more = min(done, count + 1 - done)
@@ -70,10 +71,11 @@ def _repeat(stream: Stream, end: int, row_bytes: int, count: int) -> None:
 def leave(
     stream: Stream, targets: Sequence[Targets], rows: Sequence[int] | None, outputs: Sequence[Made]
 ) -> list[Targets]:
-    """Queue what brings `outputs` to where requests want them; which of them, by index, and what lies there then.
+    """Queue the copies of `outputs` to where requests want them. Returns, per request, which outputs (by index) are
+    left where.
 
-    `rows` are those of each request, None if there is no batch axis. Of a request that can't have all that it wants
-    nothing is copied. Raises ExecutionError.
+    `rows` are those of each request, None if there is no batch axis. Nothing is copied for a request that can't get
+    everything it wants. Raises ExecutionError.
     """
     left: list[Targets] = []
     starts = accumulate(rows or (), initial=0)
@@ -94,7 +96,7 @@ _Part = tuple[DeviceTensor, int]
 
 
 def _part(made: Made, start: int, count: int | None, room: DeviceTensor) -> _Part | None:
-    """What `room` will hold, and where that is now; None if there isn't room enough, or it isn't on the device."""
+    """What `room` will hold, and its current address; None if `room` is too small or the output isn't on the device."""
     if made.address is None:
         return None
     shape = made.shape if count is None else (count, *made.shape[1:])
@@ -105,7 +107,7 @@ def _part(made: Made, start: int, count: int | None, room: DeviceTensor) -> _Par
 
 
 def with_left(results: Sequence[Tensors], left: Sequence[Targets]) -> list[Tensors]:
-    """`results` with what was left on the device in its place."""
+    """`results` with the outputs that were left on the device in place of the arrays."""
     return [
         cast("Tensors", [there.get(index, output) for index, output in enumerate(result)])
         for result, there in zip(results, left, strict=True)
@@ -121,7 +123,8 @@ def _check_fits(one: Array | DeviceTensor, host: Array) -> None:
 
 
 def _copy(copy: Callable[[int, int, int], None], target: int, source: int, size_bytes: int) -> None:
-    """From or to a client's memory, which may be to blame if that fails: the others of the batch run again without."""
+    """Copy from or to a client's memory. If that fails, the client's memory may be the cause: as an ExecutionError it
+    lets the others of the batch run again without it."""
     if not size_bytes:
         return
     try:

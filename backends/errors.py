@@ -4,16 +4,16 @@ BackendError
 ├── DeviceError        a device's driver refused or failed, whatever the model
 ├── LoadError          the model can't be opened as asked: bad file, missing device, unsupported option
 └── ExecutionError     one execution failed: the runtime raised, or the model's outputs don't fit its spec
-    ├── UpstreamRefused     another server, which executes, has something against this batch
+    ├── UpstreamRefused     another server, which executes, rejected this batch
     └── SessionError   it failed whatever the requests
-        ├── OutOfMemory     there wasn't memory enough, on the device or beside it, for so large a batch
-        ├── Unequipped      the runtime lacks a library, or kernels for the device: no execution will do better
-        ├── InstanceLost    it won't execute anything any more; another instance may
+        ├── OutOfMemory     too little memory, on the device or the host, for a batch this large
+        ├── Unequipped      the runtime lacks a library, or kernels for the device: no execution will succeed
+        ├── InstanceLost    the instance won't execute anything any more; another one may
         │   ├── DeviceLost      the device is gone, or refuses everything from now on
         │   ├── StalePlan       its session has plans for another execution; nothing of this batch was computed
         │   └── ProcessError    the process that runs the model ended
-        │       └── ProcessGone     and that before it had begun on this batch
-        └── UpstreamFailed  another server, which executes, isn't there or takes nothing
+        │       └── ProcessGone     and did so before it began this batch
+        └── UpstreamFailed  another server, which executes, is unreachable or accepts nothing
 """
 
 __all__ = [
@@ -39,7 +39,7 @@ class BackendError(Exception):
 
 
 class DeviceError(BackendError):
-    """A device's driver isn't there, refused or failed."""
+    """A device's driver is missing, refused or failed."""
 
 
 class LoadError(BackendError):
@@ -51,11 +51,11 @@ class ExecutionError(BackendError):
 
 
 class SessionError(ExecutionError):
-    """The instance failed as a whole; running the requests apart from each other won't help."""
+    """The instance failed as a whole; running the requests separately won't help."""
 
 
 class OutOfMemory(SessionError):
-    """There wasn't memory enough. A smaller batch may succeed, at once."""
+    """There was too little memory. A smaller batch may succeed at once."""
 
 
 class Unequipped(SessionError):
@@ -63,7 +63,7 @@ class Unequipped(SessionError):
 
 
 class InstanceLost(SessionError):
-    """The instance won't execute anything any more; another may, on the same device or not."""
+    """The instance won't execute anything any more; another one may, on the same device or not."""
 
 
 class DeviceLost(InstanceLost):
@@ -71,12 +71,12 @@ class DeviceLost(InstanceLost):
 
 
 class StalePlan(InstanceLost):
-    """An execution that would go by what its session planned for another one; nothing was computed."""
+    """The execution would have used what its session planned for another one; nothing was computed."""
 
 
 class UpstreamRefused(ExecutionError):
-    """The upstream answered a batch with an error that some of its requests may be to blame for. `status` is the name
-    of gRPC's status."""
+    """The upstream answered a batch with an error that some of its requests may have caused. `status` is the name of
+    the gRPC status."""
 
     def __init__(self, status: str, text: str) -> None:
         super().__init__(text)
@@ -84,7 +84,7 @@ class UpstreamRefused(ExecutionError):
 
 
 class UpstreamFailed(SessionError):
-    """The upstream answers nothing, or refuses whatever it is sent now. `status` is the name of gRPC's status."""
+    """The upstream doesn't answer, or refuses whatever it is sent now. `status` is the name of the gRPC status."""
 
     def __init__(self, status: str, text: str) -> None:
         super().__init__(text)
@@ -96,4 +96,4 @@ class ProcessError(InstanceLost):
 
 
 class ProcessGone(ProcessError):
-    """It had ended before it began on this batch, which may execute elsewhere."""
+    """The process ended before it began this batch, which may execute elsewhere."""

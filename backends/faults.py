@@ -1,6 +1,6 @@
-"""Switches that make a `MemoryModel` fail, and a gate that holds it: what tests of the server above turn.
+"""Switches that make a `MemoryModel` fail, and a gate that holds it, for tests of the server above.
 
-Lives here: state behind a lock, turned by a test and felt by executions on other threads. Must not: a wait without a
+Lives here: state behind a lock, set by a test and acting on executions on other threads. Must not: a wait without a
 limit, so that a test that goes wrong fails instead of hanging.
 """
 
@@ -36,7 +36,7 @@ def change_datatype(outputs: Tensors) -> Tensors:
 
 
 class Faults:
-    """What goes wrong, in which executions. Thread-safe."""
+    """What goes wrong, and in which executions. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -60,14 +60,14 @@ class Faults:
             self._distortions.extend([distortion] * times)
 
     def clear(self) -> None:
-        """All is well again."""
+        """Remove all faults."""
         with self._lock:
             self._errors.clear()
             self._distortions.clear()
             self._conditions.clear()
 
     def before(self, inputs: Tensors) -> None:
-        """Raise what this execution is to raise (the model's business)."""
+        """Raise what this execution is to raise (called by the model)."""
         with self._lock:
             error = self._errors.popleft() if self._errors else None
             conditions = list(self._conditions)
@@ -78,14 +78,14 @@ class Faults:
                 raise consequence
 
     def after(self, outputs: Tensors) -> Tensors:
-        """`outputs`, distorted if this execution's turn has come (the model's business)."""
+        """`outputs`, distorted if this execution is due for it (called by the model)."""
         with self._lock:
             distortion = self._distortions.popleft() if self._distortions else None
         return outputs if distortion is None else distortion(outputs)
 
 
 class Gate:
-    """Holds executions where they begin. Open at first; thread-safe.
+    """Holds executions at their beginning. Open at first; thread-safe.
 
     `hold_limit_s` is how long an execution waits before it gives up with an ExecutionError.
     """
@@ -99,29 +99,29 @@ class Gate:
 
     @property
     def entered(self) -> int:
-        """Executions that have come to the gate so far, whether it held them or not."""
+        """How many executions have reached the gate so far, whether it held them or not."""
         return self._entered
 
     def close(self) -> None:
-        """Hold the executions that come from now on."""
+        """Hold executions that arrive from now on."""
         with self._changed:
             self._open = False
             self._passes = 0
 
     def open(self) -> None:
-        """Let those held go, and all that come."""
+        """Let all held executions go, and all that arrive."""
         with self._changed:
             self._open = True
             self._changed.notify_all()
 
     def release(self, count: int = 1) -> None:
-        """Let `count` executions through a closed gate: those held first, then those that come."""
+        """Let `count` executions through a closed gate: those held first, then those that arrive."""
         with self._changed:
             self._passes += count
             self._changed.notify_all()
 
     def wait_entered(self, count: int, timeout_s: float = 10.0) -> None:
-        """Block until `count` executions have come to the gate since it was made; TimeoutError if they don't.
+        """Block until `count` executions have reached the gate since it was made; TimeoutError if they don't.
 
         Not for an event loop's thread, which would keep what it waits for from being sent: use `asyncio.to_thread`.
         """
@@ -130,7 +130,7 @@ class Gate:
                 raise TimeoutError(f"expected {count} executions within {timeout_s} s, got {self._entered}")
 
     def enter(self) -> None:
-        """Wait until let through (the model's business)."""
+        """Wait until let through (called by the model)."""
         with self._changed:
             self._entered += 1
             self._changed.notify_all()

@@ -1,7 +1,7 @@
-"""A thread that is known before it has its work.
+"""A thread that can be used before it gets its long-running work.
 
-Lives here: what has to happen on the very thread that later executes batches, as captured graphs belong to the thread
-that captured them. Must not: know what that is.
+Lives here: running things on the very thread that later executes batches, since captured graphs belong to the thread
+that captured them. Must not: know what is run.
 """
 
 from __future__ import annotations
@@ -18,19 +18,20 @@ T = TypeVar("T")
 
 
 class Home:
-    """Runs functions one after the other, all on one thread, which starts with the first. If it can't, that raises
-    RuntimeError, and the next one is the first."""
+    """Runs functions one after the other, all on one thread, which starts with the first. If the thread can't start,
+    RuntimeError is raised, and the next function tries again."""
 
     def __init__(self) -> None:
         self._work: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
 
     def call(self, function: Callable[[], T]) -> T:
-        """What `function` returns or raises. Blocks; behind a function of `start` that never ends, for ever."""
+        """Run `function` and return or raise its outcome. Blocks; for ever if a function given to `start` never
+        ends."""
         return self.submit(function).result()
 
     def submit(self, function: Callable[[], T]) -> Future[T]:
-        """The same without blocking: what is told once it has run."""
+        """As `call`, but without blocking: the future is completed once `function` has run."""
         future: Future[T] = Future()
 
         def run() -> None:
@@ -43,16 +44,16 @@ class Home:
         return future
 
     def start(self, name: str, function: Callable[[], None]) -> None:
-        """Have the thread, called `name` from then on, run `function`, which raises nothing. Doesn't block."""
+        """Have the thread, from then on named `name`, run `function`, which must not raise. Doesn't block."""
         self._put(function).name = name
 
     def close(self) -> None:
-        """End the thread when it has run what it was given."""
+        """End the thread after it has run everything it was given."""
         self._work.put(None)
 
     def _put(self, run: Callable[[], object]) -> threading.Thread:
         if self._thread is None:
-            # A daemon: what hangs there must not keep the process from ending.
+            # A daemon, so that a hang there doesn't keep the process from ending.
             thread = threading.Thread(target=self._live, name="home", daemon=True)
             thread.start()
             self._thread = thread
@@ -62,5 +63,5 @@ class Home:
     def _live(self) -> None:
         while (run := self._work.get()) is not None:
             run()
-            # What it did may be long ago when the next comes; what it held must not wait for that.
+            # The next one may come much later; what this one holds must not live until then.
             del run

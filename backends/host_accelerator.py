@@ -1,8 +1,8 @@
-"""The host itself as a device: its "device memory" is ordinary memory, its copies are carried out as late as allowed.
+"""The host as a device: its "device memory" is ordinary memory, and its copies are carried out as late as allowed.
 
 Lives here: an `Accelerator` without hardware, on which all of staging runs with ONNX Runtime's CPU provider. It brings
-no speed. Since nothing is copied before somebody waits for it, whoever forgets to wait reads what was there before:
-faults in the order of things show where there is no device. Must not: ONNX Runtime.
+no speed. Nothing is copied before somebody waits for it, so code that forgets to wait reads old contents: ordering
+faults show up without a device. Must not: ONNX Runtime.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class _Stream:
             self.carry_out(self._done + len(self._waiting))
 
     def carry_out(self, place: int) -> None:
-        """All that came before `place`."""
+        """Carry out all copies before `place`."""
         with self._lock:
             while self._done < place:
                 ctypes.memmove(*self._waiting.popleft())
@@ -72,14 +72,14 @@ class _Stream:
 
 
 class HostAccelerator:
-    """`Accelerator` that is the host."""
+    """The host as an `Accelerator`."""
 
     ort_device = ("cpu", 0)
     gpu = 0
 
     def __init__(self, memory_name: str = "Cpu") -> None:
-        """With another `memory_name`, no model has a tensor on the device: all are in the host's memory. `allocations`
-        counts those of memory."""
+        """With another `memory_name`, no tensor of any model counts as being on the device: all are in host memory.
+        `allocations` counts allocations of memory."""
         self.memory_name = memory_name
         self._lock = threading.RLock()
         self.allocations = 0
@@ -88,7 +88,7 @@ class HostAccelerator:
         pass
 
     def synchronize(self) -> None:
-        """Every copy is carried out by whoever waits for it."""
+        """Nothing to do: copies are carried out by whoever waits for them."""
 
     def host_memory(self, size_bytes: int) -> _Memory:
         with self._lock:

@@ -1,6 +1,6 @@
-"""Arrays one after the other in memory that is there already.
+"""Joining arrays into existing memory.
 
-Lives here: that copy, and when it is better not numpy's. Must not: know whose memory it is.
+Lives here: that copy, and when it is better not done by numpy. Must not: know whose memory it is.
 """
 
 from __future__ import annotations
@@ -15,18 +15,19 @@ from backends.errors import ExecutionError
 __all__ = ["LEAST_ELEMENTS", "join_bytes_into", "join_into"]
 
 LEAST_ELEMENTS = 500
-"""From so many on numpy lets go of the interpreter for each array that it copies. Beside a busy event loop each time
-may cost as long as threads hold on to it: half a millisecond, for a copy of half a microsecond."""
+"""From this many elements on, numpy releases the GIL for each array that it copies. Beside a busy event loop, each
+release may cost as long as threads keep the GIL: half a millisecond, for a copy of half a microsecond."""
 
 _MOST_BYTES = 2**20
-"""Of one request that are copied without letting go of the interpreter. Between two copies others have their turn once
-they have waited for the switch interval, half a millisecond; to let go may cost as much for each of them."""
+"""The most bytes of one request that are copied without releasing the GIL. Between two copies other threads get it once
+they have waited for the switch interval, half a millisecond; releasing it may cost as much for each copy."""
 
 
 def join_into(target: Array, arrays: Sequence[Array], padding: int) -> None:
-    """Write `arrays` one after the other along axis 0 of `target`, and the last row again into its `padding` last rows.
+    """Write `arrays` one after the other along axis 0 of `target`, and copies of the last row into its `padding` last
+    rows.
 
-    One copy, whatever their layout. `target` is C-contiguous and has the rows of all of them. ExecutionError if they
+    One copy, whatever their layout. `target` is C-contiguous and has exactly the rows for that. ExecutionError if they
     don't fit.
     """
     # hot path
@@ -38,7 +39,7 @@ def join_into(target: Array, arrays: Sequence[Array], padding: int) -> None:
 
 
 def join_bytes_into(target: Array, pieces: Sequence[bytes | memoryview]) -> None:
-    """Write `pieces`, which are all of the bytes of `target`, C-contiguous, one after the other."""
+    """Write `pieces` one after the other into `target`, which is C-contiguous and has as many bytes as all of them."""
     flat = target.reshape(-1).view(np.uint8)
     if max(map(len, pieces)) > _MOST_BYTES:
         np.concatenate([np.frombuffer(one, np.uint8) for one in pieces], out=flat)
@@ -51,7 +52,7 @@ def join_bytes_into(target: Array, pieces: Sequence[bytes | memoryview]) -> None
 
 
 def _join_holding_on(target: Array, arrays: Sequence[Array]) -> bool:
-    """Without letting go of the interpreter during a copy. False, with whatever written, if the arrays aren't laid out
+    """Join without releasing the GIL during a copy. False, with `target` partly written, if the arrays aren't laid out
     like `target`."""
     dtype, dims = target.dtype, target.shape[1:]
     room, begin = target.data.cast("B"), 0

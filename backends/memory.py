@@ -1,7 +1,7 @@
 """Models that are Python functions on arrays: for tests, benchmarks and trying a deployment under load.
 
-Lives here: `MemoryModel`, whose behaviour a test writes down and changes while it serves, and the backend `identity`,
-whose behaviour a `config.pbtxt` writes down. Must not: a runtime, or a wait without a limit.
+Lives here: `MemoryModel`, whose behaviour a test defines and changes while it serves, and the backend `identity`, whose
+behaviour a `config.pbtxt` defines. Must not: a runtime, or a wait without a limit.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ def _identity(inputs: Tensors) -> Tensors:
 
 
 def linear_latency(base_s: float, per_row_s: float) -> Latency:
-    """Seconds that `rows` rows take: `base_s + per_row_s * rows`, the usual shape of an accelerator's cost."""
+    """Seconds that `rows` rows take: `base_s + per_row_s * rows`, the usual cost of an accelerator."""
     return lambda rows: base_s + per_row_s * rows
 
 
 class MemoryModel:
     """`OpenModel` that computes with `compute`, by default output i = input i.
 
-    `compute` gets one stacked array per input and batch input and returns one per output; it must not write to what it
-    gets, and must know MISSING where inputs are optional. Each execution takes `latency(rows)` seconds longer, spent in
-    `wait`, which blocks the calling thread and releases the interpreter lock. `gate` and `faults` may be used from any
+    `compute` gets one stacked array per input and batch input and returns one per output; it must not write to its
+    arguments, and must handle MISSING if inputs are optional. Each execution takes `latency(rows)` seconds longer,
+    spent in `wait`, which blocks the calling thread and releases the GIL. `gate` and `faults` may be used from any
     thread while instances run.
     """
 
@@ -58,13 +58,13 @@ class MemoryModel:
         self._compute = compute
         self._wait = wait
         self.platform = platform
-        self._batches: deque[tuple[int, ...]] = deque(maxlen=10_000)  # of days under load the end is enough
+        self._batches: deque[tuple[int, ...]] = deque(maxlen=10_000)  # after days under load the most recent are enough
         self._instances: list[MemoryInstance] = []
         self.closed = False
 
     @property
     def batches(self) -> list[tuple[int, ...]]:
-        """A copy of the record: each request's rows, per execution, failed ones too, in order; the last 10,000."""
+        """A copy of the record: each request's rows, per execution including failed ones, in order; the last 10,000."""
         return list(self._batches)
 
     @property
@@ -81,11 +81,11 @@ class MemoryModel:
         self.closed = True
 
     def record(self, rows: Sequence[int]) -> None:
-        """Note that a batch began (an instance's business)."""
+        """Note that a batch began (called by instances)."""
         self._batches.append(tuple(rows))  # append is atomic: instances share the record without a lock
 
     def run(self, inputs: Tensors, rows: int) -> Tensors:
-        """Compute one batch (an instance's business): wait at the gate, fail if told to, take the time, compute."""
+        """Compute one batch (called by instances): wait at the gate, fail if told to, take the time, compute."""
         self.gate.enter()
         self.faults.before(inputs)
         if self.latency is not None:
@@ -131,11 +131,11 @@ class MemoryBackend:
 
 
 class IdentityBackend:
-    """`Backend` of models that return their inputs: `backend: "identity"` in a `config.pbtxt`, and no model file.
+    """`Backend` of models that return their inputs: `backend: "identity"` in a `config.pbtxt`, without a model file.
 
-    The configuration must spell out inputs and outputs, pairwise of the same datatype and dims. An optional input that
-    is left out leaves out its output. Its parameters `execute_delay_ms` (as of Triton's backend of that name) and
-    `paceline.execute_delay_per_row_us` say how long a batch takes; both are 0 if absent.
+    The configuration must declare inputs and outputs, pairwise of the same datatype and dims. If an optional input is
+    left out, so is its output. The parameters `execute_delay_ms` (as in Triton's backend of that name) and
+    `paceline.execute_delay_per_row_us` say how long a batch takes; both default to 0.
     """
 
     def devices(self, groups: Sequence[InstanceGroup]) -> tuple[Device, ...]:

@@ -1,7 +1,7 @@
-"""A request's tensors as parts of one bytes object, of which no arrays have been made yet.
+"""A request's tensors as parts of one bytes object, not yet made into arrays.
 
-Lives here: that value, and how many of them become the arrays of a batch. Must not: know messages. The rule: whoever
-doesn't know of it sees a sequence of arrays; a batch of many small requests never makes one for each.
+Lives here: that value, and how many of them become the arrays of a batch. Must not: know messages. The rule: code that
+doesn't know the class sees a sequence of arrays; a batch of many small requests never creates arrays for each.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ from backends.joining import join_bytes_into
 __all__ = ["Layout", "Packed", "are_alike", "stacked"]
 
 _COPIED_TWICE_BYTES = 4_096
-"""Up to so many a slice, which is a copy, costs less than a view."""
+"""Up to this size a slice, which is a copy, costs less than a view."""
 
 
 class Layout:
-    """What tensors of so many bytes are: `tensors` are their dtypes, shapes and sizes in bytes, all in C order and
-    little endian. Known by identity."""
+    """Layout of a request's tensors: `tensors` are their dtypes, shapes and sizes in bytes, all in C order and little
+    endian. Compared by identity."""
 
     __slots__ = ("rows", "tensors")
 
     def __init__(self, tensors: Sequence[tuple[np.dtype[Any], tuple[int, ...], int]]) -> None:
         self.tensors = tuple(tensors)
         self.rows = tensors[0][1][0] if tensors and tensors[0][1] else 0
-        """Of each request, where axis 0 is the batch's."""
+        """Rows of each request, if axis 0 is the batch's."""
 
 
 class Packed(Sequence[Array]):
-    """The tensors that `layout` says, beginning at `starts` in `data`. As a sequence, read-only views of that."""
+    """The tensors that `layout` describes, at `starts` in `data`. As a sequence, read-only views of `data`."""
 
     __slots__ = ("_arrays", "data", "layout", "starts")
 
@@ -68,7 +68,7 @@ class Packed(Sequence[Array]):
 
 
 def are_alike(requests: Sequence[Sequence[Any]]) -> bool:
-    """Whether all of `requests` are packed, and of one layout: `stacked` may be asked for their batch."""
+    """Whether all of `requests` are `Packed` with the same layout, so that `stacked` can make their batch."""
     # hot path: 50 ns a request
     first = requests[0]
     if type(first) is not Packed:
@@ -78,8 +78,9 @@ def are_alike(requests: Sequence[Sequence[Any]]) -> bool:
 
 
 def stacked(requests: Sequence[Packed], padding_rows: int, room: Room | None = None) -> list[Array]:
-    """One C-contiguous array per tensor, the requests' rows along axis 0, in order, and `padding_rows` copies of the
-    last one. One copy of large tensors, which lie in `room` where that has any, two of small ones."""
+    """One C-contiguous array per tensor: the requests' rows along axis 0, in order, followed by `padding_rows` copies
+    of the last row. Large tensors, which lie in `room` where it has memory for them, are copied once, small ones
+    twice."""
     # hot path: 0.2 us a tensor
     layout, columns = requests[0].layout, []
     rows = len(requests) * layout.rows + padding_rows
@@ -96,6 +97,6 @@ def stacked(requests: Sequence[Packed], padding_rows: int, room: Room | None = N
             join_bytes_into(target, pieces)
             columns.append(target)
             continue
-        # Unlike `bytes` it may be written to. Lets go of the interpreter once if it is more than a MiB, else never.
+        # Unlike `bytes`, the result is writable. Releases the GIL once for more than a MiB, else never.
         columns.append(np.ndarray(shape, dtype, bytearray().join(pieces)))
     return columns

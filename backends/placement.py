@@ -1,6 +1,6 @@
 """From instance groups to devices.
 
-Lives here: the counting. Must not: looking for devices; the backends know what there is.
+Lives here: the counting. Must not: looking for devices; backends know which there are.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ __all__ = ["on_cpu", "on_gpus"]
 
 
 def on_cpu(group: InstanceGroup) -> list[Device]:
-    """The CPU once per instance; one instance if the group doesn't say."""
+    """The CPU, once per instance; one instance if the group gives no count."""
     return [Device(DeviceKind.CPU)] * max(group.count, 1)
 
 
 def on_gpus(group: InstanceGroup, gpus: int) -> list[Device]:
-    """Each GPU of the group (of all `gpus` if it names none) once per instance, one if the group doesn't say.
+    """Each GPU of the group (all `gpus` if it names none), once per instance; one instance each if it gives no count.
 
     LoadError for a GPU that isn't among the `gpus` there are.
     """

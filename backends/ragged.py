@@ -1,9 +1,9 @@
-"""Batches whose tensors aren't all stacked and cut by rows: ragged, optional and shape tensors, inputs made per batch,
-outputs scattered by an input's shape.
+"""Batches whose tensors aren't all stacked and split by rows: ragged, optional and shape tensors, inputs made per
+batch, outputs scattered by an input's shape.
 
-Lives here: `batch_runner`, which decides once, when an instance is made, how its batches are put together; models that
-need none of this get `batching.run_batch` as it is. Must not: a runtime. The rule: one way of joining per input and one
-way of cutting per output, chosen from the spec, so that an execution asks no questions.
+Lives here: `batch_runner`, which decides once per instance how its batches are assembled; models that need none of this
+get plain `batching.run_batch`. Must not: a runtime. The rule: one way of joining per input and one way of splitting per
+output, chosen from the spec in advance, so that an execution decides nothing.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ __all__ = ["BatchRunner", "as_the_model_sees", "batch_input_tensors", "batch_run
 
 
 class BatchRunner(Protocol):
-    """Requests, what runs the model, the rows it is to see. `run` gets one array per input of the spec, MISSING where
-    it is left out, and then one per target of each `batch_input`, in order. Where all are stacked by rows they are in
-    `room`, if that has any."""
+    """Executes `requests` by `run`, padded to `padded_rows`. `run` gets one array per input of the spec, MISSING if it
+    is left out, followed by one per target of each `batch_input`, in order. If all inputs are stacked by rows, they lie
+    in `room` where it has memory for them."""
 
     def __call__(
         self, requests: Sequence[Tensors], run: Run, padded_rows: int = 0, room: Room | None = None
@@ -49,7 +49,7 @@ def batch_runner(spec: ModelSpec) -> BatchRunner:
 
 
 def row_counter(spec: ModelSpec) -> RowCounter:
-    """What tells the rows of each request; each counts as one if the spec has no batch axis."""
+    """A function that returns the rows of each request; each counts as one if the spec has no batch axis."""
     if not spec.batched:
         return lambda requests: [1] * len(requests)
     rows = [index for index, tensor in enumerate(spec.inputs) if not tensor.shape_tensor]
@@ -61,12 +61,12 @@ def row_counter(spec: ModelSpec) -> RowCounter:
 
 
 def batch_input_tensors(spec: ModelSpec) -> list[TensorSpec]:
-    """The inputs made per batch, in the order in which `run` gets them after those of the requests."""
+    """The inputs made per batch, in the order in which `run` gets them after the requests' own."""
     return [TensorSpec(name, one.datatype, (-1,)) for one in spec.batch_inputs for name in one.targets]
 
 
 def as_the_model_sees(spec: ModelSpec) -> ModelSpec:
-    """`spec` with the dims of `reshape` in the place of those that clients see."""
+    """`spec` with the dims of `reshape` in place of those that clients see."""
     return replace(
         spec,
         inputs=tuple(replace(tensor, dims=tensor.model_dims) for tensor in spec.inputs),
@@ -89,7 +89,7 @@ class _MixedBatches:
         self._cuts = [_cut_of(tensor, scattered.get(tensor.name), places, spec.batched) for tensor in spec.outputs]
 
     def run(self, requests: Sequence[Tensors], run: Run, padded_rows: int = 0, room: Room | None = None) -> Execution:
-        """As `run_batch`, but none of it in `room`."""
+        """As `run_batch`, but doesn't use `room`."""
         spec = self._spec
         check_count(spec, requests)
         began_ns = monotonic_ns()
@@ -112,7 +112,7 @@ class _MixedBatches:
         if len(outputs) != len(self._cuts):
             raise ExecutionError(f"expected {len(self._cuts)} outputs, got {len(outputs)}")
         columns = [cut(output, requests, rows) for cut, output in zip(self._cuts, outputs, strict=True)]
-        # Rows of padding are behind the requests' own: the columns are longer by them, and no request is theirs.
+        # Padding rows come after the requests' own: the columns have them at the end, and no request gets them.
         return [tuple(column[number] for column in columns) for number in range(len(requests))]
 
 
@@ -126,14 +126,14 @@ def _stacked(arrays: Sequence[Array], padding: int) -> Array:
 
 
 def _flattened(arrays: Sequence[Array], padding: int) -> Array:
-    """All elements in a row. One copy; none for one contiguous array."""
+    """All elements as one vector. One copy; none for a single contiguous array."""
     if len(arrays) == 1:
         return np.ascontiguousarray(arrays[0].reshape(-1))
     return np.concatenate([array.reshape(-1) for array in arrays])
 
 
 def _shared(arrays: Sequence[Array], padding: int) -> Array:
-    """The one that all have: requests that differ in it have no batch in common."""
+    """The array that all requests share: requests that differ in it are never batched together."""
     return _stacked(arrays[:1], 0)
 
 
@@ -170,7 +170,7 @@ def _whole(alone: ModelSpec, output: Array, requests: Sequence[Tensors], rows: l
 def _scattered(
     tensor: TensorSpec, source: int, output: Array, requests: Sequence[Tensors], rows: list[int]
 ) -> Sequence[Array]:
-    """Views, in order, of as many elements each as its shape has."""
+    """Consecutive views, each with as many elements as its request's shape has."""
     if output.dtype != by_name(tensor.datatype).dtype:
         raise ExecutionError(f"output '{tensor.name}': expected {tensor.datatype}, got numpy's {output.dtype}")
     shapes = [_filled((-1, *tensor.dims), request[source].shape) for request in requests]

@@ -1,6 +1,6 @@
 """Which backend a configuration means.
 
-Lives here: the names. Must not: work at import; a runtime is imported when a model first asks for it.
+Lives here: the names. Must not: work at import; a runtime is imported when a model first needs it.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from backends.errors import LoadError
 __all__ = ["BACKENDS", "backend", "share_threads"]
 
 BACKENDS = ("identity", "onnxruntime", "python")
-"""The backends of this build, by the names that `backend` in a `config.pbtxt` knows."""
+"""The backends of this build, by their names for `backend` in a `config.pbtxt`."""
 
 _ONNX = {"onnxruntime", "onnxruntime_onnx"}
 
@@ -19,7 +19,7 @@ _ONNX = {"onnxruntime", "onnxruntime_onnx"}
 def backend(name: str, shared_threads: bool = False) -> Backend:
     """A new backend for `name`, a configuration's `backend` or its `platform`; LoadError if there is none.
 
-    `shared_threads`: after `share_threads`, for then ONNX Runtime opens nothing that brings threads of its own.
+    `shared_threads`: whether `share_threads` was called; ONNX Runtime then opens no session with threads of its own.
     """
     if name in _ONNX:
         from backends.onnx.backend import OnnxBackend
@@ -37,8 +37,8 @@ def backend(name: str, shared_threads: bool = False) -> Backend:
 
 
 def share_threads(intra_op: int, inter_op: int) -> None:
-    """Let all of ONNX Runtime's sessions compute on one pool of so many threads (0: as many as it thinks best). Once in
-    the life of a process, before any model is opened; LoadError if that isn't possible."""
+    """Make all of ONNX Runtime's sessions compute on one pool of this many threads (0: ONNX Runtime decides). To be
+    called once in the life of a process, before any model is opened; LoadError if that isn't possible."""
     from backends.onnx import sessions
 
     sessions.share_threads(intra_op, inter_op)

@@ -35,13 +35,13 @@ _MOST_METADATA_BYTES = 2**18
 _OPTIONS = (
     ("grpc.max_receive_message_length", -1),
     ("grpc.max_send_message_length", -1),
-    # An error's words travel in a header. One that is too large gRPC drops, with the status, and says UNKNOWN.
+    # An error's text travels in a header. gRPC drops one that is too large, along with the status, and reports UNKNOWN.
     ("grpc.max_metadata_size", _MOST_METADATA_BYTES),
     ("grpc.absolute_max_metadata_size", _MOST_METADATA_BYTES),
     # Otherwise channels to the same address share one connection, and one TCP window.
     ("grpc.use_local_subchannel_pool", 1),
     ("grpc.enable_http_proxy", 0),
-    # By default two minutes: an upstream that restarts is there long before.
+    # The default is two minutes: a restarting upstream is back long before.
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.min_reconnect_backoff_ms", 1_000),
     ("grpc.max_reconnect_backoff_ms", 2_000),
@@ -58,17 +58,17 @@ _AT_FAULT_AS_A_WHOLE = {
     "ABORTED",
 }
 _TOO_LARGE = "larger than max"
-"""What gRPC's implementations say, with RESOURCE_EXHAUSTED, of a message beyond the receiver's limit: a smaller batch
-may pass."""
+"""What gRPC's implementations say, with RESOURCE_EXHAUSTED, about a message beyond the receiver's limit: a smaller
+batch may pass."""
 
 MessageT = TypeVar("MessageT", bound=Message)
 
 
 class RemoteServer:
-    """Connections to the server at `target`, by TLS with `credentials`; `options` are gRPC's, beside ours. A call takes
-    at most `limit_s`, and `own_headers` along.
+    """Connections to the server at `target`, with TLS if there are `credentials`; `options` are added to our own of
+    gRPC. An inference call takes at most `limit_s`; `own_headers` go with every call.
 
-    `suspected` is set when a call finds it gone, so that whoever watches it looks at once.
+    `suspected` is set when a call finds the server gone, so that whoever watches it checks at once.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class RemoteServer:
         self._said = f"upstream {target}: "
         self.suspected = asyncio.Event()
         self.answered = 0
-        """Calls of inference that got an answer, whichever: a sign of life."""
+        """Inference calls that got any answer: a sign of life."""
         self._connections = connections
         self._limit_s = limit_s
         self._credentials = credentials
@@ -95,7 +95,7 @@ class RemoteServer:
         self._retired: dict[asyncio.Task[None], grpc.aio.Channel] = {}
 
     def open(self) -> None:
-        """Make the channels, on the running event loop; they connect when they are used."""
+        """Create the channels, on the running event loop; they connect when they are used."""
         self._channels = [self._channel() for _ in range(self._connections)]
         # Bytes in, bytes out.
         self._infer = [channel.unary_unary(f"{_SERVICE}ModelInfer", None, None) for channel in self._channels]
@@ -106,8 +106,8 @@ class RemoteServer:
         return grpc.aio.secure_channel(self.target, self._credentials, options=self._options)
 
     def renew(self) -> None:
-        """Make new channels: a connection to a machine that is gone looks like one to a server that computes, for as
-        long as the system tries, a quarter of an hour. Calls that are under way go on over the old ones."""
+        """Create new channels: a connection to a machine that is gone looks like one to a server that computes for as
+        long as the system keeps trying, a quarter of an hour. Calls in flight continue on the old channels."""
         for channel in self._channels:
             task = asyncio.create_task(channel.close(self._limit_s))
             self._retired[task] = channel
@@ -115,7 +115,7 @@ class RemoteServer:
         self.open()
 
     async def close(self) -> None:
-        """Take the connections down; calls under way are called off."""
+        """Close the connections; calls in flight are cancelled."""
         retired = dict(self._retired)
         for task in retired:
             task.cancel()
@@ -135,7 +135,7 @@ class RemoteServer:
             raise UpstreamRefused("INTERNAL", f"{self._said}the answer is no {answer.__name__}: {error}") from None
 
     async def infer(self, request: bytes, headers: Headers, deadline_ns: int, connection: int = 0) -> bytes:
-        """Call ModelInfer, until `deadline_ns` at the latest. Raises UpstreamFailed or UpstreamRefused."""
+        """Call ModelInfer, waiting until `deadline_ns` at most. Raises UpstreamFailed or UpstreamRefused."""
         left_s = max(0.0, (deadline_ns - monotonic_ns()) / 1e9)
         timeout_s = min(self._limit_s, left_s)
         try:
@@ -153,7 +153,7 @@ class RemoteServer:
         return self._present(answer)
 
     def _present(self, answer: bytes | None) -> bytes:
-        """Raises UpstreamRefused for a call that ended well and had no message, which gRPC gives as None."""
+        """Raises UpstreamRefused for a call that succeeded without a message, which gRPC reports as None."""
         if answer is None:
             raise UpstreamRefused("INTERNAL", f"{self._said}it answered OK without a message")
         return answer
@@ -161,7 +161,7 @@ class RemoteServer:
     def _failure(self, error: grpc.aio.AioRpcError) -> UpstreamFailed | UpstreamRefused:
         status, details = error.code().name, error.details() or ""
         if status == "CANCELLED":
-            # Nobody here has cancelled anything: it stopped, with calls under way.
+            # Nobody here has cancelled anything: the server stopped with calls in flight.
             status, details = "UNAVAILABLE", f"the call was cancelled: {details}"
         whole = status in _AT_FAULT_AS_A_WHOLE and _TOO_LARGE not in details
         return (UpstreamFailed if whole else UpstreamRefused)(status, f"{self._said}{details or status}")
@@ -178,15 +178,16 @@ class RemoteModel:
         self.platform = platform
 
     def instance(self, number: int) -> RemoteInstance:
-        """That of this number, of those that send a batch each at the same time."""
+        """Instance `number` of those that each send a batch at the same time."""
         return RemoteInstance(self, number)
 
     def close(self) -> None:
-        """The connections are the server's, not the model's."""
+        """The connections belong to the server, not to the model."""
 
 
 class RemoteInstance:
-    """Has one batch under way at a time and blocks nobody: `execute` is awaited; a `ModelInstance` needs a thread."""
+    """Has one batch in flight at a time and doesn't block: `execute` is awaited, whereas a `ModelInstance` needs a
+    thread."""
 
     def __init__(self, model: RemoteModel, number: int) -> None:
         self._model = model
@@ -194,10 +195,10 @@ class RemoteInstance:
         self.device = Device()
 
     async def execute(self, requests: Sequence[RemoteRequest], padded_rows: int = 0) -> Execution:
-        """Send `requests` as one batch and take the answer apart. The call has the latest deadline among theirs.
+        """Send `requests` as one batch and split the answer. The call's deadline is the latest among theirs.
 
-        `padded_rows` changes nothing: padding is the other server's business. Raises ExecutionError for an answer that
-        doesn't fit, UpstreamRefused for an error that may be a request's fault, UpstreamFailed for others.
+        `padded_rows` is ignored: padding is up to the other server. Raises ExecutionError for an answer that doesn't
+        fit, UpstreamRefused for an error that may be a request's fault, UpstreamFailed for others.
         """
         model, told = self._model, requests[0].spec if requests else None
         spec = told or model.spec
@@ -215,4 +216,4 @@ class RemoteInstance:
         return Execution(results, encoded_ns - began_ns, answered_ns - encoded_ns, monotonic_ns() - answered_ns)
 
     def close(self) -> None:
-        """Nothing is held here."""
+        """Nothing to release."""

@@ -1,4 +1,4 @@
-"""A batch as a message to another server of the Open Inference Protocol, and its answer taken apart.
+"""A batch as a message to another server of the Open Inference Protocol, and the splitting of its answer.
 
 Lives here: pure conversion. Must not: send anything. The rule: a row is copied once, from the request that brought it
 into the bytes that gRPC sends; rows of an answer are views of the answer.
@@ -34,7 +34,7 @@ __all__ = [
 ]
 
 _MOST_BYTES = 2**31 - 1
-"""What protobuf takes for a message."""
+"""protobuf's limit for a message."""
 
 Headers = tuple[tuple[str, str | bytes], ...]
 
@@ -42,10 +42,10 @@ Headers = tuple[tuple[str, str | bytes], ...]
 class RemoteRequest(NamedTuple):  # made for each request
     """One request of a batch for another server.
 
-    `outputs` are the places of the wanted ones, `deadline_ns` is when its caller gives up (monotonic clock). `headers`
-    and `extras` are the same for all requests of a batch; `extras` is a serialized ModelInferRequest of parameters
-    alone: the request's, and by name those of tensors. So is `spec`, if the model has none: what is sent, and the names
-    of outputs, if some were named. `tracing` are headers that may differ.
+    `outputs` are the indices of the wanted ones, `deadline_ns` is when its caller gives up (monotonic clock). `headers`
+    and `extras` are the same for all requests of a batch; `extras` is a serialized ModelInferRequest with parameters
+    only: the request's, and those of tensors by name. `spec` is the same for all, too; it is set if the model has none:
+    the inputs that are sent, and the names of outputs, if some were named. `tracing` are headers that may differ.
     """
 
     inputs: Tensors
@@ -59,7 +59,7 @@ class RemoteRequest(NamedTuple):  # made for each request
 
 
 class OpenTensor(NamedTuple):
-    """An output of a model that doesn't tell its tensors."""
+    """An output of a model that doesn't declare its tensors."""
 
     name: str
     datatype: str
@@ -70,7 +70,7 @@ OpenResult = tuple[OpenTensor, ...]
 
 
 def call_headers(requests: Sequence[RemoteRequest]) -> Headers:
-    """What travels with a batch: what all have in common. A trace of one request is not the others'."""
+    """The headers of a batch: those that all have in common. The trace of one request isn't that of the others."""
     first = requests[0]
     if first.tracing and all(one.tracing == first.tracing for one in requests):
         return first.headers + first.tracing
@@ -78,7 +78,7 @@ def call_headers(requests: Sequence[RemoteRequest]) -> Headers:
 
 
 def wanted_outputs(requests: Sequence[RemoteRequest]) -> tuple[int, ...]:
-    """The places of the outputs that somebody wants."""
+    """The indices of the outputs that any request wants."""
     first = requests[0].outputs
     if all(one.outputs == first for one in requests):
         return tuple(sorted(first))
@@ -128,10 +128,11 @@ def _joined_shape(column: Sequence[Array]) -> tuple[int, ...]:
 def decode_response(
     data: bytes, spec: ModelSpec, requests: Sequence[RemoteRequest], wanted: Sequence[int]
 ) -> Sequence[Tensors]:
-    """One result per request, shares of `data`'s tensors; outputs that nobody wanted are MISSING, and those that the
-    model leaves out with optional inputs.
+    """One result per request, shares of `data`'s tensors. Outputs are MISSING if nobody wanted them, or if the model
+    leaves them out because of missing optional inputs.
 
-    Raises ExecutionError, naming the output, for an answer that isn't what `spec` promises for these requests' rows.
+    Raises ExecutionError, naming the output, for an answer that doesn't match what `spec` promises for these requests'
+    rows.
     """
     message = _message(data)
     if any(array is MISSING for array in requests[0].inputs):
@@ -147,8 +148,8 @@ def decode_response(
 
 
 def decode_open(data: bytes, requests: Sequence[RemoteRequest]) -> list[OpenResult]:
-    """The same where nothing is known of the outputs: those of a lone request are passed on as they are, and those of a
-    batch must have its rows."""
+    """As `decode_response` if nothing is known about the outputs: those of a single request are passed on as they are,
+    those of a batch must have its rows."""
     message = _message(data)
     tensors = [
         OpenTensor(output.name, output.datatype, _array(message, number))
@@ -206,7 +207,7 @@ def _outputs(message: ModelInferResponse, spec: ModelSpec, wanted: Sequence[int]
 
 
 def _array(message: ModelInferResponse, number: int) -> Array:
-    """The tensor of one output, as it says itself what it is."""
+    """The tensor of one output, by its own datatype and shape."""
     output, raw = message.outputs[number], message.raw_output_contents
     try:
         datatype, shape = by_name(output.datatype), tuple(output.shape)

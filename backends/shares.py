@@ -1,7 +1,7 @@
-"""What a batch came to, and each request's share of it.
+"""The outputs of a batch, and each request's share of them.
 
 Lives here: the two as values. Must not: know how batches are made, or what becomes of results. The rule: a share costs
-one small object, whatever the outputs; arrays are made of it when somebody asks, bytes when somebody slices them.
+one small object, whatever the outputs; arrays are made from it on demand, and bytes by slicing.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ __all__ = ["Outputs", "Share"]
 
 
 class Outputs:
-    """A batch's outputs, one array each, all with the batch's rows along axis 0. `notes` are for whoever makes
-    something of many shares: what holds for all of them, to be found out once. `size_bytes`: of all of them; of object
-    arrays, of the references."""
+    """A batch's outputs, one array each, all with the batch's rows along axis 0. `notes` are for callers that process
+    many shares: what holds for all of them, to be computed once. `size_bytes` is the total; for object arrays it counts
+    the references."""
 
     __slots__ = ("_data", "arrays", "notes", "size_bytes")
 
@@ -30,7 +30,7 @@ class Outputs:
         self._data: dict[int, memoryview | None] = {}
 
     def data(self, place: int) -> memoryview | None:
-        """The bytes of one of them, one row after the other; None if its elements aren't plain bytes that lie so."""
+        """The bytes of output `place`, row after row; None if its elements aren't plain contiguous bytes."""
         if place not in self._data:
             array = np.asarray(self.arrays[place])
             plain = array.flags.c_contiguous and not array.dtype.hasobject
@@ -39,7 +39,7 @@ class Outputs:
 
 
 class Share(Sequence[Array]):
-    """The rows from `start` to `stop` of each output: a request's result. As a sequence, views of these rows."""
+    """Rows `start` to `stop` of each output: a request's result. As a sequence, views of these rows."""
 
     __slots__ = ("outputs", "start", "stop")
 

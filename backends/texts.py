@@ -1,7 +1,7 @@
-"""BYTES tensors on the way to a runtime that has strings, and back.
+"""Conversion of BYTES tensors for a runtime that has strings, and back.
 
-Lives here: object arrays of `bytes` <-> object arrays of `str`. Must not: fixed-width numpy strings, even in passing,
-since they drop the NULs at an element's end.
+Lives here: object arrays of `bytes` <-> object arrays of `str`. Must not: fixed-width numpy strings, even as an
+intermediate step, since they drop NULs at the end of an element.
 """
 
 from __future__ import annotations

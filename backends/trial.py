@@ -1,9 +1,9 @@
 """Whether the rows of a model can be stacked, found out by trying.
 
 Lives here: what is tried and what follows from it, in pure numpy. Must not: a runtime, a configuration, a log. A free
-first dimension looks like a batch axis and needn't be one: it may be time, or be summed over, or come out as often as
-something was found. A model that is batched all the same gives its callers each other's numbers. The rule: only what
-was seen counts. Where the model takes nothing that is made up its rows aren't stacked; one that draws lots is believed.
+first dimension looks like a batch axis but needn't be one: it may be time, be summed over, or depend in size on how
+many things were found. Batching such a model would give callers each other's numbers. The rule: only observations
+count. A model that accepts no made-up inputs isn't batched; for one with random outputs, its declaration is believed.
 """
 
 from __future__ import annotations
@@ -23,33 +23,34 @@ from protos.datatypes import by_name
 __all__ = ["try_rows"]
 
 _MOST_ELEMENTS = 1 << 24
-"""Of the inputs of a trial: it isn't to take more memory than the model's own requests may."""
+"""Limit for the inputs of a trial, which must not take more memory than the model's own requests may."""
 
 _LIKENESS = 0.05
-"""How much of the largest number results may differ by: kernels round otherwise for other sizes, and models that
-quantize while they run by more than that of floats. What rows have to do with each other shows more than this."""
+"""The fraction of the largest number by which results may differ: kernels round differently for other sizes, and models
+that quantize at run time differ by more than floats round. Real dependencies between rows exceed this."""
 
 _NOISE = 4e-5
-"""What may be left where results cancel out, of inputs up to 4: that differs by all of itself."""
+"""The absolute difference allowed where results cancel out, for inputs up to 4: such a remainder may differ by all of
+itself."""
 
 _NOISIER = 10
-"""How much more than larger numbers of the same output smaller ones may differ by: what models that quantize are off
-by has the size of the largest."""
+"""How many times as much as larger numbers of the same output smaller ones may differ: the errors of models that
+quantize are proportional to the largest."""
 
 _MANY = (0, 0, 1, 0, 1, 1, 0, 1)
-"""Which of the two rows those of a longer stack are: what rows do to others that aren't next to them is seen, as each
-distance from one to seven lies between two that differ, in either direction."""
+"""Which of the two rows is at each place of a longer stack. It shows what rows do to others that aren't next to them:
+for each distance from one to seven, in either direction, there are two different rows that far apart."""
 
 Run = Callable[[Sequence[Array]], Tensors]
 
 
 _FAINT, _LOUD = 1e-3, 1e4
-"""What the floats of two rows are multiplied by that could hardly be more different."""
+"""Factors for the floats of two rows that are to be extremely different."""
 
 
 class _MadeUp(NamedTuple):
-    """Inputs to try: integers up to `highest`, floats of both signs or in [0, 1), or in `contrast`, `rows` at a time,
-    free dimensions of `free`."""
+    """Inputs to try: integers up to `highest`, floats of both signs (`signed`) or in [0, 1), with `contrast` of
+    extremely different size, `rows` at a time, free dimensions of size `free`."""
 
     highest: int = 1
     signed: bool = False
@@ -58,9 +59,10 @@ class _MadeUp(NamedTuple):
     contrast: bool = False
 
 
-# The likeliest to show something first, then those that are likelier to be taken: roots and logarithms take no negative
-# numbers; an index of 1 leads to a second row or word, which there may not be; windows take several steps, and those of
-# sounds many: so many that other models would take their time, so they are for those that nothing shorter is made for.
+# First those that are likeliest to show something, then those that are likelier to be accepted. Roots and logarithms
+# accept no negative numbers. An index of 1 refers to a second row or word, which may not exist. Windows need several
+# steps, and those of audio so many that other models would take long: these are only for models that accept nothing
+# shorter.
 _LONG, _LONGEST = 32, 4096
 _ATTEMPTS = (
     _MadeUp(signed=True),
@@ -75,12 +77,12 @@ _ATTEMPTS = (
 
 
 def try_rows(spec: ModelSpec, run: Run) -> Trial:
-    """Run two rows of a model of `spec` (dims whole, no optional inputs), each alone and both together, in either
-    order; one if its inputs don't all have a free first dimension. `run` gives the outputs for one array per input and
-    raises ExecutionError.
+    """Run two rows of a model of `spec` (complete dims, no optional inputs), each alone and both together, in either
+    order; one row if its inputs don't all have a free first dimension. `run` returns the outputs for one array per
+    input and raises ExecutionError.
 
-    Blocks for fourteen executions, two of them of eight rows, or eighteen where other dimensions are free, too, one
-    more if they differ, and some more if it doesn't take the first rows.
+    Blocks for fourteen executions, two of them of eight rows; for eighteen if other dimensions are free, too; for one
+    more if results differ, and for some more if the model doesn't accept the first rows.
     """
     if any(tensor.any_rank for tensor in spec.inputs):
         return Trial(spec)
@@ -113,8 +115,8 @@ def _try_all(spec: ModelSpec, run: Run) -> Trial:
             failed = str(error)
             continue
         taken = made_up
-        # What rows of both signs don't show others may: each row attends to itself alone where it's all but opposite to
-        # the one beside it. And what short ones do to each other may be too little to be seen.
+        # Other rows may show what rows of both signs don't: in attention, a row attends to itself alone if the one
+        # beside it is nearly its opposite. And what short rows do to each other may be too little to see.
         if found.why_not or not stackable or not (made_up.signed or is_free):
             break
         longest = 0 if made_up.signed else made_up.free
@@ -126,12 +128,13 @@ def _try_all(spec: ModelSpec, run: Run) -> Trial:
 
 
 def _contrasted(found: Trial, run: Run, taken: _MadeUp) -> Trial:
-    """What is left of `found` when rows of inputs like those `taken` are most unlike. Raises ProcessError."""
+    """`found`, checked once more with inputs like those `taken` but with extremely different rows. Raises
+    ProcessError."""
     try:
         return _try(found.spec, run, taken._replace(signed=False, contrast=True), many=False)
     except ProcessError:
         raise
-    except ExecutionError:  # so large numbers aren't taken, or there is no memory
+    except ExecutionError:  # such large numbers aren't accepted, or memory is too small
         return found
 
 
@@ -140,7 +143,8 @@ def _untried(spec: ModelSpec, why: str) -> Trial:
 
 
 def _try(spec: ModelSpec, run: Run, made_up: _MadeUp, *, many: bool) -> Trial:
-    """`many`: also more than two at a time. Raises ExecutionError if it doesn't take rows alone, and SessionError."""
+    """`many`: also try more than two rows at a time. Raises ExecutionError if the model doesn't accept single rows, and
+    SessionError."""
     stackable = _can_be_stacked(spec)
     random = np.random.default_rng(0)
     pairs = [_pair(tensor, made_up, stackable, random) for tensor in spec.inputs]
@@ -150,7 +154,7 @@ def _try(spec: ModelSpec, run: Run, made_up: _MadeUp, *, many: bool) -> Trial:
         raise ExecutionError("it makes infinite numbers of negative ones")
     if not stackable:
         return Trial(_as_seen(spec, alone))
-    # In either order: what rows do to those before them is seen, and what to those behind.
+    # In either order, to see what rows do to those before them and to those after them.
     orders: list[tuple[int, ...]] = [(0, 1), (1, 0)]
     if many and made_up.rows == 1 and len(_MANY) // 2 * _elements(spec, made_up) <= _MOST_ELEMENTS:
         orders += [_MANY, _MANY[::-1]]
@@ -177,9 +181,10 @@ def _can_be_stacked(spec: ModelSpec) -> bool:
 def _differences(
     spec: ModelSpec, alone: Sequence[Tensors], both: Tensors, order: Sequence[int], made_up: _MadeUp
 ) -> dict[int, str]:
-    """How outputs of `both`, or more, that aren't in company what they are `alone` differ, by their index."""
+    """How outputs of `both` (or more) rows together differ from those `alone`, for the outputs that do, by index."""
     columns = enumerate(zip(spec.outputs, zip(*(alone[number] for number in order), strict=True), both, strict=True))
-    # Beside large numbers small ones may vanish; what those do to the large ones is too little to be told.
+    # With contrast only small rows are judged: they may vanish beside large ones, but their effect on large ones is too
+    # small to tell.
     judged = np.repeat([number == 0 or not made_up.contrast for number in order], made_up.rows)
     found = {index: _compare(*column, judged) for index, column in columns}
     return {index: why for index, why in found.items() if why}
@@ -207,7 +212,7 @@ def _alike(tensor: TensorSpec, alone: Array, both: Array) -> bool:
     if not np.array_equal(finite, np.isfinite(both)):
         return False
     alone, both = (np.where(finite, array, 0).reshape(len(array), -1) for array in (alone, both))
-    # By columns, since one of large numbers would hide what happens in others; the largest first.
+    # By columns, since a column of large numbers would hide what happens in others; the largest first.
     sizes = np.maximum(np.abs(alone), np.abs(both)).max(axis=0, initial=0)
     order = np.argsort(-sizes, kind="stable")
     sizes, apart = sizes[order], np.abs(alone - both).max(axis=0, initial=0)[order]
@@ -232,8 +237,8 @@ def _numbers(tensor: TensorSpec, array: Array) -> Array:
 
 
 def _steady(first: Tensors, again: Callable[[], Tensors]) -> frozenset[int]:
-    """Which outputs of the same row are the same the second time; others draw lots, or keep count. Where there is no
-    second time nothing speaks for chance. Raises ProcessError."""
+    """The outputs that are equal when the same row is run again; others are random, or count executions. If the second
+    run fails, nothing suggests that, and all are returned. Raises ProcessError."""
     try:
         pairs = enumerate(zip(first, again(), strict=True))
     except ProcessError:
@@ -249,7 +254,8 @@ def _as_seen(spec: ModelSpec, results: Sequence[Tensors]) -> ModelSpec:
 
 
 def _seen(tensor: TensorSpec, shapes: Sequence[tuple[int, ...]]) -> TensorSpec:
-    """A model may say wrong sizes of its outputs, or not even their rank: where it did any size goes."""
+    """`tensor` with its dims as seen: a model may declare wrong sizes of its outputs, or not even their rank. Those
+    become free."""
     ranks = {len(shape) for shape in shapes}
     if len(ranks) != 1:
         return replace(tensor, dims=(), any_rank=True)
@@ -265,14 +271,14 @@ def _elements(spec: ModelSpec, made_up: _MadeUp) -> int:
 
 
 def _pair(tensor: TensorSpec, made_up: _MadeUp, stackable: bool, random: np.random.Generator) -> tuple[Array, Array]:
-    """Two times some rows. Nothing is the same in both, on the average neither, nor has the same sign: of many numbers
-    of one kind the mean is always the same, and a model that takes it of all rows would go unnoticed. Digits are
-    integers in text, which are in every vocabulary."""
+    """Two sets of rows. They differ in everything, even on average, and with `signed` even in the average's sign: the
+    mean of many numbers of one kind is always the same, so a model that takes it over all rows would go unnoticed.
+    Integers in text are digits, which are in every vocabulary."""
     shape = tuple(made_up.free if dim < 0 else dim for dim in tensor.dims)
     if stackable:
         shape = (made_up.rows, *shape[1:])
     dtype = by_name(tensor.datatype).dtype
-    # Flat: of arrays with as many axes as there may be, no two can be stacked.
+    # Flat: arrays that have the maximum number of axes can't be stacked.
     floats = random.random((2, math.prod(shape)), np.float32)
     floats[1] = 6 * floats[1] - 4 if made_up.signed else floats[1] / 4
     if made_up.contrast:
