@@ -21,7 +21,7 @@ a chain of numpy's bases."""
 
 
 class Memory(Protocol):
-    """`size_bytes` bytes from `address` on, aligned to at least 64; freed when nobody holds the object."""
+    """`size_bytes` bytes from `address` on, aligned to at least 64 bytes; freed when nobody holds the object."""
 
     @property
     def address(self) -> int: ...

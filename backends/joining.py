@@ -27,7 +27,7 @@ def join_into(target: Array, arrays: Sequence[Array], padding: int) -> None:
     """Write `arrays` one after the other along axis 0 of `target`, and copies of the last row into its `padding` last
     rows.
 
-    One copy, whatever their layout. `target` is C-contiguous and has exactly the rows for that. ExecutionError if they
+    One copy, whatever their layout. `target` is C-contiguous, with as many rows as all of these. ExecutionError if they
     don't fit.
     """
     # hot path

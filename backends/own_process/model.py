@@ -1,7 +1,7 @@
-"""What runs in the process apart: one session of ONNX Runtime at a time.
+"""What runs in the separate process: one session of ONNX Runtime at a time.
 
-Lives here: that side of it, in the form of a Python model. Must not: hold a session that nobody asks any more. Why a
-model can't be opened is an answer, as that keeps its class.
+Lives here: that side of it, in the form of a Python model. Must not: hold a session that nobody uses any more. The
+error of a model that can't be opened is sent as an answer, which preserves its class.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ __all__ = ["Model"]
 
 
 class Model:
-    """Answers questions, and executes batches of the spec that it was told last."""
+    """Answers questions, and executes batches of the last spec that it was told."""
 
     def __init__(self) -> None:
         self._job: Job | None = None
@@ -37,7 +37,7 @@ class Model:
         self._instance: OnnxInstance | None = None
 
     def answer(self, question: bytes) -> bytes:
-        """Of pickles: only the server asks, and callers' tensors don't come here."""
+        """Question and answer are pickles: only the server asks, and callers' tensors don't come here."""
         return pickle.dumps(self._answer(pickle.loads(question)), -1)
 
     def execute(self, inputs: Mapping[str, Array]) -> dict[str, Array]:
@@ -50,12 +50,12 @@ class Model:
         except StalePlan:
             if not (spec.batched and spec.by_rows):
                 raise
-            # Plans are for as many rows.
+            # Plans depend on the number of rows.
             outputs = [output[:-1] for output in instance.run([_one_row_longer(array) for array in given])]
         return dict(zip(instance.output_names, outputs, strict=True))
 
     def close(self) -> None:
-        """Else the session, and all weights, would stay until garbage is collected."""
+        """Otherwise the session, with all weights, would stay until garbage is collected."""
         if self._instance is not None:
             self._instance.close()
         self._job = self._session = self._spec = self._instance = None

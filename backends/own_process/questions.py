@@ -1,4 +1,4 @@
-"""What the process apart is asked to do before it executes.
+"""What the separate process is asked to do before it executes.
 
 Lives here: questions, and asking them. Must not: know what for.
 """
@@ -34,12 +34,12 @@ class Job:
 
 
 Question: TypeAlias = Job | ModelSpec | None
-"""A job: open it, and say what it is, `Found`. A spec: batches to come are of that. None: that was all."""
+"""A job: open it, and say what it is (`Found`). A spec: that of the batches to come. None: close the model."""
 
 
 def ask(process: ModelProcess, question: Question) -> Found | None:
-    """Its answer. Blocks. Raises LoadError if the model can't be opened, ProcessError if the process has ended, and
-    ExecutionError for whatever else it met."""
+    """The answer of `process`. Blocks. Raises LoadError if the model can't be opened, ProcessError if the process has
+    ended, and ExecutionError for any other failure."""
     result: Found | BackendError | None = pickle.loads(process.ask(pickle.dumps(question, -1)))
     if isinstance(result, BackendError):
         raise result

@@ -1,7 +1,7 @@
-"""An ONNX model of which each instance is in a process of its own.
+"""An ONNX model each of whose instances is in a process of its own.
 
 Lives here: opening it, and its instances. Must not: batches (`backends.python.instance`), or a session of ONNX Runtime:
-whatever native code does to this model's requests, it does there.
+whatever native code does with this model's requests, it does in the other process.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _log = logging.getLogger("paceline.backends.onnx")
 
 
 class OnnxModelApart:
-    """`OpenModel` of one ONNX file. Sessions have threads of their own, whatever the server's share."""
+    """`OpenModel` of one ONNX file. Its sessions have threads of their own, even if the server's share theirs."""
 
     platform = "onnxruntime_onnx"
 
@@ -72,8 +72,8 @@ class OnnxModelApart:
 
     @contextmanager
     def _trying(self, spec: ModelSpec) -> Iterator[Trying]:
-        """In the process that will be the first instance's, so that nothing is opened twice; if that ends, in vain for
-        this, another one is started later."""
+        """Try it in the process that will be the first instance's, so that nothing is opened twice. If that process
+        ends, it was opened in vain, and another one is started later."""
         process = self._processes.first
         try:
             yield Trying(process, spec)
@@ -88,7 +88,7 @@ class OnnxModelApart:
 
 
 def _opened(process: ModelProcess, job: Job) -> Found:
-    """Have `process` open it. Blocks. LoadError, and then the process has ended."""
+    """Have `process` open the model. Blocks. If it raises LoadError, the process has ended."""
     process.load()
     try:
         found = ask(process, job)

@@ -1,8 +1,8 @@
 """A session of ONNX Runtime in another process, for inputs that nobody has vouched for.
 
-Lives here: which process runs it, and that processes are used again. Must not: know what follows from it. What a model
-does to inputs that it wasn't made for may be more than an exception: a division by zero in native code ends the
-process, and a server would end with all of its models and callers.
+Lives here: which process runs it, and the reuse of processes. Must not: know what follows from it. Inputs that a model
+wasn't made for may cause more than an exception: a division by zero in native code ends the process, which would take
+the server with all of its models and callers.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ __all__ = ["SessionApart", "Trying"]
 
 _SOURCE = ModelSource("a trial", FILE)
 _IDLE_S = 10.0
-"""For how long, or twice that, a process is kept for the next: models are loaded one after the other."""
+"""How long, or at most twice as long, an idle process is kept for the next model: models are loaded one after the
+other."""
 
 
 class Trying:
@@ -50,22 +51,23 @@ class Trying:
 
 
 class SessionApart:
-    """Runs the model of `job` with inputs of `spec` there: a context, for one thread at a time. Weights that lie beside
-    the model's file aren't copied."""
+    """Runs the model of `job` in such a process, with inputs of `spec`. A context manager, for one thread at a time.
+    Weights stored beside the model's file aren't copied."""
 
     def __init__(self, job: Job, spec: ModelSpec) -> None:
-        # A pool that the server's sessions share isn't there; and weights that aren't rearranged stay the file's.
+        # The thread pool that the server's sessions share isn't there; and weights that aren't prepacked stay in their
+        # file.
         entries = {**job.options.session_entries, "session.disable_prepacking": "1"}
         options = replace(job.options, shared_threads=False, session_entries=entries)
         self._job, self._spec = replace(job, options=options), spec
         self._process: ModelProcess | None = None
         self._trying: Trying | None = None
         self._is_over = False
-        # A run that is given up goes on, on its thread.
+        # A run that was given up continues on its thread.
         self._lock = Lock()
 
     def __enter__(self) -> SessionApart:
-        """Have a process; LoadError if there is none to be had."""
+        """Get a process; LoadError if none can be had."""
         used = _idle.take()
         self._process, self._is_fresh = used or _started(), used is None
         return self
@@ -74,7 +76,7 @@ class SessionApart:
         with self._lock:
             process, self._is_over = self._process, True
         assert process is not None
-        if kind is not None:  # it may be executing still
+        if kind is not None:  # it may still be executing
             process.kill()
             return
         try:
@@ -94,12 +96,12 @@ class SessionApart:
         except ProcessError:
             if self._is_fresh or self._is_over:
                 raise
-        # It may have ended of something else, before it had this model or since.
+        # A reused process may have ended for another reason, before it had this model or since.
         self._begin_anew()
         return self.run(inputs)
 
     def _begin_anew(self) -> None:
-        """With a new process. Raises SessionError, and ProcessError if nobody waits any more."""
+        """Continue with a new process. Raises SessionError, or ProcessError if nobody waits any more."""
         try:
             process = _started()
         except LoadError as error:
@@ -124,7 +126,7 @@ class SessionApart:
 
 
 class _Idle:
-    """Processes that nobody uses, for a while."""
+    """Unused processes, kept for a while."""
 
     def __init__(self) -> None:
         self._lock = Lock()
@@ -145,7 +147,7 @@ class _Idle:
             self._is_watched = self._is_watched or self._watch()
 
     def _watch(self) -> bool:
-        """Look later. False if there can be no thread for that: then the next that is given is an occasion."""
+        """Check later. False if no thread can be started for that: then the next `give` tries again."""
         timer = Timer(_IDLE_S, self._end_idle)
         timer.daemon = True
         with suppress(RuntimeError):

@@ -1,6 +1,6 @@
 """Python models: `backend: "python"`, and a `model.py` in the version's folder.
 
-Lives here: what opens one. Must not: run a line of its code; that happens in the model's own processes.
+Lives here: opening one. Must not: run a line of its code; that happens in the model's own processes.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from protos.datatypes import DATATYPES
 __all__ = ["PythonBackend", "PythonModel"]
 
 _LARGEST_DIM = 2**63 - 1
-"""Messages have no larger ones."""
+"""Messages can't carry larger ones."""
 
 
 class PythonModel:
-    """`OpenModel` of a Python model. `process` has it loaded already, and becomes that of the first instance."""
+    """`OpenModel` of a Python model. `process` has loaded it already, and becomes that of the first instance."""
 
     platform = "python"
 
@@ -57,8 +57,8 @@ class PythonModel:
 
 
 class PythonBackend:
-    """`Backend` of models that are Python code. GPUs are counted, and the model is told which is its own; it takes it
-    itself."""
+    """`Backend` of models that are Python code. GPUs are only counted: the model is told which one is its own, and
+    takes it itself."""
 
     def devices(self, groups: Sequence[InstanceGroup]) -> tuple[Device, ...]:
         return tuple(device for group in groups or (InstanceGroup(),) for device in _places(group))
@@ -86,7 +86,7 @@ def _places(group: InstanceGroup) -> list[Device]:
 
 
 def _spec(source: ModelSource, inputs: Declared | None, outputs: Declared | None) -> ModelSpec:
-    """What the class says, or else the configuration."""
+    """What the class declares, or else the configuration."""
     if inputs is None and outputs is None and source.declared is not None:
         return source.declared
     if inputs is None or outputs is None:

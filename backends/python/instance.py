@@ -1,8 +1,8 @@
-"""An instance of a Python model: batches go to its process, with which it ends.
+"""An instance of a Python model: batches go to its process, and it ends with that.
 
-Lives here: what a batch and its answer are to that process. Must not: what is said to it (`process`), or another one in
-its place, which whoever has instances sees to. The rule: a batch under way when the process ends fails with what says
-whether it may be what ended it.
+Lives here: a batch and its answer, in the process's terms. Must not: the messages (`process`), or replacing the
+process, which is up to the owner of the instances. The rule: if the process ends during a batch, the batch's error says
+whether the batch may have caused that.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ __all__ = ["PythonInstance"]
 
 
 class PythonInstance:
-    """`ModelInstance` in `process`, where the model is loaded."""
+    """`ModelInstance` in `process`, which has the model loaded."""
 
     def __init__(self, spec: ModelSpec, process: ModelProcess) -> None:
         self.device = process.device
@@ -27,7 +27,7 @@ class PythonInstance:
         self._dtypes = tuple(by_name(tensor.datatype).dtype for tensor in spec.inputs)
         self._inputs = tuple(tensor.name for tensor in (*spec.inputs, *batch_input_tensors(spec)))
         self._outputs = tuple(tensor.name for tensor in spec.outputs)
-        # None once it is closed: a process has memory, and whoever knows the instance may live on.
+        # None once it is closed: a process holds memory, and references to the instance may live on.
         self._process: ModelProcess | None = process
         self.has_executed = False
 
@@ -43,7 +43,7 @@ class PythonInstance:
             self.forget_rooms()
 
     def room(self, index: int, shape: tuple[int, ...]) -> Array | None:
-        """`Roomy`: where the process finds it."""
+        """`Roomy`: memory that the process sees."""
         process = self._process
         return None if process is None else process.room(index, self._dtypes[index], shape)
 
@@ -76,7 +76,7 @@ class PythonInstance:
         except ProcessGone:
             raise
         except DeviceLost as error:
-            # That process has: another may have it back, and needs what this one still has of it.
+            # Only that process has lost it: another one may get it back, and needs what this one still holds of it.
             process.kill()
             raise ProcessError(str(error)) from error
         except ProcessError as error:

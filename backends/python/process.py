@@ -1,8 +1,8 @@
 """The server's side of a process that runs a Python model.
 
-Lives here: starting one, asking it, ending it, and its output as lines of the log. Must not: start another in its
-place. The rule: whatever becomes of the process, it is reaped, what it has started goes with it, and whoever
-waits for its answer gets one.
+Lives here: starting it, asking it, ending it, and logging its output line by line. Must not: start another in its
+place. The rule: however the process ends, it is reaped, what it has started ends with it, and whoever waits for its
+answer gets one.
 """
 
 from __future__ import annotations
@@ -43,19 +43,21 @@ __all__ = ["ModelProcess"]
 _log = logging.getLogger("paceline.models")
 
 _REGION_BYTES = 2**30
-"""Of tensors on their way, each way. A bound, and no price; what exceeds it rides in messages, at some cost."""
+"""Shared memory for tensors, in each direction. A bound that costs nothing by itself; what exceeds it is sent in
+messages, at some cost."""
 _LONGEST_LINE_BYTES = 8 * 1024
 _CLOSE_S = 5.0
-"""For the model's `close` and the interpreter's end."""
+"""For the model's `close` and the interpreter's exit."""
 _LAST_WORDS_S = 1.0
-"""For what it has written to come out, where something that it has started has its output too."""
+"""For reading the rest of its output, if something that it has started still has the pipe open."""
 _SETTINGS = "PACELINE_"
 _ERRORS = {one.__name__: one for one in (DeviceLost, Unequipped, OutOfMemory, SessionError, StalePlan)}
 _REAP_S = 10.0
-"""From the end of its connection to that of a process that was killed, which swapping may delay."""
+"""For a killed process to end, which swapping may delay; a tenth of it for one whose connection has ended to end by
+itself."""
 
-# A package that has this product's modules and puts nothing of what lies beside them on the path: another interpreter
-# must not find the server's numpy.
+# A package that has this product's modules but doesn't put its parent folder on the path: another interpreter must not
+# find the server's numpy.
 _BOOTSTRAP = """
 import sys, types
 sys.path[:] = [path for path in sys.path if path]
@@ -70,7 +72,7 @@ class ModelProcess:
     """A process that runs the model of `source`; `load` comes first. `close_s`: how long `close` waits for its end."""
 
     def __init__(self, source: ModelSource, device: Device, close_s: float = _CLOSE_S) -> None:
-        """Start it. Raises LoadError if that can't be done."""
+        """Start it. Raises LoadError if that fails."""
         self._close_s = close_s
         self._source = source
         self.device = device
@@ -113,14 +115,15 @@ class ModelProcess:
 
     @property
     def end(self) -> str:
-        """How it ended, for a sentence about it."""
+        """How it ended, as part of a sentence."""
         status = self._popen.returncode
         if status is None:
             return "is being killed"
         return f"was killed by {_signal_name(-status)}" if status < 0 else f"ended with exit status {status}"
 
     def load(self) -> tuple[Declared | None, Declared | None]:
-        """Have the model loaded; what it says of its inputs and outputs. Blocks. LoadError, and then it has ended."""
+        """Have the model loaded. Returns what it declares of its inputs and outputs. Blocks. If it raises LoadError,
+        the process has ended."""
         source = self._source
         parameters = tuple(source.parameters.items())
         try:
@@ -137,19 +140,19 @@ class ModelProcess:
         return answer[1], answer[2]
 
     def room(self, number: int, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Array | None:
-        """Where array `number` of those that are executed next may be made, rather than copied there; None: nowhere. On
-        the thread that executes."""
+        """Memory where array `number` of those executed next may be made, so that it needn't be copied there; None:
+        there is none. On the thread that executes."""
         return self._line.room(number, dtype, shape)
 
     def forget_rooms(self) -> None:
-        """What was made in them won't be executed. On the thread that executes."""
+        """What was made in rooms won't be executed. On the thread that executes."""
         self._line.forget_rooms()
 
     def execute(self, arrays: Sequence[Array], names: Sequence[str], wanted: Sequence[str]) -> Tensors:
-        """The outputs that the model makes of `arrays`: views of memory that is free again once they are dropped.
+        """The outputs that the model computes from `arrays`: views of memory that is free again once they are dropped.
 
-        Blocks. Raises ExecutionError with the model's own words, OutOfMemory if it ran out of memory, what else of
-        `_ERRORS` it says it met, ProcessError, or ProcessGone.
+        Blocks. Raises ExecutionError with the model's own words, OutOfMemory if it ran out of memory, another of
+        `_ERRORS` if it reports that, ProcessError, or ProcessGone.
         """
         with self._asking:
             try:
@@ -164,7 +167,7 @@ class ModelProcess:
         raise _error(answer)
 
     def ask(self, question: bytes) -> bytes:
-        """What a model that the server brings itself answers. Blocks. Raises as `execute`."""
+        """The answer of a model that is part of the server. Blocks. Raises as `execute`."""
         answer = self._ask(ASK, question)
         if answer[0] == ANSWERED:
             told: bytes = answer[1]
@@ -172,8 +175,8 @@ class ModelProcess:
         raise _error(answer)
 
     def when_ended(self, call: Callable[[], None]) -> None:
-        """Have `call` called once it has ended, unless `close` or `kill` came before. On a thread of its own; if it has
-        ended, on this one, as there may be no other."""
+        """Call `call` once the process has ended, unless `close` is called first. On a thread of its own; if it has
+        ended already, on this one, as there may be no other."""
         with self._lock:
             if not self.ended:
                 self._on_end = call
@@ -181,7 +184,7 @@ class ModelProcess:
         call()
 
     def close(self) -> None:
-        """Have the model closed, and end. Nothing may be executing. Blocks for a few seconds at most."""
+        """Have the model closed and the process end. Nothing may be executing. Blocks for some seconds at most."""
         with self._lock:
             self._on_end = _nothing
         with self._asking:
@@ -194,13 +197,13 @@ class ModelProcess:
             self._ended.wait(_REAP_S)
 
     def kill(self) -> None:
-        """End it now, with all that it has started. On any thread; what executes fails."""
+        """End it now, with everything that it has started. On any thread; what executes fails."""
         with self._lock:
             if self._popen.returncode is None:
                 self._kill_group()
 
     def wait_ended(self) -> None:
-        """Until it has ended, as it is about to; else it is killed. Blocks."""
+        """Wait until the process, which is about to end, has ended; if it doesn't, it is killed. Blocks."""
         if not self._ended.wait(_REAP_S / 10):
             self.kill()
             self._ended.wait(_REAP_S)
@@ -225,13 +228,13 @@ class ModelProcess:
         return ProcessGone(f"the model's process {self.end}, before it had read this batch")
 
     def _why_no_answer(self) -> ProcessError:
-        """It has ended, or closed its end of the line: then it is of no use."""
+        """The process has ended, or has closed its end of the line and is useless."""
         self.wait_ended()
         return ProcessError(f"the model's process {self.end}")
 
     def _watch(self) -> None:
-        """Have its output and its end waited for. Raises LoadError if there can be no threads for that, and then it has
-        ended."""
+        """Start the threads that wait for its output and its end. If none can be started, LoadError is raised and the
+        process has ended."""
         name = self._source.name
         try:
             self._output.start()
@@ -243,7 +246,7 @@ class ModelProcess:
 
     def _log_output(self) -> None:
         assert self._popen.stdout is not None
-        # A long line comes in parts, which may end within a character.
+        # A long line is read in parts, which may end within a character.
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
         with self._popen.stdout as output:
             while line := output.readline(_LONGEST_LINE_BYTES):
@@ -252,21 +255,21 @@ class ModelProcess:
                     _log.info("model '%s': %s", self._source.name, text)
 
     def _reap(self) -> None:
-        """Wait for the end, and tidy up."""
+        """Wait for the end, and clean up."""
         os.waitid(os.P_PID, self._popen.pid, os.WEXITED | os.WNOWAIT)
         with self._lock:
-            # Before its number may be another's: what it has started, and left behind.
+            # Kill what it has started and left behind, before its pid can be reused.
             self._kill_group()
             self._popen.wait()
         if self._output.ident is not None:
             self._output.join(_LAST_WORDS_S)
-        else:  # there was no thread for it
+        else:  # its thread couldn't be started
             assert self._popen.stdout is not None
             self._popen.stdout.close()
         self._line.hang_up()
         with self._lock:
             self._ended.set()
-            # It may lead back here.
+            # It may refer back to this object.
             on_end, self._on_end = self._on_end, _nothing
         with self._asking:
             self._line.close()
@@ -282,20 +285,20 @@ class ModelProcess:
 
 
 def _error(answer: Message) -> ExecutionError:
-    """What to raise for `answer`, which is FAILED."""
+    """The exception to raise for `answer`, which is FAILED."""
     return _ERRORS.get(answer[2], ExecutionError)(answer[1])
 
 
 def _executable(source: ModelSource) -> str:
-    """The interpreter: the server's own, or a path that may be relative to the version's folder. Links aren't followed,
-    since a virtual environment is known by its link."""
+    """The interpreter: the server's own, or a path that may be relative to the version's folder. Links aren't resolved,
+    since a virtual environment is recognized by its link."""
     given = source.parameters.get(EXECUTABLE, "")
     return str(source.path.parent / given) if given else sys.executable
 
 
 def _environment(source: ModelSource) -> dict[str, str]:
-    """That of the server without its settings, some of which are secrets that nobody means to tell whatever prints or
-    reports its environment; for another interpreter without what is meant for this one."""
+    """The server's environment without its settings, some of which are secrets that must not reach what prints or
+    reports its environment. For another interpreter, also without what is meant for this one."""
     own = {"PYTHONHOME", "PYTHONPATH", "VIRTUAL_ENV"} if source.parameters.get(EXECUTABLE) else set()
     return {key: value for key, value in os.environ.items() if key not in own and not key.startswith(_SETTINGS)}
 

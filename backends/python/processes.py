@@ -1,4 +1,4 @@
-"""The processes of one model, until each is an instance's.
+"""The processes of one model that aren't an instance's yet.
 
 Lives here: which of them are being loaded. Must not: know what is loaded in them, or instances.
 """
@@ -15,8 +15,8 @@ __all__ = ["Processes"]
 
 
 class Processes:
-    """`first` has been loaded already, and is the first one that is taken on its device. `load` has a further one
-    loaded; it blocks, and raises LoadError, and then the process has ended."""
+    """`first` has loaded the model already, and is the first one to be taken on its device. `load` loads the model in
+    another one; it blocks, and if it raises LoadError, that process has ended."""
 
     def __init__(self, source: ModelSource, first: ModelProcess, load: Callable[[ModelProcess], None]) -> None:
         self._source = source
@@ -28,12 +28,12 @@ class Processes:
 
     @property
     def first(self) -> ModelProcess:
-        """Until it is taken."""
+        """The first process, until it is taken."""
         assert self._first is not None
         return self._first
 
     def take(self, device: Device) -> ModelProcess:
-        """One in which the model is loaded, for whoever asks. Blocks; raises LoadError."""
+        """A process that has the model loaded, now the caller's. Blocks; raises LoadError."""
         first = self._first
         if first is not None and first.device == device:
             self._first = None
@@ -52,15 +52,15 @@ class Processes:
         return process
 
     def abandon(self) -> None:
-        """End those that are being loaded now, whatever they do: who waits for them gets a LoadError, and there will be
-        no more. On any thread."""
+        """End the processes that are loading now, whatever they do: who waits for them gets a LoadError, and so does
+        everyone who asks later. On any thread."""
         with self._lock:
             self._is_abandoned = True
             for process in self._loading:
                 process.kill()
 
     def close(self) -> None:
-        """The first one, if nobody has taken it. Blocks."""
+        """Close the first process, if nobody has taken it. Blocks."""
         first, self._first = self._first, None
         if first is not None:
             first.close()

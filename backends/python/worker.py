@@ -1,8 +1,8 @@
 """What runs in the process of a Python model: its class is loaded, gets batches, and is closed.
 
 Lives here: everything on that side. Must not: import more of this product than `backends.base` and
-`backends.transport`, or anything but numpy beside them, for the interpreter may be another one. The rule: the process
-ends with the server, whatever the model is doing at the time.
+`backends.transport`, or any package besides numpy, since the interpreter may be another one. The rule: the process ends
+with the server, whatever the model is doing at the time.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ _CLASS = "Model"
 _TRITONS = "TritonPythonModel"
 _TRITONS_MODULE = "triton_python_backend_utils"
 _ERRORS = "backends.errors"
-"""Who raises one of these knows what it means, and to whom: it needs no traceback."""
+"""Code that raises one of these knows what it means, and to whom: it needs no traceback."""
 _EXECUTION_ERROR, _OUT_OF_MEMORY = "ExecutionError", "OutOfMemory"
 _LONGEST_WORDS, _LONGEST_TRACEBACK = 4_000, 32_000
-"""In characters, of what the server is told of an error, and of what goes to its log."""
+"""In characters: of what the server is told about an error, and of what goes to its log."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ class Context:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Serve a model on the three descriptors that `arguments` begin with, until told to close."""
+    """Serve a model over the three descriptors that `arguments` begin with, until told to close."""
     faulthandler.enable()
     _end_with_the_server()
     _leave_signals_to_the_server()
@@ -91,7 +91,8 @@ def main(arguments: Sequence[str]) -> None:
 def _answer(
     model: _Model, own: int, line: Line, parcel: Parcel, names: Sequence[str], wanted: Sequence[str]
 ) -> tuple[Any, ...]:
-    """A message. When this returns, nothing here holds the arrays any more, so that it can say so."""
+    """The answer, as a message. When this returns, nothing here holds the arrays any more, so the message can say
+    so."""
     try:
         arrays = line.unpack(parcel)
         given = {name: array for name, array in zip(names, arrays, strict=True) if array is not MISSING}
@@ -103,7 +104,7 @@ def _answer(
 
 
 def _answer_question(model: _Model, own: int, line: Line, question: bytes) -> tuple[Any, ...]:
-    """A message, of a model that the server brings itself."""
+    """The answer of a model that is part of the server, as a message."""
     try:
         return ANSWERED, model.answer(question)
     except BaseException as error:  # noqa: BLE001 - as above
@@ -111,7 +112,7 @@ def _answer_question(model: _Model, own: int, line: Line, question: bytes) -> tu
 
 
 def _failure(model: _Model, own: int, error: BaseException) -> tuple[Any, ...]:
-    """A message that says what the model raised. Raises it again if it is to end the process."""
+    """The answer that says what the model raised, as a message. Raises `error` again if it is to end the process."""
     _end_unless(own, error)
     if isinstance(error, (SystemExit, KeyboardInterrupt)):
         raise error
@@ -122,8 +123,9 @@ def _failure(model: _Model, own: int, error: BaseException) -> tuple[Any, ...]:
 
 
 def _end_unless(own: int, error: BaseException | None = None) -> None:
-    """End a fork that comes back, by `error` or without, from code of the model that runs in process `own`. It has the
-    line and the memory too: what it answered would be taken for the answer to the next batch, whoever asks for that."""
+    """End this process if it is a fork of process `own` that returns from the model's code, by `error` or normally. It
+    shares the line and the memory: its answer would be taken for the answer to the next batch, whoever asked for
+    that."""
     if os.getpid() == own:
         return
     if isinstance(error, SystemExit):
@@ -163,14 +165,14 @@ class _Model:
             self._loop.close()
 
     def tell(self, error: BaseException) -> None:
-        """Into the log, unless it comes from where the last one came from: a batch is run again in halves."""
+        """Log `error`, unless it comes from the same place as the last one: a failed batch is run again in halves."""
         where = [(frame.f_code, number) for frame, number in traceback.walk_tb(error.__traceback__)]
         if where != self._told:
             self._told = where
             _print(error)
 
     def _result(self, value: object) -> object:
-        """`value`, or what it comes to if it has to be awaited. One loop for all, so that what is bound to it lives."""
+        """`value`, or its result if it is awaitable. One loop for all, so that what is bound to it stays usable."""
         if not inspect.isawaitable(value):
             return value
         if self._loop is None:
@@ -184,7 +186,7 @@ async def _awaited(value: Awaitable[object]) -> object:
 
 
 def _class_in(path: Path) -> type:
-    """The class in the file at `path`, which may import what lies beside it."""
+    """The class in the file at `path`, which may import what lies next to it."""
     sys.path.insert(0, str(path.parent))
     spec = importlib.util.spec_from_file_location(path.stem, path)
     if spec is None or spec.loader is None:
@@ -209,7 +211,7 @@ def _class_in(path: Path) -> type:
 
 
 def _declared(kind: type, attribute: str) -> Declared | None:
-    """What the class says of its inputs or outputs, as plain tuples."""
+    """What the class declares of its inputs or outputs, as plain tuples."""
     tensors = getattr(kind, attribute, None)
     if tensors is None:
         return None
@@ -236,13 +238,13 @@ def _array(name: str, value: object) -> Array:
     """`value` as an array of numbers or of `bytes`; text is encoded."""
     array: Array = np.asarray(value)
     if array.dtype.kind == "b":
-        # What was made of other bytes may have some that are neither 0 nor 1, which are no BOOL.
+        # An array made over other bytes may have some that are neither 0 nor 1, which aren't valid as BOOL.
         whole: Array = array.view(np.uint8) != 0
         return whole
     if array.dtype.kind not in "USOT":
         return array
     if array is not value:
-        # A list of text: made an array as it is, its elements would lose NULs at their ends.
+        # A list of text: in an array made directly from it, elements would lose NULs at their ends.
         array = np.array(value, object)
     elements = [item.encode() if isinstance(item, str) else item for item in array.ravel().tolist()]
     for item in elements:
@@ -254,7 +256,7 @@ def _array(name: str, value: object) -> Array:
 
 
 def _print(error: BaseException) -> None:
-    """Into the server's log, with where it came from."""
+    """Print `error` to the server's log, with its traceback."""
     with suppress(OSError, ValueError):  # a model may have closed it
         print(_cut("".join(traceback.format_exception(error)), _LONGEST_TRACEBACK), end="", file=sys.stderr)
 
@@ -269,18 +271,18 @@ def _in_one_line(error: BaseException) -> str:
 
 
 def _cut(text: str, most: int) -> str:
-    """`text`, its middle left out if it is too long: some put whole tensors into their messages."""
+    """`text`, without its middle if it is too long: some errors have whole tensors in their messages."""
     return text if len(text) <= most else f"{text[: most // 2]} [...] {text[-(most // 2) :]}"
 
 
 def _end_with_the_server() -> None:
-    """Kill this process and what it has started as soon as stdin ends, which the server has the other end of."""
+    """Kill this process and what it has started as soon as stdin ends, whose other end the server has."""
     lifeline = os.dup(0)
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
     os.close(nothing)
     if hasattr(fcntl, "F_SETSIG"):
-        # The kernel does it, even if native code of the model never lets go of the interpreter.
+        # The kernel does it, even if native code of the model never releases the GIL.
         fcntl.fcntl(lifeline, fcntl.F_SETOWN, -os.getpgrp())
         fcntl.fcntl(lifeline, fcntl.F_SETSIG, signal.SIGKILL)
         fcntl.fcntl(lifeline, fcntl.F_SETFL, fcntl.fcntl(lifeline, fcntl.F_GETFL) | os.O_ASYNC)
@@ -293,8 +295,9 @@ def _end_with_the_server() -> None:
 
 
 def _leave_signals_to_the_server() -> None:
-    """Who stops a whole group of processes asks the server, which answers what it has accepted before it ends this one.
-    Handlers, not SIG_IGN: programs that the model starts don't inherit them, and forks of it get the defaults back."""
+    """Ignore signals that stop a whole process group: they are for the server, which answers what it has accepted
+    before it ends this process. Handlers rather than SIG_IGN: programs that the model starts don't inherit them, and
+    its forks get the defaults back."""
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: None)
     os.register_at_fork(after_in_child=_default_signals)

@@ -1,10 +1,10 @@
 """Places in a region of fixed size: which are taken, and where the next one goes.
 
-Lives here: pure bookkeeping over integers. Must not: memory. The rule: places never overlap, and neighbours that are
-free are one.
+Lives here: pure bookkeeping with integers. Must not: memory. The rule: places never overlap, and adjacent free ranges
+are merged.
 
-First fit, so that what is used stays at the low end: those pages are backed and in caches, and what lies above can be
-given back to the system.
+First fit, so that what is used stays at the low end: those pages are backed and in caches, and the rest can be given
+back to the system.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from bisect import bisect_left
 __all__ = ["ALIGNMENT", "Arena"]
 
 ALIGNMENT = 64
-"""Of every place, in bytes: a cache line, and as much as any vector instruction asks for."""
+"""Of every place, in bytes: a cache line, and the most that any vector instruction needs."""
 
 
 class Arena:
@@ -22,7 +22,7 @@ class Arena:
 
     def __init__(self, size_bytes: int) -> None:
         self._size_bytes = size_bytes // ALIGNMENT * ALIGNMENT
-        # Free ranges: where they start, in order, and how many bytes each has.
+        # Free ranges: their starts, in order, and the size of each in bytes.
         self._starts = [0] if self._size_bytes else []
         self._free = {0: self._size_bytes} if self._size_bytes else {}
         self._taken: dict[int, int] = {}
@@ -30,7 +30,7 @@ class Arena:
 
     @property
     def size_bytes(self) -> int:
-        """All there is, in whole units of `ALIGNMENT`."""
+        """The whole region, in full units of `ALIGNMENT`."""
         return self._size_bytes
 
     # hot path: about 1 us while there are few free ranges
@@ -59,7 +59,7 @@ class Arena:
 
     # hot path
     def free(self, start: int) -> tuple[int, int]:
-        """Take back the place at `start`; where the free range that it is now part of starts and ends.
+        """Free the place at `start`. Returns start and end of the free range that it is now part of.
 
         KeyError if nothing was allocated there.
         """

@@ -1,8 +1,8 @@
 """Messages over a socket, on an event loop, with few wake-ups.
 
 Lives here: sending and receiving. Must not: know a message. The rule: what is sent during one iteration of the loop
-leaves together, at its end or, where the other end is to be woken seldom, a few iterations later; and what has arrived
-is taken all at once, so that the price is per wake-up.
+leaves together, at its end or, to wake the other end less often, a few iterations later; what has arrived is processed
+all at once. The cost is per wake-up.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ _log = logging.getLogger("paceline.transport")
 
 _RECEIVE_BYTES = 256 * 1024
 _BUFFER_BYTES = 2**20
-"""Of the socket. The system may give less."""
+"""Of the socket. The system may grant less."""
 
 
 def socket_pair() -> tuple[socket.socket, socket.socket]:
-    """Two ends, for a process each."""
+    """Two connected ends, one per process."""
     ends = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
     for end in ends:
         end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER_BYTES)
@@ -35,8 +35,8 @@ def socket_pair() -> tuple[socket.socket, socket.socket]:
 class Channel:
     """One end. `on_messages` gets what has arrived, in order; `on_end` is called once, when the other end is gone.
 
-    Belongs to the event loop that `start` ran on. `gathering` says what to wait for with messages; without it they
-    leave at the end of the iteration.
+    Belongs to the event loop that `start` ran on. `gathering` decides how long messages wait for others; without it
+    they leave at the end of the iteration.
     """
 
     def __init__(self, end: socket.socket, gathering: Gathering | None = None) -> None:
@@ -57,7 +57,7 @@ class Channel:
 
     @property
     def unsent_bytes(self) -> int:
-        """What the other side hasn't made room for, without what was collected in this iteration of the loop."""
+        """What the other end hasn't made room for, not counting what was collected in this iteration of the loop."""
         return len(self._unsent)
 
     def start(self, on_messages: Callable[[list[Message]], None], on_end: Callable[[], None]) -> None:
@@ -68,7 +68,7 @@ class Channel:
 
     # hot path
     def send(self, message: Message) -> None:
-        """Send it with what else there is to send now. Into a closed channel goes nothing."""
+        """Send `message` together with whatever else is sent now. If the channel is closed, it is dropped."""
         if not self._collected:
             assert self._loop is not None
             if self._gathering is None:
@@ -79,7 +79,7 @@ class Channel:
 
     # hot path
     def _flush_unless_more(self, gathering: Gathering, seen: int, quiet: int, iterations: int) -> None:
-        """Send, unless more is likely to come up right away."""
+        """Send, unless more messages are likely to come right away."""
         messages = len(self._collected)
         quiet = quiet + 1 if messages == seen else 0
         if self._loop is not None and gathering.is_worth_waiting(messages, quiet, iterations):
@@ -90,8 +90,8 @@ class Channel:
 
     # hot path: 2 us and a system call
     def flush(self) -> None:
-        """Send what was collected now. Raises ValueError for what can't be marshalled, and then nothing of it is sent;
-        what comes later is."""
+        """Send now what was collected. Raises ValueError if something can't be marshalled; then none of it is sent, but
+        later messages are."""
         messages, self._collected = self._collected, []
         if not messages or self._closed:
             return
@@ -105,7 +105,7 @@ class Channel:
             self._loop.add_writer(self._socket.fileno(), self._send_rest)
 
     def close(self) -> None:
-        """Send no more, receive no more. `on_end` isn't called for it. Before `start` it is fine too."""
+        """Stop sending and receiving, without calling `on_end`. May be called before `start`."""
         if self._closed:
             return
         self._closed = True
@@ -114,7 +114,7 @@ class Channel:
             self._loop.remove_writer(self._socket.fileno())
         self._unsent.clear()
         self._socket.close()
-        # What these belong to has this channel: without them neither waits for the garbage collector.
+        # The owners of these callbacks hold this channel: without the cycle, neither waits for the garbage collector.
         self._on_messages, self._on_end = _ignore, _nothing
 
     def _receive(self) -> None:
@@ -137,7 +137,7 @@ class Channel:
         except (BlockingIOError, InterruptedError):
             return 0
         except OSError as error:
-            # Reading finds out as well, and has what the other end said before it went.
+            # Reading notices that as well, and gets what the other end sent before it went.
             _log.debug("the other end is gone: %s", error)
             return len(data)
 

@@ -1,8 +1,8 @@
 """Messages as bytes of a stream.
 
-Lives here: pure framing. Must not: sockets. A message is a tuple of what `marshal` takes: None, bools, numbers,
-strings, bytes, tuples and lists of these; a frame is several of them behind its length. Marshal takes 0.6 of the time
-that pickle does, and both ends are the same Python.
+Lives here: pure framing. Must not: sockets. A message is a tuple of what `marshal` supports: None, bools, numbers,
+strings, bytes, tuples and lists of these; a frame is several messages preceded by their length. Marshal takes 0.6 of
+pickle's time, and both ends are the same Python.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from typing import Any
 __all__ = ["FrameReader", "Message", "frame"]
 
 Message = tuple[Any, ...]
-"""Its kind, a number, and what belongs to it."""
+"""Its kind, a number, and its contents."""
 
 _LENGTH = struct.Struct("<Q")
-# From version 3 on, what is written again is a reference, which pays where there are many messages.
+# Since version 3 repeated objects are written as references, which pays off for many messages.
 _LONE, _SHARING = 2, 4
 
 
@@ -29,7 +29,7 @@ def frame(messages: list[Message]) -> bytes:
 
 
 class FrameReader:
-    """Takes a stream in pieces as they come."""
+    """Reassembles messages from pieces of a stream."""
 
     def __init__(self) -> None:
         self._rest = bytearray()
@@ -41,7 +41,7 @@ class FrameReader:
         rest = self._rest
         if rest or len(data) < _LENGTH.size:
             rest += data
-            # A long frame comes in many pieces, and isn't looked at before all are there.
+            # A long frame comes in many pieces, and isn't parsed before all are there.
             if len(rest) < self._wanted:
                 return []
             data = bytes(rest)

@@ -1,6 +1,6 @@
-"""How long to gather messages before they are sent: learned from how many there were lately.
+"""How long to gather messages before they are sent, learned from recent numbers of messages.
 
-Lives here: a pure decision over counts. Must not: sockets, clocks or loops.
+Lives here: a pure decision from counts. Must not: sockets, clocks or loops.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ _MOST_MESSAGES = 32
 
 
 class Gathering:
-    """Whether to wait for more messages, in iterations of an event loop that speaks gRPC.
+    """Decides whether to wait for more messages, in iterations of an event loop that speaks gRPC.
 
-    gRPC hands requests that have arrived to the loop one an iteration, and a wake-up at the other end costs more than
-    to hand one over. So where messages have had company, they wait until the loop has been without new ones for some
-    iterations, a few microseconds each. A lone one leaves at once. 64 clients of a tiny model over two fronts: 10 rows
-    a batch instead of 3.5, and two thirds of the processor time for the other end.
+    gRPC hands arrived requests to the loop one per iteration, and a wake-up of the other end costs more than handing
+    one over. So if messages have had company lately, they wait until the loop has had no new ones for some iterations,
+    a few microseconds each. A lone message leaves at once. 64 clients of a tiny model over two fronts: 10 rows per
+    batch instead of 3.5, and two thirds of the processor time at the other end.
     """
 
     __slots__ = ("_crowd",)
@@ -29,11 +29,12 @@ class Gathering:
         self._crowd = 1.0
 
     def on_sent(self, messages: int) -> None:
-        """So many have left together."""
+        """Record that `messages` were sent together."""
         self._crowd += _CROWD_WEIGHT * (messages - self._crowd)
 
     def is_worth_waiting(self, messages: int, quiet: int, iterations: int) -> bool:
-        """Whether to wait on with so many, after so many iterations, the last `quiet` of them without a new one."""
+        """Whether to keep waiting with this many, after this many iterations, the last `quiet` of them without a new
+        one."""
         if self._crowd < _CROWD_OF_ONE or messages >= _MOST_MESSAGES:
             return False
         return quiet < _QUIET_ITERATIONS and iterations < _MOST_ITERATIONS

@@ -1,8 +1,8 @@
-"""The connection to another process for those who ask, block, and get an answer.
+"""The connection to another process for threads that ask, block, and get an answer.
 
 Lives here: `link` without an event loop, for a thread that has nothing else to do meanwhile: a loop in between would
-cost two more wake-ups of threads per question. Must not: know what is said. The rule: the ends take turns, so that
-places which aren't needed any more are told along with the next message, and nothing has to be sent for them alone.
+cost two more wake-ups of threads per question. Must not: know what is said. The rule: the ends take turns, so places
+that aren't needed any more are reported with the next message, and no message is sent just for that.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ __all__ = ["Line"]
 
 _RECEIVE_BYTES = 256 * 1024
 _LEAST_ROOM_BYTES = 128 * 1024
-"""A place of its own for an array costs both ends more than they have to do for one among others: some 10 us, for which
-as much is copied."""
+"""A place of its own for an array costs both ends some 10 us more than a part of another place does; copying this much
+takes as long."""
 
 
 class Line:
-    """One end. For one thread at a time, but for `hang_up`; arrays may be dropped on any thread."""
+    """One end. For one thread at a time, except `hang_up`; arrays may be dropped on any thread."""
 
     def __init__(self, end: socket.socket, own: Memory, other: int) -> None:
         """Takes over `end`, and the descriptor `other` of the other end's memory."""
@@ -41,35 +41,35 @@ class Line:
         gone = self._gone
 
         def on_gone(start: int, *_: int) -> None:
-            gone.append(start)  # atomic; a method of ours would make a cycle of this and the window
+            gone.append(start)  # atomic; a bound method would make a cycle of this and the window
 
         self._window = Window(other, on_gone)
         self._reader = FrameReader()
         self.unread = False
-        """Whether the other end, now gone, hadn't read all that it was sent."""
+        """Whether the other end, now gone, left something unread that it was sent."""
 
     @classmethod
     def pair(cls, size_bytes: int) -> tuple[Line, RemoteEnd]:
-        """An end for this process and what another needs to `join`, with memory of at most `size_bytes` each. Raises
-        OSError."""
+        """An end for this process, and what another one needs to `join`, each with memory of at most `size_bytes`.
+        Raises OSError."""
         return connect(cls, size_bytes)
 
     @classmethod
     def join(cls, remote: RemoteEnd) -> Line:
-        """The end that `remote` describes, in the process that has inherited it; that one's children don't."""
+        """The end that `remote` describes, in the process that has inherited it; that process's children don't."""
         end = socket.socket(fileno=remote.socket)
         end.set_inheritable(False)
         return cls(end, Memory(remote.own), remote.other)
 
     @property
     def used_bytes(self) -> int:
-        """What is taken of this end's own memory, as far as this end knows."""
+        """How much of this end's own memory is taken, as far as this end knows."""
         return self._own.used_bytes
 
     def room(self, number: int, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Array | None:
-        """An array with whatever was there, for one of those that are packed next, which then isn't copied, and is the
-        other end's from then on. A further one of that `number` takes its place. None if copying it costs less, or
-        there is no room."""
+        """An array with arbitrary contents, for one of those packed next. It then isn't copied, and belongs to the
+        other end from then on. Another one for the same `number` replaces it. None if copying costs less, or there is
+        no room."""
         if (before := self._rooms.pop(number, None)) is not None:
             self._own.free(before[1][0])
         size = math.prod(shape) * dtype.itemsize
@@ -83,9 +83,11 @@ class Line:
         return array
 
     def pack(self, arrays: Sequence[Array]) -> Parcel:
-        """Copy `arrays` to where the other end finds them: into the message where memory has no room. To be sent.
+        """Copy `arrays` to where the other end finds them: into the message if memory has no room. The parcel must be
+        sent.
 
-        Raises TypeError or ValueError for elements of object arrays that aren't `bytes`."""
+        Raises TypeError or ValueError for elements of object arrays that aren't `bytes`.
+        """
         there = self._rooms_of(arrays) if self._rooms else {}
         parcel = None
         try:
@@ -97,7 +99,7 @@ class Line:
                     self._own.free(start)
 
     def _rooms_of(self, arrays: Sequence[Array]) -> dict[int, Place]:
-        """By the ids of those of `arrays` that are in rooms. All other rooms are free again."""
+        """The places of those of `arrays` that are in rooms, by their ids. All other rooms are freed."""
         wanted, there = set(map(id, arrays)), {}
         for array, place in self._rooms.values():
             if id(array) in wanted:
@@ -108,18 +110,21 @@ class Line:
         return there
 
     def forget_rooms(self) -> None:
-        """What was made in them won't be packed."""
+        """What was made in rooms won't be packed."""
         if self._rooms:
             self._rooms_of(())
 
     def unpack(self, parcel: Parcel) -> tuple[Array, ...]:
-        """The arrays that the other end packed. Once for each parcel: its place is given back after the last array."""
+        """The arrays that the other end packed. Once per parcel: its place is given back after the last array is
+        gone."""
         return unpack(parcel, self._window)
 
     def send(self, kind: int, *content: Any) -> bool:
-        """Send it, with what may be given back. Blocks. False if the other end is gone and won't ever have all of it.
+        """Send the message, with the places to give back. Blocks. False if the other end is gone and will never get all
+        of it.
 
-        Raises ValueError for what no message can hold."""
+        Raises ValueError for what a message can't hold.
+        """
         gone = []
         while self._gone:
             gone.append(self._gone.popleft())
@@ -140,7 +145,7 @@ class Line:
             try:
                 data = self._socket.recv(_RECEIVE_BYTES)
             except OSError as error:
-                # What Linux says where something was left to read, see unix_release_sock in net/unix/af_unix.c.
+                # What Linux reports if something was left unread, see unix_release_sock in net/unix/af_unix.c.
                 self.unread = isinstance(error, ConnectionResetError)
                 return None
             if not data:
@@ -151,13 +156,13 @@ class Line:
                 return (kind, *content)
 
     def hang_up(self) -> None:
-        """Let `receive` return on whichever thread it waits. Once more, or after `close`, it does nothing."""
+        """Make `receive` return, on whichever thread it waits. Repeated, or after `close`, it does nothing."""
         try:
             self._socket.shutdown(socket.SHUT_RDWR)
         except OSError:
             return
 
     def close(self) -> None:
-        """Nobody may be sending or receiving. Memory stays for as long as arrays over it do."""
+        """Nobody may be sending or receiving. Memory stays as long as arrays over it do."""
         self._socket.close()
         self._window.forget()

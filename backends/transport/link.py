@@ -1,7 +1,7 @@
 """A process's end of the connection to another: messages, and tensors in shared memory.
 
 Lives here: what joins channel and memory, and the giving back of places. Must not: know what is said. Each end owns the
-memory that it writes to, and sees that of the other.
+memory that it writes to, and sees the other's.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 _GIVE_BACK = 0
 FIRST_KIND = 1
-"""Kinds of messages from here on are their users'."""
+"""Kinds of messages from here on belong to the users of the link."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,14 +45,14 @@ class RemoteEnd:
         return self.socket, self.own, self.other
 
     def close(self) -> None:
-        """Once the other process has them."""
+        """To be called once the other process has the descriptors."""
         for descriptor in self.descriptors:
             os.close(descriptor)
 
 
 def _open_ends(size_bytes: int) -> tuple[socket.socket, Memory, int, RemoteEnd]:
-    """For this process a socket, its own memory of `size_bytes` and the descriptor of the other's, and what another
-    process needs to `join`. Raises OSError, and leaves nothing open: whoever tries again may lack descriptors."""
+    """This process's socket, its own memory of `size_bytes` and the descriptor of the other's, and what another process
+    needs to `join`. Raises OSError, and leaves nothing open: a caller that tries again may be short of descriptors."""
     with ExitStack() as undo:
         here, there = socket_pair()
         undo.callback(here.close)
@@ -69,8 +69,8 @@ def _open_ends(size_bytes: int) -> tuple[socket.socket, Memory, int, RemoteEnd]:
 
 
 def connect(make: Callable[[socket.socket, Memory, int], T], size_bytes: int) -> tuple[T, RemoteEnd]:
-    """What `make` makes of an end for this process: its socket, its own memory of `size_bytes` and the descriptor of
-    the other's; and what another process needs to `join`. Raises OSError, and leaves nothing open."""
+    """What `make` makes of this process's end: its socket, its own memory of `size_bytes` and the descriptor of the
+    other's; and what another process needs to `join`. Raises OSError, and leaves nothing open."""
     here, own, other, remote = _open_ends(size_bytes)
     try:
         return make(here, own, other), remote
@@ -99,7 +99,7 @@ class Link:
 
     @classmethod
     def pair(cls, size_bytes: int) -> tuple[Link, RemoteEnd]:
-        """An end for this process and what another needs to `join`, with memory of `size_bytes` each. Raises
+        """An end for this process, and what another one needs to `join`, each with memory of `size_bytes`. Raises
         OSError."""
         return connect(cls, size_bytes)
 
@@ -115,12 +115,12 @@ class Link:
 
     @property
     def used_bytes(self) -> int:
-        """What is taken of this end's own memory."""
+        """How much of this end's own memory is taken."""
         return self._own.used_bytes
 
     @property
     def seen_bytes(self) -> int:
-        """What arrays here hold of the other end's memory, or have just let go."""
+        """How much of the other end's memory arrays here hold, or have just released."""
         return self._seen_bytes
 
     @property
@@ -134,8 +134,8 @@ class Link:
         on_end: Callable[[], None],
         on_room: Callable[[], None] = lambda: None,
     ) -> None:
-        """Receive. `on_messages` gets what has arrived at a time; `on_end` is called once, when the other end goes;
-        `on_room` whenever places of this end's memory were given back."""
+        """Start to receive. `on_messages` gets all messages that arrived together; `on_end` is called once, when the
+        other end is gone; `on_room` whenever places of this end's memory were given back."""
         self._loop = asyncio.get_running_loop()
         self._thread = get_ident()
         self._on_messages, self._on_room = on_messages, on_room
@@ -148,29 +148,30 @@ class Link:
 
     # hot path
     def send(self, message: Message) -> None:
-        """Send it with what else there is to send now; its kind is `FIRST_KIND` or more."""
+        """Send `message` together with whatever else is sent now; its kind is `FIRST_KIND` or more."""
         self._channel.send(message)
 
     # hot path
     def pack(self, arrays: Sequence[Array]) -> Parcel | None:
         """Copy `arrays` to where the other end finds them. None if this end's memory has no room now.
 
-        The parcel must be sent and unpacked there. Raises as `parcel.pack`."""
+        The parcel must be sent, and unpacked there. Raises as `parcel.pack`.
+        """
         return pack(arrays, self._own)
 
     # hot path
     def unpack(self, parcel: Parcel) -> tuple[Array, ...]:
-        """The arrays that the other end packed. Once for each parcel: its place is given back with the last array."""
+        """The arrays that the other end packed. Once per parcel: its place is given back with the last array."""
         self._seen_bytes += parcel[1]
         return unpack(parcel, self._window)
 
     def close(self) -> None:
-        """End. Memory stays for as long as arrays over it do."""
+        """End. Memory stays as long as arrays over it do."""
         self._channel.close()
         self._forget()
 
     def _forget(self) -> None:
-        """Drop what belongs to those who have this link, and those who would tell it of places."""
+        """Drop the callbacks of this link's owner, and stop reporting places."""
         self._window.forget()
         self._on_messages, self._on_room = _ignore, _nothing
 
@@ -186,7 +187,7 @@ class Link:
             self._on_messages(messages)
 
     def _on_gone(self, start: int, size_bytes: int) -> None:
-        """On any thread, and wherever the interpreter happens to drop an array."""
+        """Called on any thread, and wherever the interpreter happens to drop an array."""
         self._gone.append((start, size_bytes))
         if self._tells_soon or self._channel.closed:
             return
@@ -197,7 +198,7 @@ class Link:
             self._loop.call_soon_threadsafe(self._give_back)
 
     def _give_back(self) -> None:
-        # First: whoever appends from here on sees to it that this is called again.
+        # Cleared first: whoever appends from here on makes sure that this is called again.
         self._tells_soon = False
         starts = []
         while self._gone:

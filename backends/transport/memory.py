@@ -1,11 +1,11 @@
 """Memory that two processes share: one owns it and writes, the other reads.
 
 Lives here: the region, mapped. Must not: messages. The rule: only the owner allocates and frees; the reader's arrays
-keep a place taken, and the last of them to go says so.
+keep a place taken, and the last of them to go reports it.
 
 The region has no name, so that nothing is left behind however the processes end. It is backed by memory only where it
-was written, and from `_KEPT_BYTES` on what is free again is given back to the system, so its size is a bound and not a
-price.
+was written, and what is free again beyond `_KEPT_BYTES` is given back to the system, so its size is a bound, not a
+cost.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from backends.transport.arena import Arena
 __all__ = ["Memory", "Window", "new_region"]
 
 _KEPT_BYTES = 64 * 2**20
-"""Giving pages back and getting them anew costs about as much as writing them."""
+"""Giving pages back and getting new ones costs about as much as writing them."""
 
 _UINT8 = np.dtype(np.uint8)
 
@@ -41,7 +41,7 @@ def new_region(size_bytes: int) -> int:
 
 
 class Memory:
-    """The owner's side of a region, nothing of which is taken yet."""
+    """The owner's side of a region, with nothing taken yet."""
 
     def __init__(self, descriptor: int) -> None:
         """Takes `descriptor` over, and closes it."""
@@ -54,7 +54,7 @@ class Memory:
 
     @property
     def used_bytes(self) -> int:
-        """What is allocated, rounded up place by place."""
+        """What is allocated, with each place rounded up."""
         return self._arena.used_bytes
 
     def allocate(self, size_bytes: int) -> int | None:
@@ -62,15 +62,15 @@ class Memory:
         return self._arena.allocate(size_bytes)
 
     def array(self, start: int, dtype: np.dtype[Any], shape: tuple[int, ...]) -> NDArray[Any]:
-        """The array at `start` to be written, which must lie in an allocated place."""
+        """An array at `start` to write to; it must lie in an allocated place."""
         return np.ndarray(shape, dtype, self._map, start)
 
     def free(self, start: int) -> None:
-        """Take a place back. KeyError if it isn't taken."""
+        """Free a place. KeyError if it isn't taken."""
         high = start + self._arena.size_of(start) > _KEPT_BYTES
         begin, end = self._arena.free(start)
         if high:
-            # Whole pages that are free, with what is left of them by neighbours that were freed before.
+            # Whole free pages, including those of which neighbours that were freed before had a part.
             begin = max(_KEPT_BYTES, -(-begin // mmap.PAGESIZE) * mmap.PAGESIZE)
             end = end // mmap.PAGESIZE * mmap.PAGESIZE
             _give_back(self._map, begin, end)
@@ -78,7 +78,7 @@ class Memory:
 
 class Window:
     """The reader's side of a region. `gone` gets start and size of each place whose last array was dropped, on
-    whichever thread that happened."""
+    whichever thread that happens."""
 
     def __init__(self, descriptor: int, gone: Callable[[int, int], None]) -> None:
         """Takes `descriptor` over, and closes it."""
@@ -87,19 +87,19 @@ class Window:
 
     # hot path: 0.5 us
     def place(self, start: int, size_bytes: int) -> NDArray[np.uint8]:
-        """The bytes at `start`, read-only. Arrays are to be made with it as their buffer; slices of it aren't."""
+        """The bytes at `start`, read-only. Make arrays with it as their buffer, not by slicing it."""
         place = _Place((size_bytes,), _UINT8, self._map, start)
         place._start, place._gone = start, self._gone
         return place
 
     def forget(self) -> None:
-        """Tell nobody any more; who would be told may go."""
+        """Stop reporting, and drop the reference to `gone`."""
         self._gone = _ignore
 
 
 class _Place(np.ndarray[Any, np.dtype[np.uint8]]):
-    """Bytes in a window. Arrays made from its buffer have it as their base, and whatever is a view of those has them:
-    numpy shortens a chain of bases only where they are of one class."""
+    """Bytes in a window. Arrays made from its buffer have it as their base, and views of those have them as theirs:
+    numpy shortens a chain of bases only between arrays of one class."""
 
     __slots__ = ("_gone", "_start")
     _start: int
@@ -128,6 +128,6 @@ def _nameless_file() -> int:
 
 
 def _give_back(region: mmap.mmap, begin: int, end: int) -> None:
-    """Unlike MADV_DONTNEED, MADV_REMOVE frees the pages of what is shared. Linux alone has it."""
+    """Unlike MADV_DONTNEED, MADV_REMOVE frees shared pages. Only Linux has it."""
     if begin < end and hasattr(mmap, "MADV_REMOVE"):
         region.madvise(mmap.MADV_REMOVE, begin, end - begin)

@@ -1,4 +1,4 @@
-"""Tensors on their way: what goes into shared memory, what rides in the message, and the way back.
+"""Tensors in transit: what goes into shared memory, what goes into the message, and the way back.
 
 Lives here: `pack` and `unpack`. Must not: sockets, or what the tensors are for. What is packed can be marshalled.
 """
@@ -19,8 +19,8 @@ from backends.transport.memory import Memory, Window
 __all__ = ["Parcel", "Place", "is_inline", "pack", "pack_inline", "unpack"]
 
 _INLINE_BYTES = 8 * 1024
-"""Up to so many bytes a tensor rides in the message. A place has to be found, made an array, dropped and given back,
-3 us in all, while each KiB in the message costs 0.1 us; see bench/micro.py."""
+"""Tensors up to this size go into the message. A place has to be found, made an array, dropped and given back, 3 us in
+all, while each KiB in the message costs 0.1 us; see bench/micro.py."""
 
 _LENGTHS = np.dtype("<u4")
 
@@ -28,8 +28,8 @@ Place: TypeAlias = tuple[int, int]
 """Its start in shared memory, and its size in bytes."""
 
 Tensor: TypeAlias = tuple[str, tuple[int, ...], bytes | int | Place] | None
-"""Dtype, shape, and the bytes themselves, their distance from the parcel's start, or a place of their own; None for
-MISSING. Of object arrays the bytes are the length of each element as a uint32, and then the elements."""
+"""Dtype, shape, and one of: the bytes themselves, their offset from the parcel's start, or a place of their own. None
+for MISSING. The bytes of an object array are the length of each element as a uint32, followed by the elements."""
 
 Parcel: TypeAlias = tuple[int, int, tuple[Tensor, ...]]
 """Start and size of its place in shared memory, both 0 if it has none, and its tensors."""
@@ -39,10 +39,10 @@ _NOWHERE: Mapping[int, Place] = {}
 
 # hot path: 1 us for a small tensor, 3 us and the copy for others
 def pack(arrays: Sequence[Array], memory: Memory, there: Mapping[int, Place] = _NOWHERE) -> Parcel | None:
-    """A parcel of `arrays`, copied; its place is taken until the start of that is freed. None if there is no room.
-    Those whose `id` is in `there` are at that place of `memory`, and aren't copied.
+    """A parcel of copies of `arrays`. Its place is taken until its start is freed. None if there is no room. Arrays
+    whose `id` is in `there` are at that place of `memory` already, and aren't copied.
 
-    Raises TypeError or ValueError for elements of object arrays that aren't `bytes`, or have 4 GiB.
+    Raises TypeError or ValueError for elements of object arrays that aren't `bytes`, or have 4 GiB or more.
     """
     tensors: list[Tensor] = []
     large: list[tuple[int, Array]] = []
@@ -74,12 +74,12 @@ def pack(arrays: Sequence[Array], memory: Memory, there: Mapping[int, Place] = _
 
 
 def is_inline(arrays: Sequence[Array]) -> bool:
-    """Whether `pack` needs no room for them, as far as that can be told without looking at each element."""
+    """Whether `pack` needs no room for `arrays`, as far as that can be told without looking at each element."""
     return all(one is MISSING or (not one.dtype.hasobject and one.nbytes <= _INLINE_BYTES) for one in arrays)
 
 
 def pack_inline(arrays: Sequence[Array]) -> Parcel:
-    """A parcel that has all of `arrays` in itself, for when memory has no room. Raises as `pack`."""
+    """A parcel that contains all of `arrays`, for when memory has no room. Raises as `pack`."""
     tensors: list[Tensor] = []
     for array in arrays:
         if array is MISSING:
@@ -92,8 +92,8 @@ def pack_inline(arrays: Sequence[Array]) -> Parcel:
 
 # hot path: 0.5 us for a small tensor, 1.5 us for others
 def unpack(parcel: Parcel, window: Window) -> tuple[Array, ...]:
-    """The arrays, read-only: views of the message or of shared memory, whose place stays taken as long as there is one.
-    Object arrays are new."""
+    """The arrays, read-only: views of the message or of shared memory, whose place stays taken as long as any of them
+    exists. Object arrays are new."""
     start, size, tensors = parcel
     place = window.place(start, size) if size else None
     return tuple(MISSING if tensor is None else _unpacked(tensor, place, window) for tensor in tensors)
@@ -118,7 +118,7 @@ def _dtype(code: str) -> np.dtype[Any]:
 
 
 def _elements(array: Array) -> Array:
-    """The bytes that stand for an object array."""
+    """The bytes that represent an object array."""
     elements = array.ravel().tolist()
     lengths = list(map(len, elements))
     if lengths and max(lengths) >= 2**32:
