@@ -92,8 +92,8 @@ class Accelerator(Protocol):
         """Prepare the calling thread for this device."""
 
     def synchronize(self) -> None:
-        """Block until the device has finished all its work. Other Python threads run meanwhile. Nothing may be being
-        captured on it. May be called on any thread, whether it has called `enter` or not."""
+        """Block until the device has finished all its work. Other Python threads run meanwhile. No capture may be in
+        progress on it. May be called on any thread, whether it has called `enter` or not."""
 
     def host_memory(self, size_bytes: int) -> HostMemory: ...
 

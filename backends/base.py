@@ -337,8 +337,8 @@ class Roomy(Protocol):
 
     def room(self, index: int, shape: tuple[int, ...]) -> Array | None:
         """`Room`, for the batch that is executed next: an input passed as exactly this one array isn't copied. The
-        array may be written and passed only until that execution. What an earlier call gave for the same input is
-        overwritten. On the thread that executes; raises as `execute`."""
+        array may be written and passed only until that execution. What an earlier call gave for the same input is no
+        longer valid. On the thread that executes; raises as `execute`."""
 
     def forget_rooms(self) -> None:
         """The arrays that `room` gave won't be executed, or have been. On the thread that executes."""

@@ -36,9 +36,9 @@ def gather(
 ) -> None:
     """Queue the copies that join `column` along its first axis, followed by `padding` copies of the last row.
 
-    The target is device memory at `device`, or if that is None the page-locked host memory under `host`. Arrays of the
-    host are first written to their place in `host`. Without a `device` it blocks until everything is there. Raises
-    DeviceError, and ExecutionError for what doesn't fit or can't be copied.
+    The target is device memory at `device`, or if that is None `host`, which is an array over page-locked memory.
+    Arrays of the host are first written to their place in `host`. Without a `device` it blocks until everything is
+    there. Raises DeviceError, and ExecutionError for what doesn't fit or can't be copied.
     """
     begin, offset, row = host.ctypes.data, 0, 0
     for one in column:
@@ -123,8 +123,8 @@ def _check_fits(one: Array | DeviceTensor, host: Array) -> None:
 
 
 def _copy(copy: Callable[[int, int, int], None], target: int, source: int, size_bytes: int) -> None:
-    """Copy from or to a client's memory. If that fails, the client's memory may be the cause: as an ExecutionError it
-    lets the others of the batch run again without it."""
+    """Copy from or to a client's memory. If that fails, the memory may be to blame: an ExecutionError lets the batch's
+    other requests run again without it."""
     if not size_bytes:
         return
     try:

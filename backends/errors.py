@@ -4,7 +4,7 @@ BackendError
 ├── DeviceError        a device's driver refused or failed, whatever the model
 ├── LoadError          the model can't be opened as asked: bad file, missing device, unsupported option
 └── ExecutionError     one execution failed: the runtime raised, or the model's outputs don't fit its spec
-    ├── UpstreamRefused     another server, which executes, rejected this batch
+    ├── UpstreamRefused     another server, which executes, answered this batch with an error
     └── SessionError   it failed whatever the requests
         ├── OutOfMemory     too little memory, on the device or the host, for a batch this large
         ├── Unequipped      the runtime lacks a library, or kernels for the device: no execution will succeed

@@ -65,8 +65,8 @@ MessageT = TypeVar("MessageT", bound=Message)
 
 
 class RemoteServer:
-    """Connections to the server at `target`, with TLS if there are `credentials`; `options` are added to our own of
-    gRPC. An inference call takes at most `limit_s`; `own_headers` go with every call.
+    """Connections to the server at `target`, with TLS if there are `credentials`; `options` are gRPC's, in addition to
+    ours. An inference call takes at most `limit_s`; `own_headers` go with every call.
 
     `suspected` is set when a call finds the server gone, so that whoever watches it checks at once.
     """
@@ -106,8 +106,8 @@ class RemoteServer:
         return grpc.aio.secure_channel(self.target, self._credentials, options=self._options)
 
     def renew(self) -> None:
-        """Create new channels: a connection to a machine that is gone looks like one to a server that computes for as
-        long as the system keeps trying, a quarter of an hour. Calls in flight continue on the old channels."""
+        """Create new channels: for as long as the system keeps trying, a quarter of an hour, a connection to a machine
+        that is gone looks like one to a server that computes. Calls in flight continue on the old channels."""
         for channel in self._channels:
             task = asyncio.create_task(channel.close(self._limit_s))
             self._retired[task] = channel

@@ -271,9 +271,9 @@ def _elements(spec: ModelSpec, made_up: _MadeUp) -> int:
 
 
 def _pair(tensor: TensorSpec, made_up: _MadeUp, stackable: bool, random: np.random.Generator) -> tuple[Array, Array]:
-    """Two sets of rows. They differ in everything, even on average, and with `signed` even in the average's sign: the
-    mean of many numbers of one kind is always the same, so a model that takes it over all rows would go unnoticed.
-    Integers in text are digits, which are in every vocabulary."""
+    """Two sets of rows. Every element differs, unless it is an integer and `highest` is 0. So does the average, with
+    `signed` even in sign: the mean of many numbers of one kind is always the same, and a model that takes it over all
+    rows would go unnoticed. Integers in text are digits, which are in every vocabulary."""
     shape = tuple(made_up.free if dim < 0 else dim for dim in tensor.dims)
     if stackable:
         shape = (made_up.rows, *shape[1:])

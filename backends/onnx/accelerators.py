@@ -57,7 +57,7 @@ def _bit(value: str) -> str | None:
 
 def _unfused(value: str) -> str | None:
     """With fused biases, ONNX Runtime 1.31 clears a convolution's output with cudaMemset on the default stream and adds
-    to it on its own stream, which doesn't wait for that: it adds to whatever is there, or destroys what is in use. In
+    to it on its own stream, which doesn't wait for that: it adds to whatever is there, or what is in use is cleared. In
     graphs nothing is cleared at all."""
     return "0" if _bit(value) == "0" else None
 

@@ -50,8 +50,8 @@ Accelerators = Callable[[Device], Accelerator | None]
 
 _MOST_NAMES = 5
 _MOST_APART = 2**29
-"""Bytes of a model's file, with the weights in it. They are in memory twice while it is tried in a process apart: for a
-larger one there may be memory for one copy only."""
+"""Bytes of a model's file, with the weights in it. They are in memory twice while it is tried in a separate process:
+for a larger one there may be memory for one copy only."""
 
 _log = logging.getLogger("paceline.backends.onnx")
 
@@ -60,7 +60,7 @@ class OnnxBackend:
     """`Backend` for `.onnx` files.
 
     `count_gpus` returns how many GPUs there are or raises LoadError, `available_providers` returns what onnxruntime has
-    built in, `shared_threads` says whether `share_threads` was called, `accelerators` returns what stages a device's
+    built in, `shared_threads` tells whether `share_threads` was called, `accelerators` returns what stages a device's
     batches.
     """
 
@@ -179,8 +179,8 @@ class OnnxModel:
             yield self._run_untrusted(spec, stack)
 
     def _run_untrusted(self, spec: ModelSpec, stack: ExitStack) -> Runs:
-        """What runs the model with inputs that it may not survive, until `stack` is closed: a process apart, unless the
-        model is on a GPU or large, or no process can be had."""
+        """What runs the model with inputs that it may not survive, until `stack` is closed: a separate process, unless
+        the model is on a GPU or large, or no process can be had."""
         ((device, session), *_), options, path = self._sessions.items(), self._opener.options, self._opener.path
         if device.kind is DeviceKind.CPU and session.streams is None and path.stat().st_size <= _MOST_APART:
             try:

@@ -1,9 +1,9 @@
 """What an exception of ONNX Runtime means; only its text tells.
 
 Lives here: the texts. Must not: onnxruntime. They are those of onnxruntime 1.31 and earlier
-(onnxruntime/core/framework/bfc_arena.cc, core/providers/cuda/cuda_call.cc). CUDA's errors come as `CUDA failure NUMBER:
-TEXT ; GPU=…`, with cudaError_t's numbers; CUBLAS's and CUDNN's likewise with their own. Some failed kernel launches
-come as `CUDA error cudaErrorNAME:TEXT`.
+(onnxruntime/core/framework/bfc_arena.cc, core/providers/cuda/cuda_call.cc). CUDA's errors come as
+`CUDA failure NUMBER: TEXT ; GPU=…`, with cudaError_t's numbers; CUBLAS's and CUDNN's likewise with their own. Some
+failed kernel launches come as `CUDA error cudaErrorNAME:TEXT`.
 """
 
 from __future__ import annotations

@@ -79,7 +79,7 @@ def check_taken(session: Any, provider: str) -> None:
             missing_library(provider)
             or f"onnxruntime couldn't use {provider}, although its libraries are there; do device and driver suit it?"
         )
-    if not hasattr(session, "get_provider_graph_assignment_info"):  # as of onnxruntime-openvino, which is older
+    if not hasattr(session, "get_provider_graph_assignment_info"):  # as in onnxruntime-openvino, which is older
         return
     counts: dict[str, int] = {}
     for part in session.get_provider_graph_assignment_info():

@@ -258,7 +258,7 @@ def _why_no_cuda(load: Callable[[str], object] = ctypes.CDLL) -> str:
 
 def share_threads(intra_op: int, inter_op: int) -> None:
     """`registry.share_threads`."""
-    if not hasattr(ort, "set_global_thread_pool_sizes"):  # as of onnxruntime-openvino, which is older
+    if not hasattr(ort, "set_global_thread_pool_sizes"):  # as in onnxruntime-openvino, which is older
         raise LoadError(f"this onnxruntime {ort.__version__} can't share threads between models: it is too old")
     try:
         ort.set_global_thread_pool_sizes(intra_op, inter_op)

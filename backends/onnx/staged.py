@@ -43,7 +43,7 @@ _SLOTS = 2
 _RESERVED = _SLOTS + 2
 """Memory blocks per output before the first request: one per slot, and some for answers that are being sent."""
 _MOST_BINDINGS = 64
-"""Bound shapes per slot, not counting those with captured graphs."""
+"""Bindings per slot, one per shape. At this many, those without a captured graph are dropped."""
 
 
 class StagedInstance:

@@ -1,8 +1,8 @@
 """A session of ONNX Runtime in another process, for inputs that nobody has vouched for.
 
 Lives here: which process runs it, and the reuse of processes. Must not: know what follows from it. Inputs that a model
-wasn't made for may cause more than an exception: a division by zero in native code ends the process, which would take
-the server with all of its models and callers.
+wasn't made for may cause more than an exception: a division by zero in native code ends the process; the server would
+go with all of its models and callers.
 """
 
 from __future__ import annotations

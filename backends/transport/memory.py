@@ -70,7 +70,7 @@ class Memory:
         high = start + self._arena.size_of(start) > _KEPT_BYTES
         begin, end = self._arena.free(start)
         if high:
-            # Whole free pages, including those of which neighbours that were freed before had a part.
+            # Whole free pages, including those that neighbours freed earlier had a part of.
             begin = max(_KEPT_BYTES, -(-begin // mmap.PAGESIZE) * mmap.PAGESIZE)
             end = end // mmap.PAGESIZE * mmap.PAGESIZE
             _give_back(self._map, begin, end)
