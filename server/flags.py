@@ -136,7 +136,7 @@ _FLAGS: tuple[Decorator, ...] = (
     _bound(
         "grpc-http2-max-ping-strikes",
         _CONNECTIONS.max_ping_strikes,
-        "Excess pings before a connection is closed; 0: any number.",
+        "Pings that may come too early; the next one closes the connection. 0: any number.",
         low=0,
     ),
     _bound("grpc-max-connection-idle", 0, "ms without a call until a connection is closed; 0: never.", low=0),
