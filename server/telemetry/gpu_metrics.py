@@ -24,12 +24,27 @@ _log = logging.getLogger("paceline.server.metrics")
 
 _FRESH_S = 1.0
 _FAMILIES: Sequence[tuple[str, str, str, Callable[[GpuReading], float | None]]] = (
-    ("nv_gpu_utilization", "gauge", "Share of the time that the GPU computed, 0 to 1", lambda gpu: gpu.utilization),
-    ("nv_gpu_memory_total_bytes", "gauge", "The GPU's memory", lambda gpu: gpu.memory_total_bytes),
-    ("nv_gpu_memory_used_bytes", "gauge", "The GPU's memory in use", lambda gpu: gpu.memory_used_bytes),
-    ("nv_gpu_power_usage", "gauge", "Power that the GPU takes, in watts", lambda gpu: gpu.power_w),
-    ("nv_gpu_power_limit", "gauge", "Power that the GPU may take, in watts", lambda gpu: gpu.power_limit_w),
-    ("nv_energy_consumption", "counter", "Energy since the server started, in joules", lambda gpu: gpu.energy_j),
+    (
+        "nv_gpu_utilization",
+        "gauge",
+        "Share of recent time in which the GPU computed, 0 to 1",
+        lambda gpu: gpu.utilization,
+    ),
+    ("nv_gpu_memory_total_bytes", "gauge", "Memory of the GPU, in bytes", lambda gpu: gpu.memory_total_bytes),
+    (
+        "nv_gpu_memory_used_bytes",
+        "gauge",
+        "Memory of the GPU that any process uses, in bytes",
+        lambda gpu: gpu.memory_used_bytes,
+    ),
+    ("nv_gpu_power_usage", "gauge", "Power that the GPU draws, in watts", lambda gpu: gpu.power_w),
+    ("nv_gpu_power_limit", "gauge", "Power that the GPU may draw, in watts", lambda gpu: gpu.power_limit_w),
+    (
+        "nv_energy_consumption",
+        "counter",
+        "Energy that the GPU has used since the server started, in joules",
+        lambda gpu: gpu.energy_j,
+    ),
 )
 
 

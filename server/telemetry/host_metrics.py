@@ -35,12 +35,16 @@ class HostCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         if (utilization := self._measure()) is not None:
             yield GaugeMetricFamily(
-                "nv_cpu_utilization", "Share of the machine's processor time in use, 0 to 1", utilization
+                "nv_cpu_utilization",
+                "Share of the machine's processor time in use between two scrapes, 0 to 1",
+                utilization,
             )
         if (memory := self._memory()) is not None:
             total, available = memory
-            yield GaugeMetricFamily("nv_cpu_memory_total_bytes", "The machine's memory", total)
-            yield GaugeMetricFamily("nv_cpu_memory_used_bytes", "The machine's memory in use", total - available)
+            yield GaugeMetricFamily("nv_cpu_memory_total_bytes", "Memory of the machine, in bytes", total)
+            yield GaugeMetricFamily(
+                "nv_cpu_memory_used_bytes", "Memory of the machine in use, in bytes", total - available
+            )
 
     def _measure(self) -> float | None:
         with self._lock:

@@ -190,15 +190,21 @@ class FrontsCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         shown = self._fronts
-        yield GaugeMetricFamily("paceline_frontends", "Processes that speak gRPC and listen", shown.running)
-        restarts = Metric("paceline_frontend_restarts", "Frontends that died and were replaced", "counter")
+        yield GaugeMetricFamily("paceline_frontends", "Frontends: processes that handle gRPC and listen", shown.running)
+        restarts = Metric(
+            "paceline_frontend_restarts", "Frontends that died, or hung and were killed, and were replaced", "counter"
+        )
         restarts.add_sample("paceline_frontend_restarts", {}, shown.restarts)
         yield restarts
         yield GaugeMetricFamily(
-            "paceline_frontend_requests", "Calls that frontends have handed over and wait for", shown.requests
+            "paceline_frontend_requests",
+            "Calls that frontends have handed over to the process with the models and wait for",
+            shown.requests,
         )
         held = GaugeMetricFamily(
-            "paceline_frontend_memory_bytes", "Shared memory that holds tensors on their way", labels=["direction"]
+            "paceline_frontend_memory_bytes",
+            "Shared memory, in bytes, that holds tensors in transit, by direction",
+            labels=["direction"],
         )
         held.add_metric(["in"], shown.input_bytes)
         held.add_metric(["out"], shown.output_bytes)
@@ -226,9 +232,9 @@ class _ServerCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         ready, failed_models = self._health()
-        yield GaugeMetricFamily("paceline_ready", "Whether the server takes requests and is ready, 0 or 1", ready)
-        yield GaugeMetricFamily("paceline_failed_models", "Models that should serve and failed to load", failed_models)
-        lost = Metric("paceline_lost_log_lines", "Lines of the log that stderr didn't take", "counter")
+        yield GaugeMetricFamily("paceline_ready", "1 while the server is ready, else 0", ready)
+        yield GaugeMetricFamily("paceline_failed_models", "Models that should serve but failed to load", failed_models)
+        lost = Metric("paceline_lost_log_lines", "Log lines that stderr didn't take and that are lost", "counter")
         lost.add_sample("paceline_lost_log_lines", {}, lost_lines())
         yield lost
 
@@ -296,59 +302,94 @@ def _buckets(bounds: Sequence[float], counts: Sequence[int], total: float, **lab
 
 
 _FAMILIES = (
-    _counter("nv_inference_request_success", "Requests answered", lambda s: s.requests.count),
-    _Family("nv_inference_request_failure", "counter", "Requests failed, by reason", _failures),
-    _counter("nv_inference_count", "Rows executed", lambda s: s.rows),
-    _counter("nv_inference_exec_count", "Batches executed", lambda s: s.execution_count),
+    _counter("nv_inference_request_success", "Requests answered successfully", lambda s: s.requests.count),
+    _Family("nv_inference_request_failure", "counter", "Failed requests, by reason", _failures),
+    _counter("nv_inference_count", "Rows executed, without padding", lambda s: s.rows),
+    _counter("nv_inference_exec_count", "Executions: batches that the model answered", lambda s: s.execution_count),
     _counter(
         "nv_inference_request_duration_us",
-        "Time from taking requests up to having their answers",
+        "Microseconds from when successful requests were taken up until their answers were ready",
         lambda s: s.requests.total_ns // 1_000,
     ),
-    _counter("nv_inference_queue_duration_us", "Time in the queue", lambda s: s.queue.total_ns // 1_000),
     _counter(
-        "nv_inference_compute_input_duration_us", "Time stacking inputs, per request", lambda s: s.input_ns // 1_000
+        "nv_inference_queue_duration_us",
+        "Microseconds in the queue, of requests that were executed and answered",
+        lambda s: s.queue.total_ns // 1_000,
     ),
-    _counter("nv_inference_compute_infer_duration_us", "Time in the model, per request", lambda s: s.infer_ns // 1_000),
     _counter(
-        "nv_inference_compute_output_duration_us", "Time splitting outputs, per request", lambda s: s.output_ns // 1_000
+        "nv_inference_compute_input_duration_us",
+        "Microseconds of stacking inputs, the whole batch's for each of its requests",
+        lambda s: s.input_ns // 1_000,
+    ),
+    _counter(
+        "nv_inference_compute_infer_duration_us",
+        "Microseconds in the model, the whole batch's for each of its requests",
+        lambda s: s.infer_ns // 1_000,
+    ),
+    _counter(
+        "nv_inference_compute_output_duration_us",
+        "Microseconds of splitting outputs, the whole batch's for each of its requests",
+        lambda s: s.output_ns // 1_000,
     ),
     _gauge(
         "nv_inference_pending_request_count",
-        "Requests waiting to execute",
+        "Requests accepted and not yet executing",
         lambda version: version.waiting.waiting_requests,
     ),
-    _gauge("nv_model_load_duration_secs", "Time that loading took", lambda version: version.load_ns / 1e9),
-    _Family("paceline_dropped_requests", "counter", "Requests that were not executed, by reason", _drops),
-    _Family("paceline_pending_requests", "gauge", "Requests waiting to execute, by priority level", _by_level),
-    _counter("paceline_hung_executions", "Executions given up, each with its instance", lambda s: s.hung_executions),
-    _counter(
-        "paceline_lost_instances", "Instances that ended: device lost, or process ended", lambda s: s.lost_instances
+    _gauge(
+        "nv_model_load_duration_secs",
+        "Seconds that loading took, including warm-up",
+        lambda version: version.load_ns / 1e9,
     ),
-    _counter("paceline_out_of_memory", "Executions for which memory didn't suffice", lambda s: s.shortages),
+    _Family(
+        "paceline_dropped_requests",
+        "counter",
+        "Requests that were not executed, by reason; of a split request, its parts",
+        _drops,
+    ),
+    _Family(
+        "paceline_pending_requests", "gauge", "Requests accepted and not yet executing, by priority level", _by_level
+    ),
+    _counter(
+        "paceline_hung_executions",
+        "Executions that exceeded their time limit, each of which cost an instance",
+        lambda s: s.hung_executions,
+    ),
+    _counter(
+        "paceline_lost_instances",
+        "Instances that were lost: their device failed, or their process ended",
+        lambda s: s.lost_instances,
+    ),
+    _counter("paceline_out_of_memory", "Executions that ran out of memory", lambda s: s.shortages),
     _gauge(
         "paceline_allowed_batch_rows",
-        "Rows that a batch may have, fewer than configured for a while after memory ran out",
+        "Rows that a batch may have; fewer than configured for a while after memory ran out",
         lambda version: version.waiting.allowed_rows,
     ),
     _gauge(
         "paceline_resting_instances",
-        "Instances that get nothing for a while, as they had no memory for what others execute",
+        "Instances that get no requests for a while, because they had no memory for what others execute",
         lambda version: version.waiting.resting_instances,
     ),
-    _gauge("paceline_lanes", "Shape keys with requests waiting", lambda version: version.waiting.lanes),
-    _counter("paceline_padding_rows", "Rows executed to fill batches up to an allowed size", lambda s: s.padding_rows),
-    _gauge("paceline_padding_share", "Share of padding among all rows that the model saw", _padding_share),
-    _histogram("paceline_batch_rows", "Rows per executed batch", _batch_rows),
+    _gauge("paceline_lanes", "Shapes with waiting requests", lambda version: version.waiting.lanes),
+    _counter(
+        "paceline_padding_rows", "Padding rows executed, to bring batches to an allowed size", lambda s: s.padding_rows
+    ),
+    _gauge("paceline_padding_share", "Share of padding in all rows that the model saw, 0 to 1", _padding_share),
+    _histogram("paceline_batch_rows", "Rows of each execution, without padding", _batch_rows),
     _histogram(
         "paceline_request_duration_us",
-        "Time from taking a request up to having its answer, in microseconds",
+        "Microseconds from when a successful request was taken up until its answer was ready",
         lambda s: _durations(s.requests),
     ),
-    _histogram("paceline_queue_wait_us", "Time a request waited, in microseconds", lambda s: _durations(s.queue)),
+    _histogram(
+        "paceline_queue_wait_us",
+        "Microseconds in the queue, of each request that was executed and answered",
+        lambda s: _durations(s.queue),
+    ),
     _histogram(
         "paceline_execution_us",
-        "Time a batch executed, in microseconds, by the power of two that covers the rows that the model saw",
+        "Microseconds of each execution, by the power of two that covers the rows that the model saw",
         _executions,
     ),
 )

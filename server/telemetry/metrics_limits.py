@@ -32,9 +32,13 @@ class LimitCollector(Collector):
         self._refused = refused
 
     def collect(self) -> Iterator[Metric]:
-        bounds = GaugeMetricFamily("paceline_limit", "How much the server bears, by limit", labels=["limit"])
-        used = GaugeMetricFamily("paceline_limit_used", "How much of a limit is taken", labels=["limit"])
-        refusals = Metric("paceline_limit_refusals", "What was refused as a limit was reached", "counter")
+        bounds = GaugeMetricFamily("paceline_limit", "The server's limits", labels=["limit"])
+        used = GaugeMetricFamily("paceline_limit_used", "How much of each limit is used", labels=["limit"])
+        refusals = Metric(
+            "paceline_limit_refusals",
+            "Registrations of shared memory and loads of models that were refused at a limit",
+            "counter",
+        )
         for limit in self._limits:
             bounds.add_metric([limit.name], limit.bound)
             if limit.used is not None:
@@ -44,7 +48,9 @@ class LimitCollector(Collector):
         yield bounds
         yield used
         yield refusals
-        refused = Metric("paceline_refused_rpcs", "Calls refused before anything was done for them", "counter")
+        refused = Metric(
+            "paceline_refused_rpcs", "Calls refused before anything was done for them, by reason", "counter"
+        )
         for reason, count in self._refused().items():
             refused.add_sample("paceline_refused_rpcs", {"reason": reason}, count)
         yield refused
