@@ -1,4 +1,4 @@
-"""The command `health`: whether a server accepts requests, as an exit code. `paceline` mounts it.
+"""The command `health`: whether a server is ready, as an exit code. `paceline` mounts it.
 
 For places where only a command can ask, such as a container's HEALTHCHECK, and for Kubernetes if the server speaks TLS,
 which its own gRPC probes don't. The server's address, TLS and the token can also come from the environment, as a
@@ -29,7 +29,7 @@ _SERVING = "SERVING"
     metavar="HOST:PORT",
     help="Server address.",
 )
-@click.option("--service", default="", help="'liveness', or by default whether the server accepts requests.")
+@click.option("--service", default="", help="'liveness'; by default the server: whether it is ready.")
 @click.option(
     "--timeout",
     "timeout_s",

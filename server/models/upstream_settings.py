@@ -63,13 +63,20 @@ def _several(name: str, what: str, default: tuple[str, ...] = (), **more: Any) -
 _DEFAULTS = UpstreamSettings("")
 _FLAGS = (
     flag("upstream", None, "Batch requests for this server instead of serving models.", metavar="HOST:PORT", type=TEXT),
-    _several("upstream-model", "A model to serve from there; by default all that it lists as ready.", type=TEXT),
+    _several("upstream-model", "A model of the upstream to serve; by default all that it lists as ready.", type=TEXT),
     _several("upstream-unbatched", "A model whose requests are passed on one by one.", type=TEXT),
     flag("upstream-batches", _DEFAULTS.batches, "Batches of a model in flight.", type=click.IntRange(1, 1024)),
     flag("upstream-calls", _DEFAULTS.calls, "Requests in flight without batching.", type=click.IntRange(1, 1024)),
     flag("upstream-connections", _DEFAULTS.connections, "Connections to the upstream.", type=click.IntRange(1, 64)),
-    flag("upstream-timeout-secs", _DEFAULTS.timeout_secs, "Longest time of a call to it.", type=POSITIVE_AMOUNT),
-    flag("upstream-health-secs", _DEFAULTS.health_secs, "How often to poll its models.", type=POSITIVE_AMOUNT),
+    flag(
+        "upstream-timeout-secs", _DEFAULTS.timeout_secs, "Longest time of a call to the upstream.", type=POSITIVE_AMOUNT
+    ),
+    flag(
+        "upstream-health-secs",
+        _DEFAULTS.health_secs,
+        "How often to poll the upstream for its models.",
+        type=POSITIVE_AMOUNT,
+    ),
     _several(
         "upstream-header",
         "A header to pass on; requests that differ in it share no batch. Only '': none. By default authorization, "
@@ -80,12 +87,18 @@ _FLAGS = (
         "A header to pass on if all requests of a batch have the same. Only '': none.",
         _DEFAULTS.tracing_headers,
     ),
-    flag("upstream-use-ssl", False, "Whether to speak TLS to it.", type=bool),
-    path_flag("upstream-root-cert", "CAs that sign its certificate, PEM; by default gRPC's."),
-    path_flag("upstream-client-cert", "Certificate to present to it, PEM."),
+    flag("upstream-use-ssl", False, "Whether to speak TLS to the upstream.", type=bool),
+    path_flag("upstream-root-cert", "CAs that sign the upstream's certificate, PEM; by default gRPC's."),
+    path_flag("upstream-client-cert", "Certificate to present to the upstream, PEM."),
     path_flag("upstream-client-key", "Key of that certificate, PEM, without a password."),
-    flag("upstream-server-name", None, "Name in its certificate; by default the host.", metavar="NAME", type=TEXT),
-    path_flag("upstream-token-file", "File with only the token to send to it."),
+    flag(
+        "upstream-server-name",
+        None,
+        "Name in the upstream's certificate; by default the host.",
+        metavar="NAME",
+        type=TEXT,
+    ),
+    path_flag("upstream-token-file", "File with only the token to send to the upstream."),
 )
 
 
