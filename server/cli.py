@@ -114,10 +114,10 @@ _MOST_ROWS = 2**31 - 1
     type=click.IntRange(1, 1_048_576),
 )
 @flag("frontend-timeout-secs", 30, "Silence after which a frontend is replaced; 0: never.", type=click.IntRange(0))
-@flag("allow-metrics", True, "Whether to serve metrics.", type=bool)
+@flag("allow-metrics", True, "Whether to open the metrics port, which has the HTTP probes too.", type=bool)
 @flag("allow-gpu-metrics", True, "Whether metrics include the GPUs that models may use.", type=bool)
 @flag("metrics-address", None, "Address to listen on for metrics; by default the one for gRPC.", type=ADDRESS)
-@flag("metrics-port", 8002, "Port for GET /metrics; 0 takes a free one.", type=click.IntRange(0, 65535))
+@flag("metrics-port", 8002, "Port for GET /metrics, /livez and /readyz; 0 takes a free one.", type=click.IntRange(0, 65535))
 @flag("allow-client-shm", False, "Whether clients may register shared memory.", type=bool)
 @flag("max-client-shm-regions", 256, "Shared memory regions registered at the same time.", type=click.IntRange(1))
 @flag("drain-grace-secs", 0.0, "How long to accept requests while stopping, after reporting not ready.", type=AMOUNT)
