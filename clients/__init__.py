@@ -1,4 +1,4 @@
-"""Client library and command line. Imports protos alone.
+"""Client library and command line. Of this project, it imports `protos` alone.
 
     from clients import InferenceClient
 
@@ -6,8 +6,8 @@
         result = client.infer("scorer", {"x": np.zeros((1, 4), np.float32)})
         print(result["y"])
 
-`AsyncInferenceClient` is the same with `async with` and `await`. `tls=True` or `tls=Tls(ca="ca.crt")` speaks TLS, and
-`token=` says who calls.
+`AsyncInferenceClient` is the same with `async with` and `await`. `tls=True` or `tls=Tls(ca="ca.crt")` makes the
+connection TLS, and `token=` identifies the caller.
 """
 
 from clients.aio import InferenceClient as AsyncInferenceClient

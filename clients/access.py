@@ -1,7 +1,7 @@
-"""What commands share: the options that say how a server is spoken to and who calls, and errors in one line.
+"""What commands share: the options for TLS and tokens, and errors in one line.
 
 Lives here: these options, their environment variables, exit codes. Must not: call anything. The rule: no option takes a
-token itself, as everybody on a machine can read the arguments of its processes. Exit code 1 when the server or the
+token itself, because all users of a machine can read the arguments of its processes. Exit code 1 when the server or the
 connection fails, 2 when what the user gave can't be used.
 """
 
@@ -30,7 +30,7 @@ _TOKEN_VARIABLE = "PACELINE_CLIENT_TOKEN"
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """How to speak to a server: in plain text without `tls`, for anybody without `token`."""
+    """How to connect to a server: without `tls` in plain text, without `token` anonymously."""
 
     tls: Tls | None = None
     token: str | None = field(default=None, repr=False)
@@ -43,7 +43,7 @@ class Unusable(click.ClickException):
 
 
 class Seconds(click.FloatRange):
-    """A range of times. NaN is within every other."""
+    """A range of seconds that refuses NaN, which any other `FloatRange` accepts."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
         number: float = super().convert(value, param, ctx)
@@ -60,13 +60,13 @@ def one_line_errors(access: Access) -> Iterator[None]:
     except ClientError as error:
         raise click.ClickException(_one_line(f"{error}{_hint(str(error), access)}")) from error
     except BrokenPipeError:
-        raise  # whoever reads has enough; click ends without a word
+        raise  # the reader has read enough; click ends without a message
     except (ValueError, OSError, MemoryError) as error:
         raise Unusable(_one_line(str(error) or "out of memory")) from error
 
 
 def access_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Give `command` the options; it gets `access`, and raises Unusable for what they can't mean."""
+    """Give `command` the options; it gets `access`. Raises Unusable for values that can't be used."""
 
     @wraps(command)
     def run(**given: Any) -> None:
@@ -131,14 +131,14 @@ def _token(file: Path | None, environment: Mapping[str, str]) -> str | None:
 
 
 def _hint(said: str, access: Access) -> str:
-    """What is likely to be meant where gRPC says little."""
+    """The likely cause, where gRPC's text says little."""
     if access.tls is not None and "WRONG_VERSION_NUMBER" in said:
         return " (the server speaks no TLS)"
     if "failed to connect" not in said or "Socket closed" not in said:
         return ""
     if access.tls is None:
         return " (does the server speak TLS? --tls, --tls-ca)"
-    # With TLS 1.3 a client has shaken hands before the server looks at its certificate.
+    # With TLS 1.3, the client has finished its handshake before the server looks at its certificate.
     return " (does the server want another certificate from its clients? --tls-cert, --tls-key)"
 
 

@@ -30,28 +30,30 @@ __all__ = ["InferenceClient"]
 T = TypeVar("T")
 
 _MOST_STREAMED_BYTES: Final = 1024 * 1024
-"""A larger message would hold up those behind it on its stream, and end it where it is beyond the server's limit."""
+"""A larger request would hold up the messages behind it on its stream, and end the stream if it exceeds the server's
+limit."""
 
 
 class InferenceClient(BaseClient):
     """Calls a server of the Open Inference Protocol (KServe v2) over gRPC, without blocking the event loop.
 
-    Methods, arguments and errors are those of `clients.sync.InferenceClient`, awaited. The client belongs to the loop
-    in which it is first used, and raises RuntimeError in another. Cancelling the task that awaits a method cancels the
-    call on the server too.
+    Methods, arguments and errors are those of `clients.sync.InferenceClient`, awaited. The client belongs to the event
+    loop in which it is first used, and raises RuntimeError in another. Cancelling the task that awaits a method cancels
+    the call on the server too.
 
-    With `transport="stream"`, `infer` shares up to 16 ModelStreamInfer streams instead of making calls of its own,
-    which is less work for both ends where many small requests are under way. Requests of more than a MiB of tensors,
-    and those for which the server has no room for a stream, are calls all the same; where a connection may have fewer
-    than 17 calls, streams and calls wait for each other. What differs: a stream that breaks fails all who wait on it,
-    as does a message beyond the server's limit; `metadata` is for the client as a whole, and of an error only status
-    and message travel, from servers other than paceline the message alone (and the status is UNKNOWN). The server sees
-    a `request_id` with a number before it, `7:mine`, in its logs and traces; the result has one's own.
+    With `transport="stream"`, `infer` shares up to 16 ModelStreamInfer streams instead of making a call for each
+    request, which is less work for both ends when many small requests are in flight. Requests with more than 1 MiB of
+    tensors, and those for which the server has no room for a stream, are still calls; where a connection may have fewer
+    than 17 calls, streams and calls wait for each other. Other differences: a stream that breaks fails all requests
+    that wait on it, as does a message beyond the server's limit; `metadata` can only be given to the client as a whole;
+    errors carry only status and message, and from servers other than paceline only the message (the status is UNKNOWN).
+    The server sees a `request_id` with a number in front, `7:mine`, in its logs and traces; the result has the original
+    one.
 
-    With `coalesce=N`, concurrent inferences that differ in their rows alone become requests of up to N rows, and each
-    caller gets its rows of the answer: for models that work row by row, whose batches may have N rows. Timeouts,
-    cancellation and errors stay each caller's own; `request_id` reaches the server only of requests that go alone, as
-    those with `metadata` of their own do.
+    With `coalesce=N`, concurrent inferences that differ only in their rows are merged into requests of up to N rows,
+    and each caller gets its rows of the answer. This is for models that work row by row and whose batches may have N
+    rows. Each caller keeps its own timeout, cancellation and errors. `request_id` reaches the server only from requests
+    that go alone, which those with `metadata` of their own do.
     """
 
     _transport: ClassVar[ModuleType] = grpc.aio
@@ -84,7 +86,7 @@ class InferenceClient(BaseClient):
             _check_rows(coalesce)
         self._streams = Streams(self._open_stream) if transport == "stream" else None
         self._coalescer = Coalescer(self._infer, coalesce) if coalesce is not None else None
-        # Where the channel was made, and streams and shared requests have their tasks.
+        # The loop in which the channel was created, and in which streams and merged requests have their tasks.
         self._loop: asyncio.AbstractEventLoop | None = None
 
     async def __aenter__(self) -> Self:
@@ -109,10 +111,10 @@ class InferenceClient(BaseClient):
         metadata: Metadata = (),
         datatypes: Mapping[str, str] | None = None,
     ) -> InferResult:
-        """Runs the model and returns its outputs; arguments and refusals as in the blocking client.
+        """Runs the model and returns its outputs; arguments and errors as in the blocking client.
 
-        Tensors are copied in the event loop, on their way out and in. ValueError for `metadata` over streams,
-        and for the parameter `paceline_cancel`.
+        Tensors are copied in the event loop, both when sent and when received. Over streams, raises ValueError for
+        `metadata`, and for the parameter `paceline_cancel` if it is true.
         """
         request = infer_request(
             model,
@@ -144,7 +146,7 @@ class InferenceClient(BaseClient):
     async def model_ready(
         self, model: str, version: str = "", *, timeout_s: Timeout = ..., metadata: Metadata = ()
     ) -> bool:
-        """Whether the model can take requests. Servers differ for unknown models: False, or NotFound."""
+        """Whether the model can take requests. For unknown models, some servers answer False, others raise NotFound."""
         return await self._call(calls.model_ready(model, version), timeout_s, metadata)
 
     async def server_metadata(self, *, timeout_s: Timeout = ..., metadata: Metadata = ()) -> ServerMetadata:
@@ -158,11 +160,11 @@ class InferenceClient(BaseClient):
         return await self._call(calls.model_metadata(model, version), timeout_s, metadata)
 
     async def health(self, service: str = "", *, timeout_s: Timeout = ..., metadata: Metadata = ()) -> str:
-        """The status name of grpc.health.v1, such as SERVING. NotFound for a service the server doesn't know."""
+        """The name of a grpc.health.v1 status, such as SERVING. Raises NotFound for an unknown service."""
         return await self._call(calls.health(service), timeout_s, metadata)
 
     async def wait_ready(self, timeout_s: float) -> None:
-        """Returns once the server is reachable and says it is ready; DeadlineExceeded after `timeout_s` seconds."""
+        """Returns once the server is reachable and ready. Raises DeadlineExceeded after `timeout_s` seconds."""
         now_s = asyncio.get_running_loop().time
         wait = ReadyWait(self._target, timeout_s, now_s())
         while not await self._ready_within(wait.left_s(now_s())):
@@ -193,8 +195,8 @@ class InferenceClient(BaseClient):
             return await self._call(call, none.left_s, metadata)
 
     def _open(self) -> Mapping[Method, Callable[..., Any]]:
-        """As in every client. Raises RuntimeError in another loop than the channel's: gRPC would fail in words of its
-        own, or not at all and nobody be woken."""
+        """As in `BaseClient`. Raises RuntimeError in an event loop other than the channel's: there gRPC would fail with
+        an error of its own, or not fail and never wake the caller."""
         opened = super()._open()
         self._check_loop()
         return opened

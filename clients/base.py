@@ -1,6 +1,6 @@
 """What the blocking and the asyncio client share besides the calls: settings, opening, and the arithmetic of waiting.
 
-Lives here: the constructor, channel options, the one channel and its end, per-call arguments, the pauses of
+Lives here: the constructor, channel options, the one channel and its closing, per-call arguments, the pauses of
 wait_ready. Must not live here: anything that waits, or reads a clock; callers pass `now_s`.
 """
 
@@ -25,8 +25,8 @@ from clients.tokens import authorization
 __all__ = ["DEFAULT_TIMEOUT_S", "BaseClient", "Metadata", "ReadyWait", "Timeout"]
 
 Timeout = float | None | EllipsisType
-"""Seconds; None and infinity are no bound, 0 and less a time that has passed: DeadlineExceeded, whatever the server
-does. `...`, the default, takes the client's own."""
+"""Seconds. None and infinity mean no timeout. 0 or less has already passed: the call raises DeadlineExceeded, whatever
+the server does. `...`, the default, means the client's own timeout."""
 
 DEFAULT_TIMEOUT_S: Final = 60.0
 
@@ -39,7 +39,8 @@ _CHANNEL_OPTIONS: Final[Mapping[str, Any]] = {
     "grpc.max_reconnect_backoff_ms": 1000,
 }
 
-# 31 years, and no bound beyond. gRPC's times are nanoseconds since 1970 in 64 bits; what is later counts as the past.
+# About 31 years; a longer timeout counts as none. gRPC's times are 64-bit nanoseconds since 1970, and what is later
+# counts as the past.
 _LONGEST_S: Final = 1e9
 _LARGEST_PORT: Final = 65_535
 
@@ -48,22 +49,23 @@ _LONGEST_PAUSE_S: Final = 1.0
 
 
 class BaseClient:
-    """What both clients are told when made, and their one channel.
+    """The settings and the one channel of both clients.
 
-    `target` is a gRPC name such as `127.0.0.1:8001`, `dns:///host:8001` or `unix:/path`. `timeout_s` bounds each call
-    that names no timeout of its own, in seconds; None and infinity are no bound, and 0 is one that nothing keeps: each
-    call raises DeadlineExceeded. `tls` makes the connection TLS: True, believing the authorities that gRPC brings
-    along, or `Tls` with files of one's own. `token` goes with every call, in the header `authorization`; without TLS
-    whoever is on the way reads it. `credentials` are gRPC's own, for what `tls` can't say; one of the two. `options`
-    are gRPC channel options and override ours: message sizes are unlimited, and reconnecting is tried at least once a
-    second. `metadata` goes with every call, before the call's own.
+    `target` is a gRPC name such as `127.0.0.1:8001`, `dns:///host:8001` or `unix:/path`. `timeout_s` is the timeout, in
+    seconds, of each call that is given none of its own. None and infinity mean no timeout; with 0 or less, each call
+    raises DeadlineExceeded. `tls` makes the connection TLS: True trusts the certificate authorities that come with
+    gRPC, `Tls` names files of your own. `token` is sent with every call, in the header `authorization`; without TLS,
+    anybody on the network path can read it. `credentials` are gRPC's own, for what `tls` can't express; only one of the
+    two may be given. `options` are gRPC channel options. They override the client's, by which message sizes are
+    unlimited and reconnecting is tried at least once a second. `metadata` is sent with every call, before the call's
+    own.
 
-    Raises ValueError or TypeError for a target that is none, and for a timeout, a token, metadata or anything else that
-    can't be used, as each call does for its own.
+    Raises ValueError or TypeError for a target, timeout, token, metadata or anything else that can't be used; each call
+    does so for its own arguments.
 
-    Making a client opens nothing; the first call does, or entering it as a context manager, and raises ValueError for
-    files of `tls` that are no good. No failed call is repeated: it raises at once, and whether to try again is the
-    caller's decision.
+    Creating a client opens nothing. The first call, or entering it as a context manager, opens the channel, and raises
+    ValueError for `tls` files that can't be used. No failed call is repeated: it raises at once, and the caller decides
+    whether to try again.
     """
 
     _transport: ClassVar[ModuleType]
@@ -97,7 +99,8 @@ class BaseClient:
         return f"{type(self).__name__}({self._target!r})"
 
     def _open(self) -> Mapping[Method, Callable[..., Any]]:
-        """The callables of the channel, which is made at the first use. Raises ClientClosed."""
+        """The channel's callables, by method; the first use creates the channel. Raises ClientClosed, and ValueError
+        for `tls` files that can't be used."""
         with self._lock:
             if self._closed:
                 raise self._has_closed()
@@ -118,29 +121,29 @@ class BaseClient:
         return self._transport.secure_channel(self._target, credentials, options=options)
 
     def _detach(self) -> Any:
-        """Marks the client as closed; returns the channel to be closed, None where there is none (any more)."""
+        """Marks the client as closed. Returns the channel to close, None if there is none (any more)."""
         with self._lock:
             self._closed = True
             channel, self._channel = self._channel, None
             return channel
 
     def _start(self, call: Call[Any], timeout_s: Timeout, metadata: Metadata) -> Any:
-        """Starts the call: returns its response with grpc, what is to be awaited for it with grpc.aio."""
+        """Starts the call. With grpc, it returns the response; with grpc.aio, an awaitable for it."""
         bound_s = self._bound_s(timeout_s)
         start = self._open()[call.method]
         pairs = (*self._metadata, *checked(metadata))
-        # gRPC rounds up: with 0 a fast server might answer.
+        # gRPC rounds timeouts up: with 0, a fast server might answer in time.
         bound_s = bound_s if bound_s is None or bound_s > 0 else bound_s - 1.0
         try:
             return start(call.request, timeout=bound_s, metadata=pairs, wait_for_ready=call.wait_for_ready)
         except ValueError as error:
-            # What is given has been checked: another thread has closed the channel since it was opened.
+            # The arguments were checked above, so another thread closed the channel after it was opened.
             if self._closed:
                 raise self._has_closed() from error
             raise
 
     def _bound_s(self, timeout_s: Timeout) -> float | None:
-        """What is told to gRPC. Raises ValueError and TypeError."""
+        """The timeout to give to gRPC, in seconds. Raises ValueError and TypeError."""
         return self._timeout_s if isinstance(timeout_s, EllipsisType) else _bounded_s(timeout_s)
 
 
@@ -150,7 +153,7 @@ def _target(target: str) -> str:
         raise ValueError(f"{expected}, got ''")
     if target.startswith(("http://", "https://", "grpc://", "grpcs://")):
         raise ValueError(f"{expected}, got {target!r}: leave out what is before the host; tls=True makes it TLS")
-    # gRPC would take what is left of the port by 65536.
+    # gRPC would use the port modulo 65536.
     port = "" if target.startswith(("unix:", "vsock:")) else target.rpartition(":")[2]
     if port.isdecimal() and int(port) > _LARGEST_PORT:
         raise ValueError(f"{expected}, got {target!r}, whose port is above {_LARGEST_PORT}")
@@ -160,7 +163,7 @@ def _target(target: str) -> str:
 def _tls(tls: bool | Tls) -> Tls | None:
     if isinstance(tls, Tls):
         return tls
-    # The path of a file here would be believed to be asked for, and the world's authorities be believed instead.
+    # The path of a file would count as True here, and public authorities would be trusted instead of that file.
     if not isinstance(tls, bool | None):
         raise TypeError(f"tls: expected True, False or clients.Tls, got {tls!r}")
     return Tls() if tls else None
@@ -180,7 +183,7 @@ def _options(options: Sequence[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _bounded_s(timeout_s: float | None) -> float | None:
-    """The seconds, None where they are no bound. Raises ValueError and TypeError."""
+    """The timeout as a float of seconds, None if it is no bound. Raises ValueError and TypeError."""
     if timeout_s is None:
         return None
     if not isinstance(timeout_s, (float, int, Real)):
@@ -189,15 +192,15 @@ def _bounded_s(timeout_s: float | None) -> float | None:
         return None
     if math.isnan(timeout_s):
         raise ValueError("timeout_s: expected a number of seconds, got nan")
-    # numpy's float32 added to the time of day would be off by a minute.
+    # A numpy float32 added to the time of day would be off by up to a minute.
     return max(float(timeout_s), -_LONGEST_S)
 
 
 class ReadyWait:
     """When to ask again whether the server is ready, and when to give up.
 
-    Pauses double from 50 ms to 1 s. Times are seconds of one monotonic clock, read by the caller. Raises ValueError for
-    a `timeout_s` that is none.
+    Pauses double from 50 ms to 1 s. Times are seconds of one monotonic clock, read by the caller. Raises ValueError or
+    TypeError for a `timeout_s` that isn't a number of seconds.
     """
 
     def __init__(self, target: str, timeout_s: float, now_s: float) -> None:

@@ -1,8 +1,8 @@
 """The calls both clients make, as values: which method, what is sent, how the answer is read.
 
-Lives here: the table of methods and one builder per call. Must not live here: channels, deadlines, waiting, errors of
-the wire. Rule: a builder returns a `Call` and does no IO, so the blocking and the asyncio client differ in nothing
-but how they wait.
+Lives here: the table of methods and one builder per call. Must not live here: channels, deadlines, waiting, gRPC
+errors. Rule: a builder returns a `Call` and does no IO, so the blocking and the asyncio client differ only in how they
+wait.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ T = TypeVar("T")
 
 
 class Method(StrEnum):
-    """The methods in use, by their names on the wire."""
+    """The RPC methods in use, by their names on the wire."""
 
     MODEL_INFER = "ModelInfer"
     MODEL_STREAM_INFER = "ModelStreamInfer"
@@ -71,8 +71,8 @@ class Method(StrEnum):
 class Call(Generic[T]):
     """One call to be made.
 
-    `read` turns the response message into what the caller gets. `wait_for_ready` is gRPC's: with it a call waits for a
-    connection as long as its timeout allows; None is as the channel's service config says, by default not at all.
+    `read` turns the response message into what the caller gets. `wait_for_ready` is gRPC's: if True, the call waits for
+    a connection as long as its timeout allows; if None, the channel's service config decides, by default not to wait.
     """
 
     method: Method
@@ -93,7 +93,7 @@ def stubs(channel: Any) -> dict[Method, Callable[..., Any]]:
 
 
 def infer(request: ModelInferRequest) -> Call[InferResult]:
-    """ModelInfer, with what `clients.messages.infer_request` made."""
+    """ModelInfer, with a request made by `clients.messages.infer_request`."""
     return Call(Method.MODEL_INFER, request, infer_result)
 
 
@@ -113,7 +113,7 @@ def server_ready_once_connected() -> Call[bool]:
 
 
 def model_ready(model: str, version: str) -> Call[bool]:
-    """ModelReady: whether the model can take requests; an empty version is the server's choice."""
+    """ModelReady: whether the model can take requests; with an empty version, the server chooses."""
     request = ModelReadyRequest(name=text("model", model), version=text("version", version))
     return Call(Method.MODEL_READY, request, _ready)
 
@@ -130,7 +130,7 @@ def model_metadata(model: str, version: str) -> Call[ModelMetadata]:
 
 
 def health(service: str) -> Call[str]:
-    """Check of grpc.health.v1: the name of the status, such as SERVING; an empty service is the whole server."""
+    """Check of grpc.health.v1: the name of the status, such as SERVING; an empty service means the whole server."""
     return Call(Method.HEALTH_CHECK, health_pb2.HealthCheckRequest(service=text("service", service)), _serving_status)
 
 

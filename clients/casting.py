@@ -1,8 +1,8 @@
-"""From what callers hold (arrays, nested lists, scalars) to an array in the form that a v2 datatype travels in.
+"""Converts what callers hold (arrays, nested lists, scalars) to an array in the form in which a v2 datatype is sent.
 
 Lives here: the choice of dtype for Python values, and conversion between datatypes. Must not live here: messages and
-names of tensors; callers put the name in front of what is raised. Rule: a conversion keeps the values or raises
-ValueError. One loss is part of the meaning and allowed: rounding a float to a narrower float.
+names of tensors; callers put the name in front of an error's text. Rule: a conversion keeps the values or raises
+ValueError. One loss is intended: rounding, of a float to a narrower float and of any number to BF16.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ __all__ = ["Array", "cast", "datatype_of", "to_array"]
 
 Array = npt.NDArray[Any]
 
-# From here on a float64 may stand for another integer than the one that was written.
+# From here on, a float64 may stand for another integer than the one that was written.
 _EXACT_IN_FLOAT64: Final = 2.0**53
 _BF16_MAGNITUDE: Final = 0x7FFF
 _BF16_INFINITY: Final = 0x7F80
@@ -28,10 +28,11 @@ _BF16_INFINITY: Final = 0x7F80
 def to_array(value: npt.ArrayLike) -> Array:
     """The value as an array: an array as it is, anything else by numpy's rules, with two differences.
 
-    Text and bytes become object arrays (numpy's own kinds cut trailing NULs off). Integers that numpy would take for
-    floats, because only uint64 holds them, become uint64. Of numpy's subclasses it is the plain array, as matrices stay
-    of two dimensions whatever is done to them. Raises ValueError for ragged nesting, for integers that no 64 bits hold,
-    and for masked arrays some of whose elements are masked: there is nothing to send for them.
+    Text and bytes become object arrays (numpy's own string dtypes cut off trailing NULs). Integers that numpy would
+    turn into floats, because only uint64 holds them, become uint64. Instances of ndarray's subclasses become plain
+    arrays, as matrices keep two dimensions whatever is done to them. Raises ValueError for ragged nesting, for integers
+    that don't fit into 64 bits together, and for masked arrays with masked elements: there is nothing to send for
+    these.
     """
     if np.ma.is_masked(value):
         raise ValueError("expected an array without masked elements; fill them, as with .filled(0)")
@@ -55,7 +56,7 @@ def _large_integers(written: Array, otherwise: Array) -> Array:
 
 
 def datatype_of(array: Array) -> Datatype:
-    """The datatype an array travels as unless told otherwise. Raises TypeError where there is none."""
+    """The datatype that an array is sent as unless told otherwise. Raises TypeError if there is none."""
     try:
         return by_dtype(array.dtype)
     except UnknownDatatypeError as error:
@@ -63,11 +64,12 @@ def datatype_of(array: Array) -> Datatype:
 
 
 def cast(array: Array, datatype: Datatype) -> Array:
-    """The array in a dtype that `datatype` travels in; the same array where nothing changes.
+    """The array in a dtype that `datatype` is sent in; the same array if nothing changes.
 
-    BF16 comes out as its bits: uint16 is taken for such bits, ml_dtypes' bfloat16 as it is, and every other number is
-    rounded to the nearest BF16. Raises TypeError where no conversion makes sense (text to number and back), ValueError
-    where a value would be lost: out of range, a fraction to an integer, an integer that the float can't hold.
+    BF16 is returned as its bits: uint16 is taken for such bits, ml_dtypes' bfloat16 is returned as it is, and every
+    other number is rounded to the nearest BF16. Raises TypeError if no conversion makes sense (text to number or back),
+    and ValueError if a value would be lost: out of range, a fraction to an integer, an integer that FP16, FP32 or FP64
+    can't hold.
     """
     if datatype.name == "BYTES":
         return _to_bytes(array)
@@ -112,7 +114,7 @@ def _to_number(array: Array, datatype: Datatype) -> Array:
 
 
 def _refuse_out_of_range(array: Array, datatype: Datatype) -> None:
-    # Python's integers: numpy compares int64 with uint64 as floats.
+    # As Python integers: numpy compares int64 with uint64 as floats.
     low, high = (0, 1) if datatype.dtype.kind == "b" else _limits(datatype.dtype)
     if array.size and not (low <= int(array.min()) and int(array.max()) <= high):
         raise ValueError(f"{datatype.name} takes {low} to {high}, got {array.min()} to {array.max()}")

@@ -1,7 +1,7 @@
 """The command `infer`: one request, or many, to any server of the protocol. `paceline` mounts it.
 
 Lives here: options and exit codes. Must not live here: reading inputs (inputs.py), printing (report.py), calling
-(sync.py), how the server is spoken to (access.py). Exit code 1 when the server or the connection fails, 2 when what the
+(sync.py), connecting to the server (access.py). Exit code 1 when the server or the connection fails, 2 when what the
 user gave can't be used; either way one line on stderr.
 """
 
@@ -119,7 +119,7 @@ def _refuse_contradictions(repeat: int, concurrency: int, save: Path | None) -> 
         raise InputError("--save keeps one answer, --repeat gets many")
     if repeat == 1 and concurrency > 1:
         raise InputError("--concurrency needs --repeat")
-    # Before the model computes anything for it. That it can't be written after all is told later.
+    # Checked before the model computes anything. If writing fails after all, that is reported later.
     if save is not None and not os.access(save if save.exists() else save.absolute().parent, os.W_OK):
         raise InputError(f"--save {save}: expected a file that can be written, in a folder that is there")
 
@@ -133,7 +133,7 @@ def _random_inputs(make_up: bool, rows: int | None, shapes: Sequence[str], seed:
 
 
 def _parameter(text: str) -> tuple[str, ParameterValue]:
-    """KEY=VALUE, where true, false and numbers are what they look like and all else is text."""
+    """KEY=VALUE as key and value: JSON booleans, numbers and strings are parsed, everything else is text."""
     key, separator, value = text.partition("=")
     if not separator or not key:
         raise InputError(f"--parameter {text!r}: expected KEY=VALUE")

@@ -1,9 +1,9 @@
-"""Concurrent inferences of few rows as one request of many, for the asyncio client.
+"""Concurrent inferences of few rows, merged into one request of many, for the asyncio client.
 
-Lives here: who may share a request, when it is sent, and whose rows are whose in the answer. Must not live here:
-channels, calls, streams. To a caller it is an inference of his own: its timeout, its cancellation, and no error that
-isn't his, as far as one can tell: a request that is refused or fails by what is in it is sent again for each alone, and
-one for which there is no room, or no time, in smaller ones.
+Lives here: which inferences may share a request, when it is sent, and which rows of the answer are whose. Must not live
+here: channels, calls, streams. Each caller keeps its own timeout and cancellation, and gets no error that isn't its
+own, as far as can be told: a merged request that is refused or fails because of its contents is sent again for each
+caller alone, and one for which there is no room, or no time, is sent again in smaller ones.
 """
 
 from __future__ import annotations
@@ -35,22 +35,25 @@ from protos.inference_pb2 import ModelInferRequest
 __all__ = ["Coalescer", "Send"]
 
 Send = Callable[[ModelInferRequest, float | None], Awaitable[InferResult]]
-"""Makes one inference, within so many seconds."""
+"""Makes one inference with a timeout in seconds, None for no timeout."""
 
-# While one request is computed the next is on its way; a third would only make all of them smaller.
+# While one request is computed, the next is on its way; a third would only make all of them smaller.
 _UNDER_WAY: Final = 2
-# Kinds of inferences of which it is remembered that there was too little room or time for many together.
+# Idle groups that had too little room or time for large requests are kept, as long as there are no more groups than
+# this.
 _MOST_SHORT: Final = 100
-# What paceline's bounds on what waits count, besides requests, what is short where a batch finds no memory, and what
-# gRPC's implementations say of a message beyond the receiver's limit.
+# What shows that a refusal is due to the request's size: paceline's queue limits count rows and bytes, besides
+# requests; a batch may find no memory; gRPC's implementations say "larger than max" of a message beyond the receiver's
+# limit.
 _SIZE: Final = re.compile(r"\b(rows|bytes|memory)\b|larger than max")
-# Of these what is about the answer, whose size no request tells: paceline's, and gRPC's of this end or the other one.
+# Among these, errors about the answer, whose size the request doesn't tell: paceline's, and gRPC's of this end or the
+# other one.
 _ITS_ANSWER: Final = re.compile(r"\boutputs\b|CLIENT: Received|SERVER: Sent")
 _TOO_LATE: Final = "the deadline can't be met"
 
 
 class _Member:
-    """One caller's share. `task` is that of the last request that it was a part of."""
+    """One caller's inference. `task` is that of the last request that it was a part of."""
 
     __slots__ = ("answer", "request", "rows", "size_bytes", "task", "until_s")
 
@@ -64,11 +67,11 @@ class _Member:
 
 
 class _Group:
-    """Inferences that may share a request: those that wait, in order, and the requests under way.
+    """Inferences that may share a request: those that wait, in order, and the requests in flight.
 
-    Where the server has no room for as many rows as there may be in a request, because it never has, or is full just
-    now of what others sent, or can't answer them in time, there are half as many in the next one, which comes when no
-    other is under way; then more again, by and by.
+    If the server has no room for as many rows as a request may have (because it never has, or because it is full of
+    others' requests just now), or can't answer them in time, the next request has half as many rows and is sent when no
+    other is in flight. With each request that is answered, the number grows again by a quarter.
     """
 
     def __init__(self, most_rows: int) -> None:
@@ -79,36 +82,36 @@ class _Group:
         self.is_short = False
 
     def shrink(self, members: Sequence[_Member]) -> None:
-        """There was no room, or no time, for several `members` in one request."""
+        """Halve the rows of the next request: there was no room, or no time, for several `members` in one."""
         self.is_short = True
         self.most_rows = max(1, min(self.most_rows, sum(member.rows for member in members) // 2))
 
     def refuse_alike(self, member: _Member, refusal: InferenceError) -> None:
-        """There was no room for one alone: those who wait for the same reason and are no smaller would fare no better,
-        and a full server isn't asked for each of them."""
+        """Fail others along with `member`, for which there was no room even alone. In a short group, those that wait
+        and are no smaller would fare no better, and a full server isn't asked for each of them."""
         size_bytes = member.request.ByteSize()
         for other in self.waiting if self.is_short else ():
             if other.request.ByteSize() >= size_bytes:
                 _fail(other, _own(refusal))
 
     def grow(self, most_rows: int) -> None:
-        """A request was answered; there may be `most_rows` in one at most."""
+        """A request was answered: the next may have more rows again, up to `most_rows`."""
         if self.is_short:
             self.most_rows = min(most_rows, self.most_rows + max(1, self.most_rows // 4))
             self.is_short = self.most_rows < most_rows
 
     @property
     def may_send(self) -> bool:
-        """Whether there may be another request besides those under way that isn't whole."""
+        """Whether a request that isn't full may join those in flight; in a short group, this goes for full ones too."""
         return len(self.tasks) < (1 if self.is_short else _UNDER_WAY)
 
 
 class Coalescer:
-    """Makes requests of up to `max_rows` rows, and `most_bytes` of tensors, out of those of fewer rows that are asked
-    for at the same time.
+    """Merges concurrent requests of few rows into ones of up to `max_rows` rows and `most_bytes` of tensors.
 
-    What is asked for while nothing alike is under way leaves at the end of the event loop's turn; later ones wait for
-    an answer to come back, or until there are enough rows for a whole request.
+    While fewer than two requests of a kind are in flight, new ones are sent at the end of the event loop's turn; if the
+    server is short of room or time, only while none is. Otherwise they wait for an answer to come back, or until there
+    are enough rows for a full request.
     """
 
     def __init__(self, send: Send, max_rows: int, most_bytes: int = MOST_BYTES) -> None:
@@ -137,8 +140,8 @@ class Coalescer:
             self._leave(group, member)
 
     async def close(self) -> None:
-        """Who still waits gets Cancelled, and what is under way is called off. Before `Send` is of no use any more:
-        else what waits for an answer to come back would be sent then."""
+        """Fail all who wait with Cancelled, and cancel the requests in flight. Has to be called while `Send` still
+        works: otherwise waiting inferences would be sent when an answer comes back."""
         tasks = [task for group in self._groups.values() for task in group.tasks]
         for group in self._groups.values():
             for member in chain(group.waiting, *group.tasks.values()):
@@ -169,7 +172,7 @@ class Coalescer:
             self._groups.pop(key, None)
 
     def _next(self, group: _Group) -> list[_Member]:
-        """The members of the next request, none while it has to wait."""
+        """The members of the next request; none while it has to wait."""
         waiting = group.waiting
         members: list[_Member] = []
         rows, size_bytes, is_whole = 0, 0, False
@@ -196,12 +199,12 @@ class Coalescer:
         again = () if task.cancelled() or error else task.result()
         group.waiting.extendleft(reversed(again))
         for member in () if again else members:
-            # A task ends before its members have their answers only if it was cancelled, or by a fault of ours.
+            # A task ends before its members have their answers only if it was cancelled, or because of a bug here.
             _fail(member, error or Cancelled(grpc.StatusCode.CANCELLED, "the call was cancelled"))
         self._flush_soon(key, group)
 
     def _leave(self, group: _Group, member: _Member) -> None:
-        """Its caller has an answer, or wants none any more; what nobody wants isn't waited for."""
+        """The member's caller has an answer, or has given up; a request that nobody waits for is cancelled."""
         task = member.task
         if task is None or task.done():
             return
@@ -212,7 +215,7 @@ class Coalescer:
             task.cancel()
 
     async def _run(self, group: _Group, members: Sequence[_Member]) -> Sequence[_Member]:
-        """Answer the members, but those that it returns, who are to be in smaller requests."""
+        """Answer the members, except for those that it returns, which are to be sent again in smaller requests."""
         try:
             await self._ask(members)
         except InferenceError as error:
@@ -249,13 +252,13 @@ class Coalescer:
 
 
 def _rows(request: ModelInferRequest) -> int:
-    """The rows that all inputs have, 0 if they have none in common."""
+    """The number of rows, if all inputs have the same, else 0."""
     counts = {tensor.shape[0] if tensor.shape else 0 for tensor in request.inputs}
     return counts.pop() if len(counts) == 1 else 0
 
 
 def _key(request: ModelInferRequest) -> Hashable:
-    """What requests must have in common to be sent as one: all but id, rows and tensors."""
+    """What requests must have in common to be sent as one: all but id, number of rows and values."""
     return (
         request.model_name,
         request.model_version,
@@ -266,7 +269,7 @@ def _key(request: ModelInferRequest) -> Hashable:
 
 
 def _merged(members: Sequence[_Member]) -> ModelInferRequest:
-    """One request for all; of one member its own, so that its id reaches the server."""
+    """One request for all members; for a single one its own, so that its id reaches the server."""
     if len(members) == 1:
         return members[0].request
     requests = [member.request for member in members]
@@ -275,13 +278,14 @@ def _merged(members: Sequence[_Member]) -> ModelInferRequest:
     merged.id = ""
     for place, tensor in enumerate(merged.inputs):
         tensor.shape[0] = sum(member.rows for member in members)
-        # Row by row, in all datatypes: what belongs to one request is in one piece.
+        # All datatypes are stored row by row, so the rows of one request are in one piece.
         merged.raw_input_contents[place] = b"".join(request.raw_input_contents[place] for request in requests)
     return merged
 
 
 def _timeout_s(members: Sequence[_Member]) -> float | None:
-    """As long as anybody waits. Those who wait less have their own alarm."""
+    """The time until the last member's deadline, in seconds; None if one has none. Members with earlier deadlines have
+    alarms of their own."""
     until_s = [member.until_s for member in members]
     if any(one is None for one in until_s):
         return None
@@ -289,7 +293,8 @@ def _timeout_s(members: Sequence[_Member]) -> float | None:
 
 
 def _shares(result: InferResult, members: Sequence[_Member]) -> list[InferResult]:
-    """Each member's rows of the outputs. Raises ResponseError if they aren't by rows."""
+    """Each member's result, with its rows of the outputs. Raises ResponseError if an output doesn't have the rows that
+    were sent."""
     if len(members) == 1:
         return [result]
     total = sum(member.rows for member in members)
@@ -309,29 +314,29 @@ def _shares(result: InferResult, members: Sequence[_Member]) -> list[InferResult
 
 
 def _is_due_to_what_is_in_it(error: InferenceError) -> bool:
-    """Whether it may be the fault of some of the rows."""
+    """Whether some of the rows may be at fault."""
     return isinstance(error, (InvalidArgument, Internal))
 
 
 def _is_due_to_its_size(error: InferenceError) -> bool:
-    """Whether requests of fewer rows may be let in."""
+    """Whether requests of fewer rows may be accepted."""
     return isinstance(error, ResourceExhausted) and _SIZE.search(error.message) is not None
 
 
 def _is_too_late_together(error: InferenceError) -> bool:
-    """Whether fewer rows may be in time, as paceline says before it has done anything. What has expired in a queue has
-    waited as long as it would have alone, and had better not wait again."""
+    """Whether fewer rows may be in time: paceline says so before it has done anything. A request that expired in a
+    queue has waited as long as it would have alone, and had better not wait again."""
     return isinstance(error, DeadlineExceeded) and _TOO_LATE in error.message
 
 
 def _has_expired(member: _Member) -> bool:
-    """Whether its own alarm has rung."""
+    """Whether the member's own alarm has gone off."""
     answer = member.answer
     return answer.done() and not answer.cancelled() and isinstance(answer.exception(), DeadlineExceeded)
 
 
 def _own(error: InferenceError) -> InferenceError:
-    """The same error again: tracebacks grow on shared ones."""
+    """A copy of the error for one caller: the traceback of a shared one grows."""
     own = inference_error(error.status, error.message, error.trailing_metadata)
     own.__cause__ = error
     return own

@@ -1,7 +1,7 @@
 """What calling a server can raise, and the one table from gRPC status to exception.
 
     Exception
-    └── ClientError                 everything this package raises, except ValueError and TypeError for local misuse
+    └── ClientError                 all this package raises but ValueError, TypeError, RuntimeError for local misuse
         ├── ClientClosed            used after close()
         ├── ResponseError           the server answered OK with something that contradicts the protocol
         └── InferenceError          the call ended with a status other than OK; also every status not named below
@@ -16,7 +16,7 @@
             ├── Unauthenticated     UNAUTHENTICATED
             └── PermissionDenied    PERMISSION_DENIED
 
-Nothing here sends anything, and no other module of this package names a status to choose an exception by.
+Nothing here sends anything, and no other module of this package chooses an exception by its status.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ TrailingMetadata = tuple[tuple[str, str | bytes], ...]
 
 
 class ClientError(Exception):
-    """What this package raises on its own account; ValueError and TypeError are kept for local misuse."""
+    """What this package raises on its own account; ValueError, TypeError and RuntimeError are kept for local misuse."""
 
 
 class ClientClosed(ClientError):
@@ -78,7 +78,7 @@ class InferenceError(ClientError):
 
 
 class Cancelled(InferenceError):
-    """CANCELLED: the server gave the call up, or the client was closed underneath it."""
+    """CANCELLED: the server gave the call up, or the client was closed during it."""
 
 
 class InvalidArgument(InferenceError):
@@ -114,7 +114,7 @@ class Unauthenticated(InferenceError):
 
 
 class PermissionDenied(InferenceError):
-    """PERMISSION_DENIED: known, and not allowed to make this call."""
+    """PERMISSION_DENIED: the caller is known, and isn't allowed to make this call."""
 
 
 _BY_STATUS: dict[grpc.StatusCode, type[InferenceError]] = {
@@ -143,5 +143,5 @@ def rpc_failure(error: grpc.RpcError) -> InferenceError:
 
 
 def unreadable() -> Internal:
-    """What grpc raises for an answer that is no message, where grpc.aio gives None."""
+    """The error that grpc raises for an answer that isn't a message; grpc.aio returns None for it."""
     return Internal(grpc.StatusCode.INTERNAL, "Exception deserializing response!")

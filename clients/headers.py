@@ -1,7 +1,8 @@
 """Metadata of calls: what gRPC can send.
 
 Lives here: the rules of gRPC's HTTP/2 mapping for keys and values, checked before anything is sent: grpc and grpc.aio
-each fail in a way of its own, and over a stream everybody who shares it. No text of an error has a value in it.
+would each fail in a way of its own, and on a stream everybody who shares it would fail. Must not: put a value into the
+text of an error.
 """
 
 from __future__ import annotations

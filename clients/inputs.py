@@ -1,7 +1,7 @@
 """Input tensors from the command line: files, JSON, or random numbers, in the datatypes that the model asks for.
 
-Lives here: what an --input may look like, and the arrays that come of it. Must not live here: options of the command
-line, servers, printing. Rule: whatever is wrong with what the user gave is an InputError that says what to give.
+Lives here: what an --input may look like, and the arrays made from it. Must not live here: options of the command line,
+servers, printing. Rule: whatever is wrong with what the user gave raises an InputError that says what to give.
 
 An input is one of
 
@@ -40,7 +40,7 @@ class InputError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class GivenTensor:
-    """What the user wrote: the array as written, and the datatype where the user named one."""
+    """What the user wrote: the array as written, and the datatype if the user named one."""
 
     array: Array
     datatype: str | None = None
@@ -48,10 +48,10 @@ class GivenTensor:
 
 @dataclass(frozen=True, slots=True)
 class RandomInputs:
-    """How to make up the inputs that aren't given.
+    """How to generate the inputs that aren't given.
 
     `rows` is the size of the first dimension where the model leaves it free, 1 if None. `shapes` are whole shapes by
-    the name of the input. The same `seed` gives the same tensors.
+    input name. The same `seed` gives the same tensors.
     """
 
     rows: int | None
@@ -61,7 +61,7 @@ class RandomInputs:
 
 @dataclass(frozen=True, slots=True)
 class TypedInputs:
-    """Ready for `infer`: arrays, and the datatype for each, by the name of the input."""
+    """Inputs ready for `infer`: arrays and their v2 datatypes, by input name."""
 
     arrays: dict[str, Array]
     datatypes: dict[str, str]
@@ -80,7 +80,7 @@ def read_inputs(arguments: Iterable[str]) -> dict[str, GivenTensor]:
 
 def _read_input(argument: str) -> dict[str, GivenTensor]:
     name, separator, value = argument.partition("=")
-    # Unlike `Path.is_file` this takes JSON of any length for no file.
+    # Unlike `Path.is_file`, this returns False for JSON of any length, rather than raising.
     if separator and not os.path.isfile(argument):
         return {name: _read_value(name, value)}
     suffix = Path(argument).suffix
@@ -110,7 +110,7 @@ def _load(path: str, load: Callable[[Path], T]) -> T:
     except OSError as error:
         raise InputError(f"{path}: {error.strerror or error}") from error
     except Exception as error:
-        # Of a damaged file numpy and its archives raise whatever they come across.
+        # For a damaged file, numpy and the readers of archives raise whatever they come across.
         raise InputError(f"{path}: {' '.join(str(error).split()) or type(error).__name__}") from error
 
 
@@ -123,7 +123,7 @@ def _numpy_array(path: Path) -> Array:
 
 
 def _numpy_archive(path: Path) -> dict[str, Array]:
-    # numpy leaves a file open that it opens itself and finds to be no archive.
+    # numpy leaves a file open if it opens it itself and finds that it isn't an archive.
     with path.open("rb") as file:
         loaded = np.load(file, allow_pickle=False)
         if isinstance(loaded, np.ndarray):
@@ -211,12 +211,13 @@ def parse_shape(text: str) -> tuple[str, tuple[int, ...]]:
 
 
 def prepare(model: ModelMetadata, given: Mapping[str, GivenTensor], random: RandomInputs | None) -> TypedInputs:
-    """The inputs in the datatypes that the model, or the user, asks for; those not given made up if `random` is set.
+    """The inputs in the datatypes that the user, or else the model, asks for; if `random` is set, generates missing
+    ones.
 
-    Raises InputError for a name the model hasn't got, values the datatype can't hold, and shapes left open.
+    Raises InputError for a name that the model doesn't have, values that the datatype can't hold, and shapes left open.
     """
     expected = {tensor.name: tensor for tensor in model.inputs}
-    # A server may name no inputs at all; then it alone knows whether these are right.
+    # A server may name no inputs at all; then only it knows whether these are right.
     unknown = [name for name in given if expected and name not in expected]
     if unknown:
         raise InputError(f"model {model.name!r} has no input {unknown[0]!r}; it takes {', '.join(expected)}")
@@ -265,7 +266,7 @@ def _shape(tensor: TensorMetadata, rows: int | None) -> tuple[int, ...]:
 
 
 def _random_array(datatype: str, shape: tuple[int, ...], generator: np.random.Generator) -> Array:
-    """Floats from 0 up to 1, integers from 0 to 9 (so that they can be indices), booleans, eight lower-case letters."""
+    """Floats in [0, 1), integers from 0 to 9 (so that they can be indices), booleans, eight lower-case letters."""
     kind = by_name(datatype).dtype.kind
     if datatype == "BYTES":
         letters = generator.integers(ord("a"), ord("z") + 1, (*shape, _RANDOM_TEXT_BYTES), np.uint8)

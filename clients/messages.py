@@ -51,13 +51,13 @@ Parameters = Mapping[str, ParameterValue]
 
 _INT64_MAX: Final = 2**63 - 1
 MOST_BYTES: Final = 2**31 - 2**20
-"""Of a request's tensors; names and shapes find room in the rest. protobuf writes less than 2 GiB, and of what can't be
-written grpc.aio says nothing: it sends an empty message."""
+"""The most bytes that a request's tensors may have together; the rest has room for names and shapes. protobuf writes
+less than 2 GiB, and grpc.aio doesn't report a message that can't be written: it sends an empty one."""
 
 
 @dataclass(frozen=True, slots=True)
 class ServerMetadata:
-    """What the server says of itself; `extensions` are the protocol extensions it supports."""
+    """A server's name and version; `extensions` are the protocol extensions it supports."""
 
     name: str
     version: str
@@ -75,7 +75,7 @@ class TensorMetadata:
 
 @dataclass(frozen=True, slots=True)
 class ModelMetadata:
-    """What the server says of a model; `platform` names framework and format, such as `onnxruntime_onnx`."""
+    """A model as the server describes it; `platform` names framework and format, such as `onnxruntime_onnx`."""
 
     name: str
     versions: tuple[str, ...]
@@ -87,13 +87,13 @@ class ModelMetadata:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class InferResult:
-    """What a model answered. `result["name"]` is the output of that name; it goes over their names, and `dict(result)`
-    has them all.
+    """A model's answer: `result["name"]` is an output, iterating gives their names, and `dict(result)` has them all.
 
     `outputs` keeps the server's order. BYTES outputs are object arrays of bytes, BF16 outputs float32 (exact), all
-    others the numpy dtype of their datatype. Outputs that came in the raw form are read-only views of the bytes
-    received: copy what you want to write to. `datatypes` are the v2 names they came as. `parameters` are the server's
-    remarks as bool, int, float or str.
+    others have the numpy dtype of their datatype. Outputs that came in the raw form, except for BYTES and BF16, are
+    read-only views of the bytes received: copy what you want to write to. `datatypes` are the v2 names they came as.
+    `parameters` are the response's parameters as bool, int, float or str, None for an empty one. A name that isn't
+    among the outputs raises KeyError.
     """
 
     model_name: str
@@ -131,11 +131,11 @@ def infer_request(
 ) -> ModelInferRequest:
     """The request for one inference, its tensors in the raw form, in the order of `inputs`.
 
-    `inputs` maps the input's name to an array of any shape (zero-dimensional and empty ones included), byte order and
-    memory layout, or to anything numpy makes one of: note that a list of Python floats is FP64 and one of ints INT64
-    unless `datatypes` says otherwise. Text and bytes go as BYTES, text as UTF-8. `datatypes` maps an input's name to
-    the v2 datatype it is to travel as: values are converted as `clients.casting.cast` says, so that float32 can go as
-    BF16, and uint16 as the bits of BF16. Integer parameters go as int64, those beyond it as uint64.
+    `inputs` maps input names to arrays of any shape (zero-dimensional and empty ones included), byte order and memory
+    layout, or to anything numpy makes an array of: a list of Python floats is FP64 and one of ints INT64 unless
+    `datatypes` says otherwise. Text and bytes are sent as BYTES, text as UTF-8. `datatypes` maps input names to the v2
+    datatypes to send them as: values are converted by `clients.casting.cast`, so float32 can be sent as BF16, and
+    uint16 as the bits of BF16. Integer parameters are sent as int64, those beyond it as uint64.
 
     Raises ValueError or TypeError, naming the tensor or parameter, for what can't be sent.
     """
@@ -159,7 +159,7 @@ def infer_request(
 
 
 def text(argument: str, value: str) -> str:
-    """The value. Raises TypeError, naming the argument, if it is no str, and ValueError for one that is no text."""
+    """`value` itself. Raises TypeError if it isn't a str, ValueError if UTF-8 can't encode it, naming the argument."""
     if not isinstance(value, str):
         raise TypeError(f"{argument}: expected a str, got {value!r}")
     try:
@@ -170,7 +170,7 @@ def text(argument: str, value: str) -> str:
 
 
 def _add_input(request: ModelInferRequest, name: str, value: npt.ArrayLike, wanted: str | None, room_bytes: int) -> int:
-    """How many bytes the tensor has."""
+    """Adds the input to `request`; returns how many bytes the tensor has."""
     try:
         array, datatype = _wire_array(to_array(value), wanted)
         _check_room(array.size * datatype.item_bytes, room_bytes)
@@ -272,12 +272,12 @@ def _plain(parameter: InferParameter) -> Any:
 
 
 def server_metadata_of(response: ServerMetadataResponse) -> ServerMetadata:
-    """Reads what the server says of itself."""
+    """Reads an answer to ServerMetadata."""
     return ServerMetadata(response.name, response.version, tuple(response.extensions))
 
 
 def model_metadata_of(response: ModelMetadataResponse) -> ModelMetadata:
-    """Reads what the server says of a model."""
+    """Reads an answer to ModelMetadata."""
     return ModelMetadata(
         name=response.name,
         versions=tuple(response.versions),

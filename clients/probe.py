@@ -1,10 +1,10 @@
 """The command `health`: whether a server is ready, as an exit code. `paceline` mounts it.
 
 For places where only a command can ask, such as a container's HEALTHCHECK, and for Kubernetes if the server speaks TLS,
-which its own gRPC probes don't. The server's address, TLS and the token can also come from the environment, as a
+which its own gRPC probes don't. The server's address, TLS and the token can also come from the environment, because a
 HEALTHCHECK's command is fixed.
 
-Lives here: the command and its exit codes. Must not: how the server is spoken to (access.py, sync.py).
+Lives here: the command and its exit codes. Must not: connecting to the server (access.py, sync.py).
 """
 
 from __future__ import annotations

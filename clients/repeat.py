@@ -23,7 +23,7 @@ __all__ = ["Outcome", "repeated"]
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Latencies of the calls that went well, in nanoseconds; failures counted by the name of their status."""
+    """Latencies of the calls that succeeded, in nanoseconds; failures counted by the name of their status."""
 
     latencies_ns: tuple[int, ...]
     errors: Mapping[str, int]
@@ -34,18 +34,18 @@ class Outcome:
         return len(self.latencies_ns)
 
     def per_second(self) -> float:
-        """Calls that went well per second."""
+        """Calls that succeeded per second."""
         return self.ok / (self.elapsed_ns / 1e9)
 
     def percentile_ms(self, percent: float) -> float:
-        """The latency that so many percent of the good calls stayed within, in milliseconds; there must be one."""
+        """That percentile (0 to 100) of the latencies, in milliseconds; at least one call must have succeeded."""
         return float(np.percentile(self.latencies_ns, percent)) / 1e6
 
 
 def repeated(call: Callable[[], object], *, repeat: int, concurrency: int) -> Outcome:
-    """Makes the call `repeat` times, at most `concurrency` at once: as one ends the next begins.
+    """Makes the call `repeat` times, at most `concurrency` at once: as one ends, the next begins.
 
-    InferenceError is counted, anything else raised.
+    InferenceError is counted by status; anything else is raised.
     """
 
     turns, is_over = iter(range(repeat)), threading.Event()
@@ -59,7 +59,7 @@ def repeated(call: Callable[[], object], *, repeat: int, concurrency: int) -> Ou
         return time.perf_counter_ns() - started_ns
 
     def work() -> list[int | str]:
-        # Its turns one by one: a future for each of many millions would fill the memory before the first ends.
+        # Turns are taken one by one: a future for each of many millions would fill the memory before the first ends.
         return [timed() for _ in takewhile(lambda _: not is_over.is_set(), turns)]
 
     started_ns = time.perf_counter_ns()

@@ -23,7 +23,7 @@ __all__ = ["outcome_json", "outcome_text", "result_json", "result_text", "save_n
 
 
 def result_text(result: InferResult) -> str:
-    """Name, datatype, shape and values of each output; long arrays shortened as numpy does."""
+    """Name, datatype, shape and values of each output; long arrays are shortened as numpy does."""
     heading = " ".join(filter(None, (result.model_name, result.model_version and f"version {result.model_version}")))
     lines = [heading]
     if result.id:
@@ -32,14 +32,14 @@ def result_text(result: InferResult) -> str:
     lines = list(map(printable, lines))
     for name, array in result.outputs.items():
         lines.append(printable(f"{name}  {result.datatypes[name]}  {list(array.shape)}"))
-        lines.append(np.array2string(_readable(array)))  # of text its repr
+        lines.append(np.array2string(_readable(array)))  # text as its repr
     return "\n".join(lines)
 
 
 def result_json(result: InferResult) -> str:
-    """The answer in the form of the v2 REST protocol, data flat.
+    """The answer in the form of the v2 REST protocol, with flat data.
 
-    Bytes come as text, those that are not UTF-8 as backslash escapes; NaN and the infinities as strings.
+    BYTES become text, with backslash escapes for bytes that aren't UTF-8; NaN and the infinities become strings.
     """
     document = {
         "model_name": result.model_name,
@@ -76,7 +76,7 @@ def _json_value(value: Any) -> Any:
 
 
 def outcome_text(outcome: Outcome) -> str:
-    """One line: how many calls went well, how many failed and how, how fast."""
+    """One line: how many calls succeeded, how many failed and how, how fast."""
     parts = [f"ok {outcome.ok}", f"errors {sum(outcome.errors.values())}"]
     parts += [f"{status} {count}" for status, count in sorted(outcome.errors.items())]
     parts.append(f"{outcome.per_second():.1f} requests/s")
@@ -85,7 +85,7 @@ def outcome_text(outcome: Outcome) -> str:
 
 
 def outcome_json(outcome: Outcome) -> str:
-    """The same as an object; percentiles are there only where a call went well."""
+    """The same as a JSON object; percentiles are there only if a call succeeded."""
     document: dict[str, Any] = {
         "ok": outcome.ok,
         "errors": dict(outcome.errors),

@@ -1,4 +1,4 @@
-"""A server's metrics, scraped once: what `paceline top` is made of.
+"""A server's metrics, scraped once, for `paceline top`.
 
 Lives here: the metrics' names and reading them. Must not: rates, which take two of these, or printing.
 """
@@ -22,16 +22,17 @@ __all__ = ["Histogram", "Model", "ScrapeError", "Scraper", "Snapshot", "parse"]
 _MOST_BYTES = 64 * 2**20
 
 Histogram = dict[float, float]
-"""Counts by upper bound, each with all below it."""
+"""Cumulative counts by upper bound."""
 
 
 class ScrapeError(ClientError):
-    """There are no metrics to be had from there; the message says why."""
+    """No metrics could be read; the message says why."""
 
 
 @dataclass(slots=True)
 class Model:
-    """What a version of a model has done since it was loaded. Times are microseconds."""
+    """What a version of a model has done since it was loaded, and how many requests wait now. Times are in
+    microseconds."""
 
     succeeded: float = 0
     failed: float = 0
@@ -45,8 +46,11 @@ class Model:
 
 @dataclass(slots=True)
 class Snapshot:
-    """All that a server said at `taken_s` on the monotonic clock. `models` by name and version; `began_s` is when its
-    process started, since the epoch. What it doesn't say is None."""
+    """What a server's metrics said at `taken_s`, in seconds on the monotonic clock.
+
+    `models` is by name and version; `began_s` is when its process started, in seconds since the epoch. What the metrics
+    don't say is None.
+    """
 
     taken_s: float
     models: dict[tuple[str, str], Model] = field(default_factory=dict)
@@ -71,8 +75,11 @@ _OF_PROCESS = {
 
 
 class Scraper:
-    """Asks for the metrics at `url`, an HTTP or HTTPS one, and waits no longer than `timeout_s` for any part of the
-    answer. Raises ValueError for files of `tls` that are no good, and for a `token` that is none."""
+    """Asks for the metrics at `url`, an HTTP or HTTPS one.
+
+    It waits no longer than `timeout_s` seconds for any part of the answer. Raises ValueError for `tls` files that can't
+    be used, and ValueError or TypeError for what isn't a token.
+    """
 
     def __init__(self, url: str, timeout_s: float, tls: Tls | None = None, token: str | None = None) -> None:
         self.url = url
@@ -82,11 +89,11 @@ class Scraper:
         self._headers = [] if token is None else [authorization(token)]
 
     def scrape(self) -> Snapshot:
-        """What the server says now. Raises ScrapeError."""
+        """The server's metrics now. Raises ScrapeError."""
         url = self.url
         request = urllib.request.Request(url)
         for key, value in self._headers:
-            # A server that sends us elsewhere must not have our token go there.
+            # If the server redirects elsewhere, the token must not go there.
             request.add_unredirected_header(key, value)
         try:
             with self._opener.open(request, timeout=self._timeout_s) as response:
@@ -104,13 +111,13 @@ class Scraper:
 
 
 def parse(text: str, taken_s: float) -> Snapshot:
-    """Read Prometheus' text format. Raises ValueError if it isn't that, or another program's."""
+    """Read Prometheus' text format. Raises ValueError if `text` isn't in it, or doesn't come from a paceline server."""
     from prometheus_client.parser import text_string_to_metric_families  # which no other command needs
 
     snapshot = Snapshot(taken_s)
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
-            # The library gives every counter this ending, whether it has it or not.
+            # The library gives every counter this suffix, whether it has it or not.
             _add(snapshot, sample.name.removesuffix("_total"), sample.labels, sample.value)
     if snapshot.ready is None and not snapshot.models:
         raise ValueError("expected those of a paceline server")

@@ -1,11 +1,11 @@
 """Many inferences over a few streams, for the asyncio client: on the wire a message each way instead of a call each.
 
-Lives here: which stream a request takes, whose answer is whose, and what the end of a stream means. Must not live here:
-channels, or what requests and answers say. Works with every server whose ModelStreamInfer returns ids; paceline besides
-takes back what its caller gave up, lets answers overtake each other, and tells the status of an error. An answer's way
-back is the id alone, and callers may use one twice: on the wire theirs has a number before it. What a stream was
-refused for, or what is refused on one as its server stops, goes over others, or as calls of their own: the server
-hasn't looked at it.
+Lives here: which stream a request takes, which answer is whose, and what the end of a stream means. Must not live here:
+channels, or the contents of requests and answers. Works with every server whose ModelStreamInfer returns ids; paceline
+also withdraws requests whose callers have given up, lets answers overtake each other, and tells the status of an error.
+Only the id says whose an answer is, and callers may use one twice, so on the wire each has a number in front. Requests
+are sent over other streams, or as calls of their own, if their stream was refused, or if they were refused on it
+because the server is stopping: the server hasn't looked at them.
 """
 
 from __future__ import annotations
@@ -35,33 +35,35 @@ from protos.inference_pb2 import ModelInferRequest, ModelInferResponse, ModelStr
 
 __all__ = ["NoStream", "Streams", "check_request"]
 
-# 64 callers of a tiny model on 2 cores: calls 3,100 requests/s, 1 stream 3,000, 4 streams 4,500, 8 5,200, 16 6,100,
-# 32 6,500 (medians of four interleaved rounds). Each message of one stream wakes both ends up; streams share that.
+# 64 callers of a tiny model on 2 cores: calls 3,100 requests/s, 1 stream 3,000, 4 streams 4,500, 8 5,200, 16 6,100, 32
+# 6,500 (medians of four interleaved rounds). Each message on a single stream wakes both ends; several streams share
+# wake-ups.
 _STREAMS: Final = 16
-# So many on each of them before another one is opened.
+# Requests in flight on each stream before another one is opened.
 _BUSY: Final = 2
-# After the server has refused one, until another one is tried for.
+# How long no stream is opened after the server has refused one.
 _REFUSED_S: Final = 1.0
-# What gRPC's implementations say where a message is beyond the server's limit; other streams would end likewise.
+# What gRPC's implementations say of a message beyond the server's limit; other streams would end the same way.
 _TOO_LARGE: Final = "larger than max"
 _UNORDERED: Final = "paceline_unordered"
 _DEADLINE: Final = "paceline_deadline_us"
 _OURS: Final = (_UNORDERED, _DEADLINE)
-"""What a request gets on a stream."""
+"""Parameters that a request gets on a stream."""
 _CANCEL: Final = "paceline_cancel"
 _STATUS: Final = "paceline_status"
 _FINAL: Final = "triton_final_response"
-# What paceline says of each request on a stream from then until it ends it. Behind a balancer another one may lead
-# elsewhere.
+# paceline's error for each request on a stream from when it begins to stop until it ends the stream. Behind a load
+# balancer, another stream may lead to another server.
 _STOPPING: Final = "the server is stopping"
-# How long the status of a stream may take to arrive after a write has failed because of it.
+# How long a stream's status may take to arrive after a write has failed because of it.
 _STATUS_S: Final = 1.0
 
 _T = TypeVar("_T")
 
 
 class NoStream(Exception):
-    """The server has no room for a stream just now. The request is as it was, and has `left_s` of its timeout left."""
+    """The server has no room for a stream at present. The request is unchanged, and has `left_s` seconds of its timeout
+    left; None if it has no timeout."""
 
     def __init__(self, left_s: float | None) -> None:
         super().__init__()
@@ -69,7 +71,8 @@ class NoStream(Exception):
 
 
 class _Stopping(Exception):
-    """The server has refused the request as it is stopping, in an answer; nothing more is to be sent on the stream."""
+    """The server has answered that it refuses the request because it is stopping; nothing more may be sent on the
+    stream."""
 
     def __init__(self, error: InferenceError) -> None:
         super().__init__()
@@ -77,23 +80,25 @@ class _Stopping(Exception):
 
 
 class Streams:
-    """A few streams, opened by `open_call` as they are needed: when there is none, or those that there are are busy.
+    """A few streams; `open_call` opens another one when there is none, or all are busy.
 
-    A server lets in so many, of all its clients. What was meant for one that it has refused goes over the others.
+    A server limits the streams of all its clients together. Requests meant for a stream that it refused are sent over
+    the others.
     """
 
     def __init__(self, open_call: Callable[[], Any]) -> None:
         self._open_call = open_call
         self._streams: list[_Stream] = []
-        # On which nothing more is sent, though some may wait there.
+        # Streams on which nothing more is sent, though requests may still wait for answers there.
         self._left: list[_Stream] = []
         self._refused_until_s = 0.0
 
     async def infer(self, request: ModelInferRequest, timeout_s: float | None) -> ModelInferResponse:
-        """The answer to `request`, which is changed on the way, as ModelInfer would give it.
+        """The answer to `request`, as ModelInfer would give it; `request` is modified on the way.
 
-        Raises InferenceError as a call would: DeadlineExceeded when `timeout_s` seconds have passed, and what ended the
-        stream for all who waited on it; NoStream if there is none to be had. Cancelling takes the request back.
+        Raises InferenceError as a call would: DeadlineExceeded when `timeout_s` seconds have passed, and the reason why
+        the stream ended, for all requests that waited on it. Raises NoStream if no stream is to be had. Cancelling
+        withdraws the request.
         """
         now_s = asyncio.get_running_loop().time
         began_s, left_s = now_s(), timeout_s
@@ -136,20 +141,20 @@ class Streams:
             self._left = [*(one for one in self._left if not one.ended), stream]
 
     async def close(self) -> None:
-        """End all streams; who still waits gets Cancelled."""
+        """End all streams; requests that still wait raise Cancelled."""
         for stream in (*self._streams, *self._left):
             await stream.close()
 
 
 class _Stream:
-    """One stream: a task that writes, a task that reads, and who waits for what."""
+    """One stream: a task that writes, a task that reads, and the requests that wait for answers, by id."""
 
     def __init__(self, call: Any) -> None:
         self._call = call
         self._loop = asyncio.get_running_loop()
         self._ids = count(1)
         self._waiting: dict[str, asyncio.Future[ModelStreamInferResponse]] = {}
-        # Requests to send, and ids of those to take back.
+        # Requests to send, and ids of requests to cancel.
         self._unsent: deque[ModelInferRequest | str] = deque()
         self._sleeping: asyncio.Future[None] | None = None
         self._status: asyncio.Future[grpc.aio.AioRpcError] = self._loop.create_future()
@@ -158,10 +163,10 @@ class _Stream:
         self._writing = self._loop.create_task(self._write())
         self.ended = False
         self.was_refused = False
-        """Whether it ended before there was any answer, as the server had no room for it."""
+        """Whether it ended before any answer, because the server had no room for it."""
 
     def requests(self) -> int:
-        """How many are under way."""
+        """How many requests are in flight."""
         return len(self._waiting)
 
     async def infer(self, request: ModelInferRequest, timeout_s: float | None) -> ModelInferResponse:
@@ -186,7 +191,7 @@ class _Stream:
         return _answer(message, own_id)
 
     def _wire_id(self, own_id: str) -> str:
-        """One of its own among those of the stream, in which the caller's can be found in logs and traces."""
+        """An id that is unique on this stream and contains the caller's, to be found in logs and traces."""
         number = next(self._ids)
         return f"{number}:{own_id}" if own_id else str(number)
 
@@ -204,7 +209,7 @@ class _Stream:
             sleeping.set_result(None)
 
     async def _write(self) -> None:
-        """Write until the stream ends, which is for `_read` to notice."""
+        """Write until the stream ends; `_read` notices the end."""
         try:
             while True:
                 while self._unsent:
@@ -222,14 +227,14 @@ class _Stream:
             pass
 
     async def _read(self) -> None:
-        """Hand out answers until the stream ends, and then everybody who still waits the reason."""
+        """Hand out answers until the stream ends, and then the reason to all requests that still wait."""
         reason: Callable[[], InferenceError] = _ended
         has_answered = False
         try:
             while (message := await self._call.read()) is not EOF:
                 has_answered = True
                 if message is None:
-                    # No message: nobody can tell whose answer it was.
+                    # Not a message that can be read: nobody can tell whose answer it was.
                     reason = unreadable
                     self._call.cancel()
                     break
@@ -249,14 +254,15 @@ class _Stream:
                 answer.set_exception(reason())
 
     def _note_status(self, call: Any) -> None:
-        """Keep the status that the call has now: a write that fails because the stream ended may replace it."""
+        """Keep the status that the call has now: a write that fails because the stream has ended may replace it."""
         code, details, trailing = map(_at_once, (call.code(), call.details(), call.trailing_metadata()))
         status = grpc.aio.AioRpcError(code, grpc.aio.Metadata(), trailing, details, "")
         if not self._status.done() and not _of_a_write(status):
             self._status.set_result(status)
 
     async def _true_status(self, error: grpc.aio.AioRpcError) -> grpc.aio.AioRpcError:
-        """What the server (or the connection) ended the stream with, where `error` may only tell of a failed write."""
+        """The status with which the server (or the connection) ended the stream; `error` may only report a failed
+        write."""
         if not _of_a_write(error):
             return error
         try:
@@ -266,15 +272,15 @@ class _Stream:
 
 
 def check_request(request: ModelInferRequest) -> None:
-    """Raises ValueError for what is no request on a stream, and would never be answered."""
+    """Raises ValueError for a request that a stream would take for a cancellation, and never answer."""
     if _CANCEL in request.parameters and request.parameters[_CANCEL].bool_param:
         raise ValueError(f"parameter {_CANCEL!r}: a stream has it instead of a request; cancel the task that awaits it")
 
 
 def _tell_deadline(request: ModelInferRequest, deadline_us: int) -> None:
-    """Beside one that the caller has set the earlier counts, as it does beside a call's. 0 is none, and what is no
-    number, or a negative one, is left for the server to refuse."""
-    given = request.parameters[_DEADLINE]  # which makes it where there is none
+    """Adds the deadline, in microseconds from now. If the caller has set one too, the earlier counts, as it does beside
+    a call's. 0 means none; a value that isn't an integer, or is negative, is left for the server to refuse."""
+    given = request.parameters[_DEADLINE]  # which creates it if there is none
     if given.WhichOneof("parameter_choice") in (None, "int64_param", "uint64_param"):
         given_us = given.int64_param or given.uint64_param
         if not given_us or given_us > deadline_us:
@@ -282,7 +288,7 @@ def _tell_deadline(request: ModelInferRequest, deadline_us: int) -> None:
 
 
 def _at_once(coroutine: Coroutine[Any, Any, _T]) -> _T:
-    """What a coroutine returns that has nothing to wait for."""
+    """The result of a coroutine that has nothing to wait for."""
     try:
         coroutine.send(None)
     except StopIteration as stop:
@@ -293,17 +299,18 @@ def _at_once(coroutine: Coroutine[Any, Any, _T]) -> _T:
 
 
 def _is_refusal(status: grpc.aio.AioRpcError) -> bool:
-    """Whether it says that there is no room for a stream."""
+    """Whether `status` says that there is no room for a stream."""
     return status.code() is grpc.StatusCode.RESOURCE_EXHAUSTED and _TOO_LARGE not in (status.details() or "")
 
 
 def _of_a_write(error: grpc.aio.AioRpcError) -> bool:
-    """Whether grpc.aio made this status up as it could not write (https://github.com/grpc/grpc/issues/36066)."""
+    """Whether grpc.aio made this status up because it couldn't write (https://github.com/grpc/grpc/issues/36066)."""
     return error.code() is grpc.StatusCode.INTERNAL and error.details() == "Internal error from Core"
 
 
 def _answer(message: ModelStreamInferResponse, request_id: str) -> ModelInferResponse:
-    """What ModelInfer would have answered to the request that its caller calls `request_id`."""
+    """The answer as ModelInfer would give it to the request that its caller calls `request_id`. Raises the error that
+    it carries."""
     response = message.infer_response
     if message.error_message:
         status = response.parameters[_STATUS].string_param

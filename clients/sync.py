@@ -27,10 +27,11 @@ T = TypeVar("T")
 class InferenceClient(BaseClient):
     """Calls a server of the Open Inference Protocol (KServe v2) over gRPC and waits for the answer.
 
-    Arguments as in `BaseClient`. Every method raises a subclass of `clients.errors.InferenceError` when the call
-    ends with a status other than OK, ResponseError when the answer can't be read, ClientClosed after close(). On every
-    method `timeout_s` is in seconds, None for no bound, left out for the client's own, and 0 or less ends the call with
-    DeadlineExceeded at once; `metadata` is added to the client's own.
+    The constructor's arguments are those of `BaseClient`. Every method raises `clients.errors.InferenceError` or a
+    subclass when the call ends with a status other than OK, ResponseError when the answer contradicts the protocol, and
+    ClientClosed after close(). On every method, `timeout_s` is in seconds: None means no timeout, left out it is the
+    client's own, and 0 or less ends the call with DeadlineExceeded at once. `metadata` is sent in addition to the
+    client's own.
     """
 
     _transport: ClassVar[ModuleType] = grpc
@@ -59,8 +60,9 @@ class InferenceClient(BaseClient):
     ) -> InferResult:
         """Runs the model and returns its outputs.
 
-        Inputs, datatypes and parameters as in `clients.messages.infer_request`, which also says what is refused with
-        ValueError or TypeError before anything is sent. Empty `version`: the server chooses. Empty `outputs`: all.
+        Inputs, datatypes and parameters are as in `clients.messages.infer_request`, which also says what is refused
+        with ValueError or TypeError before anything is sent. With an empty `version`, the server chooses; with empty
+        `outputs`, it returns all.
         """
         request = infer_request(
             model,
@@ -82,7 +84,7 @@ class InferenceClient(BaseClient):
         return self._call(calls.server_ready(), timeout_s, metadata)
 
     def model_ready(self, model: str, version: str = "", *, timeout_s: Timeout = ..., metadata: Metadata = ()) -> bool:
-        """Whether the model can take requests. Servers differ for unknown models: False, or NotFound."""
+        """Whether the model can take requests. For unknown models, some servers answer False, others raise NotFound."""
         return self._call(calls.model_ready(model, version), timeout_s, metadata)
 
     def server_metadata(self, *, timeout_s: Timeout = ..., metadata: Metadata = ()) -> ServerMetadata:
@@ -96,13 +98,14 @@ class InferenceClient(BaseClient):
         return self._call(calls.model_metadata(model, version), timeout_s, metadata)
 
     def health(self, service: str = "", *, timeout_s: Timeout = ..., metadata: Metadata = ()) -> str:
-        """The status name of grpc.health.v1, such as SERVING. NotFound for a service the server doesn't know."""
+        """The name of a grpc.health.v1 status, such as SERVING. Raises NotFound for an unknown service."""
         return self._call(calls.health(service), timeout_s, metadata)
 
     def wait_ready(self, timeout_s: float) -> None:
-        """Returns once the server is reachable and says it is ready; DeadlineExceeded after `timeout_s` seconds.
+        """Returns once the server is reachable and ready. Raises DeadlineExceeded after `timeout_s` seconds.
 
-        Asks again after UNAVAILABLE and after "not ready", in pauses of 50 ms to 1 s; other errors are raised.
+        Asks again after UNAVAILABLE, DEADLINE_EXCEEDED and "not ready", with pauses of 50 ms to 1 s; other errors are
+        raised.
         """
         wait = ReadyWait(self._target, timeout_s, time.monotonic())
         while not self._ready_within(wait.left_s(time.monotonic())):

@@ -1,6 +1,7 @@
-"""TLS as a client speaks it: the files, checked before they are used.
+"""TLS for clients: the files, checked before they are used.
 
-Lives here: what is believed, what is shown, and what gRPC and HTTP need for both. Must not: open connections.
+Lives here: which authorities are trusted, which certificate is presented, and what gRPC and HTTP need for both. Must
+not: open connections.
 """
 
 from __future__ import annotations
@@ -21,12 +22,15 @@ _Path = str | os.PathLike[str]
 
 @dataclass(frozen=True, slots=True)
 class Tls:
-    """PEM files: `ca`, who signs servers' certificates, by default those that gRPC brings along; `certificate`, with
-    those between it and the root, and `key`, without a password, are shown to servers that ask for them. `server_name`
-    is what the server's certificate has to be for, where that isn't the name in the target.
+    """The TLS settings of a client; all files are PEM.
 
-    Raises ValueError for a certificate without a key, or a key without a certificate, and TypeError for what is no path
-    or no name.
+    `ca` holds the authorities that sign servers' certificates, by default those that come with gRPC (for HTTP, the
+    system's). `certificate`, with any between it and the root, and `key`, without a password, are presented to
+    servers that ask for them. `server_name` is the name that the server's certificate has to be for, if that isn't the
+    name in the target.
+
+    Raises ValueError for a certificate without a key, or a key without a certificate, and TypeError for what isn't a
+    path or a name.
     """
 
     ca: _Path | None = None
@@ -45,8 +49,8 @@ class Tls:
             raise TypeError(f"TLS: server_name: expected a str, got {self.server_name!r}")
 
     def credentials(self) -> grpc.ChannelCredentials:
-        """What gRPC's channels need. Reads the files; raises ValueError for those that are no good."""
-        # gRPC itself would find out at the first call, and not say what is wrong.
+        """Credentials for gRPC's channels. Reads the files; raises ValueError if they can't be used."""
+        # gRPC itself would only notice at the first call, and not say what is wrong.
         self.context()
         return grpc.ssl_channel_credentials(_read(self.ca), _read(self.key), _read(self.certificate))
 
@@ -55,7 +59,7 @@ class Tls:
         return [] if self.server_name is None else [("grpc.ssl_target_name_override", self.server_name)]
 
     def context(self) -> ssl.SSLContext:
-        """What HTTP needs. Reads the files; raises ValueError for those that are no good."""
+        """A context for HTTPS connections. Reads the files; raises ValueError if they can't be used."""
         for path in (self.ca, self.certificate, self.key):
             _read(path)  # since ssl wouldn't say which of them can't be read
         context = _Context(ssl.PROTOCOL_TLS_CLIENT)
@@ -84,7 +88,7 @@ class Tls:
 
 
 class _Context(ssl.SSLContext):
-    """Expects certificates for `server_name`, whatever host is connected to."""
+    """Expects the certificate to be for `server_name`, whatever host is connected to."""
 
     server_name: str | None = None
 

@@ -10,12 +10,12 @@ from pathlib import Path
 
 __all__ = ["authorization", "read_token"]
 
-# RFC 6750, section 2.1. Whatever else a header can't have, gRPC would complain of in words that have the token in them.
+# RFC 6750, section 2.1. For characters that a header can't have, gRPC's own error would contain the token.
 _TOKEN = re.compile(r"[\w.~+/-]+=*", re.ASCII)
 
 
 def authorization(token: str) -> tuple[str, str]:
-    """The header, as key and value. Raises TypeError and ValueError for what is no token."""
+    """The header, as key and value. Raises TypeError and ValueError for what isn't a token."""
     if not isinstance(token, str):
         raise TypeError(f"token: expected a str, got {type(token).__name__}")
     if not _TOKEN.fullmatch(token):
@@ -24,7 +24,8 @@ def authorization(token: str) -> tuple[str, str]:
 
 
 def read_token(path: Path) -> str:
-    """The token that is all of a file but for space around it. Raises ValueError for what is no token, OSError."""
+    """The token that a file holds, without white space around it. Raises OSError, and ValueError if it isn't a
+    token."""
     token = path.read_bytes().decode("utf-8", errors="replace").strip()
     if not _TOKEN.fullmatch(token):
         raise ValueError(f"{path}: expected a token and nothing else")

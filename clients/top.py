@@ -1,7 +1,7 @@
 """The command `top`: what a running server does, in a terminal. `paceline` mounts it.
 
-Lives here: options, the loop, the terminal. Must not: metrics (scrape), or what is shown (top_table). Exit code 1 with
-`--once` when the server doesn't answer; without it, that is shown, and asked again.
+Lives here: options, the loop, the terminal. Must not: metrics (scrape), or what is shown (top_table). With `--once`,
+the exit code is 1 when the server doesn't answer; without it, the error is shown and the server asked again.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from clients.top_table import table
 __all__ = ["top"]
 
 _TIMEOUT_S = 5.0
-# Of terminals: a screen of its own without cursor, and back; to the corner; delete to the end of line and screen.
+# Terminal sequences: to the alternate screen without cursor, and back; to the corner; erase to the end of line and
+# screen.
 _ENTER, _LEAVE = "\x1b[?1049h\x1b[?25l", "\x1b[?25h\x1b[?1049l"
 _HOME, _END_LINE, _END_SCREEN = "\x1b[H", "\x1b[K", "\x1b[J"
 
@@ -79,8 +80,8 @@ def _one_table(scraper: Scraper, interval_s: float) -> str:
 
 @contextlib.contextmanager
 def _screen(out: TextIO) -> Iterator[None]:
-    """A screen of its own if `out` is a terminal, which gets its own back at the end, be that by SIGTERM, and while the
-    process is stopped by Ctrl-Z."""
+    """The terminal's alternate screen, if `out` is a terminal. The old screen comes back at the end, also after
+    SIGTERM, and while the process is stopped by Ctrl-Z."""
     if not out.isatty():
         yield
         return
@@ -89,11 +90,11 @@ def _screen(out: TextIO) -> Iterator[None]:
         raise SystemExit(128 + number)
 
     def stop(number: int, frame: FrameType | None) -> None:
-        # Past `out`, which this may have come upon in the middle of a write.
+        # Not through `out`, which this handler may have interrupted in the middle of a write.
         os.write(out.fileno(), _LEAVE.encode())
         signal.signal(number, signal.SIG_DFL)
         signal.raise_signal(number)
-        # From here on when it is continued.
+        # The process continues here when it is resumed.
         signal.signal(number, stop)
         os.write(out.fileno(), _ENTER.encode())
 

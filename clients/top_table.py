@@ -1,7 +1,7 @@
-"""Two looks at a server, and what happened in between, as a table for a terminal.
+"""What a server did between two scrapes, as a table for a terminal.
 
 Lives here: pure arithmetic and formatting. Must not: scrape, clocks, or terminals. The rule of counters: one that is
-lower than before has begun anew, by a restart or a reload, and all that it shows happened since.
+lower than before was reset by a restart or a reload, and all that it shows happened since.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ _NONE = "-"
 
 
 def table(before: Snapshot | None, now: Snapshot) -> str:
-    """What the server did from `before` to `now`; without a `before` there are no rates, and the rest is of all that it
+    """What the server did from `before` to `now`. Without `before` there are no rates, and the rest covers all that it
     has done."""
     restarted = before is not None and before.began_s != now.began_s
     seconds = None if before is None else max(now.taken_s - before.taken_s, 1e-3)
     base = Snapshot(now.taken_s) if before is None or restarted else before
     changes = [(key, _since(model, base.models.get(key))) for key, model in now.models.items()]
-    # The busiest first; names are what is left to go by.
+    # The busiest first; the rest by name and version.
     changes.sort(key=lambda item: (-item[1].succeeded - item[1].failed, item[0][0], item[0][1].zfill(10)))
     rows = [(printable(name), printable(version), *_cells(change, seconds)) for (name, version), change in changes]
     lines = [_summary([change for _, change in changes], base, now, seconds), ""]
@@ -35,7 +35,8 @@ def table(before: Snapshot | None, now: Snapshot) -> str:
 
 
 def quantile(share: float, histogram: Histogram) -> float | None:
-    """The value below which so much of all is, as Prometheus' histogram_quantile has it; None if there is nothing."""
+    """The value below which `share` (0 to 1) of the observations are, as by Prometheus' histogram_quantile; None if
+    there are none."""
     bounds = sorted(histogram)
     if not bounds or not histogram[bounds[-1]]:
         return None
@@ -120,7 +121,7 @@ def _time(us: float | None) -> str:
 
 
 def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Names to the left, numbers to the right."""
+    """The first column to the left, the others to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []
     for row in rows:

@@ -32,8 +32,8 @@ CLIENTS = 64
 MAX_FILES = 512
 FILES_PER_KIND = 24
 TOLERANCE = 1e-3
-"""Of scores: sums are rounded in another order in a batch of another size, which moves an undecided score in its fourth
-digit. Labels whose scores are that close to each other count as equal."""
+"""By how much equal scores may differ: in a batch of another size, sums are rounded in another order, which moves an
+undecided score in its fourth digit. Labels whose scores are that close to each other count as equal."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ def pick_files(folder: Path) -> list[Path]:
 
 @contextlib.contextmanager
 def serving(repository: Path) -> Iterator[tuple[int, int]]:
-    """A server process on free ports of this machine; (gRPC, metrics)."""
+    """A server process on free ports of this machine; yields the ports, (gRPC, metrics)."""
     grpc_port, metrics_port = free_port(), free_port()
     command = [sys.executable, "-m", "server", "serve", str(repository), "--grpc-address", "127.0.0.1"]
     process = subprocess.Popen([*command, "--grpc-port", str(grpc_port), "--metrics-port", str(metrics_port)])
@@ -106,7 +106,8 @@ async def clients(grpc_port: int) -> AsyncIterator[list[AsyncInferenceClient]]:
 
 
 def batch_sizes(metrics_port: int) -> tuple[list[tuple[str, int]], float]:
-    """How many batches had up to so many rows, from the server's own metrics, and the rows of a mean batch."""
+    """How many batches had up to how many rows, from the server's own metrics, and the mean number of rows per
+    batch."""
     with urllib.request.urlopen(f"http://127.0.0.1:{metrics_port}/metrics", timeout=10) as response:
         families = {family.name: family for family in text_string_to_metric_families(response.read().decode())}
     samples = families["paceline_batch_rows"].samples

@@ -13,7 +13,7 @@ _BLOCK_BYTES = 4096
 _END_BYTES = 1024
 _PADDING = 256
 SHORTEST_BYTES = 8
-"""Smaller files, without white space, aren't classified by the model."""
+"""Files with fewer bytes, leading white space aside, aren't classified by the model."""
 
 
 def features(path: Path) -> np.ndarray | None:

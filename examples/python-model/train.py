@@ -13,7 +13,7 @@ MEANS = np.array([[5.0, 3.4, 1.5, 0.2], [5.9, 2.8, 4.3, 1.3], [6.6, 3.0, 5.6, 2.
 
 
 def flowers(count, seed):
-    """`count` flowers' measurements, and their species by number."""
+    """Measurements of `count` flowers, float32 [count, 4], and their species by number, [count]."""
     random = np.random.default_rng(seed)
     species = random.integers(0, len(SPECIES), count)
     return MEANS[species] + random.normal(0, 0.25, (count, 4)).astype(np.float32), species
