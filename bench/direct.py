@@ -25,7 +25,7 @@ def _open(model: Path) -> ort.InferenceSession:
 
 
 def rows_per_s(session: ort.InferenceSession, rows: int, seconds: float) -> float:
-    """How many rows a second batches of `rows` make, over at least `seconds` and two runs."""
+    """How many rows per second batches of `rows` make, over at least `seconds` and two runs."""
     tensor = session.get_inputs()[0]
     batch = np.random.default_rng(0).standard_normal((rows, *tensor.shape[1:])).astype(np.float32)
     for _ in range(2):

@@ -1,7 +1,7 @@
-"""docs/performance.md, made of results: `python -m bench.document`.
+"""docs/performance.md, made from results: `python -m bench.document`.
 
 Lives here: the document's text. Must not: measure, or judge otherwise than the scenarios do. Equal results give an
-equal document; what was missed stands before what was reached.
+equal document; what was missed comes before what was reached.
 """
 
 from __future__ import annotations

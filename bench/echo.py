@@ -1,11 +1,11 @@
 """The floor: the least that a grpc.aio server in Python can do for an inference request.
 
-Lives here: a server of the same service, messages, options, event loop and settings of the C library as the product's,
-which parses a request and answers with the first bytes of its tensor, as many as the model's output has. Must not:
-check, queue, run. What the product takes beyond this is the product's own. Beside it, what NVIDIA's perf_analyzer asks
+Lives here: a server with the same service, messages, options, event loop and C library settings as the product, which
+parses a request and answers with the first bytes of its tensor, as many as the model's output has. Must not: check,
+queue, run. What the product takes beyond this is the product's own. It also answers what NVIDIA's perf_analyzer asks
 before it begins: metadata and configuration of the models.
 
-Prints its port; ends when its standard input does, so it can't outlive who started it.
+Prints its port; ends when its standard input does, so it can't outlive the process that started it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from protos import inference_pb2 as pb
 from protos import model_config_pb2 as config_pb
 from protos.inference_pb2_grpc import GRPCInferenceServiceServicer, add_GRPCInferenceServiceServicer_to_server
 
-# The product's own choices, taken rather than repeated: a floor under other conditions would be no floor.
+# The product's own choices, imported rather than repeated: a floor under other conditions would be no floor.
 from server.limits import Limits
 from server.loop import new_loop
 from server.memory import huge_pages

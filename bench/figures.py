@@ -1,7 +1,7 @@
-"""Pictures as SVG: latency over throughput here, and what the other modules draw with.
+"""Figures as SVG: latency over throughput here, and what the other modules draw with.
 
 Lives here: drawing. Must not: measure. Equal numbers give equal files: no dates, no random identifiers. matplotlib is
-imported when the first picture is drawn; whoever wants none needs none.
+imported when the first figure is drawn, and not needed without one.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def pyplot() -> Any:
 
 
 def save(figure: Any, path: Path) -> None:
-    """Write `figure` and let it go."""
+    """Write `figure` to `path` and close it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, metadata={"Date": None, "Creator": None}, bbox_inches="tight")
     pyplot().close(figure)

@@ -1,11 +1,11 @@
 """Costs and gains of `--frontends N`: servers of one process and with frontends, in turn, under the same load.
 
-Lives here: the two servers, the load, processor time of engine and fronts apart. Must not: anything of the main
-benchmark's. Load comes from NVIDIA's perf_analyzer where it is (`make witness`), since Python's takes more of the
-machine than the server does; else from `bench.load`. The model returns its input and computes nothing.
+Lives here: the servers, the load, processor time of engine and fronts apart. Must not: anything of the main
+benchmark's. The load comes from NVIDIA's perf_analyzer if it is there (`make witness`), because Python's takes more of
+the machine than the server does; else from `bench.load`. The model returns its input and computes nothing.
 
-On a machine with two cores both servers and the load share them, so that ratios of requests/s below 1 say what the way
-between processes costs; what fronts bring shows where there are cores for them.
+On a machine with two cores, the servers and the load share them, so that ratios of requests/s below 1 show what the way
+between processes costs; what fronts gain shows only where there are cores for them.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _SPARE_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """So many clients over so many connections, for so long; `analyzer` is perf_analyzer, if it is there."""
+    """`clients` clients over `channels` connections, for `seconds`; `analyzer` is perf_analyzer, if it is there."""
 
     clients: int
     channels: int
@@ -92,7 +92,7 @@ class Sample:
 
     @property
     def cpu_us(self) -> float:
-        """Of all of them."""
+        """Of the engine and its fronts together."""
         return self.engine_us + self.fronts_us
 
 
@@ -107,7 +107,7 @@ def measure(server: ServerProcess, load: Load, floats: int, folder: Path) -> Sam
 
 
 def table(rounds: Mapping[tuple[str, int], Sequence[Sample]]) -> str:
-    """For people."""
+    """The rounds as a table for people."""
     lines = [
         "| tensor | frontends | requests/s | of one process | CPU us/request | of it the engine |",
         "|" + "---|" * 6,
@@ -170,7 +170,7 @@ def _cpu_s(pid: int) -> float:
 
 
 def _run(command: Sequence[str], seconds: float, env: Mapping[str, str]) -> str:
-    """What it printed; ends this program if it fails."""
+    """What `command` printed; ends this program if it fails."""
     try:
         done = subprocess.run(
             command, cwd=REPO, env=env, capture_output=True, text=True, timeout=3 * seconds + _SPARE_S, process_group=0

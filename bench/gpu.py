@@ -1,11 +1,12 @@
 """The product on a GPU: `python -m bench.gpu`, all of it in less than ten minutes.
 
-Lives here: what is measured in which order, by the clock, and what it has to reach. Must not: measure (`gpu_steps`),
-make models (`gpu_models`) or format (`report`). What answers wrongly isn't timed. With `--device cpu --quick` the same
-runs on any machine, on models that are tiny, to see that everything works.
+Lives here: what is measured in which order, by the clock, and which bounds apply. Must not: measure (`gpu_steps`), make
+models (`gpu_models`) or format (`report`). Models that answer wrongly aren't timed. With `--device cpu --quick`, the
+same runs on any machine with tiny models, to check that everything works.
 
-The load is closed: so many clients that several full batches wait at any time. Images are left in shared memory and
-texts travel over streams, by several processes of `bench.load`: one would be a core's worth of work before the GPU is.
+The load is a closed loop, with so many clients that several full batches wait at any time. Images are in shared memory
+and texts are sent over streams, by several processes of `bench.load`: a single one would saturate a core before the GPU
+is saturated.
 """
 
 from __future__ import annotations
@@ -45,12 +46,12 @@ _SMALL = 16
 _END_OF_REASON = 600
 
 _FAILURES = (BenchError, UnservedError, AssertionError, DeviceError, grpc.RpcError, OSError)
-"""What of one section may fail without the others: a server may die, and take its port along."""
+"""What may fail in one section without failing the others: a server may die, and its port with it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """How long, how often, how many; `until_s` on the monotonic clock is when no further measurement begins."""
+    """How long, how often, how many; no measurement begins after `until_s` on the monotonic clock."""
 
     device: str
     rounds: int
@@ -73,7 +74,7 @@ class Plan:
         return self.device == "cuda"
 
     def reach(self, bound: Reach) -> Reach | None:
-        """Bounds are for GPUs alone."""
+        """`bound` on a GPU, else None: bounds are for GPUs only."""
         return bound if self.on_gpu else None
 
     def check(self) -> None:
@@ -84,7 +85,7 @@ class Plan:
 
 @dataclass(slots=True)
 class Found:
-    """One model's samples, by who, round by round."""
+    """One model's samples, round by round, by who was measured."""
 
     rounds: dict[str, list[Sample]] = field(default_factory=dict)
 
@@ -102,7 +103,7 @@ class Found:
 
 
 def run(plan: Plan, chosen: Sequence[GpuModel], folder: Path) -> Iterator[Section]:
-    """One section after the other. Those that fail say why, and the rest goes on."""
+    """One section after the other. Those that fail say why, and the rest continues."""
     files = {}
     for model in chosen:
         _say(f"making {model.name}")
@@ -126,7 +127,7 @@ def run(plan: Plan, chosen: Sequence[GpuModel], folder: Path) -> Iterator[Sectio
 
 
 def _first(server: ServerProcess, model: GpuModel) -> Sample:
-    """Before anybody else asks for anything. What is wrong with a model is told by what comes next."""
+    """Latencies before any other request. If something is wrong with a model, the steps that follow say what."""
     try:
         first_ms, later_ms = gpu_steps.first_request(server, model)
     except grpc.RpcError:
@@ -136,8 +137,8 @@ def _first(server: ServerProcess, model: GpuModel) -> Sample:
 
 @contextmanager
 def _server(repository: Path, frontends: int) -> Iterator[ServerProcess]:
-    """GPUs take their time to load and to warm up. A model that can't be loaded answers why, and the others are there:
-    the machine may be lent, and what it takes to begin anew is minutes."""
+    """A server with the time that GPUs take to load and to warm up. A model that can't be loaded answers why, and the
+    others serve: the machine may be lent, and starting over takes minutes."""
     server = ServerProcess(
         repository, args=["--frontends", str(frontends), "--allow-client-shm=true", "--exit-on-error=false"]
     )
@@ -226,7 +227,7 @@ def _round(
     names: tuple[str, str, str],
     number: int,
 ) -> None:
-    """Both sides, the other way round every second time."""
+    """Measure both sides, in reverse order every second round."""
 
     def product() -> None:
         found.add(
@@ -309,7 +310,7 @@ def _fronts(plan: Plan, folder: Path) -> Section:
 
 
 def _crowd(plan: Plan, model: GpuModel) -> Crowd:
-    """Four full batches of requests at any time."""
+    """Enough clients for four full batches of requests at any time."""
     clients = max(1, 4 * model.batch_rows // model.rows // plan.processes)
     return Crowd(plan.processes, clients, min(4, clients), stream=not model.shared)
 
@@ -332,8 +333,8 @@ def _absent(name: str, title: str, plan: Plan, reason: str) -> Section:
 
 
 def _reason(error: Exception) -> str:
-    """What it says at last. Both ends of what is long: cuDNN tells a graph of thousands of characters, and whoever runs
-    this elsewhere may see no more than the last pages."""
+    """The last lines of what the error says; of a long text, both ends: cuDNN prints a graph of thousands of
+    characters, and whoever runs this elsewhere may see no more than the last pages."""
     text = " / ".join(str(error).strip().splitlines()[-3:]) or type(error).__name__
     return text if len(text) <= 2 * _END_OF_REASON else f"{text[:_END_OF_REASON]} [...] {text[-_END_OF_REASON:]}"
 

@@ -1,8 +1,8 @@
 """The ceiling on a GPU: the model without a server, with bound tensors, in one process.
 
-Lives here: `session.run_with_iobinding` in a loop, for as many seconds as each line of stdin says; a line of JSON each
-time. Must not: use the product, but to find CUDA's libraries. Tensors stay on the device, or go there from memory of
-the host and back each time. A run ends when the device has finished: ONNX Runtime waits for it.
+Lives here: `session.run_with_iobinding` in a loop, for as many seconds as each line of stdin says; prints a line of
+JSON each time. Must not: use the product, except to find CUDA's libraries. Tensors stay on the device, or are copied
+there from the host's memory and back each time. A run ends when the device has finished: ONNX Runtime waits for it.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from backends.onnx.sessions import prepare_cuda
 __all__ = ["open_session"]
 
 _CHANGES = 5
-"""Of the number of rows, each way, in a measurement."""
+"""Changes of the number of rows, each way, in a measurement."""
 
 
 def open_session(model: Path, device: str) -> ort.InferenceSession:
-    """With the options that the product gives its own: the convolutions' algorithm by HEURISTIC, one thread."""
+    """A session with the product's own options: the convolutions' algorithm by HEURISTIC, one thread."""
     options = ort.SessionOptions()
     options.intra_op_num_threads = 1
     options.log_severity_level = 4
@@ -43,7 +43,7 @@ def open_session(model: Path, device: str) -> ort.InferenceSession:
 
 
 def measure(session: ort.InferenceSession, batch: Any, device: str, copies: bool, seconds: float) -> dict[str, float]:
-    """Rows a second, and the median of one run."""
+    """Rows per second, and the median time of one run in ms."""
     (taken,), (given,) = session.get_inputs(), session.get_outputs()
     binding = session.io_binding()
     value = ort.OrtValue.ortvalue_from_numpy(batch, device, 0)
@@ -65,7 +65,8 @@ def measure(session: ort.InferenceSession, batch: Any, device: str, copies: bool
 
 
 def after_smaller_ms(session: ort.InferenceSession, batch: Any, device: str) -> float:
-    """What a run takes if the one before had half the rows: where something is planned anew for each shape, more."""
+    """The median time of a run, in ms, if the run before had half the rows: more, if something is planned anew for each
+    shape."""
     (taken,), (given,) = session.get_inputs(), session.get_outputs()
     binding = session.io_binding()
     half, whole = (ort.OrtValue.ortvalue_from_numpy(one, device, 0) for one in (batch[: len(batch) // 2], batch))

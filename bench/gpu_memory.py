@@ -1,4 +1,4 @@
-"""Memory of this process on the first GPU, for servers on the same machine to open, as CUDA's clients leave it.
+"""Memory of this process on the first GPU, for servers on the same machine to open, as CUDA's clients provide it.
 
 Lives here: filling and exporting it. Must not: RPCs.
 """
@@ -21,7 +21,7 @@ __all__ = ["Exported", "export"]
 
 @dataclass(frozen=True, slots=True)
 class Exported:
-    """What `handle` opens, as long as this is held."""
+    """Exported memory; `handle` opens it as long as this object is held."""
 
     handle: bytes
     memory: Memory

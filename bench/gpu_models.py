@@ -1,8 +1,8 @@
-"""Models of the shapes that people serve on GPUs, with weights made by chance on the spot: ResNet-50 and BERT-base.
+"""Models of the shapes that people serve on GPUs, made on the spot with random weights: ResNet-50 and BERT-base.
 
 Lives here: their graphs, sizes, requests and places in a repository. Must not: serve or measure. Weights are scaled so
-that activations stay of the size of one through all layers: what is computed may mean nothing, but takes as long and
-is as exact as if it did. BERT's lacks masks and gives the first token's vector, as classifiers take it.
+that activations stay around one through all layers: the results mean nothing, but take as long to compute and are as
+exact as if they did. The BERT model has no masks and returns the first token's vector, as classifiers use it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ _TYPES = {"FP32": np.float32, "FP16": np.float16, "INT64": np.int64}
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """What makes models as large as those whose shapes they have, or small enough to see that everything works."""
+    """What makes the models as large as those whose shapes they have, or small enough to check that everything
+    works."""
 
     image: int
     width: int
@@ -52,9 +53,9 @@ QUICK = Sizes(32, 8, (1, 1, 1, 1), 10, 2, 32, 4, 16, 100)
 
 @dataclass(frozen=True, slots=True)
 class GpuModel:
-    """One to measure. Requests have `rows` rows of `shape`, batches are of `sizes`, ascending; `shared`: requests leave
-    their tensors in shared memory. `tolerance`: how far answers may be from the CPU's, in parts of the largest
-    value."""
+    """A model to measure. Requests have `rows` rows of `shape`, batches have one of `sizes`, ascending; `shared`:
+    requests have their tensors in shared memory. `tolerance`: how far answers may be from the CPU's, as a share of the
+    largest value."""
 
     name: str
     datatype: str
@@ -70,12 +71,12 @@ class GpuModel:
 
     @property
     def batch_rows(self) -> int:
-        """Of the largest batch."""
+        """Rows of the largest batch."""
         return self.sizes[-1]
 
 
 class _Graph:
-    """Nodes and weights as they come; `datatype` is that of all weights."""
+    """Collects nodes and weights; `datatype` is that of all weights."""
 
     def __init__(self, datatype: str) -> None:
         self._dtype = _TYPES[datatype]
@@ -138,7 +139,7 @@ def _resnet(sizes: Sizes, datatype: str) -> onnx.ModelProto:
 
 
 def _bert(sizes: Sizes, datatype: str) -> onnx.ModelProto:
-    """The encoder of "BERT" (arXiv 1810.04805), normalisation behind each half of a layer."""
+    """The encoder of "BERT" (arXiv 1810.04805), normalisation after each half of a layer."""
     graph = _Graph(datatype)
     hidden, head = sizes.hidden, sizes.hidden // sizes.heads
 
@@ -173,9 +174,10 @@ def _bert(sizes: Sizes, datatype: str) -> onnx.ModelProto:
 
 
 def chosen(device: str, quick: bool) -> list[GpuModel]:
-    """What is measured. A GPU multiplies FP32 as TF32, with ten bits of fraction, unless it is told otherwise.
+    """The models that are measured. A GPU multiplies FP32 as TF32, with ten bits of fraction, unless it is told
+    otherwise.
 
-    ResNets have batches of one size, as each change of it has ONNX Runtime plan every convolution anew.
+    ResNets have batches of one size, because each change of size has ONNX Runtime plan every convolution anew.
     """
     sizes = QUICK if quick else FULL
     tolerances = {"FP32": 1e-4 if device == "cpu" else 1e-2, "FP16": 3e-2}
@@ -197,12 +199,12 @@ def chosen(device: str, quick: bool) -> list[GpuModel]:
 
 
 def write(model: GpuModel, folder: Path) -> Path:
-    """Its ONNX file; seconds, and up to 440 MB."""
+    """The model's ONNX file in `folder`; takes seconds, and up to 440 MB."""
     return models.write(model.make(), folder / f"{model.name}.onnx")
 
 
 def add(model: GpuModel, file: Path, repository: Path, device: str, *, graphs: bool = False) -> None:
-    """Put it into a repository; `file` stays where it is. `graphs`: replayed as CUDA graphs."""
+    """Put the model into a repository; `file` stays where it is. `graphs`: batches are replayed as CUDA graphs."""
     place = repository / model.name
     (place / "1").mkdir(parents=True)
     (place / "1" / "model.onnx").symlink_to(file)
@@ -217,7 +219,7 @@ def add(model: GpuModel, file: Path, repository: Path, device: str, *, graphs: b
 
 
 def batch_of(model: GpuModel, rows: int, seed: int = 0) -> Array:
-    """Rows of its input."""
+    """Random rows of the model's input."""
     chance = np.random.default_rng(seed)
     if model.input_datatype == "INT64":
         return chance.integers(0, model.largest_input, (rows, *model.shape))
@@ -225,7 +227,7 @@ def batch_of(model: GpuModel, rows: int, seed: int = 0) -> Array:
 
 
 def request(model: GpuModel, batch: Array, region: str = "") -> ModelInferRequest:
-    """One that brings `batch`, in the message or at the beginning of the shared memory `region`."""
+    """A request with `batch`, in the message or at the beginning of the shared memory `region`."""
     message = ModelInferRequest(model_name=model.name)
     given: Any = message.inputs.add(name=INPUT, datatype=model.input_datatype, shape=batch.shape)
     if region:

@@ -1,6 +1,6 @@
 """Single measurements of `bench.gpu`: correctness, saturation, the ceiling, an open loop, the first request.
 
-Lives here: what measures, and the processes that it takes. Must not: start servers, repeat, compare or print.
+Lives here: the measurements, and the processes that they take. Must not: start servers, repeat, compare or print.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ _ANSWER_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Crowd:
-    """`clients` in each of so many processes, over so many connections each, one request in flight each; over streams
-    or by calls."""
+    """`processes` load generators, each with `clients` clients over `channels` connections; each client has one request
+    in flight, over a stream or as a call."""
 
     processes: int
     clients: int
@@ -68,15 +68,15 @@ class Crowd:
         return f"{self.processes * self.clients} clients"
 
     def send(self, target: str, request: Path, seconds: float, warmup_s: float) -> Sample:
-        """Load `target`; BenchError for an answer that is an error."""
+        """Load `target`. Raises BenchError if an answer is an error, or there is none."""
         arguments = [target, str(request), "--clients", str(self.clients), "--channels", str(self.channels)]
         arguments += ["--seconds", str(seconds), "--warmup", str(warmup_s), *(["--stream"] if self.stream else [])]
         with ExitStack() as stack:
             loads = [stack.enter_context(_Process("load", "--wait", *arguments)) for _ in range(self.processes)]
             for one in loads:
                 one.answer(_SPARE_S)
-            # All at once: who measures before others have begun, or after they have ended, has the server for himself,
-            # and the sum would be more than it can do.
+            # All begin at once: a process that measures before others have begun, or after they have ended, has the
+            # server to itself, and the sum would be more than the server can do.
             for one in loads:
                 one.tell("begin")
             answers = [one.answer(seconds + warmup_s + _SPARE_S) for one in loads]
@@ -92,7 +92,7 @@ class Crowd:
 
 
 class _Process:
-    """`python -m bench.<module>`, for as long as the context lasts. It takes lines and prints lines of JSON."""
+    """`python -m bench.<module>`, for as long as the context lasts. It reads lines and prints lines of JSON."""
 
     def __init__(self, module: str, *arguments: str) -> None:
         self._name = f"bench.{module}"
@@ -123,7 +123,7 @@ class _Process:
         self._process.stdin.flush()
 
     def answer(self, timeout_s: float) -> dict[str, Any]:
-        """The next line; BenchError if none comes in time."""
+        """The next line. Raises BenchError if none comes in time."""
         assert self._process.stdout is not None
         readable, _, _ = select.select([self._process.stdout], [], [], timeout_s)
         line = self._process.stdout.readline() if readable else ""
@@ -151,14 +151,14 @@ class Direct(_Process):
         return self
 
     def measure(self, seconds: float) -> tuple[Sample, Sample]:
-        """With tensors that stay on the device, and with those of the host."""
+        """Samples with tensors that stay on the device, and with tensors of the host."""
         self.tell(str(seconds))
         found = self.answer(2 * seconds + _SPARE_S)
         return found["bound"], found["copies"]
 
 
 def deviations(server: ServerProcess, model: GpuModel, file: Path, seeds: Sequence[int]) -> list[float]:
-    """How far the server's answers to a request per seed are from what the CPU computes, in parts of the largest
+    """How far the server's answers to one request per seed are from what the CPU computes, as a share of the largest
     value."""
     options = ort.SessionOptions()
     options.log_severity_level = 4
@@ -187,7 +187,7 @@ def _deviation(raw: bytes, expected: Array) -> float:
 def saturation(
     server: ServerProcess, model: str, rows: int, crowd: Crowd, request: Path, seconds: float, warmup_s: float
 ) -> Sample:
-    """What `crowd` gets out of the server when each request has `rows` rows."""
+    """What `crowd` gets out of the server if each request has `rows` rows."""
     before = _counters(server, model)
     with _busy() as shares:
         sample = crowd.send(server.target, request, seconds, warmup_s)
@@ -203,7 +203,7 @@ def saturation(
 
 
 def latency_at(server: ServerProcess, request: Path, per_s: float, seconds: float, warmup_s: float) -> Sample:
-    """Times of answers to requests that come at random, so many a second."""
+    """Latencies of requests that are sent at random, `per_s` a second."""
     found = open_loop(server.target, (request,), per_s, 30.0, seconds, warmup_s)
     if not found["ok"] or found["errors"]:
         raise BenchError(f"{found['ok']} answers, errors {found['errors']}")
@@ -211,7 +211,7 @@ def latency_at(server: ServerProcess, request: Path, per_s: float, seconds: floa
 
 
 def first_request(server: ServerProcess, model: GpuModel) -> tuple[float, float]:
-    """Milliseconds that the first request of all takes on a connection that is there, and the median of the next."""
+    """Milliseconds that the very first request takes on an open connection, and the median of the next ones."""
     message = gpu_models.request(model, gpu_models.batch_of(model, model.rows))
     channel, service = stub(server.target)
     with channel:
@@ -226,7 +226,7 @@ def first_request(server: ServerProcess, model: GpuModel) -> tuple[float, float]
 
 @contextmanager
 def region(server: ServerProcess, batch: Array) -> Iterator[str]:
-    """Shared memory that the server knows, with `batch` in it; its name."""
+    """System shared memory with `batch` in it, registered with the server; yields its name."""
     name = f"paceline-bench-gpu-{os.getpid()}"
     path = Path("/dev/shm") / name
     channel, service = stub(server.target)
@@ -266,7 +266,7 @@ def gpu_region(server: ServerProcess, batch: Array) -> Iterator[str]:
 
 
 def _counters(server: ServerProcess, model: str) -> list[float]:
-    """Rows, batches, microseconds in the model per request, requests."""
+    """Rows, batches, microseconds in the model summed over requests, and requests."""
     metrics, labels = server.metrics(), f'{{model="{model}",version="1"}}'
     names = ("count", "exec_count", "compute_infer_duration_us", "request_success")
     return [metrics[f"nv_inference_{name}{labels}"] for name in names]
@@ -274,7 +274,7 @@ def _counters(server: ServerProcess, model: str) -> list[float]:
 
 @contextmanager
 def _busy() -> Iterator[list[float]]:
-    """Shares of the time that the first GPU computed, as NVML tells them, ten a second; none where it can't be
+    """Shares of the time that the first GPU was computing, as NVML tells them, ten a second; none if NVML can't be
     asked."""
     shares: list[float] = []
     ended = threading.Event()
@@ -309,7 +309,7 @@ def _sample(nvml: Nvml, shares: list[float], wait: Callable[[float], bool]) -> N
 
 
 def requests_of(model: GpuModel, batch: Array, region_name: str, folder: Path) -> Path:
-    """A file with the request that brings `batch`."""
+    """A file with the serialized request for `batch`."""
     path = folder / f"{model.name}{region_name}.request"
     path.write_bytes(gpu_models.request(model, batch, region_name).SerializeToString())
     return path

@@ -3,8 +3,8 @@
 Both ends are in one process, without gRPC.
 
 Lives here: bursts of ready-made bytes through `server.requests.inference` and through `server.fronts`. Must not: gRPC
-or processes (`bench.frontends`). Processor time of everything there is, so that both ends are in it: from the bytes of
-the request to the bytes of the response.
+or processes (`bench.frontends`). It measures the processor time of the whole process, and so of both ends, from the
+bytes of the request to the bytes of the response.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _BURSTS = (1, 8, 32)
 
 
 class _Request(InFlight):
-    """One of a burst, which is over when all of them are done."""
+    """One request of a burst, which is over when all of its requests are done."""
 
     def __init__(self, over: asyncio.Future[None], left: list[int], request: AnyRequest) -> None:
         super().__init__(request, NEVER, None, NOTHING_SENT)
@@ -80,7 +80,7 @@ async def _burst(through: Inferring, read: RequestReader, data: bytes, size: int
 
 
 async def _cpu_us(through: Inferring, data: bytes, size: int, seconds: float) -> float:
-    """Of the median burst, per request."""
+    """Microseconds of processor time per request, in the median burst."""
     read = RequestReader()
     read(data)
     for _ in range(20):
@@ -95,7 +95,7 @@ async def _cpu_us(through: Inferring, data: bytes, size: int, seconds: float) ->
 
 
 async def _measure(folder: Path, seconds: float) -> list[tuple[int, int, float, float]]:
-    """Floats, requests of a burst, CPU us without and with handing over."""
+    """Floats per tensor, requests per burst, CPU us per request without and with handing over."""
     layout = Layout((folder,), "")
     layout.open(may_be_empty=False)
     repository = Repository(Metrics(), Loads(registry.backend))

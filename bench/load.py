@@ -1,4 +1,4 @@
-"""A load generator: so many clients, each sending its next request when it has the answer to the last.
+"""A closed-loop load generator: each client sends its next request when it has the answer to the last.
 
 Lives here: sending, counting, timing; the outcome is one line of JSON. Must not: know models or build messages.
 Requests come as files of serialized bytes and answers stay bytes, so that the generator takes as little of the machine
@@ -69,7 +69,7 @@ class Tally:
 
 
 class _Clients:
-    """The clients and the tally that answers go to at the moment."""
+    """The clients, and the tally to which answers are added at present."""
 
     def __init__(self, payloads: Sequence[bytes], stream: bool) -> None:
         self._payloads = payloads
@@ -81,7 +81,7 @@ class _Clients:
         self._stopping = True
 
     def switch(self) -> Tally:
-        """From now on count anew; what was counted so far."""
+        """Begin a new tally; returns what was counted until now."""
         counted, self.tally = self.tally, Tally()
         return counted
 
@@ -147,7 +147,7 @@ def summary(counted: Tally, elapsed_s: float) -> dict[str, Any]:
 
 
 def _asking(channel: grpc.aio.Channel, stream: bool) -> Ask:
-    """One client's way to ask on `channel`."""
+    """The function by which one client asks on `channel`."""
     if not stream:
         call: Ask = channel.unary_unary(METHOD, None, None)
         return call
@@ -157,19 +157,19 @@ def _asking(channel: grpc.aio.Channel, stream: bool) -> Ask:
     async def ask(payload: bytes) -> bytes:
         await talk.write(payload)
         answer = await talk.read()
-        return answer if isinstance(answer, bytes) else b""  # the stream's end is no bytes
+        return answer if isinstance(answer, bytes) else b""  # the end of the stream isn't bytes
 
     return ask
 
 
 def open_channel(target: str) -> grpc.aio.Channel:
-    """A connection of its own: without a pool of its own, a channel would share that of the first."""
+    """A channel with a connection of its own: without a pool of its own, it would share the connection of the first."""
     options = [("grpc.max_receive_message_length", _MAX_MESSAGE_BYTES), ("grpc.use_local_subchannel_pool", 1)]
     return grpc.aio.insecure_channel(target, options=options)
 
 
 def _asked(arguments: Sequence[str] | None) -> tuple[Plan, bool]:
-    """What to do, and whether to wait for the word."""
+    """What to do, and whether to wait for a line on stdin first."""
     parser = argparse.ArgumentParser(prog="python -m bench.load", description="Closed-loop load; prints one JSON line.")
     parser.add_argument("target", help="HOST:PORT of a server")
     parser.add_argument("payloads", nargs="+", type=Path, help="files, each with a serialized ModelInferRequest")
@@ -189,7 +189,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if waits:
         print("{}", flush=True)
         if not sys.stdin.readline():
-            return  # whoever was to say it has given up
+            return  # whoever was to tell it to begin has given up
     print(json.dumps(uvloop.run(drive(plan))), flush=True)
 
 

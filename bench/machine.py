@@ -1,7 +1,7 @@
-"""What the numbers were taken on: without it they mean nothing.
+"""What the numbers were measured on: without it, they mean nothing.
 
 Lives here: facts about the machine and the versions. Must not: measure anything but how fast Python itself is, which
-versions don't tell: the same one built without profile-guided optimization takes half as long again.
+versions don't tell: the same version built without profile-guided optimization takes half as long again.
 """
 
 from __future__ import annotations
@@ -65,13 +65,13 @@ def _processor() -> str:
 
 
 def _python_step_ns() -> int:
-    """What Python takes for a bit of what the product does most: making and filing small objects, joining bytes. The
-    least of many measurements, as others were interrupted."""
+    """What Python takes for a bit of what the product does most: creating and filing small objects, joining bytes. The
+    least of many measurements, because the others were interrupted."""
     return round(min(timeit.repeat("step(17, lanes)", _STEP, number=_STEPS, repeat=20)) / _STEPS * 1e9)
 
 
 def _gpus() -> str:
-    """Names of the GPUs and the version of their driver; "" where there are none, or nobody to ask."""
+    """Names of the GPUs and the version of their driver; "" if there are none, or NVML can't be asked."""
     try:
         import pynvml  # type: ignore[import-untyped,unused-ignore]
 
@@ -93,6 +93,6 @@ def _version(package: str) -> str:
 
 
 def _onnxruntime() -> dict[str, str]:
-    """Whichever of its packages is installed."""
+    """The versions of those of its packages that are installed."""
     found = {one.metadata["Name"]: one.version for one in distributions()}
     return {name: number for name, number in sorted(found.items()) if name.startswith("onnxruntime")}

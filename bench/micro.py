@@ -1,5 +1,5 @@
-"""The parts without any process around them: the queue per request, stacking and splitting against one memcpy, and
-counting per batch.
+"""Parts of the product by themselves: the queue per request, stacking and splitting against one memcpy, counting per
+batch.
 
 Lives here: loops over `scheduler.batch_queue`, `backends.batching` and `server.telemetry.model_statistics`; prints one
 line of JSON. Must not: threads, event loops, gRPC. Garbage collection stays on, as it is in the product.
@@ -41,7 +41,7 @@ _COUNTED = (1, 32)
 
 @dataclass(frozen=True, slots=True)
 class _Case:
-    """So many requests waiting in so many lanes, with or without deadlines and priority levels."""
+    """`depth` requests waiting in `lanes` lanes, with or without deadlines and priority levels."""
 
     depth: int
     lanes: int
@@ -97,7 +97,7 @@ def _filled(case: _Case) -> tuple[BatchQueue[None], Iterator[int]]:
 
 
 def _passing(case: _Case) -> Iterator[None]:
-    """Each step lets one request come and polls; a batch leaves whenever a batch too many wait."""
+    """Each step adds one request and polls; a batch leaves whenever a batch more than the case's depth waits."""
     queue, moments = _filled(case)
     for now_ns in moments:
         case.push(queue, now_ns)
@@ -107,7 +107,7 @@ def _passing(case: _Case) -> Iterator[None]:
 
 
 def _cancelling(case: _Case) -> Iterator[None]:
-    """Each step lets one request come and changes its mind."""
+    """Each step adds one request, cancels it and polls."""
     queue, moments = _filled(case)
     for now_ns in moments:
         queue.cancel(case.push(queue, now_ns))
@@ -139,7 +139,7 @@ def _batching_cost(count: int, floats: int, seconds: float) -> dict[str, Any]:
 
 
 def counting_costs(seconds: float) -> list[dict[str, Any]]:
-    """Microseconds to report and count a batch of so many requests, and those requests with their times."""
+    """Microseconds to report and count a batch of some requests, and the requests with their times."""
     return [{"requests": requests, "count_us": _us_per_request(_counting(requests), seconds)} for requests in _COUNTED]
 
 

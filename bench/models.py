@@ -1,6 +1,6 @@
 """What is measured: models, made on the spot, and requests for them.
 
-Lives here: what each model takes and gives, its ONNX file, its place in a repository, the bytes of a request. Must not:
+Lives here: each model's inputs and outputs, its ONNX file, its place in a repository, the bytes of a request. Must not:
 serve or measure. All weights are FP32, everything runs on the CPU with one thread, whatever else the machine has.
 """
 
@@ -38,8 +38,9 @@ parameters {{ key: "intra_op_thread_count" value {{ string_value: "1" }} }}
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """FP32 in, FP32 out, one tensor each, a batch axis in front. -1 is a free dimension, `shape` what it is if a
-    scenario says nothing. Not `batched`: the same file, and nothing said of batching, so that rows run one by one."""
+    """One FP32 tensor in, one FP32 tensor out, a batch axis in front. -1 is a free dimension; `shape` is used if a
+    scenario gives none. Without `batched`, the file is the same but no batching is configured, so that rows run one by
+    one."""
 
     dims: tuple[int, ...]
     output_dims: tuple[int, ...]
@@ -48,12 +49,13 @@ class Model:
     batched: bool = True
 
     def output_bytes(self, input_bytes: int) -> int:
-        """What one row's output has for a row of so many bytes."""
+        """Bytes of one row's output, for a row of `input_bytes`."""
         return input_bytes if -1 in self.output_dims else 4 * int(np.prod(self.output_dims))
 
 
 def _first_of_image() -> onnx.ModelProto:
-    """600 KB in, as of a picture, 4 KB out, as of a classifier, and next to no work between: the first values."""
+    """600 KB in, as for an image, 4 KB out, as from a classifier, and next to no work between: it returns the first
+    values."""
     starts, ends, axes = (
         numpy_helper.from_array(np.array([value], np.int64), name)
         for name, value in (("starts", 0), ("ends", _CLASSES), ("axes", 1))
@@ -80,7 +82,7 @@ MODELS: Mapping[str, Model] = {
 
 
 def write(name: str, folder: Path) -> Path:
-    """The model's ONNX file in `folder`; up to a second and 100 MB."""
+    """The model's ONNX file in `folder`; takes up to a second and 100 MB."""
     return models.write(MODELS[name].make(), folder / f"{name}.onnx")
 
 

@@ -1,11 +1,11 @@
-"""The first idea of a batching server: `python -m bench.naive NAME=FILE ...`, on the echo's gRPC.
+"""The simplest batching server: `python -m bench.naive NAME=FILE ...`, on the echo's gRPC.
 
 Lives here: what anybody would write in an afternoon. While ONNX Runtime runs a batch in a thread, requests gather in a
-list; what is in it when that is done is the next batch. Must not: check anything, know deadlines, priorities, errors,
-metrics, or more than one tensor. What it takes beyond the echo is the least that batching takes in Python, and what
-the product takes beyond it is what the product does more.
+list; what is in the list when the batch is done is the next batch. Must not: check anything, know deadlines,
+priorities, errors, metrics, or more than one tensor. What it costs beyond the echo is the least that batching costs in
+Python; what the product costs beyond it is for what the product does more.
 
-Prints its port; ends when its standard input does, so it can't outlive who started it.
+Prints its port; ends when its standard input does, so it can't outlive the process that started it.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class _Lane:
 
 
 class Naive(Echo):
-    """Runs models of one FP32 tensor in and one out. `files` are ONNX files by name."""
+    """Runs models with one FP32 tensor in and one out. `files` are ONNX files by model name."""
 
     def __init__(self, files: dict[str, Path]) -> None:
         super().__init__()

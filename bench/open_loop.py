@@ -1,12 +1,13 @@
-"""A load generator that doesn't wait for answers: requests come at random at a given rate, each with its own deadline.
+"""A load generator that doesn't wait for answers: requests are sent at random at a given rate, each with its own
+deadline.
 
-Lives here: sending, counting, timing; the outcome is one line of JSON. Must not: know models or build messages. What a
-closed loop hides, an overload, this one shows: the rate doesn't fall when the server falls behind.
+Lives here: sending, counting, timing; the outcome is one line of JSON. Must not: know models or build messages. It
+shows overload, which a closed loop hides: the rate doesn't fall when the server falls behind.
 
-Latencies and deadlines count from the moment at which a request was meant to be sent, not from when this process came
-to send it: if server or generator stall, what should have come meanwhile has waited, too. How late it was is told as
-`lag`: where that isn't small beside the latencies, they are the generator's. An answer counts only if it comes before
-its deadline, which gRPC carries to the server and holds on this side.
+Latencies and deadlines count from when a request was meant to be sent, not from when this process actually sent it: if
+the server or the generator stalls, the requests that were due meanwhile have waited, too. How late sending was is
+reported as `lag`: if it isn't small compared with the latencies, they are the generator's. An answer counts only if it
+comes before its deadline, which gRPC sends to the server and enforces on this side.
 """
 
 from __future__ import annotations
@@ -54,7 +55,8 @@ def schedule_s(plan: Plan) -> list[float]:
 
 
 async def drive(plan: Plan) -> dict[str, Any]:
-    """Send everything at its time; sum up what was sent after the warm-up. Ends one deadline after the last."""
+    """Send every request at its time; sum up what was sent after the warm-up. Ends one deadline after the last
+    request."""
     channel = open_channel(plan.target)
     try:
         await asyncio.wait_for(channel.channel_ready(), 30)
@@ -81,7 +83,7 @@ def _percentile_ms(times_ns: Sequence[int], percent: float) -> float | None:
 
 
 class _Sender:
-    """Sends to its schedule. An alarm of the clock wakes it, since the event loop's timers round to milliseconds."""
+    """Sends to its schedule. An alarm of the clock wakes it, because the event loop's timers round to milliseconds."""
 
     def __init__(self, channel: grpc.aio.Channel, plan: Plan) -> None:
         self._call: Any = channel.unary_unary(METHOD, None, None)

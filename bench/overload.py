@@ -1,13 +1,14 @@
 """What a server does at ten times its capacity, over gRPC.
 
-What is still answered, how soon the rest is refused, how much memory it takes, and how soon all is as before.
+What is still answered, how soon the rest is refused, how much memory it takes, and how soon everything is as before.
 
 Lives here: the server, the three loads, the table. Must not: assert. The model sleeps for what a batch costs, so that
-the capacity is known and the cores are left to gRPC; requests come at random (`bench.open_loop`), answered or not.
+the capacity is known and the cores are left to gRPC; requests are sent at random (`bench.open_loop`), whether or not
+answers come.
 
-1. `1x`: as many a second as full batches can have. What is answered of them is the peak.
+1. `1x`: as many requests a second as full batches can hold. The rate of answers is the peak.
 2. `10x`: ten times as many, for as long.
-3. `after`: half of the capacity, at once afterwards.
+3. `after`: half of the capacity, immediately afterwards.
 """
 
 from __future__ import annotations
@@ -58,8 +59,8 @@ CASES = (
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """Of one load. Times in ms are 0 where nothing was answered, or refused. `memory_bytes`: how far the most that the
-    process with the models has taken until now lies above what it had before the first load."""
+    """The results of one load. Times in ms are 0 if nothing was answered, or refused. `memory_bytes`: by how much the
+    peak memory of the process with the models until now exceeds its peak before the first load."""
 
     answered_per_s: float
     p50_ms: float
@@ -74,7 +75,8 @@ class Found:
 
 
 def measure(case: Case, seconds: float) -> dict[str, Found]:
-    """The three loads on a new server, by name. Raises BenchError for any other error than a refusal."""
+    """The three loads on a new server, by name. Raises BenchError for errors other than refusals and missed
+    deadlines."""
     with tempfile.TemporaryDirectory(prefix="paceline-bench-") as name:
         folder = Path(name)
         delay = f'parameters {{ key: "execute_delay_ms" value {{ string_value: "{BATCH_MS}" }} }}'
@@ -94,7 +96,7 @@ def measure(case: Case, seconds: float) -> dict[str, Found]:
 
 
 def peak_bytes(pid: int) -> int:
-    """The most memory that the process has had. Source: proc_pid_status(5)."""
+    """The most resident memory that the process has had. Source: proc_pid_status(5)."""
     (line,) = (line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("VmHWM"))
     return int(line.split()[1]) * 1024
 
@@ -116,7 +118,7 @@ def _found(told: dict[str, Any], memory_bytes: int) -> Found:
 
 
 def table(case: Case, rounds: Sequence[dict[str, Found]]) -> str:
-    """For people: medians of the rounds, what is answered over the peak within each."""
+    """A table for people: medians of the rounds; what is answered over the peak is taken within each."""
     lines = [
         f"{case.name} (callers give up after {case.deadline_s:g} s)",
         "",

@@ -1,11 +1,12 @@
-"""NVIDIA's perf_analyzer as the load generator: it takes a fraction of the processor that Python's gRPC takes.
+"""NVIDIA's perf_analyzer as the load generator: it takes a fraction of the processor time that Python's gRPC takes.
 
-Lives here: its command line, its report read. Must not: decide when to use it. For closed loops only: in an open loop
-it counts latencies from when it came to send, and so leaves out what a stall made wait; bench.open_loop doesn't.
+Lives here: its command line, reading its report. Must not: decide when to use it. For closed loops only: in an open
+loop, it counts latencies from when it actually sent, and so leaves out how long a stall made requests wait;
+bench.open_loop doesn't.
 
-It measures windows until three of them agree; here any three do (`-s`), as rounds are what tells how stable numbers
-are. Only where one of them saw no answer at all, none do: UnstableError, and longer windows may help. It measures from
-its first request on, so whoever wants a warm-up runs it twice.
+It measures windows until three of them agree; here any three do (`-s`), because rounds show how stable the numbers are.
+It only fails if one of the windows saw no answer at all: UnstableError, and longer windows may help. It measures from
+its first request on, so a warm-up takes another run.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ _PERCENTILES = ("p50", "p90", "p99")
 
 
 class FailedError(Exception):
-    """It ended with an error, or didn't end."""
+    """perf_analyzer ended with an error, or didn't end."""
 
 
 class UnstableError(FailedError):
@@ -51,7 +52,7 @@ def find(folder: Path) -> Path | None:
 
 
 def arguments(target: str, side: Side, clients: int, seconds: float, data: Path, report: Path) -> list[str]:
-    """What it is called with. Windows shorter than 100 ms are rounded up."""
+    """Its command-line arguments. Windows shorter than 100 ms are rounded up."""
     window_ms = max(100, round(1_000 * seconds / _WINDOWS))
     command = ["-u", target, "-i", "grpc", "-m", side.model, "--async", "--concurrency-range", str(clients)]
     command += ["-p", str(window_ms), "-s", _ANY, "-r", str(_WINDOWS), "-f", str(report)]
@@ -74,7 +75,7 @@ def input_data(shapes: Sequence[Sequence[int]]) -> str:
 
 
 def read(report: str, said: str) -> dict[str, Any]:
-    """From the CSV that it wrote and what it said: rate, percentiles, and the number of answers in all."""
+    """Rate, percentiles, and the number of answers in all, from the CSV that it wrote and what it printed."""
     rows = list(csv.DictReader(io.StringIO(report.strip())))
     counted = _COUNT.search(said)
     if len(rows) != 1 or counted is None:
@@ -84,19 +85,19 @@ def read(report: str, said: str) -> dict[str, Any]:
 
 
 def run(binary: Path, target: str, side: Side, clients: int, seconds: float, folder: Path) -> dict[str, Any]:
-    """Load `target`; what `read` finds, and the cores it took itself. Writes into `folder`."""
+    """Load `target`; returns what `read` finds, and the cores that the load took itself. Writes into `folder`."""
     data, report = folder / "input-data.json", folder / "perf_analyzer.csv"
     data.write_text(input_data(side.shapes))
     began_s, cpu_s = time.perf_counter(), _children_cpu_s()
     said = _call(binary, arguments(target, side, clients, seconds, data, report), seconds)
     cores = (_children_cpu_s() - cpu_s) / (time.perf_counter() - began_s)
     found = read(report.read_text(), said)
-    # Those under way when the last window ended were served as well.
+    # Those in flight when the last window ended were served as well.
     return {**found, "answers_in_all": found["answers_in_all"] + clients, "cores": cores}
 
 
 def _call(binary: Path, command: Sequence[str], seconds: float) -> str:
-    # The libraries that it wants lie beside it.
+    # Its libraries lie beside it.
     environment = {**os.environ, "LD_LIBRARY_PATH": str(binary.parent)}
     try:
         done = subprocess.run(

@@ -45,12 +45,12 @@ _COLUMNS = (
 
 Key = TypeVar("Key")
 Series = Mapping[Key, Mapping[str, Sequence[float]]]
-"""Values round by round, by what was measured and measurement."""
+"""Values per round, by what was measured and by measurement."""
 
 
 @dataclass(frozen=True, slots=True)
 class Absence:
-    """Why a side has no numbers. `failed`: it should have them."""
+    """Why a side has no numbers. `failed`: it should have some."""
 
     reason: str
     failed: bool
@@ -58,7 +58,7 @@ class Absence:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What was found of a scenario at the `points` that were measured."""
+    """The results of a scenario at the `points` that were measured."""
 
     scenario: Scenario
     points: tuple[Point, ...]
@@ -68,7 +68,7 @@ class Result:
 
 
 def series_of(rounds: Sequence[Mapping[Key, Sample]]) -> Series[Key]:
-    """Turn one mapping per round into one list per measurement; what one round lacks is left out."""
+    """Turn one mapping per round into one list per measurement; a measurement that a round lacks is left out."""
     return {
         step: {key: [one[step][key] for one in rounds] for key in sample if all(key in one[step] for one in rounds)}
         for step, sample in rounds[0].items()
@@ -117,7 +117,8 @@ def _comparison(result: Result, reference: Reference, point: Point) -> Compariso
 
 
 def text(summary: Summary) -> str:
-    """The report for a terminal: ratios first, as they carry over to other machines; then what this machine did."""
+    """The report for a terminal: ratios first, because they carry over to other machines; then what this machine
+    did."""
     rows = [
         [section.title, one.point, one.what, *compared(one), one.verdict]
         for section in summary.sections
@@ -141,12 +142,12 @@ def compared(comparison: Comparison) -> tuple[str, str]:
 
 
 def shown(generator: str) -> str:
-    """The generator as the end of a sentence; nothing where there was none."""
+    """The load generator as the end of a sentence; empty if there was none."""
     return f", load from {generator}" if generator else ""
 
 
 def absolute(section: Section) -> list[list[str]]:
-    """Medians of what was measured, one row each under a head, without columns in which nobody has anything."""
+    """Medians of what was measured, one row each under a header, without columns that have no values."""
     columns = [one for one in _COLUMNS if any(one[0] in measured.values for measured in section.measurements)]
     return [["who", "load", *(title for _, title, _ in columns)], *_absolute(section, columns)]
 
@@ -171,7 +172,7 @@ def facts(machine: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def table(rows: Sequence[Sequence[str]]) -> str:
-    """Columns as wide as they must be; the first leans left, the others right."""
+    """Columns as wide as they must be; the first aligned to the left, the others to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join("  " + "  ".join(_cells(row, widths)).rstrip() for row in rows)
 

@@ -1,8 +1,8 @@
 """One scenario from beginning to end: servers up, rounds, servers down.
 
-Lives here: who is there, which generator loads them, the order of measurements. Must not: measure (steps) or judge
-(report). In a round, the sides of a scenario follow each other at each point; every other round goes backwards, so that
-what warms up or wears out in the course of time strikes all sides.
+Lives here: which sides can be measured, which generator loads them, the order of measurements. Must not: measure
+(steps) or judge (report). In a round, the sides of a scenario follow each other at each point; every other round goes
+backwards, so that what warms up or wears out in the course of time affects all sides.
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ __all__ = ["Settings", "measure"]
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """So many rounds, seconds per measurement, seconds of warm-up before each; whether all points of a sweep are
-    measured or the first and the last; whether rivals are; perf_analyzer, or None to do without."""
+    """The number of rounds, seconds per measurement, and seconds of warm-up before each; whether all points of a sweep
+    are measured or only the first and the last; whether rivals are measured; the path of perf_analyzer, None to do
+    without."""
 
     rounds: int
     seconds: float
@@ -49,7 +50,7 @@ class Settings:
 
 @dataclass(slots=True)
 class _Stage:
-    """What is there once all servers are up."""
+    """What there is once all servers are up."""
 
     steps: dict[tuple[Side, Point], Step] = field(default_factory=dict)
     absent: dict[Side, Absence] = field(default_factory=dict)
@@ -57,7 +58,8 @@ class _Stage:
 
 
 def measure(scenario: Scenario, settings: Settings, model_file: Callable[[str], Path], folder: Path) -> Result:
-    """All rounds of a scenario; `model_file` gives a model's ONNX file, `folder` is empty, and the scenario's own."""
+    """All rounds of a scenario; `model_file` gives a model's ONNX file, `folder` is empty and for this scenario
+    only."""
     with ExitStack() as stack:
         stage = _set_up(scenario, settings, model_file, folder, stack)
         rounds: list[dict[tuple[Side, Point], Sample]] = []
@@ -115,7 +117,7 @@ def _loads(
     folder: Path,
     stack: ExitStack,
 ) -> dict[Side, tuple[Subject, tuple[Path, ...]]]:
-    """The server and the requests of each side that has a server and is there; the others are noted as absent."""
+    """The server and the requests of each side that has a server and can be served; the others are noted as absent."""
     servers: dict[Any, Subject | UnservedError] = {}
     loads: dict[Side, tuple[Subject, tuple[Path, ...]]] = {}
     for side in scenario.sides:
@@ -137,21 +139,22 @@ def _loads(
 
 
 def _absence(side: Side, reason: str) -> Absence:
-    """A rival that breaks is a finding. What is ours, echo and product, has to work."""
+    """A rival that breaks is a finding. Our own servers, the echo and the product among them, have to work."""
     return Absence(" ".join(reason.split()), failed=not {side.server, side.upstream} & set(RIVALS))
 
 
 def _started(
     scenario: Scenario, side: Side, model_file: Callable[[str], Path], folder: Path, stack: ExitStack
 ) -> Subject:
-    """The server of `side`, with the models of all sides that are its."""
+    """The server of `side`, with the models of all sides that share it."""
     files = {one.model: model_file(one.model) for one in scenario.sides if one.process == side.process}
     folder.mkdir()
     return stack.enter_context(subjects.start(side, files, folder))
 
 
 def _requests(server: Subject, side: Side, folder: Path, stack: ExitStack) -> tuple[Path, ...]:
-    """What is sent for `side`, one file per shape, once the server has answered each; UnservedError if it didn't."""
+    """The requests for `side`, one file per shape, after the server has answered each. Raises UnservedError if it
+    doesn't."""
     folder.mkdir()
     model, payloads = models.MODELS[side.model], []
     for shape in side.shapes:
@@ -169,7 +172,7 @@ def _requests(server: Subject, side: Side, folder: Path, stack: ExitStack) -> tu
 
 
 def _generator(scenario: Scenario, settings: Settings, loads: Mapping[Side, tuple[Subject, tuple[Path, ...]]]) -> str:
-    """The same for all sides of a scenario, or ratios would compare generators."""
+    """The load generator, the same for all sides of a scenario, or ratios would compare generators."""
     if not loads:
         return ""
     if any(isinstance(point, Open) for point in scenario.points):

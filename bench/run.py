@@ -34,7 +34,7 @@ QUICK = Settings(rounds=1, seconds=0.3, warmup_s=0.1, all_points=False, rivals=F
 
 
 def run(scenarios: Sequence[Scenario], settings: Settings) -> Iterator[Result]:
-    """Measure one after the other. Leaves no process and no file behind once it has ended or was closed."""
+    """Measure one scenario after the other. Leaves no process and no file behind once it has ended or was closed."""
     with tempfile.TemporaryDirectory(prefix="paceline-bench-") as name:
         folder = Path(name)
 
@@ -50,7 +50,7 @@ def run(scenarios: Sequence[Scenario], settings: Settings) -> Iterator[Result]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     got = _parser().parse_args(arguments)
-    # The orderly way out, on which every process and file of ours goes, is that of an exception.
+    # SIGTERM raises an exception, on which every process and file of ours is cleaned up.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     out: Path = got.out or _RESULTS / ("quick.json" if got.quick else "latest.json")
     try:
@@ -64,8 +64,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _measure(scenarios: Sequence[Scenario], settings: Settings, out: Path) -> list[str]:
-    """Measure, print, write, draw; what should have worked and didn't. What was measured is in `out` at once, in case
-    the rest takes too long for somebody."""
+    """Measure, print, write, draw; returns what should have worked and didn't. Results are written to `out` after each
+    scenario, in case the rest takes too long for somebody."""
     out.parent.mkdir(parents=True, exist_ok=True)
     found, broken = Summary(facts(), ()), []
     for result in run(scenarios, settings):

@@ -1,4 +1,4 @@
-"""What is measured, read from TOML: who is loaded with what, what it is compared with, and how far it is to reach.
+"""What is measured, read from TOML: which server gets which load, what it is compared with, and what it has to reach.
 
 Lives here: the format of bench/scenarios/*.toml as values, checked. Must not: start, measure or print. Everything but
 `load` and `load_all` is pure. bench/README.md describes the format.
@@ -48,7 +48,7 @@ class ScenarioError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Closed:
-    """So many clients, each sending its next request when it has the answer to the last."""
+    """A closed loop of `clients` clients: each sends its next request when it has the answer to the last."""
 
     clients: int
 
@@ -58,7 +58,7 @@ class Closed:
 
 @dataclass(frozen=True, slots=True)
 class Open:
-    """Requests at random, so many a second on average, whether or not answers come."""
+    """An open loop: requests at random, `per_s` a second on average, whether or not answers come."""
 
     per_s: float
 
@@ -87,9 +87,9 @@ class Reach:
 class Side:
     """One that is measured. Requests have the `shapes` in turn, without the batch axis; each is one row.
 
-    `rows` are those of a batch, where there is no server that would make batches: onnxruntime, batching. `args` are
-    more of the command line of `paceline serve`; sides that differ in them have servers of their own.
-    `upstream` is the server that paceline is a proxy of, if it is one.
+    `rows` are those of a batch, for sides without a server that makes batches: onnxruntime, batching. `args` are more
+    arguments of `paceline serve`; sides that differ in them have servers of their own. `upstream` is the server that
+    paceline is a proxy for, if it is one.
     """
 
     server: str
@@ -113,7 +113,7 @@ class Side:
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """The subject's `measure` is divided by `over` of this side; None as a bound: for information."""
+    """The subject's `measure` is divided by this side's `over`. Without `reach`, the ratio is for information only."""
 
     side: Side
     label: str
@@ -124,7 +124,7 @@ class Reference:
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """One file."""
+    """One scenario file."""
 
     name: str
     title: str
@@ -140,19 +140,19 @@ class Scenario:
         return tuple(dict.fromkeys([self.subject, *(one.side for one in self.references)]))
 
     def name_of(self, side: Side) -> str:
-        """What a report calls it."""
+        """What a report calls `side`."""
         if side == self.subject:
             return side.server
         return next(one.label for one in self.references if one.side == side)
 
 
 def load_all(folder: Path = FOLDER) -> list[Scenario]:
-    """Every scenario of `folder`, by name; ScenarioError as `load`."""
+    """Every scenario of `folder`, by name. Raises ScenarioError as `load` does."""
     return [load(path) for path in sorted(folder.glob("*.toml"), key=lambda path: path.stem)]
 
 
 def load(path: Path) -> Scenario:
-    """The scenario in `path`; ScenarioError if it isn't one."""
+    """The scenario in `path`. Raises ScenarioError if it isn't one."""
     try:
         return parse(path.stem, tomllib.loads(path.read_text(encoding="utf-8")))
     except (tomllib.TOMLDecodeError, ScenarioError) as error:
@@ -160,7 +160,7 @@ def load(path: Path) -> Scenario:
 
 
 def parse(name: str, text: Mapping[str, Any]) -> Scenario:
-    """A scenario of what a file holds; ScenarioError names the key that is wrong."""
+    """The scenario in what a file holds. Raises ScenarioError, which names the key that is wrong."""
     top = _Table("", text)
     subject_table = _Table("subject", top.take("subject", dict))
     subject = _side(subject_table, None)
@@ -189,7 +189,7 @@ def parse(name: str, text: Mapping[str, Any]) -> Scenario:
 
 
 def _side(table: _Table, subject: Side | None) -> Side:
-    """What a table says of a side; what it leaves out is as the subject has it."""
+    """The side that a table describes; what the table leaves out is as in the subject."""
     server = table.choice("server", _SERVERS, subject.server if subject else None)
     model = table.choice("model", tuple(MODELS), subject.model if subject else None)
     shapes = table.take("shapes", list, None)
@@ -230,7 +230,7 @@ def _reference(table: _Table, subject: Side) -> Reference:
 
 
 def parse_reach(text: str) -> Reach:
-    """A bound as scenarios write it; ScenarioError if it is none."""
+    """A bound as scenarios write it. Raises ScenarioError if it isn't one."""
     operator, _, bound = text.partition(" ")
     try:
         return Reach({">=": True, "<=": False}[operator], float(bound))

@@ -31,7 +31,7 @@ _UNLIMITED = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_l
 
 
 def _first_element(floats: int) -> onnx.ModelProto:
-    """As little work as can be that depends on the input."""
+    """A model with as little work as possible that depends on the input."""
     index = onnx.numpy_helper.from_array(np.array([0], np.int64), "first")
     return models.model(
         [helper.make_node("Gather", ["INPUT0", "first"], ["OUTPUT0"], axis=1)],

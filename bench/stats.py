@@ -1,4 +1,4 @@
-"""Numbers about numbers.
+"""Statistics of what was measured.
 
 Lives here: samples, medians of rounds, ratios of pairs, percentiles. Must not: measure or print. Everything is pure.
 """
@@ -34,7 +34,7 @@ def spread(samples: Sequence[float]) -> Spread:
 
 
 def ratio(subject: Sequence[float], baseline: Sequence[float]) -> Spread:
-    """`subject` over `baseline`, round by round: what the machine did to a whole round falls out."""
+    """`subject` over `baseline`, round by round: what the machine did to a whole round cancels out."""
     return spread([one / other for one, other in zip(subject, baseline, strict=True)])
 
 

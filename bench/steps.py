@@ -1,6 +1,6 @@
 """One measurement each: a load on a server, the model run directly, or stacking and splitting alone.
 
-Lives here: what measures, and what is read from it. Must not: start servers, repeat, compare or print.
+Lives here: the measurements, and reading their results. Must not: start servers, repeat, compare or print.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from tests.harness import REPO, ServerProcess
 __all__ = ["BenchError", "Counters", "Load", "Module", "Step", "batch_figures", "open_loop", "region", "run_module"]
 
 _SPARE_S = 60.0
-_STRETCHES = 4  # how often a measurement is made twice as long because too few answers came
+_STRETCHES = 4  # attempts at a measurement, each twice as long as the last, as long as no answer comes
 _IN_OVERLOAD = {"DEADLINE_EXCEEDED", "LATE", "RESOURCE_EXHAUSTED"}
-_FULL = "UNAVAILABLE"  # of some servers, as long as they answer others
+_FULL = "UNAVAILABLE"  # refusals of some servers; expected as long as they answer other requests
 _ANSWER = ("requests_per_s", "p50_ms", "p90_ms", "p99_ms", "cores")
 _METRICS = (
     "nv_inference_request_success",
@@ -46,11 +46,11 @@ class BenchError(Exception):
 
 
 class TooShortError(BenchError):
-    """Not a single answer came in the time, nor an error: longer may help."""
+    """Neither an answer nor an error came in the time: longer may help."""
 
 
 class Counters(NamedTuple):
-    """What a server says of one model since it started."""
+    """What a server has counted of one model since it started."""
 
     requests: float
     rows: float
@@ -66,9 +66,10 @@ class Step(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """`requests` are sent in turn to `subject`, as `point` says; what the product counts for `model` comes with it.
+    """`requests` are sent in turn to `subject`, as `point` says; what the product counts for `model` is part of the
+    sample.
 
-    With a `side` it is perf_analyzer at `binary` that sends, and makes requests of its own like these.
+    With `binary` and `side`, perf_analyzer at `binary` sends, and makes requests of its own like these.
     """
 
     subject: Subject
@@ -139,7 +140,7 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Module:
-    """What `python -m bench.NAME` finds of `side`; a process of its own each time."""
+    """What `python -m bench.NAME` finds, in a process of its own each time."""
 
     name: str
     arguments: tuple[str, ...]
@@ -162,8 +163,8 @@ class Module:
 def open_loop(
     target: str, requests: tuple[Path, ...], per_s: float, deadline_s: float, seconds: float, warmup_s: float
 ) -> dict[str, Any]:
-    """What `bench.open_loop` finds. Requests that come too late or are refused for want of room are part of that, all
-    of them even; BenchError if there were other errors, or nothing was sent."""
+    """What `bench.open_loop` finds. Requests that are late or refused for lack of room are part of that, even if all
+    are. Raises BenchError if there were other errors, or nothing was sent."""
     found = run_module(
         "open_loop",
         target,
@@ -180,8 +181,8 @@ def open_loop(
 
 @contextmanager
 def region(target: str, shape: tuple[int, ...], output_bytes: int) -> Iterator[tuple[str, int]]:
-    """System shared memory that the server at `target` knows, with a row of `shape` in it and room for its output; its
-    name, and where the room begins. UnservedError if the server knows none."""
+    """System shared memory registered with the server at `target`, with a row of `shape` and room for its output;
+    yields its name, and the offset of the room. Raises UnservedError if the server doesn't support it."""
     row = models.row(shape)
     name = f"paceline-bench-{os.getpid()}"
     path = Path("/dev/shm") / name
@@ -202,10 +203,10 @@ def region(target: str, shape: tuple[int, ...], output_bytes: int) -> Iterator[t
 
 
 def run_module(module: str, *arguments: str, timeout_s: float) -> dict[str, Any]:
-    """Run `python -m bench.<module>` to its end; the JSON it printed."""
+    """Run `python -m bench.<module>` to its end; returns the JSON it printed. Raises BenchError if it fails."""
     command = [sys.executable, "-m", f"bench.{module}", *arguments]
     try:
-        # In a group of its own: Ctrl-C is for the one who started it, who then ends it.
+        # In a process group of its own: Ctrl-C goes to the process that started it, which then ends it.
         done = subprocess.run(command, cwd=REPO, stdout=subprocess.PIPE, process_group=0, timeout=timeout_s, check=True)
     except subprocess.SubprocessError as error:
         raise BenchError(f"bench.{module}: {error}") from None
@@ -214,8 +215,8 @@ def run_module(module: str, *arguments: str, timeout_s: float) -> dict[str, Any]
 
 
 def batch_figures(before: Counters | None, after: Counters | None) -> Sample:
-    """Mean rows of a batch, and the mean time in the model of the batch that a request was in; nothing if no request
-    was answered: batches that came too late for their callers were executed, and count as nobody's."""
+    """Mean rows of a batch, and the mean time in the model, in ms, of the batch that a request was in. Nothing if no
+    request was answered: batches that came too late for their callers were executed, and count for no request."""
     if before is None or after is None:
         return {}
     requests, rows, batches, model_us = (new - old for old, new in zip(before, after, strict=True))

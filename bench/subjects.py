@@ -1,6 +1,6 @@
 """What is measured, as processes: the product, the echo, and the rivals in environments of their own.
 
-Lives here: starting them, knowing that they answer, what the system says of their processor time, ending them. Must
+Lives here: starting them, checking that they answer, reading their processor time from the system, ending them. Must
 not: load or time them. Every process ends with the context that started it.
 """
 
@@ -51,7 +51,7 @@ class UnservedError(Exception):
 
 
 class NotInstalledError(UnservedError):
-    """A rival isn't here."""
+    """A rival isn't installed, or is left out."""
 
 
 class Subject(Protocol):
@@ -70,7 +70,7 @@ class Subject(Protocol):
 
 def start(side: Side, files: Mapping[str, Path], folder: Path) -> Subject:
     """The server of `side`, not yet entered; `files` are the models it is to serve, `folder` is for what it writes.
-    NotInstalledError if it isn't installed. Entering raises UnservedError if it doesn't start."""
+    Raises NotInstalledError if it isn't installed. Entering raises UnservedError if it doesn't start."""
     if side.upstream:
         return _Proxy(start(replace(side, server=side.upstream, upstream="", args=()), files, folder), side)
     if side.server == "echo":
@@ -96,7 +96,7 @@ class _Paceline(ServerProcess):
 
 
 class _Proxy:
-    """paceline in front of another server. `pid` is its own: what the other costs is told by that alone."""
+    """paceline in front of another server. `pid` is paceline's own: the other server's cost is measured on its own."""
 
     def __init__(self, upstream: Subject, side: Side) -> None:
         self._upstream = upstream
@@ -129,7 +129,7 @@ class EchoProcess:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            process_group=0,  # Ctrl-C is for the one who started it, who then ends it
+            process_group=0,  # Ctrl-C goes to the process that started it, which then ends it
         )
         assert self._process.stdout is not None
         port = self._process.stdout.readline().strip()
@@ -157,7 +157,7 @@ class EchoProcess:
 
 class RivalProcess:
     """bench/rivals/on_NAME.py, run by the Python of its own environment, serving one model, for as long as the context
-    lasts. What it says goes to NAME.log in `folder`."""
+    lasts. Its output goes to NAME.log in `folder`."""
 
     def __init__(self, name: str, model: str, file: Path, folder: Path) -> None:
         self._python = RIVALS / name / "bin" / "python"
@@ -224,7 +224,7 @@ def stub(target: str) -> tuple[grpc.Channel, Any]:
 
 
 def ask_once(target: str, transport: str, request: bytes, output_bytes: int) -> None:
-    """Send one request and see that so many bytes come back; UnservedError says what came instead."""
+    """Send one request and check that as many bytes come back as expected; UnservedError says what came instead."""
     channel, service = stub(target)
     message = pb.ModelInferRequest.FromString(request)
     with channel:
@@ -245,7 +245,7 @@ def ask_once(target: str, transport: str, request: bytes, output_bytes: int) -> 
 
 
 def has_config(target: str, model: str) -> bool:
-    """Whether the server tells its models' configuration, tensors included, which perf_analyzer wants to know."""
+    """Whether the server tells its models' configuration, tensors included, which perf_analyzer asks for."""
     channel, service = stub(target)
     with channel:
         try:
@@ -256,8 +256,8 @@ def has_config(target: str, model: str) -> bool:
 
 
 def cpu_s(pid: int) -> float | None:
-    """The processor time that a process, those it started and those these started have used, the ended ones among them
-    included; None where the system doesn't tell. Source: proc_pid_stat(5)."""
+    """The processor time, in seconds, of a process and its descendants, ended ones included; None if the system doesn't
+    tell. Source: proc_pid_stat(5)."""
     ticks = 0
     for one in [pid, *_descendants(pid)]:
         fields = _stat(one)

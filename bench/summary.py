@@ -1,6 +1,6 @@
-"""What a run found, as values: of these are made the table, the JSON, the document and the pictures.
+"""What a run found, as values, from which the table, the JSON, the document and the figures are made.
 
-Lives here: those values, their verdicts, their way into JSON and back. Must not: measure, format or touch files.
+Lives here: those values, their verdicts, their conversion to JSON and back. Must not: measure, format or touch files.
 Everything is pure. Equal summaries give equal text, and JSON that was read gives the same text again.
 """
 
@@ -18,9 +18,9 @@ from bench.stats import Spread, spread
 __all__ = ["Comparison", "Measurement", "Section", "Summary", "SummaryError", "dump", "load", "merge"]
 
 _FORMAT = 1
-_DIGITS = 6  # of a number in JSON: far more than any measurement has
+_DIGITS = 6  # significant digits of numbers in JSON: far more than any measurement has
 _VARIES = {"load_before", "python_step_ns"}
-"""What was measured, and is never the same twice."""
+"""Facts of the machine that are measured, and never the same twice."""
 _SPREAD = re.compile(r'\{\s*"median"[^}]*\}')  # one line each, or a file would have thousands
 
 
@@ -30,7 +30,7 @@ class SummaryError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """A ratio of two measurements of the same rounds, or the reason why there is none. `point`: under which load."""
+    """A ratio of two measurements of the same rounds, or the reason why there is none. `point` is the load."""
 
     point: str
     what: str
@@ -40,7 +40,7 @@ class Comparison:
 
     @property
     def verdict(self) -> str:
-        """Whether the bound is kept; "" where there is none."""
+        """Whether the bound is kept; "" if there is none."""
         if self.found is None:
             return "not measured"
         if self.reach is None:
@@ -50,7 +50,7 @@ class Comparison:
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """What was found of `who` under the load `point`: the rounds, by measurement, whose name has its unit."""
+    """What was measured of `who` under the load `point`: the rounds, by measurement, whose name has its unit."""
 
     who: str
     point: str
@@ -59,7 +59,7 @@ class Measurement:
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """One scenario. `absent` has the reasons why some have no numbers; `plot`: it is worth a picture."""
+    """One scenario. `absent` has the reasons why some have no numbers; `plot`: a figure is to be drawn."""
 
     name: str
     title: str
@@ -73,8 +73,7 @@ class Section:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """One run, or several on the same machine. `machine` is what `bench.machine.facts` gives; `date`, who writes it
-    knows what it says."""
+    """One run, or several on the same machine. `machine` is what `bench.machine.facts` gives; `date` is free text."""
 
     machine: Mapping[str, Any]
     sections: tuple[Section, ...]
@@ -82,8 +81,9 @@ class Summary:
 
 
 def merge(summaries: Sequence[Summary]) -> Summary:
-    """One of several: of scenarios that are in more than one, the last. SummaryError unless all are from one machine
-    with the same versions of everything: numbers of different machines don't belong in one table."""
+    """Several summaries as one; a scenario that is in more than one is taken from the last. Raises SummaryError unless
+    all are from one machine with the same versions of everything: numbers of different machines don't belong in one
+    table."""
     machines = [{key: value for key, value in one.machine.items() if key not in _VARIES} for one in summaries]
     for machine in machines[1:]:
         if machine != machines[0]:
@@ -94,7 +94,7 @@ def merge(summaries: Sequence[Summary]) -> Summary:
 
 
 def dump(summary: Summary) -> str:
-    """As JSON. Medians, lowest and highest are there for readers; `load` goes by the samples."""
+    """The summary as JSON. Medians, lowest and highest are there for readers; `load` uses the samples."""
     whole = {
         "format": _FORMAT,
         "date": summary.date,
@@ -105,7 +105,7 @@ def dump(summary: Summary) -> str:
 
 
 def load(text: str) -> Summary:
-    """What `dump` wrote, but for digits beyond the sixth. SummaryError if it is something else."""
+    """What `dump` wrote, except for digits beyond the sixth. Raises SummaryError if it is something else."""
     try:
         whole = json.loads(text)
         if whole["format"] != _FORMAT:

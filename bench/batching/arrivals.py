@@ -1,7 +1,7 @@
-"""When requests come.
+"""When requests arrive.
 
 Lives here: sources of requests, in virtual time, determined by their seed. Must not: know what becomes of them, except
-that closed-loop clients hear of it.
+that closed-loop clients are told when one has ended.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ __all__ = ["Arrival", "Clients", "OnOff", "Poisson", "Source"]
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """A request that comes at `at_ns` and whose caller gives up at `deadline_ns`."""
+    """A request that arrives at `at_ns` and whose caller gives up at `deadline_ns`."""
 
     at_ns: int
     rows: int = 1
@@ -28,7 +28,7 @@ class Arrival:
 
 
 class Source(Protocol):
-    """Requests that come by themselves, in order of time, and those that follow an answer."""
+    """Requests that arrive by themselves, in order of time, and those that follow an answer."""
 
     def arrivals(self) -> Iterator[Arrival]: ...
 
@@ -58,7 +58,7 @@ class Poisson:
 
 
 class OnOff(Poisson):
-    """Open loop in bursts: as Poisson, but twice as many for a stretch, then none; both last `stretch_ns` on
+    """Open loop in bursts: like Poisson, but twice as many for a stretch, then none; both last `stretch_ns` on
     average."""
 
     def __init__(self, per_s: float, seed: int, stretch_ns: int) -> None:
@@ -69,7 +69,7 @@ class OnOff(Poisson):
     def _gap_ns(self, at_ns: float) -> float:
         next_ns = at_ns + super()._gap_ns(at_ns)
         while next_ns > self._on_until_ns:
-            # Without memory, what was left of the gap may be drawn anew once the next burst begins.
+            # The gaps have no memory, so what was left of one may be drawn anew when the next burst begins.
             on_ns = self._on_until_ns + self._random.expovariate(1) * self._stretch_ns
             self._on_until_ns = on_ns + self._random.expovariate(1) * self._stretch_ns
             next_ns = on_ns + super()._gap_ns(on_ns)
@@ -77,8 +77,8 @@ class OnOff(Poisson):
 
 
 class Clients:
-    """Closed loop: `count` clients, each sending again some time after its answer, `think_ns` on average
-    (exponential; 0: at once). Client i sends requests of key `key_of(i, n)` as its n-th."""
+    """Closed loop: `count` clients, each sending again some time after its answer, `think_ns` on average (exponential;
+    0: at once). The n-th request of client i has the key `key_of(i, n)`."""
 
     def __init__(
         self, count: int, think_ns: int, seed: int, key_of: Callable[[int, int], Hashable] = lambda client, number: ""

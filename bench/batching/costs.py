@@ -1,6 +1,6 @@
 """What an execution costs, as a function of the rows that the model sees.
 
-Lives here: cost curves in nanoseconds. Must not: time or sleep. A curve that remembers or draws numbers is made anew
+Lives here: cost curves in nanoseconds. Must not: time or sleep. A curve that remembers or draws numbers is created anew
 for each run, so that runs don't depend on one another.
 """
 
@@ -29,7 +29,7 @@ class Linear:
 
 
 class Stepped:
-    """The cost of the next size in `ns_of_size` that is large enough: kernels that work on whole tiles."""
+    """The cost of the smallest size in `ns_of_size` that is large enough, as with kernels that work on whole tiles."""
 
     def __init__(self, ns_of_size: dict[int, int]) -> None:
         self._sizes = sorted(ns_of_size)
@@ -40,7 +40,8 @@ class Stepped:
 
 
 class FirstUse:
-    """`cost`, and `extra_ns` on top the first time that a number of rows is seen: a runtime that prepares per shape."""
+    """`cost`, and `extra_ns` on top the first time that a number of rows is seen, as in a runtime that prepares per
+    shape."""
 
     def __init__(self, cost: Cost, extra_ns: int) -> None:
         self._cost = cost

@@ -1,6 +1,6 @@
-"""Pictures of the simulations, as SVG.
+"""Figures of the simulations, as SVG.
 
-Lives here: what is drawn; how, in bench.figures. Must not: measure. Equal points give equal files.
+Lives here: what is drawn; how is in bench.figures. Must not: measure. Equal points give equal files.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def draw_overload(points: Sequence[overload.Point], path: Path) -> None:
 
 
 def draw_idle(opened: Sequence[idle.Point], closed: Sequence[idle.Point], path: Path) -> None:
-    """What waiting costs where requests don't depend on answers, and what it brings where they do."""
+    """What waiting costs where requests don't depend on answers, and what it gains where they do."""
     plt = pyplot()
     figure, (left, right) = plt.subplots(1, 2, figsize=(9.0, 3.6))
     cost = opened[0].cost

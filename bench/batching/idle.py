@@ -1,4 +1,4 @@
-"""Should an idle instance wait for company? The rules of bench/batching/release.py against each other.
+"""Should an idle instance wait for more requests? The rules of bench/batching/release.py compared.
 
 Lives here: the study in virtual time. Must not: rules. No delay and no deadline is configured; batches hold up to 32
 rows.
@@ -22,7 +22,7 @@ __all__ = ["CLIENTS", "LOADS", "Point", "measure_closed", "measure_open", "text"
 LOADS = (0.1, 0.2, 0.3, 0.5, 0.7, 0.8, 0.9, 0.95, 0.98)
 CLIENTS = (1, 4, 8, 16, 32, 64, 128)
 THINK = (0.02, 0.1, 0.5, 2.0)
-"""Time between an answer and the client's next request, on average, in times of `base_ns`."""
+"""Mean time between an answer and the client's next request, as a multiple of `base_ns`."""
 ROWS = 32
 COSTS: Mapping[str, Linear] = {
     "mostly per batch (10 ms + 0.25 ms a row)": Linear(10 * MS, MS // 4),
@@ -35,8 +35,8 @@ _RULES = ("greedy", "rate x base", "returning", *(f"target {times} x alone" for 
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """One rule under one load: medians over the seeds. `load` is a part of the capacity, or a number of clients whose
-    `think` is given; throughput is a part of the capacity."""
+    """One rule under one load: medians over the seeds. `load` is a share of the capacity, or, for clients with `think`,
+    their number; throughput is a share of the capacity."""
 
     cost: str
     arrivals: str
@@ -52,7 +52,7 @@ class Point:
 
 
 def measure_open(requests: int, seeds: int, loads: Sequence[float] = LOADS) -> list[Point]:
-    """Requests that come whether or not there are answers: evenly at random, and in bursts."""
+    """Open loop: requests that arrive whether or not answers come, evenly at random and in bursts."""
     found = []
     for name, cost in COSTS.items():
         capacity = capacity_per_s(cost, ROWS)
@@ -71,7 +71,7 @@ def measure_open(requests: int, seeds: int, loads: Sequence[float] = LOADS) -> l
 
 
 def measure_closed(batches: int, seeds: int, clients: Sequence[int] = CLIENTS) -> list[Point]:
-    """So many clients, each with one request at a time."""
+    """Closed loop: `clients` clients, each with one request at a time."""
     found = []
     for name, cost in COSTS.items():
         until_ns = batches * cost(ROWS)
@@ -85,8 +85,8 @@ def measure_closed(batches: int, seeds: int, clients: Sequence[int] = CLIENTS) -
 
 
 def text(points: Sequence[Point]) -> str:
-    """Every rule over greedy: where requests don't depend on answers, mean latency, its 99th percentile and executions
-    per second; of clients, throughput, mean latency and its 99th percentile."""
+    """Every rule over greedy: for open loops, mean latency, its 99th percentile and executions per second; for closed
+    loops, throughput, mean latency and its 99th percentile."""
     rules = [rule for rule in _RULES if rule != "greedy"]
     found = {(*_case(one), one.rule): one for one in points}
     parts = []

@@ -1,7 +1,7 @@
 """The same questions put to the server, over gRPC: mixed shapes, overload, sizes.
 
 Lives here: the models, and the runs. Must not: format. Server and load generator are processes of their own. The
-identity models sleep for what an execution costs, so that the cores are left to gRPC, whose cost this can't avoid.
+identity models sleep for what an execution costs, so that the cores are left to gRPC, whose cost can't be avoided.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ parameters {{ key: "intra_op_thread_count" value {{ string_value: "1" }} }}
 
 @dataclass(frozen=True, slots=True)
 class ShapesPoint:
-    """So many shapes in turn, over one shape; medians of the rounds, the ratio taken within each."""
+    """`shapes` shapes in turn, over one shape; medians of the rounds, the ratio taken within each."""
 
     model: str
     shapes: int
@@ -69,7 +69,8 @@ class ShapesPoint:
 
 @dataclass(frozen=True, slots=True)
 class OverloadPoint:
-    """Goodput over the nominal capacity, at a load that is a part of it; median of the rounds."""
+    """Goodput over the nominal capacity, at a `load` that is relative to it; median of the rounds, errors of the last
+    one."""
 
     aware: bool
     load: float
@@ -105,7 +106,7 @@ def measure_shapes(rounds: int, seconds: float) -> list[ShapesPoint]:
 
 
 def measure_overload(rounds: int, seconds: float, loads: Sequence[float]) -> list[OverloadPoint]:
-    """Requests at random, with deadlines, against a model that heeds them and one that doesn't."""
+    """Requests at random, with deadlines, to a deadline-aware model and to one that isn't."""
     with _folder() as folder:
         for aware in (True, False):
             text = "true" if aware else "false"

@@ -1,7 +1,7 @@
 """More requests than the model can answer, each with a deadline: how many are answered in time?
 
 Lives here: the study in virtual time, deadline-aware against not. Must not: decide anything itself; every decision is
-the product's queue's. Execution times vary by 5 %, as an estimate that is always right would prove little.
+that of the product's queue. Execution times vary by 5 %, because an estimate that is always right would prove little.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _FIRST_USE_NS = 20 * BATCH_NS
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """Virtual seconds per run, after as much warm-up as said, for each seed."""
+    """Virtual seconds per run, after `warmup_s` of warm-up, for each of `seeds` seeds."""
 
     seconds: float
     seeds: int
@@ -39,8 +39,8 @@ class Settings:
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """One load (of capacity) and one deadline (in times of a full batch): medians over the seeds, as parts of the
-    capacity, but for `answered`: the part of the requests that were answered in time."""
+    """One load (of the capacity) and one deadline (in times of a full batch): medians over the seeds, as shares of the
+    capacity, except for `rows_per_batch` and `answered`, the share of the requests that were answered in time."""
 
     aware: bool
     load: float

@@ -1,8 +1,8 @@
 """A server whose models prepare for each new number of rows, as runtimes do that compile or tune for a shape.
 
-Lives here: the product's server over a backend of that kind. Its command line, `python -m bench.batching.preparing
-REPOSITORY`, understands the flags of `paceline serve` that the tests' harness uses, by ignoring them: it always takes
-free loopback ports. Must not: batch.
+Lives here: the product's server over such a backend. Its command line, `python -m bench.batching.preparing REPOSITORY`,
+accepts the flags of `paceline serve` that the tests' harness uses, and ignores them: it always takes free loopback
+ports. Must not: batch.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Rules for an idle instance: start on what waits, or wait for company?
+"""Rules for an idle instance: start on what waits, or wait for more?
 
 Lives here: the candidates that docs/decisions/0001-release-when-idle.md compares. Must not: be part of the product. The
-rules are given what the product would have to estimate (the cost line), so that what loses here loses everywhere.
+rules are given what the product would have to estimate (the cost line), so a rule that loses here loses everywhere.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ _LEAST_MORE = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """What a rule sees: the time, rows that wait, the oldest one's arrival, the earliest deadline, since when an
-    instance could have started on them."""
+    """What a rule sees: the time, the waiting rows, the oldest request's arrival, the earliest deadline, and since when
+    an instance could have started on them."""
 
     now_ns: int
     rows: int
@@ -33,7 +33,7 @@ class Waiting:
 
 
 class Rule(Protocol):
-    """Until when to hold an idle instance back; a moment that has passed means: not at all."""
+    """Says until when to hold an idle instance back; a time that has passed means not at all."""
 
     name: str
 
@@ -45,7 +45,7 @@ class Rule(Protocol):
 
 
 class _Deaf:
-    """Hears of nothing."""
+    """Ignores arrivals and answers."""
 
     def arrived(self, now_ns: int, rows: int) -> None:
         pass
@@ -55,7 +55,7 @@ class _Deaf:
 
 
 class Greedy(_Deaf):
-    """Never wait: the product's rule where no delay is configured."""
+    """Never wait: the product's rule if no delay is configured."""
 
     name = "greedy"
 
@@ -64,10 +64,11 @@ class Greedy(_Deaf):
 
 
 class RateTimesBase(_Deaf):
-    """Wait while fewer rows wait than arrive during `base_ns`, the cost of a batch without its rows: until then one
-    more row adds more to the throughput than waiting for it takes. For `base_ns` at most, never past a deadline.
+    """Wait while fewer rows wait than arrive during `base_ns`, the cost of a batch without its rows: until then, one
+    more row adds more to the throughput than waiting for it takes. It waits for `base_ns` at most, and never past a
+    deadline.
 
-    The rate is measured: a moving average of the gaps between requests, or given as `rate_per_s`.
+    The rate is measured, as a moving average of the gaps between requests, or given as `rate_per_s`.
     """
 
     def __init__(self, cost: Cost, base_ns: int, rate_per_s: float = 0.0) -> None:
@@ -93,7 +94,7 @@ class RateTimesBase(_Deaf):
 
 
 class Target(_Deaf):
-    """Wait as long as the oldest request would still be answered within `target_ns`, and in time."""
+    """Wait as long as the oldest request would still be answered within `target_ns`, and all in time."""
 
     def __init__(self, cost: Cost, target_ns: int, name: str) -> None:
         self.name = name
@@ -105,12 +106,12 @@ class Target(_Deaf):
 
 
 class Returning(_Deaf):
-    """Wait for those who were just answered, if they tend to come again at once.
+    """Wait for callers who were just answered, if they tend to come again at once.
 
     Learns which share of a batch's rows comes within some short times of its answers. Waiting t for m more rows while q
-    wait raises the throughput if m * base > q * t: the rule above with the rate that follows answers. Where requests
-    don't depend on answers, less than half of a batch comes within so short a time, and the rule is greedy. It ends
-    when as many have come as were expected, and a quarter of `base_ns` after the answers at the latest.
+    wait raises the throughput if m * base > q * t: `RateTimesBase` with the rate that follows answers. Where requests
+    don't depend on answers, less than half of a batch comes within so short a time, and the rule is greedy. The wait
+    ends when as many have come as were expected, and a quarter of `base_ns` after the answers at the latest.
     """
 
     name = "returning"

@@ -25,9 +25,9 @@ __all__ = ["Outcome", "Simulation", "simulate"]
 
 @dataclass(slots=True)
 class Outcome:
-    """What became of the requests that came after the warm-up, and of the batches that ended after it.
+    """What became of the requests that arrived after the warm-up, and of the batches that ended after it.
 
-    Every request is counted once: answered (`in_time` or late), `refused` when it came, `expired` or `given_up` in the
+    Every request is counted once: answered (`in_time` or `late`), `refused` on arrival, `expired` or `given_up` in the
     queue, or `left` waiting or executing at the end.
     """
 
@@ -59,7 +59,7 @@ class Outcome:
 
     @property
     def padding(self) -> float:
-        """The part of the rows that the model saw which were padding."""
+        """The share of padding among the rows that the model saw."""
         return 1 - self.rows / max(1, self.padded_rows)
 
     @property
@@ -192,7 +192,7 @@ class Simulation:
         self._schedule(self._now_ns + self._cost(batch.padded_rows), _Running(batch, self._now_ns))
 
     def _is_held(self) -> bool:
-        """Whether the rule keeps an idle instance from what waits."""
+        """Whether the rule holds an idle instance back from what waits."""
         queue = self._queue
         if self._is_greedy or not self._idle or not queue.waiting.requests or queue.waiting.rows >= self._max_rows:
             return False
@@ -212,7 +212,7 @@ class Simulation:
             self._schedule(at_ns, None)
 
     def _leave(self, entry: Entry[Arrival]) -> bool:
-        """Whether it counts."""
+        """Take the entry from those that wait; returns whether it counts."""
         del self._waiting[entry]
         self._follow(entry.payload)
         return self._counts(entry.payload)
@@ -237,9 +237,9 @@ def simulate(
     warmup_ns: int = 0,
     learns: bool = True,
 ) -> Outcome:
-    """Run `source` against a queue with `policy` until `until_ns`; `instances` take `cost(rows)` for a batch.
+    """Run `source` against a queue with `policy` until `until_ns`; each of `instances` takes `cost(rows)` for a batch.
 
-    `rule` may hold idle instances back (default: never). Unless it `learns`, the queue isn't told execution times.
+    `rule` may hold idle instances back (default: never). Without `learns`, the queue isn't told execution times.
     """
     run = Simulation(policy, cost, source, rule=rule, instances=instances, warmup_ns=warmup_ns, learns=learns)
     return run.run(until_ns)

@@ -1,8 +1,8 @@
-"""Free sizes of batches, or only some, padded up to or cut down to?
+"""Batches of any size, or only of some sizes, padded up to or cut down to these?
 
 Lives here: two studies in virtual time. In the first, the first execution of every size costs extra, as where a runtime
-prepares for each new shape; both sides start cold. In the second the cost has steps, and batches that lie between two
-sizes are padded up always, or cut down where measured times say that this costs less a row. Must not: decide.
+prepares for each new shape; both sides start cold. In the second, the cost has steps, and batches between two sizes are
+always padded up, or cut down where measured times say that this costs less per row. Must not: decide.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _THINK_NS = MS // 2
 
 @dataclass(frozen=True, slots=True)
 class Cold:
-    """The first `seconds` after a cold start under a load (of the capacity that full batches have); medians."""
+    """The first `seconds` after a cold start under a load (a share of the capacity with full batches); medians."""
 
     sizes: str
     load: float
@@ -45,7 +45,7 @@ class Cold:
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """So many closed-loop clients on the stepped cost; medians."""
+    """`clients` closed-loop clients on the stepped cost; medians."""
 
     by_cost: bool
     clients: int
@@ -56,7 +56,7 @@ class Cut:
 
 
 def measure_cold(seconds: float, seeds: int) -> list[Cold]:
-    """Both ways at some loads."""
+    """Free and padded sizes, at some loads."""
     found = []
     for load in _LOADS:
         per_s = load * capacity_per_s(COST, ROWS)
@@ -78,7 +78,7 @@ def measure_cold(seconds: float, seeds: int) -> list[Cold]:
 
 
 def measure_cut(seconds: float, seeds: int) -> list[Cut]:
-    """Both ways with some numbers of clients."""
+    """Cutting by cost and always padding up, with some numbers of clients."""
     found = []
     for by_cost in (True, False):
         for clients in CLIENTS:
@@ -97,7 +97,7 @@ def measure_cut(seconds: float, seeds: int) -> list[Cut]:
 
 
 def text_cold(found: Sequence[Cold]) -> str:
-    """One line per load and way."""
+    """One line per load and kind of sizes."""
     head = ["load, sizes", "answered / offered", "mean ms", "p99 ms", "time preparing", "padding"]
     rows = [
         [
@@ -114,7 +114,7 @@ def text_cold(found: Sequence[Cold]) -> str:
 
 
 def text_cut(found: Sequence[Cut]) -> str:
-    """Cut by cost over always padding up, one line per number of clients."""
+    """Cutting by cost over always padding up, one line per number of clients."""
     padded = {one.clients: one for one in found if not one.by_cost}
     head = ["clients", "throughput, by cost / pad up", "mean latency", "padding by cost", "padding pad up"]
     rows = [

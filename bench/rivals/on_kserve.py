@@ -1,6 +1,6 @@
 """KServe's Python SDK: `on_kserve.py PORT NAME FILE DIMS OUTPUT_DIMS`, until SIGTERM.
 
-As its users would: a Model with `predict`, which the SDK calls on its event loop. It has no batching.
+Written as its users would: a Model with `predict`, which the SDK calls on its event loop. It has no batching.
 """
 
 import sys

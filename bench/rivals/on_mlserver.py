@@ -1,7 +1,7 @@
 """MLServer with its adaptive batching: `on_mlserver.py PORT NAME FILE DIMS OUTPUT_DIMS`, until SIGTERM.
 
-As its users would: a custom runtime of a few lines, batches of up to 64 requests or what comes in 5 ms. Its default
-is a worker process beside the server; that stays.
+Written as its users would: a custom runtime of a few lines, batches of up to 64 requests or what arrives in 5 ms. Its
+default, a worker process beside the server, is kept.
 """
 
 import asyncio

@@ -1,6 +1,6 @@
 """PyTriton, with Triton's own server in its wheel: `on_pytriton.py PORT NAME FILE DIMS OUTPUT_DIMS`, until SIGTERM.
 
-As its users would: a function over a batch, which Triton's dynamic batcher calls through its Python backend.
+Written as its users would: a function over a batch, which Triton's dynamic batcher calls through its Python backend.
 """
 
 import os
