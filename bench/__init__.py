@@ -6,5 +6,5 @@ import os
 # becomes another program, kill some of them (grpc/grpc#43055). Everything that is measured is started with this
 # setting.
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
-# No telemetry is sent of what is measured either: backends/__init__.py.
+# No telemetry is sent about what is measured either: see backends/__init__.py.
 os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")

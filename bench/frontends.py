@@ -1,7 +1,7 @@
 """Costs and gains of `--frontends N`: servers of one process and with frontends, in turn, under the same load.
 
 Lives here: the servers, the load, processor time of engine and fronts apart. Must not: anything of the main
-benchmark's. The load comes from NVIDIA's perf_analyzer if it is there (`make witness`), because Python's takes more of
+benchmark. The load comes from NVIDIA's perf_analyzer if it is there (`make witness`), because Python's takes more of
 the machine than the server does; else from `bench.load`. The model returns its input and computes nothing.
 
 On a machine with two cores, the servers and the load share them, so that ratios of requests/s below 1 show what the way

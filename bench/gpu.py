@@ -137,8 +137,8 @@ def _first(server: ServerProcess, model: GpuModel) -> Sample:
 
 @contextmanager
 def _server(repository: Path, frontends: int) -> Iterator[ServerProcess]:
-    """A server with the time that GPUs take to load and to warm up. A model that can't be loaded answers why, and the
-    others serve: the machine may be lent, and starting over takes minutes."""
+    """A server with the time that GPUs take to load and to warm up. Requests to a model that can't be loaded are
+    answered with the reason, and the others serve: the machine may be lent, and starting over takes minutes."""
     server = ServerProcess(
         repository, args=["--frontends", str(frontends), "--allow-client-shm=true", "--exit-on-error=false"]
     )

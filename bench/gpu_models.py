@@ -1,8 +1,8 @@
 """Models of the shapes that people serve on GPUs, made on the spot with random weights: ResNet-50 and BERT-base.
 
 Lives here: their graphs, sizes, requests and places in a repository. Must not: serve or measure. Weights are scaled so
-that activations stay around one through all layers: the results mean nothing, but take as long to compute and are as
-exact as if they did. The BERT model has no masks and returns the first token's vector, as classifiers use it.
+that activations stay around one through all layers: the results may mean nothing, but take as long to compute and are
+as exact as if they did. The BERT model has no masks and returns the first token's vector, as classifiers use it.
 """
 
 from __future__ import annotations
@@ -174,8 +174,7 @@ def _bert(sizes: Sizes, datatype: str) -> onnx.ModelProto:
 
 
 def chosen(device: str, quick: bool) -> list[GpuModel]:
-    """The models that are measured. A GPU multiplies FP32 as TF32, with ten bits of fraction, unless it is told
-    otherwise.
+    """The models to measure. A GPU multiplies FP32 as TF32, with ten bits of fraction, unless it is told otherwise.
 
     ResNets have batches of one size, because each change of size has ONNX Runtime plan every convolution anew.
     """

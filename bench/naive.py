@@ -3,7 +3,7 @@
 Lives here: what anybody would write in an afternoon. While ONNX Runtime runs a batch in a thread, requests gather in a
 list; what is in the list when the batch is done is the next batch. Must not: check anything, know deadlines,
 priorities, errors, metrics, or more than one tensor. What it costs beyond the echo is the least that batching costs in
-Python; what the product costs beyond it is for what the product does more.
+Python; what the product costs beyond it is the price of what it does more.
 
 Prints its port; ends when its standard input does, so it can't outlive the process that started it.
 """

@@ -55,8 +55,8 @@ def schedule_s(plan: Plan) -> list[float]:
 
 
 async def drive(plan: Plan) -> dict[str, Any]:
-    """Send every request at its time; sum up what was sent after the warm-up. Ends one deadline after the last
-    request."""
+    """Send every request at its time; sum up those after the warm-up. Ends one deadline after the last, at the
+    latest."""
     channel = open_channel(plan.target)
     try:
         await asyncio.wait_for(channel.channel_ready(), 30)

@@ -5,8 +5,8 @@ loop, it counts latencies from when it actually sent, and so leaves out how long
 bench.open_loop doesn't.
 
 It measures windows until three of them agree; here any three do (`-s`), because rounds show how stable the numbers are.
-It only fails if one of the windows saw no answer at all: UnstableError, and longer windows may help. It measures from
-its first request on, so a warm-up takes another run.
+Only if one of them saw no answer at all, they don't: UnstableError, and longer windows may help. It measures from its
+first request on, so a warm-up takes another run.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def read(report: str, said: str) -> dict[str, Any]:
 
 
 def run(binary: Path, target: str, side: Side, clients: int, seconds: float, folder: Path) -> dict[str, Any]:
-    """Load `target`; returns what `read` finds, and the cores that the load took itself. Writes into `folder`."""
+    """Load `target`; returns what `read` finds, and the cores that perf_analyzer took itself. Writes into `folder`."""
     data, report = folder / "input-data.json", folder / "perf_analyzer.csv"
     data.write_text(input_data(side.shapes))
     began_s, cpu_s = time.perf_counter(), _children_cpu_s()

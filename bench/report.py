@@ -117,8 +117,7 @@ def _comparison(result: Result, reference: Reference, point: Point) -> Compariso
 
 
 def text(summary: Summary) -> str:
-    """The report for a terminal: ratios first, because they carry over to other machines; then what this machine
-    did."""
+    """The report for a terminal: first ratios, which carry over to other machines; then what this machine did."""
     rows = [
         [section.title, one.point, one.what, *compared(one), one.verdict]
         for section in summary.sections

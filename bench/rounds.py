@@ -117,7 +117,7 @@ def _loads(
     folder: Path,
     stack: ExitStack,
 ) -> dict[Side, tuple[Subject, tuple[Path, ...]]]:
-    """The server and the requests of each side that has a server and can be served; the others are noted as absent."""
+    """The server and the requests of each side whose server is there; other sides with a server are noted as absent."""
     servers: dict[Any, Subject | UnservedError] = {}
     loads: dict[Side, tuple[Subject, tuple[Path, ...]]] = {}
     for side in scenario.sides:

@@ -50,7 +50,7 @@ def run(scenarios: Sequence[Scenario], settings: Settings) -> Iterator[Result]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     got = _parser().parse_args(arguments)
-    # SIGTERM raises an exception, on which every process and file of ours is cleaned up.
+    # SIGTERM raises an exception, so that every process and file of ours is cleaned up.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     out: Path = got.out or _RESULTS / ("quick.json" if got.quick else "latest.json")
     try:

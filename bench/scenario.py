@@ -1,4 +1,4 @@
-"""What is measured, read from TOML: which server gets which load, what it is compared with, and what it has to reach.
+"""What is measured, read from TOML: which server gets which load, what it is compared with, and what it should reach.
 
 Lives here: the format of bench/scenarios/*.toml as values, checked. Must not: start, measure or print. Everything but
 `load` and `load_all` is pure. bench/README.md describes the format.

@@ -71,7 +71,8 @@ class _Group:
 
     If the server has no room for as many rows as a request may have (because it never has, or because it is full of
     others' requests just now), or can't answer them in time, the next request has half as many rows and is sent when no
-    other is in flight. With each request that is answered, the number grows again by a quarter.
+    other is in flight. With each request that is answered, the number grows again by a quarter. Until it has grown
+    back, the group is short (`is_short`).
     """
 
     def __init__(self, most_rows: int) -> None:

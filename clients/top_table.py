@@ -26,7 +26,7 @@ def table(before: Snapshot | None, now: Snapshot) -> str:
     seconds = None if before is None else max(now.taken_s - before.taken_s, 1e-3)
     base = Snapshot(now.taken_s) if before is None or restarted else before
     changes = [(key, _since(model, base.models.get(key))) for key, model in now.models.items()]
-    # The busiest first; the rest by name and version.
+    # The busiest first, then by name and version.
     changes.sort(key=lambda item: (-item[1].succeeded - item[1].failed, item[0][0], item[0][1].zfill(10)))
     rows = [(printable(name), printable(version), *_cells(change, seconds)) for (name, version), change in changes]
     lines = [_summary([change for _, change in changes], base, now, seconds), ""]

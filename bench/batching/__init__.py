@@ -1,2 +1,1 @@
-"""What batching decides, measured: see ../README.md. Simulations on the pure queue, and runs over gRPC to check
-them."""
+"""What batching decides, measured: see ../README.md. Simulations on the pure queue, and runs over gRPC as a check."""

@@ -71,7 +71,7 @@ def measure_open(requests: int, seeds: int, loads: Sequence[float] = LOADS) -> l
 
 
 def measure_closed(batches: int, seeds: int, clients: Sequence[int] = CLIENTS) -> list[Point]:
-    """Closed loop: `clients` clients, each with one request at a time."""
+    """Closed loop: as many clients as `clients` says, one number after the other, each with one request at a time."""
     found = []
     for name, cost in COSTS.items():
         until_ns = batches * cost(ROWS)

@@ -39,8 +39,9 @@ class Settings:
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """One load (of the capacity) and one deadline (in times of a full batch): medians over the seeds, as shares of the
-    capacity, except for `rows_per_batch` and `answered`, the share of the requests that were answered in time."""
+    """One load (relative to the capacity) and one deadline (in times of a full batch): medians over the seeds, as
+    shares of the capacity, except for `rows_per_batch` and `answered`, the share of the requests that were answered in
+    time."""
 
     aware: bool
     load: float

@@ -94,7 +94,8 @@ class RateTimesBase(_Deaf):
 
 
 class Target(_Deaf):
-    """Wait as long as the oldest request would still be answered within `target_ns`, and all in time."""
+    """Wait as long as the oldest request would still be answered within `target_ns`, and no deadline would be
+    missed."""
 
     def __init__(self, cost: Cost, target_ns: int, name: str) -> None:
         self.name = name

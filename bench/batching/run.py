@@ -152,7 +152,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, default=_OUT, help="folder for the JSON (default: %(default)s)")
     parser.add_argument("--figures", type=Path, help="folder for figures of the simulations (default: none)")
     got = parser.parse_args(arguments)
-    # SIGTERM raises an exception, on which every process and file of ours is cleaned up.
+    # SIGTERM raises an exception, so that every process and file of ours is cleaned up.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     whole: dict[str, Any] = {"machine": facts()}
     try:
