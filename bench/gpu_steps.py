@@ -274,8 +274,7 @@ def _counters(server: ServerProcess, model: str) -> list[float]:
 
 @contextmanager
 def _busy() -> Iterator[list[float]]:
-    """Shares of the time that the first GPU was computing, as NVML tells them, ten a second; none if NVML can't be
-    asked."""
+    """Shares of the time that the first GPU was computing, from NVML, ten a second; none if NVML can't be asked."""
     shares: list[float] = []
     ended = threading.Event()
     try:

@@ -27,7 +27,7 @@ class Spread:
 
 
 def spread(samples: Sequence[float]) -> Spread:
-    """Sum up one value per round; ValueError if there is none."""
+    """Sum up one value per round. Raises ValueError if there is none."""
     if not samples:
         raise ValueError("expected one sample or more, got none")
     return Spread(median(samples), min(samples), max(samples), tuple(samples))

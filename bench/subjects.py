@@ -245,7 +245,7 @@ def ask_once(target: str, transport: str, request: bytes, output_bytes: int) -> 
 
 
 def has_config(target: str, model: str) -> bool:
-    """Whether the server tells its models' configuration, tensors included, which perf_analyzer asks for."""
+    """Whether the server answers ModelConfig, tensors included, which perf_analyzer asks for."""
     channel, service = stub(target)
     with channel:
         try:

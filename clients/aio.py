@@ -171,7 +171,7 @@ class InferenceClient(BaseClient):
             await asyncio.sleep(wait.pause_s(now_s()))
 
     async def close(self) -> None:
-        """Ends the connection; calls still under way raise Cancelled. Closing twice does nothing."""
+        """Ends the connection; calls still in flight raise Cancelled. Closing twice does nothing."""
         has_ended = self._loop is not None and self._loop.is_closed()
         if not self._closed and not has_ended:
             self._check_loop()

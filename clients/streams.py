@@ -2,7 +2,7 @@
 
 Lives here: which stream a request takes, which answer is whose, and what the end of a stream means. Must not live here:
 channels, or the contents of requests and answers. Works with every server whose ModelStreamInfer returns ids; paceline
-also withdraws requests whose callers have given up, lets answers overtake each other, and tells the status of an error.
+also withdraws requests whose callers have given up, lets answers overtake each other, and sends the status of an error.
 Only the id says whose an answer is, and callers may use one twice, so on the wire each has a number in front. Requests
 are sent over other streams, or as calls of their own, if their stream was refused, or if they were refused on it
 because the server is stopping: the server hasn't looked at them.

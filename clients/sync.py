@@ -112,7 +112,7 @@ class InferenceClient(BaseClient):
             time.sleep(wait.pause_s(time.monotonic()))
 
     def close(self) -> None:
-        """Ends the connection; calls still under way raise Cancelled. Closing twice does nothing."""
+        """Ends the connection; calls still in flight raise Cancelled. Closing twice does nothing."""
         channel = self._detach()
         if channel is not None:
             channel.close()
