@@ -30,8 +30,8 @@ T = TypeVar("T")
 
 
 class Alike(NamedTuple):
-    """What requests have in common that differ in nothing but payload, arrival and deadline. `timeout_ns` is the queue
-    timeout of each (0: none)."""
+    """What requests have in common that differ only in payload, arrival and deadline. `timeout_ns` is the queue timeout
+    of each (0: none)."""
 
     rows: int
     key: Hashable
@@ -55,12 +55,12 @@ def _is_watched(watch: Watch[T], token: int) -> bool:
 
 
 class BatchQueue(Generic[T]):
-    """Requests wait here until they leave exactly once: in a batch, cancelled, expired or given up. `waiting` is for
-    others to see how many do.
+    """Where requests wait until each leaves exactly once: in a batch, cancelled, expired or given up. `waiting` lets
+    others see how many wait.
 
-    Not thread-safe. `now_ns` must not decrease from call to call. push, cancel and poll are O(log n), amortised, in
-    the number of waiting requests and lanes; a poll adds what it takes to build its batches and, where there is a
-    delay, to walk the first batch of a lane anew from which something was cancelled.
+    Not thread-safe. `now_ns` must not decrease from call to call. push, cancel and poll are O(log n), amortised, in the
+    number of waiting requests and lanes. A poll also takes the time to build its batches and, if there is a delay, to
+    walk again the first batch of a lane from which something was cancelled.
     """
 
     def __init__(self, policy: BatchPolicy, instances: int = 1, room: Room | None = None) -> None:
@@ -70,7 +70,7 @@ class BatchQueue(Generic[T]):
         self._returns = Returns()
         configured = policy.max_queue_delay_ns or policy.preferred_batch_rows or policy.max_batch_requests
         self._awaits_returns = policy.await_returns and not configured and policy.max_batch_rows > 1
-        # Where a delay is configured, that alone says how long to wait for company.
+        # If a delay is configured, it alone says how long to wait for more requests.
         self._may_keep_idle = not policy.max_queue_delay_ns
         self._enough_rows = min(policy.preferred)
         self._sizing = Sizing(policy, self.latency)
@@ -85,8 +85,9 @@ class BatchQueue(Generic[T]):
         self._deadlines: LazyHeap[Watch[T]] = LazyHeap(_is_watched)
 
     def worth_waiting_for(self, announced: int) -> int:
-        """For how many more requests, besides so many, an idle instance may be kept waiting, if they are like those who
-        wait: there has to be room for them, and no batch that is full or of a preferred size without them."""
+        """How many more requests, besides `announced` ones, an idle instance may be kept waiting for, assuming they are
+        like those that wait: there has to be room for them, and no batch that is full or of a preferred size without
+        them."""
         waiting = self.waiting
         missing_rows = min(self._enough_rows, self._allowance.rows) - waiting.rows - announced
         if not self._may_keep_idle or missing_rows <= 0:
@@ -100,8 +101,8 @@ class BatchQueue(Generic[T]):
 
     @property
     def spare_until_ns(self) -> int:
-        """Until when those who wait may be kept waiting: half of the time that the first one to have to go had, besides
-        an execution's. What is left is for all that may take longer than expected."""
+        """Until when the waiting requests may be kept waiting: for half of the time that the one with the earliest
+        deadline or timeout had, less an execution's time. The other half is for whatever takes longer than expected."""
         if self._deadlines.first_rank() is None:
             return NEVER
         entry = self._deadlines.items[0][2].entry
@@ -110,7 +111,7 @@ class BatchQueue(Generic[T]):
 
     @property
     def allowed_rows(self) -> int:
-        """How many rows a batch may have by now: the policy's, or fewer while memory is short."""
+        """How many rows a batch may have now: as many as the policy says, or fewer while memory is short."""
         return self._allowance.rows
 
     @property
@@ -132,10 +133,10 @@ class BatchQueue(Generic[T]):
         timeout_ns: int = 0,
         rpc_deadline_ns: int = NEVER,
     ) -> Entry[T]:
-        """Let a request of `rows` rows and `size_bytes` bytes wait.
+        """Add a request of `rows` rows and `size_bytes` bytes.
 
-        `timeout_ns` is its own queue timeout (0: none). Raises RequestTooLarge, QueueFull or DeadlineUnreachable, and
-        then nothing has changed.
+        `timeout_ns` is its own queue timeout (0: none). Raises RequestTooLarge, QueueFull or DeadlineUnreachable; then
+        nothing has changed.
         """
         level, queue, waiting = 0, self._queue_policy, self.waiting
         if self._has_levels:
@@ -148,7 +149,7 @@ class BatchQueue(Generic[T]):
             try:
                 raise full
             finally:
-                # Its traceback leads here, and from here to the tensors of all who are being submitted.
+                # Its traceback refers to this frame, and that to the tensors of all requests that are being submitted.
                 del full
         if rpc_deadline_ns != NEVER and self.policy.deadline_aware:
             self._refuse_unreachable(rows, key, level, now_ns, rpc_deadline_ns)
@@ -168,12 +169,12 @@ class BatchQueue(Generic[T]):
 
     @property
     def takes_any_alike(self) -> bool:
-        """Whether there is any use in asking whether it `takes_alike`."""
+        """Whether `takes_alike` is worth asking."""
         return not self._awaits_returns
 
     def takes_alike(self, alike: Alike, arrivals_ns: Sequence[int], rpc_deadlines_ns: Sequence[int]) -> bool:
-        """Whether such requests can come now, and none of them needs a thought of its own. If not, some of them may be
-        refused by `push`, or none."""
+        """Whether such requests can be added now, without a decision about any single one. If not, `push` may refuse
+        some of them, or none."""
         rows, requests = alike.rows, len(arrivals_ns)
         if self._awaits_returns or not 0 < rows <= self._max_rows:
             return False
@@ -190,7 +191,7 @@ class BatchQueue(Generic[T]):
     def push_alike(
         self, payloads: Sequence[T], alike: Alike, arrivals_ns: Sequence[int], rpc_deadlines_ns: Sequence[int]
     ) -> Sequence[Entry[T]]:
-        """What `push` comes to for several requests, one after the other, that it `takes_alike`."""
+        """Like `push` for each of several requests, in order. Only for requests that it `takes_alike`."""
         level, queue = 0, self._queue_policy
         if self._has_levels:
             level = self.policy.level_of(alike.priority)
@@ -221,14 +222,14 @@ class BatchQueue(Generic[T]):
         return True
 
     def take_all(self) -> list[Entry[T]]:
-        """Everything that waits leaves, in order of arrival within each lane, without executing."""
+        """Take out everything that waits, without executing it; in order of service within each lane."""
         entries = list(self._lanes)
         for entry in entries:
             self._remove(entry)
         return entries
 
     def poll(self, now_ns: int, idle: int, spare: int = 0, starts_ns: int = 0) -> Step[T]:
-        """Decide for this moment, with `idle` instances free: at most that many batches leave, and up to `spare` more
+        """Decide what happens now, with `idle` instances free. At most that many batches leave, and up to `spare` more
         that can't become any larger, for instances that still execute others. They start at once, or at `starts_ns` if
         that is later: the instances are about to be free."""
         if self._allowance.due_ns <= now_ns:
@@ -248,7 +249,7 @@ class BatchQueue(Generic[T]):
             if lane is None:
                 break
             if len(batches) >= idle and not self._is_full(lane):
-                # Nor may a full lane overtake it, or it could wait for ever.
+                # A full lane mustn't overtake it either, or it could wait for ever.
                 self._lanes.pass_over(lane)
                 break
             if self._awaits_returns and self._await_returns(lane, now_ns):
@@ -271,18 +272,18 @@ class BatchQueue(Generic[T]):
                 self._returns.answered(batch.key, batch.rows, self.latency.base_ns(batch.key), now_ns)
 
     def reserve(self, batch: Batch[T]) -> None:
-        """The batch hasn't begun, and may be put back: until `release` it takes as much room as if it waited."""
+        """Count a batch that hasn't begun, and may be put back, as if it still waited, until `release`."""
         for entry in batch.entries:
             self.waiting.reserve(entry, 1)
 
     def release(self, batch: Batch[T]) -> None:
-        """It has begun, or is about to be put back."""
+        """End `reserve`: the batch has begun, or is about to be put back."""
         for entry in batch.entries:
             self.waiting.reserve(entry, -1)
 
     def put_back(self, batch: Batch[T], entries: Sequence[Entry[T]]) -> None:
-        """A batch won't execute. Those of its `entries` that still want to wait where they did before, as if it hadn't
-        left."""
+        """Put back a batch that won't execute: `entries`, those that are still wanted, wait where they did before, as
+        if the batch hadn't left."""
         self._executing.end(batch)
         if not entries:
             return
@@ -293,34 +294,35 @@ class BatchQueue(Generic[T]):
         self._lanes.put_back(batch.key, entries)
 
     def exhausted(self, rows: int, now_ns: int) -> Allowed:
-        """Learn that memory wasn't enough for an execution of `rows` rows: for a while batches have fewer. Returns what
-        was allowed before, to `forgive` it."""
+        """Learn that memory wasn't enough for an execution of `rows` rows: for a while, batches have fewer. Returns
+        what was allowed before, for `forgive`."""
         before = self._allowance.exhausted(rows, now_ns)
         self._lanes.prefer(self._allowance.rows)
         return before
 
     def forgive(self, before: Allowed) -> None:
-        """Learn that a request alone is to blame for that: allow what was allowed `before`."""
+        """Learn that the size of the batch wasn't at fault for that: allow what was allowed `before`."""
         self._allowance.forgive(before)
         self._lanes.prefer(self._allowance.rows)
 
     def again(
         self, key: Hashable, entries: Sequence[Entry[T]], now_ns: int, most_rows: int
     ) -> tuple[Batch[T], Sequence[Entry[T]]]:
-        """A batch of entries that have left in an earlier one, which failed; it starts now. And those of them for which
-        it has no room, since it has `most_rows`, or fewer where less is allowed by now; 0: what is allowed."""
+        """Begin a batch, now, of entries whose earlier batch failed. Returns it, and the entries that don't fit: it may
+        have `most_rows` rows (0: any number), or fewer if less is allowed by now."""
         fitting, rows = self._sizing.fitting(entries, len(entries), most_rows)
         return self._executing.begin(key, fitting, rows, self._sizing.padded(rows), now_ns), entries[len(fitting) :]
 
     def flush(self) -> None:
-        """From now on nothing waits for company: whatever is queued leaves as soon as an instance is idle."""
+        """From now on, nothing waits for more requests: whatever is queued leaves as soon as an instance is idle."""
         self._awaits_returns = self._may_keep_idle = False
         self._lanes.flush()
 
     def _refuse_unreachable(self, rows: int, key: Hashable, level: int, now_ns: int, rpc_deadline_ns: int) -> None:
-        """Refuse what is certain to be late: even if only full batches are ahead of it and it executes alone."""
+        """Raise DeadlineUnreachable if the request is certain to be late: even if only full batches are ahead of it and
+        it executes alone."""
         if rpc_deadline_ns - now_ns >= (self.waiting.requests + 2) * self.latency.longest_ns:
-            return  # a cheap look before the exact one
+            return  # a cheap check before the exact one
         alone_ns = self.latency.proven_ns(key, self._sizing.padded(rows), now_ns)
         if not alone_ns:
             return
@@ -329,7 +331,7 @@ class BatchQueue(Generic[T]):
             raise DeadlineUnreachable(rpc_deadline_ns - now_ns, needed_ns)
 
     def _may_be_full(self) -> bool:
-        """Whether some lane may hold a batch that can't become any larger; a cheap look before the exact one."""
+        """Whether some lane may hold a batch that can't become any larger; a cheap check before the exact one."""
         waiting, most = self.waiting, self.policy.max_batch_requests
         return waiting.rows >= self._allowance.rows or 0 < most <= waiting.requests
 
@@ -337,7 +339,7 @@ class BatchQueue(Generic[T]):
         return lane.rows >= self._allowance.rows or 0 < self.policy.max_batch_requests <= lane.requests
 
     def rows_ahead(self, key: Hashable, level: int) -> int:
-        """Rows that wait in the lane and are served before a request of `level` that arrives now."""
+        """Rows that wait in the key's lane and are served before a request of `level` that arrives now."""
         lane = self._lanes.get(key)
         return lane.rows_before(level) if lane is not None else 0
 
@@ -363,7 +365,7 @@ class BatchQueue(Generic[T]):
         return action is TimeoutAction.DELAY and entry.rpc_deadline_ns > now_ns
 
     def _demote(self, entry: Entry[T]) -> None:
-        """Let the entry wait on behind all others of its level, bound by its RPC's deadline alone."""
+        """Move the entry behind all others of its level; from now on, only its RPC's deadline bounds its wait."""
         key = self._lanes.remove(entry)
         self._arrived += 1
         entry.order = order_of(entry.level, self._arrived, demoted=True)
@@ -380,7 +382,8 @@ class BatchQueue(Generic[T]):
         self.waiting.left((entry,))
 
     def _await_returns(self, lane: Lane[T], now_ns: int) -> bool:
-        """Keep the lane waiting if those who were just answered will soon make its batch worth more; until then."""
+        """Postpone the lane if callers that were just answered will soon make its batch worth more. Returns whether it
+        did."""
         if lane.rows >= self._allowance.rows:
             return False
         until_ns = self._returns.hold_until_ns(lane.key, lane.rows, now_ns)
@@ -393,7 +396,7 @@ class BatchQueue(Generic[T]):
         return True
 
     def _take(self, lane: Lane[T], now_ns: int, starts_ns: int, unreachable: list[Unreachable[T]]) -> Batch[T] | None:
-        """Let the lane's next batch leave.
+        """Take the lane's next batch.
 
         None if requests had to be given up instead, which changes what is ready.
         """
@@ -405,7 +408,7 @@ class BatchQueue(Generic[T]):
             cut, late = self._sizing.most_in_time(key, lane, cut, starts_ns)
         leaving = [one.entry for one in late] if late else cut.entries
         self._lanes.take(lane, leaving)
-        if self._deadlines.items:  # else nobody is watched
+        if self._deadlines.items:  # else no entry is watched
             for entry in leaving:
                 entry.unwatch()
         self.waiting.left(leaving)
@@ -415,7 +418,7 @@ class BatchQueue(Generic[T]):
         return self._executing.begin(key, cut.entries, cut.rows, cut.padded_rows, starts_ns)
 
     def _take_only(self, lane: Lane[T], starts_ns: int) -> Batch[T]:
-        """What `_take` comes to for one request with time to spare, which needs no thought: all that is in the lane."""
+        """Like `_take`, for a lane with a single request that has time to spare: nothing needs to be decided."""
         entry = self._lanes.take_only(lane)
         entry.unwatch()
         self.waiting.left((entry,))
@@ -424,6 +427,6 @@ class BatchQueue(Generic[T]):
         return self._executing.begin(lane.key, (entry,), rows, padded_rows, starts_ns)
 
     def _may_be_late(self, starts_ns: int) -> bool:
-        """Whether some deadline is so near that an execution could miss it; a cheap look before the exact one."""
+        """Whether some deadline is so near that an execution could miss it; a cheap check before the exact one."""
         deadlines = self._deadlines.items
         return bool(deadlines) and deadlines[0][0] < starts_ns + self.latency.longest_ns and self.policy.deadline_aware

@@ -1,4 +1,4 @@
-"""The asyncio shell around the pure queue: futures in, batches to instances, answers back.
+"""The asyncio shell around the pure queue: it hands out futures, passes batches to instances and delivers answers.
 
 Lives here: when the queue is asked, carrying out what it decides, start and end. Must not: decide what is batched; that
 is `batch_queue`. Everything runs on one event loop; only runners use other threads.
@@ -33,14 +33,15 @@ __all__ = ["Batcher"]
 P = TypeVar("P")
 R = TypeVar("R")
 
-# About what gRPC takes of the loop's time for a request. An instance that is done sooner doesn't get its next batch
-# at once, but when the answers are on their way and requests that have arrived are queued: fewer and larger batches.
+# About how long gRPC occupies the loop per request. After an execution that was shorter per request, an instance
+# doesn't get its next batch at once, but when the answers are on their way and the requests that have arrived are
+# queued: batches become fewer and larger.
 _LOOP_NS = 150_000
 _LONG_NS = 1_000_000
-"""Shorter executions are no use to those who could come back meanwhile."""
+"""Shorter executions leave callers no time to come back meanwhile, so serving them in two halves gains nothing."""
 
 _MOST_UNBEGUN = 3
-"""So many instances may end before they have begun on a request."""
+"""A request fails for good once this many instances ended before they began on its batch."""
 
 _LOSING = (Blame.INSTANCE, Blame.INSTANCE_BEFORE, Blame.FATAL)
 
@@ -52,19 +53,20 @@ _FULL = {"requests": Drop.FULL_REQUESTS, "rows": Drop.FULL_ROWS, "bytes": Drop.F
 class Batcher(Generic[P, R]):
     """Batches the requests of one model over its instances.
 
-    `runners` are started by `start` and stopped by `close`. `blames` says of an instance's error whose fault it may be;
-    by default that of some of the requests. `hangs` is told of runners given up; without it, instances that are to
-    blame are used on. `room` is what its queue shares with those of other models. `instance_of` tells of runners that
-    are slots of one instance, which one that is (`scheduler.slots`); by default each is an instance. `company` learns
-    for how long it is worth waiting for more.
+    `runners` are started by `start` and stopped by `close`. `blames(error)` classifies an error that an instance
+    raised: who may be at fault. By default, some of the batch's requests. `hangs` is notified of runners that were
+    given up; without it, an instance at fault stays in use. `room` is what its queue shares with the queues of other
+    models. `instance_of(runner)` is the instance that a runner is a slot of (`scheduler.slots`); by default, each
+    runner is an instance. `company` learns how long it is worth waiting for more requests.
+
     All methods must be called on the event loop that ran `start`.
     """
 
     announce: Callable[[Submit, object], None]
-    """`announce(submit, request)`: a request has arrived, which `submit` will submit, or find that it can't. That is
-    called soon, once, before anything is decided, with a list of all that were announced with it, in order of arrival:
-    what arrives together is worked at together, which takes less of the processor's time than one by one, in between
-    what gRPC does. It mustn't raise."""
+    """`announce(submit, request)` says that a request has arrived, which `submit` will submit or find that it can't.
+    `submit` is called once, soon and before anything is decided, with a list of all requests that were announced with
+    it, in order of arrival: processing together what arrives together takes less processor time than one by one, in
+    between gRPC's work. `submit` mustn't raise."""
 
     def __init__(
         self,
@@ -88,7 +90,7 @@ class Batcher(Generic[P, R]):
         self._running, self._slots, self._ahead = self._instances.running, self._instances.slots, self._instances.ahead
         self._retries: Retries[Pending[P, R]] = Retries(blames, self._waiting, isolates=policy.isolate_failures)
         self._suspects = self._retries.groups
-        # Instances that have ended by themselves, whose executions haven't.
+        # Runners whose instances have ended by themselves, but whose executions haven't, with the errors.
         self._ended: dict[Runner[P, R], BaseException] = {}
         self._answers = OrderedAnswers() if policy.preserve_ordering else Answers()
         self._delivery = Delivery(self._answers, self._observer)
@@ -104,7 +106,7 @@ class Batcher(Generic[P, R]):
 
     @property
     def waiting_requests(self) -> int:
-        """Requests accepted and not yet executing."""
+        """Requests announced or accepted that aren't executing."""
         return self._waiting.requests + self._waiting.reserved + self._turns.announced + self._retries.requests()
 
     @property
@@ -114,22 +116,23 @@ class Batcher(Generic[P, R]):
 
     @property
     def allowed_rows(self) -> int:
-        """How many rows a batch may have; fewer than the policy says for a while after memory ran out."""
+        """How many rows a batch may have: for a while after memory ran out, fewer than the policy says."""
         return self._queue.allowed_rows
 
     @property
     def resting_instances(self) -> int:
-        """Those that get nothing for a while, as they had no memory for what others execute."""
+        """How many instances get nothing for a while because they had no memory for what others execute."""
         return self._instances.resting
 
     def waiting_of_level(self, level: int) -> int:
-        """Those of `waiting_requests` that are of one priority level; of those only announced it isn't known."""
+        """Those of `waiting_requests` that are at priority `level`, without the announced ones: their level isn't known
+        yet."""
         waiting = self._waiting
         return waiting.requests_of_level(level) + waiting.reserved_of_level(level) + self._retries.requests(level)
 
     def start(self) -> None:
-        """Start the runners and take requests. Closed if that fails, as it may where there can be no more threads, or
-        descriptors, of which alarms have one each."""
+        """Start the runners and take requests. If that fails, the batcher is closed and the error raised: there may be
+        no more threads, or no more file descriptors, of which each alarm needs one."""
         self._loop = asyncio.get_running_loop()
         self._drained = asyncio.Event()
         try:
@@ -159,11 +162,12 @@ class Batcher(Generic[P, R]):
     ) -> Pending[P, R]:
         """Queue a request of `rows` rows; only requests of equal `key` share a batch.
 
-        `timeout_ns` is the request's own queue timeout (0: none), `rpc_deadline_ns` the moment its caller gives up,
-        `arrived_ns` when it was announced, if it was: since then it waits.
-        Raises RequestTooLarge, QueueFull, DeadlineUnreachable, NoInstance or BatcherClosed at once; the future gets
-        QueueTimeout, DeadlineUnreachable, NoInstance, BatcherClosed or ExecutionFailed, or what the instance has for it
-        instead of a result.
+        `timeout_ns` is the request's own queue timeout (0: none). `rpc_deadline_ns` is the moment its caller gives up.
+        `arrived_ns` is when it was announced, and its wait began (0: it wasn't announced, and its wait begins now).
+
+        Raises RequestTooLarge, QueueFull, DeadlineUnreachable, NoInstance or BatcherClosed at once. The future gets
+        QueueTimeout, DeadlineUnreachable, NoInstance, BatcherClosed or ExecutionFailed, or the exception that the
+        instance returned in place of its result.
         """
         turns = self._turns
         turns.submit_announced()
@@ -197,15 +201,15 @@ class Batcher(Generic[P, R]):
 
     @property
     def takes_any_alike(self) -> bool:
-        """Whether there is any use in trying to `submit_alike`."""
+        """Whether `submit_alike` is worth trying."""
         return self._queue.takes_any_alike
 
     # hot path
     def submit_alike(
         self, payloads: Sequence[P], alike: Alike, arrivals_ns: Sequence[int], rpc_deadlines_ns: Sequence[int]
     ) -> Sequence[Pending[P, R]]:
-        """What `submit` comes to for several requests that were announced one after the other. Takes none of them, and
-        returns no futures, if one may have to be refused: then each is to be submitted by itself."""
+        """Like `submit` for each of several requests that were announced one after the other. If one of them may have
+        to be refused, takes none of them and returns no futures: then each is to be submitted by itself."""
         self._turns.submit_announced()
         if not self._accepts or not self._queue.takes_alike(alike, arrivals_ns, rpc_deadlines_ns):
             return ()
@@ -226,8 +230,8 @@ class Batcher(Generic[P, R]):
         return pending
 
     def add(self, runner: Runner[P, R]) -> None:
-        """One more instance, or slot of one, in the place of one that was given up. Into a closed batcher goes none: it
-        is stopped."""
+        """Start and use one more instance, or slot of one, in place of one that was given up. A closed batcher stops it
+        again."""
         runner.start()
         if self._stopped:
             runner.stop()
@@ -238,7 +242,8 @@ class Batcher(Generic[P, R]):
         self._turns.request()
 
     def lose(self, runner: Runner[P, R], error: BaseException) -> None:
-        """Its instance has ended by itself. What it executes is waited for, as that may have succeeded before."""
+        """Learn that the runner's instance has ended by itself. Its execution is waited for, as that may have succeeded
+        before."""
         if self._stopped or not self._instances.may_be_lost(runner):
             return
         if runner in self._running:
@@ -247,7 +252,7 @@ class Batcher(Generic[P, R]):
             self._instances.lose(runner, error)
 
     def suspend(self) -> None:
-        """Until `add` brings an instance, of which none is left: refuse what comes, and whoever waits already."""
+        """Until `add` brings an instance, as none is left: refuse new requests, and those that wait already."""
         self.take_announced()
         self._suspended = self._suspended or self._accepts
         self._accepts = False
@@ -256,7 +261,7 @@ class Batcher(Generic[P, R]):
         self._turn()
 
     def flush(self) -> None:
-        """From now on let nothing wait for company: execute what is queued, and what still comes, at once."""
+        """From now on, let nothing wait for more requests: execute what is queued, and what still arrives, at once."""
         self._queue.flush()
         self._turns.request()
 
@@ -269,7 +274,7 @@ class Batcher(Generic[P, R]):
         await self._drained.wait()
 
     def close(self) -> None:
-        """End: whoever still waits gets BatcherClosed. Executions that run are not waited for, their results are
+        """End: requests that wait or execute get BatcherClosed. Running executions aren't waited for; their results are
         lost."""
         if self._stopped:
             return
@@ -288,13 +293,13 @@ class Batcher(Generic[P, R]):
 
     # hot path
     def take_announced(self) -> None:
-        """Have submitted now what was announced. Whoever is about to change what a request meets when it is started
-        has this done before."""
+        """Have all announced requests submitted now. Must be called before anything changes that a request depends on
+        when it is started."""
         self._turns.submit_announced()
 
     def _kept_waiting(self, announced: int = 0) -> Kept | None:
-        """What there is to be waited for, besides so many that were announced, if there is an instance to be kept
-        waiting and not enough for it already."""
+        """What an instance may be kept waiting for, besides `announced` requests. None if there is no instance to keep
+        waiting, or there are enough requests for it already."""
         room = self._queue.worth_waiting_for(announced)
         if not room or not self._accepts or self._suspects:
             return None
@@ -335,11 +340,11 @@ class Batcher(Generic[P, R]):
             self._drained.set()
 
     def _hand_over_ahead(self, now_ns: int) -> Step[Pending[P, R]]:
-        """Instances that are about to be done get what they go on with. `wake_ns` says when to look again."""
+        """Hand the next batches to instances that are about to be done. The step's `wake_ns` is when to look again."""
         step: Step[Pending[P, R]] = _NOTHING
         wanted = self._waiting.requests and not self._suspects and not self._slots.idle
         for runner in self._ahead.about_to_end(now_ns) if wanted else ():
-            # One by one, as each has a moment of its own from which its batch can begin.
+            # One poll for each, as each has its own time from which its batch can begin.
             polled = self._queue.poll(now_ns, 1, starts_ns=self._ahead.ends_ns(runner))
             step = polled._replace(
                 expired=(*step.expired, *polled.expired), unreachable=(*step.unreachable, *polled.unreachable)
@@ -353,24 +358,25 @@ class Batcher(Generic[P, R]):
         return step._replace(wake_ns=_first(step.wake_ns, self._ahead.wake_ns(now_ns, requests=self._waiting.requests)))
 
     def _recall(self, now_ns: int) -> None:
-        """An execution takes longer than expected: what was to follow waits on like everything else."""
+        """If an execution takes longer than expected, take back the batch that was to follow it: its requests wait on
+        like all others."""
         for runner in self._ahead.overdue(now_ns):
             if self._take_back(runner, self._ahead.next[runner]):
                 self._ahead.end(runner)
 
     def _take_back(self, runner: Runner[P, R], batch: Batch[Pending[P, R]]) -> bool:
-        """Have what this instance hasn't begun wait on. False if it has begun it."""
+        """Take back a batch that `runner` hasn't begun; its requests wait on. False if the runner has begun it."""
         if not runner.take_back():
             return False
         if self._ahead.next.get(runner) is batch:
-            # Before it waits, as other threads read how much does: it isn't to count twice.
+            # Before it waits again: other threads read how much waits, and it mustn't be counted twice.
             self._queue.release(batch)
         self._company.on_end(len(batch.entries), self._clock.now_ns())
         self._put_back(batch, batch.entries)
         return True
 
     def _put_back(self, batch: Batch[Pending[P, R]], entries: Sequence[Entry[Pending[P, R]]]) -> None:
-        """Have those `entries` of a batch that nobody executed wait on, as far as somebody wants them."""
+        """Return `entries` of a batch that nobody executed to the queue, except those whose callers have gone."""
         waiting = self._delivery.still_wanted(entries)
         for entry in waiting:
             entry.payload.entry = entry
@@ -404,7 +410,8 @@ class Batcher(Generic[P, R]):
         batch, following = self._instances.end(runner)
         if following is not None:
             self._queue.release(following)
-        # That of the answers, and not of the execution's end: who comes in between comes for no answer.
+        # The time of the answers, not of the execution's end: requests that arrive in between don't come because of an
+        # answer.
         now_ns = self._clock.now_ns()
         self._company.on_end(len(batch.entries), now_ns)
         duration_ns = outcome.finished_ns - outcome.started_ns
@@ -426,12 +433,13 @@ class Batcher(Generic[P, R]):
             self._delivery.end(batch, outcome, failed)
 
     def _costs(self, batch: Batch[Pending[P, R]]) -> tuple[int, int]:
-        """What one like it costs besides its rows, and what half of those would take who have lately been there."""
+        """What a batch like this one costs besides its rows, and what half of the callers lately present would take, in
+        ns."""
         rows, latency = self._company.half_of_all(len(batch.entries), batch.rows), self._queue.latency
         return latency.base_ns(batch.key), latency.expected_ns(batch.key, rows)
 
     def _on_late(self, runner: Runner[P, R]) -> None:
-        """Its execution takes longer than it may."""
+        """Give up the runner, whose execution takes longer than it may, unless it has begun its next batch by now."""
         following = self._ahead.next.get(runner)
         if following is not None and not self._take_back(runner, following):
             self._instances.has_begun(runner)
@@ -453,7 +461,7 @@ class Batcher(Generic[P, R]):
         error: BaseException,
         suspects: Suspects[Pending[P, R]] | None,
     ) -> Sequence[Entry[Pending[P, R]]]:
-        """Learn from it, and plan to run again what may succeed. Returns the requests that fail for good."""
+        """Learn from `error`, and plan to run again what may succeed. Returns the requests that fail for good."""
         blame, among_suspects = self._retries.blame_for(error), suspects is not None
         suspects = suspects or Suspects.of_batch(batch.key, batch.entries)
         if blame is Blame.SIZE:
@@ -477,8 +485,9 @@ class Batcher(Generic[P, R]):
     def _wait_for_another(
         self, batch: Batch[Pending[P, R]], suspects: Suspects[Pending[P, R]] | None
     ) -> Sequence[Entry[Pending[P, R]]]:
-        """Its instance ended before it had begun. `suspects` wait among each other, all others like any. Returns the
-        requests to which that has happened too often: it may be they that instances end of, while they read them."""
+        """Have a batch wait for another instance, as its own ended before beginning it. `suspects` wait among the
+        suspects; if None, the batch's requests go back to the queue. Returns the requests to which this has happened
+        too often: reading them may be what ends instances."""
         for entry in batch.entries:
             entry.payload.unbegun += 1
         failed = [entry for entry in batch.entries if entry.payload.unbegun >= _MOST_UNBEGUN]
@@ -490,7 +499,8 @@ class Batcher(Generic[P, R]):
         return failed
 
     def _learn_shortage(self, batch: Batch[Pending[P, R]], search: Search) -> None:
-        """What one request needs alone says nothing of others, nor do the batches that it was in before."""
+        """Allow fewer rows, unless the batch was a single request: what that needs alone says nothing about others, and
+        neither do the batches that it was in before."""
         if len(batch.entries) > 1:
             before = self._queue.exhausted(batch.padded_rows, self._clock.now_ns())
             search.before = search.before or before
@@ -499,13 +509,14 @@ class Batcher(Generic[P, R]):
             self._forgive(search)
 
     def _forgive(self, search: Search) -> None:
-        """It wasn't the batch that was too large."""
+        """Allow again what was allowed before the search: the size of the batch wasn't at fault."""
         if search.before is not None:
             self._queue.forgive(search.before)
             search.before = None
 
     def _let_go_of_suspects(self, now_ns: int) -> None:
-        """Those whose callers have gone, or whose time is up: it may take long until there is an instance for them."""
+        """Drop suspects whose callers have gone or whose deadline has passed: it may take long until there is an
+        instance for them."""
         for suspects in [*self._suspects]:
             if any(entry.payload.done() or entry.rpc_deadline_ns <= now_ns for entry in suspects.entries):
                 self._retries.take(suspects)
@@ -516,7 +527,8 @@ class Batcher(Generic[P, R]):
                 self._retries.wait(suspects.narrowed([entry for entry in wanted if entry.rpc_deadline_ns > now_ns]))
 
     def _run_suspects(self, now_ns: int) -> None:
-        """They come first, but for those who wait for another instance than they have left: others may have that."""
+        """Run suspects before anything that is queued, except those that wait for an instance other than the ones they
+        left: others may have these."""
         may_run = self._instances.may_run_again
         while self._slots.free:
             suspects = next((one for one in self._suspects if may_run(one.avoided(now_ns))), None)

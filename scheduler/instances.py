@@ -1,6 +1,6 @@
 """The instances of a batcher, by their runners: which are free, what the others execute, and which were given up.
 
-Lives here: bookkeeping, and telling runners to start and end. Must not: futures, or what becomes of requests; that is
+Lives here: bookkeeping, and telling runners to start and stop. Must not: futures, or what becomes of requests; that is
 `batcher`. The rule: a runner is free, or it executes what `running` says, or it was given up. A runner given up because
 of another slot of its instance finishes its last execution; nothing from a runner that hangs counts any more.
 """
@@ -27,23 +27,23 @@ R = TypeVar("R")
 
 
 class Hangs(Protocol):
-    """Who sees to it that instances given up are replaced. Called on the event loop."""
+    """Replaces instances that were given up. Called on the event loop."""
 
     def on_hang(self, runner: Any, others: Sequence[Any]) -> None:
-        """Its execution exceeds the policy's limit. Its batch has failed, and its instance gets no more. `others` are
-        slots of that which still execute. `Batcher.add` takes another in its place."""
+        """The runner's execution exceeds the policy's limit. Its batch has failed, and its instance gets no more.
+        `others` are that instance's slots that still execute. A replacement is passed to `Batcher.add`."""
 
     def on_loss(self, runner: Any, error: BaseException) -> None:
-        """Its instance can't execute any more, by `error`: that of its execution, which has ended, or what it has ended
-        of while it had none. Else as `on_hang`; slots that still execute may be told of by `on_return`."""
+        """The runner's instance can't execute any more. `error` is what its last execution raised, or what ended the
+        instance. Otherwise as `on_hang`; slots that still execute may be reported by `on_return`."""
 
     def on_return(self, runner: Any) -> None:
-        """What it executed when its instance was given up has ended after all, or failed."""
+        """The execution that the runner had when its instance was given up has ended after all, or failed."""
 
 
 class Instances(Generic[P, R]):
-    """`running` is what each runner executes, `ahead` when it is likely to be done and what it goes on with. `hangs` is
-    told of those given up. `instance_of` as in `Batcher`."""
+    """`running` is what each runner executes, `ahead` when it is likely to be done and what it executes next. `hangs`
+    is notified of runners that were given up. `instance_of` is as in `Batcher`."""
 
     def __init__(
         self,
@@ -68,7 +68,8 @@ class Instances(Generic[P, R]):
         self.ahead: Ahead[Runner[P, R], Pending[P, R]] = Ahead()
 
     def start(self, limit_ns: int, on_late: Callable[[Runner[P, R]], None]) -> None:
-        """`on_late` is told of runners whose executions take longer than `limit_ns`; 0: they may take any time."""
+        """Start the runners. `on_late` is called with a runner whose execution takes longer than `limit_ns` (0: no
+        limit)."""
         if limit_ns:
             self._watchdog = Watchdog(limit_ns, self._clock, on_late)
         for runner in self._runners:
@@ -83,10 +84,10 @@ class Instances(Generic[P, R]):
         for runner in (*self._runners, *self._leaving):
             runner.stop()
         for runner in self._leaving:
-            del self.running[runner]  # when it ends that is told, as of others that were given up
+            del self.running[runner]  # its end is then reported, as for others that were given up
 
     def add(self, runner: Runner[P, R]) -> None:
-        """One more, which has been started."""
+        """Add a runner, which has been started."""
         self._runners = (*self._runners, runner)
         self.slots.add(runner)
 
@@ -98,18 +99,19 @@ class Instances(Generic[P, R]):
         return runner
 
     def may_run_again(self, avoided: Collection[Hashable]) -> bool:
-        """Whether there is a free runner for what is to run on none of these instances, as long as there are others."""
+        """Whether there is a free runner for a batch that is to avoid some instances, as long as there are others."""
         return self.slots.has_but(avoided) or (self.slots.free > 0 and self._instances() <= {*avoided})
 
     def take_again(self, batch: Batch[Pending[P, R]], avoided: Collection[Hashable]) -> Runner[P, R]:
-        """As `take`, where it `may_run_again`."""
+        """Like `take`, for a batch that is to avoid some instances; only if `may_run_again`."""
         runner = self.slots.take_but(avoided) if self.slots.has_but(avoided) else self.slots.take()
         self._begin(runner, batch)
         return runner
 
     # hot path
     def end(self, runner: Runner[P, R]) -> tuple[Batch[Pending[P, R]], Batch[Pending[P, R]] | None]:
-        """Its execution is over. Returns the batch, and the one that it has begun on instead, if there is one."""
+        """Learn that the runner's execution is over. Returns its batch, and the next one if the runner has begun that
+        already."""
         if self._watchdog is not None:
             self._watchdog.ended(runner)
         batch = self.running.pop(runner)
@@ -128,14 +130,15 @@ class Instances(Generic[P, R]):
 
     # hot path
     def executed(self, runner: Runner[P, R], key: Hashable) -> None:
-        """It has executed a batch of `key`."""
+        """Learn that the runner has executed a batch of `key`."""
         if len(self._runners) > 1 and not self.given_up(runner):
             self._shortages.executed(self.instance_of(runner), key)
 
     def lacked_memory(self, runner: Runner[P, R], batch: Batch[Pending[P, R]], left: Collection[Hashable]) -> bool:
-        """It has ended, for want of memory. Whether others have it, and are to execute the batch: its instance gets
-        nothing for a while, and later on the others come first. So they do now if it was a request alone. A batch that
-        has `left` this instance before, or as many others as may rest at a time, is at fault itself."""
+        """Learn that an execution ended for want of memory. Returns whether other instances have it, and are to execute
+        the batch: then this instance gets nothing for a while, and afterwards all others are preferred to it. If not,
+        and the batch was a single request, they are preferred from now on. A batch that has `left` this instance
+        before, or as many others as may rest at a time, is at fault itself."""
         if self.given_up(runner):
             return False
         instance, alone = self.instance_of(runner), len(batch.entries) == 1
@@ -155,16 +158,16 @@ class Instances(Generic[P, R]):
 
     @property
     def resting(self) -> int:
-        """Instances that get nothing for a while, as they had no memory for what others execute."""
+        """How many instances get nothing for a while because they had no memory for what others execute."""
         return self._shortages.resting
 
     @property
     def wake_ns(self) -> int | None:
-        """When to `wake` the next one of these."""
+        """When to `wake` the next resting instance; None if none rests."""
         return self._shortages.wake_ns
 
     def wake(self, now_ns: int) -> None:
-        """Those that have rested, or can't be spared any longer, may be used again."""
+        """Use instances again that have rested long enough, or can't be spared any longer."""
         for instance in self._shortages.wake(now_ns, len(self._instances())):
             for one in self._held.intersection(self._slots_of(instance)):
                 self._held.discard(one)
@@ -172,19 +175,20 @@ class Instances(Generic[P, R]):
                 self.slots.put_last(one)
 
     def has_begun(self, runner: Runner[P, R]) -> None:
-        """It has ended its execution and begun the next one, and will tell so; until then it isn't late."""
+        """Learn that the runner has ended its execution and begun the next one, though it hasn't reported that yet: its
+        time limit starts again."""
         if self._watchdog is not None:
             self._watchdog.began(runner)
 
     def forget(self, runner: Runner[P, R]) -> None:
-        """It won't execute what it was about to."""
+        """Forget the runner's batch, which it won't execute."""
         del self.running[runner]
         self.ahead.end(runner)
         if self._watchdog is not None:
             self._watchdog.ended(runner)
 
     def hang(self, runner: Runner[P, R]) -> None:
-        """Give up on what it executes, and on its instance: there is no way to interrupt it."""
+        """Give up the runner's execution, which can't be interrupted, and its instance."""
         del self.running[runner]
         self.ahead.end(runner)
         if runner in self._leaving:
@@ -196,29 +200,30 @@ class Instances(Generic[P, R]):
             self._hangs.on_hang(runner, others)
 
     def may_be_lost(self, runner: Runner[P, R]) -> bool:
-        """Whether its instance wasn't given up before, and somebody sees to another one."""
+        """Whether the runner's instance wasn't given up before, and `hangs` can replace it."""
         return self._hangs is not None and not self.given_up(runner)
 
     def given_up(self, runner: Runner[P, R]) -> bool:
-        """Whether its instance was."""
+        """Whether the runner's instance was given up."""
         return runner not in self._runners
 
     def lose(self, runner: Runner[P, R], error: BaseException) -> None:
-        """Give up on its instance, which can't execute any more."""
+        """Give up the runner's instance, which can't execute any more."""
         self._give_up(runner)
         self.ahead.end(runner)
         if self._hangs is not None:
             self._hangs.on_loss(runner, error)
 
     def returned(self, runner: Runner[P, R]) -> None:
-        """It executes no more, long after its instance was given up."""
+        """Report that the runner's execution has ended, after its instance was given up."""
         if self._hangs is not None:
             self._hangs.on_return(runner)
 
     def call_off(self) -> None:
-        """End executions that nobody waits for any more, where that can be done."""
+        """End executions that nobody waits for any more, where the runner can."""
         for runner, batch in self.running.items():
-            # From the end: who cancels many does so in the order of sending, and the last one tells at once.
+            # From the end: a caller that cancels many requests does so in the order of sending, so the last one settles
+            # it at once.
             if all(entry.payload.cancelled() for entry in reversed(batch.entries)):
                 runner.call_off()
 
@@ -231,8 +236,8 @@ class Instances(Generic[P, R]):
             self._watchdog.began(runner)
 
     def _give_up(self, runner: Runner[P, R]) -> Sequence[Runner[P, R]]:
-        """Nothing more for `runner`, which executes nothing that counts, and the other slots of its instance. Returns
-        those of them that execute: their answers still count."""
+        """Give `runner`, which executes nothing that counts, and the other slots of its instance nothing more. Returns
+        the slots that still execute: their answers count."""
         instance = self.instance_of(runner)
         slots = self._slots_of(instance)
         for one in slots:
@@ -249,7 +254,7 @@ class Instances(Generic[P, R]):
         return executing
 
     def _hold(self, runner: Runner[P, R]) -> None:
-        """It is free, and gets nothing until it is woken."""
+        """Keep a free runner from getting anything until it is woken."""
         self.slots.remove(runner)
         self._held.add(runner)
 

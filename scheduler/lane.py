@@ -3,9 +3,9 @@
 Lives here: the order, and the walk that looks for a batch worth releasing. Must not: deadlines, limits, other lanes.
 
 The order is one number, `Entry.order`: priority level first, then whether the queue timeout has passed, then arrival.
-So "before" means the same within a lane and between the heads of two. A section is all entries with the same level and
-the same answer to whether the timeout has passed. A lane relies on this: the last to arrive has the highest order of
-its section.
+So "before" means the same within a lane and between the heads of two lanes. A section is all entries of the same level
+for which the timeout has passed, or all for which it hasn't. A lane relies on this: the last to arrive has the highest
+order of its section.
 
 So an entry's order changes only while it is in no lane: `remove` finds it by its order. It then goes back with its new
 order, by `add` if that makes it the last of its section, else by `put_back`, which sorts it in.
@@ -24,18 +24,20 @@ __all__ = ["Entry", "Lane", "Watch", "order_of"]
 T = TypeVar("T")
 
 _SECTION_BITS = 64
-"""Of an order, those that arrival has. Above them is a bit for the demoted, and above that the level."""
+"""The low bits of an order hold the arrival number. Above them is a bit for demoted entries, and above that the
+level."""
 
 
 # hot path
 def order_of(level: int, arrived: int, *, demoted: bool = False) -> int:
-    """That of the request that came as number `arrived`; `demoted`: after the others of its level."""
+    """The order of the request that arrived as number `arrived`. If `demoted`, it comes after the others of its
+    level."""
     return (2 * level + demoted << _SECTION_BITS) + arrived
 
 
 class Watch(Generic[T]):
-    """Stands for an entry in the heap of deadlines, so that what stays behind there when the entry has left is small:
-    the entry holds on to a request's tensors."""
+    """Stands for an entry in the heap of deadlines. What stays there after the entry has left is then small, whereas
+    the entry would keep a request's tensors alive."""
 
     __slots__ = ("entry",)
 
@@ -43,13 +45,13 @@ class Watch(Generic[T]):
         self.entry: Entry[T] | None = entry
 
     def __lt__(self, other: Watch[T]) -> bool:
-        """Only one and what is left of the one before, of an entry that was put back, are of equal rank."""
+        """Called only for equal ranks: those of a put-back entry's watch and of the dead one left from before."""
         return False
 
 
 class Entry(Generic[T]):
-    """One waiting request. `lane` is None once it has left. By `level` it is bounded and counted, as long as it waits;
-    when it is served goes by `order` alone.
+    """One waiting request. `lane` is None once it has left. `level` is what it is bounded and counted by while it
+    waits; `order` alone decides when it is served.
 
     `act_at_ns` is when the queue has to do something about it: at its queue timeout, or at `rpc_deadline_ns`, when its
     caller gives up.
@@ -91,14 +93,14 @@ class Entry(Generic[T]):
         self.lane: Lane[T] | None = None
 
     def unwatch(self) -> None:
-        """Nothing is to be done about it any more when its deadline comes."""
+        """Stop watching its deadline: nothing has to be done about it any more."""
         if self.watch is not None:
             self.watch.entry = None
             self.watch = None
 
 
 class _Section(OrderedDict[int, Entry[T]]):
-    """Entries of one level that are demoted, or aren't, by order; `rows` is how many they have together."""
+    """Entries of one level, all demoted or none, by order; `rows` is how many rows they have together."""
 
     __slots__ = ("rows",)
 
@@ -110,14 +112,15 @@ class _Section(OrderedDict[int, Entry[T]]):
 class Lane(Generic[T]):
     """Entries of one shape key by ascending order.
 
-    They lie in sections, in each of which new entries go to the end. add and remove are O(1) plus the bisection for a
-    section's first entry. An entry that found the lane empty is `only` kept at hand: where shapes are many, most lanes
-    never see a second one.
+    They are kept in sections, in each of which new entries go to the end. add and remove are O(1) plus the bisection
+    for a section's first entry. An entry that found the lane empty is kept as `only`, without a section: where shapes
+    are many, most lanes never see a second one.
 
     The walk adds entries from the front while their rows stay within the largest preferred size. `prefix` counts the
     entries that may leave at once (0: none yet); `closed` says that further entries at the end can't change that.
-    A token other than 0 names the lane's living item in the heap of ready lanes or of due ones; in the former it is
-    filed by `filed_order`, the order of its head.
+
+    `ready_token` and `due_token`, if not 0, identify the lane's live item in the heap of ready lanes and of due ones.
+    In the former it is filed by `filed_order`, the order of its head.
     """
 
     __slots__ = (
@@ -159,7 +162,7 @@ class Lane(Generic[T]):
         return next(iter(self.sections[self.sections_order[0]].values()))
 
     def rows_before(self, level: int) -> int:
-        """Rows that are served before a request of `level` that arrives now; the demoted of its own level come after
+        """Rows served before a request of `level` that arrives now; the demoted entries of its own level come after
         it."""
         last = order_of(level, 0) >> _SECTION_BITS
         if self.only is not None:
@@ -184,7 +187,7 @@ class Lane(Generic[T]):
 
     # hot path
     def add_all(self, entries: Sequence[Entry[T]]) -> None:
-        """`add` for several of equal level and rows that arrived one after the other."""
+        """Like `add`, for several entries of equal level and rows that arrived one after the other."""
         first, *others = entries
         self.add(first)
         if not others:
@@ -201,7 +204,7 @@ class Lane(Generic[T]):
         self.rows += rows
 
     def put_back(self, entries: Sequence[Entry[T]]) -> None:
-        """Add entries that were there before; whatever their order, they are likely to belong in front."""
+        """Add entries that were here before; whatever their order, they are likely to belong at the front."""
         for entry in reversed(entries):
             self.add(entry)
             if self.only is None:
@@ -225,7 +228,7 @@ class Lane(Generic[T]):
         entries.rows += entry.rows
 
     def _sort_in(self, entry: Entry[T]) -> None:
-        """The entry, the last one of its section, goes to its place there."""
+        """Move the entry, the last one of its section, to its place there."""
         section = entry.order >> _SECTION_BITS
         entries = self.sections[section]
         entries.move_to_end(entry.order, last=False)
@@ -249,7 +252,7 @@ class Lane(Generic[T]):
         self.closed = False
 
     def walk(self, preferred: frozenset[int], max_preferred: int, max_requests: int) -> None:
-        """Walk from the front until it is closed or the entries end."""
+        """Walk from the front until the lane is closed or its entries end."""
         self.restart()
         for entry in self:
             self.walk_over(entry, preferred, max_preferred, max_requests)

@@ -32,14 +32,14 @@ def _is_due(lane: Lane[T], token: int) -> bool:
 
 
 class Lanes(Generic[T]):
-    """One by each shape key of which somebody waits. `due` is for others to see when the first one is."""
+    """One lane for each shape key that has requests waiting. `due` lets others see when the first lane is due."""
 
     def __init__(self, policy: BatchPolicy) -> None:
         self._policy = policy
         self._max_requests = policy.max_batch_requests
         self._delay_ns = policy.max_queue_delay_ns
         self._by_key: dict[Hashable, Lane[T]] = {}
-        # To be walked anew before the next one is chosen.
+        # Lanes to be walked again before the next one is chosen.
         self._stale: dict[Lane[T], None] = {}
         self._ready: LazyHeap[Lane[T]] = LazyHeap(_is_ready)
         self.due: LazyHeap[Lane[T]] = LazyHeap(_is_due)
@@ -50,7 +50,7 @@ class Lanes(Generic[T]):
         return len(self._by_key)
 
     def __iter__(self) -> Iterator[Entry[T]]:
-        """Whoever waits, lane by lane."""
+        """All waiting entries, lane by lane."""
         for lane in self._by_key.values():
             yield from lane
 
@@ -58,7 +58,7 @@ class Lanes(Generic[T]):
         return self._by_key.get(key)
 
     def prefer(self, allowed_rows: int) -> None:
-        """Prefer what the policy does, as far as it is allowed for now; else the most that is allowed."""
+        """Prefer the policy's sizes up to `allowed_rows`; if there are none, prefer `allowed_rows`."""
         preferred = (rows for rows in self._policy.preferred if rows <= allowed_rows)
         self._preferred = frozenset(preferred) or frozenset((allowed_rows,))
         self._max_preferred = max(self._preferred)
@@ -67,7 +67,7 @@ class Lanes(Generic[T]):
                 self._walk_later(lane)
 
     def flush(self) -> None:
-        """From now on nobody waits for company."""
+        """From now on, nothing waits for more requests."""
         self._delay_ns = 0
         self._stale.clear()
         for lane in self._by_key.values():
@@ -89,7 +89,7 @@ class Lanes(Generic[T]):
 
     # hot path
     def add_all(self, key: Hashable, entries: Sequence[Entry[T]]) -> None:
-        """`add` for several that arrived one after the other and are of one level."""
+        """Like `add`, for several entries of one level that arrived one after the other."""
         if self._delay_ns:
             for entry in entries:
                 self.add(key, entry)
@@ -101,7 +101,7 @@ class Lanes(Generic[T]):
             self._file(lane)
 
     def put_back(self, key: Hashable, entries: Sequence[Entry[T]]) -> None:
-        """Entries that have left in a batch wait on where they did before."""
+        """Return entries that have left in a batch to where they waited before."""
         lane = self._enter(key, entries)
         lane.put_back(entries)
         if self._delay_ns:
@@ -110,7 +110,7 @@ class Lanes(Generic[T]):
             self._file(lane)
 
     def _enter(self, key: Hashable, entries: Sequence[Entry[T]]) -> Lane[T]:
-        """The lane that they are in from now on, and to be added to."""
+        """The key's lane, which `entries` refer to from now on; they are still to be added to it."""
         lane = self._lane_of(key)
         for entry in entries:
             entry.lane = lane
@@ -123,7 +123,7 @@ class Lanes(Generic[T]):
         return lane
 
     def remove(self, entry: Entry[T]) -> Hashable:
-        """Somebody leaves, from wherever in its lane. Returns the key of that."""
+        """Remove an entry from wherever it is in its lane. Returns the lane's key."""
         lane = entry.lane
         assert lane is not None
         lane.remove(entry)
@@ -139,8 +139,8 @@ class Lanes(Generic[T]):
 
     # hot path
     def next_ready(self, now_ns: int) -> Lane[T] | None:
-        """The ready lane to be served first. It counts as ready no more until it is filed anew, by one of those
-        below or by what comes and goes."""
+        """The ready lane to be served first, if there is one. It no longer counts as ready until it is filed again, by
+        one of the methods below or when entries come and go."""
         if self._stale:
             for lane in self._stale:
                 self._walk(lane)
@@ -156,7 +156,7 @@ class Lanes(Generic[T]):
 
     # hot path
     def take(self, lane: Lane[T], entries: Sequence[Entry[T]]) -> None:
-        """Some of its entries leave; now the others have their turn."""
+        """Remove some of the lane's entries; then the others have their turn."""
         emptied = len(entries) == lane.requests
         for entry in entries:
             entry.lane = None
@@ -171,23 +171,23 @@ class Lanes(Generic[T]):
 
     # hot path
     def take_only(self, lane: Lane[T]) -> Entry[T]:
-        """What `take` comes to for the one entry of a lane."""
+        """Like `take`, for a lane's only entry."""
         entry = lane.only or lane.head
         entry.lane = None
         self._drop(lane)
         return entry
 
     def pass_over(self, lane: Lane[T]) -> None:
-        """It is as ready as it was."""
+        """Leave the lane as ready as it was."""
         self._make_ready(lane)
 
     def postpone(self, lane: Lane[T], until_ns: int) -> None:
-        """It isn't ready before `until_ns`, unless somebody comes or goes."""
+        """The lane isn't ready before `until_ns`, unless entries come or go."""
         self._make_due(lane, until_ns)
 
     def releasable(self, lane: Lane[T], now_ns: int) -> int:
-        """How many of its first entries leave with an instance that has room for them: all once somebody is overdue,
-        else the preferred prefix, else all."""
+        """How many of the lane's first entries leave with an instance that has room for them: all once one has waited
+        for the whole delay, else the preferred prefix, else all."""
         if not self._delay_ns:
             return self._preferred_prefix(lane) or lane.requests
         if lane.prefix and lane.oldest_ns + self._delay_ns > now_ns:
@@ -195,14 +195,16 @@ class Lanes(Generic[T]):
         return lane.requests
 
     def _preferred_prefix(self, lane: Lane[T]) -> int:
-        """Of a lane that wasn't walked so far. Where the largest batch is preferred that is whatever fits into it."""
+        """The preferred prefix of a lane that hasn't been walked. 0 if the largest batch is preferred: that is whatever
+        fits into it."""
         if not self._policy.preferred_batch_rows:
             return 0
         lane.walk(self._preferred, self._max_preferred, self._max_requests)
         return lane.prefix
 
     def _drop(self, lane: Lane[T]) -> None:
-        """Nobody is left in it. It may stay in the heaps for a whole delay, and must keep nobody's tensors there."""
+        """Drop a lane that has become empty. It may stay in the heaps for a whole delay, and mustn't keep any tensors
+        alive there."""
         lane.ready_token = lane.due_token = 0
         lane.only = None
         lane.sections.clear()
@@ -211,7 +213,7 @@ class Lanes(Generic[T]):
             self._stale.pop(lane, None)
 
     def _awake(self, now_ns: int) -> None:
-        """Lanes in which somebody has waited long enough become ready."""
+        """Make lanes ready in which a request has waited long enough."""
         due = self.due
         while (first := due.first_rank()) is not None and first <= now_ns:
             lane = due.pop()
@@ -235,7 +237,7 @@ class Lanes(Generic[T]):
             self._make_ready(lane)
 
     def _file(self, lane: Lane[T]) -> None:
-        """Where nobody waits for company."""
+        """Make the lane ready, where nothing waits for more requests."""
         lane.due_token = 0
         self._make_ready(lane)
 

@@ -48,12 +48,12 @@ class QueuePolicy:
 
     @property
     def delays(self) -> bool:
-        """Whether requests may come to be served after others that came later."""
+        """Whether requests may be served after others that arrived later."""
         may_pass = self.default_timeout_ns > 0 or self.allow_timeout_override
         return may_pass and self.timeout_action is TimeoutAction.DELAY
 
     def timeout_at_ns(self, now_ns: int, timeout_ns: int = 0) -> int:
-        """When the queue timeout of a request that arrives now passes; `timeout_ns` is its own wish (0: none)."""
+        """When the queue timeout of a request that arrives now passes; `timeout_ns` is its own timeout (0: none)."""
         at_ns = now_ns + self.default_timeout_ns if self.default_timeout_ns else NEVER
         if timeout_ns and self.allow_timeout_override:
             at_ns = min(at_ns, now_ns + timeout_ns)
@@ -78,17 +78,19 @@ class BatchPolicy:
 
     A batch has at most `max_batch_rows` rows and, unless 0, at most `max_batch_requests` requests (1 switches merging
     off). A prefix of the queue whose rows are one of `preferred_batch_rows` leaves as soon as an instance is idle;
-    anything else once its oldest request has waited `max_queue_delay_ns`. None preferred means: `max_batch_rows` is.
+    anything else once its oldest request has waited `max_queue_delay_ns`. If no sizes are given, `max_batch_rows` is
+    preferred.
 
     Priorities are levels from 1, served first, to `priority_levels`; 0 levels: all requests are equal. Each level has
-    the queue policy of that number, or else `queue`. `preserve_ordering`: answers leave in order of arrival.
+    the queue policy of that number in `priority_queue`, or else `queue`. `preserve_ordering`: answers leave in order of
+    arrival.
 
     `batch_sizes`: the only numbers of rows that the model may see (empty: any); batches are padded up to one or cut
     down to one, whichever costs less. `isolate_failures`: a failed batch is run again in halves, so that only the
     requests at fault fail. `deadline_aware`: a request that can't be answered before its RPC's deadline, going by
-    measured execution times, is not executed. `await_returns`: where no delay and no size is configured, an idle
-    instance is held back for callers who have just been answered, if they tend to come again at once.
-    `execution_limit_ns`: an execution that takes longer is given up, and its instance with it; 0: none is.
+    measured execution times, is not executed. `await_returns`: if no delay, preferred size or limit of requests is
+    configured, an idle instance is held back for callers who have just been answered, if they tend to come again at
+    once. `execution_limit_ns`: an execution that takes longer is given up, and its instance with it (0: no limit).
     """
 
     max_batch_rows: int = 1

@@ -1,7 +1,7 @@
 """One thread per model instance, or one task for an instance that is elsewhere.
 
 Lives here: the border between the event loop and blocking code. The rule: whatever the instance does, `done` is called
-on the loop exactly once per batch handed over, and nothing else crosses threads.
+on the loop exactly once per batch handed over and not taken back, and nothing else crosses threads.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ R_co = TypeVar("R_co", covariant=True)
 
 
 class ThreadLost(RuntimeError):
-    """Nothing was executed: the instance's thread has died, and there can be no other one for now."""
+    """Nothing was executed: the instance's thread has died, and no other can be started for now."""
 
 
 class Executed(Protocol[R_co]):
-    """What an instance returns: at least the results, one per payload and in their order. An exception in the place of
-    a result is for that payload alone. Where there is a `waited_ns`, so much of the execution was waiting for another
+    """What an instance returns: at least the results, one per payload and in their order. An exception in place of a
+    result is for that payload alone. An optional `waited_ns` is how much of the execution was spent waiting for another
     one of the same instance."""
 
     @property
@@ -52,12 +52,12 @@ class Outcome(Generic[R]):
 Done = Callable[[Outcome[R]], None]
 
 _Work = list[tuple[Sequence[P], int]]
-"""Payloads and rows of a batch, until somebody pops it: the thread to execute it, or the loop to take it back. Only one
-of them can."""
+"""Payloads and rows of a batch, until they are popped: by the thread to execute it, or by the loop to take it back.
+Only one of them can."""
 
 
 class Runner(Protocol[P_contra, R]):
-    """Executes one batch at a time. One that `stages` may be handed the next batch while it executes one."""
+    """Executes one batch at a time. A runner that `stages` may be handed the next batch while it executes one."""
 
     @property
     def stages(self) -> bool: ...
@@ -66,15 +66,16 @@ class Runner(Protocol[P_contra, R]):
         """Get ready, on the running event loop."""
 
     def run(self, payloads: Sequence[P_contra], padded_rows: int, done: Done[R]) -> None:
-        """Execute `payloads` as one batch of `padded_rows` rows; `done` is called later on the loop. Never before the
-        previous one's `done`, or, if it stages, the one's before that."""
+        """Execute `payloads` as one batch of `padded_rows` rows; `done` is called later on the loop. Must not be called
+        before the previous batch's `done` was or, if the runner stages, that of the one before."""
 
     def take_back(self) -> bool:
         """Take back the batch that was handed over while another one executes. False if it has begun to execute; then
         the other one's `done` is on its way."""
 
     def call_off(self) -> None:
-        """Nobody waits for what runs any more: end it early, if that can be done. `done` is called all the same."""
+        """End the running execution early, if that can be done: nobody waits for it any more. `done` is called all the
+        same."""
 
     def stop(self) -> None:
         """Finish what runs and end. Doesn't wait."""
@@ -88,9 +89,9 @@ def _start_thread(name: str, run: Callable[[], None]) -> None:
 class ThreadRunner(Generic[P, R]):
     """Runs `execute(payloads, padded_rows)`, which may block, on a thread of its own.
 
-    Should the thread die, which no error of `execute` makes it do, another takes its place; a batch that went with it
-    has failed. Where none can be started batches fail with ThreadLost, until one can. `start_thread` has a thread of
-    that name run a function.
+    If the thread dies, which no error of `execute` makes it do, another takes its place, and the batch that it had
+    taken fails. While no thread can be started, batches fail with ThreadLost. `start_thread(name, run)` runs `run` on a
+    new thread of that name.
     """
 
     def __init__(
@@ -107,7 +108,7 @@ class ThreadRunner(Generic[P, R]):
         self._start = start_thread
         self._work: SimpleQueue[_Work[P] | None] = SimpleQueue()
         self._loop: asyncio.AbstractEventLoop
-        # Touched on the loop alone, so that only the loop can tell, and without a lock, what a dead thread owes.
+        # Only touched on the loop, which can therefore tell, without a lock, what a dead thread owes.
         self._owed: deque[tuple[_Work[P], Done[R]]] = deque()
         self._is_dead = False
 
@@ -153,7 +154,7 @@ class ThreadRunner(Generic[P, R]):
                 self._loop.call_soon_threadsafe(self._on_death, error)
 
     def _on_death(self, error: BaseException) -> None:
-        """Have another thread go on, if only to end. What the dead one didn't take is still there; what it took is
+        """Start another thread to go on, if only to end. What the dead one didn't take is still there; what it took is
         lost."""
         _log.error("a thread died and is replaced: %s", self._name, exc_info=error)
         waiting = [self._work.get() for _ in range(self._work.qsize())]
@@ -166,7 +167,7 @@ class ThreadRunner(Generic[P, R]):
             self._fail(RuntimeError(f"the instance's thread died: {error!r}"))
 
     def _revive(self) -> None:
-        """Have a thread again, unless there is one by now; if there can be none, all that is owed has failed."""
+        """Start a thread, unless there is one by now. If that can't be done, all that is owed has failed."""
         if not self._is_dead:
             return
         try:
@@ -175,7 +176,7 @@ class ThreadRunner(Generic[P, R]):
         except RuntimeError as error:
             _log.error("no thread can be started in the place of one that died: %s: %s", self._name, error)
             text = f"the instance's thread died, and no other can be started: {error}"
-            # What the dead one had taken it may have executed.
+            # The dead thread may have executed what it had taken.
             errors = [ThreadLost(text) if work else RuntimeError(text) for work, _ in self._owed]
             for work, _ in self._owed:
                 work.clear()  # nobody takes it any more
@@ -196,7 +197,7 @@ class ThreadRunner(Generic[P, R]):
             if self._loop.is_closed():
                 return
             self._loop.call_soon_threadsafe(self._tell, outcome)
-            # The next batch may be long in coming; its predecessor's tensors must not wait here for it.
+            # The next batch may be long in coming; this one's tensors mustn't be kept alive until then.
             del work, payloads, outcome
 
     def _run_one(self, payloads: Sequence[P], padded_rows: int) -> Outcome[R]:
@@ -212,7 +213,7 @@ class ThreadRunner(Generic[P, R]):
 class TaskRunner(Generic[P, R]):
     """Awaits `execute(payloads, padded_rows)`, which must not block, on the event loop."""
 
-    stages = False  # it lives where batches are handed over, and waits for nobody
+    stages = False  # it runs on the loop that hands over batches, so it never waits for that
 
     def __init__(self, execute: Callable[[Sequence[P], int], Awaitable[Executed[R]]]) -> None:
         self._execute = execute
@@ -224,7 +225,7 @@ class TaskRunner(Generic[P, R]):
 
     def run(self, payloads: Sequence[P], padded_rows: int, done: Done[R]) -> None:
         self._task = self._loop.create_task(self._run_one(payloads, padded_rows))
-        # Not from inside of the task: `done` may hand over the next batch, and what it raises is the loop's to report.
+        # Not from inside the task: `done` may hand over the next batch, and what it raises is for the loop to report.
         self._task.add_done_callback(lambda task: self._end(task, done))
 
     def take_back(self) -> bool:
@@ -235,7 +236,7 @@ class TaskRunner(Generic[P, R]):
             self._task.cancel()
 
     def stop(self) -> None:
-        """Unlike native code, what runs can be called off; nobody waits for it any more."""
+        """Call off what runs, which, unlike native code, can be interrupted; nobody waits for it any more."""
         self.call_off()
 
     def _end(self, task: asyncio.Task[Outcome[R]], done: Done[R]) -> None:

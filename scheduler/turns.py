@@ -22,14 +22,15 @@ Submit = Callable[[list[Any]], None]
 _log = logging.getLogger("paceline.scheduler")
 
 _UNSEEN_NS = 500_000
-"""So long those who come while others are waited for may be unknown but by their number: they may be in a hurry."""
+"""While others are waited for, requests that arrive may be known by their number alone for this long: they may be
+urgent."""
 _LEAST_NS = 50_000
-"""An alarm takes as long to be heard."""
+"""About how long an alarm takes to be noticed."""
 
 
 class Kept(NamedTuple):
-    """What an instance may be kept waiting for: besides those `waiting`, for so many more as there is `room` for, until
-    `until_ns`, since somebody may have a deadline."""
+    """What an instance may be kept waiting for: besides the `waiting` requests, for at most `room` more, until
+    `until_ns`, since some may have deadlines."""
 
     waiting: int
     room: int
@@ -37,10 +38,10 @@ class Kept(NamedTuple):
 
 
 class Turns:
-    """Those of one batcher.
+    """When one batcher takes its turns.
 
-    `take` takes a turn: it has to call `begin` first, and then asks the queue what to do. `kept_waiting` says how long
-    an instance may be kept waiting for more, when all who have come are submitted; None if not at all.
+    `take` takes a turn: it has to call `begin` first, and then asks the queue what to do. `kept_waiting` is called once
+    all requests that have arrived are submitted; it says what an instance may be kept waiting for, or None.
     """
 
     __slots__ = (
@@ -76,15 +77,15 @@ class Turns:
         self._kept_waiting = kept_waiting
         self._company = company
         self._clock = clock
-        # By what submits them; those that do so for the latest ones are the `_latest`.
+        # Announced requests by what submits them. The last group is `_latest`, which `_submit` submits.
         self._announced: list[tuple[Submit, list[Any]]] = []
         self._submit: Submit | None = None
         self._latest: list[Any] = []
-        # Whether a turn is to be taken, since `_due_ns`, and whether the loop's next iteration looks after it.
+        # Whether a turn is due, since `_due_ns`, and whether the loop's next iteration looks whether to take it.
         self._is_due = self._is_looking = False
         self._due_ns = 0
-        # Put off until `_until_ns`, and again if somebody has come meanwhile; `_missing` are how many need to come for
-        # another look before the alarm rings.
+        # The turn is put off until `_until_ns`, and again if requests have arrived meanwhile: `_came` of them. Once
+        # `_missing` have, there is another look before the alarm rings.
         self._came = self._missing = self._until_ns = 0
         self._is_put_off = False
 
@@ -94,17 +95,17 @@ class Turns:
         return sum(len(requests) for _, requests in self._announced)
 
     def start(self) -> None:
-        """From now on, on the running event loop."""
+        """Start, on the running event loop."""
         self._loop = asyncio.get_running_loop()
         self._alarm = self._clock.alarm(self._on_alarm)
 
     def close(self) -> None:
-        """No more."""
+        """Stop: the alarm rings no more."""
         self._alarm.close()
 
     # hot path
     def announce(self, submit: Submit, request: object) -> None:
-        """`submit` will submit this request, with others."""
+        """Note a request that `submit` will submit, with others."""
         if submit != self._submit:
             self._submit, self._latest = submit, []
             self._announced.append((submit, self._latest))
@@ -113,7 +114,7 @@ class Turns:
 
     # hot path
     def arrived(self) -> None:
-        """A request was submitted, or will be."""
+        """Note that a request was submitted, or will be."""
         self._came += 1
         if not self._is_due or (self._is_put_off and self._came >= self._missing):
             self.request()
@@ -128,10 +129,10 @@ class Turns:
             self._loop.call_soon(self._look)
 
     def begin(self) -> None:
-        """A turn is being taken, due or not."""
+        """Begin a turn, due or not: first, what was announced is submitted."""
         self._is_put_off = False
         if self._announced:
-            self._is_due = True  # this one: nobody has to ask for another
+            self._is_due = True  # this turn: nobody has to request another
             self.submit_announced()
         self._is_due = False
         if self._announced:
@@ -139,7 +140,7 @@ class Turns:
 
     # hot path
     def submit_announced(self) -> None:
-        """Have submitted now what was announced, in order of arrival."""
+        """Have all announced requests submitted now, in order of arrival."""
         if not self._announced:
             return
         announced, self._announced = self._announced, []
@@ -151,8 +152,8 @@ class Turns:
                 _log.exception("announced requests can't be submitted")
 
     def _look(self) -> None:
-        """Take the turn that is due, unless batches had company lately and more requests are likely to come up right
-        away. Only when they are submitted it is known how large those are that have come, and how long they have."""
+        """Take the turn that is due, unless batches lately had several requests and more are likely to arrive right
+        away. The sizes and deadlines of those that have arrived are known only once they are submitted."""
         self._is_looking = self._is_put_off = False
         if self._is_due:
             self.submit_announced()
@@ -160,7 +161,8 @@ class Turns:
                 self._take()
 
     def _put_off(self) -> bool:
-        """Whether the turn had better be taken later: then, or when enough have come, there will be another look."""
+        """Put the turn off if that is worth it, and return whether it was: then there is another look at the alarm, or
+        when enough requests have arrived."""
         kept = self._kept_waiting()
         if kept is None:
             return False
@@ -191,10 +193,11 @@ class Turns:
             self._take()
 
     def _wait_on(self, now_ns: int) -> bool:
-        """Whether those who have come meanwhile may be kept waiting as long as it was meant."""
+        """Whether the requests that have arrived meanwhile may be kept waiting too, if need be for less long than was
+        meant."""
         if not self._came:
             return True
-        # Those announced have been counted.
+        # Announced requests have been counted already.
         came, self._is_put_off = self._came, False
         self.submit_announced()
         self._came, self._is_put_off = came, True
