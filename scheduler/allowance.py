@@ -18,12 +18,12 @@ from scheduler.policy import NEVER
 __all__ = ["LONGEST_PAUSE_NS", "PAUSE_NS", "Allowance", "Allowed"]
 
 PAUSE_NS = 10_000_000_000
-"""Without running out of memory, until twice as many rows are tried."""
+"""How long memory has to suffice until twice as many rows are tried."""
 LONGEST_PAUSE_NS = 600_000_000_000
 
 
 class Allowed(NamedTuple):
-    """An `Allowance` at some moment."""
+    """The state of an `Allowance` at some moment."""
 
     rows: int
     pause_ns: int
@@ -32,7 +32,8 @@ class Allowed(NamedTuple):
 
 
 class Allowance:
-    """`rows` is what a batch may have: `most`, or fewer for a while. `sizes`: the only ones there are, if any."""
+    """`rows` is how many rows a batch may have: `most`, or fewer for a while. `sizes` are the only sizes there are
+    (empty: any)."""
 
     __slots__ = ("_grew", "_most", "_pause_ns", "_sizes", "due_ns", "rows")
 
@@ -45,8 +46,8 @@ class Allowance:
         self.due_ns = NEVER
 
     def exhausted(self, rows: int, now_ns: int) -> Allowed:
-        """Learn that memory wasn't enough for `rows` rows. What ran at the same time and failed likewise is the same
-        shortage: it halves nothing twice. Returns what it was before."""
+        """Learn that memory wasn't enough for `rows` rows. An execution that ran at the same time and failed likewise
+        is the same shortage: it doesn't halve anything twice. Returns the state from before."""
         self.grow(now_ns)
         before = Allowed(self.rows, self._pause_ns, self._grew, self.due_ns)
         if self._grew:
@@ -57,12 +58,14 @@ class Allowance:
         return before
 
     def forgive(self, before: Allowed) -> None:
-        """It was none: be as `before`. Of two at a time both may be none, so that more is allowed by now."""
+        """Learn that this was no shortage: return to `before`, unless more is allowed by now, as when two at a time
+        were none."""
         if before.rows >= self.rows:
             self.rows, self._pause_ns, self._grew, self.due_ns = before
 
     def grow(self, now_ns: int) -> None:
-        """Double what is due to be, and forget the shortage once all that may be has been for a whole pause."""
+        """Double `rows` as often as that is due, and forget the shortage once the full size has been allowed for a
+        whole pause."""
         while self.due_ns <= now_ns:
             self.due_ns += self._pause_ns
             if self.rows < self._most:
@@ -78,6 +81,6 @@ class Allowance:
         return self._sizes[max(0, bisect_right(self._sizes, rows) - 1)] if self._sizes else rows
 
     def _next_size(self) -> int:
-        """What is the least to grow to, where sizes are further apart than by a factor of two."""
+        """The least to grow to, where sizes are further apart than by a factor of two; 0 if there is no larger one."""
         place = bisect_right(self._sizes, self.rows)
         return self._sizes[place] if place < len(self._sizes) else 0

@@ -20,13 +20,13 @@ Future = Pending[Any, Any]
 
 
 class Answers:
-    """Hands answers over as they come. Who is told of them is told by `tell`."""
+    """Delivers answers as they come. Those who are to be told of them are told by `tell`."""
 
     def __init__(self) -> None:
         self._done: list[Future] = []
 
     def expect(self, future: Future) -> None:
-        """A request has arrived."""
+        """Learn that a request has arrived."""
 
     # hot path
     def succeed(self, future: Future, result: object) -> None:
@@ -44,27 +44,28 @@ class Answers:
                 self.tell_soon(future)
 
     def cancelled(self, future: Future) -> None:
-        """Its caller has gone."""
+        """Learn that its caller has gone."""
 
     # hot path
     def tell(self) -> None:
-        """Tell who is to be told of all that got answers since the last time, in that order."""
+        """Tell those who are to be told of the answers since the last time, in the order of these."""
         if self._done:
             done, self._done = self._done, []
             tell(done)
 
     def tell_soon(self, future: Future) -> None:
-        """The same from the event loop, which is that of `future`, if nobody has by then."""
+        """Have the event loop, which is that of `future`, call `tell` soon; nothing is left to tell if others did by
+        then."""
         future.get_loop().call_soon(self.tell)
 
 
 class OrderedAnswers(Answers):
-    """Holds an answer back until all requests that arrived before it have theirs, or were cancelled. Of those that were
-    nothing is kept, however long the first one takes: a request holds on to its tensors."""
+    """Holds an answer back until all requests that arrived before it have theirs, or were cancelled. Nothing is kept of
+    cancelled requests, however long the first one takes: a request keeps its tensors alive."""
 
     def __init__(self) -> None:
         super().__init__()
-        # In order of arrival, and what gives it its answer, once there is one.
+        # Futures in order of arrival, each with what gives it its answer, once there is one.
         self._waiting: OrderedDict[Future, Callable[[], None] | None] = OrderedDict()
 
     def expect(self, future: Future) -> None:

@@ -4,8 +4,8 @@ Event loops round timers to milliseconds (uvloop to the nearest, so up to half o
 configured in microseconds. On Linux an alarm is therefore a timerfd that the loop watches; elsewhere it is a loop
 timer.
 
-Lives here: the clock's protocols and what the system has for them. Must not: know the batcher. The clock of tests is in
-`testing`.
+Lives here: the clock's protocols and the system's implementations of them. Must not: know the batcher. The clock of
+tests is in `testing`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Alarm(Protocol):
         """Don't ring."""
 
     def close(self) -> None:
-        """Give the alarm's resources back."""
+        """Release the alarm's resources."""
 
 
 class Clock(Protocol):
@@ -41,7 +41,7 @@ class Clock(Protocol):
         """Monotonic nanoseconds."""
 
     def busy_ns(self) -> int:
-        """The processor time that the calling thread has used, from any beginning."""
+        """The processor time that the calling thread has used, in nanoseconds from an arbitrary start."""
 
     def alarm(self, ring: Callable[[], None]) -> Alarm:
         """An alarm on the running event loop."""
@@ -133,5 +133,5 @@ class _TimerFdAlarm:
         try:
             os.read(self._fd, 8)
         except BlockingIOError:
-            return  # set anew between the ringing and this callback
+            return  # set again between the ringing and this callback
         self._ring()

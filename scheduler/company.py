@@ -13,44 +13,44 @@ __all__ = ["Company"]
 _CROWD_WEIGHT = 0.1
 _CROWD_OF_ONE = 1.05
 _CROWD_OF_MANY = 3.0
-"""From batches of so many on it is worth waiting longest."""
+"""From this many requests per batch on, it is worth waiting longest."""
 _QUIET_COSTS = 8
-"""Nobody may come for the time in which so many requests are taken up and answered."""
+"""The longest wait for a next request: the time in which this many requests are taken up and answered."""
 _COSTS_OF_ALL = 1.5
-"""And it is waited in all for so many times what a batch takes that is as large as they have been."""
+"""The longest wait in all: so many times what a batch as large as they have been costs."""
 _LONGEST_NS = 10_000_000
-"""In all, whatever a batch takes: callers have deadlines."""
+"""The limit of the wait in all, whatever a batch costs: callers have deadlines."""
 _COST_WEIGHT = 0.1
 _FIRST_COST_NS = 100_000
 _LEAST_COST_NS = 10_000
 _MOST_COST_NS = 500_000
 _FORGOTTEN_NS = 1_000_000_000
-"""Who hasn't come again for so long isn't there any more."""
+"""Callers that haven't come again for so long are gone."""
 _STILL_THERE = 0.98
 _BATCHES_FOR_ONE_MORE = 16
-"""One in so many doesn't leave when all are there who are known of, since there may be others. For these it isn't
-waited as long."""
+"""One batch in so many doesn't leave when all known callers are there, since there may be others. The wait for these is
+shorter."""
 _COSTS_FOR_ONE_MORE = 2
 _PAUSE_WEIGHT = 0.2
 _OVERLAP = 0.75
-"""So much of a pause half of a batch has to execute for, that the other half comes back meanwhile."""
+"""Half of a batch has to execute for this part of a pause, so that the other half comes back meanwhile."""
 
 
 class Company:
     """What an idle instance is kept waiting for, and how long.
 
-    gRPC hands requests that have arrived to the loop one an iteration, and taking one up and answering it costs the
-    loop more than a small model's execution does. So where batches have company, it is worth waiting until nobody has
-    come for some time: the longer, the larger batches have been, in times of what a request costs the loop. It ends
-    when as many wait as have lately been there at a time, and at the latest when a batch as large as usual would be
-    there, if all came as fast as the loop can take them up. So callers who come by chance, and not because they were
-    answered, hardly wait for each other while the loop has time to spare: fewer come in that time, batches get smaller,
-    and with them what is waited.
+    gRPC hands requests that have arrived to the loop one per iteration, and taking one up and answering it costs the
+    loop more than a small model's execution does. So where batches have several requests, it is worth waiting until
+    nobody has come for some time. That time is a multiple of what a request costs the loop, and the longer, the larger
+    batches have been. The wait ends when as many requests wait as have lately been there at a time, and at the latest
+    when a batch as large as usual would be there, if all came as fast as the loop can take them up. So callers who come
+    by chance, and not because they were answered, hardly wait for each other while the loop has time to spare: fewer
+    come in that time, batches get smaller, and with them the wait gets shorter.
 
-    Where executions take long, half of those may be enough. Callers who come again as soon as they are answered may
-    all get into one batch, and then stay together, with nothing executing while they are answered and come back. As
-    long as that pause is shorter than what a batch costs besides its rows, it is worth it. If not, two groups do better
-    that take turns: one comes back while the other executes.
+    Where executions take long, half of the callers may be enough. Callers who come again as soon as they are answered
+    may all get into one batch, and then stay together, with nothing executing while they are answered and come back.
+    That is worth it as long as the pause is shorter than what a batch costs besides its rows. If it isn't, two groups
+    that take turns do better: one comes back while the other executes.
     """
 
     __slots__ = (
@@ -78,13 +78,14 @@ class Company:
         self._in_halves = False
 
     def on_start(self, requests: int, waiting: int, now_ns: int, busy_ns: int) -> None:
-        """A batch of so many requests starts, others still wait. `busy_ns` is how long the event loop has worked."""
+        """A batch of `requests` requests starts, while `waiting` others still wait. `busy_ns` is how long the event
+        loop has worked."""
         if self._busy_ns >= 0:
             cost_ns = max(_LEAST_COST_NS, min(_MOST_COST_NS, (busy_ns - self._busy_ns) / requests))
             self._cost_ns += _COST_WEIGHT * (cost_ns - self._cost_ns)
         self._busy_ns = busy_ns
         if not self._executing and self._ended_ns:
-            # What answering a part of them has taken says what it takes to answer all.
+            # The pause in which a part of the callers was answered, scaled to all of them.
             pause_ns = (now_ns - self._ended_ns) * max(1.0, self._present / self._ended_requests)
             self._pause_ns += _PAUSE_WEIGHT * (pause_ns - self._pause_ns)
         self._executing += requests
@@ -93,26 +94,28 @@ class Company:
         self._present = max(self._executing + waiting, _STILL_THERE * self._present)
 
     def on_end(self, requests: int, now_ns: int) -> None:
-        """A batch of so many requests is done."""
+        """A batch of `requests` requests is done."""
         self._executing -= requests
         self._ended_ns = now_ns
         self._ended_requests = requests
 
     def half_of_all(self, requests: int, rows: int) -> int:
-        """The rows of half of those who have lately been there, if they have as many each as in a batch of so many."""
+        """The rows of half of the callers lately present, if they have as many each as in a batch of `requests` with
+        `rows` rows."""
         return max(1, round(rows * self._present / (2 * requests)))
 
     def took(self, base_ns: int, half_ns: int) -> None:
-        """What a batch like the last costs besides its rows, 0 if that isn't known, and what half of all would take."""
+        """Learn what a batch like the last costs besides its rows (0: unknown), and what half of all callers' would
+        take."""
         self._in_halves = 0 < base_ns < self._pause_ns and _OVERLAP * self._pause_ns < half_ns
 
     def forget(self, now_ns: int) -> None:
-        """Whoever has lately been there, if that was long ago."""
+        """Forget the callers lately present, if that was long ago."""
         if not self._executing and now_ns - self._ended_ns > _FORGOTTEN_NS:
             self._batch_requests = self._present = 1.0
 
     def patience_ns(self, waiting: int, waited_ns: int) -> int:
-        """For how long without a new request it is worth waiting, after it was waited for so long; 0 if not at all."""
+        """For how long it is worth waiting for the next request, after a wait of `waited_ns` so far (0: not at all)."""
         missing = self.missing(waiting)
         if self._batch_requests < _CROWD_OF_ONE or not missing:
             return 0
@@ -122,7 +125,7 @@ class Company:
         return max(0, int(min(costs * self._cost_ns, left_ns)))
 
     def missing(self, waiting: int) -> int:
-        """How many more need to come so that nobody else is waited for."""
+        """How many more requests need to come until nobody else is waited for."""
         if self._in_halves and not self._executing:
             return max(0, ceil(self._present / 2) - waiting)
         missing = max(0, ceil(self._present) - waiting)

@@ -26,26 +26,27 @@ Requests = Sequence[Entry[Pending[Any, Any]]]
 
 
 class Delivery:
-    """To futures by way of `answers`, and to `observer`."""
+    """Delivers to futures, by way of `answers`, and to `observer`."""
 
     def __init__(self, answers: Answers, observer: Observer) -> None:
         self._answers = answers
         self._observer = observer
 
     def drop(self, entry: Entry[Pending[Any, Any]], drop: Drop, error: SchedulerError) -> None:
-        """It leaves without being executed."""
+        """Report that a request leaves without a result from an execution."""
         self._observer.on_drop(drop)
         self.fail(entry, error)
 
     def give_up(
         self, entries: Iterable[Entry[Pending[Any, Any]]], drop: Drop, error: Callable[[], SchedulerError]
     ) -> None:
-        """They leave, each with an error of its own, and those with none that were cancelled in time."""
+        """Drop `entries`, each with an error of its own; those that were cancelled by now count as cancelled, and get
+        none."""
         for entry in entries:
             self.drop(entry, Drop.CANCELLED if entry.payload.done() else drop, error())
 
     def still_wanted(self, entries: Requests) -> Requests:
-        """Those whose callers still wait; the others leave here."""
+        """The entries whose callers still wait; the others are reported as cancelled."""
         wanted = [entry for entry in entries if not entry.payload.done()]
         for _ in range(len(entries) - len(wanted)):
             self._observer.on_drop(Drop.CANCELLED)
@@ -57,8 +58,8 @@ class Delivery:
 
     # hot path
     def end(self, batch: Batch[Pending[Any, Any]], outcome: Outcome[Any], failed: Requests) -> None:
-        """A batch has ended: with a result for each, or, if there is an error, with that for those who `failed` for
-        good."""
+        """Report the end of a batch: with a result for each request or, if there is an error, with that for those that
+        `failed` for good."""
         try:
             if outcome.executed is not None:
                 self._answer(batch, outcome)
@@ -69,7 +70,7 @@ class Delivery:
             self._answers.tell()
 
     def time_out(self, batch: Batch[Pending[Any, Any]], limit_ns: int, now_ns: int) -> None:
-        """A batch executes for longer than it may; nobody waits for what comes of it."""
+        """Report that a batch executes for longer than it may; nobody waits for its result any more."""
         outcome: Outcome[Any] = Outcome(now_ns - limit_ns, now_ns, error=ExecutionTimeout(limit_ns))
         try:
             for entry in batch.entries:
@@ -108,7 +109,8 @@ def _failure(cause: BaseException | None) -> ExecutionFailed:
 
 
 def _report(batch: Batch[Any], outcome: Outcome[Any], failed: Requests) -> BatchReport:
-    """To be made once those who get an answer have it: who is cancelled by then gets none."""
+    """The report of a batch. To be made once its answers are delivered: a request that is cancelled by then gets
+    none."""
     leaving = failed if outcome.error else batch.entries
     waits_ns: list[int] = []
     refused = cancelled = 0

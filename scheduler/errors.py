@@ -1,4 +1,4 @@
-"""Why a request left the batcher without an answer of the model.
+"""Why a request left the batcher without an answer from the model.
 
 SchedulerError
 ├── RequestTooLarge    more rows than one batch may have; refused at push
@@ -7,7 +7,7 @@ SchedulerError
 │   ├── QueueTimeout         its queue timeout or its RPC's deadline passed while it waited
 │   └── DeadlineUnreachable  it could not be answered before its RPC's deadline, so it was not executed
 ├── BatcherClosed      the batcher stops; refused, or dropped at the end of the grace period
-├── NoInstance         no instance is left, and no other is to be had for now; refused, or dropped
+├── NoInstance         no instance is left, and there can be no other for now; refused, or dropped
 └── ExecutionFailed    the instance raised; `__cause__` is what it raised
     └── ExecutionTimeout     it took longer than it may, and was given up
 """
@@ -28,7 +28,7 @@ __all__ = [
 ]
 
 _DEADLINE = "Deadline Exceeded"
-"""Clients look for gRPC's own words, which they get from it when it is first to notice."""
+"""gRPC's own words, which clients look for: they get them from gRPC when it notices first."""
 
 
 class SchedulerError(Exception):
@@ -56,7 +56,7 @@ class DeadlineExceeded(SchedulerError):
 
 
 class QueueTimeout(DeadlineExceeded):
-    """The time that the request was allowed to wait passed, be it by its RPC's deadline."""
+    """The time that the request was allowed to wait passed, or its RPC's deadline did (`by_deadline`)."""
 
     def __init__(self, waited_ns: int, *, by_deadline: bool = False) -> None:
         text = f"Request timeout expired after {waited_ns // 1_000} us in the queue"
@@ -64,7 +64,7 @@ class QueueTimeout(DeadlineExceeded):
 
 
 class DeadlineUnreachable(DeadlineExceeded):
-    """The caller would have given up before the answer came, going by how long executions take."""
+    """Going by how long executions take, the caller would have given up before the answer came."""
 
     def __init__(self, left_ns: int, needed_ns: int) -> None:
         # A deadline may have passed before anybody looked, such as one of 1 us.
@@ -82,7 +82,7 @@ class BatcherClosed(SchedulerError):
 
 
 class NoInstance(SchedulerError):
-    """Nothing can execute until another instance is there."""
+    """No instance is left: nothing can execute until there is another."""
 
     def __init__(self) -> None:
         super().__init__("no instance of the model is left that can execute; another is being tried for")

@@ -1,7 +1,7 @@
 """The batches that execute, and when an instance is likely to be free.
 
-Lives here: which batches have left and aren't done, and what measured executions say of their ends. Must not: know
-which instance has which; `Instances.running` does.
+Lives here: which batches have left and aren't done, and when they are likely to end, by measured execution times. Must
+not: know which instance has which; `Instances.running` does.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Batch(NamedTuple, Generic[T]):
 
 
 class Executing(Generic[T]):
-    """Batches on so many `instances`, of up to `max_rows` rows."""
+    """Batches of up to `max_rows` rows, on `instances` instances."""
 
     def __init__(self, latency: LatencyModel, instances: int, max_rows: int) -> None:
         self._latency = latency
@@ -40,23 +40,23 @@ class Executing(Generic[T]):
 
     # hot path
     def begin(self, key: Hashable, entries: Sequence[Entry[T]], rows: int, padded_rows: int, now_ns: int) -> Batch[T]:
-        """A batch of these; it starts at `now_ns`."""
+        """Begin a batch of `entries`, which starts at `now_ns`."""
         self._begun += 1
         batch = Batch(self._begun, key, rows, padded_rows, tuple(entries))
         self._batches[self._begun] = (batch, now_ns)
         return batch
 
     def end(self, batch: Batch[T]) -> None:
-        """It is done, or won't execute."""
+        """Forget a batch that is done, or won't execute."""
         self._batches.pop(batch.number, None)
 
     def first_end_ns(self, now_ns: int) -> int:
-        """When the first of them is likely to end; `now_ns` if there is none."""
+        """When the first batch is likely to end; `now_ns` if there is none."""
         return min((self._end_ns(*one, now_ns) for one in self._batches.values()), default=now_ns)
 
     def least_wait_ns(self, key: Hashable, rows_ahead: int, now_ns: int) -> int:
-        """How long a request of `key` that arrives now will wait at least: until an instance is free, and for the full
-        batches of the `rows_ahead` of it in its own lane. What other lanes hold may take turns."""
+        """The least time that a request of `key` that arrives now will wait: until an instance is free, and for the
+        full batches among the `rows_ahead` of it in its own lane. Other lanes don't count, as lanes may take turns."""
         full_batches = rows_ahead // self._max_rows
         wait_ns = full_batches * self._latency.proven_ns(key, self._max_rows, now_ns) // self._instances
         if len(self._batches) >= self._instances:

@@ -32,11 +32,12 @@ __all__ = ["LONGEST_WAIT_NS", "SHORTEST_WAIT_NS", "Blame", "Retries", "Search", 
 _log = logging.getLogger("paceline.scheduler")
 
 _MOST_ENDS = 4
-"""Instances that may end of the requests of one batch: with two culprits everybody else is answered, and with more the
-rest fails, as all others wait meanwhile."""
+"""When this many instances have ended because of one batch's requests, the rest of these fail, as everything else waits
+meanwhile. With two culprits, all other requests are still answered."""
 
 SHORTEST_WAIT_NS, LONGEST_WAIT_NS = 1_000_000_000, 10_000_000_000
-"""For another instance, as long as an execution may take: then the one that had no memory is tried again."""
+"""Bounds of the wait for another instance, which is as long as an execution may take: then the one that had no memory
+is tried again."""
 
 T = TypeVar("T")
 
@@ -45,17 +46,17 @@ class Blame(Enum):
     """Whose fault a failed execution may be."""
 
     REQUESTS = auto()
-    """Some of them: without these the others may succeed."""
+    """Some of the requests: without these, the others may succeed."""
     SIZE = auto()
-    """Nobody's: there wasn't memory enough for so many rows."""
+    """No request's: there wasn't enough memory for so many rows."""
     INSTANCE = auto()
     """The instance's: nothing will succeed on it any more."""
     INSTANCE_BEFORE = auto()
-    """The same, but from before it began on the batch, which another one may execute."""
+    """The instance's, before it began on the batch, which another instance may execute."""
     FATAL = auto()
-    """The instance has ended of some of them, and may be replaced: the others may succeed on another one."""
+    """Some of the requests ended the instance, which may be replaced: the others may succeed on another one."""
     NOBODY = auto()
-    """None of these; nothing is to be gained by running anything again."""
+    """None of these: running anything again would gain nothing."""
 
 
 def budget_for(requests: int) -> int:
@@ -66,9 +67,9 @@ def budget_for(requests: int) -> int:
 
 @dataclass(slots=True)
 class Search:
-    """What all parts of one batch share that failed: `budget` are the executions of halves that may still be run,
-    `most_rows` what a part may have, if memory wasn't enough for more (else 0), `before` what batches were allowed to
-    have when that began, and `ends` how many instances have ended of them."""
+    """State that all parts of one failed batch share: `budget` is how many executions of halves may still be run,
+    `most_rows` how many rows a part may have if memory wasn't enough for more (else 0), `before` what batches were
+    allowed to have when that began, and `ends` how many instances have ended because of these requests."""
 
     budget: int
     most_rows: int = 0
@@ -78,7 +79,7 @@ class Search:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Suspects(Generic[T]):
-    """Requests that failed together and might not alone. `left`: instances that had no memory for them; until
+    """Requests that failed together and might not fail alone. `left` are instances that had no memory for them; until
     `until_ns` they wait for another one."""
 
     key: Hashable
@@ -92,15 +93,15 @@ class Suspects(Generic[T]):
         return cls(key, entries, Search(budget_for(len(entries))))
 
     def avoided(self, now_ns: int) -> Collection[Hashable]:
-        """The instances on which they aren't to run at this moment, if there are others."""
+        """The instances on which they aren't to run at `now_ns`, if there are others."""
         return self.left if now_ns < self.until_ns else ()
 
     def narrowed(self, entries: Sequence[Entry[T]]) -> Suspects[T]:
-        """Those of them that still wait for an answer."""
+        """These suspects, with only those `entries` that still need an answer."""
         return replace(self, entries=entries)
 
     def again(self, blame: Blame, rows: int) -> list[Suspects[T]]:
-        """The groups to run again after they failed together, as `rows` rows; none if they fail for good. A group that
+        """The groups to run again after these failed together, as `rows` rows; none if they fail for good. A group that
         is larger than it may be runs in parts."""
         if blame is Blame.REQUESTS:
             return self.halves()
@@ -110,7 +111,7 @@ class Suspects(Generic[T]):
         return [self] if smaller else []
 
     def halves(self) -> list[Suspects[T]]:
-        """Two groups to run again, or where there is no budget for these one for each; none if there is one request
+        """Two groups to run again or, without the budget for these, one for each request; none if only one request is
         left."""
         if len(self.entries) < 2:
             return []
@@ -121,13 +122,13 @@ class Suspects(Generic[T]):
         return self.alone()
 
     def alone(self) -> list[Suspects[T]]:
-        """A group for each; none if there is one request left."""
+        """A group for each request; none if only one is left."""
         return [self.narrowed([entry]) for entry in self.entries] if len(self.entries) > 1 else []
 
 
 class Retries(Generic[T]):
-    """The `groups` that wait to run again. `blames` says of an error whose fault it may be; where nothing `isolates`,
-    none run again. Those that wait for another instance, while others are served, are counted among `waiting`."""
+    """The `groups` that wait to run again. `blames(error)` classifies an error: who may be at fault. Unless `isolates`,
+    no group runs again. Groups that wait for another instance, while others are served, are counted in `waiting`."""
 
     def __init__(self, blames: Callable[[BaseException], Blame], waiting: Waiting, *, isolates: bool) -> None:
         self._blames = blames
@@ -136,15 +137,15 @@ class Retries(Generic[T]):
         self.groups: deque[Suspects[T]] = deque()
 
     def wake_ns(self, now_ns: int) -> int | None:
-        """When the time of one of those that wait is up, or one waits for no other instance any more; None if that
-        never is."""
+        """When the first deadline of a waiting request passes, or a group stops waiting for another instance; None if
+        neither will."""
         deadlines_ns = [entry.rpc_deadline_ns for group in self.groups for entry in group.entries]
         moments_ns = [group.until_ns for group in self.groups if group.until_ns > now_ns]
         first_ns = min([*deadlines_ns, *moments_ns, NEVER])
         return None if first_ns == NEVER else first_ns
 
     def requests(self, level: int | None = None) -> int:
-        """How many wait and aren't counted elsewhere, of that priority level or of all."""
+        """How many requests wait here and aren't counted elsewhere, of priority `level` or (None) of all levels."""
         entries = [entry for group in self.groups if not group.left for entry in group.entries]
         return len(entries) if level is None else sum(entry.level == level for entry in entries)
 
@@ -158,15 +159,15 @@ class Retries(Generic[T]):
             return Blame.NOBODY
 
     def plan(self, batch: Batch[T], blame: Blame, suspects: Suspects[T]) -> Sequence[Entry[T]]:
-        """Have what may succeed of a failed batch, whose requests are `suspects`, wait here. Returns the requests that
-        fail for good."""
+        """Have those requests of a failed batch wait here, as groups of `suspects`, that may succeed. Returns the
+        requests that fail for good."""
         if not self._isolates:
             return batch.entries
         if blame is Blame.FATAL:
             suspects.search.ends += 1
             if suspects.search.ends >= _MOST_ENDS:
                 return [*batch.entries, *self._take_others(suspects)]
-        # Fewer of them may well run where there was no memory for all.
+        # A smaller group may well run on an instance that had no memory for all of it.
         groups = replace(suspects, left=frozenset()).again(blame, batch.padded_rows)
         for group in groups:
             self.wait(group)
@@ -175,8 +176,8 @@ class Retries(Generic[T]):
     def plan_elsewhere(
         self, batch: Batch[T], suspects: Suspects[T], instance: Hashable, now_ns: int, longest_ns: int
     ) -> Sequence[Entry[T]]:
-        """The same where its `instance` is to blame, and rests. Another one is free once what it executes is done, for
-        which `longest_ns` are enough."""
+        """Like `plan`, if the batch's `instance` is at fault, and rests. Another one is free once it is done with what
+        it executes, for which `longest_ns` are enough."""
         if not self._isolates:
             return batch.entries
         until_ns = now_ns + min(max(longest_ns, SHORTEST_WAIT_NS), LONGEST_WAIT_NS)
@@ -184,26 +185,26 @@ class Retries(Generic[T]):
         return ()
 
     def wait(self, group: Suspects[T], *, first: bool = False) -> None:
-        """If anybody is in it, it comes last, or `first`."""
+        """Add `group` at the end or, if `first`, at the front; an empty one isn't added."""
         if not group.entries:
             return
         (self.groups.appendleft if first else self.groups.append)(group)
         self._count(group, 1)
 
     def take(self, group: Suspects[T]) -> None:
-        """It waits no more."""
+        """Remove `group`: it waits no more."""
         self.groups.remove(group)
         self._count(group, -1)
 
     def take_all(self) -> Sequence[Entry[T]]:
-        """Nobody waits any more. Returns who did."""
+        """Remove all groups. Returns their requests."""
         groups = [*self.groups]
         for group in groups:
             self.take(group)
         return [entry for group in groups for entry in group.entries]
 
     def _take_others(self, suspects: Suspects[T]) -> Sequence[Entry[T]]:
-        """The requests of the same batch that wait here."""
+        """Remove the other groups of the same batch. Returns their requests."""
         others = [group for group in self.groups if group.search is suspects.search]
         for group in others:
             self.take(group)

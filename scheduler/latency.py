@@ -21,20 +21,21 @@ _FRESH_NS = 1_000_000_000
 _FRESH_TIMES = 10
 """A measurement is fresh for a second, or for ten times what it measured."""
 _MARGIN = 2
-"""Mean deviations that an execution may take longer before it counts as unexpected."""
+"""How many mean deviations longer than expected an execution may take before it counts as unexpected."""
 _MAX_KEYS = 1024
 _MAX_SIZES = 16_384
-"""Of all keys together: callers choose both, and each takes 200 bytes."""
+"""Of all keys together: callers choose both keys and sizes, and each takes 200 bytes."""
 _FEW = 8
-"""Measurements of a size of which each may change estimates by much; of later ones every so manyth is looked at."""
+"""Each of a size's first measurements may change estimates by much, and is looked at; later only one in as many is."""
 _LOOK_EVERY = 64
 _LOOK_EVERY_TIMES = 8
-"""After so many measurements, and so many more for each size known, all are looked at: 0.1 us a measurement. It takes
-3 ms where there are as many sizes as can be."""
+"""After `_LOOK_EVERY` measurements, and this many more for each size known, all sizes are looked at: 0.1 us a
+measurement. One look takes 3 ms where there are as many sizes as can be."""
 
 
 class _Size:
-    """What is known of one number of rows: mean, mean deviation from it, how many measurements, when the last one."""
+    """What is known of one number of rows: mean, mean deviation from it, number of measurements, time of the last
+    one."""
 
     __slots__ = ("count", "deviation", "last_ns", "mean")
 
@@ -52,7 +53,7 @@ class _Size:
             self.deviation += _RISE * (min(off, mean) - self.deviation)
             self.mean = mean + _RISE * off
         elif self.count == 1:
-            # The first execution of a size may have paid for preparing it, which says nothing of the next ones.
+            # The first execution of a size may include the cost of preparing it, which says nothing about later ones.
             self.mean = float(duration_ns)
         else:
             self.deviation += _RISE * (-off - self.deviation)
@@ -62,8 +63,8 @@ class _Size:
 
 
 class _Curve:
-    """Time over rows for one shape key: the mean at each size seen, and for the others a line through the smallest and
-    the largest, `fewest` and `most` rows, of those that were measured more than once."""
+    """Time over rows for one shape key: the mean at each size seen, and for other sizes a line through the smallest and
+    the largest (`fewest` and `most` rows) of those that were measured more than once."""
 
     __slots__ = ("count", "fewest", "last_ns", "most", "sizes")
 
@@ -72,7 +73,7 @@ class _Curve:
         self.count = self.last_ns = self.fewest = self.most = 0
 
     def seen_again(self, rows: int) -> None:
-        """A size has been measured for the second time."""
+        """Note that a size has been measured for the second time."""
         self.fewest = min(self.fewest or rows, rows)
         self.most = max(self.most, rows)
 
@@ -107,19 +108,20 @@ class _Curve:
         return int(_MARGIN * size.deviation) if size is not None else 0
 
     def longest_ns(self, max_rows: int) -> int:
-        """No estimate for up to `max_rows` is larger. Twice what was measured, as what comes next may take longer."""
+        """An upper bound of all estimates for up to `max_rows` rows. At least twice what was measured, as later
+        executions may take longer."""
         seen_ns = max([one.mean + _MARGIN * one.deviation for one in self.sizes.values()])
         return max(2 * int(seen_ns), self.expected_ns(max_rows) + self.margin_ns(max_rows))
 
 
 class LatencyModel:
     """Execution times by shape key and rows, up to `max_rows`. Everything is O(1); the keys first seen longest ago are
-    forgotten. Of keys their hashes alone are kept: they may be large, as callers like, and outlive their requests. Two
-    of the same hash would be taken for one, and estimates are no worse for that.
+    forgotten. Only the hashes of keys are kept: keys may be as large as callers like, and would outlive their requests.
+    Two keys of the same hash count as one, and estimates are no worse for that.
 
-    `longest_ns` is about as long as anything is likely to take, for a cheap look before an exact one, and where there
-    is none. It is never less than what is estimated, nor than what was measured lately: one execution that took long
-    is forgotten after 64 more, and 8 for each size known.
+    `longest_ns` is about as long as anything is likely to take, for a cheap check before an exact one, and where there
+    is none. It is never less than any estimate, nor than what was measured lately: one execution that took long is
+    forgotten after 64 more, and 8 for each size known.
     """
 
     def __init__(self, max_rows: int) -> None:
@@ -162,7 +164,7 @@ class LatencyModel:
         return curve.expected_ns(rows) if curve is not None else 0
 
     def proven_ns(self, key: Hashable, rows: int, now_ns: int) -> int:
-        """The same where it is well enough known to refuse a request for it; else 0."""
+        """Like `expected_ns`, if that is known well enough to refuse a request for it; else 0."""
         curve = self._curves.get(hash(key))
         return curve.proven_ns(rows, now_ns) if curve is not None else 0
 
@@ -172,12 +174,13 @@ class LatencyModel:
         return curve.margin_ns(rows) if curve is not None else 0
 
     def base_ns(self, key: Hashable) -> int:
-        """What a batch costs whatever its rows, by the smallest and the largest size seen; 0 with fewer than two."""
+        """What a batch costs whatever its rows, by the smallest and the largest size seen; 0 with fewer than two
+        sizes."""
         curve = self._curves.get(hash(key))
         return curve.base_ns() if curve is not None else 0
 
     def _forget_some(self) -> None:
-        """Those first seen, until there aren't too many; one is left however many sizes it has."""
+        """Forget the keys first seen, until there aren't too many; one is left however many sizes it has."""
         while len(self._curves) > _MAX_KEYS or (self._sizes > _MAX_SIZES and len(self._curves) > 1):
             _, curve = self._curves.popitem(last=False)
             self._sizes -= len(curve.sizes)

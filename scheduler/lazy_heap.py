@@ -3,7 +3,7 @@
 Removing from the middle of a binary heap is linear, so dead items stay until they surface or outnumber the living.
 
 Lives here: the heap and its cleaning. Must not: know what items are. The rule: once `alive(item, token)` is false, it
-stays false. Living items have tokens of their own; the dead need none, if items can be compared.
+stays false. Live items have unique tokens; dead ones need none, if items can be compared.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class LazyHeap(Generic[T]):
     """Items by ascending `(rank, token)`.
 
     push and pop are O(log n) amortised; the sweep at doubled size keeps the dead from outnumbering the living. `items`
-    is for others to see whether there are any at all, dead ones included.
+    lets others see whether there are any at all, dead ones included.
     """
 
     __slots__ = ("_alive", "_limit", "items")

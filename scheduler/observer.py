@@ -20,9 +20,9 @@ _log = logging.getLogger("paceline.scheduler")
 
 class Drop(Enum):
     """Why a request left, or never entered, the queue without being executed: a bound of the queue was reached, the
-    batcher closed, nothing is left to execute it, its time was up or would have been, its caller went away.
+    batcher closed, no instance is left to execute it, its time was up or would have been, its caller went away.
 
-    Those that a batcher gives up in the middle of an execution when it closes are CLOSED too.
+    Requests that a batcher gives up in the middle of an execution when it closes are CLOSED too.
     """
 
     FULL_REQUESTS = "queue_full_requests"
@@ -38,11 +38,11 @@ class Drop(Enum):
 class BatchReport(NamedTuple):
     """One execution of `rows` rows, padded to `padded_rows`.
 
-    `execution` is what the instance returned, None if it raised. Each of its requests is counted once: `waits_ns` holds
-    the times in the queue of those that it answered, `failed` counts those that were answered with an error,
-    `cancelled` those whose callers had gone away meanwhile. Those of a failed batch that will run again are in none.
-    `number` is the batch's, `entries` are all of its requests, `entry.payload.tag` what each was submitted with; who
-    keeps them keeps the requests' tensors.
+    `execution` is what the instance returned, None if it raised. Each request of the batch is counted once: `waits_ns`
+    holds the times in the queue of those that got results, `failed` counts those that were answered with an error,
+    `cancelled` those whose callers had gone away meanwhile. Requests of a failed batch that will run again are in none
+    of these. `number` is the batch's number, `entries` are all of its requests, and `entry.payload.tag` is what each
+    was submitted with. Whoever keeps entries keeps the requests' tensors alive.
     """
 
     rows: int
@@ -65,7 +65,7 @@ class Observer(Protocol):
 
 
 class NullObserver:
-    """Looks away."""
+    """Ignores everything."""
 
     def on_drop(self, drop: Drop) -> None:
         pass
@@ -75,7 +75,7 @@ class NullObserver:
 
 
 class GuardedObserver:
-    """Passes on to `observer` and logs what it raises: no request may be lost because somebody can't count it."""
+    """Forwards to `observer` and logs what it raises: no request may be lost because an observer can't count it."""
 
     def __init__(self, observer: Observer) -> None:
         self._observer = observer

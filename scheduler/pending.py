@@ -17,8 +17,8 @@ R = TypeVar("R")
 
 
 class BatchFacts(NamedTuple):
-    """What became of a request: the batch it was executed in, how long it waited and was executed, when that began on
-    the monotonic clock, and what the instance returned."""
+    """What became of a request: the batch that it was executed in, how long it waited and executed, when its execution
+    began on the monotonic clock, and what the instance returned."""
 
     number: int
     rows: int
@@ -30,16 +30,18 @@ class BatchFacts(NamedTuple):
 
 
 class Pending(Telling[R], Generic[P, R]):
-    """A submitted request's future result. Cancelling it, as a cancelled task does with what it awaits, takes the
-    request out of the queue at once; once it executes, cancelling only discards its share of the answer, and calls the
-    execution off, if its runner can, when nobody is left who waits for it.
+    """The future result of a submitted request.
 
-    Whoever is `told` of it is so together with others of its batch, after that was reported, in the order in which
-    answers leave; if it ends otherwise, by the event loop.
+    Cancelling it, as a cancelled task does with what it awaits, takes the request out of the queue at once. Once it
+    executes, cancelling only discards its share of the answer. When nobody waits for the execution any more, that is
+    called off, if its runner can.
 
-    `facts` are there as soon as there is a result; few ask, so they are put together then. `answered` says that there
-    is a result, `refused` that there is an error for this request alone, `unbegun` how many instances ended before they
-    began on it. `tag` is whatever the caller wants an observer of batches to find here.
+    `told` is called together for the requests of a batch, after the batch was reported, in the order in which answers
+    leave. If a request ends otherwise, the event loop calls it.
+
+    `facts` are available as soon as there is a result; few ask for them, so they are put together on demand.
+    `answered`: there is a result. `refused`: there is an error for this request alone. `unbegun` is how many instances
+    ended before they began on it. `tag` is whatever the caller wants an observer of batches to find here.
     """
 
     payload: P
@@ -62,7 +64,7 @@ class Pending(Telling[R], Generic[P, R]):
         return self.batch_facts and self.batch_facts._replace(queue_ns=self.waited_ns)
 
     def left_queue(self) -> None:
-        """Forget the entry, which points back here: no cycle may be left for the garbage collector to find."""
+        """Forget the entry, which refers back here: no cycle may be left for the garbage collector to find."""
         self.entry = None
 
 

@@ -13,7 +13,7 @@ __all__ = ["Returns"]
 
 _WEIGHT = 0.1
 _PARTS = (64, 32, 16, 8, 4)
-"""A time in which clients may return is this part of the cost of a batch without its rows."""
+"""Windows in which callers may return: each is the cost of a batch without its rows, divided by one of these."""
 _LEAST_SHARE = 0.5
 _LEAST_MORE = 0.5
 _MAX_KEYS = 1024
@@ -29,14 +29,15 @@ class _Key:
 
 
 class Returns:
-    """Shares of a batch's rows that arrive soon after its answers. Of shape keys their hashes are kept, as in
+    """Shares of a batch's rows that arrive soon after its answers. Only the hashes of shape keys are kept, as in
     `LatencyModel`."""
 
     def __init__(self) -> None:
         self._keys: OrderedDict[int, _Key] = OrderedDict()
 
     def arrived(self, key: Hashable, rows: int, now_ns: int) -> None:
-        """Note an arrival, be it told of after answers that it came before: such a caller had none of those."""
+        """Note an arrival. One from before the last answers, though noted after them, doesn't count: its caller got
+        none of those."""
         known = self._keys.get(hash(key))
         if known is None or not 0 <= 4 * (now_ns - known.answered_ns) <= known.base_ns:
             return
@@ -59,7 +60,7 @@ class Returns:
         known.answered_ns, known.answered_rows, known.base_ns = now_ns, rows, base_ns
 
     def hold_until_ns(self, key: Hashable, waiting_rows: int, now_ns: int) -> int:
-        """Until when an idle instance should wait for company; not after `now_ns`: not at all."""
+        """Until when an idle instance should wait for callers to return; if that isn't after `now_ns`, not at all."""
         known = self._keys.get(hash(key))
         if known is None or 4 * (now_ns - known.answered_ns) >= known.base_ns:
             return 0

@@ -17,12 +17,14 @@ __all__ = ["LONGEST_REST_NS", "SHORTEST_REST_NS", "Shortages"]
 InstanceT = TypeVar("InstanceT", bound=Hashable)
 
 SHORTEST_REST_NS, LONGEST_REST_NS = 10_000_000, 10_000_000_000
-"""A rest is twice as long as the one before, up to the longest. So long after one nothing is known of it any more."""
+"""A rest is twice as long as the one before, up to the longest. It is forgotten once it has been over for as long as
+the longest."""
 _MOST_KEYS = 1024
 
 
 class _Short(NamedTuple):
-    """Since it had no memory for `key`, by its hash, it hasn't executed such. It last rested for `rest_ns`."""
+    """An instance had no memory for `key`, a hash, and hasn't executed a batch of it since. Its last rest took
+    `rest_ns` and ends at `until_ns`."""
 
     key: int
     rest_ns: int
@@ -30,17 +32,17 @@ class _Short(NamedTuple):
 
 
 class Shortages(Generic[InstanceT]):
-    """Of the instances of one model. Of keys their hashes alone are kept: they may be large."""
+    """Shortages of the instances of one model. Only the hashes of keys are kept: keys may be large."""
 
     def __init__(self) -> None:
-        # By key who has memory for such a request alone, as far as is known.
+        # By key's hash, the instances that have memory for such a request alone, as far as is known.
         self._able: dict[int, set[InstanceT]] = {}
         self._short: dict[InstanceT, _Short] = {}
         self._resting: set[InstanceT] = set()
 
     @property
     def resting(self) -> int:
-        """Instances that do."""
+        """How many instances rest."""
         return len(self._resting)
 
     def rests(self, instance: InstanceT) -> bool:
@@ -53,7 +55,7 @@ class Shortages(Generic[InstanceT]):
 
     # hot path
     def executed(self, instance: InstanceT, key: Hashable) -> None:
-        """Learn that it has executed a batch."""
+        """Learn that an instance has executed a batch of `key`."""
         hashed = hash(key)
         able = self._able.get(hashed)
         if able is None:
@@ -67,8 +69,9 @@ class Shortages(Generic[InstanceT]):
                 del self._short[instance]
 
     def failed(self, instance: InstanceT, key: Hashable, *, alone: bool, instances: int, now_ns: int) -> bool:
-        """Learn that it, one of `instances`, had no memory for a batch, of a request `alone` or of several. Whether it
-        rests now, so that others are to execute that. Never more than half of all do."""
+        """Learn that an instance, one of `instances`, had no memory for a batch, of one request (`alone`) or of
+        several. Returns whether it rests now, so that others are to execute the batch. Never more than half of all
+        instances rest."""
         hashed = hash(key)
         if alone and (able := self._able.get(hashed)):
             able.discard(instance)
@@ -89,8 +92,8 @@ class Shortages(Generic[InstanceT]):
         return True
 
     def wake(self, now_ns: int, instances: int) -> list[InstanceT]:
-        """End the rests that are over, and those that would end next where not so many of `instances` may rest any
-        more. Returns whose."""
+        """End the rests that are over, and, if more instances rest than half of `instances`, those that would end next.
+        Returns whose."""
         order = sorted(self._resting, key=lambda one: self._short[one].until_ns)
         too_many = max(0, len(order) - instances // 2)
         awake = [one for place, one in enumerate(order) if place < too_many or self._short[one].until_ns <= now_ns]
@@ -98,7 +101,7 @@ class Shortages(Generic[InstanceT]):
         return awake
 
     def forget(self, instance: InstanceT) -> None:
-        """It is gone, and another may be called the same."""
+        """Forget an instance that is gone: another may get the same identity."""
         self._resting.discard(instance)
         self._short.pop(instance, None)
         for able in self._able.values():

@@ -22,7 +22,8 @@ __all__ = ["Cut", "Sizing", "Unreachable"]
 T = TypeVar("T")
 
 _MOST_BATCHES = 8
-"""How far into a lane to look for requests that can be answered in time; what lies further back has its turn later."""
+"""How many batches deep to look into a lane for requests that can be answered in time; what lies further back has its
+turn later."""
 
 
 class Unreachable(NamedTuple, Generic[T]):
@@ -33,7 +34,7 @@ class Unreachable(NamedTuple, Generic[T]):
 
 
 class Cut(NamedTuple, Generic[T]):
-    """The first requests of a lane: these, with so many rows, as so many rows of the model."""
+    """The first requests of a lane: `entries` with `rows` rows, executed as `padded_rows` rows of the model."""
 
     entries: Sequence[Entry[T]]
     rows: int
@@ -41,7 +42,7 @@ class Cut(NamedTuple, Generic[T]):
 
 
 class Sizing:
-    """Decides sizes by `policy`, what `latency` has learned and what `allowance` leaves."""
+    """Decides sizes by `policy`, what `latency` has learned and what `allowance` allows."""
 
     def __init__(self, policy: BatchPolicy, latency: LatencyModel) -> None:
         self._policy = policy
@@ -49,14 +50,14 @@ class Sizing:
         self.allowance = Allowance(policy.max_batch_rows, policy.batch_sizes)
 
     def padded(self, rows: int) -> int:
-        """The smallest size that a batch of `rows` rows may have."""
+        """The smallest allowed size for a batch of `rows` rows."""
         sizes = self._policy.batch_sizes
         return sizes[bisect_left(sizes, rows)] if sizes else rows
 
     # hot path
     def cut(self, lane: Lane[T], max_requests: int) -> Cut[T]:
-        """As many of the lane's first entries as fit into a batch, or into a smaller allowed size if that costs less a
-        row.
+        """As many of the lane's first entries as fit into a batch, or into a smaller allowed size if that costs less
+        per row.
 
         The cost is measured execution time; as long as none is known, padding up wins. An entry that is larger than
         what is allowed for now is a batch of its own.
@@ -68,7 +69,7 @@ class Sizing:
         return self._to_allowed_size(lane.key, fitting, rows) if self._policy.batch_sizes else Cut(fitting, rows, rows)
 
     def fitting(self, entries: Iterable[Entry[T]], max_requests: int, most_rows: int = 0) -> tuple[list[Entry[T]], int]:
-        """As many of the first entries as fit into a batch, of `most_rows` if that isn't 0, at least one; and their
+        """As many of the first entries as fit into a batch (of `most_rows` rows, if not 0), at least one; and their
         rows."""
         allowed_rows = self.allowance.rows
         fitting, rows = _fitting(entries, min(allowed_rows, most_rows or allowed_rows), max_requests)
@@ -80,13 +81,13 @@ class Sizing:
     def most_in_time(
         self, key: Hashable, entries: Iterable[Entry[T]], cut: Cut[T], starts_ns: int
     ) -> tuple[Cut[T], list[Unreachable[T]]]:
-        """Another batch of the lane's `entries` than `cut`, their first ones, if that one, which starts at `starts_ns`,
-        would be late for somebody: the size that answers the most requests in time per time spent.
+        """Of the batches of the lane's `entries` that start at `starts_ns`, the one that answers the most requests in
+        time per time spent. That is `cut`, their first ones, if that is in time for all of its requests.
 
-        Returns the batch, and who has to be given up for it. What is too late for a size is skipped, and what follows
-        takes its place: under overload the oldest requests are those with the least time left, and small batches for
-        their sake would make everybody late. Where no batch is in time for anybody, those are given up that even a
-        batch of their own would be too late for.
+        Returns the batch, and the requests that have to be given up for it. Requests that a size is too late for are
+        skipped, and those that follow take their place: under overload the oldest requests are those with the least
+        time left, and small batches for their sake would make everybody late. If no batch is in time for any request,
+        those are given up that even a batch of their own would be too late for.
         """
         end_ns = starts_ns + self._safe_ns(key, cut.padded_rows, starts_ns)
         if all(one.rpc_deadline_ns >= end_ns for one in cut.entries):
@@ -106,7 +107,7 @@ class Sizing:
     def _in_time(
         self, key: Hashable, entries: Sequence[Entry[T]], max_rows: int, max_requests: int, starts_ns: int
     ) -> tuple[Cut[T], list[Unreachable[T]]]:
-        """The first entries that a batch of up to `max_rows` rows is in time for, and those before them."""
+        """The first entries that a batch of up to `max_rows` rows is in time for, and those skipped before them."""
         needed_ns = self._safe_ns(key, self.padded(max_rows), starts_ns)
         fitting: list[Entry[T]] = []
         late: list[Unreachable[T]] = []
@@ -120,7 +121,7 @@ class Sizing:
                 fitting.append(one)
                 rows += one.rows
         if late and 0 < rows < max_rows:
-            # Nobody is to be skipped for the sake of a size that isn't reached.
+            # No request is to be skipped for the sake of a size that isn't reached.
             return self._in_time(key, entries, rows, max_requests, starts_ns)
         return Cut(fitting, rows, self.padded(rows) if rows else 0), late
 
@@ -133,7 +134,7 @@ class Sizing:
         return [Unreachable(one, needed_ns) for one, needed_ns in alone if one.rpc_deadline_ns < starts_ns + needed_ns]
 
     def _to_allowed_size(self, key: Hashable, entries: Sequence[Entry[T]], rows: int) -> Cut[T]:
-        """Pad up to the next allowed size, or leave some requests for the next batch where that costs less a row."""
+        """Pad up to the next allowed size, or leave some requests for the next batch where that costs less per row."""
         sizes = self._policy.batch_sizes
         place = bisect_left(sizes, rows)
         above = sizes[place]

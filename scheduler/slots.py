@@ -1,8 +1,8 @@
 """Which runners are free, where several may share what computes.
 
-Lives here: counting. Must not: batches. Runners of one group, *slots* of one instance, execute side by side, but one at
-a time computes: what another is given meanwhile is only got ready. So the first batch of an instance is its turn, and
-further ones are taken before theirs.
+Lives here: counting. Must not: batches. Runners of one group, the *slots* of one instance, execute side by side, but
+only one at a time computes; what another is given meanwhile is only prepared. So the first batch of an instance has its
+turn at once, and further ones are taken before theirs.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ R = TypeVar("R")
 
 
 class Slots(Generic[R]):
-    """Free runners. `group_of` tells which instance a runner is a slot of, or is; `free` is how many there are, of
-    whichever instances."""
+    """Free runners. `group_of(runner)` is the instance that a runner is, or is a slot of. `free` is how many are free,
+    over all instances."""
 
     def __init__(self, group_of: Callable[[R], Hashable]) -> None:
         self._group_of = group_of
@@ -31,16 +31,16 @@ class Slots(Generic[R]):
 
     @property
     def idle(self) -> int:
-        """Instances that execute nothing."""
+        """How many instances execute nothing."""
         return len(self._idle)
 
     @property
     def spare(self) -> int:
-        """Free runners besides those of `idle`: batches that could be got ready before it is their turn."""
+        """Free runners besides one for each idle instance: batches that could be prepared before it is their turn."""
         return self.free - len(self._idle)
 
     def add(self, runner: R) -> None:
-        """`runner` is free, for the first time."""
+        """Add `runner`, which is free."""
         group = self._group_of(runner)
         self._free.setdefault(group, []).append(runner)
         self.free += 1
@@ -48,24 +48,24 @@ class Slots(Generic[R]):
 
     # hot path: 1 us with `take`
     def back(self, runner: R) -> None:
-        """`runner`, which `take` gave, is free again."""
+        """Return `runner`, which `take` gave: it is free again."""
         self._end(self._group_of(runner))
         self.add(runner)
 
     # hot path
     def take(self) -> R:
-        """A runner of an instance that is idle, the one that was so last, as its caches are warm; else one of a busy
-        instance. There has to be one."""
+        """A runner of the idle instance that was used last, as its caches are warm; else one of a busy instance. There
+        has to be one."""
         return self._take(self._idle.popitem()[0] if self._idle else next(iter(self._busy)))
 
     def take_but(self, groups: Collection[Hashable]) -> R:
-        """The same, of no instance among `groups`. There has to be one: `has_but`."""
+        """Like `take`, but of no instance among `groups`. There has to be one: `has_but`."""
         group = next(one for one in (*reversed(self._idle), *self._busy) if one not in groups)
         self._idle.pop(group, None)
         return self._take(group)
 
     def has_but(self, groups: Collection[Hashable]) -> bool:
-        """Whether a runner of another instance is free."""
+        """Whether a runner of an instance not among `groups` is free."""
         return any(group not in groups for group in self._free)
 
     # hot path
@@ -82,7 +82,7 @@ class Slots(Generic[R]):
         return runner
 
     def put_last(self, runner: R) -> None:
-        """If `runner` is free, all others come before it, and their instances before its own."""
+        """If `runner` is free, have all others taken before it, and their instances before its own."""
         group = self._group_of(runner)
         free = self._free.get(group, [])
         if runner in free:
@@ -92,7 +92,7 @@ class Slots(Generic[R]):
             self._idle = {group: None, **self._idle}
 
     def remove(self, runner: R) -> None:
-        """`runner` gets nothing more, free or not."""
+        """Remove `runner`, free or not: it gets nothing more."""
         group = self._group_of(runner)
         free = self._free.get(group, [])
         if runner not in free:

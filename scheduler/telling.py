@@ -1,6 +1,6 @@
-"""Futures whose owner is told of those that are done together.
+"""Futures whose owner is notified of all that are done together.
 
-Lives here: the future, and the telling. Must not: know what they are the futures of.
+Lives here: the future, and the notification. Must not: know what the futures stand for.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ R = TypeVar("R")
 
 
 class Telling(asyncio.Future[R]):
-    """`told`, if there is one, is called once with a list of what this future, and others that are done, are `about`.
-    Whoever has set results or errors calls `tell` for that; of one that is cancelled it is told by the event loop. It
-    mustn't raise.
+    """A future with one callback for all that are done together. `told`, if set, is called once with a list: the
+    `about` of this future, and of others that are done. Code that sets results or errors has to call `tell` for that;
+    for a cancelled future, the event loop does. `told` mustn't raise.
 
-    Unlike callbacks, which the loop calls one by one when it comes round to it, and which cost it more than most of
+    Done callbacks, in contrast, are called one by one when the loop comes round to them, and cost it more than most of
     what they do.
     """
 
@@ -42,12 +42,12 @@ class Telling(asyncio.Future[R]):
 
 # hot path
 def tell(done: list[Any]) -> None:
-    """Tell who is to be told of these `Telling` futures, in this order."""
+    """Call the `told` of these `Telling` futures, in this order."""
     for told, futures in groupby(done, _TOLD):
         about = []
         for future in futures:
             about.append(future.about)
-            # They lead back here, and no cycle may be left for the garbage collector to find.
+            # These refer back to the future, and no cycle may be left for the garbage collector to find.
             future.told = future.about = None
         try:
             if told is not None:

@@ -1,4 +1,4 @@
-"""A hand-cranked clock and instances that finish when told: what makes tests of the batcher deterministic.
+"""A manual clock, and instances that finish when told to: they make tests of the batcher deterministic.
 
 Lives here: these stand-ins, shipped because they are needed to change a policy. Must not: threads, sleeps or real time.
 """
@@ -29,12 +29,12 @@ class ManualClock:
         return self._now_ns
 
     def busy_ns(self) -> int:
-        """As if the thread had always something to do."""
+        """As if the thread were always busy."""
         return self._now_ns
 
     @property
     def alarms(self) -> int:
-        """How many there are that weren't closed."""
+        """How many alarms haven't been closed."""
         return len(self._alarms)
 
     def alarm(self, ring: Callable[[], None]) -> _ManualAlarm:
@@ -76,16 +76,16 @@ class _ManualAlarm:
 
 @dataclass(frozen=True, slots=True)
 class Results(Generic[R]):
-    """The plainest thing an instance may return."""
+    """The least that an instance may return."""
 
     results: Sequence[R]
 
 
 class StepRunner(Generic[P, R]):
     """An instance without a thread: holds each batch until the test finishes it. `batches` records all it was given,
-    `padded_rows` the rows of each as the model would see them, `called_off` those that it was told to end early. One
-    that `stages` takes the next batch while it holds one, begins it when that is finished, and until then `gives_back`.
-    """
+    `padded_rows` the rows of each as the model would see them, `called_off` those that it was told to end early. A
+    runner that `stages` takes the next batch while it holds one, and begins it when that is finished; until then it can
+    be taken back if `gives_back`."""
 
     def __init__(self, clock: ManualClock, *, stages: bool = False) -> None:
         self.stages, self.gives_back = stages, True
@@ -103,7 +103,7 @@ class StepRunner(Generic[P, R]):
 
     @property
     def next(self) -> Sequence[P] | None:
-        """What it goes on with."""
+        """The next batch, which was handed over ahead."""
         return self._next[0] if self._next is not None else None
 
     def start(self) -> None:

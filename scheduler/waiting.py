@@ -22,7 +22,7 @@ _ROWS, _SIZE_BYTES = attrgetter("rows"), attrgetter("size_bytes")
 
 
 class Room:
-    """What waits in several queues together, and how much may: requests and bytes, 0 for any number. For queues of one
+    """What waits in several queues together, and how much may: requests and bytes (0: no limit). For queues of one
     thread."""
 
     __slots__ = ("most_bytes", "most_requests", "requests", "size_bytes")
@@ -33,7 +33,8 @@ class Room:
 
     # hot path
     def full(self, requests: int, size_bytes: int) -> QueueFull | None:
-        """What `requests` more, of that size together, would be too many for; None if there is room."""
+        """The limit that `requests` more, of `size_bytes` together, would exceed, as an error to raise; None if there
+        is room."""
         if self.requests + requests > self.most_requests:
             return QueueFull(self.most_requests, whose="all models")
         if self.size_bytes + size_bytes > self.most_bytes:
@@ -43,7 +44,7 @@ class Room:
 
 class Waiting:
     """Requests, rows and bytes that wait in one queue, which shares `room` with others. `reserved` are requests that
-    have left it and may come back: they take room until they don't any more."""
+    have left the queue and may come back: until they no longer may, they take room."""
 
     __slots__ = (
         "_has_levels",
@@ -86,8 +87,8 @@ class Waiting:
 
     # hot path
     def full(self, requests: int, rows: int, size_bytes: int, level: int, max_queue_size: int) -> QueueFull | None:
-        """What `requests` more, of that size together and of a level that may hold so many, would be too many for; None
-        if there is room for all."""
+        """The limit that `requests` more, of `rows` and `size_bytes` together, would exceed, as an error to raise; None
+        if there is room for all. Their level may hold `max_queue_size` requests (0: any number)."""
         if max_queue_size or self._is_bounded:
             reserved = self._reserved_of_level[level] if self.reserved else 0
             if max_queue_size and self.requests_of_level(level) + reserved + requests > max_queue_size:
@@ -99,8 +100,8 @@ class Waiting:
         return self._room.full(requests, size_bytes) if self._room is not None else None
 
     def room(self, level: int, max_queue_size: int) -> int:
-        """How many more requests there is room for, of a level that may hold so many, if they are like those that
-        wait."""
+        """How many more requests there is room for if they are like those that wait, of a level that may hold
+        `max_queue_size`."""
         requests = max(1, self.requests)
         bounds = [_MANY]
         if max_queue_size:
@@ -117,7 +118,7 @@ class Waiting:
 
     # hot path
     def came(self, entry: Entry[Any], requests: int = 1) -> None:
-        """So many more wait that are like `entry`."""
+        """Count `requests` more, all like `entry`."""
         size_bytes = entry.size_bytes * requests
         self.requests += requests
         self.rows += entry.rows * requests
@@ -130,7 +131,7 @@ class Waiting:
 
     # hot path
     def left(self, entries: Sequence[Entry[Any]]) -> None:
-        """These wait no more."""
+        """Count out `entries`, which wait no more."""
         requests, size_bytes = len(entries), sum(map(_SIZE_BYTES, entries))
         self.requests -= requests
         self.rows -= sum(map(_ROWS, entries))
@@ -143,11 +144,11 @@ class Waiting:
             for entry in entries:
                 counts[entry.level] -= 1
                 if not counts[entry.level]:
-                    # There are as many levels as 64-bit numbers, and nobody gets to leave one behind.
+                    # There may be as many levels as 64-bit numbers, and none may leave its counter behind.
                     del counts[entry.level]
 
     def reserve(self, entry: Entry[Any], sign: int) -> None:
-        """An entry that has left may come back (`sign` 1), or no more (-1)."""
+        """Note that an entry that has left may come back (`sign` 1), or no longer may (-1)."""
         self.reserved += sign
         self._reserved_rows += sign * entry.rows
         self._reserved_bytes += sign * entry.size_bytes

@@ -1,4 +1,4 @@
-"""What takes longer than it may.
+"""Notices what takes longer than it may.
 
 Lives here: when each of several things that run becomes late, and one alarm for all. Must not: know what they are, or
 what becomes of them.
@@ -17,15 +17,15 @@ T = TypeVar("T")
 
 
 _LOOKS = 8
-"""In a limit. Of what is lost, the time until the next one would have been isn't noticed."""
+"""How often the alarm rings in a limit. Of lost time, the part before the next ringing was due isn't noticed."""
 
 
 class Watchdog(Generic[T]):
     """Calls `on_late` with whatever began `limit_ns` ago and hasn't ended, once. On the event loop.
 
-    Time in which nothing could run, as the process was stopped or its machine paused, is nobody's fault: the clock goes
-    on meanwhile, and the alarm rings late. By how much it does so, all that runs is due later. As it is set for some
-    time ahead, however often it is late, whatever hangs is late in the end.
+    Time in which nothing could run, because the process was stopped or its machine paused, doesn't count: the clock
+    goes on meanwhile, and the alarm rings late. All that runs is due later by as much. The alarm is always set for some
+    time ahead, so whatever hangs is late in the end, however often the alarm is late.
     """
 
     def __init__(self, limit_ns: int, clock: Clock, on_late: Callable[[T], None]) -> None:
@@ -33,12 +33,12 @@ class Watchdog(Generic[T]):
         self._look_ns = max(1, limit_ns // _LOOKS)
         self._clock = clock
         self._on_late = on_late
-        # By the clock without what it has lost so far.
+        # By the clock minus the time lost so far.
         self._due_ns: dict[T, int] = {}
         self._lost_ns = 0
         self._alarm = clock.alarm(self._ring)
         self._rings_ns = 0
-        """When it is to; 0: not at all."""
+        """When the alarm is to ring (0: not at all)."""
 
     # hot path: 0.6 us with its end and the clock
     def began(self, what: T) -> None:
@@ -51,7 +51,7 @@ class Watchdog(Generic[T]):
 
     # hot path
     def ended(self, what: T) -> None:
-        """The alarm stays as it is: it rings a few times in a limit, and mostly finds that nothing is late."""
+        """The alarm stays set: it rings a few times in a limit, and mostly finds that nothing is late."""
         del self._due_ns[what]
 
     def close(self) -> None:
@@ -63,7 +63,7 @@ class Watchdog(Generic[T]):
         self._alarm.set(self._rings_ns)
 
     def _lose(self, now_ns: int) -> None:
-        """So late is the alarm. Some loops' are early by half a millisecond."""
+        """Count as lost the time by which the alarm is late. Some loops' alarms are early by half a millisecond."""
         self._lost_ns += max(0, now_ns - self._rings_ns)
         self._rings_ns = now_ns
 
