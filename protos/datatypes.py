@@ -62,7 +62,7 @@ _ROWS: Final = (
 DATATYPES: Final[Mapping[str, Datatype]] = MappingProxyType({row.name: row for row in _ROWS})
 """Every v2 datatype by its name."""
 
-# '<u2' is UINT16 to whoever has only a dtype: bit patterns of BF16 cannot be told from it.
+# By dtype alone, '<u2' is UINT16: bit patterns of BF16 cannot be told from it.
 _BY_KIND: Final = {(row.dtype.kind, row.item_bytes): row for row in _ROWS if row.name not in ("BF16", "BYTES")}
 
 CONFIG_DATATYPES: Final[Mapping[int, str]] = MappingProxyType(

@@ -1,12 +1,12 @@
 """The private descriptor pool that our generated modules register in, and how their classes are built.
 
-Lives here: the pool, and the builder that the generated modules call. Must not live here: anything about a
-particular message.
+Lives here: the pool, and the builder that the generated modules call. Must not live here: anything about a particular
+message.
 
-Rule: nothing of ours enters protobuf's default pool. tritonclient, kserve and stubs that users generate describe
-other files with the same package and message names; the default pool takes only one of each, whoever comes second
-fails at import. That is also why protobuf's own builder is not used: with the pure Python implementation it enters
-each message class into the default pool, whichever pool the file is in.
+Rule: nothing of ours enters protobuf's default pool. tritonclient, kserve and stubs that users generate describe other
+files with the same package and message names; the default pool takes only one of each, and whoever comes second fails
+at import. That is also why protobuf's own builder is not used: with the pure Python implementation it enters each
+message class into the default pool, whichever pool the file is in.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from google.protobuf.descriptor_pool import DescriptorPool
 from google.protobuf.internal.enum_type_wrapper import EnumTypeWrapper
 
 POOL: Final = DescriptorPool()
-"""Every file, message and service of this package; what server reflection has to be given."""
+"""Every file, message and service of this package; server reflection has to be given this pool."""
 
 
 def build_module(file: FileDescriptor, module_name: str, module: dict[str, Any]) -> None:

@@ -36,7 +36,7 @@ __all__ = [
 
 Array: TypeAlias = np.ndarray[Any, np.dtype[Any]]
 
-# What numpy takes: it refuses higher ranks, and more than 2**63-1 bytes even where a dimension of 0 makes the tensor
+# numpy's limits: it refuses higher ranks, and more than 2**63-1 bytes even where a dimension of 0 makes the tensor
 # empty. The limit is counted in the widest elements there are, so that it holds for each datatype.
 MAX_RANK: Final = 64
 MAX_ELEMENTS: Final = (2**63 - 1) // 8
@@ -55,7 +55,7 @@ _QUIET_NAN_BIT: Final = 0x0040
 class TensorError(ValueError):
     """Data, datatype and shape do not fit; the message says what was expected and what was there instead.
 
-    It names neither model nor tensor: the caller, who knows them, puts them in front.
+    It names neither model nor tensor: the caller, who knows them, prepends them.
     """
 
 
@@ -82,11 +82,11 @@ def decode_raw(data: bytes | memoryview, datatype: Datatype, shape: Sequence[int
     """Returns the tensor that `data` holds in raw form.
 
     Fixed-size datatypes: a read-only view of `data`, which it keeps alive; no copy, constant time, except for BOOL,
-    whose bytes are all looked at. BF16 comes as bit patterns in '<u2'. A view of a memoryview is as aligned as that
-    is; a view of `bytes` is aligned. BYTES: a new object array of `bytes`, linear time.
+    whose bytes are all checked. BF16 comes as bit patterns in '<u2'. A view of a memoryview is as aligned as that is; a
+    view of `bytes` is aligned. BYTES: a new object array of `bytes`, linear time.
 
     Raises TensorError when the number of bytes is not exactly what datatype and shape ask for, and for a BOOL other
-    than 0 and 1: numpy leaves undefined what such a bool does, so it must not get in.
+    than 0 and 1: numpy does not define what such a bool does, so it must not get in.
     """
     # hot path: about 1 us for a small tensor; a tuple spares each reader of the shape protobuf's slow sequence
     shape = tuple(shape)
@@ -159,7 +159,7 @@ def encode_raw(array: Array, datatype: Datatype) -> bytes:
 
 
 def raw_buffer(array: Array, datatype: Datatype) -> bytes | memoryview:
-    """Returns the same bytes as encode_raw, as a view of `array` if that is laid out like this already."""
+    """Returns the same bytes as encode_raw; as a view of `array` if that is already laid out like this."""
     if not datatype.item_bytes:
         return _encode_elements(_elements(array))
     flat = np.ascontiguousarray(_little_endian(array, datatype)).reshape(-1)
@@ -259,8 +259,8 @@ def encode_contents(array: Array, datatype: Datatype) -> InferTensorContents:
 def bf16_from_float32(array: Array) -> Array:
     """Returns the bit patterns ('<u2') of the nearest BF16 values of a float32 array; ties go to the even one.
 
-    What is too large becomes infinity, NaN stays NaN (quiet, sign and upper payload kept). A new array, in the same
-    shape. Raises TensorError for another dtype.
+    Values that are too large become infinity, NaN stays NaN (quiet, sign and upper payload kept). A new array, in the
+    same shape. Raises TensorError for another dtype.
     """
     if (array.dtype.kind, array.dtype.itemsize) != ("f", 4):
         raise TensorError(f"expected an array of float32, got {array.dtype}")

@@ -1,7 +1,7 @@
-"""Inference requests and responses as protobuf lays them out, read and written without making objects of them.
+"""Inference requests and responses in protobuf's wire format, read and written without making message objects.
 
-Lives here: fields, tags and lengths. Must not: models, checks of a request's sense. What `scan_request` can't make
-sense of it leaves to protobuf. Source of the layout: protobuf's "Encoding" guide, and the fields' numbers in
+Lives here: fields, tags and lengths. Must not: models, checks whether a request makes sense. What `scan_request` can't
+read, it leaves to protobuf. Source of the layout: protobuf's "Encoding" guide, and the fields' numbers in
 inference.proto.
 """
 
@@ -21,14 +21,14 @@ __all__ = [
     "varint",
 ]
 
-# Field number and type 2, "length-delimited", as every field here is.
+# Field number and wire type 2, "length-delimited", as every field here has it.
 _ID_TAG: Final = 3 << 3 | 2
 _OUTPUTS_TAG: Final = 6 << 3 | 2
 _RAW_TAG: Final = 7 << 3 | 2
-# A message has less than 2 GiB, and a length more bytes than that needs isn't worth reading on.
+# A message has less than 2 GiB, so a length of more bytes than that needs isn't worth reading to its end.
 _MAX_SHIFT: Final = 28
 _MOST_FIELDS: Final = 4_096
-"""More than models have tensors. Empty ones take two bytes each, and no processor time but in Python."""
+"""More than models have tensors. Empty fields take two bytes each, and processor time only in Python."""
 RAW_INPUT_TAG: Final = bytes([_RAW_TAG])
 RESPONSE_ID_TAG: Final = bytes([3 << 3 | 2])
 OUTPUT_TAG: Final = bytes([5 << 3 | 2])
@@ -36,9 +36,9 @@ RAW_OUTPUT_TAG: Final = bytes([6 << 3 | 2])
 
 
 class RequestFields(NamedTuple):
-    """A serialized ModelInferRequest: `head`, all of it but the id and the tensors; the `id` in UTF-8, and where it
-    begins, or would; and where the entries of raw_input_contents begin and end. Equal heads mean equal requests but for
-    those two."""
+    """A serialized ModelInferRequest: `head`, all of it except the id and the tensors; the `id` in UTF-8, and where it
+    begins (0 if there is none); and where the entries of raw_input_contents begin and end. Requests of equal heads are
+    equal but for id and tensors."""
 
     head: bytes
     id: bytes
@@ -48,8 +48,9 @@ class RequestFields(NamedTuple):
 
 # hot path: see bench/
 def scan_request(data: bytes) -> RequestFields | None:
-    """The fields of a ModelInferRequest that has them in the order of their numbers, as serializers write them; None of
-    anything else, valid or not, and of one with very many. Linear in the number of fields, whatever their sizes."""
+    """The fields of a ModelInferRequest that has them in the order of their numbers, as serializers write them. None
+    for anything else, valid or not, and for one with very many fields. Linear in the number of fields, whatever their
+    sizes."""
     at, end, previous = 0, len(data), 0
     id_at = id_value_at = id_end = 0
     head_end = end
@@ -91,7 +92,7 @@ def scan_request(data: bytes) -> RequestFields | None:
 
 @lru_cache(maxsize=4_096)
 def varint(number: int) -> bytes:
-    """`number`, not negative, as protobuf writes it."""
+    """`number`, not negative, as a protobuf varint."""
     if number < 0x80:
         return bytes((number,))
     written = bytearray()
@@ -103,5 +104,5 @@ def varint(number: int) -> bytes:
 
 
 def delimited(tag: bytes, content: bytes) -> bytes:
-    """A field with its content."""
+    """A length-delimited field with its content."""
     return tag + varint(len(content)) + content
