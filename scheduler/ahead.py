@@ -21,7 +21,7 @@ _LEAD_NS = 2_000_000
 _LEAD_SHARE = 4
 """An instance counts as about to be done for the last 2 ms of an execution, but no longer than for a quarter of it."""
 _WORTH_NS = 1_000_000
-"""The end of shorter executions can't be predicted so exactly."""
+"""The end of shorter executions can't be predicted exactly enough."""
 
 
 class _End(NamedTuple):

@@ -58,7 +58,7 @@ class Allowance:
         return before
 
     def forgive(self, before: Allowed) -> None:
-        """Learn that this was no shortage: return to `before`, unless more is allowed by now, as when two at a time
+        """Learn that the shortage was none: return to `before`, unless more is allowed by now, as when two at a time
         were none."""
         if before.rows >= self.rows:
             self.rows, self._pause_ns, self._grew, self.due_ns = before

@@ -20,7 +20,7 @@ Future = Pending[Any, Any]
 
 
 class Answers:
-    """Delivers answers as they come. Those who are to be told of them are told by `tell`."""
+    """Delivers answers as they come. `tell` then calls the `told` of their futures."""
 
     def __init__(self) -> None:
         self._done: list[Future] = []
@@ -44,17 +44,17 @@ class Answers:
                 self.tell_soon(future)
 
     def cancelled(self, future: Future) -> None:
-        """Learn that its caller has gone."""
+        """Learn that the future's caller has gone."""
 
     # hot path
     def tell(self) -> None:
-        """Tell those who are to be told of the answers since the last time, in the order of these."""
+        """Call the `told` of all futures that got answers since the last time, in that order."""
         if self._done:
             done, self._done = self._done, []
             tell(done)
 
     def tell_soon(self, future: Future) -> None:
-        """Have the event loop, which is that of `future`, call `tell` soon; nothing is left to tell if others did by
+        """Have the event loop, which is that of `future`, call `tell` soon; that does nothing if others have by
         then."""
         future.get_loop().call_soon(self.tell)
 

@@ -1,4 +1,4 @@
-"""The batcher's brain: which waiting requests leave together, and when.
+"""Decides which waiting requests leave together, and when.
 
 Lives here: every decision. Must not: a clock, lock, await, log or callback; time comes in as `now_ns`, decisions go out
 as a `Step`. The rule that ensures this: this module imports nothing but data structures and the policy.
@@ -55,8 +55,8 @@ def _is_watched(watch: Watch[T], token: int) -> bool:
 
 
 class BatchQueue(Generic[T]):
-    """Where requests wait until each leaves exactly once: in a batch, cancelled, expired or given up. `waiting` lets
-    others see how many wait.
+    """Requests wait here until they leave, each exactly once: in a batch, cancelled, expired or given up. `waiting`
+    lets others see how many wait.
 
     Not thread-safe. `now_ns` must not decrease from call to call. push, cancel and poll are O(log n), amortised, in the
     number of waiting requests and lanes. A poll also takes the time to build its batches and, if there is a delay, to
@@ -101,8 +101,8 @@ class BatchQueue(Generic[T]):
 
     @property
     def spare_until_ns(self) -> int:
-        """Until when the waiting requests may be kept waiting: for half of the time that the one with the earliest
-        deadline or timeout had, less an execution's time. The other half is for whatever takes longer than expected."""
+        """Until when the waiting requests may be kept waiting: the one whose deadline or timeout comes first may use
+        half of the time that it had beyond an execution's. The rest is for whatever may take longer than expected."""
         if self._deadlines.first_rank() is None:
             return NEVER
         entry = self._deadlines.items[0][2].entry
@@ -222,7 +222,7 @@ class BatchQueue(Generic[T]):
         return True
 
     def take_all(self) -> list[Entry[T]]:
-        """Take out everything that waits, without executing it; in order of service within each lane."""
+        """Remove and return everything that waits, in order of service within each lane, without executing it."""
         entries = list(self._lanes)
         for entry in entries:
             self._remove(entry)
@@ -301,7 +301,7 @@ class BatchQueue(Generic[T]):
         return before
 
     def forgive(self, before: Allowed) -> None:
-        """Learn that the size of the batch wasn't at fault for that: allow what was allowed `before`."""
+        """Learn that the batch's size wasn't at fault for a shortage: allow what was allowed `before`."""
         self._allowance.forgive(before)
         self._lanes.prefer(self._allowance.rows)
 

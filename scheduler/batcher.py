@@ -33,9 +33,9 @@ __all__ = ["Batcher"]
 P = TypeVar("P")
 R = TypeVar("R")
 
-# About how long gRPC occupies the loop per request. After an execution that was shorter per request, an instance
-# doesn't get its next batch at once, but when the answers are on their way and the requests that have arrived are
-# queued: batches become fewer and larger.
+# About how long gRPC occupies the loop per request. After an execution that was shorter per request, an instance gets
+# its next batch only once the answers are on their way and the requests that have arrived are queued: batches become
+# fewer and larger.
 _LOOP_NS = 150_000
 _LONG_NS = 1_000_000
 """Shorter executions leave callers no time to come back meanwhile, so serving them in two halves gains nothing."""
@@ -111,7 +111,7 @@ class Batcher(Generic[P, R]):
 
     @property
     def lanes(self) -> int:
-        """Shape keys that have requests waiting."""
+        """How many shape keys have requests waiting."""
         return self._queue.lanes
 
     @property
@@ -266,7 +266,7 @@ class Batcher(Generic[P, R]):
         self._turns.request()
 
     async def drain(self) -> None:
-        """Take no more requests, execute what is queued without further delay, return when all is answered."""
+        """Take no more requests, execute what is queued without further delay, and return when all is answered."""
         self.take_announced()
         self._accepts = self._suspended = False
         self._queue.flush()
@@ -509,7 +509,7 @@ class Batcher(Generic[P, R]):
             self._forgive(search)
 
     def _forgive(self, search: Search) -> None:
-        """Allow again what was allowed before the search: the size of the batch wasn't at fault."""
+        """Allow again what was allowed before the search's shortage: the size of the batch wasn't at fault."""
         if search.before is not None:
             self._queue.forgive(search.before)
             search.before = None
@@ -528,7 +528,7 @@ class Batcher(Generic[P, R]):
 
     def _run_suspects(self, now_ns: int) -> None:
         """Run suspects before anything that is queued, except those that wait for an instance other than the ones they
-        left: others may have these."""
+        left: these are free for others."""
         may_run = self._instances.may_run_again
         while self._slots.free:
             suspects = next((one for one in self._suspects if may_run(one.avoided(now_ns))), None)

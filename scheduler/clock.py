@@ -35,7 +35,7 @@ class Alarm(Protocol):
 
 
 class Clock(Protocol):
-    """Where `now_ns` comes from."""
+    """Source of the time, and of alarms."""
 
     def now_ns(self) -> int:
         """Monotonic nanoseconds."""

@@ -17,9 +17,9 @@ _CROWD_OF_MANY = 3.0
 _QUIET_COSTS = 8
 """The longest wait for a next request: the time in which this many requests are taken up and answered."""
 _COSTS_OF_ALL = 1.5
-"""The longest wait in all: so many times what a batch as large as they have been costs."""
+"""The longest wait in all, as a multiple of what a batch of the usual size costs."""
 _LONGEST_NS = 10_000_000
-"""The limit of the wait in all, whatever a batch costs: callers have deadlines."""
+"""The longest wait in all, whatever a batch costs: callers have deadlines."""
 _COST_WEIGHT = 0.1
 _FIRST_COST_NS = 100_000
 _LEAST_COST_NS = 10_000
@@ -33,7 +33,7 @@ shorter."""
 _COSTS_FOR_ONE_MORE = 2
 _PAUSE_WEIGHT = 0.2
 _OVERLAP = 0.75
-"""Half of a batch has to execute for this part of a pause, so that the other half comes back meanwhile."""
+"""Half of a batch has to execute for more than this part of a pause, so that the other half comes back meanwhile."""
 
 
 class Company:
@@ -78,8 +78,8 @@ class Company:
         self._in_halves = False
 
     def on_start(self, requests: int, waiting: int, now_ns: int, busy_ns: int) -> None:
-        """A batch of `requests` requests starts, while `waiting` others still wait. `busy_ns` is how long the event
-        loop has worked."""
+        """A batch of `requests` requests starts, while `waiting` others still wait. `busy_ns` is the processor time
+        that the event loop has used so far."""
         if self._busy_ns >= 0:
             cost_ns = max(_LEAST_COST_NS, min(_MOST_COST_NS, (busy_ns - self._busy_ns) / requests))
             self._cost_ns += _COST_WEIGHT * (cost_ns - self._cost_ns)
@@ -105,8 +105,8 @@ class Company:
         return max(1, round(rows * self._present / (2 * requests)))
 
     def took(self, base_ns: int, half_ns: int) -> None:
-        """Learn what a batch like the last costs besides its rows (0: unknown), and what half of all callers' would
-        take."""
+        """Learn what a batch like the last costs besides its rows (0: unknown), and what a batch of half of the callers
+        would take."""
         self._in_halves = 0 < base_ns < self._pause_ns and _OVERLAP * self._pause_ns < half_ns
 
     def forget(self, now_ns: int) -> None:
@@ -125,7 +125,7 @@ class Company:
         return max(0, int(min(costs * self._cost_ns, left_ns)))
 
     def missing(self, waiting: int) -> int:
-        """How many more requests need to come until nobody else is waited for."""
+        """How many more requests have to come until nobody else is waited for."""
         if self._in_halves and not self._executing:
             return max(0, ceil(self._present / 2) - waiting)
         missing = max(0, ceil(self._present) - waiting)

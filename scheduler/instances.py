@@ -34,8 +34,9 @@ class Hangs(Protocol):
         `others` are that instance's slots that still execute. A replacement is passed to `Batcher.add`."""
 
     def on_loss(self, runner: Any, error: BaseException) -> None:
-        """The runner's instance can't execute any more. `error` is what its last execution raised, or what ended the
-        instance. Otherwise as `on_hang`; slots that still execute may be reported by `on_return`."""
+        """The runner's instance can't execute any more; its execution, if it had one, has ended. `error` is what that
+        raised, or what ended the instance. Otherwise as `on_hang`; slots that still execute may be reported by
+        `on_return`."""
 
     def on_return(self, runner: Any) -> None:
         """The execution that the runner had when its instance was given up has ended after all, or failed."""
@@ -99,11 +100,12 @@ class Instances(Generic[P, R]):
         return runner
 
     def may_run_again(self, avoided: Collection[Hashable]) -> bool:
-        """Whether there is a free runner for a batch that is to avoid some instances, as long as there are others."""
+        """Whether there is a free runner for a batch that is to run on none of the `avoided` instances, as long as
+        there are others."""
         return self.slots.has_but(avoided) or (self.slots.free > 0 and self._instances() <= {*avoided})
 
     def take_again(self, batch: Batch[Pending[P, R]], avoided: Collection[Hashable]) -> Runner[P, R]:
-        """Like `take`, for a batch that is to avoid some instances; only if `may_run_again`."""
+        """Like `take`, for a batch that `may_run_again`."""
         runner = self.slots.take_but(avoided) if self.slots.has_but(avoided) else self.slots.take()
         self._begin(runner, batch)
         return runner

@@ -97,7 +97,7 @@ class Suspects(Generic[T]):
         return self.left if now_ns < self.until_ns else ()
 
     def narrowed(self, entries: Sequence[Entry[T]]) -> Suspects[T]:
-        """These suspects, with only those `entries` that still need an answer."""
+        """These suspects, narrowed to `entries`: those that still wait for an answer."""
         return replace(self, entries=entries)
 
     def again(self, blame: Blame, rows: int) -> list[Suspects[T]]:
@@ -159,15 +159,15 @@ class Retries(Generic[T]):
             return Blame.NOBODY
 
     def plan(self, batch: Batch[T], blame: Blame, suspects: Suspects[T]) -> Sequence[Entry[T]]:
-        """Have those requests of a failed batch wait here, as groups of `suspects`, that may succeed. Returns the
-        requests that fail for good."""
+        """Have those of `suspects`, the requests of a failed batch, that may succeed wait here. Returns the requests
+        that fail for good."""
         if not self._isolates:
             return batch.entries
         if blame is Blame.FATAL:
             suspects.search.ends += 1
             if suspects.search.ends >= _MOST_ENDS:
                 return [*batch.entries, *self._take_others(suspects)]
-        # A smaller group may well run on an instance that had no memory for all of it.
+        # Fewer of them may well run on an instance that had no memory for all.
         groups = replace(suspects, left=frozenset()).again(blame, batch.padded_rows)
         for group in groups:
             self.wait(group)

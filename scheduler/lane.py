@@ -45,7 +45,8 @@ class Watch(Generic[T]):
         self.entry: Entry[T] | None = entry
 
     def __lt__(self, other: Watch[T]) -> bool:
-        """Called only for equal ranks: those of a put-back entry's watch and of the dead one left from before."""
+        """Called only for equal rank and token: those of a put-back entry's watch and of the dead one left from
+        before."""
         return False
 
 

@@ -195,8 +195,8 @@ class Lanes(Generic[T]):
         return lane.requests
 
     def _preferred_prefix(self, lane: Lane[T]) -> int:
-        """The preferred prefix of a lane that hasn't been walked. 0 if the largest batch is preferred: that is whatever
-        fits into it."""
+        """The preferred prefix of a lane that hasn't been walked. 0 if no sizes are configured: the largest batch is
+        preferred then, which is whatever fits into it."""
         if not self._policy.preferred_batch_rows:
             return 0
         lane.walk(self._preferred, self._max_preferred, self._max_requests)

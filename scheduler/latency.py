@@ -26,7 +26,7 @@ _MAX_KEYS = 1024
 _MAX_SIZES = 16_384
 """Of all keys together: callers choose both keys and sizes, and each takes 200 bytes."""
 _FEW = 8
-"""Each of a size's first measurements may change estimates by much, and is looked at; later only one in as many is."""
+"""Each of a size's first measurements may change estimates by much, and is looked at; later only every `_FEW`th is."""
 _LOOK_EVERY = 64
 _LOOK_EVERY_TIMES = 8
 """After `_LOOK_EVERY` measurements, and this many more for each size known, all sizes are looked at: 0.1 us a

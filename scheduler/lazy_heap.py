@@ -39,7 +39,7 @@ class LazyHeap(Generic[T]):
             self._sweep()
 
     def first_rank(self) -> int | None:
-        """The lowest rank of a living item; None when there is none."""
+        """The lowest rank of a live item; None when there is none."""
         items = self.items
         while items:
             rank, token, item = items[0]
@@ -49,11 +49,11 @@ class LazyHeap(Generic[T]):
         return None
 
     def pop(self) -> T:
-        """The item whose rank `first_rank` has just returned."""
+        """Remove and return the item whose rank `first_rank` has just returned."""
         return heappop(self.items)[2]
 
     def pop_living(self) -> T | None:
-        """The living item of the lowest rank, taken out; None when there is none."""
+        """Remove and return the live item of the lowest rank; None when there is none."""
         items = self.items
         while items:
             _, token, item = heappop(items)

@@ -39,7 +39,7 @@ class BatchReport(NamedTuple):
     """One execution of `rows` rows, padded to `padded_rows`.
 
     `execution` is what the instance returned, None if it raised. Each request of the batch is counted once: `waits_ns`
-    holds the times in the queue of those that got results, `failed` counts those that were answered with an error,
+    holds the times in the queue of those that have results, `failed` counts those that were answered with an error,
     `cancelled` those whose callers had gone away meanwhile. Requests of a failed batch that will run again are in none
     of these. `number` is the batch's number, `entries` are all of its requests, and `entry.payload.tag` is what each
     was submitted with. Whoever keeps entries keeps the requests' tensors alive.

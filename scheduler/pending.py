@@ -32,9 +32,9 @@ class BatchFacts(NamedTuple):
 class Pending(Telling[R], Generic[P, R]):
     """The future result of a submitted request.
 
-    Cancelling it, as a cancelled task does with what it awaits, takes the request out of the queue at once. Once it
-    executes, cancelling only discards its share of the answer. When nobody waits for the execution any more, that is
-    called off, if its runner can.
+    Cancelling it, as a cancelled task does with what it awaits, takes the request out of the queue at once. Once the
+    request executes, cancelling only discards its share of the answer; the execution is called off, if its runner can,
+    when nobody is left who waits for it.
 
     `told` is called together for the requests of a batch, after the batch was reported, in the order in which answers
     leave. If a request ends otherwise, the event loop calls it.

@@ -67,7 +67,7 @@ class Runner(Protocol[P_contra, R]):
 
     def run(self, payloads: Sequence[P_contra], padded_rows: int, done: Done[R]) -> None:
         """Execute `payloads` as one batch of `padded_rows` rows; `done` is called later on the loop. Must not be called
-        before the previous batch's `done` was or, if the runner stages, that of the one before."""
+        before the `done` of the previous batch was or, if the runner stages, of the batch before that."""
 
     def take_back(self) -> bool:
         """Take back the batch that was handed over while another one executes. False if it has begun to execute; then
@@ -78,7 +78,7 @@ class Runner(Protocol[P_contra, R]):
         same."""
 
     def stop(self) -> None:
-        """Finish what runs and end. Doesn't wait."""
+        """Finish what runs, or call it off, and end. Doesn't wait."""
 
 
 def _start_thread(name: str, run: Callable[[], None]) -> None:
@@ -134,7 +134,7 @@ class ThreadRunner(Generic[P, R]):
         return True
 
     def call_off(self) -> None:
-        """There is no way to interrupt native code."""
+        """Does nothing: native code can't be interrupted."""
 
     def stop(self) -> None:
         self._work.put(None)
@@ -167,7 +167,7 @@ class ThreadRunner(Generic[P, R]):
             self._fail(RuntimeError(f"the instance's thread died: {error!r}"))
 
     def _revive(self) -> None:
-        """Start a thread, unless there is one by now. If that can't be done, all that is owed has failed."""
+        """Start a thread, unless there is one by now. If none can be started, all that is owed has failed."""
         if not self._is_dead:
             return
         try:

@@ -17,14 +17,14 @@ __all__ = ["LONGEST_REST_NS", "SHORTEST_REST_NS", "Shortages"]
 InstanceT = TypeVar("InstanceT", bound=Hashable)
 
 SHORTEST_REST_NS, LONGEST_REST_NS = 10_000_000, 10_000_000_000
-"""A rest is twice as long as the one before, up to the longest. It is forgotten once it has been over for as long as
-the longest."""
+"""A rest is twice as long as the one before, up to the longest. A rest that has been over for that long is
+forgotten."""
 _MOST_KEYS = 1024
 
 
 class _Short(NamedTuple):
-    """An instance had no memory for `key`, a hash, and hasn't executed a batch of it since. Its last rest took
-    `rest_ns` and ends at `until_ns`."""
+    """An instance had no memory for `key`, a hash, and hasn't executed a batch of it since. Its last rest takes
+    `rest_ns`, until `until_ns`."""
 
     key: int
     rest_ns: int

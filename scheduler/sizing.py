@@ -81,8 +81,8 @@ class Sizing:
     def most_in_time(
         self, key: Hashable, entries: Iterable[Entry[T]], cut: Cut[T], starts_ns: int
     ) -> tuple[Cut[T], list[Unreachable[T]]]:
-        """Of the batches of the lane's `entries` that start at `starts_ns`, the one that answers the most requests in
-        time per time spent. That is `cut`, their first ones, if that is in time for all of its requests.
+        """The next batch, which starts at `starts_ns`: `cut`, the first of the lane's `entries`, or, if that would be
+        late for some of them, the size that answers the most requests in time per time spent.
 
         Returns the batch, and the requests that have to be given up for it. Requests that a size is too late for are
         skipped, and those that follow take their place: under overload the oldest requests are those with the least

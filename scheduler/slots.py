@@ -54,7 +54,7 @@ class Slots(Generic[R]):
 
     # hot path
     def take(self) -> R:
-        """A runner of the idle instance that was used last, as its caches are warm; else one of a busy instance. There
+        """A runner of the instance that became idle last, as its caches are warm; else one of a busy instance. There
         has to be one."""
         return self._take(self._idle.popitem()[0] if self._idle else next(iter(self._busy)))
 

@@ -41,7 +41,7 @@ class Turns:
     """When one batcher takes its turns.
 
     `take` takes a turn: it has to call `begin` first, and then asks the queue what to do. `kept_waiting` is called once
-    all requests that have arrived are submitted; it says what an instance may be kept waiting for, or None.
+    all requests that have arrived are submitted; it says what an instance may be kept waiting for (None: nothing).
     """
 
     __slots__ = (
@@ -81,11 +81,11 @@ class Turns:
         self._announced: list[tuple[Submit, list[Any]]] = []
         self._submit: Submit | None = None
         self._latest: list[Any] = []
-        # Whether a turn is due, since `_due_ns`, and whether the loop's next iteration looks whether to take it.
+        # Whether a turn is due, since `_due_ns`, and whether the loop's next iteration will check if it can be taken.
         self._is_due = self._is_looking = False
         self._due_ns = 0
-        # The turn is put off until `_until_ns`, and again if requests have arrived meanwhile: `_came` of them. Once
-        # `_missing` have, there is another look before the alarm rings.
+        # The turn is put off until `_until_ns`, and then again if requests have arrived meanwhile: `_came` of them.
+        # Once `_missing` have, there is another look before the alarm rings.
         self._came = self._missing = self._until_ns = 0
         self._is_put_off = False
 
@@ -161,8 +161,8 @@ class Turns:
                 self._take()
 
     def _put_off(self) -> bool:
-        """Put the turn off if that is worth it, and return whether it was: then there is another look at the alarm, or
-        when enough requests have arrived."""
+        """Put the turn off if more requests are worth waiting for; returns whether it did. There is another look at the
+        alarm, or when enough requests have arrived."""
         kept = self._kept_waiting()
         if kept is None:
             return False

@@ -131,7 +131,7 @@ class Waiting:
 
     # hot path
     def left(self, entries: Sequence[Entry[Any]]) -> None:
-        """Count out `entries`, which wait no more."""
+        """Stop counting `entries`, which wait no more."""
         requests, size_bytes = len(entries), sum(map(_SIZE_BYTES, entries))
         self.requests -= requests
         self.rows -= sum(map(_ROWS, entries))
