@@ -22,11 +22,13 @@ from numpy.typing import NDArray
 __all__ = [
     "MISSING",
     "Abandonable",
+    "Allocate",
     "Array",
     "Backend",
     "BatchInput",
     "BatchInputKind",
     "BatchOutput",
+    "CanEnd",
     "Device",
     "DeviceKind",
     "DeviceTensor",
@@ -37,10 +39,8 @@ __all__ = [
     "ModelInstance",
     "ModelSource",
     "ModelSpec",
-    "Mortal",
     "OpenModel",
-    "Room",
-    "Roomy",
+    "ProvidesBuffers",
     "Rounding",
     "Slot",
     "Slotted",
@@ -50,8 +50,8 @@ __all__ = [
     "Tensors",
     "Triable",
     "Trial",
-    "directly",
     "fits",
+    "unsupervised",
 ]
 
 T = TypeVar("T")
@@ -225,7 +225,7 @@ class Files(Protocol):
     def keep(self) -> None:
         """Keep the files: they will be read again. Callable on any thread."""
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """Undo one `keep`: the files won't be read again for it. Callable on any thread; blocks."""
 
 
@@ -235,7 +235,7 @@ class _Lasting:
     def keep(self) -> None:
         pass
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         pass
 
 
@@ -292,7 +292,7 @@ class ModelInstance(Protocol):
         `padded_rows` is the number of rows that the model is to see: missing rows are added as padding and cut off the
         outputs again. Nothing is padded if it is less than the requests' own rows, or if the spec isn't `paddable`.
 
-        Raises ExecutionError if the model fails or its outputs don't fit the spec, and SessionError if the instance as
+        Raises ExecutionError if the model fails or its outputs don't fit the spec, and InstanceError if the instance as
         a whole is at fault, whatever the requests.
         """
 
@@ -311,7 +311,7 @@ class Abandonable(Protocol):
 
 
 @runtime_checkable
-class Mortal(Protocol):
+class CanEnd(Protocol):
     """An instance that may end by itself, even while it executes nothing."""
 
     @property
@@ -327,25 +327,25 @@ class Mortal(Protocol):
         already has; never if it was closed or abandoned. `close` is called in any case."""
 
 
-Room = Callable[[int, tuple[int, ...]], Array | None]
-"""`room(index, shape)`: memory into which the caller may write that input instead of its own; None: there is none."""
+Allocate = Callable[[int, tuple[int, ...]], Array | None]
+"""`allocate(index, shape)`: memory into which the caller may write that input instead of its own; None: there is none."""
 
 
 @runtime_checkable
-class Roomy(Protocol):
+class ProvidesBuffers(Protocol):
     """An instance with memory of its own for joined inputs, which needs no further copy of what is written there."""
 
-    def room(self, index: int, shape: tuple[int, ...]) -> Array | None:
-        """`Room`, for the batch that is executed next: an input passed as exactly this one array isn't copied. The
+    def buffer(self, index: int, shape: tuple[int, ...]) -> Array | None:
+        """As `Allocate`, for the batch that is executed next: an input passed as exactly this one array isn't copied. The
         array may be written and passed only until that execution. What an earlier call gave for the same input is no
         longer valid. On the thread that executes; raises as `execute`."""
 
-    def forget_rooms(self) -> None:
-        """The arrays that `room` gave won't be executed, or have been. On the thread that executes."""
+    def release_buffers(self) -> None:
+        """The arrays that `buffer` gave won't be executed, or have been. On the thread that executes."""
 
 
 @runtime_checkable
-class Slot(ModelInstance, Roomy, Protocol):
+class Slot(ModelInstance, ProvidesBuffers, Protocol):
     """One of the places of a `Slotted` instance, where a batch is prepared while another one computes."""
 
     @property
@@ -407,7 +407,7 @@ class Supervise(Protocol):
     def __call__(self, function: Callable[[], T], /) -> T: ...
 
 
-def directly(function: Callable[[], T], /) -> T:
+def unsupervised(function: Callable[[], T], /) -> T:
     """The `Supervise` that only calls `function`."""
     return function()
 
@@ -416,7 +416,7 @@ def directly(function: Callable[[], T], /) -> T:
 class Triable(Protocol):
     """A model whose declarations can be checked before anybody relies on them."""
 
-    def try_rows(self, supervise: Supervise = directly) -> Trial:
+    def try_rows(self, supervise: Supervise = unsupervised) -> Trial:
         """Run it with made-up inputs, before any instance is made. Blocks for a few executions, each run by
         `supervise`."""
 

@@ -14,9 +14,9 @@ from typing import cast
 
 import numpy as np
 
-from backends.base import Array, Execution, ModelSpec, Room, Tensors, TensorSpec, fits
+from backends.base import Allocate, Array, Execution, ModelSpec, Tensors, TensorSpec, fits
 from backends.errors import ExecutionError
-from backends.joining import LEAST_ELEMENTS, join_into
+from backends.joining import MIN_ELEMENTS, join_into
 from backends.packed import Packed, are_alike, stacked
 from backends.shares import Outputs, Share
 from protos.datatypes import by_name
@@ -37,13 +37,13 @@ def rows_of(requests: Sequence[Tensors]) -> list[int]:
     return [request[0].shape[0] for request in requests]
 
 
-def stack(requests: Sequence[Tensors], padding_rows: int = 0, room: Room | None = None) -> list[Array]:
+def stack(requests: Sequence[Tensors], padding_rows: int = 0, allocate: Allocate | None = None) -> list[Array]:
     """One C-contiguous array per input: the requests' arrays joined along axis 0, in order.
 
     Every row is copied once. A batch of one isn't copied: its own arrays are returned, unless they aren't contiguous or
     lack the alignment of numpy's own arrays, which kernels may rely on.
     All requests must agree, input by input, in datatype and trailing dimensions; ExecutionError if dimensions differ.
-    `padding_rows` copies of the last row follow, which the model has to handle anyhow. Joined arrays lie in `room`
+    `padding_rows` copies of the last row follow, which the model has to handle anyhow. Joined arrays lie in `allocate`
     where it has memory for them.
     """
     # hot path: 0.3 us per array above the copy itself; what page faults of fresh memory add, see bench/README.md
@@ -52,18 +52,18 @@ def stack(requests: Sequence[Tensors], padding_rows: int = 0, room: Room | None 
     if len(requests) == 1:
         return [array if _is_ready(array) else array.copy(order="C") for array in requests[0]]
     try:
-        return [_joined(column, index, room) for index, column in enumerate(zip(*requests, strict=True))]
+        return [_joined(column, index, allocate) for index, column in enumerate(zip(*requests, strict=True))]
     except ValueError as error:
         raise ExecutionError(f"requests of one batch don't fit together: {error}") from error
 
 
-def _joined(column: Sequence[Array], index: int, room: Room | None) -> Array:
+def _joined(column: Sequence[Array], index: int, allocate: Allocate | None) -> Array:
     """The arrays of `column` (input `index`) joined along axis 0. Raises ValueError or ExecutionError if they don't fit
     together."""
-    shape = _common_shape(column) if column[0].size >= LEAST_ELEMENTS else None
+    shape = _common_shape(column) if column[0].size >= MIN_ELEMENTS else None
     if shape is None:
         return _joined_by_numpy(column)
-    if room is not None and (target := room(index, shape)) is not None:
+    if allocate is not None and (target := allocate(index, shape)) is not None:
         join_into(target, column, 0)
         return target
     try:
@@ -153,10 +153,10 @@ def check_count(spec: ModelSpec, requests: Sequence[object]) -> None:
 
 
 def run_batch(
-    spec: ModelSpec, requests: Sequence[Tensors], run: Run, padded_rows: int = 0, room: Room | None = None
+    spec: ModelSpec, requests: Sequence[Tensors], run: Run, padded_rows: int = 0, allocate: Allocate | None = None
 ) -> Execution:
     """Stack `requests`, call `run` once with one array per input, split its outputs, and time each step. Stacked arrays
-    lie in `room` where it has memory for them.
+    lie in `allocate` where it has memory for them.
 
     What `run` raises passes through. ValueError if a spec that isn't batched doesn't get exactly one request, or a
     batched one gets none: those are the caller's mistakes, not the model's.
@@ -167,11 +167,11 @@ def run_batch(
         packed = cast("Sequence[Packed]", requests)
         rows = [packed[0].layout.rows] * len(packed)
         padding = max(0, padded_rows - sum(rows))
-        inputs = stacked(packed, padding, room)
+        inputs = stacked(packed, padding, allocate)
     else:
         rows = rows_of(requests) if spec.batched else [1]
         padding = max(0, padded_rows - sum(rows)) if spec.batched else 0
-        inputs = stack(requests, padding, room)
+        inputs = stack(requests, padding, allocate)
     stacked_ns = monotonic_ns()
     outputs = run(inputs)
     ran_ns = monotonic_ns()

@@ -15,12 +15,12 @@ from typing import NamedTuple, cast
 
 from backends.accelerator import Stream
 from backends.base import Array, DeviceTensor, Targets, Tensors
-from backends.errors import DeviceError, ExecutionError, SessionError
+from backends.errors import DeviceError, ExecutionError, InstanceError
 from backends.joining import join_into
 from backends.onnx.failures import device_failure
 from backends.staging import DType, Shape
 
-__all__ = ["Made", "gather", "leave", "with_left"]
+__all__ = ["Made", "copy_to_targets", "gather", "with_targets"]
 
 
 class Made(NamedTuple):
@@ -68,7 +68,7 @@ def _repeat(stream: Stream, end: int, row_bytes: int, count: int) -> None:
         done += more
 
 
-def leave(
+def copy_to_targets(
     stream: Stream, targets: Sequence[Targets], rows: Sequence[int] | None, outputs: Sequence[Made]
 ) -> list[Targets]:
     """Queue the copies of `outputs` to where requests want them. Returns, per request, which outputs (by index) are
@@ -106,7 +106,7 @@ def _part(made: Made, start: int, count: int | None, room: DeviceTensor) -> _Par
     return there, made.address + start * math.prod(made.shape[1:]) * made.dtype.itemsize
 
 
-def with_left(results: Sequence[Tensors], left: Sequence[Targets]) -> list[Tensors]:
+def with_targets(results: Sequence[Tensors], left: Sequence[Targets]) -> list[Tensors]:
     """`results` with the outputs that were left on the device in place of the arrays."""
     return [
         cast("Tensors", [there.get(index, output) for index, output in enumerate(result)])
@@ -131,6 +131,6 @@ def _copy(copy: Callable[[int, int, int], None], target: int, source: int, size_
         copy(target, source, size_bytes)
     except DeviceError as error:
         problem = device_failure(error)
-        if type(problem) is not SessionError:
+        if type(problem) is not InstanceError:
             raise
         raise ExecutionError(f"memory of a client on the GPU can't be copied from or to: {error}") from error

@@ -5,14 +5,14 @@ BackendError
 ├── LoadError          the model can't be opened as asked: bad file, missing device, unsupported option
 └── ExecutionError     one execution failed: the runtime raised, or the model's outputs don't fit its spec
     ├── UpstreamRefused     another server, which executes, answered this batch with an error
-    └── SessionError   it failed whatever the requests
+    └── InstanceError   it failed whatever the requests
         ├── OutOfMemory     too little memory, on the device or the host, for a batch this large
         ├── Unequipped      the runtime lacks a library, or kernels for the device: no execution will succeed
         ├── InstanceLost    the instance won't execute anything any more; another one may
         │   ├── DeviceLost      the device is gone, or refuses everything from now on
         │   ├── StalePlan       its session has plans for another execution; nothing of this batch was computed
         │   └── ProcessError    the process that runs the model ended
-        │       └── ProcessGone     and did so before it began this batch
+        │       └── ProcessEndedBeforeBatch     and did so before it began this batch
         └── UpstreamFailed  another server, which executes, is unreachable or accepts nothing
 """
 
@@ -21,12 +21,12 @@ __all__ = [
     "DeviceError",
     "DeviceLost",
     "ExecutionError",
+    "InstanceError",
     "InstanceLost",
     "LoadError",
     "OutOfMemory",
+    "ProcessEndedBeforeBatch",
     "ProcessError",
-    "ProcessGone",
-    "SessionError",
     "StalePlan",
     "Unequipped",
     "UpstreamFailed",
@@ -50,19 +50,19 @@ class ExecutionError(BackendError):
     """One execution failed; the instance is still usable."""
 
 
-class SessionError(ExecutionError):
+class InstanceError(ExecutionError):
     """The instance failed as a whole; running the requests separately won't help."""
 
 
-class OutOfMemory(SessionError):
+class OutOfMemory(InstanceError):
     """There was too little memory. A smaller batch may succeed at once."""
 
 
-class Unequipped(SessionError):
+class Unequipped(InstanceError):
     """The runtime lacks a library that the model needs, or kernels for the device: no execution here can succeed."""
 
 
-class InstanceLost(SessionError):
+class InstanceLost(InstanceError):
     """The instance won't execute anything any more; another one may, on the same device or not."""
 
 
@@ -83,7 +83,7 @@ class UpstreamRefused(ExecutionError):
         self.status = status
 
 
-class UpstreamFailed(SessionError):
+class UpstreamFailed(InstanceError):
     """The upstream doesn't answer, or refuses whatever it is sent now. `status` is the name of the gRPC status."""
 
     def __init__(self, status: str, text: str) -> None:
@@ -95,5 +95,5 @@ class ProcessError(InstanceLost):
     """The process that runs the model ended."""
 
 
-class ProcessGone(ProcessError):
+class ProcessEndedBeforeBatch(ProcessError):
     """The process ended before it began this batch, which may execute elsewhere."""

@@ -12,13 +12,13 @@ import numpy as np
 from backends.base import Array
 from backends.errors import ExecutionError
 
-__all__ = ["LEAST_ELEMENTS", "join_bytes_into", "join_into"]
+__all__ = ["MIN_ELEMENTS", "join_bytes_into", "join_into"]
 
-LEAST_ELEMENTS = 500
+MIN_ELEMENTS = 500
 """From this many elements on, numpy releases the GIL for each array that it copies. Beside a busy event loop, each
 release may cost as long as threads keep the GIL: half a millisecond, for a copy of half a microsecond."""
 
-_MOST_BYTES = 2**20
+_MAX_BYTES = 2**20
 """The most bytes of one request that are copied without releasing the GIL. Between two copies other threads get it once
 they have waited for the switch interval, half a millisecond; releasing it may cost as much for each copy."""
 
@@ -32,7 +32,7 @@ def join_into(target: Array, arrays: Sequence[Array], padding: int) -> None:
     """
     # hot path
     own = target[: len(target) - padding] if padding else target
-    if arrays[0].size < LEAST_ELEMENTS or arrays[0].nbytes > _MOST_BYTES or not _join_holding_on(own, arrays):
+    if arrays[0].size < MIN_ELEMENTS or arrays[0].nbytes > _MAX_BYTES or not _join_holding_on(own, arrays):
         _join_by_numpy(own, arrays)
     if padding:
         target[-padding:] = arrays[-1][-1:]
@@ -41,7 +41,7 @@ def join_into(target: Array, arrays: Sequence[Array], padding: int) -> None:
 def join_bytes_into(target: Array, pieces: Sequence[bytes | memoryview]) -> None:
     """Write `pieces` one after the other into `target`, which is C-contiguous and has as many bytes as all of them."""
     flat = target.reshape(-1).view(np.uint8)
-    if max(map(len, pieces)) > _MOST_BYTES:
+    if max(map(len, pieces)) > _MAX_BYTES:
         np.concatenate([np.frombuffer(one, np.uint8) for one in pieces], out=flat)
         return
     room, begin = flat.data, 0

@@ -12,7 +12,7 @@ from typing import Any, overload
 
 import numpy as np
 
-from backends.base import Array, Room
+from backends.base import Allocate, Array
 from backends.joining import join_bytes_into
 
 __all__ = ["Layout", "Packed", "are_alike", "stacked"]
@@ -77,9 +77,9 @@ def are_alike(requests: Sequence[Sequence[Any]]) -> bool:
     return not [one for one in requests if type(one) is not Packed or one.layout is not layout]
 
 
-def stacked(requests: Sequence[Packed], padding_rows: int, room: Room | None = None) -> list[Array]:
+def stacked(requests: Sequence[Packed], padding_rows: int, allocate: Allocate | None = None) -> list[Array]:
     """One C-contiguous array per tensor: the requests' rows along axis 0, in order, followed by `padding_rows` copies
-    of the last row. Large tensors, which lie in `room` where it has memory for them, are copied once, small ones
+    of the last row. Large tensors, which lie in `allocate` where it has memory for them, are copied once, small ones
     twice."""
     # hot path: 0.2 us a tensor
     layout, columns = requests[0].layout, []
@@ -93,7 +93,7 @@ def stacked(requests: Sequence[Packed], padding_rows: int, room: Room | None = N
             pieces = [one.data[(start := one.starts[index]) : start + size_bytes] for one in requests]
         if padding_rows:
             pieces += repeat(pieces[-1][size_bytes - size_bytes // layout.rows :], padding_rows)
-        if room is not None and (target := room(index, shape)) is not None:
+        if allocate is not None and (target := allocate(index, shape)) is not None:
             join_bytes_into(target, pieces)
             columns.append(target)
             continue

@@ -18,7 +18,7 @@ from typing import Protocol
 
 import numpy as np
 
-from backends.base import MISSING, Array, BatchOutput, Execution, ModelSpec, Room, Tensors, TensorSpec
+from backends.base import MISSING, Allocate, Array, BatchOutput, Execution, ModelSpec, Tensors, TensorSpec
 from backends.batch_inputs import batch_input
 from backends.batching import Run, check_count, check_outputs, rows_of, run_batch, split, stack
 from backends.errors import ExecutionError
@@ -30,10 +30,10 @@ __all__ = ["BatchRunner", "as_the_model_sees", "batch_input_tensors", "batch_run
 class BatchRunner(Protocol):
     """Executes `requests` by `run`, padded to `padded_rows`. `run` gets one array per input of the spec, MISSING if it
     is left out, followed by one per target of each `batch_input`, in order. If all inputs are stacked by rows, they lie
-    in `room` where it has memory for them."""
+    in `allocate` where it has memory for them."""
 
     def __call__(
-        self, requests: Sequence[Tensors], run: Run, padded_rows: int = 0, room: Room | None = None
+        self, requests: Sequence[Tensors], run: Run, padded_rows: int = 0, allocate: Allocate | None = None
     ) -> Execution: ...
 
 
@@ -88,8 +88,10 @@ class _MixedBatches:
         scattered = {name: one for one in spec.batch_outputs for name in one.targets}
         self._cuts = [_cut_of(tensor, scattered.get(tensor.name), places, spec.batched) for tensor in spec.outputs]
 
-    def run(self, requests: Sequence[Tensors], run: Run, padded_rows: int = 0, room: Room | None = None) -> Execution:
-        """As `run_batch`, but doesn't use `room`."""
+    def run(
+        self, requests: Sequence[Tensors], run: Run, padded_rows: int = 0, allocate: Allocate | None = None
+    ) -> Execution:
+        """As `run_batch`, but doesn't use `allocate`."""
         spec = self._spec
         check_count(spec, requests)
         began_ns = monotonic_ns()

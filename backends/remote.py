@@ -31,13 +31,13 @@ __all__ = ["RemoteInstance", "RemoteModel", "RemoteServer"]
 
 _SERVICE = "/inference.GRPCInferenceService/"
 
-_MOST_METADATA_BYTES = 2**18
+_MAX_METADATA_BYTES = 2**18
 _OPTIONS = (
     ("grpc.max_receive_message_length", -1),
     ("grpc.max_send_message_length", -1),
     # An error's text travels in a header. gRPC drops one that is too large, along with the status, and reports UNKNOWN.
-    ("grpc.max_metadata_size", _MOST_METADATA_BYTES),
-    ("grpc.absolute_max_metadata_size", _MOST_METADATA_BYTES),
+    ("grpc.max_metadata_size", _MAX_METADATA_BYTES),
+    ("grpc.absolute_max_metadata_size", _MAX_METADATA_BYTES),
     # Otherwise channels to the same address share one connection, and one TCP window.
     ("grpc.use_local_subchannel_pool", 1),
     ("grpc.enable_http_proxy", 0),

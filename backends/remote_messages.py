@@ -33,7 +33,7 @@ __all__ = [
     "wanted_outputs",
 ]
 
-_MOST_BYTES = 2**31 - 1
+_MAX_BYTES = 2**31 - 1
 """protobuf's limit for a message."""
 
 Headers = tuple[tuple[str, str | bytes], ...]
@@ -114,8 +114,8 @@ def encode_request(
                 output.parameters.MergeFrom(of_output[output.name].parameters)
     pieces[0] = message.SerializeToString()
     size_bytes = sum(map(len, pieces))
-    if size_bytes > _MOST_BYTES:
-        raise ExecutionError(f"expected a batch of at most {_MOST_BYTES} bytes, got {size_bytes}: larger than messages")
+    if size_bytes > _MAX_BYTES:
+        raise ExecutionError(f"expected a batch of at most {_MAX_BYTES} bytes, got {size_bytes}: larger than messages")
     return b"".join(pieces)
 
 

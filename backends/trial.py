@@ -17,12 +17,12 @@ from typing import NamedTuple
 import numpy as np
 
 from backends.base import Array, ModelSpec, Tensors, TensorSpec, Trial
-from backends.errors import ExecutionError, ProcessError, SessionError
+from backends.errors import ExecutionError, InstanceError, ProcessError
 from protos.datatypes import by_name
 
 __all__ = ["try_rows"]
 
-_MOST_ELEMENTS = 1 << 24
+_MAX_ELEMENTS = 1 << 24
 """Limit for the inputs of a trial, which must not take more memory than the model's own requests may."""
 
 _LIKENESS = 0.05
@@ -100,7 +100,7 @@ def _try_all(spec: ModelSpec, run: Run) -> Trial:
     taken = _ATTEMPTS[0]
     for made_up in _ATTEMPTS:
         is_last_resort = made_up.free > _LONG
-        if made_up.free <= longest or _elements(spec, made_up) > _MOST_ELEMENTS:
+        if made_up.free <= longest or _elements(spec, made_up) > _MAX_ELEMENTS:
             continue
         if is_last_resort and (found or not is_free):
             break
@@ -108,7 +108,7 @@ def _try_all(spec: ModelSpec, run: Run) -> Trial:
             found = _try(found.spec if found else spec, run, made_up, many=found is None)
         except ProcessError:
             raise
-        except SessionError as error:
+        except InstanceError as error:
             failed = str(error)
             break
         except ExecutionError as error:
@@ -144,7 +144,7 @@ def _untried(spec: ModelSpec, why: str) -> Trial:
 
 def _try(spec: ModelSpec, run: Run, made_up: _MadeUp, *, many: bool) -> Trial:
     """`many`: also try more than two rows at a time. Raises ExecutionError if the model doesn't accept single rows, and
-    SessionError."""
+    InstanceError."""
     stackable = _can_be_stacked(spec)
     random = np.random.default_rng(0)
     pairs = [_pair(tensor, made_up, stackable, random) for tensor in spec.inputs]
@@ -156,13 +156,13 @@ def _try(spec: ModelSpec, run: Run, made_up: _MadeUp, *, many: bool) -> Trial:
         return Trial(_as_seen(spec, alone))
     # In either order, to see what rows do to those before them and to those after them.
     orders: list[tuple[int, ...]] = [(0, 1), (1, 0)]
-    if many and made_up.rows == 1 and len(_MANY) // 2 * _elements(spec, made_up) <= _MOST_ELEMENTS:
+    if many and made_up.rows == 1 and len(_MANY) // 2 * _elements(spec, made_up) <= _MAX_ELEMENTS:
         orders += [_MANY, _MANY[::-1]]
     seen, found, results = _as_seen(spec, alone), dict[int, str](), list(alone)
     for order in orders:
         try:
             together = run([np.concatenate([pair[number] for number in order]) for pair in pairs])
-        except SessionError:
+        except InstanceError:
             raise
         except ExecutionError as error:
             few, more = _count(made_up.rows), _count(len(order) * made_up.rows)

@@ -26,12 +26,12 @@ import grpc
 from backends.errors import DeviceError
 from bench import gpu_models, gpu_steps, report, summary
 from bench.gpu_models import GpuModel
-from bench.gpu_steps import Crowd, Direct
+from bench.gpu_steps import Direct, LoadGenerators
 from bench.machine import facts
 from bench.scenario import Reach
 from bench.stats import Sample, ratio, spread
 from bench.steps import BenchError
-from bench.subjects import UnservedError
+from bench.subjects import NotServingError
 from bench.summary import Comparison, Measurement, Section, Summary
 from tests import models as tiny_models
 from tests.harness import REPO, ServerProcess
@@ -45,7 +45,7 @@ _TINY = "tiny"
 _SMALL = 16
 _END_OF_REASON = 600
 
-_FAILURES = (BenchError, UnservedError, AssertionError, DeviceError, grpc.RpcError, OSError)
+_FAILURES = (BenchError, NotServingError, AssertionError, DeviceError, grpc.RpcError, OSError)
 """What may fail in one section without failing the others: a server may die, and its port with it."""
 
 
@@ -220,7 +220,7 @@ def _round(
     plan: Plan,
     server: ServerProcess,
     model: GpuModel,
-    crowd: Crowd,
+    crowd: LoadGenerators,
     request: Path,
     direct: Direct,
     found: Found,
@@ -279,7 +279,7 @@ def _fronts(plan: Plan, folder: Path) -> Section:
     )
     model = GpuModel(_TINY, "FP32", "FP32", (_SMALL,), _SMALL, 1, (64,), False, 0.0, 1, lambda: None)  # type: ignore[arg-type, return-value]
     request = gpu_steps.requests_of(model, gpu_models.batch_of(model, 1), "", folder)
-    crowd = Crowd(plan.processes, 32, 4, stream=False)
+    crowd = LoadGenerators(plan.processes, 32, 4, stream=False)
     found, absent = Found(), {}
     with ExitStack() as stack:
         try:
@@ -309,10 +309,10 @@ def _fronts(plan: Plan, folder: Path) -> Section:
     return Section("gpu-frontends", title, generator, plan.how, False, tuple(comparisons), measurements, absent)
 
 
-def _crowd(plan: Plan, model: GpuModel) -> Crowd:
+def _crowd(plan: Plan, model: GpuModel) -> LoadGenerators:
     """Enough clients for four full batches of requests at any time."""
     clients = max(1, 4 * model.batch_rows // model.rows // plan.processes)
-    return Crowd(plan.processes, clients, min(4, clients), stream=not model.shared)
+    return LoadGenerators(plan.processes, clients, min(4, clients), stream=not model.shared)
 
 
 def _fronts_name(count: int) -> str:

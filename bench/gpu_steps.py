@@ -36,8 +36,8 @@ from tests.harness import REPO, ServerProcess
 from tests.wire import Array
 
 __all__ = [
-    "Crowd",
     "Direct",
+    "LoadGenerators",
     "deviations",
     "first_request",
     "gpu_region",
@@ -55,7 +55,7 @@ _ANSWER_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
-class Crowd:
+class LoadGenerators:
     """`processes` load generators, each with `clients` clients over `channels` connections; each client has one request
     in flight, over a stream or as a call."""
 
@@ -185,7 +185,7 @@ def _deviation(raw: bytes, expected: Array) -> float:
 
 
 def saturation(
-    server: ServerProcess, model: str, rows: int, crowd: Crowd, request: Path, seconds: float, warmup_s: float
+    server: ServerProcess, model: str, rows: int, crowd: LoadGenerators, request: Path, seconds: float, warmup_s: float
 ) -> Sample:
     """What `crowd` gets out of the server if each request has `rows` rows."""
     before = _counters(server, model)

@@ -22,19 +22,19 @@ from backends import registry
 from backends.transport.link import Link
 from bench.stats import spread
 from clients.messages import infer_request
+from scheduler.notifying import notify
 from scheduler.policy import NEVER
-from scheduler.telling import tell
-from server.call_facts import NOTHING_SENT
+from server.call_facts import NO_PASSED_HEADERS
 from server.codec.wire_request import AnyRequest, RequestReader
 from server.fronts.catalogue import LookUp
-from server.fronts.desk import Desk
 from server.fronts.handles import Handles
 from server.fronts.inference import RemoteInference, Replies
+from server.fronts.session import FrontSession
 from server.loop import new_loop
 from server.models.layout import Layout
 from server.models.loading import Loads
 from server.models.repository import Repository
-from server.requests.in_flight import Inferring, InFlight
+from server.requests.in_flight import InferenceSteps, InFlight
 from server.requests.inference import Inference
 from server.rpc.handlers import serialized
 from server.telemetry.metrics import Metrics
@@ -50,7 +50,7 @@ class _Request(InFlight):
     """One request of a burst, which is over when all of its requests are done."""
 
     def __init__(self, over: asyncio.Future[None], left: list[int], request: AnyRequest) -> None:
-        super().__init__(request, NEVER, None, NOTHING_SENT)
+        super().__init__(request, NEVER, None, NO_PASSED_HEADERS)
         self._over = over
         self._left = left
 
@@ -63,7 +63,7 @@ class _Request(InFlight):
             self._over.set_result(None)
 
 
-async def _burst(through: Inferring, read: RequestReader, data: bytes, size: int) -> None:
+async def _burst(through: InferenceSteps, read: RequestReader, data: bytes, size: int) -> None:
     over, left = asyncio.get_running_loop().create_future(), [size]
     flights = []
     for _ in range(size):
@@ -79,7 +79,7 @@ async def _burst(through: Inferring, read: RequestReader, data: bytes, size: int
         serialized(flight.answer)
 
 
-async def _cpu_us(through: Inferring, data: bytes, size: int, seconds: float) -> float:
+async def _cpu_us(through: InferenceSteps, data: bytes, size: int, seconds: float) -> float:
     """Microseconds of processor time per request, in the median burst."""
     read = RequestReader()
     read(data)
@@ -107,8 +107,8 @@ async def _measure(folder: Path, seconds: float) -> list[tuple[int, int, float, 
     here, remote = Link.pair(2**28)
     there = Link.join(remote)
     replies = Replies(there)
-    Desk(here, inference, handles, {}, lambda port, why: None, lambda: None, RequestReader()).start()
-    there.start(lambda messages: tell([one for one in map(replies.on_message, messages) if one]), lambda: None)
+    FrontSession(here, inference, handles, {}, lambda port, why: None, lambda: None, RequestReader()).start()
+    there.start(lambda messages: notify([one for one in map(replies.on_message, messages) if one]), lambda: None)
     front = RemoteInference(there, replies, models)
     rows = []
     for floats in _FLOATS:

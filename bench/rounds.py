@@ -19,7 +19,7 @@ from bench.report import Absence, Result, series_of
 from bench.scenario import RIVALS, Closed, Open, Point, Scenario, Side
 from bench.stats import Sample
 from bench.steps import BenchError, Load, Module, Step, region
-from bench.subjects import NotInstalledError, Subject, UnservedError
+from bench.subjects import NotInstalledError, NotServingError, Subject
 
 __all__ = ["Settings", "measure"]
 
@@ -118,7 +118,7 @@ def _loads(
     stack: ExitStack,
 ) -> dict[Side, tuple[Subject, tuple[Path, ...]]]:
     """The server and the requests of each side whose server is there; other sides with a server are noted as absent."""
-    servers: dict[Any, Subject | UnservedError] = {}
+    servers: dict[Any, Subject | NotServingError] = {}
     loads: dict[Side, tuple[Subject, tuple[Path, ...]]] = {}
     for side in scenario.sides:
         if not side.served:
@@ -129,10 +129,10 @@ def _loads(
             if side.process not in servers:
                 servers[side.process] = _started(scenario, side, model_file, folder / f"server-{len(servers)}", stack)
             server = servers[side.process]
-            if isinstance(server, UnservedError):
+            if isinstance(server, NotServingError):
                 raise server
             loads[side] = (server, _requests(server, side, folder / f"side-{len(loads)}", stack))
-        except UnservedError as error:
+        except NotServingError as error:
             servers.setdefault(side.process, error)
             stage.absent[side] = _absence(side, str(error))
     return loads
@@ -153,7 +153,7 @@ def _started(
 
 
 def _requests(server: Subject, side: Side, folder: Path, stack: ExitStack) -> tuple[Path, ...]:
-    """The requests for `side`, one file per shape, after the server has answered each. Raises UnservedError if it
+    """The requests for `side`, one file per shape, after the server has answered each. Raises NotServingError if it
     doesn't."""
     folder.mkdir()
     model, payloads = models.MODELS[side.model], []

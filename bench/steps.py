@@ -22,7 +22,7 @@ import grpc
 from bench import models, perf_analyzer
 from bench.scenario import Closed, Open, Point, Side
 from bench.stats import Sample
-from bench.subjects import Subject, UnservedError, cpu_s, stub
+from bench.subjects import NotServingError, Subject, cpu_s, stub
 from protos import inference_pb2 as pb
 from tests.harness import REPO, ServerProcess
 
@@ -45,7 +45,7 @@ class BenchError(Exception):
     """A measurement failed, so there is nothing to report."""
 
 
-class TooShortError(BenchError):
+class NoAnswersError(BenchError):
     """Neither an answer nor an error came in the time: longer may help."""
 
 
@@ -83,10 +83,10 @@ class Load:
 
     def measure(self, seconds: float, warmup_s: float) -> Sample:
         if self.binary is not None:
-            with suppress(TooShortError):
+            with suppress(NoAnswersError):
                 self._perf_analyzer(warmup_s)
         for stretch in range(_STRETCHES - 1):
-            with suppress(TooShortError):
+            with suppress(NoAnswersError):
                 return self._measured(seconds * 2**stretch, warmup_s)
         return self._measured(seconds * 2 ** (_STRETCHES - 1), warmup_s)
 
@@ -110,7 +110,7 @@ class Load:
                     self.binary, self.subject.target, self.side, self.point.clients, seconds, Path(folder)
                 )
             except perf_analyzer.UnstableError as error:
-                raise TooShortError(str(error)) from None
+                raise NoAnswersError(str(error)) from None
             except perf_analyzer.FailedError as error:
                 raise BenchError(str(error)) from None
 
@@ -128,7 +128,7 @@ class Load:
         if answer["errors"]:
             raise BenchError(f"{answer['ok']} answers, errors {answer['errors']}")
         if not answer["ok"]:
-            raise TooShortError(f"no answer within {seconds:g} s")
+            raise NoAnswersError(f"no answer within {seconds:g} s")
         return answer
 
     def _counters(self) -> Counters | None:
@@ -182,7 +182,7 @@ def open_loop(
 @contextmanager
 def region(target: str, shape: tuple[int, ...], output_bytes: int) -> Iterator[tuple[str, int]]:
     """System shared memory registered with the server at `target`, with a row of `shape` and room for its output;
-    yields its name, and the offset of the room. Raises UnservedError if the server doesn't support it."""
+    yields its name, and the offset of the room. Raises NotServingError if the server doesn't support it."""
     row = models.row(shape)
     name = f"paceline-bench-{os.getpid()}"
     path = Path("/dev/shm") / name
@@ -197,7 +197,7 @@ def region(target: str, shape: tuple[int, ...], output_bytes: int) -> Iterator[t
             service.SystemSharedMemoryUnregister(pb.SystemSharedMemoryUnregisterRequest(name=name))
         except grpc.RpcError as error:
             said = f"{error.code().name}: {error.details()}"
-            raise UnservedError(f"not supported: {said}") from None
+            raise NotServingError(f"not supported: {said}") from None
         finally:
             path.unlink()
 

@@ -29,9 +29,9 @@ from tests.ports import free_port
 __all__ = [
     "EchoProcess",
     "NotInstalledError",
+    "NotServingError",
     "RivalProcess",
     "Subject",
-    "UnservedError",
     "ask_once",
     "cpu_s",
     "has_config",
@@ -46,11 +46,11 @@ _END_S = 15.0
 _UNLIMITED = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]
 
 
-class UnservedError(Exception):
+class NotServingError(Exception):
     """A server didn't start, or doesn't answer as it should; the reason is for the report."""
 
 
-class NotInstalledError(UnservedError):
+class NotInstalledError(NotServingError):
     """A rival isn't installed, or is left out."""
 
 
@@ -70,7 +70,7 @@ class Subject(Protocol):
 
 def start(side: Side, files: Mapping[str, Path], folder: Path) -> Subject:
     """The server of `side`, not yet entered; `files` are the models it is to serve, `folder` is for what it writes.
-    Raises NotInstalledError if it isn't installed. Entering raises UnservedError if it doesn't start."""
+    Raises NotInstalledError if it isn't installed. Entering raises NotServingError if it doesn't start."""
     if side.upstream:
         return _Proxy(start(replace(side, server=side.upstream, upstream="", args=()), files, folder), side)
     if side.server == "echo":
@@ -91,7 +91,7 @@ class _Paceline(ServerProcess):
             super().__enter__()
         except AssertionError:
             said = "".join(self.stderr).strip().splitlines()[-3:]
-            raise UnservedError(f"paceline did not start: {' / '.join(said)}") from None
+            raise NotServingError(f"paceline did not start: {' / '.join(said)}") from None
         return self
 
 
@@ -135,7 +135,7 @@ class EchoProcess:
         port = self._process.stdout.readline().strip()
         if not port:
             self.__exit__()
-            raise UnservedError(f"{self._command[2]} did not start")
+            raise NotServingError(f"{self._command[2]} did not start")
         self.target = f"127.0.0.1:{port}"
         return self
 
@@ -213,7 +213,7 @@ class RivalProcess:
         while not _is_ready(self.target, self._model):
             if self._process.poll() is not None or time.monotonic() > until_s:
                 last = self._log.read_text(errors="replace").strip().splitlines()[-3:]
-                raise UnservedError(f"{self._name} did not start: {' / '.join(last)}")
+                raise NotServingError(f"{self._name} did not start: {' / '.join(last)}")
             time.sleep(0.2)
 
 
@@ -224,7 +224,7 @@ def stub(target: str) -> tuple[grpc.Channel, Any]:
 
 
 def ask_once(target: str, transport: str, request: bytes, output_bytes: int) -> None:
-    """Send one request and check that as many bytes come back as expected; UnservedError says what came instead."""
+    """Send one request and check that as many bytes come back as expected; NotServingError says what came instead."""
     channel, service = stub(target)
     message = pb.ModelInferRequest.FromString(request)
     with channel:
@@ -232,16 +232,16 @@ def ask_once(target: str, transport: str, request: bytes, output_bytes: int) -> 
             if transport == "stream":
                 answer = next(iter(service.ModelStreamInfer(iter([message]), timeout=_ASK_S)))
                 if answer.error_message:
-                    raise UnservedError(f"not supported: {answer.error_message}")
+                    raise NotServingError(f"not supported: {answer.error_message}")
                 response = answer.infer_response
             else:
                 response = service.ModelInfer(message, timeout=_ASK_S)
         except grpc.RpcError as error:
             said = f"{error.code().name}: {error.details()}"
-            raise UnservedError(f"not supported: {said}") from None
+            raise NotServingError(f"not supported: {said}") from None
     raw = sum(map(len, response.raw_output_contents))
     if raw != (0 if transport == "shm" else output_bytes):
-        raise UnservedError(f"answers with {raw} bytes instead of {output_bytes}")
+        raise NotServingError(f"answers with {raw} bytes instead of {output_bytes}")
 
 
 def has_config(target: str, model: str) -> bool:

@@ -29,7 +29,7 @@ __all__ = ["InferenceClient"]
 
 T = TypeVar("T")
 
-_MOST_STREAMED_BYTES: Final = 1024 * 1024
+_MAX_STREAMED_BYTES: Final = 1024 * 1024
 """A larger request would hold up the messages behind it on its stream, and end the stream if it exceeds the server's
 limit."""
 
@@ -239,7 +239,7 @@ class InferenceClient(BaseClient):
 
 
 def _is_large(request: ModelInferRequest) -> bool:
-    return sum(map(len, request.raw_input_contents)) > _MOST_STREAMED_BYTES
+    return sum(map(len, request.raw_input_contents)) > _MAX_STREAMED_BYTES
 
 
 def _check_rows(coalesce: int) -> None:

@@ -18,7 +18,7 @@ import grpc
 from clients.calls import Call, Method, stubs
 from clients.errors import ClientClosed, DeadlineExceeded
 from clients.headers import Metadata, checked
-from clients.messages import text
+from clients.messages import checked_text
 from clients.tls import Tls
 from clients.tokens import authorization
 
@@ -149,7 +149,7 @@ class BaseClient:
 
 def _target(target: str) -> str:
     expected = "target: expected a gRPC name such as '127.0.0.1:8001'"
-    if not text("target", target):
+    if not checked_text("target", target):
         raise ValueError(f"{expected}, got ''")
     if target.startswith(("http://", "https://", "grpc://", "grpcs://")):
         raise ValueError(f"{expected}, got {target!r}: leave out what is before the host; tls=True makes it TLS")

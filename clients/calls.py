@@ -20,10 +20,10 @@ from clients.messages import (
     InferResult,
     ModelMetadata,
     ServerMetadata,
+    checked_text,
     infer_result,
     model_metadata_of,
     server_metadata_of,
-    text,
 )
 from protos import inference_pb2_grpc
 from protos.inference_pb2 import (
@@ -114,7 +114,7 @@ def server_ready_once_connected() -> Call[bool]:
 
 def model_ready(model: str, version: str) -> Call[bool]:
     """ModelReady: whether the model can take requests; with an empty version, the server chooses."""
-    request = ModelReadyRequest(name=text("model", model), version=text("version", version))
+    request = ModelReadyRequest(name=checked_text("model", model), version=checked_text("version", version))
     return Call(Method.MODEL_READY, request, _ready)
 
 
@@ -125,13 +125,15 @@ def server_metadata() -> Call[ServerMetadata]:
 
 def model_metadata(model: str, version: str) -> Call[ModelMetadata]:
     """ModelMetadata: the model's versions, platform, inputs and outputs."""
-    request = ModelMetadataRequest(name=text("model", model), version=text("version", version))
+    request = ModelMetadataRequest(name=checked_text("model", model), version=checked_text("version", version))
     return Call(Method.MODEL_METADATA, request, model_metadata_of)
 
 
 def health(service: str) -> Call[str]:
     """Check of grpc.health.v1: the name of the status, such as SERVING; an empty service means the whole server."""
-    return Call(Method.HEALTH_CHECK, health_pb2.HealthCheckRequest(service=text("service", service)), _serving_status)
+    return Call(
+        Method.HEALTH_CHECK, health_pb2.HealthCheckRequest(service=checked_text("service", service)), _serving_status
+    )
 
 
 def _ready(response: ServerReadyResponse | ModelReadyResponse) -> bool:

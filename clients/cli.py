@@ -15,11 +15,11 @@ from pathlib import Path
 
 import click
 
-from clients.access import Access, Seconds, access_options, one_line_errors
 from clients.base import DEFAULT_TIMEOUT_S
+from clients.connection_options import ConnectionOptions, Seconds, access_options, one_line_errors
 from clients.inputs import InputError, RandomInputs, parse_shape, prepare, read_inputs
 from clients.messages import InferResult, ParameterValue
-from clients.repeat import Outcome, repeated
+from clients.repeat import Outcome, run_repeated
 from clients.report import outcome_json, outcome_text, result_json, result_text, save_npz
 from clients.sync import InferenceClient
 
@@ -80,7 +80,7 @@ def infer(
     concurrency: int,
     form: str,
     save: Path | None,
-    access: Access,
+    access: ConnectionOptions,
 ) -> None:
     """Run MODEL on a server and print the answer.
 
@@ -109,7 +109,7 @@ def infer(
             datatypes=ready.datatypes,
         )
         if repeat > 1:
-            _print_outcome(repeated(call, repeat=repeat, concurrency=concurrency), form)
+            _print_outcome(run_repeated(call, repeat=repeat, concurrency=concurrency), form)
         else:
             _print_result(call(), form, save)
 

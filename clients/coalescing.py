@@ -29,7 +29,7 @@ from clients.errors import (
     ResponseError,
     inference_error,
 )
-from clients.messages import MOST_BYTES, InferResult
+from clients.messages import MAX_TENSOR_BYTES, InferResult
 from protos.inference_pb2 import ModelInferRequest
 
 __all__ = ["Coalescer", "Send"]
@@ -41,7 +41,7 @@ Send = Callable[[ModelInferRequest, float | None], Awaitable[InferResult]]
 _UNDER_WAY: Final = 2
 # Idle groups that had too little room or time for large requests are kept, as long as there are no more groups than
 # this.
-_MOST_SHORT: Final = 100
+_MAX_SHORT: Final = 100
 # What shows that a refusal is due to the request's size: paceline's queue limits count rows and bytes, besides
 # requests; a batch may find no memory; gRPC's implementations say "larger than max" of a message beyond the receiver's
 # limit.
@@ -115,7 +115,7 @@ class Coalescer:
     are enough rows for a full request.
     """
 
-    def __init__(self, send: Send, max_rows: int, most_bytes: int = MOST_BYTES) -> None:
+    def __init__(self, send: Send, max_rows: int, most_bytes: int = MAX_TENSOR_BYTES) -> None:
         self._send = send
         self._max_rows = max_rows
         self._most_bytes = most_bytes
@@ -168,7 +168,7 @@ class Coalescer:
             for member in members:
                 member.task = task
             task.add_done_callback(partial(self._on_done, key, group))
-        is_known = group.is_short and len(self._groups) <= _MOST_SHORT
+        is_known = group.is_short and len(self._groups) <= _MAX_SHORT
         if not group.waiting and not group.tasks and not is_known:
             self._groups.pop(key, None)
 

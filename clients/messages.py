@@ -28,7 +28,7 @@ from protos.inference_pb2 import (
 )
 
 __all__ = [
-    "MOST_BYTES",
+    "MAX_TENSOR_BYTES",
     "InferResult",
     "Inputs",
     "ModelMetadata",
@@ -36,11 +36,11 @@ __all__ = [
     "Parameters",
     "ServerMetadata",
     "TensorMetadata",
+    "checked_text",
     "infer_request",
     "infer_result",
     "model_metadata_of",
     "server_metadata_of",
-    "text",
 ]
 
 T = TypeVar("T")
@@ -50,7 +50,7 @@ ParameterValue = bool | int | float | str
 Parameters = Mapping[str, ParameterValue]
 
 _INT64_MAX: Final = 2**63 - 1
-MOST_BYTES: Final = 2**31 - 2**20
+MAX_TENSOR_BYTES: Final = 2**31 - 2**20
 """The most bytes that a request's tensors may have together; the rest has room for names and shapes. protobuf writes
 less than 2 GiB, and grpc.aio doesn't report a message that can't be written: it sends an empty one."""
 
@@ -139,26 +139,26 @@ def infer_request(
 
     Raises ValueError or TypeError, naming the tensor or parameter, for what can't be sent.
     """
-    if not text("model", model):
+    if not checked_text("model", model):
         raise ValueError("the name of the model is empty")
     given, wanted = _by_name("inputs", inputs), _by_name("datatypes", datatypes or {})
     unknown = [name for name in wanted if name not in given]
     if unknown:
         raise ValueError(f"datatypes names {', '.join(map(repr, unknown))}, not among the inputs")
     request = ModelInferRequest(
-        model_name=model, model_version=text("version", version), id=text("request_id", request_id)
+        model_name=model, model_version=checked_text("version", version), id=checked_text("request_id", request_id)
     )
-    room_bytes = MOST_BYTES
+    room_bytes = MAX_TENSOR_BYTES
     for name, value in given.items():
         room_bytes -= _add_input(request, name, value, wanted.get(name), room_bytes)
     for name in _output_names(outputs):
-        request.outputs.add(name=text("outputs", name))
+        request.outputs.add(name=checked_text("outputs", name))
     for name, parameter in _by_name("parameters", parameters or {}).items():
         request.parameters[name].CopyFrom(_parameter(name, parameter))
     return request
 
 
-def text(argument: str, value: str) -> str:
+def checked_text(argument: str, value: str) -> str:
     """`value` itself. Raises TypeError if it isn't a str, ValueError if UTF-8 can't encode it, naming the argument."""
     if not isinstance(value, str):
         raise TypeError(f"{argument}: expected a str, got {value!r}")
@@ -201,7 +201,7 @@ def _by_name(argument: str, values: Mapping[str, T]) -> dict[str, T]:
         items = values.items()
     except AttributeError:
         raise TypeError(f"{argument}: expected a mapping by name, got {type(values).__name__}") from None
-    return {text(argument, name): value for name, value in items}
+    return {checked_text(argument, name): value for name, value in items}
 
 
 def _output_names(outputs: Sequence[str]) -> Sequence[str]:
@@ -216,7 +216,7 @@ def _parameter(name: str, value: ParameterValue | np.generic) -> InferParameter:
     if isinstance(plain, bool):
         return InferParameter(bool_param=plain)
     if isinstance(plain, str):
-        return InferParameter(string_param=text(f"parameter {name!r}", plain))
+        return InferParameter(string_param=checked_text(f"parameter {name!r}", plain))
     if isinstance(plain, float):
         return InferParameter(double_param=plain)
     if isinstance(plain, int):

@@ -18,7 +18,7 @@ import numpy as np
 
 from clients.errors import InferenceError
 
-__all__ = ["Outcome", "repeated"]
+__all__ = ["Outcome", "run_repeated"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class Outcome:
         return float(np.percentile(self.latencies_ns, percent)) / 1e6
 
 
-def repeated(call: Callable[[], object], *, repeat: int, concurrency: int) -> Outcome:
+def run_repeated(call: Callable[[], object], *, repeat: int, concurrency: int) -> Outcome:
     """Makes the call `repeat` times, at most `concurrency` at once: as one ends, the next begins.
 
     InferenceError is counted by status; anything else is raised.

@@ -19,7 +19,7 @@ from clients.tokens import authorization
 
 __all__ = ["Histogram", "Model", "ScrapeError", "Scraper", "Snapshot", "parse"]
 
-_MOST_BYTES = 64 * 2**20
+_MAX_BYTES = 64 * 2**20
 
 Histogram = dict[float, float]
 """Cumulative counts by upper bound."""
@@ -97,7 +97,7 @@ class Scraper:
             request.add_unredirected_header(key, value)
         try:
             with self._opener.open(request, timeout=self._timeout_s) as response:
-                text = response.read(_MOST_BYTES).decode()
+                text = response.read(_MAX_BYTES).decode()
             return parse(text, time.monotonic())
         except urllib.error.HTTPError as error:
             with error:

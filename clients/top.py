@@ -18,7 +18,7 @@ from typing import TextIO
 
 import click
 
-from clients.access import Access, Seconds, Unusable, access_options, one_line_errors
+from clients.connection_options import ConnectionOptions, Seconds, Unusable, access_options, one_line_errors
 from clients.scrape import ScrapeError, Scraper, Snapshot
 from clients.top_table import table
 
@@ -50,7 +50,7 @@ _HOME, _END_LINE, _END_SCREEN = "\x1b[H", "\x1b[K", "\x1b[J"
 )
 @click.option("--once", is_flag=True, help="Print one table, of one interval, and exit.")
 @access_options
-def top(metrics: str, interval_s: float, once: bool, access: Access) -> None:
+def top(metrics: str, interval_s: float, once: bool, access: ConnectionOptions) -> None:
     """Show requests, batches, waits and latencies of each model of a running server, until Ctrl-C.
 
     Times are the 50th and 99th percentile of the last interval; COMPUTE is a mean. A server's own metrics need neither

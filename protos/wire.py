@@ -27,7 +27,7 @@ _OUTPUTS_TAG: Final = 6 << 3 | 2
 _RAW_TAG: Final = 7 << 3 | 2
 # A message has less than 2 GiB, so a length of more bytes than that needs isn't worth reading to its end.
 _MAX_SHIFT: Final = 28
-_MOST_FIELDS: Final = 4_096
+_MAX_FIELDS: Final = 4_096
 """More than models have tensors. Empty fields take two bytes each, and processor time only in Python."""
 RAW_INPUT_TAG: Final = bytes([_RAW_TAG])
 RESPONSE_ID_TAG: Final = bytes([3 << 3 | 2])
@@ -56,7 +56,7 @@ def scan_request(data: bytes) -> RequestFields | None:
     head_end = end
     raw: list[tuple[int, int]] = []
     try:
-        for _ in range(_MOST_FIELDS):
+        for _ in range(_MAX_FIELDS):
             if at >= end:
                 break
             start, tag, length = at, data[at], data[at + 1]

@@ -11,8 +11,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from scheduler.notifying import notify
 from scheduler.pending import Pending
-from scheduler.telling import tell
 
 __all__ = ["Answers", "OrderedAnswers"]
 
@@ -20,7 +20,7 @@ Future = Pending[Any, Any]
 
 
 class Answers:
-    """Delivers answers as they come. `tell` then calls the `told` of their futures."""
+    """Delivers answers as they come. `notify` then calls the `on_done` of their futures."""
 
     def __init__(self) -> None:
         self._done: list[Future] = []
@@ -33,30 +33,30 @@ class Answers:
         if not future.done():
             future.answered = True
             future.set_result(result)
-            if future.told is not None:
+            if future.on_done is not None:
                 self._done.append(future)
 
     def fail(self, future: Future, error: Exception) -> None:
         if not future.done():
             future.set_exception(error)
-            if future.told is not None:
+            if future.on_done is not None:
                 self._done.append(future)
-                self.tell_soon(future)
+                self.notify_soon(future)
 
     def cancelled(self, future: Future) -> None:
         """Learn that the future's caller has gone."""
 
     # hot path
-    def tell(self) -> None:
-        """Call the `told` of all futures that got answers since the last time, in that order."""
+    def notify(self) -> None:
+        """Call the `on_done` of all futures that got answers since the last time, in that order."""
         if self._done:
             done, self._done = self._done, []
-            tell(done)
+            notify(done)
 
-    def tell_soon(self, future: Future) -> None:
+    def notify_soon(self, future: Future) -> None:
         """Have the event loop, which is that of `future`, call `tell` soon; that does nothing if others have by
         then."""
-        future.get_loop().call_soon(self.tell)
+        future.get_loop().call_soon(self.notify)
 
 
 class OrderedAnswers(Answers):
@@ -92,4 +92,4 @@ class OrderedAnswers(Answers):
                 break
             answer()
             del self._waiting[first]
-            self.tell_soon(first)
+            self.notify_soon(first)

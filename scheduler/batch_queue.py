@@ -20,9 +20,9 @@ from scheduler.lanes import Lanes
 from scheduler.latency import LatencyModel
 from scheduler.lazy_heap import LazyHeap
 from scheduler.policy import NEVER, BatchPolicy, TimeoutAction
-from scheduler.returns import Returns
+from scheduler.returning_callers import ReturningCallers
 from scheduler.sizing import Sizing, Unreachable
-from scheduler.waiting import Room, Waiting
+from scheduler.waiting import SharedQueueLimits, Waiting
 
 __all__ = ["Alike", "Batch", "BatchQueue", "Entry", "Step", "Unreachable"]
 
@@ -63,11 +63,11 @@ class BatchQueue(Generic[T]):
     walk again the first batch of a lane from which something was cancelled.
     """
 
-    def __init__(self, policy: BatchPolicy, instances: int = 1, room: Room | None = None) -> None:
+    def __init__(self, policy: BatchPolicy, instances: int = 1, shared_limits: SharedQueueLimits | None = None) -> None:
         self.policy = policy
-        self.waiting = Waiting(policy, room)
+        self.waiting = Waiting(policy, shared_limits)
         self.latency = LatencyModel(policy.max_batch_rows)
-        self._returns = Returns()
+        self._returns = ReturningCallers()
         configured = policy.max_queue_delay_ns or policy.preferred_batch_rows or policy.max_batch_requests
         self._awaits_returns = policy.await_returns and not configured and policy.max_batch_rows > 1
         # If a delay is configured, it alone says how long to wait for more requests.
@@ -159,7 +159,7 @@ class BatchQueue(Generic[T]):
         self._arrived += 1
         order = order_of(level, self._arrived)
         entry = Entry(payload, rows, size_bytes, level, order, now_ns, act_at_ns, rpc_deadline_ns)
-        waiting.came(entry)
+        waiting.add(entry)
         if act_at_ns != NEVER:
             self._watch_deadline(entry)
         if self._awaits_returns:
@@ -210,7 +210,7 @@ class BatchQueue(Generic[T]):
             if act_at_ns != NEVER:
                 self._watch_deadline(entry)
             entries.append(entry)
-        self.waiting.came(entries[0], len(entries))
+        self.waiting.add(entries[0], len(entries))
         self._lanes.add_all(key, entries)
         return entries
 
@@ -288,7 +288,7 @@ class BatchQueue(Generic[T]):
         if not entries:
             return
         for entry in entries:
-            self.waiting.came(entry)
+            self.waiting.add(entry)
             if entry.act_at_ns != NEVER:
                 self._watch_deadline(entry)
         self._lanes.put_back(batch.key, entries)
@@ -379,7 +379,7 @@ class BatchQueue(Generic[T]):
         """Take one entry out for good, wherever it stands."""
         self._lanes.remove(entry)
         entry.unwatch()
-        self.waiting.left((entry,))
+        self.waiting.remove((entry,))
 
     def _await_returns(self, lane: Lane[T], now_ns: int) -> bool:
         """Postpone the lane if callers that were just answered will soon make its batch worth more. Returns whether it
@@ -411,7 +411,7 @@ class BatchQueue(Generic[T]):
         if self._deadlines.items:  # else no entry is watched
             for entry in leaving:
                 entry.unwatch()
-        self.waiting.left(leaving)
+        self.waiting.remove(leaving)
         if late:
             unreachable += late
             return None
@@ -421,7 +421,7 @@ class BatchQueue(Generic[T]):
         """Like `_take`, for a lane with a single request that has time to spare: nothing needs to be decided."""
         entry = self._lanes.take_only(lane)
         entry.unwatch()
-        self.waiting.left((entry,))
+        self.waiting.remove((entry,))
         rows = entry.rows
         padded_rows = self._sizing.padded(rows) if self._pads else rows
         return self._executing.begin(lane.key, (entry,), rows, padded_rows, starts_ns)

@@ -12,21 +12,21 @@ from contextlib import ExitStack
 from typing import Any, Generic, TypeVar
 
 from scheduler.answers import Answers, OrderedAnswers
+from scheduler.arrival_model import ArrivalModel
 from scheduler.batch_queue import Alike, BatchQueue, Step
 from scheduler.clock import Alarm, Clock, MonotonicClock
-from scheduler.company import Company
 from scheduler.delivery import Delivery
 from scheduler.errors import BatcherClosed, DeadlineUnreachable, NoInstance, QueueFull, QueueTimeout
 from scheduler.executing import Batch
-from scheduler.instances import Hangs, Instances
+from scheduler.instances import InstanceReplacer, Instances
 from scheduler.isolation import Blame, Retries, Search, Suspects
 from scheduler.lane import Entry
 from scheduler.observer import Drop, GuardedObserver, NullObserver, Observer
 from scheduler.pending import Pending
 from scheduler.policy import NEVER, BatchPolicy
 from scheduler.runner import Outcome, Runner
-from scheduler.turns import Kept, Submit, Turns
-from scheduler.waiting import Room
+from scheduler.turns import Submit, Turns, WaitBudget
+from scheduler.waiting import SharedQueueLimits
 
 __all__ = ["Batcher"]
 
@@ -40,7 +40,7 @@ _LOOP_NS = 150_000
 _LONG_NS = 1_000_000
 """Shorter executions leave callers no time to come back meanwhile, so serving them in two halves gains nothing."""
 
-_MOST_UNBEGUN = 3
+_MAX_UNBEGUN = 3
 """A request fails for good once this many instances ended before they began on its batch."""
 
 _LOSING = (Blame.INSTANCE, Blame.INSTANCE_BEFORE, Blame.FATAL)
@@ -54,10 +54,10 @@ class Batcher(Generic[P, R]):
     """Batches the requests of one model over its instances.
 
     `runners` are started by `start` and stopped by `close`. `blames(error)` classifies an error that an instance
-    raised: who may be at fault. By default, some of the batch's requests. `hangs` is notified of runners that were
-    given up; without it, an instance at fault stays in use. `room` is what its queue shares with the queues of other
+    raised: who may be at fault. By default, some of the batch's requests. `replacer` is notified of runners that were
+    given up; without it, an instance at fault stays in use. `shared_limits` is what its queue shares with the queues of other
     models. `instance_of(runner)` is the instance that a runner is a slot of (`scheduler.slots`); by default, each
-    runner is an instance. `company` learns how long it is worth waiting for more requests.
+    runner is an instance. `arrivals` learns how long it is worth waiting for more requests.
 
     All methods must be called on the event loop that ran `start`.
     """
@@ -76,17 +76,17 @@ class Batcher(Generic[P, R]):
         clock: Clock | None = None,
         observer: Observer | None = None,
         blames: Callable[[BaseException], Blame] = lambda error: Blame.REQUESTS,
-        hangs: Hangs | None = None,
-        room: Room | None = None,
+        replacer: InstanceReplacer | None = None,
+        shared_limits: SharedQueueLimits | None = None,
         instance_of: Callable[[Any], Hashable] = id,
-        company: Company | None = None,
+        arrivals: ArrivalModel | None = None,
     ) -> None:
         self.policy = policy
         self._clock: Clock = clock or MonotonicClock()
         self._observer: Observer = GuardedObserver(observer) if observer else NullObserver()
-        self._queue: BatchQueue[Pending[P, R]] = BatchQueue(policy, len({*map(instance_of, runners)}), room)
+        self._queue: BatchQueue[Pending[P, R]] = BatchQueue(policy, len({*map(instance_of, runners)}), shared_limits)
         self._waiting = self._queue.waiting
-        self._instances: Instances[P, R] = Instances(runners, self._clock, self._queue.latency, hangs, instance_of)
+        self._instances: Instances[P, R] = Instances(runners, self._clock, self._queue.latency, replacer, instance_of)
         self._running, self._slots, self._ahead = self._instances.running, self._instances.slots, self._instances.ahead
         self._retries: Retries[Pending[P, R]] = Retries(blames, self._waiting, isolates=policy.isolate_failures)
         self._suspects = self._retries.groups
@@ -95,8 +95,8 @@ class Batcher(Generic[P, R]):
         self._answers = OrderedAnswers() if policy.preserve_ordering else Answers()
         self._delivery = Delivery(self._answers, self._observer)
         self._accepts = self._stopped = self._suspended = False
-        self._company = company or Company()
-        self._turns = Turns(self._turn, self._kept_waiting, self._company, self._clock)
+        self._arrivals = arrivals or ArrivalModel()
+        self._turns = Turns(self._turn, self._wait_budget, self._arrivals, self._clock)
         self.announce = self._turns.announce
         self._wake_ns: int | None = None
         self._drained: asyncio.Event
@@ -297,14 +297,14 @@ class Batcher(Generic[P, R]):
         when it is started."""
         self._turns.submit_announced()
 
-    def _kept_waiting(self, announced: int = 0) -> Kept | None:
+    def _wait_budget(self, announced: int = 0) -> WaitBudget | None:
         """What an instance may be kept waiting for, besides `announced` requests. None if there is no instance to keep
         waiting, or there are enough requests for it already."""
         room = self._queue.worth_waiting_for(announced)
         if not room or not self._accepts or self._suspects:
             return None
         if self._slots.idle > 0 or (self._ahead and self._ahead.about_to_end(self._clock.now_ns())):
-            return Kept(self._waiting.requests + announced, room, self._queue.spare_until_ns)
+            return WaitBudget(self._waiting.requests + announced, room, self._queue.spare_until_ns)
         return None
 
     def _on_alarm(self) -> None:
@@ -371,7 +371,7 @@ class Batcher(Generic[P, R]):
         if self._ahead.next.get(runner) is batch:
             # Before it waits again: other threads read how much waits, and it mustn't be counted twice.
             self._queue.release(batch)
-        self._company.on_end(len(batch.entries), self._clock.now_ns())
+        self._arrivals.on_end(len(batch.entries), self._clock.now_ns())
         self._put_back(batch, batch.entries)
         return True
 
@@ -393,7 +393,7 @@ class Batcher(Generic[P, R]):
 
     # hot path
     def _run(self, runner: Runner[P, R], batch: Batch[Pending[P, R]], suspects: Suspects[Pending[P, R]] | None) -> None:
-        self._company.on_start(len(batch.entries), self._waiting.requests, self._clock.now_ns(), self._clock.busy_ns())
+        self._arrivals.on_start(len(batch.entries), self._waiting.requests, self._clock.now_ns(), self._clock.busy_ns())
         payloads = []
         for entry in batch.entries:
             pending = entry.payload
@@ -413,18 +413,18 @@ class Batcher(Generic[P, R]):
         # The time of the answers, not of the execution's end: requests that arrive in between don't come because of an
         # answer.
         now_ns = self._clock.now_ns()
-        self._company.on_end(len(batch.entries), now_ns)
+        self._arrivals.on_end(len(batch.entries), now_ns)
         duration_ns = outcome.finished_ns - outcome.started_ns
         computed_ns = duration_ns - getattr(outcome.executed, "waited_ns", 0)
         self._queue.done(batch, now_ns, None if outcome.error else computed_ns)
         if not outcome.error:
             self._instances.executed(runner, batch.key)
-        self._company.took(*self._costs(batch) if duration_ns >= _LONG_NS else (0, 0))
+        self._arrivals.took(*self._costs(batch) if duration_ns >= _LONG_NS else (0, 0))
         failed = self._on_failure(runner, batch, outcome.error, suspects) if outcome.error else ()
         if self._ended and (ended := self._ended.pop(runner, None)) is not None and self._instances.may_be_lost(runner):
             self._lose(runner, ended)
         try:
-            if duration_ns < _LOOP_NS * len(batch.entries) and self._kept_waiting(self._turns.announced) is not None:
+            if duration_ns < _LOOP_NS * len(batch.entries) and self._wait_budget(self._turns.announced) is not None:
                 self._turns.request()
             else:
                 # The instance first: it starts on the next batch while the loop answers this one.
@@ -435,7 +435,7 @@ class Batcher(Generic[P, R]):
     def _costs(self, batch: Batch[Pending[P, R]]) -> tuple[int, int]:
         """What a batch like this one costs besides its rows, and what half of the callers lately present would take, in
         ns."""
-        rows, latency = self._company.half_of_all(len(batch.entries), batch.rows), self._queue.latency
+        rows, latency = self._arrivals.half_of_all(len(batch.entries), batch.rows), self._queue.latency
         return latency.base_ns(batch.key), latency.expected_ns(batch.key, rows)
 
     def _on_late(self, runner: Runner[P, R]) -> None:
@@ -446,7 +446,7 @@ class Batcher(Generic[P, R]):
             return
         batch, now_ns = self._running[runner], self._clock.now_ns()
         self._ended.pop(runner, None)
-        self._company.on_end(len(batch.entries), now_ns)
+        self._arrivals.on_end(len(batch.entries), now_ns)
         self._queue.done(batch, now_ns, None)
         self._instances.hang(runner)
         try:
@@ -465,7 +465,7 @@ class Batcher(Generic[P, R]):
         blame, among_suspects = self._retries.blame_for(error), suspects is not None
         suspects = suspects or Suspects.of_batch(batch.key, batch.entries)
         if blame is Blame.SIZE:
-            if self._instances.lacked_memory(runner, batch, suspects.left):
+            if self._instances.on_out_of_memory(runner, batch, suspects.left):
                 self._forgive(suspects.search)
                 instance, longest_ns = self._instances.instance_of(runner), self._queue.latency.longest_ns
                 return self._retries.plan_elsewhere(batch, suspects, instance, self._clock.now_ns(), longest_ns)
@@ -490,8 +490,8 @@ class Batcher(Generic[P, R]):
         too often: reading them may be what ends instances."""
         for entry in batch.entries:
             entry.payload.unbegun += 1
-        failed = [entry for entry in batch.entries if entry.payload.unbegun >= _MOST_UNBEGUN]
-        left = [entry for entry in batch.entries if entry.payload.unbegun < _MOST_UNBEGUN]
+        failed = [entry for entry in batch.entries if entry.payload.unbegun >= _MAX_UNBEGUN]
+        left = [entry for entry in batch.entries if entry.payload.unbegun < _MAX_UNBEGUN]
         if suspects is None:
             self._put_back(batch, left)
         else:

@@ -67,7 +67,7 @@ class Delivery:
                 self.fail(entry, _failure(outcome.error))
             self._observer.on_batch(_report(batch, outcome, failed))
         finally:
-            self._answers.tell()
+            self._answers.notify()
 
     def time_out(self, batch: Batch[Pending[Any, Any]], limit_ns: int, now_ns: int) -> None:
         """Report that a batch executes for longer than it may; nobody waits for its result any more."""
@@ -77,7 +77,7 @@ class Delivery:
                 self.fail(entry, ExecutionTimeout(limit_ns))
             self._observer.on_batch(_report(batch, outcome, batch.entries))
         finally:
-            self._answers.tell()
+            self._answers.notify()
 
     def _answer(self, batch: Batch[Pending[Any, Any]], outcome: Outcome[Any]) -> None:
         started_ns, executed = outcome.started_ns, outcome.executed

@@ -20,13 +20,13 @@ from scheduler.shortages import Shortages
 from scheduler.slots import Slots
 from scheduler.watchdog import Watchdog
 
-__all__ = ["Hangs", "Instances"]
+__all__ = ["InstanceReplacer", "Instances"]
 
 P = TypeVar("P")
 R = TypeVar("R")
 
 
-class Hangs(Protocol):
+class InstanceReplacer(Protocol):
     """Replaces instances that were given up. Called on the event loop."""
 
     def on_hang(self, runner: Any, others: Sequence[Any]) -> None:
@@ -43,7 +43,7 @@ class Hangs(Protocol):
 
 
 class Instances(Generic[P, R]):
-    """`running` is what each runner executes, `ahead` when it is likely to be done and what it executes next. `hangs`
+    """`running` is what each runner executes, `ahead` when it is likely to be done and what it executes next. `replacer`
     is notified of runners that were given up. `instance_of` is as in `Batcher`."""
 
     def __init__(
@@ -51,13 +51,13 @@ class Instances(Generic[P, R]):
         runners: Sequence[Runner[P, R]],
         clock: Clock,
         latency: LatencyModel,
-        hangs: Hangs | None,
+        replacer: InstanceReplacer | None,
         instance_of: Callable[[Any], Hashable],
     ) -> None:
         self._runners = tuple(runners)
         self._clock = clock
         self._latency = latency
-        self._hangs = hangs
+        self._replacer = replacer
         self.instance_of = instance_of
         self._watchdog: Watchdog[Runner[P, R]] | None = None
         self._leaving: set[Runner[P, R]] = set()
@@ -102,11 +102,11 @@ class Instances(Generic[P, R]):
     def may_run_again(self, avoided: Collection[Hashable]) -> bool:
         """Whether there is a free runner for a batch that is to run on none of the `avoided` instances, as long as
         there are others."""
-        return self.slots.has_but(avoided) or (self.slots.free > 0 and self._instances() <= {*avoided})
+        return self.slots.has_excluding(avoided) or (self.slots.free > 0 and self._instances() <= {*avoided})
 
     def take_again(self, batch: Batch[Pending[P, R]], avoided: Collection[Hashable]) -> Runner[P, R]:
         """Like `take`, for a batch that `may_run_again`."""
-        runner = self.slots.take_but(avoided) if self.slots.has_but(avoided) else self.slots.take()
+        runner = self.slots.take_excluding(avoided) if self.slots.has_excluding(avoided) else self.slots.take()
         self._begin(runner, batch)
         return runner
 
@@ -136,7 +136,7 @@ class Instances(Generic[P, R]):
         if len(self._runners) > 1 and not self.given_up(runner):
             self._shortages.executed(self.instance_of(runner), key)
 
-    def lacked_memory(self, runner: Runner[P, R], batch: Batch[Pending[P, R]], left: Collection[Hashable]) -> bool:
+    def on_out_of_memory(self, runner: Runner[P, R], batch: Batch[Pending[P, R]], left: Collection[Hashable]) -> bool:
         """Learn that an execution ended for want of memory. Returns whether other instances have it, and are to execute
         the batch: then this instance gets nothing for a while, and afterwards all others are preferred to it. If not,
         and the batch was a single request, they are preferred from now on. A batch that has `left` this instance
@@ -198,12 +198,12 @@ class Instances(Generic[P, R]):
             runner.stop()
             return
         others = self._give_up(runner)
-        if self._hangs is not None:
-            self._hangs.on_hang(runner, others)
+        if self._replacer is not None:
+            self._replacer.on_hang(runner, others)
 
     def may_be_lost(self, runner: Runner[P, R]) -> bool:
-        """Whether the runner's instance wasn't given up before, and `hangs` can replace it."""
-        return self._hangs is not None and not self.given_up(runner)
+        """Whether the runner's instance wasn't given up before, and `replacer` can replace it."""
+        return self._replacer is not None and not self.given_up(runner)
 
     def given_up(self, runner: Runner[P, R]) -> bool:
         """Whether the runner's instance was given up."""
@@ -213,13 +213,13 @@ class Instances(Generic[P, R]):
         """Give up the runner's instance, which can't execute any more."""
         self._give_up(runner)
         self.ahead.end(runner)
-        if self._hangs is not None:
-            self._hangs.on_loss(runner, error)
+        if self._replacer is not None:
+            self._replacer.on_loss(runner, error)
 
     def returned(self, runner: Runner[P, R]) -> None:
         """Report that the runner's execution has ended, after its instance was given up."""
-        if self._hangs is not None:
-            self._hangs.on_return(runner)
+        if self._replacer is not None:
+            self._replacer.on_return(runner)
 
     def call_off(self) -> None:
         """End executions that nobody waits for any more, where the runner can."""

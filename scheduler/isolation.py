@@ -31,7 +31,7 @@ __all__ = ["LONGEST_WAIT_NS", "SHORTEST_WAIT_NS", "Blame", "Retries", "Search", 
 
 _log = logging.getLogger("paceline.scheduler")
 
-_MOST_ENDS = 4
+_MAX_ENDS = 4
 """When this many instances have ended because of one batch's requests, the rest of these fail, as everything else waits
 meanwhile. With two culprits, all other requests are still answered."""
 
@@ -165,7 +165,7 @@ class Retries(Generic[T]):
             return batch.entries
         if blame is Blame.FATAL:
             suspects.search.ends += 1
-            if suspects.search.ends >= _MOST_ENDS:
+            if suspects.search.ends >= _MAX_ENDS:
                 return [*batch.entries, *self._take_others(suspects)]
         # Fewer of them may well run on an instance that had no memory for all.
         groups = replace(suspects, left=frozenset()).again(blame, batch.padded_rows)

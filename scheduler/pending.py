@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from scheduler.lane import Entry
-from scheduler.telling import Telling
+from scheduler.notifying import NotifyingFuture
 
 __all__ = ["BatchFacts", "Pending"]
 
@@ -29,14 +29,14 @@ class BatchFacts(NamedTuple):
     executed: Any
 
 
-class Pending(Telling[R], Generic[P, R]):
+class Pending(NotifyingFuture[R], Generic[P, R]):
     """The future result of a submitted request.
 
     Cancelling it, as a cancelled task does with what it awaits, takes the request out of the queue at once. Once the
     request executes, cancelling only discards its share of the answer; the execution is called off, if its runner can,
     when nobody is left who waits for it.
 
-    `told` is called together for the requests of a batch, after the batch was reported, in the order in which answers
+    `on_done` is called together for the requests of a batch, after the batch was reported, in the order in which answers
     leave. If a request ends otherwise, the event loop calls it.
 
     `facts` are available as soon as there is a result; few ask for them, so they are put together on demand.

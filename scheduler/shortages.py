@@ -19,7 +19,7 @@ InstanceT = TypeVar("InstanceT", bound=Hashable)
 SHORTEST_REST_NS, LONGEST_REST_NS = 10_000_000, 10_000_000_000
 """A rest is twice as long as the one before, up to the longest. A rest that has been over for that long is
 forgotten."""
-_MOST_KEYS = 1024
+_MAX_KEYS = 1024
 
 
 class _Short(NamedTuple):
@@ -60,7 +60,7 @@ class Shortages(Generic[InstanceT]):
         able = self._able.get(hashed)
         if able is None:
             able = self._able[hashed] = set()
-            if len(self._able) > _MOST_KEYS:
+            if len(self._able) > _MAX_KEYS:
                 del self._able[next(iter(self._able))]
         able.add(instance)
         if self._short:

@@ -21,7 +21,7 @@ __all__ = ["Cut", "Sizing", "Unreachable"]
 
 T = TypeVar("T")
 
-_MOST_BATCHES = 8
+_MAX_BATCHES = 8
 """How many batches deep to look into a lane for requests that can be answered in time; what lies further back has its
 turn later."""
 
@@ -92,7 +92,7 @@ class Sizing:
         end_ns = starts_ns + self._safe_ns(key, cut.padded_rows, starts_ns)
         if all(one.rpc_deadline_ns >= end_ns for one in cut.entries):
             return cut, []
-        candidates = list(islice(entries, _MOST_BATCHES * len(cut.entries)))
+        candidates = list(islice(entries, _MAX_BATCHES * len(cut.entries)))
         limit, best, best_late, best_rate = cut.rows + 1, cut, list[Unreachable[T]](), 0.0
         while limit > (smaller := min(cut.rows, max(limit // 2, cut.entries[0].rows))):
             limit = cut.rows if limit > cut.rows else smaller

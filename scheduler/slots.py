@@ -58,13 +58,13 @@ class Slots(Generic[R]):
         has to be one."""
         return self._take(self._idle.popitem()[0] if self._idle else next(iter(self._busy)))
 
-    def take_but(self, groups: Collection[Hashable]) -> R:
-        """Like `take`, but of no instance among `groups`. There has to be one: `has_but`."""
+    def take_excluding(self, groups: Collection[Hashable]) -> R:
+        """Like `take`, but of no instance among `groups`. There has to be one: `has_excluding`."""
         group = next(one for one in (*reversed(self._idle), *self._busy) if one not in groups)
         self._idle.pop(group, None)
         return self._take(group)
 
-    def has_but(self, groups: Collection[Hashable]) -> bool:
+    def has_excluding(self, groups: Collection[Hashable]) -> bool:
         """Whether a runner of an instance not among `groups` is free."""
         return any(group not in groups for group in self._free)
 

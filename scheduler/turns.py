@@ -1,7 +1,7 @@
 """When a batcher asks its queue what to do: once the requests that arrive together have arrived.
 
 Lives here: requests that have arrived and haven't been looked at, and how long the turn is put off for others that are
-likely to arrive right away (`company`). Must not: know what a turn does; that is `batcher`.
+likely to arrive right away (`arrival_model`). Must not: know what a turn does; that is `batcher`.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ import logging
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from scheduler.arrival_model import ArrivalModel
 from scheduler.clock import Alarm, Clock
-from scheduler.company import Company
 
-__all__ = ["Kept", "Submit", "Turns"]
+__all__ = ["Submit", "Turns", "WaitBudget"]
 
 Submit = Callable[[list[Any]], None]
 """Submits requests, in order."""
@@ -24,11 +24,11 @@ _log = logging.getLogger("paceline.scheduler")
 _UNSEEN_NS = 500_000
 """While others are waited for, requests that arrive may be known by their number alone for this long: they may be
 urgent."""
-_LEAST_NS = 50_000
+_MIN_NS = 50_000
 """About how long an alarm takes to be noticed."""
 
 
-class Kept(NamedTuple):
+class WaitBudget(NamedTuple):
     """What an instance may be kept waiting for: besides the `waiting` requests, for at most `room` more, until
     `until_ns`, since some may have deadlines."""
 
@@ -40,7 +40,7 @@ class Kept(NamedTuple):
 class Turns:
     """When one batcher takes its turns.
 
-    `take` takes a turn: it has to call `begin` first, and then asks the queue what to do. `kept_waiting` is called once
+    `take` takes a turn: it has to call `begin` first, and then asks the queue what to do. `wait_budget` is called once
     all requests that have arrived are submitted; it says what an instance may be kept waiting for (None: nothing).
     """
 
@@ -49,12 +49,12 @@ class Turns:
         "_announced",
         "_came",
         "_clock",
-        "_company",
+        "_arrivals",
         "_due_ns",
         "_is_due",
         "_is_looking",
         "_is_put_off",
-        "_kept_waiting",
+        "_wait_budget",
         "_latest",
         "_loop",
         "_missing",
@@ -69,13 +69,13 @@ class Turns:
     def __init__(
         self,
         take: Callable[[], None],
-        kept_waiting: Callable[[], Kept | None],
-        company: Company,
+        wait_budget: Callable[[], WaitBudget | None],
+        arrivals: ArrivalModel,
         clock: Clock,
     ) -> None:
         self._take = take
-        self._kept_waiting = kept_waiting
-        self._company = company
+        self._wait_budget = wait_budget
+        self._arrivals = arrivals
         self._clock = clock
         # Announced requests by what submits them. The last group is `_latest`, which `_submit` submits.
         self._announced: list[tuple[Submit, list[Any]]] = []
@@ -163,17 +163,17 @@ class Turns:
     def _put_off(self) -> bool:
         """Put the turn off if more requests are worth waiting for; returns whether it did. There is another look at the
         alarm, or when enough requests have arrived."""
-        kept = self._kept_waiting()
+        kept = self._wait_budget()
         if kept is None:
             return False
         now_ns = self._clock.now_ns()
         self._due_ns = self._due_ns or now_ns
-        self._company.forget(now_ns)
-        patience_ns = self._company.patience_ns(kept.waiting, now_ns - self._due_ns)
-        if not patience_ns or kept.until_ns < now_ns + _LEAST_NS:
+        self._arrivals.forget(now_ns)
+        patience_ns = self._arrivals.patience_ns(kept.waiting, now_ns - self._due_ns)
+        if not patience_ns or kept.until_ns < now_ns + _MIN_NS:
             return False
         self._until_ns = min(now_ns + patience_ns, kept.until_ns)
-        self._came, self._missing = 0, min(kept.room, self._company.missing(kept.waiting))
+        self._came, self._missing = 0, min(kept.room, self._arrivals.missing(kept.waiting))
         self._is_put_off = True
         self._set_alarm(now_ns)
         return True
@@ -201,8 +201,8 @@ class Turns:
         came, self._is_put_off = self._came, False
         self.submit_announced()
         self._came, self._is_put_off = came, True
-        kept = self._kept_waiting()
-        if kept is None or kept.until_ns < now_ns + _LEAST_NS:
+        kept = self._wait_budget()
+        if kept is None or kept.until_ns < now_ns + _MIN_NS:
             return False
         self._until_ns = min(self._until_ns, kept.until_ns)
         return True

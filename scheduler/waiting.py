@@ -15,35 +15,35 @@ from scheduler.errors import QueueFull
 from scheduler.lane import Entry
 from scheduler.policy import BatchPolicy
 
-__all__ = ["Room", "Waiting"]
+__all__ = ["SharedQueueLimits", "Waiting"]
 
 _MANY = 1 << 62
 _ROWS, _SIZE_BYTES = attrgetter("rows"), attrgetter("size_bytes")
 
 
-class Room:
+class SharedQueueLimits:
     """What waits in several queues together, and how much may: requests and bytes (0: no limit). For queues of one
     thread."""
 
-    __slots__ = ("most_bytes", "most_requests", "requests", "size_bytes")
+    __slots__ = ("max_bytes", "max_requests", "requests", "size_bytes")
 
     def __init__(self, max_requests: int, max_bytes: int) -> None:
-        self.most_requests, self.most_bytes = max_requests or _MANY, max_bytes or _MANY
+        self.max_requests, self.max_bytes = max_requests or _MANY, max_bytes or _MANY
         self.requests = self.size_bytes = 0
 
     # hot path
     def full(self, requests: int, size_bytes: int) -> QueueFull | None:
         """The limit that `requests` more, of `size_bytes` together, would exceed, as an error to raise; None if there
         is room."""
-        if self.requests + requests > self.most_requests:
-            return QueueFull(self.most_requests, whose="all models")
-        if self.size_bytes + size_bytes > self.most_bytes:
-            return QueueFull(self.most_bytes, "bytes", whose="all models")
+        if self.requests + requests > self.max_requests:
+            return QueueFull(self.max_requests, whose="all models")
+        if self.size_bytes + size_bytes > self.max_bytes:
+            return QueueFull(self.max_bytes, "bytes", whose="all models")
         return None
 
 
 class Waiting:
-    """Requests, rows and bytes that wait in one queue, which shares `room` with others. `reserved` are requests that
+    """Requests, rows and bytes that wait in one queue, which shares `shared_limits` with others. `reserved` are requests that
     have left the queue and may come back: until they no longer may, they take room."""
 
     __slots__ = (
@@ -55,19 +55,19 @@ class Waiting:
         "_reserved_bytes",
         "_reserved_of_level",
         "_reserved_rows",
-        "_room",
+        "_shared",
         "requests",
         "reserved",
         "rows",
         "size_bytes",
     )
 
-    def __init__(self, policy: BatchPolicy, room: Room | None = None) -> None:
+    def __init__(self, policy: BatchPolicy, shared_limits: SharedQueueLimits | None = None) -> None:
         self.requests = self.rows = self.size_bytes = 0
         self.reserved = self._reserved_rows = self._reserved_bytes = 0
         self._reserved_of_level: Counter[int] = Counter()
         self._max_rows, self._max_bytes = policy.limits.max_rows, policy.limits.max_bytes
-        self._room = room
+        self._shared = shared_limits
         self._is_bounded = bool(self._max_rows or self._max_bytes)
         self._has_levels = policy.priority_levels > 0
         self._requests_of_level: Counter[int] = Counter()
@@ -97,7 +97,7 @@ class Waiting:
                 return QueueFull(self._max_rows, "rows")
             if self._max_bytes and self.size_bytes + self._reserved_bytes + size_bytes > self._max_bytes:
                 return QueueFull(self._max_bytes, "bytes")
-        return self._room.full(requests, size_bytes) if self._room is not None else None
+        return self._shared.full(requests, size_bytes) if self._shared is not None else None
 
     def room(self, level: int, max_queue_size: int) -> int:
         """How many more requests there is room for if they are like those that wait, of a level that may hold
@@ -111,32 +111,32 @@ class Waiting:
         if self._max_bytes:
             left_bytes = self._max_bytes - self.size_bytes - self._reserved_bytes
             bounds.append(left_bytes * requests // max(1, self.size_bytes))
-        if (room := self._room) is not None:
-            bounds.append(room.most_requests - room.requests)
-            bounds.append((room.most_bytes - room.size_bytes) * requests // max(1, self.size_bytes))
+        if (room := self._shared) is not None:
+            bounds.append(room.max_requests - room.requests)
+            bounds.append((room.max_bytes - room.size_bytes) * requests // max(1, self.size_bytes))
         return min(bounds)
 
     # hot path
-    def came(self, entry: Entry[Any], requests: int = 1) -> None:
+    def add(self, entry: Entry[Any], requests: int = 1) -> None:
         """Count `requests` more, all like `entry`."""
         size_bytes = entry.size_bytes * requests
         self.requests += requests
         self.rows += entry.rows * requests
         self.size_bytes += size_bytes
-        if (room := self._room) is not None:
+        if (room := self._shared) is not None:
             room.requests += requests
             room.size_bytes += size_bytes
         if self._has_levels:
             self._requests_of_level[entry.level] += requests
 
     # hot path
-    def left(self, entries: Sequence[Entry[Any]]) -> None:
+    def remove(self, entries: Sequence[Entry[Any]]) -> None:
         """Stop counting `entries`, which wait no more."""
         requests, size_bytes = len(entries), sum(map(_SIZE_BYTES, entries))
         self.requests -= requests
         self.rows -= sum(map(_ROWS, entries))
         self.size_bytes -= size_bytes
-        if (room := self._room) is not None:
+        if (room := self._shared) is not None:
             room.requests -= requests
             room.size_bytes -= size_bytes
         if self._has_levels:
@@ -155,6 +155,6 @@ class Waiting:
         self._reserved_of_level[entry.level] += sign
         if not self._reserved_of_level[entry.level]:
             del self._reserved_of_level[entry.level]
-        if (room := self._room) is not None:
+        if (room := self._shared) is not None:
             room.requests += sign
             room.size_bytes += sign * entry.size_bytes

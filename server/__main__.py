@@ -5,7 +5,7 @@ import sys
 
 from server.memory import huge_pages
 from server.standard_streams import open_standard_streams
-from server.tuning import made_to_stay
+from server.tuning import excluded_from_gc
 
 __all__ = ["main"]
 
@@ -19,7 +19,7 @@ def main() -> None:
     # verbosity it logs every failed handshake, and even at ERROR malformed headers: anybody could make it write a lot.
     # It reads the variable when it is imported.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
-    with made_to_stay():
+    with excluded_from_gc():
         from server.cli import main as command
 
     command(prog_name="paceline")

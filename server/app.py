@@ -25,11 +25,11 @@ from backends import registry
 from backends.base import Backend
 from backends.cuda.driver import count_gpus
 from backends.errors import DeviceError, LoadError
-from scheduler.waiting import Room
+from scheduler.waiting import SharedQueueLimits
 from server.addresses import host_and_port, resolve
 from server.config import ControlMode, Settings
 from server.errors import StartError
-from server.fronts.fleet import Fleet, StartFront, start_front
+from server.fronts.pool import FrontPool, StartFront, start_front
 from server.memory.cuda_region import open_cuda_region
 from server.memory.regions import Regions
 from server.models.layout import Layout, ModelFolder
@@ -40,7 +40,6 @@ from server.models.readiness import why_not_ready
 from server.models.repository import Repository
 from server.models.upstream import Upstream
 from server.requests.inference import Inference
-from server.rpc.calling import Calling
 from server.rpc.calls import header_rules
 from server.rpc.configuration import Configuration
 from server.rpc.gate import Usage
@@ -51,6 +50,7 @@ from server.rpc.service import InferenceService, RpcGroup
 from server.rpc.shared_memory import SharedMemory
 from server.rpc.statistics_service import StatisticsService
 from server.rpc.streaming import Streaming
+from server.rpc.unary_inference import UnaryInference
 from server.telemetry.gpu_metrics import GpuCollector
 from server.telemetry.metrics import FrontsCollector, Metrics
 from server.telemetry.metrics_endpoint import MetricsEndpoint
@@ -71,7 +71,7 @@ react, so it doesn't get the rest of the grace, however long that is."""
 _FAILED_START_S = 3.0
 """How long, at most, models that load, warm up or are being closed get when the start has failed."""
 
-_LEAST_GRACE_S = 0.5
+_MIN_GRACE_S = 0.5
 """Even without grace, the event loop and a thread need some turns to see that nothing runs and to close the models; on
 a machine that is busy otherwise, these take a while."""
 
@@ -167,7 +167,7 @@ class Server:
         self._metrics = Metrics()
         self._regions = _regions(settings)
         self._tracer = Tracer(settings.trace)
-        self._room = Room(settings.limits.queued_requests, settings.limits.queued_bytes)
+        self._room = SharedQueueLimits(settings.limits.queued_requests, settings.limits.queued_bytes)
         loads = Loads(
             backend_of or _made_once(partial(registry.backend, shared_threads=settings.backend_config.shared_threads)),
             _load_defaults(settings),
@@ -181,7 +181,7 @@ class Server:
             regions=self._regions,
             tracer=self._tracer,
             max_models=settings.limits.models,
-            room=self._room,
+            shared_limits=self._room,
         )
         self._layout = Layout(settings.paths, settings.model_config_name, settings.model_name)
         self.poller = Poller(self._layout, self.repository, settings.repository_poll_secs)
@@ -201,7 +201,7 @@ class Server:
             ModelControl(self.repository, self._layout, settings.model_control_mode),
             self._shared_memory,
             self._remote_settings,
-            Calling(self._inference, forwarding, passing),
+            UnaryInference(self._inference, forwarding, passing),
             self._streaming,
         ]
         self._service = InferenceService(
@@ -277,7 +277,7 @@ class Server:
     async def _stop_models(self, grace_s: float) -> bool:
         """False if executions, or the release of models, take longer than `grace_s`."""
         try:
-            await asyncio.wait_for(self.repository.stop(), max(grace_s, _LEAST_GRACE_S))
+            await asyncio.wait_for(self.repository.stop(), max(grace_s, _MIN_GRACE_S))
         except TimeoutError:
             _log.warning("gave up after %g s on models that still execute, load or are being closed", grace_s)
             return False
@@ -300,11 +300,11 @@ class Server:
             await self._inference.refuse_until_quiet()
         self._grpc.leave()
 
-    def _fronts(self) -> Fleet | None:
+    def _fronts(self) -> FrontPool | None:
         """The processes that speak gRPC, if it isn't this one."""
         if self._settings.frontends == 1:
             return None
-        fleet = Fleet(self._settings, self._inference, self.repository, self._service.handlers(), self._start_front)
+        fleet = FrontPool(self._settings, self._inference, self.repository, self._service.handlers(), self._start_front)
         self._metrics.add_collector(FrontsCollector(fleet))
         self._remote_settings.on_log_change = fleet.tell_log_settings
         return fleet

@@ -12,8 +12,8 @@ __all__ = ["BoundedCache"]
 K = TypeVar("K")
 T = TypeVar("T")
 
-_MOST_ENTRIES = 1_000
-_MOST_BYTES = 2**20
+_MAX_ENTRIES = 1_000
+_MAX_BYTES = 2**20
 """Callers choose what is cached, and an entry may take a hundred times the bytes that it is counted as."""
 
 
@@ -27,7 +27,7 @@ class BoundedCache(dict[K, T]):
     def remember(self, key: K, value: T, size_bytes: int = 0) -> None:
         """Have `get` return `value` for `key` from now on, until the cache is full. `size_bytes` counts towards the
         bound on bytes."""
-        if len(self) >= _MOST_ENTRIES or self._size_bytes + size_bytes > _MOST_BYTES:
+        if len(self) >= _MAX_ENTRIES or self._size_bytes + size_bytes > _MAX_BYTES:
             self.clear()
             self._size_bytes = 0
         self._size_bytes += size_bytes

@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from typing import NamedTuple
 
-__all__ = ["NOTHING_SENT", "Headers", "Sent", "TraceParent", "leaves_by"]
+__all__ = ["NO_PASSED_HEADERS", "Headers", "PassedHeaders", "TraceParent", "answer_deadline_ns"]
 
 Headers = tuple[tuple[str, str | bytes], ...]
 
@@ -23,18 +23,18 @@ _WAY_BACK = 0.1
 _LONGEST_WAY_BACK_S = 0.1
 
 
-def leaves_by(remaining_s: float, began_ns: int = 0) -> int:
+def answer_deadline_ns(remaining_s: float, began_ns: int = 0) -> int:
     """When an answer must leave, in monotonic ns, to reach a caller that gives up `remaining_s` after `began_ns` (0:
     after now)."""
     way_back_s = min(_WAY_BACK * remaining_s, _LONGEST_WAY_BACK_S)
     return (began_ns or time.monotonic_ns()) + int((remaining_s - way_back_s) * 1e9)
 
 
-class Sent(NamedTuple):
+class PassedHeaders(NamedTuple):
     """Headers to send to another server: `headers` keep requests apart, `tracing` merely accompanies them."""
 
     headers: Headers = ()
     tracing: Headers = ()
 
 
-NOTHING_SENT = Sent()
+NO_PASSED_HEADERS = PassedHeaders()

@@ -34,7 +34,7 @@ from server.rpc.tokens import line_of, new_token
 from server.telemetry import log
 from server.telemetry.log_output import exit_now, take_stderr
 from server.telemetry.trace_settings import parse_trace_config
-from server.tuning import keep_freed_memory, made_to_stay, take_descriptors
+from server.tuning import excluded_from_gc, keep_freed_memory, take_descriptors
 
 __all__ = ["main"]
 
@@ -57,7 +57,7 @@ class _Commands(click.Group):
 
             return infer
         if cmd_name == "health":
-            from clients.probe import health
+            from clients.health import health
 
             return health
         if cmd_name == "top":
@@ -84,9 +84,9 @@ class _ModelPath(click.Path):
 
 
 _MODEL_PATH = _ModelPath(path_type=Path)
-_MOST_US = 10**12
+_MAX_US = 10**12
 """A million seconds, the maximum of `AMOUNT`."""
-_MOST_ROWS = 2**31 - 1
+_MAX_ROWS = 2**31 - 1
 """The maximum of `max_batch_size` in a model's configuration."""
 
 
@@ -170,10 +170,10 @@ _MOST_ROWS = 2**31 - 1
     "max-batch-size",
     None,
     "Largest batch, in rows; by default 32. *",
-    type=click.IntRange(1, _MOST_ROWS),
+    type=click.IntRange(1, _MAX_ROWS),
     also="--max-batchsize",
 )
-@flag("max-queue-delay-microseconds", None, "Longest wait for more requests. *", type=click.IntRange(0, _MOST_US))
+@flag("max-queue-delay-microseconds", None, "Longest wait for more requests. *", type=click.IntRange(0, _MAX_US))
 @flag("max-latency", None, "The same in milliseconds, as in KServe's batcher. *", type=AMOUNT)
 @flag("max-batch-time", None, "The same in seconds, as in MLServer. *", type=AMOUNT)
 @flag("timeout", None, "Longest time in the queue, in seconds. *", type=AMOUNT)
@@ -300,7 +300,7 @@ def _check_pattern(pattern: str) -> None:
 
 
 async def _serve(settings: Settings, backend_of: Callable[[str], Backend] | None) -> None:
-    with made_to_stay():
+    with excluded_from_gc():
         from server.app import Server  # heavy: `paceline --help` and `paceline infer` do without
 
     stopping = asyncio.Event()

@@ -31,12 +31,12 @@ from backends.errors import (
     DeviceError,
     DeviceLost,
     ExecutionError,
+    InstanceError,
     InstanceLost,
     LoadError,
     OutOfMemory,
+    ProcessEndedBeforeBatch,
     ProcessError,
-    ProcessGone,
-    SessionError,
     StalePlan,
     Unequipped,
     UpstreamFailed,
@@ -77,8 +77,8 @@ __all__ = [
     "StartError",
     "TooManyModels",
     "TooManyRegions",
+    "error_text",
     "status_of",
-    "words_of",
 ]
 
 
@@ -196,7 +196,7 @@ STATUS_OF: dict[type[BaseException], grpc.StatusCode] = {
     # Not a status that clients retry elsewhere: what makes one server hang would make the next hang too.
     ExecutionTimeout: grpc.StatusCode.INTERNAL,
     ExecutionError: grpc.StatusCode.INTERNAL,
-    SessionError: grpc.StatusCode.INTERNAL,
+    InstanceError: grpc.StatusCode.INTERNAL,
     OutOfMemory: grpc.StatusCode.RESOURCE_EXHAUSTED,
     Unequipped: grpc.StatusCode.INTERNAL,
     # Not a status that clients retry elsewhere: tensors can break a device, and would break the next one too.
@@ -208,7 +208,7 @@ STATUS_OF: dict[type[BaseException], grpc.StatusCode] = {
     UpstreamRefused: grpc.StatusCode.INTERNAL,
     # Not a status that clients retry elsewhere: what ends one process would end the next.
     ProcessError: grpc.StatusCode.INTERNAL,
-    ProcessGone: grpc.StatusCode.INTERNAL,
+    ProcessEndedBeforeBatch: grpc.StatusCode.INTERNAL,
     ThreadLost: grpc.StatusCode.INTERNAL,
     LoadError: grpc.StatusCode.INTERNAL,
     DeviceError: grpc.StatusCode.INTERNAL,
@@ -237,7 +237,7 @@ def status_of(error: BaseException) -> grpc.StatusCode | None:
     return None
 
 
-def words_of(error: BaseException) -> str:
+def error_text(error: BaseException) -> str:
     """What `error` says; its type if it can't be put into words."""
     try:
         return str(error)

@@ -15,7 +15,7 @@ LARGEST_MESSAGE_BYTES = 2**31 - 1
 """gRPC's own maximum."""
 LARGEST_RESPONSE_BYTES = LARGEST_MESSAGE_BYTES - 2**10
 """The rest is for the message around the outputs, and for what a response says about its batch."""
-_MOST_PENDING = 16_384
+_MAX_PENDING = 16_384
 """Each may take some 10 KB, at no cost to a client that begins calls and resets them: so no more than the calls that
 may be in progress by default."""
 
@@ -55,8 +55,8 @@ class Limits:
             ("grpc.http.overload_protection", 0),
             # Calls that have arrived and aren't handled yet. By default, gRPC starts at 1000 to end some of them with
             # CANCELLED, and at 3000 all, whoever sent them: a burst is enough. Here, excess callers are told so.
-            ("grpc.server.max_pending_requests", _MOST_PENDING),
-            ("grpc.server.max_pending_requests_hard_limit", _MOST_PENDING),
+            ("grpc.server.max_pending_requests", _MAX_PENDING),
+            ("grpc.server.max_pending_requests_hard_limit", _MAX_PENDING),
             ("grpc.max_receive_message_length", self.message_bytes),
             ("grpc.max_send_message_length", LARGEST_MESSAGE_BYTES),
             # gRPC would refuse some calls from the first bound on, and all from the second.

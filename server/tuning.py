@@ -13,7 +13,7 @@ import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-__all__ = ["KEPT_BYTES", "SETTINGS", "keep_freed_memory", "made_to_stay", "take_descriptors"]
+__all__ = ["KEPT_BYTES", "SETTINGS", "excluded_from_gc", "keep_freed_memory", "take_descriptors"]
 
 _log = logging.getLogger("paceline.server")
 
@@ -50,7 +50,7 @@ def take_descriptors() -> None:
 
 
 @contextmanager
-def made_to_stay() -> Iterator[None]:
+def excluded_from_gc() -> Iterator[None]:
     """Exempt everything created in the block or before it from garbage collection.
 
     Imports leave 50,000 objects. A collection of all of them stops everything for 45 to 60 ms, while serving as well as

@@ -9,7 +9,7 @@ from collections.abc import Generator, Iterator
 import pytest
 
 from server.telemetry.log import debugging
-from server.tuning import made_to_stay
+from server.tuning import excluded_from_gc
 
 try:
     from hypothesis import Phase, settings
@@ -36,7 +36,7 @@ _FRONTENDS = "PACELINE_FRONTENDS"
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
     """Ten thousand tests are half a million objects, which Python would look through for garbage again and again."""
-    with made_to_stay():
+    with excluded_from_gc():
         return (yield)
 
 
@@ -68,7 +68,7 @@ def logging_as_before() -> Iterator[None]:
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """The limit for executions holds for those before a model serves as it is, and isn't a minute at least."""
-    monkeypatch.setattr("server.models.supervisor._LEAST_NS", 0)
+    monkeypatch.setattr("server.models.supervisor._MIN_NS", 0)
 
 
 @pytest.fixture(params=[1, 2], ids=["alone", "fronts"])

@@ -23,16 +23,16 @@ import sys
 import traceback
 from functools import cache
 
-from server.fronts.fleet import FrontProcess
+from server.fronts.pool import FrontProcess
 
 __all__ = ["main", "start_front"]
 
 _NUMBER = struct.Struct("i")
-_MOST_BYTES, _MOST_DESCRIPTORS = 2**20, 16
+_MAX_BYTES, _MAX_DESCRIPTORS = 2**20, 16
 
 
 async def start_front(descriptors: tuple[int, int, int]) -> FrontProcess:
-    """What `server.fronts.fleet.start_front` does, sooner."""
+    """What `server.fronts.pool.start_front` does, sooner."""
     return _Forked(*await asyncio.to_thread(_fork, _nursery(), descriptors))
 
 
@@ -108,10 +108,10 @@ def main(descriptor: int) -> None:
         while True:
             ready, _, _ = select.select([asked, ended], [], [])
             if ended in ready:
-                os.read(ended, _MOST_BYTES)
+                os.read(ended, _MAX_BYTES)
                 _tell_ends(children)
             if asked in ready:
-                started_as, given, _, _ = socket.recv_fds(asked, _MOST_BYTES, _MOST_DESCRIPTORS)
+                started_as, given, _, _ = socket.recv_fds(asked, _MAX_BYTES, _MAX_DESCRIPTORS)
                 if not started_as:
                     return
                 _fork_front(started_as, given, children)

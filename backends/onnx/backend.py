@@ -25,7 +25,7 @@ from backends.base import (
     ModelSpec,
     Supervise,
     Trial,
-    directly,
+    unsupervised,
 )
 from backends.cuda.accelerator import accelerator_of
 from backends.cuda.driver import count_gpus
@@ -40,16 +40,16 @@ from backends.onnx.spec import find_spec
 from backends.onnx.staged import StagedInstance
 from backends.onnx.trial import Runs, try_model
 from backends.own_process.questions import Job
-from backends.own_process.served import OnnxModelApart
-from backends.own_process.session import SessionApart
+from backends.own_process.served import OwnProcessOnnxModel
+from backends.own_process.session import OwnProcessSession
 from backends.placement import on_cpu, on_gpus
 
 __all__ = ["OnnxBackend", "OnnxModel"]
 
 Accelerators = Callable[[Device], Accelerator | None]
 
-_MOST_NAMES = 5
-_MOST_APART = 2**29
+_MAX_NAMES = 5
+_MAX_APART = 2**29
 """Bytes of a model's file, with the weights in it. They are in memory twice while it is tried in a separate process:
 for a larger one there may be memory for one copy only."""
 
@@ -84,10 +84,12 @@ class OnnxBackend:
         """
         return tuple(device for group in groups or (InstanceGroup(),) for device in self._place(group))
 
-    def open(self, source: ModelSource, device: Device) -> OnnxModel | OnnxModelApart:
+    def open(self, source: ModelSource, device: Device) -> OnnxModel | OwnProcessOnnxModel:
         options = replace(parse_options(source), shared_threads=self._shared_threads)
         if options.own_process:
-            return OnnxModelApart(Job(source.name, _model_file(source), options, device, source.declared), source.files)
+            return OwnProcessOnnxModel(
+                Job(source.name, _model_file(source), options, device, source.declared), source.files
+            )
         opener = Opener(source.name, _model_file(source), options, self._accelerators)
         return OnnxModel(source, device, opener)
 
@@ -149,7 +151,7 @@ class OnnxModel:
         self.spec = found.spec
         self.rounds_by = found.rounds_by
 
-    def try_rows(self, supervise: Supervise = directly) -> Trial:
+    def try_rows(self, supervise: Supervise = unsupervised) -> Trial:
         return try_model(self.spec, self._opener.options, self._untrusting, supervise)
 
     def instance(self, spec: ModelSpec, device: Device) -> OnnxInstance | StagedInstance:
@@ -171,7 +173,7 @@ class OnnxModel:
         self._sessions.clear()
         if self._keeps_files:
             self._keeps_files = False
-            self._files.let_go()
+            self._files.release()
 
     @contextmanager
     def _untrusting(self, spec: ModelSpec) -> Iterator[Runs]:
@@ -182,9 +184,9 @@ class OnnxModel:
         """What runs the model with inputs that it may not survive, until `stack` is closed: a separate process, unless
         the model is on a GPU or large, or no process can be had."""
         ((device, session), *_), options, path = self._sessions.items(), self._opener.options, self._opener.path
-        if device.kind is DeviceKind.CPU and session.streams is None and path.stat().st_size <= _MOST_APART:
+        if device.kind is DeviceKind.CPU and session.streams is None and path.stat().st_size <= _MAX_APART:
             try:
-                return stack.enter_context(SessionApart(Job(self._name, path, options), spec))
+                return stack.enter_context(OwnProcessSession(Job(self._name, path, options), spec))
             except LoadError as error:
                 _log.info("model '%s' is tried in the server's own process: %s", self._name, error)
         # If left open, the session and all its device memory would stay.
@@ -258,6 +260,6 @@ def _instead(folder: Path) -> str:
     if not folder.is_dir():
         return ""
     names = sorted(entry.name for entry in folder.iterdir() if not entry.name.startswith("."))
-    more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
+    more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
     hint = "; default_model_filename in its config.pbtxt says another name than model.onnx" if names else ""
-    return f"; there is {', '.join(names[:_MOST_NAMES]) or 'nothing'}{more}{hint}"
+    return f"; there is {', '.join(names[:_MAX_NAMES]) or 'nothing'}{more}{hint}"

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 
-from backends.errors import DeviceError, DeviceLost, ExecutionError, OutOfMemory, SessionError, Unequipped
+from backends.errors import DeviceError, DeviceLost, ExecutionError, InstanceError, OutOfMemory, Unequipped
 
 __all__ = ["device_failure", "failure", "reason_of"]
 
@@ -64,16 +64,16 @@ def failure(error: Exception) -> ExecutionError:
         return OutOfMemory(reason)
     if _UNEQUIPPED.search(reason):
         return Unequipped(reason)
-    return SessionError(reason) if _SESSION_FAULT.search(reason) else ExecutionError(reason)
+    return InstanceError(reason) if _SESSION_FAULT.search(reason) else ExecutionError(reason)
 
 
-def device_failure(error: DeviceError) -> SessionError:
+def device_failure(error: DeviceError) -> InstanceError:
     """The exception to raise for a driver's error during an execution. Its numbers are those of CUDA's errors."""
     reason = str(error)
     code = _DRIVER_ERROR.search(reason)
     if code is not None and int(code[1]) in _BROKEN | _GONE:
         return DeviceLost(reason)
-    return OutOfMemory(reason) if _OUT_OF_MEMORY.search(reason) else SessionError(reason)
+    return OutOfMemory(reason) if _OUT_OF_MEMORY.search(reason) else InstanceError(reason)
 
 
 def reason_of(error: Exception) -> str:

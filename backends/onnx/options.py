@@ -83,10 +83,10 @@ _GRAPH_LEVELS = {-1: GraphLevel.BASIC, 0: GraphLevel.ALL, 1: GraphLevel.EXTENDED
 _SWITCH = {"0": False, "1": True, "false": False, "true": True}
 _ARENA = re.compile(r"cpu:0|gpu:\d+")
 
-_MOST_THREADS = 1_024
+_MAX_THREADS = 1_024
 """More than machines have cores, and few enough to start: sessions create them all at once."""
-_MOST_BYTES = (1 << 64) - 1
-_MOST_DIGITS = 40
+_MAX_BYTES = (1 << 64) - 1
+_MAX_DIGITS = 40
 
 _DEVICE_INITIALIZERS = "session.use_device_allocator_for_initializers"
 _SHRINKAGE = "memory.enable_memory_arena_shrinkage"
@@ -96,11 +96,11 @@ def parse_options(source: ModelSource) -> OnnxOptions:
     """Options of `source`; LoadError naming the model, the parameter, what was expected and what came."""
     read = _Parameters(source)
     cpu_mem_arena = read.choice("enable_mem_arena", _SWITCH) is not False
-    intra_op_threads = read.integer("intra_op_thread_count", 0, _MOST_THREADS) or 0
+    intra_op_threads = read.integer("intra_op_thread_count", 0, _MAX_THREADS) or 0
     return OnnxOptions(
         graph_level=_graph_level(source),
         intra_op_threads=intra_op_threads,
-        inter_op_threads=read.integer("inter_op_thread_count", 0, _MOST_THREADS) or 0,
+        inter_op_threads=read.integer("inter_op_thread_count", 0, _MAX_THREADS) or 0,
         parallel=read.choice("execution_mode", {"0": False, "1": True}) or False,
         cpu_mem_arena=cpu_mem_arena,
         mem_pattern=read.choice("enable_mem_pattern", _SWITCH) is not False,
@@ -132,7 +132,7 @@ class _Parameters:
         if value is None:
             return None
         # isdecimal refuses what int() accepts: signs, underscores, blanks. int() itself refuses thousands of digits.
-        decimal = value.isascii() and value.isdecimal() and len(value) <= _MOST_DIGITS
+        decimal = value.isascii() and value.isdecimal() and len(value) <= _MAX_DIGITS
         if not (decimal and minimum <= int(value) <= maximum):
             raise self.refused(key, f"an integer from {minimum} to {maximum}")
         return int(value)
@@ -175,7 +175,7 @@ def _shrink_arenas(read: _Parameters, cpu_mem_arena: bool) -> tuple[str, ...]:
 
 def _cuda(source: ModelSource, read: _Parameters) -> dict[str, str]:
     """Options of the CUDA provider: our default, then the parameters, then what the accelerator `cuda` says."""
-    gpu_mem_limit_bytes = read.integer("gpu_mem_limit", 1, _MOST_BYTES)
+    gpu_mem_limit_bytes = read.integer("gpu_mem_limit", 1, _MAX_BYTES)
     copy_in_default_stream = read.choice("do_copy_in_default_stream", _SWITCH)
     given = {
         # ONNX Runtime's own default, EXHAUSTIVE, takes hundreds of milliseconds for each new input shape: it measures

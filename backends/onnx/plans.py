@@ -20,7 +20,7 @@ __all__ = ["Plans"]
 _IN_CONVOLUTION = re.compile(r"running \w*Conv\w* node\b(?:\. Name:'(.*?)' )?")
 """ConvTranspose, FusedConv and NhwcConv store shapes in the same way."""
 
-_MOST_FAILED = 8
+_MAX_FAILED = 8
 
 
 class Plans:
@@ -43,9 +43,9 @@ class Plans:
     def next_rows(self, rows: int) -> int:
         """The smallest number of rows, from `rows` on, that can be computed with. Raises StalePlan after too many
         failures in a row."""
-        if len(self._failed) > _MOST_FAILED:
+        if len(self._failed) > _MAX_FAILED:
             raise StalePlan(f"convolutions failed in one execution after the other: {self._reason}")
-        return next(more for more in range(rows, rows + _MOST_FAILED + 1) if not self._has_failed(more))
+        return next(more for more in range(rows, rows + _MAX_FAILED + 1) if not self._has_failed(more))
 
     def executed(self) -> None:
         """To be called after an execution of the whole model that `check` let pass, if it wasn't the replay of a

@@ -23,9 +23,8 @@ import numpy as np
 from backends.accelerator import HostMemory, Memory
 from backends.base import Array, DeviceTensor, Execution, Slot, Targets, Tensors
 from backends.batching import check_count, rows_of, split
-from backends.device_copies import Made, gather, leave, with_left
-from backends.errors import DeviceError, DeviceLost, ExecutionError, LoadError, OutOfMemory, SessionError, StalePlan
-from backends.home import Home
+from backends.device_copies import Made, copy_to_targets, gather, with_targets
+from backends.errors import DeviceError, DeviceLost, ExecutionError, InstanceError, LoadError, OutOfMemory, StalePlan
 from backends.joining import join_into
 from backends.onnx.captures import captures
 from backends.onnx.failures import device_failure, failure
@@ -33,6 +32,7 @@ from backends.onnx.instance import from_ortvalue
 from backends.onnx.sessions import NO_GRAPH, OpenSession
 from backends.onnx.shared import Bound, Shared, StagedTensor
 from backends.staging import Growing, Shape, array_in
+from backends.worker_thread import WorkerThread
 
 __all__ = ["StagedInstance"]
 
@@ -42,7 +42,7 @@ _SLOTS = 2
 """One computes, one is prepared. A third would only hold requests that others could still join."""
 _RESERVED = _SLOTS + 2
 """Memory blocks per output before the first request: one per slot, and some for answers that are being sent."""
-_MOST_BINDINGS = 64
+_MAX_BINDINGS = 64
 """Bindings per slot, one per shape. At this many, those without a captured graph are dropped."""
 
 
@@ -71,7 +71,7 @@ class StagedSlot:
     def __init__(self, shared: Shared) -> None:
         self._shared = shared
         self.device = shared.device
-        self._home = Home()
+        self._home = WorkerThread()
         accelerator = shared.accelerator
         self._copied_in, self._computed, self._copied_out = (accelerator.event() for _ in range(3))
         # By the shapes of the inputs; valid for one session.
@@ -94,7 +94,7 @@ class StagedSlot:
     def execute(self, requests: Sequence[Inputs], padded_rows: int = 0, targets: Sequence[Targets] = ()) -> Execution:
         return self._execute(requests, padded_rows, targets)
 
-    def room(self, index: int, shape: Shape) -> Array:
+    def buffer(self, index: int, shape: Shape) -> Array:
         tensor = self._shared.inputs[index]
         try:
             self._shared.accelerator.enter()
@@ -102,7 +102,7 @@ class StagedSlot:
         except DeviceError as error:
             raise device_failure(error) from error
 
-    def forget_rooms(self) -> None:
+    def release_buffers(self) -> None:
         """The buffers stay for the next batch."""
 
     def prepare(self, requests: Sequence[Tensors], padded_rows: int = 0) -> None:
@@ -132,7 +132,7 @@ class StagedSlot:
             try:
                 self._shared.give_up_graphs(opened, error)
             except LoadError as problem:
-                raise SessionError(str(problem)) from problem
+                raise InstanceError(str(problem)) from problem
             self._execute(requests, padded_rows)
 
     def _execute(
@@ -169,7 +169,7 @@ class StagedSlot:
             raise
         results: Sequence[Tensors] = split(outputs, [*rows, padding] if padding else rows, spec)[: len(rows)]
         if left:
-            results = with_left(results, left)
+            results = with_targets(results, left)
         infer_ns, output_ns = ran_ns - staged_ns - waited_ns, monotonic_ns() - ran_ns
         return Execution(results, staged_ns - began_ns, infer_ns, output_ns, waited_ns)
 
@@ -219,7 +219,7 @@ class StagedSlot:
                 tensor.name, *shared.accelerator.ort_device, tensor.element, bound.shapes[index], bound.addresses[index]
             )
         self._let_go(bound)
-        if len(self._bindings) >= _MOST_BINDINGS:
+        if len(self._bindings) >= _MAX_BINDINGS:
             for key in [key for key, one in self._bindings.items() if one.graph == NO_GRAPH]:
                 del self._bindings[key]
         self._bindings[shapes] = bound
@@ -288,7 +288,7 @@ class StagedSlot:
         made = [self._made(bound, index, values) for index in range(len(shared.outputs))]
         outputs: list[Array] = []
         copy_out.wait(self._computed)
-        left = leave(copy_out, targets, rows if shared.spec.batched else None, made)
+        left = copy_to_targets(copy_out, targets, rows if shared.spec.batched else None, made)
         for index, (dtype, shape, address) in enumerate(made):
             if address is None:
                 continue

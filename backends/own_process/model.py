@@ -18,7 +18,7 @@ import numpy as np
 
 from backends.base import MISSING, Array, ModelSpec
 from backends.cuda.accelerator import accelerator_of
-from backends.errors import DeviceError, LoadError, SessionError, StalePlan
+from backends.errors import DeviceError, InstanceError, LoadError, StalePlan
 from backends.onnx.instance import OnnxInstance
 from backends.onnx.sessions import OpenSession, open_session
 from backends.onnx.spec import Found, find_spec
@@ -43,7 +43,7 @@ class Model:
     def execute(self, inputs: Mapping[str, Array]) -> dict[str, Array]:
         instance, spec = self._instance, self._spec
         if instance is None or spec is None:
-            raise SessionError("no model is open")
+            raise InstanceError("no model is open")
         given = [inputs.get(name, MISSING) for name in instance.input_names]
         try:
             outputs = instance.run(given)

@@ -11,24 +11,24 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
-from backends.base import Device, Files, ModelSource, ModelSpec, Supervise, Trial, directly
+from backends.base import Device, Files, ModelSource, ModelSpec, Supervise, Trial, unsupervised
 from backends.errors import ExecutionError, LoadError, ProcessError
 from backends.onnx.datatypes import check_served
 from backends.onnx.options import without_graphs
 from backends.onnx.spec import Found
 from backends.onnx.trial import try_model
 from backends.own_process.questions import FILE, Job, ask
-from backends.own_process.session import Trying
+from backends.own_process.session import ProcessRunner
 from backends.python.instance import PythonInstance
 from backends.python.process import ModelProcess
 from backends.python.processes import Processes
 
-__all__ = ["OnnxModelApart"]
+__all__ = ["OwnProcessOnnxModel"]
 
 _log = logging.getLogger("paceline.backends.onnx")
 
 
-class OnnxModelApart:
+class OwnProcessOnnxModel:
     """`OpenModel` of one ONNX file. Its sessions have threads of their own, even if the server's share theirs."""
 
     platform = "onnxruntime_onnx"
@@ -47,7 +47,7 @@ class OnnxModelApart:
         self._files, self._keeps_files = files, True
         self._processes = Processes(ModelSource(job.name, FILE), first, self._open_again)
 
-    def try_rows(self, supervise: Supervise = directly) -> Trial:
+    def try_rows(self, supervise: Supervise = unsupervised) -> Trial:
         return try_model(self.spec, self._job.options, self._trying, supervise)
 
     def instance(self, spec: ModelSpec, device: Device) -> PythonInstance:
@@ -68,15 +68,15 @@ class OnnxModelApart:
         self._processes.close()
         if self._keeps_files:
             self._keeps_files = False
-            self._files.let_go()
+            self._files.release()
 
     @contextmanager
-    def _trying(self, spec: ModelSpec) -> Iterator[Trying]:
+    def _trying(self, spec: ModelSpec) -> Iterator[ProcessRunner]:
         """Try it in the process that will be the first instance's, so that nothing is opened twice. If that process
         ends, it was opened in vain, and another one is started later."""
         process = self._processes.first
         try:
-            yield Trying(process, spec)
+            yield ProcessRunner(process, spec)
         except BaseException:
             process.kill()  # it may be executing still
             raise

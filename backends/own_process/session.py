@@ -15,11 +15,11 @@ from threading import Lock, Timer
 from types import TracebackType
 
 from backends.base import Array, Device, ModelSource, ModelSpec, Tensors
-from backends.errors import ExecutionError, LoadError, ProcessError, SessionError
+from backends.errors import ExecutionError, InstanceError, LoadError, ProcessError
 from backends.own_process.questions import FILE, Job, ask
 from backends.python.process import ModelProcess
 
-__all__ = ["SessionApart", "Trying"]
+__all__ = ["OwnProcessSession", "ProcessRunner"]
 
 _SOURCE = ModelSource("a trial", FILE)
 _IDLE_S = 10.0
@@ -27,7 +27,7 @@ _IDLE_S = 10.0
 other."""
 
 
-class Trying:
+class ProcessRunner:
     """Runs a model, which is open in `process`, with inputs of `spec`. For one thread at a time."""
 
     def __init__(self, process: ModelProcess, spec: ModelSpec) -> None:
@@ -50,7 +50,7 @@ class Trying:
             raise ProcessError(f"the process in which it was run {process.end}") from None
 
 
-class SessionApart:
+class OwnProcessSession:
     """Runs the model of `job` in such a process, with inputs of `spec`. A context manager, for one thread at a time.
     Weights stored beside the model's file aren't copied."""
 
@@ -61,12 +61,12 @@ class SessionApart:
         options = replace(job.options, shared_threads=False, session_entries=entries)
         self._job, self._spec = replace(job, options=options), spec
         self._process: ModelProcess | None = None
-        self._trying: Trying | None = None
+        self._trying: ProcessRunner | None = None
         self._is_over = False
         # A run that was given up continues on its thread.
         self._lock = Lock()
 
-    def __enter__(self) -> SessionApart:
+    def __enter__(self) -> OwnProcessSession:
         """Get a process; LoadError if none can be had."""
         used = _idle.take()
         self._process, self._is_fresh = used or _started(), used is None
@@ -88,11 +88,11 @@ class SessionApart:
 
     def run(self, inputs: Sequence[Array]) -> Tensors:
         """The outputs for `inputs`. Blocks; opens the model first. Raises as `OnnxInstance.run`, ProcessError if the
-        process has ended, and SessionError if it can't open the model."""
+        process has ended, and InstanceError if it can't open the model."""
         try:
             return self._opened().run(inputs)
         except LoadError as error:
-            raise SessionError(str(error)) from error
+            raise InstanceError(str(error)) from error
         except ProcessError:
             if self._is_fresh or self._is_over:
                 raise
@@ -101,11 +101,11 @@ class SessionApart:
         return self.run(inputs)
 
     def _begin_anew(self) -> None:
-        """Continue with a new process. Raises SessionError, or ProcessError if nobody waits any more."""
+        """Continue with a new process. Raises InstanceError, or ProcessError if nobody waits any more."""
         try:
             process = _started()
         except LoadError as error:
-            raise SessionError(str(error)) from error
+            raise InstanceError(str(error)) from error
         with self._lock:
             if not self._is_over:
                 self._process, self._is_fresh, self._trying = process, True, None
@@ -113,7 +113,7 @@ class SessionApart:
         process.kill()
         raise ProcessError("nobody waits for what it was to be asked")
 
-    def _opened(self) -> Trying:
+    def _opened(self) -> ProcessRunner:
         if self._trying is None:
             assert self._process is not None
             try:
@@ -121,7 +121,7 @@ class SessionApart:
             except ProcessError:
                 self._process.wait_ended()
                 raise ProcessError(f"the process that was to open it {self._process.end}") from None
-            self._trying = Trying(self._process, self._spec)
+            self._trying = ProcessRunner(self._process, self._spec)
         return self._trying
 
 

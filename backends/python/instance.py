@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from backends.base import Array, Execution, ModelSpec, Tensors
-from backends.errors import DeviceLost, ProcessError, ProcessGone
+from backends.errors import DeviceLost, ProcessEndedBeforeBatch, ProcessError
 from backends.python.process import ModelProcess
 from backends.ragged import batch_input_tensors, batch_runner
 from protos.datatypes import by_name
@@ -38,18 +38,18 @@ class PythonInstance:
 
     def execute(self, requests: Sequence[Tensors], padded_rows: int = 0) -> Execution:
         try:
-            return self._run_batch(requests, self._run, padded_rows, self.room)
+            return self._run_batch(requests, self._run, padded_rows, self.buffer)
         finally:
-            self.forget_rooms()
+            self.release_buffers()
 
-    def room(self, index: int, shape: tuple[int, ...]) -> Array | None:
-        """`Roomy`: memory that the process sees."""
+    def buffer(self, index: int, shape: tuple[int, ...]) -> Array | None:
+        """`ProvidesBuffers`: memory that the process sees."""
         process = self._process
-        return None if process is None else process.room(index, self._dtypes[index], shape)
+        return None if process is None else process.buffer(index, self._dtypes[index], shape)
 
-    def forget_rooms(self) -> None:
+    def release_buffers(self) -> None:
         if (process := self._process) is not None:
-            process.forget_rooms()
+            process.release_buffers()
 
     def when_lost(self, call: Callable[[BaseException], None]) -> None:
         self.has_executed = False
@@ -70,10 +70,10 @@ class PythonInstance:
     def _run(self, inputs: list[Array]) -> Tensors:
         process = self._process
         if process is None:
-            raise ProcessGone("the instance is closed")
+            raise ProcessEndedBeforeBatch("the instance is closed")
         try:
             outputs = process.execute(inputs, self._inputs, self._outputs)
-        except ProcessGone:
+        except ProcessEndedBeforeBatch:
             raise
         except DeviceLost as error:
             # Only that process has lost it: another one may get it back, and needs what this one still holds of it.

@@ -25,18 +25,18 @@ from backends.base import Array, Device, ModelSource, Tensors
 from backends.errors import (
     DeviceLost,
     ExecutionError,
+    InstanceError,
     LoadError,
     OutOfMemory,
+    ProcessEndedBeforeBatch,
     ProcessError,
-    ProcessGone,
-    SessionError,
     StalePlan,
     Unequipped,
 )
 from backends.python import EXECUTABLE
 from backends.python.protocol import ANSWERED, ASK, CLOSE, DONE, FAILED, RUN, START, Declared
+from backends.transport.blocking_link import BlockingLink
 from backends.transport.frames import Message
-from backends.transport.line import Line
 
 __all__ = ["ModelProcess"]
 
@@ -51,7 +51,7 @@ _CLOSE_S = 5.0
 _LAST_WORDS_S = 1.0
 """For reading the rest of its output, if something that it has started still has the pipe open."""
 _SETTINGS = "PACELINE_"
-_ERRORS = {one.__name__: one for one in (DeviceLost, Unequipped, OutOfMemory, SessionError, StalePlan)}
+_ERRORS = {one.__name__: one for one in (DeviceLost, Unequipped, OutOfMemory, InstanceError, StalePlan)}
 _REAP_S = 10.0
 """For a killed process to end, which swapping may delay; a tenth of it for one whose connection has ended to end by
 itself."""
@@ -82,7 +82,7 @@ class ModelProcess:
         self._ended = threading.Event()
         self._on_end: Callable[[], None] = _nothing
         try:
-            self._line, remote = Line.pair(_REGION_BYTES)
+            self._line, remote = BlockingLink.pair(_REGION_BYTES)
         except OSError as error:
             raise LoadError(f"model '{source.name}': no connection to its process: {error.strerror}") from None
         descriptors = list(map(str, remote.descriptors))
@@ -139,20 +139,20 @@ class ModelProcess:
             raise LoadError(f"model '{source.name}': {answer[1]}")
         return answer[1], answer[2]
 
-    def room(self, number: int, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Array | None:
+    def buffer(self, number: int, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Array | None:
         """Memory where array `number` of those executed next may be made, so that it needn't be copied there; None:
         there is none. On the thread that executes."""
-        return self._line.room(number, dtype, shape)
+        return self._line.buffer(number, dtype, shape)
 
-    def forget_rooms(self) -> None:
+    def release_buffers(self) -> None:
         """What was made in rooms won't be executed. On the thread that executes."""
-        self._line.forget_rooms()
+        self._line.release_buffers()
 
     def execute(self, arrays: Sequence[Array], names: Sequence[str], wanted: Sequence[str]) -> Tensors:
         """The outputs that the model computes from `arrays`: views of memory that is free again once they are dropped.
 
         Blocks. Raises ExecutionError with the model's own words, OutOfMemory if it ran out of memory, another of
-        `_ERRORS` if it reports that, ProcessError, or ProcessGone.
+        `_ERRORS` if it reports that, ProcessError, or ProcessEndedBeforeBatch.
         """
         with self._asking:
             try:
@@ -223,9 +223,9 @@ class ModelProcess:
             raise self._gone()
         return answer
 
-    def _gone(self) -> ProcessGone:
+    def _gone(self) -> ProcessEndedBeforeBatch:
         self.wait_ended()
-        return ProcessGone(f"the model's process {self.end}, before it had read this batch")
+        return ProcessEndedBeforeBatch(f"the model's process {self.end}, before it had read this batch")
 
     def _why_no_answer(self) -> ProcessError:
         """The process has ended, or has closed its end of the line and is useless."""

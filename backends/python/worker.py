@@ -28,7 +28,7 @@ import numpy as np
 
 from backends.base import MISSING, Array
 from backends.python.protocol import ANSWERED, ASK, CLOSE, DONE, FAILED, READY, Declared
-from backends.transport.line import Line
+from backends.transport.blocking_link import BlockingLink
 from backends.transport.link import RemoteEnd
 from backends.transport.parcel import Parcel
 
@@ -62,7 +62,7 @@ def main(arguments: Sequence[str]) -> None:
     _end_with_the_server()
     _leave_signals_to_the_server()
     end, own, other = map(int, arguments[:3])
-    line = Line.join(RemoteEnd(end, own, other))
+    line = BlockingLink.join(RemoteEnd(end, own, other))
     start = line.receive()
     if start is None:
         return
@@ -89,7 +89,7 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def _answer(
-    model: _Model, own: int, line: Line, parcel: Parcel, names: Sequence[str], wanted: Sequence[str]
+    model: _Model, own: int, line: BlockingLink, parcel: Parcel, names: Sequence[str], wanted: Sequence[str]
 ) -> tuple[Any, ...]:
     """The answer, as a message. When this returns, nothing here holds the arrays any more, so the message can say
     so."""
@@ -103,7 +103,7 @@ def _answer(
         return _failure(model, own, error)
 
 
-def _answer_question(model: _Model, own: int, line: Line, question: bytes) -> tuple[Any, ...]:
+def _answer_question(model: _Model, own: int, line: BlockingLink, question: bytes) -> tuple[Any, ...]:
     """The answer of a model that is part of the server, as a message."""
     try:
         return ANSWERED, model.answer(question)

@@ -10,8 +10,8 @@ __all__ = ["Gathering"]
 _CROWD_WEIGHT = 0.1
 _CROWD_OF_ONE = 1.05
 _QUIET_ITERATIONS = 8
-_MOST_ITERATIONS = 64
-_MOST_MESSAGES = 32
+_MAX_ITERATIONS = 64
+_MAX_MESSAGES = 32
 
 
 class Gathering:
@@ -35,6 +35,6 @@ class Gathering:
     def is_worth_waiting(self, messages: int, quiet: int, iterations: int) -> bool:
         """Whether to keep waiting with this many, after this many iterations, the last `quiet` of them without a new
         one."""
-        if self._crowd < _CROWD_OF_ONE or messages >= _MOST_MESSAGES:
+        if self._crowd < _CROWD_OF_ONE or messages >= _MAX_MESSAGES:
             return False
-        return quiet < _QUIET_ITERATIONS and iterations < _MOST_ITERATIONS
+        return quiet < _QUIET_ITERATIONS and iterations < _MAX_ITERATIONS

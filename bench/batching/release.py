@@ -16,8 +16,8 @@ __all__ = ["Greedy", "RateTimesBase", "Returning", "Rule", "Target", "Waiting"]
 _RATE_WEIGHT = 0.05
 _RETURN_WEIGHT = 0.1
 _PARTS = (1 / 64, 1 / 32, 1 / 16, 1 / 8, 1 / 4)
-_LEAST_SHARE = 0.5
-_LEAST_MORE = 0.5
+_MIN_SHARE = 0.5
+_MIN_MORE = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +144,6 @@ class Returning(_Deaf):
             left_ns = self._answered_ns + time_ns - waiting.now_ns
             more = share * self._answered_rows - came
             gain = more * self._base_ns - waiting.rows * left_ns
-            if share >= _LEAST_SHARE and left_ns > 0 and more >= _LEAST_MORE and gain > best:
+            if share >= _MIN_SHARE and left_ns > 0 and more >= _MIN_MORE and gain > best:
                 best, until_ns = gain, waiting.now_ns + left_ns
         return min(until_ns, waiting.deadline_ns - self._cost(waiting.rows))

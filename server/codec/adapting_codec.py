@@ -65,7 +65,7 @@ class AdaptingCodec(ModelCodec):
         decoded = super().decode(request)
         inputs = list(decoded.inputs)
         key = (
-            decoded.asked.key,
+            decoded.options.key,
             tuple(inputs[index] is MISSING for index in self._optional),
             tuple(_content(cast("Array", inputs[index])) for index in self._shape_tensors),
         )
@@ -73,7 +73,7 @@ class AdaptingCodec(ModelCodec):
             array = inputs[index]
             if array is not MISSING:
                 inputs[index] = array.reshape(to_model(self._spec.inputs[index], array.shape, self._lead[index]))
-        return DecodedRequest(tuple(inputs), replace(decoded.asked, key=key), decoded.targets)
+        return DecodedRequest(tuple(inputs), replace(decoded.options, key=key), decoded.targets)
 
     def encode(
         self, request: AnyRequest, decoded: DecodedRequest, results: Tensors, envelope: Envelope | None = None
@@ -84,8 +84,8 @@ class AdaptingCodec(ModelCodec):
             if array is not MISSING:
                 lead = 1 if self._max_batch_rows and not tensor.shape_tensor else 0
                 shown[index] = array.reshape(to_client(tensor, array.shape, lead))
-        there = tuple(index for index in decoded.asked.outputs if shown[index] is not MISSING)
-        asked = DecodedRequest(decoded.inputs, replace(decoded.asked, outputs=there), decoded.targets)
+        there = tuple(index for index in decoded.options.outputs if shown[index] is not MISSING)
+        asked = DecodedRequest(decoded.inputs, replace(decoded.options, outputs=there), decoded.targets)
         return super().encode(request, asked, shown, envelope)
 
     def _rows(self, tensors: Sequence[InputTensor], shapes: Sequence[tuple[int, ...]]) -> int:

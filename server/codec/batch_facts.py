@@ -12,18 +12,18 @@ from protos import inference_pb2 as pb
 if TYPE_CHECKING:
     from scheduler.pending import BatchFacts
 
-__all__ = ["Facts", "tell_facts", "told_facts"]
+__all__ = ["Facts", "add_batch_facts", "batch_facts_of"]
 
 Facts: TypeAlias = tuple[int, int, int, int, int]
 """Number of the batch, its rows and padded rows, nanoseconds in the queue and computing."""
 
 
-def told_facts(facts: BatchFacts) -> Facts:
+def batch_facts_of(facts: BatchFacts) -> Facts:
     """The part of `facts` that a request may learn."""
     return facts.number, facts.rows, facts.padded_rows, facts.queue_ns, facts.compute_ns
 
 
-def tell_facts(response: pb.ModelInferResponse, batch_id_prefix: str, facts: Facts) -> None:
+def add_batch_facts(response: pb.ModelInferResponse, batch_id_prefix: str, facts: Facts) -> None:
     """Put `facts` into the parameters of `response`."""
     number, rows, padded_rows, queue_ns, compute_ns = facts
     told = response.parameters

@@ -25,7 +25,7 @@ from protos.tensors import (
     raw_buffer,
 )
 from server.codec.classification import Labels, class_count, classes_of
-from server.codec.decoded import Asked, DecodedRequest
+from server.codec.decoded import DecodedRequest, RequestOptions
 from server.codec.parameters import NO_PARAMETERS, RequestParameters, parse_parameters
 from server.codec.short_way import ShortWay
 from server.codec.shortcuts import Envelope
@@ -44,7 +44,7 @@ AnyResponse = ModelInferResponse | bytes
 """A response as a message, or already serialized."""
 
 _BYTES = by_name("BYTES")
-_MOST_DIMS = 1_000
+_MAX_DIMS = 1_000
 """The most dimensions of a shape that is read at all, if only to say what is wrong with it."""
 _SURELY_BYTES = 2**27
 """Up to this many bytes of tensors always fit a response, whatever else is in it, and even if typed contents take ten
@@ -129,7 +129,7 @@ class ModelCodec:
         free = tuple(inputs[index].shape[lead:] for index in self._free)
         classes = self._wanted_classes(request, outputs) if request.outputs else None
         plain = not (classes or parameters.typed_outputs or parameters.batch_info)
-        return DecodedRequest(inputs, Asked(rows, free, outputs, parameters, classes, plain=plain), targets)
+        return DecodedRequest(inputs, RequestOptions(rows, free, outputs, parameters, classes, plain=plain), targets)
 
     def encode(
         self, request: AnyRequest, decoded: DecodedRequest, results: Tensors, envelope: Envelope | None = None
@@ -142,11 +142,11 @@ class ModelCodec:
         carry, InvalidRequest for classes of too large an output and for shared memory that is too small or gone. The
         backend has checked what else could be wrong.
         """
-        if isinstance(request, WireRequest) and decoded.asked.plain:
+        if isinstance(request, WireRequest) and decoded.options.plain:
             short = self._short.encode(request.id, decoded, results, envelope)
             if short is not None:
                 return short
-        asked = decoded.asked
+        asked = decoded.options
         response = ModelInferResponse(model_name=self._model, model_version=self._version, id=request.id)
         writes: list[Write] = []
         raw: list[bytes] = []
@@ -213,7 +213,7 @@ class ModelCodec:
         return order
 
     def _shape(self, tensor: InputTensor) -> tuple[int, ...]:
-        if len(tensor.shape) > _MOST_DIMS:
+        if len(tensor.shape) > _MAX_DIMS:
             raise self._invalid(
                 f"input '{tensor.name}': shape: expected at most {MAX_RANK} dimensions, got {len(tensor.shape)}"
             )

@@ -13,11 +13,11 @@ from server.codec.parameters import RequestParameters
 from server.memory.client_memory import NOWHERE
 from server.memory.region_tensors import Inputs, Span
 
-__all__ = ["Asked", "DecodedRequest"]
+__all__ = ["DecodedRequest", "RequestOptions"]
 
 
 @dataclass(slots=True)
-class Asked:
+class RequestOptions:
     """What a request asks for, apart from its tensors. Requests of equal `key` may share a batch. `outputs` are the
     indices of the wanted outputs, in the order asked for; `classes` has, by index, those of which only some classes are
     wanted, and how many. `spec` describes the request's tensors if its model doesn't. `size_bytes` is the size of all
@@ -40,9 +40,9 @@ class DecodedRequest:
     `targets` says, by index, which outputs belong in shared memory, and where.
     """
 
-    __slots__ = ("asked", "inputs", "targets")
+    __slots__ = ("inputs", "options", "targets")
 
-    def __init__(self, inputs: Inputs, asked: Asked, targets: Mapping[int, Span] = NOWHERE) -> None:
+    def __init__(self, inputs: Inputs, options: RequestOptions, targets: Mapping[int, Span] = NOWHERE) -> None:
         self.inputs = inputs
-        self.asked = asked
+        self.options = options
         self.targets = targets

@@ -27,9 +27,9 @@ from server.errors import InvalidRequest
 
 __all__ = ["OpenCodec"]
 
-_MOST_TENSORS = 1_024
+_MAX_TENSORS = 1_024
 """The most inputs of a request, and the most outputs. A MB of them would keep the event loop busy for a second."""
-_MOST_LAYOUTS = 100
+_MAX_LAYOUTS = 100
 _LARGEST_LAYOUT_BYTES = 16_384
 """The largest layout that is remembered; callers choose names and the number of tensors."""
 _TENSOR_BYTES = 256
@@ -51,8 +51,8 @@ class OpenCodec:
     def decode(self, request: AnyRequest) -> DecodedRequest:
         """Read the tensors; the result's `asked.spec` describes them. Raises InvalidRequest."""
         message = message_of(request)
-        if (most := max(len(message.inputs), len(message.outputs))) > _MOST_TENSORS:
-            raise InvalidRequest(f"model '{self._model}': expected at most {_MOST_TENSORS} tensors, got {most}")
+        if (most := max(len(message.inputs), len(message.outputs))) > _MAX_TENSORS:
+            raise InvalidRequest(f"model '{self._model}': expected at most {_MAX_TENSORS} tensors, got {most}")
         batched = self._max_batch_rows > 0 and _has_rows(message)
         layout = (
             batched,
@@ -62,8 +62,8 @@ class OpenCodec:
         spec, codec = self._codecs.get(layout) or self._learn(layout, message, batched)
         decoded = codec.decode(message)
         # A request that travels alone has a key that no other request has.
-        key = layout, decoded.asked.key if batched else object()
-        return DecodedRequest(decoded.inputs, replace(decoded.asked, key=key, spec=spec))
+        key = layout, decoded.options.key if batched else object()
+        return DecodedRequest(decoded.inputs, replace(decoded.options, key=key, spec=spec))
 
     def encode(
         self, request: AnyRequest, decoded: DecodedRequest, results: Any, envelope: Envelope | None = None
@@ -73,7 +73,7 @@ class OpenCodec:
         for name, datatype, array in results:
             output = response.outputs.add(name=name, datatype=datatype, shape=array.shape)
             try:
-                if decoded.asked.parameters.typed_outputs:
+                if decoded.options.parameters.typed_outputs:
                     output.contents.CopyFrom(encode_contents(array, by_name(datatype)))
                 else:
                     response.raw_output_contents.append(encode_raw(array, by_name(datatype)))
@@ -112,7 +112,7 @@ class OpenCodec:
         codec = ModelCodec(self._model, self._version, spec, self._max_batch_rows if batched else 0)
         size_bytes = sum(_TENSOR_BYTES + len(one.name) for one in (*inputs, *outputs))
         if size_bytes <= _LARGEST_LAYOUT_BYTES:
-            if len(self._codecs) >= _MOST_LAYOUTS:
+            if len(self._codecs) >= _MAX_LAYOUTS:
                 self._codecs.clear()
             self._codecs[layout] = spec, codec
         return spec, codec

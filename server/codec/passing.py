@@ -11,17 +11,17 @@ from collections.abc import Hashable, Mapping
 from typing import NamedTuple
 
 from protos.inference_pb2 import InferParameter, ModelInferRequest
-from server.call_facts import Headers, Sent
+from server.call_facts import Headers, PassedHeaders
 from server.codec.parameters import is_reserved
 from server.codec.wire_request import AnyRequest, WireRequest, message_of
 
-__all__ = ["NOTHING_CARRIED", "Carried", "carried_by"]
+__all__ = ["NOTHING_PASSED_ON", "PassedOn", "passed_on_by"]
 
 _OF_TENSORS_HERE = ("classification", "binary_data", "binary_data_size")
 """Parameters of tensors that take effect here and aren't passed on, like those of shared memory."""
 
 
-class Carried(NamedTuple):
+class PassedOn(NamedTuple):
     """What travels besides tensors and id, as `RemoteRequest` has it."""
 
     headers: Headers = ()
@@ -34,12 +34,12 @@ class Carried(NamedTuple):
         return self.headers, self.extras
 
 
-NOTHING_CARRIED = Carried()
+NOTHING_PASSED_ON = PassedOn()
 
 
-def carried_by(request: AnyRequest, sent: Sent) -> Carried:
+def passed_on_by(request: AnyRequest, sent: PassedHeaders) -> PassedOn:
     """What `request` takes along; `sent` are the headers of its call."""
-    return Carried(sent.headers, sent.tracing, b"" if _is_plain(request) else _extras(message_of(request)))
+    return PassedOn(sent.headers, sent.tracing, b"" if _is_plain(request) else _extras(message_of(request)))
 
 
 def _is_plain(request: AnyRequest) -> bool:

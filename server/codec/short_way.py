@@ -18,12 +18,12 @@ from protos.datatypes import Datatype, by_name
 from protos.inference_pb2 import ModelInferRequest, ModelInferResponse
 from protos.tensors import element_count
 from server.bounded_cache import BoundedCache
-from server.codec.decoded import Asked, DecodedRequest
-from server.codec.shortcuts import AnswerPlan, AnswersOf, Envelope, InputPlan, Located, RegionInputPlan, RequestPlan
+from server.codec.decoded import DecodedRequest, RequestOptions
+from server.codec.shortcuts import AnswerPlan, BatchAnswers, Envelope, InputPlan, Located, RegionInputPlan, RequestPlan
 from server.codec.wire_request import AnyRequest, WireRequest
-from server.memory.client_memory import NOWHERE, ClientMemory, tell_place
+from server.memory.client_memory import NOWHERE, ClientMemory, set_shared_memory_parameters
 from server.memory.region_tensors import REGION, Inputs, RegionTensor, Span
-from server.memory.regions import Regions, are_whole
+from server.memory.regions import Regions, all_intact
 
 __all__ = ["AlikeRequests", "ShortWay", "Targets"]
 
@@ -36,7 +36,7 @@ class AlikeRequests(NamedTuple):
     """Requests that ask for the same: the inputs of each, and which of its outputs belong in shared memory, and
     where."""
 
-    asked: Asked
+    options: RequestOptions
     inputs: Sequence[Inputs]
     targets: Sequence[Targets]
 
@@ -57,7 +57,7 @@ class ShortWay:
         self._output_types: list[Datatype] = [by_name(tensor.datatype) for tensor in spec.outputs]
         self._plans = BoundedCache[bytes, RequestPlan]()
         self._layouts = BoundedCache[Hashable, Layout]()
-        self._asked = BoundedCache[Hashable, Asked]()
+        self._asked = BoundedCache[Hashable, RequestOptions]()
         self._answer_plans = BoundedCache[Hashable, AnswerPlan]()
         self._nowhere = Located([MISSING] * len(spec.inputs), NOWHERE, ())
 
@@ -68,13 +68,13 @@ class ShortWay:
         if plan is None or (found := self._tensors(request, plan, None)) is None:
             return None
         inputs, located = found
-        return DecodedRequest(inputs, plan.asked, located.targets)
+        return DecodedRequest(inputs, plan.options, located.targets)
 
     # hot path: see bench/
     def decode_alike(self, requests: Iterable[AnyRequest]) -> AlikeRequests | None:
         """As many of the first requests as ask for the same, decoded. Their inputs' sizes are known, and they have no
         deadline parameter. None if the first one has to be decoded by itself."""
-        asked: Asked | None = None
+        asked: RequestOptions | None = None
         located: Located | None = None
         inputs: list[Inputs] = []
         targets: list[Targets] = []
@@ -86,10 +86,10 @@ class ShortWay:
             if plan is None:
                 break
             if asked is None:
-                asked = plan.asked
+                asked = plan.options
                 if asked.size_bytes < 0 or asked.parameters.deadline_ns:
                     return None
-            if plan.asked is not asked:
+            if plan.options is not asked:
                 break
             note = mold.note
             if note is not None and note[0] is plan and note[1] is not None and not plan.targets:
@@ -113,7 +113,7 @@ class ShortWay:
         located = plan.nowhere
         if located is None:
             located = self._regions.known(plan, plan.locate) if self._regions is not None else None
-            if located is None or not (located is last or are_whole(located.regions)):
+            if located is None or not (located is last or all_intact(located.regions)):
                 return None
         mold = request.mold
         if mold.note is None or mold.note[0] is not plan:
@@ -136,25 +136,25 @@ class ShortWay:
             return self._respond(request_id, decoded, tuple(results), envelope)
         return answers.answer(request_id, results.start)
 
-    def answers(self, decoded: DecodedRequest, results: Share, envelope: Envelope | None) -> AnswersOf | None:
+    def answers(self, decoded: DecodedRequest, results: Share, envelope: Envelope | None) -> BatchAnswers | None:
         """What makes the answers to all requests that want these outputs in the same places and have equally large
         shares of the same batch's outputs. For those that want them in the response it is made once, with the first of
         them. None if there is no such thing."""
-        wanted, targets = decoded.asked.outputs, decoded.targets
+        wanted, targets = decoded.options.outputs, decoded.targets
         if targets:
             return self._plan_for(wanted, results, envelope, targets).of(results.outputs, targets)
         among = wanted, results.stop - results.start, envelope
         notes = results.outputs.notes
         if among not in notes:
             notes[among] = self._plan_for(wanted, results, envelope).of(results.outputs)
-        answers: AnswersOf | None = notes[among]
+        answers: BatchAnswers | None = notes[among]
         return answers
 
     def _respond(
         self, request_id: str, decoded: DecodedRequest, results: Tensors, envelope: Envelope | None
     ) -> bytes | None:
         """The same for results of any kind, some of which may belong in shared memory."""
-        wanted, targets = decoded.asked.outputs, decoded.targets
+        wanted, targets = decoded.options.outputs, decoded.targets
         if targets:
             targets = {index: targets[index] for index in wanted if index in targets}
         answer = self._plan_for(wanted, results, envelope, targets).answer(request_id, results)
@@ -164,7 +164,7 @@ class ShortWay:
 
     def learn(self, head: bytes, request: ModelInferRequest, decoded: DecodedRequest) -> None:
         """Remember how to decode requests with this head, if nothing but their tensors has to be read."""
-        asked = decoded.asked
+        asked = decoded.options
         if asked.classes or any(self._spec.inputs[self._inputs[tensor.name]].utf8 for tensor in request.inputs):
             return
         inputs, region_inputs = [], []
@@ -193,7 +193,7 @@ class ShortWay:
         )
         self._plans.remember(head, plan, len(head))
 
-    def _same(self, asked: Asked) -> Asked:
+    def _same(self, asked: RequestOptions) -> RequestOptions:
         """One object for all requests that ask for the same, even if their heads differ, as in the shared memory that
         they name."""
         what = asked.rows, asked.key, asked.outputs, asked.parameters, asked.size_bytes
@@ -237,7 +237,7 @@ class ShortWay:
             datatype, shape = self._output_types[index], results[index].shape
             output = made.outputs.add(name=self._spec.outputs[index].name, datatype=datatype.name, shape=shape)
             if index in targets:
-                tell_place(output, targets[index], element_count(shape) * datatype.item_bytes)
+                set_shared_memory_parameters(output, targets[index], element_count(shape) * datatype.item_bytes)
             outputs.append((index, datatype))
         return AnswerPlan(made, outputs, targets.keys(), envelope)
 

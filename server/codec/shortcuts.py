@@ -20,16 +20,16 @@ from protos.datatypes import Datatype
 from protos.inference_pb2 import ModelInferResponse
 from protos.tensors import TensorError, decode_raw, element_count
 from protos.wire import OUTPUT_TAG, RAW_OUTPUT_TAG, RESPONSE_ID_TAG, delimited, varint
-from server.codec.decoded import Asked
+from server.codec.decoded import RequestOptions
 from server.errors import InvalidRequest
 from server.limits import LARGEST_RESPONSE_BYTES
 from server.memory.client_memory import NOWHERE
 from server.memory.region_tensors import Input, Inputs, Place, RegionTensor, Span
 from server.memory.regions import Region, Regions
 
-__all__ = ["AnswerPlan", "AnswersOf", "Envelope", "InputPlan", "Located", "RegionInputPlan", "RequestPlan"]
+__all__ = ["AnswerPlan", "BatchAnswers", "Envelope", "InputPlan", "Located", "RegionInputPlan", "RequestPlan"]
 
-_MOST_ID_LENGTHS = 64
+_MAX_ID_LENGTHS = 64
 """The most lengths of ids for which a plan keeps some bytes each; callers choose ids."""
 
 
@@ -74,7 +74,7 @@ class RequestPlan:
     targets: tuple[tuple[int, Place], ...]
     places: int
     """How many inputs the model has."""
-    asked: Asked
+    options: RequestOptions
     layout: Layout | None
     nowhere: Located | None
 
@@ -200,7 +200,7 @@ class AnswerPlan:
         pieces.append(self.more)
         return b"".join(pieces)
 
-    def of(self, outputs: Outputs, targets: Mapping[int, Span] = NOWHERE) -> AnswersOf | None:
+    def of(self, outputs: Outputs, targets: Mapping[int, Span] = NOWHERE) -> BatchAnswers | None:
         """What makes the answers to requests that have the same number of rows of `outputs` each, and want them in the
         same `targets`. None if the outputs aren't laid out as on the wire, or are too large for where they belong."""
         pieces, writes = [], []
@@ -215,7 +215,7 @@ class AnswerPlan:
             if size_bytes > targets[place].byte_size:
                 return None
             writes.append((targets[place], data, size_bytes, row_bytes))
-        return AnswersOf(self, pieces, writes)
+        return BatchAnswers(self, pieces, writes)
 
     def start(self, id_bytes: int) -> bytes:
         """The bytes before an id of `id_bytes` bytes; empty if the message would be too large."""
@@ -226,12 +226,12 @@ class AnswerPlan:
         start = self._head + field
         if self._envelope is not None:
             start = self._envelope.tag + varint(size_bytes) + start
-        if len(self.starts) < _MOST_ID_LENGTHS:
+        if len(self.starts) < _MAX_ID_LENGTHS:
             self.starts[id_bytes] = start
         return start
 
 
-class AnswersOf:
+class BatchAnswers:
     """Answers with shares of one batch's outputs, by one plan."""
 
     __slots__ = ("_more", "_only", "_pieces", "_plan", "_starts", "_writes")

@@ -14,11 +14,11 @@ from backends.base import ModelSpec
 from server.codec.adapting_codec import codec_for
 from server.codec.codec import ModelCodec
 
-__all__ = ["Card", "Catalogue", "LookUp", "Model"]
+__all__ = ["Catalogue", "LookUp", "Model", "VersionInfo"]
 
 
 @dataclass(frozen=True, slots=True)
-class Card:
+class VersionInfo:
     """One version of a model, with what its codec needs to know."""
 
     handle: int
@@ -34,7 +34,7 @@ class Card:
 class Catalogue:
     """All that is served, and the handle for each name and version that a request may have."""
 
-    cards: tuple[Card, ...]
+    cards: tuple[VersionInfo, ...]
     names: Mapping[tuple[str, str], int]
 
 
@@ -66,6 +66,6 @@ class LookUp:
         return self._names.get((name, version))
 
 
-def _model(card: Card) -> Model:
+def _model(card: VersionInfo) -> Model:
     codec = codec_for(card.name, card.version, card.spec, card.max_request_rows)
     return Model(card.handle, codec, card.batch_id_prefix, card.remote)

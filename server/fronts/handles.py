@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from itertools import count
 
 from server.codec.open_codec import OpenCodec
-from server.fronts.catalogue import Card, Catalogue
+from server.fronts.catalogue import Catalogue, VersionInfo
 from server.models.repository import ServedModel
 
 __all__ = ["Handles"]
@@ -39,7 +39,7 @@ class Handles:
         return Catalogue(cards, {name: self._handles[model] for name, model in told.items()})
 
 
-def _card(model: ServedModel, handle: int) -> Card:
-    return Card(
+def _card(model: ServedModel, handle: int) -> VersionInfo:
+    return VersionInfo(
         handle, model.name, model.version, model.spec, model.max_request_rows, model.batch_id_prefix, model.remote
     )

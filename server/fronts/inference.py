@@ -21,12 +21,12 @@ from backends.transport.frames import Message
 from backends.transport.link import Link
 from protos import inference_pb2 as pb
 from scheduler.errors import QueueFull
-from scheduler.telling import Telling
-from server.call_facts import NOTHING_SENT, Sent, TraceParent, leaves_by
-from server.codec.batch_facts import tell_facts
+from scheduler.notifying import NotifyingFuture
+from server.call_facts import NO_PASSED_HEADERS, PassedHeaders, TraceParent, answer_deadline_ns
+from server.codec.batch_facts import add_batch_facts
 from server.codec.codec import AnyResponse
 from server.codec.parameters import NO_PARAMETERS, RequestParameters
-from server.codec.passing import carried_by
+from server.codec.passing import passed_on_by
 from server.codec.wire_request import AnyRequest, WireRequest
 from server.errors import ServerError, ServerStopping
 from server.fronts import protocol
@@ -36,16 +36,16 @@ from server.requests.in_flight import InFlight, follow
 
 __all__ = ["RemoteInference", "Replies", "Reply"]
 
-_MOST_UNSENT_BYTES = 64 * 2**20
+_MAX_UNSENT_BYTES = 64 * 2**20
 """Messages that the engine doesn't take: it hangs, and new callers are better refused than kept waiting."""
 
 _KEPT_SHARE = 4
 """Of the engine's memory for results, one byte in so many may belong to answers that can't leave yet."""
 
-_MOST_MADE_BYTES = 2**13
+_MAX_MADE_BYTES = 2**13
 """The largest answer that is made before it can leave."""
 
-_Sendable = tuple[AnyRequest, int, int, TraceParent | None, Sent]
+_Sendable = tuple[AnyRequest, int, int, TraceParent | None, PassedHeaders]
 """A request as it came, its arrival, its deadline, the trace that it is part of, and headers for another server."""
 
 _parameter_values: Callable[[RequestParameters], tuple[Any, ...]] = attrgetter(
@@ -53,7 +53,7 @@ _parameter_values: Callable[[RequestParameters], tuple[Any, ...]] = attrgetter(
 )
 
 
-class Reply(Telling[Any]):
+class Reply(NotifyingFuture[Any]):
     """The engine's answer, once it comes. Cancelling it tells the engine."""
 
     replies: Replies
@@ -78,8 +78,8 @@ class Replies:
 
     def refuse_if_full(self) -> None:
         """Raise QueueFull if the engine doesn't take messages."""
-        if self._link.unsent_bytes > _MOST_UNSENT_BYTES:
-            raise QueueFull(_MOST_UNSENT_BYTES, "bytes of messages to the engine, which does not take them")
+        if self._link.unsent_bytes > _MAX_UNSENT_BYTES:
+            raise QueueFull(_MAX_UNSENT_BYTES, "bytes of messages to the engine, which does not take them")
 
     # hot path
     def expect(self) -> Reply:
@@ -156,16 +156,16 @@ class Replies:
         began_ns: int,
         deadline_ns: int,
         parent: TraceParent | None,
-        sent: Sent,
+        sent: PassedHeaders,
     ) -> None:
         data = request.data if isinstance(request, WireRequest) else request.SerializeToString()
-        told = None if sent is NOTHING_SENT else tuple(sent)
+        told = None if sent is NO_PASSED_HEADERS else tuple(sent)
         self._link.send((protocol.INFER, number, began_ns, deadline_ns, parent, told, data))
 
 
 # hot path
 def _sendable(flight: InFlight) -> _Sendable:
-    return flight.request, flight.began_ns, flight.deadline_ns, flight.parent, flight.sent
+    return flight.request, flight.began_ns, flight.deadline_ns, flight.parent, flight.passed
 
 
 class RemoteInference:
@@ -199,12 +199,12 @@ class RemoteInference:
             decoded = model.codec.decode(request)
         except (ServerError, ValueError):
             return self._replies.send_whole(flight)
-        asked = decoded.asked
+        asked = decoded.options
         told = asked.parameters
         if told.typed_outputs or asked.classes:
             return self._replies.send_whole(flight)
         if told.deadline_ns:
-            deadline_ns = min(deadline_ns, leaves_by(told.deadline_ns / 1e9, flight.began_ns))
+            deadline_ns = min(deadline_ns, answer_deadline_ns(told.deadline_ns / 1e9, flight.began_ns))
         self._replies.refuse_if_full()
         # The codec has no regions, so none of them is in clients' shared memory.
         parcel = self._link.pack(cast("Tensors", decoded.inputs))
@@ -224,7 +224,7 @@ class RemoteInference:
             asked.outputs,
             None if told is NO_PARAMETERS else _parameter_values(told),
             parcel,
-            tuple(carried_by(request, flight.sent)) if model.remote else None,
+            tuple(passed_on_by(request, flight.passed)) if model.remote else None,
         )
 
     # hot path: see bench/
@@ -274,23 +274,23 @@ class RemoteInference:
 # hot path
 def _is_better_sent(request: AnyRequest, model: Model) -> bool:
     """Whether the engine does better with it unchanged. Not where answers are large: those are better made here."""
-    return type(request) is WireRequest and len(request.data) <= protocol.MOST_WHOLE_BYTES and not model.answers_large
+    return type(request) is WireRequest and len(request.data) <= protocol.MAX_WHOLE_BYTES and not model.answers_large
 
 
 def _is_small(result: Any) -> bool:
-    return isinstance(result, bytes) or sum(one.nbytes for one in result[0]) <= _MOST_MADE_BYTES
+    return isinstance(result, bytes) or sum(one.nbytes for one in result[0]) <= _MAX_MADE_BYTES
 
 
 # hot path: see bench/
 def _answer(flight: InFlight, result: Any) -> AnyResponse:
     """The answer, from what the engine sent."""
     if isinstance(result, bytes):
-        if len(result) > protocol.MOST_WHOLE_BYTES and flight.model is not None:
+        if len(result) > protocol.MAX_WHOLE_BYTES and flight.model is not None:
             flight.model.answers_large = True
         return flight.envelope.around(result) if flight.envelope is not None else result
     outputs, facts = result
     model = flight.model
     answer: AnyResponse = model.codec.encode(flight.request, flight.decoded, outputs, flight.envelope)
     if isinstance(answer, pb.ModelInferResponse) and facts is not None:
-        tell_facts(answer, model.batch_id_prefix, facts)
+        add_batch_facts(answer, model.batch_id_prefix, facts)
     return answer

@@ -22,7 +22,7 @@ import grpc
 from backends.transport.frames import Message
 from backends.transport.gathering import Gathering
 from backends.transport.link import Link, RemoteEnd
-from scheduler.telling import tell
+from scheduler.notifying import notify
 from server.config import Settings
 from server.errors import StartError
 from server.fronts import protocol
@@ -31,12 +31,12 @@ from server.fronts.forwarding import forwarded
 from server.fronts.inference import RemoteInference, Replies
 from server.loop import SWITCH_INTERVAL_S, new_loop
 from server.requests.quiet import until_quiet
-from server.rpc.calling import Calling
 from server.rpc.calls import header_rules
 from server.rpc.gate import Registry
 from server.rpc.handlers import METHODS, add_handlers, handler_of
 from server.rpc.listener import Listener
 from server.rpc.streaming import Streaming
+from server.rpc.unary_inference import UnaryInference
 from server.telemetry import log
 from server.telemetry.log_output import exit_now, take_stderr
 from server.tuning import keep_freed_memory
@@ -96,7 +96,7 @@ class _Front:
                 elif (reply := self._replies.on_message(message)) is not None:
                     done.append(reply)
         finally:
-            tell(done)
+            notify(done)
 
     def _obey(self, kind: int, *fields: Any) -> None:
         if kind == protocol.HELLO:
@@ -118,14 +118,14 @@ class _Front:
         settings = greeting.settings
         self._inference.reads_parents = greeting.reads_parents
         forwarding, passing = header_rules(settings)
-        calling = Calling(self._inference, forwarding, passing)
+        calling = UnaryInference(self._inference, forwarding, passing)
         streaming = Streaming(self._inference, settings.grpc_max_stream_requests, forwarding, passing)
         add_services = partial(self._add_services, calling, streaming)
         self._listener = Listener(settings, add_services, streaming.close, shares_port=True)
         self._listening = self._begin(self._listen(greeting.port))
         self._begin(self._tell_usage())
 
-    def _add_services(self, calling: Calling, streaming: Streaming, server: Registry) -> None:
+    def _add_services(self, calling: UnaryInference, streaming: Streaming, server: Registry) -> None:
         own = {"ModelInfer": calling.ModelInfer, "ModelStreamInfer": streaming.ModelStreamInfer}
         handlers = {
             method.name: handler_of(method, own[method.name])

@@ -11,7 +11,7 @@ import logging
 from backends.errors import UpstreamFailed, UpstreamRefused
 from backends.transport.link import FIRST_KIND
 from scheduler.errors import ExecutionFailed
-from server.errors import STATUS_OF, InternalError, status_of, words_of
+from server.errors import STATUS_OF, InternalError, error_text, status_of
 
 __all__ = [
     "ABORTED",
@@ -26,7 +26,7 @@ __all__ = [
     "LEAVE",
     "LISTENS",
     "LOG",
-    "MOST_WHOLE_BYTES",
+    "MAX_WHOLE_BYTES",
     "PACKED",
     "REFUSED",
     "RESULT",
@@ -41,8 +41,8 @@ __all__ = [
 
 # From the front.
 LISTENS = FIRST_KIND  # port, or 0 and why not
-SUBMIT = FIRST_KIND + 1  # id, as Desk._submit takes it
-INFER = FIRST_KIND + 2  # id, as Desk._infer takes it
+SUBMIT = FIRST_KIND + 1  # id, as FrontSession._submit takes it
+INFER = FIRST_KIND + 2  # id, as FrontSession._infer takes it
 CALL = FIRST_KIND + 3  # id, name of the RPC, deadline or None, headers, bytes of the request
 CANCEL = FIRST_KIND + 4  # id
 REFUSED = FIRST_KIND + 5  # model's handle; there was no room to submit it
@@ -62,7 +62,7 @@ END = FIRST_KIND + 16  # seconds of grace
 LOG = FIRST_KIND + 17  # pickled LogSettings
 LEAVE = FIRST_KIND + 18  # nothing: accept no more connections, and tell existing ones to go
 
-MOST_WHOLE_BYTES = 2**13
+MAX_WHOLE_BYTES = 2**13
 """Of requests and responses that go through the socket unchanged, where there is another way: the engine decodes and
 encodes so little, together with similar ones, as fast as it takes over what a front has made of it."""
 WHAT_IS_FULL = "bytes of tensors on their way between processes (--frontend-memory-mb)"
@@ -76,9 +76,9 @@ def packed_error(error: BaseException) -> tuple[str, str, str]:
     the status that follows from its cause, or ""."""
     for kind in type(error).__mro__:
         if kind in STATUS_OF:
-            return kind.__name__, words_of(error), _status_by_cause(error)
+            return kind.__name__, error_text(error), _status_by_cause(error)
     _log.error("a request failed on something unforeseen", exc_info=error)
-    return InternalError.__name__, f"internal error: {type(error).__name__}: {words_of(error)}", ""
+    return InternalError.__name__, f"internal error: {type(error).__name__}: {error_text(error)}", ""
 
 
 def _status_by_cause(error: BaseException) -> str:

@@ -26,9 +26,9 @@ _log = logging.getLogger("paceline.server")
 Piece = tuple[int, int, int]
 """Target address, source address, number of bytes."""
 
-_MOST_PIECES = 1024
+_MAX_PIECES = 1024
 """IOV_MAX of Linux."""
-_MOST_BYTES = 0x7FFF0000
+_MAX_BYTES = 0x7FFF0000
 """A little less than what Linux moves in a call."""
 
 _process_vm_readv: Any = getattr(ctypes.CDLL(None, use_errno=True), "process_vm_readv", None)
@@ -50,7 +50,7 @@ def copy_all(pieces: Sequence[Piece]) -> bool:
     All targets must exist; sources need not. Blocks, with the interpreter lock released.
     """
     size = sum(piece[2] for piece in pieces)
-    if not Allowed.now or len(pieces) > _MOST_PIECES or size > _MOST_BYTES:
+    if not Allowed.now or len(pieces) > _MAX_PIECES or size > _MAX_BYTES:
         return False
     parts = parts_of(size)
     return _copy(pieces) if parts == 1 else copy_parts(_copy, _shared_out(pieces, -(-size // parts)))

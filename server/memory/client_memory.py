@@ -17,7 +17,7 @@ from server.errors import InvalidRequest, NotSupported, RegionNotFound
 from server.memory.region_tensors import BYTE_SIZE, OFFSET, REGION, Input, RegionTensor, Span, span_of
 from server.memory.regions import Regions
 
-__all__ = ["NOWHERE", "ClientMemory", "Write", "tell_place"]
+__all__ = ["NOWHERE", "ClientMemory", "Write", "set_shared_memory_parameters"]
 
 InputTensor = ModelInferRequest.InferInputTensor
 RequestedOutput = ModelInferRequest.InferRequestedOutputTensor
@@ -100,13 +100,13 @@ class ClientMemory:
                 raise self._too_small(output.name, len(data), span)
         for output, span, data in writes:
             if isinstance(data, DeviceTensor):
-                tell_place(output, span, data.nbytes)
+                set_shared_memory_parameters(output, span, data.nbytes)
                 continue
             try:
                 span.region.write(data, span.offset)
             except InvalidRequest as error:
                 raise self._invalid(output.name, str(error)) from None
-            tell_place(output, span, len(data))
+            set_shared_memory_parameters(output, span, len(data))
 
     # hot path for requests that want it
     def write_results(self, targets: Mapping[int, Span], results: Tensors, types: Sequence[Datatype]) -> bool:
@@ -132,7 +132,7 @@ class ClientMemory:
         return InvalidRequest(f"model '{self._model}': output '{output}': {what}")
 
 
-def tell_place(output: ModelInferResponse.InferOutputTensor, span: Span, byte_size: int) -> None:
+def set_shared_memory_parameters(output: ModelInferResponse.InferOutputTensor, span: Span, byte_size: int) -> None:
     """Say in the response that the output's `byte_size` bytes are at `span`."""
     output.parameters[REGION].string_param = span.region.name
     output.parameters[BYTE_SIZE].int64_param = byte_size

@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 _PART_BYTES = 2**21
 """The least size of a part. Waking a sleeping thread takes as long as copying some hundred KB."""
-_MOST_THREADS = 4
+_MAX_THREADS = 4
 
 
 def parts_of(size_bytes: int) -> int:
@@ -69,10 +69,10 @@ def _ask(helpers: Executor, take: Callable[[], bool], times: int) -> Iterator[Fu
 
 @cache
 def _helpers() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(_MOST_THREADS - 1, "paceline-copy")
+    return ThreadPoolExecutor(_MAX_THREADS - 1, "paceline-copy")
 
 
 @cache
 def _threads() -> int:
     cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
-    return min(_MOST_THREADS, cores)
+    return min(_MAX_THREADS, cores)

@@ -19,7 +19,7 @@ __all__ = ["TUNABLES", "ask", "wanted"]
 TUNABLES = "GLIBC_TUNABLES"
 _MODE = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 _GIVES_TO_THOSE_WHO_ASK = "[madvise]"
-_LEAST_GLIBC = (2, 35)
+_MIN_GLIBC = (2, 35)
 _TOLD = {
     "hugetlb": 1,
     # As `tuning.keep_freed_memory` sets them, which does nothing if the environment has one of `tuning.SETTINGS`.
@@ -46,7 +46,7 @@ def wanted(environment: Mapping[str, str], mode: str, libc: str) -> bool:
     """Whether to ask, given the system's `mode`, and a C library such as `glibc 2.36`."""
     name, _, version = libc.partition(" ")
     numbers = tuple(int(part) for part in version.split(".") if part.isdecimal())
-    knows = name == "glibc" and numbers >= _LEAST_GLIBC
+    knows = name == "glibc" and numbers >= _MIN_GLIBC
     return knows and _GIVES_TO_THOSE_WHO_ASK in mode and not any(one in environment for one in SETTINGS)
 
 

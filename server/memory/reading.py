@@ -17,13 +17,13 @@ from typing import Any, cast
 
 import numpy as np
 
-from backends.base import Array, DeviceTensor, Execution, ModelSpec, Room, Roomy, Slot, Targets, Tensors
+from backends.base import Allocate, Array, DeviceTensor, Execution, ModelSpec, ProvidesBuffers, Slot, Targets, Tensors
 from backends.batching import shares
 from backends.packed import Packed
 from server.errors import InvalidRequest
 from server.memory.bulk_copy import Piece, copy_all
-from server.memory.region_tensors import Directed, Input, Inputs, RegionTensor
-from server.memory.regions import Region, are_whole
+from server.memory.region_tensors import Input, Inputs, RegionTensor, TargetedInputs
+from server.memory.regions import Region, all_intact
 
 __all__ = ["Execute", "ExecuteInputs", "reading", "reading_by"]
 
@@ -34,14 +34,14 @@ _Failures = dict[int, InvalidRequest]
 """By the place of the request in its batch."""
 
 
-def reading(execute: Execute, spec: ModelSpec, roomy: Roomy | None = None) -> ExecuteInputs:
+def reading(execute: Execute, spec: ModelSpec, buffers: ProvidesBuffers | None = None) -> ExecuteInputs:
     """Wrap an instance's `execute` for requests some of whose inputs aren't read yet. `roomy` is the instance, if it
     has memory of its own for inputs.
 
     A request whose inputs can't be read gets an InvalidRequest in the place of its results.
     """
     stackable = spec.by_rows and spec.batched
-    room = roomy.room if roomy is not None and stackable else None
+    room = buffers.buffer if buffers is not None and stackable else None
 
     def read_and_execute(requests: Sequence[Inputs], padded_rows: int) -> Execution:
         # hot path for those who bring their own bytes: 20 to 40 ns an input
@@ -55,8 +55,8 @@ def reading(execute: Execute, spec: ModelSpec, roomy: Roomy | None = None) -> Ex
             else:
                 done = _one_by_one(execute, requests, padded_rows, failures, began_ns, room)
         finally:
-            if roomy is not None:
-                roomy.forget_rooms()
+            if buffers is not None:
+                buffers.release_buffers()
         return _placed(done, failures, len(requests))
 
     return read_and_execute
@@ -71,7 +71,7 @@ def reading_by(slot: Slot, spec: ModelSpec) -> ExecuteInputs:
     def read_and_execute(requests: Sequence[Inputs], padded_rows: int) -> Execution:
         # hot path for those who bring their own bytes, as above
         if not any(
-            type(inputs) is Directed or (type(inputs) is not Packed and RegionTensor in map(type, inputs))
+            type(inputs) is TargetedInputs or (type(inputs) is not Packed and RegionTensor in map(type, inputs))
             for inputs in requests
         ):
             return slot.execute(cast("Sequence[Tensors]", requests), padded_rows)
@@ -93,7 +93,7 @@ def reading_by(slot: Slot, spec: ModelSpec) -> ExecuteInputs:
 
 
 def _targets(inputs: Inputs, gpu: int) -> Targets:
-    if type(inputs) is not Directed:
+    if type(inputs) is not TargetedInputs:
         return {}
     rooms = {index: span.on_gpu(gpu) for index, span in inputs.targets.items()}
     return {index: room for index, room in rooms.items() if room is not None}
@@ -115,7 +115,7 @@ def _one_by_one(
     padded_rows: int,
     failures: _Failures,
     began_ns: int,
-    room: Room | None = None,
+    room: Allocate | None = None,
 ) -> Execution:
     """Read each request into arrays of its own, and execute all of them. A lone request may be read into `room`."""
     there: list[Tensors] = []
@@ -137,7 +137,7 @@ def _joined(
     padded_rows: int,
     failures: _Failures,
     began_ns: int,
-    room: Room | None,
+    room: Allocate | None,
 ) -> Execution:
     """Read all requests into the rows of one as large as the batch, and execute that: stacking would be a second
     copy."""
@@ -154,13 +154,13 @@ def _joined(
     return replace(done, results=shares(outputs, bounds))
 
 
-def _read(one: RegionTensor, index: int, room: Room | None) -> Array:
+def _read(one: RegionTensor, index: int, room: Allocate | None) -> Array:
     there = _place(index, one.shape, one.dtype, room)
     one.read_into(there)
     return there
 
 
-def _place(index: int, shape: tuple[int, ...], dtype: np.dtype[Any], room: Room | None) -> Array:
+def _place(index: int, shape: tuple[int, ...], dtype: np.dtype[Any], room: Allocate | None) -> Array:
     """The array that input `index` is to be read into."""
     there = None if room is None else room(index, shape)
     return np.empty(shape, dtype) if there is None else there
@@ -186,7 +186,7 @@ def _fill_at_once(columns: Sequence[Array], requests: Sequence[Inputs]) -> list[
             else:
                 return None
     # Bytes beyond a file's end, but in its last page, can be read, and are zero.
-    if len(pieces) < 2 or not copy_all(pieces) or not are_whole(regions):
+    if len(pieces) < 2 or not copy_all(pieces) or not all_intact(regions):
         return None
     for rows, one in arrays:
         rows[...] = one

@@ -20,7 +20,18 @@ from protos.tensors import TensorError, element_count
 from server.errors import InvalidRequest
 from server.memory.regions import Region, Regions
 
-__all__ = ["BYTE_SIZE", "OFFSET", "REGION", "Directed", "Input", "Inputs", "Place", "RegionTensor", "Span", "span_of"]
+__all__ = [
+    "BYTE_SIZE",
+    "OFFSET",
+    "REGION",
+    "Input",
+    "Inputs",
+    "Place",
+    "RegionTensor",
+    "Span",
+    "TargetedInputs",
+    "span_of",
+]
 
 REGION = "shared_memory_region"
 BYTE_SIZE = "shared_memory_byte_size"
@@ -185,14 +196,14 @@ Inputs = Sequence[Input]
 """A request's inputs on their way to an instance."""
 
 
-class Directed(tuple[Input, ...]):
+class TargetedInputs(tuple[Input, ...]):
     """The inputs of a request with outputs that belong in CUDA shared memory, which is written on the instance's
     thread, by the instance where it can. `targets` says, by index, which outputs belong in shared memory, and where."""
 
     targets: Mapping[int, Span]
 
     @classmethod
-    def to(cls, targets: Mapping[int, Span], inputs: Inputs) -> Directed:
+    def to(cls, targets: Mapping[int, Span], inputs: Inputs) -> TargetedInputs:
         made = cls(inputs)
         made.targets = targets
         return made

@@ -15,10 +15,10 @@ from server.bounded_cache import BoundedCache
 from server.errors import InvalidRequest, RegionExists, RegionNotFound, TooManyRegions
 from server.limits import LARGEST_MESSAGE_BYTES
 
-__all__ = ["Region", "Regions", "are_whole"]
+__all__ = ["Region", "Regions", "all_intact"]
 
 _NAMES_TOLD = 5
-_MOST_NAME_BYTES = 1_024
+_MAX_NAME_BYTES = 1_024
 """So that a message of 4 MiB, the most that gRPC's clients take, can list as many regions as are allowed by default."""
 _SHOWN = 64
 
@@ -58,7 +58,7 @@ class Region(Protocol):
 
 
 # hot path for requests that use some
-def are_whole(regions: Iterable[Region]) -> bool:
+def all_intact(regions: Iterable[Region]) -> bool:
     """Whether all of them are still there: clients may truncate their memory."""
     try:
         for region in regions:
@@ -94,10 +94,10 @@ class Regions:
         to be listed with all the others; RegionExists for one that is taken; TooManyRegions at the limit."""
         if not name:
             raise InvalidRequest("failed to register shared memory region '': invalid args: expected a name")
-        if len(name.encode()) > _MOST_NAME_BYTES:
+        if len(name.encode()) > _MAX_NAME_BYTES:
             raise InvalidRequest(
                 f"failed to register shared memory region '{name[:_SHOWN]}…': invalid args: expected a name of at most "
-                f"{_MOST_NAME_BYTES} bytes, got {len(name.encode())}"
+                f"{_MAX_NAME_BYTES} bytes, got {len(name.encode())}"
             )
         if name in self._registered:
             raise RegionExists(f"shared memory region '{name}' already in manager: unregister it before")

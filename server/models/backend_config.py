@@ -20,8 +20,8 @@ _CACHE = "cache-directory"
 _APART = "own-process"
 _KEYS = (_ROWS, _SHARED, _INTRA, _INTER, _CACHE, _APART)
 _MOST = 2**31 - 1
-_MOST_DIGITS = 40
-_MOST_THREADS = 1_024
+_MAX_DIGITS = 40
+_MAX_THREADS = 1_024
 """More than machines have cores. ONNX Runtime starts all threads of a shared pool before it returns; some thousands
 take minutes, in which no signal ends the server."""
 _SWITCH = {"0": False, "1": True, "false": False, "true": True}
@@ -58,8 +58,8 @@ def parse_backend_config(given: Iterable[str]) -> BackendConfig:
     rows = values.get(_ROWS)
     return BackendConfig(
         max_batch_rows=None if rows is None else _count(_ROWS, rows),
-        intra_op_threads=_count(_INTRA, values.get(_INTRA, "0"), _MOST_THREADS),
-        inter_op_threads=_count(_INTER, values.get(_INTER, "0"), _MOST_THREADS),
+        intra_op_threads=_count(_INTRA, values.get(_INTRA, "0"), _MAX_THREADS),
+        inter_op_threads=_count(_INTER, values.get(_INTER, "0"), _MAX_THREADS),
         shared_threads=_switch(_SHARED, values.get(_SHARED, "0")),
         cache_directory=values.get(_CACHE, ""),
         own_process=_switch(_APART, values[_APART]) if _APART in values else None,
@@ -79,7 +79,7 @@ def _split(text: str) -> tuple[str, str]:
 
 
 def _count(key: str, text: str, most: int = _MOST) -> int:
-    if not (text.isascii() and text.isdecimal() and len(text) <= _MOST_DIGITS and int(text) <= most):
+    if not (text.isascii() and text.isdecimal() and len(text) <= _MAX_DIGITS and int(text) <= most):
         raise ValueError(f"{key}: expected a whole number from 0 to {most}, got '{text}'")
     return int(text)
 

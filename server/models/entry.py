@@ -11,16 +11,16 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Generic, TypeVar
 
-__all__ = ["RIVALS", "UNLOADED", "Entry", "IndexLine", "ModelState", "version_order"]
+__all__ = ["DUPLICATE_NAME", "UNLOADED", "Entry", "IndexLine", "ModelState", "version_order"]
 
 V = TypeVar("V")
 
 UNLOADED = "unloaded"
-RIVALS = "model appears in two or more repositories"
+DUPLICATE_NAME = "model appears in two or more repositories"
 """Reasons in the index that Triton's clients compare with."""
 
 
-_MOST_DIGITS = 100
+_MAX_DIGITS = 100
 """Of a version that is a number: int() raises an error for thousands, and other servers may report anything."""
 
 
@@ -37,9 +37,9 @@ class ModelState(Enum):
 
 def version_order(version: str) -> tuple[int, str]:
     """Sort key: versions by number; those of other servers that aren't numbers come after them."""
-    if version.isascii() and version.isdecimal() and len(version) <= _MOST_DIGITS:
+    if version.isascii() and version.isdecimal() and len(version) <= _MAX_DIGITS:
         return int(version), ""
-    return 10**_MOST_DIGITS, version
+    return 10**_MAX_DIGITS, version
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,21 +67,21 @@ class Entry(Generic[V]):
     leaving: list[str] = field(default_factory=list)
     gone: dict[str, str] = field(default_factory=dict)
     failure: str = ""
-    away: str = ""
+    unreachable_reason: str = ""
     unloaded: bool = False
     on_disk: bool = False
-    rivals: bool = False
+    duplicates: bool = False
     operations: int = 0
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     @property
     def state(self) -> ModelState | None:
         """The model's as a whole: READY while any version serves, None if it was never asked for."""
-        if self.serving and not self.away:
+        if self.serving and not self.unreachable_reason:
             return ModelState.READY
         if self.loading is not None:
             return ModelState.LOADING
-        if self.failure or self.away:
+        if self.failure or self.unreachable_reason:
             return ModelState.UNAVAILABLE
         if self.leaving:
             return ModelState.UNLOADING
@@ -90,7 +90,7 @@ class Entry(Generic[V]):
     @property
     def missing(self) -> bool:
         """Whether the model should serve, and doesn't."""
-        if self.away:
+        if self.unreachable_reason:
             return True
         return self.state is ModelState.LOADING or bool(self.failure and not self.serving)
 
@@ -119,7 +119,7 @@ class Entry(Generic[V]):
     def end_load(self, versions: dict[str, V]) -> list[V]:
         """The load succeeded: these serve from now on. Returns what served before."""
         before = self._replace(versions)
-        self.loading, self.failure, self.away, self.unloaded = None, "", "", False
+        self.loading, self.failure, self.unreachable_reason, self.unloaded = None, "", "", False
         return before
 
     def fail_load(self, reason: str) -> None:
@@ -132,12 +132,12 @@ class Entry(Generic[V]):
     def unload(self) -> list[V]:
         """Nothing serves any more, as requested. Returns what served."""
         lost, was_asked_for = dict.fromkeys(self.gone, UNLOADED), self.state is not None
-        self.away = ""
+        self.unreachable_reason = ""
         before = self._replace({})
         self.gone, self.failure, self.unloaded = lost, "", was_asked_for
         return before
 
-    def left(self, version: str) -> None:
+    def drained(self, version: str) -> None:
         """A version that accepted no more requests has answered all of them."""
         self.leaving.remove(version)
         if version not in self.serving and version not in self.leaving:
@@ -146,8 +146,8 @@ class Entry(Generic[V]):
     def lines(self) -> list[IndexLine]:
         """The index's lines: one per version, by number, or one without a version if none is known."""
         versions = dict(self._versions())
-        if self.rivals and not (self.serving or self.leaving or self.loading):
-            return [IndexLine(self.name, "", ModelState.UNAVAILABLE, RIVALS)]
+        if self.duplicates and not (self.serving or self.leaving or self.loading):
+            return [IndexLine(self.name, "", ModelState.UNAVAILABLE, DUPLICATE_NAME)]
         if versions:
             return [
                 IndexLine(self.name, version, *versions[version]) for version in sorted(versions, key=version_order)
@@ -164,8 +164,8 @@ class Entry(Generic[V]):
         for version in self.loading or ():
             yield version, (ModelState.LOADING, "")
         for version in self.serving:
-            if self.away:
-                yield version, (ModelState.UNAVAILABLE, self.away)
+            if self.unreachable_reason:
+                yield version, (ModelState.UNAVAILABLE, self.unreachable_reason)
                 continue
             yield version, (ModelState.READY, self.failure and f"the last load failed: {self.failure}")
 

@@ -17,7 +17,7 @@ from concurrent.futures import Future
 from contextlib import ExitStack, suppress
 from typing import Any, TypeVar
 
-from backends.base import Abandonable, Device, ModelInstance, Mortal, Slotted, Tensors
+from backends.base import Abandonable, CanEnd, Device, ModelInstance, Slotted, Tensors
 from backends.errors import DeviceLost, InstanceLost
 from backends.remote import RemoteInstance, RemoteModel
 from scheduler.batcher import Batcher
@@ -35,7 +35,7 @@ T = TypeVar("T")
 
 _log = logging.getLogger("paceline.server.instances")
 
-_MOST_HANGING = 16
+_MAX_HANGING = 16
 """Per version at a time. Each keeps a thread and maybe a device's memory; where so many hang, the next would too."""
 _PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
 """Between attempts to replace an instance."""
@@ -88,12 +88,12 @@ class Instances:
         return list(self._live)
 
     @property
-    def able(self) -> bool:
+    def can_execute(self) -> bool:
         """Whether anything can execute."""
         return bool(self._live)
 
     @property
-    def hopeless(self) -> str:
+    def unrecoverable_reason(self) -> str:
         """Why nothing can execute any more unless the process is restarted, as far as is known: a device was lost, and
         an attempt to replace the instance failed. "" otherwise."""
         return "" if self._live else self._hopeless
@@ -175,14 +175,14 @@ class Instances:
 
     def _may_make_more(self) -> bool:
         hanging = _count(self._hanging) + len(self._stuck)
-        if hanging > _MOST_HANGING:
+        if hanging > _MAX_HANGING:
             name, version = self._loaded.name, self._loaded.version
             _log.error("model '%s' version %s: no more instances: %d hang", name, version, hanging)
             return False
         return True
 
     def _watch(self, runner: Runner, instance: Instance) -> None:
-        if isinstance(instance, Mortal):
+        if isinstance(instance, CanEnd):
             instance.when_lost(lambda error: self._on_end(runner, error))
 
     def _on_end(self, runner: Runner, error: BaseException) -> None:
@@ -194,7 +194,7 @@ class Instances:
         """Seconds to wait before it is replaced. None after one that was of use: ending it harms nobody beyond the time
         that a start takes."""
         before_s = self._first_pauses_s.pop(id(instance), 0.0)
-        if not isinstance(instance, Mortal) or instance.has_executed:
+        if not isinstance(instance, CanEnd) or instance.has_executed:
             return 0.0
         return min(max(_FIRST_PAUSE_S, 2 * before_s), _LONGEST_FIRST_PAUSE_S)
 
@@ -307,7 +307,7 @@ class Instances:
             raise
         finally:
             supervise.close()
-        if not (isinstance(instance, Mortal) and instance.has_ended):
+        if not (isinstance(instance, CanEnd) and instance.has_ended):
             return instance
         # Its made-up warm-up requests end it. It may do well with what it was made for.
         self._stays_cold = True

@@ -42,7 +42,7 @@ class ModelFolder:
     """One model on disk. `versions` maps version numbers to the folders that hold their files; a bare file or a folder
     with the model file directly inside is version 1. `file` is set for a bare file only. `renamed`: `name` is the
     user's choice, whatever its folder and its configuration call it. `problem` says why a folder can't be read: its
-    load fails with that, and the other models go on. `rivals` are all paths of a name that several repositories have;
+    load fails with that, and the other models go on. `duplicates` are all paths of a name that several repositories have;
     none of them can be loaded. `strays` look like versions, or lie where versions do, but aren't. `config_name` selects
     another configuration than `config.pbtxt`. `files` owns the files if they came with a client's request."""
 
@@ -52,7 +52,7 @@ class ModelFolder:
     file: Path | None = None
     renamed: bool = False
     problem: str = ""
-    rivals: tuple[Path, ...] = ()
+    duplicates: tuple[Path, ...] = ()
     strays: tuple[Path, ...] = ()
     config_name: str = ""
     files: Files | None = None
@@ -167,7 +167,7 @@ def _is_stray(entry: Path, among_versions: bool) -> bool:
 def _model(name: str, paths: Sequence[Path]) -> ModelFolder:
     path = paths[0]
     if len(paths) > 1:
-        return ModelFolder(name, path, {}, rivals=tuple(paths))
+        return ModelFolder(name, path, {}, duplicates=tuple(paths))
     shown = name.encode(errors="backslashreplace").decode()
     if shown != name:
         # Messages and configurations can't carry such a name, so nobody could ask for the model.

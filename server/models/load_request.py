@@ -22,7 +22,7 @@ from server.models.scratch import Scratch
 __all__ = ["Override", "checked_name", "parse_load_parameters", "parse_unload_parameters", "scratch_folder"]
 
 _FILE = "file:"
-_MOST_NAME_BYTES = 1_024
+_MAX_NAME_BYTES = 1_024
 """The names of failed loads stay in the index for a while."""
 _SHOWN = 64
 Parameters = Mapping[str, ModelRepositoryParameter]
@@ -46,10 +46,9 @@ def checked_name(name: str) -> str:
             f"invalid model name {name!r}: model name must not contain path traversal characters; expected the name "
             "of a folder"
         )
-    if len(name.encode()) > _MOST_NAME_BYTES:
+    if len(name.encode()) > _MAX_NAME_BYTES:
         raise InvalidRequest(
-            f"invalid model name '{name[:_SHOWN]}…': expected at most {_MOST_NAME_BYTES} bytes, "
-            f"got {len(name.encode())}"
+            f"invalid model name '{name[:_SHOWN]}…': expected at most {_MAX_NAME_BYTES} bytes, got {len(name.encode())}"
         )
     return name
 
@@ -88,7 +87,7 @@ def scratch_folder(name: str, files: Mapping[PurePosixPath, bytes]) -> Iterator[
                 raise _refused(name, why) from None
         yield replace(model_folder(name, scratch.path), files=scratch)
     finally:
-        scratch.let_go()
+        scratch.release()
 
 
 def _refused(name: str, why: str) -> InvalidRequest:

@@ -32,7 +32,7 @@ from server.errors import ConfigError, LoadHangs
 from server.files import inside
 from server.models.batch_policy import BatchDefaults, limit_of
 from server.models.effective_config import effective_config
-from server.models.entry import RIVALS
+from server.models.entry import DUPLICATE_NAME
 from server.models.layout import DEFAULT_MODEL_FILE, PYTHON_MODEL_FILE, ModelFolder
 from server.models.model_config import (
     ServingPlan,
@@ -167,8 +167,8 @@ def _configuration(folder: ModelFolder, override: pb.ModelConfig | None) -> pb.M
     """The configuration to load the model with, its name filled in. Raises ConfigError for what can't be loaded."""
     if folder.problem:
         raise ConfigError(folder.problem)
-    if folder.rivals:
-        raise ConfigError(f"{RIVALS}: {', '.join(map(str, folder.rivals))}")
+    if folder.duplicates:
+        raise ConfigError(f"{DUPLICATE_NAME}: {', '.join(map(str, folder.duplicates))}")
     for stray in folder.strays:
         _log.warning("%s is no version folder: expected a folder named by a number without leading zeros", stray)
     config = pb.ModelConfig()

@@ -41,7 +41,7 @@ _GROUP_KINDS = {
     pb.ModelInstanceGroup.KIND_MODEL: GroupKind.MODEL,
 }
 
-_MOST_INSTANCES = 1024
+_MAX_INSTANCES = 1024
 """Per version of a model: each is a thread, if not a session and a GPU's memory, and made before anything serves."""
 
 _TAG = re.compile("[a-zA-Z0-9][a-zA-Z0-9_]*")
@@ -86,8 +86,8 @@ def instance_groups(config: pb.ModelConfig) -> tuple[InstanceGroup, ...]:
         if group.count < 0:
             raise ConfigError(f"instance_group: expected count >= 0, got {group.count}")
         total += max(1, group.count) * max(1, len(group.gpus))
-        if total > _MOST_INSTANCES:
-            raise ConfigError(f"instance_group: expected up to {_MOST_INSTANCES} instances in all, got {total} or more")
+        if total > _MAX_INSTANCES:
+            raise ConfigError(f"instance_group: expected up to {_MAX_INSTANCES} instances in all, got {total} or more")
     return tuple(
         InstanceGroup(_GROUP_KINDS[group.kind], group.count, tuple(group.gpus)) for group in config.instance_group
     )

@@ -19,5 +19,5 @@ def why_not_ready(repository: Repository) -> str:
     failed = ", ".join(f"'{name}'" for name in repository.failures)
     if failed:
         return f"models failed to load: {failed}"
-    unable = ", ".join(f"'{model.name}'" for model in repository.models if not model.able)
+    unable = ", ".join(f"'{model.name}'" for model in repository.models if not model.can_execute)
     return f"no instance can execute of: {unable}" if unable else "models are loading"

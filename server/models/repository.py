@@ -16,7 +16,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 from backends.errors import BackendError
 from protos import model_config_pb2 as pb
-from scheduler.waiting import Room
+from scheduler.waiting import SharedQueueLimits
 from server.errors import (
     InvalidRequest,
     LoadFailed,
@@ -24,7 +24,7 @@ from server.errors import (
     ModelNotReady,
     ServerError,
     TooManyModels,
-    words_of,
+    error_text,
 )
 from server.limits import Limits
 from server.memory.regions import Regions
@@ -62,9 +62,9 @@ class Repository:
         regions: Regions | None = None,
         tracer: Tracer | None = None,
         max_models: int = Limits().models,
-        room: Room | None = None,
+        shared_limits: SharedQueueLimits | None = None,
     ) -> None:
-        self._room = room
+        self._shared_limits = shared_limits
         self._max_models = max_models
         self.refused_loads = 0
         # Names that hold one of `max_models` places: those that serve, and those that are being loaded.
@@ -95,12 +95,14 @@ class Repository:
         if not self._strict_readiness:
             return True
         missing = self.waits_for or any(entry.missing for entry in self._entries.values())
-        return not missing and all(model.able for model in self.models)
+        return not missing and all(model.can_execute for model in self.models)
 
     @property
     def why_not_live(self) -> str:
         """Why the process should be restarted: a model has lost its devices, and can't get them back in this one."""
-        return "; ".join(f"model '{model.name}': {model.hopeless}" for model in self.models if model.hopeless)
+        return "; ".join(
+            f"model '{model.name}': {model.unrecoverable_reason}" for model in self.models if model.unrecoverable_reason
+        )
 
     @property
     def failures(self) -> dict[str, str]:
@@ -156,7 +158,7 @@ class Repository:
         """Whether `get` would find it, and it can execute. Raises ModelNotFound for a name that is unknown, once all
         names are known, and for an unknown version of a model that serves; or InvalidRequest."""
         try:
-            return self.get(name, version).able
+            return self.get(name, version).can_execute
         except ModelNotReady:
             return False
         except ModelNotFound:
@@ -179,7 +181,7 @@ class Repository:
             self._entries.setdefault(name, Entry(name))
         for name, entry in list(self._entries.items()):
             entry.on_disk = name in on_disk
-            entry.rivals = entry.on_disk and bool(on_disk[name].rivals)
+            entry.duplicates = entry.on_disk and bool(on_disk[name].duplicates)
             if entry.forgettable:
                 self._forget(name)
 
@@ -215,18 +217,18 @@ class Repository:
     def withdraw(self, name: str, reason: str) -> None:
         """Refuse requests for a loaded model, which can't be reached, until `restore`. Accepted requests go on."""
         entry = self._entries.get(name)
-        if entry is None or not entry.serving or entry.away == reason:
+        if entry is None or not entry.serving or entry.unreachable_reason == reason:
             return
-        entry.away = reason
+        entry.unreachable_reason = reason
         self._serve(name, [], list(entry.serving.values()))
         self.on_change()
 
     def restore(self, name: str) -> None:
         """Undo `withdraw`."""
         entry = self._entries.get(name)
-        if entry is None or not entry.away:
+        if entry is None or not entry.unreachable_reason:
             return
-        entry.away = ""
+        entry.unreachable_reason = ""
         self._serve(name, list(entry.serving.values()), [])
         self.on_change()
 
@@ -345,7 +347,7 @@ class Repository:
         try:
             for one in loaded:
                 model = ServedModel(
-                    one, self._metrics, self._regions, self._tracer, lambda: self.on_change(), self._room
+                    one, self._metrics, self._regions, self._tracer, lambda: self.on_change(), self._shared_limits
                 )
                 model.start()
                 models.append(model)
@@ -378,7 +380,7 @@ class Repository:
         finally:
             self._hung = [one for one in (*self._hung, model) if one.hangs]
             del self._leaving[model]
-            entry.left(model.version)
+            entry.drained(model.version)
             self.on_change()
 
     def _why_not(self, name: str, version: str) -> ServerError:
@@ -389,7 +391,7 @@ class Repository:
             known = sorted(known for known, one in self._entries.items() if one.serving or one.missing)
             return ModelNotFound(f"{_UNKNOWN}: '{name}' is not found; this server has {_some(known)}")
         if entry.missing:
-            reason = entry.away or entry.failure or ModelState.LOADING.value
+            reason = entry.unreachable_reason or entry.failure or ModelState.LOADING.value
             return ModelNotReady(f"{_UNKNOWN}: '{name}' is not ready: {reason}")
         if not entry.serving:
             why = UNLOADED if entry.unloaded else "never loaded"
@@ -413,9 +415,9 @@ async def _stop(model: ServedModel) -> None:
 def _reason(model: str, error: Exception) -> str:
     """Why a load failed, in words for whoever asked for it."""
     if isinstance(error, (BackendError, ServerError)):
-        return words_of(error).removeprefix(f"model '{model}': ")
+        return error_text(error).removeprefix(f"model '{model}': ")
     _log.error("model '%s' failed to load on something unforeseen", model, exc_info=error)
-    return f"{type(error).__name__}: {words_of(error)}"
+    return f"{type(error).__name__}: {error_text(error)}"
 
 
 def _retrieve(task: asyncio.Task[None]) -> None:

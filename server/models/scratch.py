@@ -54,7 +54,7 @@ class Scratch:
         with _lock:
             self._needed += 1
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         with _lock:
             self._needed -= 1
             if self._needed:

@@ -10,17 +10,17 @@ import secrets
 from collections.abc import Callable
 from typing import Any, cast
 
-from backends.base import ModelInstance, Roomy, Slot, Tensors
-from backends.errors import InstanceLost, OutOfMemory, ProcessError, ProcessGone, SessionError, StalePlan
+from backends.base import ModelInstance, ProvidesBuffers, Slot, Tensors
+from backends.errors import InstanceError, InstanceLost, OutOfMemory, ProcessEndedBeforeBatch, ProcessError, StalePlan
 from backends.remote import RemoteModel
 from scheduler.batcher import Batcher
 from scheduler.isolation import Blame
 from scheduler.observer import Observer
-from scheduler.waiting import Room
+from scheduler.waiting import SharedQueueLimits
 from server.codec.adapting_codec import codec_for
 from server.codec.codec import ModelCodec
 from server.codec.open_codec import OpenCodec
-from server.memory.leaving import leaving
+from server.memory.output_writing import leaving
 from server.memory.reading import ExecuteInputs, reading, reading_by
 from server.memory.regions import Regions
 from server.models.instances import Instances
@@ -47,7 +47,7 @@ class ServedModel:
         regions: Regions | None = None,
         tracer: Tracer | None = None,
         on_change: Callable[[], None] = lambda: None,
-        room: Room | None = None,
+        shared_limits: SharedQueueLimits | None = None,
     ) -> None:
         self.name = loaded.name
         self.version = str(loaded.version)
@@ -80,8 +80,8 @@ class ServedModel:
             self._instances.runners,
             observer=self._observer(tracer),
             blames=_blame_for,
-            hangs=self._instances,
-            room=room,
+            replacer=self._instances,
+            shared_limits=shared_limits,
             instance_of=self._instances.instance_of,
         )
         self._instances.batcher = self.batcher
@@ -97,9 +97,9 @@ class ServedModel:
         )
 
     @property
-    def able(self) -> bool:
+    def can_execute(self) -> bool:
         """Whether any of its instances can execute."""
-        return self._instances.able
+        return self._instances.can_execute
 
     @property
     def hangs(self) -> bool:
@@ -108,9 +108,9 @@ class ServedModel:
         return self._instances.hangs
 
     @property
-    def hopeless(self) -> str:
+    def unrecoverable_reason(self) -> str:
         """Why none of its instances will execute again in this process; "" if some may."""
-        return self._instances.hopeless
+        return self._instances.unrecoverable_reason
 
     def _observer(self, tracer: Tracer | None) -> Observer:
         """The statistics alone if batches aren't traced: then nobody pays for looking."""
@@ -125,7 +125,7 @@ class ServedModel:
         if isinstance(instance, Slot):
             execute = reading_by(instance, self.spec)
         else:
-            execute = reading(instance.execute, self.spec, instance if isinstance(instance, Roomy) else None)
+            execute = reading(instance.execute, self.spec, instance if isinstance(instance, ProvidesBuffers) else None)
         return leaving(execute) if self.leaves_outputs else execute
 
     def start(self) -> None:
@@ -165,8 +165,8 @@ class ServedModel:
 def _blame_for(error: BaseException) -> Blame:
     if isinstance(error, (OutOfMemory, MemoryError)):
         return Blame.SIZE
-    if isinstance(error, (ProcessGone, StalePlan)):
+    if isinstance(error, (ProcessEndedBeforeBatch, StalePlan)):
         return Blame.INSTANCE_BEFORE
     if isinstance(error, InstanceLost):
         return Blame.FATAL if isinstance(error, ProcessError) else Blame.INSTANCE
-    return Blame.NOBODY if isinstance(error, SessionError) or not isinstance(error, Exception) else Blame.REQUESTS
+    return Blame.NOBODY if isinstance(error, InstanceError) or not isinstance(error, Exception) else Blame.REQUESTS

@@ -11,14 +11,14 @@ from concurrent.futures import Future, wait
 from threading import TIMEOUT_MAX
 from typing import TypeVar
 
-from backends.home import Home
+from backends.worker_thread import WorkerThread
 from server.errors import LoadHangs
 
 __all__ = ["Supervisor"]
 
 T = TypeVar("T")
 
-_LEAST_NS = 60 * 10**9
+_MIN_NS = 60 * 10**9
 """First executions take longer than any that follow: memory is allocated, algorithms are chosen, code is compiled."""
 
 _LOOKS = 8
@@ -33,8 +33,8 @@ class Supervisor:
     """
 
     def __init__(self, limit_ns: int) -> None:
-        self._limit_ns = max(limit_ns, _LEAST_NS) if limit_ns else 0
-        self._home = Home()
+        self._limit_ns = max(limit_ns, _MIN_NS) if limit_ns else 0
+        self._home = WorkerThread()
 
     def __call__(self, function: Callable[[], T]) -> T:
         """What `function` returns or raises. Blocks; raises LoadHangs if it takes too long, and then runs no more."""

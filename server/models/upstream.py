@@ -39,7 +39,7 @@ either, counts as gone."""
 
 _AT_A_TIME = 16
 """Models that are polled at the same time."""
-_MOST_SAID = 5
+_MAX_SAID = 5
 """Models whose reasons the log and the probe give; there may be thousands, and another line each second."""
 
 _READY = "READY"
@@ -279,8 +279,8 @@ class Upstream:
 
 
 def _listed(reasons: Sequence[str]) -> str:
-    more = [f"and {len(reasons) - _MOST_SAID} more"] if len(reasons) > _MOST_SAID else []
-    return "; ".join((*reasons[:_MOST_SAID], *more))
+    more = [f"and {len(reasons) - _MAX_SAID} more"] if len(reasons) > _MAX_SAID else []
+    return "; ".join((*reasons[:_MAX_SAID], *more))
 
 
 def _bytes(message: pb.ModelMetadataResponse | config_pb.ModelConfig) -> bytes:

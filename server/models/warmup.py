@@ -24,8 +24,8 @@ from backends.base import (
     Supervise,
     Tensors,
     TensorSpec,
-    directly,
     fits,
+    unsupervised,
 )
 from backends.errors import BackendError, DeviceLost, LoadError, OutOfMemory, Unequipped
 from protos import model_config_pb2 as pb
@@ -56,7 +56,7 @@ class WarmUp:
         self._said_cold = False
         self._samples = [(sample, list(_requests(sample, plan, folder))) for sample in config.model_warmup]
 
-    def run(self, instance: ModelInstance, supervise: Supervise = directly) -> None:
+    def run(self, instance: ModelInstance, supervise: Supervise = unsupervised) -> None:
         """Run the configured samples, or the default one if there are none; `supervise` runs each execution.
 
         Blocks. Raises ConfigError if a configured sample fails: a model that can't do what its author says it does

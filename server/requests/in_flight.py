@@ -14,16 +14,16 @@ from typing import Any, Protocol
 
 import grpc
 
-from scheduler.telling import Telling
-from server.call_facts import Sent, TraceParent
+from scheduler.notifying import NotifyingFuture
+from server.call_facts import PassedHeaders, TraceParent
 from server.codec.codec import AnyResponse
 from server.codec.shortcuts import Envelope
 from server.codec.wire_request import AnyRequest
-from server.errors import status_of, words_of
+from server.errors import error_text, status_of
 from server.telemetry.model_statistics import FailureReason, reason_of
 from server.telemetry.watching import RequestWatch
 
-__all__ = ["Call", "InFlight", "Inferring", "follow"]
+__all__ = ["Call", "InFlight", "InferenceSteps", "follow"]
 
 _log = logging.getLogger("paceline.server.inference")
 
@@ -54,11 +54,11 @@ class InFlight:
     answer: AnyResponse | None = None
     gone = cancelled = False
 
-    def __init__(self, request: AnyRequest, deadline_ns: int, parent: TraceParent | None, sent: Sent) -> None:
+    def __init__(self, request: AnyRequest, deadline_ns: int, parent: TraceParent | None, sent: PassedHeaders) -> None:
         self.request = request
         self.deadline_ns = deadline_ns
         self.parent = parent
-        self.sent = sent
+        self.passed = sent
         self.began_ns = time.monotonic_ns()
 
     def cancel(self) -> None:
@@ -82,7 +82,7 @@ class InFlight:
             if reason_of(error) is FailureReason.BACKEND and status_of(error) not in _NO_FAULT_OF_THE_MODEL:
                 # Only its text: a handler that keeps the record would keep the error, and all that its traceback leads
                 # to.
-                _log.error("model '%s' version %s failed: %s", self.model.name, self.model.version, words_of(error))
+                _log.error("model '%s' version %s failed: %s", self.model.name, self.model.version, error_text(error))
         if self.watch is not None:
             self.watch.on_failure(error)
 
@@ -93,7 +93,12 @@ class Call(InFlight):
     gRPC's."""
 
     def __init__(
-        self, inference: Inferring, request: AnyRequest, deadline_ns: int, parent: TraceParent | None, sent: Sent
+        self,
+        inference: InferenceSteps,
+        request: AnyRequest,
+        deadline_ns: int,
+        parent: TraceParent | None,
+        sent: PassedHeaders,
     ) -> None:
         super().__init__(request, deadline_ns, parent, sent)
         self._inference = inference
@@ -150,7 +155,7 @@ class _Done(asyncio.Future[None]):
         return cancelled
 
 
-class Inferring(Protocol):
+class InferenceSteps(Protocol):
     """The steps of a request: `server.requests.inference`, or a front that passes requests on to another process."""
 
     @property
@@ -166,11 +171,11 @@ class Inferring(Protocol):
 
 
 # hot path: see bench/
-def follow(flight: InFlight, pending: asyncio.Future[Any], told: Callable[[list[Any]], None]) -> None:
+def follow(flight: InFlight, pending: asyncio.Future[Any], on_done: Callable[[list[Any]], None]) -> None:
     """Have `told` called when `pending` is done, with `flight` and perhaps others that are done."""
     flight.pending = pending
-    if isinstance(pending, Telling):
-        pending.told, pending.about = told, flight
+    if isinstance(pending, NotifyingFuture):
+        pending.on_done, pending.subject = on_done, flight
         return
 
     def tell(done: asyncio.Future[Any]) -> None:
@@ -179,6 +184,6 @@ def follow(flight: InFlight, pending: asyncio.Future[Any], told: Callable[[list[
             # did.
             done.exception()
         del done  # its error leads to this frame, which must not lead back to the error
-        told([flight])
+        on_done([flight])
 
     pending.add_done_callback(tell)

@@ -19,10 +19,10 @@ from backends.shares import Share
 from protos import inference_pb2 as pb
 from scheduler.observer import Drop
 from scheduler.pending import Pending
-from server.call_facts import leaves_by
-from server.codec.batch_facts import tell_facts, told_facts
+from server.call_facts import answer_deadline_ns
+from server.codec.batch_facts import add_batch_facts, batch_facts_of
 from server.codec.decoded import DecodedRequest
-from server.codec.passing import NOTHING_CARRIED, Carried, carried_by
+from server.codec.passing import NOTHING_PASSED_ON, PassedOn, passed_on_by
 from server.codec.short_way import AlikeRequests
 from server.codec.wire_request import WireRequest
 from server.errors import ServerStopping
@@ -40,7 +40,7 @@ _log = logging.getLogger("paceline.server.inference")
 
 _REQUEST = attrgetter("request")
 
-_MOST_MADE_BYTES = 2**17
+_MAX_MADE_BYTES = 2**17
 """If a batch's outputs have at most this many bytes, all answers are made before the first one leaves."""
 
 AnyPending = Pending[Any, Any]
@@ -136,7 +136,7 @@ class Inference:
                 decoded = DecodedRequest((), asked, its_targets)
             flight.decoded = decoded
             flight.pending = pending
-            pending.told, pending.about = told, flight
+            pending.on_done, pending.subject = told, flight
         return True
 
     # hot path: see bench/
@@ -146,13 +146,13 @@ class Inference:
             flight.watch = RequestWatch(request, flight.parent, self._spans, flight.began_ns)
         model = flight.model or self._look_up(flight)
         decoded = flight.decoded = flight.decoded or model.codec.decode(request)
-        if decoded.asked.parameters.deadline_ns:
-            own_ns = leaves_by(decoded.asked.parameters.deadline_ns / 1e9, flight.began_ns)
+        if decoded.options.parameters.deadline_ns:
+            own_ns = answer_deadline_ns(decoded.options.parameters.deadline_ns / 1e9, flight.began_ns)
             flight.deadline_ns = min(flight.deadline_ns, own_ns)
         if flight.watch is not None:
-            flight.watch.on_taken(model.version, decoded.asked.rows)
+            flight.watch.on_taken(model.version, decoded.options.rows)
         if model.remote:
-            pending = submit_remote(flight, model, decoded, carried_by(request, flight.sent), flight.began_ns)
+            pending = submit_remote(flight, model, decoded, passed_on_by(request, flight.passed), flight.began_ns)
         else:
             pending = submit(flight, model, decoded, flight.began_ns)
         follow(flight, pending, self._on_done)
@@ -167,8 +167,8 @@ class Inference:
         flight: InFlight,
         model: ServedModel,
         decoded: DecodedRequest,
-        told: Callable[[list[Any]], None],
-        carried: Carried = NOTHING_CARRIED,
+        on_done: Callable[[list[Any]], None],
+        carried: PassedOn = NOTHING_PASSED_ON,
     ) -> None:
         """Hand a request that was looked up and checked elsewhere to its model's batcher. `told` is called with
         requests that are done, and has to call `conclude` for each. `carried` is for another server, if one executes
@@ -177,7 +177,7 @@ class Inference:
         if self._spans is not None or debugging.on:
             request = pb.ModelInferRequest(model_name=model.name, model_version=model.version, id=flight.request.id)
             flight.watch = RequestWatch(request, flight.parent, self._spans, flight.began_ns)
-            flight.watch.on_taken(model.version, decoded.asked.rows)
+            flight.watch.on_taken(model.version, decoded.options.rows)
         if not self.serving:
             refusal = self._refusal(model)
             if flight.watch is not None:
@@ -191,7 +191,7 @@ class Inference:
         except Exception as error:
             flight.count_failure(error)
             raise
-        follow(flight, pending, told)
+        follow(flight, pending, on_done)
 
     # hot path: see bench/
     def _on_done(self, flights: list[InFlight]) -> None:
@@ -208,7 +208,7 @@ class Inference:
                 pass  # it has its answer
             elif pending.cancelled() or pending.exception() is not None:
                 self.finish(flight)
-            elif type(results := pending.result()) is Share and results.outputs.size_bytes <= _MOST_MADE_BYTES:
+            elif type(results := pending.result()) is Share and results.outputs.size_bytes <= _MAX_MADE_BYTES:
                 flight.pending = None
                 self._answer(flight, results, pending, encode)
             flight.on_done()
@@ -231,7 +231,7 @@ class Inference:
                 continue
             if flight.decoded is not decoded or share.outputs is not outputs or flight.envelope is not envelope:
                 decoded, outputs, envelope = flight.decoded, share.outputs, flight.envelope
-                may = decoded.asked.plain and outputs.size_bytes <= _MOST_MADE_BYTES
+                may = decoded.options.plain and outputs.size_bytes <= _MAX_MADE_BYTES
                 answers = model.codec.short_way.answers(decoded, share, envelope) if may else None
             answer = answers.answer(flight.request.id, share.start) if answers is not None else None
             if answer is not None:
@@ -330,6 +330,6 @@ def encode(flight: InFlight, results: Tensors, pending: AnyPending) -> None:
     """Make the answer of `flight`. Raises as `ModelCodec.encode`."""
     model, decoded = flight.model, flight.decoded
     answer = model.codec.encode(flight.request, decoded, results, flight.envelope)
-    if decoded.asked.parameters.batch_info and isinstance(answer, pb.ModelInferResponse) and pending.facts:
-        tell_facts(answer, model.batch_id_prefix, told_facts(pending.facts))
+    if decoded.options.parameters.batch_info and isinstance(answer, pb.ModelInferResponse) and pending.facts:
+        add_batch_facts(answer, model.batch_id_prefix, batch_facts_of(pending.facts))
     flight.answer = answer

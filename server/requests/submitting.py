@@ -17,10 +17,10 @@ from scheduler.pending import Pending
 from server.codec.codec import tensor_bytes
 from server.codec.decoded import DecodedRequest
 from server.codec.open_codec import OpenCodec
-from server.codec.passing import Carried
+from server.codec.passing import PassedOn
 from server.codec.short_way import AlikeRequests, Targets
 from server.codec.splitting import submit_parts
-from server.memory.region_tensors import Directed, Inputs
+from server.memory.region_tensors import Inputs, TargetedInputs
 from server.models.repository import ServedModel
 from server.requests.in_flight import InFlight
 
@@ -31,7 +31,7 @@ __all__ = ["submit", "submit_alike", "submit_remote"]
 def submit(flight: InFlight, model: ServedModel, decoded: DecodedRequest, arrived_ns: int) -> asyncio.Future[Any]:
     """Hand the request, which arrived at `arrived_ns` (0: now), to the batcher. Returns the batcher's future, or a task
     of `submit_parts` if the request is split."""
-    asked, inputs, targets = decoded.asked, decoded.inputs, decoded.targets
+    asked, inputs, targets = decoded.options, decoded.inputs, decoded.targets
     described = _described(flight, decoded)
     if 0 < model.max_batch_rows < asked.rows:
         whole = asyncio.ensure_future(submit_parts(model.batcher, inputs, asked.rows, asked.key, **described))
@@ -63,17 +63,17 @@ def _directed(model: ServedModel, inputs: Inputs, targets: Targets) -> Inputs:
     """`inputs`, with `targets` if an output belongs on a GPU: it is left or written there on the instance's thread,
     which has to know."""
     if targets and model.leaves_outputs and any(one.region.kind == "cuda" for one in targets.values()):
-        return Directed.to(targets, inputs)
+        return TargetedInputs.to(targets, inputs)
     return inputs
 
 
 def submit_remote(
-    flight: InFlight, model: ServedModel, decoded: DecodedRequest, carried: Carried, arrived_ns: int
+    flight: InFlight, model: ServedModel, decoded: DecodedRequest, carried: PassedOn, arrived_ns: int
 ) -> asyncio.Future[Any]:
     """The same for a model that another server executes. `carried` goes along: what that server needs besides
     tensors."""
     # Inputs are never in shared memory here: that and another server exclude each other.
-    asked, inputs = decoded.asked, cast("Tensors", decoded.inputs)
+    asked, inputs = decoded.options, cast("Tensors", decoded.inputs)
     payload = RemoteRequest(inputs, asked.outputs, flight.deadline_ns, flight.request.id, *carried, spec=asked.spec)
     key = asked.key, carried.key
     described = _described(flight, decoded)
@@ -95,7 +95,7 @@ def submit_remote(
 
 def _described(flight: InFlight, decoded: DecodedRequest) -> dict[str, Any]:
     """The keyword arguments of `Batcher.submit` for any request, whole or in parts."""
-    parameters, known_bytes = decoded.asked.parameters, decoded.asked.size_bytes
+    parameters, known_bytes = decoded.options.parameters, decoded.options.size_bytes
     return {
         "size_bytes": known_bytes if known_bytes >= 0 else sum(map(tensor_bytes, decoded.inputs)),
         "priority": parameters.priority,

@@ -17,7 +17,7 @@ from google.protobuf.message import DecodeError
 
 from scheduler.errors import SchedulerError
 from server.codec.wire_request import AnyRequest
-from server.errors import InvalidRequest, ServerStopping, status_of, words_of
+from server.errors import InvalidRequest, ServerStopping, error_text, status_of
 from server.requests.quiet import TRY_AGAIN_MS
 
 __all__ = ["Context", "answering", "status_and_text"]
@@ -69,15 +69,15 @@ def status_and_text(error: Exception, request: object, rpc: str) -> tuple[grpc.S
     code = status_of(error)
     if code is None:
         _log.error("%s failed on something unforeseen", rpc, exc_info=error)
-        return grpc.StatusCode.INTERNAL, _sendable(f"internal error: {type(error).__name__}: {words_of(error)}")
+        return grpc.StatusCode.INTERNAL, _sendable(f"internal error: {type(error).__name__}: {error_text(error)}")
     return code, _sendable(_text(request, error))
 
 
 def _text(request: object, error: Exception) -> str:
     """The text that the caller reads. It names the model for the batcher's own errors, which don't know it."""
     if isinstance(error, SchedulerError) and isinstance(request, AnyRequest):
-        return f"model '{request.model_name}': {words_of(error)}"
-    return words_of(error)
+        return f"model '{request.model_name}': {error_text(error)}"
+    return error_text(error)
 
 
 def _sendable(text: str) -> str:

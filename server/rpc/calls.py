@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from protos import inference_pb2 as pb
 from scheduler.policy import NEVER
-from server.call_facts import Headers, Sent, TraceParent, leaves_by
+from server.call_facts import Headers, PassedHeaders, TraceParent, answer_deadline_ns
 from server.codec.parameters import is_reserved
 from server.config import Settings
 from server.errors import InvalidRequest
@@ -31,7 +31,7 @@ __all__ = [
 def deadline_of(context: Context) -> int:
     """When an answer has to leave to reach the caller in time, on the monotonic clock."""
     remaining_s = context.time_remaining()
-    return NEVER if remaining_s is None else leaves_by(remaining_s)
+    return NEVER if remaining_s is None else answer_deadline_ns(remaining_s)
 
 
 def header(context: Context, key: str) -> str:
@@ -58,7 +58,7 @@ class HeaderPassing:
         self._headers = frozenset(map(str.lower, headers))
         self._tracing = frozenset(map(str.lower, tracing)) - self._headers
 
-    def sent(self, context: Context) -> Sent:
+    def passed(self, context: Context) -> PassedHeaders:
         """The headers of a call to pass on, in its order. Raises InvalidRequest for one that can't be sent; a tracing
         header that can't be sent is left out."""
         metadata = context.invocation_metadata() or ()
@@ -66,7 +66,7 @@ class HeaderPassing:
         for key, value in headers:
             if not _can_be_sent(value):
                 raise InvalidRequest(f"header '{key}' can't be passed on: expected printable ASCII characters")
-        return Sent(headers, tuple(one for one in _among(metadata, self._tracing) if _can_be_sent(one[1])))
+        return PassedHeaders(headers, tuple(one for one in _among(metadata, self._tracing) if _can_be_sent(one[1])))
 
 
 def _among(metadata: Sequence[tuple[str, str | bytes]], names: frozenset[str]) -> Headers:

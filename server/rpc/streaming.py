@@ -21,12 +21,12 @@ from google.protobuf.message import DecodeError
 from grpc.aio import EOF  # type: ignore[attr-defined]
 
 from protos import inference_pb2 as pb
-from server.call_facts import NOTHING_SENT, Sent
+from server.call_facts import NO_PASSED_HEADERS, PassedHeaders
 from server.codec.parameters import CANCEL, UNORDERED
 from server.codec.shortcuts import Envelope
 from server.codec.wire_request import AnyRequest, WireRequest, message_of
 from server.errors import InvalidRequest
-from server.requests.in_flight import Inferring, InFlight
+from server.requests.in_flight import InferenceSteps, InFlight
 from server.rpc.answering import Context, answering, status_and_text
 from server.rpc.calls import HeaderForwarding, HeaderPassing, add_headers, deadline_of, header, traceparent_of
 
@@ -62,7 +62,7 @@ class Streaming:
 
     def __init__(
         self,
-        inference: Inferring,
+        inference: InferenceSteps,
         max_requests: int,
         forwarding: HeaderForwarding | None = None,
         passing: HeaderPassing | None = None,
@@ -77,7 +77,7 @@ class Streaming:
     async def ModelStreamInfer(self, requests: object, context: Context) -> None:
         self._inference.check_serving()
         headers = self._forwarding.headers(context) if self._forwarding else {}
-        sent = self._passing.sent(context) if self._passing else NOTHING_SENT
+        sent = self._passing.passed(context) if self._passing else NO_PASSED_HEADERS
         stream = _Stream(self._inference, context, self._max_requests, headers, sent)
         self._streams.add(stream)
         try:
@@ -114,7 +114,12 @@ class _Stream:
     """One call of the RPC."""
 
     def __init__(
-        self, inference: Inferring, context: Context, max_requests: int, headers: Mapping[str, str], sent: Sent
+        self,
+        inference: InferenceSteps,
+        context: Context,
+        max_requests: int,
+        headers: Mapping[str, str],
+        sent: PassedHeaders,
     ) -> None:
         self._inference = inference
         self._announce = inference.announce

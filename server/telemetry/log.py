@@ -15,7 +15,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, TextIO
 
-from server.telemetry.log_storms import Storms
+from server.telemetry.repeat_filter import RepeatFilter
 
 __all__ = ["LogSettings", "apply", "configure", "current", "debugging"]
 
@@ -112,7 +112,7 @@ class _Handler(logging.StreamHandler[TextIO]):
         super().__init__(sys.stderr)
         self.settings = settings
         self.setFormatter(_Json() if settings.format == "json" else _Text())
-        self._storms = Storms(self._write)
+        self._storms = RepeatFilter(self._write)
         self.addFilter(lambda record: settings.writes(record.levelno) and self._storms.lets_pass(record))
 
     def _write(self, record: logging.LogRecord) -> None:

@@ -25,7 +25,7 @@ __all__ = ["LogOutput", "exit_now", "lost_lines", "take_stderr"]
 
 _log = logging.getLogger("paceline.log")
 
-_MOST_WAITING_BYTES = 4 * 2**20
+_MAX_WAITING_BYTES = 4 * 2**20
 _WHOLE_BYTES = select.PIPE_BUF
 """A pipe takes up to so many whole or not at all, so the lines of several processes don't get into each other."""
 _PAUSE_S = 0.01
@@ -40,7 +40,7 @@ class LogOutput(io.TextIOBase):
     """Text for `descriptor`, written by a daemon thread once that is started. `on_gap` is called there with the number
     of lost lines, as soon as others can be written again. Any thread may write; none waits."""
 
-    def __init__(self, descriptor: int, on_gap: Callable[[int], None], most_bytes: int = _MOST_WAITING_BYTES) -> None:
+    def __init__(self, descriptor: int, on_gap: Callable[[int], None], most_bytes: int = _MAX_WAITING_BYTES) -> None:
         self._descriptor = descriptor
         self._on_gap = on_gap
         self._most_bytes = most_bytes

@@ -27,7 +27,7 @@ _log = logging.getLogger("paceline.server.metrics")
 _PLAIN = "text/plain; charset=utf-8"
 _SILENCE_S = 10
 """How long a connection may be silent."""
-_MOST_CONNECTIONS = 64
+_MAX_CONNECTIONS = 64
 """Each has a thread, and a client that sends a little now and then would keep it for ever."""
 
 
@@ -47,7 +47,7 @@ class _HttpServer(ThreadingHTTPServer):
     def process_request(self, request: Any, client_address: Any) -> None:
         with self._lock:
             self._connections[request] = None
-            oldest = next(iter(self._connections)) if len(self._connections) > _MOST_CONNECTIONS else None
+            oldest = next(iter(self._connections)) if len(self._connections) > _MAX_CONNECTIONS else None
             if oldest is not None:
                 del self._connections[oldest]
                 with suppress(OSError):

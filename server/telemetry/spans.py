@@ -36,7 +36,7 @@ from server.telemetry.trace_settings import OtlpTarget
 __all__ = ["RequestSpan", "Sampling", "Spans"]
 
 _SERVICE = "inference.GRPCInferenceService"
-_MOST_CHARACTERS = 2_000
+_MAX_CHARACTERS = 2_000
 _PATIENCE_S = 3.0
 # Statuses for which the server is to blame. Source: OpenTelemetry's semantic conventions for gRPC.
 _SERVERS_FAULT = frozenset({"UNKNOWN", "DEADLINE_EXCEEDED", "UNIMPLEMENTED", "INTERNAL", "UNAVAILABLE", "DATA_LOSS"})
@@ -250,7 +250,7 @@ class _Forwarding(logging.Handler):
 
 
 def _tell_error(span: Span, error: BaseException, *, is_ours: bool = True) -> None:
-    text = str(error)[:_MOST_CHARACTERS]
+    text = str(error)[:_MAX_CHARACTERS]
     span.set_attributes({"error.type": type(error).__name__, "error.message": text})
     if is_ours:
         span.set_status(Status(StatusCode.ERROR, text))

@@ -195,7 +195,7 @@ class TraceStore:
         """Drop the settings that `model` has of its own. Returns whether there were any."""
         return self._changes.pop(model, None) is not None
 
-    def told(self, settings: TraceSettings) -> dict[str, str]:
+    def as_text(self, settings: TraceSettings) -> dict[str, str]:
         """`settings` under the extension's names and in its form, along with those that can't be changed."""
         return {
             "trace_level": "TIMESTAMPS" if settings.timestamps else "OFF",

@@ -20,7 +20,7 @@ __all__ = ["TraceWriter"]
 
 _log = logging.getLogger("paceline.server.tracing")
 
-_MOST_WAITING = 10_000
+_MAX_WAITING = 10_000
 _END = b"\n]\n"
 
 Entries = Sequence[Any]
@@ -33,7 +33,7 @@ class TraceWriter:
     def __init__(self, path: Path, patience_s: float = 3.0) -> None:
         self._path = path
         self._patience_s = patience_s
-        self._waiting: Queue[tuple[Entries, int, bool] | None] = Queue(_MOST_WAITING)
+        self._waiting: Queue[tuple[Entries, int, bool] | None] = Queue(_MAX_WAITING)
         self._thread = threading.Thread(target=self._run, name="traces", daemon=True)
         self._lost = self._begun = 0
         self._failure = ""

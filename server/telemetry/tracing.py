@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Tracer"]
 
-_MOST_CHARACTERS = 200
+_MAX_CHARACTERS = 200
 """Of an id that a client sent: a file must not grow by whatever clients send."""
 
 
@@ -79,7 +79,7 @@ class Tracer:
     def settings(self, model: str = "") -> dict[str, str]:
         """The settings that hold for `model` ("": for all that have none of their own), in the extension's form; the
         count is that of traces to come."""
-        return self._store.told(self._sampler(model).settings)
+        return self._store.as_text(self._sampler(model).settings)
 
     def update(self, model: str, given: Mapping[str, Sequence[str]]) -> None:
         """Change the settings of `model`. Raises InvalidRequest or NotSupported, and then nothing has changed."""
@@ -109,7 +109,7 @@ class Tracer:
         number = int(version) if version.isdecimal() else version
         head: dict[str, Any] = {"id": self._traces, "model_name": model, "model_version": number}
         if request_id:
-            head["request_id"] = request_id[:_MOST_CHARACTERS]
+            head["request_id"] = request_id[:_MAX_CHARACTERS]
         times = [{"name": name, "ns": ns} for name, ns in _times(began_ns, facts, monotonic_ns()).items()]
         settings = sampler.settings
         self._writer.put(

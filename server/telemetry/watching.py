@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from scheduler.pending import BatchFacts
 from server.call_facts import TraceParent
 from server.codec.wire_request import AnyRequest
-from server.errors import status_of, words_of
+from server.errors import error_text, status_of
 from server.telemetry.log import debugging
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ __all__ = ["RequestWatch"]
 
 _access = logging.getLogger("paceline.access")
 
-_MOST_CHARACTERS = 200
+_MAX_CHARACTERS = 200
 """Of a text that a client sent."""
 _GIVEN_UP = "the caller gave it up"
 
@@ -36,9 +36,9 @@ class RequestWatch:
 
     def __init__(self, request: AnyRequest, parent: TraceParent | None, spans: Spans | None, began_ns: int) -> None:
         self._began_ns = began_ns
-        self._model = request.model_name[:_MOST_CHARACTERS]
-        self._version = request.model_version[:_MOST_CHARACTERS]
-        self._id = request.id[:_MOST_CHARACTERS]
+        self._model = request.model_name[:_MAX_CHARACTERS]
+        self._version = request.model_version[:_MAX_CHARACTERS]
+        self._id = request.id[:_MAX_CHARACTERS]
         self._rows = 0
         self.span: RequestSpan | None = None
         if spans is not None:
@@ -64,8 +64,8 @@ class RequestWatch:
             self.span.end(error)
         if debugging.on:
             code = status_of(error)
-            words = _GIVEN_UP if isinstance(error, asyncio.CancelledError) else words_of(error)
-            self._write("INTERNAL" if code is None else code.name, None, words[:_MOST_CHARACTERS])
+            words = _GIVEN_UP if isinstance(error, asyncio.CancelledError) else error_text(error)
+            self._write("INTERNAL" if code is None else code.name, None, words[:_MAX_CHARACTERS])
 
     def _write(self, status: str, facts: BatchFacts | None, error: str) -> None:
         fields: dict[str, Any] = {

@@ -63,7 +63,7 @@ class Asked:
             await eventually_async(lambda n=expected: self.arrived == n, f"{expected} requests arrived")
         return calls
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """As if the delay were over for all that waits."""
         self.served.server.repository.get("m", "").batcher.flush()
 
@@ -123,8 +123,10 @@ async def test_triton_table_of_requests_that_come_one_by_one_groups_as_it_says(
         calls = await subject.send(*sizes)
         waiting = sum(map(len, later))
         await eventually_async(lambda: subject.served.waiting("m") == waiting, f"{waiting} requests waiting")
+        # What has left the queue is on its way to the model.
+        await eventually_async(lambda: len(subject.batches) >= len(at_once), f"{len(at_once)} batches in the model")
         assert subject.batches == at_once
-        subject.let_go()
+        subject.release()
         assert_answers(await asyncio.gather(*calls), sizes)
         assert subject.batches == at_once + later
         assert await subject.status() == status_after(at_once + later)
@@ -152,7 +154,7 @@ async def test_triton_table_of_requests_behind_a_busy_model_groups_as_it_says(
         waiting = sum(map(len, later))
         await eventually_async(lambda: len(subject.batches) == len(at_once), f"batches {at_once}")
         assert subject.served.waiting("m") == waiting
-        subject.let_go()
+        subject.release()
         assert_answers(await asyncio.gather(*calls), sized(*rows))
         assert subject.batches == at_once + later
         assert await subject.status() == status_after([(7,), *at_once, *later])

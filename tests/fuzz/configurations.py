@@ -27,7 +27,7 @@ from tests.fuzz.judging import Finding, Target, refused
 __all__ = ["targets"]
 
 _MANY = 64
-_MOST_INSTANCES = 1024
+_MAX_INSTANCES = 1024
 _NOT_TO_BE_HAD = 2**47
 """So many elements no machine has memory for."""
 
@@ -113,7 +113,7 @@ def _asks_for_much(config: config_pb.ModelConfig) -> bool:
         if sample.count * max(1, sample.batch_size) > _MANY:
             return True
         sizes += [tuple(one.dims) for one in sample.inputs.values()]
-    if _MANY < sum(max(1, one.count) * max(1, len(one.gpus)) for one in config.instance_group) <= _MOST_INSTANCES:
+    if _MANY < sum(max(1, one.count) * max(1, len(one.gpus)) for one in config.instance_group) <= _MAX_INSTANCES:
         return True
     delays = ("execute_delay_ms", "paceline.execute_delay_per_row_us")
     if any(config.parameters[key].string_value not in ("", "0") for key in delays if key in config.parameters):

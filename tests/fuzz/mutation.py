@@ -13,7 +13,7 @@ from tests.fuzz.shapes import changed
 
 __all__ = ["mutated"]
 
-_MOST_BYTES = 4096
+_MAX_BYTES = 4096
 _NUMBERS = [b"\xff\xff\xff\xff\xff\xff\xff\xff\xff\x01", b"\x80\x80\x80\x80\x08", b"\x00", b"\x7f", b"\xff"]
 _NUMBERS += [struct.pack("<q", number) for number in (-1, 2**31, 2**32 - 1, 2**62, -(2**63))]
 _TEXTS = [b"-1", b"2147483647", b"4294967295", b"9223372036854775807", b"1e999", b"nan", b"{", b"}", b'"', b"\\"]
@@ -26,7 +26,7 @@ def mutated(name: str, chance: random.Random, corpus: Sequence[bytes]) -> bytes:
     """One of `corpus`, inputs of target `name`, with a few changes, up to 4 KiB."""
     data = chance.choice(corpus)
     inside = changed(name, data, chance) if chance.random() < _INSIDE else None
-    if inside is None or len(inside) > _MOST_BYTES:
+    if inside is None or len(inside) > _MAX_BYTES:
         return _shuffled(chance, data, corpus)
     return inside
 
@@ -54,4 +54,4 @@ def _shuffled(chance: random.Random, given: bytes, corpus: Sequence[bytes]) -> b
             case _:
                 if at < len(data):
                     data[at] ^= 1 << chance.randrange(8)
-    return bytes(data[:_MOST_BYTES])
+    return bytes(data[:_MAX_BYTES])

@@ -101,7 +101,7 @@ def _outcome(model: FuzzedModel, request: AnyRequest) -> object:
     try:
         decoded = model.codec.decode(request)
         alone = _executed(model, decoded, 1)[0]
-        if model.spec.batched and 2 * decoded.asked.rows <= MAX_ROWS:
+        if model.spec.batched and 2 * decoded.options.rows <= MAX_ROWS:
             for both in _executed(model, decoded, 2):
                 if not _equal(both, alone):
                     raise Finding(f"alone {alone}, in a batch {both}")

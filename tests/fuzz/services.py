@@ -27,7 +27,6 @@ from server.models.layout import Layout
 from server.models.loading import Loads
 from server.models.repository import Repository
 from server.requests.inference import Inference
-from server.rpc.calling import Calling
 from server.rpc.calls import HeaderForwarding
 from server.rpc.configuration import Configuration
 from server.rpc.model_control import ModelControl
@@ -36,6 +35,7 @@ from server.rpc.service import InferenceService
 from server.rpc.shared_memory import SharedMemory
 from server.rpc.statistics_service import StatisticsService
 from server.rpc.streaming import Streaming
+from server.rpc.unary_inference import UnaryInference
 from server.telemetry.metrics import Metrics
 from server.telemetry.tracing import Tracer
 from tests.fuzz.judging import REFUSALS, Finding, Target
@@ -153,7 +153,7 @@ class _World:
             ModelControl(self._repository, layout, ControlMode.EXPLICIT),
             SharedMemory(regions, _no_gpus),
             RemoteSettings(self._repository, tracer, is_allowed=True),
-            Calling(inference, forwarding),
+            UnaryInference(inference, forwarding),
             Streaming(inference, 16, forwarding),
         ]
         InferenceService(inference, self._repository, "fuzzed", "0", groups).add_to(self)  # type: ignore[arg-type]

@@ -26,7 +26,7 @@ from protos import inference_pb2 as pb
 from protos.inference_pb2_grpc import GRPCInferenceServiceStub
 from server.app import Server
 from server.config import Settings
-from server.fronts.fleet import StartFront
+from server.fronts.pool import StartFront
 from tests import nursery
 
 __all__ = ["TRIES_CANCELLED_AGAIN", "Served", "echo_model", "failure_of", "serving", "write_model"]

@@ -18,7 +18,7 @@ from backends.memory import MemoryBackend, MemoryModel
 from protos import inference_pb2 as pb
 from scheduler.errors import QueueFull
 from scheduler.policy import NEVER
-from scheduler.waiting import Room
+from scheduler.waiting import SharedQueueLimits
 from server.codec.wire_request import AnyRequest, RequestReader, WireRequest
 from server.errors import InvalidRequest
 from server.models.loading import Loads
@@ -224,7 +224,7 @@ async def test_cancelled_ones_are_not_executed_and_the_others_are(tmp_path: Path
         assert script.seen == [[0.0, 2.0, 3.0, 5.0]]
 
 
-class Short(Room):
+class Short(SharedQueueLimits):
     """There isn't memory enough to look at several requests together."""
 
     def full(self, requests: int, size_bytes: int) -> QueueFull | None:
@@ -237,7 +237,7 @@ async def test_requests_that_can_not_be_submitted_together_are_submitted_one_by_
     tmp_path: Path, script: Script, caplog: pytest.LogCaptureFixture
 ) -> None:
     room = Short(0, 0)
-    repository = Repository(Metrics(), Loads(lambda name: MemoryBackend({"m": script.model})), room=room)
+    repository = Repository(Metrics(), Loads(lambda name: MemoryBackend({"m": script.model})), shared_limits=room)
     write_model(tmp_path, "m", TEXT)
     await repository.load_all(find_models([tmp_path]))
     inference, read = Inference(repository), RequestReader()

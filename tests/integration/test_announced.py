@@ -15,12 +15,12 @@ from grpc.aio import EOF  # type: ignore[attr-defined]
 
 from protos import inference_pb2 as pb
 from scheduler.policy import NEVER
-from server.call_facts import NOTHING_SENT
+from server.call_facts import NO_PASSED_HEADERS
 from server.codec.codec import AnyResponse
 from server.codec.decoded import DecodedRequest
 from server.codec.wire_request import AnyRequest, RequestReader
 from server.errors import ModelNotFound
-from server.requests.in_flight import Call, Inferring
+from server.requests.in_flight import Call, InferenceSteps
 from server.rpc.handlers import serialized
 from tests.integration.scripted import Script, mark_of, request, totals
 from tests.integration.serving import serving
@@ -64,9 +64,9 @@ class Endless(Context):
         return request
 
 
-async def called(inference: Inferring, request: AnyRequest, deadline_ns: int = NEVER) -> AnyResponse:
+async def called(inference: InferenceSteps, request: AnyRequest, deadline_ns: int = NEVER) -> AnyResponse:
     """The answer to a request with a call of its own."""
-    return await Call(inference, request, deadline_ns, None, NOTHING_SENT).response()
+    return await Call(inference, request, deadline_ns, None, NO_PASSED_HEADERS).response()
 
 
 def _alive(kind: type) -> int:

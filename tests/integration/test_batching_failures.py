@@ -8,7 +8,7 @@ from pathlib import Path
 import grpc
 import pytest
 
-from backends.errors import ExecutionError, SessionError
+from backends.errors import ExecutionError, InstanceError
 from backends.faults import lose_row
 from protos import inference_pb2 as pb
 from tests.integration.scripted import Script, busy, mark_of, own, queued, request, send, totals
@@ -67,7 +67,7 @@ async def test_poisoned_request_with_isolation_switched_off_takes_its_batch_alon
 
 
 @pytest.mark.parametrize(
-    "error", [SessionError("cuBLAS failed"), SystemExit("bye"), KeyboardInterrupt("stop")],
+    "error", [InstanceError("cuBLAS failed"), SystemExit("bye"), KeyboardInterrupt("stop")],
     ids=lambda error: type(error).__name__,
 )  # fmt: skip
 async def test_failure_of_the_session_is_not_run_again(tmp_path: Path, error: BaseException) -> None:

@@ -27,7 +27,7 @@ from protos.inference_pb2_grpc import GRPCInferenceServiceStub
 from server.app import Server
 from server.config import Settings
 from server.errors import StartError
-from server.fronts.fleet import FrontProcess, start_front
+from server.fronts.pool import FrontProcess, start_front
 from tests.fronts import channel_each, fronts_of
 from tests.harness import ServerProcess, write_identity
 from tests.integration import serving as warmly

@@ -127,7 +127,7 @@ async def test_hang_in_what_was_to_replace_an_instance_is_given_up_and_it_is_tri
 async def test_hangs_in_what_was_to_replace_an_instance_are_tried_no_more_where_there_are_many(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("server.models.instances._MOST_HANGING", 1)
+    monkeypatch.setattr("server.models.instances._MAX_HANGING", 1)
     model = echo_model("FP32", 2)
     with caplog.at_level(logging.WARNING, "paceline.server.instances"):
         async with serving(tmp_path, {"m": model}, config=LIMITED, settings=explicit(tmp_path, load=("m",))) as served:

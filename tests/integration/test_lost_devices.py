@@ -16,7 +16,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from backends.base import Device, ModelSpec
-from backends.errors import DeviceLost, LoadError, OutOfMemory, ProcessGone
+from backends.errors import DeviceLost, LoadError, OutOfMemory, ProcessEndedBeforeBatch
 from backends.memory import MemoryInstance, MemoryModel
 from tests.integration.serving import Served, echo_model, failure_of, serving, write_model
 from tests.integration.test_probes import probe
@@ -158,7 +158,7 @@ async def test_instance_in_the_place_of_a_lost_one_that_is_lost_over_its_sample_
         model.faults.raise_next(BROKEN, times=2)
         await failure_of(served.infer(ONE))
         await eventually_async(lambda: model.batches[3:] == [(1, 1)], "a sample of the next attempt")
-        await eventually_async(lambda: served.server.repository.models[0].able, "an instance again")
+        await eventually_async(lambda: served.server.repository.models[0].can_execute, "an instance again")
         assert (await served.infer(ONE)).raw_output_contents[0] == ONE.raw_input_contents[0]
         assert model.open_instances == 2  # the lost one, and the one that executes
     assert f"model 'm': an instance can't be replaced: failed to run warmup sample 's': {BROKEN}" in caplog.messages
@@ -222,7 +222,7 @@ async def test_instance_in_the_place_of_a_lost_one_for_which_there_is_no_thread_
         async with serving(tmp_path, {"m": model}, config=BATCHED) as served:
             model.faults.raise_next(BROKEN)
             assert await failure_of(served.infer(ONE)) == (grpc.StatusCode.INTERNAL, f"model 'm': {BROKEN}")
-            await eventually_async(lambda: served.server.repository.models[0].able, "an instance again")
+            await eventually_async(lambda: served.server.repository.models[0].can_execute, "an instance again")
             for _ in range(3):
                 answer = await served.infer(ONE, timeout_s=5)
                 assert answer.raw_output_contents[0] == ONE.raw_input_contents[0]
@@ -243,11 +243,11 @@ async def test_instance_that_is_lost_where_there_can_be_no_threads_is_replaced_o
     with caplog.at_level(logging.WARNING, "paceline.server.instances"):
         async with serving(tmp_path, {"m": model}, config=BATCHED) as served:
             assert (await served.infer(ONE)).raw_output_contents[0] == ONE.raw_input_contents[0]
-            model.faults.raise_next(ProcessGone("it ended before it began"))
+            model.faults.raise_next(ProcessEndedBeforeBatch("it ended before it began"))
             with without_threads():
                 code, _ = await failure_of(served.infer(ONE))
             assert code is grpc.StatusCode.UNAVAILABLE
-            await eventually_async(lambda: served.server.repository.models[0].able, "an instance again")
+            await eventually_async(lambda: served.server.repository.models[0].can_execute, "an instance again")
             assert (await served.infer(ONE)).raw_output_contents[0] == ONE.raw_input_contents[0]
             await eventually_async(lambda: model.open_instances == 1, "the lost one's end")
             assert served.server.repository.ready

@@ -136,7 +136,7 @@ async def test_what_lies_in_shared_memory_is_read_into_a_room_of_the_instance(
     tmp_path: Path, memory: SharedObject, monkeypatch: pytest.MonkeyPatch, rows: list[int]
 ) -> None:
     rooms: list[tuple[int, ...]] = []
-    room_of = PythonInstance.room
+    room_of = PythonInstance.buffer
 
     def counted(instance: PythonInstance, index: int, shape: tuple[int, ...]) -> Array | None:
         room = room_of(instance, index, shape)

@@ -179,8 +179,8 @@ def outcome(codec: ModelCodec, request: AnyRequest) -> DecodedRequest | str:
 
 def apart_from_inputs(decoded: DecodedRequest) -> Any:
     size_bytes = sum(map(tensor_bytes, decoded.inputs))
-    assert decoded.asked.size_bytes in (-1, size_bytes)
-    return replace(decoded.asked, size_bytes=size_bytes), decoded.targets
+    assert decoded.options.size_bytes in (-1, size_bytes)
+    return replace(decoded.options, size_bytes=size_bytes), decoded.targets
 
 
 def assert_same(one: DecodedRequest | str, other: DecodedRequest | str) -> None:

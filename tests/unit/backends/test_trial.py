@@ -17,7 +17,7 @@ from backends.base import Array, Device, ModelSource, ModelSpec, Tensors, Tensor
 from backends.errors import ExecutionError, LoadError, OutOfMemory, ProcessError
 from backends.host_accelerator import HostAccelerator
 from backends.onnx.backend import OnnxBackend
-from backends.own_process.session import SessionApart
+from backends.own_process.session import OwnProcessSession
 from backends.trial import try_rows
 from tests import models
 
@@ -70,10 +70,10 @@ def test_try_rows_that_depend_on_each_other_are_told(tmp_path: Path, model: onnx
 def test_try_rows_where_no_process_can_be_had_tries_them_here(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def refuse(_: object) -> SessionApart:
+    def refuse(_: object) -> OwnProcessSession:
         raise LoadError("no more processes")
 
-    monkeypatch.setattr(SessionApart, "__enter__", refuse)
+    monkeypatch.setattr(OwnProcessSession, "__enter__", refuse)
     with caplog.at_level(logging.INFO, "paceline.backends"):
         assert trial(tmp_path, models.over_rows("cumulate")).why_not
     assert "model 'm' is tried in the server's own process: no more processes" in caplog.text

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from bench.gpu import _reason
-from bench.gpu_steps import Crowd
+from bench.gpu_steps import LoadGenerators
 from bench.steps import BenchError
 
 
@@ -29,4 +29,4 @@ def test_reason_is_the_last_lines_and_both_ends_of_them(text: str, told: str) ->
 
 def test_load_that_ends_before_it_has_begun_is_not_said_to_be_late(tmp_path: Path) -> None:
     with pytest.raises(BenchError, match=r"^bench\.load ended$"):
-        Crowd(1, 1, 1, False).send("127.0.0.1:1", tmp_path / "no request", 0.1, 0.1)
+        LoadGenerators(1, 1, 1, False).send("127.0.0.1:1", tmp_path / "no request", 0.1, 0.1)

@@ -7,7 +7,7 @@ from itertools import count
 
 import pytest
 
-from clients.repeat import repeated
+from clients.repeat import run_repeated
 
 
 def test_repeated_takes_no_memory_for_calls_that_are_still_to_come() -> None:
@@ -22,7 +22,7 @@ def test_repeated_takes_no_memory_for_calls_that_are_still_to_come() -> None:
     tracemalloc.start()
     try:
         with pytest.raises(KeyError, match="enough"):
-            repeated(call, repeat=30_000, concurrency=1)
+            run_repeated(call, repeat=30_000, concurrency=1)
         assert tracemalloc.get_traced_memory()[1] < 2**20
     finally:
         tracemalloc.stop()
@@ -37,4 +37,4 @@ def test_repeated_of_which_one_raises_ends_all() -> None:
             raise KeyError("enough")
 
     with pytest.raises(KeyError, match="enough"):
-        repeated(call, repeat=10**12, concurrency=2)
+        run_repeated(call, repeat=10**12, concurrency=2)

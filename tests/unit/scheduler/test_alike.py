@@ -10,7 +10,7 @@ from scheduler.batch_queue import Alike, BatchQueue
 from scheduler.errors import DeadlineUnreachable, QueueFull
 from scheduler.pending import Pending
 from scheduler.policy import NEVER, BatchPolicy, QueueLimits, QueuePolicy
-from scheduler.waiting import Room
+from scheduler.waiting import SharedQueueLimits
 from tests.unit.scheduler.workbench import Bench, one_turn
 
 ONE_ROW = Alike(1, "k")
@@ -58,7 +58,7 @@ async def test_they_are_told_of_together_in_their_order() -> None:
     bench = Bench(BatchPolicy(max_batch_rows=8, preserve_ordering=True))
     pendings, told = _together(bench, "abc"), list[list[object]]()
     for pending, name in zip(pendings, "abc", strict=True):
-        pending.told, pending.about = told.append, name
+        pending.on_done, pending.subject = told.append, name
     await one_turn()
     bench.runner.finish(str.upper)
     assert told == [["a", "b", "c"]]
@@ -140,8 +140,8 @@ async def test_none_is_taken_where_there_is_no_room_for_all(policy: BatchPolicy)
         bench.put("c", size_bytes=10)
 
 
-@pytest.mark.parametrize("room", [Room(2, 0), Room(0, 20)], ids=["requests", "bytes"])
-async def test_none_is_taken_where_other_models_leave_no_room_for_all(room: Room) -> None:
+@pytest.mark.parametrize("room", [SharedQueueLimits(2, 0), SharedQueueLimits(0, 20)], ids=["requests", "bytes"])
+async def test_none_is_taken_where_other_models_leave_no_room_for_all(room: SharedQueueLimits) -> None:
     bench, other = Bench(BatchPolicy(max_batch_rows=8), room=room), Bench(BatchPolicy(max_batch_rows=8), room=room)
     assert len(_together(other, "a", TEN_BYTES)) == 1
     assert _together(bench, "bc", TEN_BYTES) == ()

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from scheduler.arrival_model import ArrivalModel
 from scheduler.batcher import Batcher
-from scheduler.company import Company
 from scheduler.errors import (
     BatcherClosed,
     DeadlineUnreachable,
@@ -56,7 +56,7 @@ async def test_submit_while_busy_queues_and_batches_when_the_instance_is_free(be
 
 
 async def test_instance_that_is_done_early_gets_what_arrives_while_its_answers_leave() -> None:
-    bench = Bench(BatchPolicy(max_batch_rows=4), company=Company())
+    bench = Bench(BatchPolicy(max_batch_rows=4), company=ArrivalModel())
     first = bench.put("a", "b", "c")
     await one_turn()
     bench.put("d")

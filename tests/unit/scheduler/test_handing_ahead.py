@@ -16,7 +16,7 @@ from scheduler.observer import Drop
 from scheduler.policy import BatchPolicy, QueueLimits, QueuePolicy
 from scheduler.runner import Outcome, ThreadRunner
 from scheduler.testing import Results, StepRunner
-from scheduler.waiting import Room
+from scheduler.waiting import SharedQueueLimits
 from tests.unit.scheduler.workbench import Alone, Bench, one_turn
 
 MS = 1_000_000
@@ -25,7 +25,7 @@ DUE_NS = 18 * MS
 """When an instance is about to be done, for the last 2 ms of 20."""
 
 
-class Highest(Room):
+class Highest(SharedQueueLimits):
     """Knows how many requests it has had at most, if only for a moment: other threads read it at any."""
 
     highest = 0

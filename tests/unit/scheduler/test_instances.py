@@ -131,7 +131,7 @@ async def test_instance_without_memory_for_a_request_alone_is_the_last_to_be_use
     failing = batch(requests=requests)
     one = bench.instances.take(failing)
     bench.instances.end(one)
-    assert not bench.instances.lacked_memory(one, failing, left=())
+    assert not bench.instances.on_out_of_memory(one, failing, left=())
     assert (bench.runners.index(bench.instances.take(batch())) // 2 == bench.runners.index(one) // 2) == same
 
 
@@ -143,7 +143,7 @@ async def test_instance_that_is_lost_while_it_rests_leaves_nothing_behind() -> N
     bench.instances.end(other)
     bench.instances.executed(other, "k")
     bench.instances.end(one)
-    assert bench.instances.lacked_memory(one, failing, left=())
+    assert bench.instances.on_out_of_memory(one, failing, left=())
     assert (bench.instances.resting, bench.instances.slots.free) == (1, 2)
     bench.instances.lose(one, OSError())
     assert (bench.instances.resting, bench.instances.wake_ns, bench.instances.slots.free) == (0, None, 2)

@@ -5,7 +5,7 @@ import weakref
 import pytest
 
 from scheduler.latency import LatencyModel
-from scheduler.returns import Returns
+from scheduler.returning_callers import ReturningCallers
 
 SECOND = 1_000_000_000
 
@@ -139,7 +139,7 @@ def test_key_that_callers_make_large_is_not_kept() -> None:
 
     key = Key()
     gone = weakref.ref(key)
-    model, returns = LatencyModel(64), Returns()
+    model, returns = LatencyModel(64), ReturningCallers()
     model.observe(key, 1, 1_000, 0)
     returns.answered(key, 1, 1_000, 0)
     assert model.expected_ns(key, 1) == 1_000

@@ -22,7 +22,7 @@ class Told:
 
     def follow(self, requests: list[Pending[str, str]]) -> None:
         for request in requests:
-            request.told, request.about = self._on_done, request.payload
+            request.on_done, request.subject = self._on_done, request.payload
 
     def _on_done(self, about: list[str]) -> None:
         self.lists.append(about)
@@ -49,7 +49,7 @@ async def test_results_of_a_batch_are_told_together_and_at_once(bench: Bench) ->
 async def test_batch_is_reported_before_its_results_are_told(bench: Bench) -> None:
     reported: list[int] = []
     requests = await bench.submit("a")
-    requests[0].told = lambda about: reported.append(len(bench.seen.reports))
+    requests[0].on_done = lambda about: reported.append(len(bench.seen.reports))
     bench.runner.finish(str.upper)
     assert reported == [1]
 
@@ -101,7 +101,7 @@ async def test_one_who_can_not_be_told_does_no_harm_to_others(bench: Bench, capl
     told = Told()
     first, deaf, last = await bench.submit("first", "deaf", "last")
     told.follow([first, last])
-    deaf.told = fail
+    deaf.on_done = fail
     with caplog.at_level(logging.ERROR):
         bench.runner.finish(str.upper)
     assert told.lists == [["first"], ["last"]]
@@ -154,4 +154,4 @@ async def test_nothing_of_who_was_told_is_kept(bench: Bench) -> None:
     bad.cancel()
     bench.runner.finish(str.upper)
     await asyncio.sleep(0)
-    assert good.told is good.about is bad.told is bad.about is None
+    assert good.on_done is good.subject is bad.on_done is bad.subject is None

@@ -7,21 +7,21 @@ import pytest
 from scheduler.batch_queue import BatchQueue
 from scheduler.errors import QueueFull
 from scheduler.policy import BatchPolicy, QueuePolicy
-from scheduler.waiting import Room
+from scheduler.waiting import SharedQueueLimits
 
 POLICY = BatchPolicy(max_batch_rows=4)
 
 
-def queues(room: Room) -> tuple[BatchQueue[str], BatchQueue[str]]:
-    return BatchQueue(POLICY, room=room), BatchQueue(POLICY, room=room)
+def queues(room: SharedQueueLimits) -> tuple[BatchQueue[str], BatchQueue[str]]:
+    return BatchQueue(POLICY, shared_limits=room), BatchQueue(POLICY, shared_limits=room)
 
 
-def taken(room: Room) -> tuple[int, int]:
+def taken(room: SharedQueueLimits) -> tuple[int, int]:
     return room.requests, room.size_bytes
 
 
 def test_requests_of_two_queues_fill_one_room_and_what_leaves_makes_room() -> None:
-    room = Room(max_requests=3, max_bytes=0)
+    room = SharedQueueLimits(max_requests=3, max_bytes=0)
     one, other = queues(room)
     one.push("a", 1, "k", 0)
     leaving = other.push("b", 1, "k", 0)
@@ -39,7 +39,7 @@ def test_requests_of_two_queues_fill_one_room_and_what_leaves_makes_room() -> No
 
 
 def test_bytes_of_two_queues_fill_one_room_to_the_last() -> None:
-    room = Room(max_requests=0, max_bytes=100)
+    room = SharedQueueLimits(max_requests=0, max_bytes=100)
     one, other = queues(room)
     one.push("a", 1, "k", 0, size_bytes=60)
     with pytest.raises(QueueFull, match="Exceeds maximum queue size of 100 bytes of all models"):
@@ -50,9 +50,9 @@ def test_bytes_of_two_queues_fill_one_room_to_the_last() -> None:
 
 
 def test_expired_requests_leave_the_room() -> None:
-    room = Room(max_requests=1, max_bytes=1)
+    room = SharedQueueLimits(max_requests=1, max_bytes=1)
     impatient = BatchPolicy(max_batch_rows=4, queue=QueuePolicy(default_timeout_ns=10))
-    one, other = BatchQueue[str](impatient, room=room), BatchQueue[str](POLICY, room=room)
+    one, other = BatchQueue[str](impatient, shared_limits=room), BatchQueue[str](POLICY, shared_limits=room)
     one.push("a", 1, "k", 0, size_bytes=1)
     assert len(one.poll(20, idle=0).expired) == 1
     other.push("b", 1, "k", 20, size_bytes=1)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 
-from scheduler.company import Company
+from scheduler.arrival_model import ArrivalModel
 from scheduler.testing import ManualClock
-from scheduler.turns import Kept, Turns
+from scheduler.turns import Turns, WaitBudget
 from tests.unit.scheduler import workbench
 
 US = 1_000
@@ -17,7 +17,7 @@ class Taken:
     """Turns that are counted, of a batcher where `waiting` requests wait, besides those announced, for an instance that
     may be kept waiting and has room for so many more; None: there is no such instance."""
 
-    def __init__(self, company: Company, waiting: int | None = 0, room: int = NEVER) -> None:
+    def __init__(self, company: ArrivalModel, waiting: int | None = 0, room: int = NEVER) -> None:
         self.waiting, self.room = waiting, room
         self.count = self.thoughts = 0
         self.until_ns = NEVER
@@ -41,13 +41,13 @@ class Taken:
         self.turns.begin()
         self.count += 1
 
-    def _kept_waiting(self) -> Kept | None:
+    def _kept_waiting(self) -> WaitBudget | None:
         self.thoughts += 1
         there = len(self.submitted)
-        return None if self.waiting is None else Kept(self.waiting + there, self.room - there, self.until_ns)
+        return None if self.waiting is None else WaitBudget(self.waiting + there, self.room - there, self.until_ns)
 
 
-def crowd(requests: int = 32) -> Company:
+def crowd(requests: int = 32) -> ArrivalModel:
     """After many batches of that many."""
     return workbench.crowd(requests, 100 * US)
 
@@ -58,7 +58,7 @@ async def iterations(count: int) -> None:
 
 
 async def test_turn_without_company_is_taken_in_the_next_iteration() -> None:
-    taken = Taken(Company())
+    taken = Taken(ArrivalModel())
     taken.announce("a", "b")
     assert taken.count == 0
     await iterations(1)
@@ -66,7 +66,7 @@ async def test_turn_without_company_is_taken_in_the_next_iteration() -> None:
 
 
 async def test_turn_is_asked_for_many_times_and_taken_once() -> None:
-    taken = Taken(Company())
+    taken = Taken(ArrivalModel())
     for _ in range(5):
         taken.turns.request()
         taken.turns.arrived()
@@ -192,7 +192,7 @@ async def test_asking_for_a_turn_that_is_put_off_does_not_put_it_off_any_longer(
 
 
 async def test_what_is_announced_while_others_are_submitted_has_the_next_turn() -> None:
-    taken = Taken(Company())
+    taken = Taken(ArrivalModel())
 
     def submit(requests: list[str]) -> None:
         taken.submitted.extend(requests)
@@ -216,7 +216,7 @@ async def test_turn_that_is_taken_while_it_is_put_off_is_not_taken_again() -> No
 
 
 async def test_turn_that_is_taken_before_the_loop_comes_to_it_is_not_taken_again() -> None:
-    taken = Taken(Company())
+    taken = Taken(ArrivalModel())
     taken.announce("a")
     taken.turns.begin()
     await iterations(10)
@@ -268,7 +268,7 @@ async def test_turn_asked_for_again_while_another_one_was_put_off_has_its_own_ti
 
 
 async def test_what_is_announced_in_turns_to_different_submitters_keeps_its_order() -> None:
-    taken = Taken(Company())
+    taken = Taken(ArrivalModel())
     seen: list[str] = []
 
     def submit(requests: list[str]) -> None:

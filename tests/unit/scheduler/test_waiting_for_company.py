@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from scheduler.company import Company
+from scheduler.arrival_model import ArrivalModel
 from scheduler.errors import QueueFull
 from scheduler.policy import BatchPolicy, QueueLimits, QueuePolicy
-from scheduler.waiting import Room
+from scheduler.waiting import SharedQueueLimits
 from tests.unit.scheduler import workbench
 from tests.unit.scheduler.workbench import Bench
 
@@ -18,12 +18,12 @@ US = 1_000
 MS = 1_000 * US
 
 
-def crowd(requests: int = 16) -> Company:
+def crowd(requests: int = 16) -> ArrivalModel:
     """After many batches of that many: it is waited 1.2 ms for more."""
     return workbench.crowd(requests, 150 * US, batches=101)
 
 
-def bench(company: Company | None = None, **policy: Any) -> Bench:
+def bench(company: ArrivalModel | None = None, **policy: Any) -> Bench:
     return Bench(BatchPolicy(**{"max_batch_rows": 32, **policy}), company=company or crowd())
 
 
@@ -149,7 +149,7 @@ async def test_as_many_as_the_queue_has_room_for_start_at_once(bound: dict[str, 
 
 
 async def test_as_many_as_all_queues_have_room_for_start_at_once() -> None:
-    one = Bench(BatchPolicy(max_batch_rows=32), company=crowd(), room=Room(4, 0))
+    one = Bench(BatchPolicy(max_batch_rows=32), company=crowd(), room=SharedQueueLimits(4, 0))
     one.put(*"abcd")
     assert await started_after(one) == 0
 

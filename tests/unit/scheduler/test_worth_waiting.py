@@ -9,14 +9,16 @@ import pytest
 from scheduler.batch_queue import BatchQueue
 from scheduler.errors import QueueFull
 from scheduler.policy import NEVER, BatchPolicy, QueueLimits, QueuePolicy
-from scheduler.waiting import Room
+from scheduler.waiting import SharedQueueLimits
 
 MS = 1_000_000
 
 
 def waiting(*rows: int, room: tuple[int, int] = (0, 0), size_bytes: int = 0, **policy: Any) -> BatchQueue[str]:
     """A queue in which requests of these rows wait; `room`: what may wait for all models."""
-    queue: BatchQueue[str] = BatchQueue(BatchPolicy(**{"max_batch_rows": 16, **policy}), room=Room(*room))
+    queue: BatchQueue[str] = BatchQueue(
+        BatchPolicy(**{"max_batch_rows": 16, **policy}), shared_limits=SharedQueueLimits(*room)
+    )
     for count in rows:
         queue.push("waits", count, "k", 0, size_bytes=size_bytes)
     return queue

@@ -6,8 +6,8 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any
 
+from scheduler.arrival_model import ArrivalModel
 from scheduler.batcher import Batcher
-from scheduler.company import Company
 from scheduler.isolation import Blame
 from scheduler.pending import Pending
 from scheduler.policy import BatchPolicy
@@ -24,16 +24,16 @@ _BLAMES = {
 }
 
 
-class Alone(Company):
+class Alone(ArrivalModel):
     """Nobody is waited for, as that takes time, which only moves when told."""
 
     def patience_ns(self, waiting: int, waited_ns: int) -> int:
         return 0
 
 
-def crowd(requests: int, cost_ns: int, batches: int = 100) -> Company:
+def crowd(requests: int, cost_ns: int, batches: int = 100) -> ArrivalModel:
     """After so many batches of so many requests, each of whom cost the event loop so much."""
-    company = Company()
+    company = ArrivalModel()
     for number in range(batches):
         company.on_start(requests, 0, 0, number * requests * cost_ns)
         company.on_end(requests, 0)

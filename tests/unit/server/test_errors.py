@@ -20,9 +20,9 @@ from backends.errors import (
     DeviceError,
     DeviceLost,
     ExecutionError,
+    InstanceError,
     LoadError,
     OutOfMemory,
-    SessionError,
     StalePlan,
     UpstreamFailed,
     UpstreamRefused,
@@ -53,8 +53,8 @@ from server.errors import (
     ServerError,
     StartError,
     TooManyRegions,
+    error_text,
     status_of,
-    words_of,
 )
 
 Code = grpc.StatusCode
@@ -116,7 +116,7 @@ def test_table_names_nothing_that_is_gone() -> None:
         (asyncio.CancelledError(), Code.CANCELLED),
         (ExecutionFailed("x"), Code.INTERNAL),
         (ExecutionError("x"), Code.INTERNAL),
-        (SessionError("x"), Code.INTERNAL),
+        (InstanceError("x"), Code.INTERNAL),
         (OutOfMemory("x"), Code.RESOURCE_EXHAUSTED),
         (DeviceLost("x"), Code.INTERNAL),
         (StalePlan("x"), Code.INTERNAL),
@@ -186,4 +186,4 @@ def test_words_of_an_error_that_has_none_are_its_type() -> None:
         def __str__(self) -> str:
             raise KeyError("words")
 
-    assert words_of(Wordless()) == "Wordless"
+    assert error_text(Wordless()) == "Wordless"

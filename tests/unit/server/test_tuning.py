@@ -69,10 +69,10 @@ def test_what_is_imported_is_not_looked_through_for_garbage() -> None:
 def test_garbage_of_what_is_made_later_is_collected() -> None:
     code = """
 import gc, weakref
-from server.tuning import made_to_stay
+from server.tuning import excluded_from_gc
 class Ring:
     pass
-with made_to_stay():
+with excluded_from_gc():
     pass
 ring = Ring()
 ring.self, gone = ring, weakref.ref(ring)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from backends.base import Device, ModelSource, ModelSpec, TensorSpec
-from backends.errors import DeviceLost, ExecutionError, OutOfMemory, SessionError, Unequipped
+from backends.errors import DeviceLost, ExecutionError, InstanceError, OutOfMemory, Unequipped
 from backends.onnx.backend import OnnxBackend
 from backends.onnx.failures import failure
 from tests import models
@@ -92,7 +92,7 @@ def test_lost_device_comes_before_what_else_a_text_says() -> None:
     ],
 )
 def test_other_errors_of_cuda_are_the_sessions(text: str) -> None:
-    assert type(failure(RuntimeError(text))) is SessionError
+    assert type(failure(RuntimeError(text))) is InstanceError
 
 
 @pytest.mark.parametrize(

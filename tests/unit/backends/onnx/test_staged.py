@@ -16,7 +16,7 @@ import pytest
 
 from backends.accelerator import Accelerator, Event
 from backends.base import Array, Device, DeviceKind, ModelSource, ModelSpec, Slotted, TensorSpec
-from backends.errors import DeviceLost, ExecutionError, OutOfMemory, SessionError
+from backends.errors import DeviceLost, ExecutionError, InstanceError, OutOfMemory
 from backends.host_accelerator import HostAccelerator
 from backends.onnx.backend import OnnxBackend
 from backends.onnx.instance import OnnxInstance
@@ -158,9 +158,9 @@ def test_execute_without_requests_or_with_two_where_there_is_no_batch_axis_is_th
 def test_execute_of_what_was_written_to_the_slots_room_copies_nothing_and_is_right(tmp_path: Path) -> None:
     slot = identity(tmp_path, HostAccelerator()).slots[0]
     for count in (2, 300, 1):
-        room = slot.room(0, (count, 2))
+        room = slot.buffer(0, (count, 2))
         room[...] = count
-        again = slot.room(0, (count, 2))
+        again = slot.buffer(0, (count, 2))
         assert again.ctypes.data == room.ctypes.data
         assert slot.execute([(room,)]).results[0][0].tolist() == [[count, count]] * count
         # Padded, of another size, or not alone: it is like any other array.
@@ -172,9 +172,9 @@ def test_room_that_cannot_be_had_says_so(tmp_path: Path) -> None:
     slot = identity(tmp_path, stand_in.accelerator(tmp_path, driver)).slots[0]
     driver.stand_in_fail(b"cuMemHostAlloc", 2)
     with pytest.raises(OutOfMemory):
-        slot.room(0, (4, 2))
-    slot.room(0, (4, 2))[...] = 3
-    assert slot.execute([(slot.room(0, (4, 2)),)]).results[0][0].tolist() == [[3, 3]] * 4
+        slot.buffer(0, (4, 2))
+    slot.buffer(0, (4, 2))[...] = 3
+    assert slot.execute([(slot.buffer(0, (4, 2)),)]).results[0][0].tolist() == [[3, 3]] * 4
 
 
 def test_execute_scalars_without_batch_axis(tmp_path: Path) -> None:
@@ -261,14 +261,16 @@ def test_execute_driver_without_memory_says_so_and_the_slot_goes_on(call: str, t
         assert slot.execute([rows(count, 9)]).results[0][0].tolist() == [[9, 9]] * count
 
 
-@pytest.mark.parametrize(("code", "kind"), [(700, DeviceLost), (719, DeviceLost), (999, DeviceLost), (1, SessionError)])
+@pytest.mark.parametrize(
+    ("code", "kind"), [(700, DeviceLost), (719, DeviceLost), (999, DeviceLost), (1, InstanceError)]
+)
 def test_execute_driver_failure_tells_a_lost_device_from_others(
-    code: int, kind: type[SessionError], tmp_path: Path
+    code: int, kind: type[InstanceError], tmp_path: Path
 ) -> None:
     driver = stand_in.build(tmp_path)
     slot = identity(tmp_path, stand_in.accelerator(tmp_path, driver)).slots[0]
     driver.stand_in_fail(b"cuEventSynchronize", code)
-    with pytest.raises(SessionError, match=f"cuEventSynchronize returned {code}") as caught:
+    with pytest.raises(InstanceError, match=f"cuEventSynchronize returned {code}") as caught:
         slot.execute([rows(1)])
     assert type(caught.value) is kind
 
@@ -330,6 +332,6 @@ def test_execute_that_is_padded_over_an_outdated_plan_keeps_what_was_read_right_
     slot.execute([rows(32)])
     failed = ExecutionError("onnx runtime error 6: running Conv node. Name:'c' Status Message: why")
     slot._shared.opened.plans.failed(failed, 32)
-    room = slot.room(0, (32, 2))
+    room = slot.buffer(0, (32, 2))
     room[:] = given = np.arange(64, dtype=np.float32).reshape(32, 2)
     np.testing.assert_array_equal(slot.execute([(room,)]).results[0][0], given)

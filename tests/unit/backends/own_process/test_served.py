@@ -24,7 +24,7 @@ from backends.onnx.instance import OnnxInstance
 from backends.onnx.options import OWN_PROCESS, OnnxOptions
 from backends.own_process.model import Model
 from backends.own_process.questions import Job
-from backends.own_process.served import OnnxModelApart
+from backends.own_process.served import OwnProcessOnnxModel
 from backends.python.instance import PythonInstance
 from backends.python.process import ModelProcess
 from backends.python.protocol import FAILED
@@ -45,9 +45,9 @@ def source_of(folder: Path, model: onnx.ModelProto | None = None, own: str = "tr
 
 
 @contextmanager
-def opened(source: ModelSource, device: Device = CPU) -> Iterator[OnnxModelApart]:
+def opened(source: ModelSource, device: Device = CPU) -> Iterator[OwnProcessOnnxModel]:
     model = OnnxBackend().open(source, device)
-    assert isinstance(model, OnnxModelApart)
+    assert isinstance(model, OwnProcessOnnxModel)
     try:
         yield model
     finally:
@@ -344,7 +344,7 @@ class Counted:
     def keep(self) -> None:
         self.needed += 1
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         self.needed -= 1
 
 

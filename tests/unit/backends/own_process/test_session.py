@@ -13,10 +13,10 @@ import onnx
 import pytest
 
 from backends.base import Array, ModelSpec, TensorSpec
-from backends.errors import ExecutionError, LoadError, ProcessError, SessionError
+from backends.errors import ExecutionError, InstanceError, LoadError, ProcessError
 from backends.onnx.options import OnnxOptions
 from backends.own_process.questions import Job
-from backends.own_process.session import SessionApart, _Idle, _started
+from backends.own_process.session import OwnProcessSession, _Idle, _started
 from backends.python.process import ModelProcess
 from tests import models
 from tests.operators import build_library, twice
@@ -38,7 +38,7 @@ def fragile(folder: Path) -> tuple[Job, ModelSpec]:
     return job(folder, twice(), op_libraries=(build_library(folder / "twice.so", least=4),))
 
 
-def process_of(apart: SessionApart) -> ModelProcess:
+def process_of(apart: OwnProcessSession) -> ModelProcess:
     process = apart._process
     assert process is not None
     return process
@@ -49,17 +49,17 @@ def process_of(apart: SessionApart) -> ModelProcess:
     [("FP32", FOUR), ("BF16", FOUR.astype(np.uint16)), ("BYTES", FOUR.astype(bytes).astype(object))],
 )
 def test_run_gives_the_outputs_whatever_their_type(tmp_path: Path, datatype: str, given: Array) -> None:
-    with SessionApart(*job(tmp_path, models.identity(datatype, ("batch", None)), datatype)) as apart:
+    with OwnProcessSession(*job(tmp_path, models.identity(datatype, ("batch", None)), datatype)) as apart:
         (output,) = apart.run([given])
     assert output.dtype == given.dtype
     np.testing.assert_array_equal(output, given)
 
 
 def test_run_of_what_the_model_does_not_take_says_so_and_the_process_goes_on(tmp_path: Path) -> None:
-    with SessionApart(*job(tmp_path, models.identity("FP32", ("batch", 2)))) as apart:
+    with OwnProcessSession(*job(tmp_path, models.identity("FP32", ("batch", 2)))) as apart:
         with pytest.raises(ExecutionError, match="invalid dimensions") as caught:
             apart.run([ONE])
-        assert not isinstance(caught.value, SessionError)
+        assert not isinstance(caught.value, InstanceError)
         process = process_of(apart)
         assert apart.run([FOUR])[0].tolist() == FOUR.tolist()
         assert process_of(apart) is process
@@ -68,29 +68,29 @@ def test_run_of_what_the_model_does_not_take_says_so_and_the_process_goes_on(tmp
 def test_run_of_a_model_that_cannot_be_opened_says_so(tmp_path: Path) -> None:
     broken, spec = job(tmp_path, models.identity())
     broken.path.write_bytes(b"none")
-    with SessionApart(broken, spec) as apart, pytest.raises(SessionError, match="can't open"):
+    with OwnProcessSession(broken, spec) as apart, pytest.raises(InstanceError, match="can't open"):
         apart.run([ONE])
 
 
 def test_run_that_ends_the_process_says_how_and_the_next_has_another(tmp_path: Path) -> None:
     model = fragile(tmp_path)
-    with SessionApart(*model) as apart, pytest.raises(ProcessError, match="was killed by SIGFPE"):
+    with OwnProcessSession(*model) as apart, pytest.raises(ProcessError, match="was killed by SIGFPE"):
         apart.run([ONE])
-    with SessionApart(*model) as apart:
+    with OwnProcessSession(*model) as apart:
         assert apart.run([FOUR])[0].tolist() == (2 * FOUR).tolist()
 
 
 def test_process_is_used_again_while_it_lives(tmp_path: Path) -> None:
     model = job(tmp_path, models.identity())
-    with SessionApart(*model) as apart:
+    with OwnProcessSession(*model) as apart:
         apart.run([FOUR])
         first = process_of(apart)
-    with SessionApart(*model) as apart:
+    with OwnProcessSession(*model) as apart:
         apart.run([FOUR])
         assert process_of(apart) is first
     os.kill(first.pid, signal.SIGKILL)
     eventually(lambda: first.ended, "the process ended")
-    with SessionApart(*model) as apart:
+    with OwnProcessSession(*model) as apart:
         assert apart.run([FOUR])[0].tolist() == FOUR.tolist()
         assert process_of(apart) is not first
 
@@ -101,7 +101,7 @@ def test_process_that_waits_for_the_next_session_has_nothing_of_the_last(tmp_pat
     saved = tmp_path / "model.onnx"
     onnx.save_model(model, saved, save_as_external_data=True, location=weights.name, size_threshold=0)
     spec = ModelSpec((TensorSpec("INPUT0", "FP32", (-1, 16)),), (TensorSpec("OUTPUT0", "FP32", (-1, 4)),))
-    with SessionApart(Job("m", saved, OnnxOptions()), spec) as apart:
+    with OwnProcessSession(Job("m", saved, OnnxOptions()), spec) as apart:
         apart.run([np.ones((1, 16), np.float32)])
         maps = Path(f"/proc/{process_of(apart).pid}/maps")
         assert str(weights) in maps.read_text()
@@ -113,7 +113,7 @@ def test_process_that_nobody_uses_for_a_while_ends(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr("backends.own_process.session._IDLE_S", 0.01)
     processes = []
     for _ in range(2):
-        with SessionApart(*job(tmp_path, models.identity())) as apart:
+        with OwnProcessSession(*job(tmp_path, models.identity())) as apart:
             processes.append(process_of(apart))
         eventually(lambda: processes[-1].ended, "the process ended")
     assert [process.end for process in processes] == ["ended with exit status 0"] * 2
@@ -121,10 +121,10 @@ def test_process_that_nobody_uses_for_a_while_ends(tmp_path: Path, monkeypatch: 
 
 def test_run_whose_used_process_has_ended_of_something_else_has_another(tmp_path: Path) -> None:
     model = job(tmp_path, models.identity())
-    with SessionApart(*model) as apart:
+    with OwnProcessSession(*model) as apart:
         apart.run([FOUR])
         first = process_of(apart)
-    with SessionApart(*model) as apart:
+    with OwnProcessSession(*model) as apart:
         assert process_of(apart) is first
         os.kill(first.pid, signal.SIGKILL)
         assert apart.run([FOUR])[0].tolist() == FOUR.tolist()
@@ -133,9 +133,9 @@ def test_run_whose_used_process_has_ended_of_something_else_has_another(tmp_path
 
 def test_process_that_is_started_for_nobody_any_more_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, started = job(tmp_path, models.identity()), list[ModelProcess]()
-    with SessionApart(*model) as apart:
+    with OwnProcessSession(*model) as apart:
         apart.run([FOUR])
-    apart = SessionApart(*model).__enter__()
+    apart = OwnProcessSession(*model).__enter__()
     process_of(apart).kill()
 
     def start() -> ModelProcess:
@@ -151,7 +151,7 @@ def test_process_that_is_started_for_nobody_any_more_is_killed(tmp_path: Path, m
 
 def test_process_that_is_not_waited_for_any_more_is_killed_whatever_it_does(tmp_path: Path) -> None:
     library = build_library(tmp_path / "twice.so", endless=4)
-    apart = SessionApart(*job(tmp_path, twice(), op_libraries=(library,)))
+    apart = OwnProcessSession(*job(tmp_path, twice(), op_libraries=(library,)))
     with ThreadPoolExecutor(1) as threads:
         with suppress(TimeoutError), apart:
             apart.run([ONE])
@@ -165,5 +165,8 @@ def test_process_that_is_not_waited_for_any_more_is_killed_whatever_it_does(tmp_
 def test_session_for_which_there_is_no_process_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.executable", str(tmp_path / "python"))
     monkeypatch.setattr("backends.own_process.session._idle", _Idle())
-    with pytest.raises(LoadError, match="can't be run: No such file"), SessionApart(*job(tmp_path, models.identity())):
+    with (
+        pytest.raises(LoadError, match="can't be run: No such file"),
+        OwnProcessSession(*job(tmp_path, models.identity())),
+    ):
         pass

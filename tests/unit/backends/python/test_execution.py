@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from backends.base import MISSING, BatchInput, BatchInputKind, ModelSpec, TensorSpec
-from backends.errors import ExecutionError, SessionError
+from backends.errors import ExecutionError, InstanceError
 from backends.python.instance import PythonInstance
 from tests import puppet
 from tests.polling import eventually
@@ -37,7 +37,7 @@ def test_execute_that_goes_wrong_says_how_and_the_process_goes_on(
     (pid,) = run(instance, puppet.PID)
     with pytest.raises(ExecutionError, match=words) as caught:
         run(instance, 1, what)
-    assert not isinstance(caught.value, SessionError)
+    assert not isinstance(caught.value, InstanceError)
     assert run(instance, puppet.PID) == [pid]
 
 
@@ -126,7 +126,7 @@ def test_fork_that_comes_back_from_execute_answers_nobody(
 
 
 def test_execute_out_of_memory_is_no_requests_fault(instance: PythonInstance) -> None:
-    with pytest.raises(SessionError, match="MemoryError: all gone"):
+    with pytest.raises(InstanceError, match="MemoryError: all gone"):
         run(instance, puppet.MEMORY)
     assert run(instance, 2) == [20]
 

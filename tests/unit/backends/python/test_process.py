@@ -19,19 +19,19 @@ from queue import Queue
 import numpy as np
 import pytest
 
-from backends.base import Array, ModelSource, ModelSpec, Roomy, TensorSpec
-from backends.errors import ExecutionError, LoadError, ProcessError, ProcessGone
+from backends.base import Array, ModelSource, ModelSpec, ProvidesBuffers, TensorSpec
+from backends.errors import ExecutionError, LoadError, ProcessEndedBeforeBatch, ProcessError
 from backends.python.backend import PythonBackend
 from backends.python.instance import PythonInstance
 from backends.python.process import ModelProcess
-from backends.transport.line import Line
+from backends.transport.blocking_link import BlockingLink
 from tests import puppet
 from tests.polling import eventually
 from tests.rlimits import without_threads
 from tests.unit.backends.python_models import CLASS, CPU, SPEC, is_alive, run, serving
 
 
-def unread_bytes(line: Line) -> int:
+def unread_bytes(line: BlockingLink) -> int:
     """Of what was sent, by what the kernel keeps of it."""
     kept = array("i", [0])
     fcntl.ioctl(line._socket, termios.TIOCOUTQ, kept)
@@ -54,11 +54,11 @@ def test_crash_fails_its_batch_and_ends_the_instance_which_says_so(
     assert not instance.has_executed
     with pytest.raises(ProcessError, match=f"^the model's process {words} while it executed this batch$") as error:
         run(instance, what)
-    assert not isinstance(error.value, ProcessGone)
+    assert not isinstance(error.value, ProcessEndedBeforeBatch)
     assert str(ends.get(timeout=20)) == f"the model's process {words}"
     assert not instance.has_executed
     assert not is_alive(pid)
-    with pytest.raises(ProcessGone, match=f"^the model's process {words}, before it had read this batch$"):
+    with pytest.raises(ProcessEndedBeforeBatch, match=f"^the model's process {words}, before it had read this batch$"):
         run(instance, 4)
     assert len(loads(folder)) == 1
 
@@ -84,7 +84,7 @@ def test_death_of_a_process_before_it_reads_a_batch_is_told_from_a_crash(instanc
         line = instance._process._line  # type: ignore[union-attr]
         eventually(lambda: unread_bytes(line) > 0, "the batch is on its way")
         os.kill(pid, signal.SIGKILL)
-        with pytest.raises(ProcessGone, match="was killed by SIGKILL, before it had read this batch"):
+        with pytest.raises(ProcessEndedBeforeBatch, match="was killed by SIGKILL, before it had read this batch"):
             answer.result(30)
 
 
@@ -266,7 +266,7 @@ class Counting(PythonInstance):
         self.rooms: list[Array] = []
 
     def room(self, index: int, shape: tuple[int, ...]) -> Array | None:
-        room = super().room(index, shape)
+        room = super().buffer(index, shape)
         if room is not None:
             self.rooms.append(room)
         return room
@@ -284,11 +284,11 @@ def counting(tmp_path: Path) -> Iterator[Counting]:
 
 def test_inputs_made_in_the_rooms_of_an_instance_are_those_of_its_process(counting: Counting) -> None:
     texts = np.full((8, 5000), b"t", object)
-    assert isinstance(counting, Roomy)
-    assert counting.room(0, (0, 5000)) is None
-    assert counting.room(1, (8, 5000)) is None, "texts have no size of their own"
+    assert isinstance(counting, ProvidesBuffers)
+    assert counting.buffer(0, (0, 5000)) is None
+    assert counting.buffer(1, (8, 5000)) is None, "texts have no size of their own"
     for value in (1, 2):
-        room = counting.room(0, (8, 5000))
+        room = counting.buffer(0, (8, 5000))
         assert room is not None
         assert room.dtype == np.float32
         room[...] = value
@@ -296,7 +296,7 @@ def test_inputs_made_in_the_rooms_of_an_instance_are_those_of_its_process(counti
         assert not isinstance(result, Exception)
         np.testing.assert_array_equal(result[0], [value] * 8)
     counting.close()
-    assert counting.room(0, (8, 5000)) is None
+    assert counting.buffer(0, (8, 5000)) is None
 
 
 def test_batches_are_stacked_in_rooms_which_are_free_afterwards_whatever_comes(counting: Counting) -> None:

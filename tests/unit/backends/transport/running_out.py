@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from backends.transport.line import Line
+from backends.transport.blocking_link import BlockingLink
 from backends.transport.link import Link
 from tests.rlimits import limited
 
@@ -50,7 +50,7 @@ def outcome(pair: Callable[[int], Any]) -> str | None:
 
 def main() -> None:
     found = {}
-    for name, pair in (("line", Line.pair), ("link", Link.pair)):
+    for name, pair in (("line", BlockingLink.pair), ("link", Link.pair)):
         found[name] = []
         for count in range(MOST):
             before = descriptors()

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from backends.base import MISSING, Array
-from backends.transport.line import Line
+from backends.transport.blocking_link import BlockingLink
 
 SIZE = 1 << 20
 LARGE = np.arange(20_000, dtype=np.float32)
@@ -17,13 +17,13 @@ WIDE = np.arange(40_000, dtype=np.float32)
 WORTH_BYTES = 128 * 1024
 """From so many on an array may have a room."""
 
-Ends = tuple[Line, Line]
+Ends = tuple[BlockingLink, BlockingLink]
 
 
 @pytest.fixture
 def ends() -> Iterator[Ends]:
-    here, remote = Line.pair(SIZE)
-    there = Line.join(remote)
+    here, remote = BlockingLink.pair(SIZE)
+    there = BlockingLink.join(remote)
     yield here, there
     here.close()
     there.close()
@@ -117,8 +117,8 @@ def arrived(ends: Ends, *arrays: Array) -> tuple[Array, ...]:
     return there.unpack(message[1])
 
 
-def made_there(line: Line, number: int, value: float = 1.0) -> Array:
-    room = line.room(number, WIDE.dtype, WIDE.shape)
+def made_there(line: BlockingLink, number: int, value: float = 1.0) -> Array:
+    room = line.buffer(number, WIDE.dtype, WIDE.shape)
     assert room is not None
     room[...] = WIDE * value
     return room
@@ -200,9 +200,9 @@ def test_there_is_no_room_for_what_is_small_or_has_no_size_or_finds_none(
     ends: Ends, dtype: type, shape: tuple[int, ...]
 ) -> None:
     here, _ = ends
-    assert here.room(0, np.dtype(dtype), shape) is None
+    assert here.buffer(0, np.dtype(dtype), shape) is None
     assert here.used_bytes == 0
-    room = here.room(0, np.dtype(np.float32), (2, WORTH_BYTES // 8))
+    room = here.buffer(0, np.dtype(np.float32), (2, WORTH_BYTES // 8))
     assert room is not None
     assert (room.dtype, room.shape) == (np.float32, (2, WORTH_BYTES // 8))
 
@@ -210,17 +210,17 @@ def test_there_is_no_room_for_what_is_small_or_has_no_size_or_finds_none(
 def test_rooms_that_are_forgotten_are_free_and_packed_as_any_array(ends: Ends) -> None:
     here, _ = ends
     room = made_there(here, 0)
-    here.forget_rooms()
+    here.release_buffers()
     assert here.used_bytes == 0
     (got,) = arrived(ends, room)
     np.testing.assert_array_equal(got, WIDE)
 
 
 def test_rooms_that_are_not_packed_leave_their_place_to_what_is() -> None:
-    here, remote = Line.pair(SIZE)
-    there = Line.join(remote)
+    here, remote = BlockingLink.pair(SIZE)
+    there = BlockingLink.join(remote)
     try:
-        assert here.room(0, np.dtype(np.uint8), (SIZE - WORTH_BYTES,)) is not None
+        assert here.buffer(0, np.dtype(np.uint8), (SIZE - WORTH_BYTES,)) is not None
         (got,) = arrived((here, there), WIDE)
         np.testing.assert_array_equal(got, WIDE)
         assert WIDE.nbytes <= here.used_bytes < SIZE // 2
@@ -231,8 +231,8 @@ def test_rooms_that_are_not_packed_leave_their_place_to_what_is() -> None:
 
 def test_rooms_whose_pages_go_when_they_are_free_still_arrive_in_the_message() -> None:
     """Beyond the first 64 MiB what is free has no pages any more."""
-    here, remote = Line.pair(130 * 2**20)
-    there = Line.join(remote)
+    here, remote = BlockingLink.pair(130 * 2**20)
+    there = BlockingLink.join(remote)
     try:
         here.pack([np.zeros(70 * 2**20, np.uint8)])
         room = made_there(here, 0)

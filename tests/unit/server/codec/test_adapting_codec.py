@@ -128,10 +128,10 @@ def test_optional_key_tells_the_sets_of_inputs_apart() -> None:
     made = codec(OPTIONAL, TensorSpec("p", "FP32", (-1,), optional=True), PLAIN)
     sets = [{}, {"o": floats(1, 0)}, {"p": floats(1, 0)}, {"o": floats(1, 0), "p": floats(1, 0)}]
 
-    keys = [decoded(made, a=floats(1, 2), **given).asked.key for given in sets]
+    keys = [decoded(made, a=floats(1, 2), **given).options.key for given in sets]
 
     assert len(set(keys)) == 4
-    assert decoded(made, a=floats(3, 2), o=floats(3, 0)).asked.key == keys[1]
+    assert decoded(made, a=floats(3, 2), o=floats(3, 0)).options.key == keys[1]
 
 
 def test_optional_inputs_all_left_out_of_a_batched_model_are_refused() -> None:
@@ -141,7 +141,7 @@ def test_optional_inputs_all_left_out_of_a_batched_model_are_refused() -> None:
 
 
 def test_optional_inputs_all_left_out_without_a_batch_axis_are_one_row() -> None:
-    assert decoded(codec(OPTIONAL, rows=0)).asked.rows == 1
+    assert decoded(codec(OPTIONAL, rows=0)).options.rows == 1
 
 
 @pytest.mark.parametrize("left_out", [OPTIONAL, TensorSpec("r", "FP32", (4, -1), optional=True, reshape=(2, 2, -1))])
@@ -160,7 +160,7 @@ def test_shape_tensor_has_no_batch_dimension_and_does_not_count_rows() -> None:
 
     one = decoded(made, s=np.array([7, 8, 9]), a=floats(2, 2))
 
-    assert one.asked.rows == 2
+    assert one.options.rows == 2
     assert one.inputs[0].tolist() == [7, 8, 9]
     assert refusal(made, s=np.array([[7, 8]] * 2), a=floats(2, 2)) == (
         "unexpected shape for input 's' for model 'm': expected [-1], got [2, 2]"
@@ -177,29 +177,29 @@ def test_shape_tensor_contents_are_part_of_the_key_to_the_last_byte() -> None:
     made = codec(SHAPE, PLAIN)
     contents = [[1, 2], [1, 3], [1], [1, 2, 0], [0, 1], [0, 2]]
 
-    keys = [decoded(made, s=np.array(content), a=floats(1, 2)).asked.key for content in contents]
+    keys = [decoded(made, s=np.array(content), a=floats(1, 2)).options.key for content in contents]
 
     assert len(set(keys)) == len(contents)
-    assert decoded(made, s=np.array([1, 2]), a=floats(5, 2)).asked.key == keys[0]
+    assert decoded(made, s=np.array([1, 2]), a=floats(5, 2)).options.key == keys[0]
 
 
 def test_shape_tensor_of_texts_is_part_of_the_key_by_its_elements() -> None:
     made = codec(TensorSpec("s", "BYTES", (2,), shape_tensor=True), PLAIN)
     contents = [[b"ab", b"c"], [b"a", b"bc"], [b"ab", b"c\x00"]]
 
-    keys = [decoded(made, s=np.array(content, object), a=floats(1, 2)).asked.key for content in contents]
+    keys = [decoded(made, s=np.array(content, object), a=floats(1, 2)).options.key for content in contents]
 
     assert len(set(keys)) == 3
-    assert decoded(made, s=np.array(contents[0], object), a=floats(5, 2)).asked.key == keys[0]
+    assert decoded(made, s=np.array(contents[0], object), a=floats(5, 2)).options.key == keys[0]
 
 
 def test_ragged_dims_are_no_part_of_the_key_but_are_checked() -> None:
     made = codec(RAGGED, TensorSpec("b", "FP32", (-1,)))
 
-    keys = {decoded(made, g=floats(1, size), b=floats(1, 2)).asked.key for size in (0, 1, 5)}
+    keys = {decoded(made, g=floats(1, size), b=floats(1, 2)).options.key for size in (0, 1, 5)}
 
     assert len(keys) == 1
-    assert decoded(made, g=floats(1, 1), b=floats(1, 3)).asked.key not in keys
+    assert decoded(made, g=floats(1, 1), b=floats(1, 3)).options.key not in keys
     assert "unexpected shape for input 'g' for model 'm': expected [-1, -1], got [1, 2, 2]" in refusal(
         made, g=floats(1, 2, 2), b=floats(1, 1)
     )

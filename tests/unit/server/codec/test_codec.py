@@ -78,7 +78,7 @@ def test_decode_inputs_come_in_the_order_of_the_spec_whatever_that_of_the_reques
     a, b = decoded.inputs
     assert same(a, rows_of_floats(2))
     assert same(b, np.ones((2, 1, 3), np.int64))
-    assert decoded.asked.rows == 2
+    assert decoded.options.rows == 2
 
 
 def test_decode_raw_input_is_a_view_of_the_message() -> None:
@@ -136,19 +136,19 @@ def test_decode_scalar_of_rank_zero_is_well_formed() -> None:
 
 def test_decode_without_batch_axis_is_one_row_and_shapes_stay_whole() -> None:
     decoded = one_tensor("FP32", (-1, 2)).decode(infer("m", {"t": rows_of_floats(5)}))
-    assert decoded.asked.rows == 1
+    assert decoded.options.rows == 1
     assert decoded.inputs[0].shape == (5, 2)
 
 
 def test_decode_key_is_equal_for_equal_free_dimensions_whatever_the_rows() -> None:
     codec = pair_codec()
-    keys = {codec.decode(pair_request(rows, middle=4)).asked.key for rows in (1, 2, 8)}
+    keys = {codec.decode(pair_request(rows, middle=4)).options.key for rows in (1, 2, 8)}
     assert len(keys) == 1
 
 
 def test_decode_key_differs_for_different_free_dimensions() -> None:
     codec = pair_codec()
-    keys = {codec.decode(pair_request(1, middle=middle)).asked.key for middle in (0, 1, 2, 3)}
+    keys = {codec.decode(pair_request(1, middle=middle)).options.key for middle in (0, 1, 2, 3)}
     assert len(keys) == 4
 
 
@@ -157,12 +157,12 @@ def test_decode_key_tells_inputs_apart_whose_free_dimensions_are_swapped() -> No
     codec = ModelCodec("m", "1", ModelSpec(free, free, batched=True), 8)
     one = infer("m", {"a": rows_of_floats(1, 2), "b": rows_of_floats(1, 3)})
     other = infer("m", {"a": rows_of_floats(1, 3), "b": rows_of_floats(1, 2)})
-    assert codec.decode(one).asked.key != codec.decode(other).asked.key
+    assert codec.decode(one).options.key != codec.decode(other).options.key
 
 
 def test_decode_key_without_batch_axis_tells_the_first_dimension_too() -> None:
     codec = one_tensor("FP32", (-1,))
-    keys = {codec.decode(infer("m", {"t": np.zeros(size, np.float32)})).asked.key for size in (1, 2, 3)}
+    keys = {codec.decode(infer("m", {"t": np.zeros(size, np.float32)})).options.key for size in (1, 2, 3)}
     assert len(keys) == 3
 
 
@@ -170,29 +170,29 @@ def test_decode_key_of_a_tensor_of_any_rank_tells_ranks_and_sizes_apart() -> Non
     tensor = TensorSpec("t", "FP32", (), any_rank=True)
     codec = ModelCodec("m", "1", ModelSpec((tensor,), (tensor,), batched=True), 8)
     shapes = [(1,), (1, 2), (1, 3), (1, 2, 1)]
-    keys = [codec.decode(infer("m", {"t": np.zeros(shape, np.float32)})).asked.key for shape in shapes]
+    keys = [codec.decode(infer("m", {"t": np.zeros(shape, np.float32)})).options.key for shape in shapes]
     assert len(set(keys)) == 4
-    assert codec.decode(infer("m", {"t": np.zeros((5, 2), np.float32)})).asked.key == keys[1]
+    assert codec.decode(infer("m", {"t": np.zeros((5, 2), np.float32)})).options.key == keys[1]
 
 
 def test_decode_key_ignores_which_outputs_are_wanted() -> None:
     codec = pair_codec()
-    keys = [codec.decode(pair_request(outputs=wanted)).asked.key for wanted in (["x"], ["z", "y"])]
+    keys = [codec.decode(pair_request(outputs=wanted)).options.key for wanted in (["x"], ["z", "y"])]
     assert keys[0] == keys[1]
 
 
 def test_decode_outputs_none_named_means_all_in_the_order_of_the_spec() -> None:
-    assert pair_codec().decode(pair_request()).asked.outputs == (0, 1, 2)
+    assert pair_codec().decode(pair_request()).options.outputs == (0, 1, 2)
 
 
 def test_decode_outputs_named_keeps_the_order_asked_for() -> None:
-    assert pair_codec().decode(pair_request(outputs=["z", "x"])).asked.outputs == (2, 0)
+    assert pair_codec().decode(pair_request(outputs=["z", "x"])).options.outputs == (2, 0)
 
 
 def test_decode_parameters_reach_the_decoded_request() -> None:
     request = infer("m", {"t": VALUES["FP32"]}, parameters={"timeout": 250, "binary_data_output": False, "custom": "x"})
     decoded = one_tensor("FP32").decode(request)
-    assert (decoded.asked.parameters.timeout_ns, decoded.asked.parameters.typed_outputs) == (250_000, True)
+    assert (decoded.options.parameters.timeout_ns, decoded.options.parameters.typed_outputs) == (250_000, True)
 
 
 @pytest.mark.parametrize("regions", [None, Regions(1)], ids=["no shared memory", "shared memory"])
@@ -201,7 +201,7 @@ def test_decode_parameters_of_tensors_that_mean_nothing_here_are_accepted(region
     request.inputs[0].parameters["binary_data_size"].string_param = "many"
     request.inputs[0].parameters["priority"].bool_param = True
     request.outputs[0].parameters["binary_data"].bool_param = True
-    assert one_tensor("FP32", regions=regions).decode(request).asked.outputs == (0,)
+    assert one_tensor("FP32", regions=regions).decode(request).options.outputs == (0,)
 
 
 def test_decode_utf8_text_for_a_utf8_input_passes() -> None:
@@ -271,7 +271,7 @@ def test_encode_classes_stand_where_they_are_asked_for_and_other_outputs_are_who
     request.outputs[0].parameters["classification"].int64_param = 2
     codec = ModelCodec("m", "3", PAIR, 8, labels)
     decoded = codec.decode(request)
-    assert decoded.asked.classes == {1: 2}
+    assert decoded.options.classes == {1: 2}
     x, y, z = pair_results()
     response = codec.encode(request, decoded, (x, y + np.arange(3), z))
     described = [(one.name, one.datatype, list(one.shape)) for one in response.outputs]

@@ -264,7 +264,7 @@ def test_decode_typed_outputs_that_contents_can_carry_pass_beside_others_not_ask
     request = good()
     request.parameters["binary_data_output"].bool_param = False
     request.outputs.add(name="x")
-    assert ModelCodec("m", "1", SPEC, 8).decode(request).asked.parameters.typed_outputs
+    assert ModelCodec("m", "1", SPEC, 8).decode(request).options.parameters.typed_outputs
 
 
 SWITCHED_OFF = "'shared_memory_region' is switched off; start the server with --allow-client-shm=true to switch it on"
@@ -306,7 +306,7 @@ def test_decode_a_refused_request_leaves_the_codec_as_it_was() -> None:
     codec = ModelCodec("m", "1", SPEC, 8)
     with pytest.raises(InvalidRequest):
         codec.decode(Request())
-    assert codec.decode(good()).asked.rows == 1
+    assert codec.decode(good()).options.rows == 1
 
 
 MIB = 2**20

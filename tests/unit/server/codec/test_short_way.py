@@ -246,13 +246,13 @@ def test_those_in_shared_memory_are_alike_whatever_their_regions(regions: Region
     assert found is not None
     for request, inputs, targets in zip(requests, found.inputs, found.targets, strict=True):
         alone = sender.codec.decode(request)
-        assert alone.asked is found.asked
+        assert alone.options is found.options
         assert targets == alone.targets
         (tensor,), (expected,) = inputs, alone.inputs
         assert isinstance(tensor, RegionTensor)
         assert isinstance(expected, RegionTensor)
         assert (tensor.place, tensor.region, tensor.shape) == (expected.place, expected.region, expected.shape)
-    assert found.asked.size_bytes == 24
+    assert found.options.size_bytes == 24
 
 
 def test_those_in_messages_and_those_in_shared_memory_are_alike_if_they_ask_for_the_same(regions: Regions) -> None:

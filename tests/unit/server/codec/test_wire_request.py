@@ -17,7 +17,7 @@ from tests.wire import infer, rows_of_floats
 
 _PAGE_BYTES = 4_096
 _HEAD_BYTES = 4_000
-_MOST_BYTES = 40 * 2**20
+_MAX_BYTES = 40 * 2**20
 
 
 def rss_bytes() -> int:
@@ -57,7 +57,7 @@ def test_heads_of_hundreds_of_kinds_take_little_memory(make: Callable[[int], byt
         assert isinstance(again, WireRequest)
         if make is many_parameters:
             codec.decode(again)
-    assert rss_bytes() - before_bytes < _MOST_BYTES
+    assert rss_bytes() - before_bytes < _MAX_BYTES
 
 
 def test_parameters_of_a_head_are_those_of_its_first_request() -> None:

@@ -138,10 +138,10 @@ class Slot:
         self.there: list[bool] = []
         self._instance = MemoryModel(spec).instance(spec, Device())
 
-    def forget_rooms(self) -> None:
+    def release_buffers(self) -> None:
         self.forgotten += 1
 
-    def room(self, index: int, shape: tuple[int, ...]) -> Array:
+    def buffer(self, index: int, shape: tuple[int, ...]) -> Array:
         self.rooms.append(np.full(shape, np.nan, np.float32))
         return self.rooms[-1]
 
@@ -173,14 +173,14 @@ def test_rooms_of_a_batch_that_comes_to_nothing_are_forgotten(memory: SharedObje
 
 def test_inputs_that_were_brought_need_no_room() -> None:
     slot = Slot(STACKED)
-    slot.room(0, (0, 2))
+    slot.buffer(0, (0, 2))
     reading(slot.execute, STACKED, slot)([(brought(2),)], 0)
     assert (slot.there, len(slot.rooms)) == ([False], 1)
 
 
 def test_inputs_of_a_model_without_batch_axis_need_no_room(region: SystemRegion) -> None:
     slot = Slot(ALONE)
-    slot.room(0, (0, 2))
+    slot.buffer(0, (0, 2))
     results = reading(slot.execute, ALONE, slot)([(lying(region, 2, 3),)], 0).results
     assert values(results) == [[[[6, 7], [8, 9]]]]
     assert (slot.there, len(slot.rooms)) == ([False], 1)

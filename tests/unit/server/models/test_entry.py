@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from server.models.entry import RIVALS, UNLOADED, Entry, IndexLine, ModelState, version_order
+from server.models.entry import DUPLICATE_NAME, UNLOADED, Entry, IndexLine, ModelState, version_order
 
 READY, LOADING = ModelState.READY, ModelState.LOADING
 UNAVAILABLE, UNLOADING = ModelState.UNAVAILABLE, ModelState.UNLOADING
@@ -72,15 +72,15 @@ def test_reload_shows_new_versions_coming_and_old_ones_leaving(entry: Entry[int]
     assert (entry.state, entry.missing) == (READY, False)
     assert entry.end_load({"2": 22, "3": 33}) == [1, 2]
     assert lines(entry) == [("1", UNLOADING, ""), ("2", READY, ""), ("3", READY, "")]
-    entry.left("2")
-    entry.left("1")
+    entry.drained("2")
+    entry.drained("1")
     assert lines(entry) == [("1", UNAVAILABLE, UNLOADED), ("2", READY, ""), ("3", READY, "")]
 
 
 def test_versions_of_loads_long_ago_are_forgotten(entry: Entry[int]) -> None:
     for version in range(1, 10):
         for before in serve(entry, version):
-            entry.left(str(before))
+            entry.drained(str(before))
     assert lines(entry) == [("8", UNAVAILABLE, UNLOADED), ("9", READY, "")]
 
 
@@ -118,7 +118,7 @@ def test_unload_is_wished_for_and_not_missed(entry: Entry[int]) -> None:
     assert entry.unload() == [1]
     assert lines(entry) == [("1", UNLOADING, "")]
     assert (entry.state, entry.missing, entry.forgettable) == (UNLOADING, False, False)
-    entry.left("1")
+    entry.drained("1")
     assert lines(entry) == [("1", UNAVAILABLE, UNLOADED)]
     assert (entry.state, entry.missing, entry.forgettable) == (UNAVAILABLE, False, True)
 
@@ -140,7 +140,7 @@ def test_version_that_serves_again_before_it_has_left_is_ready(entry: Entry[int]
     entry.unload()
     serve(entry, 1)
     assert lines(entry) == [("1", READY, "")]
-    entry.left("1")
+    entry.drained("1")
     assert lines(entry) == [("1", READY, "")]
 
 
@@ -148,26 +148,26 @@ def test_version_that_leaves_twice_is_gone_when_both_have_left(entry: Entry[int]
     serve(entry, 1)
     serve(entry, 1)
     entry.unload()
-    entry.left("1")
+    entry.drained("1")
     assert lines(entry) == [("1", UNLOADING, "")]
-    entry.left("1")
+    entry.drained("1")
     assert lines(entry) == [("1", UNAVAILABLE, UNLOADED)]
 
 
 def test_failed_load_after_an_unload_is_missed(entry: Entry[int]) -> None:
     serve(entry, 1)
     entry.unload()
-    entry.left("1")
+    entry.drained("1")
     fail(entry)
     assert lines(entry) == [("1", UNAVAILABLE, "broken")]
     assert entry.missing
 
 
 def test_rivals_are_one_line_unless_something_serves(entry: Entry[int]) -> None:
-    entry.rivals = True
-    assert lines(entry) == [("", UNAVAILABLE, RIVALS)]
+    entry.duplicates = True
+    assert lines(entry) == [("", UNAVAILABLE, DUPLICATE_NAME)]
     fail(entry, reason="two of them")
-    assert lines(entry) == [("", UNAVAILABLE, RIVALS)]
+    assert lines(entry) == [("", UNAVAILABLE, DUPLICATE_NAME)]
     serve(entry, 1)
     assert lines(entry) == [("1", READY, "")]
 
@@ -181,21 +181,21 @@ def test_entry_of_what_is_on_disk_or_has_work_to_do_is_not_forgotten(entry: Entr
 
 def test_away_is_missing_with_the_reason_until_it_is_back(entry: Entry[int]) -> None:
     serve(entry, 1, 2)
-    entry.away = "gone"
+    entry.unreachable_reason = "gone"
     assert (entry.state, entry.missing) == (UNAVAILABLE, True)
     assert lines(entry) == [("1", UNAVAILABLE, "gone"), ("2", UNAVAILABLE, "gone")]
-    entry.away = ""
+    entry.unreachable_reason = ""
     assert (entry.state, entry.missing) == (READY, False)
 
 
 def test_away_ends_with_a_load_or_an_unload(entry: Entry[int]) -> None:
     serve(entry, 1)
-    entry.away = "gone"
+    entry.unreachable_reason = "gone"
     assert serve(entry, 2) == [1]
-    assert (entry.away, entry.state) == ("", READY)
-    entry.away = "gone"
+    assert (entry.unreachable_reason, entry.state) == ("", READY)
+    entry.unreachable_reason = "gone"
     assert entry.unload() == [2]
-    assert (entry.away, entry.missing) == ("", False)
+    assert (entry.unreachable_reason, entry.missing) == ("", False)
 
 
 def test_versions_sort_as_numbers_and_others_behind() -> None:

@@ -201,7 +201,7 @@ def test_models_of_one_name_are_one_entry_that_names_all_of_them(tmp_path: Path)
     touch(tmp_path / "one" / "m" / "1" / "model.onnx")
     touch(tmp_path / "m.onnx")
     model = found(tmp_path / "one", tmp_path / "m.onnx")["m"]
-    assert (model.rivals, model.versions) == ((tmp_path / "one" / "m", tmp_path / "m.onnx"), {})
+    assert (model.duplicates, model.versions) == ((tmp_path / "one" / "m", tmp_path / "m.onnx"), {})
 
 
 def test_refused_path_that_does_not_exist(tmp_path: Path) -> None:
@@ -331,14 +331,14 @@ def test_layout_name_of_several_repositories_is_that_of_rivals(tmp_path: Path) -
     layout = opened(tmp_path / "one", tmp_path / "two", tmp_path / "three")
     model = layout.model("m")
     assert model is not None
-    assert model.rivals == (tmp_path / "one" / "m", tmp_path / "two" / "m")
-    assert [(folder.name, bool(folder.rivals)) for folder in layout.models()] == [("m", True), ("n", False)]
+    assert model.duplicates == (tmp_path / "one" / "m", tmp_path / "two" / "m")
+    assert [(folder.name, bool(folder.duplicates)) for folder in layout.models()] == [("m", True), ("n", False)]
 
 
 def test_layout_path_given_twice_is_one_place(tmp_path: Path) -> None:
     touch(tmp_path / "m" / "1" / "model.onnx")
     (model,) = opened(tmp_path, tmp_path).models()
-    assert not model.rivals
+    assert not model.duplicates
 
 
 @pytest.mark.parametrize("folder", ["models", "models/1"], ids=["right inside", "version folder"])

@@ -23,7 +23,7 @@ from backends.base import (
     Tensors,
     TensorSpec,
     Trial,
-    directly,
+    unsupervised,
 )
 from backends.errors import ExecutionError, LoadError
 from backends.memory import MemoryInstance, MemoryModel
@@ -394,7 +394,7 @@ def test_load_logs_how_the_model_will_batch(
 class Endless(Model):
     """Hangs when it is tried, until `gate` opens."""
 
-    def try_rows(self, supervise: Supervise = directly) -> Trial:
+    def try_rows(self, supervise: Supervise = unsupervised) -> Trial:
         return supervise(lambda: (self.gate.enter(), Trial(self.spec))[1])
 
 
@@ -414,7 +414,7 @@ def test_load_whose_trial_hangs_fails_and_closes_nothing_until_that_has_ended(tm
 class Deadly(Model):
     """Ends the process in which it is tried."""
 
-    def try_rows(self, supervise: Supervise = directly) -> Trial:
+    def try_rows(self, supervise: Supervise = unsupervised) -> Trial:
         return Trial(self.spec, "it was killed", deadly=True)
 
 
@@ -441,7 +441,7 @@ def test_load_of_what_ends_the_process_of_its_trial_opens_it_in_one_of_its_own_u
 class Watched(Model):
     """Remembers on which thread it was tried."""
 
-    def try_rows(self, supervise: Supervise = directly) -> Trial:
+    def try_rows(self, supervise: Supervise = unsupervised) -> Trial:
         self.tried_on = supervise(threading.current_thread)
         return Trial(self.spec)
 

@@ -24,7 +24,7 @@ from server.telemetry.tracing import Tracer
 from tests.polling import eventually_async
 from tests.unit.server.found import find_models
 
-MOST_MODELS = 10
+MAX_MODELS = 10
 SPEC = ModelSpec((TensorSpec("a", "FP32", (-1, -1)),), (TensorSpec("x", "FP32", (-1, -1)),))
 
 
@@ -37,7 +37,7 @@ class Bench:
         self.backends: dict[str, Backend] = {"memory": MemoryBackend(self.models)}
         self.metrics = Metrics()
         self.tracer = Tracer(TraceConfig(root / "traces.json"))
-        self.repository = Repository(self.metrics, Loads(self._backend_of), tracer=self.tracer, max_models=MOST_MODELS)
+        self.repository = Repository(self.metrics, Loads(self._backend_of), tracer=self.tracer, max_models=MAX_MODELS)
 
     def _backend_of(self, name: str) -> Backend:
         if name not in self.backends:
@@ -333,15 +333,15 @@ async def test_trace_settings_go_when_the_model_is_forgotten(bench: Bench) -> No
 
 
 async def test_trace_settings_of_failed_loads_are_no_more_than_are_remembered(bench: Bench) -> None:
-    names = [f"bad{number}" for number in range(2 * MOST_MODELS)]
+    names = [f"bad{number}" for number in range(2 * MAX_MODELS)]
     for name in names:
         bench.add(name, config="sequence_batching { }")
         (folder,) = (one for one in find_models([bench.root]) if one.name == name)
         with pytest.raises(LoadFailed):
             await bench.repository.load(name, always(folder))
         bench.trace(name)
-    assert [line.name for line in bench.repository.index()] == sorted(names[MOST_MODELS:])
-    assert [name for name in names if bench.is_traced(name)] == names[MOST_MODELS:]
+    assert [line.name for line in bench.repository.index()] == sorted(names[MAX_MODELS:])
+    assert [name for name in names if bench.is_traced(name)] == names[MAX_MODELS:]
 
 
 async def test_trace_settings_go_with_a_load_that_finds_nothing(bench: Bench) -> None:

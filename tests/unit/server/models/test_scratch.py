@@ -26,23 +26,23 @@ def test_folder_stays_until_all_have_let_go(folder: Path) -> None:
     one = Scratch()
     one.write(FILE, b"weights")
     one.keep()
-    one.let_go()
+    one.release()
     assert (one.path / FILE).read_bytes() == b"weights"
-    one.let_go()
+    one.release()
     assert list(folder.iterdir()) == []
 
 
 def test_all_go_with_the_process_whoever_needs_them_and_none_comes_after(folder: Path) -> None:
     kept, given_back = Scratch(), Scratch()
     kept.write(FILE, b"weights")
-    given_back.let_go()
+    given_back.release()
     remove_all()
     assert list(folder.iterdir()) == []
     with pytest.raises(OSError, match="the server is ending"):
         kept.write(PurePosixPath("2/model.onnx"), b"")
     with pytest.raises(OSError, match="the server is ending"):
         Scratch()
-    kept.let_go()
+    kept.release()
     assert list(folder.iterdir()) == []
 
 

@@ -13,7 +13,7 @@ from protos import inference_pb2 as pb
 from scheduler.batcher import Batcher
 from scheduler.policy import NEVER, BatchPolicy
 from scheduler.testing import ManualClock, StepRunner
-from server.call_facts import NOTHING_SENT
+from server.call_facts import NO_PASSED_HEADERS
 from server.codec.splitting import submit_parts
 from server.models.repository import Repository
 from server.requests.in_flight import InFlight, follow
@@ -30,7 +30,7 @@ async def test_split_request_given_up_as_one_of_its_parts_fails_leaves_no_compla
     runner: StepRunner[Any, Any] = StepRunner(clock)
     batcher: Batcher[Any, Any] = Batcher(BatchPolicy(max_batch_rows=4, isolate_failures=False), [runner], clock=clock)
     batcher.start()
-    flight = InFlight(pb.ModelInferRequest(), NEVER, None, NOTHING_SENT)
+    flight = InFlight(pb.ModelInferRequest(), NEVER, None, NO_PASSED_HEADERS)
     whole = asyncio.create_task(submit_parts(batcher, (rows_of_floats(8),), 8, "k", size_bytes=0))
     follow(flight, whole, lambda flights: None)
     while not runner.busy:

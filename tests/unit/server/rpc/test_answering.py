@@ -10,7 +10,7 @@ import pytest
 from server.errors import InvalidRequest
 from server.rpc.answering import status_and_text
 
-MOST_BYTES = 3_000
+MAX_BYTES = 3_000
 PRINTABLE = bytes(set(range(0x20, 0x7F)) - {ord("%")}).decode()
 
 
@@ -25,7 +25,7 @@ def written(text: str) -> int:
     return len(quote_from_bytes(text.encode(), safe=PRINTABLE))
 
 
-@pytest.mark.parametrize("text", ["", "a word", "x" * MOST_BYTES, "日" * (MOST_BYTES // 9), "%" * (MOST_BYTES // 3)])
+@pytest.mark.parametrize("text", ["", "a word", "x" * MAX_BYTES, "日" * (MAX_BYTES // 9), "%" * (MAX_BYTES // 3)])
 def test_text_that_arrives_is_sent_as_it_is(text: str) -> None:
     assert sent(text) == text
 
@@ -36,10 +36,10 @@ def test_text_that_would_be_too_long_written_lacks_its_middle_and_no_more(letter
     text = "begin " + letter * times + " end"
     words = sent(text)
     if words == text:
-        assert written(text) <= MOST_BYTES
+        assert written(text) <= MAX_BYTES
         return
     begin, end = words.split(" [...] ")
-    assert MOST_BYTES - 40 < written(begin) + written(end) <= MOST_BYTES
+    assert MAX_BYTES - 40 < written(begin) + written(end) <= MAX_BYTES
     assert text.startswith(begin)
     assert text.endswith(end)
     assert begin.startswith("begin ")

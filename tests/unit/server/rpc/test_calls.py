@@ -8,7 +8,7 @@ import pytest
 
 from protos import inference_pb2 as pb
 from scheduler.policy import NEVER
-from server.call_facts import Sent
+from server.call_facts import PassedHeaders
 from server.errors import InvalidRequest
 from server.rpc.calls import HeaderForwarding, HeaderPassing, add_headers, deadline_of, header, traceparent_of
 from server.rpc.restrictions import HEADER_PREFIX
@@ -61,15 +61,15 @@ def test_passed_on_are_headers_of_these_names_in_the_calls_order_and_traces_besi
     passing = HeaderPassing(("X-More", "x-data-bin", "x-tenant"), ("TraceParent", "x-tenant"))
     call = Context(*CALL.invocation_metadata(), ("traceparent", "1"))
     headers = ("x-tenant", "a"), ("x-more", "1"), ("x-more", "2"), ("x-data-bin", b"\xff")
-    assert passing.sent(call) == Sent(headers, (("traceparent", "1"),))
+    assert passing.passed(call) == PassedHeaders(headers, (("traceparent", "1"),))
 
 
 @pytest.mark.parametrize("value", ["\N{SNOWMAN}", "a\x7f", "a\nb"], ids=["not ASCII", "delete", "line"])
 def test_passed_on_is_nothing_that_cannot_be_sent(value: str) -> None:
     passing = HeaderPassing(("x-tenant",), ("traceparent",))
-    assert passing.sent(Context(("traceparent", value), ("x-tenant", "a"))) == Sent((("x-tenant", "a"),), ())
+    assert passing.passed(Context(("traceparent", value), ("x-tenant", "a"))) == PassedHeaders((("x-tenant", "a"),), ())
     with pytest.raises(InvalidRequest, match=r"^header 'x-tenant' can't be passed on: expected printable ASCII"):
-        passing.sent(Context(("x-tenant", value)))
+        passing.passed(Context(("x-tenant", value)))
 
 
 def test_trace_is_that_of_its_headers_whatever_comes_behind_them() -> None:

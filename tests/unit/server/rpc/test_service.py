@@ -15,8 +15,8 @@ from protos.inference_pb2_grpc import GRPCInferenceServiceStub
 from server.models.repository import Repository, ServedModel
 from server.requests.inference import Inference
 from server.requests.quiet import TRY_AGAIN_MS
-from server.rpc.calling import Calling
 from server.rpc.service import InferenceService
+from server.rpc.unary_inference import UnaryInference
 from server.telemetry.metrics import Metrics
 
 Code = grpc.StatusCode
@@ -49,7 +49,7 @@ async def bench() -> AsyncIterator[Bench]:
     repository = Broken(KeyError("x"))
     inference = Inference(repository)
     inference.serving = inference.ready = True
-    service = InferenceService(inference, repository, "id", "1", [Calling(inference)])
+    service = InferenceService(inference, repository, "id", "1", [UnaryInference(inference)])
     server = grpc.aio.server()
     service.add_to(server)
     port = server.add_insecure_port("127.0.0.1:0")

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from backends.errors import ExecutionError, OutOfMemory, SessionError
+from backends.errors import ExecutionError, InstanceError, OutOfMemory
 from scheduler.errors import (
     BatcherClosed,
     DeadlineUnreachable,
@@ -45,7 +45,7 @@ def statistics() -> VersionStatistics:
         (asyncio.CancelledError(), "CANCELED"),
         (ExecutionFailed("x"), "BACKEND"),
         (ExecutionError("x"), "BACKEND"),
-        (SessionError("x"), "BACKEND"),
+        (InstanceError("x"), "BACKEND"),
         (NoInstance(), "BACKEND"),
         (AnswerTooLarge("m"), "BACKEND"),
         (InvalidRequest("x"), "OTHER"),

@@ -43,7 +43,7 @@ def test_config_of_opentelemetry_is_read() -> None:
     target = OtlpTarget("http://collector:4317", {"service.name": "vision", "zone": "a=b"}, 900, 100, 9)
     config = parse_trace_config(given)
     assert config == TraceConfig(None, TraceSettings(True, 0), target)
-    assert TraceStore(config).told(config.settings)["trace_mode"] == "opentelemetry"
+    assert TraceStore(config).as_text(config.settings)["trace_mode"] == "opentelemetry"
 
 
 def test_config_of_opentelemetry_alone_leaves_the_rest_to_its_environment_and_traces_nothing_yet() -> None:
@@ -198,7 +198,7 @@ def test_store_without_a_file_cannot_be_switched_on() -> None:
 
 def test_told_settings_have_the_names_and_values_of_the_extension() -> None:
     store = TraceStore(CONFIG)
-    assert store.told(TraceSettings(True, 7, -1, 0)) == {
+    assert store.as_text(TraceSettings(True, 7, -1, 0)) == {
         "trace_level": "TIMESTAMPS",
         "trace_rate": "7",
         "trace_count": "-1",
@@ -206,4 +206,4 @@ def test_told_settings_have_the_names_and_values_of_the_extension() -> None:
         "trace_file": "t.json",
         "trace_mode": "triton",
     }
-    assert TraceStore(TraceConfig()).told(TraceSettings())["trace_file"] == ""
+    assert TraceStore(TraceConfig()).as_text(TraceSettings())["trace_file"] == ""

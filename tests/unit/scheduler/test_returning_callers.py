@@ -8,7 +8,7 @@ import pytest
 
 from scheduler.batch_queue import BatchQueue
 from scheduler.policy import BatchPolicy
-from scheduler.returns import Returns
+from scheduler.returning_callers import ReturningCallers
 from scheduler.runner import Outcome
 from scheduler.testing import Results
 from tests.unit.scheduler.workbench import Bench, one_turn
@@ -113,9 +113,9 @@ def test_idle_instance_waits_for_nobody_where_requests_have_batches_of_their_own
     assert queue.takes_any_alike == (not waits)
 
 
-def returned(*arrivals: tuple[int, int], answered: int = 4, times: int = 60) -> Returns:
+def returned(*arrivals: tuple[int, int], answered: int = 4, times: int = 60) -> ReturningCallers:
     """After batches of so many rows, answered at moment 0, after each of which so many rows arrived at such moments."""
-    returns = Returns()
+    returns = ReturningCallers()
     for _ in range(times):
         returns.answered("k", answered, BASE_NS, 0)
         for now_ns, rows in arrivals:

@@ -24,12 +24,12 @@ from protos.datatypes import by_name
 from protos.tensors import TensorError, encode_raw
 from scheduler.errors import QueueFull
 from scheduler.observer import Drop
-from server.call_facts import NOTHING_SENT, Sent, TraceParent
-from server.codec.batch_facts import told_facts
+from server.call_facts import NO_PASSED_HEADERS, PassedHeaders, TraceParent
+from server.codec.batch_facts import batch_facts_of
 from server.codec.codec import tensor_bytes
-from server.codec.decoded import Asked, DecodedRequest
+from server.codec.decoded import DecodedRequest, RequestOptions
 from server.codec.parameters import NO_PARAMETERS, RequestParameters
-from server.codec.passing import NOTHING_CARRIED, Carried
+from server.codec.passing import NOTHING_PASSED_ON, PassedOn
 from server.codec.wire_request import AnyRequest, RequestReader
 from server.errors import AnswerTooLarge, InvalidRequest
 from server.fronts import protocol
@@ -41,7 +41,7 @@ from server.requests.inference import AnyPending, Inference, encode
 from server.rpc.gate import Usage
 from server.rpc.handlers import serialized
 
-__all__ = ["Desk"]
+__all__ = ["FrontSession"]
 
 Handlers = Mapping[str, Any]
 """gRPC's handlers of the RPCs, by name."""
@@ -53,7 +53,7 @@ _Result = tuple[int, int, list[Array], tuple[int, ...] | None]
 _NAMELESS = pb.ModelInferRequest()
 
 
-class Desk:
+class FrontSession:
     """Serves the front at the other end of `link`. `on_listens` is called with the port when the front listens, or with
     0 and why it can't; `on_end` is called once, when the front is gone and all that it had in progress is given up.
     `read` is shared by all fronts: their requests may be alike."""
@@ -169,7 +169,9 @@ class Desk:
         if isinstance(request, DecodeError):
             self.fail(number, InvalidRequest(str(request)))
             return
-        whole = _Whole(self, number, request, deadline_ns, parent, Sent(*sent) if sent else NOTHING_SENT, began_ns)
+        whole = _Whole(
+            self, number, request, deadline_ns, parent, PassedHeaders(*sent) if sent else NO_PASSED_HEADERS, began_ns
+        )
         self._waited_for[number] = whole
         self._inference.announce(whole)
 
@@ -199,7 +201,7 @@ class Desk:
     # hot path
     def _send_answer(self, number: int, data: bytes) -> None:
         """Send an answer; large ones are sent as results are."""
-        if len(data) <= protocol.MOST_WHOLE_BYTES:
+        if len(data) <= protocol.MAX_WHOLE_BYTES:
             self._link.send((protocol.ANSWER, number, data))
             return
         result = protocol.PACKED, number, [np.frombuffer(data, np.uint8)], None
@@ -228,11 +230,11 @@ class Desk:
             self._link.send((protocol.STALE, number))
             return
         told = RequestParameters(*parameters) if parameters else NO_PARAMETERS
-        decoded = DecodedRequest(inputs, Asked(rows, key, outputs, told))
+        decoded = DecodedRequest(inputs, RequestOptions(rows, key, outputs, told))
         request = pb.ModelInferRequest(id=request_id) if request_id else _NAMELESS
-        submitted = _Submitted(self, number, request, deadline_ns, parent, NOTHING_SENT, began_ns)
+        submitted = _Submitted(self, number, request, deadline_ns, parent, NO_PASSED_HEADERS, began_ns)
         try:
-            told_on = Carried(*carried) if carried else NOTHING_CARRIED
+            told_on = PassedOn(*carried) if carried else NOTHING_PASSED_ON
             self._inference.take(submitted, model, decoded, self._on_results, told_on)
         except Exception as error:  # noqa: BLE001 - the front's caller is owed an answer
             self.fail(number, error)
@@ -254,11 +256,11 @@ class Desk:
         Raises ExecutionError or AnswerTooLarge, as the codec would, for what no message can carry, and QueueFull for
         what no front could take.
         """
-        number, asked = submitted.number, submitted.decoded.asked
+        number, asked = submitted.number, submitted.decoded.options
         outputs = [MISSING] * len(results)
         for index in asked.outputs:
             outputs[index] = results[index]
-        told = told_facts(pending.facts) if asked.parameters.batch_info and pending.facts else None
+        told = batch_facts_of(pending.facts) if asked.parameters.batch_info and pending.facts else None
         result = protocol.RESULT, number, outputs, told
         try:
             if self._link.size_bytes > LARGEST_RESPONSE_BYTES < sum(map(tensor_bytes, outputs)):
@@ -336,12 +338,12 @@ class _Numbered(InFlight):
 
     def __init__(
         self,
-        desk: Desk,
+        desk: FrontSession,
         number: int,
         request: AnyRequest,
         deadline_ns: int,
         parent: TraceParent | None,
-        sent: Sent,
+        sent: PassedHeaders,
         began_ns: int,
     ) -> None:
         super().__init__(request, deadline_ns, parent, sent)
@@ -369,7 +371,7 @@ class _Whole(_Numbered):
 def _check_sendable(submitted: _Submitted, outputs: Sequence[Array]) -> None:
     """Raise ExecutionError, in the codec's words, for outputs that no message can carry."""
     model = submitted.model
-    for index in submitted.decoded.asked.outputs:
+    for index in submitted.decoded.options.outputs:
         tensor, array = model.spec.outputs[index], outputs[index]
         if array is MISSING or not array.dtype.hasobject:
             continue

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from math import ceil
 
-__all__ = ["Company"]
+__all__ = ["ArrivalModel"]
 
 _CROWD_WEIGHT = 0.1
 _CROWD_OF_ONE = 1.05
@@ -22,8 +22,8 @@ _LONGEST_NS = 10_000_000
 """The longest wait in all, whatever a batch costs: callers have deadlines."""
 _COST_WEIGHT = 0.1
 _FIRST_COST_NS = 100_000
-_LEAST_COST_NS = 10_000
-_MOST_COST_NS = 500_000
+_MIN_COST_NS = 10_000
+_MAX_COST_NS = 500_000
 _FORGOTTEN_NS = 1_000_000_000
 """Callers that haven't come again for so long are gone."""
 _STILL_THERE = 0.98
@@ -36,7 +36,7 @@ _OVERLAP = 0.75
 """Half of a batch has to execute for more than this part of a pause, so that the other half comes back meanwhile."""
 
 
-class Company:
+class ArrivalModel:
     """What an idle instance is kept waiting for, and how long.
 
     gRPC hands requests that have arrived to the loop one per iteration, and taking one up and answering it costs the
@@ -81,7 +81,7 @@ class Company:
         """A batch of `requests` requests starts, while `waiting` others still wait. `busy_ns` is the processor time
         that the event loop has used so far."""
         if self._busy_ns >= 0:
-            cost_ns = max(_LEAST_COST_NS, min(_MOST_COST_NS, (busy_ns - self._busy_ns) / requests))
+            cost_ns = max(_MIN_COST_NS, min(_MAX_COST_NS, (busy_ns - self._busy_ns) / requests))
             self._cost_ns += _COST_WEIGHT * (cost_ns - self._cost_ns)
         self._busy_ns = busy_ns
         if not self._executing and self._ended_ns:

@@ -27,15 +27,15 @@ from server.codec.wire_request import RequestReader
 from server.config import Settings
 from server.errors import StartError
 from server.fronts import protocol
-from server.fronts.desk import Desk, Handlers
 from server.fronts.handles import Handles
 from server.fronts.process import Greeting
+from server.fronts.session import FrontSession, Handlers
 from server.models.repository import Repository
 from server.requests.inference import Inference
 from server.rpc.gate import Usage
 from server.telemetry import log
 
-__all__ = ["Fleet", "FrontProcess", "StartFront", "start_front"]
+__all__ = ["FrontPool", "FrontProcess", "StartFront", "start_front"]
 
 _log = logging.getLogger("paceline.server.fronts")
 
@@ -65,7 +65,7 @@ StartFront = Callable[[tuple[int, int, int]], Awaitable[FrontProcess]]
 """Starts a process that calls `server.fronts.process.main` with these descriptors. Raises OSError."""
 
 
-class Fleet:
+class FrontPool:
     """`settings.frontends` fronts, each started by `start`, which hand requests to `inference` and other RPCs to
     `handlers`."""
 
@@ -125,12 +125,12 @@ class Fleet:
         """What is in progress in all fronts, and what they and those before them have refused."""
         return reduce(Usage.plus, (desk.usage for desk in self._desks), self._usage_before)
 
-    def keep_refused(self, desk: Desk) -> None:
+    def keep_refused(self, desk: FrontSession) -> None:
         """For a front that is gone: what it has refused still counts."""
         self._usage_before = self._usage_before.plus(Usage(refused=desk.usage.refused))
 
     @property
-    def _desks(self) -> list[Desk]:
+    def _desks(self) -> list[FrontSession]:
         """Those of the fronts that run."""
         return [front.desk for front in self._fronts if front.desk is not None]
 
@@ -196,15 +196,15 @@ class Fleet:
     def stopping(self) -> bool:
         return self.ending.is_set()
 
-    def greet(self, desk: Desk) -> None:
+    def greet(self, desk: FrontSession) -> None:
         """Tell a new front all it needs."""
         greeting = Greeting(self._settings, self.port, log.current(), self._inference.reads_parents)
         desk.send((protocol.HELLO, pickle.dumps(greeting)))
         desk.send(self._catalogue)
         desk.send(self.state)
 
-    def desk(self, link: Link, on_listens: Callable[[int, str], None], on_end: Callable[[], None]) -> Desk:
-        return Desk(link, self._inference, self._handles, self._handlers, on_listens, on_end, self._read)
+    def desk(self, link: Link, on_listens: Callable[[int, str], None], on_end: Callable[[], None]) -> FrontSession:
+        return FrontSession(link, self._inference, self._handles, self._handlers, on_listens, on_end, self._read)
 
     def _hold_port(self, port: int) -> None:
         """Keep the port for the fronts: a socket that doesn't listen gets no connections, but others can't take it."""
@@ -236,12 +236,12 @@ class Fleet:
 class _Place:
     """The place of one front, whichever process has it."""
 
-    def __init__(self, fleet: Fleet, number: int) -> None:
+    def __init__(self, fleet: FrontPool, number: int) -> None:
         self._fleet = fleet
         self._number = number
         self._process: FrontProcess | None = None
         self._keeping: asyncio.Task[None] | None = None
-        self.desk: Desk | None = None
+        self.desk: FrontSession | None = None
         self.is_open = False
         self.listens: asyncio.Future[None] = asyncio.Future()
 
@@ -313,7 +313,7 @@ class _Place:
             if self._process is not None and self._process.returncode is None:
                 self._process.kill()
 
-    async def _watch(self, process: FrontProcess, desk: Desk) -> None:
+    async def _watch(self, process: FrontProcess, desk: FrontSession) -> None:
         """Kill the front if it has begun to report and then falls silent: connections to it would hang. Checks are
         counted rather than time, much of which passes at once if all processes were frozen together."""
         most, silent, told = self._fleet.timeout_s, 0, desk.times_told

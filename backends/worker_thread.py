@@ -12,12 +12,12 @@ from concurrent.futures import Future
 from queue import SimpleQueue
 from typing import TypeVar
 
-__all__ = ["Home"]
+__all__ = ["WorkerThread"]
 
 T = TypeVar("T")
 
 
-class Home:
+class WorkerThread:
     """Runs functions one after the other, all on one thread, which starts with the first. If the thread can't start,
     RuntimeError is raised, and the next function tries again."""
 

@@ -21,15 +21,15 @@ from backends.transport.link import RemoteEnd, connect
 from backends.transport.memory import Memory, Window
 from backends.transport.parcel import Parcel, Place, pack, pack_inline, unpack
 
-__all__ = ["Line"]
+__all__ = ["BlockingLink"]
 
 _RECEIVE_BYTES = 256 * 1024
-_LEAST_ROOM_BYTES = 128 * 1024
+_MIN_ROOM_BYTES = 128 * 1024
 """A place of its own for an array costs both ends some 10 us more than a part of another place does; copying this much
 takes as long."""
 
 
-class Line:
+class BlockingLink:
     """One end. For one thread at a time, except `hang_up`; arrays may be dropped on any thread."""
 
     def __init__(self, end: socket.socket, own: Memory, other: int) -> None:
@@ -49,13 +49,13 @@ class Line:
         """Whether the other end, now gone, left something unread that it was sent."""
 
     @classmethod
-    def pair(cls, size_bytes: int) -> tuple[Line, RemoteEnd]:
+    def pair(cls, size_bytes: int) -> tuple[BlockingLink, RemoteEnd]:
         """An end for this process, and what another one needs to `join`, each with memory of at most `size_bytes`.
         Raises OSError."""
         return connect(cls, size_bytes)
 
     @classmethod
-    def join(cls, remote: RemoteEnd) -> Line:
+    def join(cls, remote: RemoteEnd) -> BlockingLink:
         """The end that `remote` describes, in the process that has inherited it; that process's children don't."""
         end = socket.socket(fileno=remote.socket)
         end.set_inheritable(False)
@@ -66,14 +66,14 @@ class Line:
         """How much of this end's own memory is taken, as far as this end knows."""
         return self._own.used_bytes
 
-    def room(self, number: int, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Array | None:
+    def buffer(self, number: int, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Array | None:
         """An array with arbitrary contents, for one of those packed next. It then isn't copied, and belongs to the
         other end from then on. Another one for the same `number` replaces it. None if copying costs less, or there is
         no room."""
         if (before := self._rooms.pop(number, None)) is not None:
             self._own.free(before[1][0])
         size = math.prod(shape) * dtype.itemsize
-        if dtype.hasobject or size < _LEAST_ROOM_BYTES:
+        if dtype.hasobject or size < _MIN_ROOM_BYTES:
             return None
         start = self._own.allocate(size)
         if start is None:
@@ -109,7 +109,7 @@ class Line:
         self._rooms = {}
         return there
 
-    def forget_rooms(self) -> None:
+    def release_buffers(self) -> None:
         """What was made in rooms won't be packed."""
         if self._rooms:
             self._rooms_of(())

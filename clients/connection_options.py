@@ -23,13 +23,13 @@ from clients.printable import printable
 from clients.tls import Tls
 from clients.tokens import authorization, read_token
 
-__all__ = ["Access", "Seconds", "Unusable", "access_options", "one_line_errors"]
+__all__ = ["ConnectionOptions", "Seconds", "Unusable", "access_options", "one_line_errors"]
 
 _TOKEN_VARIABLE = "PACELINE_CLIENT_TOKEN"
 
 
 @dataclass(frozen=True, slots=True)
-class Access:
+class ConnectionOptions:
     """How to connect to a server: without `tls` in plain text, without `token` anonymously."""
 
     tls: Tls | None = None
@@ -53,7 +53,7 @@ class Seconds(click.FloatRange):
 
 
 @contextmanager
-def one_line_errors(access: Access) -> Iterator[None]:
+def one_line_errors(access: ConnectionOptions) -> Iterator[None]:
     """Ends the command with one line for whatever clients raise, and for what can't be written or held in memory."""
     try:
         yield
@@ -103,7 +103,7 @@ _OPTIONS = (
 )
 
 
-def _access(given: Mapping[str, Any], environment: Mapping[str, str]) -> Access:
+def _access(given: Mapping[str, Any], environment: Mapping[str, str]) -> ConnectionOptions:
     """Raises ValueError and OSError."""
     ca, certificate, key = given["tls_ca"], given["tls_cert"], given["tls_key"]
     name = given["tls_server_name"]
@@ -112,7 +112,7 @@ def _access(given: Mapping[str, Any], environment: Mapping[str, str]) -> Access:
     tls = Tls(ca, certificate, key, name) if given["tls"] or ca or certificate or name else None
     if tls is not None:
         tls.context()
-    return Access(tls, _token(given["token_file"], environment))
+    return ConnectionOptions(tls, _token(given["token_file"], environment))
 
 
 def _token(file: Path | None, environment: Mapping[str, str]) -> str | None:
@@ -130,7 +130,7 @@ def _token(file: Path | None, environment: Mapping[str, str]) -> str | None:
     return token
 
 
-def _hint(said: str, access: Access) -> str:
+def _hint(said: str, access: ConnectionOptions) -> str:
     """The likely cause, where gRPC's text says little."""
     if access.tls is not None and "WRONG_VERSION_NUMBER" in said:
         return " (the server speaks no TLS)"

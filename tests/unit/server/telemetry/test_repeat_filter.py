@@ -11,7 +11,7 @@ import weakref
 import pytest
 
 from server.telemetry import log
-from server.telemetry.log_storms import Storms
+from server.telemetry.repeat_filter import RepeatFilter
 from tests.polling import eventually
 
 
@@ -21,7 +21,7 @@ class Played:
     def __init__(self, window_s: float = 10) -> None:
         self.now_s = 100.0
         self.lines: list[str] = []
-        self.storms = Storms(self.write, window_s, lambda: self.now_s)
+        self.storms = RepeatFilter(self.write, window_s, lambda: self.now_s)
 
     def write(self, record: logging.LogRecord) -> None:
         self.lines.append(record.getMessage())
@@ -137,7 +137,7 @@ def test_close_tells_what_is_left() -> None:
 def test_count_comes_by_itself_and_leaves_no_thread() -> None:
     lines: list[str] = []
     before = set(threading.enumerate())
-    storms = Storms(lambda record: lines.append(record.getMessage()), window_s=0.01)
+    storms = RepeatFilter(lambda record: lines.append(record.getMessage()), window_s=0.01)
     record = logging.LogRecord("paceline.x", logging.ERROR, "", 0, "x", (), None)
     storms.lets_pass(record)
     storms.lets_pass(record)

@@ -8,23 +8,26 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from server.call_facts import NOTHING_SENT
+from server.call_facts import NO_PASSED_HEADERS
 from server.codec.codec import AnyResponse
 from server.codec.wire_request import AnyRequest, message_of
-from server.requests.in_flight import Call, Inferring
+from server.requests.in_flight import Call, InferenceSteps
 from server.rpc.answering import Context, answering
 from server.rpc.calls import HeaderForwarding, HeaderPassing, add_headers, deadline_of, traceparent_of
 
-__all__ = ["Calling"]
+__all__ = ["UnaryInference"]
 
 
-class Calling:
+class UnaryInference:
     """The RPC."""
 
     extensions: Sequence[str] = ()
 
     def __init__(
-        self, inference: Inferring, forwarding: HeaderForwarding | None = None, passing: HeaderPassing | None = None
+        self,
+        inference: InferenceSteps,
+        forwarding: HeaderForwarding | None = None,
+        passing: HeaderPassing | None = None,
     ) -> None:
         self._inference = inference
         self._forwarding = forwarding
@@ -37,5 +40,5 @@ class Calling:
             request = message_of(request)
             add_headers(request, self._forwarding.headers(context))
         parent = traceparent_of(context) if self._inference.reads_parents else None
-        sent = self._passing.sent(context) if self._passing is not None else NOTHING_SENT
+        sent = self._passing.passed(context) if self._passing is not None else NO_PASSED_HEADERS
         return await Call(self._inference, request, deadline_of(context), parent, sent).response()

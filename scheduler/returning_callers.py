@@ -9,26 +9,26 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Hashable
 
-__all__ = ["Returns"]
+__all__ = ["ReturningCallers"]
 
 _WEIGHT = 0.1
 _PARTS = (64, 32, 16, 8, 4)
 """Windows in which callers may return: each is the cost of a batch without its rows, divided by one of these."""
-_LEAST_SHARE = 0.5
-_LEAST_MORE = 0.5
+_MIN_SHARE = 0.5
+_MIN_MORE = 0.5
 _MAX_KEYS = 1024
 
 
 class _Key:
-    __slots__ = ("answered_ns", "answered_rows", "base_ns", "came", "shares")
+    __slots__ = ("answered_ns", "answered_rows", "arrivals", "base_ns", "shares")
 
     def __init__(self) -> None:
         self.shares = [0.0] * len(_PARTS)
-        self.came = [0] * len(_PARTS)
+        self.arrivals = [0] * len(_PARTS)
         self.answered_ns = self.answered_rows = self.base_ns = 0
 
 
-class Returns:
+class ReturningCallers:
     """Shares of a batch's rows that arrive soon after its answers. Only the hashes of shape keys are kept, as in
     `LatencyModel`."""
 
@@ -43,7 +43,7 @@ class Returns:
             return
         for place, part in enumerate(_PARTS):
             if part * (now_ns - known.answered_ns) <= known.base_ns:
-                known.came[place] += rows
+                known.arrivals[place] += rows
 
     def answered(self, key: Hashable, rows: int, base_ns: int, now_ns: int) -> None:
         """Note answers; `base_ns` is what a batch costs without its rows."""
@@ -53,10 +53,10 @@ class Returns:
             if len(self._keys) > _MAX_KEYS:
                 self._keys.popitem(last=False)
         elif known.answered_rows:
-            for place, came in enumerate(known.came):
+            for place, came in enumerate(known.arrivals):
                 share = min(1.0, came / known.answered_rows)
                 known.shares[place] += _WEIGHT * (share - known.shares[place])
-        known.came = [0] * len(_PARTS)
+        known.arrivals = [0] * len(_PARTS)
         known.answered_ns, known.answered_rows, known.base_ns = now_ns, rows, base_ns
 
     def hold_until_ns(self, key: Hashable, waiting_rows: int, now_ns: int) -> int:
@@ -65,10 +65,10 @@ class Returns:
         if known is None or 4 * (now_ns - known.answered_ns) >= known.base_ns:
             return 0
         best, until_ns = 0.0, 0
-        for part, share, came in zip(_PARTS, known.shares, known.came, strict=True):
+        for part, share, came in zip(_PARTS, known.shares, known.arrivals, strict=True):
             left_ns = known.base_ns // part - (now_ns - known.answered_ns)
             more = share * known.answered_rows - came
             gain = more * known.base_ns - waiting_rows * left_ns
-            if share >= _LEAST_SHARE and left_ns > 0 and more >= _LEAST_MORE and gain > best:
+            if share >= _MIN_SHARE and left_ns > 0 and more >= _MIN_MORE and gain > best:
                 best, until_ns = gain, now_ns + left_ns
         return until_ns

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from scheduler.company import Company
+from scheduler.arrival_model import ArrivalModel
 
 MS = 1_000_000
 
 
-def after_batches_of(requests: int, *, count: int = 100, cost_us: float = 100) -> Company:
+def after_batches_of(requests: int, *, count: int = 100, cost_us: float = 100) -> ArrivalModel:
     """So many came at a time, each of whom cost the event loop so much."""
-    company = Company()
+    company = ArrivalModel()
     for number in range(1, count + 1):
         company.on_start(requests, 0, 0, busy_ns=round(number * requests * cost_us * 1_000))
         company.on_end(requests, 0)
@@ -19,7 +19,7 @@ def after_batches_of(requests: int, *, count: int = 100, cost_us: float = 100) -
 
 
 def test_company_of_nobody_is_not_waited_for() -> None:
-    assert Company().patience_ns(0, 0) == 0
+    assert ArrivalModel().patience_ns(0, 0) == 0
     assert after_batches_of(1).patience_ns(0, 0) == 0
 
 
@@ -105,9 +105,9 @@ def test_now_and_then_there_may_be_more_than_all_who_are_known_of() -> None:
     assert (company.patience_ns(8, 0), company.missing(8)) == (0, 0)
 
 
-def after_pauses_of(pause_ms: float, base_ms: float, half_ms: float, *, count: int = 50) -> Company:
+def after_pauses_of(pause_ms: float, base_ms: float, half_ms: float, *, count: int = 50) -> ArrivalModel:
     """Eight callers who come again in a batch of them all, after nothing has executed for so long."""
-    company, now_ns = Company(), 1
+    company, now_ns = ArrivalModel(), 1
     for _ in range(count):
         now_ns += round(pause_ms * MS)
         company.on_start(8, 0, now_ns, busy_ns=0)
@@ -149,7 +149,7 @@ def test_half_of_those_who_come_again_is_not_enough_while_others_execute() -> No
 
 def test_pause_after_a_part_of_those_who_come_again_counts_as_that_after_all_of_them() -> None:
     """Four of eight are back after 2 ms: all would be after 4, longer than half of them execute for."""
-    company = Company()
+    company = ArrivalModel()
     now_ns = 0
     for _ in range(50):
         now_ns += 2 * MS
@@ -209,7 +209,7 @@ def test_batch_that_may_wait_for_more_than_all_waits_for_all_of_them(count: int)
 
 
 def test_time_between_batches_is_no_pause_while_others_execute() -> None:
-    company, now_ns = Company(), 1
+    company, now_ns = ArrivalModel(), 1
     company.on_start(4, 0, now_ns, busy_ns=0)
     for _ in range(50):
         now_ns += 6 * MS
@@ -221,7 +221,7 @@ def test_time_between_batches_is_no_pause_while_others_execute() -> None:
 
 
 def test_time_before_the_first_batch_is_no_pause() -> None:
-    company, now_ns = Company(), 10**16
+    company, now_ns = ArrivalModel(), 10**16
     for _ in range(50):
         company.on_start(8, 0, now_ns, busy_ns=0)
         now_ns += 10 * MS
@@ -232,13 +232,13 @@ def test_time_before_the_first_batch_is_no_pause() -> None:
 
 
 def test_half_of_who_is_alone_is_one_row() -> None:
-    assert Company().half_of_all(1, 1) == 1
+    assert ArrivalModel().half_of_all(1, 1) == 1
 
 
 def test_what_the_loop_did_before_the_first_batch_is_no_cost_of_it() -> None:
     waited = []
     for before_ns in (0, 10**15):
-        company = Company()
+        company = ArrivalModel()
         for number in range(4):
             company.on_start(16, 0, 0, before_ns + number * 16 * 100_000)
             company.on_end(16, 0)

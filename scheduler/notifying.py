@@ -12,45 +12,45 @@ from itertools import groupby
 from operator import attrgetter
 from typing import Any, TypeVar
 
-__all__ = ["Telling", "tell"]
+__all__ = ["NotifyingFuture", "notify"]
 
 _log = logging.getLogger("paceline.scheduler")
 
-_TOLD = attrgetter("told")
+_ON_DONE = attrgetter("on_done")
 
 R = TypeVar("R")
 
 
-class Telling(asyncio.Future[R]):
-    """A future with one callback for all that are done together. `told`, if set, is called once with a list: the
-    `about` of this future, and of others that are done. Code that sets results or errors has to call `tell` for that;
-    for a cancelled future, the event loop does. `told` mustn't raise.
+class NotifyingFuture(asyncio.Future[R]):
+    """A future with one callback for all that are done together. `on_done`, if set, is called once with a list: the
+    `subject` of this future, and of others that are done. Code that sets results or errors has to call `notify` for that;
+    for a cancelled future, the event loop does. `on_done` mustn't raise.
 
     Done callbacks, in contrast, are called one by one when the loop comes round to them, and cost it more than most of
     what they do.
     """
 
-    told: Callable[[list[Any]], None] | None = None
-    about: Any = None
+    on_done: Callable[[list[Any]], None] | None = None
+    subject: Any = None
 
     def cancel(self, msg: Any | None = None) -> bool:
         cancelled = super().cancel(msg)
-        if cancelled and self.told is not None:
-            self.get_loop().call_soon(tell, [self])
+        if cancelled and self.on_done is not None:
+            self.get_loop().call_soon(notify, [self])
         return cancelled
 
 
 # hot path
-def tell(done: list[Any]) -> None:
-    """Call the `told` of these `Telling` futures, in this order."""
-    for told, futures in groupby(done, _TOLD):
-        about = []
+def notify(done: list[Any]) -> None:
+    """Call the `on_done` of these futures, in this order."""
+    for on_done, futures in groupby(done, _ON_DONE):
+        subjects = []
         for future in futures:
-            about.append(future.about)
+            subjects.append(future.subject)
             # These refer back to the future, and no cycle may be left for the garbage collector to find.
-            future.told = future.about = None
+            future.on_done = future.subject = None
         try:
-            if told is not None:
-                told(about)
+            if on_done is not None:
+                on_done(subjects)
         except Exception:  # noqa: BLE001 - it is logged, and others are owed theirs
             _log.exception("who waits for requests can't be told that they are done")

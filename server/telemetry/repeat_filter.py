@@ -11,7 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 
-__all__ = ["Storms"]
+__all__ = ["RepeatFilter"]
 
 _WINDOW_S = 10.0
 _SIMILAR = 100
@@ -33,7 +33,7 @@ class _Storm:
         self.count = 0
 
 
-class Storms:
+class RepeatFilter:
     """Decides which records are written. Warnings and errors of the same logger, level, text and exception class are
     the same: one per `window_s` is written, and at the end of that time, if there were more, one line with their
     number, through `write`. So a storm is one line a window, however long it lasts. Records below warnings always pass.

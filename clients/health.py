@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import click
 
-from clients.access import Access, Seconds, access_options, one_line_errors
+from clients.connection_options import ConnectionOptions, Seconds, access_options, one_line_errors
 from clients.sync import InferenceClient
 
 __all__ = ["health"]
@@ -40,7 +40,7 @@ _SERVING = "SERVING"
     help="Longest wait for the answer.",
 )
 @access_options
-def health(server: str, service: str, timeout_s: float, access: Access) -> None:
+def health(server: str, service: str, timeout_s: float, access: ConnectionOptions) -> None:
     """Ask a server's health service; exit with 0 if it says SERVING, 2 if an option can't be used, else 1.
 
     No token is needed.

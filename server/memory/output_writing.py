@@ -17,7 +17,7 @@ import numpy as np
 from backends.base import Array, DeviceTensor, Execution, Tensors
 from server.errors import InvalidRequest
 from server.memory.reading import ExecuteInputs
-from server.memory.region_tensors import Directed, Inputs
+from server.memory.region_tensors import Inputs, TargetedInputs
 
 __all__ = ["leaving"]
 
@@ -28,7 +28,7 @@ def leaving(execute: ExecuteInputs) -> ExecuteInputs:
     def execute_and_leave(requests: Sequence[Inputs], padded_rows: int) -> Execution:
         done = execute(requests, padded_rows)
         # hot path for those who want their outputs in the response
-        if not any(type(inputs) is Directed for inputs in requests):
+        if not any(type(inputs) is TargetedInputs for inputs in requests):
             return done
         began_ns = monotonic_ns()
         results = [_left(inputs, result) for inputs, result in zip(requests, done.results, strict=True)]
@@ -40,7 +40,7 @@ def leaving(execute: ExecuteInputs) -> ExecuteInputs:
 def _left(inputs: Inputs, result: Tensors | Exception) -> Tensors | Exception:
     """`result`, with a DeviceTensor for each output that is in its place now. Unchanged if any output with a target
     doesn't fit, is text or can't be written."""
-    if not isinstance(inputs, Directed) or isinstance(result, Exception):
+    if not isinstance(inputs, TargetedInputs) or isinstance(result, Exception):
         return result
     targets = inputs.targets
     rest = {index: array for index in targets if not isinstance(array := result[index], DeviceTensor)}

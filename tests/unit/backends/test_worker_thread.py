@@ -7,13 +7,13 @@ from queue import SimpleQueue
 
 import pytest
 
-from backends.home import Home
+from backends.worker_thread import WorkerThread
 from tests.polling import eventually
 from tests.rlimits import without_threads
 
 
 def test_all_functions_run_on_one_thread_that_takes_the_name_of_its_work() -> None:
-    home = Home()
+    home = WorkerThread()
     first = home.call(threading.current_thread)
     seen: SimpleQueue[threading.Thread] = SimpleQueue()
     home.start("worker", lambda: seen.put(threading.current_thread()))
@@ -25,7 +25,7 @@ def test_all_functions_run_on_one_thread_that_takes_the_name_of_its_work() -> No
 
 
 def test_call_raises_what_the_function_does_and_the_thread_goes_on() -> None:
-    home = Home()
+    home = WorkerThread()
     thread = home.call(threading.current_thread)
     with pytest.raises(ZeroDivisionError):
         home.call(lambda: 1 // 0)
@@ -34,7 +34,7 @@ def test_call_raises_what_the_function_does_and_the_thread_goes_on() -> None:
 
 
 def test_call_for_which_there_is_no_thread_raises_and_the_next_one_runs() -> None:
-    home = Home()
+    home = WorkerThread()
     with without_threads(), pytest.raises(RuntimeError, match="can't start new thread"):
         home.submit(int)
     assert home.submit(int).result(timeout=10) == 0
@@ -42,7 +42,7 @@ def test_call_for_which_there_is_no_thread_raises_and_the_next_one_runs() -> Non
 
 
 def test_close_lets_what_runs_end_first() -> None:
-    home = Home()
+    home = WorkerThread()
     gate, done = threading.Event(), threading.Event()
 
     def work() -> None:
@@ -58,5 +58,5 @@ def test_close_lets_what_runs_end_first() -> None:
 
 def test_close_without_work_starts_no_thread() -> None:
     before = {*threading.enumerate()}  # of which some may end meanwhile
-    Home().close()
+    WorkerThread().close()
     assert {*threading.enumerate()} <= before
