@@ -328,7 +328,8 @@ class CanEnd(Protocol):
 
 
 Allocate = Callable[[int, tuple[int, ...]], Array | None]
-"""`allocate(index, shape)`: memory into which the caller may write that input instead of its own; None: there is none."""
+"""`allocate(index, shape)`: memory into which the caller may write that input, instead of its own; None if there is
+none."""
 
 
 @runtime_checkable
@@ -336,8 +337,9 @@ class ProvidesBuffers(Protocol):
     """An instance with memory of its own for joined inputs, which needs no further copy of what is written there."""
 
     def buffer(self, index: int, shape: tuple[int, ...]) -> Array | None:
-        """As `Allocate`, for the batch that is executed next: an input passed as exactly this one array isn't copied. The
-        array may be written and passed only until that execution. What an earlier call gave for the same input is no
+        """As `Allocate`, for the batch that is executed next: an input passed as exactly this one array isn't copied.
+        The array may be written and passed only until that execution. What an earlier call gave for the same input is
+        no
         longer valid. On the thread that executes; raises as `execute`."""
 
     def release_buffers(self) -> None:

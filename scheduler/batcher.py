@@ -55,8 +55,8 @@ class Batcher(Generic[P, R]):
 
     `runners` are started by `start` and stopped by `close`. `blames(error)` classifies an error that an instance
     raised: who may be at fault. By default, some of the batch's requests. `replacer` is notified of runners that were
-    given up; without it, an instance at fault stays in use. `shared_limits` is what its queue shares with the queues of other
-    models. `instance_of(runner)` is the instance that a runner is a slot of (`scheduler.slots`); by default, each
+    given up; without it, an instance at fault stays in use. `shared_limits` is what its queue shares with the queues of
+    other models. `instance_of(runner)` is the instance that a runner is a slot of (`scheduler.slots`); by default, each
     runner is an instance. `arrivals` learns how long it is worth waiting for more requests.
 
     All methods must be called on the event loop that ran `start`.

@@ -23,8 +23,8 @@ R = TypeVar("R")
 
 class NotifyingFuture(asyncio.Future[R]):
     """A future with one callback for all that are done together. `on_done`, if set, is called once with a list: the
-    `subject` of this future, and of others that are done. Code that sets results or errors has to call `notify` for that;
-    for a cancelled future, the event loop does. `on_done` mustn't raise.
+    `subject` of this future, and of others that are done. Code that sets results or errors has to call `notify` for
+    that; for a cancelled future, the event loop does. `on_done` mustn't raise.
 
     Done callbacks, in contrast, are called one by one when the loop comes round to them, and cost it more than most of
     what they do.

@@ -47,20 +47,20 @@ class Turns:
     __slots__ = (
         "_alarm",
         "_announced",
+        "_arrivals",
         "_came",
         "_clock",
-        "_arrivals",
         "_due_ns",
         "_is_due",
         "_is_looking",
         "_is_put_off",
-        "_wait_budget",
         "_latest",
         "_loop",
         "_missing",
         "_submit",
         "_take",
         "_until_ns",
+        "_wait_budget",
     )
 
     _loop: asyncio.AbstractEventLoop

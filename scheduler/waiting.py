@@ -43,7 +43,8 @@ class SharedQueueLimits:
 
 
 class Waiting:
-    """Requests, rows and bytes that wait in one queue, which shares `shared_limits` with others. `reserved` are requests that
+    """Requests, rows and bytes that wait in one queue, which shares `shared_limits` with others. `reserved` are
+    requests that
     have left the queue and may come back: until they no longer may, they take room."""
 
     __slots__ = (

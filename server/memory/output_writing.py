@@ -19,13 +19,13 @@ from server.errors import InvalidRequest
 from server.memory.reading import ExecuteInputs
 from server.memory.region_tensors import Inputs, TargetedInputs
 
-__all__ = ["leaving"]
+__all__ = ["writing_outputs"]
 
 
-def leaving(execute: ExecuteInputs) -> ExecuteInputs:
+def writing_outputs(execute: ExecuteInputs) -> ExecuteInputs:
     """Wrap `execute` for requests that say where outputs belong. Results have to be rows (`ModelSpec.by_rows`)."""
 
-    def execute_and_leave(requests: Sequence[Inputs], padded_rows: int) -> Execution:
+    def execute_and_write(requests: Sequence[Inputs], padded_rows: int) -> Execution:
         done = execute(requests, padded_rows)
         # hot path for those who want their outputs in the response
         if not any(type(inputs) is TargetedInputs for inputs in requests):
@@ -34,7 +34,7 @@ def leaving(execute: ExecuteInputs) -> ExecuteInputs:
         results = [_left(inputs, result) for inputs, result in zip(requests, done.results, strict=True)]
         return replace(done, results=results, output_ns=done.output_ns + monotonic_ns() - began_ns)
 
-    return execute_and_leave
+    return execute_and_write
 
 
 def _left(inputs: Inputs, result: Tensors | Exception) -> Tensors | Exception:

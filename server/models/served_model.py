@@ -20,7 +20,7 @@ from scheduler.waiting import SharedQueueLimits
 from server.codec.adapting_codec import codec_for
 from server.codec.codec import ModelCodec
 from server.codec.open_codec import OpenCodec
-from server.memory.output_writing import leaving
+from server.memory.output_writing import writing_outputs
 from server.memory.reading import ExecuteInputs, reading, reading_by
 from server.memory.regions import Regions
 from server.models.instances import Instances
@@ -57,7 +57,7 @@ class ServedModel:
         self.max_batch_rows = loaded.plan.max_batch_rows
         self.remote = isinstance(loaded.opened, RemoteModel)
         # Whether outputs are written to GPUs' memory on the instances' threads.
-        self.leaves_outputs = self.spec.by_rows
+        self.writes_outputs = self.spec.by_rows
         # The first part of a batch's id as callers see it; the second, a number, starts anew with every load.
         self.batch_id_prefix = secrets.token_hex(4)
         # The most rows of a request; a batch may have fewer.
@@ -126,7 +126,7 @@ class ServedModel:
             execute = reading_by(instance, self.spec)
         else:
             execute = reading(instance.execute, self.spec, instance if isinstance(instance, ProvidesBuffers) else None)
-        return leaving(execute) if self.leaves_outputs else execute
+        return writing_outputs(execute) if self.writes_outputs else execute
 
     def start(self) -> None:
         """Accept requests, on the running event loop, and appear in the metrics."""

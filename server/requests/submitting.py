@@ -48,7 +48,7 @@ def submit_alike(flights: Sequence[InFlight], model: ServedModel, alike: AlikeRe
     if any(flight.gone or flight.cancelled for flight in flights):
         return ()
     asked, inputs, targets = alike
-    if model.leaves_outputs and any(targets):
+    if model.writes_outputs and any(targets):
         inputs = [_directed(model, *tensors) for tensors in zip(inputs, targets, strict=True)]
     parameters = asked.parameters
     return model.batcher.submit_alike(
@@ -62,7 +62,7 @@ def submit_alike(flights: Sequence[InFlight], model: ServedModel, alike: AlikeRe
 def _directed(model: ServedModel, inputs: Inputs, targets: Targets) -> Inputs:
     """`inputs`, with `targets` if an output belongs on a GPU: it is left or written there on the instance's thread,
     which has to know."""
-    if targets and model.leaves_outputs and any(one.region.kind == "cuda" for one in targets.values()):
+    if targets and model.writes_outputs and any(one.region.kind == "cuda" for one in targets.values()):
         return TargetedInputs.to(targets, inputs)
     return inputs
 

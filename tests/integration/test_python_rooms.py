@@ -143,7 +143,7 @@ async def test_what_lies_in_shared_memory_is_read_into_a_room_of_the_instance(
         rooms.extend([shape] if room is not None else [])
         return room
 
-    monkeypatch.setattr(PythonInstance, "room", counted)
+    monkeypatch.setattr(PythonInstance, "buffer", counted)
     write(tmp_path, FULL)
     memory.put(wide(ROWS, 5.0))
     async with serving(tmp_path, settings=settings(tmp_path, allow_python_models=True)) as served:

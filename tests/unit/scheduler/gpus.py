@@ -23,7 +23,7 @@ class Gpus(Bench):
         policy = more.pop("policy", BatchPolicy(max_batch_rows=4))
         if slots > 1:
             more["instance_of"] = self.instance_of
-        super().__init__(policy, instances * slots, blames=lambda error: BLAMES[type(error)], hangs=self, **more)
+        super().__init__(policy, instances * slots, blames=lambda error: BLAMES[type(error)], replacer=self, **more)
 
     def instance_of(self, runner: Any) -> int:
         instance = self.runners.index(runner) // self._slots if runner in self.runners else -1

@@ -142,7 +142,10 @@ async def test_none_is_taken_where_there_is_no_room_for_all(policy: BatchPolicy)
 
 @pytest.mark.parametrize("room", [SharedQueueLimits(2, 0), SharedQueueLimits(0, 20)], ids=["requests", "bytes"])
 async def test_none_is_taken_where_other_models_leave_no_room_for_all(room: SharedQueueLimits) -> None:
-    bench, other = Bench(BatchPolicy(max_batch_rows=8), room=room), Bench(BatchPolicy(max_batch_rows=8), room=room)
+    bench, other = (
+        Bench(BatchPolicy(max_batch_rows=8), shared_limits=room),
+        Bench(BatchPolicy(max_batch_rows=8), shared_limits=room),
+    )
     assert len(_together(other, "a", TEN_BYTES)) == 1
     assert _together(bench, "bc", TEN_BYTES) == ()
     assert len(_together(bench, "b", TEN_BYTES)) == 1

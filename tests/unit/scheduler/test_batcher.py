@@ -56,7 +56,7 @@ async def test_submit_while_busy_queues_and_batches_when_the_instance_is_free(be
 
 
 async def test_instance_that_is_done_early_gets_what_arrives_while_its_answers_leave() -> None:
-    bench = Bench(BatchPolicy(max_batch_rows=4), company=ArrivalModel())
+    bench = Bench(BatchPolicy(max_batch_rows=4), arrivals=ArrivalModel())
     first = bench.put("a", "b", "c")
     await one_turn()
     bench.put("d")

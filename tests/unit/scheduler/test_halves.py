@@ -43,7 +43,7 @@ async def few_turns() -> None:
 
 
 async def test_callers_who_keep_an_instance_waiting_longer_than_a_batch_costs_take_turns_in_two_groups() -> None:
-    bench = Bench(BatchPolicy(max_batch_rows=16), company=ArrivalModel())
+    bench = Bench(BatchPolicy(max_batch_rows=16), arrivals=ArrivalModel())
     await all_together(bench, pause_ms=6)
     futures = bench.put(*"abc")
     await few_turns()
@@ -62,7 +62,7 @@ async def test_callers_who_keep_an_instance_waiting_longer_than_a_batch_costs_ta
 
 @pytest.mark.parametrize("pause_ms", [0, 3, 9, 200])
 async def test_callers_for_whom_two_batches_would_cost_more_stay_together(pause_ms: int) -> None:
-    bench = Bench(BatchPolicy(max_batch_rows=16), company=ArrivalModel())
+    bench = Bench(BatchPolicy(max_batch_rows=16), arrivals=ArrivalModel())
     await all_together(bench, pause_ms)
     futures = bench.put(*"abcdefg")
     await few_turns()
@@ -76,7 +76,7 @@ async def test_callers_for_whom_two_batches_would_cost_more_stay_together(pause_
 
 
 async def test_callers_stay_together_again_once_executions_are_short() -> None:
-    bench = Bench(BatchPolicy(max_batch_rows=16), company=ArrivalModel())
+    bench = Bench(BatchPolicy(max_batch_rows=16), arrivals=ArrivalModel())
     await all_together(bench, pause_ms=6)
     await executed(bench, *CALLERS, in_ns=MS // 2)
     bench.clock.advance(6 * MS)

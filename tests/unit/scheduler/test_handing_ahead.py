@@ -51,7 +51,9 @@ class StagingBench(Bench):
             execution_limit_ns=limit_ns,
             queue=QueuePolicy(allow_timeout_override=True),
         )
-        super().__init__(policy, instances, stages=True, blames=lambda error: blame, hangs=self, room=self.room, **more)
+        super().__init__(
+            policy, instances, stages=True, blames=lambda error: blame, replacer=self, shared_limits=self.room, **more
+        )
 
     def on_hang(self, runner: Any, others: Sequence[Any]) -> None:
         self.told.append(("hang", runner))
@@ -277,7 +279,7 @@ async def test_what_was_handed_over_waits_on_if_the_execution_takes_longer(bench
 
 async def test_instance_that_executes_is_not_kept_waiting_for_more_until_it_is_about_to_be_done() -> None:
     company = Counted()
-    bench = StagingBench(company=company)
+    bench = StagingBench(arrivals=company)
     await bench.learn()
     for in_ns, asked in ((DUE_NS - 1, 0), (DUE_NS, 1)):
         await bench.submit("a", "b")
@@ -299,7 +301,7 @@ async def test_instance_that_executes_is_not_kept_waiting_for_more_until_it_is_a
 @pytest.mark.parametrize("limit_ns", [0, 21 * MS])
 async def test_company_executes_once_however_often_it_was_handed_over(limit_ns: int) -> None:
     company = Counted()
-    bench = StagingBench(limit_ns=limit_ns, company=company)
+    bench = StagingBench(limit_ns=limit_ns, arrivals=company)
     await bench.learn()
     await bench.submit("a", "b")
     waiting = await bench.submit("c")

@@ -93,7 +93,7 @@ class SlotsBench(Bench):
         super().__init__(
             policy,
             2 * instances,
-            hangs=self,
+            replacer=self,
             instance_of=lambda runner: self.runners.index(runner) // 2,
             blames=lambda error: Blame.INSTANCE if isinstance(error, OSError) else Blame.NOBODY,
         )

@@ -24,7 +24,7 @@ def crowd(requests: int = 16) -> ArrivalModel:
 
 
 def bench(company: ArrivalModel | None = None, **policy: Any) -> Bench:
-    return Bench(BatchPolicy(**{"max_batch_rows": 32, **policy}), company=company or crowd())
+    return Bench(BatchPolicy(**{"max_batch_rows": 32, **policy}), arrivals=company or crowd())
 
 
 async def iterations(count: int = 5) -> None:
@@ -149,7 +149,7 @@ async def test_as_many_as_the_queue_has_room_for_start_at_once(bound: dict[str, 
 
 
 async def test_as_many_as_all_queues_have_room_for_start_at_once() -> None:
-    one = Bench(BatchPolicy(max_batch_rows=32), company=crowd(), room=SharedQueueLimits(4, 0))
+    one = Bench(BatchPolicy(max_batch_rows=32), arrivals=crowd(), shared_limits=SharedQueueLimits(4, 0))
     one.put(*"abcd")
     assert await started_after(one) == 0
 

@@ -91,7 +91,7 @@ class WatchedBench(Bench):
 
     def __init__(self, runners: int = 1, **more: Any) -> None:
         self.told: list[tuple[str, Any]] = []
-        super().__init__(BatchPolicy(max_batch_rows=2, execution_limit_ns=LIMIT_NS), runners, hangs=self, **more)
+        super().__init__(BatchPolicy(max_batch_rows=2, execution_limit_ns=LIMIT_NS), runners, replacer=self, **more)
 
     def on_hang(self, runner: Any, others: Sequence[Any]) -> None:
         self.told.append(("hang", runner))

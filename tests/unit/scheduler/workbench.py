@@ -48,7 +48,7 @@ class Bench:
         self.runners = [StepRunner[str, str](self.clock, stages=stages) for _ in range(instances)]
         self.seen = RecordingObserver()
         self.batcher: Batcher[str, str] = Batcher(
-            policy, self.runners, clock=self.clock, **{"observer": self.seen, "company": Alone(), **more}
+            policy, self.runners, clock=self.clock, **{"observer": self.seen, "arrivals": Alone(), **more}
         )
         self.batcher.start()
 
@@ -78,7 +78,7 @@ class LossBench(Bench):
 
     def __init__(self, policy: BatchPolicy, instances: int = 1, **more: Any) -> None:
         self.lost: list[Any] = []
-        super().__init__(policy, instances, blames=lambda error: _BLAMES[type(error)], hangs=self, **more)
+        super().__init__(policy, instances, blames=lambda error: _BLAMES[type(error)], replacer=self, **more)
 
     def on_hang(self, runner: Any, others: Sequence[Any]) -> None:
         raise AssertionError("nothing hangs here")

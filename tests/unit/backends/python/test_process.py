@@ -265,7 +265,7 @@ class Counting(PythonInstance):
         super().__init__(spec, process)
         self.rooms: list[Array] = []
 
-    def room(self, index: int, shape: tuple[int, ...]) -> Array | None:
+    def buffer(self, index: int, shape: tuple[int, ...]) -> Array | None:
         room = super().buffer(index, shape)
         if room is not None:
             self.rooms.append(room)

@@ -12,7 +12,7 @@ import pytest
 from backends.base import Array, DeviceTensor, Execution, Tensors
 from backends.cuda.memory import open_cuda_memory
 from server.memory.cuda_region import CudaRegion
-from server.memory.output_writing import leaving
+from server.memory.output_writing import writing_outputs
 from server.memory.region_tensors import Inputs, Span, TargetedInputs
 from tests.unit.backends.cuda.test_memory import HANDLE, Driver
 from tests.wire import rows_of_floats
@@ -36,7 +36,7 @@ def left(targets: Mapping[int, Span], *results: Array) -> Tensors | Exception:
     def execute(requests: Sequence[Inputs], padded_rows: int) -> Execution:
         return Execution([results], 0, 0, 0)
 
-    return leaving(execute)([TargetedInputs.to(targets, ())], 0).results[0]
+    return writing_outputs(execute)([TargetedInputs.to(targets, ())], 0).results[0]
 
 
 def test_outputs_are_written_to_where_they_belong_and_others_stay(region: CudaRegion, driver: Driver) -> None:
@@ -63,6 +63,6 @@ def test_time_that_leaving_takes_is_the_outputs(region: CudaRegion) -> None:
         return Execution([(rows_of_floats(1),)], 1, 2, 3)
 
     began_ns = monotonic_ns()
-    done = leaving(execute)([TargetedInputs.to({0: Span(region, 0, 8)}, ())], 0)
+    done = writing_outputs(execute)([TargetedInputs.to({0: Span(region, 0, 8)}, ())], 0)
     assert 3 < done.output_ns <= 3 + monotonic_ns() - began_ns
     assert (done.input_ns, done.infer_ns) == (1, 2)
