@@ -3,18 +3,20 @@
 import os
 import sys
 
-from server.memory import huge_pages
 from server.standard_streams import open_standard_streams
-from server.tuning import excluded_from_gc
 
 __all__ = ["main"]
 
 
 def main() -> None:
     """Run the command."""
+    # First of all: even importing ctypes may open a file for good: libffi 3.8 keeps its own library open.
+    open_standard_streams()
+    from server.memory import huge_pages
+    from server.tuning import excluded_from_gc
+
     if sys.argv[1:2] == ["serve"]:
         huge_pages.ask()
-    open_standard_streams()
     # gRPC writes to stderr directly, past the log's format and bounds, and blocks if nobody reads it. At its default
     # verbosity it logs every failed handshake, and even at ERROR malformed headers: anybody could make it write a lot.
     # It reads the variable when it is imported.

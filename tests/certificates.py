@@ -9,6 +9,7 @@ import os
 import subprocess
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
+from itertools import chain
 from pathlib import Path
 
 __all__ = ["Authority", "Pair"]
@@ -66,24 +67,23 @@ class Authority:
 
     def sign_expired(self, name: str) -> Pair:
         """The same, no good since yesterday."""
-        pair = Pair(self._folder / f"{name}.crt", self._folder / f"{name}.key")
-        request = self._folder / f"{name}.csr"
-        _run(*_REQUEST, "-subj", f"/CN={name}", "-addext", _NAMES, "-keyout", pair.key, "-out", request)
-        signer = ("-CA", self.pair.certificate, "-CAkey", self.pair.key, "-copy_extensions", "copy")
-        _run("openssl", "x509", "-req", "-in", request, *signer, "-days", "-1", "-out", pair.certificate)
-        return pair
+        return self._sign_between(name, -2, -1)
 
     def sign_for_tomorrow(self, name: str) -> Pair:
         """The same, no good before tomorrow."""
+        return self._sign_between(name, 1, 4)
+
+    def _sign_between(self, name: str, first_day: int, last_day: int) -> Pair:
+        """The same, good from one day to another, counted from now."""
         pair = Pair(self._folder / f"{name}.crt", self._folder / f"{name}.key")
         request, settings = self._folder / f"{name}.csr", self._folder / f"{name}.cnf"
         _run(*_REQUEST, "-subj", f"/CN={name}", "-addext", _NAMES, "-keyout", pair.key, "-out", request)
         settings.write_text(_REGISTER.format(folder=self._folder))
         (self._folder / "register").touch()
-        start = (datetime.now(UTC) + timedelta(days=1)).strftime("%Y%m%d%H%M%SZ")
+        days = ((datetime.now(UTC) + timedelta(days=day)).strftime("%Y%m%d%H%M%SZ") for day in (first_day, last_day))
+        dates = zip(("-startdate", "-enddate"), days, strict=True)
         signer = ("-config", settings, "-cert", self.pair.certificate, "-keyfile", self.pair.key)
-        dates = ("-startdate", start, "-days", "3")
-        _run("openssl", "ca", "-batch", *signer, *dates, "-in", request, "-out", pair.certificate)
+        _run("openssl", "ca", "-batch", *signer, *chain(*dates), "-in", request, "-out", pair.certificate)
         return pair
 
     def lock(self, pair: Pair) -> None:

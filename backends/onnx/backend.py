@@ -42,6 +42,7 @@ from backends.onnx.trial import Runs, try_model
 from backends.own_process.questions import Job
 from backends.own_process.served import OwnProcessOnnxModel
 from backends.own_process.session import OwnProcessSession
+from backends.paths import is_file, is_folder
 from backends.placement import on_cpu, on_gpus
 
 __all__ = ["OnnxBackend", "OnnxModel"]
@@ -235,10 +236,10 @@ class Opener:
 
 def _model_file(source: ModelSource) -> Path:
     """The file to read: `source.path`, or `model.onnx` in it if that is a folder, as it is with external weights."""
-    path = source.path / "model.onnx" if source.path.is_dir() else source.path
-    if not path.is_file() and os.path.lexists(path):
+    path = source.path / "model.onnx" if is_folder(source.path) else source.path
+    if not is_file(path) and os.path.lexists(path):
         raise LoadError(f"model '{source.name}': expected a file, got something else or a link to none: '{path}'")
-    if not path.is_file():
+    if not is_file(path):
         raise LoadError(f"model '{source.name}': no such file: '{path}'{_instead(path.parent)}")
     if path.stat().st_size == 0:
         raise LoadError(f"model '{source.name}': the file is empty: '{path}'")
@@ -257,7 +258,7 @@ def _is_utf8(text: str) -> bool:
 
 def _instead(folder: Path) -> str:
     """What lies where a model file should, for a user who has named it differently."""
-    if not folder.is_dir():
+    if not is_folder(folder):
         return ""
     names = sorted(entry.name for entry in folder.iterdir() if not entry.name.startswith("."))
     more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""

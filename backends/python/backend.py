@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from backends.base import Device, GroupKind, InstanceGroup, ModelSource, ModelSpec, TensorSpec
 from backends.cuda.driver import count_gpus
 from backends.errors import LoadError
+from backends.paths import is_file
 from backends.placement import on_cpu, on_gpus
 from backends.python.instance import PythonInstance
 from backends.python.process import ModelProcess
@@ -70,7 +71,7 @@ class PythonBackend:
         ):
             if asked:
                 raise LoadError(f"model '{source.name}': backend 'python' has no use for {what}")
-        if not source.path.is_file():
+        if not is_file(source.path):
             raise LoadError(f"model '{source.name}': expected a file {source.path.name} in {source.path.parent}")
         process = ModelProcess(source, device)
         declared = process.load()

@@ -15,6 +15,7 @@ from enum import Enum
 from pathlib import Path
 
 from backends.base import Files
+from backends.paths import exists, is_file, is_folder
 from server.errors import StartError
 
 __all__ = [
@@ -132,7 +133,7 @@ class Layout:
         """The models at one of the paths, by their names in this server; with `only`, that one alone."""
         if not self._renames(path):
             return _paths_at(path, self._kinds[path], only)
-        return {self._model_name: path} if only in (None, self._model_name) and path.exists() else {}
+        return {self._model_name: path} if only in (None, self._model_name) and exists(path) else {}
 
     def _renames(self, path: Path) -> bool:
         return bool(self._model_name) and self._kinds.get(path, _Kind.REPOSITORY) is not _Kind.REPOSITORY
@@ -142,7 +143,7 @@ def model_folder(name: str, path: Path) -> ModelFolder:
     """The model `name` in the folder `path`."""
     try:
         entries = sorted(path.iterdir())
-        versions = {int(entry.name): entry for entry in entries if _VERSION.fullmatch(entry.name) and entry.is_dir()}
+        versions = {int(entry.name): entry for entry in entries if _VERSION.fullmatch(entry.name) and is_folder(entry)}
         if not versions and (_has_model_file(path) or any(_is_onnx_file(entry) for entry in entries)):
             versions[1] = path
     except OSError as error:
@@ -160,7 +161,7 @@ def _is_stray(entry: Path, among_versions: bool) -> bool:
     if not among_versions or entry.name.startswith(".") or entry.name in _OTHER_FOLDERS:
         return False
     try:
-        return entry.is_dir()
+        return is_folder(entry)
     except OSError:
         return False
 
@@ -173,14 +174,14 @@ def _model(name: str, paths: Sequence[Path]) -> ModelFolder:
     if shown != name:
         # Messages and configurations can't carry such a name, so nobody could ask for the model.
         return ModelFolder(name, path, {}, problem=f"its name isn't UTF-8: expected a name that is, got '{shown}'")
-    if path.suffix == ".onnx" and path.is_file():
+    if path.suffix == ".onnx" and is_file(path):
         return ModelFolder(name, path.parent, {1: path.parent}, file=path)
     return model_folder(name, path)
 
 
 def _settled(path: Path) -> tuple[Path, _Kind]:
     """The place and the kind of a path: a folder that holds one .onnx file, of any name, stands for that file."""
-    if path.is_file():
+    if is_file(path):
         if path.suffix != ".onnx":
             raise StartError(f"{path}: expected a .onnx file or a folder")
         return path, _Kind.FILE
@@ -205,7 +206,7 @@ def _why_none(path: Path) -> str:
 
 
 def _is_onnx_file(entry: Path) -> bool:
-    return entry.suffix == ".onnx" and entry.is_file()
+    return entry.suffix == ".onnx" and is_file(entry)
 
 
 def _is_model(path: Path, names: set[str]) -> bool:
@@ -219,11 +220,11 @@ def _is_model(path: Path, names: set[str]) -> bool:
 
 
 def _is_version(folder: Path) -> bool:
-    return _has_model_file(folder) or (folder.is_dir() and any(_is_onnx_file(entry) for entry in folder.iterdir()))
+    return _has_model_file(folder) or (is_folder(folder) and any(_is_onnx_file(entry) for entry in folder.iterdir()))
 
 
 def _has_model_file(folder: Path) -> bool:
-    return any((folder / name).exists() for name in _MODEL_FILES)
+    return any(exists(folder / name) for name in _MODEL_FILES)
 
 
 def _paths_at(path: Path, kind: _Kind, only: str | None = None) -> dict[str, Path]:
@@ -232,12 +233,12 @@ def _paths_at(path: Path, kind: _Kind, only: str | None = None) -> dict[str, Pat
         names = [name for name in os.listdir(path) if only in (None, name) and not _is_not_ours(name)]
         return {name: path / name for name in names if _is_folder(path / name)}
     name = path.stem if kind is _Kind.FILE else path.name
-    return {name: path} if only in (None, name) and path.exists() else {}
+    return {name: path} if only in (None, name) and exists(path) else {}
 
 
 def _is_folder(entry: Path) -> bool:
     """Whether `entry` is a folder. A dangling link counts as one, so that the absence is reported, not overlooked."""
-    return entry.is_dir() or (entry.is_symlink() and not entry.exists())
+    return is_folder(entry) or (entry.is_symlink() and not exists(entry))
 
 
 def _problem(path: Path, error: OSError) -> str:

@@ -25,6 +25,7 @@ from backends.base import (
     Trial,
 )
 from backends.onnx.options import OWN_PROCESS
+from backends.paths import is_file
 from backends.remote import RemoteInstance, RemoteModel
 from protos import model_config_pb2 as pb
 from server.codec.classification import Labels, read_labels
@@ -318,7 +319,7 @@ def _model_file(folder: ModelFolder, version: int, config: pb.ModelConfig) -> Pa
         raise ConfigError(f"default_model_filename: expected a file inside the version folder, got '{name}'")
     path = folder.versions[version] / name
     try:
-        path.is_file()
+        is_file(path)
     except OSError as error:
         raise ConfigError(f"default_model_filename: {path}: {error.strerror}") from None
     return path
@@ -329,7 +330,7 @@ def _op_libraries(folder: ModelFolder, version: int, config: pb.ModelConfig) -> 
     found = []
     for name in config.model_operations.op_library_filename:
         places = [inside(place, name) for place in (folder.versions[version], folder.path)]
-        there = [path for path in places if path is not None and path.is_file()]
+        there = [path for path in places if path is not None and is_file(path)]
         if not there:
             raise ConfigError(
                 "model_operations.op_library_filename: expected a file inside the version's or the model's folder, "

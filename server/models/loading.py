@@ -89,11 +89,14 @@ class Loads:
 
         for left in range(self._retries, -1, -1):
             began_s.clear()
-            future = self._submit(load)
+            future: Future[list[LoadedVersion]] = Future()
+            # Before a thread has it: so its end reaches the loop the way its versions do, and after them.
+            waited = asyncio.wrap_future(future)
+            self._submit(load, future)
             self._note(future)
             slow = loop.create_task(self._tell_if_slow(name, began_s))
             try:
-                return await asyncio.wrap_future(future)
+                return await waited
             except asyncio.CancelledError:
                 future.add_done_callback(_close_loaded)
                 raise
@@ -105,19 +108,17 @@ class Loads:
                 _log.warning("load of model '%s' failed, %d more tries: %s", name, left, error)
             finally:
                 slow.cancel()
-                del future  # it has the error, whose traceback refers to this frame
+                del future, waited  # they have the error, whose traceback refers to this frame
         raise AssertionError("the last try returned or raised")
 
-    def _submit(self, load: Callable[[], list[LoadedVersion]]) -> Future[list[LoadedVersion]]:
-        """Raises RuntimeError if no thread can be started for it."""
-        future: Future[list[LoadedVersion]] = Future()
+    def _submit(self, load: Callable[[], list[LoadedVersion]], future: Future[list[LoadedVersion]]) -> None:
+        """Have a thread run `load` for `future`. Raises RuntimeError if no thread can be started for it."""
         try:
             self._pool.submit(_run, load, [future])
         except RuntimeError:
             # The pool keeps it all the same, for the next thread. If none has begun it by now, it is cancelled.
             if future.cancel():
                 raise
-        return future
 
     def _note(self, future: Future[Any]) -> None:
         self._under_way.add(future)

@@ -5,6 +5,7 @@ Lives here: the rules by which code gets to run, before any does. Must not: load
 
 from __future__ import annotations
 
+from backends.paths import exists
 from backends.python import EXECUTABLE
 from protos import model_config_pb2 as pb
 from server.errors import ConfigError
@@ -24,8 +25,7 @@ def is_python(config: pb.ModelConfig, folder: ModelFolder) -> bool:
     if config.default_model_filename or folder.file is not None or not folder.versions:
         return False
     return all(
-        (path / PYTHON_MODEL_FILE).exists() and not (path / DEFAULT_MODEL_FILE).exists()
-        for path in folder.versions.values()
+        exists(path / PYTHON_MODEL_FILE) and not exists(path / DEFAULT_MODEL_FILE) for path in folder.versions.values()
     )
 
 

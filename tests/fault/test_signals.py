@@ -86,8 +86,9 @@ def test_sigterm_with_a_grace_for_load_balancers_serves_on_while_unready_until_t
         assert not stub.ServerReady(pb.ServerReadyRequest(), timeout=20).ready
         assert not stub.ModelReady(pb.ModelReadyRequest(name="echo"), timeout=20).ready
         assert stub.ServerLive(pb.ServerLiveRequest(), timeout=20).live
-        with pytest.raises(urllib.error.HTTPError, match="503"):
+        with pytest.raises(urllib.error.HTTPError, match="503") as refused:
             urllib.request.urlopen(f"http://127.0.0.1:{server.metrics_port}/readyz", timeout=20)
+        refused.value.close()
         with connected(server) as newcomer:
             assert newcomer.code(request()) is OK
         # Clients that look at health would ask again at once, and again, if it ended.

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import urllib.error
 import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -70,7 +71,10 @@ class Unread:
     def is_ready(self) -> bool:
         try:
             return self._get("readyz") == "ok\n"
-        except OSError:  # nobody listens yet, or a status that says no
+        except urllib.error.HTTPError as no:
+            no.close()
+            return False
+        except OSError:  # nobody listens yet
             return False
 
     def terminate(self) -> int:
