@@ -339,8 +339,7 @@ class ProvidesBuffers(Protocol):
     def buffer(self, index: int, shape: tuple[int, ...]) -> Array | None:
         """As `Allocate`, for the batch that is executed next: an input passed as exactly this one array isn't copied.
         The array may be written and passed only until that execution. What an earlier call gave for the same input is
-        no
-        longer valid. On the thread that executes; raises as `execute`."""
+        no longer valid. On the thread that executes; raises as `execute`."""
 
     def release_buffers(self) -> None:
         """The arrays that `buffer` gave won't be executed, or have been. On the thread that executes."""

@@ -1,8 +1,8 @@
 """The command `infer`: one request, or many, to any server of the protocol. `paceline` mounts it.
 
 Lives here: options and exit codes. Must not live here: reading inputs (inputs.py), printing (report.py), calling
-(sync.py), connecting to the server (access.py). Exit code 1 when the server or the connection fails, 2 when what the
-user gave can't be used; either way one line on stderr.
+(sync.py), connecting to the server (connection_options.py). Exit code 1 when the server or the connection fails, 2 when
+what the user gave can't be used; either way one line on stderr.
 """
 
 from __future__ import annotations

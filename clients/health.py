@@ -4,7 +4,7 @@ For places where only a command can ask, such as a container's HEALTHCHECK, and 
 which its own gRPC probes don't. The server's address, TLS and the token can also come from the environment, because a
 HEALTHCHECK's command is fixed.
 
-Lives here: the command and its exit codes. Must not: connecting to the server (access.py, sync.py).
+Lives here: the command and its exit codes. Must not: connecting to the server (connection_options.py, sync.py).
 """
 
 from __future__ import annotations

@@ -54,8 +54,8 @@ class Answers:
             notify(done)
 
     def notify_soon(self, future: Future) -> None:
-        """Have the event loop, which is that of `future`, call `tell` soon; that does nothing if others have by
-        then."""
+        """Have the event loop, which is that of `future`, call `notify` soon; that does nothing if everything has
+        been notified by then."""
         future.get_loop().call_soon(self.notify)
 
 

@@ -44,8 +44,7 @@ class InstanceReplacer(Protocol):
 
 class Instances(Generic[P, R]):
     """`running` is what each runner executes, `ahead` when it is likely to be done and what it executes next.
-    `replacer`
-    is notified of runners that were given up. `instance_of` is as in `Batcher`."""
+    `replacer` is notified of runners that were given up. `instance_of` is as in `Batcher`."""
 
     def __init__(
         self,

@@ -36,8 +36,8 @@ class Pending(NotifyingFuture[R], Generic[P, R]):
     request executes, cancelling only discards its share of the answer; the execution is called off, if its runner can,
     when nobody is left who waits for it.
 
-    `on_done` is called together for the requests of a batch, after the batch was reported, in the order in which
-    answers leave. If a request ends otherwise, the event loop calls it.
+    `on_done` (of `NotifyingFuture`) is called once for all requests of a batch, after the batch was reported, with
+    their subjects in the order in which answers leave. If a request ends otherwise, the event loop calls it.
 
     `facts` are available as soon as there is a result; few ask for them, so they are put together on demand.
     `answered`: there is a result. `refused`: there is an error for this request alone. `unbegun` is how many instances

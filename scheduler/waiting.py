@@ -44,8 +44,7 @@ class SharedQueueLimits:
 
 class Waiting:
     """Requests, rows and bytes that wait in one queue, which shares `shared_limits` with others. `reserved` are
-    requests that
-    have left the queue and may come back: until they no longer may, they take room."""
+    requests that have left the queue and may come back: until they no longer may, they take room."""
 
     __slots__ = (
         "_has_levels",

@@ -1,4 +1,4 @@
-"""What the server and a model's process say to each other: one asks, the other answers, over a `Line`.
+"""What the server and a model's process say to each other: one asks, the other answers, over a `BlockingLink`.
 
 Lives here: the kinds of messages, with their contents. Must not: behaviour.
 """

@@ -2,7 +2,7 @@
 with the models.
 
 `protocol` is what the two say to each other over `backends.transport`, `catalogue` what fronts know about models. The
-engine's side: `fleet` (processes), `desk` (what one front asks for), `calls`, `handles`. The front's side: `process`,
+engine's side: `pool` (processes), `session` (what one front asks for), `calls`, `handles`. The front's side: `process`,
 `inference`, `forwarding` (other RPCs). The rule: a front handles by itself only what is common and clear; everything
 else goes unchanged to the engine, which handles it as a server of one process does.
 """

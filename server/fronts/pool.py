@@ -1,7 +1,7 @@
 """The fronts as the engine sees them: processes that are started, informed, replaced when they die, and ended.
 
-Lives here: processes, the port that they share, what all of them are told. Must not: requests (`desk`). To
-`server.app` it is what a `Listener` is in a server of one process.
+Lives here: processes, the port that they share, what all of them are told. Must not: requests (`session`). To
+`server.app` a `FrontPool` is what a `Listener` is in a server of one process.
 
 A front inherits its descriptors and nothing else: what it is to do comes over the link. It ends when the link does, so
 that none outlives the engine, however that ends.

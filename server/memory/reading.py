@@ -35,8 +35,8 @@ _Failures = dict[int, InvalidRequest]
 
 
 def reading(execute: Execute, spec: ModelSpec, buffers: ProvidesBuffers | None = None) -> ExecuteInputs:
-    """Wrap an instance's `execute` for requests some of whose inputs aren't read yet. `roomy` is the instance, if it
-    has memory of its own for inputs.
+    """Wrap an instance's `execute` for requests some of whose inputs aren't read yet. `buffers` is the instance, if
+    it has memory of its own for inputs.
 
     A request whose inputs can't be read gets an InvalidRequest in the place of its results.
     """

@@ -56,7 +56,7 @@ class IndexLine:
 class Entry(Generic[V]):
     """One name's state. Versions are in `serving` while they accept requests; then, while they execute what they
     accepted, in `leaving`; afterwards, or if they never served, in `gone` with the reason. `failure` is why the last
-    load failed, if it did; `away` is why loaded versions accept no requests for now, if they don't.
+    load failed, if it did; `unreachable_reason` is why loaded versions accept no requests for now, if they don't.
 
     A change to a model is made in its `turn`, and `operations` counts it from when it starts to wait for that.
     """

@@ -48,7 +48,7 @@ Instance = ModelInstance | RemoteInstance
 
 class Instances:
     """The instances of `loaded`, executing with what `execute_of` makes of each, or of each of its slots. `on_change`
-    is called when `able` may have changed."""
+    is called when `can_execute` may have changed."""
 
     def __init__(
         self,

@@ -45,8 +45,7 @@ class ModelFolder:
     user's choice, whatever its folder and its configuration call it. `problem` says why a folder can't be read: its
     load fails with that, and the other models go on. `duplicates` are all paths of a name that several repositories
     have; none of them can be loaded. `strays` look like versions, or lie where versions do, but aren't. `config_name`
-    selects
-    another configuration than `config.pbtxt`. `files` owns the files if they came with a client's request."""
+    selects another configuration than `config.pbtxt`. `files` owns the files if they came with a client's request."""
 
     name: str
     path: Path

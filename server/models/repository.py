@@ -49,8 +49,8 @@ class Repository:
 
     `strict_readiness`: whether it is ready only if every model that should serve is. `regions`: shared memory that may
     hold tensors, besides messages. `tracer` may trace batches, and keeps settings by name. `max_models`: how many may
-    serve or load at a time. `room`: the bound that all queues share. `on_change` is called whenever `ready` may have
-    changed.
+    serve or load at a time. `shared_limits`: the limits that all queues share. `on_change` is called whenever `ready`
+    may have changed.
     """
 
     def __init__(

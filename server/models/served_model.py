@@ -37,8 +37,8 @@ _MAX_PARTS = 1024
 
 class ServedModel:
     """One version of a model with its codec, batcher and instance threads, or tasks if it is `remote`. `regions` is the
-    shared memory that may hold its tensors; `tracer` may trace its batches. `on_change` is called when `able` may have
-    changed. `room` is the bound that its queue shares with all others."""
+    shared memory that may hold its tensors; `tracer` may trace its batches. `on_change` is called when `can_execute`
+    may have changed. `shared_limits` are the limits that its queue shares with all others."""
 
     def __init__(
         self,

@@ -172,7 +172,7 @@ class InferenceSteps(Protocol):
 
 # hot path: see bench/
 def follow(flight: InFlight, pending: asyncio.Future[Any], on_done: Callable[[list[Any]], None]) -> None:
-    """Have `told` called when `pending` is done, with `flight` and perhaps others that are done."""
+    """Have `on_done` called when `pending` is done, with `flight` and perhaps others that are done."""
     flight.pending = pending
     if isinstance(pending, NotifyingFuture):
         pending.on_done, pending.subject = on_done, flight

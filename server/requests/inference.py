@@ -170,7 +170,7 @@ class Inference:
         on_done: Callable[[list[Any]], None],
         carried: PassedOn = NOTHING_PASSED_ON,
     ) -> None:
-        """Hand a request that was looked up and checked elsewhere to its model's batcher. `told` is called with
+        """Hand a request that was looked up and checked elsewhere to its model's batcher. `on_done` is called with
         requests that are done, and has to call `conclude` for each. `carried` is for another server, if one executes
         the request. Raises errors that are found now."""
         flight.model, flight.decoded = model, decoded

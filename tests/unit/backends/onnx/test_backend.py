@@ -1,4 +1,4 @@
-"""ONNX models opened: what they tell of themselves, and why one can't be. On which device: `test_onnx_devices.py`."""
+"""ONNX models opened: what they tell of themselves, and why one can't be. On which device: `test_devices.py`."""
 
 from __future__ import annotations
 
