@@ -300,11 +300,11 @@ class Batcher(Generic[P, R]):
     def _wait_budget(self, announced: int = 0) -> WaitBudget | None:
         """What an instance may be kept waiting for, besides `announced` requests. None if there is no instance to keep
         waiting, or there are enough requests for it already."""
-        room = self._queue.worth_waiting_for(announced)
-        if not room or not self._accepts or self._suspects:
+        max_more = self._queue.worth_waiting_for(announced)
+        if not max_more or not self._accepts or self._suspects:
             return None
         if self._slots.idle > 0 or (self._ahead and self._ahead.about_to_end(self._clock.now_ns())):
-            return WaitBudget(self._waiting.requests + announced, room, self._queue.spare_until_ns)
+            return WaitBudget(self._waiting.requests + announced, max_more, self._queue.spare_until_ns)
         return None
 
     def _on_alarm(self) -> None:

@@ -29,11 +29,11 @@ _MIN_NS = 50_000
 
 
 class WaitBudget(NamedTuple):
-    """What an instance may be kept waiting for: besides the `waiting` requests, for at most `room` more, until
+    """What an instance may be kept waiting for: besides the `waiting` requests, for at most `max_more` more, until
     `until_ns`, since some may have deadlines."""
 
     waiting: int
-    room: int
+    max_more: int
     until_ns: int
 
 
@@ -163,17 +163,17 @@ class Turns:
     def _put_off(self) -> bool:
         """Put the turn off if more requests are worth waiting for; returns whether it did. There is another look at the
         alarm, or when enough requests have arrived."""
-        kept = self._wait_budget()
-        if kept is None:
+        budget = self._wait_budget()
+        if budget is None:
             return False
         now_ns = self._clock.now_ns()
         self._due_ns = self._due_ns or now_ns
         self._arrivals.forget(now_ns)
-        patience_ns = self._arrivals.patience_ns(kept.waiting, now_ns - self._due_ns)
-        if not patience_ns or kept.until_ns < now_ns + _MIN_NS:
+        patience_ns = self._arrivals.patience_ns(budget.waiting, now_ns - self._due_ns)
+        if not patience_ns or budget.until_ns < now_ns + _MIN_NS:
             return False
-        self._until_ns = min(now_ns + patience_ns, kept.until_ns)
-        self._came, self._missing = 0, min(kept.room, self._arrivals.missing(kept.waiting))
+        self._until_ns = min(now_ns + patience_ns, budget.until_ns)
+        self._came, self._missing = 0, min(budget.max_more, self._arrivals.missing(budget.waiting))
         self._is_put_off = True
         self._set_alarm(now_ns)
         return True
@@ -201,8 +201,8 @@ class Turns:
         came, self._is_put_off = self._came, False
         self.submit_announced()
         self._came, self._is_put_off = came, True
-        kept = self._wait_budget()
-        if kept is None or kept.until_ns < now_ns + _MIN_NS:
+        budget = self._wait_budget()
+        if budget is None or budget.until_ns < now_ns + _MIN_NS:
             return False
-        self._until_ns = min(self._until_ns, kept.until_ns)
+        self._until_ns = min(self._until_ns, budget.until_ns)
         return True

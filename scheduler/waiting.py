@@ -111,9 +111,9 @@ class Waiting:
         if self._max_bytes:
             left_bytes = self._max_bytes - self.size_bytes - self._reserved_bytes
             bounds.append(left_bytes * requests // max(1, self.size_bytes))
-        if (room := self._shared) is not None:
-            bounds.append(room.max_requests - room.requests)
-            bounds.append((room.max_bytes - room.size_bytes) * requests // max(1, self.size_bytes))
+        if (shared := self._shared) is not None:
+            bounds.append(shared.max_requests - shared.requests)
+            bounds.append((shared.max_bytes - shared.size_bytes) * requests // max(1, self.size_bytes))
         return min(bounds)
 
     # hot path
@@ -123,9 +123,9 @@ class Waiting:
         self.requests += requests
         self.rows += entry.rows * requests
         self.size_bytes += size_bytes
-        if (room := self._shared) is not None:
-            room.requests += requests
-            room.size_bytes += size_bytes
+        if (shared := self._shared) is not None:
+            shared.requests += requests
+            shared.size_bytes += size_bytes
         if self._has_levels:
             self._requests_of_level[entry.level] += requests
 
@@ -136,9 +136,9 @@ class Waiting:
         self.requests -= requests
         self.rows -= sum(map(_ROWS, entries))
         self.size_bytes -= size_bytes
-        if (room := self._shared) is not None:
-            room.requests -= requests
-            room.size_bytes -= size_bytes
+        if (shared := self._shared) is not None:
+            shared.requests -= requests
+            shared.size_bytes -= size_bytes
         if self._has_levels:
             counts = self._requests_of_level
             for entry in entries:
@@ -155,6 +155,6 @@ class Waiting:
         self._reserved_of_level[entry.level] += sign
         if not self._reserved_of_level[entry.level]:
             del self._reserved_of_level[entry.level]
-        if (room := self._shared) is not None:
-            room.requests += sign
-            room.size_bytes += sign * entry.size_bytes
+        if (shared := self._shared) is not None:
+            shared.requests += sign
+            shared.size_bytes += sign * entry.size_bytes

@@ -140,11 +140,11 @@ async def test_none_is_taken_where_there_is_no_room_for_all(policy: BatchPolicy)
         bench.put("c", size_bytes=10)
 
 
-@pytest.mark.parametrize("room", [SharedQueueLimits(2, 0), SharedQueueLimits(0, 20)], ids=["requests", "bytes"])
-async def test_none_is_taken_where_other_models_leave_no_room_for_all(room: SharedQueueLimits) -> None:
+@pytest.mark.parametrize("limits", [SharedQueueLimits(2, 0), SharedQueueLimits(0, 20)], ids=["requests", "bytes"])
+async def test_none_is_taken_where_other_models_leave_no_room_for_all(limits: SharedQueueLimits) -> None:
     bench, other = (
-        Bench(BatchPolicy(max_batch_rows=8), shared_limits=room),
-        Bench(BatchPolicy(max_batch_rows=8), shared_limits=room),
+        Bench(BatchPolicy(max_batch_rows=8), shared_limits=limits),
+        Bench(BatchPolicy(max_batch_rows=8), shared_limits=limits),
     )
     assert len(_together(other, "a", TEN_BYTES)) == 1
     assert _together(bench, "bc", TEN_BYTES) == ()

@@ -1,4 +1,4 @@
-"""How long an idle instance is kept waiting for company."""
+"""How long an idle instance is kept waiting for more requests."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ MS = 1_000_000
 
 def after_batches_of(requests: int, *, count: int = 100, cost_us: float = 100) -> ArrivalModel:
     """So many came at a time, each of whom cost the event loop so much."""
-    company = ArrivalModel()
+    arrivals = ArrivalModel()
     for number in range(1, count + 1):
-        company.on_start(requests, 0, 0, busy_ns=round(number * requests * cost_us * 1_000))
-        company.on_end(requests, 0)
-    return company
+        arrivals.on_start(requests, 0, 0, busy_ns=round(number * requests * cost_us * 1_000))
+        arrivals.on_end(requests, 0)
+    return arrivals
 
 
 def test_company_of_nobody_is_not_waited_for() -> None:
@@ -30,30 +30,30 @@ def test_company_is_waited_for_the_longer_the_larger_batches_have_been() -> None
 
 
 def test_company_that_is_all_there_is_not_waited_for() -> None:
-    company = after_batches_of(8)
-    assert company.patience_ns(7, 0)
-    assert not company.patience_ns(8, 0)
+    arrivals = after_batches_of(8)
+    assert arrivals.patience_ns(7, 0)
+    assert not arrivals.patience_ns(8, 0)
 
 
 def test_company_executing_and_waiting_counts_as_there() -> None:
-    company = after_batches_of(4)
-    company.on_start(4, waiting=4, now_ns=0, busy_ns=0)
-    company.on_end(4, 0)
-    assert company.patience_ns(5, 0)
-    assert not company.patience_ns(8, 0)
+    arrivals = after_batches_of(4)
+    arrivals.on_start(4, waiting=4, now_ns=0, busy_ns=0)
+    arrivals.on_end(4, 0)
+    assert arrivals.patience_ns(5, 0)
+    assert not arrivals.patience_ns(8, 0)
 
 
 def test_company_that_has_gone_is_forgotten() -> None:
-    company = after_batches_of(64)
+    arrivals = after_batches_of(64)
     for _ in range(300):
-        company.on_start(1, 0, 0, busy_ns=0)
-        company.on_end(1, 0)
-    assert company.patience_ns(0, 0) == 0
+        arrivals.on_start(1, 0, 0, busy_ns=0)
+        arrivals.on_end(1, 0)
+    assert arrivals.patience_ns(0, 0) == 0
 
 
 def test_company_that_keeps_coming_is_not_waited_for_without_end() -> None:
-    company = after_batches_of(64)
-    waited_us = next(us for us in range(1_000_000) if not company.patience_ns(1, us * 1_000))
+    arrivals = after_batches_of(64)
+    waited_us = next(us for us in range(1_000_000) if not arrivals.patience_ns(1, us * 1_000))
     assert 1_000 < waited_us <= 10_000
 
 
@@ -73,9 +73,9 @@ def test_company_is_waited_for_within_bounds_when_requests_cost(cost_us: float, 
 
 @pytest.mark.parametrize("requests", [2, 4, 16])
 def test_company_is_waited_for_in_all_as_long_as_it_takes_a_batch_to_come_and_not_much_longer(requests: int) -> None:
-    company = after_batches_of(requests, cost_us=100)
-    assert company.patience_ns(1, requests * 100_000)
-    assert not company.patience_ns(1, 2 * requests * 100_000)
+    arrivals = after_batches_of(requests, cost_us=100)
+    assert arrivals.patience_ns(1, requests * 100_000)
+    assert not arrivals.patience_ns(1, 2 * requests * 100_000)
 
 
 @pytest.mark.parametrize(("every_us", "most"), [(300, 4), (600, 2)])
@@ -84,43 +84,43 @@ def test_callers_who_come_by_chance_hardly_wait_for_each_other_while_the_loop_ha
 ) -> None:
     """Each costs 150 us. They come evenly, so that whoever is waited for does come, and all who came in the longest
     time that is waited are in a batch."""
-    company, busy_ns = after_batches_of(16, cost_us=150), 16 * 100 * 150_000
+    arrivals, busy_ns = after_batches_of(16, cost_us=150), 16 * 100 * 150_000
     for _ in range(300):
         waited_us = 0
         requests = 1
-        while company.patience_ns(requests, waited_us * 1_000) > every_us * 1_000:
+        while arrivals.patience_ns(requests, waited_us * 1_000) > every_us * 1_000:
             waited_us += every_us
             requests += 1
         busy_ns += requests * 150_000
-        company.on_start(requests, 0, 0, busy_ns)
-        company.on_end(requests, 0)
+        arrivals.on_start(requests, 0, 0, busy_ns)
+        arrivals.on_end(requests, 0)
     assert requests <= most
 
 
 def test_now_and_then_there_may_be_more_than_all_who_are_known_of() -> None:
-    company = after_batches_of(8, count=96)
-    assert 0 < company.patience_ns(8, 0) < company.patience_ns(7, 0)
-    assert company.missing(8) == 1
-    company.on_start(8, 0, 0, busy_ns=0)
-    assert (company.patience_ns(8, 0), company.missing(8)) == (0, 0)
+    arrivals = after_batches_of(8, count=96)
+    assert 0 < arrivals.patience_ns(8, 0) < arrivals.patience_ns(7, 0)
+    assert arrivals.missing(8) == 1
+    arrivals.on_start(8, 0, 0, busy_ns=0)
+    assert (arrivals.patience_ns(8, 0), arrivals.missing(8)) == (0, 0)
 
 
 def after_pauses_of(pause_ms: float, base_ms: float, half_ms: float, *, count: int = 50) -> ArrivalModel:
     """Eight callers who come again in a batch of them all, after nothing has executed for so long."""
-    company, now_ns = ArrivalModel(), 1
+    arrivals, now_ns = ArrivalModel(), 1
     for _ in range(count):
         now_ns += round(pause_ms * MS)
-        company.on_start(8, 0, now_ns, busy_ns=0)
+        arrivals.on_start(8, 0, now_ns, busy_ns=0)
         now_ns += 10 * MS
-        company.on_end(8, now_ns)
-        company.took(round(base_ms * MS), round(half_ms * MS))
-    return company
+        arrivals.on_end(8, now_ns)
+        arrivals.took(round(base_ms * MS), round(half_ms * MS))
+    return arrivals
 
 
 def test_half_of_those_who_come_again_is_enough_where_the_pause_is_longer_than_what_a_batch_costs() -> None:
-    company = after_pauses_of(6, base_ms=5, half_ms=7)
-    assert company.patience_ns(3, 0)
-    assert not company.patience_ns(4, 0)
+    arrivals = after_pauses_of(6, base_ms=5, half_ms=7)
+    assert arrivals.patience_ns(3, 0)
+    assert not arrivals.patience_ns(4, 0)
 
 
 @pytest.mark.parametrize(
@@ -142,35 +142,35 @@ def test_half_of_those_who_come_again_is_not_enough_after_one_long_pause() -> No
 
 
 def test_half_of_those_who_come_again_is_not_enough_while_others_execute() -> None:
-    company = after_pauses_of(6, base_ms=5, half_ms=7)
-    company.on_start(2, 0, 10**12, busy_ns=0)
-    assert company.patience_ns(5, 0)
+    arrivals = after_pauses_of(6, base_ms=5, half_ms=7)
+    arrivals.on_start(2, 0, 10**12, busy_ns=0)
+    assert arrivals.patience_ns(5, 0)
 
 
 def test_pause_after_a_part_of_those_who_come_again_counts_as_that_after_all_of_them() -> None:
     """Four of eight are back after 2 ms: all would be after 4, longer than half of them execute for."""
-    company = ArrivalModel()
+    arrivals = ArrivalModel()
     now_ns = 0
     for _ in range(50):
         now_ns += 2 * MS
-        company.on_start(4, 4, now_ns, busy_ns=0)
+        arrivals.on_start(4, 4, now_ns, busy_ns=0)
         now_ns += 10 * MS
-        company.on_end(4, now_ns)
-        company.took(MS, 2 * MS)
-    assert company.patience_ns(7, 0)
-    company.took(MS, 4 * MS)
-    assert not company.patience_ns(4, 0)
+        arrivals.on_end(4, now_ns)
+        arrivals.took(MS, 2 * MS)
+    assert arrivals.patience_ns(7, 0)
+    arrivals.took(MS, 4 * MS)
+    assert not arrivals.patience_ns(4, 0)
 
 
 def test_half_of_all_is_of_those_who_come_again_whatever_a_batch_had_of_them() -> None:
-    company = after_pauses_of(6, base_ms=5, half_ms=7)
-    assert (company.half_of_all(8, 8), company.half_of_all(4, 4), company.half_of_all(4, 8)) == (4, 4, 8)
+    arrivals = after_pauses_of(6, base_ms=5, half_ms=7)
+    assert (arrivals.half_of_all(8, 8), arrivals.half_of_all(4, 4), arrivals.half_of_all(4, 8)) == (4, 4, 8)
 
 
 def test_half_of_those_who_come_again_is_not_enough_once_executions_are_short() -> None:
-    company = after_pauses_of(6, base_ms=5, half_ms=7)
-    company.took(0, 0)
-    assert company.patience_ns(7, 0)
+    arrivals = after_pauses_of(6, base_ms=5, half_ms=7)
+    arrivals.took(0, 0)
+    assert arrivals.patience_ns(7, 0)
 
 
 def test_company_of_two_is_waited_for_a_quarter_as_long_as_that_of_many() -> None:
@@ -180,24 +180,24 @@ def test_company_of_two_is_waited_for_a_quarter_as_long_as_that_of_many() -> Non
 
 
 def test_company_that_came_once_is_not_waited_for_soon_after() -> None:
-    company = after_batches_of(1)
-    company.on_start(2, 0, 0, busy_ns=0)
-    company.on_end(2, 0)
-    assert company.patience_ns(1, 0)
+    arrivals = after_batches_of(1)
+    arrivals.on_start(2, 0, 0, busy_ns=0)
+    arrivals.on_end(2, 0)
+    assert arrivals.patience_ns(1, 0)
     for _ in range(8):
-        company.on_start(1, 0, 0, busy_ns=0)
-        company.on_end(1, 0)
-    assert company.missing(1) == 1
-    assert company.patience_ns(1, 0) == 0
+        arrivals.on_start(1, 0, 0, busy_ns=0)
+        arrivals.on_end(1, 0)
+    assert arrivals.missing(1) == 1
+    assert arrivals.patience_ns(1, 0) == 0
 
 
 def test_one_batch_in_sixteen_may_wait_for_more_than_all_who_are_known_of() -> None:
-    company = after_batches_of(8)
+    arrivals = after_batches_of(8)
     missing = []
     for _ in range(64):
-        company.on_start(8, 0, 0, busy_ns=0)
-        company.on_end(8, 0)
-        missing.append(company.missing(8))
+        arrivals.on_start(8, 0, 0, busy_ns=0)
+        arrivals.on_end(8, 0)
+        missing.append(arrivals.missing(8))
     assert (missing.count(1), missing.count(0)) == (4, 60)
     first = missing.index(1)
     assert missing[first::16] == [1] * 4
@@ -209,26 +209,26 @@ def test_batch_that_may_wait_for_more_than_all_waits_for_all_of_them(count: int)
 
 
 def test_time_between_batches_is_no_pause_while_others_execute() -> None:
-    company, now_ns = ArrivalModel(), 1
-    company.on_start(4, 0, now_ns, busy_ns=0)
+    arrivals, now_ns = ArrivalModel(), 1
+    arrivals.on_start(4, 0, now_ns, busy_ns=0)
     for _ in range(50):
         now_ns += 6 * MS
-        company.on_start(4, 0, now_ns, busy_ns=0)
-        company.on_end(4, now_ns + MS)
-    company.on_end(4, now_ns + MS)
-    company.took(5 * MS, 20 * MS)
-    assert company.patience_ns(7, 0)
+        arrivals.on_start(4, 0, now_ns, busy_ns=0)
+        arrivals.on_end(4, now_ns + MS)
+    arrivals.on_end(4, now_ns + MS)
+    arrivals.took(5 * MS, 20 * MS)
+    assert arrivals.patience_ns(7, 0)
 
 
 def test_time_before_the_first_batch_is_no_pause() -> None:
-    company, now_ns = ArrivalModel(), 10**16
+    arrivals, now_ns = ArrivalModel(), 10**16
     for _ in range(50):
-        company.on_start(8, 0, now_ns, busy_ns=0)
+        arrivals.on_start(8, 0, now_ns, busy_ns=0)
         now_ns += 10 * MS
-        company.on_end(8, now_ns)
-        company.took(5 * MS, 7 * MS)
+        arrivals.on_end(8, now_ns)
+        arrivals.took(5 * MS, 7 * MS)
         now_ns += 6 * MS
-    assert not company.patience_ns(4, 0)
+    assert not arrivals.patience_ns(4, 0)
 
 
 def test_half_of_who_is_alone_is_one_row() -> None:
@@ -238,9 +238,9 @@ def test_half_of_who_is_alone_is_one_row() -> None:
 def test_what_the_loop_did_before_the_first_batch_is_no_cost_of_it() -> None:
     waited = []
     for before_ns in (0, 10**15):
-        company = ArrivalModel()
+        arrivals = ArrivalModel()
         for number in range(4):
-            company.on_start(16, 0, 0, before_ns + number * 16 * 100_000)
-            company.on_end(16, 0)
-        waited.append(company.patience_ns(8, 0))
+            arrivals.on_start(16, 0, 0, before_ns + number * 16 * 100_000)
+            arrivals.on_end(16, 0)
+        waited.append(arrivals.patience_ns(8, 0))
     assert waited[0] == waited[1] > 0

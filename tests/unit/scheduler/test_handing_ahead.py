@@ -42,8 +42,8 @@ class StagingBench(Bench):
     def __init__(
         self, instances: int = 1, blame: Blame = Blame.REQUESTS, limit_ns: int = 0, levels: int = 0, **more: Any
     ) -> None:
-        self.told: list[tuple[str, Any]] = []
-        self.room = Highest(max_requests=4, max_bytes=0)
+        self.events: list[tuple[str, Any]] = []
+        self.shared_limits = Highest(max_requests=4, max_bytes=0)
         policy = BatchPolicy(
             max_batch_rows=2,
             priority_levels=levels,
@@ -52,17 +52,23 @@ class StagingBench(Bench):
             queue=QueuePolicy(allow_timeout_override=True),
         )
         super().__init__(
-            policy, instances, stages=True, blames=lambda error: blame, replacer=self, shared_limits=self.room, **more
+            policy,
+            instances,
+            stages=True,
+            blames=lambda error: blame,
+            replacer=self,
+            shared_limits=self.shared_limits,
+            **more,
         )
 
     def on_hang(self, runner: Any, others: Sequence[Any]) -> None:
-        self.told.append(("hang", runner))
+        self.events.append(("hang", runner))
 
     def on_loss(self, runner: Any, error: BaseException) -> None:
-        self.told.append(("loss", runner))
+        self.events.append(("loss", runner))
 
     def on_return(self, runner: Any) -> None:
-        self.told.append(("return", runner))
+        self.events.append(("return", runner))
 
     async def learn(self) -> None:
         for payloads in (["a"], ["a", "b"]) * 3:
@@ -144,12 +150,12 @@ async def test_what_is_handed_over_takes_room_until_it_executes(bench: StagingBe
     waiting = await bench.submit("c", "d", size_bytes=10)
     bench.clock.advance(DUE_NS)
     assert bench.runner.next == ["c", "d"]
-    assert (bench.room.requests, bench.room.size_bytes) == (2, 20)
+    assert (bench.shared_limits.requests, bench.shared_limits.size_bytes) == (2, 20)
     await bench.submit("e", "f")
     with pytest.raises(QueueFull):
         await bench.submit("g")
     bench.runner.finish(str.upper)
-    assert (bench.room.requests, bench.room.size_bytes) == (2, 0)
+    assert (bench.shared_limits.requests, bench.shared_limits.size_bytes) == (2, 0)
     await bench.submit("g", "h")
     assert not any(one.done() for one in waiting)
 
@@ -184,7 +190,7 @@ async def test_what_is_handed_over_takes_the_room_of_its_model_and_level() -> No
 async def test_what_waits_on_as_an_execution_takes_longer_is_at_no_moment_counted_twice() -> None:
     bench = StagingBench()
     await bench.learn()
-    bench.room.highest = 0
+    bench.shared_limits.highest = 0
     await bench.submit("a", "b")
     await bench.submit("c", "d")
     bench.clock.advance(DUE_NS)
@@ -193,7 +199,7 @@ async def test_what_waits_on_as_an_execution_takes_longer_is_at_no_moment_counte
     bench.clock.advance(LONG_NS)
     await one_turn()
     assert bench.runner.next is None
-    assert (bench.room.requests, bench.room.highest) == (2, 2)
+    assert (bench.shared_limits.requests, bench.shared_limits.highest) == (2, 2)
     bench.batcher.close()
 
 
@@ -278,15 +284,15 @@ async def test_what_was_handed_over_waits_on_if_the_execution_takes_longer(bench
 
 
 async def test_instance_that_executes_is_not_kept_waiting_for_more_until_it_is_about_to_be_done() -> None:
-    company = Counted()
-    bench = StagingBench(arrivals=company)
+    arrivals = Counted()
+    bench = StagingBench(arrivals=arrivals)
     await bench.learn()
     for in_ns, asked in ((DUE_NS - 1, 0), (DUE_NS, 1)):
         await bench.submit("a", "b")
         bench.clock.advance(in_ns)
-        before = company.asked
+        before = arrivals.asked
         (waiting,) = await bench.submit("c")
-        assert company.asked - before == asked
+        assert arrivals.asked - before == asked
         waiting.cancel()
         bench.clock.advance(LONG_NS - in_ns)
         bench.runner.finish(str.upper)
@@ -300,15 +306,15 @@ async def test_instance_that_executes_is_not_kept_waiting_for_more_until_it_is_a
 
 @pytest.mark.parametrize("limit_ns", [0, 21 * MS])
 async def test_company_executes_once_however_often_it_was_handed_over(limit_ns: int) -> None:
-    company = Counted()
-    bench = StagingBench(limit_ns=limit_ns, arrivals=company)
+    arrivals = Counted()
+    bench = StagingBench(limit_ns=limit_ns, arrivals=arrivals)
     await bench.learn()
     await bench.submit("a", "b")
     waiting = await bench.submit("c")
     bench.clock.advance(DUE_NS)
-    assert (bench.runner.next, company.executing) == (["c"], 3)
+    assert (bench.runner.next, arrivals.executing) == (["c"], 3)
     bench.clock.advance(4 * MS)  # longer than expected, or than it may take at all
-    assert (bench.runner.next, company.executing) == (None, 0 if limit_ns else 2)
+    assert (bench.runner.next, arrivals.executing) == (None, 0 if limit_ns else 2)
     assert not waiting[0].done()
     bench.batcher.close()
 
@@ -348,7 +354,7 @@ async def test_what_was_handed_to_an_instance_that_hangs_executes_elsewhere() ->
     with pytest.raises(ExecutionTimeout):
         await stuck
     assert hanging.next is None
-    assert bench.told == [("hang", hanging)]
+    assert bench.events == [("hang", hanging)]
     for _ in range(2):
         other.finish(str.upper)
         await one_turn()
@@ -364,7 +370,7 @@ async def test_execution_that_ended_as_its_limit_passed_does_not_hang() -> None:
     bench.clock.advance(DUE_NS)
     bench.runner.gives_back = False  # it has begun "c"; that "a" and "b" are done is still to be told
     bench.clock.advance(2 * LONG_NS)
-    assert bench.told == []
+    assert bench.events == []
     for _ in range(2):
         bench.runner.finish(str.upper)
         await one_turn()
@@ -383,7 +389,7 @@ async def test_what_was_handed_to_an_instance_that_is_lost_executes_elsewhere() 
     await one_turn()
     with pytest.raises(ExecutionFailed):
         await first[0]
-    assert bench.told == [("loss", bench.runner)]
+    assert bench.events == [("loss", bench.runner)]
     assert bench.runner.stopped
     fresh = StepRunner[str, str](bench.clock, stages=True)
     bench.batcher.add(fresh)
@@ -410,7 +416,7 @@ async def test_instance_that_is_lost_executes_what_it_has_begun_and_nothing_more
     assert await second[0] == "C"
     assert isinstance(first[0].exception(), ExecutionFailed)
     assert (bench.runner.stopped, bench.runner.busy) == (True, False)
-    assert [what for what, _ in bench.told] == ["loss", "return"]
+    assert [what for what, _ in bench.events] == ["loss", "return"]
     assert not third[0].done()
     bench.batcher.close()
 
@@ -424,7 +430,7 @@ async def test_close_gives_up_what_was_handed_over(bench: StagingBench) -> None:
         await waiting[0]
     assert bench.runner.next is None
     assert bench.seen.count(Drop.CLOSED) == 3
-    assert bench.room.requests == bench.room.size_bytes == 0
+    assert bench.shared_limits.requests == bench.shared_limits.size_bytes == 0
 
 
 async def test_drain_waits_for_what_was_handed_over(bench: StagingBench) -> None:

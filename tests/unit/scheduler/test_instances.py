@@ -26,23 +26,23 @@ class Bench:
     def __init__(self, slots: int = 2) -> None:
         self.clock = ManualClock(now_ns=1)
         self.runners = [Runner(self.clock, stages=True) for _ in range(slots)]
-        self.told: list[tuple[Any, ...]] = []
+        self.events: list[tuple[Any, ...]] = []
         latency = LatencyModel(4)
         for _ in range(3):
             latency.observe("k", 1, 20 * MS, 0)
         self.instances: Instances[str, str] = Instances(
             self.runners, self.clock, latency, self, lambda runner: self.runners.index(runner) // 2
         )
-        self.instances.start(LIMIT_NS, lambda runner: self.told.append(("late", runner)))
+        self.instances.start(LIMIT_NS, lambda runner: self.events.append(("late", runner)))
 
     def on_hang(self, runner: Any, others: Sequence[Any]) -> None:
-        self.told.append(("hang", runner, *others))
+        self.events.append(("hang", runner, *others))
 
     def on_loss(self, runner: Any, error: BaseException) -> None:
-        self.told.append(("loss", runner))
+        self.events.append(("loss", runner))
 
     def on_return(self, runner: Any) -> None:
-        self.told.append(("return", runner))
+        self.events.append(("return", runner))
 
 
 def batch(number: int = 1, requests: int = 0) -> Batch[Pending[str, str]]:
@@ -77,20 +77,20 @@ def test_execution_is_late_when_its_limit_has_passed_unless_it_ended(bench: Benc
     one, two = bench.instances.take(batch(1)), bench.instances.take(batch(2))
     bench.instances.end(one)
     bench.clock.advance(LIMIT_NS)
-    assert bench.told == [("late", two)]
+    assert bench.events == [("late", two)]
     bench.instances.has_begun(two)
     bench.clock.advance(LIMIT_NS)
-    assert bench.told == [("late", two)] * 2
+    assert bench.events == [("late", two)] * 2
 
 
 def test_hang_gives_the_instance_up_and_its_other_slot_executes_for_the_last_time(bench: Bench) -> None:
     one, two = bench.instances.take(batch(1)), bench.instances.take(batch(2))
     bench.instances.hang(one)
-    assert bench.told == [("hang", one, two)]
+    assert bench.events == [("hang", one, two)]
     assert one.stopped  # type: ignore[attr-defined]
     assert bench.instances.running == {two: batch(2)}
     assert bench.instances.end(two) == (batch(2), None)
-    assert bench.told[1:] == [("return", two)]
+    assert bench.events[1:] == [("return", two)]
     assert two.stopped  # type: ignore[attr-defined]
     assert bench.instances.slots.free == 0
     assert not bench.instances._leaving
@@ -106,7 +106,7 @@ def test_hang_of_the_slot_that_was_left_is_not_told_again(bench: Bench) -> None:
     one, two = bench.instances.take(batch(1)), bench.instances.take(batch(2))
     bench.instances.hang(one)
     bench.instances.hang(two)
-    assert bench.told == [("hang", one, two)]
+    assert bench.events == [("hang", one, two)]
     assert bench.instances.running == {}
     assert two.stopped  # type: ignore[attr-defined]
 
@@ -117,7 +117,7 @@ def test_loss_stops_the_idle_slot_and_is_told_once() -> None:
     bench.instances.end(one)
     assert bench.instances.may_be_lost(one)
     bench.instances.lose(one, OSError())
-    assert bench.told == [("loss", one)]
+    assert bench.events == [("loss", one)]
     assert [runner.stopped for runner in bench.runners] == [True, True, False, False]
     assert not bench.instances.may_be_lost(one)
     assert bench.instances.slots.free == 2
@@ -156,12 +156,12 @@ def test_batch_that_is_forgotten_is_never_late(bench: Bench) -> None:
     bench.instances.forget(runner)
     assert not bench.instances.ahead
     bench.clock.advance(LIMIT_NS)
-    assert (bench.told, bench.instances.running) == ([], {})
+    assert (bench.events, bench.instances.running) == ([], {})
 
 
 def test_close_stops_all_and_watches_none(bench: Bench) -> None:
     bench.instances.take(batch())
     bench.instances.close()
     bench.clock.advance(LIMIT_NS)
-    assert bench.told == []
+    assert bench.events == []
     assert all(runner.stopped for runner in bench.runners)

@@ -15,15 +15,15 @@ NEVER = 2**62
 
 class Taken:
     """Turns that are counted, of a batcher where `waiting` requests wait, besides those announced, for an instance that
-    may be kept waiting and has room for so many more; None: there is no such instance."""
+    may be kept waiting for `max_more` requests at most; None: there is no such instance."""
 
-    def __init__(self, company: ArrivalModel, waiting: int | None = 0, room: int = NEVER) -> None:
-        self.waiting, self.room = waiting, room
+    def __init__(self, arrivals: ArrivalModel, waiting: int | None = 0, max_more: int = NEVER) -> None:
+        self.waiting, self.max_more = waiting, max_more
         self.count = self.thoughts = 0
         self.until_ns = NEVER
         self.submitted: list[str] = []
         self.clock = ManualClock(now_ns=1)
-        self.turns = Turns(self._take, self._kept_waiting, company, self.clock)
+        self.turns = Turns(self._take, self._wait_budget, arrivals, self.clock)
         self.turns.start()
 
     def announce(self, *requests: str) -> None:
@@ -41,10 +41,10 @@ class Taken:
         self.turns.begin()
         self.count += 1
 
-    def _kept_waiting(self) -> WaitBudget | None:
+    def _wait_budget(self) -> WaitBudget | None:
         self.thoughts += 1
         there = len(self.submitted)
-        return None if self.waiting is None else WaitBudget(self.waiting + there, self.room - there, self.until_ns)
+        return None if self.waiting is None else WaitBudget(self.waiting + there, self.max_more - there, self.until_ns)
 
 
 def crowd(requests: int = 32) -> ArrivalModel:
@@ -103,7 +103,7 @@ async def test_turn_is_taken_when_all_are_there() -> None:
 
 
 async def test_turn_is_taken_when_the_batch_is_full() -> None:
-    taken = Taken(crowd(), room=2)
+    taken = Taken(crowd(), max_more=2)
     taken.announce("a")
     await iterations(2)
     assert taken.count == 0

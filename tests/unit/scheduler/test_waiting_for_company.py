@@ -1,4 +1,4 @@
-"""What an idle instance that waits for company doesn't wait for: deadlines, bounds, a batch that is there."""
+"""What an idle instance that waits for more requests doesn't wait for: deadlines, bounds, a batch that is there."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def crowd(requests: int = 16) -> ArrivalModel:
     return workbench.crowd(requests, 150 * US, batches=101)
 
 
-def bench(company: ArrivalModel | None = None, **policy: Any) -> Bench:
-    return Bench(BatchPolicy(**{"max_batch_rows": 32, **policy}), arrivals=company or crowd())
+def bench(arrivals: ArrivalModel | None = None, **policy: Any) -> Bench:
+    return Bench(BatchPolicy(**{"max_batch_rows": 32, **policy}), arrivals=arrivals or crowd())
 
 
 async def iterations(count: int = 5) -> None:

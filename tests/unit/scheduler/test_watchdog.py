@@ -90,14 +90,14 @@ class WatchedBench(Bench):
     """Keeps what it is told of hangs."""
 
     def __init__(self, runners: int = 1, **more: Any) -> None:
-        self.told: list[tuple[str, Any]] = []
+        self.events: list[tuple[str, Any]] = []
         super().__init__(BatchPolicy(max_batch_rows=2, execution_limit_ns=LIMIT_NS), runners, replacer=self, **more)
 
     def on_hang(self, runner: Any, others: Sequence[Any]) -> None:
-        self.told.append(("hang", runner))
+        self.events.append(("hang", runner))
 
     def on_return(self, runner: Any) -> None:
-        self.told.append(("return", runner))
+        self.events.append(("return", runner))
 
 
 @pytest.fixture
@@ -114,7 +114,7 @@ async def test_execution_within_its_limit_is_answered(bench: WatchedBench) -> No
     bench.runners[0].finish(str.upper)
     bench.clock.advance(LIMIT_NS)
     assert await future == "A"
-    assert bench.told == []
+    assert bench.events == []
 
 
 def test_what_begins_while_others_are_told_of_keeps_nobody_waiting() -> None:
@@ -143,7 +143,7 @@ async def test_execution_beyond_its_limit_fails_its_requests_and_the_next_wait_f
     for future in hung:
         with pytest.raises(ExecutionTimeout, match=r"longer than 1e-07 s and was given up"):
             await future
-    assert bench.told == [("hang", bench.runners[0])]
+    assert bench.events == [("hang", bench.runners[0])]
     (report,) = bench.seen.reports
     assert (report.failed, type(report.error)) == (2, ExecutionTimeout)
     assert report.finished_ns - report.started_ns == LIMIT_NS
@@ -169,7 +169,7 @@ async def test_outcome_that_comes_after_all_is_nobodys(bench: WatchedBench) -> N
     bench.runners[0].finish(str.upper)
     with pytest.raises(ExecutionTimeout):
         await hung
-    assert [what for what, _ in bench.told] == ["hang", "return"]
+    assert [what for what, _ in bench.events] == ["hang", "return"]
     bench.put("b")
     await one_turn()
     assert bench.runners[0].batches == [["a"]]
@@ -181,7 +181,7 @@ async def test_outcome_that_comes_after_the_batcher_closed_is_told_of(bench: Wat
     bench.clock.advance(LIMIT_NS)
     bench.batcher.close()
     bench.runners[0].fail(ValueError())
-    assert [what for what, _ in bench.told] == ["hang", "return"]
+    assert [what for what, _ in bench.events] == ["hang", "return"]
     assert isinstance(hung.exception(), ExecutionTimeout)
 
 
@@ -193,14 +193,14 @@ async def test_slot_whose_instance_was_given_up_is_stopped_and_its_end_is_told_w
     futures += await bench.submit("c", "d")
     bench.clock.advance(LIMIT_NS // 2)
     left = next(runner for runner in bench.runners if not runner.stopped)
-    assert [what for what, _ in bench.told] == ["hang"]
+    assert [what for what, _ in bench.events] == ["hang"]
     if end == "close":
         bench.batcher.close()
     else:
         bench.clock.advance(LIMIT_NS // 2)
     assert left.stopped
     left.finish(str.upper)
-    assert bench.told[1:] == [("return", left)]
+    assert bench.events[1:] == [("return", left)]
     bench.batcher.close()
     assert all(future.exception() for future in futures)
 

@@ -14,10 +14,10 @@ from scheduler.waiting import SharedQueueLimits
 MS = 1_000_000
 
 
-def waiting(*rows: int, room: tuple[int, int] = (0, 0), size_bytes: int = 0, **policy: Any) -> BatchQueue[str]:
-    """A queue in which requests of these rows wait; `room`: what may wait for all models."""
+def waiting(*rows: int, shared: tuple[int, int] = (0, 0), size_bytes: int = 0, **policy: Any) -> BatchQueue[str]:
+    """A queue in which requests of these rows wait; `shared`: what may wait for all models."""
     queue: BatchQueue[str] = BatchQueue(
-        BatchPolicy(**{"max_batch_rows": 16, **policy}), shared_limits=SharedQueueLimits(*room)
+        BatchPolicy(**{"max_batch_rows": 16, **policy}), shared_limits=SharedQueueLimits(*shared)
     )
     for count in rows:
         queue.push("waits", count, "k", 0, size_bytes=size_bytes)
@@ -63,8 +63,8 @@ def test_it_is_worth_waiting_for_no_more_than_is_allowed_while_memory_is_short()
         pytest.param({"limits": QueueLimits(max_rows=9)}, 4, id="rows"),
         pytest.param({"limits": QueueLimits(max_bytes=50)}, 3, id="bytes"),
         pytest.param({"max_batch_requests": 5}, 3, id="requests of a batch"),
-        pytest.param({"room": (3, 0)}, 1, id="requests of all models"),
-        pytest.param({"room": (0, 40)}, 2, id="bytes of all models"),
+        pytest.param({"shared": (3, 0)}, 1, id="requests of all models"),
+        pytest.param({"shared": (0, 40)}, 2, id="bytes of all models"),
     ],
 )
 def test_it_is_worth_waiting_for_no_more_than_there_is_room_for(policy: dict[str, Any], more: int) -> None:
@@ -112,8 +112,8 @@ def test_it_is_worth_waiting_for_as_many_as_any_level_has_room_for_that_waits() 
         pytest.param({"queue": QueuePolicy(max_queue_size=5)}, 2, id="requests"),
         pytest.param({"limits": QueueLimits(max_rows=24)}, 3, id="rows"),
         pytest.param({"limits": QueueLimits(max_bytes=50)}, 2, id="bytes"),
-        pytest.param({"room": (5, 0)}, 2, id="requests of all models"),
-        pytest.param({"room": (0, 50)}, 2, id="bytes of all models"),
+        pytest.param({"shared": (5, 0)}, 2, id="requests of all models"),
+        pytest.param({"shared": (0, 50)}, 2, id="bytes of all models"),
     ],
 )
 def test_it_is_worth_waiting_for_no_more_than_there_is_room_for_besides_what_may_come_back(

@@ -33,11 +33,11 @@ class Alone(ArrivalModel):
 
 def crowd(requests: int, cost_ns: int, batches: int = 100) -> ArrivalModel:
     """After so many batches of so many requests, each of whom cost the event loop so much."""
-    company = ArrivalModel()
+    arrivals = ArrivalModel()
     for number in range(batches):
-        company.on_start(requests, 0, 0, number * requests * cost_ns)
-        company.on_end(requests, 0)
-    return company
+        arrivals.on_start(requests, 0, 0, number * requests * cost_ns)
+        arrivals.on_end(requests, 0)
+    return arrivals
 
 
 class Bench:

@@ -12,48 +12,48 @@ from scheduler.waiting import SharedQueueLimits
 POLICY = BatchPolicy(max_batch_rows=4)
 
 
-def queues(room: SharedQueueLimits) -> tuple[BatchQueue[str], BatchQueue[str]]:
-    return BatchQueue(POLICY, shared_limits=room), BatchQueue(POLICY, shared_limits=room)
+def queues(limits: SharedQueueLimits) -> tuple[BatchQueue[str], BatchQueue[str]]:
+    return BatchQueue(POLICY, shared_limits=limits), BatchQueue(POLICY, shared_limits=limits)
 
 
-def taken(room: SharedQueueLimits) -> tuple[int, int]:
-    return room.requests, room.size_bytes
+def taken(limits: SharedQueueLimits) -> tuple[int, int]:
+    return limits.requests, limits.size_bytes
 
 
 def test_requests_of_two_queues_fill_one_room_and_what_leaves_makes_room() -> None:
-    room = SharedQueueLimits(max_requests=3, max_bytes=0)
-    one, other = queues(room)
+    limits = SharedQueueLimits(max_requests=3, max_bytes=0)
+    one, other = queues(limits)
     one.push("a", 1, "k", 0)
     leaving = other.push("b", 1, "k", 0)
     one.push("c", 1, "k", 0)
     for queue in (one, other):
         with pytest.raises(QueueFull, match="Exceeds maximum queue size of 3 requests of all models"):
             queue.push("d", 1, "k", 0)
-    assert (one.waiting.requests, other.waiting.requests, taken(room)) == (2, 1, (3, 0))
+    assert (one.waiting.requests, other.waiting.requests, taken(limits)) == (2, 1, (3, 0))
     other.cancel(leaving)
     other.push("d", 1, "k", 0)
     assert one.poll(0, idle=1).batches[0].rows == 2
-    assert taken(room) == (1, 0)
+    assert taken(limits) == (1, 0)
     assert other.poll(0, idle=1).batches[0].rows == 1
-    assert taken(room) == (0, 0)
+    assert taken(limits) == (0, 0)
 
 
 def test_bytes_of_two_queues_fill_one_room_to_the_last() -> None:
-    room = SharedQueueLimits(max_requests=0, max_bytes=100)
-    one, other = queues(room)
+    limits = SharedQueueLimits(max_requests=0, max_bytes=100)
+    one, other = queues(limits)
     one.push("a", 1, "k", 0, size_bytes=60)
     with pytest.raises(QueueFull, match="Exceeds maximum queue size of 100 bytes of all models"):
         other.push("b", 1, "k", 0, size_bytes=41)
     other.push("b", 1, "k", 0, size_bytes=40)
     other.push("c", 1, "k", 0)
-    assert taken(room) == (3, 100)
+    assert taken(limits) == (3, 100)
 
 
 def test_expired_requests_leave_the_room() -> None:
-    room = SharedQueueLimits(max_requests=1, max_bytes=1)
+    limits = SharedQueueLimits(max_requests=1, max_bytes=1)
     impatient = BatchPolicy(max_batch_rows=4, queue=QueuePolicy(default_timeout_ns=10))
-    one, other = BatchQueue[str](impatient, shared_limits=room), BatchQueue[str](POLICY, shared_limits=room)
+    one, other = BatchQueue[str](impatient, shared_limits=limits), BatchQueue[str](POLICY, shared_limits=limits)
     one.push("a", 1, "k", 0, size_bytes=1)
     assert len(one.poll(20, idle=0).expired) == 1
     other.push("b", 1, "k", 20, size_bytes=1)
-    assert taken(room) == (1, 1)
+    assert taken(limits) == (1, 1)
