@@ -81,8 +81,8 @@ def copy_to_targets(
     starts = accumulate(rows or (), initial=0)
     for number, (wanted, start) in enumerate(zip(targets, starts, strict=False)):
         parts = {
-            index: _part(outputs[index], start, rows[number] if rows is not None else None, room)
-            for index, room in wanted.items()
+            index: _part(outputs[index], start, rows[number] if rows is not None else None, target)
+            for index, target in wanted.items()
         }
         left.append({})
         if all(parts.values()):
@@ -95,13 +95,14 @@ def copy_to_targets(
 _Part = tuple[DeviceTensor, int]
 
 
-def _part(made: Made, start: int, count: int | None, room: DeviceTensor) -> _Part | None:
-    """What `room` will hold, and its current address; None if `room` is too small or the output isn't on the device."""
+def _part(made: Made, start: int, count: int | None, target: DeviceTensor) -> _Part | None:
+    """What `target` will hold, and its current address; None if `target` is too small, or the output isn't on the
+    device."""
     if made.address is None:
         return None
     shape = made.shape if count is None else (count, *made.shape[1:])
-    there = DeviceTensor(room.owner, room.address, made.dtype, shape)
-    if there.nbytes > room.nbytes:
+    there = DeviceTensor(target.owner, target.address, made.dtype, shape)
+    if there.nbytes > target.nbytes:
         return None
     return there, made.address + start * math.prod(made.shape[1:]) * made.dtype.itemsize
 

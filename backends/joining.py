@@ -44,10 +44,10 @@ def join_bytes_into(target: Array, pieces: Sequence[bytes | memoryview]) -> None
     if max(map(len, pieces)) > _MAX_BYTES:
         np.concatenate([np.frombuffer(one, np.uint8) for one in pieces], out=flat)
         return
-    room, begin = flat.data, 0
+    buffer, begin = flat.data, 0
     for one in pieces:
         end = begin + len(one)
-        room[begin:end] = one
+        buffer[begin:end] = one
         begin = end
 
 
@@ -55,14 +55,14 @@ def _join_holding_on(target: Array, arrays: Sequence[Array]) -> bool:
     """Join without releasing the GIL during a copy. False, with `target` partly written, if the arrays aren't laid out
     like `target`."""
     dtype, dims = target.dtype, target.shape[1:]
-    room, begin = target.data.cast("B"), 0
+    buffer, begin = target.data.cast("B"), 0
     try:
         for array in arrays:
             if array.dtype != dtype or array.shape[1:] != dims:
                 return False
             data = array.data.cast("B")
             end = begin + data.nbytes
-            room[begin:end] = data
+            buffer[begin:end] = data
             begin = end
     except TypeError:  # not in C order, or without elements
         return False

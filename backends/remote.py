@@ -200,8 +200,8 @@ class RemoteInstance:
         `padded_rows` is ignored: padding is up to the other server. Raises ExecutionError for an answer that doesn't
         fit, UpstreamRefused for an error that may be a request's fault, UpstreamFailed for others.
         """
-        model, told = self._model, requests[0].spec if requests else None
-        spec = told or model.spec
+        model, own_spec = self._model, requests[0].spec if requests else None
+        spec = own_spec or model.spec
         check_count(spec, requests)
         began_ns = monotonic_ns()
         wanted = wanted_outputs(requests)
@@ -211,7 +211,7 @@ class RemoteInstance:
         answer = await model.server.infer(message, call_headers(requests), deadline_ns, self._connection)
         answered_ns = monotonic_ns()
         results: Sequence[Any] = (
-            decode_response(answer, spec, requests, wanted) if told is None else decode_open(answer, requests)
+            decode_response(answer, spec, requests, wanted) if own_spec is None else decode_open(answer, requests)
         )
         return Execution(results, encoded_ns - began_ns, answered_ns - encoded_ns, monotonic_ns() - answered_ns)
 

@@ -47,16 +47,16 @@ def provider_of(options: OnnxOptions, device: Device) -> tuple[str, Mapping[str,
 def ready_accelerator(name: str, path: Path, options: OnnxOptions, device: Device) -> OnnxOptions:
     """`options` of model `name` in `path`, with defaults for the accelerator that it asks for: a directory for
     TensorRT's engines, and the shapes that they are built for. Blocks; LoadError if the directory isn't writable."""
-    asked = options.tensorrt
+    configured = options.tensorrt
     if provider_of(options, device) is None:
-        if asked is not None:
+        if configured is not None:
             _log.info("model '%s': instances on the CPU do without its gpu_execution_accelerator", name)
         return options
     ready = replace(options, session_entries={**options.session_entries, _RECORD: "1"})
-    if asked is None or device.kind is DeviceKind.CPU:
+    if configured is None or device.kind is DeviceKind.CPU:
         return ready
-    tensorrt = {**asked, **_engine_cache(name, asked, options.cache_directory)}
-    if not any(key.startswith("trt_profile_") for key in asked):
+    tensorrt = {**configured, **_engine_cache(name, configured, options.cache_directory)}
+    if not any(key.startswith("trt_profile_") for key in configured):
         tensorrt |= _profile(name, path, options)
     return replace(ready, tensorrt={**tensorrt, "device_id": str(device.index)})
 
@@ -118,21 +118,21 @@ def _available(provider: str, name: str, hint: str) -> str:
     return provider
 
 
-def _engine_cache(name: str, asked: Mapping[str, str], flag: str) -> dict[str, str]:
+def _engine_cache(name: str, configured: Mapping[str, str], flag: str) -> dict[str, str]:
     """Options for caching engines: building one takes minutes. A model isn't refused over a directory that it didn't
     ask for."""
-    if asked.get(ENGINE_CACHE) == "False":
+    if configured.get(ENGINE_CACHE) == "False":
         return {}
-    given = asked.get(ENGINE_CACHE_PATH) or flag
+    given = configured.get(ENGINE_CACHE_PATH) or flag
     try:
         folder = Path(given) if given else _cache_home()
         # Engines are for one version of TensorRT; those of a model's versions are distinguished by their graphs.
-        place = folder if asked.get(ENGINE_CACHE_PATH) else folder / f"tensorrt-{ort.__version__}" / name
+        place = folder if configured.get(ENGINE_CACHE_PATH) else folder / f"tensorrt-{ort.__version__}" / name
         place.mkdir(parents=True, exist_ok=True, mode=0o700)
         if not os.access(place, os.W_OK | os.X_OK):
             raise PermissionError(f"no right to write to '{place}'")
     except (OSError, RuntimeError) as error:  # no home directory is a RuntimeError
-        if given or ENGINE_CACHE in asked:
+        if given or ENGINE_CACHE in configured:
             raise LoadError(
                 f"execution accelerator 'tensorrt': no place for engines: {error}; expected a folder that the "
                 "server can write to, by trt_engine_cache_path or --backend-config onnxruntime,cache-directory=DIR"

@@ -158,11 +158,11 @@ def memory_names(session: ort.InferenceSession) -> tuple[dict[str, str], dict[st
 
     Raises whatever ONNX Runtime does; AttributeError if it is too old to tell.
     """
-    asked = (
+    sides = (
         (session.get_inputs(), session.get_input_memory_infos()),
         (session.get_outputs(), session.get_output_memory_infos()),
     )
-    inputs, outputs = ({node.name: info.name for node, info in zip(*one, strict=True)} for one in asked)
+    inputs, outputs = ({node.name: info.name for node, info in zip(*one, strict=True)} for one in sides)
     return inputs, outputs
 
 

@@ -62,8 +62,8 @@ def find_spec(name: str, path: Path, session: Session, declared: ModelSpec | Non
         inputs=(*required, *optional),
         outputs=tuple(tensor_spec(name, "output", node, node.name in shapeless) for node in outputs),
     )
-    told = tuple((node.name, why_unknown(node)) for node in left_out) if declared is None else ()
-    return Found(spec, told, next((one for one in sorted(operators(path)) if one.startswith(_DYNAMIC)), ""))
+    left_out_why = tuple((node.name, why_unknown(node)) for node in left_out) if declared is None else ()
+    return Found(spec, left_out_why, next((one for one in sorted(operators(path)) if one.startswith(_DYNAMIC)), ""))
 
 
 def _served_outputs(

@@ -82,7 +82,7 @@ class ModelProcess:
         self._ended = threading.Event()
         self._on_end: Callable[[], None] = _nothing
         try:
-            self._line, remote = BlockingLink.pair(_REGION_BYTES)
+            self._link, remote = BlockingLink.pair(_REGION_BYTES)
         except OSError as error:
             raise LoadError(f"model '{source.name}': no connection to its process: {error.strerror}") from None
         descriptors = list(map(str, remote.descriptors))
@@ -97,7 +97,7 @@ class ModelProcess:
                 start_new_session=True,
             )
         except (OSError, ValueError) as error:  # a NUL in its path
-            self._line.close()
+            self._link.close()
             why = error.strerror if isinstance(error, OSError) else str(error)
             raise LoadError(f"model '{source.name}': {_executable(source)} can't be run: {why}") from None
         finally:
@@ -142,11 +142,11 @@ class ModelProcess:
     def buffer(self, number: int, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Array | None:
         """Memory where array `number` of those executed next may be made, so that it needn't be copied there; None:
         there is none. On the thread that executes."""
-        return self._line.buffer(number, dtype, shape)
+        return self._link.buffer(number, dtype, shape)
 
     def release_buffers(self) -> None:
-        """What was made in rooms won't be executed. On the thread that executes."""
-        self._line.release_buffers()
+        """What was made in buffers won't be executed. On the thread that executes."""
+        self._link.release_buffers()
 
     def execute(self, arrays: Sequence[Array], names: Sequence[str], wanted: Sequence[str]) -> Tensors:
         """The outputs that the model computes from `arrays`: views of memory that is free again once they are dropped.
@@ -156,12 +156,12 @@ class ModelProcess:
         """
         with self._asking:
             try:
-                parcel = self._line.pack(arrays)
+                parcel = self._link.pack(arrays)
                 answer = self._asked(RUN, parcel, names, wanted)
             except (TypeError, ValueError) as error:
                 raise ExecutionError(f"inputs can't be handed to the model's process: {error}") from error
             if answer is not None and answer[0] == DONE:
-                return self._line.unpack(answer[1])
+                return self._link.unpack(answer[1])
         if answer is None:
             raise self._why_no_answer()
         raise _error(answer)
@@ -170,8 +170,8 @@ class ModelProcess:
         """The answer of a model that is part of the server. Blocks. Raises as `execute`."""
         answer = self._ask(ASK, question)
         if answer[0] == ANSWERED:
-            told: bytes = answer[1]
-            return told
+            reply: bytes = answer[1]
+            return reply
         raise _error(answer)
 
     def when_ended(self, call: Callable[[], None]) -> None:
@@ -189,7 +189,7 @@ class ModelProcess:
             self._on_end = _nothing
         with self._asking:
             if not self.ended:
-                self._line.send(CLOSE)
+                self._link.send(CLOSE)
         if not self._ended.wait(self._close_s):
             name, close_s = self._source.name, self._close_s
             _log.warning("model '%s': its process didn't end within %g s and is killed", name, close_s)
@@ -216,10 +216,10 @@ class ModelProcess:
         return answer
 
     def _asked(self, kind: int, *content: object) -> Message | None:
-        if self.ended or not self._line.send(kind, *content):
+        if self.ended or not self._link.send(kind, *content):
             raise self._gone()
-        answer = self._line.receive()
-        if answer is None and self._line.unread:
+        answer = self._link.receive()
+        if answer is None and self._link.unread:
             raise self._gone()
         return answer
 
@@ -228,7 +228,7 @@ class ModelProcess:
         return ProcessEndedBeforeBatch(f"the model's process {self.end}, before it had read this batch")
 
     def _why_no_answer(self) -> ProcessError:
-        """The process has ended, or has closed its end of the line and is useless."""
+        """The process has ended, or has closed its end of the link and is useless."""
         self.wait_ended()
         return ProcessError(f"the model's process {self.end}")
 
@@ -266,13 +266,13 @@ class ModelProcess:
         else:  # its thread couldn't be started
             assert self._popen.stdout is not None
             self._popen.stdout.close()
-        self._line.hang_up()
+        self._link.hang_up()
         with self._lock:
             self._ended.set()
             # It may refer back to this object.
             on_end, self._on_end = self._on_end, _nothing
         with self._asking:
-            self._line.close()
+            self._link.close()
         assert self._popen.stdin is not None
         self._popen.stdin.close()
         on_end()

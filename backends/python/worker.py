@@ -62,8 +62,8 @@ def main(arguments: Sequence[str]) -> None:
     _end_with_the_server()
     _leave_signals_to_the_server()
     end, own, other = map(int, arguments[:3])
-    line = BlockingLink.join(RemoteEnd(end, own, other))
-    start = line.receive()
+    link = BlockingLink.join(RemoteEnd(end, own, other))
+    start = link.receive()
     if start is None:
         return
     own = os.getpid()
@@ -74,36 +74,36 @@ def main(arguments: Sequence[str]) -> None:
         _end_unless(own, error)
         _print(error)
         where = f" (its interpreter is {sys.executable})" if isinstance(error, ModuleNotFoundError) else ""
-        line.send(FAILED, f"{_in_one_line(error)}{where}", _EXECUTION_ERROR)
+        link.send(FAILED, f"{_in_one_line(error)}{where}", _EXECUTION_ERROR)
         return
-    line.send(READY, model.inputs, model.outputs)
-    while (message := line.receive()) is not None:
+    link.send(READY, model.inputs, model.outputs)
+    while (message := link.receive()) is not None:
         if message[0] == CLOSE:
             model.close()
             return
         answer = _answer_question if message[0] == ASK else _answer
         try:
-            line.send(*answer(model, own, line, *message[1:]))
+            link.send(*answer(model, own, link, *message[1:]))
         except ValueError as error:  # of tensors beyond what memory and messages hold
-            line.send(FAILED, f"outputs can't be handed to the server: {error}", _EXECUTION_ERROR)
+            link.send(FAILED, f"outputs can't be handed to the server: {error}", _EXECUTION_ERROR)
 
 
 def _answer(
-    model: _Model, own: int, line: BlockingLink, parcel: Parcel, names: Sequence[str], wanted: Sequence[str]
+    model: _Model, own: int, link: BlockingLink, parcel: Parcel, names: Sequence[str], wanted: Sequence[str]
 ) -> tuple[Any, ...]:
     """The answer, as a message. When this returns, nothing here holds the arrays any more, so the message can say
     so."""
     try:
-        arrays = line.unpack(parcel)
+        arrays = link.unpack(parcel)
         given = {name: array for name, array in zip(names, arrays, strict=True) if array is not MISSING}
         outputs = model.execute(given)
         _end_unless(own)
-        return DONE, line.pack(_in_order(outputs, wanted))
+        return DONE, link.pack(_in_order(outputs, wanted))
     except BaseException as error:  # noqa: BLE001 - the model's, as panics of Rust's; those who asked get its words
         return _failure(model, own, error)
 
 
-def _answer_question(model: _Model, own: int, line: BlockingLink, question: bytes) -> tuple[Any, ...]:
+def _answer_question(model: _Model, own: int, link: BlockingLink, question: bytes) -> tuple[Any, ...]:
     """The answer of a model that is part of the server, as a message."""
     try:
         return ANSWERED, model.answer(question)
@@ -124,7 +124,7 @@ def _failure(model: _Model, own: int, error: BaseException) -> tuple[Any, ...]:
 
 def _end_unless(own: int, error: BaseException | None = None) -> None:
     """End this process if it is a fork of process `own` that returns from the model's code, by `error` or normally. It
-    shares the line and the memory: its answer would be taken for the answer to the next batch, whoever asked for
+    shares the link and the memory: its answer would be taken for the answer to the next batch, whoever asked for
     that."""
     if os.getpid() == own:
         return

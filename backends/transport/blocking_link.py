@@ -24,7 +24,7 @@ from backends.transport.parcel import Parcel, Place, pack, pack_inline, unpack
 __all__ = ["BlockingLink"]
 
 _RECEIVE_BYTES = 256 * 1024
-_MIN_ROOM_BYTES = 128 * 1024
+_MIN_BUFFER_BYTES = 128 * 1024
 """A place of its own for an array costs both ends some 10 us more than a part of another place does; copying this much
 takes as long."""
 
@@ -36,7 +36,7 @@ class BlockingLink:
         """Takes over `end`, and the descriptor `other` of the other end's memory."""
         self._socket = end
         self._own = own
-        self._rooms: dict[int, tuple[Array, Place]] = {}
+        self._buffers: dict[int, tuple[Array, Place]] = {}
         self._gone: deque[int] = deque()
         gone = self._gone
 
@@ -70,16 +70,16 @@ class BlockingLink:
         """An array with arbitrary contents, for one of those packed next. It then isn't copied, and belongs to the
         other end from then on. Another one for the same `number` replaces it. None if copying costs less, or there is
         no room."""
-        if (before := self._rooms.pop(number, None)) is not None:
+        if (before := self._buffers.pop(number, None)) is not None:
             self._own.free(before[1][0])
         size = math.prod(shape) * dtype.itemsize
-        if dtype.hasobject or size < _MIN_ROOM_BYTES:
+        if dtype.hasobject or size < _MIN_BUFFER_BYTES:
             return None
         start = self._own.allocate(size)
         if start is None:
             return None
         array = self._own.array(start, dtype, shape)
-        self._rooms[number] = array, (start, size)
+        self._buffers[number] = array, (start, size)
         return array
 
     def pack(self, arrays: Sequence[Array]) -> Parcel:
@@ -88,7 +88,7 @@ class BlockingLink:
 
         Raises TypeError or ValueError for elements of object arrays that aren't `bytes`.
         """
-        there = self._rooms_of(arrays) if self._rooms else {}
+        there = self._places_of(arrays) if self._buffers else {}
         parcel = None
         try:
             parcel = pack(arrays, self._own, there)
@@ -98,21 +98,21 @@ class BlockingLink:
                 for start, _ in there.values():
                     self._own.free(start)
 
-    def _rooms_of(self, arrays: Sequence[Array]) -> dict[int, Place]:
-        """The places of those of `arrays` that are in rooms, by their ids. All other rooms are freed."""
+    def _places_of(self, arrays: Sequence[Array]) -> dict[int, Place]:
+        """The places of those of `arrays` that are in buffers, by their ids. All other buffers are freed."""
         wanted, there = set(map(id, arrays)), {}
-        for array, place in self._rooms.values():
+        for array, place in self._buffers.values():
             if id(array) in wanted:
                 there[id(array)] = place
             else:
                 self._own.free(place[0])
-        self._rooms = {}
+        self._buffers = {}
         return there
 
     def release_buffers(self) -> None:
-        """What was made in rooms won't be packed."""
-        if self._rooms:
-            self._rooms_of(())
+        """What was made in buffers won't be packed."""
+        if self._buffers:
+            self._places_of(())
 
     def unpack(self, parcel: Parcel) -> tuple[Array, ...]:
         """The arrays that the other end packed. Once per parcel: its place is given back after the last array is

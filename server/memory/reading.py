@@ -41,7 +41,7 @@ def reading(execute: Execute, spec: ModelSpec, buffers: ProvidesBuffers | None =
     A request whose inputs can't be read gets an InvalidRequest in the place of its results.
     """
     stackable = spec.by_rows and spec.batched
-    room = buffers.buffer if buffers is not None and stackable else None
+    allocate = buffers.buffer if buffers is not None and stackable else None
 
     def read_and_execute(requests: Sequence[Inputs], padded_rows: int) -> Execution:
         # hot path for those who bring their own bytes: 20 to 40 ns an input
@@ -51,9 +51,9 @@ def reading(execute: Execute, spec: ModelSpec, buffers: ProvidesBuffers | None =
         failures: _Failures = {}
         try:
             if stackable and (len(requests) > 1 or padded_rows > requests[0][0].shape[0]):
-                done = _joined(execute, requests, padded_rows, failures, began_ns, room)
+                done = _joined(execute, requests, padded_rows, failures, began_ns, allocate)
             else:
-                done = _one_by_one(execute, requests, padded_rows, failures, began_ns, room)
+                done = _one_by_one(execute, requests, padded_rows, failures, began_ns, allocate)
         finally:
             if buffers is not None:
                 buffers.release_buffers()
@@ -95,8 +95,8 @@ def reading_by(slot: Slot, spec: ModelSpec) -> ExecuteInputs:
 def _targets(inputs: Inputs, gpu: int) -> Targets:
     if type(inputs) is not TargetedInputs:
         return {}
-    rooms = {index: span.on_gpu(gpu) for index, span in inputs.targets.items()}
-    return {index: room for index, room in rooms.items() if room is not None}
+    wanted = {index: span.on_gpu(gpu) for index, span in inputs.targets.items()}
+    return {index: target for index, target in wanted.items() if target is not None}
 
 
 def _on_gpu(one: Input, gpu: int) -> Input | DeviceTensor:
@@ -115,14 +115,16 @@ def _one_by_one(
     padded_rows: int,
     failures: _Failures,
     began_ns: int,
-    room: Allocate | None = None,
+    allocate: Allocate | None = None,
 ) -> Execution:
-    """Read each request into arrays of its own, and execute all of them. A lone request may be read into `room`."""
+    """Read each request into arrays of its own, and execute all of them. A lone request may be read into what
+    `allocate` gives."""
     there: list[Tensors] = []
     for number, inputs in enumerate(requests):
         try:
             read = [
-                _read(one, index, room) if isinstance(one, RegionTensor) else one for index, one in enumerate(inputs)
+                _read(one, index, allocate) if isinstance(one, RegionTensor) else one
+                for index, one in enumerate(inputs)
             ]
         except InvalidRequest as error:
             failures[number] = _bare(error)
@@ -137,12 +139,14 @@ def _joined(
     padded_rows: int,
     failures: _Failures,
     began_ns: int,
-    room: Allocate | None,
+    allocate: Allocate | None,
 ) -> Execution:
     """Read all requests into the rows of one as large as the batch, and execute that: stacking would be a second
     copy."""
     rows = max(sum(inputs[0].shape[0] for inputs in requests), padded_rows)
-    columns = [_place(index, (rows, *first.shape[1:]), first.dtype, room) for index, first in enumerate(requests[0])]
+    columns = [
+        _place(index, (rows, *first.shape[1:]), first.dtype, allocate) for index, first in enumerate(requests[0])
+    ]
     bounds = _fill_at_once(columns, requests) or _fill_one_by_one(columns, requests, failures)
     if len(bounds) == 1:
         return _timed(execute, [], rows, began_ns)
@@ -154,15 +158,15 @@ def _joined(
     return replace(done, results=shares(outputs, bounds))
 
 
-def _read(one: RegionTensor, index: int, room: Allocate | None) -> Array:
-    there = _place(index, one.shape, one.dtype, room)
+def _read(one: RegionTensor, index: int, allocate: Allocate | None) -> Array:
+    there = _place(index, one.shape, one.dtype, allocate)
     one.read_into(there)
     return there
 
 
-def _place(index: int, shape: tuple[int, ...], dtype: np.dtype[Any], room: Allocate | None) -> Array:
+def _place(index: int, shape: tuple[int, ...], dtype: np.dtype[Any], allocate: Allocate | None) -> Array:
     """The array that input `index` is to be read into."""
-    there = None if room is None else room(index, shape)
+    there = None if allocate is None else allocate(index, shape)
     return np.empty(shape, dtype) if there is None else there
 
 

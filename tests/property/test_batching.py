@@ -74,22 +74,22 @@ def test_stack_any_requests_equals_numpys_concatenation(batch: Batch) -> None:
 @given(batches(), st.integers(0, 3), st.booleans())
 def test_stack_in_rooms_is_what_it_is_without(batch: Batch, padding: int, is_large: bool) -> None:
     requests = [[_wide(array) if is_large else array for array in request] for request in batch.requests]
-    rooms: list[Array] = []
+    buffers: list[Array] = []
 
-    def room(index: int, shape: tuple[int, ...]) -> Array | None:
+    def allocate(index: int, shape: tuple[int, ...]) -> Array | None:
         dtype = by_name(batch.spec.inputs[index].datatype).dtype
         if index:
             return None
-        rooms.append(np.full(shape, 1, dtype))
-        return rooms[-1]
+        buffers.append(np.full(shape, 1, dtype))
+        return buffers[-1]
 
-    stacked = stack(requests, padding, room)
+    stacked = stack(requests, padding, allocate)
 
     for array, expected in zip(stacked, stack(requests, padding), strict=True):
         assert _same(array, expected)
     first = requests[0][0]
-    has_room = (len(requests) > 1 or padding > 0) and not first.dtype.hasobject and first.size >= 500
-    assert [one is stacked[0] for one in rooms] == [True] * has_room
+    has_buffer = (len(requests) > 1 or padding > 0) and not first.dtype.hasobject and first.size >= 500
+    assert [one is stacked[0] for one in buffers] == [True] * has_buffer
 
 
 def _wide(array: Array) -> Array:
@@ -148,7 +148,8 @@ def test_stack_any_requests_leaves_them_as_they_were(batch: Batch) -> None:
 
 @given(st.data())
 def test_packed_requests_are_batched_as_their_arrays_would_be(data: st.DataObject) -> None:
-    """All of one layout, of several, or mixed with requests of arrays; with padding or without, in rooms or without."""
+    """All of one layout, of several, or mixed with requests of arrays; with padding or without, in buffers or
+    without."""
     draw = data.draw
     kinds = sorted(name for name, datatype in DATATYPES.items() if datatype.item_bytes)
     large = draw(st.sampled_from([1, 1, 3_000]))
@@ -172,21 +173,21 @@ def test_packed_requests_are_batched_as_their_arrays_would_be(data: st.DataObjec
         seen.extend(inputs)
         return inputs
 
-    rooms: list[Array] = []
+    buffers: list[Array] = []
 
-    def room(index: int, shape: tuple[int, ...]) -> Array:
-        rooms.append(np.empty(shape, DATATYPES[specs[index].datatype].dtype))
-        return rooms[-1]
+    def allocate(index: int, shape: tuple[int, ...]) -> Array:
+        buffers.append(np.empty(shape, DATATYPES[specs[index].datatype].dtype))
+        return buffers[-1]
 
-    given = draw(st.sampled_from([None, room]))
+    given = draw(st.sampled_from([None, allocate]))
     execution = run_batch(spec, requests, run, padded_rows, given)
 
     if given is not None:
         are_alike = len(requests) > 1 and len({id(getattr(one, "layout", one)) for one in requests}) == 1
         is_joined = len(requests) > 1 or padded_rows > rows_of(requests)[0]
-        roomy = [index for index, one in enumerate(requests[0]) if are_alike or (is_joined and one.size >= 500)]
-        assert len(rooms) == len(roomy)
-        assert all(one is seen[index] for one, index in zip(rooms, roomy, strict=True))
+        in_buffers = [index for index, one in enumerate(requests[0]) if are_alike or (is_joined and one.size >= 500)]
+        assert len(buffers) == len(in_buffers)
+        assert all(one is seen[index] for one, index in zip(buffers, in_buffers, strict=True))
     expected = stack([tuple(request) for request in requests], max(0, padded_rows - sum(rows_of(requests))))
     assert all(_same(got, wanted) for got, wanted in zip(seen, expected, strict=True))
     assert all(array.flags.c_contiguous for array in seen)

@@ -58,7 +58,7 @@ class Gpu:
         self.memory.put(array.tobytes(), offset)
         return DeviceTensor(self.memory, self.memory.address + offset, array.dtype, array.shape)
 
-    def room(self, size: int, offset: int) -> DeviceTensor:
+    def target(self, size: int, offset: int) -> DeviceTensor:
         return DeviceTensor(self.memory, self.memory.address + offset, np.dtype(np.uint8), (size,))
 
     def copies(self) -> list[int]:
@@ -92,9 +92,9 @@ def test_execute_is_the_same_wherever_inputs_lie_and_outputs_belong(seed: int, t
         padded = int(rng.choice([0, sum(counts), 16, 17]))
         arrays = [[rng.standard_normal((rows, 2)).astype(np.float32) for _ in (0, 1)] for rows in counts]
         requests = [[lying(one) if rng.integers(2) else one for one in request] for request in arrays]
-        rooms = [np.full((rows + 1, 2), 7, np.float32) for rows in counts for _ in (0, 1)]
+        places = [np.full((rows + 1, 2), 7, np.float32) for rows in counts for _ in (0, 1)]
         targets: list[Targets] = [
-            {index: lying(rooms[2 * number + index]) for index in (0, 1) if rng.integers(2)}
+            {index: lying(places[2 * number + index]) for index in (0, 1) if rng.integers(2)}
             for number in range(len(counts))
         ]
         if not any(targets) and rng.integers(2):
@@ -108,9 +108,9 @@ def test_execute_is_the_same_wherever_inputs_lie_and_outputs_belong(seed: int, t
             wanted = targets[number] if targets else {}
             assert [isinstance(output, DeviceTensor) for output in other] == [index in wanted for index in (0, 1)]
             for index in (0, 1):
-                room = rooms[2 * number + index]
-                assert room[-1].tolist() == [7, 7]  # what is beyond the output stays as it was
-                assert room[:-1].tolist() == (one[index].tolist() if index in wanted else [[7, 7]] * counts[number])
+                place = places[2 * number + index]
+                assert place[-1].tolist() == [7, 7]  # what is beyond the output stays as it was
+                assert place[:-1].tolist() == (one[index].tolist() if index in wanted else [[7, 7]] * counts[number])
 
 
 def test_execute_of_what_lies_on_the_device_and_stays_there_copies_nothing_to_or_from_the_host(
@@ -119,7 +119,7 @@ def test_execute_of_what_lies_on_the_device_and_stays_there_copies_nothing_to_or
     slot = slots(tmp_path, models.identity("FP32", ("batch", 2)), one_of(2), device.accelerator)[0]
     x = np.arange(6, dtype=np.float32).reshape(3, 2)
     requests = [[device.lying(x[:2], 64)], [device.lying(x[2:], 128)]]
-    targets = [{0: device.room(2 * ROW, 512)}, {0: device.room(ROW, 1024)}]
+    targets = [{0: device.target(2 * ROW, 512)}, {0: device.target(ROW, 1024)}]
     results = slot.execute(requests, 8, targets).results
     assert [[one.shape for one in result] for result in results if not isinstance(result, Exception)] == [
         [(2, 2)], [(1, 2)]
@@ -139,7 +139,7 @@ def test_execute_output_over_an_input_is_right(tmp_path: Path, device: Gpu) -> N
     x = np.arange(1, 7, dtype=np.float32).reshape(3, 2)
     tensor = device.lying(x, 0)
     for sign in (-1, 1, -1):
-        slot.execute([[tensor]], 4, [{0: device.room(3 * ROW, 0)}])
+        slot.execute([[tensor]], 4, [{0: device.target(3 * ROW, 0)}])
         assert device.memory.get(3 * ROW) == (sign * x).tobytes()
 
 
@@ -154,8 +154,8 @@ def test_execute_outputs_of_open_size_are_left_where_they_fit_and_else_come_as_a
 ) -> None:
     slot = slots(tmp_path, models.identity("FP32", ("batch", "n")), OPEN, device.accelerator)[0]
     x = np.arange(10, dtype=np.float32).reshape(2, 5)
-    for room, fits in ((20, True), (19, False), (40, True)):
-        targets = [{0: device.room(room, 512)}, {0: device.room(20, 1024)}]
+    for size, fits in ((20, True), (19, False), (40, True)):
+        targets = [{0: device.target(size, 512)}, {0: device.target(20, 1024)}]
         device.memory.put(bytes(2048), 512)
         one, two = slot.execute([[device.lying(x[:1], 0)], [x[1:]]], 4, targets).results
         assert isinstance(one, list)
@@ -173,7 +173,7 @@ def test_execute_of_a_request_some_of_whose_outputs_have_no_room_writes_none_of_
 ) -> None:
     slot = slots(tmp_path, pair_model(), PAIR, device.accelerator)[0]
     x = np.ones((2, 2), np.float32)
-    (result,) = slot.execute([[x, x]], 0, [{0: device.room(2 * ROW, 0), 1: device.room(2 * ROW - 1, 64)}]).results
+    (result,) = slot.execute([[x, x]], 0, [{0: device.target(2 * ROW, 0), 1: device.target(2 * ROW - 1, 64)}]).results
     assert isinstance(result, list)
     assert [one.tolist() for one in result] == [[[0, 0]] * 2, [[3, 3]] * 2]
     assert device.memory.get(128) == bytes(128)
@@ -199,7 +199,7 @@ def test_execute_without_batch_axis(tmp_path: Path, device: Gpu) -> None:
         spec = ModelSpec((TensorSpec("INPUT0", "FP32", dims),), (TensorSpec("OUTPUT0", "FP32", dims),))
         slot = slots(tmp_path, models.identity("FP32", dims), spec, device.accelerator)[0]
         x = np.arange(5, 5 + np.prod(dims, dtype=int), dtype=np.float32).reshape(dims)
-        (result,) = slot.execute([[device.lying(x, 0)]], 0, [{0: device.room(64, 256)}]).results
+        (result,) = slot.execute([[device.lying(x, 0)]], 0, [{0: device.target(64, 256)}]).results
         assert not isinstance(result, Exception)
         assert result[0].shape == dims
         assert device.memory.get(x.nbytes, 256) == x.tobytes()
@@ -208,7 +208,7 @@ def test_execute_without_batch_axis(tmp_path: Path, device: Gpu) -> None:
 def test_execute_tensors_without_elements(tmp_path: Path, device: Gpu) -> None:
     slot = slots(tmp_path, models.identity("FP32", ("batch", "n")), OPEN, device.accelerator)[0]
     x = np.zeros((2, 0), np.float32)
-    (result,) = slot.execute([[device.lying(x, 0)]], 4, [{0: device.room(64, 256)}]).results
+    (result,) = slot.execute([[device.lying(x, 0)]], 4, [{0: device.target(64, 256)}]).results
     assert not isinstance(result, Exception)
     assert result[0].shape == (2, 0)
 
@@ -231,7 +231,7 @@ def test_execute_clients_memory_that_cannot_be_copied_is_the_requests_fault_unle
 ) -> None:
     slot = slots(tmp_path, negative(), one_of(2), device.accelerator)[0]
     x = np.ones((1, 2), np.float32)
-    for requests, targets in (([[device.lying(x, 0)]], []), ([[x]], [{0: device.room(ROW, 0)}])):
+    for requests, targets in (([[device.lying(x, 0)]], []), ([[x]], [{0: device.target(ROW, 0)}])):
         device.driver.stand_in_fail(b"cuMemcpyDtoDAsync", code)
         with pytest.raises(ExecutionError, match=f"cuMemcpyDtoDAsync_v2 returned {code}") as caught:
             slot.execute(requests, 0, targets)

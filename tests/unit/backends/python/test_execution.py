@@ -141,7 +141,7 @@ def test_execute_after_many_large_batches_has_all_memory_again(instance: PythonI
     assert run(instance, 1) == [10]
     process = instance._process
     assert process is not None
-    assert process._line.used_bytes == 0
+    assert process._link.used_bytes == 0
 
 
 def test_execute_bool_of_other_bytes_than_0_and_1_is_true(folder: Path) -> None:

@@ -31,10 +31,10 @@ from tests.rlimits import without_threads
 from tests.unit.backends.python_models import CLASS, CPU, SPEC, is_alive, run, serving
 
 
-def unread_bytes(line: BlockingLink) -> int:
+def unread_bytes(link: BlockingLink) -> int:
     """Of what was sent, by what the kernel keeps of it."""
     kept = array("i", [0])
-    fcntl.ioctl(line._socket, termios.TIOCOUTQ, kept)
+    fcntl.ioctl(link._socket, termios.TIOCOUTQ, kept)
     return kept[0]
 
 
@@ -81,8 +81,8 @@ def test_death_of_a_process_before_it_reads_a_batch_is_told_from_a_crash(instanc
     os.kill(pid, signal.SIGSTOP)
     with ThreadPoolExecutor(1) as asking:
         answer = asking.submit(run, instance, 4)
-        line = instance._process._line  # type: ignore[union-attr]
-        eventually(lambda: unread_bytes(line) > 0, "the batch is on its way")
+        link = instance._process._link  # type: ignore[union-attr]
+        eventually(lambda: unread_bytes(link) > 0, "the batch is on its way")
         os.kill(pid, signal.SIGKILL)
         with pytest.raises(ProcessEndedBeforeBatch, match="was killed by SIGKILL, before it had read this batch"):
             answer.result(30)
@@ -311,7 +311,7 @@ def test_batches_are_stacked_in_rooms_which_are_free_afterwards_whatever_comes(c
     with pytest.raises(ExecutionError, match="don't fit together"):
         counting.execute([wide[0], odd])
     assert len(counting.rooms) == 1
-    assert process._line.used_bytes == 0
+    assert process._link.used_bytes == 0
     counting.rooms.clear()
     counting.execute([(one[:1], two[:1]) for one, two in wide])
     assert counting.rooms == [], "of small ones copies cost less"

@@ -1,4 +1,4 @@
-"""Two ends of a line, in one process: turns, places that are given back, and what finds no room."""
+"""Two ends of a link, in one process: turns, places that are given back, and what finds no room."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SIZE = 1 << 20
 LARGE = np.arange(20_000, dtype=np.float32)
 WIDE = np.arange(40_000, dtype=np.float32)
 WORTH_BYTES = 128 * 1024
-"""From so many on an array may have a room."""
+"""From so many on an array may have a buffer."""
 
 Ends = tuple[BlockingLink, BlockingLink]
 
@@ -117,11 +117,11 @@ def arrived(ends: Ends, *arrays: Array) -> tuple[Array, ...]:
     return there.unpack(message[1])
 
 
-def made_there(line: BlockingLink, number: int, value: float = 1.0) -> Array:
-    room = line.buffer(number, WIDE.dtype, WIDE.shape)
-    assert room is not None
-    room[...] = WIDE * value
-    return room
+def made_there(link: BlockingLink, number: int, value: float = 1.0) -> Array:
+    buffer = link.buffer(number, WIDE.dtype, WIDE.shape)
+    assert buffer is not None
+    buffer[...] = WIDE * value
+    return buffer
 
 
 def test_arrays_made_in_a_room_arrive_beside_others_and_take_no_second_place(ends: Ends) -> None:
@@ -146,7 +146,7 @@ def test_arrays_made_in_a_room_arrive_beside_others_and_take_no_second_place(end
     assert here.used_bytes == 0
 
 
-def test_room_is_written_to_by_nobody_as_long_as_the_other_end_has_it(ends: Ends) -> None:
+def test_buffer_is_written_to_by_nobody_as_long_as_the_other_end_has_it(ends: Ends) -> None:
     here, _ = ends
     (first,) = arrived(ends, made_there(here, 0))
     (second,) = arrived(ends, made_there(here, 0, 2.0))
@@ -154,7 +154,7 @@ def test_room_is_written_to_by_nobody_as_long_as_the_other_end_has_it(ends: Ends
     np.testing.assert_array_equal(second, WIDE * 2)
 
 
-def test_room_that_is_not_used_is_free_again(ends: Ends) -> None:
+def test_buffer_that_is_not_used_is_free_again(ends: Ends) -> None:
     here, _ = ends
     made_there(here, 0)
     made_there(here, 1)
@@ -164,22 +164,22 @@ def test_room_that_is_not_used_is_free_again(ends: Ends) -> None:
     assert here.used_bytes == 0
 
 
-def test_rooms_are_free_again_if_what_is_beside_them_cannot_be_packed(ends: Ends) -> None:
+def test_buffers_are_free_again_if_what_is_beside_them_cannot_be_packed(ends: Ends) -> None:
     here, _ = ends
-    room = made_there(here, 0)
+    buffer = made_there(here, 0)
     with pytest.raises(TypeError):
-        here.pack([room, np.array([1], object)])
+        here.pack([buffer, np.array([1], object)])
     assert here.used_bytes == 0
 
 
-def test_rooms_ride_in_the_message_with_what_finds_none(ends: Ends) -> None:
+def test_buffers_ride_in_the_message_with_what_finds_none(ends: Ends) -> None:
     here, there = ends
-    room = made_there(here, 0)
+    buffer = made_there(here, 0)
     huge = np.zeros(SIZE, np.uint8)
     got: list[Array] = []
     thread = threading.Thread(target=lambda: got.extend(there.unpack((there.receive() or (0,))[1])))
     thread.start()
-    here.send(1, here.pack([room, huge]))
+    here.send(1, here.pack([buffer, huge]))
     thread.join()
     assert here.used_bytes == 0
     np.testing.assert_array_equal(got[0], WIDE)
@@ -202,21 +202,21 @@ def test_there_is_no_room_for_what_is_small_or_has_no_size_or_finds_none(
     here, _ = ends
     assert here.buffer(0, np.dtype(dtype), shape) is None
     assert here.used_bytes == 0
-    room = here.buffer(0, np.dtype(np.float32), (2, WORTH_BYTES // 8))
-    assert room is not None
-    assert (room.dtype, room.shape) == (np.float32, (2, WORTH_BYTES // 8))
+    buffer = here.buffer(0, np.dtype(np.float32), (2, WORTH_BYTES // 8))
+    assert buffer is not None
+    assert (buffer.dtype, buffer.shape) == (np.float32, (2, WORTH_BYTES // 8))
 
 
-def test_rooms_that_are_forgotten_are_free_and_packed_as_any_array(ends: Ends) -> None:
+def test_buffers_that_are_forgotten_are_free_and_packed_as_any_array(ends: Ends) -> None:
     here, _ = ends
-    room = made_there(here, 0)
+    buffer = made_there(here, 0)
     here.release_buffers()
     assert here.used_bytes == 0
-    (got,) = arrived(ends, room)
+    (got,) = arrived(ends, buffer)
     np.testing.assert_array_equal(got, WIDE)
 
 
-def test_rooms_that_are_not_packed_leave_their_place_to_what_is() -> None:
+def test_buffers_that_are_not_packed_leave_their_place_to_what_is() -> None:
     here, remote = BlockingLink.pair(SIZE)
     there = BlockingLink.join(remote)
     try:
@@ -229,18 +229,18 @@ def test_rooms_that_are_not_packed_leave_their_place_to_what_is() -> None:
         there.close()
 
 
-def test_rooms_whose_pages_go_when_they_are_free_still_arrive_in_the_message() -> None:
+def test_buffers_whose_pages_go_when_they_are_free_still_arrive_in_the_message() -> None:
     """Beyond the first 64 MiB what is free has no pages any more."""
     here, remote = BlockingLink.pair(130 * 2**20)
     there = BlockingLink.join(remote)
     try:
         here.pack([np.zeros(70 * 2**20, np.uint8)])
-        room = made_there(here, 0)
+        buffer = made_there(here, 0)
         huge = np.ones(100 * 2**20, np.uint8)
         got: list[Array] = []
         thread = threading.Thread(target=lambda: got.extend(there.unpack((there.receive() or (0,))[1])))
         thread.start()
-        here.send(1, here.pack([room, huge]))
+        here.send(1, here.pack([buffer, huge]))
         thread.join()
         np.testing.assert_array_equal(got[0], WIDE)
         assert got[1].all()

@@ -130,10 +130,10 @@ def test_tensor_has_an_address_within_its_region_alone(
 
 
 class Slot:
-    """An instance with room of its own, that notes whether its inputs lay there."""
+    """An instance with buffers of its own that notes whether its inputs lay there."""
 
     def __init__(self, spec: ModelSpec) -> None:
-        self.rooms: list[Array] = []
+        self.buffers: list[Array] = []
         self.forgotten = 0
         self.there: list[bool] = []
         self._instance = MemoryModel(spec).instance(spec, Device())
@@ -142,11 +142,11 @@ class Slot:
         self.forgotten += 1
 
     def buffer(self, index: int, shape: tuple[int, ...]) -> Array:
-        self.rooms.append(np.full(shape, np.nan, np.float32))
-        return self.rooms[-1]
+        self.buffers.append(np.full(shape, np.nan, np.float32))
+        return self.buffers[-1]
 
     def execute(self, requests: Sequence[Tensors], padded_rows: int = 0) -> Execution:
-        self.there.append(len(requests) == 1 and requests[0][0] is self.rooms[-1])
+        self.there.append(len(requests) == 1 and requests[0][0] is self.buffers[-1])
         return self._instance.execute(requests, padded_rows)
 
 
@@ -158,10 +158,10 @@ def test_inputs_are_read_to_where_the_instance_wants_them(region: SystemRegion, 
     results = run([(lying(region, 2, 10 * number),) for number in range(count)], padded).results
     assert values(results) == [[brought(2, 10 * number).tolist()] for number in range(count)]
     assert slot.there == [True]
-    assert [room.shape for room in slot.rooms] == [(max(padded, 2 * count), 2)]
+    assert [buffer.shape for buffer in slot.buffers] == [(max(padded, 2 * count), 2)]
 
 
-def test_rooms_of_a_batch_that_comes_to_nothing_are_forgotten(memory: SharedObject, region: SystemRegion) -> None:
+def test_buffers_of_a_batch_that_comes_to_nothing_are_forgotten(memory: SharedObject, region: SystemRegion) -> None:
     requests = [(lying(region, 2, 90),), (lying(region, 2, 90),)]
     memory.resize(90 * 8 + 3)
     for some in (requests, requests[:1]):
@@ -175,7 +175,7 @@ def test_inputs_that_were_brought_need_no_room() -> None:
     slot = Slot(STACKED)
     slot.buffer(0, (0, 2))
     reading(slot.execute, STACKED, slot)([(brought(2),)], 0)
-    assert (slot.there, len(slot.rooms)) == ([False], 1)
+    assert (slot.there, len(slot.buffers)) == ([False], 1)
 
 
 def test_inputs_of_a_model_without_batch_axis_need_no_room(region: SystemRegion) -> None:
@@ -183,7 +183,7 @@ def test_inputs_of_a_model_without_batch_axis_need_no_room(region: SystemRegion)
     slot.buffer(0, (0, 2))
     results = reading(slot.execute, ALONE, slot)([(lying(region, 2, 3),)], 0).results
     assert values(results) == [[[[6, 7], [8, 9]]]]
-    assert (slot.there, len(slot.rooms)) == ([False], 1)
+    assert (slot.there, len(slot.buffers)) == ([False], 1)
 
 
 def test_inputs_that_all_have_left_out_stay_so_beside_those_in_shared_memory(region: SystemRegion) -> None:

@@ -132,28 +132,28 @@ async def test_request_out_of_shared_memory_alone_is_padded_and_answered(
 
 
 @pytest.mark.parametrize("rows", [[ROWS], [4, 2]], ids=str)
-async def test_what_lies_in_shared_memory_is_read_into_a_room_of_the_instance(
+async def test_what_lies_in_shared_memory_is_read_into_a_buffer_of_the_instance(
     tmp_path: Path, memory: SharedObject, monkeypatch: pytest.MonkeyPatch, rows: list[int]
 ) -> None:
-    rooms: list[tuple[int, ...]] = []
-    room_of = PythonInstance.buffer
+    shapes: list[tuple[int, ...]] = []
+    buffer_of = PythonInstance.buffer
 
     def counted(instance: PythonInstance, index: int, shape: tuple[int, ...]) -> Array | None:
-        room = room_of(instance, index, shape)
-        rooms.extend([shape] if room is not None else [])
-        return room
+        buffer = buffer_of(instance, index, shape)
+        shapes.extend([shape] if buffer is not None else [])
+        return buffer
 
     monkeypatch.setattr(PythonInstance, "buffer", counted)
     write(tmp_path, FULL)
     memory.put(wide(ROWS, 5.0))
     async with serving(tmp_path, settings=settings(tmp_path, allow_python_models=True)) as served:
         await register(served, "r", memory.key, ROWS * ROW)
-        rooms.clear()
+        shapes.clear()
         begins = [0, *rows[:-1]]
         answers = await batch(served, *(of_region(count, ROW * one) for count, one in zip(rows, begins, strict=True)))
         for answer, count, begin in zip(answers, rows, begins, strict=True):
             check(answer, wide(ROWS, 5.0)[begin : begin + count])
-    assert rooms == [(ROWS, WIDTH)]
+    assert shapes == [(ROWS, WIDTH)]
 
 
 async def test_request_whose_memory_is_gone_fails_alone(tmp_path: Path, memory: SharedObject) -> None:
