@@ -167,7 +167,7 @@ class Server:
         self._metrics = Metrics()
         self._regions = _regions(settings)
         self._tracer = Tracer(settings.trace)
-        self._room = SharedQueueLimits(settings.limits.queued_requests, settings.limits.queued_bytes)
+        self._shared_limits = SharedQueueLimits(settings.limits.queued_requests, settings.limits.queued_bytes)
         loads = Loads(
             backend_of or _made_once(partial(registry.backend, shared_threads=settings.backend_config.shared_threads)),
             _load_defaults(settings),
@@ -181,7 +181,7 @@ class Server:
             regions=self._regions,
             tracer=self._tracer,
             max_models=settings.limits.models,
-            shared_limits=self._room,
+            shared_limits=self._shared_limits,
         )
         self._layout = Layout(settings.paths, settings.model_config_name, settings.model_name)
         self.poller = Poller(self._layout, self.repository, settings.repository_poll_secs)
@@ -304,10 +304,12 @@ class Server:
         """The processes that speak gRPC, if it isn't this one."""
         if self._settings.frontends == 1:
             return None
-        fleet = FrontPool(self._settings, self._inference, self.repository, self._service.handlers(), self._start_front)
-        self._metrics.add_collector(FrontsCollector(fleet))
-        self._remote_settings.on_log_change = fleet.tell_log_settings
-        return fleet
+        fronts = FrontPool(
+            self._settings, self._inference, self.repository, self._service.handlers(), self._start_front
+        )
+        self._metrics.add_collector(FrontsCollector(fronts))
+        self._remote_settings.on_log_change = fronts.tell_log_settings
+        return fronts
 
     def _tell_health(self) -> None:
         if self._why_closed:
@@ -342,8 +344,8 @@ class Server:
             LimitShown("rpcs", limits.rpcs, lambda: self._grpc.usage.rpcs),
             LimitShown("streams", limits.streams, lambda: self._grpc.usage.streams),
             LimitShown("stream_requests", settings.grpc_max_stream_requests),
-            LimitShown("queued_requests", limits.queued_requests, lambda: self._room.requests),
-            LimitShown("queued_bytes", limits.queued_bytes, lambda: self._room.size_bytes),
+            LimitShown("queued_requests", limits.queued_requests, lambda: self._shared_limits.requests),
+            LimitShown("queued_bytes", limits.queued_bytes, lambda: self._shared_limits.size_bytes),
             LimitShown(
                 "client_shm_regions",
                 settings.max_client_shm_regions,

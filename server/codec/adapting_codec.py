@@ -85,8 +85,8 @@ class AdaptingCodec(ModelCodec):
                 lead = 1 if self._max_batch_rows and not tensor.shape_tensor else 0
                 shown[index] = array.reshape(to_client(tensor, array.shape, lead))
         there = tuple(index for index in decoded.options.outputs if shown[index] is not MISSING)
-        asked = DecodedRequest(decoded.inputs, replace(decoded.options, outputs=there), decoded.targets)
-        return super().encode(request, asked, shown, envelope)
+        narrowed = DecodedRequest(decoded.inputs, replace(decoded.options, outputs=there), decoded.targets)
+        return super().encode(request, narrowed, shown, envelope)
 
     def _rows(self, tensors: Sequence[InputTensor], shapes: Sequence[tuple[int, ...]]) -> int:
         if not self._max_batch_rows:

@@ -26,9 +26,9 @@ def batch_facts_of(facts: BatchFacts) -> Facts:
 def add_batch_facts(response: pb.ModelInferResponse, batch_id_prefix: str, facts: Facts) -> None:
     """Put `facts` into the parameters of `response`."""
     number, rows, padded_rows, queue_ns, compute_ns = facts
-    told = response.parameters
-    told["paceline_batch_id"].string_param = f"{batch_id_prefix}-{number}"
-    told["paceline_batch_rows"].int64_param = rows
-    told["paceline_batch_padded_rows"].int64_param = padded_rows
-    told["paceline_queue_us"].int64_param = queue_ns // 1_000
-    told["paceline_compute_us"].int64_param = compute_ns // 1_000
+    parameters = response.parameters
+    parameters["paceline_batch_id"].string_param = f"{batch_id_prefix}-{number}"
+    parameters["paceline_batch_rows"].int64_param = rows
+    parameters["paceline_batch_padded_rows"].int64_param = padded_rows
+    parameters["paceline_queue_us"].int64_param = queue_ns // 1_000
+    parameters["paceline_compute_us"].int64_param = compute_ns // 1_000

@@ -146,44 +146,44 @@ class ModelCodec:
             short = self._short.encode(request.id, decoded, results, envelope)
             if short is not None:
                 return short
-        asked = decoded.options
+        options = decoded.options
         response = ModelInferResponse(model_name=self._model, model_version=self._version, id=request.id)
         writes: list[Write] = []
         raw: list[bytes] = []
-        room = LARGEST_RESPONSE_BYTES
-        for index in asked.outputs:
+        left_bytes = LARGEST_RESPONSE_BYTES
+        for index in options.outputs:
             tensor, array, datatype = self._spec.outputs[index], results[index], self._output_types[index]
-            if asked.classes and index in asked.classes:
-                array, datatype = self._classes(tensor, array, asked.classes[index]), _BYTES
+            if options.classes and index in options.classes:
+                array, datatype = self._classes(tensor, array, options.classes[index]), _BYTES
             output = response.outputs.add(name=tensor.name, datatype=datatype.name, shape=array.shape)
             try:
                 if decoded.targets and index in decoded.targets:
                     data = array if isinstance(array, DeviceTensor) else raw_buffer(array, datatype)
                     writes.append((output, decoded.targets[index], data))
-                    if not asked.parameters.typed_outputs:
+                    if not options.parameters.typed_outputs:
                         raw.append(b"")
-                elif asked.parameters.typed_outputs:
-                    room = self._room(room, _least_bytes(array, datatype))
+                elif options.parameters.typed_outputs:
+                    left_bytes = self._left_after(left_bytes, _least_bytes(array, datatype))
                     output.contents.CopyFrom(encode_contents(array, datatype))
                 else:
                     if datatype.item_bytes:
-                        self._room(room, array.nbytes)  # before it is copied
+                        self._left_after(left_bytes, array.nbytes)  # before it is copied
                     raw.append(encode_raw(array, datatype))
-                    room = self._room(room, len(raw[-1]))
+                    left_bytes = self._left_after(left_bytes, len(raw[-1]))
             except TensorError as error:
                 raise ExecutionError(f"model '{self._model}': output '{tensor.name}': {error}") from None
-        if room < LARGEST_RESPONSE_BYTES - _SURELY_BYTES:
-            self._room(LARGEST_RESPONSE_BYTES, response.ByteSize() + sum(map(len, raw)))
+        if left_bytes < LARGEST_RESPONSE_BYTES - _SURELY_BYTES:
+            self._left_after(LARGEST_RESPONSE_BYTES, response.ByteSize() + sum(map(len, raw)))
         response.raw_output_contents.extend(raw)
         if writes:
             self._memory.write(writes)
         return response
 
-    def _room(self, room: int, size_bytes: int) -> int:
-        """What is left of `room` after `size_bytes`. Raises AnswerTooLarge if there is less."""
-        if size_bytes > room:
+    def _left_after(self, left_bytes: int, size_bytes: int) -> int:
+        """What is left of `left_bytes` after `size_bytes`. Raises AnswerTooLarge if there is less."""
+        if size_bytes > left_bytes:
             raise AnswerTooLarge(self._model)
-        return room - size_bytes
+        return left_bytes - size_bytes
 
     def _parameters(self, request: ModelInferRequest) -> RequestParameters:
         try:

@@ -49,7 +49,7 @@ class OpenCodec:
         self._codecs: dict[Hashable, tuple[ModelSpec, ModelCodec]] = {}
 
     def decode(self, request: AnyRequest) -> DecodedRequest:
-        """Read the tensors; the result's `asked.spec` describes them. Raises InvalidRequest."""
+        """Read the tensors; the result's `options.spec` describes them. Raises InvalidRequest."""
         message = message_of(request)
         if (most := max(len(message.inputs), len(message.outputs))) > _MAX_TENSORS:
             raise InvalidRequest(f"model '{self._model}': expected at most {_MAX_TENSORS} tensors, got {most}")
@@ -86,10 +86,10 @@ class OpenCodec:
         """The results of the parts of a split request as one; `rows` are those of each part. Raises ExecutionFailed if
         they don't fit together, or don't have those rows: nobody could tell whose rows are whose."""
         first = results[0]
-        told = [[(one.name, one.datatype) for one in part] for part in results]
-        for other in told:
-            if other != told[0]:
-                what = f"the parts of a split request don't fit together: outputs are {told[0]} and {other}"
+        declared = [[(one.name, one.datatype) for one in part] for part in results]
+        for other in declared:
+            if other != declared[0]:
+                what = f"the parts of a split request don't fit together: outputs are {declared[0]} and {other}"
                 raise ExecutionFailed(what)
         for part, count in zip(results, rows, strict=True):
             for one in part:

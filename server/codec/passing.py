@@ -37,9 +37,9 @@ class PassedOn(NamedTuple):
 NOTHING_PASSED_ON = PassedOn()
 
 
-def passed_on_by(request: AnyRequest, sent: PassedHeaders) -> PassedOn:
-    """What `request` takes along; `sent` are the headers of its call."""
-    return PassedOn(sent.headers, sent.tracing, b"" if _is_plain(request) else _extras(message_of(request)))
+def passed_on_by(request: AnyRequest, passed: PassedHeaders) -> PassedOn:
+    """What `request` takes along; `passed` are the headers of its call."""
+    return PassedOn(passed.headers, passed.tracing, b"" if _is_plain(request) else _extras(message_of(request)))
 
 
 def _is_plain(request: AnyRequest) -> bool:

@@ -57,7 +57,7 @@ class ShortWay:
         self._output_types: list[Datatype] = [by_name(tensor.datatype) for tensor in spec.outputs]
         self._plans = BoundedCache[bytes, RequestPlan]()
         self._layouts = BoundedCache[Hashable, Layout]()
-        self._asked = BoundedCache[Hashable, RequestOptions]()
+        self._options = BoundedCache[Hashable, RequestOptions]()
         self._answer_plans = BoundedCache[Hashable, AnswerPlan]()
         self._nowhere = Located([MISSING] * len(spec.inputs), NOWHERE, ())
 
@@ -74,7 +74,7 @@ class ShortWay:
     def decode_alike(self, requests: Iterable[AnyRequest]) -> AlikeRequests | None:
         """As many of the first requests as ask for the same, decoded. Their inputs' sizes are known, and they have no
         deadline parameter. None if the first one has to be decoded by itself."""
-        asked: RequestOptions | None = None
+        options: RequestOptions | None = None
         located: Located | None = None
         inputs: list[Inputs] = []
         targets: list[Targets] = []
@@ -85,11 +85,11 @@ class ShortWay:
             plan = self._plans.get(mold.head)
             if plan is None:
                 break
-            if asked is None:
-                asked = plan.options
-                if asked.size_bytes < 0 or asked.parameters.deadline_ns:
+            if options is None:
+                options = plan.options
+                if options.size_bytes < 0 or options.parameters.deadline_ns:
                     return None
-            if plan.options is not asked:
+            if plan.options is not options:
                 break
             note = mold.note
             if note is not None and note[0] is plan and note[1] is not None and not plan.targets:
@@ -103,7 +103,7 @@ class ShortWay:
             its_inputs, located = found
             inputs.append(its_inputs)
             targets.append(located.targets)
-        return AlikeRequests(asked, inputs, targets) if asked is not None and inputs else None
+        return AlikeRequests(options, inputs, targets) if options is not None and inputs else None
 
     # hot path: see bench/
     def _tensors(self, request: WireRequest, plan: RequestPlan, last: Located | None) -> tuple[Inputs, Located] | None:
@@ -143,11 +143,11 @@ class ShortWay:
         wanted, targets = decoded.options.outputs, decoded.targets
         if targets:
             return self._plan_for(wanted, results, envelope, targets).of(results.outputs, targets)
-        among = wanted, results.stop - results.start, envelope
+        kind = wanted, results.stop - results.start, envelope
         notes = results.outputs.notes
-        if among not in notes:
-            notes[among] = self._plan_for(wanted, results, envelope).of(results.outputs)
-        answers: BatchAnswers | None = notes[among]
+        if kind not in notes:
+            notes[kind] = self._plan_for(wanted, results, envelope).of(results.outputs)
+        answers: BatchAnswers | None = notes[kind]
         return answers
 
     def _respond(
@@ -164,8 +164,8 @@ class ShortWay:
 
     def learn(self, head: bytes, request: ModelInferRequest, decoded: DecodedRequest) -> None:
         """Remember how to decode requests with this head, if nothing but their tensors has to be read."""
-        asked = decoded.options
-        if asked.classes or any(self._spec.inputs[self._inputs[tensor.name]].utf8 for tensor in request.inputs):
+        options = decoded.options
+        if options.classes or any(self._spec.inputs[self._inputs[tensor.name]].utf8 for tensor in request.inputs):
             return
         inputs, region_inputs = [], []
         for tensor in request.inputs:
@@ -181,25 +181,25 @@ class ShortWay:
             inputs.append(InputPlan(index, datatype, shape, size_bytes if plain else -1))
         layout = None if region_inputs else self._layout(inputs)
         sizes = [*(one.size_bytes for one in inputs), *(one.where.byte_size for one in region_inputs)]
-        size_bytes = sum(sizes) if min(sizes, default=0) >= 0 else asked.size_bytes
+        size_bytes = sum(sizes) if min(sizes, default=0) >= 0 else options.size_bytes
         plan = RequestPlan(
             tuple(inputs),
             tuple(region_inputs),
             tuple((index, span.place) for index, span in decoded.targets.items()),
             len(self._inputs),
-            self._same(replace(asked, size_bytes=size_bytes)),
+            self._same(replace(options, size_bytes=size_bytes)),
             layout,
             None if region_inputs or decoded.targets else self._nowhere,
         )
         self._plans.remember(head, plan, len(head))
 
-    def _same(self, asked: RequestOptions) -> RequestOptions:
+    def _same(self, options: RequestOptions) -> RequestOptions:
         """One object for all requests that ask for the same, even if their heads differ, as in the shared memory that
         they name."""
-        what = asked.rows, asked.key, asked.outputs, asked.parameters, asked.size_bytes
-        if what not in self._asked:
-            self._asked.remember(what, asked)
-        return self._asked[what]
+        what = options.rows, options.key, options.outputs, options.parameters, options.size_bytes
+        if what not in self._options:
+            self._options.remember(what, options)
+        return self._options[what]
 
     def _layout(self, inputs: Sequence[InputPlan]) -> Layout | None:
         """The layout of the model's inputs, one object for all requests with the same. None if some inputs are left

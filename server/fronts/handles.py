@@ -31,12 +31,12 @@ class Handles:
     def update(self, served: Mapping[tuple[str, str], ServedModel]) -> Catalogue:
         """Give handles to new models, forget those that are gone, and make the snapshot."""
         # Fronts know nothing about models that don't declare their tensors: they pass requests for them on unchanged.
-        told = {name: model for name, model in served.items() if not isinstance(model.codec, OpenCodec)}
-        models: Iterable[ServedModel] = dict.fromkeys(told.values())
+        shown = {name: model for name, model in served.items() if not isinstance(model.codec, OpenCodec)}
+        models: Iterable[ServedModel] = dict.fromkeys(shown.values())
         self._handles = {model: self._handles.get(model) or next(self._numbers) for model in models}
         self._models = {handle: model for model, handle in self._handles.items()}
         cards = tuple(_card(model, handle) for model, handle in self._handles.items())
-        return Catalogue(cards, {name: self._handles[model] for name, model in told.items()})
+        return Catalogue(cards, {name: self._handles[model] for name, model in shown.items()})
 
 
 def _card(model: ServedModel, handle: int) -> VersionInfo:

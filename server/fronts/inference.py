@@ -156,11 +156,11 @@ class Replies:
         began_ns: int,
         deadline_ns: int,
         parent: TraceParent | None,
-        sent: PassedHeaders,
+        passed: PassedHeaders,
     ) -> None:
         data = request.data if isinstance(request, WireRequest) else request.SerializeToString()
-        told = None if sent is NO_PASSED_HEADERS else tuple(sent)
-        self._link.send((protocol.INFER, number, began_ns, deadline_ns, parent, told, data))
+        headers = None if passed is NO_PASSED_HEADERS else tuple(passed)
+        self._link.send((protocol.INFER, number, began_ns, deadline_ns, parent, headers, data))
 
 
 # hot path
@@ -199,12 +199,12 @@ class RemoteInference:
             decoded = model.codec.decode(request)
         except (ServerError, ValueError):
             return self._replies.send_whole(flight)
-        asked = decoded.options
-        told = asked.parameters
-        if told.typed_outputs or asked.classes:
+        options = decoded.options
+        parameters = options.parameters
+        if parameters.typed_outputs or options.classes:
             return self._replies.send_whole(flight)
-        if told.deadline_ns:
-            deadline_ns = min(deadline_ns, answer_deadline_ns(told.deadline_ns / 1e9, flight.began_ns))
+        if parameters.deadline_ns:
+            deadline_ns = min(deadline_ns, answer_deadline_ns(parameters.deadline_ns / 1e9, flight.began_ns))
         self._replies.refuse_if_full()
         # The codec has no regions, so none of them is in clients' shared memory.
         parcel = self._link.pack(cast("Tensors", decoded.inputs))
@@ -219,10 +219,10 @@ class RemoteInference:
             flight.began_ns,
             deadline_ns,
             flight.parent,
-            asked.rows,
-            asked.key,
-            asked.outputs,
-            None if told is NO_PARAMETERS else _parameter_values(told),
+            options.rows,
+            options.key,
+            options.outputs,
+            None if parameters is NO_PARAMETERS else _parameter_values(parameters),
             parcel,
             tuple(passed_on_by(request, flight.passed)) if model.remote else None,
         )

@@ -108,31 +108,31 @@ class FrontPool:
     @property
     def requests(self) -> int:
         """How many answers fronts wait for."""
-        return sum(desk.requests for desk in self._desks)
+        return sum(session.requests for session in self._sessions)
 
     @property
     def input_bytes(self) -> int:
         """Shared memory that requests here hold."""
-        return sum(desk.seen_bytes for desk in self._desks)
+        return sum(session.seen_bytes for session in self._sessions)
 
     @property
     def output_bytes(self) -> int:
         """Shared memory taken by results that fronts haven't released."""
-        return sum(desk.used_bytes for desk in self._desks)
+        return sum(session.used_bytes for session in self._sessions)
 
     @property
     def usage(self) -> Usage:
         """What is in progress in all fronts, and what they and those before them have refused."""
-        return reduce(Usage.plus, (desk.usage for desk in self._desks), self._usage_before)
+        return reduce(Usage.plus, (session.usage for session in self._sessions), self._usage_before)
 
-    def keep_refused(self, desk: FrontSession) -> None:
+    def keep_refused(self, session: FrontSession) -> None:
         """For a front that is gone: what it has refused still counts."""
-        self._usage_before = self._usage_before.plus(Usage(refused=desk.usage.refused))
+        self._usage_before = self._usage_before.plus(Usage(refused=session.usage.refused))
 
     @property
-    def _desks(self) -> list[FrontSession]:
+    def _sessions(self) -> list[FrontSession]:
         """Those of the fronts that run."""
-        return [front.desk for front in self._fronts if front.desk is not None]
+        return [front.session for front in self._fronts if front.session is not None]
 
     async def open(self, port: int) -> int:
         """Start the fronts and have them listen on `port`, or on a free one if that is 0; returns the port. Raises
@@ -174,7 +174,9 @@ class FrontPool:
         for front in self._fronts:
             front.listens.cancel()
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(asyncio.gather(*(desk.until_quiet() for desk in self._desks)), max(grace_s, 0.05))
+            await asyncio.wait_for(
+                asyncio.gather(*(session.until_quiet() for session in self._sessions)), max(grace_s, 0.05)
+            )
         left_s = max(until_s - time.monotonic(), _WAY_OUT_S)
         self._tell((protocol.END, left_s))
         await asyncio.gather(*(front.stop(left_s + _LAST_WORDS_S) for front in self._fronts))
@@ -196,14 +198,16 @@ class FrontPool:
     def stopping(self) -> bool:
         return self.ending.is_set()
 
-    def greet(self, desk: FrontSession) -> None:
+    def greet(self, session: FrontSession) -> None:
         """Tell a new front all it needs."""
         greeting = Greeting(self._settings, self.port, log.current(), self._inference.reads_parents)
-        desk.send((protocol.HELLO, pickle.dumps(greeting)))
-        desk.send(self._catalogue)
-        desk.send(self.state)
+        session.send((protocol.HELLO, pickle.dumps(greeting)))
+        session.send(self._catalogue)
+        session.send(self.state)
 
-    def desk(self, link: Link, on_listens: Callable[[int, str], None], on_end: Callable[[], None]) -> FrontSession:
+    def new_session(
+        self, link: Link, on_listens: Callable[[int, str], None], on_end: Callable[[], None]
+    ) -> FrontSession:
         return FrontSession(link, self._inference, self._handles, self._handlers, on_listens, on_end, self._read)
 
     def _hold_port(self, port: int) -> None:
@@ -229,19 +233,19 @@ class FrontPool:
         self._catalogue = protocol.CATALOGUE, pickle.dumps(self._handles.update(self._repository.served))
 
     def _tell(self, message: Message) -> None:
-        for desk in self._desks:
-            desk.send(message)
+        for session in self._sessions:
+            session.send(message)
 
 
 class _Place:
     """The place of one front, whichever process has it."""
 
-    def __init__(self, fleet: FrontPool, number: int) -> None:
-        self._fleet = fleet
+    def __init__(self, pool: FrontPool, number: int) -> None:
+        self._pool = pool
         self._number = number
         self._process: FrontProcess | None = None
         self._keeping: asyncio.Task[None] | None = None
-        self.desk: FrontSession | None = None
+        self.session: FrontSession | None = None
         self.is_open = False
         self.listens: asyncio.Future[None] = asyncio.Future()
 
@@ -263,38 +267,38 @@ class _Place:
     async def _keep(self) -> None:
         """Start a front, and another one whenever it has died, until the server stops."""
         pause_s = _FIRST_PAUSE_S
-        while not self._fleet.stopping:
+        while not self._pool.stopping:
             born_s = time.monotonic()
             try:
                 how = f"ended with status {await self._live()}"
             except OSError as error:
                 how = f"could not be started: {error.strerror}"
-            if self._fleet.stopping:
+            if self._pool.stopping:
                 break
             if not self.listens.done():
                 self.listens.set_exception(StartError(f"a front {how} before it listened"))
                 break
             pause_s = _FIRST_PAUSE_S if time.monotonic() - born_s > _YOUNG_S else pause_s
             _log.error("front %d %s; the next one in %g s", self._number, how, pause_s)
-            self._fleet.restarts += 1
+            self._pool.restarts += 1
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._fleet.ending.wait(), pause_s)
+                await asyncio.wait_for(self._pool.ending.wait(), pause_s)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
     async def _live(self) -> int:
         """One process, from its start to its end; returns its exit status."""
-        link, remote = Link.pair(self._fleet.memory_bytes)
+        link, remote = Link.pair(self._pool.memory_bytes)
         gone = asyncio.Event()
         watching: asyncio.Task[None] | None = None
         try:
             try:
-                self._process = await self._fleet.start_front(remote.descriptors)
+                self._process = await self._pool.start_front(remote.descriptors)
             finally:
                 remote.close()
-            self.desk = self._fleet.desk(link, self._on_listens, gone.set)
-            self.desk.start()
-            self._fleet.greet(self.desk)
-            watching = asyncio.get_running_loop().create_task(self._watch(self._process, self.desk))
+            self.session = self._pool.new_session(link, self._on_listens, gone.set)
+            self.session.start()
+            self._pool.greet(self.session)
+            watching = asyncio.get_running_loop().create_task(self._watch(self._process, self.session))
             # What it sent before it ended is still in the link.
             status = await self._process.wait()
             with contextlib.suppress(TimeoutError):
@@ -304,23 +308,23 @@ class _Place:
             self.is_open = False
             if watching is not None:
                 watching.cancel()
-            desk, self.desk = self.desk, None
-            if desk is not None:
-                self._fleet.keep_refused(desk)
-                desk.close()
+            session, self.session = self.session, None
+            if session is not None:
+                self._pool.keep_refused(session)
+                session.close()
             else:
                 link.close()
             if self._process is not None and self._process.returncode is None:
                 self._process.kill()
 
-    async def _watch(self, process: FrontProcess, desk: FrontSession) -> None:
+    async def _watch(self, process: FrontProcess, session: FrontSession) -> None:
         """Kill the front if it has begun to report and then falls silent: connections to it would hang. Checks are
         counted rather than time, much of which passes at once if all processes were frozen together."""
-        most, silent, told = self._fleet.timeout_s, 0, desk.times_told
+        most, silent, reports = self._pool.timeout_s, 0, session.reports
         while most:
             await asyncio.sleep(_LOOK_EVERY_S)
-            silent = silent + 1 if desk.times_told == told and told else 0
-            told = desk.times_told
+            silent = silent + 1 if session.reports == reports and reports else 0
+            reports = session.reports
             if silent >= most:
                 _log.error("front %d has said nothing for %d s and is killed", self._number, most)
                 process.kill()

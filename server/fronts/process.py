@@ -118,15 +118,15 @@ class _Front:
         settings = greeting.settings
         self._inference.reads_parents = greeting.reads_parents
         forwarding, passing = header_rules(settings)
-        calling = UnaryInference(self._inference, forwarding, passing)
+        unary = UnaryInference(self._inference, forwarding, passing)
         streaming = Streaming(self._inference, settings.grpc_max_stream_requests, forwarding, passing)
-        add_services = partial(self._add_services, calling, streaming)
+        add_services = partial(self._add_services, unary, streaming)
         self._listener = Listener(settings, add_services, streaming.close, shares_port=True)
         self._listening = self._begin(self._listen(greeting.port))
         self._begin(self._tell_usage())
 
-    def _add_services(self, calling: UnaryInference, streaming: Streaming, server: Registry) -> None:
-        own = {"ModelInfer": calling.ModelInfer, "ModelStreamInfer": streaming.ModelStreamInfer}
+    def _add_services(self, unary: UnaryInference, streaming: Streaming, server: Registry) -> None:
+        own = {"ModelInfer": unary.ModelInfer, "ModelStreamInfer": streaming.ModelStreamInfer}
         handlers = {
             method.name: handler_of(method, own[method.name])
             if method.name in own

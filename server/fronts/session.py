@@ -82,7 +82,7 @@ class FrontSession:
         self._results: deque[_Result] = deque()
         self._quiet = asyncio.Event()
         self.usage = Usage()
-        self.times_told = 0
+        self.reports = 0
         """How often the front has reported its usage: it does so as long as its event loop runs."""
 
     @property
@@ -150,7 +150,7 @@ class FrontSession:
             self._refused(*fields)
         elif kind == protocol.USAGE:
             self.usage = Usage(*fields)
-            self.times_told += 1
+            self.reports += 1
         elif kind == protocol.LISTENS:
             self._on_listens(*fields)
 
@@ -161,7 +161,7 @@ class FrontSession:
         began_ns: int,
         deadline_ns: int,
         parent: TraceParent | None,
-        sent: tuple[Any, ...] | None,
+        headers: tuple[Any, ...] | None,
         data: bytes,
     ) -> None:
         """A request as it came to the front, with its headers: from here on like one that came to this process."""
@@ -170,7 +170,13 @@ class FrontSession:
             self.fail(number, InvalidRequest(str(request)))
             return
         whole = _Whole(
-            self, number, request, deadline_ns, parent, PassedHeaders(*sent) if sent else NO_PASSED_HEADERS, began_ns
+            self,
+            number,
+            request,
+            deadline_ns,
+            parent,
+            PassedHeaders(*headers) if headers else NO_PASSED_HEADERS,
+            began_ns,
         )
         self._waited_for[number] = whole
         self._inference.announce(whole)
@@ -220,22 +226,22 @@ class FrontSession:
         rows: int,
         key: Any,
         outputs: tuple[int, ...],
-        parameters: tuple[Any, ...] | None,
+        parameter_values: tuple[Any, ...] | None,
         parcel: Parcel,
-        carried: tuple[Any, ...] | None,
+        passed_on_values: tuple[Any, ...] | None,
     ) -> None:
         inputs = self._link.unpack(parcel)
         model = self._handles.model(handle)
         if model is None:
             self._link.send((protocol.STALE, number))
             return
-        told = RequestParameters(*parameters) if parameters else NO_PARAMETERS
-        decoded = DecodedRequest(inputs, RequestOptions(rows, key, outputs, told))
+        parameters = RequestParameters(*parameter_values) if parameter_values else NO_PARAMETERS
+        decoded = DecodedRequest(inputs, RequestOptions(rows, key, outputs, parameters))
         request = pb.ModelInferRequest(id=request_id) if request_id else _NAMELESS
         submitted = _Submitted(self, number, request, deadline_ns, parent, NO_PASSED_HEADERS, began_ns)
         try:
-            told_on = PassedOn(*carried) if carried else NOTHING_PASSED_ON
-            self._inference.take(submitted, model, decoded, self._on_results, told_on)
+            passed_on = PassedOn(*passed_on_values) if passed_on_values else NOTHING_PASSED_ON
+            self._inference.take(submitted, model, decoded, self._on_results, passed_on)
         except Exception as error:  # noqa: BLE001 - the front's caller is owed an answer
             self.fail(number, error)
             return
@@ -256,12 +262,12 @@ class FrontSession:
         Raises ExecutionError or AnswerTooLarge, as the codec would, for what no message can carry, and QueueFull for
         what no front could take.
         """
-        number, asked = submitted.number, submitted.decoded.options
+        number, options = submitted.number, submitted.decoded.options
         outputs = [MISSING] * len(results)
-        for index in asked.outputs:
+        for index in options.outputs:
             outputs[index] = results[index]
-        told = batch_facts_of(pending.facts) if asked.parameters.batch_info and pending.facts else None
-        result = protocol.RESULT, number, outputs, told
+        facts = batch_facts_of(pending.facts) if options.parameters.batch_info and pending.facts else None
+        result = protocol.RESULT, number, outputs, facts
         try:
             if self._link.size_bytes > LARGEST_RESPONSE_BYTES < sum(map(tensor_bytes, outputs)):
                 raise AnswerTooLarge(submitted.model.name)  # as the front would, after it was counted
@@ -338,22 +344,22 @@ class _Numbered(InFlight):
 
     def __init__(
         self,
-        desk: FrontSession,
+        session: FrontSession,
         number: int,
         request: AnyRequest,
         deadline_ns: int,
         parent: TraceParent | None,
-        sent: PassedHeaders,
+        passed: PassedHeaders,
         began_ns: int,
     ) -> None:
-        super().__init__(request, deadline_ns, parent, sent)
+        super().__init__(request, deadline_ns, parent, passed)
         self.began_ns = began_ns
-        self.desk = desk
+        self.session = session
         self.number = number
 
     def fail(self, error: BaseException) -> None:
         self.failed = True
-        self.desk.fail(self.number, error)
+        self.session.fail(self.number, error)
 
 
 class _Submitted(_Numbered):
@@ -365,7 +371,7 @@ class _Whole(_Numbered):
 
     # hot path
     def on_done(self) -> None:
-        self.desk.on_done(self)
+        self.session.on_done(self)
 
 
 def _check_sendable(submitted: _Submitted, outputs: Sequence[Array]) -> None:

@@ -267,12 +267,12 @@ def _give_up(instances: Sequence[ModelInstance], undo: ExitStack, error: LoadHan
 def _tried(config: pb.ModelConfig, opened: OpenModel, supervise: Supervise) -> Trial:
     """The model's own spec, tried out if the configuration doesn't say what the first dimensions are, or if what it
     says contradicts the model."""
-    told = config.max_batch_size or config.HasField("dynamic_batching") or config.input or config.output
-    agreed = told and (config.max_batch_size <= 0 or can_batch(config, opened.spec))
+    says = config.max_batch_size or config.HasField("dynamic_batching") or config.input or config.output
+    agreed = says and (config.max_batch_size <= 0 or can_batch(config, opened.spec))
     if agreed or not isinstance(opened, Triable):
         return Trial(opened.spec)
     tried = opened.try_rows(supervise)
-    return replace(tried, why_not="") if told else tried
+    return replace(tried, why_not="") if says else tried
 
 
 def _apart(config: pb.ModelConfig, source: ModelSource) -> tuple[pb.ModelConfig, ModelSource]:

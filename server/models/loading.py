@@ -139,10 +139,10 @@ def always(folder: ModelFolder) -> Find:
     return lambda: nullcontext(folder)
 
 
-def _run(load: Callable[[], list[LoadedVersion]], told: list[Future[list[LoadedVersion]]]) -> None:
-    """Run `load` unless its future was cancelled. The future is taken out of `told`: the frames in an error's traceback
-    refer to that list, which mustn't refer back to the error."""
-    future = told.pop()
+def _run(load: Callable[[], list[LoadedVersion]], futures: list[Future[list[LoadedVersion]]]) -> None:
+    """Run `load` unless its future was cancelled. The future is taken out of `futures`: the frames in an error's
+    traceback refer to that list, which mustn't refer back to the error."""
+    future = futures.pop()
     if not future.set_running_or_notify_cancel():
         return
     try:

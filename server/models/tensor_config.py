@@ -74,8 +74,8 @@ def can_batch(config: pb.ModelConfig, own: ModelSpec) -> bool:
     cut = {one.name: not one.is_shape_tensor for one in config.output} | dict.fromkeys(_scattered(config), False)
     stacked = [one for one in own.inputs if one.name not in made and joined.get(one.name, not one.optional)]
     stacked += [one for one in own.outputs if cut.get(one.name, not config.output)]
-    told = config.max_batch_size > 0
-    return bool(own.inputs) and all(tensor.dims[:1] == (-1,) or (tensor.any_rank and told) for tensor in stacked)
+    asked_for = config.max_batch_size > 0
+    return bool(own.inputs) and all(tensor.dims[:1] == (-1,) or (tensor.any_rank and asked_for) for tensor in stacked)
 
 
 def served_spec(config: pb.ModelConfig, own: ModelSpec, *, batched: bool) -> ModelSpec:

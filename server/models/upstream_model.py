@@ -49,10 +49,10 @@ def bring(
 
 
 def _version(
-    name: str, told: UpstreamVersion, server: RemoteServer, settings: UpstreamSettings, batching: BatchDefaults
+    name: str, listed: UpstreamVersion, server: RemoteServer, settings: UpstreamSettings, batching: BatchDefaults
 ) -> LoadedVersion:
-    metadata = pb.ModelMetadataResponse.FromString(told.metadata)
-    config = config_pb.ModelConfig.FromString(told.config) if told.config else None
+    metadata = pb.ModelMetadataResponse.FromString(listed.metadata)
+    config = config_pb.ModelConfig.FromString(listed.config) if listed.config else None
     own = ModelSpec(_tensors("input", metadata.inputs), _tensors("output", metadata.outputs))
     if not (own.inputs and own.outputs):
         own = ModelSpec((), ())  # each request says
@@ -75,10 +75,10 @@ def _version(
         file="",
         groups=(),
     )
-    model = RemoteModel(server, name, told.version, plan.spec, metadata.platform)
+    model = RemoteModel(server, name, listed.version, plan.spec, metadata.platform)
     instances = settings.batches if rows else settings.calls
     return LoadedVersion(
-        name, told.version, made, plan, {}, model, tuple(model.instance(number) for number in range(instances))
+        name, listed.version, made, plan, {}, model, tuple(model.instance(number) for number in range(instances))
     )
 
 

@@ -36,7 +36,7 @@ caller's deadline was too short."""
 
 class InFlight:
     """A request in flight. `deadline_ns` is when its answer has to leave to reach the caller in time, on the monotonic
-    clock. `parent` is the caller's trace. `sent` are headers for another server, if one executes the request.
+    clock. `parent` is the caller's trace. `passed` are headers for another server, if one executes the request.
 
     `model` is set when it is looked up, `decoded` (a `DecodedRequest`) when the request is checked, and `pending` when
     it is submitted; the last two are kept until it ends. Then `on_done` is called, unless the request is `gone`: given
@@ -54,11 +54,13 @@ class InFlight:
     answer: AnyResponse | None = None
     gone = cancelled = False
 
-    def __init__(self, request: AnyRequest, deadline_ns: int, parent: TraceParent | None, sent: PassedHeaders) -> None:
+    def __init__(
+        self, request: AnyRequest, deadline_ns: int, parent: TraceParent | None, passed: PassedHeaders
+    ) -> None:
         self.request = request
         self.deadline_ns = deadline_ns
         self.parent = parent
-        self.passed = sent
+        self.passed = passed
         self.began_ns = time.monotonic_ns()
 
     def cancel(self) -> None:
@@ -98,9 +100,9 @@ class Call(InFlight):
         request: AnyRequest,
         deadline_ns: int,
         parent: TraceParent | None,
-        sent: PassedHeaders,
+        passed: PassedHeaders,
     ) -> None:
-        super().__init__(request, deadline_ns, parent, sent)
+        super().__init__(request, deadline_ns, parent, passed)
         self._inference = inference
         self._error: BaseException | None = None
         self._done = _Done()

@@ -124,19 +124,19 @@ class Inference:
         except Exception:  # noqa: BLE001 - it is logged, and each is submitted by itself
             _log.exception("requests can't be submitted together")
             pendings = ()
-        asked, inputs, targets = alike
+        options, inputs, targets = alike
         if not pendings:
             for flight, its_inputs, its_targets in zip(together, inputs, targets, strict=True):
-                flight.decoded = DecodedRequest(its_inputs, asked, its_targets)
+                flight.decoded = DecodedRequest(its_inputs, options, its_targets)
             return False
         # The batcher has their inputs now.
-        decoded, told = DecodedRequest((), asked), self._on_done
+        decoded, on_done = DecodedRequest((), options), self._on_done
         for flight, pending, its_targets in zip(together, pendings, targets, strict=True):
             if decoded.targets is not its_targets:
-                decoded = DecodedRequest((), asked, its_targets)
+                decoded = DecodedRequest((), options, its_targets)
             flight.decoded = decoded
             flight.pending = pending
-            pending.on_done, pending.subject = told, flight
+            pending.on_done, pending.subject = on_done, flight
         return True
 
     # hot path: see bench/
@@ -168,10 +168,10 @@ class Inference:
         model: ServedModel,
         decoded: DecodedRequest,
         on_done: Callable[[list[Any]], None],
-        carried: PassedOn = NOTHING_PASSED_ON,
+        passed_on: PassedOn = NOTHING_PASSED_ON,
     ) -> None:
         """Hand a request that was looked up and checked elsewhere to its model's batcher. `on_done` is called with
-        requests that are done, and has to call `conclude` for each. `carried` is for another server, if one executes
+        requests that are done, and has to call `conclude` for each. `passed_on` is for another server, if one executes
         the request. Raises errors that are found now."""
         flight.model, flight.decoded = model, decoded
         if self._spans is not None or debugging.on:
@@ -185,7 +185,7 @@ class Inference:
             raise refusal
         try:
             if model.remote:
-                pending = submit_remote(flight, model, decoded, carried, 0)
+                pending = submit_remote(flight, model, decoded, passed_on, 0)
             else:
                 pending = submit(flight, model, decoded, 0)
         except Exception as error:

@@ -31,14 +31,14 @@ __all__ = ["submit", "submit_alike", "submit_remote"]
 def submit(flight: InFlight, model: ServedModel, decoded: DecodedRequest, arrived_ns: int) -> asyncio.Future[Any]:
     """Hand the request, which arrived at `arrived_ns` (0: now), to the batcher. Returns the batcher's future, or a task
     of `submit_parts` if the request is split."""
-    asked, inputs, targets = decoded.options, decoded.inputs, decoded.targets
+    options, inputs, targets = decoded.options, decoded.inputs, decoded.targets
     described = _described(flight, decoded)
-    if 0 < model.max_batch_rows < asked.rows:
-        whole = asyncio.ensure_future(submit_parts(model.batcher, inputs, asked.rows, asked.key, **described))
+    if 0 < model.max_batch_rows < options.rows:
+        whole = asyncio.ensure_future(submit_parts(model.batcher, inputs, options.rows, options.key, **described))
         model.in_parts(whole)
         return whole
     payload = _directed(model, inputs, targets)
-    return model.batcher.submit(payload, asked.rows, asked.key, arrived_ns=arrived_ns, **described)
+    return model.batcher.submit(payload, options.rows, options.key, arrived_ns=arrived_ns, **described)
 
 
 # hot path: see bench/
@@ -47,13 +47,13 @@ def submit_alike(flights: Sequence[InFlight], model: ServedModel, alike: AlikeRe
     withdrawn. Then each is to be submitted by itself: `submit` has the error texts."""
     if any(flight.gone or flight.cancelled for flight in flights):
         return ()
-    asked, inputs, targets = alike
+    options, inputs, targets = alike
     if model.writes_outputs and any(targets):
         inputs = [_directed(model, *tensors) for tensors in zip(inputs, targets, strict=True)]
-    parameters = asked.parameters
+    parameters = options.parameters
     return model.batcher.submit_alike(
         inputs,
-        Alike(asked.rows, asked.key, asked.size_bytes, parameters.priority, parameters.timeout_ns),
+        Alike(options.rows, options.key, options.size_bytes, parameters.priority, parameters.timeout_ns),
         [flight.began_ns for flight in flights],
         [flight.deadline_ns for flight in flights],
     )
@@ -68,20 +68,22 @@ def _directed(model: ServedModel, inputs: Inputs, targets: Targets) -> Inputs:
 
 
 def submit_remote(
-    flight: InFlight, model: ServedModel, decoded: DecodedRequest, carried: PassedOn, arrived_ns: int
+    flight: InFlight, model: ServedModel, decoded: DecodedRequest, passed_on: PassedOn, arrived_ns: int
 ) -> asyncio.Future[Any]:
-    """The same for a model that another server executes. `carried` goes along: what that server needs besides
+    """The same for a model that another server executes. `passed_on` goes along: what that server needs besides
     tensors."""
     # Inputs are never in shared memory here: that and another server exclude each other.
-    asked, inputs = decoded.options, cast("Tensors", decoded.inputs)
-    payload = RemoteRequest(inputs, asked.outputs, flight.deadline_ns, flight.request.id, *carried, spec=asked.spec)
-    key = asked.key, carried.key
+    options, inputs = decoded.options, cast("Tensors", decoded.inputs)
+    payload = RemoteRequest(
+        inputs, options.outputs, flight.deadline_ns, flight.request.id, *passed_on, spec=options.spec
+    )
+    key = options.key, passed_on.key
     described = _described(flight, decoded)
-    if 0 < model.max_batch_rows < asked.rows:
+    if 0 < model.max_batch_rows < options.rows:
         parts = submit_parts(
             model.batcher,
             inputs,
-            asked.rows,
+            options.rows,
             key,
             join=model.codec.join if isinstance(model.codec, OpenCodec) else None,
             payload_of=lambda inputs: payload._replace(inputs=inputs, id=""),
@@ -90,7 +92,7 @@ def submit_remote(
         whole = asyncio.ensure_future(parts)
         model.in_parts(whole)
         return whole
-    return model.batcher.submit(payload, asked.rows, key, arrived_ns=arrived_ns, **described)
+    return model.batcher.submit(payload, options.rows, key, arrived_ns=arrived_ns, **described)
 
 
 def _described(flight: InFlight, decoded: DecodedRequest) -> dict[str, Any]:

@@ -77,8 +77,8 @@ class Streaming:
     async def ModelStreamInfer(self, requests: object, context: Context) -> None:
         self._inference.check_serving()
         headers = self._forwarding.headers(context) if self._forwarding else {}
-        sent = self._passing.passed(context) if self._passing else NO_PASSED_HEADERS
-        stream = _Stream(self._inference, context, self._max_requests, headers, sent)
+        passed = self._passing.passed(context) if self._passing else NO_PASSED_HEADERS
+        stream = _Stream(self._inference, context, self._max_requests, headers, passed)
         self._streams.add(stream)
         try:
             await stream.run()
@@ -119,14 +119,14 @@ class _Stream:
         context: Context,
         max_requests: int,
         headers: Mapping[str, str],
-        sent: PassedHeaders,
+        passed: PassedHeaders,
     ) -> None:
         self._inference = inference
         self._announce = inference.announce
         self._context = context
         self._max_requests = max_requests
         self._headers = headers
-        self._sent = sent
+        self._passed = passed
         self._deadline_ns = deadline_of(context)
         self._parent = traceparent_of(context) if inference.reads_parents else None
         self._ends_at_error = header(context, _ENDS_AT_ERROR) == "true"
@@ -134,7 +134,7 @@ class _Stream:
         # All requests in progress.
         self._slots: set[_Slot] = set()
         # Those whose answers keep the order; the first of them isn't done.
-        self._line: deque[_Slot] = deque()
+        self._ordered: deque[_Slot] = deque()
         self._ready: deque[_Slot] = deque()
         self._ended = self._closed = False
         # What a sleeping side waits for.
@@ -165,7 +165,7 @@ class _Stream:
     def _give_up(self) -> None:
         """Withdraw the requests in progress, and forget them at once: slots and stream refer to each other."""
         slots, self._slots = self._slots, set()
-        self._line.clear()
+        self._ordered.clear()
         self._ready.clear()
         for slot in slots:
             self._inference.give_up(slot)
@@ -192,7 +192,7 @@ class _Stream:
         if type(request) is not WireRequest or not request.mold.plain:
             if isinstance(request, DecodeError):
                 slot = self._slot(_NO_REQUEST)
-                self._line.append(slot)
+                self._ordered.append(slot)
                 self._refuse(slot, InvalidRequest(str(request)))
                 return
             if _true(request.parameters, CANCEL):
@@ -203,7 +203,7 @@ class _Stream:
         if unordered:
             slot.unordered = True
         else:
-            self._line.append(slot)
+            self._ordered.append(slot)
         if self._headers:
             try:
                 slot.request = message_of(request)
@@ -215,7 +215,7 @@ class _Stream:
 
     # hot path: see bench/
     def _slot(self, request: AnyRequest) -> _Slot:
-        slot = _Slot(request, self._deadline_ns, self._parent, self._sent)
+        slot = _Slot(request, self._deadline_ns, self._parent, self._passed)
         slot.stream = self
         self._slots.add(slot)
         return slot
@@ -237,9 +237,9 @@ class _Stream:
         if slot.unordered:
             self._ready.append(slot)
         else:
-            line = self._line
-            while line and line[0].done:
-                self._ready.append(line.popleft())
+            ordered = self._ordered
+            while ordered and ordered[0].done:
+                self._ready.append(ordered.popleft())
         if self._writer is not None:
             self._wake_writer()
 

@@ -40,5 +40,5 @@ class UnaryInference:
             request = message_of(request)
             add_headers(request, self._forwarding.headers(context))
         parent = traceparent_of(context) if self._inference.reads_parents else None
-        sent = self._passing.passed(context) if self._passing is not None else NO_PASSED_HEADERS
-        return await Call(self._inference, request, deadline_of(context), parent, sent).response()
+        passed = self._passing.passed(context) if self._passing is not None else NO_PASSED_HEADERS
+        return await Call(self._inference, request, deadline_of(context), parent, passed).response()
