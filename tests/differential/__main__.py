@@ -9,9 +9,12 @@ from pathlib import Path
 from tests.differential.calls import CALLS
 from tests.differential.comparing import answer_of, differences
 from tests.differential.pair import serving_both, shared_objects
+from tests.differential.triton_process import missing
 
 
 def main(words: list[str]) -> None:
+    if reason := missing():
+        sys.exit(reason)
     with tempfile.TemporaryDirectory() as folder, shared_objects(), serving_both(Path(folder)) as both:
         for call in CALLS:
             if not words or any(word in call.what for word in words):
