@@ -89,7 +89,7 @@ class Batcher(Generic[P, R]):
         self._instances: Instances[P, R] = Instances(runners, self._clock, self._queue.latency, replacer, instance_of)
         self._running, self._slots, self._ahead = self._instances.running, self._instances.slots, self._instances.ahead
         self._retries: Retries[Pending[P, R]] = Retries(blames, self._waiting, isolates=policy.isolate_failures)
-        self._suspects = self._retries.groups
+        self._suspect_groups = self._retries.groups
         # Runners whose instances have ended by themselves, but whose executions haven't, with the errors.
         self._ended: dict[Runner[P, R], BaseException] = {}
         self._answers = OrderedAnswers() if policy.preserve_ordering else Answers()
@@ -301,7 +301,7 @@ class Batcher(Generic[P, R]):
         """What an instance may be kept waiting for, besides `announced` requests. None if there is no instance to keep
         waiting, or there are enough requests for it already."""
         max_more = self._queue.worth_waiting_for(announced)
-        if not max_more or not self._accepts or self._suspects:
+        if not max_more or not self._accepts or self._suspect_groups:
             return None
         if self._slots.idle > 0 or (self._ahead and self._ahead.about_to_end(self._clock.now_ns())):
             return WaitBudget(self._waiting.requests + announced, max_more, self._queue.spare_until_ns)
@@ -321,7 +321,7 @@ class Batcher(Generic[P, R]):
             self._instances.wake(now_ns)
         if self._ahead.next:
             self._recall(now_ns)
-        if self._suspects:
+        if self._suspect_groups:
             self._let_go_of_suspects(now_ns)
             self._run_suspects(now_ns)
         step = self._queue.poll(now_ns, self._slots.idle, self._slots.spare)
@@ -329,20 +329,20 @@ class Batcher(Generic[P, R]):
             self._run(self._instances.take(batch), batch, None)
         further = self._hand_over_ahead(now_ns) if self._ahead else _NOTHING
         wake_ns = _first(step.wake_ns, _first(further.wake_ns, self._instances.wake_ns))
-        self._set_alarm(_first(wake_ns, self._retries.wake_ns(now_ns)) if self._suspects else wake_ns)
+        self._set_alarm(_first(wake_ns, self._retries.wake_ns(now_ns)) if self._suspect_groups else wake_ns)
         for entry in (*step.expired, *further.expired):
             self._delivery.drop(entry, Drop.EXPIRED, _expired(entry, now_ns))
         for late in (*step.unreachable, *further.unreachable):
             error = DeadlineUnreachable(late.entry.rpc_deadline_ns - now_ns, late.needed_ns)
             self._delivery.drop(late.entry, Drop.UNREACHABLE, error)
-        busy = self._accepts or self._suspended or self._waiting.requests or self._running or self._suspects
+        busy = self._accepts or self._suspended or self._waiting.requests or self._running or self._suspect_groups
         if not busy:
             self._drained.set()
 
     def _hand_over_ahead(self, now_ns: int) -> Step[Pending[P, R]]:
         """Hand the next batches to instances that are about to be done. The step's `wake_ns` is when to look again."""
         step: Step[Pending[P, R]] = _NOTHING
-        wanted = self._waiting.requests and not self._suspects and not self._slots.idle
+        wanted = self._waiting.requests and not self._suspect_groups and not self._slots.idle
         for runner in self._ahead.about_to_end(now_ns) if wanted else ():
             # One poll for each, as each has its own time from which its batch can begin.
             polled = self._queue.poll(now_ns, 1, starts_ns=self._ahead.ends_ns(runner))
@@ -517,7 +517,7 @@ class Batcher(Generic[P, R]):
     def _let_go_of_suspects(self, now_ns: int) -> None:
         """Drop suspects whose callers have gone or whose deadline has passed: it may take long until there is an
         instance for them."""
-        for suspects in [*self._suspects]:
+        for suspects in [*self._suspect_groups]:
             if any(entry.payload.done() or entry.rpc_deadline_ns <= now_ns for entry in suspects.entries):
                 self._retries.take(suspects)
                 wanted = self._delivery.still_wanted(suspects.entries)
@@ -531,7 +531,7 @@ class Batcher(Generic[P, R]):
         left: these are free for others."""
         may_run = self._instances.may_run_again
         while self._slots.free:
-            suspects = next((one for one in self._suspects if may_run(one.avoided(now_ns))), None)
+            suspects = next((one for one in self._suspect_groups if may_run(one.avoided(now_ns))), None)
             if suspects is None:
                 break
             self._retries.take(suspects)
@@ -541,12 +541,13 @@ class Batcher(Generic[P, R]):
             self._run(runner, batch, suspects.narrowed(batch.entries))
 
     def on_cancel(self, pending: Pending[P, R], entry: Entry[Pending[P, R]] | None) -> None:
+        """Learn that a request's caller has gone. `entry` is its place in the queue, None if it has left that."""
         if entry is not None and self._queue.cancel(entry):
             self._observer.on_drop(Drop.CANCELLED)
             self._turns.request()
         elif entry is None:
             self._instances.call_off()
-            if self._suspects:
+            if self._suspect_groups:
                 self._turns.request()
         self._answers.cancelled(pending)
 

@@ -391,8 +391,8 @@ class Server:
         except OSError as error:
             raise StartError(f"{error.filename}: {error.strerror}") from None
         failures = [f"model '{name}': {reason}" for name, reason in self.repository.failures.items()]
-        hopeless = mode is ControlMode.NONE and not self.repository.models
-        if failures and (self._settings.exit_on_error or hopeless):
+        none_serves = mode is ControlMode.NONE and not self.repository.models
+        if failures and (self._settings.exit_on_error or none_serves):
             raise StartError(f"failed to load {'; '.join(failures)}")
         for failure in failures:
             _log.error("failed to load %s; the other models are served", failure)

@@ -59,14 +59,14 @@ def copy_all(pieces: Sequence[Piece]) -> bool:
 def _shared_out(pieces: Sequence[Piece], most_bytes: int) -> Iterator[list[Piece]]:
     """`pieces` in parts of `most_bytes` each, except for the last."""
     part: list[Piece] = []
-    room = most_bytes
+    left_bytes = most_bytes
     for target, source, count in pieces:
         begin = 0
-        while count - begin > room:
-            yield [*part, (target + begin, source + begin, room)]
-            begin, part, room = begin + room, [], most_bytes
+        while count - begin > left_bytes:
+            yield [*part, (target + begin, source + begin, left_bytes)]
+            begin, part, left_bytes = begin + left_bytes, [], most_bytes
         part.append((target + begin, source + begin, count - begin))
-        room -= count - begin
+        left_bytes -= count - begin
     yield part
 
 

@@ -71,7 +71,7 @@ class Instances:
         self._stuck: set[Future[Any]] = set()
         # Ids of instances that don't serve any more, or never did, and are to be closed.
         self._leaving: set[int] = set()
-        self._hopeless = ""
+        self._unrecoverable_reason = ""
         self._replacing: set[asyncio.Task[None]] = set()
         # By the ids of replacement instances, for how long the replacement was put off.
         self._first_pauses_s: dict[int, float] = {}
@@ -96,7 +96,7 @@ class Instances:
     def unrecoverable_reason(self) -> str:
         """Why nothing can execute any more unless the process is restarted, as far as is known: a device was lost, and
         an attempt to replace the instance failed. "" otherwise."""
-        return "" if self._live else self._hopeless
+        return "" if self._live else self._unrecoverable_reason
 
     @property
     def hangs(self) -> bool:
@@ -259,7 +259,7 @@ class Instances:
         a hang, which may yet end. That a restart of the server would help is known only of lost devices."""
         if self._live or self._closed or lost is None:
             return
-        self._hopeless = str(lost) if isinstance(lost, DeviceLost) else ""
+        self._unrecoverable_reason = str(lost) if isinstance(lost, DeviceLost) else ""
         self.batcher.suspend()
         self._on_change()
 
@@ -279,7 +279,7 @@ class Instances:
                 _log.warning(text, name, version, number, len(runners), error)
                 break
             self._watch(runner, instance)
-        self._hopeless = ""
+        self._unrecoverable_reason = ""
         _log.warning("model '%s' version %s: an instance is replaced", self._loaded.name, self._loaded.version)
         self._on_change()
 

@@ -22,14 +22,14 @@ from server.telemetry.host_metrics import HostCollector
 from server.telemetry.log_output import lost_lines
 from server.telemetry.model_statistics import DURATION_BOUNDS_NS, DurationHistogram, VersionStatistics
 
-__all__ = ["FrontsCollector", "Metrics", "VersionMetrics", "WaitingRoom"]
+__all__ = ["BatcherGauges", "FrontsCollector", "Metrics", "VersionMetrics"]
 
 _ROW_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 _LEVELS = 16
 """Priority levels with a series of their own. There may be 2^64 levels, and clients choose among them."""
 
 
-class WaitingRoom(Protocol):
+class BatcherGauges(Protocol):
     """What metrics read from a batcher."""
 
     @property
@@ -74,7 +74,7 @@ class VersionMetrics:
     model: str
     version: str
     statistics: VersionStatistics
-    waiting: WaitingRoom
+    batcher: BatcherGauges
     priority_levels: int = 0
     load_ns: int = 0
     tags: Mapping[str, str] = field(default_factory=dict)
@@ -266,10 +266,10 @@ def _padding_share(version: VersionMetrics) -> float:
 
 def _by_level(version: VersionMetrics) -> Samples:
     own = range(1, min(version.priority_levels, _LEVELS) + 1)
-    waiting = [version.waiting.waiting_of_level(level) for level in own]
+    waiting = [version.batcher.waiting_of_level(level) for level in own]
     yield from (("", {"priority": str(level)}, count) for level, count in zip(own, waiting, strict=True))
     if version.priority_levels > _LEVELS:
-        others = max(0, version.waiting.waiting_requests - sum(waiting))
+        others = max(0, version.batcher.waiting_requests - sum(waiting))
         yield "", {"priority": f"{_LEVELS + 1}+"}, others
 
 
@@ -334,7 +334,7 @@ _FAMILIES = (
     _gauge(
         "nv_inference_pending_request_count",
         "Requests accepted and not yet executing",
-        lambda version: version.waiting.waiting_requests,
+        lambda version: version.batcher.waiting_requests,
     ),
     _gauge(
         "nv_model_load_duration_secs",
@@ -364,14 +364,14 @@ _FAMILIES = (
     _gauge(
         "paceline_allowed_batch_rows",
         "Rows that a batch may have; fewer than configured for a while after memory ran out",
-        lambda version: version.waiting.allowed_rows,
+        lambda version: version.batcher.allowed_rows,
     ),
     _gauge(
         "paceline_resting_instances",
         "Instances that get no requests for a while, because they had no memory for what others execute",
-        lambda version: version.waiting.resting_instances,
+        lambda version: version.batcher.resting_instances,
     ),
-    _gauge("paceline_lanes", "Shapes with waiting requests", lambda version: version.waiting.lanes),
+    _gauge("paceline_lanes", "Shapes with waiting requests", lambda version: version.batcher.lanes),
     _counter(
         "paceline_padding_rows", "Padding rows executed, to bring batches to an allowed size", lambda s: s.padding_rows
     ),

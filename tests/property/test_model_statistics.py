@@ -17,7 +17,7 @@ from server.errors import InvalidRequest
 from server.rpc.statistics_service import statistics_message
 from server.telemetry.metrics import Metrics, VersionMetrics
 from server.telemetry.model_statistics import VersionStatistics
-from tests.unit.server.counting import Waiting, samples
+from tests.unit.server.counting import Gauges, samples
 
 ERRORS = {
     "REJECTED": QueueFull(1),
@@ -116,7 +116,7 @@ def test_message_is_what_a_recount_of_the_history_gives(history: list[Event]) ->
 @given(events)
 def test_metrics_agree_with_the_message_and_the_history(history: list[Event]) -> None:
     statistics, metrics = played(history), Metrics()
-    metrics.add(VersionMetrics("m", "1", statistics, Waiting()))
+    metrics.add(VersionMetrics("m", "1", statistics, Gauges()))
     found, message = samples(metrics), statistics_message("m", "1", statistics)
 
     def value(name: str, labels: str = 'model="m",version="1"') -> float:

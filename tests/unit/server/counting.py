@@ -14,13 +14,13 @@ from scheduler.observer import BatchReport
 from server.telemetry.metrics import Metrics, VersionMetrics
 from server.telemetry.model_statistics import VersionStatistics
 
-__all__ = ["US", "Waiting", "report", "samples", "version"]
+__all__ = ["US", "Gauges", "report", "samples", "version"]
 
 US = 1_000
 
 
 @dataclass
-class Waiting:
+class Gauges:
     """A batcher's gauges, as the test sets them."""
 
     waiting_requests: int = 0
@@ -34,7 +34,7 @@ class Waiting:
 
 
 def version(model: str = "m", number: str = "3", **more: Any) -> VersionMetrics:
-    return VersionMetrics(model, number, VersionStatistics(), more.pop("waiting", Waiting()), **more)
+    return VersionMetrics(model, number, VersionStatistics(), more.pop("batcher", Gauges()), **more)
 
 
 def report(

@@ -16,7 +16,7 @@ from server.rpc.statistics_service import statistics_message
 from server.telemetry.metrics import FrontsCollector, Metrics, VersionMetrics
 from server.telemetry.model_statistics import VersionStatistics
 from tests.harness import REPO
-from tests.unit.server.counting import US, Waiting, report, samples, version
+from tests.unit.server.counting import US, Gauges, report, samples, version
 
 # Written out once more, not taken from the code: dashboards and autoscaling queries spell them so.
 TRITON_COUNTERS = {
@@ -382,12 +382,12 @@ def test_execution_time_is_told_by_the_power_of_two_that_covers_what_the_model_s
 
 
 def test_gauges_are_read_when_somebody_asks(metrics: Metrics) -> None:
-    waiting = Waiting(3, 2)
-    metrics.add(version(waiting=waiting, load_ns=1_500_000_000))
+    gauges = Gauges(3, 2)
+    metrics.add(version(batcher=gauges, load_ns=1_500_000_000))
     assert value(metrics, "nv_inference_pending_request_count") == 3
     assert value(metrics, "paceline_lanes") == 2
     assert value(metrics, "nv_model_load_duration_secs") == 1.5
-    waiting.waiting_requests = 0
+    gauges.waiting_requests = 0
     assert value(metrics, "nv_inference_pending_request_count") == 0
 
 
@@ -397,18 +397,18 @@ def waiting_by_level(metrics: Metrics) -> dict[str, float]:
 
 
 def test_pending_requests_of_each_priority_level_show_even_if_none_wait(metrics: Metrics) -> None:
-    metrics.add(version(waiting=Waiting(5, 1, {1: 2, 3: 3}), priority_levels=3))
+    metrics.add(version(batcher=Gauges(5, 1, {1: 2, 3: 3}), priority_levels=3))
     assert waiting_by_level(metrics) == {"1": 2, "2": 0, "3": 3}
 
 
 def test_pending_requests_without_levels_are_told_by_no_level(metrics: Metrics) -> None:
-    metrics.add(version(waiting=Waiting(5, 1)))
+    metrics.add(version(batcher=Gauges(5, 1)))
     assert waiting_by_level(metrics) == {}
 
 
 def test_pending_requests_of_2_to_the_64_levels_are_few_series(metrics: Metrics) -> None:
     levels = {1: 1, 16: 2, 17: 3, 2**63: 4}
-    metrics.add(version(waiting=Waiting(10, 1, levels), priority_levels=2**64 - 1))
+    metrics.add(version(batcher=Gauges(10, 1, levels), priority_levels=2**64 - 1))
     found = waiting_by_level(metrics)
     assert {level: number for level, number in found.items() if number} == {"1": 1, "16": 2, "17+": 7}
     assert len(found) == 17
