@@ -1,8 +1,8 @@
 """Which runners are free, where several may share what computes.
 
-Lives here: counting. Must not: batches. Runners of one group, the *slots* of one instance, execute side by side, but
-only one at a time computes; what another is given meanwhile is only prepared. So the first batch of an instance has its
-turn at once, and further ones are taken before theirs.
+Lives here: counting. Must not: batches. Runners of one group are the *slots* of one instance. They execute side by
+side, but only one at a time computes; what another is given meanwhile is only prepared. So the first batch of an
+instance computes at once, and a further one is prepared before it can.
 """
 
 from __future__ import annotations
