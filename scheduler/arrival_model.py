@@ -25,11 +25,11 @@ _FIRST_COST_NS = 100_000
 _MIN_COST_NS = 10_000
 _MAX_COST_NS = 500_000
 _FORGOTTEN_NS = 1_000_000_000
-"""Callers that haven't come again for so long are gone."""
+"""Callers that haven't come again for this long are gone."""
 _STILL_THERE = 0.98
 _BATCHES_FOR_ONE_MORE = 16
-"""One batch in so many doesn't leave when all known callers are there, since there may be others. The wait for these is
-shorter."""
+"""One in this many batches doesn't leave when all known callers are there, since there may be others. The wait for
+these is shorter."""
 _COSTS_FOR_ONE_MORE = 2
 _PAUSE_WEIGHT = 0.2
 _OVERLAP = 0.75

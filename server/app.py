@@ -237,7 +237,7 @@ class Server:
             # Nobody has been promised an answer. A cancellation meanwhile cuts this short; the first error is raised.
             with suppress(asyncio.CancelledError):
                 await self._stop_models(min(self._settings.exit_timeout_secs, _FAILED_START_S))
-            await self._take_down()
+            await self._stop_all()
             raise
         self._why_closed = ""
         self.repository.on_change = self._tell_health
@@ -254,7 +254,7 @@ class Server:
         False if executions ran longer than that or hang, or a model is being loaded; those threads run on until the
         process ends.
         """
-        await self._say_goodbye()
+        await self._serve_out_drain_grace()
         grace_s = self._settings.exit_timeout_secs if grace_s is None else grace_s
         began = time.monotonic()
         _log.info("stopping: accepted requests have %g s to end", grace_s)
@@ -270,7 +270,7 @@ class Server:
         in_time = await self._stop_models(grace_s)
         await leaving
         left_s = grace_s - (time.monotonic() - began)
-        await self._take_down(min(max(_LAST_WORDS_S, left_s), _LONGEST_WORDS_S))
+        await self._stop_all(min(max(_LAST_WORDS_S, left_s), _LONGEST_WORDS_S))
         _log.info("stopped after %.1f s", time.monotonic() - began)
         return in_time and not (self.repository.loads or self.repository.hangs)
 
@@ -283,7 +283,7 @@ class Server:
             return False
         return True
 
-    async def _say_goodbye(self) -> None:
+    async def _serve_out_drain_grace(self) -> None:
         """Report not ready, and serve on until those who watch readiness have stopped sending."""
         self._why_closed = "stopping"
         self._inference.ready = False
@@ -422,7 +422,7 @@ class Server:
         except LoadError as error:
             raise StartError(f"--backend-config onnxruntime,enable-global-threadpool: {error}") from None
 
-    async def _take_down(self, grace_s: float = _LAST_WORDS_S) -> None:
+    async def _stop_all(self, grace_s: float = _LAST_WORDS_S) -> None:
         self.repository.abandon()
         await self._grpc.stop(grace_s)
         if self._upstream is not None:

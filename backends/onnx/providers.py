@@ -157,7 +157,7 @@ def _profile(name: str, path: Path, options: OnnxOptions) -> dict[str, str]:
         for library in options.op_libraries:
             made.register_custom_ops_library(str(library))
         session = ort.InferenceSession(str(path), made, providers=["CPUExecutionProvider"], enable_fallback=0)
-    except Exception as error:  # noqa: BLE001 - the session to come fails likewise, and is told of
+    except Exception as error:  # noqa: BLE001 - the real session fails the same way, and that is reported
         _log.debug("model '%s': its shapes aren't known: %s", name, error)
         return {}
     nodes = session.get_inputs()

@@ -52,8 +52,8 @@ class Processes:
         return process
 
     def abandon(self) -> None:
-        """End the processes that are loading now, whatever they do: who waits for them gets a LoadError, and later
-        loads fail likewise. On any thread."""
+        """End the processes that are loading now, whatever they do: whoever waits for them gets a LoadError, and
+        later loads fail too. On any thread."""
         with self._lock:
             self._is_abandoned = True
             for process in self._loading:

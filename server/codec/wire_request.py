@@ -112,9 +112,9 @@ class RequestReader:
                     return WireRequest(data, data[mold.id_at : mold.id_end].decode(), mold)
                 except UnicodeDecodeError:
                     return self._parse(data)  # for protobuf's error text
-        return self._take_apart(data)
+        return self._read_fields(data)
 
-    def _take_apart(self, data: bytes) -> AnyRequest | DecodeError:
+    def _read_fields(self, data: bytes) -> AnyRequest | DecodeError:
         """A request unlike the latest ones of its length."""
         fields = scan_request(data)
         if fields is None:
@@ -140,7 +140,7 @@ class RequestReader:
 
     def _parse_first(self, data: bytes, fields: RequestFields) -> ModelInferRequest | DecodeError:
         request = self._parse(data)
-        if isinstance(request, ModelInferRequest) and _comes_again(request, fields):
+        if isinstance(request, ModelInferRequest) and _may_come_again(request, fields):
             # A part of a message keeps all of it, names and tensors included, so parameters are copied to a message of
             # their own.
             parameters = _NO_PARAMETERS
@@ -153,7 +153,7 @@ class RequestReader:
         return request
 
 
-def _comes_again(request: ModelInferRequest, fields: RequestFields) -> bool:
+def _may_come_again(request: ModelInferRequest, fields: RequestFields) -> bool:
     """Whether more requests are likely to have this head; not if tensors are in it."""
     if len(fields.head) > _LONGEST_HEAD:
         return False

@@ -40,7 +40,7 @@ _MAX_UNSENT_BYTES = 64 * 2**20
 """Messages that the engine doesn't take: it hangs, and new callers are better refused than kept waiting."""
 
 _KEPT_SHARE = 4
-"""Of the engine's memory for results, one byte in so many may belong to answers that can't leave yet."""
+"""One in this many bytes of the engine's memory for results may belong to answers that can't leave yet."""
 
 _MAX_MADE_BYTES = 2**13
 """The largest answer that is made before it can leave."""

@@ -41,10 +41,10 @@ _log = logging.getLogger("paceline.server.fronts")
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 5.0
 """Between the death of a front and the next start; twice as long each time that it dies young."""
-_YOUNG_S = 10.0
-_WAY_OUT_S = 0.2
+_EARLY_S = 10.0
+_MIN_END_GRACE_S = 0.2
 """At least, for answers that the engine has given to reach their callers."""
-_LAST_WORDS_S = 2.0
+_KILL_AFTER_S = 2.0
 """A front that hasn't ended this long after its grace is killed."""
 _LOOK_EVERY_S = 1.0
 """How often to check that each front still reports."""
@@ -139,7 +139,7 @@ class FrontPool:
         StartError, and then none is left."""
         self._hold_port(port)
         self._repository.on_serving_changed = self._on_models_changed
-        self._take_stock()
+        self._update_catalogue()
         for front in self._fronts:
             front.start()
         try:
@@ -152,20 +152,20 @@ class FrontPool:
     def set_serving(self, serving: bool, live: bool = True) -> None:
         """Set what health reports, in all fronts."""
         self._ready, self._live = serving, live
-        self._tell(self.state)
+        self._send_to_all(self.state)
 
     def announce_end(self) -> None:
         """Have health report NOT_SERVING for good, in all fronts."""
         self.ending.set()
-        self._tell(self.state)
+        self._send_to_all(self.state)
 
     def leave(self) -> None:
         """In all fronts, once hardly any call arrives: listen no more and have clients go; calls in progress go on."""
-        self._tell((protocol.LEAVE,))
+        self._send_to_all((protocol.LEAVE,))
 
     def tell_log_settings(self) -> None:
         """Have all fronts log as this process does now."""
-        self._tell((protocol.LOG, pickle.dumps(log.current())))
+        self._send_to_all((protocol.LOG, pickle.dumps(log.current())))
 
     async def stop(self, grace_s: float) -> None:
         """Let the fronts answer what they have, for `grace_s`, and end."""
@@ -177,9 +177,9 @@ class FrontPool:
             await asyncio.wait_for(
                 asyncio.gather(*(session.until_quiet() for session in self._sessions)), max(grace_s, 0.05)
             )
-        left_s = max(until_s - time.monotonic(), _WAY_OUT_S)
-        self._tell((protocol.END, left_s))
-        await asyncio.gather(*(front.stop(left_s + _LAST_WORDS_S) for front in self._fronts))
+        left_s = max(until_s - time.monotonic(), _MIN_END_GRACE_S)
+        self._send_to_all((protocol.END, left_s))
+        await asyncio.gather(*(front.stop(left_s + _KILL_AFTER_S) for front in self._fronts))
         if self._port_holder is not None:
             self._port_holder.close()
 
@@ -226,13 +226,13 @@ class FrontPool:
 
     def _on_models_changed(self) -> None:
         """Tell fronts at once: an answer that reports the change leaves after it."""
-        self._take_stock()
-        self._tell(self._catalogue)
+        self._update_catalogue()
+        self._send_to_all(self._catalogue)
 
-    def _take_stock(self) -> None:
+    def _update_catalogue(self) -> None:
         self._catalogue = protocol.CATALOGUE, pickle.dumps(self._handles.update(self._repository.served))
 
-    def _tell(self, message: Message) -> None:
+    def _send_to_all(self, message: Message) -> None:
         for session in self._sessions:
             session.send(message)
 
@@ -244,33 +244,33 @@ class _Place:
         self._pool = pool
         self._number = number
         self._process: FrontProcess | None = None
-        self._keeping: asyncio.Task[None] | None = None
+        self._keeper: asyncio.Task[None] | None = None
         self.session: FrontSession | None = None
         self.is_open = False
         self.listens: asyncio.Future[None] = asyncio.Future()
 
     def start(self) -> None:
-        self._keeping = asyncio.get_running_loop().create_task(self._keep())
+        self._keeper = asyncio.get_running_loop().create_task(self._keep_running())
 
     async def stop(self, patience_s: float) -> None:
         """Wait for the front to end, but no longer than that; then kill it."""
-        if self._keeping is None:
+        if self._keeper is None:
             return
-        await asyncio.wait((self._keeping,), timeout=patience_s)
+        await asyncio.wait((self._keeper,), timeout=patience_s)
         if self._process is not None and self._process.returncode is None:
             _log.warning("front %d did not end in time and is killed", self._number)
             self._process.kill()
         else:
-            self._keeping.cancel()
-        await asyncio.wait((self._keeping,))
+            self._keeper.cancel()
+        await asyncio.wait((self._keeper,))
 
-    async def _keep(self) -> None:
+    async def _keep_running(self) -> None:
         """Start a front, and another one whenever it has died, until the server stops."""
         pause_s = _FIRST_PAUSE_S
         while not self._pool.stopping:
             born_s = time.monotonic()
             try:
-                how = f"ended with status {await self._live()}"
+                how = f"ended with status {await self._run_process()}"
             except OSError as error:
                 how = f"could not be started: {error.strerror}"
             if self._pool.stopping:
@@ -278,14 +278,14 @@ class _Place:
             if not self.listens.done():
                 self.listens.set_exception(StartError(f"a front {how} before it listened"))
                 break
-            pause_s = _FIRST_PAUSE_S if time.monotonic() - born_s > _YOUNG_S else pause_s
+            pause_s = _FIRST_PAUSE_S if time.monotonic() - born_s > _EARLY_S else pause_s
             _log.error("front %d %s; the next one in %g s", self._number, how, pause_s)
             self._pool.restarts += 1
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._pool.ending.wait(), pause_s)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
-    async def _live(self) -> int:
+    async def _run_process(self) -> int:
         """One process, from its start to its end; returns its exit status."""
         link, remote = Link.pair(self._pool.memory_bytes)
         gone = asyncio.Event()

@@ -193,7 +193,7 @@ class FrontSession:
                 self._send_answer(number, serialized(whole.answer))
             except Exception as error:  # noqa: BLE001 - the front's caller is owed an answer
                 self.fail(number, error)
-        self._look_whether_quiet()
+        self._notify_if_quiet()
 
     def _make_answer(self, whole: _Whole, results: Tensors, pending: AnyPending) -> None:
         """Raises ExecutionError for outputs that aren't what the model declares, and QueueFull for an answer too large
@@ -253,7 +253,7 @@ class FrontSession:
         for submitted in done:
             if self._waited_for.pop(submitted.number, None) is not None:
                 self._inference.conclude(submitted, self._send_result)
-        self._look_whether_quiet()
+        self._notify_if_quiet()
 
     # hot path
     def _send_result(self, submitted: _Submitted, results: Tensors, pending: AnyPending) -> None:
@@ -292,7 +292,7 @@ class FrontSession:
         """Send waiting results, as there is more room."""
         while self._results and self._try_send(*self._results[0]):
             self._results.popleft()
-        self._look_whether_quiet()
+        self._notify_if_quiet()
 
     def _cancel(self, number: int) -> None:
         if self._results:
@@ -301,7 +301,7 @@ class FrontSession:
             self._inference.give_up(one)
         elif (task := self._tasks.get(number)) is not None:
             task.cancel()
-        self._look_whether_quiet()
+        self._notify_if_quiet()
 
     def _refused(self, handle: int) -> None:
         if (model := self._handles.model(handle)) is not None:
@@ -314,7 +314,7 @@ class FrontSession:
 
     def _on_task(self, number: int) -> None:
         self._tasks.pop(number, None)
-        self._look_whether_quiet()
+        self._notify_if_quiet()
 
     async def _call(
         self, number: int, rpc: str, deadline_ns: int | None, headers: tuple[tuple[str, Any], ...], data: bytes
@@ -332,7 +332,7 @@ class FrontSession:
     def fail(self, number: int, error: BaseException) -> None:
         self._link.send((protocol.FAILED, number, *protocol.packed_error(error)))
 
-    def _look_whether_quiet(self) -> None:
+    def _notify_if_quiet(self) -> None:
         if not self.requests:
             self._quiet.set()
 

@@ -18,15 +18,15 @@ __all__ = ["TUNABLES", "ask", "wanted"]
 
 TUNABLES = "GLIBC_TUNABLES"
 _MODE = Path("/sys/kernel/mm/transparent_hugepage/enabled")
-_GIVES_TO_THOSE_WHO_ASK = "[madvise]"
+_MADVISE_MODE = "[madvise]"
 _MIN_GLIBC = (2, 35)
-_TOLD = {
+_MALLOC_SETTINGS = {
     "hugetlb": 1,
     # As `tuning.keep_freed_memory` sets them, which does nothing if the environment has one of `tuning.SETTINGS`.
     "mmap_threshold": KEPT_BYTES,
     "trim_threshold": KEPT_BYTES,
 }
-_ASKING = ":".join(f"glibc.malloc.{name}={value}" for name, value in _TOLD.items())
+_TUNABLES_VALUE = ":".join(f"glibc.malloc.{name}={value}" for name, value in _MALLOC_SETTINGS.items())
 
 
 def ask() -> None:
@@ -37,7 +37,7 @@ def ask() -> None:
     """
     if wanted(os.environ, _mode(), _libc()):
         try:
-            os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], {**os.environ, TUNABLES: _ASKING})
+            os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], {**os.environ, TUNABLES: _TUNABLES_VALUE})
         except OSError:
             return  # huge pages only make it faster
 
@@ -47,7 +47,7 @@ def wanted(environment: Mapping[str, str], mode: str, libc: str) -> bool:
     name, _, version = libc.partition(" ")
     numbers = tuple(int(part) for part in version.split(".") if part.isdecimal())
     knows = name == "glibc" and numbers >= _MIN_GLIBC
-    return knows and _GIVES_TO_THOSE_WHO_ASK in mode and not any(one in environment for one in SETTINGS)
+    return knows and _MADVISE_MODE in mode and not any(one in environment for one in SETTINGS)
 
 
 def _mode() -> str:

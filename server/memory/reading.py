@@ -104,7 +104,7 @@ def _on_gpu(one: Input, gpu: int) -> Input | DeviceTensor:
 
 
 def _placed(done: Execution, failures: _Failures, requests: int) -> Execution:
-    """`done`, with the result or failure of each of so many `requests`, in their order."""
+    """`done`, with the result or failure of each of the batch's `requests` requests, in their order."""
     results = iter(done.results)
     return replace(done, results=[failures.get(number) or next(results) for number in range(requests)])
 

@@ -17,7 +17,7 @@ __all__ = ["OWN_PARAMETERS", "BatchDefaults", "OwnSettings", "batch_policy", "li
 
 _PREFIX = "paceline."
 _MOST = 2**63 - 1
-"""The maximum of rows, of bytes, and of milliseconds: a system timer can still be set to so many."""
+"""The highest number of rows, bytes or milliseconds; the most milliseconds that a system timer can be set to."""
 _ACTIONS = {
     pb.ModelQueuePolicy.REJECT: TimeoutAction.REJECT,
     pb.ModelQueuePolicy.DELAY: TimeoutAction.DELAY,

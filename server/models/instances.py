@@ -36,7 +36,7 @@ T = TypeVar("T")
 _log = logging.getLogger("paceline.server.instances")
 
 _MAX_HANGING = 16
-"""Per version at a time. Each keeps a thread and maybe a device's memory; where so many hang, the next would too."""
+"""Per version at a time. Each keeps a thread and maybe a device's memory; after this many, the next would hang too."""
 _PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
 """Between attempts to replace an instance."""
 _FIRST_PAUSE_S, _LONGEST_FIRST_PAUSE_S = 0.1, 10.0
@@ -118,7 +118,7 @@ class Instances:
 
     def on_hang(self, runner: Runner, others: Sequence[Runner]) -> None:
         """Replace the instance, unless too many hang. `others` are its other slots that execute."""
-        instance = self._take_out(runner)
+        instance = self._remove_live(runner)
         self._first_pauses_s.pop(id(instance), None)
         self._hanging.update((one, instance) for one in (runner, *others))
         self._statistics.hung_executions += 1
@@ -130,7 +130,7 @@ class Instances:
 
     def on_loss(self, runner: Runner, error: BaseException) -> None:
         """Replace the instance. One whose device is lost is kept until the process ends."""
-        instance = self._take_out(runner)
+        instance = self._remove_live(runner)
         self._statistics.lost_instances += 1
         self._tell(f"an instance is lost: {error}")
         if isinstance(error, DeviceLost):
@@ -160,9 +160,9 @@ class Instances:
             opened.abandon()
         # Closing what loads, hangs or is lost isn't safe, nor is closing the model that such instances are made of.
         instances = list({id(one): one for one in self._live.values()}.values())
-        await _on_a_thread(lambda: self._close(instances), _start_thread_sometime)
+        await _on_a_thread(lambda: self._close(instances), _start_thread_when_possible)
 
-    def _take_out(self, runner: Runner) -> Instance:
+    def _remove_live(self, runner: Runner) -> Instance:
         """Take the instance that `runner` is a slot of out of the live ones, and return it."""
         instance = self._live[runner]
         self._live = {one: its for one, its in self._live.items() if its is not instance}
@@ -200,7 +200,7 @@ class Instances:
 
     def _start_giving_back(self, instance: Instance) -> None:
         self._leaving.add(id(instance))
-        _start_thread_sometime(lambda: self._give_back(instance))
+        _start_thread_when_possible(lambda: self._give_back(instance))
 
     def _start_replacing(self, device: Device, lost: BaseException | None = None, pause_s: float = 0.0) -> None:
         task = asyncio.get_running_loop().create_task(self._replace(device, lost, pause_s))
@@ -210,7 +210,7 @@ class Instances:
     def _on_replaced(self, task: asyncio.Task[None]) -> None:
         self._replacing.discard(task)
         if self._model_is_left:
-            _start_thread_sometime(self._close_model)
+            _start_thread_when_possible(self._close_model)
 
     async def _replace(self, device: Device, lost: BaseException | None, first_pause_s: float) -> None:
         """Try until there is a new one. `lost`: why the old one was lost, None if it hangs."""
@@ -219,7 +219,7 @@ class Instances:
         while not self._closed:
             try:
                 instance = await _on_a_thread(lambda: self._open(device))
-                self._put_in(instance)
+                self._add_or_close(instance)
                 self._first_pauses_s[id(instance)] = first_pause_s
             except Exception as error:  # noqa: BLE001 - a backend's; it is tried again
                 if self._closed:
@@ -243,7 +243,7 @@ class Instances:
         finally:
             self._pausing.discard(task)
 
-    def _put_in(self, instance: Instance) -> None:
+    def _add_or_close(self, instance: Instance) -> None:
         """Have it execute, or close it if it comes too late. Raises RuntimeError if it can't; then it is closed."""
         if self._closed:
             self._start_giving_back(instance)
@@ -373,12 +373,12 @@ def _start_thread(function: Callable[[], object]) -> None:
     threading.Thread(target=function, name="paceline instance", daemon=True).start()
 
 
-def _start_thread_sometime(function: Callable[[], object]) -> None:
+def _start_thread_when_possible(function: Callable[[], object]) -> None:
     """The same, as soon as a thread can be started."""
     try:
         _start_thread(function)
     except RuntimeError:
-        asyncio.get_running_loop().call_later(_PAUSE_S, _start_thread_sometime, function)
+        asyncio.get_running_loop().call_later(_PAUSE_S, _start_thread_when_possible, function)
 
 
 async def _on_a_thread(function: Callable[[], T], start: Callable[[Callable[[], None]], None] = _start_thread) -> T:
@@ -390,7 +390,7 @@ async def _on_a_thread(function: Callable[[], T], start: Callable[[Callable[[], 
     def run() -> None:
         try:
             future.set_result(function())
-        except BaseException as error:  # noqa: BLE001 - it is whose who waits
+        except BaseException as error:  # noqa: BLE001 - it is for whoever waits
             future.set_exception(error)
 
     start(run)

@@ -147,7 +147,7 @@ def _run(load: Callable[[], list[LoadedVersion]], futures: list[Future[list[Load
         return
     try:
         future.set_result(load())
-    except BaseException as error:  # noqa: BLE001 - it is whose who waits
+    except BaseException as error:  # noqa: BLE001 - it is for whoever waits
         future.set_exception(error)
         del future
 

@@ -306,7 +306,7 @@ class Repository:
         except (asyncio.CancelledError, InvalidRequest, ModelNotFound, ModelNotReady):
             # Nothing was tried: there is nothing to load, or the server stops.
             entry.give_up_load()
-            self._leave_place(entry)
+            self._release_place(entry)
             raise
         except TooManyModels as error:
             entry.fail_load(error.reason)
@@ -314,7 +314,7 @@ class Repository:
         except Exception as error:  # whatever it is, it is this model's and not the others'
             reason = _reason(entry.name, error)
             entry.fail_load(reason)
-            self._leave_place(entry)
+            self._release_place(entry)
             raise LoadFailed(entry.name, reason) from error
         before = entry.end_load({model.version: model for model in models})
         self._serve(entry.name, models, before)
@@ -330,13 +330,13 @@ class Repository:
             raise TooManyModels(name, self._max_models)
         self._places.add(name)
 
-    def _leave_place(self, entry: Entry[ServedModel]) -> None:
+    def _release_place(self, entry: Entry[ServedModel]) -> None:
         if not entry.serving:
             self._places.discard(entry.name)
 
     async def _unload(self, entry: Entry[ServedModel]) -> None:
         before = entry.unload()
-        self._leave_place(entry)
+        self._release_place(entry)
         self._serve(entry.name, [], before)
         self._retire(entry, before)
         _log.info("model '%s' unloaded", entry.name)

@@ -156,7 +156,7 @@ def _join(kind: str, declared: Declared, own: TensorSpec, batched: bool, scatter
                 reshape = ()  # Triton silently takes a scalar for a vector of one, as its `dims` can't be empty
         given, field = (dims, "dims") if reshape is None else (reshape, "reshape.shape")
         mine = (-1,) * len(given) if own.any_rank else own.dims[lead:]
-        _check_dims(where, given, _believed(mine, given) if kind == "output" else mine, field, lead)
+        _check_dims(where, given, _dims_to_check(mine, given) if kind == "output" else mine, field, lead)
     elif min(dims, default=0) < -1:
         raise ConfigError(f"{where}: expected dims >= -1, got {list(dims)}")
     return replace(
@@ -179,7 +179,7 @@ def _check_dims(where: str, dims: tuple[int, ...], mine: tuple[int, ...], field:
         raise ConfigError(f"{where}: expected {field} of the model, {list(mine)}, got {list(dims)}{hint}")
 
 
-def _believed(mine: tuple[int, ...], given: tuple[int, ...]) -> tuple[int, ...]:
+def _dims_to_check(mine: tuple[int, ...], given: tuple[int, ...]) -> tuple[int, ...]:
     """What to check the dims `given` of an output against. What a model says about its outputs isn't binding: ONNX
     Runtime accepts wrong sizes, and scalars that aren't. So free dims in `given` are always accepted."""
     if not mine:

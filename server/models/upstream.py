@@ -32,10 +32,10 @@ _ASK_S = 5.0
 _BETWEEN_S = 0.25
 """Shortest time between polls, however many calls fail."""
 _DESCRIBE_EVERY = 10
-"""One poll in so many asks for metadata too, for models that are changed while they serve."""
+"""One in this many polls asks for metadata too, for models that are changed while they serve."""
 _SILENT_LOOKS = 3
-"""Many servers answer nothing while they compute: only one that doesn't answer so many polls in a row, and no request
-either, counts as gone."""
+"""Many servers answer nothing while they compute: only one that answers neither this many polls in a row nor any
+request counts as gone."""
 
 _AT_A_TIME = 16
 """Models that are polled at the same time."""
@@ -67,7 +67,7 @@ class Upstream:
         self._server.open()
         self._repository.waits_for = self._said
         self._repository.names_known = bool(self._settings.models)
-        await self._look_anyhow()
+        await self._look_safely()
         self._watching = asyncio.create_task(self._watch())
 
     def stop(self) -> None:
@@ -99,9 +99,9 @@ class Upstream:
                 self._looks = 0  # it may be back already, as a different server
                 await asyncio.sleep(min(_BETWEEN_S, self._settings.health_secs))
             self._server.suspected.clear()
-            await self._look_anyhow()
+            await self._look_safely()
 
-    async def _look_anyhow(self) -> None:
+    async def _look_safely(self) -> None:
         try:
             await self._look()
         except Exception:  # noqa: BLE001 - the next look may go well; this must not be the last

@@ -134,7 +134,7 @@ def _leads_with_free(own: ModelSpec) -> bool:
     return all(one.dims[:1] == (-1,) for one in (*own.inputs, *own.outputs))
 
 
-def _behind(tensor: TensorSpec, lead: int) -> TensorSpec:
+def _without_lead(tensor: TensorSpec, lead: int) -> TensorSpec:
     """`tensor` without its first `lead` axes. In metadata, no dims may also mean that the rank isn't known; checking it
     is left to the upstream."""
     dims = tensor.dims[lead:]
@@ -167,7 +167,7 @@ def _plan(
     own: ModelSpec, rows: int, batching: BatchDefaults, queueing: config_pb.ModelConfig, *, splits: bool
 ) -> ServingPlan:
     lead = 1 if rows else 0
-    inputs, outputs = (tuple(_behind(one, lead) for one in tensors) for tensors in (own.inputs, own.outputs))
+    inputs, outputs = (tuple(_without_lead(one, lead) for one in tensors) for tensors in (own.inputs, own.outputs))
     spec = ModelSpec(inputs, outputs, batched=rows > 0)
     policy = batch_policy(queueing, rows, merges=rows > 0, defaults=batching)
     return ServingPlan(spec, rows, policy, splits=rows > 0 and splits and spec.by_rows)

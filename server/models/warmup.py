@@ -66,7 +66,7 @@ class WarmUp:
         if not self._samples:
             self._run_default(instance, supervise)
         for sample, requests in self._samples:
-            for run in _ways(instance, supervise):
+            for run in _runs_of(instance, supervise):
                 self._run_sample(sample, requests, run, _sizes(instance, self._plan))
 
     def _run_sample(self, sample: pb.ModelWarmup, requests: Sequence[Tensors], run: Run, sizes: Sequence[int]) -> None:
@@ -92,7 +92,7 @@ class WarmUp:
         if spec.batched and not needed:
             return
         try:
-            for run in _ways(instance, supervise):
+            for run in _runs_of(instance, supervise):
                 _run_sizes(run, [_all_zeros(spec, (1,) if spec.batched else ())], _sizes(instance, self._plan))
         except (DeviceLost, Unequipped) as error:
             raise LoadError(f"its warm-up: {error}") from error
@@ -103,12 +103,12 @@ class WarmUp:
             _log.warning(text, self._name, _words(error))
 
 
-def _ways(instance: ModelInstance, supervise: Supervise) -> Sequence[Run]:
+def _runs_of(instance: ModelInstance, supervise: Supervise) -> Sequence[Run]:
     """What must run a sample for all of `instance` to be warm."""
-    ways: Sequence[Run] = (
+    runs: Sequence[Run] = (
         [slot.prepare for slot in instance.slots] if isinstance(instance, Slotted) else [instance.execute]
     )
-    return [partial(_run_supervised, supervise, run) for run in ways]
+    return [partial(_run_supervised, supervise, run) for run in runs]
 
 
 def _run_supervised(supervise: Supervise, run: Run, requests: Sequence[Tensors], padded_rows: int) -> object:

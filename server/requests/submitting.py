@@ -32,13 +32,13 @@ def submit(flight: InFlight, model: ServedModel, decoded: DecodedRequest, arrive
     """Hand the request, which arrived at `arrived_ns` (0: now), to the batcher. Returns the batcher's future, or a task
     of `submit_parts` if the request is split."""
     options, inputs, targets = decoded.options, decoded.inputs, decoded.targets
-    described = _described(flight, decoded)
+    keywords = _submit_keywords(flight, decoded)
     if 0 < model.max_batch_rows < options.rows:
-        whole = asyncio.ensure_future(submit_parts(model.batcher, inputs, options.rows, options.key, **described))
+        whole = asyncio.ensure_future(submit_parts(model.batcher, inputs, options.rows, options.key, **keywords))
         model.in_parts(whole)
         return whole
-    payload = _directed(model, inputs, targets)
-    return model.batcher.submit(payload, options.rows, options.key, arrived_ns=arrived_ns, **described)
+    payload = _with_targets(model, inputs, targets)
+    return model.batcher.submit(payload, options.rows, options.key, arrived_ns=arrived_ns, **keywords)
 
 
 # hot path: see bench/
@@ -49,7 +49,7 @@ def submit_alike(flights: Sequence[InFlight], model: ServedModel, alike: AlikeRe
         return ()
     options, inputs, targets = alike
     if model.writes_outputs and any(targets):
-        inputs = [_directed(model, *tensors) for tensors in zip(inputs, targets, strict=True)]
+        inputs = [_with_targets(model, *tensors) for tensors in zip(inputs, targets, strict=True)]
     parameters = options.parameters
     return model.batcher.submit_alike(
         inputs,
@@ -59,7 +59,7 @@ def submit_alike(flights: Sequence[InFlight], model: ServedModel, alike: AlikeRe
     )
 
 
-def _directed(model: ServedModel, inputs: Inputs, targets: Targets) -> Inputs:
+def _with_targets(model: ServedModel, inputs: Inputs, targets: Targets) -> Inputs:
     """`inputs`, with `targets` if an output belongs on a GPU: it is left or written there on the instance's thread,
     which has to know."""
     if targets and model.writes_outputs and any(one.region.kind == "cuda" for one in targets.values()):
@@ -78,7 +78,7 @@ def submit_remote(
         inputs, options.outputs, flight.deadline_ns, flight.request.id, *passed_on, spec=options.spec
     )
     key = options.key, passed_on.key
-    described = _described(flight, decoded)
+    keywords = _submit_keywords(flight, decoded)
     if 0 < model.max_batch_rows < options.rows:
         parts = submit_parts(
             model.batcher,
@@ -87,15 +87,15 @@ def submit_remote(
             key,
             join=model.codec.join if isinstance(model.codec, OpenCodec) else None,
             payload_of=lambda inputs: payload._replace(inputs=inputs, id=""),
-            **described,
+            **keywords,
         )
         whole = asyncio.ensure_future(parts)
         model.in_parts(whole)
         return whole
-    return model.batcher.submit(payload, options.rows, key, arrived_ns=arrived_ns, **described)
+    return model.batcher.submit(payload, options.rows, key, arrived_ns=arrived_ns, **keywords)
 
 
-def _described(flight: InFlight, decoded: DecodedRequest) -> dict[str, Any]:
+def _submit_keywords(flight: InFlight, decoded: DecodedRequest) -> dict[str, Any]:
     """The keyword arguments of `Batcher.submit` for any request, whole or in parts."""
     parameters, known_bytes = decoded.options.parameters, decoded.options.size_bytes
     return {

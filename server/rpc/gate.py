@@ -159,13 +159,13 @@ class Gate(grpc.GenericRpcHandler):  # type: ignore[type-arg]  # generic in the 
 
 
 def _entry(admission: Admission, path: str, registered: Any) -> _Entry:
-    handler = registered if registered.request_streaming else _that_reads(registered)
+    handler = registered if registered.request_streaming else _reading_one_request(registered)
     if registered.request_streaming or registered.response_streaming:
         return _Streams(admission, path, handler)
     return _Uncounted(handler) if path in _OPEN_TO_ALL else _Calls(admission, handler)
 
 
-def _that_reads(handler: Any) -> Any:
+def _reading_one_request(handler: Any) -> Any:
     """`handler`, which takes one request, as a handler of a stream that reads one request from it. If gRPC were to read
     it, a call that ends without a request would be left as it is: never answered, and counted by nobody."""
     answers = handler.unary_stream if handler.response_streaming else handler.unary_unary
@@ -214,7 +214,7 @@ class _Calls:
         if admission.rpcs >= admission.max_rpcs:
             admission.refused[Refused.RPCS] += 1
             return self._too_many
-        _at_the_end_of_the_call(self._left)
+        _when_call_ends(self._left)
         admission.rpcs += 1
         return self._handler
 
@@ -239,7 +239,7 @@ class _Streams:
         if admission.streams[self._path] >= admission.max_streams:
             admission.refused[Refused.STREAMS] += 1
             return self._too_many
-        _at_the_end_of_the_call(self._left)
+        _when_call_ends(self._left)
         admission.streams[self._path] += 1
         return self._handler
 
@@ -248,7 +248,7 @@ class _Streams:
 
 
 # hot path
-def _at_the_end_of_the_call(do: Callable[[asyncio.Task[Any]], None]) -> None:
+def _when_call_ends(do: Callable[[asyncio.Task[Any]], None]) -> None:
     """Have `do` called when the current call has ended. gRPC handles each call in its own task, which is the current
     one: it picks the handler, has the request read, and ends once the answer has been sent or nobody wants it any more.
     A handler sees less than that, and callers may be slow to send a request and to take an answer, and both have to be

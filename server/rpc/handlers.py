@@ -33,7 +33,7 @@ def handler_of(method: MethodDescriptor, behaviour: Callable[..., Any]) -> Any:
     streams = method.client_streaming and method.server_streaming
     make = grpc.stream_stream_rpc_method_handler if streams else grpc.unary_unary_rpc_method_handler
     request = GetMessageClass(method.input_type)
-    read = RequestReader() if request is pb.ModelInferRequest else _tolerant(request.FromString)
+    read = RequestReader() if request is pb.ModelInferRequest else _returning_errors(request.FromString)
     return make(behaviour, read, serialized)
 
 
@@ -42,7 +42,7 @@ def serialized(response: Message | bytes) -> bytes:
     return response if isinstance(response, bytes) else response.SerializeToString()
 
 
-def _tolerant(parse: Callable[[bytes], Message]) -> Callable[[bytes], Message | DecodeError]:
+def _returning_errors(parse: Callable[[bytes], Message]) -> Callable[[bytes], Message | DecodeError]:
     def read(data: bytes) -> Message | DecodeError:
         try:
             return parse(data)

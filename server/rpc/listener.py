@@ -97,7 +97,7 @@ class Listener:
         except RuntimeError:
             raise StartError(f"gRPC can't listen on {where}") from None
         self._server = server
-        await _to_its_end(server.start())
+        await _not_cancelled(server.start())
         return port
 
     @property
@@ -134,7 +134,7 @@ class Listener:
             await self._leaving
 
 
-async def _to_its_end(starting: Coroutine[Any, Any, None]) -> None:
+async def _not_cancelled(starting: Coroutine[Any, Any, None]) -> None:
     """Await gRPC's start, even if cancelled meanwhile. It takes no time, and a server cancelled halfway through it
     couldn't be stopped in order."""
     task = asyncio.ensure_future(starting)

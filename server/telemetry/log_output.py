@@ -27,7 +27,8 @@ _log = logging.getLogger("paceline.log")
 
 _MAX_WAITING_BYTES = 4 * 2**20
 _WHOLE_BYTES = select.PIPE_BUF
-"""A pipe takes up to so many whole or not at all, so the lines of several processes don't get into each other."""
+"""A pipe takes up to this many bytes whole or not at all, so the lines of several processes don't get into each
+other."""
 _PAUSE_S = 0.01
 """The thread's pause once everything is written. Woken for each line, it would take the interpreter from the event loop
 each time, which costs more than if the loop wrote the line itself. A process that is killed loses the lines of that

@@ -68,7 +68,7 @@ class RepeatFilter:
                 key = (*kind, "")
             storm = self._storms.get(key)
             if storm is None or (not storm.count and storm.until_s <= self._clock()):
-                self._forget_the_ended()
+                self._forget_ended()
                 self._storms[key] = _Storm(kind, text, self._clock() + self._window_s)
                 self._of_kind[kind] += 1
                 return True
@@ -98,7 +98,7 @@ class RepeatFilter:
         for summary in summaries:
             self._write(summary)
 
-    def _forget_the_ended(self) -> None:
+    def _forget_ended(self) -> None:
         """Called before one is added, so that there are never more than those of one window."""
         now_s = self._clock()
         for key, storm in list(self._storms.items()):

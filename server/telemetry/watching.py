@@ -45,7 +45,7 @@ class RequestWatch:
             self.span = spans.begin(self._model, self._id, self._began_ns, parent)
 
     def on_taken(self, version: str, rows: int) -> None:
-        """The request is valid, has so many rows, is for `version`, and is to be queued now."""
+        """The request is valid, has `rows` rows, is for `version`, and is to be queued now."""
         self._version = version
         self._rows = rows
         if self.span is not None:
