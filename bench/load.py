@@ -19,6 +19,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -76,6 +77,7 @@ class _Clients:
         self._stream = stream
         self._stopping = False
         self.tally = Tally()
+        self.answered = asyncio.Event()
 
     def stop(self) -> None:
         self._stopping = True
@@ -83,6 +85,7 @@ class _Clients:
     def switch(self) -> Tally:
         """Begin a new tally; returns what was counted until now."""
         counted, self.tally = self.tally, Tally()
+        self.answered.clear()
         return counted
 
     async def run(self, ask: Ask, first: int) -> None:
@@ -95,8 +98,10 @@ class _Clients:
                 answer = await ask(payload)
             except grpc.aio.AioRpcError as error:
                 self.tally.errors[error.code().name] += 1
+                self.answered.set()
                 await asyncio.sleep(_PAUSE_AFTER_ERROR_S)
                 continue
+            self.answered.set()
             if not answer:
                 self.tally.errors["EMPTY"] += 1
             elif answer[:1] == _STREAM_ERROR and self._stream:
@@ -115,6 +120,10 @@ async def drive(plan: Plan) -> dict[str, Any]:
         await asyncio.sleep(plan.warmup_s)
         before, began_s, cpu_s = clients.switch(), time.perf_counter(), time.process_time()
         await asyncio.sleep(plan.seconds)
+        # On a machine that has other work, a short measurement may be over before the first answer.
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_LAST_ANSWERS_S):
+                await clients.answered.wait()
         counted, elapsed_s, cpu_s = clients.switch(), time.perf_counter() - began_s, time.process_time() - cpu_s
         clients.stop()
         ended, late = await asyncio.wait(running, timeout=_LAST_ANSWERS_S)

@@ -97,3 +97,9 @@ async def test_drive_over_streams_counts_answers_and_errors_in_answers(target: s
     bad = pb.ModelStreamInferResponse(error_message="no").SerializeToString()
     found = await drive(Plan(target, (bad,), clients=1, seconds=0.1, warmup_s=0.0, stream=True))
     assert (found["ok"], set(found["errors"])) == (0, {"STREAM"})
+
+
+async def test_drive_measures_until_the_first_answer_if_that_is_late(target: str) -> None:
+    found = await drive(Plan(target, (b"one",), clients=1, seconds=0.0, warmup_s=0.0))
+    assert found["ok"] >= 1
+    assert found["requests_per_s"] == pytest.approx(found["ok"] / found["elapsed_s"])
