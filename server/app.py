@@ -257,7 +257,7 @@ class Server:
         await self._serve_out_drain_grace()
         grace_s = self._settings.exit_timeout_secs if grace_s is None else grace_s
         began = time.monotonic()
-        _log.info("stopping: accepted requests have %g s to end", grace_s)
+        _log.info("stopping: accepted requests have up to %g s to finish", grace_s)
         for model in self.repository.models:
             model.batcher.take_announced()
         self._inference.serving = False
@@ -279,7 +279,9 @@ class Server:
         try:
             await asyncio.wait_for(self.repository.stop(), max(grace_s, _MIN_GRACE_S))
         except TimeoutError:
-            _log.warning("gave up after %g s on models that still execute, load or are being closed", grace_s)
+            _log.warning(
+                "gave up waiting after %g s for models that are still executing, loading or being closed", grace_s
+            )
             return False
         return True
 
@@ -290,7 +292,7 @@ class Server:
         self._metrics.set_health(False, 0)
         self._grpc.set_serving(False)
         if (pause_s := self._settings.drain_grace_secs) > 0:
-            _log.info("not ready any more: requests are taken for another %g s", pause_s)
+            _log.info("shutting down: reporting not ready, still accepting requests for %g s", pause_s)
             await asyncio.sleep(pause_s)
 
     async def _leave(self) -> None:
@@ -322,7 +324,7 @@ class Server:
             _log.info("ready: %s", self._say_ports())
 
     def _why_not_ready(self) -> str:
-        nobody = "" if self._grpc.is_open else "no process speaks gRPC; another is being started"
+        nobody = "" if self._grpc.is_open else "no frontend is listening; another is being started"
         return self._why_closed or why_not_ready(self.repository) or nobody
 
     def _probes(self) -> dict[str, LoopProbe]:
@@ -374,7 +376,7 @@ class Server:
         try:
             self._metrics.add_collector(await asyncio.to_thread(lambda: GpuCollector(open_nvml())))
         except DeviceError as error:
-            _log.debug("no metrics of GPUs: %s", error)
+            _log.debug("no GPU metrics: %s", error)
 
     async def _load(self) -> None:
         if self._upstream is not None:

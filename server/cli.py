@@ -212,7 +212,7 @@ def token(name: str) -> None:
         line = line_of(name, secret)
     except ValueError as error:
         raise click.UsageError(str(error)) from None
-    click.echo(f"token, for its user alone: {secret}\nline of the file: {line}")
+    click.echo(f"token, only for its user: {secret}\nline for the token file: {line}")
 
 
 def _parsed(flag: str, parse: Callable[[Sequence[str]], T], given: Sequence[str]) -> T:
@@ -230,7 +230,7 @@ def _settings(paths: Sequence[Path], given: Mapping[str, Any]) -> Settings:
     if not (served or upstream):
         raise click.UsageError("expected at least one PATH: a model repository, a model's folder or a .onnx file")
     if upstream is not None and (paths or repositories or mode is not ControlMode.NONE or given["allow_client_shm"]):
-        raise click.UsageError("--upstream goes with no PATH, no --model-control-mode and no --allow-client-shm")
+        raise click.UsageError("--upstream can't be combined with a PATH, --model-control-mode or --allow-client-shm")
     _check_load_models(mode, given["load_model"])
     _check_pattern(given["grpc_header_forward_pattern"])
     if Path(given["model_config_name"]).name != given["model_config_name"]:

@@ -111,7 +111,7 @@ class AnswerTooLarge(ServerError):
     def __init__(self, model: str) -> None:
         super().__init__(
             f"model '{model}': expected outputs that one message can carry, at most {LARGEST_MESSAGE_BYTES} bytes in "
-            "all, got more; ask for fewer rows or outputs, or for them in shared memory"
+            "all, got more; request fewer rows or outputs, or use shared memory"
         )
 
 
@@ -145,8 +145,8 @@ class LoadHangs(ServerError):
 
     def __init__(self, limit_ns: int, ended: Future[Any]) -> None:
         super().__init__(
-            f"an execution that is to try it or to warm it up takes longer than the {limit_ns / 1e9:g} s that "
-            "--execution-timeout-secs or paceline.execution_timeout_ms allow, or a minute if that is more"
+            f"a trial or warm-up execution took longer than its limit: {limit_ns / 1e9:g} s "
+            "(--execution-timeout-secs or paceline.execution_timeout_ms), or a minute if that is more"
         )
         self.ended = ended
 

@@ -46,7 +46,7 @@ def take_descriptors() -> None:
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     except (OSError, ValueError) as error:
-        _log.warning("the bound of open files can't be raised to %d: %s", most, error)
+        _log.warning("the limit on open files can't be raised to %d: %s", most, error)
 
 
 @contextmanager

@@ -97,7 +97,7 @@ class AdaptingCodec(ModelCodec):
             if not self._spec.inputs[self._inputs[tensor.name]].shape_tensor
         ]
         if not stacked:
-            raise self._invalid("expected at least one input with a batch dimension in front, got none")
+            raise self._invalid("expected at least one input with a leading batch dimension, got none")
         return super()._rows([tensor for tensor, _ in stacked], [shape for _, shape in stacked])
 
 

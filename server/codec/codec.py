@@ -49,7 +49,7 @@ _MAX_DIMS = 1_000
 _SURELY_BYTES = 2**27
 """Up to this many bytes of tensors always fit a response, whatever else is in it, and even if typed contents take ten
 times what `_least_bytes` says."""
-_BOTH = "expected no contents beside raw_input_contents, got both"
+_BOTH = "expected either contents or raw_input_contents, got both"
 
 
 class ModelCodec:
@@ -233,7 +233,7 @@ class ModelCodec:
                     f"{list(self._outputs)}"
                 )
             if index in wanted:
-                raise self._invalid(f"output '{output.name}' is asked for more than once")
+                raise self._invalid(f"output '{output.name}' is requested more than once")
             if output.parameters and (span := self._target(output)) is not None:
                 targets[index] = span
             wanted[index] = None
@@ -266,8 +266,8 @@ class ModelCodec:
         for index in outputs:
             if self._output_types[index].contents_field is None:
                 raise self._invalid(
-                    f"output '{self._spec.outputs[index].name}': expected no binary_data_output of false: "
-                    f"typed contents can't carry {self._output_types[index].name}"
+                    f"output '{self._spec.outputs[index].name}': expected binary_data_output to be true or left "
+                    f"out, as typed contents can't carry {self._output_types[index].name}, got false"
                 )
 
     def _rows(self, tensors: Sequence[InputTensor], shapes: Sequence[tuple[int, ...]]) -> int:
@@ -277,7 +277,7 @@ class ModelCodec:
             return 1
         for tensor, shape in zip(tensors, shapes, strict=True):
             if not shape:
-                raise self._invalid(f"input '{tensor.name}': expected a batch dimension in front, got shape []")
+                raise self._invalid(f"input '{tensor.name}': expected a leading batch dimension, got shape []")
             if not 0 < shape[0] <= limit:
                 raise self._invalid(
                     f"input '{tensor.name}': expected a batch of 1 to {limit} rows, "

@@ -89,14 +89,14 @@ class OpenCodec:
         declared = [[(one.name, one.datatype) for one in part] for part in results]
         for other in declared:
             if other != declared[0]:
-                what = f"the parts of a split request don't fit together: outputs are {declared[0]} and {other}"
+                what = f"the parts of a split request have different outputs: {declared[0]} and {other}"
                 raise ExecutionFailed(what)
         for part, count in zip(results, rows, strict=True):
             for one in part:
                 if one.array.shape[:1] != (count,):
                     raise ExecutionFailed(
-                        f"output '{one.name}' of {count} rows, a part of a request, has shape {list(one.array.shape)}; "
-                        "--upstream-unbatched is for models that don't answer row by row"
+                        f"output '{one.name}' has shape {list(one.array.shape)} for a part of a request with {count} "
+                        "rows; if the model doesn't answer row by row, name it with --upstream-unbatched"
                     )
         return tuple(
             OpenTensor(one.name, one.datatype, joined(number, [part[number].array for part in results]))

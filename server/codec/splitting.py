@@ -86,5 +86,5 @@ def joined(number: int, parts: Sequence[Array]) -> Array:
         return np.concatenate(parts)
     except ValueError:
         shapes = [list(part.shape) for part in parts]
-        what = f"the parts of a split request don't fit together: output {number} has {shapes}"
+        what = f"the parts of a split request can't be joined: output {number} has shapes {shapes}"
         raise ExecutionFailed(what) from None

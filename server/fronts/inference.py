@@ -79,7 +79,9 @@ class Replies:
     def refuse_if_full(self) -> None:
         """Raise QueueFull if the engine doesn't take messages."""
         if self._link.unsent_bytes > _MAX_UNSENT_BYTES:
-            raise QueueFull(_MAX_UNSENT_BYTES, "bytes of messages to the engine, which does not take them")
+            raise QueueFull(
+                _MAX_UNSENT_BYTES, "bytes of messages to the process with the models, which isn't reading them"
+            )
 
     # hot path
     def expect(self) -> Reply:

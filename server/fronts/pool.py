@@ -258,7 +258,7 @@ class _Place:
             return
         await asyncio.wait((self._keeper,), timeout=patience_s)
         if self._process is not None and self._process.returncode is None:
-            _log.warning("front %d did not end in time and is killed", self._number)
+            _log.warning("frontend %d did not end in time and is killed", self._number)
             self._process.kill()
         else:
             self._keeper.cancel()
@@ -276,10 +276,10 @@ class _Place:
             if self._pool.stopping:
                 break
             if not self.listens.done():
-                self.listens.set_exception(StartError(f"a front {how} before it listened"))
+                self.listens.set_exception(StartError(f"a frontend {how} before it was listening"))
                 break
             pause_s = _FIRST_PAUSE_S if time.monotonic() - born_s > _EARLY_S else pause_s
-            _log.error("front %d %s; the next one in %g s", self._number, how, pause_s)
+            _log.error("frontend %d %s; starting another in %g s", self._number, how, pause_s)
             self._pool.restarts += 1
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._pool.ending.wait(), pause_s)
@@ -326,16 +326,16 @@ class _Place:
             silent = silent + 1 if session.reports == reports and reports else 0
             reports = session.reports
             if silent >= most:
-                _log.error("front %d has said nothing for %d s and is killed", self._number, most)
+                _log.error("frontend %d has not responded for %d s and is killed", self._number, most)
                 process.kill()
                 return
 
     def _on_listens(self, port: int, problem: str) -> None:
         if port:
             self.is_open = True
-            _log.debug("front %d listens", self._number)
+            _log.debug("frontend %d is listening", self._number)
         else:
-            _log.error("front %d: %s", self._number, problem)
+            _log.error("frontend %d: %s", self._number, problem)
         if not self.listens.done():
             if port:
                 self.listens.set_result(None)

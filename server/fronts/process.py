@@ -107,7 +107,7 @@ class _Front:
             self._set_state(*fields)
         elif kind == protocol.LOG:
             log.apply(pickle.loads(fields[0]))
-            _log.debug("a front logs as it was told")
+            _log.debug("a frontend has applied the new log settings")
         elif kind == protocol.LEAVE:
             self._leaving = self._begin(self._leave())
         elif kind == protocol.END:
@@ -172,7 +172,7 @@ class _Front:
     def _on_task(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
-            _log.error("a front failed on something unforeseen", exc_info=error)
+            _log.error("a frontend failed with an unexpected error and exits", exc_info=error)
             exit_now(1)  # the engine starts another, or doesn't start at all
 
 

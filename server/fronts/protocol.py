@@ -65,7 +65,7 @@ LEAVE = FIRST_KIND + 18  # nothing: accept no more connections, and tell existin
 MAX_WHOLE_BYTES = 2**13
 """Of requests and responses that go through the socket unchanged, where there is another way: the engine decodes and
 encodes so little, together with similar ones, as fast as it takes over what a front has made of it."""
-WHAT_IS_FULL = "bytes of tensors on their way between processes (--frontend-memory-mb)"
+WHAT_IS_FULL = "bytes of tensors in transit between processes (--frontend-memory-mb)"
 
 _log = logging.getLogger("paceline.server.fronts")
 _BY_NAME = {kind.__name__: kind for kind in STATUS_OF}
@@ -77,7 +77,7 @@ def packed_error(error: BaseException) -> tuple[str, str, str]:
     for kind in type(error).__mro__:
         if kind in STATUS_OF:
             return kind.__name__, error_text(error), _status_by_cause(error)
-    _log.error("a request failed on something unforeseen", exc_info=error)
+    _log.error("a request failed with an internal error, a bug in paceline; please report it", exc_info=error)
     return InternalError.__name__, f"internal error: {type(error).__name__}: {error_text(error)}", ""
 
 

@@ -275,7 +275,7 @@ class FrontSession:
                 return
         except (TypeError, ValueError) as error:
             _check_sendable(submitted, outputs)
-            raise ExecutionError(f"model '{submitted.model.name}': outputs that can't be sent: {error}") from None
+            raise ExecutionError(f"model '{submitted.model.name}': its outputs can't be sent: {error}") from None
         _check_sendable(submitted, outputs)
         if sum(map(tensor_bytes, outputs)) > self._link.size_bytes // 2:
             raise QueueFull(self._link.size_bytes, protocol.WHAT_IS_FULL)

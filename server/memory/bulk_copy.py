@@ -78,5 +78,5 @@ def _copy(pieces: Sequence[Piece]) -> bool:
     done = _process_vm_readv(os.getpid(), *places, 0)
     if done < 0 and (code := ctypes.get_errno()) in (errno.EPERM, errno.ENOSYS):
         Allowed.now = False
-        _log.info("shared memory is read tensor by tensor: process_vm_readv: %s", os.strerror(code))
+        _log.info("shared memory is read tensor by tensor, which is slower: process_vm_readv: %s", os.strerror(code))
     return bool(done == sum(piece[2] for piece in pieces))

@@ -63,7 +63,7 @@ class ClientMemory:
         Raises TensorError, or InvalidRequest if the memory is gone.
         """
         if tensor.HasField("contents"):
-            raise TensorError(f"expected no contents beside {REGION}, got both")
+            raise TensorError(f"expected either contents or {REGION}, got both")
         datatype, spec = self._input_types[index], self._spec.inputs[index]
         if datatype.item_bytes:
             # Its size is checked before anything is read.
@@ -72,7 +72,7 @@ class ClientMemory:
                 return unread
         if span.byte_size > self._most_bytes:
             raise TensorError(
-                f"expected at most {self._most_bytes} bytes of {datatype.name}, as --grpc-max-message-bytes has it, "
+                f"expected at most {self._most_bytes} bytes of {datatype.name} (--grpc-max-message-bytes), "
                 f"got {span.byte_size}"
             )
         return decode_raw(span.read(), datatype, shape)

@@ -165,7 +165,7 @@ def object_name(name: str, key: str) -> str:
     if file in ("", ".", "..") or "/" in file or "\0" in file:
         raise InvalidRequest(
             f"cannot register shared memory region '{name}' - invalid shm key '{key}': expected the name of a POSIX "
-            "shared memory object, with no slash but one in front"
+            "shared memory object, with no slash except a leading one"
         )
     if file.startswith(RESERVED_PREFIX):
         raise InvalidRequest(

@@ -122,7 +122,7 @@ class Instances:
         self._first_pauses_s.pop(id(instance), None)
         self._hanging.update((one, instance) for one in (runner, *others))
         self._statistics.hung_executions += 1
-        self._tell("an execution hangs")
+        self._tell("an execution hangs and was given up")
         if isinstance(instance, Abandonable):
             instance.abandon()
         if self._may_make_more():
@@ -170,14 +170,19 @@ class Instances:
 
     def _tell(self, what: str) -> None:
         name, version, left = self._loaded.name, self._loaded.version, _count(self._live)
-        _log.error("model '%s' version %s: %s; %d instances are left", name, version, what, left)
+        _log.error("model '%s' version %s: %s; instances left: %d", name, version, what, left)
         self._on_change()
 
     def _may_make_more(self) -> bool:
         hanging = _count(self._hanging) + len(self._stuck)
         if hanging > _MAX_HANGING:
             name, version = self._loaded.name, self._loaded.version
-            _log.error("model '%s' version %s: no more instances: %d hang", name, version, hanging)
+            _log.error(
+                "model '%s' version %s: %d instances hang, so no more are started; restart the server",
+                name,
+                version,
+                hanging,
+            )
             return False
         return True
 
@@ -224,7 +229,7 @@ class Instances:
             except Exception as error:  # noqa: BLE001 - a backend's; it is tried again
                 if self._closed:
                     return
-                _log.error("model '%s': an instance can't be replaced: %s", self._loaded.name, error)
+                _log.error("model '%s': replacing an instance failed: %s", self._loaded.name, error)
                 self._on_failed_attempt(lost)
                 if isinstance(error, LoadHangs) and not self._may_make_more():
                     return
@@ -275,12 +280,12 @@ class Instances:
                 if not number:
                     raise
                 name, version = self._loaded.name, self._loaded.version
-                text = "model '%s' version %s: an instance has %d of its %d slots: %s"
+                text = "model '%s' version %s: an instance runs with only %d of its %d slots: %s"
                 _log.warning(text, name, version, number, len(runners), error)
                 break
             self._watch(runner, instance)
         self._unrecoverable_reason = ""
-        _log.warning("model '%s' version %s: an instance is replaced", self._loaded.name, self._loaded.version)
+        _log.warning("model '%s' version %s: an instance has been replaced", self._loaded.name, self._loaded.version)
         self._on_change()
 
     def _open(self, device: Device) -> ModelInstance:
@@ -301,7 +306,7 @@ class Instances:
             if isinstance(error.__cause__, InstanceLost):
                 instance.close()
                 raise
-            _log.warning("model '%s': an instance stays cold: %s", self._loaded.name, error)
+            _log.warning("model '%s': an instance serves without warm-up: %s", self._loaded.name, error)
         except BaseException:
             instance.close()
             raise

@@ -172,7 +172,7 @@ def _model(name: str, paths: Sequence[Path]) -> ModelFolder:
     shown = name.encode(errors="backslashreplace").decode()
     if shown != name:
         # Messages and configurations can't carry such a name, so nobody could ask for the model.
-        return ModelFolder(name, path, {}, problem=f"its name isn't UTF-8: expected a name that is, got '{shown}'")
+        return ModelFolder(name, path, {}, problem=f"expected a name in UTF-8, got '{shown}'")
     if path.suffix == ".onnx" and is_file(path):
         return ModelFolder(name, path.parent, {1: path.parent}, file=path)
     return model_folder(name, path)

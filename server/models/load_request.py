@@ -81,7 +81,7 @@ def scratch_folder(name: str, files: Mapping[PurePosixPath, bytes]) -> Iterator[
             try:
                 scratch.write(path, content)
             except (FileExistsError, NotADirectoryError, IsADirectoryError):
-                raise _refused(name, f"load parameter 'file:{path}': another file has its place") from None
+                raise _refused(name, f"load parameter 'file:{path}': it conflicts with another file") from None
             except OSError as error:
                 why = f"load parameter 'file:{path}' can't be written: {error.strerror}"
                 raise _refused(name, why) from None
@@ -111,7 +111,7 @@ def _override(parameters: Parameters) -> Override | None:
     if "config" in parameters:
         return Override(_parse_config(parameters["config"].string_param), files)
     if files:
-        raise InvalidRequest("load parameter 'config': expected one beside 'file:...', got none")
+        raise InvalidRequest("load parameter 'config': expected one together with 'file:...', got none")
     return None
 
 

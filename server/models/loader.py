@@ -142,15 +142,17 @@ def _check_allowed(config: pb.ModelConfig, defaults: LoadDefaults, *, brought: b
     if not defaults.auto_complete and (names := without_datatype(config)):
         raise ConfigError(f"'{names[0]}': expected a data_type, as --disable-auto-complete-config is given")
     if brought and (setting := _writes(config)):
-        raise ConfigError(f"{setting}: no client may say where the server writes files; put it into the repository")
+        raise ConfigError(f"{setting}: clients may not choose where the server writes files; set it in the repository")
     if not config.model_operations.op_library_filename:
         return
     if brought:
-        raise ConfigError("model_operations.op_library_filename: no client may bring code; put it into the repository")
+        raise ConfigError(
+            "model_operations.op_library_filename: clients may not upload code; put it into the repository"
+        )
     if not defaults.allow_op_libraries:
         raise ConfigError(
-            "model_operations.op_library_filename: a library's code would run in the server; "
-            "start it with --allow-op-libraries true if you trust whoever writes the model repository"
+            "model_operations.op_library_filename: the library's code would run in the server; start the server with "
+            "--allow-op-libraries true if you trust everyone who can write to the model repository"
         )
 
 
@@ -171,7 +173,7 @@ def _configuration(folder: ModelFolder, override: pb.ModelConfig | None) -> pb.M
     if folder.duplicates:
         raise ConfigError(f"{DUPLICATE_NAME}: {', '.join(map(str, folder.duplicates))}")
     for stray in folder.strays:
-        _log.warning("%s is no version folder: expected a folder named by a number without leading zeros", stray)
+        _log.warning("%s is ignored: expected a version folder, named by a number without leading zeros", stray)
     config = pb.ModelConfig()
     if override is not None:
         config.CopyFrom(override)
@@ -277,7 +279,7 @@ def _tried(config: pb.ModelConfig, opened: OpenModel, supervise: Supervise) -> T
 
 def _apart(config: pb.ModelConfig, source: ModelSource) -> tuple[pb.ModelConfig, ModelSource]:
     """The same, but in a process of its own: what callers send may end the process, as the trial did."""
-    text = "model '%s' executes in a process of its own, as it ended the one in which it was tried"
+    text = "model '%s' runs in its own process, because it crashed its trial process"
     _log.warning(text, config.name)
     apart = pb.ModelConfig()
     apart.CopyFrom(config)
@@ -291,7 +293,7 @@ def _plan(config: pb.ModelConfig, tried: Trial, defaults: LoadDefaults, batching
     if not (tried.why_not and served.max_batch_rows):
         return served
     _log.warning(
-        "model '%s' isn't batched: %s; with max_batch_size in a config.pbtxt it would be all the same",
+        "model '%s' isn't batched: %s; to batch it anyway, set max_batch_size in a config.pbtxt",
         config.name,
         tried.why_not,
     )
@@ -303,9 +305,9 @@ def _tell_if_rounded(opened: OpenModel, name: str, served: ServingPlan) -> None:
     shares = served.max_batch_rows > 1 and served.policy.max_batch_requests != 1
     if shares and isinstance(opened, Rounding) and opened.rounds_by:
         text = (
-            "model '%s': %s rounds by the largest number of a batch: answers depend a little on who shares it; where "
-            "that matters, quantize it statically, or give it a config.pbtxt with input and output and without "
-            "dynamic_batching"
+            "model '%s': %s scales by the largest number in a batch, so answers depend a little on the other requests "
+            "in it; if that matters, quantize the model statically, or give it a config.pbtxt with input and output "
+            "and without dynamic_batching"
         )
         _log.warning(text, name, opened.rounds_by)
 

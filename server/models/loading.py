@@ -105,7 +105,7 @@ class Loads:
             except Exception as error:  # whatever it is, it is tried again
                 if not left:
                     raise
-                _log.warning("load of model '%s' failed, %d more tries: %s", name, left, error)
+                _log.warning("loading model '%s' failed, %d retries left: %s", name, left, error)
             finally:
                 slow.cancel()
                 del future, waited  # they have the error, whose traceback refers to this frame
@@ -131,7 +131,7 @@ class Loads:
         while not began_s or took_s < self._slow_after_s:
             await asyncio.sleep(self._slow_after_s - took_s)
             took_s = time.monotonic() - began_s[0] if began_s else 0.0
-        _log.info("model '%s' is still being loaded after %.0f s", name, took_s)
+        _log.info("model '%s' is still loading after %.0f s", name, took_s)
 
 
 def always(folder: ModelFolder) -> Find:

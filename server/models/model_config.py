@@ -160,12 +160,12 @@ def _check_rows(spec: ModelSpec, policy: BatchPolicy, splits: bool) -> None:
     """Settings that add rows to a batch or split a request by rows need tensors that are made of rows."""
     if policy.batch_sizes and not spec.paddable:
         raise ConfigError(
-            "paceline.batch_sizes: expected none, as there are no rows to pad with beside allow_ragged_batch, "
+            "paceline.batch_sizes: expected none, as batches can't be padded with allow_ragged_batch, "
             f"batch_input or batch_output, got {list(policy.batch_sizes)}"
         )
     if splits and not spec.by_rows:
         raise ConfigError(
-            "paceline.split_oversized: expected false, as requests can't be cut by rows beside allow_ragged_batch, "
+            "paceline.split_oversized: expected false, as requests can't be split with allow_ragged_batch, "
             "batch_input, batch_output, optional or is_shape_tensor, got true"
         )
 
@@ -205,7 +205,7 @@ def _max_batch_rows(config: pb.ModelConfig, own: ModelSpec, default: int) -> int
         if rows:
             dims = {tensor.name: list(tensor.dims) for tensor in (*own.inputs, *own.outputs) if not tensor.optional}
             raise ConfigError(
-                "max_batch_size: expected 0, as the first dimension of some tensor of the model isn't free, "
+                "max_batch_size: expected 0, as not all tensors of the model have a free first dimension, "
                 f"got {rows}; the model's shapes are {dims}"
             )
         return 0

@@ -78,7 +78,7 @@ class Poller:
                 try:
                     unsettled = await self.poll_once()
                 except Exception:  # noqa: BLE001 - whatever it was, the next look may go better
-                    _log.exception("the repositories could not be followed; trying again")
+                    _log.exception("scanning the repositories failed; trying again")
         finally:
             for task in self._under_way.values():
                 task.cancel()
@@ -123,14 +123,14 @@ class Poller:
                 await self._repository.load(name, always(sight.folder))
         except TooManyModels as error:
             self._without_place.add(name)
-            _log.error("%s; tried again when a model has gone", error)
+            _log.error("%s; it is tried again once another model is gone", error)
         except LoadFailed as error:
-            _log.error("%s; not tried again until its files change", error)
+            _log.error("%s; it is not tried again until its files change", error)
             self._try_again()  # if no version of it serves, it has left its place
         except ModelNotReady:
             pass  # the server is stopping
         except Exception:  # noqa: BLE001 - whatever it was, it is this model's and not the others'
-            _log.exception("model '%s' could not be followed; not tried again until its files change", name)
+            _log.exception("model '%s' could not be updated; it is not tried again until its files change", name)
 
     def _try_again(self) -> None:
         """Have the next scan retry the models that had no place."""
@@ -143,7 +143,7 @@ class Poller:
 
     def _complain(self, what: str) -> None:
         if what != self._complaint:
-            _log.warning("models stay as they are, as the repositories can't be read: %s", what)
+            _log.warning("the repositories can't be read, so models stay as they are: %s", what)
         self._complaint = what
 
 

@@ -34,13 +34,15 @@ def check_python_allowed(config: pb.ModelConfig, folder: ModelFolder, *, allowed
     `config` that was `brought` by one, the program to run it with."""
     if not allowed:
         raise ConfigError(
-            "backend 'python': the model's code would run here, with all that the server may do; start it with "
-            "--allow-python-models true if you trust whoever writes the model repository"
+            "backend 'python': the model's code would run with the server's rights; start the server with "
+            "--allow-python-models true if you trust everyone who can write to the model repository"
         )
     if folder.files is not None:
-        raise ConfigError("backend 'python': no client may bring code; put it into the repository")
+        raise ConfigError("backend 'python': clients may not upload code; put it into the repository")
     if brought and _executable(config) not in ("", _executable(parse_config(folder.config)) if folder.config else ""):
-        raise ConfigError(f"parameters: {EXECUTABLE}: no client may choose a program; put it into the repository")
+        raise ConfigError(
+            f"parameters: {EXECUTABLE}: clients may not choose a program to run; set it in the repository"
+        )
 
 
 def _executable(config: pb.ModelConfig) -> str:

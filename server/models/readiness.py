@@ -20,4 +20,4 @@ def why_not_ready(repository: Repository) -> str:
     if failed:
         return f"models failed to load: {failed}"
     unable = ", ".join(f"'{model.name}'" for model in repository.models if not model.can_execute)
-    return f"no instance can execute of: {unable}" if unable else "models are loading"
+    return f"models have no instance left: {unable}" if unable else "models are loading"

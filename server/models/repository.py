@@ -321,7 +321,7 @@ class Repository:
         self._retire(entry, before)
         if before:
             was, now = ([model.version for model in some] for some in (before, models))
-            _log.info("model '%s': versions %s take the place of %s", entry.name, now, was)
+            _log.info("model '%s': versions %s replace versions %s", entry.name, now, was)
 
     def _take_place(self, name: str) -> None:
         """Raise TooManyModels if there is no place for one more."""
@@ -416,7 +416,7 @@ def _reason(model: str, error: Exception) -> str:
     """Why a load failed, in words for whoever asked for it."""
     if isinstance(error, (BackendError, ServerError)):
         return error_text(error).removeprefix(f"model '{model}': ")
-    _log.error("model '%s' failed to load on something unforeseen", model, exc_info=error)
+    _log.error("model '%s' failed to load with an unexpected error", model, exc_info=error)
     return f"{type(error).__name__}: {error_text(error)}"
 
 

@@ -83,7 +83,7 @@ def remove_all() -> None:
         try:
             scratch.remove()
         except Exception:  # noqa: BLE001 - the others are to go, and the process is to end
-            _log.exception("%s stays", scratch.path)
+            _log.exception("temporary folder %s can't be removed", scratch.path)
 
 
 def _ending() -> OSError:

@@ -173,8 +173,8 @@ def _join(kind: str, declared: Declared, own: TensorSpec, batched: bool, scatter
 def _check_dims(where: str, dims: tuple[int, ...], mine: tuple[int, ...], field: str, lead: int) -> None:
     if not fits(dims, mine) or min(dims, default=0) < -1:
         hint = {
-            (1, 1): "; the batch axis isn't among them",
-            (0, -1): "; where there is no batch axis they are the whole shape",
+            (1, 1): "; dims don't include the batch axis",
+            (0, -1): "; without a batch axis, dims are the whole shape",
         }.get((lead, len(dims) - len(mine)), "")
         raise ConfigError(f"{where}: expected {field} of the model, {list(mine)}, got {list(dims)}{hint}")
 

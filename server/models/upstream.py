@@ -54,7 +54,7 @@ class Upstream:
         self._batching = batching
         self._server = RemoteServer(settings.target, settings.connections, settings.timeout_secs)
         self._served: dict[str, tuple[UpstreamVersion, ...]] = {}
-        self._said = "it wasn't asked yet"
+        self._said = "the upstream hasn't been asked yet"
         self._looks = 0
         self._silent = 0
         self._answered = 0
@@ -105,7 +105,7 @@ class Upstream:
         try:
             await self._look()
         except Exception:  # noqa: BLE001 - the next look may go well; this must not be the last
-            _log.exception("looking after upstream %s failed", self._settings.target)
+            _log.exception("polling upstream %s failed; trying again", self._settings.target)
 
     async def _look(self) -> None:
         """Poll once, and bring the repository in step."""
@@ -180,7 +180,7 @@ class Upstream:
                 what = f"upstream {self._settings.target} has no RepositoryIndex: name its models with --upstream-model"
             else:
                 # Triton answers UNAVAILABLE where it is restricted, as it is by default under PyTriton.
-                what = f"{error} (asked for its RepositoryIndex, which models named with --upstream-model don't need)"
+                what = f"{error} (when asked for its RepositoryIndex; naming models with --upstream-model avoids that)"
             raise UpstreamFailed(error.status, what) from None
         names: dict[str, list[str]] = {}
         for line in index.models:

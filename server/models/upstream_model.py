@@ -102,7 +102,7 @@ def _check(config: config_pb.ModelConfig) -> None:
     if config.HasField("sequence_batching"):
         raise ConfigError("sequence_batching of the upstream's model: requests of a sequence can't be passed on")
     if config.model_transaction_policy.decoupled:
-        raise ConfigError("model_transaction_policy.decoupled of the upstream's model: expected one answer a request")
+        raise ConfigError("model_transaction_policy.decoupled of the upstream's model: expected one answer per request")
 
 
 def _with_optional(own: ModelSpec, config: config_pb.ModelConfig) -> ModelSpec:

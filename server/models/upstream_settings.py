@@ -144,7 +144,7 @@ def _check_target(target: str) -> None:
     host, _, port = target.rpartition(":")
     bare = ":" in host and not host.startswith(("[", "dns:", "ipv4:", "ipv6:"))
     if not host or bare or not (_PORT.fullmatch(port) and 0 < int(port) < 2**16):
-        hint = ", an address of IPv6 in brackets" if bare and "/" not in host else ""
+        hint = ", an IPv6 address in brackets" if bare and "/" not in host else ""
         raise click.UsageError(f"--upstream: expected HOST:PORT{hint}, got '{target}'")
 
 

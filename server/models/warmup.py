@@ -86,7 +86,7 @@ class WarmUp:
         if any(tensor.shape_tensor or tensor.any_rank or min(tensor.dims, default=0) < 0 for tensor in needed):
             if isinstance(instance, Slotted) and not self._said_cold:
                 self._said_cold = True
-                text = "model '%s' stays cold, as its dims aren't all known; model_warmup can tell of them"
+                text = "model '%s' is served without warm-up, as not all its dims are known; set model_warmup"
                 _log.info(text, self._name)
             return
         if spec.batched and not needed:
@@ -95,11 +95,11 @@ class WarmUp:
             for run in _runs_of(instance, supervise):
                 _run_sizes(run, [_all_zeros(spec, (1,) if spec.batched else ())], _sizes(instance, self._plan))
         except (DeviceLost, Unequipped) as error:
-            raise LoadError(f"its warm-up: {error}") from error
+            raise LoadError(f"its warm-up failed: {error}") from error
         except (OutOfMemory, MemoryError) as error:
-            _log.warning("model '%s' stays cold, as memory is too short for a warm-up: %s", self._name, _words(error))
+            _log.warning("model '%s' is served without warm-up, for lack of memory: %s", self._name, _words(error))
         except (BackendError, TensorError) as error:
-            text = "model '%s' stays cold, as it doesn't take zeros for a warm-up: %s"
+            text = "model '%s' is served without warm-up, as it rejects zeros: %s"
             _log.warning(text, self._name, _words(error))
 
 
@@ -136,7 +136,7 @@ def _run_sizes(run: Run, requests: Sequence[Tensors], sizes: Sequence[int]) -> N
             run(requests, size)
             done += 1
         except OutOfMemory as error:
-            _log.warning("a batch of %d rows is too large for the device's memory: %s", size, error)
+            _log.warning("warm-up: a batch of %d rows doesn't fit into the device's memory: %s", size, error)
             shortage = error
     if shortage is not None and not done:
         raise shortage

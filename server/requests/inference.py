@@ -112,7 +112,7 @@ class Inference:
                 map(_REQUEST, islice(flights, first, None))
             )
         except Exception:  # noqa: BLE001 - it is logged, and the request decoded again, by itself
-            _log.exception("requests can't be decoded together")
+            _log.exception("decoding requests together failed; decoding them one by one")
             return None
         return alike
 
@@ -122,7 +122,7 @@ class Inference:
         try:
             pendings = submit_alike(together, together[0].model, alike)
         except Exception:  # noqa: BLE001 - it is logged, and each is submitted by itself
-            _log.exception("requests can't be submitted together")
+            _log.exception("submitting requests together failed; submitting them one by one")
             pendings = ()
         options, inputs, targets = alike
         if not pendings:
@@ -199,7 +199,7 @@ class Inference:
         try:
             self._answer_alike(flights)
         except Exception:  # noqa: BLE001 - it is logged, and those that have no answer yet are looked at one by one
-            _log.exception("answers of a batch can't be made together")
+            _log.exception("answering a batch's requests together failed; answering them one by one")
         for flight in flights:
             if flight.gone:
                 continue
@@ -282,7 +282,7 @@ class Inference:
         try:
             flight.count_failure(error)
         except Exception:  # noqa: BLE001 - it is logged
-            _log.exception("that a request failed can't be told")
+            _log.exception("a failed request could not be counted or logged")
         # A request that is gone must not hold an error that leads back to it.
         if not flight.gone:
             flight.fail(error)

@@ -68,7 +68,7 @@ def status_and_text(error: Exception, request: object, rpc: str) -> tuple[grpc.S
     its traceback."""
     code = status_of(error)
     if code is None:
-        _log.error("%s failed on something unforeseen", rpc, exc_info=error)
+        _log.error("%s failed with an internal error, a bug in paceline; please report it", rpc, exc_info=error)
         return grpc.StatusCode.INTERNAL, _sendable(f"internal error: {type(error).__name__}: {error_text(error)}")
     return code, _sendable(_text(request, error))
 

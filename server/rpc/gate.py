@@ -205,7 +205,7 @@ class _Calls:
     def __init__(self, admission: Admission, handler: Any) -> None:
         self._admission = admission
         self._handler = handler
-        text = f"the server has {admission.max_rpcs} calls under way, which is the limit"
+        text = f"the server has {admission.max_rpcs} calls in progress, which is the limit"
         self._too_many = _refusing(grpc.StatusCode.RESOURCE_EXHAUSTED, text)
 
     # hot path

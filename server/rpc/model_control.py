@@ -91,7 +91,7 @@ class ModelControl:
         try:
             self._repository.take_note(await asyncio.to_thread(self._layout.models))
         except OSError as error:
-            _log.warning("the index is of the models known, as the repositories can't be read: %s", error)
+            _log.warning("the repositories can't be read, so RepositoryIndex lists only known models: %s", error)
 
     @contextmanager
     def _folder(self, name: str, override: Override | None) -> Iterator[ModelFolder]:

@@ -42,7 +42,7 @@ class SharedMemory:
         self._regions = regions
         self._count_gpus = count_gpus
         self._open_region = open_region
-        self._no_gpu = "nobody has looked for GPUs yet"
+        self._no_gpu = "GPUs haven't been looked for yet"
 
     @property
     def extensions(self) -> tuple[str, ...]:
@@ -59,7 +59,7 @@ class SharedMemory:
             await asyncio.to_thread(self._count_gpus)
         except LoadError as error:
             self._no_gpu = str(error)
-            _log.info("clients may register system shared memory; no CUDA shared memory: %s", error)
+            _log.info("clients may register system shared memory, but not CUDA shared memory: %s", error)
         else:
             self._no_gpu = ""
             _log.info("clients may register system and CUDA shared memory")

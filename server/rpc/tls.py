@@ -74,7 +74,7 @@ class Certificates:
         out of date. The clock may be what is wrong, and a server that doesn't start would be no better."""
         key = self._files.key
         if key.stat().st_mode & stat.S_IROTH:
-            _log.warning("TLS: every user of this machine can read the key %s; chmod o-r makes it yours alone", key)
+            _log.warning("TLS: every user of this machine can read the key %s; prevent that with chmod o-r", key)
         self._warn_of_dates()
 
     def _warn_of_dates(self) -> None:
@@ -103,9 +103,9 @@ class Certificates:
                     # Nothing was read, for instance for lack of descriptors: try again. Bad files stay bad until they
                     # change.
                     self._seen = ()
-                _log.error("TLS: new certificates are not used, the old ones stay: %s", _why(error))
+                _log.error("TLS: the new certificates can't be used, the old ones stay in use: %s", _why(error))
                 return None
-            _log.info("TLS: new certificates are in use, of %s", self._files.certificate)
+            _log.info("TLS: new certificates are in use, from %s", self._files.certificate)
             return changed
 
     def _stamp(self) -> _Stamp:

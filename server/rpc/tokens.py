@@ -103,13 +103,13 @@ class Tokens:
                 # Nothing was read, for instance for lack of descriptors: try again. A bad file stays bad until it
                 # changes.
                 self._seen = None
-            _log.error("tokens are not read again, the old ones stay: %s", self._why(error))
+            _log.error("the token file can't be reloaded, the old tokens stay valid: %s", self._why(error))
             return
         self._good.clear()
         if self._names:
-            _log.info("%d tokens are good, of %s", len(self._names), self._path)
+            _log.info("%d tokens are valid now, read from %s", len(self._names), self._path)
         else:
-            _log.error("no token is good any more, so that nobody may call: there is none in %s", self._path)
+            _log.error("no tokens are left in %s: calls that need one are refused", self._path)
 
     def _stamp(self) -> object:
         stat = self._path.stat()

@@ -93,7 +93,7 @@ class GpuCollector(Collector):
         try:
             readings = self._gpus.read()
         except Exception:  # noqa: BLE001 - a driver's; the metrics go on without
-            _log.exception("the GPUs can't be read")
+            _log.exception("GPU metrics can't be read")
             readings = []
         with self._changed:
             self._last, self._last_s = readings, self._clock()

@@ -180,4 +180,4 @@ def _finish() -> None:
 
 
 def _tell_gap(lines: int) -> None:
-    _log.error("%d lines of the log were lost, as stderr didn't take them", lines, extra={"fields": {"lost": lines}})
+    _log.error("%d log lines were lost, because stderr didn't accept them", lines, extra={"fields": {"lost": lines}})

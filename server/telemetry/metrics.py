@@ -234,7 +234,9 @@ class _ServerCollector(Collector):
         ready, failed_models = self._health()
         yield GaugeMetricFamily("paceline_ready", "1 while the server is ready, else 0", ready)
         yield GaugeMetricFamily("paceline_failed_models", "Models that should serve but failed to load", failed_models)
-        lost = Metric("paceline_lost_log_lines", "Log lines that stderr didn't take and that are lost", "counter")
+        lost = Metric(
+            "paceline_lost_log_lines", "Log lines that were lost because stderr didn't accept them", "counter"
+        )
         lost.add_sample("paceline_lost_log_lines", {}, lost_lines())
         yield lost
 

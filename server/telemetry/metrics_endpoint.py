@@ -66,7 +66,7 @@ class _HttpServer(ThreadingHTTPServer):
 
     def handle_error(self, request: object, client_address: object) -> None:
         """A scraper that broke off is no news; the base class would print a traceback."""
-        _log.debug("the answer to %s failed", client_address, exc_info=True)
+        _log.debug("answering %s failed", client_address, exc_info=True)
 
 
 class MetricsEndpoint:

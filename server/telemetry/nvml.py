@@ -84,7 +84,7 @@ def open_nvml(
         raise DeviceError(str(error)) from error
     except ImportError as error:
         raise DeviceError(
-            "the package nvidia-ml-py isn't installed; the extra 'cuda' of this package has it"
+            "the package nvidia-ml-py isn't installed; the extra 'cuda' of this package installs it"
         ) from error
     try:
         library.nvmlInit()

@@ -107,7 +107,7 @@ def _one_mode(modes: Sequence[str]) -> str:
         if mode not in _MODES:
             raise ValueError(f"expected mode {' or '.join(_MODES)}, got '{mode}'")
         if mode != modes[0]:
-            raise ValueError(f"expected one mode and what belongs to it, got {modes[0]} and {mode}")
+            raise ValueError(f"expected settings of one mode, got some of {modes[0]} and {mode}")
     return modes[0] if modes else "triton"
 
 
@@ -236,7 +236,7 @@ def _level(values: Sequence[str], has_target: bool) -> bool:
         raise NotSupported("trace setting 'trace_level': TENSORS is not supported by this build, only TIMESTAMPS is")
     if "TIMESTAMPS" in values and not has_target:
         raise NotSupported(
-            "trace setting 'trace_level': TIMESTAMPS have nowhere to go; "
+            "trace setting 'trace_level': TIMESTAMPS need a destination; "
             "start the server with --trace-config triton,file=PATH or mode=opentelemetry"
         )
     return "TIMESTAMPS" in values

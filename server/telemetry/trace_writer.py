@@ -62,7 +62,7 @@ class TraceWriter:
         hanging = self._thread.is_alive()
         lost = self._lost + (self._begun if hanging else 0) + sum(one is not None for one in list(self._waiting.queue))
         if lost:
-            why = "it hangs" if hanging else self._failure or "it can't be written so fast"
+            why = "writing hangs" if hanging else self._failure or "writing is too slow"
             _log.warning("%d traces were not written to %s: %s", lost, self._path, why)
 
     def _run(self) -> None:
@@ -79,7 +79,7 @@ class TraceWriter:
             files.write(entries, per_file, last)
         except Exception as error:  # noqa: BLE001 - a trace isn't worth the thread that writes all others
             self._failure = getattr(error, "strerror", None) or str(error)
-            _log.error("no more traces are written: %s: %s", self._path, self._failure)
+            _log.error("no more traces are written to %s until a restart: %s", self._path, self._failure)
 
 
 class _Files:

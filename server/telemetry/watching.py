@@ -25,7 +25,7 @@ _access = logging.getLogger("paceline.access")
 
 _MAX_CHARACTERS = 200
 """Of a text that a client sent."""
-_GIVEN_UP = "the caller gave it up"
+_GIVEN_UP = "the caller gave up"
 
 
 class RequestWatch:

@@ -124,7 +124,7 @@ def test_hang_fails_its_batch_in_time_and_the_instance_is_replaced_while_readine
     status = health_pb2.HealthCheckResponse
     assert told == [status.SERVING, status.NOT_SERVING, status.SERVING]
     assert total(server, "paceline_hung_executions") == 1
-    eventually(lambda: says(server, "an execution hangs; 0 instances are left"), "the line of the log")
+    eventually(lambda: says(server, "an execution hangs and was given up; instances left: 0"), "the line of the log")
 
 
 @BOTH_WAYS
@@ -135,8 +135,8 @@ def test_hang_of_one_of_several_instances_leaves_the_model_ready(server: ServerP
     assert client.code(request()) is OK
     assert ready(client) == (True, True, True)
     assert hung.code() is INTERNAL
-    eventually(lambda: says(server, "an instance is replaced"), "another instance")
-    eventually(lambda: says(server, "an execution hangs; 1 instances are left"), "the line of the log")
+    eventually(lambda: says(server, "an instance has been replaced"), "another instance")
+    eventually(lambda: says(server, "an execution hangs and was given up; instances left: 1"), "the line of the log")
 
 
 @BOTH_WAYS
@@ -155,12 +155,12 @@ def test_hangs_beyond_a_number_get_no_more_instances_and_the_model_stays_unready
     with ServerProcess(tmp_path, module="tests.fault.faulty") as server, connected(server) as client:
         for _ in range(17):
             assert client.code(asking_for(HANGS)) is INTERNAL
-        eventually(lambda: says(server, "no more instances: 17 hang"), "no more instances")
+        eventually(lambda: says(server, "17 instances hang, so no more are started"), "no more instances")
         assert ready(client) == (False, False, False)
         with pytest.raises(urllib.error.HTTPError) as caught:
             urllib.request.urlopen(f"http://127.0.0.1:{server.metrics_port}/readyz", timeout=20)
         with caught.value as answer:
-            assert (answer.code, answer.read().strip()) == (503, b"no instance can execute of: 'echo'")
+            assert (answer.code, answer.read().strip()) == (503, b"models have no instance left: 'echo'")
         assert total(server, "paceline_hung_executions") == 17
         late = client.send(request(), timeout_s=0.2)
         assert late.code() is grpc.StatusCode.DEADLINE_EXCEEDED

@@ -104,12 +104,12 @@ def test_sigterm_with_a_grace_for_load_balancers_ends_in_order_after_it(tmp_path
         eventually(lambda: pending(server) == 1, "a request waiting for company")
         began_s = time.monotonic()
         server.signal(signal.SIGTERM)
-        eventually(lambda: says(server, "not ready any more"), "the grace")
+        eventually(lambda: says(server, "reporting not ready"), "the grace")
         assert call.code() is OK  # it waits until nothing more is taken
         assert time.monotonic() - began_s > 0.5
         assert ends(server, 15) == 0
         said = [record["message"].partition(":")[0] for record in server.log]
-        assert said.index("not ready any more") < said.index("stopping")
+        assert said.index("reporting not ready") < said.index("stopping")
 
 
 def test_sigterm_under_load_answers_what_was_accepted_and_refuses_the_rest(tmp_path: Path) -> None:
@@ -179,7 +179,7 @@ def test_sigterm_during_an_execution_that_hangs_ends_with_the_grace(tmp_path: Pa
         for call in (running, waiting):
             assert call.code() is UNAVAILABLE
             assert call.details() == "model 'echo': the model is being unloaded or the server is stopping"
-        assert says(server, "gave up after 1.5 s on models that still execute, load or are being closed")
+        assert says(server, "gave up waiting after 1.5 s for models that are still executing, loading or being closed")
 
 
 @pytest.mark.parametrize("second", [signal.SIGTERM, signal.SIGINT])

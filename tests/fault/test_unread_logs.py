@@ -118,11 +118,11 @@ def test_log_that_nobody_reads_loses_lines_and_no_request_and_says_how_many_when
             sent += 1
             assert sent < 10_000, "4 MiB were to wait at the most"
         assert server.is_ready()
-        records = server.records(until="lines of the log were lost")
+        records = server.records(until="log lines were lost")
         written, gap = numbers(records), records[-1]
         assert written == [*range(len(written))]
         assert (gap["level"], gap["lost"]) == ("ERROR", sent - len(written))
-        assert gap["message"] == f"{gap['lost']} lines of the log were lost, as stderr didn't take them"
+        assert gap["message"] == f"{gap['lost']} log lines were lost, because stderr didn't accept them"
         server.echo(sent)
         assert numbers(server.records(until=f"request_id='{sent}")) == [sent]
         assert server.lost() == gap["lost"]
@@ -149,7 +149,7 @@ def test_front_with_something_to_say_does_not_wait_for_it_to_be_read(tmp_path: P
         server.stub.LogSettings(change, timeout=60)
         for number in range(1, 50):
             server.echo(number)
-        records = server.records(until="a front logs as it was told", times=2)
+        records = server.records(until="a frontend has applied the new log settings", times=2)
         records += server.records(until="request_id='49") if 49 not in numbers(records) else []
         assert numbers(records) == [*range(50)]
         assert server.terminate() == 0
@@ -178,7 +178,7 @@ def test_python_model_that_prints_more_than_is_read_goes_on_answering(tmp_path: 
             assert server.stub.ModelInfer(request, timeout=60).outputs
         assert server.lost() > 0
         assert server.is_ready()
-        records = server.records(until="lines of the log were lost")
+        records = server.records(until="log lines were lost")
         printed = [int(one["message"].split()[2]) for one in records if one["logger"] == "paceline.models"]
         assert printed == [*range(len(printed))]
         assert 0 < records[-1]["lost"] <= server.lost()

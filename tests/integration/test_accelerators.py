@@ -84,6 +84,6 @@ async def test_client_that_loads_a_model_cannot_say_where_the_server_writes(
     async with serving(tmp_path, settings=explicit(tmp_path)) as served:
         code, text = await failure_of(load(served, "m", config=brought))
         assert code is grpc.StatusCode.INVALID_ARGUMENT
-        assert f"'tensorrt': {key}: no client may say where the server writes files" in text
+        assert f"'tensorrt': {key}: clients may not choose where the server writes files" in text
         await load(served, "m")
         assert (await served.stub.ModelReady(pb.ModelReadyRequest(name="m"))).ready

@@ -73,7 +73,7 @@ async def test_each_request_is_one_line_at_debug(tmp_path: Path, capfd: pytest.C
     )
     assert good["duration_us"] >= good["queue_us"] + good["compute_us"] > 0
     assert "no good" in lines[3]["error"]
-    assert lines[5]["error"] == "the caller gave it up"
+    assert lines[5]["error"] == "the caller gave up"
     assert good["message"].startswith("model='m' version='1' request_id='good' status='OK' duration_us=")
 
 

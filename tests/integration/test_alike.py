@@ -253,7 +253,7 @@ async def test_requests_that_can_not_be_submitted_together_are_submitted_one_by_
     script.seen.clear()
     answers = await asyncio.gather(*(called(inference, of(mark)) for mark in (1, 2, 3)))
     told = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
-    assert told == ["requests can't be submitted together"]
+    assert told == ["submitting requests together failed; submitting them one by one"]
     assert [mark_of(pb.ModelInferResponse.FromString(serialized(one))) for one in answers] == [1, 2, 3]
     assert script.seen == [[1, 2, 3]]
     model = repository.get("m", "")

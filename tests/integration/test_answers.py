@@ -236,8 +236,8 @@ async def test_outputs_beyond_one_message_are_refused_and_counted_and_calls_and_
 
         refused = (
             grpc.StatusCode.RESOURCE_EXHAUSTED,
-            "model 'm': expected outputs that one message can carry, at most 2147483647 bytes in all, got more; ask "
-            "for fewer rows or outputs, or for them in shared memory",
+            "model 'm': expected outputs that one message can carry, at most 2147483647 bytes in all, got more; "
+            "request fewer rows or outputs, or use shared memory",
         )
         assert await failure_of(served.infer(wanted(2**31))) == refused
         stream = Stream(served)

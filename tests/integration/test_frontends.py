@@ -171,7 +171,8 @@ async def test_log_settings_changed_through_one_front_are_those_of_all(tmp_path:
             told = await stub.LogSettings(pb.LogSettingsRequest())
         assert told.settings["log_verbose_level"].uint32_param == 1
         await eventually_async(
-            lambda: [one["message"] for one in server.log].count("a front logs as it was told") == 2, "a line of each"
+            lambda: [one["message"] for one in server.log].count("a frontend has applied the new log settings") == 2,
+            "a line of each",
         )
 
 
@@ -223,7 +224,7 @@ async def test_memory_that_is_full_refuses_and_is_free_again_once_there_are_answ
             code, text = await failure_of(served.infer(request))
             assert code is Code.RESOURCE_EXHAUSTED
             assert text == (
-                "model 'm': Exceeds maximum queue size of 1048576 bytes of tensors on their way between processes "
+                "model 'm': Exceeds maximum queue size of 1048576 bytes of tensors in transit between processes "
                 "(--frontend-memory-mb)"
             )
         # What needs no shared memory isn't refused.
@@ -376,7 +377,7 @@ async def test_server_whose_fronts_have_all_died_is_not_ready_until_one_listens_
             os.kill(front, signal.SIGKILL)
         while (said := await readiness(served))[0] == 200:
             pass
-        assert said == (503, "no process speaks gRPC; another is being started\n")
+        assert said == (503, "no frontend is listening; another is being started\n")
         assert (await served.metrics())["paceline_frontends"] == 0
         nursery.works = True
         while (await readiness(served))[0] != 200:

@@ -115,7 +115,9 @@ async def test_hang_in_what_was_to_replace_an_instance_is_given_up_and_it_is_tri
         async with serving(tmp_path, {"m": model}, config=LIMITED) as served:
             model.gate.close()
             assert (await failure_of(served.infer(ONE)))[0] is grpc.StatusCode.INTERNAL
-            await eventually_async(lambda: "can't be replaced: an execution that is to try it" in caplog.text, "a try")
+            await eventually_async(
+                lambda: "replacing an instance failed: a trial or warm-up execution" in caplog.text, "a try"
+            )
             assert not served.server.repository.ready
             model.gate.open()
             assert (await served.infer(ONE)).raw_output_contents[0] == ONE.raw_input_contents[0]
@@ -133,7 +135,7 @@ async def test_hangs_in_what_was_to_replace_an_instance_are_tried_no_more_where_
         async with serving(tmp_path, {"m": model}, config=LIMITED, settings=explicit(tmp_path, load=("m",))) as served:
             model.gate.close()
             assert (await failure_of(served.infer(ONE)))[0] is grpc.StatusCode.INTERNAL
-            await eventually_async(lambda: "no more instances: 2 hang" in caplog.text, "no more tries")
+            await eventually_async(lambda: "2 instances hang, so no more are started" in caplog.text, "no more tries")
             await unload(served, "m")
             assert not model.closed
             model.gate.open()
@@ -169,7 +171,10 @@ async def test_model_that_hangs_before_it_is_ready_fails_alone(tmp_path: Path) -
     async with serving(tmp_path, models, config=LIMITED, settings=settings) as served:
         assert (await served.infer(ONE)).raw_output_contents[0] == ONE.raw_input_contents[0]
         code, text = await failure_of(served.infer(infer("stuck", {"a": rows_of_floats(1)})))
-        assert (code, "to warm it up takes longer than the 0.2 s" in text) == (grpc.StatusCode.UNAVAILABLE, True), text
+        assert (code, "warm-up execution took longer than its limit: 0.2 s" in text) == (
+            grpc.StatusCode.UNAVAILABLE,
+            True,
+        ), text
         assert served.server.repository.loads, "which is still under way"
         models["stuck"].gate.open()
         await eventually_async(lambda: models["stuck"].closed, "what hung closed")

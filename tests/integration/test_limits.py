@@ -74,7 +74,7 @@ async def test_calls_beyond_the_limit_are_refused_and_probes_are_not(tmp_path: P
         calls += [asyncio.create_task(served.infer(one())) for _ in range(allowed - 1)]
         await eventually_async(lambda: served.waiting("m") == allowed - 1, "all that may wait")
         await told(served, used, "rpcs", allowed)
-        text = f"the server has {allowed} calls under way, which is the limit"
+        text = f"the server has {allowed} calls in progress, which is the limit"
         assert await failure_of(served.infer(one())) == (Code.RESOURCE_EXHAUSTED, text)
         metadata = served.stub.ServerMetadata(pb.ServerMetadataRequest(), timeout=20)
         assert await failure_of(metadata) == (Code.RESOURCE_EXHAUSTED, text)
@@ -152,7 +152,7 @@ async def test_texts_in_shared_memory_are_no_larger_than_a_message_and_numbers_m
             assert (await served.infer(lying("t", "BYTES", 1_000))).outputs
             code, text = await failure_of(served.infer(lying("t", "BYTES", 1_004)))
             assert code is grpc.StatusCode.INVALID_ARGUMENT
-            assert "expected at most 1000 bytes of BYTES, as --grpc-max-message-bytes has it, got 1004" in text
+            assert "expected at most 1000 bytes of BYTES (--grpc-max-message-bytes), got 1004" in text
             assert (await served.infer(lying("m", "FP32", 4_096))).outputs
 
 

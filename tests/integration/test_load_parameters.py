@@ -96,7 +96,7 @@ BAD_LOADS: list[tuple[str, dict[str, object], str]] = [
     (
         "m",
         {"file:1/model.onnx": b""},
-        "failed to load 'm', load parameter 'config': expected one beside 'file:...', got none",
+        "failed to load 'm', load parameter 'config': expected one together with 'file:...', got none",
     ),
     (
         "m",
@@ -109,7 +109,7 @@ BAD_LOADS: list[tuple[str, dict[str, object], str]] = [
     ("m", {"config": IDENTITY, "file:": b""}, "expected a path inside the model's folder"),
     ("m", {"config": IDENTITY, "file:.": b""}, "expected a path inside the model's folder"),
     ("m", {"config": IDENTITY, "file:1\0/model.onnx": b""}, "expected a path inside the model's folder"),
-    ("m", {"config": IDENTITY, "file:1": b"", "file:1/model.onnx": b""}, "another file has its place"),
+    ("m", {"config": IDENTITY, "file:1": b"", "file:1/model.onnx": b""}, "it conflicts with another file"),
     ("m", {"config": IDENTITY, "file:1//x": b"", "file:1/x": b""}, "expected each file once, got '1/x' twice"),
     ("m", {"config": IDENTITY, f"file:1/{'x' * 300}": b""}, "failed to load 'm', load parameter 'file:1/xxx"),
 ]

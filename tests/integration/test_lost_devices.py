@@ -60,8 +60,8 @@ async def test_lost_instance_fails_its_batch_and_the_next_request_waits_for_the_
             assert await served.metric("paceline_lost_instances") == 1
             assert served.server.repository.ready
     assert [record.getMessage() for record in caplog.records if record.name.endswith("instances")] == [
-        f"model 'm' version 1: an instance is lost: {BROKEN}; 0 instances are left",
-        "model 'm' version 1: an instance is replaced",
+        f"model 'm' version 1: an instance is lost: {BROKEN}; instances left: 0",
+        "model 'm' version 1: an instance has been replaced",
     ]
 
 
@@ -98,7 +98,7 @@ async def test_device_that_stays_lost_is_unavailable_not_ready_and_not_live_unti
         assert (await first)[0] is grpc.StatusCode.INTERNAL
         assert await waiting == gone
         assert await failure_of(served.infer(ONE)) == gone
-        assert await probe(served, "/readyz") == (503, "no instance can execute of: 'm'\n")
+        assert await probe(served, "/readyz") == (503, "models have no instance left: 'm'\n")
         assert await probe(served, "/livez") == (503, f"model 'm': {BROKEN}\n")
         while (await health(served), await health(served, "liveness")) != (NOT_SERVING, NOT_SERVING):
             await asyncio.sleep(0.01)
@@ -161,7 +161,7 @@ async def test_instance_in_the_place_of_a_lost_one_that_is_lost_over_its_sample_
         await eventually_async(lambda: served.server.repository.models[0].can_execute, "an instance again")
         assert (await served.infer(ONE)).raw_output_contents[0] == ONE.raw_input_contents[0]
         assert model.open_instances == 2  # the lost one, and the one that executes
-    assert f"model 'm': an instance can't be replaced: failed to run warmup sample 's': {BROKEN}" in caplog.messages
+    assert f"model 'm': replacing an instance failed: failed to run warmup sample 's': {BROKEN}" in caplog.messages
 
 
 async def test_instance_in_the_place_of_a_lost_one_that_fails_its_sample_serves_cold(
@@ -175,7 +175,7 @@ async def test_instance_in_the_place_of_a_lost_one_that_fails_its_sample_serves_
         await failure_of(served.infer(ONE))
         assert (await served.infer(ONE)).raw_output_contents[0] == ONE.raw_input_contents[0]
         assert model.batches == [(1, 1), (1,), (1, 1), (1,)]
-    assert "model 'm': an instance stays cold: failed to run warmup sample 's': full" in caplog.messages
+    assert "model 'm': an instance serves without warm-up: failed to run warmup sample 's': full" in caplog.messages
 
 
 class Slot:
@@ -229,10 +229,10 @@ async def test_instance_in_the_place_of_a_lost_one_for_which_there_is_no_thread_
             assert served.server.repository.ready
             assert model.open_instances == 2  # the lost one, and the one that executes
     assert [record.getMessage() for record in caplog.records if record.name.endswith("instances")] == [
-        f"model 'm' version 1: an instance is lost: {BROKEN}; 0 instances are left",
-        "model 'm': an instance can't be replaced: can't start new thread",
-        "model 'm' version 1: an instance has 1 of its 2 slots: can't start new thread",
-        "model 'm' version 1: an instance is replaced",
+        f"model 'm' version 1: an instance is lost: {BROKEN}; instances left: 0",
+        "model 'm': replacing an instance failed: can't start new thread",
+        "model 'm' version 1: an instance runs with only 1 of its 2 slots: can't start new thread",
+        "model 'm' version 1: an instance has been replaced",
     ]
 
 

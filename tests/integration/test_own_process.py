@@ -98,7 +98,7 @@ async def test_model_that_ends_the_process_in_which_it_is_tried_executes_in_one_
         assert (status, "was killed by SIGFPE" in text) == (INTERNAL, True)
         assert (await served.infer(infer("m", {"INPUT0": four}))).raw_output_contents[0] == (2 * four).tobytes()
         assert (await served.infer(infer("other", {"INPUT0": three}))).raw_output_contents[0] == three.tobytes()
-    assert "model 'm' executes in a process of its own, as it ended the one in which it was tried" in caplog.text
+    assert "model 'm' runs in its own process, because it crashed its trial process" in caplog.text
     assert "the process in which it was run was killed by SIGFPE" in caplog.text
 
 

@@ -147,7 +147,7 @@ async def test_parts_whose_answers_have_not_the_same_outputs_are_an_error(
     async with behind_silent(tmp_path, stub, settings=settings) as served:
         code, text = await failure_of(served.infer(request(1, rows=4)))
         assert code is Code.INTERNAL
-        assert "the parts of a split request don't fit together: outputs are [" in text
+        assert "the parts of a split request have different outputs: [" in text
         assert tensors_of(await served.infer(request(1, rows=4)))["x"][3, 0] == 2
 
 
@@ -159,7 +159,7 @@ async def test_parts_whose_answers_have_not_their_rows_are_an_error_and_no_short
     async with behind_silent(tmp_path, stub, settings=settings) as served:
         code, text = await failure_of(served.infer(request(1, rows=8)))
         assert code is Code.INTERNAL
-        assert "output 'x' of 4 rows, a part of a request, has shape [2]; --upstream-unbatched is for" in text
+        assert "output 'x' has shape [2] for a part of a request with 4 rows; if the model doesn't" in text
         assert tensors_of(await served.infer(request(1, rows=4)))["x"].shape == (2,)
 
 

@@ -75,7 +75,7 @@ async def test_python_model_is_refused_unless_the_server_allows_it(tmp_path: Pat
     async with serving(tmp_path) as served:
         lines = {line[0]: line for line in await index(served)}
         assert lines["other"][2] == "READY"
-        assert "start it with --allow-python-models true" in lines["m"][3]
+        assert "start the server with --allow-python-models true" in lines["m"][3]
     assert not (folder / "1" / "loads").exists()
 
 
@@ -84,7 +84,7 @@ async def test_python_model_by_any_name_is_refused_unless_the_server_allows_it(t
     folder = write(tmp_path)
     (folder / "config.pbtxt").write_text(platform)
     server = Server(Settings(paths=(tmp_path,), grpc_port=0, metrics_port=None))
-    with pytest.raises(StartError, match="the model's code would run here, with all that the server may do"):
+    with pytest.raises(StartError, match="the model's code would run with the server's rights"):
         await server.start()
     assert not (folder / "1" / "loads").exists()
 
@@ -97,7 +97,7 @@ async def test_python_model_of_a_clients_files_is_never_loaded(tmp_path: Path, a
     async with serving(tmp_path, settings=explicit(tmp_path, allow_python_models=allowed)) as served:
         status, text = await failure_of(load(served, "m", config=config, **{"file:1/model.py": code}))
         assert status is INVALID
-        assert ("no client may bring code" if allowed else "--allow-python-models true") in text
+        assert ("clients may not upload code" if allowed else "--allow-python-models true") in text
     assert not (tmp_path / "ran").exists()
 
 
@@ -110,7 +110,7 @@ async def test_python_model_of_the_repository_takes_a_clients_configuration_but_
         assert (config.max_batch_size, config.backend) == (3, "python")
         status, text = await failure_of(load(served, "m", config=program))
         assert status is INVALID
-        assert "paceline.python_executable: no client may choose a program" in text
+        assert "paceline.python_executable: clients may not choose a program to run" in text
         assert numbers(await served.infer(request(1))) == [10]
 
 
@@ -266,7 +266,7 @@ async def test_model_of_which_no_process_can_be_started_is_unavailable_and_unrea
             grpc.StatusCode.UNAVAILABLE,
             "model 'm': no instance of the model is left that can execute; another is being tried for",
         )
-        assert await probe(served, "/readyz") == (503, "no instance can execute of: 'm'\n")
+        assert await probe(served, "/readyz") == (503, "models have no instance left: 'm'\n")
         assert await probe(served, "/livez") == (200, "ok\n"), "a restart isn't known to help, and others are served"
         other = infer("other", {"INPUT0": np.array([[1]], np.int64)})
         assert numbers(await served.infer(other)) == [10]

@@ -359,7 +359,7 @@ BAD: list[tuple[Change, str]] = [
     (said("offset", -1), "input 'a': Invalid offset for shared memory region: 'r': expected 0 to 4095, got -1"),
     (said("offset", 2**63 - 1), "input 'a': Invalid offset for shared memory region: 'r'"),
     (said("offset", UINT), "input 'a': Invalid offset for shared memory region: 'r'"),
-    (with_contents, "input 'a': expected no contents beside shared_memory_region, got both"),
+    (with_contents, "input 'a': expected either contents or shared_memory_region, got both"),
     (with_raw, "expected 0 entries in raw_input_contents, one per input that is not in shared memory, got 1"),
     (said("byte_size", 7, "outputs"), "output 'x': expected 'shared_memory_byte_size' to be at least 8 bytes"),
     (said("byte_size", -1, "outputs"), "output 'x': Invalid offset + byte size for shared memory region: 'r'"),

@@ -124,4 +124,6 @@ async def test_model_of_open_dims_stays_cold_and_says_what_helps(
     with caplog.at_level(logging.INFO, "paceline.server.warmup"):
         async with serving(tmp_path, backends={"onnxruntime": backend}) as served:
             assert answer(await served.infer(asking(3))) == [3, 3]
-    assert "model 'staged' stays cold, as its dims aren't all known; model_warmup can tell of them" in caplog.messages
+    assert (
+        "model 'staged' is served without warm-up, as not all its dims are known; set model_warmup" in caplog.messages
+    )

@@ -395,7 +395,7 @@ async def test_gpus_are_left_out_where_there_is_no_driver_and_one_line_says_why(
         async with serving(tmp_path, {"m": echo_model()}) as served:
             assert not any(name.startswith("nv_gpu") for name in await served.metrics())
     told = [record.getMessage() for record in caplog.records if "GPU" in record.getMessage()]
-    assert told == [f"no metrics of GPUs: {reason}"]
+    assert told == [f"no GPU metrics: {reason}"]
 
 
 async def test_gpus_that_nobody_wants_to_know_of_are_not_looked_for(

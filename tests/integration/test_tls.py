@@ -228,7 +228,7 @@ def test_certificate_out_of_its_time_is_a_warning_at_the_start_and_when_it_is_re
         for other in (ours.sign("good"), ours.sign_for_tomorrow("early")):
             pair.replace(other)
             ssl.get_server_certificate(("127.0.0.1", server.grpc_port))
-    used = f"TLS: new certificates are in use, of {pair.certificate}"
+    used = f"TLS: new certificates are in use, from {pair.certificate}"
     expired, used_good, early, used_early = [
         line["message"] for line in server.log if line["message"].startswith("TLS:")
     ]

@@ -79,7 +79,7 @@ async def test_model_that_was_quantized_dynamically_is_batched_and_the_log_says_
         requests = [infer("m", {"INPUT0": np.array([[number]], np.int64)}) for number in (1, 2)]
         answers = await asyncio.gather(*map(served.infer, requests))
         assert not np.allclose(np.frombuffer(answers[0].raw_output_contents[0], np.float32), alone(1))
-    assert "model 'm': DynamicQuantizeLinear rounds by the largest number of a batch" in caplog.text
+    assert "model 'm': DynamicQuantizeLinear scales by the largest number in a batch" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -103,7 +103,7 @@ async def test_model_that_was_quantized_dynamically_may_be_kept_from_company(
         answers = await asyncio.gather(*map(served.infer, requests))
         for number, answer in zip((0, 1, 2, 3) * 8, answers, strict=True):
             np.testing.assert_array_equal(np.frombuffer(answer.raw_output_contents[0], np.float32), alone(number))
-    assert "rounds by" not in caplog.text
+    assert "scales by" not in caplog.text
 
 
 def _alone_by_index(model: onnx.ModelProto) -> Callable[[int], Array]:

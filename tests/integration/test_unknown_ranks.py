@@ -162,7 +162,7 @@ async def test_input_of_unknown_rank_has_rows_where_a_configuration_says_so(
         asked = await told(served)
         assert (asked.max_batch_size, asked.HasField("dynamic_batching")) == (8, True)
         code, text = await failure_of(served.infer(infer("m", {"INPUT0": floats()})))
-        assert (code, "expected a batch dimension in front" in text) == (grpc.StatusCode.INVALID_ARGUMENT, True)
+        assert (code, "expected a leading batch dimension" in text) == (grpc.StatusCode.INVALID_ARGUMENT, True)
 
 
 async def test_output_of_unknown_rank_is_returned_as_it_is(tmp_path: Path) -> None:

@@ -136,7 +136,7 @@ def test_optional_key_tells_the_sets_of_inputs_apart() -> None:
 
 def test_optional_inputs_all_left_out_of_a_batched_model_are_refused() -> None:
     assert refusal(codec(OPTIONAL)) == (
-        "model 'm': expected at least one input with a batch dimension in front, got none"
+        "model 'm': expected at least one input with a leading batch dimension, got none"
     )
 
 
@@ -170,7 +170,7 @@ def test_shape_tensor_has_no_batch_dimension_and_does_not_count_rows() -> None:
 def test_shape_tensor_alone_tells_no_rows() -> None:
     made = codec(SHAPE, TensorSpec("o", "FP32", (2,), optional=True))
 
-    assert "expected at least one input with a batch dimension" in refusal(made, s=np.array([1]))
+    assert "expected at least one input with a leading batch dimension" in refusal(made, s=np.array([1]))
 
 
 def test_shape_tensor_contents_are_part_of_the_key_to_the_last_byte() -> None:

@@ -116,12 +116,12 @@ def said(text: str) -> str:
         (change_datatype, "input 'a': expected datatype FP32, got 'INT32'"),
         (change_to_no_datatype, "input 'a': expected datatype FP32, got 'float32'"),
         (add_unknown_output, "unexpected inference output 'q' for model 'm': expected some of ['x', 'h']"),
-        (repeat_output, "output 'x' is asked for more than once"),
+        (repeat_output, "output 'x' is requested more than once"),
         (add_raw_entry, "expected 2 entries in raw_input_contents, one per input, got 3"),
         (drop_raw_entry, "expected 2 entries in raw_input_contents, one per input, got 1"),
-        (add_contents_beside_raw, "input 'a': expected no contents beside raw_input_contents, got both"),
-        (give_one_raw_and_one_typed, "input 'a': expected no contents beside raw_input_contents, got both"),
-        (add_empty_contents_beside_raw, "input 'b': expected no contents beside raw_input_contents, got both"),
+        (add_contents_beside_raw, "input 'a': expected either contents or raw_input_contents, got both"),
+        (give_one_raw_and_one_typed, "input 'a': expected either contents or raw_input_contents, got both"),
+        (add_empty_contents_beside_raw, "input 'b': expected either contents or raw_input_contents, got both"),
     ],
 )
 def test_decode_names_or_entries_that_do_not_fit_are_refused(change: Change, text: str) -> None:
@@ -131,7 +131,7 @@ def test_decode_names_or_entries_that_do_not_fit_are_refused(change: Change, tex
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        (shape(0), "input 'a': expected a batch dimension in front, got shape []"),
+        (shape(0), "input 'a': expected a leading batch dimension, got shape []"),
         (shape(0, 0, 2), "input 'a': expected a batch of 1 to 8 rows, got 0 in shape [0, 2]"),
         (shape(0, 9, 2), "input 'a': expected a batch of 1 to 8 rows, got 9 in shape [9, 2]"),
         (shape(0, -1, 2), "input 'a': expected a batch of 1 to 8 rows, got -1 in shape [-1, 2]"),
@@ -256,7 +256,9 @@ def test_decode_typed_outputs_that_contents_cannot_carry_are_refused_before_exec
         for name in outputs:
             request.outputs.add(name=name)
 
-    text = "output 'h': expected no binary_data_output of false: typed contents can't carry FP16"
+    text = (
+        "output 'h': expected binary_data_output to be true or left out, as typed contents can't carry FP16, got false"
+    )
     assert refused(change) == f"model 'm': {text}"
 
 

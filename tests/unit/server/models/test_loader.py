@@ -268,7 +268,7 @@ def test_load_tells_of_folders_that_are_no_versions(tmp_path: Path, caplog: pyte
     with caplog.at_level(logging.WARNING, "paceline.server.loader"):
         load_model(folder(tmp_path, 1), Shelf().of)
     assert [record.getMessage() for record in caplog.records] == [
-        f"{tmp_path}/m/abc is no version folder: expected a folder named by a number without leading zeros"
+        f"{tmp_path}/m/abc is ignored: expected a version folder, named by a number without leading zeros"
     ]
 
 

@@ -97,7 +97,7 @@ def test_plan_output_that_the_configuration_leaves_out_needs_no_batch_axis() -> 
     own = ModelSpec(BATCHABLE.inputs, (*BATCHABLE.outputs, TensorSpec("loss", "FP32", ())))
     served = planned(f"max_batch_size: 4 {OUTPUT_X}", own)
     assert (served.max_batch_rows, [one.name for one in served.spec.outputs]) == (4, ["x"])
-    assert "expected 0, as the first dimension of some tensor" in refusal("max_batch_size: 4", own)
+    assert "expected 0, as not all tensors" in refusal("max_batch_size: 4", own)
 
 
 def test_plan_complete_configuration_without_max_batch_size_has_no_batch_axis() -> None:
@@ -147,7 +147,7 @@ def test_plan_dims_that_are_left_out_beside_a_reshape_are_a_scalars() -> None:
         (
             "max_batch_size: 8",
             FIXED,
-            "max_batch_size: expected 0, as the first dimension of some tensor of the model isn't free, got 8; "
+            "max_batch_size: expected 0, as not all tensors of the model have a free first dimension, got 8; "
             "the model's shapes are {'a': [1, 16], 'x': [-1, 16]}",
         ),
         (INPUT_A, BATCHABLE, "input: the model needs ['b'] too, got only ['a']"),
@@ -186,13 +186,12 @@ def test_plan_dims_that_are_left_out_beside_a_reshape_are_a_scalars() -> None:
         (
             'input { name: "a" data_type: TYPE_FP32 dims: [ -1, 16 ] }',
             BATCHABLE,
-            "input 'a': expected dims of the model, [16], got [-1, 16]; the batch axis isn't among them",
+            "input 'a': expected dims of the model, [16], got [-1, 16]; dims don't include the batch axis",
         ),
         (
             f"{INPUT_A} {OUTPUT_X}",
             BATCHABLE,
-            "input 'a': expected dims of the model, [-1, 16], got [16]; where there is no batch axis they are "
-            "the whole shape",
+            "input 'a': expected dims of the model, [-1, 16], got [16]; without a batch axis, dims are the whole shape",
         ),
         (
             'input { name: "b" data_type: TYPE_INT64 dims: [ -2 ] }',

@@ -290,8 +290,8 @@ async def test_poll_of_a_model_that_does_not_load_keeps_the_old_one_and_tries_on
     assert bench.repository.ready
     (text,) = said(caplog)
     assert text == (
-        "load failed for model 'a': sequence_batching is not supported by this build; not tried again until its files "
-        "change"
+        "load failed for model 'a': sequence_batching is not supported by this build; it is not tried again "
+        "until its files change"
     )
     (line,) = bench.repository.index()
     assert line == IndexLine(
@@ -395,7 +395,7 @@ async def test_poll_of_a_repository_that_cannot_be_read_changes_nothing_and_says
         for _ in range(3):
             assert not await bench.look()
     (text,) = said(caplog)
-    assert text.startswith("models stay as they are, as the repositories can't be read: ")
+    assert text.startswith("the repositories can't be read, so models stay as they are: ")
     assert bench.loads == before
     (bench.root.parent / "elsewhere").rename(bench.root)
     await bench.settle()

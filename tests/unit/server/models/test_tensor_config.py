@@ -179,13 +179,13 @@ def test_ragged_input_has_dims_of_its_own_and_is_a_vector_to_the_model() -> None
         (
             RAGGED + 'parameters { key: "paceline.batch_sizes" value { string_value: "2,4" } }',
             own("flat"),
-            "paceline.batch_sizes: expected none, as there are no rows to pad with beside allow_ragged_batch, "
+            "paceline.batch_sizes: expected none, as batches can't be padded with allow_ragged_batch, "
             "batch_input or batch_output, got [2, 4]",
         ),
         (
             RAGGED + 'parameters { key: "paceline.split_oversized" value { string_value: "true" } }',
             own("flat"),
-            "paceline.split_oversized: expected false, as requests can't be cut by rows beside allow_ragged_batch, "
+            "paceline.split_oversized: expected false, as requests can't be split with allow_ragged_batch, "
             "batch_input, batch_output, optional or is_shape_tensor, got true",
         ),
     ],

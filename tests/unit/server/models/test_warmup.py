@@ -100,7 +100,7 @@ def test_default_with_an_unknown_dimension_is_nothing() -> None:
 def test_default_that_fails_as_any_input_would_fails_the_load(error: ExecutionError) -> None:
     bench = Bench(instances=2)
     bench.model.faults.raise_next(error)
-    with pytest.raises(LoadError, match=f"its warm-up: {error}"):
+    with pytest.raises(LoadError, match=f"its warm-up failed: {error}"):
         bench.warm("")
 
 
@@ -110,7 +110,7 @@ def test_default_that_fails_is_logged_and_forgiven(caplog: pytest.LogCaptureFixt
     with caplog.at_level(logging.WARNING, "paceline.server.warmup"):
         bench.warm("")
     (record,) = caplog.records
-    assert record.getMessage() == "model 'm' stays cold, as it doesn't take zeros for a warm-up: zeros are no input"
+    assert record.getMessage() == "model 'm' is served without warm-up, as it rejects zeros: zeros are no input"
     assert len(bench.seen) == 1
 
 

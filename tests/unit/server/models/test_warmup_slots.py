@@ -77,13 +77,13 @@ def test_size_that_memory_is_too_short_for_is_left_out(caplog: pytest.LogCapture
     with caplog.at_level(logging.WARNING, "paceline.server.warmup"):
         assert prepared(SIZES, most=3) == [[3, 1]] * 2
     assert [record.getMessage() for record in caplog.records] == [
-        "a batch of 6 rows is too large for the device's memory: too large"
+        "warm-up: a batch of 6 rows doesn't fit into the device's memory: too large"
     ] * 2
 
 
 def test_no_size_that_memory_suffices_for_stays_cold_or_fails_the_sample(caplog: pytest.LogCaptureFixture) -> None:
     assert prepared(most=0) == [[], []]
-    assert "stays cold" in caplog.messages[-1]
+    assert "is served without warm-up" in caplog.messages[-1]
     with pytest.raises(ConfigError, match="failed to run warmup sample 's': too large"):
         prepared(sample(), most=0)
 
@@ -93,4 +93,4 @@ def test_slots_of_a_model_with_open_dims_are_not_prepared_and_the_log_says_what_
 ) -> None:
     with caplog.at_level(logging.INFO, "paceline.server.warmup"):
         assert prepared(dims=(-1,)) == [[], []]
-    assert caplog.messages == ["model 'm' stays cold, as its dims aren't all known; model_warmup can tell of them"]
+    assert caplog.messages == ["model 'm' is served without warm-up, as not all its dims are known; set model_warmup"]

@@ -74,7 +74,7 @@ async def test_unforeseen_error_is_internal_and_logged_with_its_traceback(
     with caplog.at_level(logging.ERROR, "paceline.server.service"):
         assert await bench.outcome() == (Code.INTERNAL, text)
     (record,) = caplog.records
-    assert record.getMessage() == "ModelInfer failed on something unforeseen"
+    assert record.getMessage() == "ModelInfer failed with an internal error, a bug in paceline; please report it"
     assert record.exc_info
     assert record.exc_info[1] is error
 

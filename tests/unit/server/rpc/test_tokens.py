@@ -121,7 +121,7 @@ def test_file_of_which_the_last_token_was_taken_out_leaves_none_and_says_so(
     path.write_text(text)
     now.ns = SECOND
     assert tokens.name_of("Bearer one") is None
-    assert caplog.messages == [f"no token is good any more, so that nobody may call: there is none in {path}"]
+    assert caplog.messages == [f"no tokens are left in {path}: calls that need one are refused"]
     path.write_text(line_of("b", "two"))
     now.ns = 2 * SECOND
     assert tokens.name_of("Bearer two") == "b"

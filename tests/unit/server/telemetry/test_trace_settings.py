@@ -68,8 +68,8 @@ def test_store_of_opentelemetry_switches_on_without_a_file() -> None:
             "expected one of file, mode, level, rate, count, log-frequency, url, resource, bsp_max_queue_size, "
             "bsp_schedule_delay, bsp_max_export_batch_size, got 'colour'",
         ),
-        (["mode=opentelemetry", "file=x"], "expected one mode and what belongs to it, got opentelemetry and triton"),
-        (["mode=triton", "url=x"], "expected one mode and what belongs to it, got triton and opentelemetry"),
+        (["mode=opentelemetry", "file=x"], "expected settings of one mode, got some of opentelemetry and triton"),
+        (["mode=triton", "url=x"], "expected settings of one mode, got some of triton and opentelemetry"),
         (
             ["opentelemetry,file=x"],
             "expected one of url, resource, bsp_max_queue_size, bsp_schedule_delay, "
@@ -97,7 +97,7 @@ def test_store_of_opentelemetry_switches_on_without_a_file() -> None:
         (["rate=1", "rate=2"], "trace setting 'trace_rate': expected 1 value, got 2"),
         (
             ["level=TIMESTAMPS"],
-            "trace setting 'trace_level': TIMESTAMPS have nowhere to go; "
+            "trace setting 'trace_level': TIMESTAMPS need a destination; "
             "start the server with --trace-config triton,file=PATH or mode=opentelemetry",
         ),
     ],

@@ -228,7 +228,7 @@ def test_files_that_fail_later_end_tracing_with_one_line(tmp_path: Path, caplog:
         traces.record(*"abc")
         traces.tracer.close()
     first, second = said(caplog)
-    assert first == f"no more traces are written: {tmp_path}/sub/t.json: No such file or directory"
+    assert first == f"no more traces are written to {tmp_path}/sub/t.json until a restart: No such file or directory"
     assert second == f"3 traces were not written to {tmp_path}/sub/t.json: No such file or directory"
 
 
@@ -241,7 +241,7 @@ def test_full_disk_ends_tracing_with_one_line_and_the_thread_in_order(
         traces.record(*"abc")
         traces.tracer.close()
     assert said(caplog) == [
-        f"no more traces are written: {tmp_path}/t.json: No space left on device",
+        f"no more traces are written to {tmp_path}/t.json until a restart: No space left on device",
         f"3 traces were not written to {tmp_path}/t.json: No space left on device",
     ]
     assert not [one for one in recwarn if one.category is pytest.PytestUnhandledThreadExceptionWarning]
@@ -257,4 +257,4 @@ def test_traces_that_wait_for_a_file_that_hangs_are_counted(tmp_path: Path, capl
         writer.close()
     by_then = said(caplog)
     os.close(os.open(tmp_path / "t.json", os.O_RDONLY))  # so that the thread can end
-    assert by_then == [f"3 traces were not written to {tmp_path}/t.json: it hangs"]
+    assert by_then == [f"3 traces were not written to {tmp_path}/t.json: writing hangs"]
