@@ -101,7 +101,7 @@ def _failure(cause: BaseException | None) -> ExecutionFailed:
     try:
         text = str(cause)
     except Exception:  # noqa: BLE001 - the requests are owed an answer all the same
-        _log.exception("an instance's error can't be told in words")
+        _log.exception("an instance raised an error whose text can't be read")
         text = ""
     failed = ExecutionFailed(text or type(cause).__name__)
     failed.__cause__ = cause

@@ -85,7 +85,7 @@ class NoInstance(SchedulerError):
     """No instance is left: nothing can execute until there is another."""
 
     def __init__(self) -> None:
-        super().__init__("no instance of the model is left that can execute; another is being tried for")
+        super().__init__("no instance of the model is left; the server keeps trying to start another")
 
 
 class ExecutionFailed(SchedulerError):

@@ -155,7 +155,7 @@ class Retries(Generic[T]):
         try:
             return self._blames(error)
         except Exception:  # noqa: BLE001 - the requests are owed an answer all the same
-            _log.exception("can't tell whose fault a failure is")
+            _log.exception("can't tell which requests made a batch fail, so all of it fails")
             return Blame.NOBODY
 
     def plan(self, batch: Batch[T], blame: Blame, suspects: Suspects[T]) -> Sequence[Entry[T]]:

@@ -53,4 +53,4 @@ def notify(done: list[Any]) -> None:
             if on_done is not None:
                 on_done(subjects)
         except Exception:  # noqa: BLE001 - it is logged, and others are owed theirs
-            _log.exception("who waits for requests can't be told that they are done")
+            _log.exception("a callback for finished requests failed")

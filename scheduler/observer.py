@@ -84,10 +84,10 @@ class GuardedObserver:
         try:
             self._observer.on_drop(drop)
         except Exception:  # noqa: BLE001 - it is logged, and no business of the requests
-            _log.exception("the observer failed on a dropped request")
+            _log.exception("recording a dropped request failed; metrics may lack it")
 
     def on_batch(self, report: BatchReport) -> None:
         try:
             self._observer.on_batch(report)
         except Exception:  # noqa: BLE001 - it is logged, and no business of the requests
-            _log.exception("the observer failed on a batch")
+            _log.exception("recording a batch failed; metrics may lack it")

@@ -156,7 +156,7 @@ class ThreadRunner(Generic[P, R]):
     def _on_death(self, error: BaseException) -> None:
         """Start another thread to go on, if only to end. What the dead one didn't take is still there; what it took is
         lost."""
-        _log.error("a thread died and is replaced: %s", self._name, exc_info=error)
+        _log.error("an instance's thread died and is replaced: %s", self._name, exc_info=error)
         waiting = [self._work.get() for _ in range(self._work.qsize())]
         lost = bool(self._owed) and not any(work is self._owed[0][0] for work in waiting)
         for work in waiting:
@@ -174,7 +174,7 @@ class ThreadRunner(Generic[P, R]):
             self._start_thread()
             self._is_dead = False
         except RuntimeError as error:
-            _log.error("no thread can be started in the place of one that died: %s: %s", self._name, error)
+            _log.error("an instance's thread died and no other can be started: %s: %s", self._name, error)
             text = f"the instance's thread died, and no other can be started: {error}"
             # The dead thread may have executed what it had taken.
             errors = [ThreadLost(text) if work else RuntimeError(text) for work, _ in self._owed]

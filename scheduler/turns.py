@@ -149,7 +149,7 @@ class Turns:
             try:
                 submit(requests)
             except Exception:  # noqa: BLE001 - it is logged, and the others are owed theirs
-                _log.exception("announced requests can't be submitted")
+                _log.exception("submitting requests that arrived together failed")
 
     def _look(self) -> None:
         """Take the turn that is due, unless batches lately had several requests and more are likely to arrive right

@@ -103,7 +103,7 @@ def test_thread_of_an_instance_that_dies_is_replaced(server: ServerProcess, clie
         taken_along = client.send(request())
         codes.append(taken_along.code())
     assert taken_along.details() == "model 'echo': the instance's thread died: SystemExit()"
-    replaced = "a thread died and is replaced: echo_1_0"
+    replaced = "an instance's thread died and is replaced: echo_1_0"
     eventually(lambda: said(server, replaced) == len(codes), "a line for each of them")
     assert [client.code(request()) for _ in range(3)] == [OK] * 3
 

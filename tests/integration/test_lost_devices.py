@@ -93,7 +93,7 @@ async def test_device_that_stays_lost_is_unavailable_not_ready_and_not_live_unti
         model.gate.open()
         gone = (
             grpc.StatusCode.UNAVAILABLE,
-            "model 'm': no instance of the model is left that can execute; another is being tried for",
+            "model 'm': no instance of the model is left; the server keeps trying to start another",
         )
         assert (await first)[0] is grpc.StatusCode.INTERNAL
         assert await waiting == gone

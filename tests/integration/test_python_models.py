@@ -264,7 +264,7 @@ async def test_model_of_which_no_process_can_be_started_is_unavailable_and_unrea
         # Who comes while the first attempt runs waits for it.
         assert await failure_of(served.infer(request(1))) == (
             grpc.StatusCode.UNAVAILABLE,
-            "model 'm': no instance of the model is left that can execute; another is being tried for",
+            "model 'm': no instance of the model is left; the server keeps trying to start another",
         )
         assert await probe(served, "/readyz") == (503, "models have no instance left: 'm'\n")
         assert await probe(served, "/livez") == (200, "ok\n"), "a restart isn't known to help, and others are served"

@@ -70,7 +70,7 @@ async def test_thread_that_dies_between_batches_is_replaced_and_a_batch_that_it_
         kill(before)
         with caplog.at_level(logging.ERROR, "paceline.scheduler"):
             outcome = await run_on(runner, ["taken"])
-        assert caplog.records[-1].getMessage() == "a thread died and is replaced: doomed"
+        assert caplog.records[-1].getMessage() == "an instance's thread died and is replaced: doomed"
         assert (await run_on(runner, ["after"])).executed == Results(["after"])
         runner.stop()
         errors += [str(outcome.error)] if outcome.error else []
