@@ -134,4 +134,4 @@ def _copy(copy: Callable[[int, int, int], None], target: int, source: int, size_
         problem = device_failure(error)
         if type(problem) is not InstanceError:
             raise
-        raise ExecutionError(f"memory of a client on the GPU can't be copied from or to: {error}") from error
+        raise ExecutionError(f"a client's memory on the GPU can't be copied from or to: {error}") from error

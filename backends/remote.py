@@ -132,7 +132,9 @@ class RemoteServer:
         except grpc.aio.AioRpcError as error:
             raise self._failure(error) from None
         except DecodeError as error:
-            raise UpstreamRefused("INTERNAL", f"{self._said}the answer is no {answer.__name__}: {error}") from None
+            raise UpstreamRefused(
+                "INTERNAL", f"{self._said}the answer isn't a valid {answer.__name__}: {error}"
+            ) from None
 
     async def infer(self, request: bytes, headers: Headers, deadline_ns: int, connection: int = 0) -> bytes:
         """Call ModelInfer, waiting until `deadline_ns` at most. Raises UpstreamFailed or UpstreamRefused."""

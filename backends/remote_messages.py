@@ -115,7 +115,9 @@ def encode_request(
     pieces[0] = message.SerializeToString()
     size_bytes = sum(map(len, pieces))
     if size_bytes > _MAX_BYTES:
-        raise ExecutionError(f"expected a batch of at most {_MAX_BYTES} bytes, got {size_bytes}: larger than messages")
+        raise ExecutionError(
+            f"expected a batch of at most {_MAX_BYTES} bytes, got {size_bytes}: larger than a message can be"
+        )
     return b"".join(pieces)
 
 
@@ -184,10 +186,10 @@ def _message(data: bytes) -> ModelInferResponse:
     try:
         message = ModelInferResponse.FromString(data)
     except DecodeError as error:
-        raise ExecutionError(f"the upstream's answer is no ModelInferResponse: {error}") from None
+        raise ExecutionError(f"the upstream's answer isn't a valid ModelInferResponse: {error}") from None
     raw = message.raw_output_contents
     if raw and len(raw) != len(message.outputs):
-        raise ExecutionError(f"the upstream answers {len(message.outputs)} outputs with {len(raw)} raw contents")
+        raise ExecutionError(f"the upstream answered with {len(message.outputs)} outputs and {len(raw)} raw contents")
     return message
 
 

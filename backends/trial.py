@@ -139,7 +139,7 @@ def _contrasted(found: Trial, run: Run, taken: _MadeUp) -> Trial:
 
 
 def _untried(spec: ModelSpec, why: str) -> Trial:
-    return Trial(spec, f"nobody knows whether its rows depend on each other, as it takes no made-up inputs ({why})")
+    return Trial(spec, f"it isn't known whether its rows depend on each other, as it accepts no made-up inputs ({why})")
 
 
 def _try(spec: ModelSpec, run: Run, made_up: _MadeUp, *, many: bool) -> Trial:
@@ -151,7 +151,7 @@ def _try(spec: ModelSpec, run: Run, made_up: _MadeUp, *, many: bool) -> Trial:
     rows = [[pair[number] for pair in pairs] for number in range(1 + stackable)]
     alone = [run(row) for row in rows]
     if made_up.signed and not all(map(_is_finite, spec.outputs * len(alone), chain(*alone))):
-        raise ExecutionError("it makes infinite numbers of negative ones")
+        raise ExecutionError("it computes infinities from negative numbers")
     if not stackable:
         return Trial(_as_seen(spec, alone))
     # In either order, to see what rows do to those before them and to those after them.
@@ -166,7 +166,7 @@ def _try(spec: ModelSpec, run: Run, made_up: _MadeUp, *, many: bool) -> Trial:
             raise
         except ExecutionError as error:
             few, more = _count(made_up.rows), _count(len(order) * made_up.rows)
-            return Trial(seen, f"it runs {few} and fails for {more}: {error}")
+            return Trial(seen, f"it runs with {few} and fails with {more}: {error}")
         results.append(together)
         seen = _as_seen(spec, results)
         found = found or _differences(seen, alone, together, order, made_up)

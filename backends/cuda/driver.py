@@ -57,13 +57,13 @@ def _count(driver: Any) -> int:
     count = ctypes.c_int(0)
     _check(driver, "cuDeviceGetCount", driver.cuDeviceGetCount(ctypes.byref(count)))
     if count.value < 1:
-        raise LoadError("the NVIDIA driver is there, but shows no GPU to this process")
+        raise LoadError("the NVIDIA driver is installed, but this process sees no GPU")
     return count.value
 
 
 def _check(driver: Any, call: str, code: int) -> None:
     if code == _NO_DEVICE:
-        raise LoadError("the NVIDIA driver is there, but shows no GPU to this process")
+        raise LoadError("the NVIDIA driver is installed, but this process sees no GPU")
     if code != 0:
         raise LoadError(failure_text(driver, call, code))
 

@@ -101,7 +101,9 @@ class OnnxBackend:
             gpus = self._gpus()
         except LoadError as reason:
             if group.kind is GroupKind.GPU:
-                raise LoadError(f"instance_group KIND_GPU: {reason}; KIND_CPU or KIND_AUTO do without one") from reason
+                raise LoadError(
+                    f"instance_group KIND_GPU: {reason}; KIND_CPU and KIND_AUTO don't need a GPU"
+                ) from reason
             if (group.kind, str(reason)) not in self._told:  # it is the same for every model
                 self._told.add((group.kind, str(reason)))
                 _log.info("%s instances run on the CPU: %s", group.kind.value, reason)
@@ -189,7 +191,9 @@ class OnnxModel:
             try:
                 return stack.enter_context(OwnProcessSession(Job(self._name, path, options), spec))
             except LoadError as error:
-                _log.info("model '%s' is tried in the server's own process: %s", self._name, error)
+                _log.info(
+                    "model '%s' is tried in the server's own process, as no other can be had: %s", self._name, error
+                )
         # If left open, the session and all its device memory would stay.
         return stack.enter_context(closing(OnnxInstance(session, spec, device, options)))
 
@@ -238,13 +242,13 @@ def _model_file(source: ModelSource) -> Path:
     """The file to read: `source.path`, or `model.onnx` in it if that is a folder, as it is with external weights."""
     path = source.path / "model.onnx" if is_folder(source.path) else source.path
     if not is_file(path) and os.path.lexists(path):
-        raise LoadError(f"model '{source.name}': expected a file, got something else or a link to none: '{path}'")
+        raise LoadError(f"model '{source.name}': expected a file, got something else or a dangling link: '{path}'")
     if not is_file(path):
         raise LoadError(f"model '{source.name}': no such file: '{path}'{_instead(path.parent)}")
     if path.stat().st_size == 0:
         raise LoadError(f"model '{source.name}': the file is empty: '{path}'")
     if not _is_utf8(str(path)):
-        raise LoadError(f"model '{source.name}': expected a path that is UTF-8, as ONNX Runtime does: '{path}'")
+        raise LoadError(f"model '{source.name}': expected a path in UTF-8, as ONNX Runtime requires: '{path}'")
     return path
 
 
@@ -262,5 +266,5 @@ def _instead(folder: Path) -> str:
         return ""
     names = sorted(entry.name for entry in folder.iterdir() if not entry.name.startswith("."))
     more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
-    hint = "; default_model_filename in its config.pbtxt says another name than model.onnx" if names else ""
+    hint = "; default_model_filename in its config.pbtxt can name another file than model.onnx" if names else ""
     return f"; there is {', '.join(names[:_MAX_NAMES]) or 'nothing'}{more}{hint}"

@@ -51,7 +51,7 @@ def is_known(node: NodeArg) -> bool:
 def why_unknown(node: NodeArg) -> str:
     """Why a `node` isn't known: what its type is, and what to use instead."""
     if "map(" in node.type:
-        way_out = "scikit-learn's classifiers have a tensor in its place if skl2onnx gets options={'zipmap': False}"
+        way_out = "convert scikit-learn's classifiers with skl2onnx's options={'zipmap': False}"
     elif node.type.startswith("tensor("):
         way_out = "export the model with a Cast to another element type"
     else:
@@ -86,7 +86,7 @@ def check_served(model: str, served: ModelSpec, own: ModelSpec) -> None:
     _check_optional(model, served, needed)
     if served.batched and not served.inputs:
         raise LoadError(
-            f"model '{model}': expected an input, whose first dimension tells the rows of a batch, got none"
+            f"model '{model}': expected an input, whose first dimension says how many rows a batch has, got none"
         )
     inputs = {tensor.datatype for tensor in served.inputs}
     if "BYTES" in inputs and "BF16" in inputs | {tensor.datatype for tensor in served.outputs}:
@@ -101,12 +101,12 @@ def _check_optional(model: str, served: ModelSpec, needed: set[str]) -> None:
         if served.batched:
             raise LoadError(
                 f"model '{model}': input '{tensor.name}': expected no optional inputs in a model with a batch axis, "
-                "got optional: true; ONNX models have them with max_batch_size 0 only"
+                "got optional: true; ONNX models can have them only with max_batch_size 0"
             )
         if tensor.name in needed:
             raise LoadError(
-                f"model '{model}': input '{tensor.name}': expected an input that the graph has an initializer for, "
-                "to be its default where it is left out, got optional: true for one without"
+                f"model '{model}': input '{tensor.name}': expected an initializer for it in the graph, as the "
+                "default where it is left out, got optional: true without one"
             )
 
 

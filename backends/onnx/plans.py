@@ -38,13 +38,13 @@ class Plans:
     def check(self, key: Hashable) -> None:
         """Raise StalePlan if the execution of `key` may use plans made for something else."""
         if self._failed and self._has_failed(key):
-            raise StalePlan(f"a convolution that failed would compute by an outdated plan: {self._reason}")
+            raise StalePlan(f"a convolution that failed before would compute with an outdated plan: {self._reason}")
 
     def next_rows(self, rows: int) -> int:
         """The smallest number of rows, from `rows` on, that can be computed with. Raises StalePlan after too many
         failures in a row."""
         if len(self._failed) > _MAX_FAILED:
-            raise StalePlan(f"convolutions failed in one execution after the other: {self._reason}")
+            raise StalePlan(f"convolutions failed in too many executions in a row: {self._reason}")
         return next(more for more in range(rows, rows + _MAX_FAILED + 1) if not self._has_failed(more))
 
     def executed(self) -> None:

@@ -50,7 +50,7 @@ def ready_accelerator(name: str, path: Path, options: OnnxOptions, device: Devic
     configured = options.tensorrt
     if provider_of(options, device) is None:
         if configured is not None:
-            _log.info("model '%s': instances on the CPU do without its gpu_execution_accelerator", name)
+            _log.info("model '%s': instances on the CPU ignore its gpu_execution_accelerator", name)
         return options
     ready = replace(options, session_entries={**options.session_entries, _RECORD: "1"})
     if configured is None or device.kind is DeviceKind.CPU:
@@ -77,7 +77,7 @@ def check_taken(session: Any, provider: str) -> None:
     if provider not in session.get_providers():
         raise LoadError(
             missing_library(provider)
-            or f"onnxruntime couldn't use {provider}, although its libraries are there; do device and driver suit it?"
+            or f"onnxruntime couldn't use {provider}, although its libraries are there; check device and driver"
         )
     if not hasattr(session, "get_provider_graph_assignment_info"):  # as in onnxruntime-openvino, which is older
         return
@@ -97,9 +97,9 @@ def missing_library(provider: str) -> str:
     library, hint = {
         _TENSORRT: (
             "libonnxruntime_providers_tensorrt.so",
-            "it needs TensorRT 10, as in the package tensorrt-cu13, beside the extra 'cuda' of this package",
+            "it needs TensorRT 10 (package tensorrt-cu13) and the extra 'cuda' of this package",
         ),
-        _OPENVINO: ("libonnxruntime_providers_openvino.so", "the package onnxruntime-openvino brings it along"),
+        _OPENVINO: ("libonnxruntime_providers_openvino.so", "the package onnxruntime-openvino includes it"),
     }[provider]
     try:
         ctypes.CDLL(str(Path(ort.__file__).with_name("capi") / library))
@@ -130,14 +130,16 @@ def _engine_cache(name: str, configured: Mapping[str, str], flag: str) -> dict[s
         place = folder if configured.get(ENGINE_CACHE_PATH) else folder / f"tensorrt-{ort.__version__}" / name
         place.mkdir(parents=True, exist_ok=True, mode=0o700)
         if not os.access(place, os.W_OK | os.X_OK):
-            raise PermissionError(f"no right to write to '{place}'")
+            raise PermissionError(f"no permission to write to '{place}'")
     except (OSError, RuntimeError) as error:  # no home directory is a RuntimeError
         if given or ENGINE_CACHE in configured:
             raise LoadError(
-                f"execution accelerator 'tensorrt': no place for engines: {error}; expected a folder that the "
-                "server can write to, by trt_engine_cache_path or --backend-config onnxruntime,cache-directory=DIR"
+                f"execution accelerator 'tensorrt': engines can't be stored: {error}; expected a folder that the "
+                "server can write to, in trt_engine_cache_path or --backend-config onnxruntime,cache-directory=DIR"
             ) from error
-        _log.warning("model '%s': TensorRT builds its engines anew at each start: %s", name, error)
+        _log.warning(
+            "model '%s': TensorRT rebuilds its engines at each start, as they can't be stored: %s", name, error
+        )
         return {ENGINE_CACHE: "False"}
     _log.info("model '%s': TensorRT keeps its engines in '%s'", name, place)
     return {ENGINE_CACHE: "True", ENGINE_CACHE_PATH: str(place)}
@@ -164,5 +166,8 @@ def _profile(name: str, path: Path, options: OnnxOptions) -> dict[str, str]:
     inputs: list[TensorSpec] = [tensor_spec(name, "input", node) for node in nodes if is_known(node)]
     shapes = profile_shapes(inputs, options.largest_rows) if len(inputs) == len(nodes) else {}
     if not shapes:
-        _log.info("model '%s': its shapes are free; trt_profile_*_shapes would save TensorRT engines", name)
+        _log.info(
+            "model '%s': its shapes aren't fixed, so TensorRT builds more engines; trt_profile_*_shapes avoids that",
+            name,
+        )
     return shapes

@@ -31,7 +31,7 @@ _log = logging.getLogger("paceline.backends.onnx")
 def why_not_staged(opened: OpenSession, spec: ModelSpec) -> str:
     """Why batches of `spec` can't be staged; "" if they can."""
     if not spec.by_rows:
-        return "it has tensors that are more than rows"
+        return "it has tensors that aren't stacked by rows"
     texts = [tensor.name for tensor in (*spec.inputs, *spec.outputs) if tensor.datatype == "BYTES"]
     if texts:
         return f"'{texts[0]}' is text"
@@ -42,8 +42,8 @@ def why_not_staged(opened: OpenSession, spec: ModelSpec) -> str:
         unknown = [one.name for one in spec.inputs if one.name not in inputs]
         unknown += [one.name for one in spec.outputs if one.name not in outputs]
     except Exception as error:  # noqa: BLE001 - its exceptions share no base class; the plain way asks nothing
-        return f"onnxruntime doesn't tell where its tensors lie: {error}"
-    return f"'{unknown[0]}' is none that onnxruntime tells of" if unknown else ""
+        return f"onnxruntime doesn't say where its tensors are: {error}"
+    return f"onnxruntime doesn't say where '{unknown[0]}' is" if unknown else ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +103,7 @@ class Shared:
         self.outputs = [_tensor(one, outputs[one.name] == memory) for one in spec.outputs]
         beside = {one.name: (inputs | outputs)[one.name] for one in (*self.inputs, *self.outputs) if not one.on_device}
         if beside:
-            _log.info("model '%s': tensors that aren't in the device's memory, and in which: %s", name, beside)
+            _log.info("model '%s': tensors outside the device's memory, and where they are: %s", name, beside)
         self.pools = [OutputPool(self.accelerator.host_memory) for _ in self.outputs]
         self._name = name
         self._opened: OpenSession | None = opened

@@ -84,7 +84,7 @@ class OwnProcessOnnxModel:
     def _open_again(self, process: ModelProcess) -> None:
         if _opened(process, replace(self._job, device=process.device)).spec != self.spec:
             process.close()
-            raise LoadError(f"model '{self._job.name}': its file has other tensors now; load it again")
+            raise LoadError(f"model '{self._job.name}': the tensors in its file have changed; load it again")
 
 
 def _opened(process: ModelProcess, job: Job) -> Found:

@@ -47,7 +47,7 @@ class ProcessRunner:
             return process.execute(inputs, self._inputs, self._outputs)
         except ProcessError:
             process.wait_ended()
-            raise ProcessError(f"the process in which it was run {process.end}") from None
+            raise ProcessError(f"the process that ran it {process.end}") from None
 
 
 class OwnProcessSession:
@@ -111,7 +111,7 @@ class OwnProcessSession:
                 self._process, self._is_fresh, self._trying = process, True, None
                 return
         process.kill()
-        raise ProcessError("nobody waits for what it was to be asked")
+        raise ProcessError("nobody waits for the result any more")
 
     def _opened(self) -> ProcessRunner:
         if self._trying is None:
@@ -174,5 +174,5 @@ def _started() -> ModelProcess:
         process = ModelProcess(_SOURCE, Device())
         process.load()
     except (OSError, RuntimeError, MemoryError) as error:  # no descriptors, no threads
-        raise LoadError(f"{_SOURCE.name} has no process: {error}") from error
+        raise LoadError(f"no process can be started for {_SOURCE.name}: {error}") from error
     return process

@@ -54,7 +54,9 @@ class PythonModel:
     def _load(self, process: ModelProcess) -> None:
         if process.load() != self._declared:
             process.close()
-            raise LoadError(f"model '{self._source.name}': its file declares other tensors now; load it again")
+            raise LoadError(
+                f"model '{self._source.name}': the tensors that its file declares have changed; load it again"
+            )
 
 
 class PythonBackend:

@@ -130,7 +130,7 @@ def _end_unless(own: int, error: BaseException | None = None) -> None:
         return
     if isinstance(error, SystemExit):
         raise error
-    _print(error or RuntimeError("a fork of the model's process came back from the model's code, and ends"))
+    _print(error or RuntimeError("a fork of the model's process returned from the model's code; it exits"))
     os._exit(1)
 
 

@@ -193,7 +193,7 @@ async def test_request_whose_gpu_memory_cannot_be_copied_fails_alone(tmp_path: P
         ]
         _, failed, answered = await asyncio.gather(*calls, return_exceptions=True)
         assert isinstance(failed, grpc.aio.AioRpcError)
-        assert (failed.code(), "memory of a client on the GPU can't be copied" in (failed.details() or "")) == (
+        assert (failed.code(), "a client's memory on the GPU can't be copied" in (failed.details() or "")) == (
             Code.INTERNAL,
             True,
         )

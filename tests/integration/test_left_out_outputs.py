@@ -32,8 +32,8 @@ def _beside(kind: str, type_proto: onnx.TypeProto, **attributes: int) -> onnx.Mo
 LEFT_OUT: dict[str, tuple[Callable[[], onnx.ModelProto], str]] = {
     "maps": (
         models.classifier,
-        "seq(map(int64,tensor(float))) has no datatype in the v2 protocol; scikit-learn's classifiers have a tensor in "
-        "its place if skl2onnx gets options={'zipmap': False}",
+        "seq(map(int64,tensor(float))) has no datatype in the v2 protocol; convert scikit-learn's classifiers with "
+        "skl2onnx's options={'zipmap': False}",
     ),
     "sequence": (
         lambda: _beside("SequenceConstruct", helper.make_sequence_type_proto(_FLOATS)),
@@ -96,7 +96,7 @@ async def test_classifier_of_scikit_learn_is_batched_and_answers_with_its_labels
             models.classifier,
             'max_batch_size: 4 input { name: "INPUT0" data_type: TYPE_FP32 dims: [ 2 ] } '
             'output { name: "OUTPUT1" data_type: TYPE_FP32 dims: [ 2 ] }',
-            "output 'OUTPUT1': seq(map(int64,tensor(float))) has no datatype in the v2 protocol; scikit-learn's",
+            "output 'OUTPUT1': seq(map(int64,tensor(float))) has no datatype in the v2 protocol; convert",
         ),
     ],
     ids=["maps alone", "a sequence alone", "an input", "one that is asked for"],

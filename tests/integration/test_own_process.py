@@ -99,7 +99,7 @@ async def test_model_that_ends_the_process_in_which_it_is_tried_executes_in_one_
         assert (await served.infer(infer("m", {"INPUT0": four}))).raw_output_contents[0] == (2 * four).tobytes()
         assert (await served.infer(infer("other", {"INPUT0": three}))).raw_output_contents[0] == three.tobytes()
     assert "model 'm' runs in its own process, because it crashed its trial process" in caplog.text
-    assert "the process in which it was run was killed by SIGFPE" in caplog.text
+    assert "the process that ran it was killed by SIGFPE" in caplog.text
 
 
 async def test_model_that_is_told_not_to_stays_in_the_servers_process(tmp_path: Path) -> None:
@@ -198,7 +198,7 @@ async def test_process_that_finds_another_file_in_its_place_is_not_used(
         async with serving(tmp_path) as served:
             models.write(models.identity(), path)
             assert isinstance(await divide(served, SMALLEST, -1), tuple)
-            await eventually_async(lambda: "its file has other tensors now" in caplog.text, "an attempt")
+            await eventually_async(lambda: "the tensors in its file have changed" in caplog.text, "an attempt")
             assert await is_refused(served)
             models.write(models.quotient(), path)
             while await is_refused(served):

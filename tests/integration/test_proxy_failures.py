@@ -187,7 +187,7 @@ def one_raw(call: pb.ModelInferRequest) -> pb.ModelInferResponse:
         (without("y"), "output 'y' is not in the upstream's answer, only ['x']"),
         (cut, "output 'x' of the upstream's answer: expected 8 bytes for FP32 of shape [1, 2], got 7"),
         (renamed_type, "output 'x': expected FP32, got INT32"),
-        (one_raw, "the upstream answers 2 outputs with 1 raw contents"),
+        (one_raw, "the upstream answered with 2 outputs and 1 raw contents"),
     ],
     ids=["rows", "missing", "bytes", "datatype", "raw"],
 )

@@ -64,7 +64,7 @@ async def test_model_that_ends_the_process_in_which_it_is_tried_is_served_one_by
         for answer, given in zip(await _answers(served, inputs), inputs, strict=True):
             np.testing.assert_array_equal(answer, 2 * given)
         assert await _limit(served) == 0
-    assert "the process in which it was run was killed by SIGFPE" in caplog.text
+    assert "the process that ran it was killed by SIGFPE" in caplog.text
 
 
 @pytest.mark.parametrize("own", ["", 'parameters { key: "paceline.own_process" value { string_value: "true" } }'])

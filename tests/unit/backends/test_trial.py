@@ -59,7 +59,7 @@ def test_try_rows_that_have_nothing_to_do_with_each_other_finds_nothing(tmp_path
         (models.over_rows("softmax"), "output 'OUTPUT0' of a row depends on the row beside it"),
         (models.over_rows("cumulate"), "output 'OUTPUT0' of a row depends on the row beside it"),
         (models.over_rows("compare"), "output 'OUTPUT0' has shape [1, 1] for one row and [2, 2] for two"),
-        (models.over_rows("reshape"), "it runs one row and fails for two: onnx runtime error 1: "),
+        (models.over_rows("reshape"), "it runs with one row and fails with two: onnx runtime error 1: "),
     ],
     ids=["softmax", "cumulate", "compare", "reshape"],
 )
@@ -76,7 +76,7 @@ def test_try_rows_where_no_process_can_be_had_tries_them_here(
     monkeypatch.setattr(OwnProcessSession, "__enter__", refuse)
     with caplog.at_level(logging.INFO, "paceline.backends"):
         assert trial(tmp_path, models.over_rows("cumulate")).why_not
-    assert "model 'm' is tried in the server's own process: no more processes" in caplog.text
+    assert "model 'm' is tried in the server's own process, as no other can be had: no more processes" in caplog.text
 
 
 def test_try_rows_leaves_nothing_of_a_closed_model_to_the_garbage_collector(tmp_path: Path) -> None:
@@ -135,7 +135,7 @@ def test_try_rows_that_fail_for_many_are_told() -> None:
             raise ExecutionError("too many")
         return inputs
 
-    assert try_rows(SPEC, few).why_not == "it runs one row and fails for 8 rows: too many"
+    assert try_rows(SPEC, few).why_not == "it runs with one row and fails with 8 rows: too many"
 
 
 def test_try_rows_too_large_for_many_are_tried_two_at_a_time() -> None:
@@ -212,7 +212,7 @@ def test_try_rows_that_are_no_numbers_in_company_alone_is_told() -> None:
     assert try_rows(SPEC, run).why_not == "output 'x' of a row depends on the row beside it"
 
 
-UNTRIED = "nobody knows whether its rows depend on each other, as it takes no made-up inputs (%s)"
+UNTRIED = "it isn't known whether its rows depend on each other, as it accepts no made-up inputs (%s)"
 
 
 @pytest.mark.parametrize(

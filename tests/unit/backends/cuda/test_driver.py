@@ -64,8 +64,8 @@ def test_count_gpus_library_missing_says_no_driver() -> None:
 @pytest.mark.parametrize(
     ("driver", "message"),
     [
-        (Driver(init_code=100), "the NVIDIA driver is there, but shows no GPU to this process"),
-        (Driver(gpus=0), "the NVIDIA driver is there, but shows no GPU to this process"),
+        (Driver(init_code=100), "the NVIDIA driver is installed, but this process sees no GPU"),
+        (Driver(gpus=0), "the NVIDIA driver is installed, but this process sees no GPU"),
         (Driver(init_code=803), "the NVIDIA driver failed: cuInit returned 803 (CUDA_ERROR_OF_SOME_KIND)"),
         (Driver(count_code=3), "the NVIDIA driver failed: cuDeviceGetCount returned 3 (CUDA_ERROR_OF_SOME_KIND)"),
         (Driver(init_code=999, names=False), "the NVIDIA driver failed: cuInit returned 999 (unknown error)"),
@@ -95,5 +95,5 @@ def test_gpu_uuids_of_a_driver_before_cuda_11_4_and_of_a_later_one_are_asked_for
 def test_gpu_uuids_that_the_driver_refuses_say_why() -> None:
     with pytest.raises(LoadError, match="cuDeviceGetUuid returned 101"):
         gpu_uuids(lambda name: Driver(gpus=1, uuid_code=101))
-    with pytest.raises(LoadError, match="shows no GPU"):
+    with pytest.raises(LoadError, match="sees no GPU"):
         gpu_uuids(lambda name: Driver(gpus=0))

@@ -79,7 +79,7 @@ def test_open_link_to_none_or_pipe_says_that_it_is_no_file(tmp_path: Path) -> No
     (tmp_path / "a.onnx").symlink_to("nowhere")
     os.mkfifo(tmp_path / "b.onnx")
     for path in (tmp_path / "a.onnx", tmp_path / "b.onnx"):
-        words = f"model 'm': expected a file, got something else or a link to none: '{path}'"
+        words = f"model 'm': expected a file, got something else or a dangling link: '{path}'"
         with pytest.raises(LoadError, match=f"^{re.escape(words)}$"):
             OnnxBackend().open(ModelSource("m", path), CPU)
 
@@ -87,7 +87,7 @@ def test_open_link_to_none_or_pipe_says_that_it_is_no_file(tmp_path: Path) -> No
 def test_open_path_that_is_not_utf8_says_so(tmp_path: Path) -> None:
     path = tmp_path / os.fsdecode(b"\xff.onnx")
     path.write_bytes(b"x")
-    with pytest.raises(LoadError, match=r"^model 'm': expected a path that is UTF-8, as ONNX Runtime does: "):
+    with pytest.raises(LoadError, match=r"^model 'm': expected a path in UTF-8, as ONNX Runtime requires: "):
         OnnxBackend().open(ModelSource("m", path), CPU)
 
 
@@ -102,7 +102,7 @@ def test_open_folder_without_a_model_names_the_file_it_lacks(tmp_path: Path) -> 
         ((), "; there is nothing"),
         (
             (".net.onnx.part", "net.onnx"),
-            "; there is net.onnx; default_model_filename in its config.pbtxt says another",
+            "; there is net.onnx; default_model_filename in its config.pbtxt can name another",
         ),
         (("a", "b", "c", "d", "e", "f", "g"), "; there is a, b, c, d, e and 2 more; default_model_filename"),
     ],

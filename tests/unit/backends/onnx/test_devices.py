@@ -72,7 +72,7 @@ def test_devices_gpu_out_of_range_is_refused() -> None:
 
 
 def test_devices_gpu_without_driver_gives_its_reason() -> None:
-    words = "^instance_group KIND_GPU: no driver here; KIND_CPU or KIND_AUTO do without one$"
+    words = "^instance_group KIND_GPU: no driver here; KIND_CPU and KIND_AUTO don't need a GPU$"
     with pytest.raises(LoadError, match=words):
         WITHOUT_GPU.devices([InstanceGroup(GroupKind.GPU)])
 

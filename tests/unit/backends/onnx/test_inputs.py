@@ -98,8 +98,8 @@ def test_instance_optional_input_that_the_graph_needs_is_refused(tmp_path: Path)
         model.instance(replace(model.spec, inputs=(optional("INPUT0"),)), CPU)
 
     assert str(caught.value) == (
-        "model 'm': input 'INPUT0': expected an input that the graph has an initializer for, to be its default where "
-        "it is left out, got optional: true for one without"
+        "model 'm': input 'INPUT0': expected an initializer for it in the graph, as the default where it is left "
+        "out, got optional: true without one"
     )
 
 
@@ -112,7 +112,7 @@ def test_instance_optional_input_in_a_batched_model_is_refused(tmp_path: Path) -
 
     assert str(caught.value) == (
         "model 'm': input 'BIAS': expected no optional inputs in a model with a batch axis, got optional: true; "
-        "ONNX models have them with max_batch_size 0 only"
+        "ONNX models can have them only with max_batch_size 0"
     )
 
 

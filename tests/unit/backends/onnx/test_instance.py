@@ -65,7 +65,9 @@ def test_instance_batched_without_inputs_is_refused(tmp_path: Path) -> None:
     node = helper.make_node("Identity", ["constant"], ["OUTPUT0"])
     model = models.model([node], [], [models.tensor("OUTPUT0", "FP32", [None, 2])], [constant])
 
-    with pytest.raises(LoadError, match="expected an input, whose first dimension tells the rows of a batch, got none"):
+    with pytest.raises(
+        LoadError, match="expected an input, whose first dimension says how many rows a batch has, got none"
+    ):
         instance_of(model, tmp_path)
 
 

@@ -15,7 +15,7 @@ NODE = "onnx runtime error 1: Non-zero status code returned while running {} nod
 def test_size_in_which_a_convolution_failed_is_refused(operator: str, kind: type[ExecutionError]) -> None:
     plans = Plans()
     plans.failed(kind(NODE.format(operator, "c")), 4)
-    with pytest.raises(InstanceLost, match=r"would compute by an outdated plan: onnx runtime error 1: .* why"):
+    with pytest.raises(InstanceLost, match=r"would compute with an outdated plan: onnx runtime error 1: .* why"):
         plans.check(4)
     plans.check(5)
 

@@ -98,7 +98,7 @@ def test_accelerator_of_another_device_is_left_out_and_said_so(
     with caplog.at_level(logging.INFO, LOGGER):
         OnnxBackend().open(source(tmp_path, accelerators=(("tensorrt", {}),)), CPU)
     assert [record.getMessage() for record in caplog.records] == [
-        "model 'm': instances on the CPU do without its gpu_execution_accelerator"
+        "model 'm': instances on the CPU ignore its gpu_execution_accelerator"
     ]
 
 
@@ -141,7 +141,7 @@ def test_place_that_was_asked_for_and_cannot_be_written_is_refused(
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", "/dev/null")
     with pytest.raises(
-        LoadError, match=r"no place for engines: .*; expected a folder that the server can write to, by"
+        LoadError, match=r"engines can't be stored: .*; expected a folder that the server can write to, in"
     ):
         ready(tmp_path, asked)
 
@@ -151,7 +151,7 @@ def test_place_that_nobody_asked_for_and_cannot_be_written_is_a_warning(
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", "/dev/null")
     assert ready(tmp_path, {})["trt_engine_cache_enable"] == "False"
-    assert "TensorRT builds its engines anew at each start" in caplog.text
+    assert "TensorRT rebuilds its engines at each start" in caplog.text
 
 
 def test_profile_is_the_models_shapes_up_to_the_largest_batch(tmp_path: Path) -> None:

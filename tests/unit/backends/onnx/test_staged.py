@@ -212,7 +212,7 @@ def test_execute_tensors_of_any_rank(tmp_path: Path, shapes: list[tuple[int, ...
                 (TensorSpec("OUTPUT0", "FP32", ()),),
                 batched=True,
             ),
-            "it has tensors that are more than rows",
+            "it has tensors that aren't stacked by rows",
         ),
     ],
 )

@@ -229,9 +229,7 @@ def test_try_rows_finds_what_it_finds_in_the_servers_process(kind: str, tmp_path
 def test_try_rows_of_what_ends_its_process_leaves_the_models_own_alone(tmp_path: Path) -> None:
     library = build_library(tmp_path / "twice.so", least=4)
     with opened(source_of(tmp_path, twice(), op_libraries=(library,))) as model:
-        assert model.try_rows() == Trial(
-            model.spec, "the process in which it was run was killed by SIGFPE", deadly=True
-        )
+        assert model.try_rows() == Trial(model.spec, "the process that ran it was killed by SIGFPE", deadly=True)
         (result,) = executed(model, batched(model.spec), [[np.ones((1, 4), np.float32)]])
         assert not isinstance(result, Exception)
 
@@ -316,7 +314,7 @@ def test_instance_of_a_file_that_has_changed_meanwhile_cannot_be_had(tmp_path: P
         spec = batched(model.spec)
         with serving(model, spec):
             models.write(models.add_sub("FP32", 3), tmp_path / "model.onnx")
-            with pytest.raises(LoadError, match="its file has other tensors now; load it again"):
+            with pytest.raises(LoadError, match="the tensors in its file have changed; load it again"):
                 model.instance(spec, CPU)
 
 

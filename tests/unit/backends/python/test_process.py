@@ -93,7 +93,7 @@ def test_instance_of_a_file_that_declares_something_else_by_now_is_refused(folde
     model = PythonBackend().open(ModelSource("m", path), CPU)
     first = model.instance(SPEC, CPU)
     path.write_text(path.read_text().replace('"INT64", [-1, 1]', '"FP32", [-1, 1]'))
-    with pytest.raises(LoadError, match="model 'm': its file declares other tensors now; load it again"):
+    with pytest.raises(LoadError, match="model 'm': the tensors that its file declares have changed; load it again"):
         model.instance(SPEC, CPU)
     pids = [int(one.split()[0]) for one in loads(folder)]
     eventually(lambda: not is_alive(pids[1]), "the process that was of no use gone")
