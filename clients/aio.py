@@ -127,7 +127,7 @@ class InferenceClient(BaseClient):
         )
         if self._streams is not None:
             if metadata:
-                raise ValueError("metadata: over streams it goes with all requests; give it to the client")
+                raise ValueError("metadata: a stream has it once for all its requests; give it to the client instead")
             check_request(request)
         if self._coalescer is not None and not metadata:
             bound_s = self._bound_s(timeout_s)

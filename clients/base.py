@@ -152,7 +152,7 @@ def _target(target: str) -> str:
     if not checked_text("target", target):
         raise ValueError(f"{expected}, got ''")
     if target.startswith(("http://", "https://", "grpc://", "grpcs://")):
-        raise ValueError(f"{expected}, got {target!r}: leave out what is before the host; tls=True makes it TLS")
+        raise ValueError(f"{expected}, got {target!r}: leave out the scheme; tls=True selects TLS")
     # gRPC would use the port modulo 65536.
     port = "" if target.startswith(("unix:", "vsock:")) else target.rpartition(":")[2]
     if port.isdecimal() and int(port) > _LARGEST_PORT:

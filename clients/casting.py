@@ -52,7 +52,7 @@ def _large_integers(written: Array, otherwise: Array) -> Array:
     try:
         return written.astype(np.uint64)
     except OverflowError as error:
-        raise ValueError("the integers don't fit into 64 bits together") from error
+        raise ValueError("no 64-bit datatype holds all these integers") from error
 
 
 def datatype_of(array: Array) -> Datatype:

@@ -116,12 +116,12 @@ def infer(
 
 def _refuse_contradictions(repeat: int, concurrency: int, save: Path | None) -> None:
     if repeat > 1 and save is not None:
-        raise InputError("--save keeps one answer, --repeat gets many")
+        raise InputError("--save can't be combined with --repeat: it saves a single answer")
     if repeat == 1 and concurrency > 1:
         raise InputError("--concurrency needs --repeat")
     # Checked before the model computes anything. If writing fails after all, that is reported later.
     if save is not None and not os.access(save if save.exists() else save.absolute().parent, os.W_OK):
-        raise InputError(f"--save {save}: expected a file that can be written, in a folder that is there")
+        raise InputError(f"--save {save}: expected a file that can be written, in an existing folder")
 
 
 def _random_inputs(make_up: bool, rows: int | None, shapes: Sequence[str], seed: int | None) -> RandomInputs | None:

@@ -133,13 +133,13 @@ def _token(file: Path | None, environment: Mapping[str, str]) -> str | None:
 def _hint(said: str, access: ConnectionOptions) -> str:
     """The likely cause, where gRPC's text says little."""
     if access.tls is not None and "WRONG_VERSION_NUMBER" in said:
-        return " (the server speaks no TLS)"
+        return " (the server doesn't speak TLS)"
     if "failed to connect" not in said or "Socket closed" not in said:
         return ""
     if access.tls is None:
         return " (does the server speak TLS? --tls, --tls-ca)"
     # With TLS 1.3, the client has finished its handshake before the server looks at its certificate.
-    return " (does the server want another certificate from its clients? --tls-cert, --tls-key)"
+    return " (does the server require another client certificate? --tls-cert, --tls-key)"
 
 
 def _one_line(text: str) -> str:

@@ -139,17 +139,17 @@ def _json(text: str) -> Any:
     try:
         return json.loads(text, parse_float=_finite)
     except RecursionError:
-        raise InputError("expected JSON of fewer brackets in each other") from None
+        raise InputError("expected JSON that is nested less deeply") from None
     except ValueError as error:
         if isinstance(error, json.JSONDecodeError | InputError):
             raise
-        raise InputError("expected numbers of fewer digits") from None
+        raise InputError("expected numbers with fewer digits") from None
 
 
 def _finite(digits: str) -> float:
     number = float(digits)
     if math.isinf(number):
-        raise InputError(f"{digits}: larger than any FP64; infinity is written as Infinity")
+        raise InputError(f"{digits}: too large for FP64; write infinity as Infinity")
     return number
 
 
@@ -181,7 +181,7 @@ def _rest_tensors(path: str, document: dict[str, Any], listed: Sequence[dict[str
         if not isinstance(entry["name"], str):
             raise InputError(f"{path}: expected the name of an input as text, got {entry['name']!r}")
         if entry["name"] in tensors:
-            raise InputError(f"{path}: input {entry['name']!r} is there twice")
+            raise InputError(f"{path}: input {entry['name']!r} is given twice")
         tensors[entry["name"]] = _rest_tensor(entry)
     return tensors
 
@@ -241,11 +241,11 @@ def _add(prepared: TypedInputs, name: str, array: Array, wanted: str | None) -> 
 
 def _add_random(prepared: TypedInputs, model: ModelMetadata, random: RandomInputs) -> None:
     if not model.inputs:
-        raise InputError(f"the server names no inputs of model {model.name!r} to make up")
+        raise InputError(f"the server names no inputs of model {model.name!r}, so --random can't generate any")
     open_inputs = [tensor for tensor in model.inputs if tensor.name not in prepared.arrays]
     useless = random.shapes.keys() - {tensor.name for tensor in open_inputs}
     if useless:
-        raise InputError(f"--shape {min(useless)}: model {model.name!r} has no such input left to make up")
+        raise InputError(f"--shape {min(useless)}: model {model.name!r} has no such input, or it is already given")
     generator = np.random.default_rng(random.seed)
     for tensor in open_inputs:
         shape = random.shapes[tensor.name] if tensor.name in random.shapes else _shape(tensor, random.rows)

@@ -120,7 +120,7 @@ def parse(text: str, taken_s: float) -> Snapshot:
             # The library gives every counter this suffix, whether it has it or not.
             _add(snapshot, sample.name.removesuffix("_total"), sample.labels, sample.value)
     if snapshot.ready is None and not snapshot.models:
-        raise ValueError("expected those of a paceline server")
+        raise ValueError("expected metrics of a paceline server")
     return snapshot
 
 

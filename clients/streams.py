@@ -274,7 +274,9 @@ class _Stream:
 def check_request(request: ModelInferRequest) -> None:
     """Raises ValueError for a request that a stream would take for a cancellation, and never answer."""
     if _CANCEL in request.parameters and request.parameters[_CANCEL].bool_param:
-        raise ValueError(f"parameter {_CANCEL!r}: a stream has it instead of a request; cancel the task that awaits it")
+        raise ValueError(
+            f"parameter {_CANCEL!r}: reserved for the client; to cancel a request, cancel the task that awaits it"
+        )
 
 
 def _tell_deadline(request: ModelInferRequest, deadline_us: int) -> None:
@@ -338,7 +340,7 @@ def _closed() -> InferenceError:
 
 def _broken(error: grpc.aio.AioRpcError) -> InferenceError:
     if _of_a_write(error):
-        text = "the stream ended while a request was on its way"
+        text = "the stream ended while a request was being sent"
         failure: InferenceError = Unavailable(grpc.StatusCode.UNAVAILABLE, text)
     else:
         failure = rpc_failure(error)

@@ -40,7 +40,7 @@ class Tls:
 
     def __post_init__(self) -> None:
         if (self.certificate is None) != (self.key is None):
-            raise ValueError("TLS: expected a certificate and its key, got one of them alone")
+            raise ValueError("TLS: expected a certificate and its key, got only one of them")
         for name in ("ca", "certificate", "key"):
             path = getattr(self, name)
             if not isinstance(path, str | os.PathLike | None):

@@ -62,7 +62,7 @@ def top(metrics: str, interval_s: float, once: bool, access: ConnectionOptions) 
     if access.tls and not url.startswith("https://"):
         raise Unusable(f"--metrics: expected an https URL, as --tls asks for, got '{metrics}'")
     if sys.stdout is None:
-        raise Unusable("standard output is closed: there is nowhere to show anything")
+        raise Unusable("standard output is closed, so nothing can be shown")
     with one_line_errors(access):
         scraper = Scraper(url, _TIMEOUT_S, access.tls, access.token)
         if once:
@@ -120,7 +120,7 @@ def _watch(scraper: Scraper, interval_s: float, out: TextIO) -> None:
             now = scraper.scrape()
             what, before = table(before, now), now
         except ScrapeError as error:
-            what = f"{error}; asking again every {interval_s:g} s"
+            what = f"{error}; trying again every {interval_s:g} s"
         _show(f"{time.strftime('%H:%M:%S')}  {scraper.url}\n{what}", out)
         time.sleep(max(0.0, began_s + interval_s - time.monotonic()))
 

@@ -139,7 +139,7 @@ async def test_files_that_are_no_good_are_named_when_the_client_opens(tmp_path: 
 
 
 def test_what_contradicts_itself_is_refused_at_once() -> None:
-    with pytest.raises(ValueError, match="one of them alone"):
+    with pytest.raises(ValueError, match="only one of them"):
         Tls(certificate="c.crt")
     with pytest.raises(ValueError, match="one of tls and credentials"):
         InferenceClient("127.0.0.1:1", tls=True, credentials=grpc.ssl_channel_credentials())
@@ -186,7 +186,7 @@ def test_health_needs_no_token_but_a_certificate(world: World) -> None:
         status, said, complained = paceline(*where, *world.trust, *own)
         assert (status, said) == (1, "")
         assert complained.startswith("Error: UNAVAILABLE: ")
-        assert complained.endswith("another certificate from its clients? --tls-cert, --tls-key)")
+        assert complained.endswith("require another client certificate? --tls-cert, --tls-key)")
         assert "\n" not in complained
 
 
@@ -222,7 +222,7 @@ def test_server_without_tls_is_told_so(tmp_path: Path) -> None:
     with ServerProcess(tmp_path) as server:
         status, _, complained = paceline("health", "--server", server.target, "--tls")
     assert status == 1
-    assert complained.endswith("(the server speaks no TLS)")
+    assert complained.endswith("(the server doesn't speak TLS)")
     assert "\n" not in complained
 
 

@@ -179,7 +179,7 @@ async def test_infer_over_streams_deadline_that_is_none_is_refused_as_a_calls_is
 @pytest.mark.parametrize("coalesce", [None, 4])
 async def test_infer_over_streams_that_takes_back_is_refused(served: Served, coalesce: int | None) -> None:
     async with AsyncInferenceClient(served.target, transport="stream", coalesce=coalesce, timeout_s=20) as client:
-        with pytest.raises(ValueError, match="'paceline_cancel': a stream has it instead of a request"):
+        with pytest.raises(ValueError, match="'paceline_cancel': reserved for the client"):
             await ask(client, 1, parameters={"paceline_cancel": True})
         assert await ask(client, 1, parameters={"paceline_cancel": False}) == 1
 

@@ -93,7 +93,7 @@ def other_server(status: int, body: bytes) -> Iterator[int]:
     [
         (404, b"", "HTTP status 404"),
         (200, b"<html>", "no metrics at"),
-        (200, b"up 1\n", "expected those of a paceline server"),
+        (200, b"up 1\n", "expected metrics of a paceline server"),
         (200, b"\xff\xfe", "no metrics at"),
         (200, b"\x1b[2J{\x07=\r1} x\n", "no metrics at"),
     ],
@@ -182,14 +182,14 @@ def test_view_survives_a_server_that_goes_and_comes_back(tmp_path: Path) -> None
     reader = Reader(end)
     with watching(port, start):
         os.close(start)
-        eventually(lambda: "asking again every 0.1 s" in reader.text, "that nobody answers")
+        eventually(lambda: "trying again every 0.1 s" in reader.text, "that nobody answers")
         for _ in range(2):
             before = len(reader.text)
             with ServerProcess(tmp_path, args=("--metrics-port", str(port))) as server:
                 infer_once(server, 5)
                 eventually(lambda: "\necho" in reader.text[before:], "the model")  # noqa: B023 - called here
             gone = len(reader.text)
-            eventually(lambda: "asking again" in reader.text[gone:], "that it is gone")  # noqa: B023 - called here
+            eventually(lambda: "trying again" in reader.text[gone:], "that it is gone")  # noqa: B023 - called here
     reader.close()
     assert "Traceback" not in reader.text
     rates = [

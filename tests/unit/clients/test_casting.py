@@ -61,9 +61,9 @@ def test_to_array_subclass_is_the_plain_array_of_the_same_memory(kind: type[np.n
     ("value", "text"),
     [
         ([[1], [2, 3]], "inhomogeneous"),
-        ([2**63, -1], "64 bits"),
-        ([2**64], "64 bits"),
-        (-(2**63) - 1, "64 bits"),
+        ([2**63, -1], "64-bit"),
+        ([2**64], "64-bit"),
+        (-(2**63) - 1, "64-bit"),
         (np.ma.array([1.0, 2.0], mask=[False, True]), "without masked elements"),
         (np.ma.masked, "without masked elements"),
     ],

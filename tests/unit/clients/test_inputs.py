@@ -145,13 +145,13 @@ def test_read_inputs_unusable_argument_raises(argument: str, text: str) -> None:
             b'{"inputs": [{"name": ["x"], "datatype": "INT8", "shape": [1], "data": [1]}]}',
             r"bad.json: expected the name of an input as text, got \['x'\]",
         ),
-        ("bad.json", b"[" * 100_000, "bad.json: expected JSON of fewer brackets in each other"),
-        ("x=bad.json", b"[" * 100_000, "bad.json: expected JSON of fewer brackets in each other"),
-        ("x=bad.json", b"9" * 5_000, "bad.json: expected numbers of fewer digits"),
+        ("bad.json", b"[" * 100_000, "bad.json: expected JSON that is nested less deeply"),
+        ("x=bad.json", b"[" * 100_000, "bad.json: expected JSON that is nested less deeply"),
+        ("x=bad.json", b"9" * 5_000, "bad.json: expected numbers with fewer digits"),
         (
             "bad.json",
             b'{"inputs": [%b, %b]}' % (2 * (b'{"name": "x", "datatype": "INT8", "shape": [1], "data": [1]}',)),
-            "bad.json: input 'x' is there twice",
+            "bad.json: input 'x' is given twice",
         ),
     ],
 )

@@ -299,7 +299,7 @@ async def test_timeout_of_any_type_of_numbers_is_taken(make_twin: MakeTwin, peer
 
 
 TARGET = "target: expected a gRPC name such as '127.0.0.1:8001', got "
-SCHEME = "leave out what is before the host; tls=True makes it TLS"
+SCHEME = "leave out the scheme; tls=True selects TLS"
 
 
 @pytest.mark.parametrize("client", [InferenceClient, AsyncInferenceClient])
@@ -311,7 +311,7 @@ SCHEME = "leave out what is before the host; tls=True makes it TLS"
             "http://h:1",
             {},
             ValueError,
-            f"{TARGET}'http://h:1': leave out what is before the host; tls=True makes it TLS",
+            f"{TARGET}'http://h:1': leave out the scheme; tls=True selects TLS",
         ),
         ("127.0.0.1:99999", {}, ValueError, f"{TARGET}'127.0.0.1:99999', whose port is above 65535"),
         (None, {}, TypeError, "target: expected a str, got None"),
