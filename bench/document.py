@@ -26,21 +26,21 @@ FIGURES = REPO / "docs" / "figures"
 
 _HEAD = """# Performance
 
-<!-- Made by `python -m bench.document` of the JSON of the same name; changes made here are lost. -->
+<!-- Made by `python -m bench.document` from the JSON of the same name; changes made here are lost. -->
 
-What is measured stands in [bench/scenarios](../bench/scenarios), how, in [bench/README.md](../bench/README.md). A ratio
-is taken within a round, of two that were measured after one another on the same machine; the median of the rounds is
-told, with the lowest and the highest in brackets. Other machines have other requests per second; ratios carry over
-better.
+[bench/scenarios](../bench/scenarios) defines what is measured, [bench/README.md](../bench/README.md) how. Each ratio
+compares two measurements of the same round, made one after the other on the same machine. Shown is the median of the
+rounds, with the lowest and the highest in brackets. Requests per second differ from machine to machine; ratios carry
+over better.
 
 Nothing was measured on a GPU, and [the way to it](decisions/0005-the-way-to-the-gpu.md) has never run on one.
 """
 _CHAPTERS = (
-    ("Missed", "missed", "What falls short of what it should reach."),
+    ("Missed", "missed", "Comparisons that fall short of their bound."),
     ("Reached", "reached", ""),
-    ("For comparison", "", "Nothing in particular is to be reached here."),
+    ("For comparison", "", "Comparisons without a bound."),
 )
-_COLUMNS = ("scenario", "load", "compared", "ratio", "reach")
+_COLUMNS = ("scenario", "load", "compared", "ratio", "bound")
 
 Row = tuple[Section, Comparison]
 

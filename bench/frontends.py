@@ -109,7 +109,7 @@ def measure(server: ServerProcess, load: Load, floats: int, folder: Path) -> Sam
 def table(rounds: Mapping[tuple[str, int], Sequence[Sample]]) -> str:
     """The rounds as a table for people."""
     lines = [
-        "| tensor | frontends | requests/s | of one process | CPU us/request | of it the engine |",
+        "| tensor | frontends | requests/s | of one process | CPU us/request | of that, the process with the models |",
         "|" + "---|" * 6,
     ]
     for (tensor, frontends), samples in rounds.items():

@@ -263,7 +263,7 @@ def _compare(plan: Plan, found: Found, names: tuple[str, str, str, str], point: 
         )
     if after := found.of(bound, "after_smaller_ms"):
         times = ratio(after, found.of(bound, "batch_ms"))
-        yield Comparison("alone", "a full batch after one of half the rows / after its like", times, None)
+        yield Comparison("alone", "a full batch after one of half the rows / after another full one", times, None)
     if first := found.of("the first request", "first_ms"):
         times = ratio(first, found.of("the first request", "p50_ms"))
         yield Comparison("1 client", "first request / the median of later ones", times, None)

@@ -131,7 +131,7 @@ def text(summary: Summary) -> str:
     return "\n\n".join([*parts, "\n".join(facts(summary.machine))])
 
 
-_HEAD = ("what", "load", "compared", "ratio", "reach", "verdict")
+_HEAD = ("what", "load", "compared", "ratio", "bound", "verdict")
 
 
 def compared(comparison: Comparison) -> tuple[str, str]:
@@ -162,11 +162,12 @@ def facts(machine: Mapping[str, Any]) -> tuple[str, ...]:
     versions = ", ".join(f"{name} {number}" for name, number in machine["versions"].items())
     python = f"Python {machine['python']}"
     if "python_step_ns" in machine:
-        python += f" ({machine['python_step_ns'] / 1_000:.1f} us a step)"
+        python += f" ({machine['python_step_ns'] / 1_000:.1f} us per step)"
     return (
-        f"{machine['processor']}, {machine['cores']} cores, {machine['system']}, load {machine['load_before']} before",
+        f"{machine['processor']}, {machine['cores']} cores, {machine['system']}, "
+        f"load average before: {machine['load_before']}",
         *([machine["gpu"]] if "gpu" in machine else []),
-        f"{python}, {versions}, protobuf runs on {machine['protobuf_implementation']}",
+        f"{python}, {versions}, protobuf implementation: {machine['protobuf_implementation']}",
     )
 
 

@@ -202,7 +202,7 @@ def _side(table: _Table, subject: Side | None) -> Side:
     same = subject is not None and server == subject.server
     args = tuple(_listed("args", table.take("args", list, list(subject.args) if subject and same else []), str))
     if args and server != "paceline":
-        raise ScenarioError(f"args: only paceline takes some, not {server}")
+        raise ScenarioError(f"args: only paceline takes them, not {server}")
     upstream = table.choice("upstream", ("", "paceline", *RIVALS), subject.upstream if subject and same else "")
     if upstream and server != "paceline":
         raise ScenarioError(f"upstream: only paceline has one, not {server}")

@@ -35,7 +35,7 @@ def test_markdown_has_missed_before_reached_before_what_was_not_measured() -> No
 
 def test_markdown_says_machine_conditions_and_no_date_unless_one_is_given() -> None:
     made = markdown(FOUND, "figures")
-    assert "- a processor, 2 cores, a system, load 0.1 before" in made
+    assert "- a processor, 2 cores, a system, load average before: 0.1" in made
     assert "3 rounds of 1 s each, 0.5 s of warm-up before, load from bench.load" in made
     assert "Measured:" not in made
     assert "- Measured: one day\n" in markdown(replace(FOUND, date="one day"), "figures")

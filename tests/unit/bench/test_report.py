@@ -89,7 +89,7 @@ def test_text_has_ratios_first_then_who_is_absent_then_the_machine() -> None:
 
 def test_facts_tell_how_fast_python_is_where_that_is_known() -> None:
     older = {key: value for key, value in MACHINE.items() if key != "python_step_ns"}
-    assert "Python 3 (1.2 us a step), grpcio 1," in facts(MACHINE)[-1]
+    assert "Python 3 (1.2 us per step), grpcio 1," in facts(MACHINE)[-1]
     assert "Python 3, grpcio 1," in facts(older)[-1]
 
 

@@ -94,7 +94,7 @@ def test_parse_arguments_make_another_process_of_the_same_product() -> None:
         ({"reference": [{"server": "nope"}]}, "reference 1: server: expected one of paceline"),
         ({"reference": [{}, {"reach": "0.9"}]}, 'reach: expected ">= NUMBER" or "<= NUMBER", got "0.9"'),
         ({"reference": [{"measure": "p98_ms"}]}, "reference 1: measure: expected one of requests_per_s"),
-        ({"reference": [{"server": "echo", "args": ["--x"]}]}, "args: only paceline takes some, not echo"),
+        ({"reference": [{"server": "echo", "args": ["--x"]}]}, "args: only paceline takes them, not echo"),
     ],
 )
 def test_parse_of_a_wrong_scenario_says_what_is_wrong(change: dict[str, Any], said: str) -> None:
