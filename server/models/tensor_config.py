@@ -291,7 +291,7 @@ def _check_scattered(where: str, target: TensorSpec, source: TensorSpec) -> None
     beyond = [axis for axis, dim in enumerate(target.model_dims) if dim == -1 and axis >= len(source.model_dims)]
     if target.shape_tensor or beyond:
         raise ConfigError(
-            f"{where}: expected an output with a batch axis, its dims of -1 being among the first "
+            f"{where}: expected an output with a batch axis and with dims of -1 only among the first "
             f"{len(source.model_dims)} as in source_input '{source.name}', got {list(target.model_dims)}"
         )
 

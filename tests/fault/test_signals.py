@@ -109,7 +109,7 @@ def test_sigterm_with_a_grace_for_load_balancers_ends_in_order_after_it(tmp_path
         assert time.monotonic() - began_s > 0.5
         assert ends(server, 15) == 0
         said = [record["message"].partition(":")[0] for record in server.log]
-        assert said.index("reporting not ready") < said.index("stopping")
+        assert said.index("shutting down") < said.index("stopping")
 
 
 def test_sigterm_under_load_answers_what_was_accepted_and_refuses_the_rest(tmp_path: Path) -> None:

@@ -297,8 +297,8 @@ def test_batch_output_scatters_an_output_whatever_its_shape_in_the_model() -> No
         (X + SCATTER + SCATTER, "batch_output: target_name 'x': expected each output once, got it twice"),
         (
             tensor("x", "-1, -1", kind="output") + SCATTER,
-            "batch_output: target_name 'x': expected an output with a batch axis, its dims of -1 being among the first "
-            "1 as in source_input 'flat', got [-1, -1]",
+            "batch_output: target_name 'x': expected an output with a batch axis and with dims of -1 only among the "
+            "first 1 as in source_input 'flat', got [-1, -1]",
         ),
         (
             X + SCATTER.replace('"flat"', '"nil"'),
