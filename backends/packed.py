@@ -15,13 +15,13 @@ import numpy as np
 from backends.base import Allocate, Array
 from backends.joining import join_bytes_into
 
-__all__ = ["Layout", "Packed", "are_alike", "stacked"]
+__all__ = ["Packed", "PackedLayout", "are_alike", "stacked"]
 
 _COPIED_TWICE_BYTES = 4_096
 """Up to this size a slice, which is a copy, costs less than a view."""
 
 
-class Layout:
+class PackedLayout:
     """Layout of a request's tensors: `tensors` are their dtypes, shapes and sizes in bytes, all in C order and little
     endian. Compared by identity."""
 
@@ -38,7 +38,7 @@ class Packed(Sequence[Array]):
 
     __slots__ = ("_arrays", "data", "layout", "starts")
 
-    def __init__(self, data: bytes, layout: Layout, starts: tuple[int, ...]) -> None:
+    def __init__(self, data: bytes, layout: PackedLayout, starts: tuple[int, ...]) -> None:
         self.data = data
         self.layout = layout
         self.starts = starts

@@ -32,7 +32,7 @@ from server.fronts.inference import RemoteInference, Replies
 from server.fronts.session import FrontSession
 from server.loop import new_loop
 from server.models.layout import Layout
-from server.models.loading import Loads
+from server.models.load_queue import LoadQueue
 from server.models.repository import Repository
 from server.requests.in_flight import InferenceSteps, InFlight
 from server.requests.inference import Inference
@@ -98,7 +98,7 @@ async def _measure(folder: Path, seconds: float) -> list[tuple[int, int, float, 
     """Floats per tensor, requests per burst, CPU us per request without and with handing over."""
     layout = Layout((folder,), "")
     layout.open(may_be_empty=False)
-    repository = Repository(Metrics(), Loads(registry.backend))
+    repository = Repository(Metrics(), LoadQueue(registry.backend))
     await repository.load_all(layout.models())
     inference = Inference(repository)
     inference.serving = True

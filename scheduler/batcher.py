@@ -18,13 +18,13 @@ from scheduler.clock import Alarm, Clock, MonotonicClock
 from scheduler.delivery import Delivery
 from scheduler.errors import BatcherClosed, DeadlineUnreachable, NoInstance, QueueFull, QueueTimeout
 from scheduler.executing import Batch
-from scheduler.instances import InstanceReplacer, Instances
 from scheduler.isolation import Blame, Retries, Search, Suspects
 from scheduler.lane import Entry
 from scheduler.observer import Drop, GuardedObserver, NullObserver, Observer
 from scheduler.pending import Pending
 from scheduler.policy import NEVER, BatchPolicy
 from scheduler.runner import Outcome, Runner
+from scheduler.runner_table import InstanceReplacer, RunnerTable
 from scheduler.turns import Submit, Turns, WaitBudget
 from scheduler.waiting import SharedQueueLimits
 
@@ -86,8 +86,8 @@ class Batcher(Generic[P, R]):
         self._observer: Observer = GuardedObserver(observer) if observer else NullObserver()
         self._queue: BatchQueue[Pending[P, R]] = BatchQueue(policy, len({*map(instance_of, runners)}), shared_limits)
         self._waiting = self._queue.waiting
-        self._instances: Instances[P, R] = Instances(runners, self._clock, self._queue.latency, replacer, instance_of)
-        self._running, self._slots, self._ahead = self._instances.running, self._instances.slots, self._instances.ahead
+        self._runners: RunnerTable[P, R] = RunnerTable(runners, self._clock, self._queue.latency, replacer, instance_of)
+        self._running, self._slots, self._ahead = self._runners.running, self._runners.slots, self._runners.ahead
         self._retries: Retries[Pending[P, R]] = Retries(blames, self._waiting, isolates=policy.isolate_failures)
         self._suspect_groups = self._retries.groups
         # Runners whose instances have ended by themselves, but whose executions haven't, with the errors.
@@ -122,7 +122,7 @@ class Batcher(Generic[P, R]):
     @property
     def resting_instances(self) -> int:
         """How many instances get nothing for a while because they had no memory for what others execute."""
-        return self._instances.resting
+        return self._runners.resting
 
     def waiting_of_level(self, level: int) -> int:
         """Those of `waiting_requests` that are at priority `level`, without the announced ones: their level isn't known
@@ -140,7 +140,7 @@ class Batcher(Generic[P, R]):
             self._alarms.callback(self._turns.close)
             self._alarm = self._clock.alarm(self._on_alarm)
             self._alarms.callback(self._alarm.close)
-            self._instances.start(self.policy.execution_limit_ns, self._on_late)
+            self._runners.start(self.policy.execution_limit_ns, self._on_late)
         except BaseException:
             self.close()
             raise
@@ -238,18 +238,18 @@ class Batcher(Generic[P, R]):
             return
         self._accepts = self._accepts or self._suspended
         self._suspended = False
-        self._instances.add(runner)
+        self._runners.add(runner)
         self._turns.request()
 
     def lose(self, runner: Runner[P, R], error: BaseException) -> None:
         """Learn that the runner's instance has ended by itself. Its execution is waited for, as that may have succeeded
         before."""
-        if self._stopped or not self._instances.may_be_lost(runner):
+        if self._stopped or not self._runners.may_be_lost(runner):
             return
         if runner in self._running:
             self._ended[runner] = error
         else:
-            self._instances.lose(runner, error)
+            self._runners.lose(runner, error)
 
     def suspend(self) -> None:
         """Until `add` brings an instance, as none is left: refuse new requests, and those that wait already."""
@@ -289,7 +289,7 @@ class Batcher(Generic[P, R]):
             self._delivery.give_up(entries, Drop.CLOSED, BatcherClosed)
         self._alarms.close()
         self._drained.set()
-        self._instances.close()
+        self._runners.close()
 
     # hot path
     def take_announced(self) -> None:
@@ -317,8 +317,8 @@ class Batcher(Generic[P, R]):
         if self._stopped:
             return
         now_ns = self._clock.now_ns()
-        if self._instances.resting:
-            self._instances.wake(now_ns)
+        if self._runners.resting:
+            self._runners.wake(now_ns)
         if self._ahead.next:
             self._recall(now_ns)
         if self._suspect_groups:
@@ -326,9 +326,9 @@ class Batcher(Generic[P, R]):
             self._run_suspects(now_ns)
         step = self._queue.poll(now_ns, self._slots.idle, self._slots.spare)
         for batch in step.batches:
-            self._run(self._instances.take(batch), batch, None)
+            self._run(self._runners.take(batch), batch, None)
         further = self._hand_over_ahead(now_ns) if self._ahead else _NOTHING
-        wake_ns = _first(step.wake_ns, _first(further.wake_ns, self._instances.wake_ns))
+        wake_ns = _first(step.wake_ns, _first(further.wake_ns, self._runners.wake_ns))
         self._set_alarm(_first(wake_ns, self._retries.wake_ns(now_ns)) if self._suspect_groups else wake_ns)
         for entry in (*step.expired, *further.expired):
             self._delivery.drop(entry, Drop.EXPIRED, _expired(entry, now_ns))
@@ -403,11 +403,11 @@ class Batcher(Generic[P, R]):
 
     def _on_done(self, runner: Runner[P, R], outcome: Outcome[R], suspects: Suspects[Pending[P, R]] | None) -> None:
         if runner not in self._running:
-            self._instances.returned(runner)
+            self._runners.returned(runner)
             return
         if self._stopped:
             return
-        batch, following = self._instances.end(runner)
+        batch, following = self._runners.end(runner)
         if following is not None:
             self._queue.release(following)
         # The time of the answers, not of the execution's end: requests that arrive in between don't come because of an
@@ -418,10 +418,10 @@ class Batcher(Generic[P, R]):
         computed_ns = duration_ns - getattr(outcome.executed, "waited_ns", 0)
         self._queue.done(batch, now_ns, None if outcome.error else computed_ns)
         if not outcome.error:
-            self._instances.executed(runner, batch.key)
+            self._runners.executed(runner, batch.key)
         self._arrivals.took(*self._costs(batch) if duration_ns >= _LONG_NS else (0, 0))
         failed = self._on_failure(runner, batch, outcome.error, suspects) if outcome.error else ()
-        if self._ended and (ended := self._ended.pop(runner, None)) is not None and self._instances.may_be_lost(runner):
+        if self._ended and (ended := self._ended.pop(runner, None)) is not None and self._runners.may_be_lost(runner):
             self._lose(runner, ended)
         try:
             if duration_ns < _LOOP_NS * len(batch.entries) and self._wait_budget(self._turns.announced) is not None:
@@ -442,13 +442,13 @@ class Batcher(Generic[P, R]):
         """Give up the runner, whose execution takes longer than it may, unless it has begun its next batch by now."""
         following = self._ahead.next.get(runner)
         if following is not None and not self._take_back(runner, following):
-            self._instances.has_begun(runner)
+            self._runners.has_begun(runner)
             return
         batch, now_ns = self._running[runner], self._clock.now_ns()
         self._ended.pop(runner, None)
         self._arrivals.on_end(len(batch.entries), now_ns)
         self._queue.done(batch, now_ns, None)
-        self._instances.hang(runner)
+        self._runners.hang(runner)
         try:
             self._turn()
         finally:
@@ -465,22 +465,22 @@ class Batcher(Generic[P, R]):
         blame, among_suspects = self._retries.blame_for(error), suspects is not None
         suspects = suspects or Suspects.of_batch(batch.key, batch.entries)
         if blame is Blame.SIZE:
-            if self._instances.on_out_of_memory(runner, batch, suspects.left):
+            if self._runners.on_out_of_memory(runner, batch, suspects.left):
                 self._forgive(suspects.search)
-                instance, longest_ns = self._instances.instance_of(runner), self._queue.latency.longest_ns
+                instance, longest_ns = self._runners.instance_of(runner), self._queue.latency.longest_ns
                 return self._retries.plan_elsewhere(batch, suspects, instance, self._clock.now_ns(), longest_ns)
             self._learn_shortage(batch, suspects.search)
-        if blame in _LOSING and self._instances.may_be_lost(runner):
+        if blame in _LOSING and self._runners.may_be_lost(runner):
             self._lose(runner, error)
-        if blame is Blame.INSTANCE_BEFORE and self._instances.given_up(runner):
+        if blame is Blame.INSTANCE_BEFORE and self._runners.given_up(runner):
             return self._wait_for_another(batch, suspects if among_suspects else None)
         return self._retries.plan(batch, blame, suspects)
 
     def _lose(self, runner: Runner[P, R], error: BaseException) -> None:
         following = self._running.get(runner)
         if following is not None and self._take_back(runner, following):
-            self._instances.forget(runner)
-        self._instances.lose(runner, error)
+            self._runners.forget(runner)
+        self._runners.lose(runner, error)
 
     def _wait_for_another(
         self, batch: Batch[Pending[P, R]], suspects: Suspects[Pending[P, R]] | None
@@ -529,7 +529,7 @@ class Batcher(Generic[P, R]):
     def _run_suspects(self, now_ns: int) -> None:
         """Run suspects before anything that is queued, except those that wait for an instance other than the ones they
         left: these are free for others."""
-        may_run = self._instances.may_run_again
+        may_run = self._runners.may_run_again
         while self._slots.free:
             suspects = next((one for one in self._suspect_groups if may_run(one.avoided(now_ns))), None)
             if suspects is None:
@@ -537,7 +537,7 @@ class Batcher(Generic[P, R]):
             self._retries.take(suspects)
             batch, rest = self._queue.again(suspects.key, suspects.entries, now_ns, suspects.search.most_rows)
             self._retries.wait(suspects.narrowed(rest), first=True)
-            runner = self._instances.take_again(batch, suspects.avoided(now_ns))
+            runner = self._runners.take_again(batch, suspects.avoided(now_ns))
             self._run(runner, batch, suspects.narrowed(batch.entries))
 
     def on_cancel(self, pending: Pending[P, R], entry: Entry[Pending[P, R]] | None) -> None:
@@ -546,7 +546,7 @@ class Batcher(Generic[P, R]):
             self._observer.on_drop(Drop.CANCELLED)
             self._turns.request()
         elif entry is None:
-            self._instances.call_off()
+            self._runners.call_off()
             if self._suspect_groups:
                 self._turns.request()
         self._answers.cancelled(pending)

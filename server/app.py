@@ -33,8 +33,8 @@ from server.fronts.pool import FrontPool, StartFront, start_front
 from server.memory.cuda_region import open_cuda_region
 from server.memory.regions import Regions
 from server.models.layout import Layout, ModelFolder
+from server.models.load_queue import LoadQueue
 from server.models.loader import LoadDefaults
-from server.models.loading import Loads
 from server.models.poller import Poller
 from server.models.readiness import why_not_ready
 from server.models.repository import Repository
@@ -168,7 +168,7 @@ class Server:
         self._regions = _regions(settings)
         self._tracer = Tracer(settings.trace)
         self._shared_limits = SharedQueueLimits(settings.limits.queued_requests, settings.limits.queued_bytes)
-        loads = Loads(
+        loads = LoadQueue(
             backend_of or _made_once(partial(registry.backend, shared_threads=settings.backend_config.shared_threads)),
             _load_defaults(settings),
             threads=settings.model_load_thread_count,

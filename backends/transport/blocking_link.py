@@ -18,7 +18,7 @@ import numpy as np
 from backends.base import Array
 from backends.transport.frames import FrameReader, Message, frame
 from backends.transport.link import RemoteEnd, connect
-from backends.transport.memory import Memory, Window
+from backends.transport.memory import SharedRegion, Window
 from backends.transport.parcel import Parcel, Place, pack, pack_inline, unpack
 
 __all__ = ["BlockingLink"]
@@ -32,7 +32,7 @@ takes as long."""
 class BlockingLink:
     """One end. For one thread at a time, except `hang_up`; arrays may be dropped on any thread."""
 
-    def __init__(self, end: socket.socket, own: Memory, other: int) -> None:
+    def __init__(self, end: socket.socket, own: SharedRegion, other: int) -> None:
         """Takes over `end`, and the descriptor `other` of the other end's memory."""
         self._socket = end
         self._own = own
@@ -59,7 +59,7 @@ class BlockingLink:
         """The end that `remote` describes, in the process that has inherited it; that process's children don't."""
         end = socket.socket(fileno=remote.socket)
         end.set_inheritable(False)
-        return cls(end, Memory(remote.own), remote.other)
+        return cls(end, SharedRegion(remote.own), remote.other)
 
     @property
     def used_bytes(self) -> int:

@@ -20,7 +20,7 @@ from backends.base import Array
 from backends.transport.channel import Channel, socket_pair
 from backends.transport.frames import Message
 from backends.transport.gathering import Gathering
-from backends.transport.memory import Memory, Window, new_region
+from backends.transport.memory import SharedRegion, Window, new_region
 from backends.transport.parcel import Parcel, pack, unpack
 
 __all__ = ["FIRST_KIND", "Link", "RemoteEnd", "connect"]
@@ -50,7 +50,7 @@ class RemoteEnd:
             os.close(descriptor)
 
 
-def _open_ends(size_bytes: int) -> tuple[socket.socket, Memory, int, RemoteEnd]:
+def _open_ends(size_bytes: int) -> tuple[socket.socket, SharedRegion, int, RemoteEnd]:
     """This process's socket, its own memory of `size_bytes` and the descriptor of the other's, and what another process
     needs to `join`. Raises OSError, and leaves nothing open: a caller that tries again may be short of descriptors."""
     with ExitStack() as undo:
@@ -63,12 +63,12 @@ def _open_ends(size_bytes: int) -> tuple[socket.socket, Memory, int, RemoteEnd]:
         undo.callback(os.close, ours)
         seen = os.dup(theirs)
         undo.callback(os.close, seen)
-        memory = Memory(os.dup(ours))
+        memory = SharedRegion(os.dup(ours))
         undo.pop_all()
         return here, memory, seen, RemoteEnd(there.detach(), own=theirs, other=ours)
 
 
-def connect(make: Callable[[socket.socket, Memory, int], T], size_bytes: int) -> tuple[T, RemoteEnd]:
+def connect(make: Callable[[socket.socket, SharedRegion, int], T], size_bytes: int) -> tuple[T, RemoteEnd]:
     """What `make` makes of this process's end: its socket, its own memory of `size_bytes` and the descriptor of the
     other's; and what another process needs to `join`. Raises OSError, and leaves nothing open."""
     here, own, other, remote = _open_ends(size_bytes)
@@ -83,7 +83,7 @@ def connect(make: Callable[[socket.socket, Memory, int], T], size_bytes: int) ->
 class Link:
     """One end. Belongs to the event loop that `start` ran on; arrays may be dropped on any thread."""
 
-    def __init__(self, end: socket.socket, own: Memory, other: int, gathering: Gathering | None = None) -> None:
+    def __init__(self, end: socket.socket, own: SharedRegion, other: int, gathering: Gathering | None = None) -> None:
         """Takes over `end`, and the descriptor `other` of the other end's memory. With `gathering` it wakes the other
         end less often."""
         self._channel = Channel(end, gathering)
@@ -106,7 +106,7 @@ class Link:
     @classmethod
     def join(cls, remote: RemoteEnd, gathering: Gathering | None = None) -> Link:
         """The end that `remote` describes, in the process that has inherited it."""
-        return cls(socket.socket(fileno=remote.socket), Memory(remote.own), remote.other, gathering)
+        return cls(socket.socket(fileno=remote.socket), SharedRegion(remote.own), remote.other, gathering)
 
     @property
     def size_bytes(self) -> int:

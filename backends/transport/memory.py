@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from backends.transport.arena import Arena
 
-__all__ = ["Memory", "Window", "new_region"]
+__all__ = ["SharedRegion", "Window", "new_region"]
 
 _KEPT_BYTES = 64 * 2**20
 """Giving pages back and getting new ones costs about as much as writing them."""
@@ -40,7 +40,7 @@ def new_region(size_bytes: int) -> int:
     return descriptor
 
 
-class Memory:
+class SharedRegion:
     """The owner's side of a region, with nothing taken yet."""
 
     def __init__(self, descriptor: int) -> None:

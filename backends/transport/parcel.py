@@ -14,7 +14,7 @@ import numpy as np
 
 from backends.base import MISSING, Array
 from backends.transport.arena import ALIGNMENT
-from backends.transport.memory import Memory, Window
+from backends.transport.memory import SharedRegion, Window
 
 __all__ = ["Parcel", "Place", "is_inline", "pack", "pack_inline", "unpack"]
 
@@ -38,7 +38,7 @@ _NOWHERE: Mapping[int, Place] = {}
 
 
 # hot path: 1 us for a small tensor, 3 us and the copy for others
-def pack(arrays: Sequence[Array], memory: Memory, there: Mapping[int, Place] = _NOWHERE) -> Parcel | None:
+def pack(arrays: Sequence[Array], memory: SharedRegion, there: Mapping[int, Place] = _NOWHERE) -> Parcel | None:
     """A parcel of copies of `arrays`. Its place is taken until its start is freed. None if there is no room. Arrays
     whose `id` is in `there` are at that place of `memory` already, and aren't copied.
 

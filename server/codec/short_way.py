@@ -12,7 +12,7 @@ from operator import attrgetter
 from typing import Any, NamedTuple
 
 from backends.base import MISSING, ModelSpec, Tensors
-from backends.packed import Layout, Packed
+from backends.packed import Packed, PackedLayout
 from backends.shares import Share
 from protos.datatypes import Datatype, by_name
 from protos.inference_pb2 import ModelInferRequest, ModelInferResponse
@@ -56,7 +56,7 @@ class ShortWay:
         self._input_types: list[Datatype] = [by_name(tensor.datatype) for tensor in spec.inputs]
         self._output_types: list[Datatype] = [by_name(tensor.datatype) for tensor in spec.outputs]
         self._plans = BoundedCache[bytes, RequestPlan]()
-        self._layouts = BoundedCache[Hashable, Layout]()
+        self._layouts = BoundedCache[Hashable, PackedLayout]()
         self._options = BoundedCache[Hashable, RequestOptions]()
         self._answer_plans = BoundedCache[Hashable, AnswerPlan]()
         self._nowhere = Located([MISSING] * len(spec.inputs), NOWHERE, ())
@@ -201,7 +201,7 @@ class ShortWay:
             self._options.remember(what, options)
         return self._options[what]
 
-    def _layout(self, inputs: Sequence[InputPlan]) -> Layout | None:
+    def _layout(self, inputs: Sequence[InputPlan]) -> PackedLayout | None:
         """The layout of the model's inputs, one object for all requests with the same. None if some inputs are left
         out, or their content has to be checked."""
         if len(inputs) < len(self._inputs) or any(one.size_bytes < 0 for one in inputs):
@@ -209,7 +209,7 @@ class ShortWay:
         ordered = sorted(inputs, key=attrgetter("place"))
         tensors = tuple((one.datatype.dtype, one.shape, one.size_bytes) for one in ordered)
         if tensors not in self._layouts:
-            self._layouts.remember(tensors, Layout(tensors))
+            self._layouts.remember(tensors, PackedLayout(tensors))
         return self._layouts[tensors]
 
     def _plan_for(

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from backends.base import MISSING, Tensors
-from backends.packed import Layout
+from backends.packed import PackedLayout
 from backends.shares import Outputs
 from protos.datatypes import Datatype
 from protos.inference_pb2 import ModelInferResponse
@@ -75,7 +75,7 @@ class RequestPlan:
     places: int
     """How many inputs the model has."""
     options: RequestOptions
-    layout: Layout | None
+    layout: PackedLayout | None
     nowhere: Located | None
 
     def starts(self, raw: Sequence[tuple[int, int]]) -> tuple[int, ...] | None:

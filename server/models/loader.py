@@ -33,7 +33,6 @@ from server.errors import ConfigError, LoadHangs
 from server.files import inside
 from server.models.batch_policy import BatchDefaults, limit_of
 from server.models.effective_config import effective_config
-from server.models.entry import DUPLICATE_NAME
 from server.models.layout import DEFAULT_MODEL_FILE, PYTHON_MODEL_FILE, ModelFolder
 from server.models.model_config import (
     ServingPlan,
@@ -45,6 +44,7 @@ from server.models.model_config import (
     parse_config,
     plan,
 )
+from server.models.model_record import DUPLICATE_NAME
 from server.models.python_models import PYTHON, check_python_allowed, is_python
 from server.models.supervisor import Supervisor
 from server.models.tensor_config import can_batch, without_datatype

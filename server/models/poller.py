@@ -20,7 +20,7 @@ from pathlib import Path
 
 from server.errors import LoadFailed, ModelNotReady, TooManyModels
 from server.models.layout import Layout, ModelFolder
-from server.models.loading import always
+from server.models.load_queue import always
 from server.models.repository import Repository
 
 __all__ = ["Poller", "Sight", "fingerprint"]

@@ -28,10 +28,10 @@ from server.errors import (
 )
 from server.limits import Limits
 from server.memory.regions import Regions
-from server.models.entry import UNLOADED, Entry, IndexLine, ModelState
 from server.models.layout import ModelFolder
+from server.models.load_queue import Find, LoadQueue, always
 from server.models.loader import LoadedVersion
-from server.models.loading import Find, Loads, always
+from server.models.model_record import UNLOADED, IndexLine, ModelRecord, ModelState
 from server.models.served_model import ServedModel
 from server.telemetry.metrics import Metrics
 from server.telemetry.tracing import Tracer
@@ -56,7 +56,7 @@ class Repository:
     def __init__(
         self,
         metrics: Metrics,
-        loads: Loads,
+        loads: LoadQueue,
         *,
         strict_readiness: bool = True,
         regions: Regions | None = None,
@@ -81,7 +81,7 @@ class Repository:
         self._metrics = metrics
         self._loads = loads
         self._strict_readiness = strict_readiness
-        self._entries: dict[str, Entry[ServedModel]] = {}
+        self._records: dict[str, ModelRecord[ServedModel]] = {}
         # From what a request names to what serves it; the version "" is the latest.
         self._served: dict[tuple[str, str], ServedModel] = {}
         self._operations: set[asyncio.Task[None]] = set()
@@ -94,7 +94,7 @@ class Repository:
         """Whether every model that should serve does and has an instance that can execute; True if not required."""
         if not self._strict_readiness:
             return True
-        missing = self.waits_for or any(entry.missing for entry in self._entries.values())
+        missing = self.waits_for or any(record.missing for record in self._records.values())
         return not missing and all(model.can_execute for model in self.models)
 
     @property
@@ -107,7 +107,7 @@ class Repository:
     @property
     def failures(self) -> dict[str, str]:
         """Why models that should serve don't, by name."""
-        return {name: entry.failure for name, entry in self._entries.items() if entry.failure and entry.missing}
+        return {name: record.failure for name, record in self._records.items() if record.failure and record.missing}
 
     @property
     def served(self) -> Mapping[tuple[str, str], ServedModel]:
@@ -117,7 +117,7 @@ class Repository:
     @property
     def models(self) -> list[ServedModel]:
         """All versions being served."""
-        return [model for entry in self._entries.values() for model in entry.serving.values()]
+        return [model for record in self._records.values() for model in record.serving.values()]
 
     @property
     def places(self) -> int:
@@ -162,27 +162,27 @@ class Repository:
         except ModelNotReady:
             return False
         except ModelNotFound:
-            if name in self._entries and not self._entries[name].serving:
+            if name in self._records and not self._records[name].serving:
                 return False
             raise
 
     def versions(self, name: str) -> list[str]:
         """The versions of a model being served, oldest first."""
-        return list(self._entries[name].serving)
+        return list(self._records[name].serving)
 
     def index(self) -> list[IndexLine]:
         """A line for every version of every model known, by name and version."""
-        return [line for name in sorted(self._entries) for line in self._entries[name].lines()]
+        return [line for name in sorted(self._records) for line in self._records[name].lines()]
 
     def take_note(self, folders: Sequence[ModelFolder]) -> None:
         """Remember these as the models on disk, and forget those that neither serve nor are there."""
         on_disk = {folder.name: folder for folder in folders}
         for name in on_disk:
-            self._entries.setdefault(name, Entry(name))
-        for name, entry in list(self._entries.items()):
-            entry.on_disk = name in on_disk
-            entry.duplicates = entry.on_disk and bool(on_disk[name].duplicates)
-            if entry.forgettable:
+            self._records.setdefault(name, ModelRecord(name))
+        for name, record in list(self._records.items()):
+            record.on_disk = name in on_disk
+            record.duplicates = record.on_disk and bool(on_disk[name].duplicates)
+            if record.forgettable:
                 self._forget(name)
 
     async def load_all(self, folders: Sequence[ModelFolder]) -> Mapping[str, LoadFailed]:
@@ -207,35 +207,35 @@ class Repository:
         """
         await self._in_turn(
             name,
-            lambda entry: self._load(entry, lambda: self._loads.load(name, find, override, entry.loading_versions)),
+            lambda record: self._load(record, lambda: self._loads.load(name, find, override, record.loading_versions)),
         )
 
     async def install(self, name: str, bring: Callable[[], Awaitable[Sequence[LoadedVersion]]]) -> None:
         """The same for a model that `bring` gives, without a thread that loads it."""
-        await self._in_turn(name, lambda entry: self._load(entry, bring))
+        await self._in_turn(name, lambda record: self._load(record, bring))
 
     def withdraw(self, name: str, reason: str) -> None:
         """Refuse requests for a loaded model, which can't be reached, until `restore`. Accepted requests go on."""
-        entry = self._entries.get(name)
-        if entry is None or not entry.serving or entry.unreachable_reason == reason:
+        record = self._records.get(name)
+        if record is None or not record.serving or record.unreachable_reason == reason:
             return
-        entry.unreachable_reason = reason
-        self._serve(name, [], list(entry.serving.values()))
+        record.unreachable_reason = reason
+        self._serve(name, [], list(record.serving.values()))
         self.on_change()
 
     def restore(self, name: str) -> None:
         """Undo `withdraw`."""
-        entry = self._entries.get(name)
-        if entry is None or not entry.unreachable_reason:
+        record = self._records.get(name)
+        if record is None or not record.unreachable_reason:
             return
-        entry.unreachable_reason = ""
-        self._serve(name, list(entry.serving.values()), [])
+        record.unreachable_reason = ""
+        self._serve(name, list(record.serving.values()), [])
         self.on_change()
 
     async def unload(self, name: str) -> None:
         """Accept no more requests for a model. Returns while it still executes accepted ones. Does nothing for an
         unknown name."""
-        if name in self._entries:
+        if name in self._records:
             await self._in_turn(name, self._unload)
 
     async def stop(self) -> None:
@@ -255,7 +255,7 @@ class Repository:
             task.cancel()
             model.abandon()
 
-    async def _in_turn(self, name: str, operation: Callable[[Entry[ServedModel]], Awaitable[None]]) -> None:
+    async def _in_turn(self, name: str, operation: Callable[[ModelRecord[ServedModel]], Awaitable[None]]) -> None:
         task = asyncio.create_task(self._operate(name, operation))
         self._operations.add(task)
         task.add_done_callback(self._operations.discard)
@@ -270,58 +270,60 @@ class Repository:
             # It has the error, whose traceback refers to this frame and to what was to be loaded.
             del task
 
-    async def _operate(self, name: str, operation: Callable[[Entry[ServedModel]], Awaitable[None]]) -> None:
+    async def _operate(self, name: str, operation: Callable[[ModelRecord[ServedModel]], Awaitable[None]]) -> None:
         if self._stopping:
             raise ModelNotReady("the server is stopping")
-        entry = self._entries.setdefault(name, Entry(name))
-        entry.operations += 1
+        record = self._records.setdefault(name, ModelRecord(name))
+        record.operations += 1
         try:
-            async with entry.turn:
-                await operation(entry)
+            async with record.turn:
+                await operation(record)
         finally:
-            entry.operations -= 1
-            if entry.state is None and entry.forgettable:
+            record.operations -= 1
+            if record.state is None and record.forgettable:
                 self._forget(name)
             self._forget_strangers()
             self.on_change()
 
     def _forget_strangers(self) -> None:
         """Callers who may load choose names; those known from failed loads alone are forgotten beyond `max_models`."""
-        strangers = [name for name, entry in self._entries.items() if entry.stranger]
+        strangers = [name for name, record in self._records.items() if record.stranger]
         for name in strangers[: -self._max_models]:
             self._forget(name)
 
     def _forget(self, name: str) -> None:
         """Forget the model and all that is kept by its name, as the number of names is unbounded."""
-        del self._entries[name]
+        del self._records[name]
         if self._tracer is not None:
             self._tracer.forget(name)
 
-    async def _load(self, entry: Entry[ServedModel], bring: Callable[[], Awaitable[Sequence[LoadedVersion]]]) -> None:
-        entry.begin_load()
+    async def _load(
+        self, record: ModelRecord[ServedModel], bring: Callable[[], Awaitable[Sequence[LoadedVersion]]]
+    ) -> None:
+        record.begin_load()
         self.on_change()
         try:
-            self._take_place(entry.name)
+            self._take_place(record.name)
             models = self._started(await bring())
         except (asyncio.CancelledError, InvalidRequest, ModelNotFound, ModelNotReady):
             # Nothing was tried: there is nothing to load, or the server stops.
-            entry.give_up_load()
-            self._release_place(entry)
+            record.give_up_load()
+            self._release_place(record)
             raise
         except TooManyModels as error:
-            entry.fail_load(error.reason)
+            record.fail_load(error.reason)
             raise
         except Exception as error:  # whatever it is, it is this model's and not the others'
-            reason = _reason(entry.name, error)
-            entry.fail_load(reason)
-            self._release_place(entry)
-            raise LoadFailed(entry.name, reason) from error
-        before = entry.end_load({model.version: model for model in models})
-        self._serve(entry.name, models, before)
-        self._retire(entry, before)
+            reason = _reason(record.name, error)
+            record.fail_load(reason)
+            self._release_place(record)
+            raise LoadFailed(record.name, reason) from error
+        before = record.end_load({model.version: model for model in models})
+        self._serve(record.name, models, before)
+        self._retire(record, before)
         if before:
             was, now = ([model.version for model in some] for some in (before, models))
-            _log.info("model '%s': versions %s replace versions %s", entry.name, now, was)
+            _log.info("model '%s': versions %s replace versions %s", record.name, now, was)
 
     def _take_place(self, name: str) -> None:
         """Raise TooManyModels if there is no place for one more."""
@@ -330,16 +332,16 @@ class Repository:
             raise TooManyModels(name, self._max_models)
         self._places.add(name)
 
-    def _release_place(self, entry: Entry[ServedModel]) -> None:
-        if not entry.serving:
-            self._places.discard(entry.name)
+    def _release_place(self, record: ModelRecord[ServedModel]) -> None:
+        if not record.serving:
+            self._places.discard(record.name)
 
-    async def _unload(self, entry: Entry[ServedModel]) -> None:
-        before = entry.unload()
-        self._release_place(entry)
-        self._serve(entry.name, [], before)
-        self._retire(entry, before)
-        _log.info("model '%s' unloaded", entry.name)
+    async def _unload(self, record: ModelRecord[ServedModel]) -> None:
+        before = record.unload()
+        self._release_place(record)
+        self._serve(record.name, [], before)
+        self._retire(record, before)
+        _log.info("model '%s' unloaded", record.name)
 
     def _started(self, loaded: Sequence[LoadedVersion]) -> list[ServedModel]:
         """Versions that accept requests: all of them or, with an error, none."""
@@ -370,38 +372,38 @@ class Repository:
             self._served[name, model.version] = self._served[name, ""] = self._served[name, "-1"] = model
         self.on_serving_changed()
 
-    def _retire(self, entry: Entry[ServedModel], models: Sequence[ServedModel]) -> None:
+    def _retire(self, record: ModelRecord[ServedModel], models: Sequence[ServedModel]) -> None:
         for model in models:
-            self._leaving[model] = asyncio.create_task(self._leave(entry, model))
+            self._leaving[model] = asyncio.create_task(self._leave(record, model))
 
-    async def _leave(self, entry: Entry[ServedModel], model: ServedModel) -> None:
+    async def _leave(self, record: ModelRecord[ServedModel], model: ServedModel) -> None:
         try:
             await _stop(model)
         finally:
             self._hung = [one for one in (*self._hung, model) if one.hangs]
             del self._leaving[model]
-            entry.drained(model.version)
+            record.drained(model.version)
             self.on_change()
 
     def _why_not(self, name: str, version: str) -> ServerError:
-        entry = self._entries.get(name)
-        if entry is None and not self.names_known:
+        record = self._records.get(name)
+        if record is None and not self.names_known:
             return ModelNotReady(f"{_UNKNOWN}: '{name}' is not ready: {self.waits_for}")
-        if entry is None:
-            known = sorted(known for known, one in self._entries.items() if one.serving or one.missing)
+        if record is None:
+            known = sorted(known for known, one in self._records.items() if one.serving or one.missing)
             return ModelNotFound(f"{_UNKNOWN}: '{name}' is not found; this server has {_some(known)}")
-        if entry.missing:
-            reason = entry.unreachable_reason or entry.failure or ModelState.LOADING.value
+        if record.missing:
+            reason = record.unreachable_reason or record.failure or ModelState.LOADING.value
             return ModelNotReady(f"{_UNKNOWN}: '{name}' is not ready: {reason}")
-        if not entry.serving:
-            why = UNLOADED if entry.unloaded else "never loaded"
+        if not record.serving:
+            why = UNLOADED if record.unloaded else "never loaded"
             return ModelNotFound(f"{_UNKNOWN}: '{name}' has no available versions: it was {why}")
         if not (version.isascii() and version.isdecimal()):
             return InvalidRequest(f"model '{name}': expected a version number, got '{version}'")
-        reason = "LOADING" if version in (entry.loading or ()) else entry.gone.get(version, UNLOADED)
+        reason = "LOADING" if version in (record.loading or ()) else record.gone.get(version, UNLOADED)
         if reason != UNLOADED:
             return ModelNotReady(f"{_UNKNOWN}: '{name}' version {version} is not at ready state: {reason}")
-        versions = list(entry.serving)
+        versions = list(record.serving)
         return ModelNotFound(f"{_UNKNOWN}: '{name}' version {version} is not found; versions served: {versions}")
 
 

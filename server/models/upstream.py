@@ -18,8 +18,8 @@ from protos import inference_pb2 as pb
 from protos import model_config_pb2 as config_pb
 from server.errors import LoadFailed, StartError, TooManyModels
 from server.models.batch_policy import BatchDefaults
-from server.models.entry import version_order
 from server.models.loader import LoadedVersion
+from server.models.model_record import version_order
 from server.models.repository import Repository
 from server.models.upstream_model import UpstreamVersion, bring
 from server.models.upstream_settings import UpstreamSettings

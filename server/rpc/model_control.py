@@ -14,7 +14,6 @@ from contextlib import contextmanager
 from protos import inference_pb2 as pb
 from server.config import ControlMode
 from server.errors import LoadFailed, ModelNotFound, ModelNotReady, NotSupported
-from server.models.entry import IndexLine, ModelState
 from server.models.layout import Layout, ModelFolder
 from server.models.load_request import (
     Override,
@@ -23,6 +22,7 @@ from server.models.load_request import (
     parse_unload_parameters,
     scratch_folder,
 )
+from server.models.model_record import IndexLine, ModelState
 from server.models.repository import Repository
 from server.rpc.answering import Context, answering
 

@@ -8,7 +8,7 @@ empty.
 from __future__ import annotations
 
 from protos import inference_pb2 as pb
-from server.models.entry import version_order
+from server.models.model_record import version_order
 from server.models.repository import Repository, ServedModel
 from server.rpc.answering import Context, answering
 from server.telemetry.model_statistics import BatchTotals, VersionStatistics

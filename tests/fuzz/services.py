@@ -24,7 +24,7 @@ from protos import inference_pb2 as pb
 from server.config import ControlMode
 from server.memory.regions import Regions
 from server.models.layout import Layout
-from server.models.loading import Loads
+from server.models.load_queue import LoadQueue
 from server.models.repository import Repository
 from server.requests.inference import Inference
 from server.rpc.calls import HeaderForwarding
@@ -140,7 +140,7 @@ class _World:
     async def _open(self) -> None:
         regions, layout = Regions(4), Layout([self._folder])
         layout.open()
-        self._repository = Repository(Metrics(), Loads(backend), regions=regions)
+        self._repository = Repository(Metrics(), LoadQueue(backend), regions=regions)
         self._regions = regions
         await self._repository.load_all(layout.models())
         tracer = Tracer()

@@ -21,7 +21,7 @@ from scheduler.policy import NEVER
 from scheduler.waiting import SharedQueueLimits
 from server.codec.wire_request import AnyRequest, RequestReader, WireRequest
 from server.errors import InvalidRequest
-from server.models.loading import Loads
+from server.models.load_queue import LoadQueue
 from server.models.repository import Repository
 from server.requests.inference import Inference
 from server.rpc.handlers import serialized
@@ -237,7 +237,7 @@ async def test_requests_that_can_not_be_submitted_together_are_submitted_one_by_
     tmp_path: Path, script: Script, caplog: pytest.LogCaptureFixture
 ) -> None:
     room = Short(0, 0)
-    repository = Repository(Metrics(), Loads(lambda name: MemoryBackend({"m": script.model})), shared_limits=room)
+    repository = Repository(Metrics(), LoadQueue(lambda name: MemoryBackend({"m": script.model})), shared_limits=room)
     write_model(tmp_path, "m", TEXT)
     await repository.load_all(find_models([tmp_path]))
     inference, read = Inference(repository), RequestReader()

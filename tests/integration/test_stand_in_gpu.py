@@ -275,7 +275,7 @@ def test_arena_of_the_gpu_is_shrunk_when_nothing_uses_it(libraries: Path, tmp_pa
 def test_options_of_the_cuda_accelerator_are_those_that_onnxruntime_has(libraries: Path) -> None:
     source = """
 import onnxruntime as ort
-from backends.onnx.accelerators import _CUDA
+from backends.onnx.provider_options import _CUDA
 from backends.onnx.sessions import PROBE_MODEL
 ort.set_default_logger_severity(4)
 texts = {"arena_extend_strategy": "kSameAsRequested", "cudnn_conv_algo_search": "DEFAULT"}

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from backends.base import Array, ModelSpec, Tensors, TensorSpec
 from backends.batching import rows_of, run_batch, split, stack
-from backends.packed import Layout, Packed
+from backends.packed import Packed, PackedLayout
 from protos.datatypes import DATATYPES, by_name
 
 
@@ -195,14 +195,14 @@ def test_packed_requests_are_batched_as_their_arrays_would_be(data: st.DataObjec
         assert all(_same(got, wanted) for got, wanted in zip(result, request, strict=True))
 
 
-def layout_of(specs: Sequence[TensorSpec], rows: int) -> Layout:
+def layout_of(specs: Sequence[TensorSpec], rows: int) -> PackedLayout:
     shapes = [(rows, *one.dims) for one in specs]
     dtypes = [DATATYPES[one.datatype].dtype for one in specs]
     sizes = [int(np.prod(shape)) * dtype.itemsize for shape, dtype in zip(shapes, dtypes, strict=True)]
-    return Layout(list(zip(dtypes, shapes, sizes, strict=True)))
+    return PackedLayout(list(zip(dtypes, shapes, sizes, strict=True)))
 
 
-def packed_of(arrays: Sequence[Array], layout: Layout, order: Sequence[int]) -> Packed:
+def packed_of(arrays: Sequence[Array], layout: PackedLayout, order: Sequence[int]) -> Packed:
     """In a message of some bytes before, between and behind the tensors, which come in `order`."""
     message, starts = b"?", [0] * len(arrays)
     for index in order:

@@ -16,7 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from backends.base import MISSING, Array
 from backends.transport.arena import ALIGNMENT, Arena
 from backends.transport.frames import FrameReader, frame
-from backends.transport.memory import Memory, Window, new_region
+from backends.transport.memory import SharedRegion, Window, new_region
 from backends.transport.parcel import pack, unpack
 
 UNITS = 24
@@ -98,11 +98,11 @@ def test_frames_cut_anywhere_come_out_as_they_went_in(
     assert read == [message for batch in batches for message in batch]
 
 
-def region(size: int) -> tuple[Memory, Window, list[int]]:
+def region(size: int) -> tuple[SharedRegion, Window, list[int]]:
     descriptor = new_region(size)
     gone: list[int] = []
     window = Window(os.dup(descriptor), lambda start, size: gone.append(start))
-    return Memory(descriptor), window, gone
+    return SharedRegion(descriptor), window, gone
 
 
 plain = hnp.arrays(

@@ -84,6 +84,49 @@ def test_architecture_names_each_module_of_server_and_scheduler_and_none_that_is
     assert named - modules - elsewhere == set()
 
 
+@cache
+def members() -> dict[str, set[str]]:
+    """What each class of the product has, by the class's name: methods, fields, and what its methods assign."""
+    found: dict[str, set[str]] = {}
+    for package in ("server", "scheduler", "backends", "clients", "protos"):
+        for path in (REPO / package).rglob("[a-z]*.py"):
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+                if isinstance(node, ast.ClassDef):
+                    found.setdefault(node.name, set()).update(_members(node))
+    return found
+
+
+def _members(owner: ast.ClassDef) -> Iterator[str]:
+    for node in ast.walk(owner):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield node.name
+        elif isinstance(node, ast.AnnAssign | ast.Assign):
+            for target in [node.target] if isinstance(node, ast.AnnAssign) else node.targets:
+                for one in ast.walk(target):
+                    if isinstance(one, ast.Name):
+                        yield one.id
+                    elif isinstance(one, ast.Attribute):
+                        yield one.attr
+
+
+def named_members() -> list[str]:
+    """`Class.member` wherever docs/architecture.md has one of a class of ours, and in its way of a request."""
+    text = ARCHITECTURE.read_text(encoding="utf-8")
+    way = text[text.index("## The way of a request") :].split("\n\n")[1]
+    found = {*re.findall(r"`([A-Z]\w+\.\w+)[`(]", text), *re.findall(r"\b([A-Z]\w+\.\w+)", way)}
+    return sorted(name for name in found if not name.endswith(".md"))
+
+
+def test_architecture_names_members_at_all() -> None:
+    assert {"BatchQueue.push", "Entry.payload", "Suspects.again"} <= set(named_members())
+
+
+@pytest.mark.parametrize("name", named_members())
+def test_architecture_names_members_that_are_there(name: str) -> None:
+    owner, _, member = name.partition(".")
+    assert member in members().get(owner, set())
+
+
 # ---- docs/protocol.md ------------------------------------------------------------------------------------------------
 
 DIFFERENCES = "Where this differs from Triton"

@@ -6,17 +6,17 @@ import numpy as np
 import pytest
 
 from backends.batching import stack
-from backends.packed import Layout, Packed, are_alike, stacked
+from backends.packed import Packed, PackedLayout, are_alike, stacked
 
 FP32, INT8 = np.dtype("<f4"), np.dtype("i1")
 
 
-def layout(rows: int, columns: int) -> Layout:
+def layout(rows: int, columns: int) -> PackedLayout:
     shapes = (FP32, (rows, columns)), (INT8, (rows, 3))
-    return Layout([(dtype, shape, dtype.itemsize * shape[0] * shape[1]) for dtype, shape in shapes])
+    return PackedLayout([(dtype, shape, dtype.itemsize * shape[0] * shape[1]) for dtype, shape in shapes])
 
 
-def packed(of: Layout, seed: int) -> Packed:
+def packed(of: PackedLayout, seed: int) -> Packed:
     """One with other bytes before, between and behind its tensors, which come in another order."""
     (_, _, first_bytes), (_, _, second_bytes) = of.tensors
     data = np.random.default_rng(seed).integers(0, 100, 40 + first_bytes + second_bytes, np.uint8).tobytes()

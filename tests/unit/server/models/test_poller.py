@@ -13,9 +13,9 @@ import pytest
 
 from backends.base import ModelSpec, TensorSpec
 from backends.memory import MemoryBackend, MemoryModel
-from server.models.entry import IndexLine, ModelState
 from server.models.layout import Layout, model_folder
-from server.models.loading import Loads
+from server.models.load_queue import LoadQueue
+from server.models.model_record import IndexLine, ModelState
 from server.models.poller import Poller, fingerprint
 from server.models.repository import Repository
 from server.telemetry.metrics import Metrics
@@ -34,7 +34,7 @@ class Bench:
         self.root = root
         self.models: dict[str, MemoryModel] = {}
         backend = MemoryBackend(self.models)
-        self.repository = Repository(Metrics(), Loads(lambda name: backend), max_models=max_models)
+        self.repository = Repository(Metrics(), LoadQueue(lambda name: backend), max_models=max_models)
         self.layout = Layout([root])
         self.poller = Poller(self.layout, self.repository, interval_s=1e6)
 

@@ -16,7 +16,7 @@ from backends.memory import MemoryBackend, MemoryInstance, MemoryModel
 from scheduler.errors import BatcherClosed
 from server.errors import InvalidRequest, LoadFailed, ModelNotFound, ModelNotReady
 from server.models.layout import ModelFolder
-from server.models.loading import Loads, always
+from server.models.load_queue import LoadQueue, always
 from server.models.repository import Repository
 from server.telemetry.metrics import Metrics
 from server.telemetry.trace_settings import TraceConfig
@@ -37,7 +37,9 @@ class Bench:
         self.backends: dict[str, Backend] = {"memory": MemoryBackend(self.models)}
         self.metrics = Metrics()
         self.tracer = Tracer(TraceConfig(root / "traces.json"))
-        self.repository = Repository(self.metrics, Loads(self._backend_of), tracer=self.tracer, max_models=MAX_MODELS)
+        self.repository = Repository(
+            self.metrics, LoadQueue(self._backend_of), tracer=self.tracer, max_models=MAX_MODELS
+        )
 
     def _backend_of(self, name: str) -> Backend:
         if name not in self.backends:

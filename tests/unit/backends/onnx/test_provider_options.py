@@ -10,8 +10,8 @@ import pytest
 
 from backends.base import ModelSource, TensorSpec
 from backends.errors import LoadError
-from backends.onnx.accelerators import profile_shapes
 from backends.onnx.options import OnnxOptions, parse_options
+from backends.onnx.provider_options import profile_shapes
 
 
 def options(

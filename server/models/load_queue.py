@@ -20,7 +20,7 @@ from server.errors import LoadHangs, ServerError
 from server.models.layout import ModelFolder
 from server.models.loader import LoadDefaults, LoadedVersion, load_model
 
-__all__ = ["Find", "Loads", "always"]
+__all__ = ["Find", "LoadQueue", "always"]
 
 _log = logging.getLogger("paceline.server.loading")
 
@@ -29,7 +29,7 @@ Find = Callable[[], AbstractContextManager[ModelFolder]]
 if there is none."""
 
 
-class Loads:
+class LoadQueue:
     """Loads models, `threads` at a time.
 
     `backend_of` gives the backend for a name; LoadError if there is none. `defaults` are what flags set for models that

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Generic, TypeVar
 
-__all__ = ["DUPLICATE_NAME", "UNLOADED", "Entry", "IndexLine", "ModelState", "version_order"]
+__all__ = ["DUPLICATE_NAME", "UNLOADED", "IndexLine", "ModelRecord", "ModelState", "version_order"]
 
 V = TypeVar("V")
 
@@ -53,7 +53,7 @@ class IndexLine:
 
 
 @dataclass(slots=True)
-class Entry(Generic[V]):
+class ModelRecord(Generic[V]):
     """One name's state. Versions are in `serving` while they accept requests; then, while they execute what they
     accepted, in `leaving`; afterwards, or if they never served, in `gone` with the reason. `failure` is why the last
     load failed, if it did; `unreachable_reason` is why loaded versions accept no requests for now, if they don't.

@@ -20,7 +20,7 @@ from scheduler.shortages import Shortages
 from scheduler.slots import Slots
 from scheduler.watchdog import Watchdog
 
-__all__ = ["InstanceReplacer", "Instances"]
+__all__ = ["InstanceReplacer", "RunnerTable"]
 
 P = TypeVar("P")
 R = TypeVar("R")
@@ -42,7 +42,7 @@ class InstanceReplacer(Protocol):
         """The execution that the runner had when its instance was given up has ended after all, or failed."""
 
 
-class Instances(Generic[P, R]):
+class RunnerTable(Generic[P, R]):
     """`running` is what each runner executes, `ahead` when it is likely to be done and what it executes next.
     `replacer` is notified of runners that were given up. `instance_of` is as in `Batcher`."""
 

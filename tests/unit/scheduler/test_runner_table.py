@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from scheduler.executing import Batch
-from scheduler.instances import Instances
 from scheduler.lane import Entry
 from scheduler.latency import LatencyModel
 from scheduler.pending import Pending
 from scheduler.policy import NEVER
+from scheduler.runner_table import RunnerTable
 from scheduler.testing import ManualClock, StepRunner
 
 MS = 1_000_000
@@ -30,7 +30,7 @@ class Bench:
         latency = LatencyModel(4)
         for _ in range(3):
             latency.observe("k", 1, 20 * MS, 0)
-        self.instances: Instances[str, str] = Instances(
+        self.instances: RunnerTable[str, str] = RunnerTable(
             self.runners, self.clock, latency, self, lambda runner: self.runners.index(runner) // 2
         )
         self.instances.start(LIMIT_NS, lambda runner: self.events.append(("late", runner)))

@@ -16,8 +16,8 @@ from backends.errors import LoadError
 from backends.memory import MemoryBackend, MemoryModel
 from server.errors import LoadHangs, ModelNotFound
 from server.models.layout import ModelFolder
+from server.models.load_queue import Find, LoadQueue, always
 from server.models.loader import LoadDefaults, LoadedVersion
-from server.models.loading import Find, Loads, always
 from tests.polling import eventually_async
 from tests.rlimits import without_threads
 from tests.unit.server.found import find_models
@@ -50,7 +50,7 @@ class Bench:
     def folder(self, name: str) -> ModelFolder:
         return next(folder for folder in find_models([self.root]) if folder.name == name)
 
-    async def load(self, loads: Loads, name: str, find: Find | None = None) -> list[LoadedVersion]:
+    async def load(self, loads: LoadQueue, name: str, find: Find | None = None) -> list[LoadedVersion]:
         return await loads.load(name, find or always(self.folder(name)), None, self.told.append)
 
 
@@ -63,7 +63,7 @@ def bench(tmp_path: Path) -> Iterator[Bench]:
 
 
 async def test_load_gives_what_is_ready_to_execute_and_tells_its_versions(bench: Bench) -> None:
-    model, loads = bench.add("m"), Loads(bench.backend)
+    model, loads = bench.add("m"), LoadQueue(bench.backend)
     (loaded,) = await bench.load(loads, "m")
     assert (loaded.name, loaded.version, bench.told) == ("m", 3, [["3"]])
     await eventually_async(lambda: not loads.under_way, "the load over")
@@ -74,7 +74,7 @@ async def test_load_gives_what_is_ready_to_execute_and_tells_its_versions(bench:
 async def test_load_with_one_thread_goes_one_by_one(bench: Bench) -> None:
     first, second = bench.add("a"), bench.add("b")
     first.gate.close()
-    loads = Loads(bench.backend, threads=1)
+    loads = LoadQueue(bench.backend, threads=1)
     tasks = [asyncio.create_task(bench.load(loads, name)) for name in "ab"]
     await asyncio.to_thread(first.gate.wait_entered, 1)
     assert second.gate.entered == 0
@@ -87,13 +87,13 @@ async def test_load_with_several_threads_goes_on_at_the_same_time(bench: Bench) 
     together = threading.Barrier(3)
     for name in "abc":
         bench.add(name).faults.raise_when(lambda inputs: together.wait(10) < 0, LoadError("never"))
-    loads = Loads(bench.backend)
+    loads = LoadQueue(bench.backend)
     for loaded in await asyncio.gather(*(bench.load(loads, name) for name in "abc")):
         loaded[0].close()
 
 
 async def test_load_that_is_cancelled_goes_on_and_is_closed_when_it_ends(bench: Bench) -> None:
-    model, loads = bench.add("m"), Loads(bench.backend)
+    model, loads = bench.add("m"), LoadQueue(bench.backend)
     model.gate.close()
     loading = asyncio.create_task(bench.load(loads, "m"))
     await asyncio.to_thread(model.gate.wait_entered, 1)
@@ -119,9 +119,9 @@ async def test_load_that_fails_is_tried_again_as_often_as_asked_for(bench: Bench
 
     bench.add("m")
     with pytest.raises(OSError, match="not there yet"):
-        await bench.load(Loads(bench.backend), "m", lambda: fails(1))
+        await bench.load(LoadQueue(bench.backend), "m", lambda: fails(1))
     tries = 0
-    (loaded,) = await bench.load(Loads(bench.backend, retries=2), "m", lambda: fails(2))
+    (loaded,) = await bench.load(LoadQueue(bench.backend, retries=2), "m", lambda: fails(2))
     assert tries == 3
     loaded.close()
 
@@ -135,14 +135,14 @@ async def test_load_of_what_is_not_there_is_not_tried_again(bench: Bench) -> Non
         raise ModelNotFound("no such model")
 
     with pytest.raises(ModelNotFound):
-        await bench.load(Loads(bench.backend, retries=2), "m", find)  # type: ignore[arg-type]
+        await bench.load(LoadQueue(bench.backend, retries=2), "m", find)  # type: ignore[arg-type]
     assert finds == 1
 
 
 async def test_load_that_takes_long_is_told_once_it_has_begun(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
     model = bench.add("m")
     model.gate.close()
-    loads = Loads(bench.backend, slow_after_s=0)
+    loads = LoadQueue(bench.backend, slow_after_s=0)
 
     def told() -> list[str]:
         return [one.getMessage() for one in caplog.records if one.name == "paceline.server.loading"]
@@ -162,7 +162,7 @@ async def test_load_that_takes_long_is_told_once_it_has_begun(bench: Bench, capl
 async def test_load_whose_warm_up_hangs_fails_and_is_closed_when_that_ends(bench: Bench, config: str) -> None:
     model = bench.add("m", config)
     model.gate.close()
-    loads = Loads(bench.backend, LoadDefaults(execution_limit_ns=1), retries=1)
+    loads = LoadQueue(bench.backend, LoadDefaults(execution_limit_ns=1), retries=1)
     with pytest.raises(LoadHangs, match="warm-up execution took longer than its limit: 1e-09 s"):
         await bench.load(loads, "m")
     await asyncio.to_thread(model.gate.wait_entered, 1)
@@ -176,7 +176,7 @@ async def test_load_whose_warm_up_hangs_fails_and_is_closed_when_that_ends(bench
 async def test_load_that_hangs_and_was_cancelled_before_is_under_way_until_that_ends(bench: Bench) -> None:
     model, _ = bench.add("m"), bench.add("n")
     model.gate.close()
-    loads = Loads(bench.backend, LoadDefaults(execution_limit_ns=200_000_000), threads=1)
+    loads = LoadQueue(bench.backend, LoadDefaults(execution_limit_ns=200_000_000), threads=1)
     loading = asyncio.create_task(bench.load(loads, "m"))
     await asyncio.to_thread(model.gate.wait_entered, 1)
     loading.cancel()
@@ -190,7 +190,7 @@ async def test_load_that_hangs_and_was_cancelled_before_is_under_way_until_that_
 
 
 async def test_load_for_which_there_can_be_no_thread_is_not_done_when_there_can(bench: Bench) -> None:
-    model, loads = bench.add("m"), Loads(bench.backend, threads=1)
+    model, loads = bench.add("m"), LoadQueue(bench.backend, threads=1)
     with without_threads(), pytest.raises(RuntimeError, match="can't start new thread"):
         await bench.load(loads, "m")
     assert not loads.under_way
@@ -204,12 +204,12 @@ async def test_load_that_ends_with_what_no_future_can_tell_fails(bench: Bench) -
         raise StopIteration("odd")
 
     with pytest.raises(RuntimeError, match="StopIteration: odd"):
-        await bench.load(Loads(bench.backend), "m", find)  # type: ignore[arg-type]
+        await bench.load(LoadQueue(bench.backend), "m", find)  # type: ignore[arg-type]
 
 
 async def test_stopped_loads_begin_no_more(bench: Bench) -> None:
     bench.add("m")
-    loads = Loads(bench.backend)
+    loads = LoadQueue(bench.backend)
     loads.stop()
     with pytest.raises(RuntimeError):
         await bench.load(loads, "m")
