@@ -146,7 +146,7 @@ class LoadHangs(ServerError):
     def __init__(self, limit_ns: int, ended: Future[Any]) -> None:
         super().__init__(
             f"a trial or warm-up execution took longer than its limit: {limit_ns / 1e9:g} s "
-            "(--execution-timeout-secs or paceline.execution_timeout_ms), or a minute if that is more"
+            "(--execution-timeout-secs or paceline.execution_timeout_ms, but at least a minute)"
         )
         self.ended = ended
 

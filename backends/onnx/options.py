@@ -1,7 +1,7 @@
 """What a model's configuration asks of ONNX Runtime, as values.
 
 Lives here: reading `parameters` and the graph level, with the names and meanings of Triton's backend
-(github.com/triton-inference-server/onnxruntime_backend). Must not: execution accelerators (`accelerators`), or
+(github.com/triton-inference-server/onnxruntime_backend). Must not: execution accelerators (`provider_options`), or
 onnxruntime; `sessions` turns the values into its objects. Parameters with other names belong to others and are ignored.
 """
 

@@ -1,8 +1,8 @@
 """ONNX Runtime's execution providers besides CUDA's and the CPU's: TensorRT and OpenVINO.
 
 Lives here: what a session is told in order to use them, what it is asked afterwards, and why they aren't available.
-Must not: the names of parameters (`accelerators`). The rule: a model whose configuration asks for one of them computes
-on it, at least in part, or isn't loaded.
+Must not: the names of parameters (`provider_options`). The rule: a model whose configuration asks for one of them
+computes on it, at least in part, or isn't loaded.
 """
 
 from __future__ import annotations

@@ -33,6 +33,7 @@ from backends.errors import (
     StalePlan,
     Unequipped,
 )
+from backends.exit_status import how_ended
 from backends.python import EXECUTABLE
 from backends.python.protocol import ANSWERED, ASK, CLOSE, DONE, FAILED, RUN, START, Declared
 from backends.transport.blocking_link import BlockingLink
@@ -119,7 +120,7 @@ class ModelProcess:
         status = self._popen.returncode
         if status is None:
             return "is being killed"
-        return f"was killed by {_signal_name(-status)}" if status < 0 else f"ended with exit status {status}"
+        return how_ended(status)
 
     def load(self) -> tuple[Declared | None, Declared | None]:
         """Have the model loaded. Returns what it declares of its inputs and outputs. Blocks. If it raises LoadError,
@@ -305,13 +306,6 @@ def _environment(source: ModelSource) -> dict[str, str]:
 
 def _package() -> str:
     return str(Path(backends.__file__ or "").parent)
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
 
 
 def _nothing() -> None:

@@ -20,6 +20,7 @@ from collections.abc import Awaitable, Callable
 from functools import reduce
 from typing import Protocol
 
+from backends.exit_status import how_ended
 from backends.transport.frames import Message
 from backends.transport.link import Link
 from server.addresses import host_and_port, resolve
@@ -270,7 +271,7 @@ class _Place:
         while not self._pool.stopping:
             born_s = time.monotonic()
             try:
-                how = f"ended with status {await self._run_process()}"
+                how = how_ended(await self._run_process())
             except OSError as error:
                 how = f"could not be started: {error.strerror}"
             if self._pool.stopping:

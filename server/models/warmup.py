@@ -74,7 +74,7 @@ class WarmUp:
             _log.debug("model '%s' is running warmup sample '%s' for iteration %d", self._name, sample.name, iteration)
             try:
                 if requests:
-                    _run_sizes(run, requests, sizes if iteration == 1 else [0])
+                    self._run_sizes(run, requests, sizes if iteration == 1 else [0])
             except (BackendError, MemoryError) as error:
                 raise ConfigError(f"failed to run warmup sample '{sample.name}': {_words(error)}") from error
 
@@ -93,7 +93,7 @@ class WarmUp:
             return
         try:
             for run in _runs_of(instance, supervise):
-                _run_sizes(run, [_all_zeros(spec, (1,) if spec.batched else ())], _sizes(instance, self._plan))
+                self._run_sizes(run, [_all_zeros(spec, (1,) if spec.batched else ())], _sizes(instance, self._plan))
         except (DeviceLost, Unequipped) as error:
             raise LoadError(f"its warm-up failed: {error}") from error
         except (OutOfMemory, MemoryError) as error:
@@ -101,6 +101,23 @@ class WarmUp:
         except (BackendError, TensorError) as error:
             text = "model '%s' is served without warm-up, as it rejects zeros: %s"
             _log.warning(text, self._name, _words(error))
+
+    def _run_sizes(self, run: Run, requests: Sequence[Tensors], sizes: Sequence[int]) -> None:
+        """Run the sample in each size. Sizes that memory isn't enough for are left out; OutOfMemory if all are."""
+        shortage: OutOfMemory | None = None
+        done = 0
+        # A sample larger than a size isn't padded to it: that would only run the sample as it is once more.
+        rows = sum(len(request[0]) for request in requests) if max(sizes) else 0
+        for size in [size for size in sizes if size >= rows]:
+            try:
+                run(requests, size)
+                done += 1
+            except OutOfMemory as error:
+                text = "model '%s': warm-up: a batch of %d rows doesn't fit into the device's memory: %s"
+                _log.warning(text, self._name, size, error)
+                shortage = error
+        if shortage is not None and not done:
+            raise shortage
 
 
 def _runs_of(instance: ModelInstance, supervise: Supervise) -> Sequence[Run]:
@@ -123,23 +140,6 @@ def _sizes(instance: ModelInstance, plan: ServingPlan) -> Sequence[int]:
     most = max(1, plan.max_batch_rows)
     sizes = plan.policy.batch_sizes or (*(1 << power for power in range(most.bit_length())), most)
     return sorted(set(sizes), reverse=True)
-
-
-def _run_sizes(run: Run, requests: Sequence[Tensors], sizes: Sequence[int]) -> None:
-    """Run the sample in each of the sizes. Sizes that memory isn't enough for are left out; OutOfMemory if all are."""
-    shortage: OutOfMemory | None = None
-    done = 0
-    # A sample larger than a size isn't padded to it: that would only run the sample as it is once more.
-    rows = sum(len(request[0]) for request in requests) if max(sizes) else 0
-    for size in [size for size in sizes if size >= rows]:
-        try:
-            run(requests, size)
-            done += 1
-        except OutOfMemory as error:
-            _log.warning("warm-up: a batch of %d rows doesn't fit into the device's memory: %s", size, error)
-            shortage = error
-    if shortage is not None and not done:
-        raise shortage
 
 
 def _all_zeros(spec: ModelSpec, lead: tuple[int, ...]) -> Tensors:

@@ -76,6 +76,7 @@ async def test_front_killed_takes_its_own_requests_from_the_queue_and_no_others(
     failures = server.metrics()['nv_inference_request_failure{model="echo",reason="CANCELED",version="1"}']
     assert failures == 2
     await eventually_async(lambda: restarts(server) == 1, "the front replaced")
+    assert any("was killed by SIGKILL; starting another in" in line["message"] for line in server.log)
 
 
 async def test_front_killed_while_a_batch_executes_leaves_the_others_their_answers(server: ServerProcess) -> None:

@@ -172,6 +172,7 @@ def test_grpc_status_codes_are_named_at_the_edges_alone() -> None:
 
 def test_signals_are_handled_in_commands_alone() -> None:
     own_processes = {
+        "backends.exit_status",
         "backends.python.process",
         "backends.python.worker",
     }  # how one ended; what one leaves to the server

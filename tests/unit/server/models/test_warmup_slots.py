@@ -77,7 +77,7 @@ def test_size_that_memory_is_too_short_for_is_left_out(caplog: pytest.LogCapture
     with caplog.at_level(logging.WARNING, "paceline.server.warmup"):
         assert prepared(SIZES, most=3) == [[3, 1]] * 2
     assert [record.getMessage() for record in caplog.records] == [
-        "warm-up: a batch of 6 rows doesn't fit into the device's memory: too large"
+        "model 'm': warm-up: a batch of 6 rows doesn't fit into the device's memory: too large"
     ] * 2
 
 
