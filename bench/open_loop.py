@@ -46,12 +46,12 @@ class Plan:
 
 
 def schedule_s(plan: Plan) -> list[float]:
-    """When to send, in seconds from the start, ascending."""
-    random, at_s = Random(plan.seed), 0.0
-    times: list[float] = []
-    while (at_s := at_s + random.expovariate(plan.per_s)) < plan.warmup_s + plan.seconds:
-        times.append(at_s)
-    return times
+    """When to send, in seconds from the start, ascending. At least one is after the warm-up, however few there are."""
+    random, times = Random(plan.seed), [0.0]
+    while times[-1] < plan.warmup_s + plan.seconds:
+        times.append(times[-1] + random.expovariate(plan.per_s))
+    counted = [at_s for at_s in times[1:-1] if at_s >= plan.warmup_s]
+    return times[1:-1] if counted else times[1:]
 
 
 async def drive(plan: Plan) -> dict[str, Any]:

@@ -49,3 +49,9 @@ async def test_drive_counts_what_was_sent_after_the_warm_up(target: str) -> None
 async def test_drive_counts_what_is_not_answered_in_time_as_an_error(target: str) -> None:
     found = await drive(Plan(target, (b"never",), per_s=100, deadline_s=0.05, seconds=0.2, warmup_s=0.0))
     assert found["errors"] == {"DEADLINE_EXCEEDED": found["offered"]}
+
+
+def test_schedule_has_one_that_counts_even_if_the_next_is_due_later() -> None:
+    plan = Plan("nowhere", (b"",), per_s=0.5, deadline_s=1.0, seconds=0.01, warmup_s=0.01)
+    (only,) = schedule_s(plan)
+    assert only > 0.02
