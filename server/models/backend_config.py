@@ -17,8 +17,8 @@ _ROWS = "default-max-batch-size"
 _SHARED = "enable-global-threadpool"
 _INTRA, _INTER = "intra_op_thread_count", "inter_op_thread_count"
 _CACHE = "cache-directory"
-_APART = "own-process"
-_KEYS = (_ROWS, _SHARED, _INTRA, _INTER, _CACHE, _APART)
+_OWN_PROCESS = "own-process"
+_KEYS = (_ROWS, _SHARED, _INTRA, _INTER, _CACHE, _OWN_PROCESS)
 _MOST = 2**31 - 1
 _MAX_DIGITS = 40
 _MAX_THREADS = 1_024
@@ -48,8 +48,8 @@ class BackendConfig:
         threads = {_INTRA: self.intra_op_threads, _INTER: self.inter_op_threads}
         counts = {} if self.shared_threads else {key: str(count) for key, count in threads.items() if count}
         cache = {CACHE_DIRECTORY: self.cache_directory} if self.cache_directory else {}
-        apart = {} if self.own_process is None else {OWN_PROCESS: str(self.own_process).lower()}
-        return counts | cache | apart
+        process = {} if self.own_process is None else {OWN_PROCESS: str(self.own_process).lower()}
+        return counts | cache | process
 
 
 def parse_backend_config(given: Iterable[str]) -> BackendConfig:
@@ -62,7 +62,7 @@ def parse_backend_config(given: Iterable[str]) -> BackendConfig:
         inter_op_threads=_count(_INTER, values.get(_INTER, "0"), _MAX_THREADS),
         shared_threads=_switch(_SHARED, values.get(_SHARED, "0")),
         cache_directory=values.get(_CACHE, ""),
-        own_process=_switch(_APART, values[_APART]) if _APART in values else None,
+        own_process=_switch(_OWN_PROCESS, values[_OWN_PROCESS]) if _OWN_PROCESS in values else None,
     )
 
 

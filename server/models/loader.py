@@ -235,7 +235,7 @@ def _load_version(
             tried = _tried(config, opened, supervise)
             if tried.deadly and OWN_PROCESS not in source.parameters:
                 opened.close()
-                config, source = _apart(config, source)
+                config, source = _in_own_process(config, source)
                 opened = backend.open(source, devices[0])
                 undo.callback(opened.close)
             served = _plan(config, tried, defaults, batching)
@@ -277,14 +277,14 @@ def _tried(config: pb.ModelConfig, opened: OpenModel, supervise: Supervise) -> T
     return replace(tried, why_not="") if says else tried
 
 
-def _apart(config: pb.ModelConfig, source: ModelSource) -> tuple[pb.ModelConfig, ModelSource]:
+def _in_own_process(config: pb.ModelConfig, source: ModelSource) -> tuple[pb.ModelConfig, ModelSource]:
     """The same, but in a process of its own: what callers send may end the process, as the trial did."""
     text = "model '%s' runs in its own process, because it crashed its trial process"
     _log.warning(text, config.name)
-    apart = pb.ModelConfig()
-    apart.CopyFrom(config)
-    apart.parameters[OWN_PROCESS].string_value = "true"
-    return apart, replace(source, parameters={**source.parameters, OWN_PROCESS: "true"})
+    changed = pb.ModelConfig()
+    changed.CopyFrom(config)
+    changed.parameters[OWN_PROCESS].string_value = "true"
+    return changed, replace(source, parameters={**source.parameters, OWN_PROCESS: "true"})
 
 
 def _plan(config: pb.ModelConfig, tried: Trial, defaults: LoadDefaults, batching: BatchDefaults | None) -> ServingPlan:
