@@ -1,7 +1,8 @@
 """The asyncio shell around the pure queue: it hands out futures, passes batches to instances and delivers answers.
 
-Lives here: when the queue is asked, carrying out what it decides, start and end. Must not: decide what is batched; that
-is `batch_queue`. Everything runs on one event loop; only runners use other threads.
+Lives here: when the queue is asked, carrying out what it decides, start and end. Must not: decide what is batched,
+which is `batch_queue`, or what becomes of a failed batch, which is `recovery`. Everything runs on one event loop; only
+runners use other threads.
 """
 
 from __future__ import annotations
@@ -16,13 +17,14 @@ from scheduler.arrival_model import ArrivalModel
 from scheduler.batch_queue import Alike, BatchQueue, Step
 from scheduler.clock import Alarm, Clock, MonotonicClock
 from scheduler.delivery import Delivery
-from scheduler.errors import BatcherClosed, DeadlineUnreachable, NoInstance, QueueFull, QueueTimeout
+from scheduler.errors import BatcherClosed, DeadlineUnreachable, NoInstance, QueueFull
 from scheduler.executing import Batch
-from scheduler.isolation import Blame, Retries, Search, Suspects
+from scheduler.isolation import Blame, Retries, Suspects
 from scheduler.lane import Entry
 from scheduler.observer import Drop, GuardedObserver, NullObserver, Observer
 from scheduler.pending import Pending
 from scheduler.policy import NEVER, BatchPolicy
+from scheduler.recovery import Recovery
 from scheduler.runner import Outcome, Runner
 from scheduler.runner_table import InstanceReplacer, RunnerTable
 from scheduler.turns import Submit, Turns, WaitBudget
@@ -39,11 +41,6 @@ R = TypeVar("R")
 _LOOP_NS = 150_000
 _LONG_NS = 1_000_000
 """Shorter executions leave callers no time to come back meanwhile, so serving them in two halves gains nothing."""
-
-_MAX_UNBEGUN = 3
-"""A request fails for good once this many instances ended before they began on its batch."""
-
-_LOSING = (Blame.INSTANCE, Blame.INSTANCE_BEFORE, Blame.FATAL)
 
 _NOTHING: Step[Any] = Step()
 
@@ -90,12 +87,13 @@ class Batcher(Generic[P, R]):
         self._running, self._slots, self._ahead = self._runners.running, self._runners.slots, self._runners.ahead
         self._retries: Retries[Pending[P, R]] = Retries(blames, self._waiting, isolates=policy.isolate_failures)
         self._suspect_groups = self._retries.groups
-        # Runners whose instances have ended by themselves, but whose executions haven't, with the errors.
-        self._ended: dict[Runner[P, R], BaseException] = {}
         self._answers = OrderedAnswers() if policy.preserve_ordering else Answers()
         self._delivery = Delivery(self._answers, self._observer)
         self._accepts = self._stopped = self._suspended = False
         self._arrivals = arrivals or ArrivalModel()
+        self._recovery: Recovery[P, R] = Recovery(
+            self._queue, self._runners, self._retries, self._delivery, self._arrivals, self._clock
+        )
         self._turns = Turns(self._turn, self._wait_budget, self._arrivals, self._clock)
         self.announce = self._turns.announce
         self._wake_ns: int | None = None
@@ -244,12 +242,8 @@ class Batcher(Generic[P, R]):
     def lose(self, runner: Runner[P, R], error: BaseException) -> None:
         """Learn that the runner's instance has ended by itself. Its execution is waited for, as that may have succeeded
         before."""
-        if self._stopped or not self._runners.may_be_lost(runner):
-            return
-        if runner in self._running:
-            self._ended[runner] = error
-        else:
-            self._runners.lose(runner, error)
+        if not self._stopped:
+            self._recovery.instance_ended(runner, error)
 
     def suspend(self) -> None:
         """Until `add` brings an instance, as none is left: refuse new requests, and those that wait already."""
@@ -320,10 +314,12 @@ class Batcher(Generic[P, R]):
         if self._runners.resting:
             self._runners.wake(now_ns)
         if self._ahead.next:
-            self._recall(now_ns)
+            self._recovery.recall(now_ns)
         if self._suspect_groups:
-            self._let_go_of_suspects(now_ns)
-            self._run_suspects(now_ns)
+            self._recovery.drop_unwanted(now_ns)
+            # Before anything that is queued.
+            while (again := self._recovery.next_suspects(now_ns)) is not None:
+                self._run(*again)
         step = self._queue.poll(now_ns, self._slots.idle, self._slots.spare)
         for batch in step.batches:
             self._run(self._runners.take(batch), batch, None)
@@ -331,7 +327,7 @@ class Batcher(Generic[P, R]):
         wake_ns = _first(step.wake_ns, _first(further.wake_ns, self._runners.wake_ns))
         self._set_alarm(_first(wake_ns, self._retries.wake_ns(now_ns)) if self._suspect_groups else wake_ns)
         for entry in (*step.expired, *further.expired):
-            self._delivery.drop(entry, Drop.EXPIRED, _expired(entry, now_ns))
+            self._delivery.expire(entry, now_ns)
         for late in (*step.unreachable, *further.unreachable):
             error = DeadlineUnreachable(late.entry.rpc_deadline_ns - now_ns, late.needed_ns)
             self._delivery.drop(late.entry, Drop.UNREACHABLE, error)
@@ -356,31 +352,6 @@ class Batcher(Generic[P, R]):
             self._queue.reserve(batch)
             self._run(runner, batch, None)
         return step._replace(wake_ns=_first(step.wake_ns, self._ahead.wake_ns(now_ns, requests=self._waiting.requests)))
-
-    def _recall(self, now_ns: int) -> None:
-        """If an execution takes longer than expected, take back the batch that was to follow it: its requests wait on
-        like all others."""
-        for runner in self._ahead.overdue(now_ns):
-            if self._take_back(runner, self._ahead.next[runner]):
-                self._ahead.end(runner)
-
-    def _take_back(self, runner: Runner[P, R], batch: Batch[Pending[P, R]]) -> bool:
-        """Take back a batch that `runner` hasn't begun; its requests wait on. False if the runner has begun it."""
-        if not runner.take_back():
-            return False
-        if self._ahead.next.get(runner) is batch:
-            # Before it waits again: other threads read how much waits, and it mustn't be counted twice.
-            self._queue.release(batch)
-        self._arrivals.on_end(len(batch.entries), self._clock.now_ns())
-        self._put_back(batch, batch.entries)
-        return True
-
-    def _put_back(self, batch: Batch[Pending[P, R]], entries: Sequence[Entry[Pending[P, R]]]) -> None:
-        """Return `entries` of a batch that nobody executed to the queue, except those whose callers have gone."""
-        waiting = self._delivery.still_wanted(entries)
-        for entry in waiting:
-            entry.payload.entry = entry
-        self._queue.put_back(batch, waiting)
 
     def _set_alarm(self, wake_ns: int | None) -> None:
         if wake_ns == self._wake_ns:
@@ -420,9 +391,8 @@ class Batcher(Generic[P, R]):
         if not outcome.error:
             self._runners.executed(runner, batch.key)
         self._arrivals.took(*self._costs(batch) if duration_ns >= _LONG_NS else (0, 0))
-        failed = self._on_failure(runner, batch, outcome.error, suspects) if outcome.error else ()
-        if self._ended and (ended := self._ended.pop(runner, None)) is not None and self._runners.may_be_lost(runner):
-            self._lose(runner, ended)
+        failed = self._recovery.failed(runner, batch, outcome.error, suspects) if outcome.error else ()
+        self._recovery.execution_ended(runner)
         try:
             if duration_ns < _LOOP_NS * len(batch.entries) and self._wait_budget(self._turns.announced) is not None:
                 self._turns.request()
@@ -441,104 +411,17 @@ class Batcher(Generic[P, R]):
     def _on_late(self, runner: Runner[P, R]) -> None:
         """Give up the runner, whose execution takes longer than it may, unless it has begun its next batch by now."""
         following = self._ahead.next.get(runner)
-        if following is not None and not self._take_back(runner, following):
+        if following is not None and not self._recovery.take_back(runner, following):
             self._runners.has_begun(runner)
             return
         batch, now_ns = self._running[runner], self._clock.now_ns()
-        self._ended.pop(runner, None)
         self._arrivals.on_end(len(batch.entries), now_ns)
         self._queue.done(batch, now_ns, None)
-        self._runners.hang(runner)
+        self._recovery.hang(runner)
         try:
             self._turn()
         finally:
             self._delivery.time_out(batch, self.policy.execution_limit_ns, now_ns)
-
-    def _on_failure(
-        self,
-        runner: Runner[P, R],
-        batch: Batch[Pending[P, R]],
-        error: BaseException,
-        suspects: Suspects[Pending[P, R]] | None,
-    ) -> Sequence[Entry[Pending[P, R]]]:
-        """Learn from `error`, and plan to run again what may succeed. Returns the requests that fail for good."""
-        blame, among_suspects = self._retries.blame_for(error), suspects is not None
-        suspects = suspects or Suspects.of_batch(batch.key, batch.entries)
-        if blame is Blame.SIZE:
-            if self._runners.on_out_of_memory(runner, batch, suspects.left):
-                self._forgive(suspects.search)
-                instance, longest_ns = self._runners.instance_of(runner), self._queue.latency.longest_ns
-                return self._retries.plan_elsewhere(batch, suspects, instance, self._clock.now_ns(), longest_ns)
-            self._learn_shortage(batch, suspects.search)
-        if blame in _LOSING and self._runners.may_be_lost(runner):
-            self._lose(runner, error)
-        if blame is Blame.INSTANCE_BEFORE and self._runners.given_up(runner):
-            return self._wait_for_another(batch, suspects if among_suspects else None)
-        return self._retries.plan(batch, blame, suspects)
-
-    def _lose(self, runner: Runner[P, R], error: BaseException) -> None:
-        following = self._running.get(runner)
-        if following is not None and self._take_back(runner, following):
-            self._runners.forget(runner)
-        self._runners.lose(runner, error)
-
-    def _wait_for_another(
-        self, batch: Batch[Pending[P, R]], suspects: Suspects[Pending[P, R]] | None
-    ) -> Sequence[Entry[Pending[P, R]]]:
-        """Have a batch wait for another instance, as its own ended before beginning it. `suspects` wait among the
-        suspects; if None, the batch's requests go back to the queue. Returns the requests to which this has happened
-        too often: reading them may be what ends instances."""
-        for entry in batch.entries:
-            entry.payload.unbegun += 1
-        failed = [entry for entry in batch.entries if entry.payload.unbegun >= _MAX_UNBEGUN]
-        left = [entry for entry in batch.entries if entry.payload.unbegun < _MAX_UNBEGUN]
-        if suspects is None:
-            self._put_back(batch, left)
-        else:
-            self._retries.wait(suspects.narrowed(left))
-        return failed
-
-    def _learn_shortage(self, batch: Batch[Pending[P, R]], search: Search) -> None:
-        """Allow fewer rows, unless the batch was a single request: what that needs alone says nothing about others, and
-        neither do the batches that it was in before."""
-        if len(batch.entries) > 1:
-            before = self._queue.exhausted(batch.padded_rows, self._clock.now_ns())
-            search.before = search.before or before
-            search.most_rows = self._queue.allowed_rows
-        else:
-            self._forgive(search)
-
-    def _forgive(self, search: Search) -> None:
-        """Allow again what was allowed before the search's shortage: the size of the batch wasn't at fault."""
-        if search.before is not None:
-            self._queue.forgive(search.before)
-            search.before = None
-
-    def _let_go_of_suspects(self, now_ns: int) -> None:
-        """Drop suspects whose callers have gone or whose deadline has passed: it may take long until there is an
-        instance for them."""
-        for suspects in [*self._suspect_groups]:
-            if any(entry.payload.done() or entry.rpc_deadline_ns <= now_ns for entry in suspects.entries):
-                self._retries.take(suspects)
-                wanted = self._delivery.still_wanted(suspects.entries)
-                for entry in wanted:
-                    if entry.rpc_deadline_ns <= now_ns:
-                        self._delivery.drop(entry, Drop.EXPIRED, _expired(entry, now_ns))
-                self._retries.wait(suspects.narrowed([entry for entry in wanted if entry.rpc_deadline_ns > now_ns]))
-
-    def _run_suspects(self, now_ns: int) -> None:
-        """Run suspects before anything that is queued, except those that wait for an instance other than the ones they
-        left: these are free for others."""
-        may_run = self._runners.may_run_again
-        while self._slots.free:
-            suspects = next((one for one in self._suspect_groups if may_run(one.avoided(now_ns))), None)
-            if suspects is None:
-                break
-            self._retries.take(suspects)
-            batch, rest = self._queue.again(suspects.key, suspects.entries, now_ns, suspects.search.most_rows)
-            self._retries.wait(suspects.narrowed(rest), first=True)
-            runner = self._runners.take_again(batch, suspects.avoided(now_ns))
-            self._run(runner, batch, suspects.narrowed(batch.entries))
 
     def on_cancel(self, pending: Pending[P, R], entry: Entry[Pending[P, R]] | None) -> None:
         """Learn that a request's caller has gone. `entry` is its place in the queue, None if it has left that."""
@@ -550,10 +433,6 @@ class Batcher(Generic[P, R]):
             if self._suspect_groups:
                 self._turns.request()
         self._answers.cancelled(pending)
-
-
-def _expired(entry: Entry[P], now_ns: int) -> QueueTimeout:
-    return QueueTimeout(now_ns - entry.enqueued_ns, by_deadline=entry.rpc_deadline_ns <= now_ns)
 
 
 def _first(one_ns: int | None, other_ns: int | None) -> int | None:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from scheduler.answers import Answers
-from scheduler.errors import ExecutionFailed, ExecutionTimeout, SchedulerError
+from scheduler.errors import ExecutionFailed, ExecutionTimeout, QueueTimeout, SchedulerError
 from scheduler.executing import Batch
 from scheduler.lane import Entry
 from scheduler.observer import BatchReport, Drop, Observer
@@ -36,6 +36,11 @@ class Delivery:
         """Report that a request leaves without a result from an execution."""
         self._observer.on_drop(drop)
         self.fail(entry, error)
+
+    def expire(self, entry: Entry[Pending[Any, Any]], now_ns: int) -> None:
+        """Drop a request that has waited for longer than it may."""
+        error = QueueTimeout(now_ns - entry.enqueued_ns, by_deadline=entry.rpc_deadline_ns <= now_ns)
+        self.drop(entry, Drop.EXPIRED, error)
 
     def give_up(
         self, entries: Iterable[Entry[Pending[Any, Any]]], drop: Drop, error: Callable[[], SchedulerError]
