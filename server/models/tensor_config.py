@@ -150,13 +150,7 @@ def _join(kind: str, declared: Declared, own: TensorSpec, batched: bool, scatter
         _check_ragged(where, declared, own, batched)
     if not (ragged or scattered):
         lead = 1 if batched and not declared.is_shape_tensor else 0
-        if reshape is None and not own.any_rank:
-            dims = dims or own.dims[lead:]
-            if set(dims) == {1} and len(own.dims) == lead:
-                reshape = ()  # Triton silently takes a scalar for a vector of one, as its `dims` can't be empty
-        given, field = (dims, "dims") if reshape is None else (reshape, "reshape.shape")
-        mine = (-1,) * len(given) if own.any_rank else own.dims[lead:]
-        _check_dims(where, given, _dims_to_check(mine, given) if kind == "output" else mine, field, lead)
+        dims, reshape = _completed(where, kind, dims, reshape, own, lead)
     elif min(dims, default=0) < -1:
         raise ConfigError(f"{where}: expected dims >= -1, got {list(dims)}")
     return replace(
@@ -168,6 +162,21 @@ def _join(kind: str, declared: Declared, own: TensorSpec, batched: bool, scatter
         shape_tensor=declared.is_shape_tensor,
         any_rank=own.any_rank and not (dims or ragged or scattered) and reshape is None,
     )
+
+
+def _completed(
+    where: str, kind: str, dims: tuple[int, ...], reshape: tuple[int, ...] | None, own: TensorSpec, lead: int
+) -> tuple[tuple[int, ...], tuple[int, ...] | None]:
+    """The `dims` and `reshape` of a configuration, checked against the model's own and completed by these. `lead` is 1
+    if the model's first dim is the batch axis, else 0."""
+    if reshape is None and not own.any_rank:
+        dims = dims or own.dims[lead:]
+        if set(dims) == {1} and len(own.dims) == lead:
+            reshape = ()  # Triton silently takes a scalar for a vector of one, as its `dims` can't be empty
+    given, field = (dims, "dims") if reshape is None else (reshape, "reshape.shape")
+    mine = (-1,) * len(given) if own.any_rank else own.dims[lead:]
+    _check_dims(where, given, _dims_to_check(mine, given) if kind == "output" else mine, field, lead)
+    return dims, reshape
 
 
 def _check_dims(where: str, dims: tuple[int, ...], mine: tuple[int, ...], field: str, lead: int) -> None:
