@@ -37,7 +37,7 @@ class WorkerThread:
         def run() -> None:
             try:
                 future.set_result(function())
-            except BaseException as error:  # noqa: BLE001 - it is the caller's
+            except BaseException as error:  # noqa: BLE001 - passed to the caller
                 future.set_exception(error)
 
         self._put(run)

@@ -80,7 +80,7 @@ def _gpus() -> str:
             pynvml.nvmlDeviceGetName(pynvml.nvmlDeviceGetHandleByIndex(i)) for i in range(pynvml.nvmlDeviceGetCount())
         ]
         driver = pynvml.nvmlSystemGetDriverVersion()
-    except Exception:  # noqa: BLE001 - the library's errors share no base class with its absence
+    except Exception:  # noqa: BLE001 - the library may be missing, or fail; its errors share no base class
         return ""
     return f"{', '.join(names)}, driver {driver}" if names else ""
 

@@ -105,7 +105,7 @@ def _failure(cause: BaseException | None) -> ExecutionFailed:
     """An exception for one request of a failed batch; each gets its own, as tracebacks grow on shared ones."""
     try:
         text = str(cause)
-    except Exception:  # noqa: BLE001 - the requests are owed an answer all the same
+    except Exception:  # noqa: BLE001 - the requests must get an answer
         _log.exception("an instance raised an error whose text can't be read")
         text = ""
     failed = ExecutionFailed(text or type(cause).__name__)

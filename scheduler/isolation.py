@@ -154,7 +154,7 @@ class Retries(Generic[T]):
             return Blame.INSTANCE_BEFORE
         try:
             return self._blames(error)
-        except Exception:  # noqa: BLE001 - the requests are owed an answer all the same
+        except Exception:  # noqa: BLE001 - the requests must get an answer
             _log.exception("can't tell which requests made a batch fail, so all of it fails")
             return Blame.NOBODY
 

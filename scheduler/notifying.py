@@ -52,5 +52,5 @@ def notify(done: list[Any]) -> None:
         try:
             if on_done is not None:
                 on_done(subjects)
-        except Exception:  # noqa: BLE001 - it is logged, and others are owed theirs
+        except Exception:  # noqa: BLE001 - logged; other callbacks must be called
             _log.exception("a callback for finished requests failed")

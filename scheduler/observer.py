@@ -83,11 +83,11 @@ class GuardedObserver:
     def on_drop(self, drop: Drop) -> None:
         try:
             self._observer.on_drop(drop)
-        except Exception:  # noqa: BLE001 - it is logged, and no business of the requests
+        except Exception:  # noqa: BLE001 - logged; requests must not be affected
             _log.exception("recording a dropped request failed; metrics may lack it")
 
     def on_batch(self, report: BatchReport) -> None:
         try:
             self._observer.on_batch(report)
-        except Exception:  # noqa: BLE001 - it is logged, and no business of the requests
+        except Exception:  # noqa: BLE001 - logged; requests must not be affected
             _log.exception("recording a batch failed; metrics may lack it")

@@ -149,7 +149,7 @@ class ThreadRunner(Generic[P, R]):
     def _live(self) -> None:
         try:
             self._loop_forever()
-        except BaseException as error:  # noqa: BLE001 - whatever it is, the loop has to know
+        except BaseException as error:  # noqa: BLE001 - any error; the event loop must learn of it
             if not self._loop.is_closed():
                 self._loop.call_soon_threadsafe(self._on_death, error)
 
@@ -205,7 +205,7 @@ class ThreadRunner(Generic[P, R]):
         try:
             executed = self._execute(payloads, padded_rows)
             _check_count(executed, payloads)
-        except BaseException as error:  # noqa: BLE001 - whatever it is, the waiting requests are owed an answer
+        except BaseException as error:  # noqa: BLE001 - any error; the batch's requests must get an answer
             return Outcome(started_ns, time.monotonic_ns(), error=error)
         return Outcome(started_ns, time.monotonic_ns(), executed=executed)
 
@@ -248,7 +248,7 @@ class TaskRunner(Generic[P, R]):
         try:
             executed = await self._execute(payloads, padded_rows)
             _check_count(executed, payloads)
-        except BaseException as error:  # noqa: BLE001 - whatever it is, the waiting requests are owed an answer
+        except BaseException as error:  # noqa: BLE001 - any error; the batch's requests must get an answer
             return Outcome(started_ns, time.monotonic_ns(), error=error)
         return Outcome(started_ns, time.monotonic_ns(), executed=executed)
 

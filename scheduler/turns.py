@@ -148,7 +148,7 @@ class Turns:
         for submit, requests in announced:
             try:
                 submit(requests)
-            except Exception:  # noqa: BLE001 - it is logged, and the others are owed theirs
+            except Exception:  # noqa: BLE001 - logged; other requests must be submitted
                 _log.exception("submitting requests that arrived together failed")
 
     def _look(self) -> None:

@@ -241,5 +241,5 @@ def error_text(error: BaseException) -> str:
     """What `error` says; its type if it can't be put into words."""
     try:
         return str(error)
-    except Exception:  # noqa: BLE001 - whoever wrote it made a mistake, and the caller is owed an answer all the same
+    except Exception:  # noqa: BLE001 - its __str__ is at fault, and the caller must get an answer
         return type(error).__name__

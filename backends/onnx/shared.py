@@ -41,7 +41,7 @@ def why_not_staged(opened: OpenSession, spec: ModelSpec) -> str:
         inputs, outputs = memory_names(opened.session)
         unknown = [one.name for one in spec.inputs if one.name not in inputs]
         unknown += [one.name for one in spec.outputs if one.name not in outputs]
-    except Exception as error:  # noqa: BLE001 - its exceptions share no base class; the plain way asks nothing
+    except Exception as error:  # noqa: BLE001 - ONNX Runtime's errors share no base class
         return f"onnxruntime doesn't say where its tensors are: {error}"
     return f"onnxruntime doesn't say where '{unknown[0]}' is" if unknown else ""
 

@@ -70,7 +70,7 @@ def main(arguments: Sequence[str]) -> None:
     try:
         model = _Model(*start[1:])
         _end_unless(own)
-    except BaseException as error:  # noqa: BLE001 - a model's file may raise SystemExit; the server is owed the reason
+    except BaseException as error:  # noqa: BLE001 - a model's file may raise SystemExit; the server needs the reason
         _end_unless(own, error)
         _print(error)
         where = f" (its interpreter is {sys.executable})" if isinstance(error, ModuleNotFoundError) else ""
@@ -99,7 +99,7 @@ def _answer(
         outputs = model.execute(given)
         _end_unless(own)
         return DONE, link.pack(_in_order(outputs, wanted))
-    except BaseException as error:  # noqa: BLE001 - the model's, as panics of Rust's; those who asked get its words
+    except BaseException as error:  # noqa: BLE001 - the model's, such as a Rust panic; passed to the server
         return _failure(model, own, error)
 
 
@@ -159,7 +159,7 @@ class _Model:
         try:
             if (close := getattr(self._model, "close", None)) is not None:
                 self._result(close())
-        except Exception as error:  # noqa: BLE001 - the model's; nobody waits for it
+        except Exception as error:  # noqa: BLE001 - the model's; there is no caller to pass it to
             _print(error)
         if self._loop is not None:
             self._loop.close()
@@ -265,7 +265,7 @@ def _in_one_line(error: BaseException) -> str:
     try:
         # The str of a KeyError is the repr of its text.
         words = str(error.args[0]) if isinstance(error, KeyError) and error.args else str(error)
-    except BaseException:  # noqa: BLE001 - the model's own __str__; those who asked are owed an answer
+    except BaseException:  # noqa: BLE001 - the model's own __str__; the callers must get an answer
         words = ""
     return ": ".join(filter(None, (type(error).__name__, " ".join(_cut(words, _LONGEST_WORDS).split()))))
 

@@ -185,7 +185,7 @@ class RemoteInference:
         """A request has arrived. It is sent to the engine at once: the link gathers what it sends."""
         try:
             follow(flight, self._submit(flight), self._on_done)
-        except Exception as error:  # noqa: BLE001 - the caller is owed an answer
+        except Exception as error:  # noqa: BLE001 - the caller must get an answer
             flight.fail(error)
             flight.on_done()
 
@@ -252,7 +252,7 @@ class RemoteInference:
         elif (error := pending.exception()) is None:
             try:
                 flight.answer = _answer(flight, pending.result())
-            except Exception as raised:  # noqa: BLE001 - the caller is told
+            except Exception as raised:  # noqa: BLE001 - passed to the caller
                 error = raised
         flight.decoded = None
         if error is not None:

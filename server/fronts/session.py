@@ -191,7 +191,7 @@ class FrontSession:
         if whole.answer is not None and not whole.failed:
             try:
                 self._send_answer(number, serialized(whole.answer))
-            except Exception as error:  # noqa: BLE001 - the front's caller is owed an answer
+            except Exception as error:  # noqa: BLE001 - the front's caller must get an answer
                 self.fail(number, error)
         self._notify_if_quiet()
 
@@ -242,7 +242,7 @@ class FrontSession:
         try:
             passed_on = PassedOn(*passed_on_values) if passed_on_values else NOTHING_PASSED_ON
             self._inference.take(submitted, model, decoded, self._on_results, passed_on)
-        except Exception as error:  # noqa: BLE001 - the front's caller is owed an answer
+        except Exception as error:  # noqa: BLE001 - the front's caller must get an answer
             self.fail(number, error)
             return
         self._waited_for[number] = submitted
@@ -326,7 +326,7 @@ class FrontSession:
             self._link.send((protocol.ANSWER, number, handler.response_serializer(response)))
         except Aborted as aborted:
             self._link.send((protocol.ABORTED, number, aborted.code.name, aborted.text))
-        except Exception as error:  # noqa: BLE001 - the front's caller is owed an answer
+        except Exception as error:  # noqa: BLE001 - the front's caller must get an answer
             self.fail(number, error)
 
     def fail(self, number: int, error: BaseException) -> None:

@@ -226,7 +226,7 @@ class Instances:
                 instance = await _on_a_thread(lambda: self._open(device))
                 self._add_or_close(instance)
                 self._first_pauses_s[id(instance)] = first_pause_s
-            except Exception as error:  # noqa: BLE001 - a backend's; it is tried again
+            except Exception as error:  # noqa: BLE001 - the backend's; opening is tried again
                 if self._closed:
                     return
                 _log.error("model '%s': replacing an instance failed: %s", self._loaded.name, error)
@@ -395,7 +395,7 @@ async def _on_a_thread(function: Callable[[], T], start: Callable[[Callable[[], 
     def run() -> None:
         try:
             future.set_result(function())
-        except BaseException as error:  # noqa: BLE001 - it is for whoever waits
+        except BaseException as error:  # noqa: BLE001 - passed to whoever waits for the result
             future.set_exception(error)
 
     start(run)

@@ -147,7 +147,7 @@ def _run(load: Callable[[], list[LoadedVersion]], futures: list[Future[list[Load
         return
     try:
         future.set_result(load())
-    except BaseException as error:  # noqa: BLE001 - it is for whoever waits
+    except BaseException as error:  # noqa: BLE001 - passed to whoever waits for the result
         future.set_exception(error)
         del future
 

@@ -77,7 +77,7 @@ class Poller:
                 await asyncio.sleep(min(_SETTLE_S, self._interval_s) if unsettled else self._interval_s)
                 try:
                     unsettled = await self.poll_once()
-                except Exception:  # noqa: BLE001 - whatever it was, the next look may go better
+                except Exception:  # noqa: BLE001 - any error; the next scan may succeed
                     _log.exception("scanning the repositories failed; trying again")
         finally:
             for task in self._under_way.values():
@@ -129,7 +129,7 @@ class Poller:
             self._try_again()  # if no version of it serves, it has left its place
         except ModelNotReady:
             pass  # the server is stopping
-        except Exception:  # noqa: BLE001 - whatever it was, it is this model's and not the others'
+        except Exception:  # noqa: BLE001 - any error; other models must not be affected
             _log.exception("model '%s' could not be updated; it is not tried again until its files change", name)
 
     def _try_again(self) -> None:

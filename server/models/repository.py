@@ -410,7 +410,7 @@ class Repository:
 async def _stop(model: ServedModel) -> None:
     try:
         await model.stop()
-    except Exception:  # noqa: BLE001 - a backend's; other models are to be stopped, too
+    except Exception:  # noqa: BLE001 - the backend's; the other models must be stopped too
         _log.exception("model '%s' version %s could not be closed", model.name, model.version)
 
 

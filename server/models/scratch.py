@@ -82,7 +82,7 @@ def remove_all() -> None:
     for scratch in left:
         try:
             scratch.remove()
-        except Exception:  # noqa: BLE001 - the others are to go, and the process is to end
+        except Exception:  # noqa: BLE001 - the other folders must be removed, and the process end
             _log.exception("temporary folder %s can't be removed", scratch.path)
 
 

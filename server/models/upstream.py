@@ -104,7 +104,7 @@ class Upstream:
     async def _look_safely(self) -> None:
         try:
             await self._look()
-        except Exception:  # noqa: BLE001 - the next look may go well; this must not be the last
+        except Exception:  # noqa: BLE001 - any error; polling must go on
             _log.exception("polling upstream %s failed; trying again", self._settings.target)
 
     async def _look(self) -> None:

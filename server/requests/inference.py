@@ -93,7 +93,7 @@ class Inference:
     def _start_alone(self, flight: InFlight) -> None:
         try:
             self._check_and_submit(flight)
-        except Exception as error:  # noqa: BLE001 - the caller is owed an answer
+        except Exception as error:  # noqa: BLE001 - the caller must get an answer
             self._fail(flight, error)
             if not flight.gone:
                 flight.on_done()
@@ -111,7 +111,7 @@ class Inference:
             alike: AlikeRequests | None = model.codec.short_way.decode_alike(
                 map(_REQUEST, islice(flights, first, None))
             )
-        except Exception:  # noqa: BLE001 - it is logged, and the request decoded again, by itself
+        except Exception:  # noqa: BLE001 - logged; each request is decoded by itself
             _log.exception("decoding requests together failed; decoding them one by one")
             return None
         return alike
@@ -121,7 +121,7 @@ class Inference:
         """Submit requests that are alike. False if each is to be started by itself; it is decoded already."""
         try:
             pendings = submit_alike(together, together[0].model, alike)
-        except Exception:  # noqa: BLE001 - it is logged, and each is submitted by itself
+        except Exception:  # noqa: BLE001 - logged; each request is submitted by itself
             _log.exception("submitting requests together failed; submitting them one by one")
             pendings = ()
         options, inputs, targets = alike
@@ -198,7 +198,7 @@ class Inference:
         """Submitted requests have ended. Small answers are made now, all of a batch together."""
         try:
             self._answer_alike(flights)
-        except Exception:  # noqa: BLE001 - it is logged, and those that have no answer yet are looked at one by one
+        except Exception:  # noqa: BLE001 - logged; those without an answer follow one by one
             _log.exception("answering a batch's requests together failed; answering them one by one")
         for flight in flights:
             if flight.gone:
@@ -273,7 +273,7 @@ class Inference:
             if self._tracer.active and (facts := pending.facts) is not None:
                 self._tracer.record(model.name, model.version, flight.request.id, flight.began_ns, facts)
             model.statistics.on_success(time.monotonic_ns() - flight.began_ns)
-        except Exception as error:  # noqa: BLE001 - the caller is told
+        except Exception as error:  # noqa: BLE001 - passed to the caller
             self._fail(flight, error)
 
     def _fail(self, flight: InFlight, error: BaseException) -> None:
@@ -281,7 +281,7 @@ class Inference:
         flight.decoded = flight.answer = None
         try:
             flight.count_failure(error)
-        except Exception:  # noqa: BLE001 - it is logged
+        except Exception:  # noqa: BLE001 - logged
             _log.exception("a failed request could not be counted or logged")
         # A request that is gone must not hold an error that leads back to it.
         if not flight.gone:

@@ -49,7 +49,7 @@ def answering(method: Method[RequestT, ResponseT]) -> Method[RequestT, ResponseT
             return await method(self, request, context)
         except asyncio.CancelledError:
             raise
-        except Exception as error:  # noqa: BLE001 - the caller is owed an answer
+        except Exception as error:  # noqa: BLE001 - the caller must get an answer
             code, text = status_and_text(error, request, method.__name__)
             if isinstance(error, ServerStopping):
                 context.set_trailing_metadata(_TRY_LATER)

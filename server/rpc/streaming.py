@@ -208,7 +208,7 @@ class _Stream:
             try:
                 slot.request = message_of(request)
                 add_headers(slot.request, self._headers)
-            except Exception as error:  # noqa: BLE001 - the caller is owed an answer
+            except Exception as error:  # noqa: BLE001 - the caller must get an answer
                 self._refuse(slot, error)
                 return
         self._announce(slot)

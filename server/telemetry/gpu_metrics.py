@@ -92,7 +92,7 @@ class GpuCollector(Collector):
     def _read(self) -> None:
         try:
             readings = self._gpus.read()
-        except Exception:  # noqa: BLE001 - a driver's; the metrics go on without
+        except Exception:  # noqa: BLE001 - the driver's; other metrics are still exposed
             _log.exception("GPU metrics can't be read")
             readings = []
         with self._changed:

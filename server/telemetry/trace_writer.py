@@ -77,7 +77,7 @@ class TraceWriter:
     def _write(self, files: _Files, entries: Entries, per_file: int, last: bool) -> None:
         try:
             files.write(entries, per_file, last)
-        except Exception as error:  # noqa: BLE001 - a trace isn't worth the thread that writes all others
+        except Exception as error:  # noqa: BLE001 - must not end the thread that writes all traces
             self._failure = getattr(error, "strerror", None) or str(error)
             _log.error("no more traces are written to %s until a restart: %s", self._path, self._failure)
 
