@@ -20,6 +20,10 @@ NEVER = (1 << 63) - 1
 class PolicyError(ValueError):
     """A policy contradicts itself; the message names the field, what was expected and what was given."""
 
+    def __init__(self, field: str, expected: str, got: object) -> None:
+        super().__init__(f"{field}: expected {expected}, got {got}")
+        self.field = field
+
 
 class TimeoutAction(Enum):
     """What happens to a request whose queue timeout passes: refused, or served after all others of its level."""
@@ -151,4 +155,4 @@ class BatchPolicy:
 
 def _require(holds: bool, name: str, expected: str, got: object) -> None:
     if not holds:
-        raise PolicyError(f"{name}: expected {expected}, got {got}")
+        raise PolicyError(name, expected, got)

@@ -23,7 +23,7 @@ CANCEL = "paceline_cancel"
 """On a stream, instead of a request: requests with the same id are cancelled."""
 _DEADLINE = "paceline_deadline_us"
 
-_MOST = 1_024
+_MAX_PARAMETERS = 1_024
 """The most parameters of a request. A MB of them would keep the event loop busy for a fifth of a second."""
 
 _INTEGERS = ("int64_param", "uint64_param")
@@ -64,8 +64,8 @@ NO_PARAMETERS = RequestParameters()
 
 def parse_parameters(parameters: Mapping[str, InferParameter]) -> RequestParameters:
     """Check and read `parameters`. Raises InvalidRequest, naming the key, what was expected and what came."""
-    if len(parameters) > _MOST:
-        raise InvalidRequest(f"expected at most {_MOST} parameters, got {len(parameters)}")
+    if len(parameters) > _MAX_PARAMETERS:
+        raise InvalidRequest(f"expected at most {_MAX_PARAMETERS} parameters, got {len(parameters)}")
     values = {key: _checked(key, parameter) for key, parameter in parameters.items()}
     timeout_us, deadline_us, priority = (values.get(key, 0) for key in ("timeout", _DEADLINE, "priority"))
     return RequestParameters(

@@ -19,7 +19,7 @@ _INTRA, _INTER = "intra_op_thread_count", "inter_op_thread_count"
 _CACHE = "cache-directory"
 _OWN_PROCESS = "own-process"
 _KEYS = (_ROWS, _SHARED, _INTRA, _INTER, _CACHE, _OWN_PROCESS)
-_MOST = 2**31 - 1
+_MAX_NUMBER = 2**31 - 1
 _MAX_DIGITS = 40
 _MAX_THREADS = 1_024
 """More than machines have cores. ONNX Runtime starts all threads of a shared pool before it returns; some thousands
@@ -78,7 +78,7 @@ def _split(text: str) -> tuple[str, str]:
     return key, value
 
 
-def _count(key: str, text: str, most: int = _MOST) -> int:
+def _count(key: str, text: str, most: int = _MAX_NUMBER) -> int:
     if not (text.isascii() and text.isdecimal() and len(text) <= _MAX_DIGITS and int(text) <= most):
         raise ValueError(f"{key}: expected a whole number from 0 to {most}, got '{text}'")
     return int(text)

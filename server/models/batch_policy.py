@@ -16,7 +16,7 @@ from server.errors import ConfigError
 __all__ = ["OWN_PARAMETERS", "BatchDefaults", "OwnSettings", "batch_policy", "limit_of", "own_settings"]
 
 _PREFIX = "paceline."
-_MOST = 2**63 - 1
+_MAX_NUMBER = 2**63 - 1
 """The highest number of rows, bytes or milliseconds; the most milliseconds that a system timer can be set to."""
 _ACTIONS = {
     pb.ModelQueuePolicy.REJECT: TimeoutAction.REJECT,
@@ -111,7 +111,7 @@ def batch_policy(
             execution_limit_ns=limit_of(config, execution_limit_ns),
         )
     except PolicyError as error:
-        prefix = _PREFIX if str(error).partition(":")[0] in _READERS else "dynamic_batching."
+        prefix = _PREFIX if error.field in _READERS else "dynamic_batching."
         raise ConfigError(f"{prefix}{error}") from None
 
 
@@ -173,7 +173,7 @@ def _boolean(text: str) -> bool:
 
 def _count(text: str) -> int:
     value = int(text)
-    if not 0 <= value <= _MOST:
+    if not 0 <= value <= _MAX_NUMBER:
         raise ValueError
     return value
 
@@ -184,13 +184,13 @@ def _sizes(text: str) -> tuple[int, ...]:
 
 _READERS: Mapping[str, tuple[Callable[[str], object], str]] = {
     "batch_sizes": (_sizes, "numbers of rows with commas between them"),
-    "max_queue_rows": (_count, f"a whole number from 0 to {_MOST}"),
-    "max_queue_bytes": (_count, f"a whole number from 0 to {_MOST}"),
+    "max_queue_rows": (_count, f"a whole number from 0 to {_MAX_NUMBER}"),
+    "max_queue_bytes": (_count, f"a whole number from 0 to {_MAX_NUMBER}"),
     "isolate_failures": (_boolean, "true or false"),
     "deadline_aware": (_boolean, "true or false"),
     "await_returns": (_boolean, "true or false"),
     "split_oversized": (_boolean, "true or false"),
-    "execution_timeout_ms": (_count, f"a whole number from 0 to {_MOST}"),
+    "execution_timeout_ms": (_count, f"a whole number from 0 to {_MAX_NUMBER}"),
 }
 _OF_BACKENDS = {"execute_delay_per_row_us", "own_process", "python_executable"}
 OWN_PARAMETERS = frozenset(_PREFIX + name for name in (*_READERS, *_OF_BACKENDS))

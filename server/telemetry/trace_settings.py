@@ -18,7 +18,7 @@ from server.errors import InvalidRequest, NotSupported
 
 __all__ = ["OtlpTarget", "TraceConfig", "TraceSettings", "TraceStore", "parse_trace_config"]
 
-_MOST = 2**31 - 1
+_MAX_NUMBER = 2**31 - 1
 _WHOLE = re.compile(r"\s*[+-]?[0-9]{1,19}\s*")
 """What Triton accepts as a whole number. int() accepts more: 1_0, digits of other scripts."""
 _LEVELS = ("OFF", "TIMESTAMPS", "TENSORS")
@@ -254,6 +254,6 @@ def _number(name: str, values: Sequence[str], config: TraceConfig) -> int:
 
 
 def _whole(what: str, text: str, least: int) -> int:
-    if not (_WHOLE.fullmatch(text) and least <= int(text) <= _MOST):
-        raise ValueError(f"{what}: expected a whole number from {least} to {_MOST}, got '{text}'")
+    if not (_WHOLE.fullmatch(text) and least <= int(text) <= _MAX_NUMBER):
+        raise ValueError(f"{what}: expected a whole number from {least} to {_MAX_NUMBER}, got '{text}'")
     return int(text)
