@@ -1,5 +1,5 @@
-"""Time that somebody sets: nothing that the server decides may depend on it. Delays, deadlines, durations and limits go
-by clocks that only go forward; the time of day is for people to read."""
+"""No decision of the server may depend on a clock that can be set. Delays, deadlines, durations and limits use
+monotonic clocks; the time of day is for people to read."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import pytest
 
 from tests.unit.test_imports import modules
 
-# Where the time of day is told, and nothing is computed with it.
+# Where the time of day is shown, and nothing is computed with it.
 TOLD = {
     "server.telemetry.model_statistics": {"time.time_ns"},  # `last_inference` of ModelStatistics
-    "server.telemetry.log": {"time.gmtime"},  # in front of each line
-    "server.telemetry.spans": {"time.time_ns"},  # OpenTelemetry has spans by the time of day
+    "server.telemetry.log": {"time.gmtime"},  # at the beginning of each line of the log
+    "server.telemetry.spans": {"time.time_ns"},  # OpenTelemetry's spans have the time of day
     "clients.top": {"time.strftime"},  # in the corner of the screen
 }
 MONOTONIC = {
@@ -24,7 +24,7 @@ HARMLESS = {"time.sleep", "time.process_time"}
 
 
 def clocks(module: str) -> set[str]:
-    """What `module` uses of `time`, and whether it uses `datetime` at all."""
+    """What `module` uses of `time`, and what it imports of `datetime`."""
     tree = ast.parse(modules()[module].read_text())
     used = {
         f"time.{node.attr}"
@@ -40,7 +40,7 @@ def clocks(module: str) -> set[str]:
 
 
 @pytest.mark.parametrize("module", sorted(modules()))
-def test_clock_of_each_module_only_goes_forward(module: str) -> None:
+def test_each_module_uses_only_monotonic_clocks_unless_listed(module: str) -> None:
     assert clocks(module) - MONOTONIC - HARMLESS == TOLD.get(module, set())
 
 

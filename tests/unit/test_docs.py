@@ -1,5 +1,6 @@
-"""What docs/behaviour.md promises and docs/protocol.md lists has a test each, and the test exists; the latter has each
-RPC, parameter, header and field of ModelConfig that the code has, and docs/architecture.md each module."""
+"""The documents agree with the code. Each promise of docs/behaviour.md and each row of docs/protocol.md names a test
+that exists; the latter has each RPC, parameter, header and field of ModelConfig, and docs/architecture.md each
+module."""
 
 from __future__ import annotations
 
@@ -54,7 +55,7 @@ def names_in(file: str) -> frozenset[str]:
     return frozenset(name for name in names if name.lower().startswith("test"))
 
 
-def test_behaviour_promises_enough_to_be_worth_reading() -> None:
+def test_behaviour_has_more_than_60_promises() -> None:
     assert len(promises()) > 60
 
 
@@ -64,7 +65,7 @@ def test_behaviour_every_promise_names_its_test(promise: str) -> None:
 
 
 @pytest.mark.parametrize(("file", "name"), references(), ids=lambda value: value)
-def test_every_test_that_is_named_exists(file: str, name: str) -> None:
+def test_every_named_test_exists(file: str, name: str) -> None:
     assert (REPO / "tests" / file).is_file(), f"docs/ name tests/{file}, which isn't there"
     assert name in names_in(file), f"docs/ name {name}, which tests/{file} doesn't have"
 
@@ -72,7 +73,7 @@ def test_every_test_that_is_named_exists(file: str, name: str) -> None:
 # ---- docs/architecture.md -------------------------------------------------------------------------------------------
 
 
-def test_architecture_names_each_module_of_server_and_scheduler_and_none_that_is_not_there() -> None:
+def test_architecture_names_each_module_of_server_and_scheduler_and_no_missing_one() -> None:
     named = {
         name.rpartition("/")[2] for name in re.findall(r"`([\w/]+\.py)`", ARCHITECTURE.read_text(encoding="utf-8"))
     }
@@ -86,7 +87,7 @@ def test_architecture_names_each_module_of_server_and_scheduler_and_none_that_is
 
 @cache
 def members() -> dict[str, set[str]]:
-    """What each class of the product has, by the class's name: methods, fields, and what its methods assign."""
+    """The members of each class of the product, by the class's name: methods, fields, and what its methods assign."""
     found: dict[str, set[str]] = {}
     for package in ("server", "scheduler", "backends", "clients", "protos"):
         for path in (REPO / package).rglob("[a-z]*.py"):
@@ -110,19 +111,19 @@ def _members(owner: ast.ClassDef) -> Iterator[str]:
 
 
 def named_members() -> list[str]:
-    """`Class.member` wherever docs/architecture.md has one of a class of ours, and in its way of a request."""
+    """Every `Class.member` in backquotes in docs/architecture.md, and any in its section on the way of a request."""
     text = ARCHITECTURE.read_text(encoding="utf-8")
     way = text[text.index("## The way of a request") :].split("\n\n")[1]
     found = {*re.findall(r"`([A-Z]\w+\.\w+)[`(]", text), *re.findall(r"\b([A-Z]\w+\.\w+)", way)}
     return sorted(name for name in found if not name.endswith(".md"))
 
 
-def test_architecture_names_members_at_all() -> None:
+def test_architecture_members_are_found_at_all() -> None:
     assert {"BatchQueue.push", "Entry.payload", "Suspects.again"} <= set(named_members())
 
 
 @pytest.mark.parametrize("name", named_members())
-def test_architecture_names_members_that_are_there(name: str) -> None:
+def test_architecture_names_existing_members(name: str) -> None:
     owner, _, member = name.partition(".")
     assert member in members().get(owner, set())
 
@@ -134,8 +135,7 @@ DIFFERENCES = "Where this differs from Triton"
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Of a table below `heading` of `part`: what it is about, by name, and what becomes of that, in the order of the
-    cells."""
+    """A row of a table below `heading` of `part`: the names in its first cell, and all of its cells."""
 
     part: str
     heading: str
@@ -158,7 +158,7 @@ def rows() -> Iterator[Row]:
 
 
 def names_of(cell: str) -> Iterator[str]:
-    """What stands in backquotes; `a.{b,c}` is a.b and a.c."""
+    """The names in backquotes; `a.{b,c}` is a.b and a.c."""
     for name in re.findall(r"`([^`]+)`", cell):
         start, brace, rest = name.partition("{")
         yield from (start + end for end in rest.rstrip("}").split(",")) if brace else (name,)
@@ -179,8 +179,8 @@ def strings(node: ast.AST) -> Iterator[str]:
 
 @cache
 def keys_in_code() -> set[str]:
-    """What the server reads from parameters and headers, or writes: keys by their prefixes, wherever they stand, and
-    whatever something called `parameters` is asked for."""
+    """The keys of parameters and headers that the server reads or writes: strings with certain prefixes anywhere in its
+    code, and all keys that something called `parameters` is indexed with or searched for."""
     found: set[str] = set()
     for path in sorted({*(REPO / "server").rglob("*.py")} - {REPO / "server" / "cli.py"}):  # whose keys are flags
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
@@ -191,7 +191,7 @@ def keys_in_code() -> set[str]:
             elif isinstance(node, ast.Constant) and not path.stem.startswith("metrics"):
                 pattern = r"(paceline|triton|sequence|shared_memory|log|trace)_\w*[a-z]"
                 found |= {text for text in strings(node) if re.fullmatch(pattern, text)}
-    return found - {"sequence_batching", "trace_id"}  # a field of ModelConfig, and one of lines in the log
+    return found - {"sequence_batching", "trace_id"}  # a field of ModelConfig, and one of log lines
 
 
 def _is_parameters(node: ast.AST) -> bool:
@@ -199,7 +199,7 @@ def _is_parameters(node: ast.AST) -> bool:
 
 
 @pytest.mark.parametrize("row", ROWS, ids=str)
-def test_protocol_every_row_names_its_test_and_what_becomes_of_it(row: Row) -> None:
+def test_protocol_every_row_names_its_test_and_its_outcome(row: Row) -> None:
     assert _REFERENCE.search(row.cells[-1]), row.cells
     if row.part == DIFFERENCES:
         assert len(row.cells) == 5
@@ -224,12 +224,14 @@ def test_protocol_has_each_parameter_and_header() -> None:
 
 
 @pytest.mark.parametrize(("outcome", "fields"), [("works", READ), ("ignored", IGNORED), ("refused", REFUSED)])
-def test_protocol_has_each_field_of_the_configuration_as_it_is(outcome: str, fields: dict[str, object]) -> None:
+def test_protocol_lists_each_field_of_the_configuration_under_its_outcome(
+    outcome: str, fields: dict[str, object]
+) -> None:
     found = [name for row in ROWS if row.heading == "ModelConfig" and row.cells[1] == outcome for name in row.names]
     assert sorted(found) == sorted(fields)
 
 
-def test_protocol_tells_flags_that_are_there_from_those_that_are_not() -> None:
+def test_protocol_separates_supported_flags_from_missing_ones() -> None:
     text = PROTOCOL.read_text(encoding="utf-8").partition("### Flags")[2]
     taken, missing = (set(re.findall(r"`(--[\w-]+)`", part)) for part in text.split("All others"))
     ours = {option for parameter in serve.params for option in parameter.opts}
@@ -241,7 +243,7 @@ def test_protocol_tells_flags_that_are_there_from_those_that_are_not() -> None:
 # ---- docs/configuration.md, SECURITY.md -----------------------------------------------------------------------------
 
 
-def test_limits_are_told_with_the_defaults_of_their_flags_and_their_metrics() -> None:
+def test_limits_are_listed_with_the_defaults_of_their_flags_and_their_metrics() -> None:
     text = (
         (REPO / "docs" / "configuration.md").read_text(encoding="utf-8").partition("### Limits")[2].partition("###")[0]
     )
@@ -271,7 +273,7 @@ def test_configuration_has_each_flag_with_its_variable() -> None:
             assert f"`PACELINE_{str(parameter.name).upper()}`" in text, parameter.name
 
 
-def test_configuration_has_each_parameter_of_ours_and_no_others() -> None:
+def test_configuration_has_each_of_our_parameters_and_no_others() -> None:
     table = CONFIGURATION.read_text(encoding="utf-8").partition("### `parameters` of our own")[2].partition("\n#")[0]
     assert set(re.findall(r"^\| `(\S+)` \|", table, re.MULTILINE)) == OWN_PARAMETERS
 
@@ -298,14 +300,14 @@ def quoted() -> set[str]:
     return set(re.findall(r"`([^`\n]+)`", OPERATIONS.read_text(encoding="utf-8")))
 
 
-def test_operations_names_flags_that_there_are() -> None:
+def test_operations_names_existing_flags() -> None:
     options = {option for command in all_commands().values() for one in command.params for option in one.opts}
     told = {flag for text in quoted() for flag in re.findall(r"(?:^| )(--[\w-]+)", text)}
     assert len(told) > 15
     assert told - options == set()
 
 
-def test_operations_names_metrics_that_there_are() -> None:
+def test_operations_names_existing_metrics() -> None:
     exported = set(re.findall(r"\b(?:nv|paceline)_\w+", (REPO / "docs" / "metrics.md").read_text(encoding="utf-8")))
     exported |= {"process_cpu_seconds_total", "process_resident_memory_bytes"}
     told = {name for text in quoted() for name in re.findall(r"\b(?:nv|paceline|process)_\w+", text)}
@@ -319,7 +321,7 @@ def test_operations_has_each_alert_once_and_no_other() -> None:
     assert sorted(name for row in table("Alerts") for name in names_of(row[0])) == sorted(alerts)
 
 
-def test_operations_has_each_status_with_words_that_callers_get() -> None:
+def test_operations_has_each_status_with_messages_that_callers_get() -> None:
     said = "\n".join(
         text
         for package in ("server", "scheduler", "backends")
@@ -335,7 +337,7 @@ def test_operations_has_each_status_with_words_that_callers_get() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(path.name for path in (REPO / "docs").glob("*.md")))
-def test_links_lead_to_what_is_there(name: str) -> None:
+def test_links_lead_to_existing_files_and_headings(name: str) -> None:
     path = REPO / "docs" / name
     for target, anchor in re.findall(r"\]\((?!https?:)([\w./-]*)(?:#([\w-]+))?\)", path.read_text(encoding="utf-8")):
         found = path.parent / target if target else path

@@ -1,4 +1,4 @@
-"""Who may import whom: the table of docs/architecture.md, held against every import statement there is."""
+"""Which package may import which: every import statement is checked against the table of docs/architecture.md."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ EXCEPTIONS = {
     "server.telemetry.spans": {"opentelemetry"},
 }
 
-# The layers of the server, the lowest first: a module imports only from its own and from those below. What lies in no
-# folder is below all of them, except for what joins the parts.
+# The layers of the server, the lowest first: a module imports only from its own and from those below. Modules outside
+# the folders are below all of them, except for `TOP`, which joins the parts.
 LAYERS = ("memory", "codec", "telemetry", "models", "requests", "rpc", "fronts")
 TOP = {"server.app", "server.cli", "server.__main__"}
-# What gathers the settings of all parts, each of which declares its own.
+# They gather the settings of all parts, each of which declares its own.
 GATHERERS = {"server.config", "server.flags"}
 
 
@@ -91,7 +91,7 @@ def test_modules_are_found_at_all() -> None:
 
 
 @pytest.mark.parametrize("module", sorted(modules()))
-def test_import_of_each_module_is_allowed_to_its_package(module: str) -> None:
+def test_each_module_imports_only_what_its_package_may(module: str) -> None:
     package = module.partition(".")[0]
     allowed = ALLOWED[package] | EXCEPTIONS.get(module, set()) | {package}
     strangers = {
@@ -109,7 +109,7 @@ def test_import_exceptions_are_still_needed(module: str) -> None:
 
 
 @pytest.mark.parametrize("package", PACKAGES)
-def test_import_of_server_tests_and_bench_happens_nowhere_else(package: str) -> None:
+def test_no_other_package_imports_server_tests_or_bench(package: str) -> None:
     importers = {
         module: name
         for module in modules()
@@ -119,7 +119,7 @@ def test_import_of_server_tests_and_bench_happens_nowhere_else(package: str) -> 
     assert not importers
 
 
-def test_import_cycles_do_not_exist() -> None:
+def test_modules_have_no_import_cycles() -> None:
     graph = {module: {name for name in imports(module) if name in modules()} for module in modules()}
     done: set[str] = set()
 
@@ -135,7 +135,7 @@ def test_import_cycles_do_not_exist() -> None:
 
 
 def layer(module: str) -> int:
-    """In which of the server's layers `module` is."""
+    """The number of the server's layer that `module` is in, counted from the lowest."""
     if module in TOP:
         return len(LAYERS)
     folder = module.split(".")[1] if module.count(".") else ""
@@ -145,17 +145,17 @@ def layer(module: str) -> int:
 @pytest.mark.parametrize(
     "module", sorted(name for name in modules() if name.startswith("server") and name not in GATHERERS)
 )
-def test_import_within_the_server_is_never_of_a_layer_above(module: str) -> None:
+def test_modules_of_the_server_never_import_from_a_layer_above(module: str) -> None:
     above = {name for name in imports(module) if name.startswith("server.") and layer(name) > layer(module)}
     assert not above
 
 
-def test_layers_of_the_server_are_all_of_its_folders() -> None:
+def test_each_folder_of_the_server_is_a_layer() -> None:
     assert {path.parent.name for path in (REPO / "server").rglob("*.py")} == {*LAYERS, "server"}
 
 
 def names(module: str, attribute: str) -> bool:
-    """Whether the text of `module` says `grpc.<attribute>`, or imports that name."""
+    """Whether `module` uses `grpc.<attribute>` or imports that name from grpc."""
     tree = ast.parse(modules()[module].read_text())
     return any(
         (isinstance(node, ast.Attribute) and node.attr == attribute and ast.unparse(node.value) == "grpc")
@@ -164,18 +164,18 @@ def names(module: str, attribute: str) -> bool:
     )
 
 
-def test_grpc_status_codes_are_named_at_the_edges_alone() -> None:
+def test_only_server_and_clients_use_grpc_status_codes() -> None:
     generated = {"protos.inference_pb2_grpc"}  # its stubs answer UNIMPLEMENTED
     users = {module for module in modules() if names(module, "StatusCode")} - generated
     assert {user.partition(".")[0] for user in users} == {"server", "clients"}
 
 
-def test_signals_are_handled_in_commands_alone() -> None:
+def test_only_commands_and_modules_for_processes_import_signal() -> None:
     own_processes = {
         "backends.exit_status",
         "backends.python.process",
         "backends.python.worker",
-    }  # how one ended; what one leaves to the server
+    }  # how a process ended; killing one; which signals one leaves to the server
     commands = {"server.cli", "clients.top"}
     assert {module for module in modules() if "signal" in imports(module)} == commands | own_processes
 

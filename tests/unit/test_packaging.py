@@ -79,12 +79,12 @@ def test_wheel_installs_the_command_paceline(wheel: zipfile.ZipFile) -> None:
     assert "paceline = server.__main__:main" in wheel.read(entry_points).decode()
 
 
-def test_wheel_says_of_each_package_that_it_is_annotated(wheel: zipfile.ZipFile) -> None:
+def test_wheel_marks_each_package_as_typed(wheel: zipfile.ZipFile) -> None:
     assert {name.partition("/")[0] for name in wheel.namelist() if name.endswith("/py.typed")} == PACKAGES
 
 
-def test_wheel_installed_has_its_types_checked_in_programs_of_users(wheel: zipfile.ZipFile, tmp_path: Path) -> None:
-    """In an environment of its own, as mypy wants the marker of installed packages alone."""
+def test_mypy_checks_programs_of_users_against_the_installed_wheel(wheel: zipfile.ZipFile, tmp_path: Path) -> None:
+    """In a separate environment, as mypy requires the marker only of installed packages."""
     venv.create(tmp_path / "env", symlinks=True)
     (site,) = (tmp_path / "env").glob("lib/python*/site-packages")
     wheel.extractall(site)
@@ -102,7 +102,7 @@ def test_wheel_installed_has_its_types_checked_in_programs_of_users(wheel: zipfi
 
 
 def locked() -> dict[str, list[tuple[Version, Requirement]]]:
-    """Versions by normalized name; a package may be there several times, for different environments."""
+    """Versions by normalized name; a package may be listed several times, for different environments."""
     found: dict[str, list[tuple[Version, Requirement]]] = {}
     for line in re.findall(r"^[a-z0-9].*?(?= \\)", (REPO / "requirements.lock").read_text(), re.MULTILINE):
         requirement = Requirement(line)
@@ -115,7 +115,7 @@ def locked() -> dict[str, list[tuple[Version, Requirement]]]:
     "line",
     [*PROJECT["dependencies"], *(one for extra in ("dev", "otel") for one in PROJECT["optional-dependencies"][extra])],
 )
-def test_lock_satisfies_what_pyproject_asks_for(line: str) -> None:
+def test_lock_satisfies_the_requirements_of_pyproject(line: str) -> None:
     wanted = Requirement(line)
     versions = locked().get(wanted.name.lower())
     assert versions, f"requirements.lock has no {wanted.name}: run make lock"
@@ -144,8 +144,8 @@ sys.exit(pytest.main(sys.argv[1:]))
 """
 
 
-def test_gpu_tests_are_collected_where_only_what_they_need_is_installed() -> None:
-    """An environment that somebody else has made for a machine with a GPU (bench/README.md)."""
+def test_gpu_tests_are_collected_with_only_their_own_requirements_installed() -> None:
+    """As in an environment that others have prepared for a machine with a GPU (bench/README.md)."""
     recipe = (REPO / "Makefile").read_text().partition("test-gpu: ")[2].splitlines()[1]
     options = re.findall(r"-[oW] \S+", recipe.partition("-ra")[0])
     files = [str(one) for one in (REPO / "tests").rglob("test_*.py") if "mark.gpu" in one.read_text()]

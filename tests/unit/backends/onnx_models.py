@@ -1,4 +1,4 @@
-"""ONNX models opened, run, and run by onnxruntime directly, as the tests of them say it."""
+"""Helpers of the tests of ONNX models: open them, run them, and run them in onnxruntime directly."""
 
 from __future__ import annotations
 

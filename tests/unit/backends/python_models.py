@@ -1,4 +1,4 @@
-"""Python models opened and run, as the tests of them say it."""
+"""Helpers of the tests of Python models: open and run them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["CLASS", "CPU", "SPEC", "is_alive", "request", "run", "serving"]
 
 CPU = Device(DeviceKind.CPU)
 SPEC = ModelSpec((TensorSpec("INPUT0", "INT64", (1,)),), (TensorSpec("OUTPUT0", "INT64", (1,)),), batched=True)
-"""Of the puppet."""
+"""The tensors of the puppet (`tests.puppet`)."""
 
 CLASS = """
 class Model:
@@ -28,7 +28,7 @@ class Model:
 
 @contextmanager
 def serving(folder: Path, text: str, spec: ModelSpec) -> Iterator[ModelInstance]:
-    """An instance of the model of that text."""
+    """An instance of a model whose model.py has that text."""
     folder.mkdir(exist_ok=True)
     (folder / "model.py").write_text(text)
     model = PythonBackend().open(ModelSource("m", folder / "model.py"), CPU)

@@ -1,4 +1,4 @@
-"""What each kind of batch input is worth, worked out by hand."""
+"""The values of each kind of batch input, worked out by hand."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ OF_ONE = {
 
 @pytest.mark.parametrize("dtype", [INT32, FP32], ids=["INT32", "FP32"])
 @pytest.mark.parametrize("kind", BatchInputKind)
-def test_batch_input_of_two_requests_is_that_of_the_worked_example(kind: BatchInputKind, dtype: np.dtype) -> None:
+def test_batch_input_of_two_requests_equals_the_worked_example(kind: BatchInputKind, dtype: np.dtype) -> None:
     made = batch_input(kind, SOURCES, dtype)
 
     assert made.dtype == dtype
@@ -41,7 +41,7 @@ def test_batch_input_of_two_requests_is_that_of_the_worked_example(kind: BatchIn
 
 
 @pytest.mark.parametrize("kind", BatchInputKind)
-def test_batch_input_of_one_request_is_that_of_the_worked_example(kind: BatchInputKind) -> None:
+def test_batch_input_of_one_request_equals_the_worked_example(kind: BatchInputKind) -> None:
     assert batch_input(kind, SOURCES[1:], INT32).tolist() == OF_ONE[kind]
 
 

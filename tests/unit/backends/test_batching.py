@@ -1,4 +1,4 @@
-"""Stacking and splitting at their edges; `tests/property/test_batching.py` holds them against plain numpy."""
+"""Edge cases of stacking and splitting; `tests/property/test_batching.py` compares them with plain numpy."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def _floats(*shape: int) -> np.ndarray:
 PAIR = TensorSpec("OUTPUT0", "FP32", (2,))
 
 
-def test_stack_one_request_returns_its_very_arrays() -> None:
+def test_stack_one_request_returns_its_own_arrays() -> None:
     array = _floats(3, 2)
 
     assert stack([(array,)])[0] is array
@@ -54,7 +54,7 @@ def test_stack_fortran_ordered_requests_returns_c_order() -> None:
     np.testing.assert_array_equal(stacked, np.concatenate([first, second]))
 
 
-def test_stack_several_inputs_joins_each_with_its_own() -> None:
+def test_stack_several_inputs_joins_each_separately() -> None:
     requests = [(_floats(1, 2), np.array([[b"a"]], object)), (_floats(2, 2) + 10, np.array([[b"b"], [b"c"]], object))]
 
     numbers, texts = stack(requests)
@@ -121,19 +121,19 @@ def test_split_no_outputs_returns_an_empty_result_per_request() -> None:
         pytest.param([np.ones((3, 2))], "output 'OUTPUT0': expected FP32, got numpy's float64", id="datatype"),
     ],
 )
-def test_split_misfit_says_which_output_expected_and_got(outputs: Tensors, message: str) -> None:
+def test_split_mismatch_names_output_expected_and_got(outputs: Tensors, message: str) -> None:
     with pytest.raises(ExecutionError, match=f"^{re.escape(message)}$"):
         split(outputs, [1, 2], _spec(PAIR))
 
 
-def test_split_second_output_misfit_names_the_second() -> None:
+def test_split_mismatch_of_the_second_output_names_the_second() -> None:
     spec = _spec(PAIR, TensorSpec("OUTPUT1", "FP32", (2,)))
 
     with pytest.raises(ExecutionError, match="output 'OUTPUT1'"):
         split([_floats(3, 2), _floats(2, 2)], [1, 2], spec)
 
 
-def test_split_free_dimensions_take_any_size() -> None:
+def test_split_free_dimensions_accept_any_size() -> None:
     spec = _spec(TensorSpec("OUTPUT0", "FP32", (-1, 2)))
 
     assert split([_floats(3, 7, 2)], [1, 2], spec)[1][0].shape == (2, 7, 2)
@@ -144,7 +144,7 @@ def test_split_free_dimensions_still_fix_the_rank() -> None:
         split([_floats(3, 7, 2)], [1, 2], _spec(TensorSpec("OUTPUT0", "FP32", (-1,))))
 
 
-def test_split_unbatched_checks_dims_whole() -> None:
+def test_split_unbatched_checks_all_dims() -> None:
     spec = _spec(TensorSpec("OUTPUT0", "FP32", (3, 2)), batched=False)
 
     assert len(split([_floats(3, 2)], [1], spec)) == 1
@@ -165,7 +165,7 @@ def test_run_batch_several_requests_runs_once_over_all_rows() -> None:
     assert [result[0].tolist() for result in execution.results] == [[[0, 2]], [[0, 2], [4, 6]]]
 
 
-def test_run_batch_times_nest_between_the_callers_and_the_models() -> None:
+def test_run_batch_times_are_at_least_the_models_and_at_most_the_callers() -> None:
     inside_ns: list[int] = []
 
     def run(inputs: Tensors) -> Tensors:
@@ -183,7 +183,7 @@ def test_run_batch_times_nest_between_the_callers_and_the_models() -> None:
     assert execution.input_ns + execution.infer_ns + execution.output_ns <= ended_ns - began_ns
 
 
-def test_run_batch_what_run_raises_passes_through() -> None:
+def test_run_batch_passes_on_what_run_raises() -> None:
     def run(inputs: Tensors) -> Tensors:
         raise ExecutionError("the model's own words")
 
@@ -191,12 +191,12 @@ def test_run_batch_what_run_raises_passes_through() -> None:
         run_batch(_spec(PAIR), [(_floats(1, 2),)], run)
 
 
-def test_run_batch_no_request_is_the_callers_mistake() -> None:
+def test_run_batch_without_requests_is_a_value_error() -> None:
     with pytest.raises(ValueError, match="expected one or more requests, got 0"):
         run_batch(_spec(PAIR), [], lambda inputs: inputs)
 
 
-def test_run_batch_unbatched_spec_takes_one_request_only() -> None:
+def test_run_batch_unbatched_spec_accepts_only_one_request() -> None:
     spec = _spec(TensorSpec("OUTPUT0", "FP32", (2,)), batched=False)
 
     assert len(run_batch(spec, [(_floats(2),)], lambda inputs: inputs).results) == 1
@@ -205,7 +205,7 @@ def test_run_batch_unbatched_spec_takes_one_request_only() -> None:
 
 
 @pytest.mark.parametrize("rows", [[1], [2, 1]])
-def test_run_batch_padded_shows_the_model_more_rows_and_returns_only_the_requests_own(rows: list[int]) -> None:
+def test_run_batch_padded_gives_the_model_more_rows_and_returns_only_those_of_the_requests(rows: list[int]) -> None:
     requests = [(np.arange(2 * count, dtype=np.float32).reshape(count, 2),) for count in rows]
     seen: list[np.ndarray] = []
 
@@ -223,7 +223,7 @@ def test_run_batch_padded_shows_the_model_more_rows_and_returns_only_the_request
 
 @pytest.mark.parametrize("elements", [2, 499, 500, 5_000])
 @pytest.mark.parametrize("dtype", ["<f4", "<f2", "<u2", "|b1", "<i8"])
-def test_stack_of_any_size_is_aligned_writable_and_its_own(elements: int, dtype: str) -> None:
+def test_stack_of_any_size_is_an_aligned_writable_copy(elements: int, dtype: str) -> None:
     raw = np.random.default_rng(0).integers(0, 2, (5, elements)).astype(dtype)
     unaligned = [np.ndarray((1, elements), dtype, b"x" + row.tobytes(), 1) for row in raw]
 

@@ -1,5 +1,5 @@
-"""Tensors that lie in the device's memory already, through a slot: results are those of tensors of the host, and what
-can stay on the device does. It is the host, which copies as late as allowed, or a stand-in for the CUDA driver."""
+"""A slot with tensors that are in the device's memory already: results equal those of host tensors, and what can stay
+on the device does. The device is the host, which copies as late as allowed, or a stand-in for the CUDA driver."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ OPEN = ModelSpec((TensorSpec("INPUT0", "FP32", (-1,)),), (TensorSpec("OUTPUT0", 
 
 
 def pair_model() -> onnx.ModelProto:
-    """OUTPUT0 is INPUT0 less INPUT1, OUTPUT1 INPUT0 and the sum of the batch's rows of INPUT1: padding shows."""
+    """OUTPUT0 is INPUT0 minus INPUT1, OUTPUT1 is INPUT0 plus the sum of INPUT1 over the batch's rows: padding shows."""
     made = [models.tensor(f"{kind}{i}", "FP32", ["batch", 2]) for kind in ("INPUT", "OUTPUT") for i in (0, 1)]
     nodes = [
         onnx.helper.make_node("Sub", ["INPUT0", "INPUT1"], ["OUTPUT0"]),
@@ -47,7 +47,7 @@ def slots(folder: Path, model: onnx.ModelProto, spec: ModelSpec, accelerator: An
 
 
 class Gpu:
-    """That of a stand-in for the driver, and a client's memory on it."""
+    """The GPU of a stand-in for the driver, and a client's memory on it."""
 
     def __init__(self, folder: Path) -> None:
         self.driver = stand_in.build(folder)
@@ -71,12 +71,12 @@ def device(tmp_path: Path) -> Gpu:
 
 
 def lying(array: Array) -> DeviceTensor:
-    """In the memory of a device that is the host."""
+    """`array` as a tensor in the memory of a device that is the host."""
     return DeviceTensor(array, array.ctypes.data, array.dtype, array.shape)
 
 
 def value(output: Any) -> list[Any]:
-    """Of what is in the host's memory, on a device that is the host's too."""
+    """The elements of an output, be it an array or on a device that is the host."""
     if isinstance(output, DeviceTensor):
         data = (np.ctypeslib.ctypes.c_uint8 * output.nbytes).from_address(output.address)
         output = np.ndarray(output.shape, output.dtype, bytes(data))
@@ -84,7 +84,7 @@ def value(output: Any) -> list[Any]:
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_execute_is_the_same_wherever_inputs_lie_and_outputs_belong(seed: int, tmp_path: Path) -> None:
+def test_execute_results_do_not_depend_on_where_inputs_and_outputs_are(seed: int, tmp_path: Path) -> None:
     rng = np.random.default_rng(seed)
     slot = slots(tmp_path, pair_model(), PAIR, HostAccelerator())[int(rng.integers(2))]
     for _ in range(10):
@@ -109,11 +109,11 @@ def test_execute_is_the_same_wherever_inputs_lie_and_outputs_belong(seed: int, t
             assert [isinstance(output, DeviceTensor) for output in other] == [index in wanted for index in (0, 1)]
             for index in (0, 1):
                 place = places[2 * number + index]
-                assert place[-1].tolist() == [7, 7]  # what is beyond the output stays as it was
+                assert place[-1].tolist() == [7, 7]  # what is beyond the output stays unchanged
                 assert place[:-1].tolist() == (one[index].tolist() if index in wanted else [[7, 7]] * counts[number])
 
 
-def test_execute_of_what_lies_on_the_device_and_stays_there_copies_nothing_to_or_from_the_host(
+def test_execute_with_inputs_and_outputs_on_the_device_copies_nothing_to_or_from_the_host(
     tmp_path: Path, device: Gpu
 ) -> None:
     slot = slots(tmp_path, models.identity("FP32", ("batch", 2)), one_of(2), device.accelerator)[0]
@@ -134,7 +134,7 @@ def one_of(*dims: int) -> ModelSpec:
     return ModelSpec((TensorSpec("INPUT0", "FP32", dims),), (TensorSpec("OUTPUT0", "FP32", dims),), batched=True)
 
 
-def test_execute_output_over_an_input_is_right(tmp_path: Path, device: Gpu) -> None:
+def test_execute_output_that_overwrites_an_input_is_correct(tmp_path: Path, device: Gpu) -> None:
     slot = slots(tmp_path, negative(), one_of(2), device.accelerator)[0]
     x = np.arange(1, 7, dtype=np.float32).reshape(3, 2)
     tensor = device.lying(x, 0)
@@ -149,7 +149,7 @@ def negative() -> onnx.ModelProto:
     return models.model([node], tensors[:1], tensors[1:])
 
 
-def test_execute_outputs_of_open_size_are_left_where_they_fit_and_else_come_as_arrays(
+def test_execute_outputs_of_unknown_size_stay_on_the_device_or_come_as_arrays_if_too_large(
     tmp_path: Path, device: Gpu
 ) -> None:
     slot = slots(tmp_path, models.identity("FP32", ("batch", "n")), OPEN, device.accelerator)[0]
@@ -168,9 +168,7 @@ def test_execute_outputs_of_open_size_are_left_where_they_fit_and_else_come_as_a
             assert one[0].tolist() == x[:1].tolist()
 
 
-def test_execute_of_a_request_some_of_whose_outputs_have_no_room_writes_none_of_them(
-    tmp_path: Path, device: Gpu
-) -> None:
+def test_execute_writes_none_of_a_requests_outputs_if_one_of_them_has_no_room(tmp_path: Path, device: Gpu) -> None:
     slot = slots(tmp_path, pair_model(), PAIR, device.accelerator)[0]
     x = np.ones((2, 2), np.float32)
     (result,) = slot.execute([[x, x]], 0, [{0: device.target(2 * ROW, 0), 1: device.target(2 * ROW - 1, 64)}]).results
@@ -179,8 +177,8 @@ def test_execute_of_a_request_some_of_whose_outputs_have_no_room_writes_none_of_
     assert device.memory.get(128) == bytes(128)
 
 
-def test_execute_of_tensors_that_the_model_has_in_the_hosts_memory_is_right(tmp_path: Path) -> None:
-    # Under another name for the device's memory, no tensor is there.
+def test_execute_of_tensors_that_the_model_keeps_in_host_memory_is_correct(tmp_path: Path) -> None:
+    # The device's memory has another name, so none of the model's tensors are in it.
     slot, other = slots(tmp_path, pair_model(), PAIR, HostAccelerator("Device"))
     x, y = (np.arange(6, dtype=np.float32).reshape(3, 2) + n for n in (0, 7))
     expected = other.execute([[x[:1], y[:1]], [x[1:], y[1:]]], 5).results
@@ -213,9 +211,7 @@ def test_execute_tensors_without_elements(tmp_path: Path, device: Gpu) -> None:
     assert result[0].shape == (2, 0)
 
 
-def test_execute_on_the_device_requests_that_do_not_fit_together_fail_and_the_slot_goes_on(
-    tmp_path: Path, device: Gpu
-) -> None:
+def test_execute_mismatched_requests_on_the_device_fail_and_the_slot_keeps_working(tmp_path: Path, device: Gpu) -> None:
     slot = slots(tmp_path, negative(), one_of(2), device.accelerator)[0]
     for odd in (np.zeros((1, 3), np.float32), np.zeros((1, 2), np.float64)):
         with pytest.raises(ExecutionError, match="requests of one batch don't fit together"):
@@ -226,7 +222,7 @@ def test_execute_on_the_device_requests_that_do_not_fit_together_fail_and_the_sl
 
 
 @pytest.mark.parametrize(("code", "kind"), [(1, ExecutionError), (2, OutOfMemory), (700, DeviceLost)])
-def test_execute_clients_memory_that_cannot_be_copied_is_the_requests_fault_unless_it_is_the_devices(
+def test_execute_failed_copy_of_a_clients_memory_raises_the_error_for_its_code(
     code: int, kind: type[ExecutionError], tmp_path: Path, device: Gpu
 ) -> None:
     slot = slots(tmp_path, negative(), one_of(2), device.accelerator)[0]

@@ -24,7 +24,7 @@ def _joined(thread: threading.Thread) -> bool:
     return not thread.is_alive()
 
 
-def test_faults_none_set_change_nothing() -> None:
+def test_faults_change_nothing_if_none_are_set() -> None:
     faults = Faults()
 
     faults.before(INPUTS)
@@ -60,7 +60,7 @@ def test_distort_next_changes_one_execution() -> None:
     assert faults.after(INPUTS) is INPUTS
 
 
-def test_distortions_do_what_they_say() -> None:
+def test_distortions_lose_an_output_and_change_the_datatype() -> None:
     assert lose_output([*INPUTS, *INPUTS]) == INPUTS
     assert change_datatype(INPUTS)[0].dtype == np.complex64
     assert change_datatype(INPUTS)[0].shape == (3, 2)
@@ -98,7 +98,7 @@ def test_gate_closed_holds_until_opened() -> None:
     assert all(_joined(thread) for thread in threads)
 
 
-def test_gate_release_lets_so_many_through_and_holds_the_rest() -> None:
+def test_gate_release_lets_that_many_through_and_holds_the_rest() -> None:
     gate, through = Gate(), threading.Semaphore(0)
 
     def execution() -> None:
@@ -119,7 +119,7 @@ def test_gate_release_lets_so_many_through_and_holds_the_rest() -> None:
     assert all(_joined(thread) for thread in threads)
 
 
-def test_gate_released_ahead_lets_the_next_pass_at_once() -> None:
+def test_gate_released_in_advance_lets_the_next_pass_at_once() -> None:
     gate = Gate(hold_limit_s=0)
     gate.close()
     gate.release()
@@ -138,7 +138,7 @@ def test_gate_never_opened_gives_up_with_an_error() -> None:
         gate.enter()
 
 
-def test_wait_entered_nobody_comes_is_a_timeout_that_says_how_many_did() -> None:
+def test_wait_entered_timeout_says_how_many_have_entered() -> None:
     gate = Gate()
     gate.enter()
 

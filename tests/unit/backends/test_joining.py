@@ -1,4 +1,4 @@
-"""Writing to memory that is there: the same as joining, whatever the arrays' sizes and layouts."""
+"""Joining arrays into existing memory: the same as concatenating them, whatever their sizes and layouts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def made(dtype: str, rows: int, size: int, first: int = 0) -> Array:
 @pytest.mark.parametrize("dtype", ["f4", "f2", "u2", "i8", "?"])
 @pytest.mark.parametrize("size", [0, 1, 499, 500, 2**17, 2**18 + 1])
 @pytest.mark.parametrize("padding", [0, 3])
-def test_join_into_is_the_arrays_one_after_the_other_and_the_last_row_again(
+def test_join_into_writes_the_arrays_one_after_another_and_repeats_the_last_row(
     dtype: str, size: int, padding: int
 ) -> None:
     arrays = [made(dtype, 1, size), made(dtype, 2, size, 5), made(dtype, 1, size, 9)]
@@ -29,7 +29,7 @@ def test_join_into_is_the_arrays_one_after_the_other_and_the_last_row_again(
 
 
 @pytest.mark.parametrize("odd", [0, 1, 2])
-def test_join_into_of_arrays_in_another_order_is_the_same(odd: int) -> None:
+def test_join_into_is_the_same_for_arrays_in_another_memory_layout(odd: int) -> None:
     arrays = [made("f4", 2, 600, number) for number in range(3)]
     given = [np.asfortranarray(one) if number == odd else one for number, one in enumerate(arrays)]
     target = np.zeros((6, 600), np.float32)
@@ -42,7 +42,7 @@ def test_join_into_of_arrays_in_another_order_is_the_same(odd: int) -> None:
 
 @pytest.mark.parametrize("size", [2, 600])
 @pytest.mark.parametrize("wrong", [made("f8", 1, 600), made("f4", 1, 601), made("f4", 1, 600).reshape(1, 2, 300)])
-def test_join_into_of_what_does_not_fit_is_refused(size: int, wrong: Array) -> None:
+def test_join_into_of_arrays_that_do_not_fit_is_refused(size: int, wrong: Array) -> None:
     with pytest.raises(ExecutionError, match="requests of one batch don't fit together"):
         join_into(np.zeros((2, size), np.float32), [made("f4", 1, size), wrong], 0)
     with pytest.raises(ExecutionError, match="requests of one batch don't fit together"):
@@ -51,7 +51,7 @@ def test_join_into_of_what_does_not_fit_is_refused(size: int, wrong: Array) -> N
 
 @pytest.mark.parametrize("dtype", ["f4", "?", "u2"])
 @pytest.mark.parametrize("row_bytes", [0, 8, 2**20, 2**20 + 8])
-def test_join_bytes_into_is_the_pieces_one_after_the_other(dtype: str, row_bytes: int) -> None:
+def test_join_bytes_into_writes_the_pieces_one_after_another(dtype: str, row_bytes: int) -> None:
     rows = [made(dtype, 1, row_bytes // np.dtype(dtype).itemsize, number).tobytes() for number in (1, 2, 3)]
     target = np.zeros((3, row_bytes // np.dtype(dtype).itemsize), dtype)
     join_bytes_into(target, [rows[0], memoryview(rows[1]), rows[2]])

@@ -50,7 +50,7 @@ def test_memory_model_compute_sees_the_stacked_rows() -> None:
     assert execution.results[1][0].tolist() == [[3, 3], [3, 3]]
 
 
-def test_memory_model_latency_is_asked_for_the_rows_and_waited() -> None:
+def test_memory_model_waits_for_the_latency_of_the_batchs_rows() -> None:
     waits: list[float] = []
     model = MemoryModel(WHOLE, latency=linear_latency(0.5, 0.25), wait=waits.append)
 
@@ -81,7 +81,7 @@ def test_memory_model_unbatched_records_one_row() -> None:
 
 
 @pytest.mark.parametrize("error", [ExecutionError("boom"), RuntimeError("a bug"), MemoryError()])
-def test_memory_model_told_to_raise_raises_just_that_and_recovers(error: Exception) -> None:
+def test_memory_model_raises_exactly_the_given_error_and_recovers(error: Exception) -> None:
     model = MemoryModel(WHOLE)
     instance = _instance(model)
     model.faults.raise_next(error)
@@ -136,7 +136,7 @@ def test_memory_model_counts_its_open_instances() -> None:
     assert (model.open_instances, first.closed, model.closed) == (1, True, False)
 
 
-def test_memory_instance_used_after_close_says_so() -> None:
+def test_memory_instance_used_after_close_is_an_error() -> None:
     instance = _instance(MemoryModel(WHOLE))
     instance.close()
 

@@ -1,4 +1,4 @@
-"""Tensors that are parts of requests' bytes: a batch of them is what stacking their arrays would make."""
+"""Tensors that are parts of requests' bytes: a batch of them equals stacking their arrays."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def layout(rows: int, columns: int) -> PackedLayout:
 
 
 def packed(of: PackedLayout, seed: int) -> Packed:
-    """One with other bytes before, between and behind its tensors, which come in another order."""
+    """A request with other bytes before, between and after its tensors, which are stored in another order."""
     (_, _, first_bytes), (_, _, second_bytes) = of.tensors
     data = np.random.default_rng(seed).integers(0, 100, 40 + first_bytes + second_bytes, np.uint8).tobytes()
     return Packed(data, of, (20 + second_bytes, 8))
@@ -27,7 +27,7 @@ def packed(of: PackedLayout, seed: int) -> Packed:
 @pytest.mark.parametrize("rows", [1, 2])
 @pytest.mark.parametrize("padding", [0, 3])
 @pytest.mark.parametrize("count", [1, 4])
-def test_batch_is_what_stacking_its_arrays_makes(columns: int, rows: int, padding: int, count: int) -> None:
+def test_batch_equals_stacking_its_arrays(columns: int, rows: int, padding: int, count: int) -> None:
     of = layout(rows, columns)
     requests = [packed(of, seed) for seed in range(count)]
     made = stacked(requests, padding)
@@ -38,7 +38,7 @@ def test_batch_is_what_stacking_its_arrays_makes(columns: int, rows: int, paddin
         assert array.flags.c_contiguous
 
 
-def test_requests_are_alike_if_they_are_packed_and_of_the_very_layout() -> None:
+def test_requests_are_alike_if_they_are_packed_with_the_same_layout_object() -> None:
     of = layout(1, 2)
     one = packed(of, 0)
     assert are_alike([one, packed(of, 1)])

@@ -1,4 +1,4 @@
-"""What lies at a path: what is there, what isn't, and what can't be told."""
+"""What is at a path: existing files and folders, missing ones, and what can't be examined."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def answers(path: Path) -> list[bool]:
     return [question(path) for question in QUESTIONS]
 
 
-def test_paths_that_are_there_are_what_their_links_lead_to(tmp_path: Path) -> None:
+def test_existing_paths_are_what_their_links_lead_to(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     (tmp_path / "link").symlink_to("file")
     (tmp_path / "there").symlink_to(tmp_path)
@@ -27,7 +27,7 @@ def test_paths_that_are_there_are_what_their_links_lead_to(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("name", ["gone", "gone/x", "file/x", "dangling", "round", "a\0b"])
-def test_paths_at_which_nothing_can_be_are_not_there(tmp_path: Path, name: str) -> None:
+def test_missing_and_impossible_paths_do_not_exist(tmp_path: Path, name: str) -> None:
     (tmp_path / "file").touch()
     (tmp_path / "dangling").symlink_to("gone")
     (tmp_path / "round").symlink_to("round")
@@ -35,7 +35,7 @@ def test_paths_at_which_nothing_can_be_are_not_there(tmp_path: Path, name: str) 
 
 
 @pytest.mark.parametrize("question", QUESTIONS)
-def test_paths_that_cannot_be_looked_at_are_an_error_and_not_absent(
+def test_paths_that_cannot_be_examined_are_an_error_and_not_missing(
     tmp_path: Path, question: Callable[[Path], bool]
 ) -> None:
     with open_folder() as folder:

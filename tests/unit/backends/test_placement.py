@@ -18,7 +18,7 @@ def test_on_cpu_count_is_the_number_of_instances(count: int, expected: int) -> N
     assert on_cpu(InstanceGroup(GroupKind.CPU, count)) == [Device(DeviceKind.CPU)] * expected
 
 
-def test_on_gpus_none_named_takes_each_there_is() -> None:
+def test_on_gpus_without_named_ones_takes_all() -> None:
     assert on_gpus(InstanceGroup(GroupKind.GPU), 3) == [_gpu(0), _gpu(1), _gpu(2)]
 
 

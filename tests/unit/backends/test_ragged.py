@@ -1,4 +1,4 @@
-"""Batches that aren't all stacked and cut by rows, at their edges; `tests/property/test_ragged.py` has the breadth."""
+"""Edge cases of batches that aren't all stacked and split by rows; `tests/property/test_ragged.py` has the breadth."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def floats(*shape: int, first: float = 0) -> np.ndarray:
 
 
 class Seen:
-    """A model that keeps what it was given and returns `outputs` of it."""
+    """A model that records its inputs and returns `outputs` of them."""
 
     def __init__(self, outputs: Any = list) -> None:
         self.inputs: list[np.ndarray] = []
@@ -69,7 +69,7 @@ def test_batch_runner_of_a_reshaped_spec_is_the_plain_path_with_the_models_dims(
     assert result[0].shape == (3, 2, 2)
 
 
-def test_ragged_input_is_all_requests_elements_one_after_the_other() -> None:
+def test_ragged_input_is_the_elements_of_all_requests_one_after_another() -> None:
     seen = Seen(lambda inputs: [inputs[1]])
     spec = ModelSpec((RAGGED, ROWS), (TensorSpec("x", "FP32", (2,)),), batched=True)
     requests = [(floats(2, 3), floats(2, 2)), (floats(1, 1, first=6), floats(1, 2, first=4))]
@@ -101,7 +101,7 @@ def test_ragged_texts_are_joined_like_numbers() -> None:
     assert seen.inputs[0].tolist() == [b"a", b"b", b"c\x00"]
 
 
-def test_batch_inputs_come_behind_the_inputs_once_per_target() -> None:
+def test_batch_inputs_follow_the_inputs_once_per_target() -> None:
     made = (
         BatchInput(BatchInputKind.ELEMENT_COUNT, ("n", "m"), "INT32", "r"),
         BatchInput(BatchInputKind.ACCUMULATED_ELEMENT_COUNT, ("sum",), "FP32", "r"),
@@ -135,7 +135,7 @@ def test_scattered_output_has_the_shape_of_the_source_and_is_a_view() -> None:
     assert all(np.shares_memory(result[0], seen.inputs[0]) for result in results[:2])
 
 
-def test_scattered_output_takes_free_dims_from_the_source_and_others_from_its_own() -> None:
+def test_scattered_output_takes_free_dims_from_the_source_and_others_from_its_spec() -> None:
     outputs = (TensorSpec("x", "FP32", (-1, 2)),)
     spec = ModelSpec((RAGGED,), outputs, batched=True, batch_outputs=(BatchOutput(("x",), "r"),))
 
@@ -165,7 +165,7 @@ def test_output_without_the_batchs_rows_beside_a_ragged_input_is_an_error() -> N
     )
 
 
-def test_outputs_of_the_wrong_number_are_an_error() -> None:
+def test_wrong_number_of_outputs_is_an_error() -> None:
     assert failure(SCATTER, [(floats(1, 2),)], lambda inputs: []) == "expected 1 outputs, got 0"
 
 
@@ -180,7 +180,7 @@ def test_shape_tensor_goes_to_the_model_once_and_comes_back_to_each_request() ->
     assert results == [[floats(2, 2).tolist(), [3, 4]], [floats(1, 2).tolist(), [3, 4]]]
 
 
-def test_shape_tensor_of_another_datatype_that_comes_back_is_an_error() -> None:
+def test_shape_tensor_returned_with_another_datatype_is_an_error() -> None:
     spec = ModelSpec((SHAPE, ROWS), (SHAPE,), batched=True)
     run = Seen(lambda inputs: [inputs[0].astype(np.float32)])
 
@@ -197,7 +197,7 @@ def test_times_of_a_batch_are_no_longer_than_it_took() -> None:
     assert done.input_ns + done.infer_ns + done.output_ns <= monotonic_ns() - began_ns
 
 
-def test_padding_fills_up_rows_and_leaves_shape_and_missing_tensors_alone() -> None:
+def test_padding_fills_up_rows_and_leaves_shape_and_missing_tensors_unchanged() -> None:
     spec = ModelSpec((SHAPE, ROWS, OPTIONAL), (TensorSpec("x", "FP32", (2,)),), batched=True)
     seen = Seen(lambda inputs: [inputs[1]])
 
@@ -208,7 +208,7 @@ def test_padding_fills_up_rows_and_leaves_shape_and_missing_tensors_alone() -> N
     assert results == [[floats(1, 2).tolist()]]
 
 
-def test_padding_a_batch_that_is_not_made_of_rows_does_nothing() -> None:
+def test_padding_a_batch_without_rows_does_nothing() -> None:
     seen = Seen()
 
     execute(SCATTER, [(floats(1, 2),)], seen, padded_rows=8)
@@ -216,7 +216,7 @@ def test_padding_a_batch_that_is_not_made_of_rows_does_nothing() -> None:
     assert seen.inputs[0].shape == (2,)
 
 
-def test_padding_beside_a_ragged_input_does_nothing_to_others_either() -> None:
+def test_padding_beside_a_ragged_input_leaves_other_inputs_unchanged_too() -> None:
     spec = ModelSpec((RAGGED, ROWS), (ROWS,), batched=True)
     seen = Seen(lambda inputs: [inputs[1]])
 
@@ -236,7 +236,7 @@ def test_missing_inputs_stay_missing_and_given_ones_are_stacked() -> None:
     assert seen.inputs[0].tolist() == floats(2, 2).tolist()
 
 
-def test_missing_in_some_requests_of_a_batch_is_an_error() -> None:
+def test_input_missing_in_only_some_requests_of_a_batch_is_an_error() -> None:
     spec = ModelSpec((OPTIONAL, ROWS), (TensorSpec("x", "FP32", (2,)),), batched=True)
 
     message = failure(spec, [(MISSING, floats(1, 2)), (floats(1, 2), floats(1, 2))], list)
@@ -244,7 +244,7 @@ def test_missing_in_some_requests_of_a_batch_is_an_error() -> None:
     assert message == "requests of one batch don't fit together: input 'o' is missing in 1 of 2"
 
 
-def test_missing_output_is_missing_in_each_result_if_it_may_be() -> None:
+def test_missing_output_is_missing_in_each_result_if_it_is_optional() -> None:
     spec = ModelSpec((OPTIONAL, ROWS), (TensorSpec("x", "FP32", (2,), optional=True), ROWS), batched=True)
 
     results = execute(spec, [(MISSING, floats(1, 2)), (MISSING, floats(1, 2))], list)
@@ -255,7 +255,7 @@ def test_missing_output_is_missing_in_each_result_if_it_may_be() -> None:
     )
 
 
-def test_optional_input_of_a_spec_without_batch_axis_takes_one_request_whole() -> None:
+def test_optional_input_without_batch_axis_is_served_one_request_at_a_time() -> None:
     spec = ModelSpec((OPTIONAL,), (TensorSpec("x", "FP32", (3,)),))
 
     assert execute(spec, [(MISSING,)], lambda inputs: [floats(3)]) == [[[0, 1, 2]]]
@@ -263,12 +263,12 @@ def test_optional_input_of_a_spec_without_batch_axis_takes_one_request_whole() -
         batch_runner(spec)([(MISSING,)] * 2, list, 0)
 
 
-def test_no_request_is_the_callers_mistake() -> None:
+def test_batch_without_requests_is_a_value_error() -> None:
     with pytest.raises(ValueError, match="expected one or more requests, got 0"):
         batch_runner(SCATTER)([], list, 0)
 
 
-def test_rows_are_read_off_the_first_input_given_that_has_a_batch_axis() -> None:
+def test_rows_are_counted_in_the_first_given_input_with_a_batch_axis() -> None:
     spec = ModelSpec((SHAPE, OPTIONAL, ROWS), (ROWS,), batched=True)
     shape = np.array([1, 2])
 

@@ -24,12 +24,12 @@ def test_backend_identity_is_the_one_in_memory() -> None:
 
 
 @pytest.mark.parametrize("name", BACKENDS)
-def test_backend_each_listed_name_makes_one(name: str) -> None:
+def test_backend_exists_for_each_listed_name(name: str) -> None:
     assert backend(name) is not None
 
 
 @pytest.mark.parametrize("name", ["tensorrt", "tensorrt_plan", "pytorch", "", "ONNXRUNTIME"])
-def test_backend_unknown_name_lists_the_known(name: str) -> None:
+def test_backend_unknown_name_lists_the_known_ones(name: str) -> None:
     with pytest.raises(LoadError, match=f"expected one of identity, onnxruntime, python, got '{name}'"):
         backend(name)
 
@@ -37,7 +37,7 @@ def test_backend_unknown_name_lists_the_known(name: str) -> None:
 @pytest.mark.parametrize(
     "module", ["backends.memory", "backends.batching", "backends.registry", "backends.onnx.options"]
 )
-def test_import_of_anything_but_onnx_leaves_onnxruntime_alone(module: str) -> None:
+def test_import_of_modules_that_run_no_onnx_model_does_not_import_onnxruntime(module: str) -> None:
     code = f"import sys, {module}; sys.exit('onnxruntime' in sys.modules)"
 
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False, timeout=60).returncode == 0

@@ -1,4 +1,4 @@
-"""Memory for outputs, which the slots of an instance share."""
+"""The pool of memory for outputs, which the slots of an instance share."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ BYTE = np.dtype(np.uint8)
 
 
 class Size(int):
-    """So many bytes; `on_compare` is called when they are compared with others."""
+    """A number of bytes; `on_compare` is called when it is compared with another."""
 
     on_compare: Callable[[], None]
 
@@ -25,7 +25,7 @@ class Size(int):
 
 
 class Block:
-    """Memory of the host. `on_look` is called when somebody asks for its size."""
+    """Host memory. `on_look` is called when its size is read."""
 
     def __init__(self, size_bytes: int, on_look: Callable[[], None]) -> None:
         self._memory = HostAccelerator().host_memory(size_bytes)
@@ -41,11 +41,11 @@ class Block:
         return self._memory.size_bytes
 
 
-def test_lease_is_large_enough_though_a_smaller_one_grows_the_pool_at_the_same_time() -> None:
+def test_lease_is_large_enough_even_if_a_smaller_one_grows_the_pool_at_the_same_time() -> None:
     has_read, has_grown, other_is_done = (threading.Event() for _ in range(3))
 
     def on_look() -> None:
-        """The larger one has grown the pool, and finds that what is free is too small."""
+        """The larger lease has grown the pool, and finds that the free memory is too small."""
         if has_read.is_set():
             has_grown.set()
             assert other_is_done.wait(30)
@@ -54,7 +54,7 @@ def test_lease_is_large_enough_though_a_smaller_one_grows_the_pool_at_the_same_t
         return Block(size_bytes, on_look)
 
     def on_compare() -> None:
-        """The smaller one has seen how large the pool is."""
+        """The smaller lease has read how large the pool is."""
         has_read.set()
         assert has_grown.wait(30)
 

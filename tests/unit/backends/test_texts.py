@@ -51,6 +51,6 @@ def test_decode_texts_strided_view_keeps_the_order() -> None:
     assert decode_texts(view, "INPUT0").tolist() == [["a", "c"], ["b", "d"]]
 
 
-def test_decode_texts_bytes_that_are_not_utf8_name_the_input() -> None:
+def test_decode_texts_invalid_utf8_is_an_error_naming_the_input() -> None:
     with pytest.raises(ExecutionError, match=r"input 'NAME': expected UTF-8, got b'\\xff'"):
         decode_texts(_objects([b"fine", b"\xff"], (2,)), "NAME")

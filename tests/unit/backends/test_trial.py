@@ -1,4 +1,5 @@
-"""Whether rows can be stacked, by trying: models that only look like it are told from those that are meant so."""
+"""Trial runs that find out whether rows can be stacked: models that only look like it are told apart from those for
+which it is true."""
 
 from __future__ import annotations
 
@@ -49,7 +50,7 @@ def trial(folder: Path, model: onnx.ModelProto) -> Trial:
     ],
     ids=lambda model: "",
 )
-def test_try_rows_that_have_nothing_to_do_with_each_other_finds_nothing(tmp_path: Path, model: onnx.ModelProto) -> None:
+def test_try_rows_accepts_models_with_independent_rows(tmp_path: Path, model: onnx.ModelProto) -> None:
     assert trial(tmp_path, model).why_not == ""
 
 
@@ -63,11 +64,11 @@ def test_try_rows_that_have_nothing_to_do_with_each_other_finds_nothing(tmp_path
     ],
     ids=["softmax", "cumulate", "compare", "reshape"],
 )
-def test_try_rows_that_depend_on_each_other_are_told(tmp_path: Path, model: onnx.ModelProto, text: str) -> None:
+def test_try_rows_reports_rows_that_depend_on_each_other(tmp_path: Path, model: onnx.ModelProto, text: str) -> None:
     assert trial(tmp_path, model).why_not.startswith(text)
 
 
-def test_try_rows_where_no_process_can_be_had_tries_them_here(
+def test_try_rows_runs_in_the_servers_process_if_no_other_can_be_started(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def refuse(_: object) -> OwnProcessSession:
@@ -79,8 +80,8 @@ def test_try_rows_where_no_process_can_be_had_tries_them_here(
     assert "model 'm' is tried in the server's own process, as no other can be had: no more processes" in caplog.text
 
 
-def test_try_rows_leaves_nothing_of_a_closed_model_to_the_garbage_collector(tmp_path: Path) -> None:
-    """A session has the weights, in memory or on a device."""
+def test_try_rows_leaves_no_session_of_a_closed_model_to_the_garbage_collector(tmp_path: Path) -> None:
+    """A session holds the weights, in memory or on a device."""
 
     def sessions() -> int:
         return sum(isinstance(one, ort.InferenceSession) for one in gc.get_objects())
@@ -95,7 +96,7 @@ def test_try_rows_leaves_nothing_of_a_closed_model_to_the_garbage_collector(tmp_
         gc.enable()
 
 
-def test_try_rows_where_batches_are_staged_leaves_the_session_as_it_was(tmp_path: Path) -> None:
+def test_try_rows_with_staged_batches_leaves_the_session_usable(tmp_path: Path) -> None:
     source = ModelSource("m", models.write(models.over_rows("cumulate"), tmp_path / "model.onnx"), cuda_graphs=True)
     opened = OnnxBackend(accelerators=lambda device: HostAccelerator()).open(source, Device())
     tried = opened.try_rows()
@@ -108,7 +109,7 @@ def test_try_rows_where_batches_are_staged_leaves_the_session_as_it_was(tmp_path
     opened.close()
 
 
-def test_try_rows_of_an_output_with_rows_of_its_own_number_is_told() -> None:
+def test_try_rows_reports_an_output_with_another_number_of_rows() -> None:
     def find(inputs: Tensors) -> Tensors:
         return [np.repeat(inputs[0], 3, axis=0)]
 
@@ -117,7 +118,7 @@ def test_try_rows_of_an_output_with_rows_of_its_own_number_is_told() -> None:
 
 @pytest.mark.parametrize("distance", range(1, 8))
 @pytest.mark.parametrize("ahead", [False, True], ids=["behind", "ahead"])
-def test_try_rows_that_look_at_others_further_away_are_told(distance: int, ahead: bool) -> None:
+def test_try_rows_reports_rows_that_depend_on_others_further_away(distance: int, ahead: bool) -> None:
     def look(inputs: Tensors) -> Tensors:
         (rows,) = inputs
         step = -1 if ahead else 1
@@ -129,7 +130,7 @@ def test_try_rows_that_look_at_others_further_away_are_told(distance: int, ahead
     assert found.why_not.startswith("output 'x' of a row depends on ")
 
 
-def test_try_rows_that_fail_for_many_are_told() -> None:
+def test_try_rows_reports_models_that_fail_for_many_rows() -> None:
     def few(inputs: Tensors) -> Tensors:
         if len(inputs[0]) > 4:
             raise ExecutionError("too many")
@@ -138,7 +139,7 @@ def test_try_rows_that_fail_for_many_are_told() -> None:
     assert try_rows(SPEC, few).why_not == "it runs with one row and fails with 8 rows: too many"
 
 
-def test_try_rows_too_large_for_many_are_tried_two_at_a_time() -> None:
+def test_try_rows_tries_large_rows_at_most_two_at_a_time() -> None:
     sizes: list[int] = []
 
     def run(inputs: Tensors) -> Tensors:
@@ -166,10 +167,10 @@ def _before(rows: Array) -> Array:
 @pytest.mark.parametrize("datatype", ["FP32", "BF16", "UINT8", "INT64", "BOOL"])
 @pytest.mark.parametrize("size", [1, 3, 10_000])
 @pytest.mark.parametrize("mix", [_by_all, _position, _before, np.flipud])
-def test_try_rows_that_are_mixed_are_told_however_much_rows_are_alike(
+def test_try_rows_reports_rows_that_are_mixed_however_similar_they_are(
     datatype: str, size: int, mix: Callable[[Array], Array]
 ) -> None:
-    """Normalized by all of a batch, say, for which rows of many random numbers are all the same."""
+    """Normalized over the batch, say: for that, rows of many random numbers are all the same."""
     spec = ModelSpec((TensorSpec("a", datatype, (-1, size)),), (TensorSpec("x", "FP32", (-1, size)),))
 
     def run(inputs: Tensors) -> Tensors:
@@ -179,7 +180,7 @@ def test_try_rows_that_are_mixed_are_told_however_much_rows_are_alike(
     assert try_rows(spec, run).why_not == "output 'x' of a row depends on the row beside it"
 
 
-def test_try_rows_that_are_looked_up_in_each_other_are_told_although_there_is_no_second_one_to_find() -> None:
+def test_try_rows_reports_rows_looked_up_in_each_other_although_index_1_fails_for_a_single_row() -> None:
     spec = ModelSpec((TensorSpec("rows", "FP32", (-1, 2)), TensorSpec("which", "INT64", (-1,))), SPEC.outputs)
 
     def look_up(inputs: Tensors) -> Tensors:
@@ -191,21 +192,21 @@ def test_try_rows_that_are_looked_up_in_each_other_are_told_although_there_is_no
     assert try_rows(spec, look_up).why_not == "output 'x' of a row depends on the row beside it"
 
 
-def test_try_rows_that_round_otherwise_in_company_is_not_held_against_them() -> None:
+def test_try_rows_accepts_rows_that_are_rounded_differently_in_a_batch() -> None:
     def run(inputs: Tensors) -> Tensors:
         return [inputs[0] * np.float32(1 + 0.01 * (len(inputs[0]) > 1))]
 
     assert try_rows(SPEC, run).why_not == ""
 
 
-def test_try_rows_whose_results_are_nothing_but_rounding_says_nothing() -> None:
+def test_try_rows_accepts_results_that_are_only_rounding_errors() -> None:
     def run(inputs: Tensors) -> Tensors:
         return [inputs[0] * np.float32(1e-7 * (-1) ** len(inputs[0]))]
 
     assert try_rows(SPEC, run).why_not == ""
 
 
-def test_try_rows_that_are_no_numbers_in_company_alone_is_told() -> None:
+def test_try_rows_reports_results_that_are_nan_only_in_a_batch() -> None:
     def run(inputs: Tensors) -> Tensors:
         return [inputs[0] if len(inputs[0]) == 1 else inputs[0] * np.nan]
 
@@ -219,7 +220,7 @@ UNTRIED = "it isn't known whether its rows depend on each other, as it accepts n
     ("counts", "error"),
     [((1, 8), ExecutionError("no such word")), ((1,), OutOfMemory("full")), ((2,), OutOfMemory("full"))],
 )
-def test_try_rows_that_takes_nothing_made_up_says_so(counts: tuple[int, ...], error: ExecutionError) -> None:
+def test_try_rows_reports_models_that_accept_no_made_up_inputs(counts: tuple[int, ...], error: ExecutionError) -> None:
     def run(inputs: Tensors) -> Tensors:
         if len(inputs[0]) in counts:
             raise error
@@ -228,12 +229,12 @@ def test_try_rows_that_takes_nothing_made_up_says_so(counts: tuple[int, ...], er
     assert try_rows(SPEC, run) == Trial(SPEC, UNTRIED % error)
 
 
-def test_try_rows_that_would_be_too_large_are_untried(tmp_path: Path) -> None:
+def test_try_rows_does_not_try_rows_that_would_be_too_large(tmp_path: Path) -> None:
     assert trial(tmp_path, models.identity(dims=("batch", 1 << 40))).why_not == UNTRIED % "they would be too large"
 
 
 @pytest.mark.parametrize("fatal", [1, 2, 8])
-def test_try_rows_that_end_the_process_say_so(fatal: int) -> None:
+def test_try_rows_reports_models_that_end_the_process(fatal: int) -> None:
     def run(inputs: Tensors) -> Tensors:
         if len(inputs[0]) == fatal:
             raise ProcessError("it was killed")
@@ -242,7 +243,7 @@ def test_try_rows_that_end_the_process_say_so(fatal: int) -> None:
     assert try_rows(SPEC, run) == Trial(SPEC, "it was killed", deadly=True)
 
 
-def test_try_rows_where_memory_runs_out_for_longer_ones_is_what_was_seen_until_then() -> None:
+def test_try_rows_keeps_its_finding_if_memory_runs_out_for_longer_rows() -> None:
     def run(inputs: Tensors) -> Tensors:
         if inputs[0].shape[1] > 1 or inputs[0].max() > 100:
             raise OutOfMemory("full")
@@ -254,8 +255,8 @@ def test_try_rows_where_memory_runs_out_for_longer_ones_is_what_was_seen_until_t
 
 @pytest.mark.parametrize("small", [1e-3, 1.0])
 @pytest.mark.parametrize("large", [10.0, 1e4])
-def test_try_rows_that_are_mixed_in_small_numbers_are_told_beside_large_ones(small: float, large: float) -> None:
-    """Probabilities beside places in an image."""
+def test_try_rows_reports_mixed_small_numbers_beside_large_ones(small: float, large: float) -> None:
+    """Probabilities beside coordinates in an image, say."""
 
     def run(inputs: Tensors) -> Tensors:
         mixed = np.exp(inputs[0]) / np.exp(inputs[0]).sum(axis=0)
@@ -265,8 +266,8 @@ def test_try_rows_that_are_mixed_in_small_numbers_are_told_beside_large_ones(sma
     assert try_rows(wider, run).why_not == "output 'x' of a row depends on the row beside it"
 
 
-def test_try_rows_that_quantize_by_the_largest_number_of_all_are_told() -> None:
-    """Not by what they are off beside a row of about their size, but by what is left of them beside a large one."""
+def test_try_rows_reports_quantization_by_the_largest_number_of_the_batch() -> None:
+    """Their errors beside a row of about their size don't show it, but what is left of them beside a large one does."""
     spec = ModelSpec((TensorSpec("a", "FP32", (-1, 5)),), (TensorSpec("x", "FP32", (-1, 5)),))
 
     def run(inputs: Tensors) -> Tensors:
@@ -279,8 +280,8 @@ def test_try_rows_that_quantize_by_the_largest_number_of_all_are_told() -> None:
 
 @pytest.mark.parametrize("datatype", ["FP16", "FP32", "BF16", "FP64"])
 @pytest.mark.parametrize("window", [1, 400])
-def test_try_rows_that_are_clipped_by_the_loudest_of_all_are_told(datatype: str, window: int) -> None:
-    """Spectrograms of sounds are, at 80 dB below it."""
+def test_try_rows_reports_clipping_relative_to_the_loudest_row(datatype: str, window: int) -> None:
+    """As spectrograms of sounds are, at 80 dB below it."""
 
     def run(inputs: Tensors) -> Tensors:
         (rows,) = inputs
@@ -295,7 +296,7 @@ def test_try_rows_that_are_clipped_by_the_loudest_of_all_are_told(datatype: str,
     assert try_rows(spec, run).why_not == "output 'x' of a row depends on the row beside it"
 
 
-def test_try_rows_of_which_none_may_be_large_are_judged_by_the_others() -> None:
+def test_try_rows_judges_by_small_numbers_if_large_ones_are_refused() -> None:
     def run(inputs: Tensors) -> Tensors:
         if np.abs(inputs[0]).max() > 100:
             raise ExecutionError("out of range")
@@ -304,7 +305,7 @@ def test_try_rows_of_which_none_may_be_large_are_judged_by_the_others() -> None:
     assert try_rows(SPEC, run) == Trial(SPEC)
 
 
-def test_try_rows_that_are_mixed_by_sign_or_size_are_told() -> None:
+def test_try_rows_reports_rows_that_are_mixed_by_sign_or_size() -> None:
     def by_sign(inputs: Tensors) -> Tensors:
         return [inputs[0] if inputs[0].sum() > 0 else 2 * inputs[0]]
 
@@ -317,7 +318,7 @@ def test_try_rows_that_are_mixed_by_sign_or_size_are_told() -> None:
 
 @pytest.mark.parametrize("columns", [4, 16, 64])
 @pytest.mark.parametrize("projected", [False, True])
-def test_try_rows_that_attend_to_each_other_are_told(columns: int, projected: bool) -> None:
+def test_try_rows_reports_rows_that_attend_to_each_other(columns: int, projected: bool) -> None:
     spec = ModelSpec((TensorSpec("a", "FP32", (-1, columns)),), (TensorSpec("x", "FP32", (-1, columns)),))
     random = np.random.default_rng(0)
     for _ in range(10):
@@ -334,14 +335,14 @@ def test_try_rows_that_attend_to_each_other_are_told(columns: int, projected: bo
         assert try_rows(spec, attend).why_not == "output 'x' of a row depends on the row beside it"
 
 
-def test_try_rows_where_negative_numbers_lead_nowhere_are_tried_without() -> None:
+def test_try_rows_tries_without_negative_numbers_if_they_give_nan() -> None:
     with np.errstate(invalid="ignore"):
         tried = try_rows(SPEC, lambda inputs: [np.cumsum(np.sqrt(inputs[0]), axis=0)])
     assert tried.why_not == "output 'x' of a row depends on the row beside it"
 
 
 @pytest.mark.parametrize("free", [1, 20])
-def test_try_rows_that_are_steps_of_which_it_takes_several_are_told(free: int) -> None:
+def test_try_rows_reports_dependent_rows_of_models_that_require_several_at_a_time(free: int) -> None:
     def run(inputs: Tensors) -> Tensors:
         if len(inputs[0]) < 5 or inputs[0].shape[1] < free:
             raise ExecutionError("the window is longer than the input")
@@ -351,7 +352,7 @@ def test_try_rows_that_are_steps_of_which_it_takes_several_are_told(free: int) -
     assert try_rows(spec, run).why_not == "output 'x' of a row depends on the row beside it"
 
 
-def test_try_rows_that_are_mixed_where_they_are_longer_are_told() -> None:
+def test_try_rows_reports_mixing_that_only_longer_rows_show() -> None:
     def run(inputs: Tensors) -> Tensors:
         rows = inputs[0].copy()
         rows[:, 1:] += inputs[0][:, 1:].sum(axis=0)
@@ -361,7 +362,7 @@ def test_try_rows_that_are_mixed_where_they_are_longer_are_told() -> None:
     assert try_rows(spec, run).why_not == "output 'x' of a row depends on the row beside it"
 
 
-def test_try_rows_whose_words_are_of_a_least_length_are_stacked() -> None:
+def test_try_rows_accepts_models_that_require_a_minimum_length() -> None:
     def run(inputs: Tensors) -> Tensors:
         if inputs[0].shape[1] < 16:
             raise ExecutionError("too short")
@@ -371,7 +372,7 @@ def test_try_rows_whose_words_are_of_a_least_length_are_stacked() -> None:
     assert try_rows(spec, run) == Trial(spec)
 
 
-def test_try_rows_that_draws_lots_says_nothing_of_those_and_of_others_what_was_seen() -> None:
+def test_try_rows_ignores_random_outputs_and_judges_the_others() -> None:
     lots = np.random.default_rng(0)
     spec = replace(SPEC, outputs=(*SPEC.outputs, TensorSpec("y", "FP32", (-1, 2))))
 
@@ -384,8 +385,8 @@ def test_try_rows_that_draws_lots_says_nothing_of_those_and_of_others_what_was_s
 
 @pytest.mark.parametrize("error", [ExecutionError("no second time"), OutOfMemory("full")], ids=["refused", "memory"])
 @pytest.mark.parametrize("loud", [False, True])
-def test_try_rows_that_depend_on_each_other_and_do_not_run_again_are_told(error: ExecutionError, loud: bool) -> None:
-    """`loud`: that is seen only where rows are most unlike."""
+def test_try_rows_reports_dependent_rows_that_fail_when_run_again(error: ExecutionError, loud: bool) -> None:
+    """`loud`: the dependence shows only in extremely different rows."""
     mixed = False
 
     def run(inputs: Tensors) -> Tensors:
@@ -400,7 +401,7 @@ def test_try_rows_that_depend_on_each_other_and_do_not_run_again_are_told(error:
     assert try_rows(SPEC, run).why_not == "output 'x' of a row depends on the row beside it"
 
 
-def test_try_rows_that_depend_on_each_other_and_end_the_process_when_they_run_again_say_so() -> None:
+def test_try_rows_reports_dependent_rows_that_end_the_process_when_run_again() -> None:
     alone = 0
 
     def run(inputs: Tensors) -> Tensors:
@@ -413,7 +414,7 @@ def test_try_rows_that_depend_on_each_other_and_end_the_process_when_they_run_ag
     assert try_rows(SPEC, run) == Trial(SPEC, "it was killed", deadly=True)
 
 
-def test_try_rows_of_an_output_whose_rank_depends_on_them_tells_that_it_may_have_any() -> None:
+def test_try_rows_finds_that_an_output_may_have_any_rank_if_it_depends_on_the_rows() -> None:
     tried = try_rows(SPEC, lambda inputs: [inputs[0].squeeze()])
     assert [tensor.any_rank for tensor in tried.spec.outputs] == [True]
     assert tried.why_not == "output 'x' has shape [2] for one row and [2, 2] for two"
@@ -423,7 +424,7 @@ def test_try_rows_of_an_output_whose_rank_depends_on_them_tells_that_it_may_have
     ("said", "seen"),
     [((1, 3), (-1, 3)), ((2, 3), (-1, 3)), (("batch", 4), (-1, -1)), (("batch", 3), (-1, 3))],
 )
-def test_try_rows_tells_dims_of_outputs_as_they_were_seen(
+def test_try_rows_reports_the_dims_of_outputs_as_observed(
     tmp_path: Path, said: models.Dims, seen: tuple[int, ...]
 ) -> None:
     tried = trial(tmp_path, models.claims(said))
@@ -431,20 +432,20 @@ def test_try_rows_tells_dims_of_outputs_as_they_were_seen(
     assert tried.why_not == ""
 
 
-def test_try_rows_of_an_output_of_unknown_rank_tells_it() -> None:
+def test_try_rows_finds_the_rank_of_an_output_if_it_is_unknown() -> None:
     tried = try_rows(replace(SPEC, outputs=(TensorSpec("x", "FP32", ()),)), list)
     assert [tensor.dims for tensor in tried.spec.outputs] == [(-1, -1)]
     assert tried.why_not == ""
 
 
-def test_try_rows_where_there_are_none_runs_once_for_the_dims_alone(tmp_path: Path) -> None:
+def test_try_rows_of_an_unbatched_model_finds_only_the_dims(tmp_path: Path) -> None:
     unbatched = trial(tmp_path, models.add_sub("FP32", batched=False))
     assert [tensor.dims for tensor in unbatched.spec.outputs] == [(16,), (16,)]
     assert unbatched.why_not == ""
 
 
 @pytest.mark.parametrize("datatype", ["FP32", "BF16", "INT64", "BYTES"])
-def test_try_rows_of_a_scalar_runs_it_with_an_array_without_axes(datatype: str) -> None:
+def test_try_rows_passes_a_scalar_as_an_array_without_axes(datatype: str) -> None:
     seen: list[Array] = []
 
     def run(inputs: Tensors) -> Tensors:
@@ -455,6 +456,6 @@ def test_try_rows_of_a_scalar_runs_it_with_an_array_without_axes(datatype: str) 
     assert [(type(array), array.shape) for array in seen] == [(np.ndarray, ())]
 
 
-def test_try_rows_leaves_optional_inputs_to_the_model(tmp_path: Path) -> None:
+def test_try_rows_leaves_optional_inputs_optional(tmp_path: Path) -> None:
     tried = trial(tmp_path, models.with_default(batched=True))
     assert [tensor.optional for tensor in tried.spec.inputs] == [False, True]

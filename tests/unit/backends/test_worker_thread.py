@@ -1,4 +1,4 @@
-"""A thread that is known before it has its work."""
+"""A thread that can be used before it gets its long-running work."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.polling import eventually
 from tests.rlimits import without_threads
 
 
-def test_all_functions_run_on_one_thread_that_takes_the_name_of_its_work() -> None:
+def test_all_functions_run_on_one_thread_that_is_named_after_its_work() -> None:
     home = WorkerThread()
     first = home.call(threading.current_thread)
     seen: SimpleQueue[threading.Thread] = SimpleQueue()
@@ -24,7 +24,7 @@ def test_all_functions_run_on_one_thread_that_takes_the_name_of_its_work() -> No
     assert not first.is_alive()
 
 
-def test_call_raises_what_the_function_does_and_the_thread_goes_on() -> None:
+def test_call_raises_what_the_function_raises_and_the_thread_keeps_running() -> None:
     home = WorkerThread()
     thread = home.call(threading.current_thread)
     with pytest.raises(ZeroDivisionError):
@@ -33,7 +33,7 @@ def test_call_raises_what_the_function_does_and_the_thread_goes_on() -> None:
     home.close()
 
 
-def test_call_for_which_there_is_no_thread_raises_and_the_next_one_runs() -> None:
+def test_call_raises_if_no_thread_can_be_started_and_the_next_one_runs() -> None:
     home = WorkerThread()
     with without_threads(), pytest.raises(RuntimeError, match="can't start new thread"):
         home.submit(int)
@@ -41,7 +41,7 @@ def test_call_for_which_there_is_no_thread_raises_and_the_next_one_runs() -> Non
     home.close()
 
 
-def test_close_lets_what_runs_end_first() -> None:
+def test_close_lets_running_work_end_first() -> None:
     home = WorkerThread()
     gate, done = threading.Event(), threading.Event()
 
@@ -57,6 +57,6 @@ def test_close_lets_what_runs_end_first() -> None:
 
 
 def test_close_without_work_starts_no_thread() -> None:
-    before = {*threading.enumerate()}  # of which some may end meanwhile
+    before = {*threading.enumerate()}  # some of them may end meanwhile
     WorkerThread().close()
     assert {*threading.enumerate()} <= before

@@ -1,4 +1,4 @@
-"""A small summary for tests of what is made of summaries."""
+"""A small summary for tests of the code that uses summaries."""
 
 from __future__ import annotations
 

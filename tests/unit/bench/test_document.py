@@ -13,7 +13,7 @@ from tests.unit.bench.findings import section, summary
 FOUND = summary(section("a", ratio=0.5), section("b", plot=True))
 
 
-def test_markdown_has_missed_before_reached_before_what_was_not_measured() -> None:
+def test_markdown_has_missed_bounds_before_reached_ones_before_those_not_measured() -> None:
     made = markdown(FOUND, "figures")
     places = [
         made.index(one)
@@ -33,7 +33,7 @@ def test_markdown_has_missed_before_reached_before_what_was_not_measured() -> No
     assert places == sorted(places)
 
 
-def test_markdown_says_machine_conditions_and_no_date_unless_one_is_given() -> None:
+def test_markdown_states_machine_and_conditions_and_a_date_only_if_given() -> None:
     made = markdown(FOUND, "figures")
     assert "- a processor, 2 cores, a system, load average before: 0.1" in made
     assert "3 rounds of 1 s each, 0.5 s of warm-up before, load from bench.load" in made
@@ -41,13 +41,13 @@ def test_markdown_says_machine_conditions_and_no_date_unless_one_is_given() -> N
     assert "- Measured: one day\n" in markdown(replace(FOUND, date="one day"), "figures")
 
 
-def test_markdown_shows_pictures_of_those_that_have_one() -> None:
+def test_markdown_shows_figures_only_of_sections_with_a_plot() -> None:
     made = markdown(FOUND, "figures")
     assert "(figures/b.svg)" in made
     assert "(figures/a.svg)" not in made
 
 
-def test_markdown_of_what_was_read_is_the_same() -> None:
+def test_markdown_is_the_same_after_dump_and_load() -> None:
     assert markdown(load(dump(FOUND)), "figures") == markdown(FOUND, "figures")
 
 
@@ -57,7 +57,7 @@ def test_markdown_cells_hold_no_line_breaks() -> None:
     assert "| A tiny model | requests/s / a rival | one two / three |" in markdown(summary(broken), "figures")
 
 
-def test_draw_latency_of_equal_results_is_an_equal_file(tmp_path: Path) -> None:
+def test_draw_latency_of_equal_results_makes_equal_files(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     for name in ("one.svg", "two.svg"):
         figures.draw_latency(section(plot=True), tmp_path / name)
@@ -66,8 +66,8 @@ def test_draw_latency_of_equal_results_is_an_equal_file(tmp_path: Path) -> None:
     assert drawn == (tmp_path / "two.svg").read_text()
 
 
-def test_committed_documents_are_what_the_committed_results_make() -> None:
-    """One for each machine; neither may change without the other."""
+def test_committed_documents_match_the_committed_results() -> None:
+    """One pair for each machine; neither may change without the other."""
     kept = sorted(RESULTS.parent.glob(f"{RESULTS.stem}*.json"))
     assert RESULTS in kept
     for results in kept:

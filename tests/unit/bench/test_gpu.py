@@ -1,4 +1,4 @@
-"""What `bench.gpu` says of what fails."""
+"""How `bench.gpu` and its load generators report failures."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from bench.steps import BenchError
     ],
     ids=["long", "empty", "endless"],
 )
-def test_reason_is_the_last_lines_and_both_ends_of_them(text: str, told: str) -> None:
+def test_reason_is_the_last_lines_or_only_both_ends_if_they_are_long(text: str, told: str) -> None:
     reason = _reason(BenchError(text))
     assert len(reason) < 1300
     assert re.fullmatch(told, reason)
 
 
-def test_load_that_ends_before_it_has_begun_is_not_said_to_be_late(tmp_path: Path) -> None:
+def test_load_that_ends_before_it_begins_is_not_reported_as_late(tmp_path: Path) -> None:
     with pytest.raises(BenchError, match=r"^bench\.load ended$"):
         LoadGenerators(1, 1, 1, False).send("127.0.0.1:1", tmp_path / "no request", 0.1, 0.1)

@@ -1,4 +1,4 @@
-"""Memory that is left on a GPU, on a stand-in for the driver."""
+"""Exported GPU memory, with a stand-in for the driver."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from bench.gpu_memory import export
 from tests.cuda import stand_in
 
 
-def test_export_is_what_the_handle_opens(tmp_path: Path) -> None:
+def test_exported_memory_is_opened_by_its_handle(tmp_path: Path) -> None:
     driver = stand_in.build(tmp_path)
     array = np.arange(1000, dtype=np.float32)
     exported = export(array, lambda name: driver)

@@ -1,4 +1,4 @@
-"""The benchmark of handing requests over still runs, whatever became of what it drives."""
+"""The benchmark of handing requests over still works with the code that it drives."""
 
 from __future__ import annotations
 

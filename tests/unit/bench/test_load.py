@@ -18,7 +18,7 @@ from tests.harness import REPO
 
 @pytest.fixture
 async def target() -> AsyncIterator[str]:
-    """A server that answers with the request, and refuses b"no"."""
+    """A server that answers with the request, but refuses b"no"."""
 
     async def answer(request: bytes, context: Any) -> bytes:
         if request == b"no":
@@ -50,7 +50,7 @@ async def test_drive_counts_answers_and_ends(target: str) -> None:
     assert found["p50_ms"] <= found["p90_ms"] <= found["p99_ms"]
 
 
-async def test_load_that_is_to_wait_is_ready_and_begins_when_it_is_told(target: str, tmp_path: Path) -> None:
+async def test_waiting_load_reports_ready_and_begins_when_told_to(target: str, tmp_path: Path) -> None:
     process = await waiting(target, tmp_path)
     said, _ = await process.communicate(b"begin\n")
     found = json.loads(said)
@@ -58,14 +58,14 @@ async def test_load_that_is_to_wait_is_ready_and_begins_when_it_is_told(target: 
     assert found["errors"] == {}
 
 
-async def test_load_that_nobody_will_tell_to_begin_ends(target: str, tmp_path: Path) -> None:
+async def test_waiting_load_ends_when_its_input_is_closed(target: str, tmp_path: Path) -> None:
     process = await waiting(target, tmp_path)
     assert await process.communicate(b"") == (b"", None)
     assert process.returncode == 0
 
 
 async def waiting(target: str, folder: Path) -> asyncio.subprocess.Process:
-    """A load process that is ready."""
+    """A load process that has reported that it is ready, and waits."""
     (folder / "request").write_bytes(b"one")
     command = [sys.executable, "-m", "bench.load", "--wait", target, str(folder / "request"), "--seconds", "0.1"]
     pipes = {"stdin": asyncio.subprocess.PIPE, "stdout": asyncio.subprocess.PIPE}

@@ -13,7 +13,7 @@ from bench.open_loop import Plan, drive, schedule_s
 
 @pytest.fixture
 async def target() -> AsyncIterator[str]:
-    """A server that answers with the request, never with b"never"."""
+    """A server that answers with the request, but never answers b"never"."""
 
     async def answer(request: bytes, context: Any) -> bytes:
         if request == b"never":
@@ -39,19 +39,19 @@ def test_schedule_has_the_rate_and_depends_on_the_seed_alone() -> None:
     assert times_s[-1] < 10
 
 
-async def test_drive_counts_what_was_sent_after_the_warm_up(target: str) -> None:
+async def test_drive_counts_requests_sent_after_the_warm_up(target: str) -> None:
     plan = Plan(target, (b"a",), per_s=200, deadline_s=30, seconds=0.3, warmup_s=0.1)
     found = await drive(plan)
     assert found["ok"] == found["offered"] == sum(at_s >= 0.1 for at_s in schedule_s(plan)) > 0
     assert found["errors"] == {}
 
 
-async def test_drive_counts_what_is_not_answered_in_time_as_an_error(target: str) -> None:
+async def test_drive_counts_requests_not_answered_in_time_as_errors(target: str) -> None:
     found = await drive(Plan(target, (b"never",), per_s=100, deadline_s=0.05, seconds=0.2, warmup_s=0.0))
     assert found["errors"] == {"DEADLINE_EXCEEDED": found["offered"]}
 
 
-def test_schedule_has_one_that_counts_even_if_the_next_is_due_later() -> None:
+def test_schedule_has_one_request_that_counts_even_if_it_is_due_after_the_end() -> None:
     plan = Plan("nowhere", (b"",), per_s=0.5, deadline_s=1.0, seconds=0.01, warmup_s=0.01)
     (only,) = schedule_s(plan)
     assert only > 0.02

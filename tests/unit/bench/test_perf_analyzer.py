@@ -35,7 +35,7 @@ def test_read_finds_rate_percentiles_in_milliseconds_and_answers() -> None:
 
 
 @pytest.mark.parametrize(("report", "said"), [(HEAD, SAID), ("", SAID), (REPORT, "nothing")])
-def test_read_of_no_result_fails_and_says_what_it_said(report: str, said: str) -> None:
+def test_read_without_a_result_fails_and_quotes_the_output(report: str, said: str) -> None:
     with pytest.raises(FailedError, match=said.splitlines()[-1].strip()):
         read(report, said)
 
@@ -53,7 +53,7 @@ def test_arguments_follow_the_side() -> None:
     assert memory.endswith("--shared-memory system --output-shared-memory-size 4000")
 
 
-def test_arguments_windows_are_never_shorter_than_it_allows() -> None:
+def test_arguments_window_is_never_shorter_than_perf_analyzer_allows() -> None:
     given = arguments("host:1", TINY, 1, 0.1, Path("data"), Path("report"))
     assert given[given.index("-p") + 1] == "100"
 
@@ -64,7 +64,7 @@ def test_input_data_has_one_entry_per_shape() -> None:
     assert second == {"INPUT0": {"content": [0.5] * 3, "shape": [1, 3]}}
 
 
-def test_find_takes_a_program_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_find_accepts_only_an_executable_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PERF_ANALYZER", raising=False)
     assert find(tmp_path) is None
     (tmp_path / "perf_analyzer").write_text("no program")
@@ -75,7 +75,7 @@ def test_find_takes_a_program_and_nothing_else(tmp_path: Path, monkeypatch: pyte
     assert find(tmp_path / "elsewhere") == path
 
 
-def test_run_reads_what_the_program_wrote_and_counts_what_was_under_way(tmp_path: Path) -> None:
+def test_run_reads_the_report_and_counts_requests_in_flight(tmp_path: Path) -> None:
     (tmp_path / "made.csv").write_text(REPORT)
     binary = program(tmp_path, f'cp "{tmp_path}/made.csv" "{tmp_path}/perf_analyzer.csv"; echo "Request count: 11340"')
     found = run(binary, "host:1", TINY, 64, 0.1, tmp_path)
@@ -91,7 +91,7 @@ def test_run_reads_what_the_program_wrote_and_counts_what_was_under_way(tmp_path
         ("No valid requests recorded within time interval. Please use a larger time window.", UnstableError),
     ],
 )
-def test_run_of_a_program_that_fails_tells_errors_from_too_few_answers(
+def test_run_of_a_failing_program_distinguishes_errors_from_too_few_answers(
     tmp_path: Path, said: str, error: type[FailedError]
 ) -> None:
     with pytest.raises(FailedError) as caught:

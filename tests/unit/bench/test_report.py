@@ -40,7 +40,7 @@ def test_series_turns_rounds_into_lists() -> None:
     assert series_of(ROUNDS)[DIRECT, POINT] == {"requests_per_s": [1_000.0, 2_000.0]}
 
 
-def test_series_leaves_out_what_one_round_lacks() -> None:
+def test_series_leaves_out_values_that_one_round_lacks() -> None:
     assert series_of([{"a": {"x": 1.0, "y": 2.0}}, {"a": {"x": 3.0}}]) == {"a": {"x": [1.0, 3.0]}}
 
 
@@ -61,7 +61,7 @@ def test_section_says_why_a_side_has_no_numbers() -> None:
     assert found.absent == {"a rival": "not installed"}
 
 
-def test_section_names_loads_only_where_there_is_a_server() -> None:
+def test_section_names_loads_only_of_sides_with_a_server() -> None:
     found = {one.who: one.point for one in section_of(RESULT, "2 rounds").measurements}
     assert found == {"paceline": "64 clients", "session.run": "", "batching off": "64 clients"}
 
@@ -73,21 +73,21 @@ def test_section_of_a_side_without_answers_has_no_ratio() -> None:
     assert found.comparisons[0].reason == "no answers to compare"
 
 
-def test_absolute_has_no_column_in_which_nobody_has_anything() -> None:
+def test_absolute_leaves_out_columns_without_values() -> None:
     head, *rows = absolute(section())
     assert head == ["who", "load", "requests/s", "p50 ms", "p90 ms", "p99 ms", "rows/batch"]
     assert rows[0][-1] == ""
     assert rows[1] == ["paceline", "64 clients", "950", "5.00", "9.00", "9.90", "32.0"]
 
 
-def test_text_has_ratios_first_then_who_is_absent_then_the_machine() -> None:
+def test_text_has_ratios_then_absent_sides_then_the_machine() -> None:
     said = text(summary())
     assert said.startswith("Ratios")
     places = [said.index(one) for one in ("0.95 (0.50 - 0.99)", "a rival: not installed", "a processor, 2 cores")]
     assert places == sorted(places)
 
 
-def test_facts_tell_how_fast_python_is_where_that_is_known() -> None:
+def test_facts_include_the_speed_of_python_if_it_is_known() -> None:
     older = {key: value for key, value in MACHINE.items() if key != "python_step_ns"}
     assert "Python 3 (1.2 us per step), grpcio 1," in facts(MACHINE)[-1]
     assert "Python 3, grpcio 1," in facts(older)[-1]

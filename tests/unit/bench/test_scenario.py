@@ -8,7 +8,7 @@ import pytest
 from bench.scenario import FOLDER, Closed, Open, Reach, ScenarioError, Side, load, load_all, parse, parse_reach
 
 SUBJECT: dict[str, Any] = {"server": "paceline", "model": "tiny"}
-# What the product is to reach; a scenario that asks for less is no longer the same promise.
+# What the product has to reach; a scenario that asks for less would be a different promise.
 TARGETS = {
     ("unary-tiny", "a bare grpc.aio echo"): ">= 0.9",
     ("stream-tiny", "a bare stream echo"): ">= 0.85",
@@ -48,7 +48,7 @@ def test_parse_reads_subject_loads_and_references() -> None:
     assert (found.name_of(found.subject), found.name_of(echo)) == ("paceline", "the floor")
 
 
-def test_parse_without_more_than_a_subject_is_one_client_and_nothing_to_compare() -> None:
+def test_parse_of_a_subject_alone_is_one_client_and_no_references() -> None:
     found = parse("name", {"title": "t", "subject": SUBJECT})
     assert (found.points, found.references, found.plot) == ((Closed(1),), (), False)
     assert found.subject.shapes == ((16,),)

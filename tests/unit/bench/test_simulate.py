@@ -36,15 +36,16 @@ def latencies_ms(outcome: Outcome) -> list[float]:
     return [latency_ns / MS for latency_ns in outcome.latencies_ns]
 
 
-def test_greedy_is_as_computed_by_hand() -> None:
-    # 0: alone, until 11. The three of 1, 2 and 10 wait for it: until 24. 30: alone again, until 41.
+def test_greedy_equals_the_outcome_computed_by_hand() -> None:
+    # The request at 0 runs alone until 11. Those at 1, 2 and 10 wait for it and run until 24. The one at 30 runs alone,
+    # until 41.
     found = simulate(POLICY, COST, At(0, 1, 2, 10, 30), SECOND)
     assert latencies_ms(found) == [11, 23, 22, 14, 11]
     assert (found.batches, found.rows, found.busy_ns) == (3, 5, 35 * MS)
 
 
 def test_batch_is_full_at_the_policys_rows_and_the_rest_waits() -> None:
-    # The six that come at once: four until 14, two more until 26.
+    # Six come at once: four run until 14, the other two until 26.
     found = simulate(POLICY, COST, At(0, 0, 0, 0, 0, 0), SECOND)
     assert latencies_ms(found) == [14, 14, 14, 14, 26, 26]
 
@@ -55,7 +56,7 @@ def test_two_instances_run_at_the_same_time() -> None:
 
 
 def test_held_instance_starts_when_the_rule_says() -> None:
-    # Answered 20 after the oldest came: 0 + 20 - 12 = 8 is when the two have to start.
+    # To be answered 20 ms after the oldest came, the two have to start at 0 + 20 - 12 = 8.
     found = simulate(POLICY, COST, At(0, 1), SECOND, rule=Target(COST, 20 * MS, "target"))
     assert latencies_ms(found) == [20, 19]
 
@@ -89,7 +90,7 @@ SOURCES: list[Callable[[int], Source]] = [
 
 
 @pytest.mark.parametrize("source", SOURCES)
-def test_equal_seeds_give_equal_outcomes_and_others_dont(source: Callable[[int], Source]) -> None:
+def test_equal_seeds_give_equal_outcomes_and_different_ones_do_not(source: Callable[[int], Source]) -> None:
     def run(seed: int) -> dict[str, object]:
         return asdict(simulate(POLICY, Jittered(COST, 0.1, Random(seed)), source(seed), 2 * SECOND))
 
@@ -103,13 +104,13 @@ def test_clients_have_one_request_each_at_a_time() -> None:
     assert set(latencies_ms(found)) == {14}
 
 
-def test_clients_send_the_keys_they_are_told_to() -> None:
+def test_clients_send_the_keys_given_to_them() -> None:
     found = simulate(POLICY, COST, Clients(4, 0, 0, lambda client, number: client % 2), 100 * MS)
     assert found.rows_per_batch == 2
 
 
 @pytest.mark.parametrize("source", [Poisson(1_000, 3), OnOff(1_000, 3, 100 * MS)])
-def test_open_loop_sources_come_at_their_rate_in_order(source: Poisson) -> None:
+def test_open_loop_sources_keep_their_rate_and_order(source: Poisson) -> None:
     arrivals = source.arrivals()
     times_ns = [next(arrivals).at_ns for _ in range(100_000)]
     assert times_ns == sorted(times_ns)
@@ -141,7 +142,7 @@ def told(rule: Rule, answers_ms: Sequence[int], comes_after_ms: int) -> None:
             rule.arrived((answer_ms + comes_after_ms) * MS, 1)
 
 
-def test_returning_waits_for_clients_that_come_again_at_once() -> None:
+def test_returning_waits_for_clients_that_return_at_once() -> None:
     rule = Returning(Linear(80 * MS, MS), 80 * MS)
     told(rule, range(0, 4_000, 100), comes_after_ms=1)
     rule.answered(4_000 * MS, 4)
@@ -159,7 +160,7 @@ def test_returning_is_greedy_when_requests_come_long_after_answers() -> None:
     assert rule.hold_until_ns(waiting(1, 4_001)) <= 4_001 * MS
 
 
-def test_rate_times_base_waits_while_fewer_wait_than_come_during_the_base() -> None:
+def test_rate_times_base_holds_while_fewer_requests_wait_than_come_during_the_base() -> None:
     rule = RateTimesBase(COST, 10 * MS, rate_per_s=300)
     assert rule.hold_until_ns(waiting(2, 5)) == 15 * MS
     assert rule.hold_until_ns(waiting(4, 5)) == 0

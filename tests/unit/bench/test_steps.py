@@ -23,7 +23,7 @@ REPORT = "Inferences/Second,p50 latency,p90 latency,p99 latency\n100.0,1000,2000
 
 @dataclass(frozen=True, slots=True)
 class Nobody:
-    """A server that is never asked."""
+    """A server's address, by default of one that is never called; its process is unknown."""
 
     target: str = "host:1"
     pid: int = -1
@@ -35,7 +35,7 @@ class Nobody:
 
 
 def analyzer(folder: Path, unstable: int) -> Load:
-    """A load by a program that finds answers too rare so many times, and notes how it was called."""
+    """A load by a stand-in for perf_analyzer, which finds too few answers `unstable` times and records its calls."""
     (folder / "made.csv").write_text(REPORT)
     binary = folder / "perf_analyzer"
     binary.write_text(f"""#!/bin/sh
@@ -81,24 +81,24 @@ def test_load_with_too_few_answers_is_measured_for_longer(tmp_path: Path) -> Non
     assert windows_ms(tmp_path) == [500, 1_000, 2_000, 4_000]
 
 
-def test_load_with_next_to_no_answers_fails_in_the_end(tmp_path: Path) -> None:
+def test_load_with_hardly_any_answers_fails_in_the_end(tmp_path: Path) -> None:
     with pytest.raises(BenchError, match="no answer in some of 3 windows"):
         analyzer(tmp_path, unstable=99).measure(3.0, 1.5)
     assert len(windows_ms(tmp_path)) == 5
 
 
-def test_batches_are_told_as_rows_and_time_of_each() -> None:
+def test_batch_figures_are_rows_and_model_time_per_batch() -> None:
     before, after = Counters(10, 20, 5, 1_000), Counters(14, 28, 7, 9_000)
     assert batch_figures(before, after) == {"rows_per_batch": 4, "model_ms_per_batch": 2}
 
 
-def test_batches_whose_requests_all_gave_up_tell_nothing() -> None:
+def test_batch_figures_are_empty_if_no_request_was_answered() -> None:
     before = Counters(10, 20, 5, 1_000)
     assert batch_figures(before, before._replace(batches=7, model_us=9_000)) == {}
     assert batch_figures(before, before) == batch_figures(None, before) == {}
 
 
-def test_cpu_time_includes_processes_that_a_process_started() -> None:
+def test_cpu_time_includes_child_processes() -> None:
     burn = "import time\nwhile time.process_time() < 0.3: pass\nprint(flush=True)\ninput()"
     start = f"import subprocess, sys\nsubprocess.run([sys.executable, '-c', {burn!r}])"
     with subprocess.Popen([sys.executable, "-c", start], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
@@ -107,14 +107,14 @@ def test_cpu_time_includes_processes_that_a_process_started() -> None:
         assert (cpu_s(process.pid) or 0) >= 0.29
 
 
-def test_cpu_time_of_nobody_is_unknown() -> None:
+def test_cpu_time_of_an_ended_process_is_unknown() -> None:
     process = subprocess.Popen([sys.executable, "-c", ""])
     process.wait()
     assert cpu_s(process.pid) is None
     assert cpu_s(os.getpid()) is not None
 
 
-def test_load_of_ours_without_an_answer_in_its_time_is_measured_for_longer(tmp_path: Path) -> None:
+def test_our_own_load_without_an_answer_in_time_is_measured_for_longer(tmp_path: Path) -> None:
     request = tmp_path / "request"
     request.write_bytes(b"request")
     with slow_server(0.15) as target:

@@ -20,11 +20,11 @@ def test_verdict_goes_by_the_median(ratio: float, reach: str | None, verdict: st
     assert Comparison("", "a / b", samples, parse_reach(reach) if reach else None).verdict == verdict
 
 
-def test_verdict_of_nothing_measured_says_so() -> None:
+def test_verdict_without_a_measurement_is_not_measured() -> None:
     assert Comparison("", "a / b", None, parse_reach(">= 1"), "not installed").verdict == "not measured"
 
 
-def test_dump_is_read_again_as_it_was() -> None:
+def test_load_of_a_dump_is_the_same_summary() -> None:
     found = replace(summary(section(), section("other", plot=True)), date="one day")
     assert load(dump(found)) == found
 
@@ -36,19 +36,19 @@ def test_dump_has_medians_and_verdicts_for_readers() -> None:
     assert unary["measurements"][1]["values"]["rows_per_batch"]["median"] == 32
 
 
-def test_dump_of_long_numbers_is_the_same_once_read() -> None:
+def test_dump_of_long_numbers_is_the_same_after_loading() -> None:
     once = dump(summary(section(ratio=2 / 3)))
     assert "0.666667" in once
     assert dump(load(once)) == once
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"format": 1}', '{"format": 2, "scenarios": {}}'])
-def test_load_of_something_else_is_refused(text: str) -> None:
+def test_load_of_other_text_is_refused(text: str) -> None:
     with pytest.raises(SummaryError):
         load(text)
 
 
-def test_merge_takes_the_last_of_a_scenario_and_orders_by_name() -> None:
+def test_merge_keeps_the_last_result_of_a_scenario_and_orders_by_name() -> None:
     old = replace(summary(section("b", ratio=0.1), section("c")), date="one day")
     new = summary(section("a"), section("b", ratio=0.7))
     merged = merge([old, new])

@@ -1,4 +1,4 @@
-"""The table of datatypes and the ways to look them up."""
+"""The table of datatypes and its look-ups."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_by_name_known_name_returns_the_row(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["", "fp32", "FP8", "TYPE_FP32", "STRING", "FP32 "])
-def test_by_name_unknown_name_raises_error_with_both_sides(name: str) -> None:
+def test_by_name_unknown_name_raises_error_with_expected_and_got(name: str) -> None:
     with pytest.raises(UnknownDatatypeError, match="expected one of BOOL, UINT8") as caught:
         by_name(name)
     assert repr(name) in str(caught.value)
@@ -109,7 +109,7 @@ def test_by_dtype_dtype_without_datatype_raises_error(dtype: object) -> None:
         by_dtype(np.dtype(dtype))  # type: ignore[call-overload]
 
 
-def test_datatypes_import_leaves_ml_dtypes_out() -> None:
+def test_datatypes_import_does_not_import_ml_dtypes() -> None:
     program = "import sys, protos.datatypes, protos.tensors; sys.exit('ml_dtypes' in sys.modules)"
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
 

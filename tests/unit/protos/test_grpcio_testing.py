@@ -1,5 +1,5 @@
 """The generated stubs and service work with grpcio-testing, so that users can test what they build on them without a
-port: descriptors live in a pool of their own, and that must not show."""
+port. That the descriptors are in a private pool must make no difference."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def channel() -> Iterator[Any]:
 
 
 def in_thread(call: Any) -> tuple[threading.Thread, list[Any]]:
-    """Run a call that blocks until the test answers it; what it ends with, in a list."""
+    """Run a call that blocks until the test answers it. Its thread, and a list that gets its result or error."""
     ends: list[Any] = []
 
     def run() -> None:
@@ -59,7 +59,7 @@ def test_stub_sends_what_the_client_library_makes_and_reads_the_answer(channel: 
     assert messages.infer_result(ends[0])["y"].tolist() == [[1.0, 2.0]]
 
 
-def test_status_of_the_other_side_becomes_an_exception_of_the_client_library(channel: Any) -> None:
+def test_received_status_becomes_an_exception_of_the_client_library(channel: Any) -> None:
     stub = GRPCInferenceServiceStub(channel)  # type: ignore[no-untyped-call]
     thread, ends = in_thread(lambda: stub.ModelInfer(pb.ModelInferRequest(model_name="m"), timeout=WAIT_S))
     _, _, call = channel.take_unary_unary(SERVICE.methods_by_name["ModelInfer"])
@@ -70,7 +70,7 @@ def test_status_of_the_other_side_becomes_an_exception_of_the_client_library(cha
     assert "missing inputs ['x']" in str(failure)
 
 
-def test_servicer_answers_what_is_invoked_on_it() -> None:
+def test_servicer_answers_an_invoked_call() -> None:
     peer = Peer()
     server = grpc_testing.server_from_dictionary({SERVICE: peer}, grpc_testing.strict_real_time())
     call = server.invoke_unary_unary(

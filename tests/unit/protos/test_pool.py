@@ -20,7 +20,7 @@ def test_pool_knows_the_service_and_both_files() -> None:
     assert POOL.FindFileByName("model_config.proto").pool is POOL
 
 
-def test_pool_default_pool_is_left_alone() -> None:
+def test_pool_default_pool_stays_unchanged() -> None:
     default = descriptor_pool.Default()
     with pytest.raises(KeyError):
         default.FindFileByName("inference.proto")
@@ -35,7 +35,7 @@ def test_service_has_the_twenty_calls() -> None:
     assert all(hasattr(inference_pb2_grpc.GRPCInferenceServiceServicer, method.name) for method in methods)
 
 
-def test_metadata_properties_is_the_open_inference_protocols() -> None:
+def test_metadata_properties_are_encoded_as_in_the_open_inference_protocol() -> None:
     response = inference_pb2.ModelMetadataResponse(properties={"a": "b"})
     assert response.SerializeToString() == b"\x32\x06\x0a\x01a\x12\x01b"
 

@@ -57,13 +57,13 @@ def test_bf16_from_float32_many_values_agree_with_ml_dtypes() -> None:
     np.testing.assert_array_equal(bf16_from_float32(values), values.astype(ml_dtypes.bfloat16).view(np.uint16))
 
 
-def test_float32_from_bf16_bfloat16_of_ml_dtypes_is_taken() -> None:
+def test_float32_from_bf16_bfloat16_of_ml_dtypes_is_accepted() -> None:
     ml_dtypes = pytest.importorskip("ml_dtypes")
     np.testing.assert_array_equal(float32_from_bf16(np.array([1.5, -2.0], ml_dtypes.bfloat16)), [1.5, -2.0])
 
 
 @pytest.mark.parametrize("shape", [(), (0,), (0, 4), (2, 3), (1, 1, 5)])
-def test_bf16_each_shape_is_kept_both_ways(shape: tuple[int, ...]) -> None:
+def test_bf16_each_shape_is_kept_in_both_directions(shape: tuple[int, ...]) -> None:
     array = np.zeros(shape, np.float32)
     converted = bf16_from_float32(array)
     assert (converted.shape, converted.dtype) == (shape, np.dtype("<u2"))

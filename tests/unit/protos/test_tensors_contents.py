@@ -53,7 +53,7 @@ def test_decode_contents_empty_shape_returns_a_scalar_array(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", INTEGERS)
-def test_decode_contents_limits_of_the_datatype_are_taken(name: str) -> None:
+def test_decode_contents_limits_of_the_datatype_are_accepted(name: str) -> None:
     datatype = DATATYPES[name]
     limits = np.iinfo(datatype.dtype)
     contents = filled(datatype.contents_field, [limits.min, limits.max])
@@ -146,7 +146,7 @@ def test_encode_contents_transposed_big_endian_array_is_row_major() -> None:
     assert list(encode_contents(array, DATATYPES["INT32"]).int_contents) == [0, 2, 1, 3]
 
 
-def test_encode_contents_scalar_and_empty_arrays_are_taken() -> None:
+def test_encode_contents_scalar_and_empty_arrays_are_accepted() -> None:
     assert list(encode_contents(np.array(7, "<i8"), DATATYPES["INT64"]).int64_contents) == [7]
     assert encode_contents(np.empty((0, 4), "<i8"), DATATYPES["INT64"]) == InferTensorContents()
 

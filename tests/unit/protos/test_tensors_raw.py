@@ -110,7 +110,7 @@ def test_decode_raw_memoryview_with_gaps_raises_error() -> None:
         decode_raw(memoryview(bytes(16))[::2], FP32, [2])
 
 
-def test_decode_raw_shape_of_a_message_is_taken() -> None:
+def test_decode_raw_shape_of_a_message_is_accepted() -> None:
     shape = ModelInferRequest.InferInputTensor(shape=[2, 2]).shape
     assert decode_raw(bytes(16), FP32, shape).shape == (2, 2)
 
@@ -155,7 +155,7 @@ def test_decode_raw_largest_shape_beside_a_zero_returns_an_empty_array(name: str
     assert decode_raw(b"", DATATYPES[name], [MAX_ELEMENTS, 0]).shape == (MAX_ELEMENTS, 0)
 
 
-def test_decode_raw_bool_zero_and_one_are_taken() -> None:
+def test_decode_raw_bool_zero_and_one_are_accepted() -> None:
     np.testing.assert_array_equal(decode_raw(b"\x00\x01\x01", BOOL, [3]), [False, True, True])
 
 
@@ -197,7 +197,9 @@ def test_decode_raw_bytes_memoryview_gives_bytes_elements() -> None:
         (packed(b"", b""), [], "expected 1 elements of BYTES to end at byte 4, got 4 bytes more"),
     ],
 )
-def test_decode_raw_bytes_bad_data_raises_error_with_both_sides(data: bytes, shape: list[int], message: str) -> None:
+def test_decode_raw_bytes_bad_data_raises_error_with_expected_and_got(
+    data: bytes, shape: list[int], message: str
+) -> None:
     with pytest.raises(TensorError) as caught:
         decode_raw(data, BYTES, shape)
     assert message in str(caught.value)
@@ -314,7 +316,7 @@ def test_encode_raw_bytes_scalar_array_returns_one_element() -> None:
 
 
 @pytest.mark.parametrize("element", [None, 1, 1.5, [b"a"], bytearray(b"a")])
-def test_encode_raw_bytes_other_element_raises_error_with_its_place(element: object) -> None:
+def test_encode_raw_bytes_other_element_raises_error_with_its_index(element: object) -> None:
     with pytest.raises(TensorError, match=f"expected bytes or str in element 1 of BYTES, got {type(element).__name__}"):
         encode_raw(objects(b"a", element), BYTES)
 
@@ -331,7 +333,7 @@ def test_encode_raw_bytes_numeric_array_raises_error(dtype: str) -> None:
 
 
 class GiantBytes(bytes):
-    """Says that it holds one byte more than a length prefix can say."""
+    """Claims to hold one byte more than a length prefix can express."""
 
     def __len__(self) -> int:
         return 2**32

@@ -1,5 +1,5 @@
-"""What `scan_request` leaves to protobuf, and fields of any length. That all else that it takes is right,
-property/test_shortcuts shows."""
+"""What `scan_request` leaves to protobuf, and fields of any length. property/test_shortcuts shows that it reads
+everything else correctly."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ GOOD = infer("m", {"a": rows_of_floats(1)}).SerializeToString()
 
 
 @pytest.mark.parametrize("empty", [b"\x2a\x00", b"\x32\x00", b"\x3a\x00"], ids=["input", "output", "raw"])
-def test_scan_of_more_fields_than_models_have_tensors_is_given_up(empty: bytes) -> None:
-    """In Python each takes as much time as in protobuf a thousand."""
+def test_scan_of_more_fields_than_models_have_tensors_is_left_to_protobuf(empty: bytes) -> None:
+    """In Python, one takes as much time as a thousand in protobuf."""
     head = b"" if empty < b"\x3a" else GOOD
     fields = 0 if empty < b"\x3a" else 3  # model, input, tensor
     assert scan_request(head + (4_096 - fields) * empty) is not None

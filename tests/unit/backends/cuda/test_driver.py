@@ -1,4 +1,4 @@
-"""The driver is played by an object with its C functions, which answers what its manual says they may."""
+"""The driver is a fake object with its C functions, which return what its manual says they may."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_gpu_uuids_are_nvidias_names_in_the_order_of_indices() -> None:
     ]
 
 
-def test_gpu_uuids_of_a_driver_before_cuda_11_4_and_of_a_later_one_are_asked_for_alike() -> None:
+def test_gpu_uuids_come_from_the_newer_function_of_drivers_since_cuda_11_4() -> None:
     class Later(Driver):
         def cuDeviceGetUuid_v2(self, raw: Any, device: Any) -> int:
             raw[0] = 1
@@ -92,7 +92,7 @@ def test_gpu_uuids_of_a_driver_before_cuda_11_4_and_of_a_later_one_are_asked_for
     assert gpu_uuids(lambda name: Later(gpus=1)) == ["GPU-01000000-0000-0000-0000-000000000000"]
 
 
-def test_gpu_uuids_that_the_driver_refuses_say_why() -> None:
+def test_gpu_uuids_failure_says_why() -> None:
     with pytest.raises(LoadError, match="cuDeviceGetUuid returned 101"):
         gpu_uuids(lambda name: Driver(gpus=1, uuid_code=101))
     with pytest.raises(LoadError, match="sees no GPU"):

@@ -1,4 +1,4 @@
-"""The driver is played by an object with its C functions, over host memory; it counts what is open."""
+"""The driver is a fake object with its C functions, over host memory; it counts what is open."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ HANDLE = bytes(range(HANDLE_BYTES))
 
 @dataclass
 class Driver:
-    """One GPU with one allocation of `size` bytes, that `HANDLE` opens at `begin` bytes into it. `codes` are what calls
-    return instead of 0."""
+    """One GPU with one allocation of `size` bytes, which `HANDLE` opens at `begin` bytes into it. `codes` are what
+    calls return instead of 0."""
 
     size: int = 100
     begin: int = 0
@@ -109,7 +109,7 @@ def read(memory: CudaMemory, size: int, offset: int = 0) -> bytes:
     return target.tobytes()
 
 
-def test_open_reads_and_writes_in_the_primary_context_and_leaves_the_threads_own() -> None:
+def test_opened_memory_is_read_and_written_in_the_primary_context_which_is_popped_again() -> None:
     driver = Driver(begin=10)
     memory = open_cuda_memory(HANDLE, 0, driver.load)
     assert memory.byte_size == 90
@@ -120,7 +120,7 @@ def test_open_reads_and_writes_in_the_primary_context_and_leaves_the_threads_own
     assert driver.current == []
 
 
-def test_memory_let_go_is_closed_and_its_context_released() -> None:
+def test_dropped_memory_is_closed_and_its_context_released() -> None:
     driver = Driver()
     memory = open_cuda_memory(HANDLE, 0, driver.load)
     assert (driver.opened, driver.contexts) == (1, 1)
@@ -128,7 +128,7 @@ def test_memory_let_go_is_closed_and_its_context_released() -> None:
     assert (driver.opened, driver.contexts, driver.current) == (0, 0, [])
 
 
-def test_memory_let_go_when_the_driver_is_past_help_raises_nothing() -> None:
+def test_dropped_memory_raises_nothing_when_the_driver_fails() -> None:
     driver = Driver()
     memory = open_cuda_memory(HANDLE, 0, driver.load)
     driver.codes["push"] = 700
@@ -146,14 +146,14 @@ def test_memory_let_go_when_the_driver_is_past_help_raises_nothing() -> None:
         ("range", 1, "cuMemGetAddressRange returned 1"),
     ],
 )
-def test_open_refused_by_the_driver_says_why_and_leaves_nothing(call: str, code: int, text: str) -> None:
+def test_open_refused_by_the_driver_says_why_and_leaves_nothing_open(call: str, code: int, text: str) -> None:
     driver = Driver(codes={call: code})
     with pytest.raises(DeviceError, match=re.escape(f"the NVIDIA driver failed: {text}")):
         open_cuda_memory(HANDLE, 0, driver.load)
     assert (driver.opened, driver.contexts, driver.current) == (0, 0, [])
 
 
-def test_open_on_a_gpu_that_is_not_there_says_so() -> None:
+def test_open_on_a_missing_gpu_is_an_error() -> None:
     with pytest.raises(DeviceError, match="cuDeviceGet returned 101"):
         open_cuda_memory(HANDLE, 3, Driver().load)
 
@@ -164,7 +164,7 @@ def test_open_handle_of_another_size_is_refused(size: int) -> None:
         open_cuda_memory(b"x" * size, 0, Driver().load)
 
 
-def test_open_without_a_driver_says_so() -> None:
+def test_open_without_a_driver_is_an_error() -> None:
     def load(name: str) -> Any:
         return ctypes.CDLL("libno-such-library.so.9")
 
@@ -172,7 +172,7 @@ def test_open_without_a_driver_says_so() -> None:
         open_cuda_memory(HANDLE, 0, load)
 
 
-def test_copies_that_fail_say_so_and_leave_no_context_current() -> None:
+def test_failed_copies_are_errors_and_leave_no_context_current() -> None:
     driver = Driver()
     memory = open_cuda_memory(HANDLE, 0, driver.load)
     driver.codes["copy"] = 700

@@ -1,4 +1,4 @@
-"""ONNX models opened: what they tell of themselves, and why one can't be. On which device: `test_devices.py`."""
+"""Opening ONNX models: what they declare, and why opening fails. On which device: `test_devices.py`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.unit.backends.onnx_models import (
 )
 
 
-def test_open_simple_model_tells_names_datatypes_and_whole_dims(tmp_path: Path) -> None:
+def test_open_simple_model_reports_names_datatypes_and_all_dims(tmp_path: Path) -> None:
     model = open_model(models.add_sub(), tmp_path)
 
     assert model.platform == "onnxruntime_onnx"
@@ -38,7 +38,7 @@ def test_open_simple_model_tells_names_datatypes_and_whole_dims(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("datatype", sorted(DATATYPES))
-def test_open_identity_of_each_datatype_tells_it(datatype: str, tmp_path: Path) -> None:
+def test_open_identity_of_each_datatype_reports_it(datatype: str, tmp_path: Path) -> None:
     spec = open_model(models.identity(datatype), tmp_path).spec
 
     assert spec.inputs == (TensorSpec("INPUT0", datatype, (-1, -1), utf8=datatype == "BYTES"),)
@@ -48,13 +48,13 @@ def test_open_identity_of_each_datatype_tells_it(datatype: str, tmp_path: Path) 
     ("dims", "expected"),
     [((), ()), (("batch", None, "n"), (-1, -1, -1)), ((4, 3), (4, 3)), ((None, 8, None), (-1, 8, -1)), ((0,), (0,))],
 )
-def test_open_free_dimensions_are_minus_one_and_others_as_they_are(
+def test_open_free_dimensions_are_minus_one_and_others_unchanged(
     dims: models.Dims, expected: tuple[int, ...], tmp_path: Path
 ) -> None:
     assert open_model(models.identity("FP32", dims), tmp_path).spec.inputs[0].dims == expected
 
 
-def test_open_folder_takes_the_model_with_its_external_weights(tmp_path: Path) -> None:
+def test_open_folder_reads_the_model_with_its_external_weights(tmp_path: Path) -> None:
     model, folder = models.mlp((64, 64, 4)), tmp_path / "model.onnx"
     x = floats(2, 64)
     expected = run_directly(model, {"INPUT0": x})
@@ -75,7 +75,7 @@ def test_open_missing_file_names_model_and_path(tmp_path: Path) -> None:
         OnnxBackend().open(ModelSource("m", path), CPU)
 
 
-def test_open_link_to_none_or_pipe_says_that_it_is_no_file(tmp_path: Path) -> None:
+def test_open_dangling_link_or_pipe_is_refused_as_not_a_file(tmp_path: Path) -> None:
     (tmp_path / "a.onnx").symlink_to("nowhere")
     os.mkfifo(tmp_path / "b.onnx")
     for path in (tmp_path / "a.onnx", tmp_path / "b.onnx"):
@@ -84,7 +84,7 @@ def test_open_link_to_none_or_pipe_says_that_it_is_no_file(tmp_path: Path) -> No
             OnnxBackend().open(ModelSource("m", path), CPU)
 
 
-def test_open_path_that_is_not_utf8_says_so(tmp_path: Path) -> None:
+def test_open_path_that_is_not_utf8_is_refused(tmp_path: Path) -> None:
     path = tmp_path / os.fsdecode(b"\xff.onnx")
     path.write_bytes(b"x")
     with pytest.raises(LoadError, match=r"^model 'm': expected a path in UTF-8, as ONNX Runtime requires: "):
@@ -107,14 +107,14 @@ def test_open_folder_without_a_model_names_the_file_it_lacks(tmp_path: Path) -> 
         (("a", "b", "c", "d", "e", "f", "g"), "; there is a, b, c, d, e and 2 more; default_model_filename"),
     ],
 )
-def test_open_missing_file_says_what_there_is(tmp_path: Path, names: tuple[str, ...], text: str) -> None:
+def test_open_missing_file_names_the_files_beside_it(tmp_path: Path, names: tuple[str, ...], text: str) -> None:
     for name in names:
         (tmp_path / name).touch()
     with pytest.raises(LoadError, match=re.escape(f"model.onnx'{text}")):
         OnnxBackend().open(ModelSource("m", tmp_path / "model.onnx"), CPU)
 
 
-def test_open_empty_file_says_empty(tmp_path: Path) -> None:
+def test_open_empty_file_is_refused_as_empty(tmp_path: Path) -> None:
     path = tmp_path / "model.onnx"
     path.touch()
 
@@ -161,7 +161,9 @@ def test_open_broken_file_gives_path_and_onnx_runtimes_reason_in_one_line(
         (models.float8_output(), "output 'OUTPUT0': tensor(float8e4m3fn) has no datatype in the v2 protocol"),
     ],
 )
-def test_open_type_the_protocol_lacks_is_refused_by_name(model: onnx.ModelProto, reason: str, tmp_path: Path) -> None:
+def test_open_type_that_the_protocol_lacks_is_refused_by_name(
+    model: onnx.ModelProto, reason: str, tmp_path: Path
+) -> None:
     with pytest.raises(LoadError, match=re.escape(f"model 'm': {reason}")):
         open_model(model, tmp_path)
 

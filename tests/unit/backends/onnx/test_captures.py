@@ -1,4 +1,4 @@
-"""Captures, sessions that open and close, and what may go on beside what."""
+"""Captures, synchronization, and sessions that open and close: what may run at the same time."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from backends.onnx.captures import Captures, captures
 from tests import models
 
 NEVER_S = 0.05
-"""How long to look at what mustn't happen."""
+"""How long to check that something doesn't happen."""
 
 
 class Beside:
-    """Runs `function` on a thread of its own; `done` once it returned."""
+    """Runs `function` on a separate thread; `done` is set once it has returned."""
 
     def __init__(self, function: Callable[[], object]) -> None:
         self.done, begun = threading.Event(), threading.Event()
@@ -51,13 +51,13 @@ def hang(context: Any, ends: threading.Event) -> None:
         ends.wait(60)
 
 
-def test_many_synchronize_side_by_side() -> None:
+def test_threads_synchronize_at_the_same_time() -> None:
     turns = Captures()
     with turns.synchronizing():
         assert Beside(lambda: inside(turns.synchronizing())).ends()
 
 
-def test_a_capture_is_alone() -> None:
+def test_capture_runs_alone() -> None:
     turns = Captures()
     with turns.capturing():
         others = [Beside(lambda: inside(turns.synchronizing())), Beside(lambda: inside(turns.capturing()))]
@@ -65,7 +65,7 @@ def test_a_capture_is_alone() -> None:
     assert [one.ends() for one in others] == [True, True]
 
 
-def test_a_capture_waits_for_those_that_synchronize() -> None:
+def test_capture_waits_for_threads_that_synchronize() -> None:
     turns = Captures()
     with turns.synchronizing():
         capture = Beside(lambda: inside(turns.capturing()))
@@ -73,7 +73,7 @@ def test_a_capture_waits_for_those_that_synchronize() -> None:
     assert capture.ends()
 
 
-def test_a_thread_that_captures_never_waits_for_itself() -> None:
+def test_capturing_thread_never_waits_for_itself() -> None:
     turns = Captures()
     with turns.capturing(), turns.synchronizing():
         other = Beside(lambda: inside(turns.synchronizing()))
@@ -81,7 +81,7 @@ def test_a_thread_that_captures_never_waits_for_itself() -> None:
     assert other.ends()
 
 
-def test_a_capture_that_hangs_is_not_waited_for_for_ever() -> None:
+def test_hanging_capture_is_not_waited_for_forever() -> None:
     turns, ends = Captures(longest_s=NEVER_S), threading.Event()
     hanging = Beside(lambda: hang(turns.capturing(), ends))
     assert hanging.waits()
@@ -90,11 +90,11 @@ def test_a_capture_that_hangs_is_not_waited_for_for_ever() -> None:
     with turns.capturing():
         ends.set()
         assert hanging.ends()
-        # It takes nobody's turn along when it ends.
+        # When it ends, it doesn't end another's turn.
         assert Beside(lambda: inside(turns.capturing())).waits()
 
 
-def test_those_that_synchronize_a_device_that_hangs_are_waited_for_once() -> None:
+def test_threads_that_synchronize_a_hanging_device_are_waited_for_once() -> None:
     turns, ends = Captures(longest_s=NEVER_S), threading.Event()
     hanging = Beside(lambda: hang(turns.synchronizing(), ends))
     assert hanging.waits()
@@ -107,7 +107,7 @@ def test_those_that_synchronize_a_device_that_hangs_are_waited_for_once() -> Non
     assert hanging.ends()
 
 
-def test_turns_go_on_after_a_failure() -> None:
+def test_turns_are_given_back_after_a_failure() -> None:
     turns = Captures()
     for context in (turns.capturing, turns.synchronizing):
         with pytest.raises(ValueError, match="no"), context():
@@ -115,8 +115,8 @@ def test_turns_go_on_after_a_failure() -> None:
     assert Beside(lambda: inside(turns.capturing())).ends()
 
 
-@pytest.mark.parametrize("datatype", ["FP32", "BYTES"])  # staged, and the plain way
-def test_sessions_open_and_close_while_nothing_is_captured(datatype: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("datatype", ["FP32", "BYTES"])  # staged, and plain
+def test_sessions_open_and_close_only_while_nothing_is_captured(datatype: str, tmp_path: Path) -> None:
     backend = OnnxBackend(accelerators=lambda device: HostAccelerator())
     source = ModelSource("m", models.write(models.identity(datatype, ("batch", 2)), tmp_path / "model.onnx"))
     with captures.capturing():

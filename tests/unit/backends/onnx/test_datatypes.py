@@ -1,4 +1,4 @@
-"""Types that numpy or onnxruntime have no equal of: strings and bfloat16."""
+"""Types without an equivalent in numpy or onnxruntime: strings and bfloat16."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_execute_strings_equal_onnxruntime_run_directly(tmp_path: Path) -> None:
     assert [result[0].item() for result in results] == [b"bigger", b"eins", b"?", b"?"]
 
 
-def test_execute_strings_to_numbers_and_none_at_all(tmp_path: Path) -> None:
+def test_execute_converts_strings_to_numbers_and_accepts_no_elements(tmp_path: Path) -> None:
     instance = instance_of(models.cast("BYTES", "FP32"), tmp_path)
 
     results = instance.execute([(texts_of([b"1.5", b"2"]),), (texts_of([b"-3", b"4e2"]),)]).results
@@ -61,7 +61,7 @@ def test_execute_strings_to_numbers_and_none_at_all(tmp_path: Path) -> None:
     assert run_one(instance, np.empty((1, 0), object))[0].shape == (1, 0)
 
 
-def test_execute_string_that_is_not_utf8_names_the_input(tmp_path: Path) -> None:
+def test_execute_invalid_utf8_names_the_input(tmp_path: Path) -> None:
     instance = instance_of(models.identity("BYTES"), tmp_path)
 
     with pytest.raises(ExecutionError, match="input 'INPUT0': expected UTF-8"):
@@ -69,7 +69,7 @@ def test_execute_string_that_is_not_utf8_names_the_input(tmp_path: Path) -> None
     assert run_one(instance, texts_of([b"fine"]))[0].tolist() == [[b"fine"]]
 
 
-def test_execute_model_that_makes_bad_utf8_is_an_execution_error(tmp_path: Path) -> None:
+def test_execute_model_that_outputs_invalid_utf8_is_an_execution_error(tmp_path: Path) -> None:
     model = models.model(
         [helper.make_node("Identity", ["constant"], ["OUTPUT0"])],
         [models.tensor("INPUT0", "FP32", [1])],
@@ -92,9 +92,9 @@ def test_execute_bf16_bit_patterns_come_back_exact(tmp_path: Path) -> None:
     assert results[0][0].dtype == np.uint16
 
 
-def test_execute_bf16_casts_mean_what_the_bits_mean(tmp_path: Path) -> None:
+def test_execute_bf16_casts_keep_the_value_of_the_bits(tmp_path: Path) -> None:
     x = np.array([[1.0, -2.5, 0.15625, 3e38]], np.float32)
-    bits = (x.view(np.uint32) >> 16).astype(np.uint16)  # BF16 is the upper half of FP32; these need no rounding but one
+    bits = (x.view(np.uint32) >> 16).astype(np.uint16)  # BF16 is the upper half of FP32; all but one need no rounding
 
     (widened,) = run_one(instance_of(models.cast("BF16", "FP32"), tmp_path / "widen"), bits)
     (narrowed,) = run_one(instance_of(models.cast("FP32", "BF16"), tmp_path / "narrow"), widened)
@@ -109,7 +109,7 @@ def test_execute_bf16_without_elements_keeps_its_shape(tmp_path: Path) -> None:
     assert (y.shape, str(y.dtype)) == ((2, 0), "uint16")
 
 
-def test_execute_bf16_beside_floats_and_strings_made_of_it_converts_each_its_way(tmp_path: Path) -> None:
+def test_execute_bf16_beside_floats_and_strings_made_from_it_converts_each_correctly(tmp_path: Path) -> None:
     dims: models.Dims = ["batch", 2]
     model = models.model(
         [

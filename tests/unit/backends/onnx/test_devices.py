@@ -1,4 +1,4 @@
-"""Which device an ONNX model gets, and what is said when it can't have the one that was asked for."""
+"""Which device an ONNX model gets, and the error if it can't have the requested one."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_devices_cpu_group_without_count_is_one_instance() -> None:
     assert WITHOUT_GPU.devices([InstanceGroup(GroupKind.CPU)]) == (CPU,)
 
 
-def test_devices_gpu_groups_are_each_gpu_or_those_named() -> None:
+def test_devices_gpu_groups_are_all_gpus_or_those_named() -> None:
     groups = [InstanceGroup(GroupKind.GPU), InstanceGroup(GroupKind.GPU, 2, (1,)), InstanceGroup(GroupKind.CPU)]
 
     assert WITH_TWO.devices(groups) == (_gpu(0), _gpu(1), _gpu(1), _gpu(1), CPU)
@@ -100,7 +100,7 @@ def test_devices_no_group_is_auto() -> None:
     assert WITHOUT_GPU.devices([]) == (CPU,)
 
 
-def test_devices_auto_with_gpu_that_cuda_cannot_use_is_the_cpu_and_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+def test_devices_auto_with_gpu_that_cuda_cannot_use_is_the_cpu_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     _skip_with_gpu()
 
     with caplog.at_level(logging.INFO, LOGGER):
@@ -111,7 +111,7 @@ def test_devices_auto_with_gpu_that_cuda_cannot_use_is_the_cpu_and_a_warning(cap
     assert record.getMessage().startswith("KIND_AUTO instances run on the CPU although there is a GPU: ")
 
 
-def test_open_on_gpu_that_cuda_cannot_use_names_the_cause_and_never_takes_the_cpu(
+def test_open_on_gpu_that_cuda_cannot_use_names_the_cause_and_never_uses_the_cpu(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     _skip_with_gpu()
@@ -144,7 +144,7 @@ def _spec(datatype: str, size: int, inputs: int = 1, outputs: int = 1) -> ModelS
 
 
 @pytest.mark.gpu
-def test_devices_auto_with_usable_gpu_takes_it_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
+def test_devices_auto_with_usable_gpu_uses_and_logs_it(caplog: pytest.LogCaptureFixture) -> None:
     gpus = _skip_without_gpu()
 
     with caplog.at_level(logging.INFO, LOGGER):

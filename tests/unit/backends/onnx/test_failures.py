@@ -1,4 +1,4 @@
-"""What ONNX Runtime's texts mean. Those of a CPU are its own, raised here; those of a GPU are quoted."""
+"""How texts of ONNX Runtime's errors are classified. All are quoted but one: a real shortage of memory on the CPU."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ CUDA = (
         "[ONNXRuntimeError] : 1 : FAIL : CUDNN failure 2: CUDNN_STATUS_ALLOC_FAILED ; GPU=0 ; expr=f();",
     ],
 )
-def test_shortage_of_memory_is_told_by_its_text(text: str) -> None:
+def test_shortage_of_memory_is_recognized_by_its_text(text: str) -> None:
     assert type(failure(RuntimeError(text))) is OutOfMemory
 
 
@@ -52,7 +52,7 @@ def test_shortage_of_memory_is_told_by_its_text(text: str) -> None:
         (999, "unknown error"),
     ],
 )
-def test_lost_device_is_told_by_its_number(code: int, text: str) -> None:
+def test_lost_device_is_recognized_by_its_number(code: int, text: str) -> None:
     lost = failure(RuntimeError(CUDA.format(code, text)))
     assert type(lost) is DeviceLost
     assert f"CUDA failure {code}: {text}" in str(lost)
@@ -67,14 +67,14 @@ def test_lost_device_is_told_by_its_number(code: int, text: str) -> None:
         ("Unknown", "unknown error"),
     ],
 )
-def test_lost_device_is_told_by_its_name_where_there_is_no_number(name: str, text: str) -> None:
+def test_lost_device_is_recognized_by_its_name_if_there_is_no_number(name: str, text: str) -> None:
     told = (
         f"Non-zero status code returned while running Greater node. Status Message: CUDA error cudaError{name}:{text}"
     )
     assert type(failure(RuntimeError(told))) is DeviceLost
 
 
-def test_lost_device_comes_before_what_else_a_text_says() -> None:
+def test_lost_device_takes_precedence_over_the_rest_of_a_text() -> None:
     text = CUDA.format(700, "an illegal memory access was encountered") + " Failed to allocate memory"
     assert type(failure(RuntimeError(text))) is DeviceLost
 
@@ -91,7 +91,7 @@ def test_lost_device_comes_before_what_else_a_text_says() -> None:
         "running Sum node. Status Message: CUDA error cudaErrorInvalidDeviceFunction:invalid device function",
     ],
 )
-def test_other_errors_of_cuda_are_the_sessions(text: str) -> None:
+def test_other_errors_of_cuda_are_instance_errors(text: str) -> None:
     assert type(failure(RuntimeError(text))) is InstanceError
 
 
@@ -109,7 +109,7 @@ def test_other_errors_of_cuda_are_the_sessions(text: str) -> None:
         "[ONNXRuntimeError] : 1 : FAIL : CUDNN failure 3007: CUDNN_STATUS_NOT_SUPPORTED_ARCH_MISMATCH ; GPU=0 ; ",
     ],
 )
-def test_what_the_runtime_lacks_for_good_is_told_by_its_text(text: str) -> None:
+def test_permanent_lack_of_a_library_or_kernel_is_recognized_by_its_text(text: str) -> None:
     assert type(failure(RuntimeError(text))) is Unequipped
 
 
@@ -121,12 +121,12 @@ def test_what_the_runtime_lacks_for_good_is_told_by_its_text(text: str) -> None:
         "indices element out of data bounds, idx=700 must be within the inclusive range [-3,2]",
     ],
 )
-def test_faults_of_tensors_are_nothing_of_that(text: str) -> None:
+def test_errors_about_tensors_are_plain_execution_errors(text: str) -> None:
     assert type(failure(RuntimeError(text))) is ExecutionError
 
 
 @pytest.mark.parametrize("arena", ["1", "0"])
-def test_execution_that_needs_more_than_there_is_runs_out_of_memory_and_the_next_is_answered(
+def test_execution_that_needs_too_much_memory_runs_out_of_it_and_the_next_is_answered(
     arena: str, tmp_path: Path
 ) -> None:
     path = models.write(models.hungry(2), tmp_path / "model.onnx")

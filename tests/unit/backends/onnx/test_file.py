@@ -1,4 +1,4 @@
-"""Which tensors of an ONNX file have no shape, and what its nodes are: what the package onnx reads of the same file."""
+"""Which tensors of an ONNX file have no shape, and its operators: the same as the package onnx reads."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_without_shape_is_what_onnx_reads(tmp_path: Path) -> None:
     inputs = [_value(f"入力{number}", dims) for number, dims in enumerate(SHAPES)]
     outputs = [_value(f"OUTPUT{number}", dims) for number, dims in enumerate(SHAPES)]
     nodes = [helper.make_node("Neg", [one.name], [two.name]) for one, two in zip(inputs, outputs, strict=True)]
-    # What is to be passed over: weights, and shapes of other tensors than the graph's.
+    # To be skipped: weights, and shapes of tensors other than the graph's inputs and outputs.
     weights = [numpy_helper.from_array(np.full(100_000, 0.1, np.float32), "w")]
     made = models.model(nodes, inputs, outputs, weights)
     made.graph.value_info.append(_value("between", None))
@@ -55,7 +55,7 @@ def test_without_shape_of_a_file_in_another_format_is_empty(tmp_path: Path, data
 
 
 @given(st.data())
-def test_without_shape_of_a_damaged_file_comes_to_an_end(
+def test_without_shape_of_a_damaged_file_terminates(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
 ) -> None:
     whole = bytearray(models.shapeless().SerializeToString())

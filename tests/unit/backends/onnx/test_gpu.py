@@ -1,4 +1,4 @@
-"""Staging and graphs on a GPU. The CPU's answers are the measure."""
+"""Staging and graphs on a GPU, compared with the answers of the CPU."""
 
 from __future__ import annotations
 
@@ -116,8 +116,8 @@ def free_bytes(accelerator: CudaAccelerator) -> int:
 
 
 def fill(accelerator: CudaAccelerator) -> list[Memory]:
-    """What takes the device's memory, until less than 4 MiB of it can be had. In pieces: a GPU hasn't as much in one as
-    it says is free."""
+    """Memory allocated until the device has less than 4 MiB left. In pieces: a GPU doesn't have as much in one as it
+    reports as free."""
     accelerator.enter()
     taken: list[Memory] = []
     size_bytes = 2**30
@@ -129,7 +129,9 @@ def fill(accelerator: CudaAccelerator) -> list[Memory]:
     return taken
 
 
-def test_batches_equal_those_of_the_cpu_in_both_slots_at_a_time(tmp_path: Path, accelerator: CudaAccelerator) -> None:
+def test_batches_equal_those_of_the_cpu_in_both_slots_at_the_same_time(
+    tmp_path: Path, accelerator: CudaAccelerator
+) -> None:
     pair = Pair(tmp_path, models.mlp((64, 256, 16)), MLP, accelerator)
 
     def run(number: int) -> None:
@@ -142,7 +144,7 @@ def test_batches_equal_those_of_the_cpu_in_both_slots_at_a_time(tmp_path: Path, 
         list(threads.map(run, [0, 1]))
 
 
-def test_tensors_lie_on_the_device_and_results_in_page_locked_memory(
+def test_tensors_are_on_the_device_and_results_in_page_locked_memory(
     tmp_path: Path, accelerator: CudaAccelerator
 ) -> None:
     pair = Pair(tmp_path, models.mlp((64, 256, 16)), MLP, accelerator)
@@ -176,7 +178,7 @@ def test_steady_state_allocates_nothing(tmp_path: Path, accelerator: CudaAcceler
     pair = Pair(tmp_path, models.mlp((64, 256, 16)), MLP, counting)
     rng = np.random.default_rng(1)
     for slot in pair.gpu.slots:
-        for size in range(32, 0, -1):  # each may have kernels of its own, which are loaded when they are first used
+        for size in range(32, 0, -1):  # each may have its own kernels, which are loaded on their first use
             slot.execute([floats(rng, 1, 64)], size)
     allocations, free = counting.allocations, free_bytes(accelerator)
     for _ in range(200):
@@ -204,7 +206,7 @@ def test_graphs_are_captured_and_replayed_with_other_data_and_sizes(
         for slot in pair.gpu.slots:
             rows, padded = ((5, 8), (1, 1), (32, 32), (20, 32), (3, 3), (13, 0))[int(rng.integers(6))]
             on_thread_of(slot, lambda: pair.check(slot, [floats(rng, 1, 64)] * rows, padded))  # noqa: B023
-            # A thread that has captured nothing computes as without graphs.
+            # A thread that has captured nothing computes as if there were no graphs.
             pair.check(slot, [floats(rng, rows, 64)], padded)
 
 
@@ -270,7 +272,7 @@ FREE_IMAGES = ModelSpec(
 def test_images_that_are_too_small_are_refused_each_time(
     rows: int, tmp_path: Path, accelerator: CudaAccelerator
 ) -> None:
-    """ONNX Runtime refuses them the first time, and then convolves what lies behind them (`onnx.plans`)."""
+    """ONNX Runtime refuses them the first time, and then convolves the memory behind them (`onnx.plans`)."""
     pair = Pair(tmp_path, convolved(4, "h", "w"), FREE_IMAGES, accelerator)
     rng, slot = np.random.default_rng(1), pair.gpu.slots[0]
     for _ in range(4):
@@ -282,7 +284,7 @@ def test_images_that_are_too_small_are_refused_each_time(
         pair.check(slot, [floats(rng, rows, 3, 9, 7), floats(rng, 1, 3, 9, 7)])
 
 
-def test_instance_that_takes_no_rows_is_given_up_when_it_would_convolve_what_lies_behind_an_image(
+def test_unbatched_instance_is_lost_if_it_would_convolve_memory_behind_an_image(
     tmp_path: Path, accelerator: CudaAccelerator
 ) -> None:
     one = [(TensorSpec(name, "FP32", (1, planes, -1, -1)),) for name, planes in (("INPUT0", 3), ("OUTPUT0", 1))]
@@ -302,7 +304,7 @@ def test_instance_that_takes_no_rows_is_given_up_when_it_would_convolve_what_lie
         instance.execute([image])
 
 
-def test_images_of_any_size_are_tried_in_larger_ones_after_those_that_are_too_small(
+def test_trial_with_images_of_any_size_uses_larger_ones_after_those_that_are_too_small(
     tmp_path: Path, accelerator: CudaAccelerator
 ) -> None:
     path = models.write(convolved(4, "h", "w"), tmp_path / "model.onnx")
@@ -312,14 +314,14 @@ def test_images_of_any_size_are_tried_in_larger_ones_after_those_that_are_too_sm
     assert trials[0] == trials[1]
 
 
-def test_batch_that_memory_did_not_suffice_for_is_computed_rightly_once_it_does(
+def test_batch_that_ran_out_of_memory_is_computed_correctly_once_memory_suffices(
     tmp_path: Path, accelerator: CudaAccelerator
 ) -> None:
     pair = Pair(tmp_path, convolved(64, 16, 16), IMAGES, accelerator, FRUGAL)
     rng, slot = np.random.default_rng(1), pair.gpu.slots[0]
     pair.check(slot, [floats(rng, 4, 3, 16, 16)])
     large = [floats(rng, 200, 3, 16, 16)]
-    slot._stage(pair.gpu._shared.opened, large, 200, 0)  # so that it is ONNX Runtime that lacks memory
+    slot._stage(pair.gpu._shared.opened, large, 200, 0)  # so that only ONNX Runtime lacks memory
     taken = fill(accelerator)
     with pytest.raises(OutOfMemory, match="running Conv node"):
         slot.execute(large)
@@ -329,7 +331,7 @@ def test_batch_that_memory_did_not_suffice_for_is_computed_rightly_once_it_does(
     pair.check(slot, [floats(rng, 4, 3, 16, 16)])
 
 
-def test_graph_replays_at_the_same_time_keep_batches_apart(tmp_path: Path, accelerator: CudaAccelerator) -> None:
+def test_graph_replays_at_the_same_time_keep_batches_separate(tmp_path: Path, accelerator: CudaAccelerator) -> None:
     pair = Pair(tmp_path, models.mlp((64, 256, 16)), MLP, accelerator, GRAPHS)
     for slot in pair.gpu.slots:
         slot.prepare([floats(np.random.default_rng(0), 1, 64)], 8)
@@ -376,7 +378,7 @@ def test_graphs_are_captured_while_other_sessions_open_and_close(
     assert not caplog.records
 
 
-def test_graphs_are_captured_while_other_models_make_room(
+def test_graphs_are_captured_while_buffers_of_other_models_grow(
     tmp_path: Path, accelerator: CudaAccelerator, caplog: pytest.LogCaptureFixture
 ) -> None:
     captured = threading.Event()
@@ -392,7 +394,7 @@ def test_graphs_are_captured_while_other_models_make_room(
     with caplog.at_level(logging.WARNING, "paceline.backends.onnx"), ThreadPoolExecutor(1) as threads:
         beside = threads.submit(grow)
         try:
-            pair = Pair(tmp_path, models.mlp((64, *[16] * 100, 16)), MLP, accelerator, GRAPHS)  # as slow to capture
+            pair = Pair(tmp_path, models.mlp((64, *[16] * 100, 16)), MLP, accelerator, GRAPHS)  # slow to capture
             for slot in pair.gpu.slots:
                 for size in range(100, 0, -1):
                     slot.prepare([floats(np.random.default_rng(1), 1, 64)], size)
@@ -403,7 +405,7 @@ def test_graphs_are_captured_while_other_models_make_room(
     assert not caplog.records
 
 
-def test_model_with_control_flow_runs_without_graphs_and_says_so(
+def test_model_with_control_flow_runs_without_graphs_and_logs_it(
     tmp_path: Path, accelerator: CudaAccelerator, caplog: pytest.LogCaptureFixture
 ) -> None:
     result = models.tensor("RESULT", "FP32", ["batch", 64])
@@ -432,7 +434,7 @@ def test_model_with_control_flow_runs_without_graphs_and_says_so(
         pair.check(slot, [floats(rng, 3, 64)], 8)
 
 
-def test_outputs_of_open_size_are_those_of_the_cpu(tmp_path: Path, accelerator: CudaAccelerator) -> None:
+def test_outputs_of_unknown_size_equal_those_of_the_cpu(tmp_path: Path, accelerator: CudaAccelerator) -> None:
     spec = ModelSpec((TensorSpec("INPUT0", "FP32", (-1,)),), (TensorSpec("OUTPUT0", "FP32", (-1,)),), batched=True)
     node = helper.make_node("Neg", ["INPUT0"], ["OUTPUT0"])
     tensors = [models.tensor(name, "FP32", ["batch", "n"]) for name in ("INPUT0", "OUTPUT0")]
@@ -444,8 +446,8 @@ def test_outputs_of_open_size_are_those_of_the_cpu(tmp_path: Path, accelerator: 
             pair.check(slot, [floats(rng, 2, dims), floats(rng, 1, dims)])
 
 
-def test_tensors_in_the_hosts_memory_are_those_of_the_cpu(tmp_path: Path, accelerator: CudaAccelerator) -> None:
-    # The shape is read by the CPU, and that of the result is made there.
+def test_tensors_in_host_memory_equal_those_of_the_cpu(tmp_path: Path, accelerator: CudaAccelerator) -> None:
+    # The shape is read by the CPU, and the shape of the result is computed there.
     model = models.model(
         [
             helper.make_node("Reshape", ["INPUT0", "INPUT1"], ["OUTPUT0"]),
@@ -465,7 +467,7 @@ def test_tensors_in_the_hosts_memory_are_those_of_the_cpu(tmp_path: Path, accele
 
 
 class Client:
-    """What a client has on the GPU, at most 4096 bytes at a time."""
+    """A client's memory on the GPU; at most 4096 bytes are put or got at a time."""
 
     def __init__(self, accelerator: CudaAccelerator) -> None:
         accelerator.enter()
@@ -490,7 +492,7 @@ class Client:
 
 
 @pytest.mark.parametrize("accelerators", [EXACT, GRAPHS], ids=["plain", "graphs"])
-def test_tensors_that_clients_have_on_the_device_are_read_and_written_there(
+def test_tensors_of_clients_on_the_device_are_read_and_written_there(
     accelerators: Any, tmp_path: Path, accelerator: CudaAccelerator
 ) -> None:
     pair, client = Pair(tmp_path, models.mlp((64, 256, 16)), MLP, accelerator, accelerators), Client(accelerator)
@@ -537,14 +539,14 @@ def test_computation_is_queued_and_not_waited_for(
         staged = driver.stand_in_pending()
         slot._compute(pair.gpu._shared.opened, bound, False)
         computing = driver.stand_in_pending()
-        slot._settle()  # before the memory of what is queued is gone with this test
+        slot._settle()  # before the memory of the queued work is freed at the end of this test
         return staged, computing
 
     staged, computing = on_thread_of(slot, compute)
     assert 0 < staged < computing
 
 
-def test_two_instances_on_one_gpu_compute_side_by_side(tmp_path: Path, accelerator: CudaAccelerator) -> None:
+def test_two_instances_on_one_gpu_compute_at_the_same_time(tmp_path: Path, accelerator: CudaAccelerator) -> None:
     pair = Pair(tmp_path, models.mlp((64, 256, 16)), MLP, accelerator)
     second = pair.opened.instance(MLP, GPU)
     assert isinstance(second, StagedInstance)
@@ -561,7 +563,7 @@ def test_two_instances_on_one_gpu_compute_side_by_side(tmp_path: Path, accelerat
     pair.check(pair.gpu.slots[0], [floats(np.random.default_rng(1), 4, 64)])
 
 
-def test_closing_gives_the_devices_memory_back(tmp_path: Path, accelerator: CudaAccelerator) -> None:
+def test_closing_frees_the_devices_memory(tmp_path: Path, accelerator: CudaAccelerator) -> None:
     def once() -> None:
         pair = Pair(tmp_path, models.mlp((64, 2048, 2048, 16)), MLP, accelerator)
         pair.gpu.execute([floats(np.random.default_rng(1), 32, 64)])

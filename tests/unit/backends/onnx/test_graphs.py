@@ -1,5 +1,5 @@
-"""Captured graphs, with a session that does by them what ONNX Runtime's CUDA provider does (`cuda_graph.cc`): the first
-run under an id notes where everything lies, for the thread that makes it, and later runs under it look nowhere else,
+"""Captured graphs, with a session that treats them as ONNX Runtime's CUDA provider does (`cuda_graph.cc`): the first
+run under an id records all addresses, for the thread that makes it, and later runs under that id use only these,
 whatever is bound."""
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ HALF = ModelSpec((TensorSpec("INPUT0", "FP32", (-1,)),), (TensorSpec("OUTPUT0", 
 
 class Capturing:
     """A session that captures. `runs` are the ids under which it ran, in order; `broken`: it fails to capture.
-    `on_capture` is called while it does."""
+    `on_capture` is called during a capture."""
 
     def __init__(self, session: Any, broken: bool = False) -> None:
         self._session = session
@@ -95,7 +95,7 @@ class Bench:
 
     @property
     def runs(self) -> list[int]:
-        """Ids since the last time that somebody asked."""
+        """The ids of the runs since this was last read."""
         runs, self.sessions[0].runs = self.sessions[0].runs, []
         return runs
 
@@ -152,7 +152,7 @@ def test_prepared_sizes_are_replayed_and_no_others(bench: Bench) -> None:
             assert bench.runs == [graph]
 
 
-def test_nobody_synchronizes_the_device_while_it_is_captured_and_anybody_while_it_is_replayed(bench: Bench) -> None:
+def test_device_is_not_synchronized_during_a_capture_but_may_be_during_a_replay(bench: Bench) -> None:
     slot = bench.instance().slots[0]
     entered, threads = threading.Event(), list[threading.Thread]()
 
@@ -196,8 +196,8 @@ def test_thread_that_captured_nothing_replays_nothing(bench: Bench) -> None:
     assert bench.runs != [NO_GRAPH]
 
 
-def test_shapes_that_were_not_prepared_are_right_and_leave_the_graphs_alone(tmp_path: Path) -> None:
-    # Its output is of known size, whatever the input's: INPUT0 is summed up.
+def test_unprepared_shapes_are_computed_correctly_and_keep_the_graphs_unless_buffers_move(tmp_path: Path) -> None:
+    # The output's size is known, whatever the input's is: INPUT0 is summed up.
     node = models.helper.make_node("ReduceSum", ["INPUT0", "AXES"], ["OUTPUT0"], keepdims=1)
     axes = models.numpy_helper.from_array(np.array([1], np.int64), "AXES")
     given, taken = models.tensor("INPUT0", "FP32", ["batch", "n"]), models.tensor("OUTPUT0", "FP32", ["batch", 1])
@@ -211,13 +211,13 @@ def test_shapes_that_were_not_prepared_are_right_and_leave_the_graphs_alone(tmp_
     assert run(4, 1, 3) == [[[3]] * 4]
     assert run(4, 2, 5) == [[[10]] * 4]
     assert bench.runs == [graph, NO_GRAPH, graph]
-    # Larger than all buffers: they move, and what was captured would read where nothing is any more.
+    # Larger than all buffers: they move, and the captured graph would read memory that has been freed.
     assert run(4, 1, 5000) == [[[5000]] * 4]
     assert run(4, 3, 5) == [[[15]] * 4]
     assert bench.runs == [NO_GRAPH, NO_GRAPH]
 
 
-def test_outputs_of_open_size_are_never_captured(tmp_path: Path) -> None:
+def test_outputs_of_unknown_size_are_never_captured(tmp_path: Path) -> None:
     bench = Bench(tmp_path, neg("batch", "n"), FREE)
     slot = bench.instance().slots[0]
     slot.prepare([rows(1, 0)], 4)
@@ -225,7 +225,7 @@ def test_outputs_of_open_size_are_never_captured(tmp_path: Path) -> None:
     assert bench.runs == [NO_GRAPH, NO_GRAPH]
 
 
-def test_bad_batch_leaves_the_graphs_alone(bench: Bench) -> None:
+def test_bad_batch_keeps_the_graphs(bench: Bench) -> None:
     slot = bench.instance().slots[0]
     slot.prepare([rows(1, 0)], 4)
     (graph,) = bench.runs
@@ -235,7 +235,7 @@ def test_bad_batch_leaves_the_graphs_alone(bench: Bench) -> None:
     assert bench.runs == [graph]
 
 
-def test_model_that_fails_to_be_captured_runs_without_graphs_and_says_so_once(
+def test_model_that_cannot_be_captured_runs_without_graphs_and_logs_it_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     bench = Bench(tmp_path, neg("batch", 2), FIXED, broken=True)
@@ -249,7 +249,7 @@ def test_model_that_fails_to_be_captured_runs_without_graphs_and_says_so_once(
         assert values(on_thread_of(slot, lambda: slot.execute([rows(3, 7)], 8))) == [negated(3, 7)]  # noqa: B023
 
 
-def test_streams_of_a_session_that_failed_to_capture_stay_as_long_as_anything_is_bound_to_it(tmp_path: Path) -> None:
+def test_streams_of_a_session_that_failed_to_capture_live_as_long_as_its_bindings(tmp_path: Path) -> None:
     driver = stand_in.build(tmp_path)
     bench = Bench(tmp_path, neg("batch", 2), FIXED, broken=True, accelerator=stand_in.accelerator(tmp_path, driver))
     instance = bench.instance()
@@ -260,7 +260,7 @@ def test_streams_of_a_session_that_failed_to_capture_stay_as_long_as_anything_is
     assert driver.stand_in_streams() == 3
 
 
-def test_model_that_fails_to_be_captured_and_to_be_opened_again_says_so(tmp_path: Path) -> None:
+def test_model_that_can_be_neither_captured_nor_opened_again_is_an_error(tmp_path: Path) -> None:
     bench = Bench(tmp_path, neg("batch", 2), FIXED, broken=True, reopens=False)
     with pytest.raises(ExecutionError, match="no memory for another session"):
         bench.instance().slots[0].prepare([rows(1, 0)], 8)

@@ -1,4 +1,4 @@
-"""Inputs of ONNX models beyond one array per request: defaults of the graph, inputs made per batch, ragged ones."""
+"""Inputs of ONNX models other than one array per request: defaults of the graph, batch inputs, ragged ones."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def lists(instance: OnnxInstance, *request: Any) -> list[Any]:
     return [array.tolist() for array in instance.execute([request]).results[0]]
 
 
-def test_open_model_with_a_default_tells_that_the_input_is_optional(tmp_path: Path) -> None:
+def test_open_model_with_a_default_reports_that_the_input_is_optional(tmp_path: Path) -> None:
     spec = opened(models.with_default(), tmp_path).spec
 
     assert [(one.name, one.optional, one.dims) for one in spec.inputs] == [
@@ -46,7 +46,7 @@ def test_open_model_with_a_default_tells_that_the_input_is_optional(tmp_path: Pa
     ]
 
 
-def test_open_model_with_a_default_of_a_type_the_protocol_lacks_keeps_it_to_itself(tmp_path: Path) -> None:
+def test_open_model_hides_an_input_with_a_default_of_a_type_that_the_protocol_lacks(tmp_path: Path) -> None:
     model = models.with_default()
     kept = onnx.helper.make_tensor("KEPT", onnx.TensorProto.FLOAT8E4M3FN, [1], [1.0])
     model.graph.initializer.append(kept)
@@ -64,7 +64,7 @@ def test_open_model_with_a_default_of_a_type_the_protocol_lacks_keeps_it_to_itse
         ("BYTES", object, ("ten",), [b"\xc3\xa9"]),
     ],
 )
-def test_execute_optional_input_is_the_graphs_default_where_it_is_missing(
+def test_execute_missing_optional_input_is_the_graphs_default(
     datatype: str, dtype: Any, default: Any, given: list[Any], tmp_path: Path
 ) -> None:
     instance = with_default(tmp_path, datatype, default)
@@ -76,7 +76,7 @@ def test_execute_optional_input_is_the_graphs_default_where_it_is_missing(
     assert lists(instance, array, MISSING) == [given, own]
 
 
-def test_execute_optional_bf16_input_is_the_graphs_default_where_it_is_missing(tmp_path: Path) -> None:
+def test_execute_missing_optional_bf16_input_is_the_graphs_default(tmp_path: Path) -> None:
     instance = with_default(tmp_path, "BF16", (1.0,))
     bits = np.array([0x4000], np.uint16)
 
@@ -152,7 +152,9 @@ def test_execute_failure_of_a_ragged_batch_is_an_execution_error(tmp_path: Path)
         (replace(made(BatchInputKind.ELEMENT_COUNT), batch_inputs=()), "input 'MADE' isn't among those served"),
     ],
 )
-def test_instance_batch_input_that_is_not_the_models_is_refused(spec: ModelSpec, reason: str, tmp_path: Path) -> None:
+def test_instance_batch_input_that_does_not_match_the_model_is_refused(
+    spec: ModelSpec, reason: str, tmp_path: Path
+) -> None:
     with pytest.raises(LoadError) as caught:
         opened(models.batch_input_echo(), tmp_path).instance(spec, CPU)
     assert str(caught.value).endswith(reason)

@@ -1,4 +1,4 @@
-"""ONNX models executed, against onnxruntime run directly: numbers."""
+"""Execution of ONNX models with numeric tensors, compared with onnxruntime run directly."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ NUMERIC = sorted(set(DATATYPES) - {"BYTES", "BF16"})
         ([], [TensorSpec("OUTPUT0", "FP32", (1,))], "the model's input 'INPUT0' isn't among those served"),
     ],
 )
-def test_instance_spec_that_is_not_the_models_is_refused(
+def test_instance_spec_that_does_not_match_the_model_is_refused(
     inputs: list[TensorSpec], outputs: list[TensorSpec], message: str, tmp_path: Path
 ) -> None:
     model = open_model(models.identity("FP32"), tmp_path)
@@ -71,7 +71,7 @@ def test_instance_batched_without_inputs_is_refused(tmp_path: Path) -> None:
         instance_of(model, tmp_path)
 
 
-def test_instance_served_order_and_subset_go_by_name(tmp_path: Path) -> None:
+def test_instance_order_and_subset_of_served_tensors_go_by_name(tmp_path: Path) -> None:
     model = open_model(models.add_sub("FP32", size=2), tmp_path)
     whole = batched(model.spec)
     served = ModelSpec(tuple(reversed(whole.inputs)), (whole.outputs[1],), batched=True)
@@ -83,7 +83,7 @@ def test_instance_served_order_and_subset_go_by_name(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="counts the threads that Linux shows in /proc")
-def test_instances_on_the_cpu_share_one_pool_of_the_threads_asked_for(tmp_path: Path) -> None:
+def test_instances_on_the_cpu_share_one_pool_with_the_configured_number_of_threads(tmp_path: Path) -> None:
     def threads() -> int:
         return len(os.listdir("/proc/self/task"))
 
@@ -98,7 +98,7 @@ def test_instances_on_the_cpu_share_one_pool_of_the_threads_asked_for(tmp_path: 
     assert len({id(instance) for instance in instances}) == 3
 
 
-def test_instance_after_close_says_so_and_leaves_its_sibling_running(tmp_path: Path) -> None:
+def test_closed_instance_is_an_error_and_its_sibling_keeps_running(tmp_path: Path) -> None:
     model = open_model(models.add_sub("FP32", size=2), tmp_path)
     first, second = (model.instance(batched(model.spec), CPU) for _ in range(2))
     x = np.ones((1, 2), np.float32)
@@ -151,7 +151,7 @@ def test_execute_mlp_batch_equals_onnxruntime_run_directly(tmp_path: Path) -> No
     np.testing.assert_allclose(np.concatenate([y for (y,) in results]), expected, rtol=1e-5)
 
 
-def test_execute_two_free_dimensions_take_any_size(tmp_path: Path) -> None:
+def test_execute_two_free_dimensions_accept_any_size(tmp_path: Path) -> None:
     a, b = floats(2, 3, 5), floats(2, 5, 4)
 
     (product,) = run_one(instance_of(models.matrix_product(), tmp_path), a, b)
@@ -178,7 +178,7 @@ def test_execute_fixed_batch_model_runs_whole_requests(tmp_path: Path) -> None:
         run_one(model.instance(model.spec, CPU), floats(2, 3))
 
 
-def test_execute_failing_row_gives_the_models_own_words_in_one_quiet_line(
+def test_execute_failing_row_gives_onnx_runtimes_message_in_one_line_and_prints_nothing(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     instance = instance_of(models.gather(), tmp_path)
@@ -201,14 +201,14 @@ def test_execute_output_that_drops_rows_is_an_error_naming_it(tmp_path: Path) ->
     assert len(instance.execute([(kept,), (kept,)]).results) == 2
 
 
-def test_execute_output_without_batch_axis_served_as_if_it_had_one_is_an_error(tmp_path: Path) -> None:
+def test_execute_output_without_batch_axis_in_a_batched_model_is_an_error(tmp_path: Path) -> None:
     instance = instance_of(models.batch_sum(2), tmp_path)
 
     with pytest.raises(ExecutionError, match="the first dimension of every output must be the 3 rows of the batch"):
         instance.execute([(floats(1, 2),), (floats(2, 2),)])
 
 
-def test_execute_arenas_to_shrink_are_those_the_session_has(tmp_path: Path) -> None:
+def test_execute_shrinks_only_arenas_that_the_session_has(tmp_path: Path) -> None:
     parameters = {"memory.enable_memory_arena_shrinkage": "gpu:5;cpu:0"}
     x = np.ones((1, 2), np.float32)
 
@@ -235,7 +235,7 @@ def test_execute_results_outlive_later_runs_the_instance_and_the_model(model: on
     np.testing.assert_array_equal(first, before)
 
 
-def test_execute_result_written_to_leaves_the_models_constants_alone(tmp_path: Path) -> None:
+def test_execute_writing_to_a_result_leaves_the_models_constants_unchanged(tmp_path: Path) -> None:
     constant = helper.make_tensor("OUTPUT1", TensorProto.FLOAT, [2], [1.0, 2.0])
     dims: models.Dims = [2]
     model = models.model(

@@ -73,7 +73,7 @@ def test_parse_options_switched_off_stays_off() -> None:
         (2, GraphLevel.NONE),
     ],
 )
-def test_parse_options_graph_level_means_what_it_means_to_triton(level: int | None, expected: GraphLevel) -> None:
+def test_parse_options_graph_level_has_the_same_meaning_as_in_triton(level: int | None, expected: GraphLevel) -> None:
     assert parse_options(_source(graph_level=level)).graph_level is expected
 
 
@@ -90,7 +90,7 @@ def test_parse_options_cuda_accelerator_overrides_parameters() -> None:
     }
 
 
-def test_parse_options_unknown_and_foreign_parameters_are_left_alone() -> None:
+def test_parse_options_unknown_and_foreign_parameters_are_ignored() -> None:
     source = _source({"paceline.padding": "what", "author": "somebody", "enable_mem_arenas": "perhaps"})
 
     assert parse_options(source) == parse_options(_source())

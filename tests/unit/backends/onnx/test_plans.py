@@ -1,4 +1,4 @@
-"""What ONNX Runtime's convolutions can't be trusted with."""
+"""Sizes for which ONNX Runtime's convolutions can't be trusted."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ NODE = "onnx runtime error 1: Non-zero status code returned while running {} nod
 
 @pytest.mark.parametrize("operator", ["Conv", "FusedConv", "NhwcConv", "ConvTranspose"])
 @pytest.mark.parametrize("kind", [ExecutionError, OutOfMemory])
-def test_size_in_which_a_convolution_failed_is_refused(operator: str, kind: type[ExecutionError]) -> None:
+def test_size_for_which_a_convolution_failed_is_refused(operator: str, kind: type[ExecutionError]) -> None:
     plans = Plans()
     plans.failed(kind(NODE.format(operator, "c")), 4)
     with pytest.raises(InstanceLost, match=r"would compute with an outdated plan: onnx runtime error 1: .* why"):
@@ -20,7 +20,7 @@ def test_size_in_which_a_convolution_failed_is_refused(operator: str, kind: type
     plans.check(5)
 
 
-def test_failures_of_anything_else_say_nothing_of_plans() -> None:
+def test_failures_of_other_operators_do_not_affect_plans() -> None:
     plans = Plans()
     for operator in ("Gather", "MatMul"):
         plans.failed(ExecutionError(NODE.format(operator, "c")), 4)
@@ -32,7 +32,7 @@ def in_node(name: str) -> ExecutionError:
     return ExecutionError(NODE.format("Conv", name))
 
 
-def test_sizes_are_trusted_again_after_an_execution_in_another() -> None:
+def test_sizes_are_trusted_again_after_an_execution_with_another() -> None:
     plans = Plans()
     plans.failed(in_node("first"), 4)
     plans.failed(in_node("second"), 5, (5, 3))
@@ -43,14 +43,14 @@ def test_sizes_are_trusted_again_after_an_execution_in_another() -> None:
     assert plans.next_rows(4) == 4
 
 
-def test_convolution_that_fails_again_is_right_about_the_time_before() -> None:
+def test_size_is_trusted_again_once_its_convolution_has_failed_for_another() -> None:
     plans = Plans()
     for rows in range(1, 100):
         plans.failed(in_node("first"), rows)
     assert [plans.next_rows(98), plans.next_rows(99)] == [98, 100]
 
 
-def test_convolutions_without_names_are_taken_for_others_each_time() -> None:
+def test_each_failure_of_a_convolution_without_a_name_counts_as_another_one() -> None:
     plans = Plans()
     for rows in (1, 2):
         plans.failed(in_node(""), rows)

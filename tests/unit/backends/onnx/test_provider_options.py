@@ -1,4 +1,4 @@
-"""Execution accelerators as options of ONNX Runtime's providers: what is read, and what is refused by name."""
+"""Execution accelerators as options of ONNX Runtime's providers: what is accepted, and what is refused by name."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ def options(
     return parse_options(ModelSource("m", Path("m.onnx"), parameters=given, accelerators=accelerators))
 
 
-def test_none_is_none() -> None:
+def test_no_accelerator_gives_no_options() -> None:
     nothing = parse_options(ModelSource("m", Path("m.onnx")))
     assert (nothing.tensorrt, nothing.openvino) == (None, None)
 
 
-def test_tensorrt_in_tritons_words_is_onnx_runtimes() -> None:
+def test_tensorrt_parameters_of_triton_become_options_of_onnx_runtime() -> None:
     given = {
         "precision_mode": "FP16",
         "max_workspace_size_bytes": "1073741824",
@@ -60,7 +60,7 @@ def test_tensorrt_precision_is_one_switch(precision: str, expected: Mapping[str,
     assert options("tensorrt", {"precision_mode": precision}).tensorrt == expected
 
 
-def test_cuda_choices_may_be_words_or_the_numbers_of_tritons_parameters() -> None:
+def test_cuda_choices_may_be_names_or_the_numbers_of_tritons_parameters() -> None:
     for search, growth in (("2", "1"), ("DEFAULT", "kSameAsRequested")):
         assert options("cuda", {"cudnn_conv_algo_search": search, "arena_extend_strategy": growth}).cuda == {
             "cudnn_conv_algo_search": "DEFAULT",
@@ -78,7 +78,7 @@ def test_cuda_switches_may_be_words_or_digits() -> None:
     }
 
 
-def test_openvino_computes_on_the_cpu_with_as_many_threads_as_the_model_asks_for() -> None:
+def test_openvino_uses_the_cpu_and_the_models_number_of_threads_by_default() -> None:
     assert options("openvino", {}, device="cpu").openvino == {"device_type": "CPU"}
     assert options("openvino", {"num_streams": "2"}, device="cpu", threads="3").openvino == {
         "device_type": "CPU",
@@ -143,7 +143,7 @@ def test_malformed_value_is_refused(name: str, key: str, value: str, expected: s
 IMAGE, IDS = TensorSpec("image", "FP32", (-1, 3, 224, 224)), TensorSpec("ids", "INT64", (-1, 128))
 
 
-def test_profile_goes_from_one_row_to_the_largest_batch() -> None:
+def test_profile_ranges_from_one_row_to_the_largest_batch() -> None:
     assert profile_shapes([IMAGE, IDS], 32) == {
         "trt_profile_min_shapes": "image:1x3x224x224,ids:1x128",
         "trt_profile_opt_shapes": "image:32x3x224x224,ids:32x128",
@@ -167,5 +167,5 @@ def test_profile_leaves_out_inputs_of_one_shape() -> None:
         ([IMAGE], 0),
     ],
 )
-def test_profile_of_shapes_that_are_not_known_is_none(inputs: list[TensorSpec], rows: int) -> None:
+def test_profile_is_empty_if_shapes_are_unknown_or_unsuitable(inputs: list[TensorSpec], rows: int) -> None:
     assert profile_shapes(inputs, rows) == {}

@@ -1,5 +1,5 @@
-"""TensorRT and OpenVINO where they are, and the words where they aren't: a model computes on what it asks for or isn't
-loaded."""
+"""TensorRT and OpenVINO where they are installed, and the errors where they aren't: a model computes on what it asks
+for or isn't loaded."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def source(tmp_path: Path, parameters: Mapping[str, str] | None = None, **more: 
 
 def opened(tmp_path: Path, given: Mapping[str, str], device: Device = CPU) -> OnnxModel:
     accelerators = {"cpu_accelerators" if device is CPU else "accelerators": ((name_for(device), given),)}
-    # What stages batches needs a driver, and would be missed first.
+    # Staging batches needs a driver, and its absence would be the first error.
     return OnnxBackend(accelerators=lambda device: None).open(source(tmp_path, **accelerators), device)
 
 
@@ -52,10 +52,10 @@ def results(model: OnnxModel, device: Device, x: np.ndarray) -> np.ndarray:  # t
     return result[0]
 
 
-# --- without ---------------------------------------------------------------------------------------------------------
+# --- where they are missing ------------------------------------------------------------------------------------------
 
 
-def test_openvino_that_is_not_there_is_refused_saying_which_package_has_it(tmp_path: Path) -> None:
+def test_missing_openvino_is_refused_naming_the_package_that_has_it(tmp_path: Path) -> None:
     if OPENVINO in ort.get_available_providers():
         pytest.skip("this onnxruntime has it")
     with pytest.raises(LoadError) as caught:
@@ -68,7 +68,7 @@ def test_openvino_that_is_not_there_is_refused_saying_which_package_has_it(tmp_p
     )
 
 
-def test_tensorrt_whose_libraries_are_missing_is_refused_naming_the_first_of_them(
+def test_tensorrt_without_its_libraries_is_refused_naming_the_first_missing_one(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     needs(TENSORRT)
@@ -85,16 +85,14 @@ def test_tensorrt_whose_libraries_are_missing_is_refused_naming_the_first_of_the
         pytest.skip("there is a GPU")
 
 
-def test_tensorrt_of_a_build_without_it_is_refused_by_name(tmp_path: Path) -> None:
+def test_tensorrt_in_a_build_without_it_is_refused_by_name(tmp_path: Path) -> None:
     if TENSORRT in ort.get_available_providers():
         pytest.skip("this onnxruntime has it")
     with pytest.raises(LoadError, match=f"'tensorrt': this onnxruntime .* has no {TENSORRT}"):
         opened(tmp_path, {}, GPU)
 
 
-def test_accelerator_of_another_device_is_left_out_and_said_so(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_accelerator_of_another_device_is_ignored_and_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, LOGGER):
         OnnxBackend().open(source(tmp_path, accelerators=(("tensorrt", {}),)), CPU)
     assert [record.getMessage() for record in caplog.records] == [
@@ -102,7 +100,7 @@ def test_accelerator_of_another_device_is_left_out_and_said_so(
     ]
 
 
-# --- where TensorRT keeps its engines ---------------------------------------------------------------------------------
+# --- where TensorRT stores its engines --------------------------------------------------------------------------------
 
 
 def ready(tmp_path: Path, given: Mapping[str, str], directory: str = "", rows: int = 8) -> Mapping[str, str]:
@@ -115,7 +113,7 @@ def ready(tmp_path: Path, given: Mapping[str, str], directory: str = "", rows: i
     return found.tensorrt
 
 
-def test_engines_are_kept_below_the_users_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_engines_are_stored_in_the_users_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     place = tmp_path / "cache" / "paceline" / f"tensorrt-{ort.__version__}" / "m"
     found = ready(tmp_path, {})
@@ -123,20 +121,20 @@ def test_engines_are_kept_below_the_users_cache(tmp_path: Path, monkeypatch: pyt
     assert place.stat().st_mode & 0o077 == 0
 
 
-def test_engines_are_kept_where_the_flag_or_else_the_model_says(tmp_path: Path) -> None:
+def test_engines_are_stored_where_the_model_or_else_the_flag_says(tmp_path: Path) -> None:
     flag, own = tmp_path / "flag", tmp_path / "own"
     assert ready(tmp_path, {}, str(flag))["trt_engine_cache_path"].startswith(str(flag))
     assert ready(tmp_path, {"trt_engine_cache_path": str(own)}, str(flag))["trt_engine_cache_path"] == str(own)
     assert own.is_dir()
 
 
-def test_engines_that_are_not_to_be_kept_need_no_place(tmp_path: Path) -> None:
+def test_engines_that_are_not_stored_need_no_folder(tmp_path: Path) -> None:
     found = ready(tmp_path, {"trt_engine_cache_enable": "False"}, "/dev/null/nowhere")
     assert "trt_engine_cache_path" not in found
 
 
 @pytest.mark.parametrize("asked", [{"trt_engine_cache_path": "/dev/null/x"}, {"trt_engine_cache_enable": "True"}])
-def test_place_that_was_asked_for_and_cannot_be_written_is_refused(
+def test_requested_engine_cache_that_cannot_be_written_is_refused(
     asked: Mapping[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", "/dev/null")
@@ -146,7 +144,7 @@ def test_place_that_was_asked_for_and_cannot_be_written_is_refused(
         ready(tmp_path, asked)
 
 
-def test_place_that_nobody_asked_for_and_cannot_be_written_is_a_warning(
+def test_default_engine_cache_that_cannot_be_written_is_a_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", "/dev/null")
@@ -154,22 +152,22 @@ def test_place_that_nobody_asked_for_and_cannot_be_written_is_a_warning(
     assert "TensorRT rebuilds its engines at each start" in caplog.text
 
 
-def test_profile_is_the_models_shapes_up_to_the_largest_batch(tmp_path: Path) -> None:
+def test_profile_has_the_models_shapes_up_to_the_largest_batch(tmp_path: Path) -> None:
     found = ready(tmp_path, {"trt_engine_cache_enable": "False"})
     assert found["trt_profile_min_shapes"] == "INPUT0:1x16"
     assert found["trt_profile_opt_shapes"] == found["trt_profile_max_shapes"] == "INPUT0:8x16"
 
 
-def test_profile_that_the_model_brings_is_its_own(tmp_path: Path) -> None:
+def test_profile_given_by_the_model_is_kept(tmp_path: Path) -> None:
     given = {"trt_engine_cache_enable": "False", "trt_profile_max_shapes": "INPUT0:4x16"}
     assert ready(tmp_path, given) == {**given, "device_id": "0"}
 
 
-# --- with ------------------------------------------------------------------------------------------------------------
+# --- where they are installed ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("given", [{}, {"precision": "FP32", "num_of_threads": "1"}])
-def test_openvino_answers_as_the_cpu_and_says_what_it_took(
+def test_openvino_answers_as_the_cpu_and_logs_how_many_nodes_it_computes(
     given: Mapping[str, str], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     needs(OPENVINO)
@@ -181,7 +179,7 @@ def test_openvino_answers_as_the_cpu_and_says_what_it_took(
     assert re.search(rf"{OPENVINO} computes \d+ of the model's \d+ nodes", caplog.text)
 
 
-def test_openvino_that_takes_no_node_is_refused(tmp_path: Path) -> None:
+def test_openvino_that_can_compute_no_node_is_refused(tmp_path: Path) -> None:
     needs(OPENVINO)
     path = models.write(models.identity("BYTES"), tmp_path / "model.onnx")
     with pytest.raises(LoadError, match=f"{OPENVINO} takes none of the model's 1 nodes"):
@@ -190,7 +188,7 @@ def test_openvino_that_takes_no_node_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("precision", ["FP32", "FP16"])
-def test_tensorrt_answers_as_the_cpu_and_keeps_its_engine(precision: str, tmp_path: Path) -> None:
+def test_tensorrt_answers_as_the_cpu_and_stores_its_engine(precision: str, tmp_path: Path) -> None:
     needs(TENSORRT)
     try:
         count_gpus()

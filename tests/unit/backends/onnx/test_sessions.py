@@ -1,4 +1,4 @@
-"""Sessions: their options, and what goes when."""
+"""Sessions: their options, preparing CUDA for them, and what is freed when."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from backends.onnx.options import GraphLevel, OnnxOptions
 from backends.onnx.sessions import OpenSession, prepare_cuda, run_options, session_options, staged_run_options
 
 
-def test_session_options_carry_what_was_asked_for() -> None:
+def test_session_options_have_the_requested_values() -> None:
     made = session_options(
         OnnxOptions(
             graph_level=GraphLevel.EXTENDED,
@@ -38,7 +38,7 @@ def test_session_options_carry_what_was_asked_for() -> None:
 
 
 @pytest.mark.parametrize("level", list(GraphLevel))
-def test_session_options_know_each_graph_level(level: GraphLevel) -> None:
+def test_session_options_have_each_graph_level(level: GraphLevel) -> None:
     made = session_options(OnnxOptions(graph_level=level))
 
     assert made.graph_optimization_level == getattr(ort.GraphOptimizationLevel, level.value)
@@ -52,7 +52,7 @@ def test_session_options_know_each_graph_level(level: GraphLevel) -> None:
         ("libonnxruntime_providers_cuda.so: undefined symbol: cuTensorMapEncodeTiled", "driver is too old for it"),
     ],
 )
-def test_provider_that_cannot_be_loaded_says_what_would_help(said: str, hint: str) -> None:
+def test_error_of_a_provider_that_cannot_be_loaded_says_what_would_help(said: str, hint: str) -> None:
     def load(path: str) -> None:
         raise OSError(said)
 
@@ -61,7 +61,7 @@ def test_provider_that_cannot_be_loaded_says_what_would_help(said: str, hint: st
     assert hint in why
 
 
-def test_session_goes_before_the_streams_that_it_computes_on() -> None:
+def test_session_is_freed_before_the_streams_that_it_computes_on() -> None:
     gone: list[str] = []
 
     class Part:
@@ -81,18 +81,18 @@ def test_session_goes_before_the_streams_that_it_computes_on() -> None:
     assert gone == ["session", "streams"]
 
 
-def test_runs_that_shrink_the_gpus_arena_are_waited_for() -> None:
+def test_runs_that_shrink_the_gpus_arena_are_synchronized() -> None:
     gpu, shrinking = Device(DeviceKind.GPU), OnnxOptions(shrink_arenas=("cpu:0", "gpu:0"))
     made = staged_run_options(shrinking, gpu, None)
     assert made.get_run_config_entry("memory.enable_memory_arena_shrinkage") == "cpu:0;gpu:0"
     with pytest.raises(RuntimeError):
         made.get_run_config_entry("disable_synchronize_execution_providers")
-    # Where there are graphs nothing is shrunk.
+    # With graphs, nothing is shrunk.
     made = staged_run_options(shrinking, gpu, 3)
     assert made.get_run_config_entry("disable_synchronize_execution_providers") == "1"
 
 
-def test_run_options_name_a_graph_be_it_none_but_for_tensorrts_own() -> None:
+def test_run_options_always_name_a_graph_or_none_except_for_tensorrts_own_graphs() -> None:
     gpu, shrinking = Device(DeviceKind.GPU), OnnxOptions(shrink_arenas=("cpu:0",))
     for made in (
         run_options(shrinking, Device()),
@@ -108,7 +108,7 @@ def test_run_options_name_a_graph_be_it_none_but_for_tensorrts_own() -> None:
         staged_run_options(theirs, gpu, None).get_run_config_entry("gpu_graph_id")
 
 
-def test_preparing_cuda_opens_what_packages_have_before_what_the_system_has(
+def test_preparing_cuda_opens_libraries_of_packages_before_those_of_the_system(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     files = [
@@ -138,9 +138,7 @@ def test_preparing_cuda_opens_what_packages_have_before_what_the_system_has(
     ]
 
 
-def test_library_of_a_package_that_cannot_be_opened_is_left_to_what_comes_next(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_library_of_a_package_that_cannot_be_opened_is_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     broken = tmp_path / "nvidia" / "cu13" / "lib" / "libcudart.so.13"
     broken.parent.mkdir(parents=True)
     broken.touch()
@@ -150,7 +148,7 @@ def test_library_of_a_package_that_cannot_be_opened_is_left_to_what_comes_next(
     assert seen == ["preload"]
 
 
-def test_preparing_cuda_on_two_threads_leaves_stdout_as_it_was() -> None:
+def test_preparing_cuda_on_two_threads_leaves_stdout_unchanged() -> None:
     before, inside, go_on = sys.stdout, threading.Event(), threading.Event()
 
     def first() -> None:
@@ -174,7 +172,7 @@ def test_preparing_cuda_on_two_threads_leaves_stdout_as_it_was() -> None:
     assert sys.stdout is before
 
 
-def test_cudnn_that_is_missing_is_told_once(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_cudnn_is_logged_once(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sessions, "_CUDNN", "libcudnn-that-is-nowhere.so")
     sessions._look_for_cudnn.cache_clear()
     for _ in range(2):

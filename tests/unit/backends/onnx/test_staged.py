@@ -1,5 +1,5 @@
-"""Batches through buffers of our own: on the host, whose copies happen as late as allowed, and with a stand-in for the
-CUDA driver. What a GPU does is not seen here."""
+"""Batches staged in our own buffers: on the host, whose copies happen as late as allowed, and with a stand-in for the
+CUDA driver. What a real GPU does isn't tested here."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_execute_in_steady_state_allocates_nothing(tmp_path: Path) -> None:
     assert accelerator.allocations == allocations
 
 
-def test_execute_of_batches_that_grow_row_by_row_allocates_seldom(tmp_path: Path) -> None:
+def test_execute_of_batches_that_grow_row_by_row_rarely_allocates(tmp_path: Path) -> None:
     accelerator = HostAccelerator()
     slot = identity(tmp_path, accelerator).slots[0]
     for count in range(1, 2001):
@@ -81,7 +81,7 @@ def test_execute_of_batches_that_grow_row_by_row_allocates_seldom(tmp_path: Path
     assert accelerator.allocations <= 4 * 8
 
 
-def test_execute_results_that_are_held_stay_what_they_are(tmp_path: Path) -> None:
+def test_execute_results_that_are_held_stay_unchanged(tmp_path: Path) -> None:
     instance = identity(tmp_path, HostAccelerator())
     held = [slot.execute([rows(1, n), rows(2, -n)]).results for n in range(20) for slot in instance.slots]
     for number, results in enumerate(held):
@@ -89,7 +89,7 @@ def test_execute_results_that_are_held_stay_what_they_are(tmp_path: Path) -> Non
         assert [result[0].tolist() for result in results] == [[[n, n]], [[-n, -n]] * 2]
 
 
-def test_execute_view_of_a_view_keeps_its_memory_and_the_last_one_gives_it_back(tmp_path: Path) -> None:
+def test_execute_view_of_a_view_keeps_its_memory_and_the_last_one_frees_it_for_reuse(tmp_path: Path) -> None:
     accelerator = HostAccelerator()
     slot = identity(tmp_path, accelerator).slots[0]
     view = slot.execute([rows(1, 5), rows(3, 6)]).results[1][0].reshape(-1)[2:].view(np.uint32)
@@ -114,7 +114,7 @@ def test_execute_after_many_results_were_held_keeps_few_of_their_buffers(tmp_pat
     assert driver.stand_in_pinned() < 12
 
 
-def test_execute_padding_is_copies_of_the_last_row_and_cut_off(tmp_path: Path) -> None:
+def test_execute_padding_repeats_the_last_row_and_is_cut_off(tmp_path: Path) -> None:
     # The mean over the batch shows what the model saw.
     model = models.model(
         [onnx.helper.make_node("ReduceMean", ["INPUT0", "AXES"], ["MEAN"], keepdims=1),
@@ -128,7 +128,7 @@ def test_execute_padding_is_copies_of_the_last_row_and_cut_off(tmp_path: Path) -
     assert [result[0].tolist() for result in results] == [[[-3, -3]], [[1, 1]]]
 
 
-def test_execute_of_other_sizes_and_free_dims_is_right_each_time(tmp_path: Path) -> None:
+def test_execute_with_changing_sizes_and_free_dims_is_always_correct(tmp_path: Path) -> None:
     instance = opened(tmp_path, models.identity("FP32", ("batch", "n")), spec_of("FP32", "FP32", -1), HostAccelerator())
     assert isinstance(instance, StagedInstance)
     rng = np.random.default_rng(1)
@@ -140,7 +140,7 @@ def test_execute_of_other_sizes_and_free_dims_is_right_each_time(tmp_path: Path)
         np.testing.assert_array_equal(two[0], -x)
 
 
-def test_execute_requests_that_do_not_fit_together_fail_and_the_slot_goes_on(tmp_path: Path) -> None:
+def test_execute_requests_that_do_not_fit_together_fail_and_the_slot_keeps_working(tmp_path: Path) -> None:
     slot = identity(tmp_path, HostAccelerator()).slots[0]
     with pytest.raises(ExecutionError, match="requests of one batch don't fit together"):
         slot.execute([rows(1), (np.zeros((1, 3), np.float32),)])
@@ -149,13 +149,13 @@ def test_execute_requests_that_do_not_fit_together_fail_and_the_slot_goes_on(tmp
     assert slot.execute([rows(2, 3)]).results[0][0].tolist() == [[3, 3]] * 2
 
 
-def test_execute_without_requests_or_with_two_where_there_is_no_batch_axis_is_the_callers_fault(tmp_path: Path) -> None:
+def test_execute_without_requests_is_a_value_error(tmp_path: Path) -> None:
     slot = identity(tmp_path, HostAccelerator()).slots[0]
     with pytest.raises(ValueError, match="expected one or more requests, got 0"):
         slot.execute([])
 
 
-def test_execute_of_what_was_written_to_the_slots_room_copies_nothing_and_is_right(tmp_path: Path) -> None:
+def test_execute_of_rows_that_were_written_to_the_slots_buffer_is_correct(tmp_path: Path) -> None:
     slot = identity(tmp_path, HostAccelerator()).slots[0]
     for count in (2, 300, 1):
         room = slot.buffer(0, (count, 2))
@@ -163,11 +163,11 @@ def test_execute_of_what_was_written_to_the_slots_room_copies_nothing_and_is_rig
         again = slot.buffer(0, (count, 2))
         assert again.ctypes.data == room.ctypes.data
         assert slot.execute([(room,)]).results[0][0].tolist() == [[count, count]] * count
-        # Padded, of another size, or not alone: it is like any other array.
+        # Padded, of another size, or not alone: it is treated as any other array.
         assert slot.execute([(room.copy(),)], count + 3).results[0][0].tolist() == [[count, count]] * count
 
 
-def test_room_that_cannot_be_had_says_so(tmp_path: Path) -> None:
+def test_buffer_that_cannot_be_allocated_raises_out_of_memory(tmp_path: Path) -> None:
     driver = stand_in.build(tmp_path)
     slot = identity(tmp_path, stand_in.accelerator(tmp_path, driver)).slots[0]
     driver.stand_in_fail(b"cuMemHostAlloc", 2)
@@ -216,7 +216,7 @@ def test_execute_tensors_of_any_rank(tmp_path: Path, shapes: list[tuple[int, ...
         ),
     ],
 )
-def test_instance_of_what_cannot_be_staged_goes_the_plain_way_and_says_why(
+def test_instance_of_a_model_that_cannot_be_staged_is_a_plain_one_and_the_log_says_why(
     model: onnx.ModelProto, spec: ModelSpec, reason: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.INFO, "paceline.backends.onnx"):
@@ -227,7 +227,7 @@ def test_instance_of_what_cannot_be_staged_goes_the_plain_way_and_says_why(
     ]
 
 
-def test_closed_instance_refuses_and_gives_all_memory_back(tmp_path: Path) -> None:
+def test_closed_instance_refuses_batches_and_has_freed_all_memory(tmp_path: Path) -> None:
     driver = stand_in.build(tmp_path)
     instance = identity(tmp_path, stand_in.accelerator(tmp_path, driver))
     instance.execute([rows(2)])
@@ -249,7 +249,7 @@ def test_closed_instance_refuses_and_gives_all_memory_back(tmp_path: Path) -> No
         "cuEventSynchronize", "cuStreamWaitEvent",
     ],
 )  # fmt: skip
-def test_execute_driver_without_memory_says_so_and_the_slot_goes_on(call: str, tmp_path: Path) -> None:
+def test_execute_driver_out_of_memory_is_reported_and_the_slot_keeps_working(call: str, tmp_path: Path) -> None:
     driver = stand_in.build(tmp_path)
     slot = identity(tmp_path, stand_in.accelerator(tmp_path, driver)).slots[0]
     slot.execute([rows(1)])
@@ -264,7 +264,7 @@ def test_execute_driver_without_memory_says_so_and_the_slot_goes_on(call: str, t
 @pytest.mark.parametrize(
     ("code", "kind"), [(700, DeviceLost), (719, DeviceLost), (999, DeviceLost), (1, InstanceError)]
 )
-def test_execute_driver_failure_tells_a_lost_device_from_others(
+def test_execute_driver_failure_distinguishes_a_lost_device_from_others(
     code: int, kind: type[InstanceError], tmp_path: Path
 ) -> None:
     driver = stand_in.build(tmp_path)
@@ -276,8 +276,8 @@ def test_execute_driver_failure_tells_a_lost_device_from_others(
 
 
 class _InStep(HostAccelerator):
-    """Whoever is done queueing copies waits until the other slot has come as far: both are on their way all the time,
-    or the test fails. `threads` are those that wait."""
+    """A slot that has queued its copies waits until the other slot has, too: both always work at the same time, or the
+    test fails. `threads` are those that wait."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -288,7 +288,7 @@ class _InStep(HostAccelerator):
     def stream(self) -> Any:
         self._streams += 1
         stream = super().stream()
-        # The second of the three computes, which one slot at a time may queue.
+        # The second of the three is for computing, and only one slot at a time may queue there.
         return _MeetingStream(stream, self) if self._streams % 3 != 2 else stream
 
 
@@ -306,7 +306,7 @@ class _MeetingStream:
             self._accelerator.barrier.wait()
 
 
-def test_execute_of_both_slots_at_a_time_keeps_batches_apart(tmp_path: Path) -> None:
+def test_execute_of_both_slots_at_the_same_time_keeps_batches_separate(tmp_path: Path) -> None:
     accelerator = _InStep()
     instance = identity(tmp_path, accelerator)
     answers: dict[int, list[Sequence[Any]]] = {0: [], 1: []}
@@ -325,7 +325,7 @@ def test_execute_of_both_slots_at_a_time_keeps_batches_apart(tmp_path: Path) -> 
         assert [[result[0].tolist() for result in results] for results in batches] == expected
 
 
-def test_execute_that_is_padded_over_an_outdated_plan_keeps_what_was_read_right_to_where_batches_are_made(
+def test_execute_padded_because_of_an_outdated_plan_keeps_rows_written_to_the_slots_buffer(
     tmp_path: Path,
 ) -> None:
     slot = identity(tmp_path, stand_in.accelerator(tmp_path, stand_in.build(tmp_path))).slots[0]

@@ -1,4 +1,4 @@
-"""Models that are served from processes of their own: what comes from there is what comes from the server's own."""
+"""Models served from their own processes: they behave as in the server's process."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ SAME: dict[str, tuple[onnx.ModelProto, list[Tensors]]] = {
 
 
 @pytest.mark.parametrize("what", SAME)
-def test_execute_is_what_it_is_in_the_servers_process(what: str, tmp_path: Path) -> None:
+def test_execute_equals_execute_in_the_servers_process(what: str, tmp_path: Path) -> None:
     proto, requests = SAME[what]
     here = OnnxBackend().open(source_of(tmp_path, proto, own="false"), CPU)
     with opened(source_of(tmp_path)) as apart:
@@ -108,7 +108,7 @@ def test_execute_is_what_it_is_in_the_servers_process(what: str, tmp_path: Path)
     here.close()
 
 
-def test_execute_without_an_optional_input_takes_the_graphs_default(tmp_path: Path) -> None:
+def test_execute_without_an_optional_input_uses_the_graphs_default(tmp_path: Path) -> None:
     given: Array = np.array([1.5], np.float32)
     with opened(source_of(tmp_path, models.with_default())) as model, serving(model, model.spec) as instance:
         for bias, expected in ((MISSING, [10.0]), (given, [1.5]), (MISSING, [10.0])):
@@ -117,7 +117,7 @@ def test_execute_without_an_optional_input_takes_the_graphs_default(tmp_path: Pa
             assert [one.tolist() for one in result] == [[1.5], expected]
 
 
-def test_execute_gives_the_outputs_that_are_served_in_their_order(tmp_path: Path) -> None:
+def test_execute_gives_the_served_outputs_in_their_order(tmp_path: Path) -> None:
     with opened(source_of(tmp_path, models.add_sub("FP32", 3))) as model:
         spec = batched(model.spec)
         (result,) = executed(model, replace(spec, outputs=spec.outputs[::-1]), [[FLOATS, FLOATS]])
@@ -128,7 +128,9 @@ def test_execute_gives_the_outputs_that_are_served_in_their_order(tmp_path: Path
         assert [one.tolist() for one in result] == [(0 * FLOATS).tolist()]
 
 
-def test_execute_that_fails_keeps_its_class_and_its_words(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_failed_execute_keeps_the_class_and_message_of_its_error(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     with opened(source_of(tmp_path, models.quotient())) as model, serving(model, batched(model.spec)) as instance:
         with pytest.raises(ExecutionError, match=r"^onnx runtime error 1: .* Integer division by zero") as caught:
             instance.execute([[np.ones((1, 1), np.int64), np.zeros((1, 1), np.int64)]])
@@ -144,7 +146,7 @@ def test_execute_that_fails_keeps_its_class_and_its_words(tmp_path: Path, caplog
 def test_execute_whose_process_has_lost_its_device_loses_the_instance(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Another process may have the device, so nothing is told of it."""
+    """Another process may still have the device, so it isn't reported as lost."""
     with opened(source_of(tmp_path, models.identity())) as model, serving(model, batched(model.spec)) as instance:
         monkeypatch.setattr(process_of(instance), "_asked", lambda *_: (FAILED, "CUDA failure 700", "DeviceLost"))
         process = process_of(instance)
@@ -153,9 +155,7 @@ def test_execute_whose_process_has_lost_its_device_loses_the_instance(
         eventually(lambda: process.ended, "its end: the next one needs what it has of the device")
 
 
-def test_execute_with_plans_that_cannot_be_trusted_loses_the_instance_before_it_begins(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_execute_with_an_outdated_plan_raises_stale_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with opened(source_of(tmp_path, models.identity())) as model, serving(model, batched(model.spec)) as instance:
         monkeypatch.setattr(process_of(instance), "_asked", lambda *_: (FAILED, "an outdated plan", "StalePlan"))
         with pytest.raises(StalePlan, match=r"^an outdated plan$"):
@@ -163,7 +163,9 @@ def test_execute_with_plans_that_cannot_be_trusted_loses_the_instance_before_it_
 
 
 @pytest.mark.parametrize("by_rows", [True, False])
-def test_plans_for_other_rows_are_trusted(by_rows: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_outdated_plan_is_avoided_by_padding_if_the_model_is_batched(
+    by_rows: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     seen: list[tuple[int, ...]] = []
     run = OnnxInstance.run
 
@@ -187,7 +189,7 @@ def test_plans_for_other_rows_are_trusted(by_rows: bool, tmp_path: Path, monkeyp
     model.close()
 
 
-def test_open_that_fails_says_what_it_says_in_the_servers_process(tmp_path: Path) -> None:
+def test_failed_open_has_the_same_message_as_in_the_servers_process(tmp_path: Path) -> None:
     (tmp_path / "model.onnx").write_bytes(b"no model")
     with pytest.raises(LoadError) as here:
         OnnxBackend().open(source_of(tmp_path, own="false"), CPU)
@@ -198,19 +200,19 @@ def test_open_that_fails_says_what_it_says_in_the_servers_process(tmp_path: Path
         OnnxBackend().open(source_of(tmp_path, models.sequence_output()), CPU)
 
 
-def test_open_on_a_gpu_that_is_not_there_says_so(tmp_path: Path) -> None:
+def test_open_on_a_missing_gpu_is_refused(tmp_path: Path) -> None:
     with pytest.raises(LoadError, match=r"^model 'm': onnxruntime couldn't use GPU 7: "):
         OnnxBackend().open(source_of(tmp_path, models.identity()), Device(DeviceKind.GPU, 7))
 
 
-def test_open_with_graphs_does_without_and_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_open_with_graphs_runs_without_them_and_logs_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with opened(source_of(tmp_path, models.identity(), cuda_graphs=True)) as model:
         (result,) = executed(model, batched(model.spec), [[FLOATS]])
         assert not isinstance(result, Exception)
     assert "model 'm' runs without CUDA graphs, as it is in a process of its own" in caplog.text
 
 
-def test_outputs_that_the_protocol_cannot_carry_are_told_to_the_servers_log(
+def test_outputs_that_the_protocol_cannot_carry_are_reported_in_the_servers_log(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with opened(source_of(tmp_path, models.classifier())):
@@ -218,7 +220,7 @@ def test_outputs_that_the_protocol_cannot_carry_are_told_to_the_servers_log(
 
 
 @pytest.mark.parametrize("kind", ["mean", "cumulate"])
-def test_try_rows_finds_what_it_finds_in_the_servers_process(kind: str, tmp_path: Path) -> None:
+def test_try_rows_finds_the_same_as_in_the_servers_process(kind: str, tmp_path: Path) -> None:
     proto = models.over_rows(kind) if kind != "mean" else models.mlp()
     here = OnnxBackend().open(source_of(tmp_path, proto, own="false"), CPU)
     with opened(source_of(tmp_path)) as apart:
@@ -226,7 +228,7 @@ def test_try_rows_finds_what_it_finds_in_the_servers_process(kind: str, tmp_path
     here.close()
 
 
-def test_try_rows_of_what_ends_its_process_leaves_the_models_own_alone(tmp_path: Path) -> None:
+def test_try_rows_that_ends_its_process_leaves_the_model_usable(tmp_path: Path) -> None:
     library = build_library(tmp_path / "twice.so", least=4)
     with opened(source_of(tmp_path, twice(), op_libraries=(library,))) as model:
         assert model.try_rows() == Trial(model.spec, "the process that ran it was killed by SIGFPE", deadly=True)
@@ -253,7 +255,7 @@ def test_instance_has_a_process_that_ends_with_it(tmp_path: Path) -> None:
         eventually(lambda: not any(map(is_alive, pids)), "both have ended")
 
 
-def test_instance_has_another_process_if_the_first_has_ended_meanwhile(tmp_path: Path) -> None:
+def test_instance_gets_another_process_if_the_first_has_ended_meanwhile(tmp_path: Path) -> None:
     with opened(source_of(tmp_path, models.identity())) as model:
         first = model._processes.first
         os.kill(first.pid, signal.SIGKILL)
@@ -271,8 +273,8 @@ def test_trial_and_first_instance_share_a_process(tmp_path: Path) -> None:
             assert process_of(instance) is first
 
 
-def test_model_that_is_abandoned_while_an_instance_is_being_opened_ends_its_process(tmp_path: Path) -> None:
-    """The file can't be read to its end, as on a mount that has gone."""
+def test_abandoning_a_model_ends_the_process_of_an_instance_that_is_being_opened(tmp_path: Path) -> None:
+    """The file can't be read to its end, as on a mount that is gone."""
     with opened(source_of(tmp_path, models.identity())) as model, serving(model, batched(model.spec)):
         (tmp_path / "model.onnx").unlink()
         os.mkfifo(tmp_path / "model.onnx")
@@ -286,8 +288,8 @@ def test_model_that_is_abandoned_while_an_instance_is_being_opened_ends_its_proc
         assert process.ended
 
 
-def test_tensor_without_a_name_is_no_question(tmp_path: Path) -> None:
-    """Nobody but the server asks: what callers send is never unpickled."""
+def test_tensor_without_a_name_is_not_unpickled(tmp_path: Path) -> None:
+    """Only the server asks questions: what callers send is never unpickled."""
     node = onnx.helper.make_node("Identity", ["INPUT0"], ["OUTPUT0"])
     inputs = [models.tensor("INPUT0", "BYTES", ["batch", 1]), models.tensor("", "BYTES", ["batch", 1])]
     proto = models.model([node], inputs, [models.tensor("OUTPUT0", "BYTES", ["batch", 1])])
@@ -309,7 +311,7 @@ class _Touch:
         return os.mkdir, (str(self._path),)
 
 
-def test_instance_of_a_file_that_has_changed_meanwhile_cannot_be_had(tmp_path: Path) -> None:
+def test_instance_of_a_file_whose_tensors_have_changed_is_refused(tmp_path: Path) -> None:
     with opened(source_of(tmp_path, models.identity())) as model:
         spec = batched(model.spec)
         with serving(model, spec):
@@ -318,8 +320,8 @@ def test_instance_of_a_file_that_has_changed_meanwhile_cannot_be_had(tmp_path: P
                 model.instance(spec, CPU)
 
 
-def test_instance_of_a_file_that_computes_otherwise_by_now_is_had(tmp_path: Path) -> None:
-    """What counts is what it takes and gives."""
+def test_instance_of_a_file_that_now_computes_differently_is_accepted(tmp_path: Path) -> None:
+    """Only its inputs and outputs count."""
     given = np.array([[1]], np.int64)
     twin = models.dynamically_quantized()
     twin.graph.ClearField("node")
@@ -334,7 +336,7 @@ def test_instance_of_a_file_that_computes_otherwise_by_now_is_had(tmp_path: Path
 
 
 class Counted:
-    """How often files are needed."""
+    """Counts how often files are needed."""
 
     def __init__(self) -> None:
         self.needed = 0
@@ -359,7 +361,7 @@ def test_files_are_kept_until_the_model_is_closed(tmp_path: Path) -> None:
 
 
 def test_files_of_a_model_on_a_device_are_kept_until_it_is_closed(tmp_path: Path) -> None:
-    """An instance that takes the place of another there opens them again."""
+    """There, an instance that replaces another opens them again."""
     files = Counted()
     source = source_of(tmp_path, models.mlp(), own="false", files=files)
     model = OnnxBackend(accelerators=lambda _: HostAccelerator()).open(source, CPU)

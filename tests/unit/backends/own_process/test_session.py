@@ -1,4 +1,4 @@
-"""Sessions in a process apart: what comes back from there, and which process it is."""
+"""Sessions in a separate process: their results, and which process they get."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def job(folder: Path, model: onnx.ModelProto, datatype: str = "FP32", **options:
 
 
 def fragile(folder: Path) -> tuple[Job, ModelSpec]:
-    """Of a model that ends its process if there are fewer than four elements, and else doubles them."""
+    """A model that ends its process if there are fewer than four elements, and otherwise doubles them."""
     return job(folder, twice(), op_libraries=(build_library(folder / "twice.so", least=4),))
 
 
@@ -48,14 +48,14 @@ def process_of(apart: OwnProcessSession) -> ModelProcess:
     ("datatype", "given"),
     [("FP32", FOUR), ("BF16", FOUR.astype(np.uint16)), ("BYTES", FOUR.astype(bytes).astype(object))],
 )
-def test_run_gives_the_outputs_whatever_their_type(tmp_path: Path, datatype: str, given: Array) -> None:
+def test_run_gives_outputs_of_any_datatype(tmp_path: Path, datatype: str, given: Array) -> None:
     with OwnProcessSession(*job(tmp_path, models.identity(datatype, ("batch", None)), datatype)) as apart:
         (output,) = apart.run([given])
     assert output.dtype == given.dtype
     np.testing.assert_array_equal(output, given)
 
 
-def test_run_of_what_the_model_does_not_take_says_so_and_the_process_goes_on(tmp_path: Path) -> None:
+def test_run_with_invalid_inputs_is_an_error_and_the_process_keeps_running(tmp_path: Path) -> None:
     with OwnProcessSession(*job(tmp_path, models.identity("FP32", ("batch", 2)))) as apart:
         with pytest.raises(ExecutionError, match="invalid dimensions") as caught:
             apart.run([ONE])
@@ -65,14 +65,14 @@ def test_run_of_what_the_model_does_not_take_says_so_and_the_process_goes_on(tmp
         assert process_of(apart) is process
 
 
-def test_run_of_a_model_that_cannot_be_opened_says_so(tmp_path: Path) -> None:
+def test_run_of_a_model_that_cannot_be_opened_is_an_error(tmp_path: Path) -> None:
     broken, spec = job(tmp_path, models.identity())
     broken.path.write_bytes(b"none")
     with OwnProcessSession(broken, spec) as apart, pytest.raises(InstanceError, match="can't open"):
         apart.run([ONE])
 
 
-def test_run_that_ends_the_process_says_how_and_the_next_has_another(tmp_path: Path) -> None:
+def test_run_that_ends_the_process_says_how_and_the_next_session_gets_another(tmp_path: Path) -> None:
     model = fragile(tmp_path)
     with OwnProcessSession(*model) as apart, pytest.raises(ProcessError, match="was killed by SIGFPE"):
         apart.run([ONE])
@@ -80,7 +80,7 @@ def test_run_that_ends_the_process_says_how_and_the_next_has_another(tmp_path: P
         assert apart.run([FOUR])[0].tolist() == (2 * FOUR).tolist()
 
 
-def test_process_is_used_again_while_it_lives(tmp_path: Path) -> None:
+def test_process_is_reused_while_it_lives(tmp_path: Path) -> None:
     model = job(tmp_path, models.identity())
     with OwnProcessSession(*model) as apart:
         apart.run([FOUR])
@@ -95,7 +95,7 @@ def test_process_is_used_again_while_it_lives(tmp_path: Path) -> None:
         assert process_of(apart) is not first
 
 
-def test_process_that_waits_for_the_next_session_has_nothing_of_the_last(tmp_path: Path) -> None:
+def test_idle_process_keeps_nothing_of_the_last_session(tmp_path: Path) -> None:
     model = models.mlp()
     weights = tmp_path / "weights.bin"
     saved = tmp_path / "model.onnx"
@@ -108,7 +108,7 @@ def test_process_that_waits_for_the_next_session_has_nothing_of_the_last(tmp_pat
     assert str(weights) not in maps.read_text()
 
 
-def test_process_that_nobody_uses_for_a_while_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_process_that_is_idle_for_a_while_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("backends.own_process.session._idle", _Idle())
     monkeypatch.setattr("backends.own_process.session._IDLE_S", 0.01)
     processes = []
@@ -119,7 +119,7 @@ def test_process_that_nobody_uses_for_a_while_ends(tmp_path: Path, monkeypatch: 
     assert [process.end for process in processes] == ["ended with exit status 0"] * 2
 
 
-def test_run_whose_used_process_has_ended_of_something_else_has_another(tmp_path: Path) -> None:
+def test_run_gets_another_process_if_the_reused_one_has_ended_for_another_reason(tmp_path: Path) -> None:
     model = job(tmp_path, models.identity())
     with OwnProcessSession(*model) as apart:
         apart.run([FOUR])
@@ -131,7 +131,7 @@ def test_run_whose_used_process_has_ended_of_something_else_has_another(tmp_path
         assert process_of(apart) is not first
 
 
-def test_process_that_is_started_for_nobody_any_more_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_process_started_when_nobody_waits_any_more_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, started = job(tmp_path, models.identity()), list[ModelProcess]()
     with OwnProcessSession(*model) as apart:
         apart.run([FOUR])
@@ -149,7 +149,7 @@ def test_process_that_is_started_for_nobody_any_more_is_killed(tmp_path: Path, m
     eventually(lambda: started[0].ended, "its end")
 
 
-def test_process_that_is_not_waited_for_any_more_is_killed_whatever_it_does(tmp_path: Path) -> None:
+def test_busy_process_is_killed_when_nobody_waits_any_more(tmp_path: Path) -> None:
     library = build_library(tmp_path / "twice.so", endless=4)
     apart = OwnProcessSession(*job(tmp_path, twice(), op_libraries=(library,)))
     with ThreadPoolExecutor(1) as threads:
@@ -162,7 +162,7 @@ def test_process_that_is_not_waited_for_any_more_is_killed_whatever_it_does(tmp_
     assert not is_alive(process_of(apart).pid)
 
 
-def test_session_for_which_there_is_no_process_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_session_without_a_process_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.executable", str(tmp_path / "python"))
     monkeypatch.setattr("backends.own_process.session._idle", _Idle())
     with (

@@ -1,4 +1,4 @@
-"""What the tests of Python models share."""
+"""Fixtures that the tests of Python models share."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def instance(folder: Path) -> Iterator[PythonInstance]:
-    """Of the puppet."""
+    """An instance of the puppet (`tests.puppet`)."""
     model = PythonBackend().open(ModelSource("m", puppet.write_puppet(folder)), CPU)
     made = model.instance(SPEC, CPU)
     yield made

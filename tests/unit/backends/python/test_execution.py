@@ -1,4 +1,4 @@
-"""What Python models are given, what they may get wrong, and what they print."""
+"""Execution of Python models: their inputs and outputs, what they may get wrong, and what they print."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.unit.backends.python_models import CLASS, run, serving
 
 
 def single(datatype: str) -> ModelSpec:
-    """One element of `x` in, one of `y` out."""
+    """One element of `x` as the input, one of `y` as the output."""
     return ModelSpec((TensorSpec("x", datatype, (1,)),), (TensorSpec("y", datatype, (1,)),), batched=True)
 
 
@@ -31,7 +31,7 @@ def single(datatype: str) -> ModelSpec:
         (puppet.MISSING_OUTPUT, r"KeyError: execute: expected output 'OUTPUT0', got only \['OUTPUT1'\]"),
     ],
 )
-def test_execute_that_goes_wrong_says_how_and_the_process_goes_on(
+def test_execute_that_goes_wrong_says_how_and_the_process_keeps_running(
     instance: PythonInstance, what: int, words: str
 ) -> None:
     (pid,) = run(instance, puppet.PID)
@@ -53,7 +53,7 @@ def test_execute_that_goes_wrong_says_how_and_the_process_goes_on(
         ("Speechless()", "^Speechless$"),
     ],
 )
-def test_exception_whatever_its_words_is_told_in_a_bounded_line_and_the_process_goes_on(
+def test_any_exception_is_reported_in_a_bounded_line_and_the_process_keeps_running(
     folder: Path, caplog: pytest.LogCaptureFixture, error: str, words: str
 ) -> None:
     fails = f"""
@@ -115,7 +115,7 @@ class Model:
 @pytest.mark.parametrize(
     ("element", "words"), [(-1, "that went wrong in the fork"), (-2, "a fork of the model's process")]
 )
-def test_fork_that_comes_back_from_execute_answers_nobody(
+def test_fork_that_returns_from_execute_sends_no_answer(
     folder: Path, caplog: pytest.LogCaptureFixture, element: int, words: str
 ) -> None:
     with caplog.at_level(logging.INFO, "paceline.models"):
@@ -125,13 +125,13 @@ def test_fork_that_comes_back_from_execute_answers_nobody(
         eventually(lambda: any(words in line for line in caplog.messages), "what became of the fork")
 
 
-def test_execute_out_of_memory_is_no_requests_fault(instance: PythonInstance) -> None:
+def test_execute_out_of_memory_is_not_the_requests_fault(instance: PythonInstance) -> None:
     with pytest.raises(InstanceError, match="MemoryError: all gone"):
         run(instance, puppet.MEMORY)
     assert run(instance, 2) == [20]
 
 
-def test_execute_after_many_large_batches_has_all_memory_again(instance: PythonInstance) -> None:
+def test_execute_of_many_large_batches_leaves_no_memory_in_use(instance: PythonInstance) -> None:
     elements = np.arange(100_000, dtype=np.int64).reshape(-1, 1)
     for _ in range(20):
         (result,) = instance.execute([(elements,)]).results
@@ -178,7 +178,7 @@ class Model:
             instance.execute([(np.array([[b"none"]], object),)])
 
 
-def test_execute_inputs_that_are_left_out_or_made_per_batch_are_in_the_dict_by_name(folder: Path) -> None:
+def test_execute_omits_missing_inputs_from_the_dict_and_adds_batch_inputs_by_name(folder: Path) -> None:
     text = """
 class Model:
     inputs = {"a": ("FP32", [-1]), "b": ("FP32", [-1, 1]), "ends": ("INT32", [-1])}
@@ -212,7 +212,7 @@ def test_output_goes_to_the_log_with_the_models_name(
     assert "model 'm': these are" in caplog.messages
 
 
-def test_long_line_of_output_is_cut_between_characters(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_long_line_of_output_is_split_between_characters(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     spec = ModelSpec((TensorSpec("x", "FP32", (4,)),), (TensorSpec("y", "FP32", ()),), batched=True)
     with (
         caplog.at_level(logging.INFO, "paceline.models"),

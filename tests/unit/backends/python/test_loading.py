@@ -1,4 +1,4 @@
-"""Python models that are loaded: what they declare and are told, and what is said of those that can't be."""
+"""Loading Python models: what they declare, what they are given, and the errors of those that can't be loaded."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.unit.backends.python_models import CLASS, CPU
 
 
 def open_model(folder: Path, text: str, declared: ModelSpec | None = None, **parameters: str) -> object:
-    """Open the model of that text, and close it."""
+    """The spec of a model with that text, which is opened and closed."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "model.py").write_text(text)
     source = ModelSource("m", folder / "model.py", declared, parameters)
@@ -81,7 +81,7 @@ def test_spec_of_a_class_that_declares_nothing_is_that_of_the_configuration(fold
         ("class Model:\n    def execute(self, inputs): pass", "expected attributes inputs and outputs of its class"),
     ],
 )  # fmt: skip
-def test_load_that_fails_says_why_in_a_line(folder: Path, text: str, words: str) -> None:
+def test_failed_load_says_why_in_one_line(folder: Path, text: str, words: str) -> None:
     assert re.search(words, failure(folder, text))
 
 
@@ -90,7 +90,7 @@ def test_load_without_a_file_says_where_it_was_expected(tmp_path: Path) -> None:
         PythonBackend().open(ModelSource("m", tmp_path / "model.py"), CPU)
 
 
-def test_load_with_what_is_of_no_use_is_refused(folder: Path) -> None:
+def test_load_with_operator_libraries_or_accelerators_is_refused(folder: Path) -> None:
     source = ModelSource("m", puppet.write_puppet(folder), op_libraries=(folder / "a.so",))
     with pytest.raises(LoadError, match="no use for libraries of operators"):
         PythonBackend().open(source, CPU)
@@ -98,13 +98,13 @@ def test_load_with_what_is_of_no_use_is_refused(folder: Path) -> None:
         PythonBackend().open(replace(source, op_libraries=(), accelerators=(("cuda", {}),)), CPU)
 
 
-def test_load_with_an_interpreter_that_is_none_is_refused(folder: Path) -> None:
+def test_load_with_a_missing_interpreter_is_refused(folder: Path) -> None:
     source = ModelSource("m", puppet.write_puppet(folder), parameters={"paceline.python_executable": "bin/python"})
     with pytest.raises(LoadError, match=f"{folder}/bin/python can't be run: No such file"):
         PythonBackend().open(source, CPU)
 
 
-def test_load_with_an_interpreter_that_no_file_can_be_keeps_nothing_open(folder: Path) -> None:
+def test_load_with_an_impossible_interpreter_path_leaves_no_descriptor_open(folder: Path) -> None:
     source = ModelSource("m", puppet.write_puppet(folder), parameters={"paceline.python_executable": "a\0b"})
     before = len(list(Path("/proc/self/fd").iterdir()))
     for _ in range(5):
@@ -113,7 +113,7 @@ def test_load_with_an_interpreter_that_no_file_can_be_keeps_nothing_open(folder:
     assert len(list(Path("/proc/self/fd").iterdir())) <= before
 
 
-def test_load_for_whose_connection_there_is_no_room_is_refused(folder: Path) -> None:
+def test_load_without_room_for_its_connection_is_refused(folder: Path) -> None:
     source = ModelSource("m", puppet.write_puppet(folder))
     words = "model 'm': no connection to its process: File too large"
     with limited(resource.RLIMIT_FSIZE, 1), pytest.raises(LoadError, match=words):
@@ -121,7 +121,7 @@ def test_load_for_whose_connection_there_is_no_room_is_refused(folder: Path) -> 
 
 
 def children() -> set[str]:
-    """The processes that this one has started, and hasn't reaped."""
+    """The processes that this one has started and hasn't reaped."""
     found = set()
     for path in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):  # any may end meanwhile
@@ -132,7 +132,7 @@ def children() -> set[str]:
 
 
 @pytest.mark.parametrize("started", [0, 1])
-def test_load_for_which_there_are_too_few_threads_is_refused_and_leaves_nothing(
+def test_load_with_too_few_threads_is_refused_and_leaves_nothing_behind(
     folder: Path, monkeypatch: pytest.MonkeyPatch, started: int
 ) -> None:
     source = ModelSource("m", puppet.write_puppet(folder))
@@ -149,7 +149,7 @@ def test_load_for_which_there_are_too_few_threads_is_refused_and_leaves_nothing(
     with pytest.raises(LoadError, match="model 'm': its process can't be watched: can't start new thread"):
         PythonBackend().open(source, CPU)
     assert children() <= before
-    gc.collect()  # a thread that didn't start is of a cycle
+    gc.collect()  # a thread that didn't start is part of a reference cycle
     assert len(list(Path("/proc/self/fd").iterdir())) <= descriptors
     for thread in threads:
         thread.join(20)
@@ -167,7 +167,7 @@ def test_load_gets_the_context_and_files_beside_the_model_can_be_imported(folder
     assert sorted(path.name for path in folder.iterdir()) == ["beside.py", "model.py"], "nothing is written there"
 
 
-def test_interpreter_of_another_environment_needs_nothing_but_numpy(folder: Path, tmp_path: Path) -> None:
+def test_interpreter_of_another_environment_needs_only_numpy(folder: Path, tmp_path: Path) -> None:
     venv.create(tmp_path / "venv", with_pip=False)
     (packages,) = (tmp_path / "venv").glob("lib/python*/site-packages")
     there = Path(np.__file__).parents[1]
@@ -188,13 +188,13 @@ import sys, only_there
     open_model(folder, text, **{"paceline.python_executable": "../venv/bin/python"})
 
 
-def test_interpreter_without_numpy_says_so(folder: Path, tmp_path: Path) -> None:
+def test_interpreter_without_numpy_is_refused(folder: Path, tmp_path: Path) -> None:
     venv.create(tmp_path / "venv", with_pip=False)
     with pytest.raises(LoadError, match="exit status 1 while loading: ModuleNotFoundError: No module named 'numpy'"):
         open_model(folder, CLASS, **{"paceline.python_executable": str(tmp_path / "venv" / "bin" / "python")})
 
 
-def test_devices_are_one_cpu_by_default_and_gpus_where_there_are_some() -> None:
+def test_devices_are_one_cpu_by_default_and_as_many_as_instances_for_kind_model() -> None:
     backend = PythonBackend()
     assert backend.devices([]) == (CPU,)
     assert backend.devices([InstanceGroup(GroupKind.MODEL, 3)]) == (CPU,) * 3
@@ -205,7 +205,7 @@ def test_interpreter_is_the_servers_by_default(folder: Path) -> None:
     assert failure(folder, text) == f"model 'm': ValueError: {sys.executable}"
 
 
-def test_fork_that_comes_back_from_the_load_answers_nothing(folder: Path) -> None:
+def test_fork_that_returns_from_load_sends_no_answer(folder: Path) -> None:
     fork = """
     def load(self, context):
         import os, sys

@@ -1,4 +1,4 @@
-"""How the processes of Python models die, what is told of it, and how they end."""
+"""How the processes of Python models die, how that is reported, and how they are ended."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from tests.unit.backends.python_models import CLASS, CPU, SPEC, is_alive, run, s
 
 
 def unread_bytes(link: BlockingLink) -> int:
-    """Of what was sent, by what the kernel keeps of it."""
+    """How much of what was sent the other end hasn't read, according to the kernel."""
     kept = array("i", [0])
     fcntl.ioctl(link._socket, termios.TIOCOUTQ, kept)
     return kept[0]
@@ -45,7 +45,7 @@ def loads(folder: Path) -> list[str]:
 @pytest.mark.parametrize(
     ("what", "words"), [(puppet.EXIT, "ended with exit status 3"), (puppet.SEGFAULT, "was killed by SIGSEGV")]
 )
-def test_crash_fails_its_batch_and_ends_the_instance_which_says_so(
+def test_crash_fails_its_batch_and_ends_the_instance_with_its_reason(
     instance: PythonInstance, folder: Path, what: int, words: str
 ) -> None:
     (pid,) = run(instance, puppet.PID)
@@ -63,7 +63,7 @@ def test_crash_fails_its_batch_and_ends_the_instance_which_says_so(
     assert len(loads(folder)) == 1
 
 
-def test_death_of_an_idle_process_is_told_also_if_nobody_asked_before(instance: PythonInstance) -> None:
+def test_death_of_an_idle_process_is_reported_also_to_later_callbacks(instance: PythonInstance) -> None:
     (pid,) = run(instance, puppet.PID)
     ends: Queue[BaseException] = Queue()
     instance.when_lost(ends.put)
@@ -76,7 +76,7 @@ def test_death_of_an_idle_process_is_told_also_if_nobody_asked_before(instance: 
     assert str(ends.get(timeout=20)) == "the model's process was killed by SIGKILL"
 
 
-def test_death_of_a_process_before_it_reads_a_batch_is_told_from_a_crash(instance: PythonInstance) -> None:
+def test_death_of_a_process_before_it_reads_a_batch_is_distinguished_from_a_crash(instance: PythonInstance) -> None:
     (pid,) = run(instance, puppet.PID)
     os.kill(pid, signal.SIGSTOP)
     with ThreadPoolExecutor(1) as asking:
@@ -88,7 +88,7 @@ def test_death_of_a_process_before_it_reads_a_batch_is_told_from_a_crash(instanc
             answer.result(30)
 
 
-def test_instance_of_a_file_that_declares_something_else_by_now_is_refused(folder: Path) -> None:
+def test_instance_of_a_file_whose_declared_tensors_have_changed_is_refused(folder: Path) -> None:
     path = puppet.write_puppet(folder)
     model = PythonBackend().open(ModelSource("m", path), CPU)
     first = model.instance(SPEC, CPU)
@@ -103,7 +103,7 @@ def test_instance_of_a_file_that_declares_something_else_by_now_is_refused(folde
 
 
 @pytest.mark.parametrize("end", ["close", "abandon"])
-def test_end_that_was_asked_for_is_told_to_nobody(instance: PythonInstance, end: str) -> None:
+def test_requested_end_is_not_reported(instance: PythonInstance, end: str) -> None:
     (pid,) = run(instance, puppet.PID)
     ends: Queue[BaseException] = Queue()
     instance.when_lost(ends.put)
@@ -115,7 +115,7 @@ def test_end_that_was_asked_for_is_told_to_nobody(instance: PythonInstance, end:
 
 
 @pytest.mark.parametrize("what", [puppet.HANG, puppet.GRAB])
-def test_instance_that_hangs_and_is_abandoned_fails_its_batch_and_ends(
+def test_hanging_instance_that_is_abandoned_fails_its_batch_and_ends(
     instance: PythonInstance, folder: Path, what: int
 ) -> None:
     (pid,) = run(instance, puppet.PID)
@@ -131,7 +131,7 @@ def test_instance_that_hangs_and_is_abandoned_fails_its_batch_and_ends(
     assert len(loads(folder)) == 1, "no other process is started"
 
 
-def test_model_that_is_abandoned_while_an_instance_is_being_loaded_ends_it(folder: Path) -> None:
+def test_abandoning_a_model_ends_an_instance_that_is_being_loaded(folder: Path) -> None:
     text = f"""
 import pathlib, threading
 HERE = pathlib.Path(__file__).parent
@@ -158,16 +158,17 @@ HERE = pathlib.Path(__file__).parent
     model.close()
 
 
-def test_signals_that_ask_a_group_to_end_are_left_to_the_server(instance: PythonInstance) -> None:
+def test_signals_that_ask_a_process_group_to_end_are_left_to_the_server(instance: PythonInstance) -> None:
     (pid,) = run(instance, puppet.PID)
     os.kill(pid, signal.SIGTERM)
     os.kill(pid, signal.SIGINT)
     assert run(instance, puppet.PID) == [pid]
 
 
-def test_close_calls_the_models_own_and_leaves_nothing_behind(folder: Path) -> None:
+def test_close_calls_the_models_close_and_leaves_nothing_behind(folder: Path) -> None:
     gc.collect()
-    # By name and not by number: of what is there some goes, as processes of earlier tests are still being tidied up.
+    # Compared as a set and not counted: some disappear meanwhile, as processes of earlier tests are still being cleaned
+    # up.
     before = _held()
     source = ModelSource("m", puppet.write_puppet(folder))
     model = PythonBackend().open(source, CPU)
@@ -185,9 +186,9 @@ def test_close_calls_the_models_own_and_leaves_nothing_behind(folder: Path) -> N
     eventually(lambda: _held() <= before, "nothing that wasn't there before")
 
 
-def test_closed_instance_has_no_memory_although_somebody_knows_it(instance: PythonInstance) -> None:
-    """A batcher, say, until the garbage collector comes by."""
-    gc.collect()  # what errors of other tests have kept
+def test_closed_instance_has_no_memory_although_it_is_still_referenced(instance: PythonInstance) -> None:
+    """By a batcher, say, until the garbage collector runs."""
+    gc.collect()  # what errors of other tests have kept alive
     before = _memory()
     run(instance, 1)
     assert before
@@ -204,7 +205,7 @@ def _memory() -> set[str]:
 
 
 def _held() -> set[object]:
-    """This process's descriptors with the files behind them, its threads, and what it maps of tensors."""
+    """This process's descriptors with the files behind them, its threads, and its mappings of tensors."""
     held: set[object] = {*threading.enumerate()}
     for descriptor in os.listdir("/proc/self/fd"):
         with suppress(FileNotFoundError):  # closed meanwhile, as that of the listing is
@@ -213,7 +214,7 @@ def _held() -> set[object]:
     return held | _memory()
 
 
-def test_close_that_takes_too_long_is_ended(folder: Path) -> None:
+def test_close_that_takes_too_long_is_killed(folder: Path) -> None:
     folder.mkdir()
     (folder / "model.py").write_text(f"{CLASS}    def close(self): __import__('threading').Event().wait()")
     process = ModelProcess(ModelSource("m", folder / "model.py"), CPU, close_s=0.1)
@@ -223,7 +224,7 @@ def test_close_that_takes_too_long_is_ended(folder: Path) -> None:
     assert not is_alive(process.pid)
 
 
-def test_what_the_model_has_started_goes_with_its_process(folder: Path) -> None:
+def test_processes_started_by_the_model_end_with_its_process(folder: Path) -> None:
     text = f"""
 import subprocess, sys
 {CLASS.replace("FP32", "INT64")}
@@ -242,7 +243,7 @@ import subprocess, sys
 
 
 def _is_zombie(pid: int) -> bool:
-    """Whoever has to reap it is none of ours."""
+    """Whether it has ended without being reaped, which isn't up to this process."""
     return ") Z " in Path(f"/proc/{pid}/stat").read_text()
 
 
@@ -259,7 +260,7 @@ WIDE_SPEC = ModelSpec(
 
 
 class Counting(PythonInstance):
-    """Tells which rooms it was asked for, and gives them."""
+    """Records the buffers that it gives."""
 
     def __init__(self, spec: ModelSpec, process: ModelProcess) -> None:
         super().__init__(spec, process)
@@ -282,7 +283,7 @@ def counting(tmp_path: Path) -> Iterator[Counting]:
     instance.close()
 
 
-def test_inputs_made_in_the_rooms_of_an_instance_are_those_of_its_process(counting: Counting) -> None:
+def test_inputs_made_in_buffers_of_an_instance_reach_its_process(counting: Counting) -> None:
     texts = np.full((8, 5000), b"t", object)
     assert isinstance(counting, ProvidesBuffers)
     assert counting.buffer(0, (0, 5000)) is None
@@ -299,7 +300,7 @@ def test_inputs_made_in_the_rooms_of_an_instance_are_those_of_its_process(counti
     assert counting.buffer(0, (8, 5000)) is None
 
 
-def test_batches_are_stacked_in_rooms_which_are_free_afterwards_whatever_comes(counting: Counting) -> None:
+def test_batches_are_stacked_in_buffers_that_are_free_afterwards_even_if_they_fail(counting: Counting) -> None:
     process = counting._process
     assert process is not None
     wide = [(np.full((8, 5000), value, np.float32), np.full((8, 5000), b"", object)) for value in (1, 2)]
@@ -317,7 +318,7 @@ def test_batches_are_stacked_in_rooms_which_are_free_afterwards_whatever_comes(c
     assert counting.rooms == [], "of small ones copies cost less"
 
 
-def test_instance_that_was_abandoned_and_closed_is_gone_without_the_garbage_collector(counting: Counting) -> None:
+def test_process_of_an_abandoned_and_closed_instance_is_freed_without_garbage_collector(counting: Counting) -> None:
     process = counting._process
     assert process is not None
     counting.when_lost(lambda _: None)

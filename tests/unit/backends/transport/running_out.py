@@ -1,6 +1,6 @@
-"""Opens ends for two processes with fewer and fewer descriptors to spare, and prints what came of it, as JSON: for each
-number to spare an error, or none, and how many descriptors were left open. A program, as nobody else's threads may
-open or close any meanwhile."""
+"""Opens ends for two processes with 0 to 11 descriptors to spare, then with too low a limit for their memory. Prints
+the outcomes as JSON: for each an error, or none, and how many descriptors were left open. A program, as no other
+threads may open or close any meanwhile."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def descriptors() -> set[int]:
 
 @contextmanager
 def spare_descriptors(count: int) -> Iterator[None]:
-    """So many more may be opened."""
+    """`count` more descriptors may be opened."""
     highest = max(descriptors())
     held = [os.open(os.devnull, os.O_RDONLY)]
     try:

@@ -1,4 +1,4 @@
-"""Two ends of a link, in one process: turns, places that are given back, and what finds no room."""
+"""Two ends of a link in one process: messages in turns, places that are given back, and arrays that don't fit."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SIZE = 1 << 20
 LARGE = np.arange(20_000, dtype=np.float32)
 WIDE = np.arange(40_000, dtype=np.float32)
 WORTH_BYTES = 128 * 1024
-"""From so many on an array may have a buffer."""
+"""From this size on, an array may have a buffer."""
 
 Ends = tuple[BlockingLink, BlockingLink]
 
@@ -29,13 +29,13 @@ def ends() -> Iterator[Ends]:
     there.close()
 
 
-def test_message_arrives_as_it_was_sent(ends: Ends) -> None:
+def test_message_arrives_unchanged(ends: Ends) -> None:
     here, there = ends
     assert here.send(1, "text", (1, None), b"bytes")
     assert there.receive() == (1, "text", (1, None), b"bytes")
 
 
-def test_arrays_arrive_and_their_place_is_free_after_the_answer(ends: Ends) -> None:
+def test_arrays_arrive_and_their_place_is_free_after_they_are_dropped_and_answered(ends: Ends) -> None:
     here, there = ends
     here.send(1, here.pack([LARGE, MISSING, np.array([b"a", b""], object)]))
     message = there.receive()
@@ -53,7 +53,7 @@ def test_arrays_arrive_and_their_place_is_free_after_the_answer(ends: Ends) -> N
     assert here.used_bytes == 0
 
 
-def test_arrays_that_find_no_room_ride_in_the_message(ends: Ends) -> None:
+def test_arrays_that_do_not_fit_into_memory_are_sent_in_the_message(ends: Ends) -> None:
     here, there = ends
     huge = np.arange(SIZE, dtype=np.int64).reshape(2, -1).T
     texts = np.array([b"x" * SIZE, b"y"], object)
@@ -74,7 +74,7 @@ def test_arrays_that_find_no_room_ride_in_the_message(ends: Ends) -> None:
     assert here.used_bytes == 0
 
 
-def test_end_that_is_gone_is_none_and_nothing_more_is_sent(ends: Ends) -> None:
+def test_closed_end_is_received_as_none_and_nothing_more_is_sent(ends: Ends) -> None:
     here, there = ends
     there.send(1, "last words")
     there.close()
@@ -83,7 +83,7 @@ def test_end_that_is_gone_is_none_and_nothing_more_is_sent(ends: Ends) -> None:
     assert not here.send(1)
 
 
-def test_hang_up_wakes_whoever_waits(ends: Ends) -> None:
+def test_hang_up_wakes_a_waiting_thread(ends: Ends) -> None:
     here, _ = ends
     answers: list[object] = []
     thread = threading.Thread(target=lambda: answers.append(here.receive()))
@@ -95,7 +95,7 @@ def test_hang_up_wakes_whoever_waits(ends: Ends) -> None:
     here.hang_up()
 
 
-def test_message_that_cannot_be_sent_leaves_places_to_be_given_back(ends: Ends) -> None:
+def test_places_are_still_given_back_after_a_message_that_cannot_be_sent(ends: Ends) -> None:
     here, there = ends
     here.send(1, here.pack([LARGE]))
     message = there.receive()
@@ -109,7 +109,7 @@ def test_message_that_cannot_be_sent_leaves_places_to_be_given_back(ends: Ends) 
 
 
 def arrived(ends: Ends, *arrays: Array) -> tuple[Array, ...]:
-    """What the other end gets of `arrays`."""
+    """`arrays` as the other end gets them."""
     here, there = ends
     here.send(1, here.pack(arrays))
     message = there.receive()
@@ -124,7 +124,7 @@ def made_there(link: BlockingLink, number: int, value: float = 1.0) -> Array:
     return buffer
 
 
-def test_arrays_made_in_a_room_arrive_beside_others_and_take_no_second_place(ends: Ends) -> None:
+def test_arrays_made_in_buffers_arrive_beside_others_and_take_no_second_place(ends: Ends) -> None:
     here, there = ends
     first, second = made_there(here, 0), made_there(here, 1, 2.0)
     taken = here.used_bytes
@@ -146,7 +146,7 @@ def test_arrays_made_in_a_room_arrive_beside_others_and_take_no_second_place(end
     assert here.used_bytes == 0
 
 
-def test_buffer_is_written_to_by_nobody_as_long_as_the_other_end_has_it(ends: Ends) -> None:
+def test_buffer_is_not_reused_as_long_as_the_other_end_has_it(ends: Ends) -> None:
     here, _ = ends
     (first,) = arrived(ends, made_there(here, 0))
     (second,) = arrived(ends, made_there(here, 0, 2.0))
@@ -154,7 +154,7 @@ def test_buffer_is_written_to_by_nobody_as_long_as_the_other_end_has_it(ends: En
     np.testing.assert_array_equal(second, WIDE * 2)
 
 
-def test_buffer_that_is_not_used_is_free_again(ends: Ends) -> None:
+def test_unused_buffer_is_freed(ends: Ends) -> None:
     here, _ = ends
     made_there(here, 0)
     made_there(here, 1)
@@ -164,7 +164,7 @@ def test_buffer_that_is_not_used_is_free_again(ends: Ends) -> None:
     assert here.used_bytes == 0
 
 
-def test_buffers_are_free_again_if_what_is_beside_them_cannot_be_packed(ends: Ends) -> None:
+def test_buffers_are_freed_if_an_array_beside_them_cannot_be_packed(ends: Ends) -> None:
     here, _ = ends
     buffer = made_there(here, 0)
     with pytest.raises(TypeError):
@@ -172,7 +172,7 @@ def test_buffers_are_free_again_if_what_is_beside_them_cannot_be_packed(ends: En
     assert here.used_bytes == 0
 
 
-def test_buffers_ride_in_the_message_with_what_finds_none(ends: Ends) -> None:
+def test_buffers_are_sent_in_the_message_beside_an_array_that_does_not_fit(ends: Ends) -> None:
     here, there = ends
     buffer = made_there(here, 0)
     huge = np.zeros(SIZE, np.uint8)
@@ -196,7 +196,7 @@ def test_buffers_ride_in_the_message_with_what_finds_none(ends: Ends) -> None:
         (np.uint8, (0, WORTH_BYTES)),
     ],
 )
-def test_there_is_no_room_for_what_is_small_or_has_no_size_or_finds_none(
+def test_arrays_that_are_small_or_of_objects_or_too_large_get_no_buffer(
     ends: Ends, dtype: type, shape: tuple[int, ...]
 ) -> None:
     here, _ = ends
@@ -207,7 +207,7 @@ def test_there_is_no_room_for_what_is_small_or_has_no_size_or_finds_none(
     assert (buffer.dtype, buffer.shape) == (np.float32, (2, WORTH_BYTES // 8))
 
 
-def test_buffers_that_are_forgotten_are_free_and_packed_as_any_array(ends: Ends) -> None:
+def test_released_buffers_are_free_and_packed_as_any_array(ends: Ends) -> None:
     here, _ = ends
     buffer = made_there(here, 0)
     here.release_buffers()
@@ -216,7 +216,7 @@ def test_buffers_that_are_forgotten_are_free_and_packed_as_any_array(ends: Ends)
     np.testing.assert_array_equal(got, WIDE)
 
 
-def test_buffers_that_are_not_packed_leave_their_place_to_what_is() -> None:
+def test_buffers_that_are_not_packed_leave_their_place_to_arrays_that_are() -> None:
     here, remote = BlockingLink.pair(SIZE)
     there = BlockingLink.join(remote)
     try:
@@ -229,8 +229,8 @@ def test_buffers_that_are_not_packed_leave_their_place_to_what_is() -> None:
         there.close()
 
 
-def test_buffers_whose_pages_go_when_they_are_free_still_arrive_in_the_message() -> None:
-    """Beyond the first 64 MiB what is free has no pages any more."""
+def test_buffers_whose_pages_are_released_when_freed_still_arrive_in_the_message() -> None:
+    """Beyond the first 64 MiB, free memory has no pages any more."""
     here, remote = BlockingLink.pair(130 * 2**20)
     there = BlockingLink.join(remote)
     try:

@@ -19,7 +19,7 @@ def found() -> dict[str, list[tuple[str | None, int]]]:
 
 
 @pytest.mark.parametrize("kind", ["line", "link"])
-def test_ends_for_which_descriptors_or_memory_do_not_suffice_leave_none_open(
+def test_ends_without_enough_descriptors_or_memory_leave_no_descriptor_open(
     found: dict[str, list[tuple[str | None, int]]], kind: str
 ) -> None:
     *by_count, too_large = found[kind]

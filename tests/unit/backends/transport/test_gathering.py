@@ -10,7 +10,7 @@ from backends.transport.gathering import Gathering
 
 
 def waits(gathering: Gathering, messages: int = 1) -> int:
-    """Iterations that messages wait if no more come."""
+    """How many iterations messages wait if no more come."""
     quiet = 0
     while gathering.is_worth_waiting(messages, quiet, quiet):
         quiet += 1
@@ -29,11 +29,11 @@ def test_lone_messages_leave_at_once() -> None:
     assert waits(used_to()) == waits(used_to(*[1] * 100)) == 0
 
 
-def test_messages_that_had_company_wait_some_iterations_for_more() -> None:
+def test_messages_wait_some_iterations_for_more_after_others_were_sent_together() -> None:
     assert waits(used_to(2)) > 1
 
 
-def test_messages_whose_company_has_gone_leave_at_once_again() -> None:
+def test_messages_leave_at_once_again_after_many_lone_ones() -> None:
     assert waits(used_to(*[8] * 100)) > 1
     assert waits(used_to(*[8] * 100, *[1] * 100)) == 0
 
@@ -42,13 +42,13 @@ def test_wait_ends_with_enough_messages() -> None:
     assert waits(used_to(8, 8), messages=1000) == 0
 
 
-def test_wait_ends_though_messages_go_on_coming() -> None:
+def test_wait_ends_although_messages_keep_coming() -> None:
     gathering = used_to(8, 8)
     assert any(not gathering.is_worth_waiting(2, 0, iterations) for iterations in range(1000))
 
 
 @pytest.mark.parametrize(("gathering", "together"), [(None, [1, 1, 1]), (used_to(8, 8), [3])], ids=["not", "gathering"])
-async def test_channel_gathers_what_is_sent_in_the_iterations_to_come(
+async def test_channel_gathers_messages_sent_in_the_next_iterations(
     gathering: Gathering | None, together: list[int]
 ) -> None:
     one, other = (Channel(end, how) for end, how in zip(socket_pair(), (gathering, None), strict=True))

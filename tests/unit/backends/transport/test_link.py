@@ -1,4 +1,4 @@
-"""Two ends of a link, on one event loop: what is told when, and what becomes of memory."""
+"""Two ends of a link on one event loop: when messages and ends are reported, and what becomes of memory."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ async def ends() -> AsyncIterator[Pair]:
         end.link.close()
 
 
-async def test_message_that_is_none_is_told_of_and_those_of_later_iterations_arrive(ends: Pair) -> None:
+async def test_invalid_message_is_reported_and_those_of_later_iterations_arrive(ends: Pair) -> None:
     here, there = ends
     told: list[object] = []
     asyncio.get_running_loop().set_exception_handler(lambda _, context: told.append(context["exception"]))
@@ -66,7 +66,7 @@ async def test_message_that_is_none_is_told_of_and_those_of_later_iterations_arr
     assert there.got == [(HELLO, 2)]
 
 
-async def test_messages_of_one_iteration_arrive_in_order_and_at_once(ends: Pair) -> None:
+async def test_messages_of_one_iteration_arrive_together_and_in_order(ends: Pair) -> None:
     here, there = ends
     for number in range(100):
         here.link.send((HELLO, number, "text", b"bytes", (1, None, True)))
@@ -75,7 +75,7 @@ async def test_messages_of_one_iteration_arrive_in_order_and_at_once(ends: Pair)
     assert there.got == [(HELLO, number, "text", b"bytes", (1, None, True)) for number in range(100)]
 
 
-async def test_messages_larger_than_any_buffer_arrive_both_ways_at_once(ends: Pair) -> None:
+async def test_messages_larger_than_any_buffer_arrive_in_both_directions_at_once(ends: Pair) -> None:
     here, there = ends
     data = os.urandom(8 << 20)
     for end in ends:
@@ -86,7 +86,7 @@ async def test_messages_larger_than_any_buffer_arrive_both_ways_at_once(ends: Pa
     assert here.link.unsent_bytes == 0
 
 
-async def test_unsent_bytes_say_what_the_other_end_does_not_take(ends: Pair) -> None:
+async def test_unsent_bytes_are_those_that_the_other_end_has_not_accepted(ends: Pair) -> None:
     here, there = ends
     slow = here.link
     slow.send((HELLO, bytes(32 << 20)))
@@ -97,7 +97,7 @@ async def test_unsent_bytes_say_what_the_other_end_does_not_take(ends: Pair) -> 
     assert slow.unsent_bytes == 0
 
 
-async def test_array_that_is_dropped_gives_its_place_back(ends: Pair) -> None:
+async def test_dropped_array_gives_its_place_back(ends: Pair) -> None:
     here, there = ends
     parcel = here.link.pack([LARGE])
     assert parcel is not None
@@ -115,7 +115,7 @@ async def test_array_that_is_dropped_gives_its_place_back(ends: Pair) -> None:
     assert here.got == []
 
 
-async def test_array_that_is_dropped_on_another_thread_gives_its_place_back(ends: Pair) -> None:
+async def test_array_dropped_on_another_thread_gives_its_place_back(ends: Pair) -> None:
     here, there = ends
     for _ in range(50):
         parcel = here.link.pack([LARGE])
@@ -127,7 +127,7 @@ async def test_array_that_is_dropped_on_another_thread_gives_its_place_back(ends
     await eventually_async(lambda: here.link.used_bytes == 0, "all places given back")
 
 
-async def test_pack_without_room_is_none_and_takes_nothing(ends: Pair) -> None:
+async def test_pack_without_room_is_none_and_uses_no_memory(ends: Pair) -> None:
     here, there = ends
     assert here.link.pack([np.zeros(here.link.size_bytes + 1, np.uint8)]) is None
     most = here.link.pack([np.zeros(here.link.size_bytes - 64, np.uint8)])
@@ -139,7 +139,7 @@ async def test_pack_without_room_is_none_and_takes_nothing(ends: Pair) -> None:
     assert here.link.pack([LARGE]) is not None
 
 
-async def test_pack_of_what_is_no_bytes_raises_and_takes_nothing(ends: Pair) -> None:
+async def test_pack_of_objects_other_than_bytes_raises_and_uses_no_memory(ends: Pair) -> None:
     here, _ = ends
     with pytest.raises(TypeError):
         here.link.pack([LARGE, np.array([b"a", "b"], object)])
@@ -148,7 +148,7 @@ async def test_pack_of_what_is_no_bytes_raises_and_takes_nothing(ends: Pair) -> 
     assert here.link.used_bytes == 0
 
 
-async def test_end_that_closes_is_told_to_the_other_once_after_what_it_said(ends: Pair) -> None:
+async def test_closing_of_one_end_is_reported_to_the_other_once_after_its_messages(ends: Pair) -> None:
     here, there = ends
     here.link.send((HELLO, 1))
     await asyncio.sleep(0)
@@ -173,7 +173,7 @@ async def test_arrays_outlive_a_link_that_ends(ends: Pair) -> None:
     del array
 
 
-async def test_link_that_was_closed_is_freed_without_the_garbage_collector() -> None:
+async def test_closed_link_is_freed_without_the_garbage_collector() -> None:
     gc.collect()
     gc.disable()
     try:
@@ -192,7 +192,7 @@ async def test_link_that_was_closed_is_freed_without_the_garbage_collector() -> 
         gc.enable()
 
 
-async def test_memory_that_is_free_again_is_given_back_to_the_system() -> None:
+async def test_freed_memory_is_returned_to_the_system() -> None:
     here, remote = Link.pair(256 << 20)
     region = os.dup(remote.other)
     there = Link.join(remote)
