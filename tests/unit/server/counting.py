@@ -1,6 +1,6 @@
-"""Versions of models that nobody serves, to be counted and shown: reports known to the nanosecond, samples read back.
+"""Versions of models that aren't served, for counting: reports with exact times, and the samples of the metrics.
 
-Lives here: what several tests of statistics and metrics need. Must not: assertions about behaviour.
+Lives here: what several tests of statistics and metrics need. Must not: assert behaviour.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def report(
     failed: int = 0,
     cancelled: int = 0,
 ) -> BatchReport:
-    """An execution that took the sum of its times; one with requests that `failed` raised."""
+    """The report of an execution that took the sum of the given times, or raised an error if requests `failed`."""
     execution = None if failed else Execution([()] * len(waits_us), input_us * US, infer_us * US, output_us * US)
     took_ns = (input_us + infer_us + output_us + other_us) * US
     waits_ns = [wait_us * US for wait_us in waits_us]

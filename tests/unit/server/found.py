@@ -1,4 +1,4 @@
-"""What a server finds at some paths, in one call."""
+"""The models that a server finds at given paths, in one call."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Permissions in tests: root, whom they don't bind, becomes nobody for a while."""
+"""File permissions in tests: they don't bind root, which temporarily becomes the user nobody."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _NOBODY = 65534
 
 @contextmanager
 def unprivileged() -> Iterator[None]:
-    """Permissions bind in this block."""
+    """File permissions are enforced in this block."""
     if os.geteuid() != 0:
         yield
         return

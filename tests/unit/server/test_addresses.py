@@ -17,7 +17,7 @@ def test_names_and_ip_addresses_are_addresses(text: str) -> None:
 @pytest.mark.parametrize(
     "text", ["", " ", "unix:/run/p.sock", "dns:///a", "a:80", "127.0.0.1:80", "[::1]:80", "[a]", "http://a", "::1\0"]
 )
-def test_what_has_a_scheme_or_a_port_is_no_address(text: str) -> None:
+def test_malformed_text_or_one_with_a_scheme_or_a_port_is_no_address(text: str) -> None:
     assert not is_address(text)
 
 
@@ -32,7 +32,7 @@ def test_what_has_a_scheme_or_a_port_is_no_address(text: str) -> None:
         ("fe80::1%eth0", "[fe80::1%eth0]:81"),
     ],
 )
-def test_host_and_port_puts_brackets_around_ipv6_alone(address: str, text: str) -> None:
+def test_host_and_port_puts_brackets_around_ipv6_only(address: str, text: str) -> None:
     assert host_and_port(address, 81) == text
 
 
@@ -51,6 +51,6 @@ def test_resolve_gives_family_host_and_port(address: str, family: int, host: str
 
 
 @pytest.mark.parametrize("address", ["256.1.1.1", "[::1", "1.2.3.4.5.", ":::", "a..b", "a" * 64, "a\udcff", "a\0b"])
-def test_resolve_what_is_no_address_is_an_oserror(address: str) -> None:
+def test_resolve_raises_oserror_for_an_invalid_address(address: str) -> None:
     with pytest.raises(OSError, match=r"."):
         resolve(address, 81)

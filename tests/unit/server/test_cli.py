@@ -1,4 +1,4 @@
-"""The command's flags and their environment variables, and what it says to those who get them wrong."""
+"""The command's flags and their environment variables, and the errors for wrong ones."""
 
 from __future__ import annotations
 
@@ -175,7 +175,7 @@ GIVEN: list[tuple[str, str, object]] = [
 
 
 def parsed(*arguments: str, **environment: str) -> dict[str, Any]:
-    """What `serve` would get."""
+    """The parameters that `serve` would get."""
     runner = CliRunner(env={"PACELINE_" + key: value for key, value in environment.items()})
     with runner.isolation(env=runner.env):
         context: click.Context = serve.make_context("serve", list(arguments), auto_envvar_prefix="PACELINE")
@@ -216,22 +216,22 @@ def test_flag_on_the_command_line_overrules_the_environment() -> None:
 
 
 @pytest.mark.parametrize("flag", ["--model-repository", "--model-store"])
-def test_model_repository_may_be_repeated_and_stands_beside_paths(flag: str) -> None:
+def test_model_repository_may_be_repeated_and_combined_with_paths(flag: str) -> None:
     found = parsed("c", flag, "a", f"{flag}=b")
     assert (found["paths"], found["model_repository"]) == ((Path("c"),), (Path("a"), Path("b")))
 
 
-def test_model_repository_in_the_environment_may_be_several() -> None:
+def test_model_repository_in_the_environment_may_list_several() -> None:
     found = parsed(MODEL_REPOSITORY=os.pathsep.join(["a", "b"]))
     assert found["model_repository"] == (Path("a"), Path("b"))
 
 
-def test_load_model_may_be_repeated_and_be_several_in_the_environment() -> None:
+def test_load_model_may_be_repeated_and_list_several_in_the_environment() -> None:
     assert parsed("--load-model", "a", "--load-model=b")["load_model"] == ("a", "b")
     assert parsed(LOAD_MODEL="a b")["load_model"] == ("a", "b")
 
 
-def test_backend_config_may_be_repeated_and_be_several_in_the_environment() -> None:
+def test_backend_config_may_be_repeated_and_list_several_in_the_environment() -> None:
     given = ["onnxruntime,default-max-batch-size=4", "onnxruntime,intra_op_thread_count=2"]
     assert parsed(*(f"--backend-config={one}" for one in given))["backend_config"] == tuple(given)
     assert parsed(BACKEND_CONFIG=" ".join(given))["backend_config"] == tuple(given)
@@ -249,7 +249,7 @@ def test_backend_config_may_be_repeated_and_be_several_in_the_environment() -> N
     ],
 )
 @pytest.mark.parametrize("lines", ["{}\n", "\n  {}  \n\n", "{}\r\n"], ids=["plain", "indented", "crlf"])
-def test_repeatable_flag_in_the_environment_may_be_a_line_for_each_value(
+def test_repeatable_flag_in_the_environment_may_have_a_line_for_each_value(
     flag: str, values: list[object], lines: str
 ) -> None:
     found = parsed(**{variable(flag): "".join(map(lines.format, values))})
@@ -262,7 +262,7 @@ def test_repeatable_flag_of_blank_lines_in_the_environment_counts_as_not_given(f
     assert parsed(**{variable(flag): " \n\n"})[name] == DEFAULTS[name]
 
 
-def test_every_flag_is_made_a_setting() -> None:
+def test_every_flag_becomes_a_setting() -> None:
     read: set[str] = set()
 
     class Watched(dict[str, Any]):
@@ -282,7 +282,7 @@ def test_disable_auto_complete_config_takes_no_value() -> None:
     assert parsed(DISABLE_AUTO_COMPLETE_CONFIG="true")["disable_auto_complete_config"] is True
 
 
-def test_every_flag_has_a_variable_and_help_says_which() -> None:
+def test_every_flag_has_a_variable_and_help_names_it() -> None:
     text = CliRunner().invoke(main, ["serve", "--help"]).output
     for name in DEFAULTS:
         assert f"--{name.replace('_', '-')}" in text
@@ -381,7 +381,7 @@ def test_every_flag_has_a_variable_and_help_says_which() -> None:
         (("m", "--model-config-name", "../x"), "--model-config-name: expected the name of a file, got '../x'"),
     ],
 )
-def test_usage_error_is_told_with_status_2(arguments: tuple[str, ...], text: str) -> None:
+def test_usage_error_is_reported_with_status_2(arguments: tuple[str, ...], text: str) -> None:
     result = run(*arguments)
     assert result.exit_code == 2
     assert f"Error: {text}" in result.stderr
@@ -395,13 +395,13 @@ def test_usage_error_in_the_environment_names_the_flag() -> None:
 
 
 @pytest.mark.parametrize("given", ["/a:", ":", "/a::/b"])
-def test_path_of_nothing_in_the_environment_is_not_the_folder_that_the_server_runs_in(given: str) -> None:
+def test_empty_path_in_the_environment_is_refused_and_not_the_current_folder(given: str) -> None:
     result = run(MODEL_REPOSITORY=given)
     assert result.exit_code == 2
     assert "'--model-repository' / '--model-store': expected a path, got ''" in " ".join(result.stderr.split())
 
 
-def test_variable_of_an_upstream_without_one_is_a_usage_error() -> None:
+def test_upstream_variable_without_an_upstream_is_a_usage_error() -> None:
     result = run("m", UPSTREAM_TIMEOUT_SECS="3")
     assert result.exit_code == 2
     assert "Error: --upstream-timeout-secs needs --upstream" in result.stderr
@@ -413,7 +413,7 @@ def test_start_error_is_one_line_with_status_1(tmp_path: Path) -> None:
     assert result.stderr == f"Error: {tmp_path}/gone: No such file or directory\n"
 
 
-def test_token_is_made_with_the_line_that_makes_it_good(tmp_path: Path) -> None:
+def test_token_is_printed_with_its_line_for_the_token_file(tmp_path: Path) -> None:
     result = CliRunner().invoke(main, ["token", "edge"])
     token, line = (text.partition(": ")[2] for text in result.stdout.splitlines())
     (tmp_path / "tokens").write_text(line)
@@ -429,7 +429,7 @@ def test_help_names_both_modes_of_traces() -> None:
     assert "into which file (mode triton) or to which collector (opentelemetry)" in text
 
 
-def test_version_and_help_are_said() -> None:
+def test_version_and_help_are_printed() -> None:
     assert CliRunner().invoke(main, ["--version"]).output.startswith("paceline, version ")
     for flag in ("-h", "--help"):
         result = CliRunner().invoke(main, [flag])
@@ -443,7 +443,7 @@ def test_command_line_loads_no_runtime_before_it_serves() -> None:
     assert not {"onnxruntime", "prometheus_client", "server.app"} & set(done.stdout.split())
 
 
-def test_module_server_is_the_command_too() -> None:
+def test_python_m_server_is_the_command_too() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "server", "--help"], cwd=REPO, capture_output=True, text=True, check=True
     )

@@ -1,4 +1,4 @@
-"""The one table from exception to status: complete, and what the design promises."""
+"""The one table from exceptions to statuses: it is complete and has the promised statuses."""
 
 from __future__ import annotations
 
@@ -60,19 +60,19 @@ from server.errors import (
 Code = grpc.StatusCode
 
 NEVER_REACH_A_CALLER = {
-    StartError,  # ends the process before there is anyone to call
-    GenerateError,  # of the generator of `protos`, a tool for developers
+    StartError,  # ends the process before anyone can call
+    GenerateError,  # from the generator of `protos`, a tool for developers
     PolicyError,  # a mistake in code: configurations are checked before they become policies
 }
 
 
 def exception_classes() -> set[type[BaseException]]:
-    """Every exception class that one of the packages on the way of a request defines."""
+    """Every exception class defined by a module at the top of one of the packages that a request passes through."""
     found: set[type[BaseException]] = set()
     for package in (scheduler, backends, protos, server):
         for module in pkgutil.iter_modules(package.__path__, f"{package.__name__}."):
             if module.name == "server.telemetry.spans" and importlib.util.find_spec("opentelemetry") is None:
-                continue  # of an extra that isn't installed
+                continue  # belongs to an extra that isn't installed
             if module.name == "server.__main__":
                 continue
             members = vars(importlib.import_module(module.name)).values()
@@ -90,12 +90,12 @@ def test_table_has_an_entry_for_every_exception_class_that_can_reach_a_caller() 
     assert classes - NEVER_REACH_A_CALLER - set(STATUS_OF) == set()
 
 
-def test_table_leaves_out_what_never_reaches_a_caller() -> None:
+def test_table_leaves_out_exceptions_that_never_reach_a_caller() -> None:
     assert not NEVER_REACH_A_CALLER & set(STATUS_OF)
     assert exception_classes() >= NEVER_REACH_A_CALLER
 
 
-def test_table_names_nothing_that_is_gone() -> None:
+def test_table_names_only_classes_that_exist() -> None:
     assert set(STATUS_OF) <= exception_classes() | {asyncio.CancelledError}
 
 
@@ -149,7 +149,7 @@ def test_status_of_a_subclass_without_entry_is_that_of_its_nearest_base() -> Non
 
 
 @pytest.mark.parametrize("error", [ValueError("x"), KeyError("x"), MemoryError(), KeyboardInterrupt()])
-def test_status_of_what_is_none_of_ours_is_none(error: BaseException) -> None:
+def test_status_of_foreign_exceptions_is_none(error: BaseException) -> None:
     assert status_of(error) is None
 
 
@@ -161,19 +161,19 @@ def test_status_of_what_is_none_of_ours_is_none(error: BaseException) -> None:
         (DeadlineUnreachable(1, 2), "Deadline Exceeded"),
     ],
 )
-def test_texts_that_clients_of_triton_match_on_are_there(error: Exception, phrase: str) -> None:
+def test_errors_contain_the_phrases_that_triton_clients_match_on(error: Exception, phrase: str) -> None:
     assert phrase in str(error)
 
 
 @pytest.mark.parametrize("cause", [OutOfMemory("x"), MemoryError()])
-def test_status_of_an_execution_without_memory_enough_tells_so(cause: Exception) -> None:
+def test_status_of_an_execution_out_of_memory_is_resource_exhausted(cause: Exception) -> None:
     failed = ExecutionFailed("x")
     failed.__cause__ = cause
     assert status_of(failed) is Code.RESOURCE_EXHAUSTED
 
 
 @pytest.mark.parametrize("kind", [UpstreamFailed, UpstreamRefused])
-def test_status_of_what_an_upstream_answered_is_the_upstreams(kind: type[UpstreamFailed | UpstreamRefused]) -> None:
+def test_status_of_an_upstreams_error_is_the_upstreams(kind: type[UpstreamFailed | UpstreamRefused]) -> None:
     assert status_of(kind("OUT_OF_RANGE", "text")) is Code.OUT_OF_RANGE
     failed = ExecutionFailed("text")
     failed.__cause__ = kind("UNAUTHENTICATED", "text")
@@ -181,7 +181,7 @@ def test_status_of_what_an_upstream_answered_is_the_upstreams(kind: type[Upstrea
     assert status_of(kind("NEWER_THAN_US", "text")) in (Code.UNAVAILABLE, Code.INTERNAL)
 
 
-def test_words_of_an_error_that_has_none_are_its_type() -> None:
+def test_text_of_an_error_that_cannot_be_formatted_is_its_type() -> None:
     class Wordless(Exception):
         def __str__(self) -> str:
             raise KeyError("words")

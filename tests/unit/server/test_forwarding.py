@@ -1,4 +1,4 @@
-"""What a front hands to the engine as it comes, with an engine at the other end of the link that refuses it."""
+"""Calls that a front forwards to the engine unparsed, with an engine that refuses them at the other end of the link."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _STATUS = grpc.StatusCode.NOT_FOUND
 
 
 class Context(CallContext):
-    """As gRPC's: nothing of it is in the traceback of what `abort` raises."""
+    """Like gRPC's: the traceback of the exception that `abort` raises doesn't refer to it."""
 
     def __init__(self) -> None:
         super().__init__((("key", "value"),), None)
@@ -39,7 +39,7 @@ async def _abort(code: grpc.StatusCode, details: str) -> NoReturn:
 
 @pytest.fixture
 async def link() -> AsyncIterator[tuple[Link, Replies]]:
-    """A front's end, and what it waits for."""
+    """A front's end of a link, and the replies that it waits for."""
     engine, remote = Link.pair(1 << 20)
     front = Link.join(remote)
     replies = Replies(front)
@@ -59,8 +59,8 @@ async def link() -> AsyncIterator[tuple[Link, Replies]]:
     engine.close()
 
 
-async def test_call_that_is_refused_leaves_nothing_to_the_garbage_collector(link: tuple[Link, Replies]) -> None:
-    """gRPC keeps what `abort` raises with the call, and a request may have hundreds of MB."""
+async def test_refused_call_leaves_nothing_to_the_garbage_collector(link: tuple[Link, Replies]) -> None:
+    """gRPC keeps the exception that `abort` raises with the call, and a request may have hundreds of MB."""
     call, data, context = forwarded("ModelMetadata", *link), os.urandom(100), Context()
     gone, references = weakref.ref(context), sys.getrefcount(data)
     gc.disable()

@@ -1,4 +1,4 @@
-"""What KServe's environment says about the models to serve."""
+"""The models to serve according to KServe's environment variables."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ OWN = Path("/srv/resnet")
         ((MOUNT, OWN), "", {"INFERENCE_SERVICE_NAME": "svc"}, ((MOUNT, OWN), "")),
     ],
 )
-def test_models_to_serve_are_those_given_else_those_of_kserve(
+def test_models_to_serve_are_those_given_or_else_those_of_kserve(
     paths: tuple[Path, ...], name: str, environment: dict[str, str], expected: tuple[tuple[Path, ...], str]
 ) -> None:
     assert models_to_serve(paths, name, environment) == expected
 
 
 @pytest.mark.parametrize("uri", ["s3://bucket/model", "pvc://claim/m", "file:///m", "models"])
-def test_models_to_serve_of_storage_that_is_still_elsewhere_are_refused(uri: str) -> None:
+def test_models_to_serve_from_a_storage_uri_that_is_no_folder_are_refused(uri: str) -> None:
     with pytest.raises(ValueError, match=rf"STORAGE_URI: expected the folder .* got '{uri}'"):
         models_to_serve((), "", {"STORAGE_URI": uri, "INFERENCE_SERVICE_NAME": "svc"})

@@ -1,4 +1,4 @@
-"""What the process that serves asks of the C library and of Python, to be faster."""
+"""Settings of the C library and of Python that make the serving process faster."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def faults(**environment: str) -> int:
 
 
 @on_glibc
-def test_freed_memory_is_kept_and_not_paid_for_twice_unless_the_environment_says_otherwise() -> None:
+def test_freed_memory_is_kept_for_reuse_unless_the_environment_says_otherwise() -> None:
     assert faults() < faults(MALLOC_MMAP_THRESHOLD_="131072") / 4
 
 
@@ -59,14 +59,14 @@ finally:
 """
 
 
-def test_what_is_imported_is_not_looked_through_for_garbage() -> None:
+def test_imported_objects_are_excluded_from_garbage_collection() -> None:
     ran = subprocess.run(
         [sys.executable, "-c", WHAT_THE_COLLECTOR_LOOKS_AT], capture_output=True, text=True, check=True, timeout=60
     )
     assert ran.stderr == "True True"
 
 
-def test_garbage_of_what_is_made_later_is_collected() -> None:
+def test_objects_made_later_are_still_garbage_collected() -> None:
     code = """
 import gc, weakref
 from server.tuning import excluded_from_gc

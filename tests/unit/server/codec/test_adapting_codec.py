@@ -1,4 +1,4 @@
-"""Requests for models that see other tensors than their clients do, and their answers."""
+"""Requests and answers of models whose tensors differ from what their clients send and receive."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ def refusal(made: ModelCodec, **inputs: Array) -> str:
 
 
 @pytest.mark.parametrize("tensor", [PLAIN, RAGGED])
-def test_codec_of_models_that_see_what_clients_send_is_the_plain_one(tensor: TensorSpec) -> None:
+def test_codec_is_the_plain_one_for_models_that_see_what_clients_send(tensor: TensorSpec) -> None:
     assert type(codec(tensor)) is ModelCodec
 
 
 @pytest.mark.parametrize("tensor", [RESHAPED, SCALAR, OPTIONAL, SHAPE])
-def test_codec_of_other_models_adapts(tensor: TensorSpec) -> None:
+def test_codec_for_other_models_is_an_adapting_one(tensor: TensorSpec) -> None:
     assert type(codec(tensor)) is AdaptingCodec
     assert type(codec(PLAIN, outputs=(tensor,))) is AdaptingCodec
 
@@ -64,7 +64,7 @@ def test_reshape_input_is_a_view_in_the_models_shape(
     assert not array.flags.owndata
 
 
-def test_reshape_without_a_batch_axis_takes_the_shape_whole() -> None:
+def test_reshape_without_a_batch_axis_applies_to_the_whole_shape() -> None:
     made = codec(RESHAPED, outputs=(RESHAPED,), rows=0)
     request = infer("m", {"r": floats(4, 3)})
     response = made.encode(request, made.decode(request), [floats(2, 2, 5)])
@@ -80,7 +80,7 @@ def test_reshape_input_is_checked_against_the_clients_dims() -> None:
 
 
 @pytest.mark.parametrize("typed", [False, True])
-def test_reshape_output_is_told_in_the_clients_shape(typed: bool) -> None:
+def test_reshape_output_is_returned_in_the_clients_shape(typed: bool) -> None:
     made = codec(PLAIN, outputs=(RESHAPED, SCALAR))
     request = infer("m", {"a": floats(3, 2)}, parameters={"binary_data_output": not typed})
 
@@ -93,7 +93,7 @@ def test_reshape_output_is_told_in_the_clients_shape(typed: bool) -> None:
         assert list(response.raw_output_contents) == [floats(60).tobytes(), floats(3).tobytes()]
 
 
-def test_reshape_output_that_is_a_shape_tensor_is_reshaped_whole() -> None:
+def test_reshape_of_a_shape_tensor_output_applies_to_the_whole_shape() -> None:
     made = codec(PLAIN, outputs=(TensorSpec("s", "INT64", (4,), reshape=(2, 2), shape_tensor=True),))
     request = infer("m", {"a": floats(3, 2)})
 
@@ -103,7 +103,7 @@ def test_reshape_output_that_is_a_shape_tensor_is_reshaped_whole() -> None:
     assert response.raw_output_contents[0] == np.array([1, 2, 3, 4]).tobytes()
 
 
-def test_optional_input_left_out_is_missing_in_its_place() -> None:
+def test_optional_input_left_out_is_marked_missing_at_its_position() -> None:
     made = codec(OPTIONAL, PLAIN)
 
     assert decoded(made, a=floats(2, 2)).inputs[0] is MISSING
@@ -111,20 +111,20 @@ def test_optional_input_left_out_is_missing_in_its_place() -> None:
     assert decoded(made, o=floats(2, 3), a=floats(2, 2)).inputs[0].shape == (2, 3)
 
 
-def test_optional_input_with_a_reshape_is_missing_too_if_it_is_left_out() -> None:
+def test_optional_input_with_a_reshape_is_marked_missing_too_if_left_out() -> None:
     made = codec(TensorSpec("r", "FP32", (4, -1), optional=True, reshape=(2, 2, -1)), PLAIN)
 
     assert decoded(made, a=floats(2, 2)).inputs[0] is MISSING
     assert decoded(made, r=floats(2, 4, 3), a=floats(2, 2)).inputs[0].shape == (2, 2, 2, 3)
 
 
-def test_optional_inputs_left_out_do_not_excuse_the_others() -> None:
+def test_optional_input_does_not_stand_in_for_a_required_one() -> None:
     assert refusal(codec(OPTIONAL, PLAIN), o=floats(1, 2)) == (
         "model 'm': missing inputs ['a']: expected ['a'], got ['o']"
     )
 
 
-def test_optional_key_tells_the_sets_of_inputs_apart() -> None:
+def test_optional_inputs_given_are_part_of_the_key() -> None:
     made = codec(OPTIONAL, TensorSpec("p", "FP32", (-1,), optional=True), PLAIN)
     sets = [{}, {"o": floats(1, 0)}, {"p": floats(1, 0)}, {"o": floats(1, 0), "p": floats(1, 0)}]
 
@@ -134,7 +134,7 @@ def test_optional_key_tells_the_sets_of_inputs_apart() -> None:
     assert decoded(made, a=floats(3, 2), o=floats(3, 0)).options.key == keys[1]
 
 
-def test_optional_inputs_all_left_out_of_a_batched_model_are_refused() -> None:
+def test_optional_inputs_all_left_out_are_refused_for_a_batched_model() -> None:
     assert refusal(codec(OPTIONAL)) == (
         "model 'm': expected at least one input with a leading batch dimension, got none"
     )
@@ -145,7 +145,7 @@ def test_optional_inputs_all_left_out_without_a_batch_axis_are_one_row() -> None
 
 
 @pytest.mark.parametrize("left_out", [OPTIONAL, TensorSpec("r", "FP32", (4, -1), optional=True, reshape=(2, 2, -1))])
-def test_optional_output_that_the_model_left_out_is_not_in_the_response(left_out: TensorSpec) -> None:
+def test_optional_output_left_out_by_the_model_is_not_in_the_response(left_out: TensorSpec) -> None:
     made = codec(PLAIN, outputs=(left_out, PLAIN))
     request = infer("m", {"a": floats(1, 2)})
 
@@ -167,7 +167,7 @@ def test_shape_tensor_has_no_batch_dimension_and_does_not_count_rows() -> None:
     )
 
 
-def test_shape_tensor_alone_tells_no_rows() -> None:
+def test_shape_tensor_alone_gives_no_row_count() -> None:
     made = codec(SHAPE, TensorSpec("o", "FP32", (2,), optional=True))
 
     assert "expected at least one input with a leading batch dimension" in refusal(made, s=np.array([1]))
@@ -183,7 +183,7 @@ def test_shape_tensor_contents_are_part_of_the_key_to_the_last_byte() -> None:
     assert decoded(made, s=np.array([1, 2]), a=floats(5, 2)).options.key == keys[0]
 
 
-def test_shape_tensor_of_texts_is_part_of_the_key_by_its_elements() -> None:
+def test_shape_tensor_of_texts_is_part_of_the_key_element_by_element() -> None:
     made = codec(TensorSpec("s", "BYTES", (2,), shape_tensor=True), PLAIN)
     contents = [[b"ab", b"c"], [b"a", b"bc"], [b"ab", b"c\x00"]]
 
@@ -193,7 +193,7 @@ def test_shape_tensor_of_texts_is_part_of_the_key_by_its_elements() -> None:
     assert decoded(made, s=np.array(contents[0], object), a=floats(5, 2)).options.key == keys[0]
 
 
-def test_ragged_dims_are_no_part_of_the_key_but_are_checked() -> None:
+def test_ragged_dims_are_not_part_of_the_key_but_are_checked() -> None:
     made = codec(RAGGED, TensorSpec("b", "FP32", (-1,)))
 
     keys = {decoded(made, g=floats(1, size), b=floats(1, 2)).options.key for size in (0, 1, 5)}

@@ -1,4 +1,4 @@
-"""The largest elements by index and name: which, in which order, written how; and what a label file may be."""
+"""Classes of outputs: which elements are returned, in which order and format; and which label files are accepted."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ GOOD = sorted(set(DATATYPES) - {"FP16", "BF16", "BOOL", "BYTES"})
 
 
 def classes(values: object, count: int, *labels: bytes, dtype: str = "<f4") -> object:
-    """Of one row."""
+    """The classes of one row."""
     array = np.array([values], dtype)
     return classes_of(array, count, labels, by_rows=True).tolist()[0]
 
@@ -32,25 +32,25 @@ def test_classes_are_the_largest_in_descending_order() -> None:
     assert classes([0.25, 3, -1, 2.5], 3) == [b"3.000000:1", b"2.500000:3", b"0.250000:0"]
 
 
-def test_classes_that_have_labels_tell_them() -> None:
+def test_classes_with_labels_include_them() -> None:
     assert classes([1, 3, 2], 3, b"cat", b"dog") == [b"3.000000:1:dog", b"2.000000:2", b"1.000000:0:cat"]
 
 
-def test_classes_without_a_name_in_the_label_file_have_none() -> None:
+def test_classes_with_an_empty_label_are_returned_without_one() -> None:
     assert classes([1, 2], 2, b"", b"gr\xc3\xbcn") == [b"2.000000:1:gr\xc3\xbcn", b"1.000000:0"]
 
 
 @pytest.mark.parametrize("count", [2, 3, 10**12])
-def test_classes_are_no_more_than_there_are_elements(count: int) -> None:
+def test_classes_are_at_most_as_many_as_the_elements(count: int) -> None:
     assert classes([1, 2], count) == [b"2.000000:1", b"1.000000:0"]
 
 
-def test_classes_of_equal_value_come_by_index() -> None:
+def test_classes_of_equal_value_are_ordered_by_index() -> None:
     assert classes([1, 2, 2, 1, 2, 1], 4) == [b"2.000000:1", b"2.000000:2", b"2.000000:4", b"1.000000:0"]
     assert classes([0.0, -0.0], 2) == [b"0.000000:0", b"-0.000000:1"]
 
 
-def test_classes_of_numbers_that_are_none_come_last_and_say_so() -> None:
+def test_classes_of_nan_rank_as_minus_infinity_and_are_written_as_nan() -> None:
     values = [np.nan, -np.inf, np.inf, 0]
     assert classes(values, 4) == [b"inf:2", b"0.000000:3", b"nan:0", b"-inf:1"]
 
@@ -66,19 +66,19 @@ def test_classes_of_numbers_that_are_none_come_last_and_say_so() -> None:
         ("<f8", [0.1, 1e-7, 2**53 + 2], [b"9007199254740994.000000:2", b"0.100000:0", b"0.000000:1"]),
     ],
 )
-def test_classes_of_each_kind_are_written_as_cpp_writes_them(
+def test_classes_are_formatted_as_cpp_formats_each_kind_of_number(
     dtype: str, values: list[float], expected: list[bytes]
 ) -> None:
     assert classes(values, 3, dtype=dtype) == expected
 
 
-def test_classes_are_chosen_in_each_row_for_itself() -> None:
+def test_classes_are_chosen_in_each_row_separately() -> None:
     array = np.array([[1, 2, 3], [3, 2, 1]], "<i4")
     found = classes_of(array, 1, (), by_rows=True)
     assert (found.dtype, found.tolist()) == (np.dtype(object), [[b"3:2"], [b"3:0"]])
 
 
-def test_classes_of_more_axes_are_numbered_through() -> None:
+def test_classes_of_several_axes_are_numbered_consecutively() -> None:
     array = np.arange(12, dtype="<i4").reshape(2, 2, 3)
     assert classes_of(array, 2, (), by_rows=True).tolist() == [[b"5:5", b"4:4"], [b"11:5", b"10:4"]]
     assert classes_of(array, 2, (), by_rows=False).tolist() == [b"11:11", b"10:10"]
@@ -88,7 +88,9 @@ def test_classes_of_more_axes_are_numbered_through() -> None:
     ("shape", "by_rows", "expected"),
     [((2, 0), True, (2, 0)), ((0, 3), True, (0, 0)), ((0,), False, (0,)), ((), False, (1,)), ((3,), True, (3, 1))],
 )
-def test_classes_of_hardly_anything_are_few(shape: tuple[int, ...], by_rows: bool, expected: tuple[int, ...]) -> None:
+def test_classes_of_empty_or_tiny_outputs_are_few(
+    shape: tuple[int, ...], by_rows: bool, expected: tuple[int, ...]
+) -> None:
     assert classes_of(np.ones(shape, np.float32), 5, (), by_rows=by_rows).shape == expected
 
 
@@ -107,7 +109,7 @@ def test_classes_of_too_many_elements_are_refused() -> None:
     ),
     st.integers(1, 9),
 )
-def test_classes_are_what_a_sort_of_everything_says(array: Array, count: int) -> None:
+def test_classes_match_a_full_sort(array: Array, count: int) -> None:
     found = classes_of(array, count, (), by_rows=True)
     indices = [[int(text.split(b":")[1]) for text in row] for row in found.tolist()]
     assert indices == [
@@ -117,7 +119,7 @@ def test_classes_are_what_a_sort_of_everything_says(array: Array, count: int) ->
 
 
 @pytest.mark.parametrize("datatype", GOOD)
-def test_count_of_each_datatype_that_has_classes_is_read(datatype: str) -> None:
+def test_count_is_read_for_each_datatype_with_classes(datatype: str) -> None:
     assert class_count({"classification": parameter(3)}, datatype) == 3
 
 
@@ -132,14 +134,14 @@ def test_count_of_each_datatype_that_has_classes_is_read(datatype: str) -> None:
         (parameter(-1), "parameter 'classification': expected a number of classes > 0, got -1"),
     ],
 )
-def test_count_of_another_kind_or_none_at_all_is_refused(given: InferParameter, fault: str) -> None:
+def test_count_of_a_wrong_type_or_below_one_is_refused(given: InferParameter, fault: str) -> None:
     with pytest.raises(InvalidRequest) as caught:
         class_count({"classification": given}, "FP32")
     assert str(caught.value) == fault
 
 
 @pytest.mark.parametrize("datatype", sorted(set(DATATYPES) - set(GOOD)))
-def test_count_of_a_datatype_without_classes_is_refused(datatype: str) -> None:
+def test_count_for_a_datatype_without_classes_is_refused(datatype: str) -> None:
     with pytest.raises(InvalidRequest, match=rf"^parameter 'classification': expected one of .*, got {datatype}$"):
         class_count({"classification": parameter(1)}, datatype)
 
@@ -172,7 +174,7 @@ def test_labels_are_the_lines_of_the_file(tmp_path: Path, content: bytes, names:
     assert labels(tmp_path, "labels.txt") == {"x": names}
 
 
-def test_labels_may_lie_in_a_folder_or_be_a_link_within_the_model(tmp_path: Path) -> None:
+def test_labels_may_be_in_a_folder_or_behind_a_link_within_the_model(tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "l.txt").write_bytes(b"cat")
     (tmp_path / "link.txt").symlink_to("data/l.txt")
@@ -190,7 +192,7 @@ def test_labels_outside_of_the_model_are_refused(tmp_path: Path, name: str) -> N
         labels(folder, name)
 
 
-def test_labels_in_what_is_no_file_are_refused_and_not_waited_for(tmp_path: Path) -> None:
+def test_labels_in_a_pipe_or_folder_are_refused_without_waiting(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "folder").mkdir()
     for name in ("pipe", "folder"):
@@ -201,7 +203,7 @@ def test_labels_in_what_is_no_file_are_refused_and_not_waited_for(tmp_path: Path
         )
 
 
-def test_labels_that_are_not_there_are_refused(tmp_path: Path) -> None:
+def test_labels_in_a_missing_file_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         labels(tmp_path, "none.txt")
     assert str(caught.value) == f"output 'x': label_filename: {tmp_path}/none.txt: No such file or directory"

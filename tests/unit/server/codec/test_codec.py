@@ -1,4 +1,4 @@
-"""Good requests through the codec and back: what comes out, in which order, under which key."""
+"""Valid requests through the codec and back: which values come out, in which order, under which key."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def same(got: Array, want: Array) -> bool:
     return got.shape == want.shape and got.dtype == want.dtype and got.tolist().__repr__() == want.tolist().__repr__()
 
 
-def test_decode_inputs_come_in_the_order_of_the_spec_whatever_that_of_the_request() -> None:
+def test_decode_returns_inputs_in_the_order_of_the_spec_whatever_that_of_the_request() -> None:
     decoded = pair_codec().decode(pair_request())
     a, b = decoded.inputs
     assert same(a, rows_of_floats(2))
@@ -111,7 +111,7 @@ def test_decode_typed_contents_of_each_datatype_gives_its_values(datatype: str) 
     assert same(array, VALUES[datatype])
 
 
-def test_decode_several_typed_inputs_gives_each_its_own() -> None:
+def test_decode_several_typed_inputs_gives_each_its_own_values() -> None:
     request = pb.ModelInferRequest()
     second = request.inputs.add(name="b", datatype="INT64", shape=[1, 1, 3])
     second.contents.int64_contents.extend([1, 2, 3])
@@ -121,20 +121,20 @@ def test_decode_several_typed_inputs_gives_each_its_own() -> None:
     assert (a.tolist(), b.tolist()) == ([[4, 5]], [[[1, 2, 3]]])
 
 
-def test_decode_empty_tensor_without_any_contents_is_well_formed() -> None:
+def test_decode_empty_tensor_without_any_contents_is_accepted() -> None:
     request = pb.ModelInferRequest()
     request.inputs.add(name="t", datatype="FP32", shape=[0, 3])
     (array,) = one_tensor("FP32", (-1, 3)).decode(request).inputs
     assert array.shape == (0, 3)
 
 
-def test_decode_scalar_of_rank_zero_is_well_formed() -> None:
+def test_decode_scalar_of_rank_zero_is_accepted() -> None:
     request = infer("m", {"t": np.array(7, np.float32)})
     (array,) = one_tensor("FP32", ()).decode(request).inputs
     assert (array.shape, float(array)) == ((), 7.0)
 
 
-def test_decode_without_batch_axis_is_one_row_and_shapes_stay_whole() -> None:
+def test_decode_without_batch_axis_gives_one_row_and_keeps_whole_shapes() -> None:
     decoded = one_tensor("FP32", (-1, 2)).decode(infer("m", {"t": rows_of_floats(5)}))
     assert decoded.options.rows == 1
     assert decoded.inputs[0].shape == (5, 2)
@@ -152,7 +152,7 @@ def test_decode_key_differs_for_different_free_dimensions() -> None:
     assert len(keys) == 4
 
 
-def test_decode_key_tells_inputs_apart_whose_free_dimensions_are_swapped() -> None:
+def test_decode_key_differs_if_inputs_swap_their_free_dimensions() -> None:
     free = (TensorSpec("a", "FP32", (-1,)), TensorSpec("b", "FP32", (-1,)))
     codec = ModelCodec("m", "1", ModelSpec(free, free, batched=True), 8)
     one = infer("m", {"a": rows_of_floats(1, 2), "b": rows_of_floats(1, 3)})
@@ -160,13 +160,13 @@ def test_decode_key_tells_inputs_apart_whose_free_dimensions_are_swapped() -> No
     assert codec.decode(one).options.key != codec.decode(other).options.key
 
 
-def test_decode_key_without_batch_axis_tells_the_first_dimension_too() -> None:
+def test_decode_key_without_batch_axis_includes_the_first_dimension() -> None:
     codec = one_tensor("FP32", (-1,))
     keys = {codec.decode(infer("m", {"t": np.zeros(size, np.float32)})).options.key for size in (1, 2, 3)}
     assert len(keys) == 3
 
 
-def test_decode_key_of_a_tensor_of_any_rank_tells_ranks_and_sizes_apart() -> None:
+def test_decode_key_of_a_tensor_of_any_rank_differs_by_rank_and_size() -> None:
     tensor = TensorSpec("t", "FP32", (), any_rank=True)
     codec = ModelCodec("m", "1", ModelSpec((tensor,), (tensor,), batched=True), 8)
     shapes = [(1,), (1, 2), (1, 3), (1, 2, 1)]
@@ -181,11 +181,11 @@ def test_decode_key_ignores_which_outputs_are_wanted() -> None:
     assert keys[0] == keys[1]
 
 
-def test_decode_outputs_none_named_means_all_in_the_order_of_the_spec() -> None:
+def test_decode_without_named_outputs_asks_for_all_in_the_order_of_the_spec() -> None:
     assert pair_codec().decode(pair_request()).options.outputs == (0, 1, 2)
 
 
-def test_decode_outputs_named_keeps_the_order_asked_for() -> None:
+def test_decode_keeps_the_order_of_named_outputs() -> None:
     assert pair_codec().decode(pair_request(outputs=["z", "x"])).options.outputs == (2, 0)
 
 
@@ -196,7 +196,7 @@ def test_decode_parameters_reach_the_decoded_request() -> None:
 
 
 @pytest.mark.parametrize("regions", [None, Regions(1)], ids=["no shared memory", "shared memory"])
-def test_decode_parameters_of_tensors_that_mean_nothing_here_are_accepted(regions: Regions | None) -> None:
+def test_decode_accepts_tensor_parameters_without_a_meaning_here(regions: Regions | None) -> None:
     request = infer("m", {"t": VALUES["FP32"]}, outputs=["t"])
     request.inputs[0].parameters["binary_data_size"].string_param = "many"
     request.inputs[0].parameters["priority"].bool_param = True
@@ -204,7 +204,7 @@ def test_decode_parameters_of_tensors_that_mean_nothing_here_are_accepted(region
     assert one_tensor("FP32", regions=regions).decode(request).options.outputs == (0,)
 
 
-def test_decode_utf8_text_for_a_utf8_input_passes() -> None:
+def test_decode_utf8_text_for_a_utf8_input_is_accepted() -> None:
     tensor = TensorSpec("t", "BYTES", (2,), utf8=True)
     codec = ModelCodec("m", "1", ModelSpec((tensor,), (tensor,)), 0)
     text = np.array(["gr\u00fc\u00df".encode(), "\U0001f600".encode()], object)
@@ -233,7 +233,7 @@ def test_encode_bytes_puts_a_length_before_each_element() -> None:
     assert list(response.raw_output_contents) == [b"\x01\x00\x00\x00z" * 2]
 
 
-def test_encode_a_result_that_is_no_contiguous_view_is_written_row_by_row() -> None:
+def test_encode_writes_a_non_contiguous_result_row_by_row() -> None:
     codec = one_tensor("FP32", (2, 3))
     request = infer("m", {"t": rows_of_floats(2, 3)})
     transposed = np.asfortranarray(rows_of_floats(2, 3))
@@ -248,14 +248,14 @@ def test_encode_more_than_one_message_can_carry_is_refused_before_it_is_copied(
 ) -> None:
     codec, one = one_tensor(datatype, (-1,)), np.ones(1, VALUES[datatype].dtype)
     request = infer("m", {"t": one}, parameters={"binary_data_output": not typed})
-    # Of stride 0: as large an array as that one doesn't have to be somewhere.
+    # Of stride 0, so that an array this large takes no memory.
     large = np.broadcast_to(one, (count,))
     with pytest.raises(AnswerTooLarge, match=r"^model 'm': expected outputs that one message can carry"):
         codec.encode(request, codec.decode(request), (large,))
 
 
 @pytest.mark.parametrize("datatype", FIELDS)
-def test_encode_typed_when_asked_fills_the_datatypes_own_field(datatype: str) -> None:
+def test_encode_typed_outputs_fills_the_datatypes_own_field(datatype: str) -> None:
     codec = one_tensor(datatype)
     request = infer("m", {"t": VALUES[datatype]}, parameters={"binary_data_output": False})
     response = codec.encode(request, codec.decode(request), (VALUES[datatype],))
@@ -265,7 +265,7 @@ def test_encode_typed_when_asked_fills_the_datatypes_own_field(datatype: str) ->
     assert repr(list(getattr(output.contents, FIELDS[datatype]))) == repr(VALUES[datatype].tolist())
 
 
-def test_encode_classes_stand_where_they_are_asked_for_and_other_outputs_are_whole() -> None:
+def test_encode_classes_replace_only_the_outputs_that_they_are_asked_for() -> None:
     labels = {"y": (b"no", b"yes")}
     request = pair_request(outputs=["y", "x"])
     request.outputs[0].parameters["classification"].int64_param = 2
@@ -295,7 +295,7 @@ def wants_classes(request: pb.ModelInferRequest, output: str, count: int) -> pb.
     return request
 
 
-def test_encode_classes_of_a_model_without_batch_axis_are_those_of_all_elements() -> None:
+def test_encode_classes_without_batch_axis_are_chosen_among_all_elements() -> None:
     codec = one_tensor("FP32", (2, 2))
     request = wants_classes(infer("m", {"t": rows_of_floats(2)}), "t", 3)
     response = codec.encode(request, codec.decode(request), (rows_of_floats(2),))
@@ -304,7 +304,7 @@ def test_encode_classes_of_a_model_without_batch_axis_are_those_of_all_elements(
     assert response.raw_output_contents[0] == b"".join(map(bytes_element, expected))
 
 
-def test_encode_classes_of_a_shape_tensor_are_those_of_all_elements() -> None:
+def test_encode_classes_of_a_shape_tensor_are_chosen_among_all_elements() -> None:
     a, shape = TensorSpec("a", "FP32", (2,)), TensorSpec("s", "INT64", (3,), shape_tensor=True)
     codec = ModelCodec("m", "1", ModelSpec((a,), (shape,), batched=True), 8)
     request = wants_classes(infer("m", {"a": rows_of_floats(2)}), "s", 2)

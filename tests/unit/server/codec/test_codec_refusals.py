@@ -1,4 +1,4 @@
-"""Each fault that a request can have: found before anything is queued, told with model, tensor, expected and got."""
+"""Invalid requests: refused before they are queued, with an error naming model, tensor, expected and got."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ WHOLE = ModelSpec((TensorSpec("t", "FP32", (-1, 2)),), (TensorSpec("t", "FP32", 
 
 
 def good() -> Request:
-    """One row that SPEC takes."""
+    """A valid request of one row for SPEC."""
     return infer("m", {"a": rows_of_floats(1), "b": np.array([[b"text"]], object)})
 
 
@@ -101,7 +101,7 @@ def give_one_raw_and_one_typed(request: Request) -> None:
 
 
 def said(text: str) -> str:
-    """What the caller reads; texts in Triton's words have the model's name in them."""
+    """The error that the caller reads. Texts in Triton's wording already contain the model's name."""
     return text if "for model 'm'" in text else f"model 'm': {text}"
 
 
@@ -124,7 +124,7 @@ def said(text: str) -> str:
         (add_empty_contents_beside_raw, "input 'b': expected either contents or raw_input_contents, got both"),
     ],
 )
-def test_decode_names_or_entries_that_do_not_fit_are_refused(change: Change, text: str) -> None:
+def test_decode_names_datatypes_or_entries_that_do_not_fit_are_refused(change: Change, text: str) -> None:
     assert refused(change) == said(text)
 
 
@@ -262,7 +262,7 @@ def test_decode_typed_outputs_that_contents_cannot_carry_are_refused_before_exec
     assert refused(change) == f"model 'm': {text}"
 
 
-def test_decode_typed_outputs_that_contents_can_carry_pass_beside_others_not_asked_for() -> None:
+def test_decode_typed_outputs_must_fit_into_contents_only_if_they_are_asked_for() -> None:
     request = good()
     request.parameters["binary_data_output"].bool_param = False
     request.outputs.add(name="x")
@@ -288,7 +288,7 @@ def test_decode_output_into_shared_memory_is_not_supported_where_switched_off() 
         ("h", 1, "expected one of UINT8, UINT16, UINT32, UINT64, INT8, INT16, INT32, INT64, FP32, FP64, got FP16"),
     ],
 )
-def test_decode_classes_that_cannot_be_had_are_refused(output: str, count: object, text: str) -> None:
+def test_decode_invalid_requests_for_classes_are_refused(output: str, count: object, text: str) -> None:
     def change(request: Request) -> None:
         request.outputs.add(name=output).parameters["classification"].CopyFrom(parameter(count))
 
@@ -304,7 +304,7 @@ def test_decode_input_in_shared_memory_is_not_supported_where_switched_off() -> 
     assert str(caught.value) == f"model 'm': input 'a': {SWITCHED_OFF}"
 
 
-def test_decode_a_refused_request_leaves_the_codec_as_it_was() -> None:
+def test_decode_works_after_a_refused_request() -> None:
     codec = ModelCodec("m", "1", SPEC, 8)
     with pytest.raises(InvalidRequest):
         codec.decode(Request())
@@ -331,8 +331,8 @@ def infer_of(change: Change) -> bytes:
     ],
     ids=["raw", "outputs", "inputs", "same", "dims"],
 )
-def test_refusal_of_very_many_small_things_makes_nothing_of_each(more: bytes, text: str) -> None:
-    """Else a small request would take much memory, and all others' time."""
+def test_refusal_of_very_many_small_fields_takes_little_memory(more: bytes, text: str) -> None:
+    """Otherwise a small request would take a lot of memory, and time from all others."""
     data = good().SerializeToString()
     if more.startswith(b"\x2a"):
         data = pb.ModelInferRequest(model_name="m").SerializeToString()

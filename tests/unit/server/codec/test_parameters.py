@@ -1,4 +1,4 @@
-"""The parameters of a request: which mean something, of which type they must be, and which are nobody's business."""
+"""The parameters of a request: which have a meaning, of which type they must be, and which are ignored."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ def refusal(key: str, value: object) -> str:
     return str(caught.value)
 
 
-def test_parse_none_says_nothing() -> None:
+def test_parse_without_parameters_gives_the_defaults() -> None:
     assert parse() == NO_PARAMETERS == RequestParameters(timeout_ns=0, typed_outputs=False)
 
 
-def test_parse_takes_so_many_and_no_more() -> None:
+def test_parse_takes_at_most_1024_parameters() -> None:
     assert parse(**{f"p{number}": number for number in range(1_024)}) == NO_PARAMETERS
     with pytest.raises(InvalidRequest, match="expected at most 1024 parameters, got 1025"):
         parse(**{f"p{number}": number for number in range(1_025)})
@@ -81,7 +81,7 @@ def test_parse_binary_data_output_false_asks_for_typed_outputs(binary: bool, typ
         ("paceline_deadline_us", 0),
     ],
 )
-def test_parse_keys_that_change_nothing_here_are_accepted(key: str, value: object) -> None:
+def test_parse_known_keys_without_an_effect_are_accepted(key: str, value: object) -> None:
     assert parse_parameters({key: parameter(value)}) == NO_PARAMETERS
 
 
@@ -98,7 +98,7 @@ def test_parse_keys_that_change_nothing_here_are_accepted(key: str, value: objec
         ("\u00e4\u00f6\u00fc", "\U0001f600"),
     ],
 )
-def test_parse_keys_of_nobody_are_accepted_and_change_nothing(key: str, value: object) -> None:
+def test_parse_unknown_keys_are_accepted_and_change_nothing(key: str, value: object) -> None:
     parsed = parse_parameters({key: parameter(value), "timeout": parameter(1)})
     assert parsed == RequestParameters(timeout_ns=1_000)
 
@@ -145,7 +145,7 @@ def test_parse_wrong_value_is_refused_naming_key_expected_and_got(
         ("paceline_batch_id", "paceline_", OURS),
     ],
 )
-def test_parse_reserved_key_is_refused_naming_those_that_exist(key: str, prefix: str, known: str) -> None:
+def test_parse_unknown_reserved_key_is_refused_naming_the_known_ones(key: str, prefix: str, known: str) -> None:
     assert refusal(key, 1) == f"parameter '{key}': keys starting with '{prefix}' are reserved; known: {known}"
 
 
@@ -153,12 +153,12 @@ def test_parse_reserved_key_is_refused_naming_those_that_exist(key: str, prefix:
     "key",
     ["timeout", "priority", "sequence_id", "binary_data_output", "headers", "triton_x", "paceline_unordered"],
 )
-def test_reserved_is_what_means_something_or_may_one_day(key: str) -> None:
+def test_reserved_keys_have_a_meaning_or_may_get_one(key: str) -> None:
     assert is_reserved(key)
 
 
 @pytest.mark.parametrize("key", ["", "my-own", "x-timeout", "header", "tritonx", "x-triton_"])
-def test_reserved_is_not_what_means_nothing(key: str) -> None:
+def test_other_keys_are_not_reserved(key: str) -> None:
     assert not is_reserved(key)
 
 

@@ -1,4 +1,4 @@
-"""Which requests are alike: decoded in one go, and each as it is decoded by itself."""
+"""Which requests are alike: they are decoded in one step, with the same result as one by one."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def regions(memory: SharedObject) -> Regions:
 
 
 class Sender:
-    """Requests that a codec has learned."""
+    """A codec and the requests that it has learned."""
 
     def __init__(self, spec: ModelSpec, regions: Regions | None = None) -> None:
         self.codec = ModelCodec("m", "1", spec, 8, regions=regions)
@@ -69,7 +69,7 @@ class Sender:
         return read
 
     def alike(self, *requests: AnyRequest) -> int:
-        """How many of the first ones are; 0 if the first one goes by itself."""
+        """How many requests, from the first one on, are alike; 0 if the first one has to be decoded alone."""
         found = self.way.decode_alike(requests)
         return len(found.inputs) if found is not None else 0
 
@@ -93,7 +93,7 @@ def _in_region(region: str, target: str = "", offset: int = 0) -> pb.ModelInferR
     return message
 
 
-def test_messages_are_alike_that_ask_for_the_same() -> None:
+def test_messages_that_ask_for_the_same_are_alike() -> None:
     sender = Sender(FLOATS)
     one = sender.learned(_message())
     assert sender.alike(one, one, one) == 3
@@ -107,14 +107,14 @@ def test_messages_are_alike_that_ask_for_the_same() -> None:
     [_message((2, 2, 3)), _message((1, 3, 2)), _message(outputs="y"), _message(outputs="yx"), _message(priority=1)],
     ids=["rows", "shape", "an output", "order of outputs", "priority"],
 )
-def test_who_asks_for_something_else_ends_them(other: pb.ModelInferRequest) -> None:
+def test_request_for_something_else_ends_the_row(other: pb.ModelInferRequest) -> None:
     sender = Sender(FLOATS)
     one, another = sender.learned(_message()), sender.learned(other)
     assert sender.alike(one, one, another, one) == 2
     assert sender.alike(another, one) == 1
 
 
-def test_one_whose_tensors_are_not_as_long_as_promised_ends_them() -> None:
+def test_request_with_tensors_of_the_wrong_length_ends_the_row() -> None:
     sender = Sender(FLOATS)
     one, short = sender.learned(_message()), _message()
     short.raw_input_contents[0] = b"1234"
@@ -125,7 +125,7 @@ def test_one_whose_tensors_are_not_as_long_as_promised_ends_them() -> None:
 
 
 @pytest.mark.parametrize("wish", ["classification", "binary_data_output", "paceline_batch_info"])
-def test_who_wants_more_than_raw_outputs_gets_it_however_often_others_did(wish: str) -> None:
+def test_request_for_more_than_raw_outputs_gets_it_however_often_it_is_repeated(wish: str) -> None:
     message = _message(outputs="x")
     if wish == "classification":
         message.outputs[0].parameters[wish].int64_param = 1
@@ -135,10 +135,10 @@ def test_who_wants_more_than_raw_outputs_gets_it_however_often_others_did(wish: 
     first = sender.codec.encode(message, sender.codec.decode(message), results)
     wants = sender.learned(message)
     assert isinstance(wants, WireRequest)
-    assert sender.codec.encode(wants, sender.codec.decode(wants), results) == first  # a message, to which more is added
+    assert sender.codec.encode(wants, sender.codec.decode(wants), results) == first  # a message: more is added to it
 
 
-def test_one_that_was_not_learned_ends_them() -> None:
+def test_request_not_yet_learned_ends_the_row() -> None:
     sender = Sender(FLOATS)
     one, message = sender.learned(_message()), _message((1, 3, 2))
     new = [sender.read(message.SerializeToString()) for _ in range(2)][1]
@@ -147,8 +147,8 @@ def test_one_that_was_not_learned_ends_them() -> None:
     assert sender.alike(new, one) == 0
 
 
-def test_where_tensors_begin_is_found_out_anew_when_the_model_has_another_order_of_inputs() -> None:
-    """As after a reload: requests are those that they were, and what was noted of them is of the model before."""
+def test_tensor_offsets_are_found_again_when_the_model_has_another_order_of_inputs() -> None:
+    """As after a reload: the requests are the same, but the notes about them are about the previous model."""
     pair = TensorSpec("a", "FP32", (2,)), TensorSpec("b", "FP32", (2,))
     before, after = (Sender(ModelSpec(inputs, OUTPUTS, batched=True)) for inputs in (pair, pair[::-1]))
     after.read = before.read
@@ -161,7 +161,7 @@ def test_where_tensors_begin_is_found_out_anew_when_the_model_has_another_order_
 
 
 def _values(sender: Sender, request: AnyRequest) -> list[object]:
-    """Of a request's inputs, whether it is decoded with one like it or alone."""
+    """The values of a request's inputs, the same whether it is decoded with one like it or alone."""
     found = sender.way.decode_alike([request, request])
     assert found is not None
     _, inputs = ([tensor.tolist() for tensor in inputs] for inputs in found.inputs)
@@ -170,7 +170,7 @@ def _values(sender: Sender, request: AnyRequest) -> list[object]:
     return inputs
 
 
-def test_texts_that_must_be_utf8_are_looked_at_each_time() -> None:
+def test_texts_that_must_be_utf8_are_checked_each_time() -> None:
     sender = Sender(ModelSpec((TensorSpec("a", "BYTES", (1,), utf8=True),), OUTPUTS, batched=True))
     sender.learned(infer("m", {"a": np.array([[b"good"]], object)}))
     bad = sender.read(infer("m", {"a": np.array([[b"\xff\xfe\xff\xfe"]], object)}).SerializeToString())
@@ -179,7 +179,7 @@ def test_texts_that_must_be_utf8_are_looked_at_each_time() -> None:
         sender.codec.decode(bad)
 
 
-def test_texts_without_even_their_lengths_are_refused_each_time() -> None:
+def test_texts_too_short_for_their_lengths_are_refused_each_time() -> None:
     sender = Sender(ModelSpec((TensorSpec("a", "BYTES", (1,)),), OUTPUTS, batched=True))
     message = infer("m", {"a": np.array([[b"good"]], object)})
     sender.learned(message)
@@ -191,7 +191,7 @@ def test_texts_without_even_their_lengths_are_refused_each_time() -> None:
 
 
 @pytest.mark.parametrize("outputs", ["x", "xy"])
-def test_answers_with_shares_of_several_batches_have_as_many_rows_as_each(outputs: str) -> None:
+def test_answers_from_shares_of_several_batches_have_the_rows_of_each_share(outputs: str) -> None:
     spec = ModelSpec((TensorSpec("a", "FP32", (2,)),), tuple(TensorSpec(one, "FP32", (2,)) for one in outputs), True)
     sender = Sender(spec)
     for start, stop in ((1, 2), (0, 3), (0, 1), (1, 2)):
@@ -206,7 +206,7 @@ def test_answers_with_shares_of_several_batches_have_as_many_rows_as_each(output
 
 
 @pytest.mark.parametrize("of_a_batch", [False, True])
-def test_answers_with_texts_beside_numbers_are_made_as_ever(of_a_batch: bool) -> None:
+def test_answers_can_have_texts_beside_numbers(of_a_batch: bool) -> None:
     outputs = TensorSpec("x", "FP32", (2,)), TensorSpec("y", "BYTES", (1,))
     sender = Sender(ModelSpec((TensorSpec("a", "FP32", (2,)),), outputs, batched=True))
     request = sender.learned(infer("m", {"a": rows_of_floats(1)}))
@@ -218,7 +218,7 @@ def test_answers_with_texts_beside_numbers_are_made_as_ever(of_a_batch: bool) ->
     assert list(answer.raw_output_contents) == [rows_of_floats(2)[1:].tobytes(), bytes_element(b"yes")]
 
 
-def test_many_ways_to_ask_are_not_kept_for_ever() -> None:
+def test_remembered_request_options_are_bounded() -> None:
     sender = Sender(FLOATS)
     for priority in range(1_100):
         sender.learned(_message(priority=priority))
@@ -227,7 +227,7 @@ def test_many_ways_to_ask_are_not_kept_for_ever() -> None:
     assert sender.alike(one, one) == 2
 
 
-def test_who_brings_a_deadline_or_texts_to_look_at_goes_alone() -> None:
+def test_request_with_a_deadline_or_values_to_check_is_decoded_alone() -> None:
     sender = Sender(FLOATS)
     hurried = sender.learned(_message(paceline_deadline_us=1_000_000))
     assert sender.alike(hurried, hurried) == 0
@@ -239,7 +239,7 @@ def test_who_brings_a_deadline_or_texts_to_look_at_goes_alone() -> None:
     assert sender.alike(looked_at, looked_at) == 0
 
 
-def test_those_in_shared_memory_are_alike_whatever_their_regions(regions: Regions) -> None:
+def test_requests_in_shared_memory_are_alike_whatever_their_regions(regions: Regions) -> None:
     sender = Sender(FLOATS, regions)
     requests = [sender.learned(_in_region(f"r{number}", f"r{number}", 8 * number)) for number in range(4)]
     found = sender.way.decode_alike(requests)
@@ -255,7 +255,7 @@ def test_those_in_shared_memory_are_alike_whatever_their_regions(regions: Region
     assert found.options.size_bytes == 24
 
 
-def test_those_in_messages_and_those_in_shared_memory_are_alike_if_they_ask_for_the_same(regions: Regions) -> None:
+def test_requests_in_messages_and_in_shared_memory_are_alike_if_they_ask_for_the_same(regions: Regions) -> None:
     sender = Sender(FLOATS, regions)
     answered_there = _message(outputs="xy")
     wanted_in(answered_there, "x", "r1", 24)
@@ -269,7 +269,7 @@ def test_those_in_messages_and_those_in_shared_memory_are_alike_if_they_ask_for_
     assert sender.alike(requests[2], sender.learned(_message()), requests[2]) == 3
 
 
-def test_one_whose_memory_has_been_cut_short_is_told_which_input_that_is(
+def test_request_whose_memory_has_been_truncated_is_refused_naming_the_input(
     regions: Regions, memory: SharedObject
 ) -> None:
     sender = Sender(FLOATS, regions)
@@ -280,7 +280,7 @@ def test_one_whose_memory_has_been_cut_short_is_told_which_input_that_is(
         tensor.read_into(np.empty(tensor.shape, tensor.dtype))
 
 
-def test_one_whose_region_is_gone_ends_them(regions: Regions) -> None:
+def test_request_in_a_removed_region_ends_the_row(regions: Regions) -> None:
     sender = Sender(FLOATS, regions)
     requests = [sender.learned(_in_region(f"r{number}")) for number in range(4)]
     regions.remove("system", "r2")
@@ -289,7 +289,7 @@ def test_one_whose_region_is_gone_ends_them(regions: Regions) -> None:
     assert sender.alike(*requests[3:]) == 1
 
 
-def test_those_whose_outputs_belong_on_a_gpu_are_alike_too(regions: Regions) -> None:
+def test_requests_with_outputs_on_a_gpu_are_alike_too(regions: Regions) -> None:
     regions.add(CudaRegion("gpu", 0, 100, open_cuda_memory(HANDLE, 0, Driver(size=100).load)))
     sender = Sender(FLOATS, regions)
     host, gpu = sender.learned(_in_region("r0", "r1")), sender.learned(_in_region("r0", "gpu"))
@@ -297,12 +297,12 @@ def test_those_whose_outputs_belong_on_a_gpu_are_alike_too(regions: Regions) -> 
 
 
 @pytest.mark.parametrize("envelope", [None, Envelope(b"\x12", b"")])
-def test_answers_leave_room_in_a_message_for_what_they_travel_in(envelope: Envelope | None) -> None:
+def test_answers_leave_room_in_a_message_for_their_envelope(envelope: Envelope | None) -> None:
     def start(size_bytes: int) -> bytes:
         made = pb.ModelInferResponse(model_name="m", model_version="1")
         made.outputs.add(name="x", datatype="UINT8", shape=[size_bytes])
         return AnswerPlan(made, [(0, by_name("UINT8"))], (), envelope).start(0)
 
     assert start(LARGEST_MESSAGE_BYTES - 2**11)
-    # Alone it would be a few bytes less than a message may have.
+    # By itself it would be a few bytes shorter than the longest message.
     assert not start(LARGEST_MESSAGE_BYTES - 50)

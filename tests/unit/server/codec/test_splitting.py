@@ -1,4 +1,4 @@
-"""A request larger than a batch, in parts: joined exactly, and taken back as one if a part fails."""
+"""A request larger than a batch is split: its parts are joined exactly, and all withdrawn if one of them fails."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Bench:
 
     @property
     def rows(self) -> list[list[int]]:
-        """Of each batch that began, the rows of its requests."""
+        """For each batch that began, the rows of its requests."""
         return [[inputs[0].shape[0] for inputs in batch] for runner in self.runners for batch in runner.batches]
 
     async def run_all(self) -> None:
@@ -84,7 +84,7 @@ async def test_split_bytes_are_joined_exactly() -> None:
     bench.batcher.close()
 
 
-async def test_split_remainder_rides_with_other_requests() -> None:
+async def test_split_remainder_may_share_a_batch_with_other_requests() -> None:
     bench = Bench(BatchPolicy(max_batch_rows=8))
     other = bench.batcher.submit((rows_of_floats(1),), 1, "k")
     call = bench.submit(rows_of_floats(12))
@@ -96,7 +96,7 @@ async def test_split_remainder_rides_with_other_requests() -> None:
 
 
 @pytest.mark.parametrize("failing", [0, 1, 2])
-async def test_split_part_that_fails_fails_the_request_once_and_takes_the_others_back(failing: int) -> None:
+async def test_split_part_that_fails_fails_the_request_once_and_withdraws_the_others(failing: int) -> None:
     bench = Bench(BatchPolicy(max_batch_rows=4, isolate_failures=False))
     call = bench.submit(rows_of_floats(16))
     await several_turns()
@@ -107,7 +107,7 @@ async def test_split_part_that_fails_fails_the_request_once_and_takes_the_others
     with pytest.raises(ExecutionFailed, match="bad part"):
         await call
     assert bench.batcher.waiting_requests == 0
-    await bench.run_all()  # what had begun already
+    await bench.run_all()  # those that had already begun
     left = sum(len(report.waits_ns) + report.failed + report.cancelled for report in bench.seen.reports)
     assert left + bench.seen.count(Drop.CANCELLED) == 4
     bench.batcher.close()
@@ -122,7 +122,7 @@ async def test_split_part_that_fails_fails_the_request_once_and_takes_the_others
     ],
     ids=["requests", "rows", "bytes"],
 )
-async def test_split_request_larger_than_the_queue_is_not_refused_for_its_own_parts(policy: BatchPolicy) -> None:
+async def test_split_request_larger_than_the_queue_is_not_refused_because_of_its_own_parts(policy: BatchPolicy) -> None:
     bench = Bench(policy)
     whole = rows_of_floats(16)
     call = bench.submit(whole, size_bytes=128)
@@ -135,7 +135,7 @@ async def test_split_request_larger_than_the_queue_is_not_refused_for_its_own_pa
     bench.batcher.close()
 
 
-async def test_split_request_that_others_leave_no_room_for_is_refused_whole() -> None:
+async def test_split_request_is_refused_whole_if_others_leave_it_no_room() -> None:
     bench = Bench(BatchPolicy(max_batch_rows=4, queue=QueuePolicy(max_queue_size=2)))
     runs = bench.batcher.submit((rows_of_floats(4),), 4, "other")
     await several_turns()
@@ -149,7 +149,7 @@ async def test_split_request_that_others_leave_no_room_for_is_refused_whole() ->
     bench.batcher.close()
 
 
-async def test_split_request_cancelled_takes_all_its_parts_along() -> None:
+async def test_split_request_that_is_cancelled_withdraws_its_waiting_parts() -> None:
     bench = Bench(BatchPolicy(max_batch_rows=4))
     call = bench.submit(rows_of_floats(16))
     await several_turns()
@@ -163,7 +163,7 @@ async def test_split_request_cancelled_takes_all_its_parts_along() -> None:
     bench.batcher.close()
 
 
-async def test_split_parts_whose_outputs_do_not_fit_together_are_the_models_fault() -> None:
+async def test_split_parts_with_outputs_that_cannot_be_joined_are_an_execution_failure() -> None:
     bench = Bench(BatchPolicy(max_batch_rows=1))
     call = bench.submit(rows_of_floats(2))
     await several_turns()

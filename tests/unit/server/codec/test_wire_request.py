@@ -1,4 +1,4 @@
-"""What is remembered of requests, so that the next ones like them needn't be parsed: little, whatever callers send."""
+"""What is remembered of requests, so that later ones like them needn't be parsed, stays small whatever callers send."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def many_inputs(number: int) -> bytes:
 
 
 def many_parameters(number: int) -> bytes:
-    """One that fits a model, with hundreds of parameters that mean nothing."""
+    """A request that fits a model, with hundreds of parameters without a meaning."""
     own = pb.ModelInferRequest()
     own.parameters["number"].int64_param = number
     return _MODEL_AND_PARAMETERS + own.SerializeToString() + _TENSORS
@@ -46,7 +46,7 @@ _TENSORS = pb.ModelInferRequest(
 
 
 @pytest.mark.parametrize("make", [many_inputs, many_parameters])
-def test_heads_of_hundreds_of_kinds_take_little_memory(make: Callable[[int], bytes]) -> None:
+def test_hundreds_of_different_heads_take_little_memory(make: Callable[[int], bytes]) -> None:
     reader = RequestReader()
     codec = codec_for("m", "1", ModelSpec((TensorSpec("x", "FP32", (1,)),), (), batched=True), 4)
     before_bytes = rss_bytes()
@@ -82,7 +82,7 @@ def test_request_is_plain_if_neither_it_nor_any_of_its_tensors_has_parameters(wh
 
 
 @pytest.mark.parametrize("known", ["ab", "other"], ids=["of a known length", "of another length"])
-def test_id_that_is_no_text_is_told_whatever_is_known_of_the_head(known: str) -> None:
+def test_id_that_is_not_utf8_is_a_decode_error_whatever_is_known_of_the_head(known: str) -> None:
     reader = RequestReader()
     for _ in range(2):
         reader(infer("m", {"a": rows_of_floats(1)}, id=known).SerializeToString())

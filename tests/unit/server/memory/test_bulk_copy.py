@@ -1,4 +1,4 @@
-"""Many copies in one call: all of it arrives, or it is said that it didn't."""
+"""Many copies in one call: everything arrives, or the call reports that it didn't."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PAGE = 4096
 MIB = 2**20
 
 
-def test_pieces_arrive_wherever_they_lay_and_nothing_else_is_written() -> None:
+def test_pieces_are_copied_from_anywhere_and_nothing_else_is_written() -> None:
     source, target = np.arange(1000, dtype=np.uint8), np.zeros(1000, np.uint8)
     to, come = target.ctypes.data, source.ctypes.data
     assert copy_all([(to + 10, come + 500, 90), (to + 200, come + 3, 1), (to + 300, come, 0), (to + 999, come + 7, 1)])
@@ -25,7 +25,7 @@ def test_pieces_arrive_wherever_they_lay_and_nothing_else_is_written() -> None:
 
 
 @pytest.mark.parametrize("left", [0, PAGE, 3 * PAGE])
-def test_memory_that_is_gone_is_told_and_kills_nobody(left: int) -> None:
+def test_truncated_memory_is_reported_and_does_not_kill_the_process(left: int) -> None:
     target = np.zeros(4 * PAGE, np.uint8)
     with shared_object(4 * PAGE) as memory:
         region = open_system_region("r", memory.key, 0, 4 * PAGE)
@@ -38,8 +38,8 @@ def test_memory_that_is_gone_is_told_and_kills_nobody(left: int) -> None:
 
 
 @pytest.mark.parametrize("threads", [1, 2, 4])
-def test_much_arrives_as_it_was_wherever_it_is_cut(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Enough for several threads, in pieces that end anywhere: between them, and within."""
+def test_large_copies_arrive_unchanged_wherever_they_are_cut(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Enough for several threads, in pieces that end anywhere: between the threads' parts, and within."""
     monkeypatch.setattr("server.memory.copying._threads", lambda: threads)
     source = np.random.default_rng(1).integers(0, 256, 20 * MIB, np.uint8)
     cuts = [0, 1, 5, 3 * MIB + 7, 3 * MIB + 7, 4 * MIB, 15 * MIB + 1, 20 * MIB - 3, 20 * MIB]
@@ -50,7 +50,7 @@ def test_much_arrives_as_it_was_wherever_it_is_cut(threads: int, monkeypatch: py
 
 
 @pytest.mark.parametrize("left", [0, 4 * MIB, 12 * MIB - PAGE])
-def test_much_of_memory_that_is_gone_is_told(left: int) -> None:
+def test_large_copies_from_truncated_memory_are_reported(left: int) -> None:
     target = np.zeros(12 * MIB, np.uint8)
     with shared_object(12 * MIB) as memory:
         region = open_system_region("r", memory.key, 0, 12 * MIB)
@@ -62,7 +62,7 @@ def test_much_of_memory_that_is_gone_is_told(left: int) -> None:
         assert not copy_all(pieces)
 
 
-def test_more_than_a_call_takes_is_left_to_another_way() -> None:
+def test_more_than_a_call_can_take_is_declined() -> None:
     source, target = np.ones(2000, np.uint8), np.zeros(2000, np.uint8)
     pieces = [(target.ctypes.data + at, source.ctypes.data + at, 1) for at in range(2000)]
     assert copy_all(pieces[:1024])

@@ -1,4 +1,4 @@
-"""Outputs that belong into a client's memory, which may be gone by then: nobody is told that they are there if not."""
+"""Outputs for a client's memory, which may be gone by then: they are only reported as written if they are."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def wanted_there() -> pb.ModelInferRequest:
 
 
 def learned(codec: ModelCodec, message: pb.ModelInferRequest) -> AnyRequest:
-    """One like others before it, of which no message needs to be made."""
+    """A request like earlier ones, which needn't be made into a message."""
     read = RequestReader()
     for _ in range(3):
         request = read(message.SerializeToString())
@@ -54,7 +54,7 @@ def learned(codec: ModelCodec, message: pb.ModelInferRequest) -> AnyRequest:
     return request
 
 
-def test_output_whose_memory_is_gone_is_refused_before_anything_is_queued(
+def test_output_for_truncated_memory_is_refused_before_anything_is_queued(
     codec: ModelCodec, memory: SharedObject
 ) -> None:
     memory.resize(0)
@@ -63,7 +63,7 @@ def test_output_whose_memory_is_gone_is_refused_before_anything_is_queued(
 
 
 @pytest.mark.parametrize("batched", [False, True], ids=["alone", "of a batch"])
-def test_output_whose_memory_has_gone_meanwhile_is_refused_and_not_told_to_be_there(
+def test_output_for_memory_truncated_meanwhile_is_refused_and_not_reported_as_written(
     codec: ModelCodec, memory: SharedObject, batched: bool
 ) -> None:
     request = learned(codec, wanted_there())
@@ -81,7 +81,7 @@ def test_output_that_turns_out_too_large_is_refused_and_writes_nothing(codec: Mo
     assert memory.get(64) == bytes(64)
 
 
-def test_outputs_in_memory_and_in_the_response_each_are_where_they_are_wanted(
+def test_outputs_in_memory_and_in_the_response_are_each_where_they_were_requested(
     codec: ModelCodec, memory: SharedObject
 ) -> None:
     message = wanted_there()

@@ -1,4 +1,4 @@
-"""Parts of a copy on several threads: each is done once, whoever does it, and nobody is waited for in vain."""
+"""Parts of a copy on several threads: each is copied once, on whichever thread, and busy helpers aren't waited for."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MANY = range(200)
 
 
 class NoThreads(Executor):
-    """What a pool does on a machine that can start no more of them."""
+    """A pool on a machine that can't start any more threads."""
 
     def submit(self, *_: Any, **__: Any) -> Future[Any]:
         raise RuntimeError("can't start new thread")
@@ -32,14 +32,14 @@ def test_helpers_copy_while_the_caller_does() -> None:
 
     def copy(_: int) -> bool:
         threads.add(threading.get_ident())
-        both.wait()  # passed by two threads at once only
+        both.wait()  # passes only two threads together
         return True
 
     assert copy_parts(copy, range(2))
     assert len(threads) == 2
 
 
-def test_one_part_that_fails_is_told_and_the_others_are_done() -> None:
+def test_failed_part_is_reported_and_the_others_are_copied() -> None:
     copied = []
 
     def copy(part: int) -> bool:
@@ -50,7 +50,7 @@ def test_one_part_that_fails_is_told_and_the_others_are_done() -> None:
     assert sorted(copied) == [*MANY]
 
 
-def test_part_that_fails_a_helper_is_told() -> None:
+def test_part_that_fails_on_a_helper_is_reported() -> None:
     both = threading.Barrier(2, timeout=30)
 
     def copy(_: int) -> bool:
@@ -60,8 +60,8 @@ def test_part_that_fails_a_helper_is_told() -> None:
     assert not copy_parts(copy, range(2))
 
 
-def test_nothing_is_written_any_more_after_an_error() -> None:
-    """Else it would be to memory that has been given back."""
+def test_error_is_raised_only_after_all_running_parts_have_ended() -> None:
+    """Otherwise a part could still be written to memory that has been released."""
     begun, let_go = threading.Event(), threading.Event()
     ended = []
 
@@ -80,7 +80,7 @@ def test_nothing_is_written_any_more_after_an_error() -> None:
     assert len(ended) == 1
 
 
-def test_helpers_that_have_no_time_are_not_waited_for() -> None:
+def test_busy_helpers_are_not_waited_for() -> None:
     let_go = threading.Event()
     with ThreadPoolExecutor(1) as busy:
         other = busy.submit(let_go.wait, 30)
@@ -97,7 +97,7 @@ def test_without_threads_the_caller_copies_all() -> None:
     assert copied == [*MANY]
 
 
-def test_little_is_one_part_and_much_is_never_more_than_there_are_threads() -> None:
+def test_small_copies_are_one_part_and_large_ones_at_most_one_per_thread() -> None:
     assert parts_of(0) == parts_of(1) == parts_of(4 * 2**20 - 1) == 1
     assert 1 <= parts_of(4 * 2**20) <= 2
     assert parts_of(2**40) == parts_of(2**41) <= 4

@@ -1,4 +1,4 @@
-"""Whether the process that serves has its C library ask for huge pages."""
+"""Whether the serving process has its C library ask for huge pages."""
 
 from __future__ import annotations
 
@@ -38,20 +38,20 @@ given_to_those_who_ask = pytest.mark.skipif(
         ({"MALLOC_TRIM_THRESHOLD_": "131072"}, ASKS, GLIBC, False),
     ],
 )
-def test_huge_pages_are_asked_for_where_it_makes_a_difference_and_nobody_has_a_say(
+def test_huge_pages_are_requested_where_it_matters_unless_the_environment_decides(
     environment: dict[str, str], mode: str, libc: str, asks: bool
 ) -> None:
     assert wanted(environment, mode, libc) is asks
 
 
 def told(server: ServerProcess) -> set[str]:
-    """What the process's C library was told. It ends each setting where the kernel shows them."""
+    """The settings given to the process's C library, which terminates each of them where the kernel shows them."""
     environment = Path(f"/proc/{server.pid}/environ").read_bytes().decode()
     return set(re.findall(r"glibc\.malloc\.\w+=\d+", environment))
 
 
 @given_to_those_who_ask
-def test_server_has_its_c_library_ask_and_keep_freed_memory_as_ever(
+def test_server_has_its_c_library_request_huge_pages_and_keep_freed_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv(TUNABLES, raising=False)
@@ -65,7 +65,7 @@ def test_server_has_its_c_library_ask_and_keep_freed_memory_as_ever(
 
 
 @given_to_those_who_ask
-def test_server_leaves_alone_what_the_environment_says(tmp_path: Path) -> None:
+def test_server_leaves_tunables_given_in_the_environment_unchanged(tmp_path: Path) -> None:
     write_identity(tmp_path)
     with ServerProcess(tmp_path, env={TUNABLES: "glibc.malloc.tcache_count=7"}) as server:
         assert told(server) == {"glibc.malloc.tcache_count=7"}

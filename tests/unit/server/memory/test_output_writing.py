@@ -1,4 +1,4 @@
-"""Outputs that belong on a GPU and come out elsewhere: written there on the instance's thread, all of a request's or
+"""Outputs that belong on a GPU and are produced elsewhere: the instance's thread writes all of a request's there, or
 none."""
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def region(driver: Driver) -> CudaRegion:
 
 
 def left(targets: Mapping[int, Span], *results: Array) -> Tensors | Exception:
-    """What becomes of the results of a request some of whose outputs belong into `targets`."""
+    """The results of a request, some of whose outputs belong in `targets`, after an execution."""
 
     def execute(requests: Sequence[Inputs], padded_rows: int) -> Execution:
         return Execution([results], 0, 0, 0)
@@ -39,7 +39,7 @@ def left(targets: Mapping[int, Span], *results: Array) -> Tensors | Exception:
     return writing_outputs(execute)([TargetedInputs.to(targets, ())], 0).results[0]
 
 
-def test_outputs_are_written_to_where_they_belong_and_others_stay(region: CudaRegion, driver: Driver) -> None:
+def test_outputs_are_written_to_their_targets_and_others_stay(region: CudaRegion, driver: Driver) -> None:
     results = rows_of_floats(1), rows_of_floats(1, first=5)
     done = left({1: Span(region, 16, 8)}, *results)
     assert not isinstance(done, Exception)
@@ -49,7 +49,7 @@ def test_outputs_are_written_to_where_they_belong_and_others_stay(region: CudaRe
 
 
 @pytest.mark.parametrize("other", [rows_of_floats(1, 3), TEXTS], ids=["too large", "texts"])
-def test_outputs_of_a_request_one_of_which_cannot_be_left_stay_as_they_are(
+def test_outputs_of_a_request_all_stay_if_one_of_them_cannot_be_written(
     region: CudaRegion, driver: Driver, other: Array
 ) -> None:
     results = rows_of_floats(1), other
@@ -58,7 +58,7 @@ def test_outputs_of_a_request_one_of_which_cannot_be_left_stay_as_they_are(
     assert driver.memory.raw == bytes(64)
 
 
-def test_time_that_leaving_takes_is_the_outputs(region: CudaRegion) -> None:
+def test_time_spent_writing_counts_as_output_time(region: CudaRegion) -> None:
     def execute(requests: Sequence[Inputs], padded_rows: int) -> Execution:
         return Execution([(rows_of_floats(1),)], 1, 2, 3)
 

@@ -1,4 +1,4 @@
-"""Inputs read right before an execution: results are the same wherever they lay, and who can't be read fails alone."""
+"""Inputs are read right before an execution: results are the same from anywhere, unreadable requests fail alone."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ ALONE = ModelSpec((TensorSpec("a", "FP32", (-1, 2)),), (TensorSpec("x", "FP32", 
 
 
 class Bench:
-    """An identity that records the arrays that its executions got."""
+    """An identity model that records the arrays that its executions got."""
 
     def __init__(self, spec: ModelSpec) -> None:
         self.seen: list[list[Array]] = []
@@ -72,7 +72,7 @@ def values(results: Sequence[Any]) -> list[Any]:
 @pytest.mark.parametrize("padded", [0, 6, 9])
 @pytest.mark.parametrize("inside", range(8))
 @pytest.mark.parametrize("at_once", [False, True])
-def test_results_are_the_same_wherever_inputs_lay(
+def test_results_are_the_same_wherever_inputs_were_stored(
     region: SystemRegion, spec: ModelSpec, padded: int, inside: int, at_once: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not at_once:  # as in a sandbox that forbids it
@@ -121,7 +121,7 @@ def test_tensors_of_a_batch_are_read_in_one_call(region: SystemRegion, padded: i
     ("offset", "size", "inside"),
     [(0, 800, True), (792, 8, True), (800, 0, True), (0, 801, False), (793, 8, False), (801, 0, False), (-1, 8, False)],
 )
-def test_tensor_has_an_address_within_its_region_alone(
+def test_tensor_has_an_address_only_within_its_region(
     region: SystemRegion, offset: int, size: int, inside: bool
 ) -> None:
     tensor = RegionTensor("input 'a'", region, offset, np.dtype(np.uint8), (size,))
@@ -130,7 +130,7 @@ def test_tensor_has_an_address_within_its_region_alone(
 
 
 class Slot:
-    """An instance with buffers of its own that notes whether its inputs lay there."""
+    """An instance with its own buffers, which records whether its inputs were in them."""
 
     def __init__(self, spec: ModelSpec) -> None:
         self.buffers: list[Array] = []
@@ -152,7 +152,7 @@ class Slot:
 
 @pytest.mark.parametrize("padded", [0, 6])
 @pytest.mark.parametrize("count", [1, 3])
-def test_inputs_are_read_to_where_the_instance_wants_them(region: SystemRegion, count: int, padded: int) -> None:
+def test_inputs_are_read_into_the_instances_buffers(region: SystemRegion, count: int, padded: int) -> None:
     slot = Slot(STACKED)
     run = reading(slot.execute, STACKED, slot)
     results = run([(lying(region, 2, 10 * number),) for number in range(count)], padded).results
@@ -161,7 +161,9 @@ def test_inputs_are_read_to_where_the_instance_wants_them(region: SystemRegion, 
     assert [buffer.shape for buffer in slot.buffers] == [(max(padded, 2 * count), 2)]
 
 
-def test_buffers_of_a_batch_that_comes_to_nothing_are_forgotten(memory: SharedObject, region: SystemRegion) -> None:
+def test_buffers_are_released_if_no_request_of_the_batch_can_be_read(
+    memory: SharedObject, region: SystemRegion
+) -> None:
     requests = [(lying(region, 2, 90),), (lying(region, 2, 90),)]
     memory.resize(90 * 8 + 3)
     for some in (requests, requests[:1]):
@@ -171,14 +173,14 @@ def test_buffers_of_a_batch_that_comes_to_nothing_are_forgotten(memory: SharedOb
         assert (slot.there, slot.forgotten) == ([], 1)
 
 
-def test_inputs_that_were_brought_need_no_room() -> None:
+def test_inputs_from_messages_need_no_buffers() -> None:
     slot = Slot(STACKED)
     slot.buffer(0, (0, 2))
     reading(slot.execute, STACKED, slot)([(brought(2),)], 0)
     assert (slot.there, len(slot.buffers)) == ([False], 1)
 
 
-def test_inputs_of_a_model_without_batch_axis_need_no_room(region: SystemRegion) -> None:
+def test_inputs_of_a_model_without_batch_axis_need_no_buffers(region: SystemRegion) -> None:
     slot = Slot(ALONE)
     slot.buffer(0, (0, 2))
     results = reading(slot.execute, ALONE, slot)([(lying(region, 2, 3),)], 0).results
@@ -186,7 +188,7 @@ def test_inputs_of_a_model_without_batch_axis_need_no_room(region: SystemRegion)
     assert (slot.there, len(slot.buffers)) == ([False], 1)
 
 
-def test_inputs_that_all_have_left_out_stay_so_beside_those_in_shared_memory(region: SystemRegion) -> None:
+def test_inputs_left_out_by_all_stay_missing_beside_those_in_shared_memory(region: SystemRegion) -> None:
     left_out, given = TensorSpec("o", "FP32", (2,), optional=True), TensorSpec("a", "FP32", (2,))
     spec = ModelSpec((left_out, given), (given,), batched=True)
     instance = MemoryModel(spec, lambda inputs: [inputs[1] if inputs[0] is MISSING else -inputs[1]])
@@ -223,7 +225,7 @@ def test_one_request_alone_is_read_and_executed(region: SystemRegion, spec: Mode
 @pytest.mark.parametrize("spec", [STACKED, RAGGED], ids=["joined", "one by one"])
 @pytest.mark.parametrize("was_read", [False, True])
 @pytest.mark.parametrize("gone", [{0}, {1}, {2}, {0, 1}, {1, 2}, {0, 1, 2}])
-def test_requests_whose_memory_is_gone_fail_alone(
+def test_requests_with_truncated_memory_fail_alone(
     memory: SharedObject, region: SystemRegion, spec: ModelSpec, was_read: bool, gone: set[int]
 ) -> None:
     requests = [(lying(region, 2, 90 if number in gone else 2 * number),) for number in range(3)]
@@ -245,7 +247,7 @@ def test_requests_whose_memory_is_gone_fail_alone(
     assert 0 < done.input_ns <= took_ns
 
 
-def test_model_that_fails_is_passed_on(region: SystemRegion) -> None:
+def test_model_error_is_passed_on(region: SystemRegion) -> None:
     def fail(inputs: Tensors) -> Tensors:
         raise ExecutionError("no")
 
@@ -254,7 +256,7 @@ def test_model_that_fails_is_passed_on(region: SystemRegion) -> None:
         reading(instance.execute, STACKED)([(lying(region, 1),), (brought(1),)], 0)
 
 
-def test_requests_that_bring_their_own_bytes_go_straight_through() -> None:
+def test_requests_from_messages_are_passed_on_unchanged() -> None:
     given: list[object] = []
 
     def execute(requests: Sequence[Tensors], padded_rows: int) -> Execution:

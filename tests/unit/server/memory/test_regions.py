@@ -1,4 +1,4 @@
-"""The registry of regions: names, kinds, the bound, and regions that go while requests hold them."""
+"""The registry of regions: names, kinds, the limit, and regions removed while requests hold them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def names(regions: Regions, kind: str = "system", name: str = "") -> list[str]:
     return [one.name for one in regions.of_kind(kind, name)]
 
 
-def test_find_what_was_added_and_nothing_else() -> None:
+def test_find_returns_only_regions_that_were_added() -> None:
     regions, region = Regions(4), Stub("a")
     regions.add(region)
     assert regions.find("a") is region
@@ -37,7 +37,7 @@ def test_find_what_was_added_and_nothing_else() -> None:
         regions.find("b")
 
 
-def test_find_among_many_tells_some_names() -> None:
+def test_find_error_among_many_regions_names_some() -> None:
     regions = Regions(10)
     for name in "abcdefg":
         regions.add(Stub(name))
@@ -54,19 +54,19 @@ def test_add_a_name_twice_is_refused_whatever_the_kind() -> None:
     assert regions.find("a") is first
 
 
-def test_add_without_a_name_is_refused_since_that_means_all() -> None:
+def test_add_without_a_name_is_refused_since_no_name_means_all() -> None:
     with pytest.raises(InvalidRequest, match="expected a name"):
         Regions(4).add(Stub(""))
 
 
-def test_add_a_name_too_long_to_be_told_of_with_others_is_refused() -> None:
+def test_add_a_name_of_more_than_1024_bytes_is_refused() -> None:
     regions = Regions(4)
     regions.add(Stub("é" * 512))
     with pytest.raises(InvalidRequest, match=r"'é{64}…': .* expected a name of at most 1024 bytes, got 1026"):
         regions.add(Stub("é" * 513))
 
 
-def test_add_beyond_the_bound_is_refused_until_one_goes() -> None:
+def test_add_beyond_the_limit_is_refused_until_one_is_removed() -> None:
     regions = Regions(2)
     regions.add(Stub("a"))
     regions.add(Stub("b", "cuda"))
@@ -77,7 +77,7 @@ def test_add_beyond_the_bound_is_refused_until_one_goes() -> None:
     assert names(regions) == ["a", "c"]
 
 
-def test_remove_takes_one_or_all_of_a_kind() -> None:
+def test_remove_removes_one_or_all_of_a_kind() -> None:
     regions = Regions(9)
     for name, kind in (("a", "system"), ("b", "cuda"), ("c", "system"), ("d", "system")):
         regions.add(Stub(name, kind))
@@ -102,7 +102,7 @@ def test_of_kind_by_the_name_of_another_kind_is_not_found() -> None:
 
 
 @pytest.mark.parametrize("name", ["a", ""])
-def test_removed_while_held_is_found_until_let_go(name: str) -> None:
+def test_removed_region_is_found_until_its_holder_releases_it(name: str) -> None:
     regions, held = Regions(1), Stub("a")
     regions.add(held)
     regions.remove("system", name)
@@ -117,7 +117,7 @@ def test_removed_while_held_is_found_until_let_go(name: str) -> None:
         regions.find("a")
 
 
-def test_added_anew_while_the_old_one_is_held_the_new_one_is_found() -> None:
+def test_region_added_again_is_found_while_the_old_one_is_held() -> None:
     regions, held, fresh = Regions(1), Stub("a"), Stub("a")
     regions.add(held)
     regions.remove("system", "a")
@@ -128,7 +128,7 @@ def test_added_anew_while_the_old_one_is_held_the_new_one_is_found() -> None:
     assert regions.find("a") is fresh
 
 
-def test_clear_lets_go_of_all() -> None:
+def test_clear_removes_all() -> None:
     regions = Regions(2)
     regions.add(Stub("a"))
     regions.add(Stub("b", "cuda"))
@@ -148,7 +148,7 @@ class Finder:
         return regions.get(self.name)
 
 
-def test_known_is_found_out_once() -> None:
+def test_known_is_looked_up_once() -> None:
     regions, region, find = Regions(4), Stub("a"), Finder("a")
     regions.add(region)
     assert [regions.known("it", find) for _ in range(3)] == [region] * 3
@@ -156,7 +156,7 @@ def test_known_is_found_out_once() -> None:
     assert regions.known("something else", Finder("b")) is None
 
 
-def test_known_of_what_is_not_there_is_asked_again() -> None:
+def test_known_looks_missing_regions_up_again() -> None:
     regions, find = Regions(4), Finder("a")
     assert [regions.known("it", find) for _ in range(2)] == [None, None]
     assert find.asked == 2
@@ -180,7 +180,7 @@ def test_known_is_forgotten_with_every_change(change: str) -> None:
     assert find.asked == 2
 
 
-def test_known_of_one_that_is_leaving_does_not_keep_it() -> None:
+def test_known_does_not_keep_a_removed_region_alive() -> None:
     regions, find = Regions(4), Finder("a")
     held = Stub("a")
     regions.add(held)
@@ -192,7 +192,7 @@ def test_known_of_one_that_is_leaving_does_not_keep_it() -> None:
     assert regions.known("it", find) is None
 
 
-def test_known_of_many_is_not_kept_for_ever() -> None:
+def test_known_results_are_not_kept_for_ever() -> None:
     regions = Regions(4)
     regions.add(Stub("a"))
     finders = [Finder("a") for _ in range(2_000)]

@@ -1,4 +1,4 @@
-"""A range of a shared memory object: what may be one, and what becomes of it when its owner does as he likes."""
+"""A range of a shared memory object: which are accepted, and what happens when its owner shrinks or unlinks it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def read(region: SystemRegion, size: int, offset: int = 0) -> bytes:
 
 
 @pytest.mark.parametrize("key", ["/a", "a", "/..a", "a b", "/grün", "/x.y-z"])
-def test_object_name_one_slash_in_front_does_not_count(key: str) -> None:
+def test_object_name_ignores_one_leading_slash(key: str) -> None:
     assert object_name("n", key) == key.removeprefix("/")
 
 
@@ -43,15 +43,13 @@ def test_object_name_that_could_lead_elsewhere_is_refused(key: str) -> None:
 
 
 @pytest.mark.parametrize("slash", ["", "/"])
-def test_object_name_that_triton_keeps_to_itself_is_refused(slash: str) -> None:
+def test_object_name_reserved_by_triton_is_refused(slash: str) -> None:
     with pytest.raises(InvalidRequest, match=f"with key '{slash}{RESERVED_PREFIX}7' as the key contains the reserved"):
         object_name("n", f"{slash}{RESERVED_PREFIX}7")
 
 
 @pytest.mark.parametrize(("offset", "size"), [(0, 1), (0, 100), (99, 1), (37, 63)])
-def test_open_anything_within_the_object_reads_and_writes_there_alone(
-    memory: SharedObject, offset: int, size: int
-) -> None:
+def test_open_range_within_the_object_reads_and_writes_only_there(memory: SharedObject, offset: int, size: int) -> None:
     memory.put(bytes(range(100)))
     region = open_system_region("n", memory.key, offset, size)
     assert read(region, size) == bytes(range(100))[offset : offset + size]
@@ -62,7 +60,7 @@ def test_open_anything_within_the_object_reads_and_writes_there_alone(
 @pytest.mark.parametrize(
     ("offset", "size"), [(0, 0), (0, 101), (1, 100), (100, 1), (101, 0), (-1, 1), (0, -1), (2**64 - 1, 2**64 - 1)]
 )
-def test_open_what_is_not_within_the_object_is_refused_and_leaves_nothing_open(
+def test_open_range_not_within_the_object_is_refused_and_leaves_nothing_open(
     memory: SharedObject, offset: int, size: int
 ) -> None:
     with pytest.raises(InvalidRequest, match=re.escape(f"within the 100 bytes of '{memory.key}', got {size} bytes")):
@@ -81,7 +79,7 @@ def test_open_link_is_refused_wherever_it_leads(memory: SharedObject) -> None:
 
 
 @pytest.mark.parametrize("kind", ["pipe", "folder", "socket"])
-def test_open_what_is_no_shared_memory_is_refused_and_blocks_nobody(memory: SharedObject, kind: str) -> None:
+def test_open_pipe_folder_or_socket_is_refused_without_blocking(memory: SharedObject, kind: str) -> None:
     other = FOLDER / f"{memory.key[1:]}-{kind}"
     if kind == "pipe":
         os.mkfifo(other)
@@ -100,7 +98,7 @@ def test_open_what_is_no_shared_memory_is_refused_and_blocks_nobody(memory: Shar
 
 
 @pytest.mark.parametrize("left", [0, 1, 49, 50, 89])
-def test_cut_short_every_use_says_so_and_none_kills(memory: SharedObject, left: int) -> None:
+def test_truncated_object_fails_each_use_without_killing_the_process(memory: SharedObject, left: int) -> None:
     region = open_system_region("n", memory.key, 10, 80)
     memory.resize(left)
     text = re.escape(f"region 'n': expected '{memory.key}' to have at least 90 bytes as when it was registered, got")
@@ -118,7 +116,7 @@ def test_cut_short_every_use_says_so_and_none_kills(memory: SharedObject, left: 
 
 
 @pytest.mark.parametrize("left", [0, 5 * MIB, 12 * MIB - 1, 12 * MIB])
-def test_read_much_is_all_there_or_said_to_be_gone(left: int) -> None:
+def test_large_read_is_complete_or_reported_as_truncated(left: int) -> None:
     with shared_object(13 * MIB) as memory:
         data = np.random.default_rng(1).integers(0, 256, 12 * MIB - 7, np.uint8)
         memory.put(data, 7)
@@ -131,14 +129,14 @@ def test_read_much_is_all_there_or_said_to_be_gone(left: int) -> None:
                 read(region, 12 * MIB - 7, 4)
 
 
-def test_cut_short_behind_what_is_read_does_no_harm(memory: SharedObject) -> None:
+def test_truncation_behind_the_bytes_read_does_no_harm(memory: SharedObject) -> None:
     memory.put(b"abc")
     region = open_system_region("n", memory.key, 0, 100)
     memory.resize(3)
     assert read(region, 3) == b"abc"
 
 
-def test_unlinked_and_closed_by_its_owner_the_memory_is_still_there() -> None:
+def test_memory_unlinked_and_closed_by_its_owner_stays_usable() -> None:
     with shared_object(10) as memory:
         memory.put(b"abc")
         region = open_system_region("n", memory.key, 0, 10)
@@ -150,7 +148,7 @@ def test_unlinked_and_closed_by_its_owner_the_memory_is_still_there() -> None:
     assert held_by() == (0, 0)
 
 
-def test_region_is_closed_when_the_last_who_holds_it_lets_go(memory: SharedObject) -> None:
+def test_region_is_closed_when_its_last_holder_releases_it(memory: SharedObject) -> None:
     region = open_system_region("n", memory.key, 0, 10)
     other = region
     del region
@@ -172,8 +170,8 @@ def test_read_into_an_array_of_any_dtype_and_shape_fills_it(
     assert target.tobytes() == sent.tobytes()
 
 
-def test_write_where_memory_runs_out_says_so_and_the_next_one_succeeds(memory: SharedObject) -> None:
-    """Sparse objects may promise more than there is: written through a mapping, that would be the end."""
+def test_write_that_runs_out_of_memory_is_refused_and_the_next_one_succeeds(memory: SharedObject) -> None:
+    """Sparse objects may promise more memory than there is: writing through a mapping would then kill the process."""
     region = open_system_region("n", memory.key, 0, 100)
     with (
         limited(resource.RLIMIT_FSIZE, 10),

@@ -28,13 +28,13 @@ def test_shared_threads_take_the_counts_from_the_models(text: str, shared: bool)
     assert given.parameters == ({} if shared else {"intra_op_thread_count": "2"})
 
 
-def test_cache_directory_is_told_to_sessions_and_left_out_where_it_is_not_given() -> None:
+def test_cache_directory_is_a_parameter_even_with_shared_threads() -> None:
     given = parse_backend_config(["onnxruntime,cache-directory=/some/where", "onnxruntime,enable-global-threadpool=1"])
     assert given.parameters == {"paceline.cache_directory": "/some/where"}
 
 
 @pytest.mark.parametrize(("text", "own"), [("1", "true"), ("true", "true"), ("0", "false")])
-def test_own_process_is_told_to_models_that_do_not_say(text: str, own: str) -> None:
+def test_own_process_becomes_a_parameter_of_models(text: str, own: str) -> None:
     assert parse_backend_config([f"onnxruntime,own-process={text}"]).parameters == {"paceline.own_process": own}
 
 

@@ -1,4 +1,4 @@
-"""From `dynamic_batching` and our own parameters to a policy: every field, every limit, every refusal by name."""
+"""From `dynamic_batching` and our own parameters to a policy: every field, every limit, every refusal."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def own(*texts: str) -> OwnSettings:
     return own_settings(text_format.Parse(" ".join(texts), pb.ModelConfig()))
 
 
-def test_policy_of_all_fields_at_once_is_the_same_in_rows_and_nanoseconds() -> None:
+def test_policy_has_all_fields_at_once_in_rows_and_nanoseconds() -> None:
     policy = made(
         """
         dynamic_batching {
@@ -70,20 +70,18 @@ def test_policy_of_all_fields_at_once_is_the_same_in_rows_and_nanoseconds() -> N
 
 
 @pytest.mark.parametrize(("sizes", "preferred"), [("8", ()), ("8, 8", ()), ("4", (4,)), ("4, 8", (4, 8))])
-def test_policy_prefers_the_largest_size_alone_no_more_than_it_does_anyway(
-    sizes: str, preferred: tuple[int, ...]
-) -> None:
+def test_policy_leaves_out_a_preference_for_only_the_largest_size(sizes: str, preferred: tuple[int, ...]) -> None:
     assert batching(f"preferred_batch_size: [ {sizes} ]").preferred_batch_rows == preferred
 
 
-def test_policy_of_a_model_whose_requests_do_not_merge_has_one_request_a_batch() -> None:
+def test_policy_of_a_model_whose_requests_do_not_merge_has_one_request_per_batch() -> None:
     assert made("", merges=False).max_batch_requests == 1
 
 
 @pytest.mark.parametrize(
     ("levels", "default"), [(1, 1), (3, 1), (3, 3), (U64_MAX, 1), (U64_MAX, U64_MAX), (2**63, 2**40)]
 )
-def test_policy_priority_levels_up_to_64_bits_are_taken(levels: int, default: int) -> None:
+def test_policy_priority_levels_up_to_64_bits_are_accepted(levels: int, default: int) -> None:
     policy = batching(f"priority_levels: {levels} default_priority_level: {default}")
     assert (policy.priority_levels, policy.default_priority_level) == (levels, default)
     assert policy.level_of(0) == default
@@ -91,7 +89,7 @@ def test_policy_priority_levels_up_to_64_bits_are_taken(levels: int, default: in
     assert policy.level_of(levels + 1) == default
 
 
-def test_policy_of_the_last_of_all_levels_is_its_own() -> None:
+def test_policy_of_the_last_level_is_separate() -> None:
     text = f"priority_levels: {U64_MAX} default_priority_level: 1"
     policy = batching(f"{text} priority_queue_policy {{ key: {U64_MAX} value {{ max_queue_size: 4 }} }}")
     assert policy.queue_policy(U64_MAX) == QueuePolicy(max_queue_size=4)
@@ -99,23 +97,23 @@ def test_policy_of_the_last_of_all_levels_is_its_own() -> None:
 
 
 @pytest.mark.parametrize(("action", "expected"), [("", REJECT), ("REJECT", REJECT), ("DELAY", DELAY), ("1", DELAY)])
-def test_policy_timeout_action_by_name_or_number_is_taken(action: str, expected: TimeoutAction) -> None:
+def test_policy_timeout_action_by_name_or_number_is_accepted(action: str, expected: TimeoutAction) -> None:
     text = f"timeout_action: {action}" if action else ""
     assert batching(f"default_queue_policy {{ {text} }}").queue.timeout_action is expected
 
 
 @pytest.mark.parametrize("text", ["", "priority_levels: 1 default_priority_level: 1"])
-def test_policy_preserve_ordering_with_at_most_one_level_is_taken(text: str) -> None:
+def test_policy_preserve_ordering_with_at_most_one_level_is_accepted(text: str) -> None:
     assert batching(f"preserve_ordering: true {text}").preserve_ordering
     assert not batching(text).preserve_ordering
 
 
-def test_policy_preserve_ordering_with_delay_of_timeouts_that_are_none_is_taken() -> None:
+def test_policy_preserve_ordering_with_delay_but_without_timeouts_is_accepted() -> None:
     assert batching("preserve_ordering: true default_queue_policy { timeout_action: DELAY }").preserve_ordering
 
 
 @pytest.mark.parametrize("text", ["default_priority_level: 1", "priority_queue_policy { key: 1 value { } }"])
-def test_policy_what_is_said_of_priorities_without_levels_means_nothing(text: str) -> None:
+def test_policy_settings_of_priorities_without_levels_mean_nothing(text: str) -> None:
     assert batching(text) == batching("")
 
 
@@ -157,7 +155,7 @@ LEVELS = "priority_levels: 2 default_priority_level: 1"
         ),
     ],
 )
-def test_policy_that_cannot_be_is_refused_naming_field_expected_and_got(text: str, message: str) -> None:
+def test_invalid_policy_is_refused_naming_field_expected_and_got(text: str, message: str) -> None:
     assert refusal(f"dynamic_batching {{ {text} }}") == f"dynamic_batching.{message}"
 
 
@@ -182,12 +180,12 @@ def test_settings_about_rows_of_a_model_without_batch_axis_are_refused(text: str
     assert message.startswith(f"{what}, as the model has no batch axis (max_batch_size 0), got ")
 
 
-def test_policy_of_a_model_without_batch_axis_has_one_row_and_waits_for_no_company() -> None:
+def test_policy_of_a_model_without_batch_axis_has_one_row_and_no_delay() -> None:
     policy = made("dynamic_batching { max_queue_delay_microseconds: 9 }", max_rows=0, merges=False)
     assert (policy.max_batch_rows, policy.max_batch_requests, policy.max_queue_delay_ns) == (1, 1, 0)
 
 
-def test_own_settings_of_no_parameters_are_the_defaults() -> None:
+def test_own_settings_without_parameters_are_the_defaults() -> None:
     assert own() == OwnSettings(
         batch_sizes=(),
         max_queue_rows=0,
@@ -217,7 +215,7 @@ def test_own_settings_of_no_parameters_are_the_defaults() -> None:
         ("execution_timeout_ms", "9223372036854775807", 2**63 - 1),
     ],
 )
-def test_own_setting_well_written_is_read(key: str, text: str, value: object) -> None:
+def test_valid_own_setting_is_read(key: str, text: str, value: object) -> None:
     assert getattr(own(parameter(key, text)), key) == value
 
 
@@ -242,7 +240,7 @@ WHOLE = "a whole number from 0 to 9223372036854775807"
         ("execution_timeout_ms", "9223372036854775808", WHOLE),
     ],
 )
-def test_own_setting_badly_written_is_refused_naming_it_expected_and_got(key: str, text: str, expected: str) -> None:
+def test_invalid_own_setting_is_refused_naming_it_expected_and_got(key: str, text: str, expected: str) -> None:
     with pytest.raises(ConfigError) as caught:
         own(parameter(key, text))
     assert str(caught.value) == f"paceline.{key}: expected {expected}, got '{text}'"
@@ -257,7 +255,7 @@ def test_execution_limit_is_the_models_own_or_else_that_of_the_flag(own_ms: str,
     assert made.execution_limit_ns == expected_ns
 
 
-def test_own_setting_that_does_not_exist_is_refused_naming_those_that_do() -> None:
+def test_unknown_own_setting_is_refused_naming_the_known_ones() -> None:
     with pytest.raises(ConfigError) as caught:
         own(parameter("isolate_failure", "true"))
     assert str(caught.value) == (
@@ -268,22 +266,22 @@ def test_own_setting_that_does_not_exist_is_refused_naming_those_that_do() -> No
     )
 
 
-def test_own_settings_leave_parameters_of_others_alone() -> None:
+def test_own_settings_ignore_other_parameters() -> None:
     text = 'parameters { key: "intra_op_thread_count" value { string_value: "two" } }'
     assert own(text, parameter("execute_delay_per_row_us", "5")) == OwnSettings()
 
 
-def test_defaults_are_those_of_a_model_without_configuration() -> None:
+def test_defaults_apply_to_a_model_without_configuration() -> None:
     defaults = BatchDefaults(max_batch_rows=5, max_queue_delay_ns=9, queue_timeout_ns=7)
     assert made("", 5, defaults=defaults) == BatchPolicy(
         max_batch_rows=5, max_queue_delay_ns=9, queue=QueuePolicy(default_timeout_ns=7)
     )
 
 
-def test_defaults_without_a_batch_axis_bound_the_wait_and_delay_nothing() -> None:
+def test_defaults_without_a_batch_axis_set_the_timeout_but_no_delay() -> None:
     policy = made("", 0, defaults=BatchDefaults(max_queue_delay_ns=9, queue_timeout_ns=7))
     assert (policy.max_queue_delay_ns, policy.queue.default_timeout_ns) == (0, 7)
 
 
-def test_defaults_are_32_rows_and_no_waiting() -> None:
+def test_defaults_are_32_rows_and_no_delay() -> None:
     assert BatchDefaults() == BatchDefaults(max_batch_rows=32, max_queue_delay_ns=0, queue_timeout_ns=0)

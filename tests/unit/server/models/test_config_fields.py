@@ -1,7 +1,7 @@
-"""Every field of Triton's ModelConfig, none left out: it changes what is served, or is known to be ignored, or refused.
+"""Every field of Triton's ModelConfig, without exception: it changes what is served, or is ignored, or refused.
 
-Lives here: the whole list, held against the message's descriptor. A field is *read* if two configurations that differ
-in it alone are loaded into something different, *ignored* if they aren't, and docs/configuration.md has to say so.
+Lives here: the whole list, compared with the message's descriptor. A field is *read* if two configurations that differ
+only in it load into something different, *ignored* if they don't, which docs/configuration.md has to say.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ GIVEN = "model_warmup { batch_size: 1 inputs { key: 'a' value { %s } } }"
 GPU = "optimization { execution_accelerators { gpu_execution_accelerator { %s } } }"
 CPU = "optimization { execution_accelerators { cpu_execution_accelerator { %s } } }"
 
-# By field, two configurations that differ in it alone.
+# By field, two configurations that differ only in it.
 READ: dict[str, tuple[str, str]] = {
     "name": ("", 'name: "other"'),
     "platform": ("", 'platform: "identity"'),
@@ -219,7 +219,7 @@ OWN = {
 
 
 class Recorder:
-    """A backend of one model that notes what it is asked for and what is executed."""
+    """A backend of one model that records what it is asked for and what is executed."""
 
     def __init__(self, spec: ModelSpec) -> None:
         self._spec = spec
@@ -244,7 +244,7 @@ class Recorder:
 
 
 def loaded(folder: Path, text: str, own: ModelSpec) -> object:
-    """All that comes of a load, as far as it can be told apart; the reason if nothing does."""
+    """All results of a load that can be compared; the reason if it fails."""
     recorder = Recorder(own)
     for version in "12":
         (folder / "m" / version).mkdir(parents=True, exist_ok=True)
@@ -264,7 +264,7 @@ def outcomes(folder: Path, text: str) -> list[object]:
 
 
 def fields(message: Descriptor, prefix: str = "") -> Iterator[str]:
-    """The paths of all fields that hold a value, and of messages that hold nothing."""
+    """The paths of all fields that hold a value, and of messages without fields."""
     for field in message.fields:
         path, kind = prefix + field.name, field.message_type
         if kind is not None and kind.GetOptions().map_entry:
@@ -279,7 +279,7 @@ FIELDS = list(fields(pb.ModelConfig.DESCRIPTOR))
 
 
 def known(path: str) -> list[str]:
-    """The lists that have the field, or a message that it is part of."""
+    """The lists that contain the field, or a message that it is part of."""
     parts = path.split(".")
     whole = {".".join(parts[: count + 1]) for count in range(len(parts))}
     return [name for name, table in (("read", READ), ("ignored", IGNORED), ("refused", REFUSED)) if whole & set(table)]
@@ -298,24 +298,24 @@ def test_fields_are_many() -> None:
 
 
 @pytest.mark.parametrize("path", FIELDS)
-def test_field_is_in_one_list(path: str) -> None:
+def test_each_field_is_in_exactly_one_list(path: str) -> None:
     assert len(known(path)) == 1, f"{path} is in {known(path)}: is it read, ignored or refused?"
 
 
 @pytest.mark.parametrize("path", [*READ, *IGNORED, *REFUSED])
-def test_list_has_no_field_that_is_not_there(path: str) -> None:
+def test_lists_have_only_existing_fields(path: str) -> None:
     assert any(field == path or field.startswith(f"{path}.") for field in FIELDS)
 
 
 @pytest.mark.parametrize("path", READ)
-def test_field_that_is_read_makes_a_difference(tmp_path: Path, path: str) -> None:
+def test_read_field_makes_a_difference(tmp_path: Path, path: str) -> None:
     without, with_it = (outcomes(tmp_path, text) for text in READ[path])
     assert without != with_it
     assert any(not isinstance(one, str) for one in (*without, *with_it)) or "warmup" in path
 
 
 @pytest.mark.parametrize("path", IGNORED)
-def test_field_that_is_ignored_makes_none_and_is_documented(tmp_path: Path, path: str) -> None:
+def test_ignored_field_makes_no_difference_and_is_documented(tmp_path: Path, path: str) -> None:
     without, with_it = IGNORED[path]
     assert outcomes(tmp_path, without) == outcomes(tmp_path, with_it)
     assert any(not isinstance(one, str) for one in outcomes(tmp_path, with_it))
@@ -323,7 +323,7 @@ def test_field_that_is_ignored_makes_none_and_is_documented(tmp_path: Path, path
 
 
 @pytest.mark.parametrize("path", REFUSED)
-def test_field_that_is_refused_is_named_and_documented(tmp_path: Path, path: str) -> None:
+def test_refused_field_is_named_and_documented(tmp_path: Path, path: str) -> None:
     for outcome in outcomes(tmp_path, REFUSED[path]):
         assert isinstance(outcome, str)
         assert outcome.startswith("ConfigError: ")

@@ -1,4 +1,4 @@
-"""The configuration as it is served: nothing is left open, and given back to the loader it serves the same."""
+"""The configuration as it is served: nothing is left open, and loaded again it serves the same."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ CONFIGS: dict[str, tuple[ModelMaker | None, str | None]] = {
 
 @dataclass
 class Shelf:
-    """Folders with one model each, loaded and closed again when the test ends."""
+    """Loads models, each from a folder with nothing else, and closes them when the test ends."""
 
     root: Path
     loaded: list[LoadedVersion]
@@ -166,7 +166,7 @@ def assert_same_service(first: LoadedVersion, again: LoadedVersion) -> None:
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_given_back_as_text_it_serves_the_same(shelf: Shelf, name: str) -> None:
+def test_config_loaded_again_as_text_serves_the_same(shelf: Shelf, name: str) -> None:
     maker, config = CONFIGS[name]
     first = shelf.load(maker, config)
     assert_same_service(first, shelf.load(maker, text_format.MessageToString(first.config)))
@@ -174,7 +174,7 @@ def test_given_back_as_text_it_serves_the_same(shelf: Shelf, name: str) -> None:
 
 @pytest.mark.parametrize("names", [True, False], ids=["snake case", "camel case"])
 @pytest.mark.parametrize("name", CONFIGS)
-def test_given_back_as_json_it_serves_the_same(shelf: Shelf, name: str, names: bool) -> None:
+def test_config_loaded_again_as_json_serves_the_same(shelf: Shelf, name: str, names: bool) -> None:
     maker, config = CONFIGS[name]
     first = shelf.load(maker, config)
     text = json_format.MessageToJson(first.config, preserving_proto_field_name=names)
@@ -182,7 +182,7 @@ def test_given_back_as_json_it_serves_the_same(shelf: Shelf, name: str, names: b
     assert_same_service(first, shelf.load(maker, text_format.MessageToString(override)))
 
 
-def test_given_back_without_the_flags_it_serves_the_same(shelf: Shelf) -> None:
+def test_config_loaded_again_without_the_flags_serves_the_same(shelf: Shelf) -> None:
     flags = LoadDefaults(BatchDefaults(5, 3_000, 7_000), max_batch_rows=6)
     first = shelf.load(models.mlp, None, flags)
     assert first.plan.policy.queue.default_timeout_ns == 7_000
@@ -191,7 +191,7 @@ def test_given_back_without_the_flags_it_serves_the_same(shelf: Shelf) -> None:
     assert_same_service(alone, shelf.load(models.fixed_batch, text_format.MessageToString(alone.config)))
 
 
-def test_model_without_configuration_is_told_whole(shelf: Shelf) -> None:
+def test_model_without_configuration_gets_a_complete_one(shelf: Shelf) -> None:
     assert shelf.load(models.mlp, None).config == text_format.Parse(
         f"""
         name: "m" platform: "onnxruntime_onnx" backend: "onnxruntime" default_model_filename: "model.onnx"
@@ -205,7 +205,7 @@ def test_model_without_configuration_is_told_whole(shelf: Shelf) -> None:
     )
 
 
-def test_what_was_written_is_kept(shelf: Shelf) -> None:
+def test_written_settings_are_kept(shelf: Shelf) -> None:
     config = shelf.load(models.mlp, OTHERS + ALL_BATCHING).config
     written = text_format.Parse(OTHERS + ALL_BATCHING, pb.ModelConfig())
     for field in ("optimization", "metric_tags", "cc_model_filenames", "runtime", "model_warmup", "version_policy"):
@@ -224,7 +224,9 @@ def test_what_was_written_is_kept(shelf: Shelf) -> None:
         (DELAYED, "preferred_batch_size: 4 max_queue_delay_microseconds: 1000"),
     ],
 )
-def test_dynamic_batching_is_there_where_requests_share_batches(shelf: Shelf, text: str, batching: str | None) -> None:
+def test_dynamic_batching_is_present_where_requests_share_batches(
+    shelf: Shelf, text: str, batching: str | None
+) -> None:
     config = shelf.load(models.mlp, text).config
     assert config.HasField("dynamic_batching") == (batching is not None)
     assert config.dynamic_batching == text_format.Parse(batching or "", pb.ModelDynamicBatching())
@@ -241,7 +243,7 @@ def test_tensors_are_those_that_clients_see(shelf: Shelf) -> None:
     assert config.batch_input[0].target_name == ["MADE"]
 
 
-def test_bare_file_is_told_by_its_name(tmp_path: Path) -> None:
+def test_bare_file_is_described_by_its_name(tmp_path: Path) -> None:
     models.write(models.mlp(), tmp_path / "res.net.onnx")
     (folder,) = find_models([tmp_path / "res.net.onnx"])
     (loaded,) = load_model(folder, registry.backend)
@@ -250,7 +252,7 @@ def test_bare_file_is_told_by_its_name(tmp_path: Path) -> None:
 
 
 class Placer:
-    """A backend whose groups are put where the test says."""
+    """A backend that puts the groups on the devices that the test gives."""
 
     def __init__(self, places: Sequence[Sequence[Device]]) -> None:
         self._places = list(places)
@@ -263,7 +265,7 @@ class Placer:
         return MemoryModel(source.declared)
 
 
-def test_instance_groups_say_where_instances_really_are(tmp_path: Path) -> None:
+def test_instance_groups_name_the_devices_that_instances_are_on(tmp_path: Path) -> None:
     (tmp_path / "m" / "1").mkdir(parents=True)
     groups = "instance_group [ { count: 2 }, { name: 'mine' kind: KIND_MODEL gpus: [ 5 ] } ]"
     (tmp_path / "m" / "config.pbtxt").write_text(IDENTITY + groups)

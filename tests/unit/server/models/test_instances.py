@@ -1,4 +1,4 @@
-"""What instances are made on: threads that nobody else waits for."""
+"""The threads that instances are made on, which only their callers wait for."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from server.models.instances import _on_a_thread
 
 
-async def test_thread_goes_on_without_a_word_when_nobody_waits_for_it_any_more() -> None:
+async def test_thread_continues_silently_when_its_caller_is_cancelled() -> None:
     begun, go, threads = threading.Event(), threading.Event(), list[threading.Thread]()
 
     def work() -> None:
@@ -29,7 +29,7 @@ async def test_thread_goes_on_without_a_word_when_nobody_waits_for_it_any_more()
     assert not threads[0].is_alive()
 
 
-async def test_what_is_raised_there_is_raised_here() -> None:
+async def test_what_the_thread_raises_or_returns_reaches_the_caller() -> None:
     def work() -> int:
         raise ValueError("no good")
 

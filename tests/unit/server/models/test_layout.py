@@ -49,7 +49,7 @@ def test_repository_files_and_hidden_folders_are_no_models(tmp_path: Path) -> No
     assert found(tmp_path).keys() == {"m"}
 
 
-def test_repository_folder_without_anything_in_it_is_a_model_without_versions(tmp_path: Path) -> None:
+def test_repository_empty_folder_is_a_model_without_versions(tmp_path: Path) -> None:
     (tmp_path / "m").mkdir()
     model = found(tmp_path)["m"]
     assert (model.versions, model.config, model.problem) == ({}, None, "")
@@ -62,7 +62,7 @@ def test_repository_models_may_be_links(tmp_path: Path) -> None:
     assert found(tmp_path / "repository")["m"].versions.keys() == {1}
 
 
-def test_repository_link_to_nowhere_is_a_model_with_a_problem(tmp_path: Path) -> None:
+def test_repository_broken_link_is_a_model_with_a_problem(tmp_path: Path) -> None:
     (tmp_path / "m").symlink_to(tmp_path / "gone")
     assert found(tmp_path)["m"].problem == f"{tmp_path}/m: No such file or directory"
 
@@ -80,23 +80,23 @@ def test_repository_link_to_nowhere_is_a_model_with_a_problem(tmp_path: Path) ->
         "1/model.py",
     ],
 )
-def test_model_folder_is_told_from_a_repository_by_what_is_in_it(tmp_path: Path, marker: str) -> None:
+def test_model_folder_is_distinguished_from_a_repository_by_its_contents(tmp_path: Path, marker: str) -> None:
     touch(tmp_path / "m" / marker)
     assert found(tmp_path / "m").keys() == {"m"}
 
 
-def test_model_folder_with_external_weights_has_a_folder_for_a_file(tmp_path: Path) -> None:
+def test_model_folder_may_have_a_folder_in_place_of_the_model_file(tmp_path: Path) -> None:
     touch(tmp_path / "m" / "1" / "model.onnx" / "model.onnx")
     assert found(tmp_path / "m")["m"].versions.keys() == {1}
 
 
-def test_model_folder_with_the_file_right_inside_is_version_1(tmp_path: Path) -> None:
+def test_model_folder_with_the_file_directly_inside_is_version_1(tmp_path: Path) -> None:
     touch(tmp_path / "m" / "model.onnx")
     model = found(tmp_path / "m")["m"]
     assert (model.versions, model.file) == ({1: tmp_path / "m"}, None)
 
 
-def test_model_folder_with_versions_prefers_them_to_the_file_right_inside(tmp_path: Path) -> None:
+def test_model_folder_with_versions_prefers_them_to_the_file_directly_inside(tmp_path: Path) -> None:
     touch(tmp_path / "m" / "model.onnx")
     touch(tmp_path / "m" / "4" / "model.onnx")
     assert found(tmp_path / "m")["m"].versions.keys() == {4}
@@ -109,7 +109,7 @@ def test_model_folder_given_as_a_link_is_named_like_the_link(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("path", [".", "../m", "./", "../m/."])
-def test_model_folder_given_relatively_is_named_like_the_folder(
+def test_model_folder_given_by_a_relative_path_is_named_like_the_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str
 ) -> None:
     touch(tmp_path / "m" / "1" / "model.onnx")
@@ -134,9 +134,9 @@ def test_folders_of_triton_and_hidden_ones_are_no_strays(tmp_path: Path) -> None
     assert [stray.name for stray in found(tmp_path)["m"].strays] == ["abc"]
 
 
-def test_link_that_can_not_be_followed_is_no_stray_and_keeps_no_model_away(tmp_path: Path) -> None:
+def test_link_that_cannot_be_followed_is_no_stray_and_hides_no_model(tmp_path: Path) -> None:
     (tmp_path / "m" / "1").mkdir(parents=True)
-    (tmp_path / "m" / "assets").symlink_to("x" * 300)  # an error that isn't "not there", whoever looks
+    (tmp_path / "m" / "assets").symlink_to("x" * 300)  # an error other than "not found", for any user
     assert (found(tmp_path)["m"].strays, list(found(tmp_path)["m"].versions)) == ((), [1])
 
 
@@ -167,7 +167,7 @@ def test_bare_file_may_be_a_link(tmp_path: Path) -> None:
     assert found(tmp_path / "m.onnx").keys() == {"m"}
 
 
-def test_config_is_that_of_the_folder_be_it_a_file_or_not(tmp_path: Path) -> None:
+def test_config_is_that_of_the_folder_even_if_it_is_no_file(tmp_path: Path) -> None:
     config = touch(tmp_path / "a" / "config.pbtxt")
     (tmp_path / "b" / "config.pbtxt").mkdir(parents=True)
     (tmp_path / "c").mkdir()
@@ -180,7 +180,7 @@ def test_config_is_that_of_the_folder_be_it_a_file_or_not(tmp_path: Path) -> Non
     assert models["d"].config is None
 
 
-def test_config_of_another_name_is_taken_where_it_is_there(tmp_path: Path) -> None:
+def test_config_of_another_name_is_used_where_it_exists(tmp_path: Path) -> None:
     usual, edge = touch(tmp_path / "a" / "config.pbtxt"), touch(tmp_path / "a" / "configs" / "edge.pbtxt")
     other = touch(tmp_path / "b" / "config.pbtxt")
     (tmp_path / "c" / "1").mkdir(parents=True)
@@ -189,7 +189,7 @@ def test_config_of_another_name_is_taken_where_it_is_there(tmp_path: Path) -> No
     assert find_models([tmp_path])[0].config == usual
 
 
-def test_several_paths_of_every_kind_are_joined_in_order_of_names(tmp_path: Path) -> None:
+def test_several_paths_of_every_kind_are_combined_in_order_of_names(tmp_path: Path) -> None:
     touch(tmp_path / "repository" / "c" / "1" / "model.onnx")
     touch(tmp_path / "b" / "model.onnx")
     touch(tmp_path / "a.onnx")
@@ -197,7 +197,7 @@ def test_several_paths_of_every_kind_are_joined_in_order_of_names(tmp_path: Path
     assert [model.name for model in models] == ["a", "b", "c"]
 
 
-def test_models_of_one_name_are_one_entry_that_names_all_of_them(tmp_path: Path) -> None:
+def test_models_of_the_same_name_are_one_entry_that_names_all_of_them(tmp_path: Path) -> None:
     touch(tmp_path / "one" / "m" / "1" / "model.onnx")
     touch(tmp_path / "m.onnx")
     model = found(tmp_path / "one", tmp_path / "m.onnx")["m"]
@@ -247,7 +247,7 @@ def folder() -> Iterator[Path]:
 
 
 @pytest.mark.parametrize("mode", [0o000, 0o444, 0o111], ids=["nothing", "list only", "enter only"])
-def test_refused_path_that_may_not_be_read(folder: Path, mode: int) -> None:
+def test_refused_path_without_permission_to_read(folder: Path, mode: int) -> None:
     touch(folder / "locked" / "1" / "model.onnx")
     (folder / "locked").chmod(mode)
     with unprivileged():
@@ -255,7 +255,7 @@ def test_refused_path_that_may_not_be_read(folder: Path, mode: int) -> None:
 
 
 @pytest.mark.parametrize("mode", [0o000, 0o444, 0o111], ids=["nothing", "list only", "enter only"])
-def test_repository_model_that_may_not_be_read_has_a_problem_and_the_others_do_not(folder: Path, mode: int) -> None:
+def test_repository_unreadable_model_has_a_problem_and_the_others_do_not(folder: Path, mode: int) -> None:
     touch(folder / "locked" / "1" / "model.onnx")
     touch(folder / "open" / "1" / "model.onnx")
     (folder / "locked").chmod(mode)
@@ -266,7 +266,7 @@ def test_repository_model_that_may_not_be_read_has_a_problem_and_the_others_do_n
     assert (models["open"].problem, models["open"].versions.keys()) == ("", {1})
 
 
-def test_find_models_passes_over_what_a_file_system_puts_at_the_root_of_a_volume(tmp_path: Path) -> None:
+def test_find_models_ignores_lost_and_found_at_the_root_of_a_volume(tmp_path: Path) -> None:
     (tmp_path / "lost+found").mkdir()
     (tmp_path / "m" / "1").mkdir(parents=True)
     assert [model.name for model in find_models([tmp_path])] == ["m"]
@@ -296,14 +296,14 @@ def test_layout_of_a_models_folder_that_is_being_replaced_does_not_take_it_for_a
     assert layout.models() == []
 
 
-def test_layout_of_a_file_that_is_gone_has_no_model(tmp_path: Path) -> None:
+def test_layout_of_a_deleted_file_has_no_model(tmp_path: Path) -> None:
     layout = opened(touch(tmp_path / "m.onnx"))
     assert layout.model("m") == ModelFolder("m", tmp_path, {1: tmp_path}, file=tmp_path / "m.onnx")
     (tmp_path / "m.onnx").unlink()
     assert layout.model("m") is None
 
 
-def test_layout_of_a_repository_that_is_gone_raises_instead_of_having_no_models(tmp_path: Path) -> None:
+def test_layout_of_a_deleted_repository_raises_instead_of_having_no_models(tmp_path: Path) -> None:
     (tmp_path / "repository").mkdir()
     layout = opened(tmp_path / "repository")
     (tmp_path / "repository").rmdir()
@@ -316,7 +316,7 @@ def test_layout_of_a_repository_that_is_gone_raises_instead_of_having_no_models(
 @pytest.mark.parametrize(
     "name", ["", ".", "..", "../m", "repository/m", "m/1", "m/", "/", "./m", ".hidden", "lost+found", "M", "m\0", "m2"]
 )
-def test_layout_name_that_no_folder_has_finds_nothing_wherever_it_would_lead(tmp_path: Path, name: str) -> None:
+def test_layout_name_without_a_folder_finds_nothing_wherever_it_would_lead(tmp_path: Path, name: str) -> None:
     for folder in ("m", "repository/m", "repository/.hidden", "repository/lost+found"):
         touch(tmp_path / folder / "1" / "model.onnx")
     layout = opened(tmp_path / "repository")
@@ -325,7 +325,7 @@ def test_layout_name_that_no_folder_has_finds_nothing_wherever_it_would_lead(tmp
     assert layout.model(str(tmp_path / "m")) is None
 
 
-def test_layout_name_of_several_repositories_is_that_of_rivals(tmp_path: Path) -> None:
+def test_layout_name_in_several_repositories_has_duplicates(tmp_path: Path) -> None:
     for repository in ("one", "two", "three"):
         touch(tmp_path / repository / ("m" if repository != "three" else "n") / "1" / "model.onnx")
     layout = opened(tmp_path / "one", tmp_path / "two", tmp_path / "three")
@@ -335,7 +335,7 @@ def test_layout_name_of_several_repositories_is_that_of_rivals(tmp_path: Path) -
     assert [(folder.name, bool(folder.duplicates)) for folder in layout.models()] == [("m", True), ("n", False)]
 
 
-def test_layout_path_given_twice_is_one_place(tmp_path: Path) -> None:
+def test_layout_path_given_twice_counts_once(tmp_path: Path) -> None:
     touch(tmp_path / "m" / "1" / "model.onnx")
     (model,) = opened(tmp_path, tmp_path).models()
     assert not model.duplicates
@@ -352,7 +352,7 @@ def test_layout_with_a_name_gives_it_to_the_one_model(tmp_path: Path, folder: st
     assert layout.model("models") is None
 
 
-def test_layout_with_a_name_leaves_the_models_of_a_repository_theirs(tmp_path: Path) -> None:
+def test_layout_with_a_name_does_not_rename_the_models_of_a_repository(tmp_path: Path) -> None:
     touch(tmp_path / "repository" / "a" / "1" / "model.onnx")
     touch(tmp_path / "alone.onnx")
     layout = Layout([tmp_path / "repository", tmp_path / "alone.onnx"], model_name="named")
@@ -366,7 +366,7 @@ def test_layout_with_a_name_and_two_single_models_is_refused(tmp_path: Path) -> 
         Layout(paths, model_name="m").open()
 
 
-def test_find_models_folder_of_one_onnx_file_of_any_name_is_that_file(tmp_path: Path) -> None:
+def test_find_models_takes_a_folder_with_one_onnx_file_of_any_name_as_that_file(tmp_path: Path) -> None:
     file = touch(tmp_path / "resnet50.onnx")
     touch(tmp_path / "resnet50.onnx_data")
     (tmp_path / ".cache").mkdir()
@@ -374,7 +374,7 @@ def test_find_models_folder_of_one_onnx_file_of_any_name_is_that_file(tmp_path: 
 
 
 @pytest.mark.parametrize("other", ["b.onnx", "m/1/model.onnx"], ids=["second file", "repository"])
-def test_find_models_onnx_files_beside_others_do_not_count(tmp_path: Path, other: str) -> None:
+def test_find_models_ignores_onnx_files_beside_others(tmp_path: Path, other: str) -> None:
     touch(tmp_path / "a.onnx")
     touch(tmp_path / other)
     layout = opened(tmp_path)

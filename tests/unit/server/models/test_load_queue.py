@@ -1,4 +1,4 @@
-"""Loads on threads: how many at a time, which are tried again, and what becomes of one that nobody waits for."""
+"""Loads on threads: how many at a time, which are retried, and what happens to one that nobody waits for."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.unit.server.found import find_models
 
 SPEC = ModelSpec((TensorSpec("a", "FP32", (-1, -1)),), (TensorSpec("x", "FP32", (-1, -1)),))
 WARMED = 'backend: "memory" max_batch_size: 1 input { name: "a" data_type: TYPE_FP32 dims: 1 }'
-"""Warmed up, which a closed gate holds up: a load that takes its time."""
+"""The model is warmed up, which a closed gate holds up: a load that takes long."""
 _SAMPLE = """
 model_warmup { batch_size: 1 inputs { key: "a" value { data_type: TYPE_FP32 dims: 1 zero_data: true } } }
 """
@@ -62,7 +62,7 @@ def bench(tmp_path: Path) -> Iterator[Bench]:
         model.gate.open()
 
 
-async def test_load_gives_what_is_ready_to_execute_and_tells_its_versions(bench: Bench) -> None:
+async def test_load_returns_versions_ready_to_execute_and_reports_them(bench: Bench) -> None:
     model, loads = bench.add("m"), LoadQueue(bench.backend)
     (loaded,) = await bench.load(loads, "m")
     assert (loaded.name, loaded.version, bench.told) == ("m", 3, [["3"]])
@@ -71,7 +71,7 @@ async def test_load_gives_what_is_ready_to_execute_and_tells_its_versions(bench:
     assert model.closed
 
 
-async def test_load_with_one_thread_goes_one_by_one(bench: Bench) -> None:
+async def test_loads_with_one_thread_run_one_by_one(bench: Bench) -> None:
     first, second = bench.add("a"), bench.add("b")
     first.gate.close()
     loads = LoadQueue(bench.backend, threads=1)
@@ -83,7 +83,7 @@ async def test_load_with_one_thread_goes_one_by_one(bench: Bench) -> None:
         loaded[0].close()
 
 
-async def test_load_with_several_threads_goes_on_at_the_same_time(bench: Bench) -> None:
+async def test_loads_with_several_threads_run_at_the_same_time(bench: Bench) -> None:
     together = threading.Barrier(3)
     for name in "abc":
         bench.add(name).faults.raise_when(lambda inputs: together.wait(10) < 0, LoadError("never"))
@@ -92,7 +92,7 @@ async def test_load_with_several_threads_goes_on_at_the_same_time(bench: Bench) 
         loaded[0].close()
 
 
-async def test_load_that_is_cancelled_goes_on_and_is_closed_when_it_ends(bench: Bench) -> None:
+async def test_cancelled_load_continues_and_is_closed_when_it_ends(bench: Bench) -> None:
     model, loads = bench.add("m"), LoadQueue(bench.backend)
     model.gate.close()
     loading = asyncio.create_task(bench.load(loads, "m"))
@@ -106,7 +106,7 @@ async def test_load_that_is_cancelled_goes_on_and_is_closed_when_it_ends(bench: 
     assert model.open_instances == 0
 
 
-async def test_load_that_fails_is_tried_again_as_often_as_asked_for(bench: Bench) -> None:
+async def test_failed_load_is_retried_as_often_as_asked_for(bench: Bench) -> None:
     tries = 0
 
     @contextmanager
@@ -126,7 +126,7 @@ async def test_load_that_fails_is_tried_again_as_often_as_asked_for(bench: Bench
     loaded.close()
 
 
-async def test_load_of_what_is_not_there_is_not_tried_again(bench: Bench) -> None:
+async def test_load_of_an_unknown_model_is_not_retried(bench: Bench) -> None:
     finds = 0
 
     def find() -> None:
@@ -139,7 +139,7 @@ async def test_load_of_what_is_not_there_is_not_tried_again(bench: Bench) -> Non
     assert finds == 1
 
 
-async def test_load_that_takes_long_is_told_once_it_has_begun(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
+async def test_load_that_takes_long_is_logged_once_it_has_begun(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
     model = bench.add("m")
     model.gate.close()
     loads = LoadQueue(bench.backend, slow_after_s=0)
@@ -159,7 +159,7 @@ async def test_load_that_takes_long_is_told_once_it_has_begun(bench: Bench, capl
 
 @pytest.mark.parametrize("config", [WARMED, WARMED + _SAMPLE], ids=["default", "configured"])
 @pytest.mark.usefixtures("impatient")
-async def test_load_whose_warm_up_hangs_fails_and_is_closed_when_that_ends(bench: Bench, config: str) -> None:
+async def test_load_with_a_hanging_warm_up_fails_and_is_closed_when_that_ends(bench: Bench, config: str) -> None:
     model = bench.add("m", config)
     model.gate.close()
     loads = LoadQueue(bench.backend, LoadDefaults(execution_limit_ns=1), retries=1)
@@ -173,7 +173,7 @@ async def test_load_whose_warm_up_hangs_fails_and_is_closed_when_that_ends(bench
 
 
 @pytest.mark.usefixtures("impatient")
-async def test_load_that_hangs_and_was_cancelled_before_is_under_way_until_that_ends(bench: Bench) -> None:
+async def test_hanging_load_that_was_cancelled_before_is_under_way_until_it_ends(bench: Bench) -> None:
     model, _ = bench.add("m"), bench.add("n")
     model.gate.close()
     loads = LoadQueue(bench.backend, LoadDefaults(execution_limit_ns=200_000_000), threads=1)
@@ -182,14 +182,14 @@ async def test_load_that_hangs_and_was_cancelled_before_is_under_way_until_that_
     loading.cancel()
     await asyncio.wait([loading])
     assert loading.cancelled()
-    (loaded,) = await bench.load(loads, "n")  # once the thread is through with the first one
+    (loaded,) = await bench.load(loads, "n")  # once the thread has finished with the first one
     loaded.close()
     assert loads.under_way
     model.gate.open()
     await eventually_async(lambda: model.closed and not loads.under_way, "what hung closed")
 
 
-async def test_load_for_which_there_can_be_no_thread_is_not_done_when_there_can(bench: Bench) -> None:
+async def test_load_that_failed_for_lack_of_threads_is_not_done_later(bench: Bench) -> None:
     model, loads = bench.add("m"), LoadQueue(bench.backend, threads=1)
     with without_threads(), pytest.raises(RuntimeError, match="can't start new thread"):
         await bench.load(loads, "m")
@@ -199,7 +199,7 @@ async def test_load_for_which_there_can_be_no_thread_is_not_done_when_there_can(
     loaded.close()
 
 
-async def test_load_that_ends_with_what_no_future_can_tell_fails(bench: Bench) -> None:
+async def test_load_that_raises_stop_iteration_fails_with_a_runtime_error(bench: Bench) -> None:
     def find() -> None:
         raise StopIteration("odd")
 
@@ -207,7 +207,7 @@ async def test_load_that_ends_with_what_no_future_can_tell_fails(bench: Bench) -
         await bench.load(LoadQueue(bench.backend), "m", find)  # type: ignore[arg-type]
 
 
-async def test_stopped_loads_begin_no_more(bench: Bench) -> None:
+async def test_stopped_queue_begins_no_more_loads(bench: Bench) -> None:
     bench.add("m")
     loads = LoadQueue(bench.backend)
     loads.stop()

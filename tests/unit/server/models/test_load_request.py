@@ -1,4 +1,4 @@
-"""What a load may bring along, and the folder that becomes of it. (Refusals over gRPC: test_load_parameters.py.)"""
+"""What a load request may bring, and the folder made of its files. (Refusals over gRPC: test_load_parameters.py.)"""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ CONFIG = ModelRepositoryParameter(
 )
 
 
-def test_no_parameters_bring_nothing() -> None:
+def test_no_parameters_mean_no_override() -> None:
     assert parse_load_parameters("m", {}) is None
 
 
@@ -26,7 +26,7 @@ def test_config_is_read_in_both_spellings_of_json() -> None:
     assert not override.files
 
 
-def test_files_are_by_path_without_detours() -> None:
+def test_files_are_keyed_by_normalized_path() -> None:
     files = {
         "file:1/model.onnx": ModelRepositoryParameter(bytes_param=b"a"),
         "file:./1/./weights//w.bin": ModelRepositoryParameter(bytes_param=b""),
@@ -43,7 +43,7 @@ def test_parameter_without_a_value_is_refused(key: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["m", "a b", "modèle", "1", "...", ".hidden", "x" * 500])
-def test_name_of_a_folder_may_be_anything_else(name: str) -> None:
+def test_name_that_does_not_lead_elsewhere_is_accepted(name: str) -> None:
     assert checked_name(name) == name
 
 
@@ -53,7 +53,7 @@ def test_name_that_leads_elsewhere_is_refused(name: str) -> None:
         checked_name(name)
 
 
-def test_name_that_is_too_long_to_be_remembered_is_refused() -> None:
+def test_name_of_more_than_1024_bytes_is_refused() -> None:
     assert checked_name("é" * 512) == "é" * 512
     with pytest.raises(InvalidRequest, match=r"^invalid model name 'é{64}…': expected at most 1024 bytes, got 1026$"):
         checked_name("é" * 513)
@@ -65,7 +65,7 @@ def test_unload_dependents_is_read() -> None:
     assert not parse_unload_parameters({})
 
 
-def test_scratch_folder_holds_the_files_as_long_as_the_block() -> None:
+def test_scratch_folder_holds_the_files_during_the_block() -> None:
     files = {PurePosixPath("2/model.onnx"): b"content", PurePosixPath("10/deep/er/w.bin"): b""}
     with scratch_folder("m", files) as folder:
         assert (folder.name, sorted(folder.versions)) == ("m", [2, 10])
@@ -75,7 +75,7 @@ def test_scratch_folder_holds_the_files_as_long_as_the_block() -> None:
     assert not where.exists()
 
 
-def test_scratch_folder_goes_when_the_load_fails_too() -> None:
+def test_scratch_folder_is_removed_when_the_load_fails_too() -> None:
     seen: list[Path] = []
 
     def load() -> None:

@@ -1,4 +1,4 @@
-"""From a folder to instances: which versions, which file, and that a load that fails leaves nothing open."""
+"""From a folder to instances: which versions, which file, and that failed loads leave nothing open."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ SPEC = ModelSpec((TensorSpec("a", "FP32", (-1, 2)),), (TensorSpec("x", "FP32", (
 
 
 class Model(MemoryModel):
-    """Makes instances until `instances` are open; then it can't."""
+    """A model that makes instances until `instances` are open, and then fails to."""
 
     def __init__(self, instances: int = 100, spec: ModelSpec = SPEC) -> None:
         super().__init__(spec)
@@ -52,7 +52,7 @@ class Model(MemoryModel):
 
 
 class Shelf:
-    """A backend that makes a model per version, `model()` each, and remembers what it was asked for."""
+    """A backend that opens a model for each version, the given one or a new one, and records what it was asked for."""
 
     def __init__(self, **versions: Model | Exception) -> None:
         self._given = versions
@@ -113,7 +113,7 @@ def test_load_of_instance_groups_makes_an_instance_per_device(tmp_path: Path) ->
     assert len(loaded.instances) == 3
 
 
-def test_load_gives_the_backend_what_the_configuration_says_of_it(tmp_path: Path) -> None:
+def test_load_gives_the_backend_its_part_of_the_configuration(tmp_path: Path) -> None:
     shelf = Shelf()
     text = 'parameters { key: "k" value { string_value: "v" } } optimization { graph { level: 1 } }'
     load_model(folder(tmp_path, 1, config=text), shelf.of)
@@ -121,7 +121,7 @@ def test_load_gives_the_backend_what_the_configuration_says_of_it(tmp_path: Path
     assert (source.name, source.parameters, source.graph_level) == ("m", {"k": "v"}, 1)
 
 
-def test_load_parameters_of_flags_stand_behind_those_of_the_configuration(tmp_path: Path) -> None:
+def test_load_parameters_of_the_configuration_override_those_of_flags(tmp_path: Path) -> None:
     shelf = Shelf()
     flags = LoadDefaults(parameters={"intra_op_thread_count": "3", "inter_op_thread_count": "4"})
     text = 'parameters { key: "intra_op_thread_count" value { string_value: "1" } }'
@@ -133,7 +133,7 @@ def test_load_parameters_of_flags_stand_behind_those_of_the_configuration(tmp_pa
     ("config", "rows"),
     [(None, 32), ("", 6), ("max_batch_size: 0", 6), ("max_batch_size: 3", 3), ("dynamic_batching { }", 6)],
 )
-def test_load_rows_of_flags_are_for_configurations_that_leave_them_open(
+def test_load_rows_of_flags_apply_to_configurations_that_leave_them_open(
     tmp_path: Path, config: str | None, rows: int
 ) -> None:
     (loaded,) = load_model(folder(tmp_path, 1, config=config), Shelf().of, LoadDefaults(max_batch_rows=6))
@@ -167,7 +167,7 @@ def test_load_without_auto_complete_refuses_tensors_without_a_datatype(tmp_path:
         load_model(folder(tmp_path, 1, config=config), Shelf().of, LoadDefaults(auto_complete=False))
 
 
-def test_load_without_auto_complete_takes_what_is_spelled_out(tmp_path: Path) -> None:
+def test_load_without_auto_complete_accepts_a_complete_configuration(tmp_path: Path) -> None:
     config = f"max_batch_size: 2 {TENSORS}"
     (loaded,) = load_model(folder(tmp_path, 1, config=config), Shelf().of, LoadDefaults(auto_complete=False))
     assert loaded.plan.max_batch_rows == 2
@@ -182,7 +182,7 @@ def test_load_reads_the_labels_of_outputs(tmp_path: Path) -> None:
     assert loaded.labels == {"x": (b"cat", b"dog")}
 
 
-def test_load_bare_file_opens_that_very_file(tmp_path: Path) -> None:
+def test_load_of_a_bare_file_opens_that_file(tmp_path: Path) -> None:
     (tmp_path / "res.net.onnx").touch()
     shelf = Shelf()
     (model,) = find_models([tmp_path / "res.net.onnx"])
@@ -191,13 +191,13 @@ def test_load_bare_file_opens_that_very_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["other.onnx", "sub/model.onnx", "model.onnx/"])
-def test_load_default_model_filename_is_looked_for_inside_the_version(tmp_path: Path, name: str) -> None:
+def test_load_default_model_filename_is_looked_up_inside_the_version(tmp_path: Path, name: str) -> None:
     shelf = Shelf()
     load_model(folder(tmp_path, 1, config=f'default_model_filename: "{name}"'), shelf.of)
     assert shelf.sources[0].path == tmp_path / "m" / "1" / name
 
 
-def test_load_default_model_filename_that_no_file_can_have_is_refused(tmp_path: Path) -> None:
+def test_load_default_model_filename_too_long_for_a_file_is_refused(tmp_path: Path) -> None:
     shelf = Shelf()
     with pytest.raises(ConfigError, match=r"^default_model_filename: .*: File name too long$"):
         load_model(folder(tmp_path, 1, config=f'default_model_filename: "{"x" * 300}"'), shelf.of)
@@ -227,7 +227,9 @@ def test_load_default_model_filename_outside_of_the_version_is_refused(tmp_path:
         ),
     ],
 )
-def test_load_faulty_configuration_is_refused_before_anything_is_opened(tmp_path: Path, config: str, text: str) -> None:
+def test_load_refuses_an_invalid_configuration_before_anything_is_opened(
+    tmp_path: Path, config: str, text: str
+) -> None:
     shelf = Shelf()
     with pytest.raises(ConfigError) as caught:
         load_model(folder(tmp_path, 1, config=config), shelf.of)
@@ -263,7 +265,7 @@ def test_wanted_versions_follow_the_policy(tmp_path: Path, text: str, versions: 
     assert wanted_versions(policy(text), folder(tmp_path, 1, 9, 10)) == versions
 
 
-def test_load_tells_of_folders_that_are_no_versions(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_load_logs_folders_that_are_not_versions(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "m" / "abc").mkdir(parents=True)
     with caplog.at_level(logging.WARNING, "paceline.server.loader"):
         load_model(folder(tmp_path, 1), Shelf().of)
@@ -290,7 +292,7 @@ def test_wanted_versions_of_a_folder_without_any_is_an_error(tmp_path: Path, tex
 
 
 @pytest.mark.parametrize("text", ["specific { versions: [ 7, 5 ] }", "specific { }"])
-def test_wanted_versions_none_of_which_is_there_is_an_error(tmp_path: Path, text: str) -> None:
+def test_wanted_versions_none_of_which_exists_is_an_error(tmp_path: Path, text: str) -> None:
     with pytest.raises(ConfigError) as caught:
         wanted_versions(policy(text), folder(tmp_path, 1, 2))
     asked = [5, 7] if "7" in text else []
@@ -346,7 +348,7 @@ def test_load_that_fails_unexpectedly_leaves_nothing_open_either(tmp_path: Path)
     assert not shelf.leaked
 
 
-def test_load_of_tensors_that_no_message_can_tell_leaves_nothing_open(tmp_path: Path) -> None:
+def test_load_of_tensors_that_no_message_can_hold_leaves_nothing_open(tmp_path: Path) -> None:
     shelf = Shelf(v1=Model(spec=ModelSpec(SPEC.inputs, (TensorSpec("x", "FP32", (-1, 2**63)),))))
     with pytest.raises(ValueError, match="9223372036854775808"):
         load_model(folder(tmp_path, 1), shelf.of)
@@ -392,14 +394,14 @@ def test_load_logs_how_the_model_will_batch(
 
 
 class Endless(Model):
-    """Hangs when it is tried, until `gate` opens."""
+    """Hangs in its trial run until `gate` opens."""
 
     def try_rows(self, supervise: Supervise = unsupervised) -> Trial:
         return supervise(lambda: (self.gate.enter(), Trial(self.spec))[1])
 
 
 @pytest.mark.usefixtures("impatient")
-def test_load_whose_trial_hangs_fails_and_closes_nothing_until_that_has_ended(tmp_path: Path) -> None:
+def test_load_with_a_hanging_trial_fails_and_closes_nothing_until_that_has_ended(tmp_path: Path) -> None:
     model = Endless()
     model.gate.close()
     shelf = Shelf(v1=model)
@@ -412,7 +414,7 @@ def test_load_whose_trial_hangs_fails_and_closes_nothing_until_that_has_ended(tm
 
 
 class Deadly(Model):
-    """Ends the process in which it is tried."""
+    """Kills the process of its trial run."""
 
     def try_rows(self, supervise: Supervise = unsupervised) -> Trial:
         return Trial(self.spec, "it was killed", deadly=True)
@@ -425,7 +427,7 @@ class Mixed(Shelf):
 
 @pytest.mark.parametrize("shelf", [Shelf, Mixed])
 @pytest.mark.parametrize("told", ["", "false"])
-def test_load_of_what_ends_the_process_of_its_trial_opens_it_in_one_of_its_own_unless_told_not_to(
+def test_load_opens_a_model_that_kills_its_trial_in_its_own_process_unless_configured_not_to(
     told: str, shelf: type[Shelf], tmp_path: Path
 ) -> None:
     own = f'parameters {{ key: "{OWN_PROCESS}" value {{ string_value: "{told}" }} }}' if told else ""
@@ -439,14 +441,14 @@ def test_load_of_what_ends_the_process_of_its_trial_opens_it_in_one_of_its_own_u
 
 
 class Watched(Model):
-    """Remembers on which thread it was tried."""
+    """Records on which thread its trial ran."""
 
     def try_rows(self, supervise: Supervise = unsupervised) -> Trial:
         self.tried_on = supervise(threading.current_thread)
         return Trial(self.spec)
 
 
-def test_load_leaves_no_thread_behind_on_which_the_model_was_tried(tmp_path: Path) -> None:
+def test_load_leaves_no_trial_thread_behind(tmp_path: Path) -> None:
     model = Watched()
     (loaded,) = load_model(folder(tmp_path, 1), Shelf(v1=model).of, LoadDefaults(execution_limit_ns=1_000_000))
     assert model.tried_on is not threading.current_thread()
@@ -456,7 +458,7 @@ def test_load_leaves_no_thread_behind_on_which_the_model_was_tried(tmp_path: Pat
 
 
 @pytest.mark.usefixtures("impatient")
-def test_load_with_a_limit_of_its_own_goes_by_that(tmp_path: Path) -> None:
+def test_load_uses_the_models_own_execution_limit(tmp_path: Path) -> None:
     config = 'parameters { key: "paceline.execution_timeout_ms" value { string_value: "%d" } }'
     shelf = Shelf()
     (loaded,) = load_model(folder(tmp_path, 1, config=config % 0), shelf.of, LoadDefaults(execution_limit_ns=1))
@@ -487,7 +489,7 @@ class Abandoning(Model):
 
 
 @pytest.mark.usefixtures("impatient")
-def test_load_whose_warm_up_hangs_abandons_instances_that_can_be_and_closes_them(tmp_path: Path) -> None:
+def test_load_with_a_hanging_warm_up_abandons_instances_that_allow_it_and_closes_them(tmp_path: Path) -> None:
     shelf = Shelf(v1=Abandoning())
     with pytest.raises(LoadHangs) as caught:
         load_model(folder(tmp_path, 1), shelf.of, LoadDefaults(execution_limit_ns=1_000_000))

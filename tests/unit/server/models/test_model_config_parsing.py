@@ -30,7 +30,7 @@ def test_parse_reads_what_is_written(tmp_path: Path) -> None:
     assert (read.name, read.max_batch_size, read.HasField("dynamic_batching")) == ("m", 8, True)
 
 
-def test_parse_takes_what_editors_for_windows_write(tmp_path: Path) -> None:
+def test_parse_accepts_a_byte_order_mark_and_windows_line_ends(tmp_path: Path) -> None:
     assert parsed(tmp_path, b'\xef\xbb\xbfname: "m"\r\nmax_batch_size: 8\r\n').max_batch_size == 8
 
 
@@ -49,26 +49,26 @@ def test_parse_empty_file_is_an_empty_configuration(tmp_path: Path) -> None:
         ("instance_group { kind: KIND_TPU }", "config.pbtxt:1:24 : "),
     ],
 )
-def test_parse_fault_is_told_with_file_line_and_column(tmp_path: Path, content: str, text: str) -> None:
+def test_parse_error_names_file_line_and_column(tmp_path: Path, content: str, text: str) -> None:
     with pytest.raises(ConfigError) as caught:
         parsed(tmp_path, content)
     assert str(caught.value).startswith(text)
 
 
 @pytest.mark.parametrize("content", [b"name: '\xff'", "instance_group { kind: 99999999999999999999 }"])
-def test_parse_what_is_no_text_or_no_number_is_a_config_error(tmp_path: Path, content: str | bytes) -> None:
+def test_parse_of_invalid_utf8_or_too_large_a_number_is_a_config_error(tmp_path: Path, content: str | bytes) -> None:
     with pytest.raises(ConfigError, match=r"^config\.pbtxt can't be read: "):
         parsed(tmp_path, content)
 
 
 @pytest.mark.parametrize("put", [Path.mkdir, os.mkfifo, lambda path: path.symlink_to("/dev/zero")])
-def test_parse_what_is_no_file_is_a_config_error(tmp_path: Path, put: Callable[[Path], None]) -> None:
+def test_parse_of_a_folder_pipe_or_device_is_a_config_error(tmp_path: Path, put: Callable[[Path], None]) -> None:
     put(tmp_path / "config.pbtxt")
     with pytest.raises(ConfigError, match=r"^config\.pbtxt can't be read: .*expected a file, got something else"):
         parse_config(tmp_path / "config.pbtxt")
 
 
-def test_parse_file_that_is_gone_is_a_config_error(tmp_path: Path) -> None:
+def test_parse_of_a_missing_file_is_a_config_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"^config\.pbtxt can't be read: .*No such file"):
         parse_config(tmp_path / "config.pbtxt")
 
@@ -91,7 +91,7 @@ def test_parse_file_that_is_gone_is_a_config_error(tmp_path: Path) -> None:
         ("instance_group { secondary_devices { } }", "instance_group.secondary_devices"),
     ],
 )
-def test_check_supported_what_is_not_is_refused_by_name(text: str, feature: str) -> None:
+def test_check_supported_refuses_unsupported_features_by_name(text: str, feature: str) -> None:
     with pytest.raises(ConfigError) as caught:
         check_supported(config(text))
     assert str(caught.value) == f"{feature} is not supported by this build"
@@ -114,7 +114,7 @@ def test_check_supported_what_is_not_is_refused_by_name(text: str, feature: str)
         'metric_tags { key: "a" value: "b" }',
     ],
 )
-def test_check_supported_what_is_harmless_passes(text: str) -> None:
+def test_check_supported_accepts_everything_harmless(text: str) -> None:
     check_supported(config(text))
 
 
@@ -127,7 +127,7 @@ def test_check_supported_what_is_harmless_passes(text: str) -> None:
         ('backend: "identity" platform: "onnxruntime_onnx"', "identity"),
     ],
 )
-def test_backend_name_is_that_of_backend_then_platform_then_onnx_runtime(text: str, name: str) -> None:
+def test_backend_name_is_the_backend_else_the_platform_else_onnx_runtime(text: str, name: str) -> None:
     assert backend_name(config(text)) == name
 
 
@@ -153,7 +153,7 @@ def test_instance_groups_each_becomes_one_of_ours() -> None:
         ("count: 1024 } instance_group {", "instance_group: expected up to 1024 instances in all, got 1025 or more"),
     ],
 )
-def test_instance_groups_nonsense_is_refused(text: str, fault: str) -> None:
+def test_instance_groups_with_invalid_values_are_refused(text: str, fault: str) -> None:
     with pytest.raises(ConfigError) as caught:
         instance_groups(config(f"instance_group {{ {text} }}"))
     assert str(caught.value) == fault
@@ -178,7 +178,7 @@ def test_model_source_carries_parameters_level_and_accelerators_in_order() -> No
     assert source.cpu_accelerators == (("openvino", {}),)
 
 
-def test_model_source_of_an_empty_configuration_says_nothing() -> None:
+def test_model_source_of_an_empty_configuration_is_empty() -> None:
     source = model_source(config(""), Path("x.onnx"))
     assert (source.declared, source.parameters, source.graph_level, source.accelerators) == (None, {}, None, ())
 
@@ -229,7 +229,7 @@ def test_model_source_declares_nothing_if_a_tensor_has_no_datatype(data_type: st
     assert model_source(config(text), Path("x")).declared is None
 
 
-def test_model_source_tensor_of_a_datatype_that_is_none_is_refused() -> None:
+def test_model_source_tensor_of_an_unknown_datatype_is_refused() -> None:
     text = 'input { name: "a" data_type: 77 dims: [ 1 ] } output { name: "b" data_type: TYPE_FP32 dims: [ 1 ] }'
     with pytest.raises(ConfigError, match=r"^input 'a': expected a data_type, got 77$"):
         model_source(config(text), Path("x"))

@@ -1,4 +1,4 @@
-"""What a configuration says joined with what the model says: filled in, checked, or refused."""
+"""A configuration combined with the model's own description: filled in, checked, or refused."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_plan_rows_and_merging_follow_what_the_configuration_leaves_out(text: st
     assert served.spec.batched
 
 
-def test_plan_output_that_the_configuration_leaves_out_needs_no_batch_axis() -> None:
+def test_plan_output_left_out_of_the_configuration_needs_no_batch_axis() -> None:
     own = ModelSpec(BATCHABLE.inputs, (*BATCHABLE.outputs, TensorSpec("loss", "FP32", ())))
     served = planned(f"max_batch_size: 4 {OUTPUT_X}", own)
     assert (served.max_batch_rows, [one.name for one in served.spec.outputs]) == (4, ["x"])
@@ -128,13 +128,13 @@ def test_plan_tensors_follow_the_configuration_in_order_choice_and_narrower_dims
         ('input { name: "a" } input { name: "b" } output { name: "x" data_type: TYPE_FP32 }', (-1, 16)),
     ],
 )
-def test_plan_datatypes_and_dims_that_are_left_out_are_the_models(text: str, dims: tuple[int, ...]) -> None:
+def test_plan_takes_omitted_datatypes_and_dims_from_the_model(text: str, dims: tuple[int, ...]) -> None:
     (a, b), (x,) = (served := planned(text).spec).inputs, served.outputs
     assert (a.datatype, b.datatype, x.datatype) == ("FP32", "INT64", "FP32")
     assert (a.dims, len(b.dims), x.dims[-1:]) == (dims, len(dims), (16,))
 
 
-def test_plan_dims_that_are_left_out_beside_a_reshape_are_a_scalars() -> None:
+def test_plan_dims_omitted_beside_a_reshape_are_those_of_a_scalar() -> None:
     own = ModelSpec((TensorSpec("a", "FP32", (-1, 1)),), (TensorSpec("x", "FP32", (-1, 1)),))
     (a,) = planned('max_batch_size: 4 input { name: "a" reshape { shape: [ 1 ] } }', own).spec.inputs
     assert (a.dims, a.reshape) == ((), (1,))
@@ -205,26 +205,26 @@ def test_plan_dims_that_are_left_out_beside_a_reshape_are_a_scalars() -> None:
         ),
     ],
 )
-def test_plan_contradictions_are_refused_with_tensor_expected_and_got(text: str, own: ModelSpec, fault: str) -> None:
+def test_plan_contradictions_are_refused_naming_tensor_expected_and_got(text: str, own: ModelSpec, fault: str) -> None:
     assert refusal(text, own) == fault
 
 
 @pytest.mark.parametrize(("number", "datatype"), CONFIG_DATATYPES.items())
-def test_plan_each_datatype_of_a_configuration_meets_that_of_the_model(number: int, datatype: str) -> None:
+def test_plan_each_datatype_of_a_configuration_matches_that_of_the_model(number: int, datatype: str) -> None:
     own = ModelSpec((TensorSpec("a", datatype, (-1, 1)),), (TensorSpec("x", datatype, (-1, 1)),))
     name = pb.DataType.Name(number)
     served = planned(f'input {{ name: "a" data_type: {name} dims: [ 1 ] }}', own)
     assert served.spec.inputs[0].datatype == datatype
 
 
-def test_plan_metric_tags_are_kept_as_they_are() -> None:
+def test_plan_metric_tags_are_kept_unchanged() -> None:
     tags = planned('metric_tags { key: "team_1" value: "blue \\"x\\"" } metric_tags { key: "0" value: "" }').metric_tags
     assert dict(tags) == {"team_1": 'blue "x"', "0": ""}
     assert planned("metric_tags { }").metric_tags == {}
 
 
 @pytest.mark.parametrize("tag", ["", "_team", "my-team", "a b", "gr\u00fcn", "team\n", 'x="1"'])
-def test_plan_metric_tags_that_no_label_can_bear_are_refused(tag: str) -> None:
+def test_plan_metric_tags_that_cannot_be_labels_are_refused(tag: str) -> None:
     config = pb.ModelConfig(metric_tags={tag: "x"})
     with pytest.raises(ConfigError) as caught:
         plan(config, BATCHABLE)

@@ -40,7 +40,7 @@ def test_policy_without_preferred_sizes_prefers_the_largest_batch() -> None:
 
 
 @pytest.mark.parametrize("size", [0, -1, 9])
-def test_policy_preferred_size_out_of_range_is_refused_in_the_users_words(size: int) -> None:
+def test_policy_preferred_size_out_of_range_is_refused_in_the_users_terms(size: int) -> None:
     with pytest.raises(ConfigError) as caught:
         policy(f"preferred_batch_size: [ 4, {size} ]")
     assert str(caught.value) == (f"dynamic_batching.preferred_batch_size: expected 1 to max_batch_size, 8, got {size}")
@@ -63,7 +63,7 @@ def test_policy_queue_bounds_hold_with_and_without_a_batch_axis(own: ModelSpec, 
     )
 
 
-def test_policy_queue_bounds_at_their_limits_are_taken() -> None:
+def test_policy_queue_bounds_at_their_limits_are_accepted() -> None:
     queue = f"max_queue_size: {2**32 - 1} default_timeout_microseconds: {2**64 - 1}"
     made = policy(f"default_queue_policy {{ {queue} }}").queue
     assert (made.max_queue_size, made.default_timeout_ns) == (2**32 - 1, (2**64 - 1) * 1_000)

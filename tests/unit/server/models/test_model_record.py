@@ -1,4 +1,4 @@
-"""What is said of a model after each sequence of loads and unloads."""
+"""What is reported about a model after each sequence of loads and unloads."""
 
 from __future__ import annotations
 
@@ -22,27 +22,27 @@ def lines(record: ModelRecord[int]) -> list[tuple[str, ModelState | None, str]]:
 
 
 def serve(record: ModelRecord[int], *versions: int) -> list[int]:
-    """A load that succeeds; what served before."""
+    """A load that succeeds. Returns what served before."""
     record.begin_load()
     record.loading_versions([str(version) for version in versions])
     return record.end_load({str(version): version for version in versions})
 
 
 def fail(record: ModelRecord[int], *versions: int, reason: str = "broken") -> None:
-    """A load that fails; without versions, before it was known which."""
+    """A load that fails; without `versions`, before it was known which."""
     record.begin_load()
     record.loading_versions([str(version) for version in versions])
     record.fail_load(reason)
 
 
-def test_of_a_long_reason_the_end_is_forgotten(record: ModelRecord[int]) -> None:
+def test_long_reason_loses_its_end(record: ModelRecord[int]) -> None:
     fail(record, reason="x" * 2000)
     assert record.lines()[0].reason == "x" * 2000
     fail(record, 1, reason="x" * 2001)
     assert [line.reason for line in record.lines()] == ["x" * 2000 + " [...]"]
 
 
-def test_never_loaded_has_a_name_and_nothing_else(record: ModelRecord[int]) -> None:
+def test_model_never_loaded_has_only_a_name(record: ModelRecord[int]) -> None:
     assert record.lines() == [IndexLine("m")]
     assert (record.state, record.missing, record.forgettable) == (None, False, True)
 
@@ -58,7 +58,7 @@ def test_load_goes_through_loading_to_ready_with_versions_by_number(record: Mode
     assert (record.state, record.missing, record.forgettable) == (READY, False, False)
 
 
-def test_versions_told_too_late_are_not_loading(record: ModelRecord[int]) -> None:
+def test_versions_reported_too_late_are_not_loading(record: ModelRecord[int]) -> None:
     serve(record, 1)
     record.loading_versions(["2"])
     assert lines(record) == [("1", READY, "")]
@@ -84,7 +84,7 @@ def test_versions_of_loads_long_ago_are_forgotten(record: ModelRecord[int]) -> N
     assert lines(record) == [("8", UNAVAILABLE, UNLOADED), ("9", READY, "")]
 
 
-def test_failed_first_load_is_missed_with_its_reason(record: ModelRecord[int]) -> None:
+def test_failed_first_load_is_missing_with_its_reason(record: ModelRecord[int]) -> None:
     fail(record, 1, 2)
     assert lines(record) == [("1", UNAVAILABLE, "broken"), ("2", UNAVAILABLE, "broken")]
     assert (record.state, record.missing, record.forgettable) == (UNAVAILABLE, True, False)
@@ -95,7 +95,7 @@ def test_failed_load_of_unknown_versions_has_one_line(record: ModelRecord[int]) 
     assert lines(record) == [("", UNAVAILABLE, "broken")]
 
 
-def test_failed_reload_leaves_what_serves_and_tells(record: ModelRecord[int]) -> None:
+def test_failed_reload_keeps_what_serves_and_gives_the_reason(record: ModelRecord[int]) -> None:
     serve(record, 1)
     fail(record, 1, 2)
     assert lines(record) == [("1", READY, "the last load failed: broken"), ("2", UNAVAILABLE, "broken")]
@@ -104,7 +104,7 @@ def test_failed_reload_leaves_what_serves_and_tells(record: ModelRecord[int]) ->
     assert lines(record) == [("1", READY, "")]
 
 
-def test_load_that_was_given_up_leaves_everything_as_it_was(record: ModelRecord[int]) -> None:
+def test_load_that_was_given_up_changes_nothing(record: ModelRecord[int]) -> None:
     fail(record, 1)
     before = lines(record)
     record.begin_load()
@@ -113,7 +113,7 @@ def test_load_that_was_given_up_leaves_everything_as_it_was(record: ModelRecord[
     assert lines(record) == before
 
 
-def test_unload_is_wished_for_and_not_missed(record: ModelRecord[int]) -> None:
+def test_unloaded_model_is_not_missing(record: ModelRecord[int]) -> None:
     serve(record, 1)
     assert record.unload() == [1]
     assert lines(record) == [("1", UNLOADING, "")]
@@ -123,19 +123,19 @@ def test_unload_is_wished_for_and_not_missed(record: ModelRecord[int]) -> None:
     assert (record.state, record.missing, record.forgettable) == (UNAVAILABLE, False, True)
 
 
-def test_unload_of_what_failed_ends_the_missing(record: ModelRecord[int]) -> None:
+def test_unloaded_model_that_had_failed_is_not_missing(record: ModelRecord[int]) -> None:
     fail(record, 1)
     assert record.unload() == []
     assert lines(record) == [("1", UNAVAILABLE, UNLOADED)]
     assert not record.missing
 
 
-def test_unload_of_what_was_never_loaded_changes_nothing(record: ModelRecord[int]) -> None:
+def test_unload_of_a_model_never_loaded_changes_nothing(record: ModelRecord[int]) -> None:
     record.unload()
     assert record.lines() == [IndexLine("m")]
 
 
-def test_version_that_serves_again_before_it_has_left_is_ready(record: ModelRecord[int]) -> None:
+def test_version_that_serves_again_before_it_has_drained_is_ready(record: ModelRecord[int]) -> None:
     serve(record, 1)
     record.unload()
     serve(record, 1)
@@ -144,7 +144,7 @@ def test_version_that_serves_again_before_it_has_left_is_ready(record: ModelReco
     assert lines(record) == [("1", READY, "")]
 
 
-def test_version_that_leaves_twice_is_gone_when_both_have_left(record: ModelRecord[int]) -> None:
+def test_version_that_leaves_twice_is_unavailable_when_both_have_drained(record: ModelRecord[int]) -> None:
     serve(record, 1)
     serve(record, 1)
     record.unload()
@@ -154,7 +154,7 @@ def test_version_that_leaves_twice_is_gone_when_both_have_left(record: ModelReco
     assert lines(record) == [("1", UNAVAILABLE, UNLOADED)]
 
 
-def test_failed_load_after_an_unload_is_missed(record: ModelRecord[int]) -> None:
+def test_failed_load_after_an_unload_is_missing(record: ModelRecord[int]) -> None:
     serve(record, 1)
     record.unload()
     record.drained("1")
@@ -163,7 +163,7 @@ def test_failed_load_after_an_unload_is_missed(record: ModelRecord[int]) -> None
     assert record.missing
 
 
-def test_rivals_are_one_line_unless_something_serves(record: ModelRecord[int]) -> None:
+def test_duplicates_are_one_line_unless_something_serves(record: ModelRecord[int]) -> None:
     record.duplicates = True
     assert lines(record) == [("", UNAVAILABLE, DUPLICATE_NAME)]
     fail(record, reason="two of them")
@@ -172,14 +172,14 @@ def test_rivals_are_one_line_unless_something_serves(record: ModelRecord[int]) -
     assert lines(record) == [("1", READY, "")]
 
 
-def test_entry_of_what_is_on_disk_or_has_work_to_do_is_not_forgotten(record: ModelRecord[int]) -> None:
+def test_entry_on_disk_or_with_operations_is_not_forgettable(record: ModelRecord[int]) -> None:
     record.on_disk = True
     assert not record.forgettable
     record.on_disk, record.operations = False, 1
     assert not record.forgettable
 
 
-def test_away_is_missing_with_the_reason_until_it_is_back(record: ModelRecord[int]) -> None:
+def test_unreachable_model_is_missing_with_the_reason_until_it_is_back(record: ModelRecord[int]) -> None:
     serve(record, 1, 2)
     record.unreachable_reason = "gone"
     assert (record.state, record.missing) == (UNAVAILABLE, True)
@@ -188,7 +188,7 @@ def test_away_is_missing_with_the_reason_until_it_is_back(record: ModelRecord[in
     assert (record.state, record.missing) == (READY, False)
 
 
-def test_away_ends_with_a_load_or_an_unload(record: ModelRecord[int]) -> None:
+def test_unreachable_state_ends_with_a_load_or_an_unload(record: ModelRecord[int]) -> None:
     serve(record, 1)
     record.unreachable_reason = "gone"
     assert serve(record, 2) == [1]
@@ -198,6 +198,6 @@ def test_away_ends_with_a_load_or_an_unload(record: ModelRecord[int]) -> None:
     assert (record.unreachable_reason, record.missing) == ("", False)
 
 
-def test_versions_sort_as_numbers_and_others_behind() -> None:
+def test_versions_sort_as_numbers_before_all_others() -> None:
     assert sorted(["v2", "10", "9", "", "v10"], key=version_order) == ["9", "10", "", "v10", "v2"]
     assert sorted(["v2", "1" * 5000, "9" * 20], key=version_order) == ["9" * 20, "1" * 5000, "v2"]

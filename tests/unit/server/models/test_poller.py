@@ -1,4 +1,4 @@
-"""What counts as a change on disk, when it counts, and what is done then."""
+"""What counts as a change on disk, when it counts, and what happens then."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from tests.polling import eventually_async
 SPEC = ModelSpec((TensorSpec("a", "FP32", (-1, -1)),), (TensorSpec("x", "FP32", (-1, -1)),))
 CONFIG = 'backend: "memory"'
 WARMED = f'{CONFIG} max_batch_size: 1 input {{ name: "a" data_type: TYPE_FP32 dims: 1 }}'
-"""Warmed up, which a closed gate holds up: a load that takes its time."""
+"""The model is warmed up, which a closed gate holds up: a load that takes long."""
 
 
 class Bench:
-    """A repository on disk, followed by hand. Every model is in memory."""
+    """A repository on disk, polled when the test asks for it. Every model is in memory."""
 
     def __init__(self, root: Path, max_models: int = 9) -> None:
         self.root = root
@@ -49,12 +49,12 @@ class Bench:
         await self.poller.start()
 
     async def settle(self) -> None:
-        """Look until nothing changes any more: once if nothing did, else twice."""
+        """Poll until nothing changes any more: once if nothing did, else twice."""
         while await self.look():
             pass
 
     async def look(self) -> bool:
-        """Look once, and wait for what that begins."""
+        """Poll once, and wait for what that begins."""
         unsettled = await self.poller.poll_once()
         await self.poller.ended()
         return unsettled
@@ -70,7 +70,7 @@ class Bench:
 
     @property
     def loads(self) -> list[str]:
-        """The models that serve, told apart by load."""
+        """For each model that serves, a text that differs for each load."""
         return [model.batch_id_prefix for model in self.repository.models]
 
 
@@ -87,20 +87,20 @@ def said(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records if record.name == "paceline.server.poller"]
 
 
-async def test_start_loads_what_is_there_at_once(bench: Bench) -> None:
+async def test_start_loads_existing_models_at_once(bench: Bench) -> None:
     bench.write("a")
     bench.write("b")
     await bench.start()
     assert bench.ready == {"a": ["1"], "b": ["1"]}
 
 
-async def test_start_on_an_empty_repository_is_fine(bench: Bench) -> None:
+async def test_start_on_an_empty_repository_is_ready(bench: Bench) -> None:
     await bench.start()
     assert bench.repository.index() == []
     assert bench.repository.ready
 
 
-async def test_poll_of_what_has_not_changed_does_nothing(bench: Bench) -> None:
+async def test_poll_without_changes_does_nothing(bench: Bench) -> None:
     bench.write("a")
     await bench.start()
     before = bench.loads
@@ -108,7 +108,7 @@ async def test_poll_of_what_has_not_changed_does_nothing(bench: Bench) -> None:
     assert bench.loads == before
 
 
-async def test_poll_loads_a_new_model_when_two_looks_saw_the_same(bench: Bench) -> None:
+async def test_poll_loads_a_new_model_when_two_polls_saw_the_same(bench: Bench) -> None:
     await bench.start()
     bench.write("a")
     assert await bench.look()
@@ -118,7 +118,7 @@ async def test_poll_loads_a_new_model_when_two_looks_saw_the_same(bench: Bench) 
     assert bench.ready == {"a": ["1"]}
 
 
-async def test_poll_of_a_model_that_goes_on_changing_waits_until_it_is_written(bench: Bench) -> None:
+async def test_poll_of_a_model_that_keeps_changing_waits_until_it_is_written(bench: Bench) -> None:
     await bench.start()
     folder = bench.write("a")
     for size in range(5):
@@ -205,7 +205,7 @@ async def test_poll_follows_versions_that_come_and_go(bench: Bench) -> None:
     assert bench.ready == {"a": ["1"]}
 
 
-async def test_poll_unloads_a_deleted_model_when_it_is_really_gone_and_forgets_it(bench: Bench) -> None:
+async def test_poll_unloads_a_deleted_model_when_two_polls_missed_it_and_forgets_it(bench: Bench) -> None:
     folder = bench.write("a")
     bench.write("b")
     await bench.start()
@@ -220,7 +220,7 @@ async def test_poll_unloads_a_deleted_model_when_it_is_really_gone_and_forgets_i
     assert [line.name for line in bench.repository.index()] == ["b"]
 
 
-async def test_poll_of_a_model_for_which_there_is_no_place_loads_it_when_another_has_gone(tmp_path: Path) -> None:
+async def test_poll_of_a_model_without_a_place_loads_it_when_another_has_gone(tmp_path: Path) -> None:
     bench = Bench(tmp_path / "models", max_models=1)
     folder = bench.write("b")
     await bench.start()
@@ -249,7 +249,7 @@ async def test_model_without_a_place_at_the_start_is_loaded_when_another_has_gon
 
 
 @pytest.mark.parametrize("first", [True, False], ids=["at the start", "later"])
-async def test_model_without_a_place_is_loaded_when_one_that_had_it_could_not_be(tmp_path: Path, first: bool) -> None:
+async def test_model_without_a_place_is_loaded_when_the_one_that_had_it_fails(tmp_path: Path, first: bool) -> None:
     bench = Bench(tmp_path / "models", max_models=1)
     bench.root.mkdir()
     if not first:
@@ -265,7 +265,7 @@ async def test_model_without_a_place_is_loaded_when_one_that_had_it_could_not_be
     await bench.repository.stop()
 
 
-async def test_poll_of_a_folder_that_was_away_for_one_look_changes_nothing(bench: Bench) -> None:
+async def test_poll_of_a_folder_that_one_poll_missed_changes_nothing(bench: Bench) -> None:
     folder = bench.write("a")
     await bench.start()
     before = bench.loads
@@ -276,7 +276,7 @@ async def test_poll_of_a_folder_that_was_away_for_one_look_changes_nothing(bench
     assert bench.loads == before
 
 
-async def test_poll_of_a_model_that_does_not_load_keeps_the_old_one_and_tries_once(
+async def test_poll_of_a_model_that_fails_to_load_keeps_the_old_one_and_tries_once(
     bench: Bench, caplog: pytest.LogCaptureFixture
 ) -> None:
     folder = bench.write("a")
@@ -303,7 +303,7 @@ async def test_poll_of_a_model_that_does_not_load_keeps_the_old_one_and_tries_on
     assert bench.repository.index() == [IndexLine("a", "1", ModelState.READY)]
 
 
-async def test_poll_of_a_new_model_that_does_not_load_leaves_the_server_unready_until_it_is_mended_or_gone(
+async def test_poll_of_a_new_model_that_fails_to_load_makes_the_server_unready_until_fixed_or_deleted(
     bench: Bench,
 ) -> None:
     bench.write("a", "nonsense")
@@ -321,7 +321,7 @@ async def test_poll_of_a_new_model_that_does_not_load_leaves_the_server_unready_
     assert bench.ready == {"a": ["1"]}
 
 
-async def test_poll_goes_on_while_a_model_loads_and_looks_at_that_one_again_afterwards(bench: Bench) -> None:
+async def test_poll_continues_while_a_model_loads_and_checks_that_one_again_afterwards(bench: Bench) -> None:
     await bench.start()
     folder = bench.write("slow", WARMED)
     model = bench.models["slow"]
@@ -348,7 +348,7 @@ async def test_poll_goes_on_while_a_model_loads_and_looks_at_that_one_again_afte
     assert bench.ready == {"slow": ["1"]}
 
 
-async def test_run_that_is_cancelled_during_a_load_leaves_no_task_behind(tmp_path: Path) -> None:
+async def test_run_cancelled_during_a_load_leaves_no_task_behind(tmp_path: Path) -> None:
     bench = Bench(tmp_path)
     bench.poller = Poller(bench.layout, bench.repository, interval_s=0.001)
     await bench.start()
@@ -365,7 +365,7 @@ async def test_run_that_is_cancelled_during_a_load_leaves_no_task_behind(tmp_pat
     model.gate.open()
 
 
-async def test_poll_of_a_name_that_comes_up_twice_keeps_what_serves(tmp_path: Path) -> None:
+async def test_poll_of_a_duplicate_name_keeps_what_serves(tmp_path: Path) -> None:
     one, two = Bench(tmp_path / "one"), tmp_path / "two"
     one.write("a")
     two.mkdir()
@@ -384,7 +384,7 @@ async def test_poll_of_a_name_that_comes_up_twice_keeps_what_serves(tmp_path: Pa
     await one.repository.stop()
 
 
-async def test_poll_of_a_repository_that_cannot_be_read_changes_nothing_and_says_so_once(
+async def test_poll_of_an_unreadable_repository_changes_nothing_and_is_logged_once(
     bench: Bench, caplog: pytest.LogCaptureFixture
 ) -> None:
     bench.write("a")
@@ -419,7 +419,7 @@ async def test_poll_of_one_models_folder_follows_its_replacement(tmp_path: Path)
     await bench.repository.stop()
 
 
-async def test_run_looks_at_every_interval_and_outlives_what_goes_wrong(tmp_path: Path) -> None:
+async def test_run_polls_at_every_interval_and_survives_errors(tmp_path: Path) -> None:
     bench = Bench(tmp_path)
     bench.write("a")
     bench.poller = Poller(bench.layout, bench.repository, interval_s=0.001)
@@ -437,7 +437,7 @@ async def test_run_looks_at_every_interval_and_outlives_what_goes_wrong(tmp_path
     await bench.repository.stop()
 
 
-def test_fingerprint_follows_links_and_survives_circles_and_links_to_nowhere(tmp_path: Path) -> None:
+def test_fingerprint_follows_links_and_survives_cycles_and_broken_links(tmp_path: Path) -> None:
     (tmp_path / "m" / "1").mkdir(parents=True)
     (tmp_path / "weights").mkdir()
     (tmp_path / "weights" / "w.bin").write_bytes(b"123")
@@ -452,8 +452,8 @@ def test_fingerprint_follows_links_and_survives_circles_and_links_to_nowhere(tmp
     assert fingerprint(folder) != before
 
 
-def test_fingerprint_tells_where_links_lead(tmp_path: Path) -> None:
-    """As a mounted ConfigMap is replaced; of files that were written at the same time nothing else may differ."""
+def test_fingerprint_includes_where_links_lead(tmp_path: Path) -> None:
+    """This is how a mounted ConfigMap is replaced; files written at the same time may differ in nothing else."""
     (tmp_path / "m" / "1").mkdir(parents=True)
     for number in (1, 2):
         (tmp_path / str(number)).mkdir()
@@ -472,7 +472,7 @@ def test_fingerprint_tells_where_links_lead(tmp_path: Path) -> None:
     assert fingerprint(folder) != before, "another version of the same file"
 
 
-def test_fingerprint_of_a_bare_file_is_of_that_file_alone(tmp_path: Path) -> None:
+def test_fingerprint_of_a_bare_file_is_of_that_file_only(tmp_path: Path) -> None:
     (tmp_path / "m.onnx").write_bytes(b"1")
     (tmp_path / "n.onnx").write_bytes(b"1")
     layout = Layout([tmp_path / "m.onnx"])

@@ -1,4 +1,4 @@
-"""Which model answers to which name and version, and what is said of those that don't."""
+"""Which model answers to which name and version, and the errors for those that don't."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Bench:
         return self.models[name]
 
     def trace(self, name: str) -> None:
-        """Give a model trace settings of its own."""
+        """Give a model its own trace settings."""
         self.tracer.update(name, {"trace_rate": ["7"]})
 
     def is_traced(self, name: str) -> bool:
@@ -107,7 +107,7 @@ async def test_get_without_version_finds_the_latest_by_number(bench: Bench, vers
         ("m", "\u0661", InvalidRequest, "model 'm': expected a version number, got '\u0661'"),
     ],
 )
-async def test_get_what_is_not_there_says_what_is(
+async def test_get_of_an_unknown_name_or_version_is_refused_with_the_reason(
     bench: Bench, name: str, version: str, error: type[Exception], text: str
 ) -> None:
     bench.add("m", 1, 3)
@@ -117,7 +117,7 @@ async def test_get_what_is_not_there_says_what_is(
     assert str(caught.value) == text
 
 
-async def test_get_among_many_names_a_few(bench: Bench) -> None:
+async def test_get_error_among_many_models_names_a_few(bench: Bench) -> None:
     for number in range(8):
         bench.add(f"m{number}")
     repository = await bench.load()
@@ -126,7 +126,7 @@ async def test_get_among_many_names_a_few(bench: Bench) -> None:
     assert str(caught.value).endswith("this server has ['m0', 'm1', 'm2', 'm3', 'm4'] and 3 more")
 
 
-async def test_one_model_that_fails_is_not_ready_and_the_others_are(bench: Bench) -> None:
+async def test_failed_model_is_not_ready_and_the_others_are(bench: Bench) -> None:
     bench.add("good")
     bench.add("bad", config="sequence_batching { }")
     repository = await bench.load()
@@ -144,7 +144,7 @@ async def test_one_model_that_fails_is_not_ready_and_the_others_are(bench: Bench
     assert repository.versions("bad") == []
 
 
-async def test_is_ready_tells_ready_from_failed_and_raises_for_unknown(bench: Bench) -> None:
+async def test_is_ready_distinguishes_ready_from_failed_and_raises_for_unknown(bench: Bench) -> None:
     bench.add("good", 1)
     bench.add("bad", config="sequence_batching { }")
     repository = await bench.load()
@@ -168,7 +168,7 @@ async def test_ready_once_everything_is_loaded(bench: Bench) -> None:
     assert [(model.name, model.version) for model in repository.models] == [("a", "1"), ("b", "1"), ("b", "2")]
 
 
-async def test_while_loading_a_model_is_known_and_not_ready(bench: Bench) -> None:
+async def test_model_is_known_but_not_ready_while_loading(bench: Bench) -> None:
     slow = bench.add("slow", config='input { name: "a" data_type: TYPE_FP32 dims: 1 }')  # known dims: it is warmed up
     slow.gate.close()
     loading = asyncio.create_task(bench.load())
@@ -180,7 +180,7 @@ async def test_while_loading_a_model_is_known_and_not_ready(bench: Bench) -> Non
     assert (await loading).ready
 
 
-async def test_load_that_is_cancelled_returns_although_a_thread_still_loads(bench: Bench) -> None:
+async def test_cancelled_load_returns_although_a_thread_still_loads(bench: Bench) -> None:
     stuck = bench.add("stuck", config='input { name: "a" data_type: TYPE_FP32 dims: 1 }')
     stuck.gate.close()
     loading = asyncio.create_task(bench.load())
@@ -199,7 +199,7 @@ async def test_model_executes_through_its_batcher(bench: Bench) -> None:
     assert (model.platform, model.spec.batched) == ("memory", True)
 
 
-async def test_stop_executes_what_is_queued_and_closes_everything(bench: Bench) -> None:
+async def test_stop_executes_queued_requests_and_closes_everything(bench: Bench) -> None:
     opened = bench.add("m")
     repository = await bench.load()
     batcher = repository.get("m", "").batcher
@@ -223,13 +223,13 @@ class UnclosableInstance(MemoryInstance):
 
 
 class UnclosableModel(MemoryModel):
-    """The last one of two instances raises when it is closed."""
+    """The second of two instances raises when it is closed."""
 
     def instance(self, spec: ModelSpec, device: Device) -> MemoryInstance:
         return UnclosableInstance(self, spec, device) if self.open_instances else super().instance(spec, device)
 
 
-async def test_stop_closes_the_others_where_one_instance_raises(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
+async def test_stop_closes_the_others_if_one_instance_raises(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
     other = bench.add("other")
     bench.add("m", config="instance_group { count: 2 }")
     opened = bench.models["m"] = UnclosableModel(SPEC)
@@ -248,7 +248,7 @@ async def test_stop_twice_and_abandon_afterwards_do_nothing_more(bench: Bench) -
     repository.abandon()
 
 
-async def test_abandon_answers_who_waits_and_leaves_what_executes(bench: Bench) -> None:
+async def test_abandon_answers_all_requests_and_leaves_executions_running(bench: Bench) -> None:
     opened = bench.add("m")
     repository = await bench.load()
     batcher = repository.get("m", "").batcher
@@ -260,7 +260,7 @@ async def test_abandon_answers_who_waits_and_leaves_what_executes(bench: Bench) 
         assert isinstance(answer, BatcherClosed)
 
 
-async def test_stopped_model_is_gone_from_the_metrics(bench: Bench) -> None:
+async def test_stopped_model_is_removed_from_the_metrics(bench: Bench) -> None:
     bench.add("m", 1, 2)
     repository = await bench.load()
     first, second = repository.models
@@ -271,14 +271,14 @@ async def test_stopped_model_is_gone_from_the_metrics(bench: Bench) -> None:
     assert b'model="m"' not in bench.metrics.text()
 
 
-async def test_loaded_model_tells_how_long_loading_took(bench: Bench) -> None:
+async def test_loaded_model_reports_how_long_loading_took(bench: Bench) -> None:
     bench.add("m")
     await bench.load()
     (line,) = [line for line in bench.metrics.text().splitlines() if line.startswith(b"nv_model_load_duration_secs{")]
     assert 0 < float(line.split()[1]) < 60
 
 
-async def test_abandon_leaves_what_an_unloaded_model_executes_unclosed(bench: Bench) -> None:
+async def test_abandon_does_not_close_an_unloaded_model_that_executes(bench: Bench) -> None:
     opened = bench.add("m")
     repository = await bench.load()
     batcher = repository.get("m", "").batcher
@@ -304,7 +304,7 @@ async def test_load_and_unload_after_stop_are_refused(bench: Bench) -> None:
             await operation
 
 
-async def test_take_note_knows_what_is_on_disk_and_forgets_what_went(bench: Bench) -> None:
+async def test_take_note_adds_models_on_disk_and_forgets_unloaded_ones_that_are_gone(bench: Bench) -> None:
     bench.add("m")
     bench.add("n")
     repository = await bench.load()
@@ -320,7 +320,7 @@ async def test_take_note_knows_what_is_on_disk_and_forgets_what_went(bench: Benc
         repository.get("n", "")
 
 
-async def test_trace_settings_go_when_the_model_is_forgotten(bench: Bench) -> None:
+async def test_trace_settings_are_removed_when_the_model_is_forgotten(bench: Bench) -> None:
     bench.add("gone")
     bench.add("there")
     repository = await bench.load()
@@ -334,7 +334,7 @@ async def test_trace_settings_go_when_the_model_is_forgotten(bench: Bench) -> No
     assert bench.is_traced("there")
 
 
-async def test_trace_settings_of_failed_loads_are_no_more_than_are_remembered(bench: Bench) -> None:
+async def test_trace_settings_of_failed_loads_are_kept_only_for_remembered_models(bench: Bench) -> None:
     names = [f"bad{number}" for number in range(2 * MAX_MODELS)]
     for name in names:
         bench.add(name, config="sequence_batching { }")
@@ -346,9 +346,9 @@ async def test_trace_settings_of_failed_loads_are_no_more_than_are_remembered(be
     assert [name for name in names if bench.is_traced(name)] == names[MAX_MODELS:]
 
 
-async def test_trace_settings_go_with_a_load_that_finds_nothing(bench: Bench) -> None:
+async def test_trace_settings_are_removed_with_a_load_that_finds_nothing(bench: Bench) -> None:
     def find() -> AbstractContextManager[ModelFolder]:
-        bench.trace("nothing")  # while it is loading, and known for that
+        bench.trace("nothing")  # while it is loading, and only known because of that
         raise ModelNotFound("nothing is there")
 
     with pytest.raises(ModelNotFound):

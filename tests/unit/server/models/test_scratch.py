@@ -1,4 +1,4 @@
-"""Folders for clients' files: when they go, and that nothing comes after."""
+"""Folders for clients' files: when they are removed, and that nothing is written later."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     remove_all()
 
 
-def test_folder_stays_until_all_have_let_go(folder: Path) -> None:
+def test_folder_stays_until_all_have_released_it(folder: Path) -> None:
     one = Scratch()
     one.write(FILE, b"weights")
     one.keep()
@@ -32,7 +32,7 @@ def test_folder_stays_until_all_have_let_go(folder: Path) -> None:
     assert list(folder.iterdir()) == []
 
 
-def test_all_go_with_the_process_whoever_needs_them_and_none_comes_after(folder: Path) -> None:
+def test_all_are_removed_at_the_end_even_if_needed_and_none_is_made_later(folder: Path) -> None:
     kept, given_back = Scratch(), Scratch()
     kept.write(FILE, b"weights")
     given_back.release()
@@ -46,7 +46,7 @@ def test_all_go_with_the_process_whoever_needs_them_and_none_comes_after(folder:
     assert list(folder.iterdir()) == []
 
 
-def test_nothing_is_left_of_what_is_being_written_at_the_end(folder: Path) -> None:
+def test_nothing_is_left_of_files_being_written_at_the_end(folder: Path) -> None:
     one, has_begun = Scratch(), threading.Event()
 
     def write() -> None:
@@ -55,7 +55,7 @@ def test_nothing_is_left_of_what_is_being_written_at_the_end(folder: Path) -> No
             one.write(PurePosixPath(f"{number}/model.onnx"), bytes(1000))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(threading, "excepthook", lambda _: None)  # which ends by what it is refused
+        patch.setattr(threading, "excepthook", lambda _: None)  # the writer ends with the error that refuses it
         writer = threading.Thread(target=write)
         writer.start()
         has_begun.wait(10)
@@ -64,7 +64,7 @@ def test_nothing_is_left_of_what_is_being_written_at_the_end(folder: Path) -> No
     assert list(folder.iterdir()) == []
 
 
-def test_folder_that_cannot_be_removed_keeps_no_other(folder: Path) -> None:
+def test_folder_that_cannot_be_removed_does_not_keep_others(folder: Path) -> None:
     stays, goes = Scratch(), Scratch()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(stays, "remove", lambda: (_ for _ in ()).throw(RecursionError()))

@@ -16,7 +16,7 @@ from server.models import supervisor
 from server.models.supervisor import Supervisor
 
 
-def test_functions_without_a_limit_run_where_they_are_called() -> None:
+def test_functions_without_a_limit_run_on_the_callers_thread() -> None:
     assert Supervisor(0)(threading.current_thread) is threading.current_thread()
 
 
@@ -36,14 +36,14 @@ def test_functions_within_the_limit_share_a_daemon_thread_that_ends_with_the_sup
     assert not thread.is_alive()
 
 
-def test_limits_below_a_minute_are_one_since_first_executions_take_longer() -> None:
+def test_limits_below_a_minute_become_one_since_first_executions_take_longer() -> None:
     supervise = Supervisor(1)
     assert supervise(lambda: threading.Event().wait(0.01)) is False
     supervise.close()
 
 
 @pytest.mark.usefixtures("impatient")
-def test_function_beyond_the_limit_is_waited_for_no_longer_and_tells_when_it_has_ended() -> None:
+def test_function_beyond_the_limit_is_not_waited_for_and_its_end_is_reported() -> None:
     gate = threading.Event()
     supervise = Supervisor(1_000_000)
     with pytest.raises(LoadHangs, match=r"longer than its limit: 0\.001 s ") as caught:
@@ -54,13 +54,13 @@ def test_function_beyond_the_limit_is_waited_for_no_longer_and_tells_when_it_has
     supervise.close()
 
 
-def test_wait_that_outlasted_the_limit_as_the_process_was_stopped_is_not_the_functions(
+def test_wait_that_expired_while_the_process_was_stopped_does_not_count(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     frozen, gate = iter([True]), threading.Event()
 
     def wait(futures: Iterable[Future[Any]], timeout: float) -> Any:
-        """The first returns as after SIGCONT: the time is over, and nothing has run in it."""
+        """The first call returns as after SIGCONT: the time is over, and nothing has run in the meantime."""
         if next(frozen, False):
             waited = concurrent.futures.wait(futures, 0)
             gate.set()

@@ -1,4 +1,4 @@
-"""Tensors of a configuration that aren't just rows of dims: what becomes of them, and what is refused."""
+"""Tensors of a configuration that aren't just rows of dims: how they are served, and what is refused."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ OWN = ModelSpec(
 
 
 def own(*inputs: str) -> ModelSpec:
-    """A model with these inputs of `OWN` alone."""
+    """A model with only these inputs of `OWN`."""
     return ModelSpec(tuple(one for one in OWN.inputs if one.name in inputs), OWN.outputs)
 
 
@@ -72,7 +72,7 @@ def test_reshape_keeps_both_the_clients_and_the_models_dims() -> None:
         ("-1, -1", "-1, 1, -1", (-1, -1, 1, -1)),
     ],
 )
-def test_reshape_of_as_many_elements_is_taken(dims: str, reshape: str, mine: tuple[int, ...]) -> None:
+def test_reshape_to_as_many_elements_is_accepted(dims: str, reshape: str, mine: tuple[int, ...]) -> None:
     model = ModelSpec((TensorSpec("a", "FP32", mine),), (TensorSpec("x", "FP32", mine),))
     text = "".join(tensor(name, dims, f"reshape {{ shape: [ {reshape} ] }}", kind=kind)
                    for name, kind in (("a", "input"), ("x", "output")))  # fmt: skip
@@ -86,7 +86,7 @@ def test_reshape_of_as_many_elements_is_taken(dims: str, reshape: str, mine: tup
     ("dims", "reshape"),
     [("4", "2, 3"), ("-1, 4", "4, -1"), ("-1", "2"), ("4", "-1"), ("-1, 2", "-1"), ("2", ""), ("-1", "-1, -1")],
 )
-def test_reshape_of_other_elements_is_refused(dims: str, reshape: str) -> None:
+def test_reshape_to_other_elements_is_refused(dims: str, reshape: str) -> None:
     text = tensor("square", dims, f"reshape {{ shape: [ {reshape} ] }}")
 
     assert refusal(text, own("square")) == (
@@ -96,7 +96,7 @@ def test_reshape_of_other_elements_is_refused(dims: str, reshape: str) -> None:
 
 
 @pytest.mark.parametrize(("dims", "reshape"), [("-2, -2", "2, 2"), ("2, 2", "-2, -2")])
-def test_reshape_of_or_to_sizes_that_are_none_is_refused(dims: str, reshape: str) -> None:
+def test_reshape_of_or_to_sizes_below_minus_one_is_refused(dims: str, reshape: str) -> None:
     text = tensor("square", dims, f"reshape {{ shape: [ {reshape} ] }}")
 
     assert refusal(text, own("square")) == (
@@ -110,7 +110,7 @@ def test_reshape_that_is_not_the_models_shape_is_refused() -> None:
     assert refusal(text, own("square")) == "output 'y': expected reshape.shape of the model, [2, 2], got [4]"
 
 
-def test_reshape_without_a_batch_axis_is_that_of_the_whole_tensor() -> None:
+def test_reshape_without_a_batch_axis_applies_to_the_whole_tensor() -> None:
     model = ModelSpec((TensorSpec("a", "FP32", (2, -1)),), (TensorSpec("x", "FP32", ()),))
     text = tensor("a", "1, 2, -1", "reshape { shape: [ 2, -1 ] }") + tensor("x", "1", "reshape { }", kind="output")
 
@@ -120,7 +120,7 @@ def test_reshape_without_a_batch_axis_is_that_of_the_whole_tensor() -> None:
 
 
 @pytest.mark.parametrize("rows", [0, 4])
-def test_scalar_may_be_a_vector_of_one_to_clients_without_a_word(rows: int) -> None:
+def test_scalar_may_be_a_vector_of_one_to_clients_without_a_reshape(rows: int) -> None:
     lead = (-1,) if rows else ()
     model = ModelSpec((TensorSpec("a", "FP32", lead),), (TensorSpec("x", "FP32", lead),))
 
@@ -130,7 +130,7 @@ def test_scalar_may_be_a_vector_of_one_to_clients_without_a_word(rows: int) -> N
 
 
 @pytest.mark.parametrize("dims", ["2", "-1", "1, 2"])
-def test_scalar_is_nothing_else_to_clients_unless_it_is_an_output_which_may_be_none(dims: str) -> None:
+def test_scalar_with_other_dims_is_refused_as_an_input_and_accepted_as_an_output(dims: str) -> None:
     model = ModelSpec((TensorSpec("a", "FP32", ()),), (TensorSpec("x", "FP32", ()),))
 
     fault = refusal(tensor("a", dims), model, rows=0)
@@ -150,7 +150,7 @@ def test_rows_of_rank_zero_look_like_vectors_of_one_if_the_configuration_leaves_
     ]
 
 
-def test_ragged_input_has_dims_of_its_own_and_is_a_vector_to_the_model() -> None:
+def test_ragged_input_has_its_own_dims_and_is_a_vector_to_the_model() -> None:
     spec = served(tensor("flat", "3, -1", "allow_ragged_batch: true"), own("flat"))
 
     assert spec.inputs == (TensorSpec("flat", "FP32", (3, -1), ragged=True),)
@@ -190,7 +190,7 @@ def test_ragged_input_has_dims_of_its_own_and_is_a_vector_to_the_model() -> None
         ),
     ],
 )
-def test_ragged_input_that_cannot_be_is_refused(text: str, model: ModelSpec, fault: str) -> None:
+def test_invalid_ragged_input_is_refused(text: str, model: ModelSpec, fault: str) -> None:
     assert refusal(text, model) == fault
 
 
@@ -208,7 +208,7 @@ def test_ragged_fields_without_a_batch_axis_are_refused(field: str) -> None:
 
 
 @pytest.mark.parametrize("kind", BatchInputKind)
-def test_batch_input_of_each_kind_is_kept_from_clients(kind: BatchInputKind) -> None:
+def test_batch_input_of_each_kind_is_hidden_from_clients(kind: BatchInputKind) -> None:
     target = "items" if kind is BatchInputKind.ITEM_SHAPE else "counts"
 
     spec = served(RAGGED + batch_input(target, kind.value), own("flat", target))
@@ -217,7 +217,7 @@ def test_batch_input_of_each_kind_is_kept_from_clients(kind: BatchInputKind) -> 
     assert spec.batch_inputs == (BatchInput(kind, (target,), "INT32", "flat"),)
 
 
-def test_batch_input_beside_inputs_that_are_filled_in_is_not_among_them() -> None:
+def test_batch_input_is_not_among_the_inputs_filled_in_from_the_model() -> None:
     spec = served(batch_input(source="square"), own("square", "counts"))
 
     assert [one.name for one in spec.inputs] == ["square"]
@@ -270,7 +270,7 @@ def test_batch_input_beside_inputs_that_are_filled_in_is_not_among_them() -> Non
         ),
     ],
 )
-def test_batch_input_that_cannot_be_is_refused(text: str, fault: str) -> None:
+def test_invalid_batch_input_is_refused(text: str, fault: str) -> None:
     assert refusal(RAGGED + text, own("flat", "counts")) == fault
 
 
@@ -311,7 +311,7 @@ def test_batch_output_scatters_an_output_whatever_its_shape_in_the_model() -> No
         ),
     ],
 )
-def test_batch_output_that_cannot_be_is_refused(text: str, fault: str) -> None:
+def test_invalid_batch_output_is_refused(text: str, fault: str) -> None:
     assert refusal(RAGGED + text, own("flat")) == fault
 
 
@@ -331,18 +331,18 @@ def test_shape_tensors_alone_in_a_batched_model_are_refused() -> None:
 
 
 @pytest.mark.parametrize("optional", [False, True])
-def test_input_that_the_model_has_a_default_for_is_served_as_declared(optional: bool) -> None:
+def test_input_with_a_default_in_the_model_is_served_as_declared(optional: bool) -> None:
     text = SQUARE + tensor("bias", "4", f"optional: {str(optional).lower()}")
 
     assert served(text, own("square", "bias")).inputs[1].optional is optional
 
 
-def test_input_that_the_model_has_a_default_for_is_not_seen_unless_declared() -> None:
+def test_input_with_a_default_in_the_model_is_hidden_unless_declared() -> None:
     assert [one.name for one in served(SQUARE, own("square", "bias")).inputs] == ["square"]
     assert [one.name for one in served("", own("square", "bias")).inputs] == ["square"]
 
 
-def test_refusal_of_an_unknown_name_lists_no_more_of_the_models_than_one_can_read() -> None:
+def test_refusal_of_an_unknown_name_lists_only_some_of_many_names() -> None:
     weights = tuple(TensorSpec(f"w{number}", "FP32", (3,), optional=True) for number in range(30))
     model = ModelSpec((*OWN.inputs[1:2], *weights), OWN.outputs)
 
@@ -355,14 +355,14 @@ def test_refusal_of_an_unknown_name_lists_no_more_of_the_models_than_one_can_rea
 ANY = ModelSpec((TensorSpec("a", "FP32", (), any_rank=True),), (TensorSpec("x", "FP32", (), any_rank=True),))
 
 
-def test_any_rank_stays_where_a_configuration_says_nothing_of_dims() -> None:
+def test_any_rank_stays_where_a_configuration_gives_no_dims() -> None:
     assert served(tensor("a", ""), ANY, rows=0) == ANY
     rows = served(tensor("a", "") + tensor("x", "", kind="output"), ANY)
     assert (rows.batched, rows.inputs, rows.outputs) == (True, ANY.inputs, ANY.outputs)
 
 
 @pytest.mark.parametrize("rows", [0, 4])
-def test_any_rank_gives_way_to_dims_and_to_a_reshape(rows: int) -> None:
+def test_any_rank_is_replaced_by_dims_and_by_a_reshape(rows: int) -> None:
     spec = served(tensor("a", "4", "reshape { shape: [ 2, -1 ] }".replace("-1", "2")), ANY, rows)
     assert spec.inputs == (TensorSpec("a", "FP32", (4,), reshape=(2, 2)),)
     spec = served(tensor("x", "-1, 3", kind="output"), ANY, rows)

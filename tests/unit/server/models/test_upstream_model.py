@@ -1,4 +1,4 @@
-"""What another server tells of a model, and how it is served for that."""
+"""What another server says about a model, and how it is served accordingly."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def brought(
     return found
 
 
-def test_model_that_can_batch_does_so_as_flags_say() -> None:
+def test_model_that_can_batch_does_so_according_to_the_flags() -> None:
     found = brought({"a": [-1, 4]}, {"x": [-1]}, batches=3)
     plan = found.plan
     assert plan.spec.inputs == (TensorSpec("a", "FP32", (4,)),)
@@ -63,7 +63,7 @@ def test_model_that_can_batch_does_so_as_flags_say() -> None:
         ({"a": [-1, 4]}, {"x": [-1]}, 'max_batch_size: 8 batch_output { target_name: "x" source_input: "a" }'),
     ],
 )
-def test_model_that_cannot_batch_is_passed_its_requests_as_they_are(
+def test_model_that_cannot_batch_gets_its_requests_unchanged(
     inputs: dict[str, list[int]], outputs: dict[str, list[int]], config: str | None
 ) -> None:
     found = brought(inputs, outputs, config, calls=5)
@@ -73,13 +73,13 @@ def test_model_that_cannot_batch_is_passed_its_requests_as_they_are(
     assert len(found.instances) == 5
 
 
-def test_limit_that_the_upstream_tells_is_kept_and_nothing_is_split() -> None:
+def test_limit_of_the_upstream_is_kept_and_nothing_is_split() -> None:
     plan = brought({"a": [-1, 4], "b": [-1]}, {"x": [-1]}, 'max_batch_size: 8 input { name: "b" optional: true }').plan
     assert (plan.max_batch_rows, plan.splits) == (8, False)
     assert [one.optional for one in plan.spec.inputs] == [False, True]
 
 
-def test_queue_policies_of_the_upstream_hold_here_but_for_how_many_may_wait() -> None:
+def test_queue_policies_of_the_upstream_apply_here_except_the_queue_size() -> None:
     said = """max_batch_size: 8 dynamic_batching {
         preferred_batch_size: 4 max_queue_delay_microseconds: 1 priority_levels: 3 default_priority_level: 2
         default_queue_policy { timeout_action: DELAY default_timeout_microseconds: 5 max_queue_size: 9 }
@@ -92,7 +92,7 @@ def test_queue_policies_of_the_upstream_hold_here_but_for_how_many_may_wait() ->
     assert (policy.preferred_batch_rows, policy.max_queue_delay_ns) == ((), 5_000_000)
 
 
-def test_levels_that_the_upstream_does_not_have_are_not_refused() -> None:
+def test_settings_of_levels_that_the_upstream_lacks_are_ignored() -> None:
     said = """max_batch_size: 8 dynamic_batching {
         default_priority_level: 3 priority_queue_policy { key: 1 value { max_queue_size: 1 } }
     }"""
@@ -100,7 +100,7 @@ def test_levels_that_the_upstream_does_not_have_are_not_refused() -> None:
     assert (policy.priority_levels, policy.default_priority_level, policy.priority_queue) == (0, 0, {})
 
 
-def test_requests_are_split_where_the_upstream_says_that_it_does_and_so_is_told_to_a_batcher_in_front() -> None:
+def test_requests_are_split_where_the_upstream_splits_and_the_configuration_says_so() -> None:
     said = 'max_batch_size: 8 parameters { key: "paceline.split_oversized" value { string_value: "true" } }'
     for config in None, said:
         first = brought({"a": [-1, 4]}, {"x": [-1]}, config)
@@ -110,20 +110,20 @@ def test_requests_are_split_where_the_upstream_says_that_it_does_and_so_is_told_
     assert not brought({"a": [-1, 4]}, {"x": [-1]}, said.replace('"true"', '"false"')).plan.splits
 
 
-def test_model_that_tells_no_tensors_batches_what_requests_bring() -> None:
+def test_model_without_known_tensors_batches_what_requests_bring() -> None:
     plan = brought({}, {}).plan
     assert (plan.spec.inputs, plan.max_batch_rows) == ((), 16)
     assert brought({}, {}, "max_batch_size: 8").plan.max_batch_rows == 8
     first = brought({}, {}, unbatched=("m",))
     assert first.plan.max_batch_rows == 0
-    # and so it is told to a batcher in front
+    # and the configuration says so to a batcher in front
     second = brought({}, {}, text_format.MessageToString(first.config), calls=5)
     assert (second.plan.max_batch_rows, second.plan.spec.batched, len(second.instances)) == (0, False, 5)
     assert brought({}, {}, "max_batch_size: -5").plan.max_batch_rows == 0
 
 
 @pytest.mark.parametrize("kind", ["input", "output"])
-def test_name_that_is_told_twice_is_refused(kind: str) -> None:
+def test_tensor_name_given_twice_is_refused(kind: str) -> None:
     told = pb.ModelMetadataResponse(name="m")
     for tensors, name in ((told.inputs, "input"), (told.outputs, "output")):
         for _ in range(2 if name == kind else 1):
@@ -137,11 +137,11 @@ def test_name_that_is_told_twice_is_refused(kind: str) -> None:
     ("config", "said"),
     [("sequence_batching { }", "sequence_batching"), ("model_transaction_policy { decoupled: true }", "decoupled")],
 )
-def test_model_whose_requests_are_not_for_themselves_is_refused(config: str, said: str) -> None:
+def test_model_with_sequences_or_decoupled_responses_is_refused(config: str, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         brought({"a": [-1]}, {"x": [-1]}, config)
 
 
-def test_tensor_that_makes_no_sense_is_refused() -> None:
+def test_tensor_with_an_invalid_size_is_refused() -> None:
     with pytest.raises(ConfigError, match="expected sizes >= -1"):
         brought({"a": [-2]}, {"x": [-1]})

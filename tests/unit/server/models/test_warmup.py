@@ -1,4 +1,4 @@
-"""Samples run before a model is ready: with which data, how often, and what becomes of those that fail."""
+"""Samples run before a model is ready: with which data, how often, and what happens if they fail."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Executed = list[list[Array]]
 
 
 class Bench:
-    """Instances of one model that keep what they were given; input and output are `a` of `datatype` and `dims`."""
+    """Instances of one model that record their inputs; its input `a` and output `x` have `datatype` and `dims`."""
 
     def __init__(
         self,
@@ -90,7 +90,7 @@ def test_default_of_text_is_empty_text() -> None:
     assert values(bench) == [[[[b"", b""]]]]
 
 
-def test_default_with_an_unknown_dimension_is_nothing() -> None:
+def test_default_with_an_unknown_dimension_runs_nothing() -> None:
     bench = Bench(dims=(2, -1))
     bench.warm("")
     assert not bench.seen
@@ -104,7 +104,7 @@ def test_default_that_fails_as_any_input_would_fails_the_load(error: ExecutionEr
         bench.warm("")
 
 
-def test_default_that_fails_is_logged_and_forgiven(caplog: pytest.LogCaptureFixture) -> None:
+def test_default_that_fails_is_logged_and_does_not_fail_the_load(caplog: pytest.LogCaptureFixture) -> None:
     bench = Bench(instances=2)
     bench.model.faults.raise_next(ExecutionError("zeros are no input"))
     with caplog.at_level(logging.WARNING, "paceline.server.warmup"):
@@ -118,7 +118,7 @@ def test_default_that_fails_is_logged_and_forgiven(caplog: pytest.LogCaptureFixt
     ("size", "why"),
     [(2**62, f"expected at most {(2**63 - 1) // 8} elements"), (2**57, "Unable to allocate")],
 )
-def test_default_that_no_memory_is_large_enough_for_is_forgiven(
+def test_default_too_large_for_memory_does_not_fail_the_load(
     caplog: pytest.LogCaptureFixture, size: int, why: str
 ) -> None:
     bench = Bench(dims=(size,))
@@ -130,12 +130,12 @@ def test_default_that_no_memory_is_large_enough_for_is_forgiven(
 
 
 @pytest.mark.parametrize("data", ["zero_data: true", "random_data: true"])
-def test_sample_that_no_memory_is_large_enough_for_is_refused(data: str) -> None:
+def test_sample_too_large_for_memory_is_refused(data: str) -> None:
     text = Bench(dims=(-1,)).refusal(sample(data, str(2**57)))
     assert text.startswith("warmup sample 's': input 'a': Unable to allocate")
 
 
-def test_sample_that_the_model_has_no_memory_for_is_refused() -> None:
+def test_sample_that_the_model_lacks_memory_for_is_refused() -> None:
     bench = Bench()
     bench.model.faults.raise_next(MemoryError())
     assert bench.refusal(sample()) == "failed to run warmup sample 's': MemoryError"
@@ -147,7 +147,7 @@ def test_sample_of_zeros_replaces_the_default() -> None:
     assert values(bench) == [[[[0, 0, 0]]]]
 
 
-def test_tensor_of_any_rank_is_warmed_up_by_samples_alone_of_any_dims() -> None:
+def test_tensor_of_any_rank_is_warmed_up_only_by_samples_with_any_dims() -> None:
     bench = Bench(dims=(), rows=0, any_rank=True)
     bench.warm("")
     assert not bench.seen
@@ -157,7 +157,7 @@ def test_tensor_of_any_rank_is_warmed_up_by_samples_alone_of_any_dims() -> None:
 
 
 @pytest.mark.parametrize(("batch_size", "rows"), [(1, 1), (3, 3), (4, 4)])
-def test_sample_batch_size_is_so_many_rows_in_one_batch(batch_size: int, rows: int) -> None:
+def test_sample_batch_size_is_the_number_of_rows_in_one_batch(batch_size: int, rows: int) -> None:
     bench = Bench()
     bench.warm(sample(more=f"batch_size: {batch_size}"))
     assert [inputs[0].shape for inputs in bench.seen] == [(rows, 2)]
@@ -177,7 +177,7 @@ def test_sample_count_is_how_often_it_runs_on_each_instance(count: int, times: i
     assert bench.model.batches == [(1, 1)] * times * 2
 
 
-def test_sample_that_runs_is_told_to_who_debugs(caplog: pytest.LogCaptureFixture) -> None:
+def test_sample_that_runs_is_logged_for_debugging(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.DEBUG, "paceline.server.warmup"):
         Bench().warm(sample(more="batch_size: 1 count: 2"))
     assert [record.getMessage() for record in caplog.records] == [
@@ -201,7 +201,7 @@ def test_sample_of_zeros_of_each_datatype_is_zero(datatype: str) -> None:
 
 
 @pytest.mark.parametrize("datatype", DATATYPES)
-def test_sample_at_random_of_each_datatype_is_of_its_dtype_and_the_same_each_time(datatype: str) -> None:
+def test_random_sample_of_each_datatype_has_its_dtype_and_is_the_same_each_time(datatype: str) -> None:
     bench, again = Bench(datatype, (500,)), Bench(datatype, (500,))
     for one in (bench, again):
         one.warm(sample("random_data: true", "500", datatype))
@@ -251,12 +251,12 @@ def test_sample_from_a_file_outside_of_the_folder_is_refused(tmp_path: Path, fil
     assert not bench.seen
 
 
-def test_sample_from_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
+def test_sample_from_a_missing_file_is_refused(tmp_path: Path) -> None:
     text = Bench().refusal(sample('input_data_file: "gone"'), tmp_path)
     assert text == f"warmup sample 's': input 'a': {tmp_path}/warmup/gone: No such file or directory"
 
 
-def test_sample_from_what_is_no_file_is_refused_and_not_waited_for(tmp_path: Path) -> None:
+def test_sample_from_a_pipe_is_refused_without_waiting(tmp_path: Path) -> None:
     (tmp_path / "warmup").mkdir()
     os.mkfifo(tmp_path / "warmup" / "data")
     text = Bench().refusal(sample('input_data_file: "data"'), tmp_path)
@@ -298,19 +298,19 @@ def test_sample_that_does_not_fit_is_refused_naming_sample_and_input(text: str, 
 
 
 @pytest.mark.parametrize(("dims", "fault"), [("-1", "no negative dimension"), (str(2**62), "at most")])
-def test_sample_of_a_shape_that_cannot_be_is_refused(dims: str, fault: str) -> None:
+def test_sample_of_an_impossible_shape_is_refused(dims: str, fault: str) -> None:
     text = Bench(dims=(-1,)).refusal(sample(dims=dims))
     assert text.startswith(f"warmup sample 's': input 'a': shape: expected {fault}")
 
 
-def test_sample_batch_size_of_a_model_without_batch_axis_is_1_at_most() -> None:
+def test_sample_batch_size_of_a_model_without_batch_axis_is_at_most_1() -> None:
     bench = Bench(rows=0)
     bench.warm(sample(more="batch_size: 1"))
     assert [inputs[0].shape for inputs in bench.seen] == [(2,)]
     assert bench.refusal(sample(more="batch_size: 2")) == "warmup sample 's': expected a batch_size up to 1, got 2"
 
 
-def test_sample_that_fails_fails_the_load_with_the_models_words() -> None:
+def test_sample_that_fails_fails_the_load_with_the_models_error() -> None:
     bench = Bench()
     bench.model.faults.raise_next(ExecutionError("bad luck"))
     assert bench.refusal(sample()) == "failed to run warmup sample 's': bad luck"
@@ -326,7 +326,7 @@ FEATURES = """
 
 
 def warm_features(text: str, *, shape_tensor: bool = False) -> list[list[Array]]:
-    """What a model with a reshaped, an optional and perhaps a shape tensor is shown."""
+    """The inputs that the warm-up gives a model with a reshaped, an optional and perhaps a shape tensor."""
     seen: list[list[Array]] = []
 
     def compute(inputs: Tensors) -> Tensors:
@@ -355,7 +355,7 @@ def test_default_is_in_the_models_shape_and_without_optional_inputs() -> None:
     assert optional is MISSING
 
 
-def test_default_of_a_shape_that_nobody_told_is_nothing() -> None:
+def test_default_with_a_shape_tensor_runs_nothing() -> None:
     assert not warm_features("", shape_tensor=True)
 
 
@@ -373,7 +373,7 @@ def test_sample_shape_tensor_has_no_batch_axis() -> None:
     assert (r.shape, s.shape) == ((2, 2, 2), (2,))
 
 
-def test_optional_inputs_alone_in_a_batched_model_are_not_warmed_up_by_default_and_need_one_in_a_sample() -> None:
+def test_batched_model_of_only_optional_inputs_has_no_default_and_samples_need_one_of_them() -> None:
     own = ModelSpec((TensorSpec("o", "FP32", (-1, 2)),), (TensorSpec("x", "FP32", (-1, 2)),))
     text = """max_batch_size: 4 input { name: "o" data_type: TYPE_FP32 dims: [ 2 ] optional: true }
         output { name: "x" data_type: TYPE_FP32 dims: [ 2 ] }"""

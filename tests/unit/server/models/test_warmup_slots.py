@@ -1,4 +1,4 @@
-"""What instances with slots run before a model is ready: each of their slots, all sizes of batches."""
+"""What instances with slots run before a model is ready: each slot runs batches of all sizes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.unit.server.models.test_warmup import Bench, sample
 
 
 class Slot:
-    """Notes the sizes that it is prepared for; more than `most` rows are too many."""
+    """Records the sizes that it is prepared for; more than `most` rows are too many."""
 
     def __init__(self, instance: ModelInstance, most: int) -> None:
         self.device = instance.device
@@ -37,7 +37,7 @@ class Slot:
 
 
 class Slotted:
-    """An instance with two slots, which is to be warmed up by these alone."""
+    """An instance with two slots, which is to be warmed up only through these."""
 
     def __init__(self, instance: ModelInstance, most: int) -> None:
         self.device, self.close = instance.device, instance.close
@@ -64,16 +64,16 @@ def test_slots_are_prepared_for_all_sizes_the_largest_first() -> None:
     assert prepared() == [[6, 4, 2, 1]] * 2
     assert prepared(rows=8) == [[8, 4, 2, 1]] * 2
     assert prepared(SIZES) == [[6, 3, 1]] * 2
-    assert prepared(rows=0) == [[2]] * 2  # the two of its dims
+    assert prepared(rows=0) == [[2]] * 2  # as its dims are [2]
 
 
-def test_slots_are_prepared_by_samples_padded_to_the_sizes_that_are_not_too_small() -> None:
+def test_slots_are_prepared_by_samples_padded_to_each_size_that_holds_them() -> None:
     assert prepared(SIZES + sample(more="batch_size: 2")) == [[6, 3]] * 2
     assert prepared(SIZES + sample(more="batch_size: 2 count: 2")) == [[6, 3, 2]] * 2
     assert prepared(SIZES + sample(more="batch_size: 0")) == [[]] * 2
 
 
-def test_size_that_memory_is_too_short_for_is_left_out(caplog: pytest.LogCaptureFixture) -> None:
+def test_size_that_does_not_fit_into_memory_is_left_out(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "paceline.server.warmup"):
         assert prepared(SIZES, most=3) == [[3, 1]] * 2
     assert [record.getMessage() for record in caplog.records] == [
@@ -81,7 +81,7 @@ def test_size_that_memory_is_too_short_for_is_left_out(caplog: pytest.LogCapture
     ] * 2
 
 
-def test_no_size_that_memory_suffices_for_stays_cold_or_fails_the_sample(caplog: pytest.LogCaptureFixture) -> None:
+def test_without_memory_for_any_size_there_is_no_warm_up_or_the_sample_fails(caplog: pytest.LogCaptureFixture) -> None:
     assert prepared(most=0) == [[], []]
     assert "is served without warm-up" in caplog.messages[-1]
     with pytest.raises(ConfigError, match="failed to run warmup sample 's': too large"):

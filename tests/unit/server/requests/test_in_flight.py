@@ -1,4 +1,4 @@
-"""Requests in flight whose callers go, at whatever moment."""
+"""Requests in flight whose callers leave, at whatever moment."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from server.telemetry.metrics import Metrics
 from tests.wire import rows_of_floats
 
 
-async def test_split_request_given_up_as_one_of_its_parts_fails_leaves_no_complaint() -> None:
+async def test_split_request_given_up_as_one_of_its_parts_fails_leaves_no_unhandled_error() -> None:
     complaints: list[dict[str, Any]] = []
     asyncio.get_running_loop().set_exception_handler(lambda _, context: complaints.append(context))
     inference = Inference(Repository(Metrics(), lambda name: pytest.fail("nothing is loaded here")))

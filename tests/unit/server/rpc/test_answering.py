@@ -1,4 +1,4 @@
-"""The words of a status: as many as arrive, through proxies too."""
+"""The text of a status: as much of it as arrives, through proxies too."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ def sent(text: str) -> str:
 
 
 def written(text: str) -> int:
-    """Its bytes in a header, as gRPC has it: what isn't printable, or is a percent sign, as three."""
+    """Its bytes in a header, as gRPC writes it: each one that isn't printable, or is a percent sign, takes three."""
     return len(quote_from_bytes(text.encode(), safe=PRINTABLE))
 
 
 @pytest.mark.parametrize("text", ["", "a word", "x" * MAX_BYTES, "日" * (MAX_BYTES // 9), "%" * (MAX_BYTES // 3)])
-def test_text_that_arrives_is_sent_as_it_is(text: str) -> None:
+def test_text_that_fits_is_sent_unchanged(text: str) -> None:
     assert sent(text) == text
 
 
 @pytest.mark.parametrize("letter", ["x", "%", "\n", "é", "日", "😀", "%x日", "\x7f"])
 @pytest.mark.parametrize("times", [1_001, 3_001, 100_000])
-def test_text_that_would_be_too_long_written_lacks_its_middle_and_no_more(letter: str, times: int) -> None:
+def test_text_that_would_be_too_long_in_a_header_lacks_only_its_middle(letter: str, times: int) -> None:
     text = "begin " + letter * times + " end"
     words = sent(text)
     if words == text:
@@ -46,5 +46,5 @@ def test_text_that_would_be_too_long_written_lacks_its_middle_and_no_more(letter
     assert end.endswith(" end")
 
 
-def test_text_that_utf_8_cannot_say_is_sent_with_what_it_can() -> None:
+def test_text_that_utf_8_cannot_encode_is_sent_escaped() -> None:
     assert sent("a name \ud800") == r"a name \ud800"

@@ -1,4 +1,4 @@
-"""What calls bring along: headers that become parameters, and how long the caller waits."""
+"""What calls bring: headers that become parameters or are passed on, traces, and how long the caller waits."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from server.rpc.restrictions import HEADER_PREFIX
 
 
 class Context:
-    """A call with these headers, as gRPC gives them: in lower case, values of keys in -bin as bytes."""
+    """A call with these headers, as gRPC gives them: in lower case, values of keys ending in -bin as bytes."""
 
     def __init__(self, *metadata: tuple[str, str | bytes]) -> None:
         self._metadata = metadata
@@ -40,7 +40,7 @@ CALL = Context(("x-tenant", "a"), ("user-agent", "me"), ("x-more", "1"), ("x-mor
         ("-bin", {}),
     ],
 )
-def test_forward_takes_headers_in_whose_names_the_pattern_occurs(pattern: str, found: dict[str, str]) -> None:
+def test_forward_takes_headers_whose_names_contain_the_pattern(pattern: str, found: dict[str, str]) -> None:
     assert HeaderForwarding(pattern).headers(CALL) == found
 
 
@@ -53,11 +53,11 @@ def test_forward_of_a_reserved_name_is_refused(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["authorization", f"{HEADER_PREFIX}inference"])
-def test_forward_leaves_out_what_is_for_this_server_alone(name: str) -> None:
+def test_forward_leaves_out_headers_only_for_this_server(name: str) -> None:
     assert HeaderForwarding(".*").headers(Context((name, "secret"), ("x-tenant", "a"))) == {"x-tenant": "a"}
 
 
-def test_passed_on_are_headers_of_these_names_in_the_calls_order_and_traces_beside_them() -> None:
+def test_passed_on_headers_of_given_names_keep_the_calls_order_and_traces_are_separate() -> None:
     passing = HeaderPassing(("X-More", "x-data-bin", "x-tenant"), ("TraceParent", "x-tenant"))
     call = Context(*CALL.invocation_metadata(), ("traceparent", "1"))
     headers = ("x-tenant", "a"), ("x-more", "1"), ("x-more", "2"), ("x-data-bin", b"\xff")
@@ -65,21 +65,21 @@ def test_passed_on_are_headers_of_these_names_in_the_calls_order_and_traces_besi
 
 
 @pytest.mark.parametrize("value", ["\N{SNOWMAN}", "a\x7f", "a\nb"], ids=["not ASCII", "delete", "line"])
-def test_passed_on_is_nothing_that_cannot_be_sent(value: str) -> None:
+def test_unsendable_headers_are_refused_and_unsendable_traces_left_out(value: str) -> None:
     passing = HeaderPassing(("x-tenant",), ("traceparent",))
     assert passing.passed(Context(("traceparent", value), ("x-tenant", "a"))) == PassedHeaders((("x-tenant", "a"),), ())
     with pytest.raises(InvalidRequest, match=r"^header 'x-tenant' can't be passed on: expected printable ASCII"):
         passing.passed(Context(("x-tenant", value)))
 
 
-def test_trace_is_that_of_its_headers_whatever_comes_behind_them() -> None:
+def test_trace_is_read_from_its_headers_whatever_is_between_them() -> None:
     states = ("tracestate", "a=1"), ("tracestate", "b=2")
     call = Context(("x-before", "no"), ("traceparent", "1"), states[0], ("x-behind", "no"), states[1])
     assert traceparent_of(call) == ("1", "a=1,b=2")
     assert traceparent_of(Context(*states)) is None
 
 
-def test_add_headers_win_over_what_the_request_says() -> None:
+def test_add_headers_overrides_parameters_of_the_request() -> None:
     request = pb.ModelInferRequest()
     request.parameters["x-tenant"].int64_param = 7
     request.parameters["mine"].bool_param = True
@@ -93,7 +93,7 @@ def test_header_is_the_last_of_its_name_or_nothing() -> None:
 
 
 class Remaining:
-    """Of gRPC's context, the time that is left."""
+    """The part of gRPC's context that tells the time left."""
 
     def __init__(self, seconds: float | None) -> None:
         self._seconds = seconds
@@ -103,7 +103,7 @@ class Remaining:
 
 
 @pytest.mark.parametrize(("remaining_s", "way_back_s"), [(0.1, 0.01), (0.2, 0.02), (1_000.0, 0.1)])
-def test_deadline_leaves_a_tenth_of_the_time_and_at_most_100_ms_for_the_way_back(
+def test_deadline_leaves_a_tenth_of_the_time_and_at_most_100_ms_for_the_response(
     remaining_s: float, way_back_s: float
 ) -> None:
     before_ns = time.monotonic_ns()

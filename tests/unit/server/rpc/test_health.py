@@ -44,7 +44,7 @@ async def bench() -> AsyncIterator[Bench]:
 
 
 @pytest.mark.parametrize("service", ["", NAME])
-async def test_check_follows_what_was_set(bench: Bench, service: str) -> None:
+async def test_check_returns_the_status_that_was_set(bench: Bench, service: str) -> None:
     assert await bench.check(service) == Status.NOT_SERVING
     bench.service.set_serving(True)
     assert await bench.check(service) == Status.SERVING
@@ -52,7 +52,7 @@ async def test_check_follows_what_was_set(bench: Bench, service: str) -> None:
     assert await bench.check(service) == Status.NOT_SERVING
 
 
-async def test_check_of_liveness_is_serving_whatever_becomes_of_the_rest(bench: Bench) -> None:
+async def test_check_of_liveness_is_serving_even_if_the_rest_is_not(bench: Bench) -> None:
     assert await bench.check(LIVENESS) == Status.SERVING
     bench.service.set_serving(True)
     bench.service.set_serving(False)
@@ -60,7 +60,7 @@ async def test_check_of_liveness_is_serving_whatever_becomes_of_the_rest(bench: 
     assert (await bench.check(), await bench.check(LIVENESS)) == (Status.NOT_SERVING, Status.SERVING)
 
 
-async def test_watch_of_liveness_says_serving_once_and_ends_with_the_server(bench: Bench) -> None:
+async def test_watch_of_liveness_reports_serving_once_and_ends_with_the_server(bench: Bench) -> None:
     watch = bench.watch(LIVENESS)
     assert (await watch.read()).status == Status.SERVING
     bench.service.close()
@@ -73,7 +73,7 @@ async def test_check_of_an_unknown_service_is_not_found(bench: Bench) -> None:
     assert (caught.value.code(), caught.value.details()) == (grpc.StatusCode.NOT_FOUND, "unknown service 'nope'")
 
 
-async def test_watch_tells_the_status_and_each_change(bench: Bench) -> None:
+async def test_watch_reports_the_status_and_each_change(bench: Bench) -> None:
     stream = bench.watch(NAME)
     assert (await stream.read()).status == Status.NOT_SERVING
     bench.service.set_serving(True)
@@ -82,7 +82,7 @@ async def test_watch_tells_the_status_and_each_change(bench: Bench) -> None:
     assert (await stream.read()).status == Status.NOT_SERVING
 
 
-async def test_watch_says_nothing_where_nothing_changes(bench: Bench) -> None:
+async def test_watch_reports_nothing_if_nothing_changes(bench: Bench) -> None:
     stream = bench.watch()
     assert (await stream.read()).status == Status.NOT_SERVING
     bench.service.set_serving(False)
@@ -90,7 +90,7 @@ async def test_watch_says_nothing_where_nothing_changes(bench: Bench) -> None:
     assert (await stream.read()).status == Status.SERVING
 
 
-async def test_watch_of_an_unknown_service_says_so_and_stays_open(bench: Bench) -> None:
+async def test_watch_of_an_unknown_service_reports_that_and_stays_open(bench: Bench) -> None:
     stream = bench.watch("nope")
     assert (await stream.read()).status == Status.SERVICE_UNKNOWN
     bench.service.set_serving(True)
@@ -98,7 +98,7 @@ async def test_watch_of_an_unknown_service_says_so_and_stays_open(bench: Bench) 
     assert await stream.read() is grpc.aio.EOF
 
 
-async def test_watch_ended_by_one_client_leaves_the_others_their_streams(bench: Bench) -> None:
+async def test_watch_ended_by_one_client_does_not_end_the_others(bench: Bench) -> None:
     streams = [bench.watch() for _ in range(3)]
     for stream in streams:
         assert (await stream.read()).status == Status.NOT_SERVING
@@ -108,7 +108,7 @@ async def test_watch_ended_by_one_client_leaves_the_others_their_streams(bench: 
         assert (await stream.read()).status == Status.SERVING
 
 
-async def test_close_tells_watchers_and_ends_their_streams(bench: Bench) -> None:
+async def test_close_is_reported_to_watchers_and_ends_their_streams(bench: Bench) -> None:
     bench.service.set_serving(True)
     stream = bench.watch()
     assert (await stream.read()).status == Status.SERVING
@@ -118,7 +118,7 @@ async def test_close_tells_watchers_and_ends_their_streams(bench: Bench) -> None
     assert await stream.code() is grpc.StatusCode.OK
 
 
-async def test_close_while_a_status_is_being_sent_is_told_as_well() -> None:
+async def test_close_while_a_status_is_being_sent_is_reported_as_well() -> None:
     service = HealthService([])
     service.set_serving(True)
 
@@ -145,7 +145,7 @@ async def test_set_serving_after_close_does_not_bring_the_server_back(bench: Ben
     assert await bench.check() == Status.NOT_SERVING
 
 
-async def test_liveness_that_is_lost_is_told_and_comes_back(bench: Bench) -> None:
+async def test_lost_liveness_is_reported_and_comes_back(bench: Bench) -> None:
     watch = bench.watch(LIVENESS)
     assert (await watch.read()).status == Status.SERVING
     bench.service.set_serving(False, live=False)

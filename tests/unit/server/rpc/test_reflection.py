@@ -1,4 +1,4 @@
-"""Reflection's own part: what its pool knows, and how its streams end. What clients make of it is tested elsewhere."""
+"""The reflection service itself: what its pool knows, and how its streams end. Clients of it are tested elsewhere."""
 
 from __future__ import annotations
 
@@ -63,7 +63,9 @@ async def test_services_are_listed_under_both_names(bench: Bench, name: str) -> 
 
 
 @pytest.mark.parametrize("service", SERVICES)
-async def test_services_all_build_into_an_empty_pool_from_what_is_told(bench: Bench, name: str, service: str) -> None:
+async def test_services_can_all_be_built_in_an_empty_pool_from_the_answers(
+    bench: Bench, name: str, service: str
+) -> None:
     pool = descriptor_pool.DescriptorPool()
     wanted = [{"file_containing_symbol": service}]
     files: dict[str, descriptor_pb2.FileDescriptorProto] = {}
@@ -85,7 +87,7 @@ async def test_services_all_build_into_an_empty_pool_from_what_is_told(bench: Be
     assert pool.FindServiceByName(service).methods
 
 
-async def test_unknown_symbol_is_told_and_the_stream_goes_on(bench: Bench, name: str) -> None:
+async def test_unknown_symbol_is_reported_and_the_stream_stays_open(bench: Bench, name: str) -> None:
     stream = bench.stream(name)
     await stream.write(Request(file_containing_symbol="no.such.Thing"))
     assert (await stream.read()).error_response.error_code == grpc.StatusCode.NOT_FOUND.value[0]
@@ -93,14 +95,14 @@ async def test_unknown_symbol_is_told_and_the_stream_goes_on(bench: Bench, name:
     assert (await stream.read()).WhichOneof("message_response") == "file_descriptor_response"
 
 
-async def test_stream_ends_when_the_client_has_said_all(bench: Bench, name: str) -> None:
+async def test_stream_ends_when_the_client_is_done_writing(bench: Bench, name: str) -> None:
     stream = bench.stream(name)
     await stream.done_writing()
     assert await stream.read() is grpc.aio.EOF
     assert await stream.code() is grpc.StatusCode.OK
 
 
-async def test_close_ends_streams_that_wait_for_a_question(bench: Bench, name: str) -> None:
+async def test_close_ends_streams_that_wait_for_a_request(bench: Bench, name: str) -> None:
     stream = bench.stream(name)
     await stream.write(Request(list_services=""))
     await stream.read()
@@ -108,7 +110,7 @@ async def test_close_ends_streams_that_wait_for_a_question(bench: Bench, name: s
     assert await stream.read() is grpc.aio.EOF
 
 
-async def test_close_leaves_nothing_for_streams_that_come_later(bench: Bench, name: str) -> None:
+async def test_close_ends_later_streams_at_once(bench: Bench, name: str) -> None:
     bench.reflection.close()
     stream = bench.stream(name)
     assert await stream.read() is grpc.aio.EOF

@@ -1,4 +1,4 @@
-"""Groups of RPCs, and what callers of them have to bring along."""
+"""Groups of RPCs, and the headers that their callers have to send."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from protos import inference_pb2 as pb
 from server.rpc.restrictions import GROUPS, Restriction, group_of, parse_restrictions
 
 
-def test_group_of_every_rpc_is_one() -> None:
+def test_every_rpc_is_in_exactly_one_group() -> None:
     services = (
         pb.DESCRIPTOR.services_by_name["GRPCInferenceService"],
         health_pb2.DESCRIPTOR.services_by_name["Health"],
     )
     paths = [f"/{service.full_name}/{method.name}" for service in services for method in service.methods]
-    # Older versions of grpcio-health-checking haven't got that one.
+    # Older versions of grpcio-health-checking don't have that one.
     expected = sorted({*paths, "/grpc.health.v1.Health/List"})
     assert sorted(path for group in GROUPS.values() for path in group) == expected
     assert group_of("/inference.GRPCInferenceService/ModelStreamInfer") == "inference"
@@ -51,12 +51,12 @@ def test_parse_several_groups_and_several_values() -> None:
         ("health,health:k=SECRET", "'health' once"),
     ],
 )
-def test_parse_of_a_fault_is_refused_without_the_value(given: str, expected: str) -> None:
+def test_parse_error_does_not_contain_the_value(given: str, expected: str) -> None:
     with pytest.raises(ValueError, match=expected) as refusal:
         parse_restrictions([given])
     assert "SECRET" not in str(refusal.value)
 
 
-def test_parse_of_a_group_that_is_restricted_already_is_refused() -> None:
+def test_parse_of_a_group_restricted_twice_is_refused() -> None:
     with pytest.raises(ValueError, match="'trace' once"):
         parse_restrictions(["trace:a=1", "logging,trace:b=2"])

@@ -1,4 +1,4 @@
-"""The boundary where exceptions become statuses, over a real connection and a repository that misbehaves."""
+"""The boundary where exceptions become statuses, over a real connection, with a repository that misbehaves."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Code = grpc.StatusCode
 
 
 class Broken(Repository):
-    """Every look-up raises `error`."""
+    """A repository in which every look-up raises `error`."""
 
     def __init__(self, error: Exception) -> None:
         super().__init__(Metrics(), lambda name: pytest.fail("nothing is loaded here"))
@@ -79,7 +79,7 @@ async def test_unforeseen_error_is_internal_and_logged_with_its_traceback(
     assert record.exc_info[1] is error
 
 
-async def test_unforeseen_error_in_one_call_leaves_the_next_alone(bench: Bench) -> None:
+async def test_unforeseen_error_in_one_call_does_not_affect_the_next(bench: Bench) -> None:
     await bench.outcome()
     assert (await bench.stub.ServerMetadata(pb.ServerMetadataRequest())).name == "id"
 
@@ -89,7 +89,7 @@ async def test_not_serving_refuses_inference_before_anything_else(bench: Bench) 
     assert await bench.outcome() == (Code.UNAVAILABLE, "the server is stopping")
 
 
-async def test_not_serving_says_to_clients_that_try_again_when_to(bench: Bench) -> None:
+async def test_not_serving_tells_clients_that_retry_when_to_do_so(bench: Bench) -> None:
     pushback = ("grpc-retry-pushback-ms", str(TRY_AGAIN_MS))
     for serving in (False, True):
         bench.inference.serving = serving
@@ -97,7 +97,7 @@ async def test_not_serving_says_to_clients_that_try_again_when_to(bench: Bench) 
         assert (pushback in list(await call.trailing_metadata())) == (not serving)
 
 
-async def test_not_serving_is_live_and_not_ready(bench: Bench) -> None:
+async def test_server_that_is_not_ready_is_live(bench: Bench) -> None:
     assert (await bench.stub.ServerReady(pb.ServerReadyRequest())).ready
     bench.inference.ready = False
     assert not (await bench.stub.ServerReady(pb.ServerReadyRequest())).ready
@@ -109,7 +109,7 @@ async def test_refuse_until_quiet_ends_soon_when_nobody_calls(bench: Bench) -> N
     assert not bench.inference.serving
 
 
-async def test_refuse_until_quiet_refuses_who_calls_meanwhile_and_ends_though_they_go_on(bench: Bench) -> None:
+async def test_refuse_until_quiet_refuses_calls_meanwhile_and_ends_even_if_they_continue(bench: Bench) -> None:
     quiet = asyncio.create_task(bench.inference.refuse_until_quiet())
     refused = 0
     while not quiet.done():

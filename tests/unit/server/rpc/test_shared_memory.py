@@ -1,4 +1,4 @@
-"""CUDA shared memory as far as it can be told without a GPU: what is advertised, refused, and in whose words."""
+"""CUDA shared memory as far as it can be tested without a GPU: what is advertised, what is refused, with which text."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ class Aborted(Exception):
 
 
 class Context:
-    """As far as `answering` uses it."""
+    """gRPC's context, as far as `answering` uses it."""
 
     async def abort(self, code: grpc.StatusCode, text: str) -> None:
         raise Aborted(code, text)
 
 
-async def test_extensions_follow_what_is_there() -> None:
+async def test_extensions_depend_on_shared_memory_and_gpus() -> None:
     for regions, count_gpus, expected in (
         (None, lambda: 1, ()),
         (Regions(1), no_gpu, ("system_shared_memory",)),
@@ -44,7 +44,7 @@ async def test_extensions_follow_what_is_there() -> None:
         assert group.extensions == expected
 
 
-async def test_cuda_register_without_a_driver_says_that_and_why() -> None:
+async def test_cuda_register_without_a_driver_is_refused_with_the_reason() -> None:
     group = SharedMemory(Regions(1), no_gpu)
     await group.look_for_gpus()
     request = pb.CudaSharedMemoryRegisterRequest(name="c", raw_handle=b"x" * 64, byte_size=1)
@@ -82,7 +82,7 @@ def memory(driver: Driver) -> CudaMemory:
     return open_cuda_memory(HANDLE, 0, driver.load)
 
 
-def test_cuda_region_reads_and_writes_what_the_driver_has(driver: Driver, memory: CudaMemory) -> None:
+def test_cuda_region_reads_and_writes_the_drivers_memory(driver: Driver, memory: CudaMemory) -> None:
     region = CudaRegion("c", 0, 100, memory)
     region.check()
     region.write(b"\1\2\3\4", 90)
@@ -94,7 +94,7 @@ def test_cuda_region_reads_and_writes_what_the_driver_has(driver: Driver, memory
     region.read_into(np.empty(0, np.uint8), 0)
 
 
-def test_cuda_region_that_fails_is_the_requests_misfortune(driver: Driver, memory: CudaMemory) -> None:
+def test_cuda_region_failure_refuses_the_request(driver: Driver, memory: CudaMemory) -> None:
     region = CudaRegion("c", 0, 100, memory)
     driver.codes["copy"] = 700
     with pytest.raises(InvalidRequest, match="shared memory region 'c' can't be read: the NVIDIA driver failed"):
@@ -103,7 +103,7 @@ def test_cuda_region_that_fails_is_the_requests_misfortune(driver: Driver, memor
         region.write(b"x", 0)
 
 
-async def test_switched_off_nobody_asks_for_gpus() -> None:
+async def test_switched_off_shared_memory_does_not_look_for_gpus() -> None:
     def asked() -> int:
         raise AssertionError("asked the driver")
 

@@ -1,4 +1,4 @@
-"""Which headers are good, and when the file of hashes counts."""
+"""Which headers are accepted, and when the file of hashes takes effect."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SECOND = 10**9
 
 
 class Now:
-    """A clock that the test turns."""
+    """A clock that the test sets."""
 
     def __init__(self) -> None:
         self.ns = 0
@@ -34,7 +34,7 @@ def opened(path: Path, *lines: str, now: Now | None = None) -> Tokens:
     return tokens
 
 
-def test_token_of_the_file_is_good_however_often_and_no_other(tmp_path: Path) -> None:
+def test_tokens_of_the_file_are_accepted_each_time_and_no_others(tmp_path: Path) -> None:
     tokens = opened(tmp_path / "t", "# ours", "", line_of("edge", "abc"), f"  {line_of('ops/a@b', 'x' * 43)}  ")
     for _ in range(3):
         assert tokens.name_of("Bearer abc") == "edge"
@@ -58,7 +58,7 @@ def test_token_of_the_file_is_good_however_often_and_no_other(tmp_path: Path) ->
     assert tokens.name_of("Bearer é\udcff") is None
 
 
-def test_token_new_is_one_that_a_line_of_it_makes_good(tmp_path: Path) -> None:
+def test_new_token_is_accepted_with_its_line_in_the_file(tmp_path: Path) -> None:
     first, second = new_token(), new_token()
     tokens = opened(tmp_path / "t", line_of("a", first))
     assert first != second
@@ -68,12 +68,12 @@ def test_token_new_is_one_that_a_line_of_it_makes_good(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["", "a b", "a:b", "é", "a\nb"])
-def test_line_of_a_name_that_no_line_can_have_is_refused(name: str) -> None:
+def test_line_of_an_invalid_name_is_refused(name: str) -> None:
     with pytest.raises(ValueError, match="expected a name"):
         line_of(name, "abc")
 
 
-def test_file_that_has_changed_counts_within_a_second(tmp_path: Path) -> None:
+def test_changed_file_takes_effect_within_a_second(tmp_path: Path) -> None:
     now, path = Now(), tmp_path / "t"
     tokens = opened(path, line_of("a", "one"), now=now)
     assert tokens.name_of("Bearer one") == "a"
@@ -85,8 +85,8 @@ def test_file_that_has_changed_counts_within_a_second(tmp_path: Path) -> None:
     assert tokens.name_of("Bearer another") == "b"
 
 
-def test_file_that_could_not_be_read_is_read_later(tmp_path: Path) -> None:
-    """Or a token that was taken out would stay good."""
+def test_file_that_could_not_be_read_is_read_again_later(tmp_path: Path) -> None:
+    """Otherwise a token that was removed would stay valid."""
     now, path = Now(), tmp_path / "t"
     tokens = opened(path, line_of("a", "one"), now=now)
     path.write_text(line_of("b", "another"))
@@ -98,7 +98,7 @@ def test_file_that_could_not_be_read_is_read_later(tmp_path: Path) -> None:
     assert tokens.name_of("Bearer another") == "b"
 
 
-def test_file_replaced_by_another_of_equal_size_and_time_counts(tmp_path: Path) -> None:
+def test_file_replaced_by_another_of_equal_size_and_time_takes_effect(tmp_path: Path) -> None:
     now, path = Now(), tmp_path / "t"
     tokens = opened(path, line_of("a", "one"), now=now)
     before = path.stat()
@@ -112,7 +112,7 @@ def test_file_replaced_by_another_of_equal_size_and_time_counts(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("text", ["", "# none"])
-def test_file_of_which_the_last_token_was_taken_out_leaves_none_and_says_so(
+def test_file_without_its_last_token_leaves_none_and_is_logged(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, text: str
 ) -> None:
     now, path = Now(), tmp_path / "t"
@@ -128,7 +128,7 @@ def test_file_of_which_the_last_token_was_taken_out_leaves_none_and_says_so(
 
 
 @pytest.mark.parametrize("text", ["a:123", "SECRET-TOKEN", f"{line_of('a', 'two')}\nSECRET-TOKEN"])
-def test_file_that_is_broken_or_gone_leaves_the_old_tokens_and_says_so_without_its_words(
+def test_broken_or_missing_file_keeps_the_old_tokens_and_is_logged_without_its_text(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, text: str
 ) -> None:
     now, path = Now(), tmp_path / "t"
@@ -150,7 +150,7 @@ def test_file_that_is_broken_or_gone_leaves_the_old_tokens_and_says_so_without_i
 
 
 @pytest.mark.parametrize("text", ["", "SECRET-TOKEN", "a:" + "g" * 64, b"\xff\xfe"])
-def test_open_of_a_broken_file_is_refused_by_line_and_without_its_words(tmp_path: Path, text: str | bytes) -> None:
+def test_open_of_a_broken_file_is_refused_without_its_text(tmp_path: Path, text: str | bytes) -> None:
     path = tmp_path / "t"
     path.write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(StartError, match=r"--grpc-token-file: .*: expected .*NAME:SHA256") as refusal:
@@ -159,7 +159,7 @@ def test_open_of_a_broken_file_is_refused_by_line_and_without_its_words(tmp_path
 
 
 @pytest.mark.parametrize("put", [os.mkfifo, lambda path: path.symlink_to("/dev/zero")])
-def test_what_is_no_file_is_not_read(tmp_path: Path, put: Callable[[Path], None]) -> None:
+def test_pipe_or_device_in_place_of_the_file_is_not_read(tmp_path: Path, put: Callable[[Path], None]) -> None:
     path, now = tmp_path / "t", Now()
     put(path)
     with pytest.raises(StartError, match="expected a file, got something else"):
@@ -172,6 +172,6 @@ def test_what_is_no_file_is_not_read(tmp_path: Path, put: Callable[[Path], None]
     assert tokens.name_of("Bearer one") == "a"
 
 
-def test_open_of_no_file_is_refused(tmp_path: Path) -> None:
+def test_open_of_a_missing_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(StartError, match="No such file"):
         Tokens(tmp_path / "t").open()

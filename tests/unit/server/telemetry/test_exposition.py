@@ -1,4 +1,4 @@
-"""The text that scrapers get, letter by letter, and what the library's parser makes of it."""
+"""The text that scrapers get, character by character, and how the library's parser reads it."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ def family(value: float, labels: dict[str, str] | None = None) -> Metric:
     return metric
 
 
-def test_nothing_is_no_text() -> None:
+def test_no_families_give_an_empty_text() -> None:
     assert exposition([]) == ""
 
 
-def test_family_without_samples_has_a_head_alone() -> None:
+def test_family_without_samples_has_only_a_head() -> None:
     assert exposition([Metric("a", "B c", "histogram")]) == "# HELP a B c\n# TYPE a histogram\n"
 
 
@@ -40,7 +40,7 @@ def test_family_without_samples_has_a_head_alone() -> None:
         (math.nan, "NaN"),
     ],
 )
-def test_numbers_are_digits_where_they_are_whole_and_read_back_as_they_are(value: float, text: str) -> None:
+def test_whole_numbers_are_digits_and_all_numbers_are_read_back_unchanged(value: float, text: str) -> None:
     written = exposition([family(value)])
     assert written == f"# HELP a_b What it is\n# TYPE a_b gauge\na_b {text}\n"
     ((read,),) = (one.samples for one in text_string_to_metric_families(written))
@@ -48,7 +48,7 @@ def test_numbers_are_digits_where_they_are_whole_and_read_back_as_they_are(value
 
 
 @pytest.mark.parametrize("label", ["", "plain", 'a"b', "a\\b", "a\nb", "\\n", 'grün {x="y"} 日', " , = "])
-def test_labels_of_any_text_are_read_back_as_they_are(label: str) -> None:
+def test_labels_of_any_text_are_read_back_unchanged(label: str) -> None:
     written = exposition([family(1, {"b": "2", "a": label})])
     ((read,),) = (one.samples for one in text_string_to_metric_families(written))
     assert read.labels == {"a": label, "b": "2"}
@@ -69,6 +69,6 @@ def test_counters_keep_the_names_of_their_samples() -> None:
     )
 
 
-def test_families_follow_each_other_in_order() -> None:
+def test_families_keep_their_order() -> None:
     text = exposition([GaugeMetricFamily("b", "x", 1), GaugeMetricFamily("a", "x", 2)])
     assert [line for line in text.splitlines() if line[0] != "#"] == ["b 1", "a 2"]

@@ -1,5 +1,5 @@
-"""Metrics of GPUs. NVIDIA's management library is played by an object with its functions, but for its own refusal to
-work without a driver."""
+"""Metrics of GPUs. An object with the functions of NVIDIA's management library replaces it, except where its own
+refusal to work without a driver is tested, and on a real GPU."""
 
 from __future__ import annotations
 
@@ -22,12 +22,13 @@ FIRST, SECOND = "GPU-00000000-0000-0000-0000-000000000001", "GPU-00000000-0000-0
 
 
 class NVMLError(Exception):
-    """As the library's."""
+    """Like the library's."""
 
 
 @dataclass
 class Library:
-    """Answers as NVML does, of GPUs of which every number is a multiple of `scale`; those in `lost` refuse."""
+    """Answers as NVML does, with memory and energy proportional to `scale`. GPUs in `lost` refuse every question, all
+    GPUs those in `lacks`."""
 
     known: tuple[str, ...] = (FIRST, SECOND)
     scale: int = 1
@@ -85,12 +86,12 @@ def shown(collector: GpuCollector) -> dict[tuple[str, str], float]:
 # --- the library -----------------------------------------------------------------------------------------------------
 
 
-def test_reading_is_in_the_units_that_its_names_say() -> None:
+def test_reading_is_in_the_units_of_its_field_names() -> None:
     nvml = open_nvml(lambda: [SECOND], lambda name: Library())
     assert nvml.read() == [GpuReading(SECOND, 0.75, 1000, 600, 123.5, 700.0, 5000.0)]
 
 
-def test_what_a_gpu_does_not_tell_is_left_open() -> None:
+def test_values_that_a_gpu_does_not_report_are_none() -> None:
     nvml = Nvml(Library(lost={FIRST}, lacks={"power", "energy"}), [FIRST, SECOND])
     assert nvml.read() == [
         GpuReading(FIRST, None, None, None, None, None, None),
@@ -98,13 +99,13 @@ def test_what_a_gpu_does_not_tell_is_left_open() -> None:
     ]
 
 
-def test_slice_of_a_gpu_is_found_by_its_own_kind_of_name() -> None:
+def test_slice_of_a_gpu_is_found_by_its_mig_name() -> None:
     name = FIRST.replace("GPU-", "MIG-")
     assert [one.uuid for one in Nvml(Library(known=(name,)), [FIRST]).read()] == [name]
 
 
 def test_library_without_a_driver_says_so() -> None:
-    """The real one, where it is installed and there is no driver."""
+    """The real library, where it is installed and there is no driver."""
     library = pytest.importorskip("pynvml", reason="nvidia-ml-py isn't installed")
     try:
         library.nvmlInit()
@@ -123,13 +124,13 @@ def test_library_without_a_driver_says_so() -> None:
         (Library(known=()), "NVIDIA's management library failed: Not Found"),
     ],
 )
-def test_library_that_fails_says_why(library: Library, fault: str) -> None:
+def test_failure_of_the_library_is_reported_with_its_reason(library: Library, fault: str) -> None:
     with pytest.raises(DeviceError) as caught:
         open_nvml(lambda: [FIRST], lambda name: library)
     assert str(caught.value) == fault
 
 
-def test_library_that_is_not_installed_names_the_extra() -> None:
+def test_missing_library_is_reported_with_the_extra_to_install() -> None:
     def load(name: str) -> Any:
         return importlib.import_module(f"no_such_{name}")
 
@@ -137,7 +138,7 @@ def test_library_that_is_not_installed_names_the_extra() -> None:
         open_nvml(lambda: [FIRST], load)
 
 
-def test_no_driver_is_what_the_driver_says() -> None:
+def test_missing_driver_is_reported_unchanged() -> None:
     def visible() -> list[str]:
         raise LoadError("no NVIDIA driver")
 
@@ -146,7 +147,7 @@ def test_no_driver_is_what_the_driver_says() -> None:
 
 
 @pytest.mark.gpu
-def test_reading_of_a_gpu_makes_sense() -> None:
+def test_reading_of_a_real_gpu_is_plausible() -> None:
     try:
         gpus = count_gpus()
         pytest.importorskip("pynvml", reason="nvidia-ml-py isn't installed")
@@ -183,7 +184,7 @@ def test_families_are_tritons_and_energy_counts_from_the_start() -> None:
     assert "# TYPE nv_gpu_utilization gauge\n" in text
 
 
-def test_readings_are_a_second_old_at_most_and_no_more_are_taken() -> None:
+def test_readings_are_at_most_a_second_old_and_not_taken_more_often() -> None:
     library, clock = Library(), Clock()
     collector = GpuCollector(Nvml(library, [FIRST]), clock=clock)
     library.scale = 2
@@ -193,7 +194,7 @@ def test_readings_are_a_second_old_at_most_and_no_more_are_taken() -> None:
     assert shown(collector)["nv_gpu_memory_total_bytes", FIRST] == 2000
 
 
-def test_gpu_that_is_lost_is_left_out_and_the_others_are_shown() -> None:
+def test_lost_gpu_is_left_out_and_the_others_are_shown() -> None:
     library, clock = Library(), Clock()
     collector = GpuCollector(Nvml(library, [FIRST, SECOND]), clock=clock)
     library.lost, clock.now_s = {FIRST}, 5.0
@@ -201,7 +202,7 @@ def test_gpu_that_is_lost_is_left_out_and_the_others_are_shown() -> None:
 
 
 class Stuck:
-    """Answers once, and then not before it is let."""
+    """Answers as soon as `free` is set, as it is at first."""
 
     def __init__(self, error: Exception | None = None) -> None:
         self.free = threading.Event()
@@ -217,7 +218,7 @@ class Stuck:
         return [GpuReading(FIRST, float(self.asked), None, None, None, None, None)]
 
 
-def test_driver_that_does_not_answer_holds_no_scrape_up_and_is_asked_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_hanging_driver_does_not_hold_up_scrapes_and_is_asked_once(caplog: pytest.LogCaptureFixture) -> None:
     gpus, clock = Stuck(), Clock()
     collector = GpuCollector(gpus, patience_s=0.01, clock=clock)
     gpus.free.clear()
@@ -230,7 +231,7 @@ def test_driver_that_does_not_answer_holds_no_scrape_up_and_is_asked_once(caplog
     eventually(lambda: shown(collector) == {("nv_gpu_utilization", FIRST): 2.0}, "the answer")
 
 
-def test_reading_that_fails_leaves_the_metrics_out_until_one_succeeds(caplog: pytest.LogCaptureFixture) -> None:
+def test_failed_reading_leaves_the_metrics_out_until_one_succeeds(caplog: pytest.LogCaptureFixture) -> None:
     gpus, clock = Stuck(), Clock()
     collector = GpuCollector(gpus, patience_s=20, clock=clock)
     gpus.error, clock.now_s = RuntimeError("a bug"), 1.0

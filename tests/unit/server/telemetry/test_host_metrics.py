@@ -1,4 +1,4 @@
-"""What is said of the machine, by files as /proc has them."""
+"""Metrics of the machine, from files as /proc has them."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ def read(collector: HostCollector) -> dict[str, float]:
     return {sample.name: sample.value for metric in collector.collect() for sample in metric.samples}
 
 
-def test_memory_is_what_could_not_be_had_without_swapping(tmp_path: Path) -> None:
+def test_used_memory_is_what_is_not_available_without_swapping(tmp_path: Path) -> None:
     write(tmp_path, "cpu 1 2 3 4 5 6 7 8 0 0")
     found = read(HostCollector(tmp_path))
     assert found["nv_cpu_memory_total_bytes"] == 1000 * 1024
     assert found["nv_cpu_memory_used_bytes"] == 600 * 1024
 
 
-def test_utilization_is_the_busy_share_since_the_scrape_before(tmp_path: Path) -> None:
+def test_utilization_is_the_busy_share_since_the_previous_scrape(tmp_path: Path) -> None:
     write(tmp_path, "cpu 100 0 0 1000 0 0 0 0 0 0")
     collector = HostCollector(tmp_path)
     assert read(collector)["nv_cpu_utilization"] == 0
@@ -42,17 +42,17 @@ def test_utilization_is_the_busy_share_since_the_scrape_before(tmp_path: Path) -
 
 @pytest.mark.parametrize("cpu", ["", "cpu", "cpu 1 2 3", "cpu a b c d e f g h", "processor 1 2 3 4 5 6 7 8"])
 @pytest.mark.parametrize("meminfo", ["", "MemTotal: 5 kB\n", "MemTotal:\n", "MemTotal: x kB\nMemAvailable: 1 kB\n"])
-def test_files_that_cannot_be_read_are_left_out(tmp_path: Path, cpu: str, meminfo: str) -> None:
+def test_malformed_files_give_no_metrics(tmp_path: Path, cpu: str, meminfo: str) -> None:
     write(tmp_path, cpu, meminfo)
     assert read(HostCollector(tmp_path)) == {}
 
 
-def test_machine_without_such_files_has_nothing_to_say(tmp_path: Path) -> None:
+def test_machine_without_such_files_has_no_metrics(tmp_path: Path) -> None:
     assert read(HostCollector(tmp_path / "nowhere")) == {}
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc is Linux")
-def test_this_machine_is_told_in_plausible_numbers() -> None:
+def test_metrics_of_this_machine_are_plausible() -> None:
     found = read(HostCollector())
     assert 0 <= found["nv_cpu_utilization"] <= 1
     assert 0 < found["nv_cpu_memory_used_bytes"] < found["nv_cpu_memory_total_bytes"]

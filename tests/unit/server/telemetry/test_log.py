@@ -26,7 +26,7 @@ def test_text_is_one_line_with_time_in_utc_level_and_logger(capsys: pytest.Captu
     assert re.fullmatch(rf"{STAMP} WARNING paceline\.some\.module: 3 of m", line)
 
 
-def test_json_is_one_object_a_line_whatever_the_message(capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_is_one_object_per_line_whatever_the_message(capsys: pytest.CaptureFixture[str]) -> None:
     log.configure("info", "json")
     logging.getLogger("paceline.x").error('two\nlines, "quoted", \u00fc')
     (line,) = lines(capsys)
@@ -47,25 +47,25 @@ def test_json_carries_the_traceback_of_an_exception(capsys: pytest.CaptureFixtur
     assert record["exception"].endswith("ValueError: no good")
 
 
-def test_lines_of_the_event_loop_are_like_ours(capsys: pytest.CaptureFixture[str]) -> None:
+def test_lines_of_the_event_loop_are_formatted_like_ours(capsys: pytest.CaptureFixture[str]) -> None:
     log.configure("info", "json")
     for _ in range(3):
         logging.getLogger("asyncio").error("unexpected:\n%s", "x")
     logging.getLogger("asyncio").info("nobody's business")
-    (line,) = lines(capsys)  # and a storm is one
+    (line,) = lines(capsys)  # and a storm of them is one line
     assert json.loads(line)["logger"] == "asyncio"
     assert json.loads(line)["message"] == "unexpected:\nx"
-    log.configure("info", "json")  # the end of the one before, which tells what it counted
+    log.configure("info", "json")  # closes the handler before, which reports what it counted
     assert [json.loads(line)["repeated"] for line in lines(capsys)] == [2]
 
 
-def test_lines_of_grpc_are_not_written_since_headers_are_in_them(capsys: pytest.CaptureFixture[str]) -> None:
+def test_lines_of_grpc_are_not_written_since_they_contain_headers(capsys: pytest.CaptureFixture[str]) -> None:
     log.configure("debug", "json")
     logging.getLogger("grpc._cython.cygrpc").error("Invalid encoding on %s", b"Bearer secret\xff")
     assert lines(capsys) == []
 
 
-def test_text_of_an_exception_forges_no_line_and_moves_no_cursor(capsys: pytest.CaptureFixture[str]) -> None:
+def test_text_of_an_exception_cannot_forge_a_line_or_move_the_cursor(capsys: pytest.CaptureFixture[str]) -> None:
     log.configure("info", "text")
     try:
         raise ValueError("no good\n2026-11-21T00:00:00.000Z ERROR paceline.x: forged \x1b[31m\r\u2028")
@@ -86,9 +86,7 @@ def test_text_of_an_exception_forges_no_line_and_moves_no_cursor(capsys: pytest.
         ("error", ["error"]),
     ],
 )
-def test_level_is_the_least_important_that_is_shown(
-    capsys: pytest.CaptureFixture[str], level: str, shown: list[str]
-) -> None:
+def test_level_is_the_lowest_that_is_shown(capsys: pytest.CaptureFixture[str], level: str, shown: list[str]) -> None:
     log.configure(level, "text")
     for name in ("debug", "info", "warning", "error"):
         getattr(logging.getLogger("paceline.x"), name)(name)
@@ -120,7 +118,7 @@ SWITCHED: list[tuple[log.LogSettings, str]] = [
 
 
 @pytest.mark.parametrize(("settings", "shown"), SWITCHED)
-def test_each_level_can_be_switched_for_itself(
+def test_each_level_can_be_switched_separately(
     capsys: pytest.CaptureFixture[str], settings: log.LogSettings, shown: str
 ) -> None:
     log.apply(settings)
@@ -144,19 +142,19 @@ def test_current_settings_are_those_of_the_flags(level: str, form: str, settings
     assert log.current() == settings
 
 
-def test_current_settings_of_a_program_that_logs_in_its_own_way_are_the_defaults() -> None:
+def test_current_settings_with_another_programs_log_handler_are_the_defaults() -> None:
     logging.getLogger("paceline").handlers = [logging.NullHandler()]
     assert log.current() == log.LogSettings()
 
 
 @pytest.mark.parametrize(("form", "start"), [("default", "2"), ("ISO8601", "2"), ("json", "{")])
-def test_format_changes_how_the_next_line_looks(capsys: pytest.CaptureFixture[str], form: str, start: str) -> None:
+def test_format_applies_from_the_next_line_on(capsys: pytest.CaptureFixture[str], form: str, start: str) -> None:
     log.apply(log.LogSettings(format=form))
     logging.getLogger("paceline.x").info("x")
     assert lines(capsys)[0].startswith(start)
 
 
-def test_fields_are_values_of_their_own_in_json_and_left_out_in_text(capsys: pytest.CaptureFixture[str]) -> None:
+def test_fields_are_separate_values_in_json_and_left_out_in_text(capsys: pytest.CaptureFixture[str]) -> None:
     for form in ("json", "text"):
         log.configure("info", form)
         logging.getLogger("paceline.x").info("done", extra={"fields": {"rows": 3, "model": "m"}})
@@ -165,7 +163,7 @@ def test_fields_are_values_of_their_own_in_json_and_left_out_in_text(capsys: pyt
     assert as_text.endswith("INFO paceline.x: done")
 
 
-def test_text_of_a_client_cannot_make_lines_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
+def test_text_of_a_client_cannot_forge_a_line(capsys: pytest.CaptureFixture[str]) -> None:
     log.configure("info", "text")
     logging.getLogger("paceline.x").info("unknown model '%s'", "m\n2026 ERROR\x1b[2Jx\x85\u2028y\t\u00fc")
     assert lines(capsys)[0].endswith("unknown model 'm\\n2026 ERROR\\x1b[2Jx\\x85\\u2028y\t\u00fc'")

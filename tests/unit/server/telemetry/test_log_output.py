@@ -1,4 +1,4 @@
-"""What stands where stderr does: who writes there never waits, and what can't be written is counted."""
+"""The stream in place of stderr: writers never wait, and lines that can't be written are counted."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ ENOUGH_S = 60
 
 
 class Played:
-    """A `LogOutput` for one end of a pipe of a page, the other end of it, and the gaps that it tells of in lines of
-    their own."""
+    """A `LogOutput` for one end of a pipe of one page, the pipe's other end, and the gaps, each of which is reported in
+    a separate line."""
 
     def __init__(self, most_bytes: int = 20_000) -> None:
         self.reading, self.writing = os.pipe()
@@ -41,14 +41,14 @@ class Played:
             self.output.write(line(number))
 
     def read(self, until: str) -> list[str]:
-        """Lines up to and with `until`."""
+        """Lines up to and including `until`."""
         text = ""
         while not text.endswith(f"{until}\n"):
             text += os.read(self.reading, 1 << 16).decode()
         return text.splitlines()
 
     def close(self) -> None:
-        # Its thread may hang in a write until there is nobody to read.
+        # Its thread may hang in a write until the pipe has no reader.
         os.close(self.reading)
         assert self.output.drain(ENOUGH_S)
         os.close(self.writing)
@@ -69,7 +69,7 @@ def played() -> Iterator[Played]:
     made.close()
 
 
-def test_lines_are_written_in_order_by_whichever_thread(played: Played) -> None:
+def test_lines_of_several_threads_are_written_in_each_threads_order(played: Played) -> None:
     threads = [threading.Thread(target=played.write, args=range(first, 20, 4)) for first in range(4)]
     for thread in threads:
         thread.start()
@@ -84,7 +84,7 @@ def test_lines_are_written_in_order_by_whichever_thread(played: Played) -> None:
     assert played.output.lost_lines == 0
 
 
-def test_writer_to_a_pipe_that_nobody_reads_does_not_wait_and_what_is_lost_is_told_when_it_moves(
+def test_writer_to_an_unread_pipe_does_not_wait_and_losses_are_reported_once_it_is_read(
     played: Played,
 ) -> None:
     played.write(*range(500))
@@ -100,7 +100,7 @@ def test_writer_to_a_pipe_that_nobody_reads_does_not_wait_and_what_is_lost_is_to
     assert numbers(played.read(until=line(500).strip())) == [500]
 
 
-def test_gap_is_one_even_if_there_is_room_for_some_lines_in_between(played: Played) -> None:
+def test_gap_stays_one_even_if_there_is_room_for_some_lines_in_between(played: Played) -> None:
     played.write(*range(500))
     first = played.output.lost_lines
     os.read(played.reading, PIPE_BUF)
@@ -110,7 +110,7 @@ def test_gap_is_one_even_if_there_is_room_for_some_lines_in_between(played: Play
     assert played.gaps == [first + 10]
 
 
-def test_text_larger_than_all_that_may_wait_is_lost_and_the_next_is_not(played: Played) -> None:
+def test_text_larger_than_the_buffer_is_lost_and_the_next_is_not(played: Played) -> None:
     played.output.write("x" * 30_000 + "\n")
     assert played.output.lost_lines == 1
     assert played.read(until="1 lost") == ["1 lost"]
@@ -118,13 +118,13 @@ def test_text_larger_than_all_that_may_wait_is_lost_and_the_next_is_not(played: 
     assert numbers(played.read(until=line(7).strip())) == [7]
 
 
-def test_text_of_nothing_is_no_gap() -> None:
-    """Whoever ends with it, as click does, had this server say at its end that 0 lines were lost."""
+def test_empty_text_is_no_gap() -> None:
+    """Otherwise a program that ends with one, as click does, would report at its end that 0 lines were lost."""
     gaps: list[int] = []
     reading, writing = os.pipe()
     output = LogOutput(writing, gaps.append)
     output.write("")
-    # Too long to be written along with what is before it.
+    # Too long to be written together with what is before it.
     output.write("x" * PIPE_BUF + "\n")
     output.start()
     assert output.drain(ENOUGH_S)
@@ -133,7 +133,7 @@ def test_text_of_nothing_is_no_gap() -> None:
     os.close(writing)
 
 
-def test_writes_are_of_whole_lines_that_a_pipe_takes_at_once() -> None:
+def test_writes_consist_of_whole_lines_that_a_pipe_takes_at_once() -> None:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with ours, theirs:
         output = LogOutput(ours.fileno(), lambda lines: None)
@@ -148,7 +148,7 @@ def test_writes_are_of_whole_lines_that_a_pipe_takes_at_once() -> None:
     assert numbers("".join(packets[:-1]).splitlines()) == [*range(100)]
 
 
-def test_lines_that_a_full_disk_does_not_take_are_told_once_it_takes_others() -> None:
+def test_lines_lost_on_a_full_disk_are_reported_once_it_takes_others() -> None:
     gaps: list[int] = []
     with ExitStack() as files:
         descriptor = os.open("/dev/full", os.O_WRONLY)
@@ -182,8 +182,8 @@ def test_lines_for_a_pipe_whose_reader_has_gone_are_lost(played: Played) -> None
     os.close(other)
 
 
-def test_descriptor_that_does_not_want_to_wait_loses_nothing(played: Played) -> None:
-    """Whoever shares it may have made it so, for all who have it."""
+def test_non_blocking_descriptor_loses_nothing(played: Played) -> None:
+    """Another process that shares it may have made it so, for all that have it."""
     os.set_blocking(played.writing, False)
     os.write(played.writing, b"0" * (PIPE_BUF - 1) + b"\n")
     played.write(*range(100))
@@ -192,7 +192,7 @@ def test_descriptor_that_does_not_want_to_wait_loses_nothing(played: Played) -> 
     assert played.output.lost_lines == 0
 
 
-def test_bytes_are_refused_as_by_any_stream_of_text(played: Played) -> None:
+def test_bytes_are_refused_as_by_any_text_stream(played: Played) -> None:
     with pytest.raises(AttributeError):
         played.output.write(b"x")  # type: ignore[arg-type]
     assert played.output.drain(ENOUGH_S)
@@ -211,7 +211,7 @@ def run(code: str, stderr: int = subprocess.PIPE) -> subprocess.CompletedProcess
     )
 
 
-def test_process_that_ends_by_an_exception_has_said_all_and_its_traceback_comes_last() -> None:
+def test_process_ended_by_an_exception_writes_all_lines_and_its_traceback_last() -> None:
     ended = run("[say('line %d', i) for i in range(1000)]; raise ValueError('the end')")
     lines = ended.stderr.splitlines()
     assert [one.rpartition(" ")[2] for one in lines[:1000]] == [str(number) for number in range(1000)]
@@ -219,7 +219,7 @@ def test_process_that_ends_by_an_exception_has_said_all_and_its_traceback_comes_
     assert ended.returncode == 1
 
 
-def test_process_that_ends_at_once_has_said_all_and_counts_of_storms_too() -> None:
+def test_process_that_exits_at_once_writes_all_lines_and_counts_of_storms() -> None:
     ended = run("[logging.getLogger('paceline.x').error('the same') for _ in range(3)]; exit_now(7)")
     assert [one.partition("paceline.x: ")[2] for one in ended.stderr.splitlines()] == [
         "the same",
@@ -228,20 +228,20 @@ def test_process_that_ends_at_once_has_said_all_and_counts_of_storms_too() -> No
     assert ended.returncode == 7
 
 
-def test_exception_of_a_thread_comes_out() -> None:
+def test_exception_of_a_thread_is_written() -> None:
     ended = run("import threading; t = threading.Thread(target=lambda: 1 / 0); t.start(); t.join(); say('and on')")
     assert "ZeroDivisionError: division by zero" in ended.stderr
     assert ended.stderr.endswith("and on\n")
 
 
-def test_words_of_native_code_that_crashes_come_out() -> None:
+def test_message_of_crashing_native_code_is_written() -> None:
     ended = run("import faulthandler, os; faulthandler.enable(); os.abort()")
     assert ended.stderr.startswith("Fatal Python error: Aborted")
     assert ended.returncode < 0
 
 
 @pytest.mark.parametrize(("end", "status"), [("", 0), ("exit_now(3)", 3), ("raise ValueError", 1)])
-def test_process_whose_stderr_nobody_reads_ends_all_the_same(end: str, status: int) -> None:
+def test_process_with_an_unread_stderr_ends_nevertheless(end: str, status: int) -> None:
     reading, writing = os.pipe()
     try:
         assert run(f"[say('%s', i) for i in range(10_000)]\n{end}", writing).returncode == status
@@ -250,12 +250,12 @@ def test_process_whose_stderr_nobody_reads_ends_all_the_same(end: str, status: i
         os.close(writing)
 
 
-def test_process_on_a_full_disk_ends_all_the_same() -> None:
+def test_process_on_a_full_disk_ends_nevertheless() -> None:
     with Path("/dev/full").open("wb") as full:
         assert run("say('lost')", full.fileno()).returncode == 0
 
 
-def test_process_without_stderr_goes_on() -> None:
+def test_process_without_stderr_ends_normally() -> None:
     ended = subprocess.run(
         ["sh", "-c", 'exec "$0" -c "$1" 2>&-', sys.executable, START + "say('lost')"],
         cwd=REPO,

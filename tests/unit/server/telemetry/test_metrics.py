@@ -1,4 +1,4 @@
-"""What a scraper reads after traffic that is known to the last nanosecond, under which names."""
+"""What a scraper reads, and under which names, after traffic that is known to the nanosecond."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from server.telemetry.model_statistics import VersionStatistics
 from tests.harness import REPO
 from tests.unit.server.counting import US, Gauges, report, samples, version
 
-# Written out once more, not taken from the code: dashboards and autoscaling queries spell them so.
+# Written out again and not taken from the code: dashboards and autoscaling queries spell them this way.
 TRITON_COUNTERS = {
     "nv_inference_request_success",
     "nv_inference_request_failure",
@@ -96,16 +96,16 @@ def types(metrics: Metrics) -> dict[str, str]:
 # ---- Names and form --------------------------------------------------------------------------------------------------
 
 
-def test_names_of_triton_are_all_there_with_their_types(metrics: Metrics) -> None:
+def test_all_triton_metrics_are_exposed_with_their_types(metrics: Metrics) -> None:
     found = {name: kind for name, kind in types(metrics).items() if name.startswith("nv_")}
     assert found == {**dict.fromkeys(TRITON_COUNTERS, "counter"), **dict.fromkeys(TRITON_GAUGES, "gauge")}
 
 
-def test_names_of_ours_are_all_there_with_their_types(metrics: Metrics) -> None:
+def test_all_our_metrics_are_exposed_with_their_types(metrics: Metrics) -> None:
     assert {name: kind for name, kind in types(metrics).items() if name.startswith("paceline_")} == OURS
 
 
-def test_names_of_the_process_are_those_of_every_python_service(metrics: Metrics) -> None:
+def test_process_metrics_are_those_of_every_python_service(metrics: Metrics) -> None:
     found = types(metrics)
     assert {name for name in found if not name.startswith(("nv_", "paceline_", "process_", "python_"))} == set()
     assert found["process_cpu_seconds_total"] == "counter"
@@ -113,7 +113,7 @@ def test_names_of_the_process_are_those_of_every_python_service(metrics: Metrics
     assert value(metrics, "python_gc_collections_total", 'generation="0"') > 0
 
 
-def test_names_of_model_counters_have_no_suffix(metrics: Metrics, model: VersionMetrics) -> None:
+def test_model_counters_have_no_suffix(metrics: Metrics, model: VersionMetrics) -> None:
     assert not re.search(r"(nv_inference|paceline)_\w*_(total|created)\b", metrics.text().decode())
 
 
@@ -122,7 +122,7 @@ def test_text_is_read_by_the_librarys_parser(metrics: Metrics, model: VersionMet
     model.statistics.on_success(7_000_000 * US)
     families = {family.name: family for family in text_string_to_metric_families(metrics.text().decode())}
     assert {name: families[name].type for name in OURS} == OURS
-    # The parser, too, thinks that counters end in `_total`.
+    # The parser, too, assumes that counters end in `_total`.
     read = {
         (one.name, *sorted(one.labels.items())): one.value for family in families.values() for one in family.samples
     }
@@ -132,7 +132,7 @@ def test_text_is_read_by_the_librarys_parser(metrics: Metrics, model: VersionMet
     assert all(families[name].documentation for name in (*OURS, *TRITON_COUNTERS, *TRITON_GAUGES))
 
 
-def test_labels_come_in_tritons_order(metrics: Metrics, model: VersionMetrics) -> None:
+def test_labels_are_in_tritons_order(metrics: Metrics, model: VersionMetrics) -> None:
     text = metrics.text().decode()
     assert 'nv_inference_request_success{model="m",version="3"} 0\n' in text
     assert 'nv_inference_request_failure{model="m",reason="REJECTED",version="3"} 0\n' in text
@@ -173,12 +173,12 @@ OF_GPUS = {
 }
 
 
-def test_names_are_all_told_in_the_docs(metrics: Metrics) -> None:
+def test_docs_name_all_metrics_and_no_others(metrics: Metrics) -> None:
     told = set(re.findall(r"`((?:nv|paceline)_\w+)`", (REPO / "docs" / "metrics.md").read_text(encoding="utf-8")))
     assert told == {*OURS, *OF_LIMITS, *OF_FRONTS, *OF_GPUS, *TRITON_COUNTERS, *TRITON_GAUGES}
 
 
-def test_fronts_are_shown_where_there_are_such(metrics: Metrics) -> None:
+def test_metrics_of_fronts_are_exposed_where_there_are_fronts(metrics: Metrics) -> None:
     @dataclass(frozen=True)
     class Fronts:
         running: int = 2
@@ -210,7 +210,7 @@ def test_new_model_has_every_series_at_zero(metrics: Metrics, model: VersionMetr
     assert set(mine.values()) == {0}
 
 
-def test_models_and_versions_are_counted_apart(metrics: Metrics, model: VersionMetrics) -> None:
+def test_models_and_versions_are_counted_separately(metrics: Metrics, model: VersionMetrics) -> None:
     for shown, rows in ((version("m", "4"), 2), (version("n", "3"), 5)):
         metrics.add(shown)
         shown.statistics.on_batch(report(rows, [0]))
@@ -221,14 +221,14 @@ def test_models_and_versions_are_counted_apart(metrics: Metrics, model: VersionM
     assert read == [0, 2, 5]
 
 
-def test_two_servers_in_one_process_count_apart(metrics: Metrics, model: VersionMetrics) -> None:
+def test_two_servers_in_one_process_count_separately(metrics: Metrics, model: VersionMetrics) -> None:
     other = version()
     Metrics().add(other)
     other.statistics.on_batch(report(1, [0]))
     assert value(metrics, "nv_inference_count") == 0
 
 
-def test_removed_version_leaves_no_series_and_the_others_alone(metrics: Metrics, model: VersionMetrics) -> None:
+def test_removed_version_leaves_no_series_and_does_not_affect_others(metrics: Metrics, model: VersionMetrics) -> None:
     other = version("m", "4")
     metrics.add(other)
     metrics.remove(model)
@@ -238,7 +238,7 @@ def test_removed_version_leaves_no_series_and_the_others_alone(metrics: Metrics,
     metrics.remove(model)
 
 
-def test_version_loaded_anew_goes_on_counting_with_what_the_old_one_still_answers(
+def test_version_loaded_again_keeps_counting_with_what_the_old_one_still_answers(
     metrics: Metrics, model: VersionMetrics
 ) -> None:
     model.statistics.on_batch(report(5, [0]))
@@ -248,7 +248,7 @@ def test_version_loaded_anew_goes_on_counting_with_what_the_old_one_still_answer
     model.statistics.on_batch(report(3, [0]))
     anew.statistics.on_batch(report(2, [0]))
     metrics.remove(model)
-    # The last of its requests are counted after it has gone.
+    # The last of its requests are counted after it was removed.
     model.statistics.on_success(1_000)
     model.statistics.on_failure(ExecutionFailed("broken"), 2_000)
     assert value(metrics, "nv_inference_count") == 10
@@ -258,7 +258,7 @@ def test_version_loaded_anew_goes_on_counting_with_what_the_old_one_still_answer
     assert value(metrics, "paceline_batch_rows_count") == 3
 
 
-def test_version_loaded_again_and_again_keeps_the_sum_and_nothing_else(metrics: Metrics) -> None:
+def test_version_loaded_repeatedly_keeps_only_the_sum(metrics: Metrics) -> None:
     first = version()
     metrics.add(first)
     forgotten, shown = weakref.ref(first.statistics), first
@@ -274,7 +274,7 @@ def test_version_loaded_again_and_again_keeps_the_sum_and_nothing_else(metrics: 
     assert value(metrics, "nv_inference_count") == 6
 
 
-def test_version_unloaded_and_loaded_starts_at_zero_whatever_the_old_one_still_does(
+def test_version_unloaded_and_loaded_starts_at_zero_whatever_the_old_one_still_answers(
     metrics: Metrics, model: VersionMetrics
 ) -> None:
     anew = version()
@@ -287,8 +287,8 @@ def test_version_unloaded_and_loaded_starts_at_zero_whatever_the_old_one_still_d
     assert value(metrics, "nv_inference_count") == 0
 
 
-def test_sum_of_statistics_has_all_that_they_count() -> None:
-    """Seen by the series themselves, so that no number is left out."""
+def test_merged_statistics_include_all_that_they_count() -> None:
+    """Checked by the series themselves, so that no number is left out."""
     one, total = version(), VersionStatistics()
     one.statistics.on_batch(report(2, [10, 20], padded_rows=4, input_us=3, infer_us=30, output_us=4))
     one.statistics.on_batch(report(5, [7]))
@@ -330,7 +330,7 @@ def test_batch_adds_rows_one_execution_and_times_per_request(metrics: Metrics, m
     assert {name: found[f"{name}{{{LABELS}}}"] for name in expected} == expected
 
 
-def test_request_that_succeeds_adds_its_time(metrics: Metrics, model: VersionMetrics) -> None:
+def test_successful_request_adds_its_time(metrics: Metrics, model: VersionMetrics) -> None:
     for duration_us in (100, 101, 20_000_000):
         model.statistics.on_success(duration_us * US)
     assert value(metrics, "nv_inference_request_success") == 3
@@ -340,7 +340,7 @@ def test_request_that_succeeds_adds_its_time(metrics: Metrics, model: VersionMet
     assert [value(metrics, name, f'le="{bound}",{LABELS}') for bound in bounds] == [1, 2, 2, 3]
 
 
-def test_request_that_fails_counts_under_its_reason_alone(metrics: Metrics, model: VersionMetrics) -> None:
+def test_failed_request_counts_only_under_its_reason(metrics: Metrics, model: VersionMetrics) -> None:
     before = samples(metrics)
     model.statistics.on_failure(InvalidRequest("x"), 5 * US)
     name = 'nv_inference_request_failure{model="m",reason="OTHER",version="3"}'
@@ -370,7 +370,7 @@ def test_batch_rows_fall_into_the_bucket_of_their_size(
 
 
 @pytest.mark.parametrize(("padded_rows", "up_to"), [(1, 1), (2, 2), (3, 4), (4, 4), (5, 8), (32, 32), (33, 64)])
-def test_execution_time_is_told_by_the_power_of_two_that_covers_what_the_model_saw(
+def test_execution_time_is_grouped_by_the_power_of_two_that_covers_the_padded_rows(
     metrics: Metrics, model: VersionMetrics, padded_rows: int, up_to: int
 ) -> None:
     model.statistics.on_batch(report(1, [0], padded_rows=padded_rows, infer_us=90, other_us=20))
@@ -381,7 +381,7 @@ def test_execution_time_is_told_by_the_power_of_two_that_covers_what_the_model_s
     assert len([name for name in samples(metrics) if name.startswith("paceline_execution_us_sum")]) == 1
 
 
-def test_gauges_are_read_when_somebody_asks(metrics: Metrics) -> None:
+def test_gauges_are_read_at_each_scrape(metrics: Metrics) -> None:
     gauges = Gauges(3, 2)
     metrics.add(version(batcher=gauges, load_ns=1_500_000_000))
     assert value(metrics, "nv_inference_pending_request_count") == 3
@@ -396,12 +396,12 @@ def waiting_by_level(metrics: Metrics) -> dict[str, float]:
     return {one[1]: samples(metrics)[one.string] for one in found if one}
 
 
-def test_pending_requests_of_each_priority_level_show_even_if_none_wait(metrics: Metrics) -> None:
+def test_pending_requests_of_each_priority_level_are_shown_even_if_none_wait(metrics: Metrics) -> None:
     metrics.add(version(batcher=Gauges(5, 1, {1: 2, 3: 3}), priority_levels=3))
     assert waiting_by_level(metrics) == {"1": 2, "2": 0, "3": 3}
 
 
-def test_pending_requests_without_levels_are_told_by_no_level(metrics: Metrics) -> None:
+def test_pending_requests_without_levels_have_no_series_by_level(metrics: Metrics) -> None:
     metrics.add(version(batcher=Gauges(5, 1)))
     assert waiting_by_level(metrics) == {}
 

@@ -1,4 +1,4 @@
-"""The little HTTP server for scrapers: what it answers, whom it survives, how fast it ends."""
+"""The small HTTP server for scrapers: what it answers, which clients it survives, how fast it ends."""
 
 from __future__ import annotations
 
@@ -43,12 +43,14 @@ def get(endpoint: MetricsEndpoint, path: str = "/metrics", host: str = "127.0.0.
 
 
 def models(text: bytes) -> list[bytes]:
-    """The lines about models; those about the process are never the same twice."""
+    """The lines about models; those about the process differ each time."""
     return [line for line in text.splitlines() if b'model="' in line]
 
 
 @pytest.mark.parametrize("path", ["/metrics", "/metrics?name=nv_inference_count"])
-def test_get_metrics_is_all_of_them_as_prometheus_text(endpoint: MetricsEndpoint, metrics: Metrics, path: str) -> None:
+def test_get_metrics_returns_all_of_them_as_prometheus_text(
+    endpoint: MetricsEndpoint, metrics: Metrics, path: str
+) -> None:
     status, kind, body = get(endpoint, path)
     assert status == 200
     assert models(body) == models(metrics.text()) != []
@@ -60,7 +62,7 @@ def test_get_anything_else_is_404(endpoint: MetricsEndpoint, path: str) -> None:
     assert get(endpoint, path)[0] == 404
 
 
-def test_post_is_refused_and_the_endpoint_lives_on(endpoint: MetricsEndpoint) -> None:
+def test_post_is_refused_and_the_endpoint_keeps_serving(endpoint: MetricsEndpoint) -> None:
     with pytest.raises(urllib.error.HTTPError) as caught:
         urllib.request.urlopen(f"http://127.0.0.1:{endpoint.port}/metrics", data=b"x", timeout=10)
     with caught.value:
@@ -78,18 +80,18 @@ def test_many_scrapes_at_once_are_all_answered(endpoint: MetricsEndpoint) -> Non
     assert codes == [200] * 16
 
 
-def test_scraper_that_says_nothing_holds_up_nobody(endpoint: MetricsEndpoint) -> None:
+def test_silent_scraper_does_not_hold_up_others(endpoint: MetricsEndpoint) -> None:
     with socket.create_connection(("127.0.0.1", endpoint.port), timeout=10):
         assert get(endpoint)[0] == 200
 
 
-def test_scraper_that_breaks_off_leaves_no_traceback(
+def test_scraper_that_resets_its_connection_leaves_no_traceback(
     endpoint: MetricsEndpoint, capfd: pytest.CaptureFixture[str]
 ) -> None:
     threads = threading.active_count()
     for _ in range(5):
         with socket.create_connection(("127.0.0.1", endpoint.port), timeout=10) as connection:
-            # A reset instead of an orderly end: what the handler writes meets a connection that is gone.
+            # A reset instead of an orderly end: the handler writes to a connection that is gone.
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             connection.sendall(b"GET /metrics HTTP/1.1\r\n")
     assert get(endpoint)[0] == 200

@@ -1,4 +1,4 @@
-"""The numbers behind ModelStatistics and the metrics, after reports that are known to the last nanosecond."""
+"""The numbers behind ModelStatistics and the metrics, after reports that are known to the nanosecond."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_duration_at_a_bound_is_in_its_bucket_and_beyond_it_in_the_next(bound: i
     assert histogram.total_ns == 3 * DURATION_BOUNDS_NS[bound] + 2
 
 
-def test_batch_that_failed_counts_no_execution(statistics: VersionStatistics) -> None:
+def test_failed_batch_counts_no_execution(statistics: VersionStatistics) -> None:
     statistics.on_batch(report(3, [], failed=3))
     assert (statistics.execution_count, statistics.rows, statistics.queue.count) == (0, 0, 0)
     assert statistics.last_inference_ms == 0
@@ -84,7 +84,7 @@ def test_batch_that_failed_counts_no_execution(statistics: VersionStatistics) ->
 @pytest.mark.parametrize(
     ("error", "shortages"), [(OutOfMemory("x"), 1), (MemoryError(), 1), (ExecutionError("x"), 0), (ValueError(), 0)]
 )
-def test_batch_for_which_there_was_no_memory_is_a_shortage_and_no_other(
+def test_only_a_batch_that_ran_out_of_memory_counts_as_a_shortage(
     statistics: VersionStatistics, error: Exception, shortages: int
 ) -> None:
     statistics.on_batch(report(3, [], failed=3)._replace(error=error))
@@ -101,20 +101,20 @@ def test_merge_adds_up_each_number() -> None:
     assert [getattr(one, name) for name in numbers] == [101 * index for index in range(1, len(numbers) + 1)]
 
 
-def test_batch_of_cancelled_requests_counts_their_rows_and_none_of_their_times(statistics: VersionStatistics) -> None:
+def test_batch_with_cancelled_requests_counts_their_rows_but_not_their_times(statistics: VersionStatistics) -> None:
     statistics.on_batch(report(5, [10], infer_us=3, cancelled=2))
     assert (statistics.execution_count, statistics.rows) == (1, 5)
     assert (statistics.queue.count, statistics.queue.total_ns, statistics.infer_ns) == (1, 10 * US, 3 * US)
     assert statistics.batches[5].infer_ns == 3 * US
 
 
-def test_last_inference_is_the_wall_clocks_time_of_the_last_batch(statistics: VersionStatistics) -> None:
+def test_last_inference_is_the_wall_clock_time_of_the_last_batch(statistics: VersionStatistics) -> None:
     before_ms = time.time_ns() // 1_000_000
     statistics.on_batch(report(1, [0]))
     assert before_ms <= statistics.last_inference_ms <= time.time_ns() // 1_000_000
 
 
-def test_message_of_a_new_version_is_all_zero_and_has_no_batches(statistics: VersionStatistics) -> None:
+def test_message_of_a_new_version_has_only_zeros_and_no_batches(statistics: VersionStatistics) -> None:
     message = statistics_message("m", "3", statistics)
     assert (message.name, message.version, message.last_inference) == ("m", "3", 0)
     assert (message.inference_count, message.execution_count) == (0, 0)
@@ -127,7 +127,7 @@ def test_message_of_a_new_version_is_all_zero_and_has_no_batches(statistics: Ver
     assert not message.memory_usage
 
 
-def test_message_attributes_a_batchs_times_to_each_request_and_once_to_its_size(statistics: VersionStatistics) -> None:
+def test_message_counts_a_batchs_times_for_each_request_and_once_for_its_size(statistics: VersionStatistics) -> None:
     statistics.on_batch(report(8, [4, 5], input_us=1, infer_us=10, output_us=2))
     statistics.on_batch(report(2, [6], padded_rows=4, input_us=3, infer_us=20, output_us=5))
     statistics.on_batch(report(8, [0], input_us=1, infer_us=30, output_us=1))

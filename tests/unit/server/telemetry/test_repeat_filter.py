@@ -1,4 +1,4 @@
-"""A storm of the same error is one line with a count, on a clock that the test sets and on the real one."""
+"""A storm of the same error is one line and a count, with a clock that the test sets and with the real one."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.polling import eventually
 
 
 class Played:
-    """Storms with windows of 10 s on a clock of the test's, and the lines that came out."""
+    """A filter with windows of 10 s, with a clock that the test sets, and the lines that were written."""
 
     def __init__(self, window_s: float = 10) -> None:
         self.now_s = 100.0
@@ -32,7 +32,7 @@ class Played:
             self.write(record)
 
     def after(self, seconds: float) -> list[str]:
-        """The lines since the last call, so many seconds later."""
+        """The lines since the last call, once so many more seconds have passed."""
         self.now_s += seconds
         self.storms.tell()
         lines, self.lines = self.lines, []
@@ -66,7 +66,7 @@ def test_single_line_has_no_count() -> None:
         {"text": "no %s", "args": ("memory",), "name": "paceline.y"},
     ],
 )
-def test_lines_that_differ_are_no_storm(other: dict[str, object]) -> None:
+def test_different_lines_are_no_storm(other: dict[str, object]) -> None:
     played = Played()
     played.say("no %s", "memory")
     args = other.pop("args")
@@ -81,7 +81,7 @@ def test_information_is_never_held_back() -> None:
     assert played.after(60) == ["loaded"] * 50
 
 
-def test_texts_that_all_differ_are_held_back_from_the_hundredth_on() -> None:
+def test_texts_that_all_differ_are_held_back_after_the_first_101() -> None:
     played = Played()
     for number in range(1000):
         played.say("request %d failed", number)
@@ -93,7 +93,7 @@ def test_texts_that_all_differ_are_held_back_from_the_hundredth_on() -> None:
     assert played.after(0) == ["request 5000 failed"]
 
 
-def test_texts_that_are_put_together_before_are_held_back_by_the_place_that_they_come_from() -> None:
+def test_preformatted_texts_are_held_back_by_the_place_that_logs_them() -> None:
     played = Played()
     for number in range(1000):
         played.say(f"Task exception was never retrieved: Task-{number}", name="asyncio")
@@ -102,7 +102,7 @@ def test_texts_that_are_put_together_before_are_held_back_by_the_place_that_they
     assert lines[101].endswith("Task-100 (and 899 more like this within 10 s)")
 
 
-def test_exceptions_are_told_apart_by_class_and_not_kept() -> None:
+def test_exceptions_are_distinguished_by_class_and_not_kept_alive() -> None:
     played = Played()
 
     class Kept(Exception):
@@ -126,7 +126,7 @@ def test_exceptions_are_told_apart_by_class_and_not_kept() -> None:
     assert played.after(11) == ["failed", "failed", "failed (and 1 more like this within 10 s)"]
 
 
-def test_close_tells_what_is_left() -> None:
+def test_close_writes_the_remaining_counts() -> None:
     played = Played()
     played.say("x")
     played.say("x")
@@ -134,7 +134,7 @@ def test_close_tells_what_is_left() -> None:
     assert played.lines == ["x", "x (and 1 more like this within 10 s)"]
 
 
-def test_count_comes_by_itself_and_leaves_no_thread() -> None:
+def test_count_is_written_by_itself_and_leaves_no_thread() -> None:
     lines: list[str] = []
     before = set(threading.enumerate())
     storms = RepeatFilter(lambda record: lines.append(record.getMessage()), window_s=0.01)

@@ -1,5 +1,5 @@
-"""Which requests become spans, by OpenTelemetry's own exporter that keeps them in memory; and that nothing of it is
-imported by servers that don't trace."""
+"""Which requests become spans, as OpenTelemetry's own in-memory exporter gets them; and that servers that don't trace
+import nothing of it."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def bench() -> Iterator[Bench]:
         (False, True, "01", False),
     ],
 )
-def test_begin_traces_whom_the_caller_or_else_the_sampling_picks(
+def test_begin_traces_requests_picked_by_the_caller_or_else_by_sampling(
     bench: Bench, on: bool, picked: bool, flags: str | None, expected: bool
 ) -> None:
     bench.sampling.on, bench.sampling.picked = on, picked
@@ -78,7 +78,7 @@ def test_begin_traces_whom_the_caller_or_else_the_sampling_picks(
     assert len(bench.exported()) == expected
 
 
-def test_begin_keeps_the_state_that_other_vendors_sent_along(bench: Bench) -> None:
+def test_begin_keeps_the_trace_state_of_other_vendors(bench: Bench) -> None:
     bench.spans.begin("m", "", 1, (f"00-{TRACE}-{SPAN}-01", "a=1,b=2")).end(None)
     (span,) = bench.exported()
     assert dict(span.context.trace_state) == {"a": "1", "b": "2"}
@@ -106,7 +106,7 @@ def run(code: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-c", code], cwd=REPO, capture_output=True, text=True, timeout=60)
 
 
-def test_server_that_does_not_trace_imports_nothing_of_opentelemetry() -> None:
+def test_server_without_tracing_imports_nothing_of_opentelemetry() -> None:
     code = "import sys, server.app; sys.exit(any(name.split('.')[0] == 'opentelemetry' for name in sys.modules))"
     assert run(code).returncode == 0
 

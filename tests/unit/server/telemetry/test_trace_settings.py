@@ -1,4 +1,4 @@
-"""Trace settings: what may be said, who inherits what, and that a refused change changes nothing."""
+"""Trace settings: what is accepted, what is inherited from where, and that a refused change changes nothing."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from server.telemetry.trace_settings import OtlpTarget, TraceConfig, TraceSettin
 CONFIG = TraceConfig(Path("t.json"), TraceSettings(rate=7))
 
 
-def test_config_of_nothing_traces_nothing() -> None:
+def test_config_without_settings_traces_nothing() -> None:
     assert parse_trace_config([]) == TraceConfig(None, TraceSettings(False, 1000, -1, 0))
 
 
-def test_config_of_everything_is_read() -> None:
+def test_config_of_all_triton_settings_is_read() -> None:
     given = [
         "triton,file=/tmp/t.json",
         "level=TIMESTAMPS",
@@ -46,11 +46,11 @@ def test_config_of_opentelemetry_is_read() -> None:
     assert TraceStore(config).as_text(config.settings)["trace_mode"] == "opentelemetry"
 
 
-def test_config_of_opentelemetry_alone_leaves_the_rest_to_its_environment_and_traces_nothing_yet() -> None:
+def test_config_of_opentelemetry_alone_leaves_the_rest_to_its_environment_and_traces_nothing() -> None:
     assert parse_trace_config(["mode=opentelemetry"]) == TraceConfig(None, TraceSettings(), OtlpTarget())
 
 
-def test_store_of_opentelemetry_switches_on_without_a_file() -> None:
+def test_store_of_opentelemetry_can_be_switched_on_without_a_file() -> None:
     store = TraceStore(TraceConfig(otlp=OtlpTarget()))
     store.update("m", {"trace_level": ["TIMESTAMPS"], "trace_rate": ["0"]})
     assert store.settings("m") == TraceSettings(timestamps=True, rate=0)
@@ -102,17 +102,17 @@ def test_store_of_opentelemetry_switches_on_without_a_file() -> None:
         ),
     ],
 )
-def test_config_that_cannot_be_honoured_is_refused(given: list[str], fault: str) -> None:
+def test_config_with_invalid_settings_is_refused(given: list[str], fault: str) -> None:
     with pytest.raises(ValueError) as caught:  # noqa: PT011 - the whole message is compared
         parse_trace_config(given)
     assert str(caught.value) == fault
 
 
-def test_store_begins_with_what_the_server_was_started_with() -> None:
+def test_store_begins_with_the_servers_start_settings() -> None:
     assert TraceStore(CONFIG).settings("") == TraceStore(CONFIG).settings("m") == CONFIG.settings
 
 
-def test_store_model_has_its_own_then_everybodys_then_the_first() -> None:
+def test_store_gives_a_models_settings_then_the_global_then_the_initial_ones() -> None:
     store = TraceStore(CONFIG)
     store.update("", {"trace_rate": ["5"], "trace_count": ["4"]})
     store.update("m", {"trace_rate": ["3"], "log_frequency": ["2"]})
@@ -163,9 +163,7 @@ def test_store_levels_switch_on_and_off() -> None:
         ),
     ],
 )
-def test_store_faulty_values_are_refused_and_change_nothing(
-    model: str, name: str, values: list[str], fault: str
-) -> None:
+def test_store_refuses_invalid_values_and_changes_nothing(model: str, name: str, values: list[str], fault: str) -> None:
     store = TraceStore(CONFIG)
     with pytest.raises(InvalidRequest) as caught:
         store.update(model, {"trace_count": ["3"], name: values})
@@ -181,7 +179,7 @@ def test_store_faulty_values_are_refused_and_change_nothing(
         ("trace_level", "TENSORS", "trace setting 'trace_level': TENSORS is not supported by this build, only TIME"),
     ],
 )
-def test_store_what_this_build_lacks_is_not_supported(name: str, value: str, fault: str) -> None:
+def test_store_refuses_unsupported_changes_and_changes_nothing(name: str, value: str, fault: str) -> None:
     store = TraceStore(CONFIG)
     with pytest.raises(NotSupported) as caught:
         store.update("", {"trace_rate": ["1"], name: [value]})
@@ -196,7 +194,7 @@ def test_store_without_a_file_cannot_be_switched_on() -> None:
     store.update("", {"trace_level": ["OFF"]})
 
 
-def test_told_settings_have_the_names_and_values_of_the_extension() -> None:
+def test_settings_as_text_have_the_names_and_values_of_the_extension() -> None:
     store = TraceStore(CONFIG)
     assert store.as_text(TraceSettings(True, 7, -1, 0)) == {
         "trace_level": "TIMESTAMPS",

@@ -1,4 +1,4 @@
-"""Which requests are traced, what is written of them, and into which files."""
+"""Which requests are traced, what is written about them, and into which files."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FACTS = BatchFacts(1, 2, 2, 300, 1000, 5_000, Execution([()], 10, 900, 90))
 
 
 class Traced:
-    """A tracer of everything into t.json, and what it has written once it is closed."""
+    """A tracer into t.json, and what it has written once it is closed."""
 
     def __init__(self, folder: Path, settings: TraceSettings) -> None:
         self.folder = folder
@@ -33,7 +33,7 @@ class Traced:
             self.tracer.record(model, "3", request, 4_000, FACTS)
 
     def written(self) -> dict[str, list[Any]]:
-        """By file, the ids of the requests in it."""
+        """By file, the ids of the requests that are traced in it."""
         self.tracer.close()
         files = {path.name: json.loads(path.read_text()) for path in self.folder.iterdir()}
         return {name: [one["request_id"] for one in content[::2]] for name, content in sorted(files.items())}
@@ -46,7 +46,7 @@ def everything(tmp_path: Path) -> Iterator[Traced]:
     traced.tracer.close()
 
 
-def test_trace_tells_the_request_and_when_it_was_where(everything: Traced) -> None:
+def test_trace_has_the_request_and_the_times_of_its_stages(everything: Traced) -> None:
     everything.record("r")
     everything.record("")
     everything.tracer.close()
@@ -69,7 +69,7 @@ def test_trace_tells_the_request_and_when_it_was_where(everything: Traced) -> No
     assert ends[0]["ns"] == ends[1]["ns"] == ends[2]["ns"] > 6_000
 
 
-def test_trace_of_a_version_that_is_no_number_has_its_name(everything: Traced) -> None:
+def test_trace_of_a_non_numeric_version_has_its_name(everything: Traced) -> None:
     everything.tracer.record("m", "v1.2", "r", 4_000, FACTS)
     everything.tracer.record("m", "", "r", 4_000, FACTS)
     everything.tracer.close()
@@ -77,12 +77,12 @@ def test_trace_of_a_version_that_is_no_number_has_its_name(everything: Traced) -
     assert [one["model_version"] for one in told[::2]] == ["v1.2", ""]
 
 
-def test_trace_of_a_request_with_a_long_id_has_its_beginning(everything: Traced) -> None:
+def test_trace_of_a_request_with_a_long_id_keeps_its_beginning(everything: Traced) -> None:
     everything.record("0123456789" * 1_000)
     assert everything.written() == {"t.json": ["0123456789" * 20]}
 
 
-def test_trace_of_an_instance_that_tells_nothing_leaves_its_parts_out(everything: Traced) -> None:
+def test_trace_without_an_instances_times_leaves_its_stages_out(everything: Traced) -> None:
     everything.tracer.record("m", "1", "r", 4_000, BatchFacts(1, 2, 2, 300, 1000, 5_000, None))
     everything.tracer.close()
     _, times = json.loads((everything.folder / "t.json").read_text())
@@ -91,13 +91,13 @@ def test_trace_of_an_instance_that_tells_nothing_leaves_its_parts_out(everything
 
 
 @pytest.mark.parametrize(("rate", "traced"), [(1, "abcdef"), (2, "bdf"), (5, "e"), (7, "")])
-def test_rate_is_one_in_so_many(tmp_path: Path, rate: int, traced: str) -> None:
+def test_rate_traces_one_in_so_many_requests(tmp_path: Path, rate: int, traced: str) -> None:
     traces = Traced(tmp_path, TraceSettings(timestamps=True, rate=rate))
     traces.record(*"abcdef")
     assert traces.written() == ({"t.json": list(traced)} if traced else {})
 
 
-def test_count_is_how_many_in_all_and_told_as_what_is_left(tmp_path: Path) -> None:
+def test_count_limits_all_traces_and_is_shown_as_what_is_left(tmp_path: Path) -> None:
     traces = Traced(tmp_path, TraceSettings(timestamps=True, rate=1, count=3))
     traces.record(*"ab")
     assert traces.tracer.settings()["trace_count"] == "1"
@@ -106,7 +106,7 @@ def test_count_is_how_many_in_all_and_told_as_what_is_left(tmp_path: Path) -> No
     assert traces.written() == {"t.json.0": ["a", "b", "c"]}
 
 
-def test_count_that_is_reached_ends_the_file_which_gets_a_number(tmp_path: Path) -> None:
+def test_reached_count_ends_the_file_which_gets_a_number(tmp_path: Path) -> None:
     traces = Traced(tmp_path, TraceSettings(timestamps=True, rate=1, count=2))
     traces.record(*"abc")
     traces.tracer.update("", {"log_frequency": ["2"], "trace_count": ["3"]})
@@ -124,7 +124,7 @@ def test_count_that_is_reached_ends_the_file_which_gets_a_number(tmp_path: Path)
     }
 
 
-def test_count_that_is_reached_leaves_a_link_where_it_is(tmp_path: Path) -> None:
+def test_reached_count_does_not_rename_a_link(tmp_path: Path) -> None:
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "links").mkdir()
     (tmp_path / "links" / "t.json").symlink_to(tmp_path / "elsewhere" / "t")
@@ -135,7 +135,7 @@ def test_count_that_is_reached_leaves_a_link_where_it_is(tmp_path: Path) -> None
     assert traces.written() == {"t.json": ["a", "b"]}
 
 
-def test_log_frequency_begins_a_new_file_after_so_many(tmp_path: Path) -> None:
+def test_log_frequency_begins_a_new_file_after_so_many_traces(tmp_path: Path) -> None:
     traces = Traced(tmp_path, TraceSettings(timestamps=True, rate=1, log_frequency=2))
     traces.record(*"abcde")
     traces.tracer.update("", {"log_frequency": ["0"]})
@@ -151,7 +151,7 @@ def test_log_frequency_begins_a_new_file_after_so_many(tmp_path: Path) -> None:
     }
 
 
-def test_level_off_traces_nothing_and_needs_no_asking(everything: Traced) -> None:
+def test_level_off_traces_nothing_and_makes_the_tracer_inactive(everything: Traced) -> None:
     assert everything.tracer.active
     everything.tracer.update("", {"trace_level": ["OFF"]})
     assert not everything.tracer.active
@@ -161,7 +161,7 @@ def test_level_off_traces_nothing_and_needs_no_asking(everything: Traced) -> Non
     assert everything.written() == {"t.json": ["c", "d"]}
 
 
-def test_models_with_settings_of_their_own_are_counted_apart(everything: Traced) -> None:
+def test_models_with_their_own_settings_are_counted_separately(everything: Traced) -> None:
     everything.tracer.update("quiet", {"trace_level": ["OFF"]})
     everything.tracer.update("rare", {"trace_rate": ["2"]})
     everything.record("a", model="quiet")
@@ -176,7 +176,7 @@ def test_models_with_settings_of_their_own_are_counted_apart(everything: Traced)
     assert everything.written() == {"t.json": ["c", "d", "f"]}
 
 
-def test_change_for_others_leaves_what_a_model_has_counted(everything: Traced) -> None:
+def test_change_for_others_keeps_a_models_count(everything: Traced) -> None:
     everything.tracer.update("m", {"trace_count": ["2"], "trace_rate": ["1"]})
     everything.record("a")
     everything.tracer.update("", {"trace_rate": ["9"]})
@@ -185,7 +185,7 @@ def test_change_for_others_leaves_what_a_model_has_counted(everything: Traced) -
     assert everything.tracer.settings("m")["trace_count"] == "2"
 
 
-def test_model_that_is_forgotten_is_traced_as_others_are(everything: Traced) -> None:
+def test_forgotten_model_is_traced_as_others_are(everything: Traced) -> None:
     everything.tracer.update("", {"trace_level": ["OFF"]})
     everything.tracer.update("m", {"trace_level": ["TIMESTAMPS"]})
     everything.record("a")
@@ -195,7 +195,7 @@ def test_model_that_is_forgotten_is_traced_as_others_are(everything: Traced) -> 
     assert everything.written() == {"t.json": ["a"]}
 
 
-def test_model_that_is_forgotten_without_settings_changes_nothing_for_others(everything: Traced) -> None:
+def test_forgetting_a_model_without_settings_changes_nothing_for_others(everything: Traced) -> None:
     everything.tracer.update("m", {"trace_count": ["2"], "trace_rate": ["1"]})
     everything.record("a")
     everything.tracer.forget("other")
@@ -210,7 +210,7 @@ def test_tracer_without_a_file_is_never_active() -> None:
     tracer.close()
 
 
-def test_start_where_nothing_can_be_written_says_so(tmp_path: Path) -> None:
+def test_start_where_nothing_can_be_written_is_an_oserror(tmp_path: Path) -> None:
     for path in (tmp_path / "none" / "t.json", tmp_path):
         with pytest.raises(OSError, match=f"{path}: expected a file in a folder that can be written to"):
             Tracer(TraceConfig(path)).start()
@@ -220,7 +220,9 @@ def said(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records if record.name == "paceline.server.tracing"]
 
 
-def test_files_that_fail_later_end_tracing_with_one_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_file_error_later_ends_tracing_with_one_line_and_a_final_count(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     (tmp_path / "sub").mkdir()
     traces = Traced(tmp_path / "sub", TraceSettings(timestamps=True, rate=1))
     (tmp_path / "sub").rmdir()
@@ -232,7 +234,7 @@ def test_files_that_fail_later_end_tracing_with_one_line(tmp_path: Path, caplog:
     assert second == f"3 traces were not written to {tmp_path}/sub/t.json: No such file or directory"
 
 
-def test_full_disk_ends_tracing_with_one_line_and_the_thread_in_order(
+def test_full_disk_ends_tracing_with_one_line_and_the_thread_without_an_error(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, recwarn: pytest.WarningsRecorder
 ) -> None:
     (tmp_path / "t.json").symlink_to("/dev/full")
@@ -247,7 +249,7 @@ def test_full_disk_ends_tracing_with_one_line_and_the_thread_in_order(
     assert not [one for one in recwarn if one.category is pytest.PytestUnhandledThreadExceptionWarning]
 
 
-def test_traces_that_wait_for_a_file_that_hangs_are_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_traces_that_wait_for_a_hanging_file_are_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     os.mkfifo(tmp_path / "t.json")
     writer = TraceWriter(tmp_path / "t.json", patience_s=0.05)
     writer.start()
